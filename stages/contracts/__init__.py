@@ -1,0 +1,1 @@
+"""What passes between stages: typed, versioned, checked when read."""

@@ -1,0 +1,55 @@
+"""cluster → extract, assemble, project, evaluate: which unit belongs to which expert."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from models.errors import ContractError
+from stages.contracts.tensor_file import load_contract, save_contract
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Units of every expert, sorted within the expert, and the always-on units, sorted.
+
+    A unit is always on, or in one or more experts (never twice in one), or dropped.
+    """
+
+    VERSION: ClassVar[int] = 1
+    FILE: ClassVar[str] = "partition.safetensors"
+
+    width: int  # F
+    units: Tensor  # (L, E, N) int32
+    always_on: Tensor  # (L, S) int32
+
+    def __post_init__(self) -> None:
+        """Refuse what is no partition."""
+        if self.units.ndim != 3 or self.always_on.ndim != 2 or len(self.units) != len(self.always_on):
+            raise ContractError(f"partition shapes {tuple(self.units.shape)} and {tuple(self.always_on.shape)}")
+        for layer, (units_EN, always_S) in enumerate(zip(self.units, self.always_on, strict=True)):
+            used = torch.cat([units_EN.flatten(), always_S])
+            if len(used) and (used.min() < 0 or used.max() >= self.width):
+                raise ContractError(f"unit index outside 0..{self.width - 1}", where=f"partition, layer {layer}")
+            if any(len(row.unique()) != len(row) for row in units_EN) or len(always_S.unique()) != len(always_S):
+                raise ContractError("a unit stands twice in one expert", where=f"partition, layer {layer}")
+            if torch.isin(units_EN, always_S).any():
+                raise ContractError("an always-on unit is also in an expert", where=f"partition, layer {layer}")
+
+    @property
+    def multiplicity(self) -> Tensor:
+        """(L, F) int64: how many experts hold the unit; 0 for always-on and dropped units."""
+        flat = self.units.flatten(1).long()
+        counts = torch.zeros(len(flat), self.width, dtype=torch.int64)
+        return counts.scatter_add_(1, flat, torch.ones_like(flat))
+
+    def save(self, folder: Path) -> None:
+        """Write `folder/partition.safetensors`."""
+        save_contract(self, folder / self.FILE, version=self.VERSION)
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """Read what `save` wrote. Raises ContractError."""
+        return load_contract(cls, folder / cls.FILE, version=cls.VERSION)

@@ -1,0 +1,40 @@
+"""score → cluster, extract: how much each unit matters."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Self
+
+from torch import Tensor
+
+from stages.contracts.tensor_file import load_contract, save_contract
+
+
+@dataclass(frozen=True)
+class Scores:
+    """(L, F) float32 scores; higher is more important, comparable within a layer only."""
+
+    VERSION: ClassVar[int] = 1
+    FILE: ClassVar[str] = "scores.safetensors"
+
+    method: str  # which of the fields below later stages rank by
+    s_p: Tensor
+    taylor: Tensor
+    wanda: Tensor
+    frequency: Tensor
+    contribution: Tensor
+    random: Tensor
+
+    @property
+    def chosen(self) -> Tensor:
+        """The (L, F) score named by `method`."""
+        chosen: Tensor = getattr(self, self.method)
+        return chosen
+
+    def save(self, folder: Path) -> None:
+        """Write `folder/scores.safetensors`."""
+        save_contract(self, folder / self.FILE, version=self.VERSION)
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """Read what `save` wrote. Raises ContractError."""
+        return load_contract(cls, folder / cls.FILE, version=cls.VERSION)

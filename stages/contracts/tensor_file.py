@@ -1,0 +1,54 @@
+"""A dataclass of tensors and plain values as one safetensors file."""
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from models.errors import ContractError
+
+Contract = TypeVar("Contract")
+
+
+def save_contract(contract: Any, path: Path, *, version: int) -> None:  # noqa: ANN401 - any contract dataclass
+    """Write tensor fields as tensors and all other fields as JSON metadata."""
+    tensors: dict[str, torch.Tensor] = {}
+    plain: dict[str, Any] = {}
+    for spec in fields(contract):
+        value = getattr(contract, spec.name)
+        if isinstance(value, torch.Tensor):
+            tensors[spec.name] = value.contiguous()
+        else:
+            plain[spec.name] = value
+    metadata = {"contract": type(contract).__name__, "version": str(version), "plain": json.dumps(plain)}
+    save_file(tensors, path, metadata=metadata)
+
+
+def load_contract(kind: type[Contract], path: Path, *, version: int) -> Contract:
+    """Read what `save_contract` wrote.
+
+    Raises:
+        ContractError: missing, unreadable, of another kind or version, or with other fields.
+    """
+    remedy = "run the stage that writes it again, with fresh=true"
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no dict
+    except (OSError, SafetensorError) as error:
+        raise ContractError(f"cannot read {kind.__name__}: {error}", where=str(path), do=remedy) from error
+    found = (metadata.get("contract"), metadata.get("version"))
+    if found != (kind.__name__, str(version)):
+        wanted = f"{kind.__name__} version {version}"
+        raise ContractError(f"expected {wanted}, found {found[0]} version {found[1]}", where=str(path), do=remedy)
+    values = {**json.loads(metadata["plain"]), **tensors}
+    names = {spec.name for spec in fields(kind)}  # type: ignore[arg-type]
+    if values.keys() != names:
+        raise ContractError(
+            f"{kind.__name__} has fields {sorted(values.keys() ^ names)} too many or too few", where=str(path), do=remedy
+        )
+    return kind(**values)

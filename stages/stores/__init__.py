@@ -1,0 +1,1 @@
+"""Where a running scan keeps its sums."""
