@@ -1,0 +1,1 @@
+"""Probes that read activations and gradients inside a running model."""

@@ -1,0 +1,1 @@
+"""assemble → checkpoint: experts behind a router."""

@@ -1,0 +1,1 @@
+"""Shared by the stages that fit: layer-by-layer passes and closed-form solves."""

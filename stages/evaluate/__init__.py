@@ -1,0 +1,1 @@
+"""evaluate → numbers a reader can trust."""

@@ -1,0 +1,1 @@
+"""What is measured on outputs and routing."""

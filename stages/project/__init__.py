@@ -1,0 +1,1 @@
+"""project → checkpoint: gradients and behaviour of the dense model, bent into the experts."""

@@ -1,0 +1,39 @@
+"""Settings of the projection: gradient projection and behaviour alignment."""
+
+from dataclasses import dataclass, field
+
+VERSION = 1
+
+
+@dataclass
+class ProjectConfig:
+    """How the extracted experts are bent towards the dense model's behaviour."""
+
+    # Gradient projection: W_small = W_base + sign·β·α·∇W / (‖∇W‖₂ + ε), per expert. Undone where it hurts, if `guard`.
+    gradient_projection: bool = True
+    alpha: float = 0.8
+    beta: float = 0.3
+    # 1 adds the gradient, as the formula is written; -1 goes down it.
+    sign: int = 1
+    epsilon: float = 1e-8
+    # W_base: extracted (the dense slices) or random (seeded normal of the same standard deviation).
+    base: str = "extracted"
+    # Which of gate, up, down are projected.
+    matrices: list[str] = field(default_factory=lambda: ["gate", "down"])
+    # Calibration tokens for the mean gradient.
+    gradient_tokens: int = 8192
+    # Memory for the mean gradients, in GiB; layers are taken in as many passes as that needs.
+    gradient_memory: float = 8.0
+    # Behaviour alignment: ridge (closed form, down_proj) or none.
+    alignment: str = "ridge"
+    # What down_proj is aligned to: local (the dense FFN on the carved model's own inputs) or residual (the dense model's
+    # residual stream, which also corrects what earlier layers got wrong).
+    alignment_target: str = "local"
+    # Penalties tried, relative to the mean diagonal, each pulling to the extracted weights; the best on held-out tokens wins.
+    penalties: list[float] = field(default_factory=lambda: [1e-3, 1e-2, 1e-1])
+    # Share of the calibration sequences held out to choose the penalty and to judge every step.
+    guard_share: float = 0.125
+    # Drop, layer by layer, a step that makes the held-out alignment worse.
+    guard: bool = True
+    # Tokens per forward batch.
+    batch_tokens: int = 4096

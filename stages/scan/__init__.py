@@ -1,0 +1,1 @@
+"""scan → statistics: what every unit does on text."""

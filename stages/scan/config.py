@@ -1,0 +1,25 @@
+"""Settings of the scan."""
+
+from dataclasses import dataclass
+
+VERSION = 1
+
+
+@dataclass
+class ScanConfig:
+    """How the dense model is read on text."""
+
+    # Tokens per batch, padding included. Does not change the statistics, only speed and memory.
+    batch_tokens: int = 2048
+    # Also run the backward pass: Taylor scores and exact per-sample weight-gradient norms.
+    gradients: bool = True
+    # A unit is active for a token when |h| is in the token's top share of units ...
+    active_share: float = 0.1
+    # ... or, when set, when |h| exceeds this absolute threshold instead.
+    active_threshold: float | None = None
+    # Tokens whose activation bitmaps are kept for clustering, drawn uniformly.
+    reservoir_tokens: int = 4096
+    # Recompute activations in the backward pass: less memory, same statistics.
+    gradient_checkpointing: bool = False
+    # How gradient norms are computed: gram (short sequences), direct (long ones), auto (whichever costs less).
+    norm_product: str = "auto"
