@@ -1,0 +1,1 @@
+"""Which unit belongs to which expert."""
