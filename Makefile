@@ -1,0 +1,50 @@
+# Needs Python 3.11 or newer (with venv) and git; everything else is installed into .venv.
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install run test test-slow lint format clean
+
+help: ## this list
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+install: $(INSTALLED) ## create .venv with the tested versions
+
+# The stamp makes every later call instant; it is older than its inputs exactly when they changed.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "Python 3.11 or newer is needed; $(PYTHON) is $$($(PYTHON) --version 2>&1)"; \
+	  echo "  do:    make $(or $(MAKECMDGOALS),install) PYTHON=/path/to/python3.11"; exit 2; } >&2
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "$(PYTHON) cannot make virtual environments (its venv or ensurepip module is missing)"; \
+	  echo "  do:    install it (Debian and Ubuntu: apt install python3-venv), or PYTHON=/path/to/another/python3"; \
+	  exit 2; } >&2
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+run: install ## carve the embedded model, end to end (make run ARGS="experts=8 n=128")
+	$(BIN)/python -m pipeline $(ARGS)
+
+test: install ## the tests, a few minutes (make test ARGS="tests/unit -x")
+	$(BIN)/python -m pytest $(ARGS)
+
+test-slow: install ## the tests that take minutes each
+	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+
+lint: install ## ruff, mypy --strict and the dependency rules
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+format: install ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove .venv and caches, never outputs/
+	rm -rf $(VENV) .*_cache *.egg-info

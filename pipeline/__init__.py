@@ -1,0 +1,1 @@
+"""The command line: settings, plan, resume, publishing and reports."""
