@@ -1,0 +1,85 @@
+"""Room on the disk: how much a stage will need, and what to say when it runs out."""
+
+import errno
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from models.errors import UserError
+from models.shape import Shape
+
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def expected_bytes(stage: str, config: Mapping[str, Any], shape: Shape | None) -> int:
+    """About how many bytes a stage publishes, to within a tenth or so; 0 for stages that write little.
+
+    Args:
+        stage: its name.
+        config: the source's config.json.
+        shape: the carve, None where the stage does not depend on it.
+    """
+    if shape is None or stage not in {"extract", "assemble", "project"}:
+        return 0
+    width = BYTES.get(str(config.get("dtype") or config.get("torch_dtype")), 2)
+    hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
+    units = layers * 3 * hidden * (shape.experts * shape.n + shape.always_on)
+    if stage == "extract":
+        return units * width
+    attention = layers * 4 * hidden * hidden
+    embeddings = 2 * int(config.get("vocab_size", 0)) * hidden
+    return (units + attention + embeddings) * width
+
+
+def free_bytes(folder: Path) -> int:
+    """Free bytes on the disk that holds `folder`, or will hold it."""
+    return shutil.disk_usage(nearest_existing(folder)).free
+
+
+def nearest_existing(path: Path) -> Path:
+    """The path itself, or its closest parent that exists."""
+    path = path.absolute()
+    return path if path.exists() else nearest_existing(path.parent)
+
+
+def used_bytes(folder: Path) -> int:
+    """Bytes in all files below the folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def explain_os_error(error: BaseException, *, stage: str, folder: Path, expected: int) -> UserError | None:
+    """A full or forbidding disk in words; None when the error is about something else.
+
+    Args:
+        error: what a stage raised; safetensors hides the number of an OSError in its own error's text.
+        stage: which one.
+        folder: where it was writing.
+        expected: the bytes it was to publish.
+    """
+    number = os_error_number(error)
+    if number in FULL:
+        return UserError(
+            f"no room left on the disk: about {in_mib(expected)} wanted, {in_mib(free_bytes(folder))} free ({error})",
+            where=f"stage={stage}, {folder}; nothing half written was published",
+            do="free some space, or output_dir= on another disk, then the same command again",
+        )
+    if number in DENIED:
+        return UserError(f"may not write: {error}", where=f"stage={stage}, {folder}", do="output_dir= you may write to")
+    return None
+
+
+def os_error_number(error: BaseException) -> int | None:
+    """The errno of an OSError, or of one wrapped in the text of another error."""
+    if isinstance(error, OSError):
+        return error.errno
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return int(found[1]) if found else None
+
+
+def in_mib(size: int) -> str:
+    """A size for reading."""
+    return f"{size / 2**20:,.1f} MiB"

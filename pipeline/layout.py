@@ -1,0 +1,18 @@
+"""Where things are, whatever the working folder."""
+
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+CONF = REPOSITORY / "conf"
+EXPERIMENTS = ("experiment", "debug")
+
+
+def groups() -> dict[str, list[str]]:
+    """Configuration groups and their options, read from the folders under conf/."""
+    folders = sorted(folder for folder in CONF.iterdir() if folder.is_dir())
+    return {folder.name: sorted(option.stem for option in folder.glob("*.yaml")) for folder in folders}
+
+
+def artifact_folder(output_dir: Path, label: str, stage: str, fingerprint: str) -> Path:
+    """Where the published result of one stage lies: `artifacts/<model>/<stage>/<fingerprint>`."""
+    return output_dir / "artifacts" / label / stage / fingerprint[:16]

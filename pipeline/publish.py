@@ -1,0 +1,114 @@
+"""From a private workshop to a published folder, in one rename."""
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.artifact import Manifest, describe_files
+from pipeline.lock import LockedError, hold_lock
+from stages.contracts.job import Table
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """Where a stage works before its result is published: a hidden folder beside it, so that a rename suffices.
+
+    `out` starts empty in every run; `scratch` survives a kill. Whoever holds the lock owns both.
+    """
+
+    final: Path
+
+    @property
+    def root(self) -> Path:
+        """Folder of this fingerprint's unfinished work."""
+        return self.final.with_name(f".{self.final.name}")
+
+    @property
+    def out(self) -> Path:
+        """What will be published."""
+        return self.root / "out"
+
+    @property
+    def scratch(self) -> Path:
+        """What a later run may go on from."""
+        return self.root / "scratch"
+
+    @property
+    def lock(self) -> Path:
+        """The lock file."""
+        return self.root.with_suffix(".lock")
+
+
+@contextmanager
+def open_workshop(final: Path, *, fresh: bool) -> Iterator[Workshop]:
+    """Lock the fingerprint and hand out its workshop; `fresh` also forgets unfinished work of earlier runs.
+
+    Raises:
+        LockedError: another process is computing this fingerprint.
+    """
+    workshop = Workshop(final)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    with hold_lock(workshop.lock):
+        remove_leftovers(final.parent)
+        shutil.rmtree(workshop.root if fresh else workshop.out, ignore_errors=True)
+        workshop.out.mkdir(parents=True)
+        workshop.scratch.mkdir(exist_ok=True)
+        try:
+            yield workshop
+        finally:
+            shutil.rmtree(workshop.out, ignore_errors=True)
+            remove_if_empty(workshop.scratch)
+            remove_if_empty(workshop.root)
+
+
+def remove_if_empty(folder: Path) -> None:
+    """Remove the folder unless something is in it, or it is gone already."""
+    with suppress(OSError):
+        folder.rmdir()
+
+
+def remove_leftovers(stage_folder: Path) -> None:
+    """Remove what killed runs left half written, under any fingerprint; scratch stays, to go on from."""
+    for out in stage_folder.glob(".*/out"):
+        try:
+            with hold_lock(out.parent.with_suffix(".lock")):
+                shutil.rmtree(out, ignore_errors=True)
+        except LockedError:
+            continue  # its run is alive
+
+
+def publish(workshop: Workshop, *, fingerprint: str, recipe: Mapping[str, Any], table: Table) -> Manifest:
+    """Make the workshop's `out` the published result; scratch is removed.
+
+    A kill at any moment leaves the old result, no result, or the new one, never a part of one.
+    """
+    manifest = Manifest(fingerprint, recipe, describe_files(workshop.out), table)
+    manifest.write(workshop.out)
+    sync_tree(workshop.out)
+    replaced = workshop.root / "replaced"
+    if workshop.final.exists():
+        workshop.final.rename(replaced)
+    workshop.out.rename(workshop.final)
+    sync(workshop.final.parent)
+    shutil.rmtree(workshop.root)
+    return manifest
+
+
+def sync_tree(folder: Path) -> None:
+    """Flush every file and folder to the disk, inner ones first."""
+    for path in sorted(folder.rglob("*"), reverse=True):
+        sync(path)
+    sync(folder)
+
+
+def sync(path: Path) -> None:
+    """Flush one file or folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,107 @@
+"""From the dials to the shape of a carve."""
+
+from dataclasses import dataclass
+
+from models.errors import ConfigError
+from models.shape import Shape
+
+
+@dataclass(frozen=True)
+class Dials:
+    """What the user asked for; None is filled in from the source's FFN width."""
+
+    experts: int
+    n: int
+    top_k: int | None
+    always_on: int | None
+    active: float
+
+
+def resolve_shape(dials: Dials, width: int) -> Shape:
+    """Fill in what was not asked for, so that about `active`·F neurons serve each token.
+
+    Half of them are routed: top_k is the largest power of two (which keeps a folded scale exact in bf16) with
+    K·N <= active·F/2, at least 2, at most E. Always-on neurons fill the rest.
+
+    Args:
+        dials: the request.
+        width: F of the source.
+    """
+    top_k = dials.top_k
+    if top_k is None:
+        affordable = int(dials.active * width / 2) // dials.n
+        top_k = min(max(2, largest_power_of_two(affordable)), dials.experts)
+    always_on = dials.always_on
+    if always_on is None:
+        always_on = max(0, round(dials.active * width) - top_k * dials.n)
+    return Shape(dials.experts, dials.n, top_k, always_on)
+
+
+def largest_power_of_two(bound: int) -> int:
+    """The largest power of two <= bound, or 0."""
+    return 1 << (bound.bit_length() - 1) if bound > 0 else 0
+
+
+def dial_errors(dials: Dials) -> list[ConfigError]:
+    """What is wrong with the dials whatever the source model."""
+    errors = []
+    for name in ("experts", "n", "top_k"):
+        value = getattr(dials, name)
+        if value is not None and value < 1:
+            errors.append(ConfigError(f"{name}={value} must be at least 1", where="shape", do=f"{name}=2"))
+    if dials.always_on is not None and dials.always_on < 0:
+        errors.append(ConfigError(f"always_on={dials.always_on} must be at least 0", where="shape", do="always_on=0"))
+    if not 0 < dials.active <= 1:
+        errors.append(
+            ConfigError(
+                f"active={dials.active:g} must be above 0 and at most 1",
+                where="shape, the share of FFN neurons a token uses",
+                do="active=0.5",
+            )
+        )
+    return errors
+
+
+def shape_errors(shape: Shape, width: int, model: str) -> list[ConfigError]:
+    """What is wrong with a shape for a source with FFNs `width` wide.
+
+    Args:
+        shape: the resolved shape.
+        width: F of the source.
+        model: the source's label, for the message.
+    """
+    where = f"shape, model={model} with F={width} units a layer"
+    errors = []
+    if shape.top_k > shape.experts:
+        errors.append(
+            ConfigError(
+                f"top_k={shape.top_k} is more than experts={shape.experts}", where=where, do=f"top_k={shape.experts}"
+            )
+        )
+    if shape.always_on >= width:
+        errors.append(
+            ConfigError(
+                f"always_on={shape.always_on} leaves no unit to route; at most {width - 1} of {width} can be always on",
+                where=where,
+                do=f"always_on={width // 4}",
+            )
+        )
+    elif shape.n > (routable := width - shape.always_on):
+        errors.append(
+            ConfigError(
+                f"n={shape.n} needs at least {shape.n} units a layer that are not always on; there are {routable}",
+                where=f"{where}, {shape.always_on} of them always on",
+                do=f"n={largest_power_of_two(max(1, routable // 4))}, or a model with wider FFNs",
+            )
+        )
+    return errors
+
+
+def saving_warning(shape: Shape, width: int) -> str | None:
+    """Why this shape computes no less than the dense model, or None."""
+    if shape.active_width < width:
+        return None
+    return (
+        f"no saving: top_k={shape.top_k} x n={shape.n} + always_on={shape.always_on} = {shape.active_width} neurons "
+        f"serve each token, the dense FFN has {width}; lower n= or top_k="
+    )

@@ -1,0 +1,62 @@
+"""The chain as data: what each stage starts from and which settings it reads."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+
+from stages.contracts.job import Table
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage; its code lies in `stages/<name>/`.
+
+    `nodes` are the keyword arguments of its `run`, and the only settings that enter its fingerprint.
+    """
+
+    name: str
+    parents: tuple[str, ...]
+    nodes: tuple[str, ...]
+
+    @property
+    def version(self) -> int:
+        """The VERSION of `stages/<name>/config.py`; raised there when the same settings give another result."""
+        version: int = import_module(f"stages.{self.name}.config").VERSION
+        return version
+
+    @property
+    def run(self) -> Callable[..., Table]:
+        """The entry point, imported only now: it loads torch."""
+        run: Callable[..., Table] = import_module(f"stages.{self.name}.stage").run
+        return run
+
+
+CHAIN = (
+    Stage("scan", parents=(), nodes=("model", "data", "store", "scan", "seed")),
+    Stage("score", parents=("scan",), nodes=("score", "seed")),
+    Stage("cluster", parents=("scan", "score"), nodes=("model", "cluster", "shape", "seed")),
+    Stage("extract", parents=("score", "cluster"), nodes=("model", "extract", "shape")),
+    Stage("assemble", parents=("cluster", "extract"), nodes=("model", "data", "assemble", "shape", "seed")),
+    Stage("project", parents=("cluster", "assemble"), nodes=("model", "data", "project", "shape", "seed")),
+    Stage(
+        "evaluate",
+        parents=("scan", "cluster", "assemble", "project"),
+        nodes=("model", "data", "project", "evaluate", "shape", "seed"),
+    ),
+)
+STAGES = {stage.name: stage for stage in CHAIN}
+ALL = "all"
+
+
+def asked_stages(name: str) -> tuple[Stage, ...]:
+    """The stages that `stage=name` asks for."""
+    return CHAIN if name == ALL else (STAGES[name],)
+
+
+def with_ancestors(asked: tuple[Stage, ...]) -> tuple[Stage, ...]:
+    """The asked stages and all they start from, in the order of the chain."""
+    wanted = {stage.name for stage in asked}
+    for stage in reversed(CHAIN):
+        if stage.name in wanted:
+            wanted.update(stage.parents)
+    return tuple(stage for stage in CHAIN if stage.name in wanted)
