@@ -1,0 +1,1 @@
+"""Safetensors checkpoints: headers, a lazy reader, a streaming writer."""

@@ -1,0 +1,47 @@
+"""What a router's gate multiplies an expert by, and the scale that undoes it.
+
+With equal router logits every architecture gives its K chosen experts equal gates that sum to less than the dense FFN
+would weigh them. The inverse goes into the down projections or, where the architecture has a factor, into its config.
+"""
+
+from dataclasses import dataclass
+
+from models.families.moe import MoETarget
+from models.shape import Shape
+
+
+@dataclass(frozen=True)
+class GateFold:
+    """Scales applied when a checkpoint is written; powers of two change no mantissa."""
+
+    down_scale: float  # routed experts' down
+    shared_down_scale: float  # always-on units' down
+    norm_topk_prob: bool | None  # None: the architecture has no such key
+    routed_scaling_factor: float | None  # None: the architecture has no such key
+
+
+def gate_fold(target: MoETarget, shape: Shape) -> GateFold:
+    """The fold of one target: with equal router logits the chosen experts weigh 1 each, the always-on units 1.
+
+    Numerics: exact in every number format when `down_scale` is a power of two.
+    """
+    top_k = float(shape.top_k)
+    match target.model_type:
+        case "qwen3_moe":
+            return GateFold(top_k, 1.0, norm_topk_prob=True, routed_scaling_factor=None)
+        case "mixtral":
+            return GateFold(top_k, 1.0, norm_topk_prob=None, routed_scaling_factor=None)
+        case "qwen2_moe":
+            # σ(0) = ½ halves the shared expert. Without renormalisation a gate is 1/E: the family's own habit, and what
+            # llama.cpp assumes; renormalised it is 1/K, which keeps the scale a power of two when E is none.
+            normalised = not is_power_of_two(shape.experts)
+            scale = top_k if normalised else float(shape.experts)
+            return GateFold(scale, 2.0, norm_topk_prob=normalised, routed_scaling_factor=None)
+        case "glm4_moe":
+            return GateFold(1.0, 1.0, norm_topk_prob=True, routed_scaling_factor=top_k)
+    raise AssertionError(f"no fold for {target.model_type}")
+
+
+def is_power_of_two(number: int) -> bool:
+    """1, 2, 4, 8 ..."""
+    return number > 0 and number & (number - 1) == 0

@@ -1,0 +1,73 @@
+"""The dense model and its tokenizer through transformers: frozen, from local files only."""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from models.config import ModelConfig
+from models.errors import CheckpointError, ConfigError
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def resolve_device(model: ModelConfig) -> torch.device:
+    """The device asked for; auto takes a GPU where there is one. Raises ConfigError."""
+    if model.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(model.device)
+    except RuntimeError as error:
+        raise ConfigError(f"unknown device {model.device!r}", where="model.device", do="model.device=auto") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device {model.device} is not here: {torch.cuda.device_count()} GPUs found",
+            where="model.device",
+            do="model.device=auto, or model.device=cpu",
+        )
+    return device
+
+
+def resolve_dtype(model: ModelConfig, device: torch.device) -> torch.dtype | None:
+    """The number format asked for; None stands for the checkpoint's own, which auto takes on a GPU.
+
+    Raises:
+        ConfigError: no such format.
+    """
+    if model.dtype == "auto":
+        # Half precision saves nothing on a CPU that multiplies it slower than float32.
+        return torch.float32 if device.type == "cpu" else None
+    if model.dtype not in _DTYPES:
+        raise ConfigError(
+            f"unknown number format {model.dtype!r}", where="model.dtype", do=f"one of auto, {', '.join(_DTYPES)}"
+        )
+    return _DTYPES[model.dtype]
+
+
+def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer beside a checkpoint. Raises CheckpointError."""
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"no usable tokenizer: {str(error).splitlines()[0]}",
+            where=str(folder),
+            do="put the model's tokenizer files beside its config.json",
+        ) from error
+    return tokenizer
+
+
+def load_dense(model: ModelConfig, folder: Path) -> PreTrainedModel:
+    """The dense model, frozen and in evaluation mode. Raises ConfigError: no such device or number format."""
+    device = resolve_device(model)
+    dense: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=resolve_dtype(model, device) or "auto",
+        attn_implementation="sdpa",
+        local_files_only=True,
+        trust_remote_code=model.trust_remote_code,
+    )
+    dense.requires_grad_(False)
+    return dense.to(device).eval()

@@ -1,0 +1,116 @@
+"""extract → assemble, project: the units of every expert, cut out of the dense FFNs, one file a layer.
+
+``layer-00000.safetensors`` holds ``experts.{e}.{gate,up,down}_proj.weight`` shaped like any gated FFN, the same under
+``always_on``, and where each came from: ``….units`` (indices in the dense FFN) and ``….scores``.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxtyping import Float, Int
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from models.errors import ContractError
+from models.experts import LayerExperts, TinyONNExpert
+
+VERSION = 1
+
+_GATE, _UP, _DOWN = "gate_proj.weight", "up_proj.weight", "down_proj.weight"
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Which unit of the dense FFN each neuron is, and its score."""
+
+    units_EN: Int[Tensor, "E N"]
+    scores_EN: Float[Tensor, "E N"]
+    always_on_S: Int[Tensor, "S"]
+    always_on_scores_S: Float[Tensor, "S"]
+
+
+def layer_file(folder: Path, layer: int) -> Path:
+    """The file of one layer."""
+    return folder / f"layer-{layer:05}.safetensors"
+
+
+def save_layer(folder: Path, layer: int, experts: LayerExperts, provenance: Provenance, hidden_act: str) -> int:
+    """Write one layer; returns its bytes."""
+    always_on = {
+        _GATE: experts.shared_gate_SD,
+        _UP: experts.shared_up_SD,
+        _DOWN: experts.shared_down_DS,
+        "units": provenance.always_on_S,
+        "scores": provenance.always_on_scores_S,
+    }
+    tensors = {f"always_on.{name}": tensor.contiguous() for name, tensor in always_on.items()}
+    stacked = {
+        _GATE: experts.gate_END,
+        _UP: experts.up_END,
+        _DOWN: experts.down_EDN,
+        "units": provenance.units_EN,
+        "scores": provenance.scores_EN,
+    }
+    for name, per_expert in stacked.items():
+        tensors |= {f"experts.{e}.{name}": tensor.contiguous() for e, tensor in enumerate(per_expert)}
+    metadata = {"version": str(VERSION), "experts": str(len(experts.gate_END)), "hidden_act": hidden_act}
+    path = layer_file(folder, layer)
+    save_file(tensors, path, metadata=metadata)
+    return path.stat().st_size
+
+
+def load_layer(folder: Path, layer: int) -> LayerExperts:
+    """All experts of one layer, bit for bit. Raises ContractError."""
+    with _opened(folder, layer) as (file, metadata):
+        stacks = (_stack(file, int(metadata["experts"]), name) for name in (_GATE, _UP, _DOWN))
+        shared = (file.get_tensor(f"always_on.{name}") for name in (_GATE, _UP, _DOWN))
+        return LayerExperts(*stacks, *shared)
+
+
+def load_provenance(folder: Path, layer: int) -> Provenance:
+    """Where the neurons of one layer came from. Raises ContractError."""
+    with _opened(folder, layer) as (file, metadata):
+        stacks = (_stack(file, int(metadata["experts"]), name) for name in ("units", "scores"))
+        always_on = (file.get_tensor(f"always_on.{name}") for name in ("units", "scores"))
+        return Provenance(*stacks, *always_on)
+
+
+def load_expert(folder: Path, layer: int, expert: int) -> TinyONNExpert:
+    """One expert as a module; nothing else is read. Raises ContractError."""
+    with _opened(folder, layer) as (file, metadata):
+        count = int(metadata["experts"])
+        if not 0 <= expert < count:
+            raise ContractError(
+                f"no expert {expert}: the layer has {count}", where=f"layer {layer}", do=f"an expert of 0..{count - 1}"
+            )
+        weights = (file.get_tensor(f"experts.{expert}.{name}") for name in (_GATE, _UP, _DOWN))
+        return TinyONNExpert.from_tensors(*weights, metadata["hidden_act"])
+
+
+def _stack(file: Any, experts: int, name: str) -> Tensor:  # noqa: ANN401 - safe_open has no type
+    """Experts side by side, filled one at a time so that no second copy is held."""
+    first = file.get_tensor(f"experts.0.{name}")
+    stacked = first.new_empty(experts, *first.shape)
+    for e in range(experts):
+        stacked[e] = file.get_tensor(f"experts.{e}.{name}")
+    return stacked
+
+
+@contextmanager
+def _opened(folder: Path, layer: int) -> Iterator[tuple[Any, dict[str, str]]]:
+    path = layer_file(folder, layer)
+    remedy = "stage=extract fresh=true"
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("version") != str(VERSION):
+                raise ContractError(
+                    f"expected experts version {VERSION}, found {metadata.get('version')}", where=str(path), do=remedy
+                )
+            yield file, metadata
+    except (OSError, SafetensorError) as error:
+        raise ContractError(f"cannot read experts: {error}", where=str(path), do=remedy) from error

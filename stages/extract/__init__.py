@@ -1,0 +1,1 @@
+"""extract: copy the units of every expert out of the dense checkpoint."""
