@@ -1,6 +1,6 @@
 """Settings of the score stage."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 VERSION = 1
 
@@ -10,16 +10,18 @@ class ScoreConfig:
     """How units are ranked. All measures are always computed; `method` names the one that later stages rank by."""
 
     # s_p, taylor, wanda, frequency, contribution or random.
-    method: str = "s_p"
+    method: str = field(
+        default="s_p", metadata={"choices": ("s_p", "taylor", "wanda", "frequency", "contribution", "random")}
+    )
     # How S_p joins activation A, gradient G and frequency F: weighted (a·A - g·G + f·F), product (Aᵃ·(1-G)ᵍ·Fᶠ) or
     # inverse_gradient ((a·A + f·F) / (1 + g·G)).
-    form: str = "weighted"
+    form: str = field(default="weighted", metadata={"choices": ("weighted", "product", "inverse_gradient")})
     # How A, G and F are made comparable within a layer: zscore, rank or minmax. product and inverse_gradient then
     # stretch each term to 0..1.
-    normalisation: str = "zscore"
-    # Weight a of high activation, mean |h|. At least 0.
-    activation_weight: float = 1.0
-    # Weight g of a low gradient, mean norm of the unit's weight gradients. At least 0.
-    gradient_weight: float = 0.5
-    # Weight f of high frequency, the share of tokens where the unit is among the most active. At least 0.
-    frequency_weight: float = 0.5
+    normalisation: str = field(default="zscore", metadata={"choices": ("zscore", "rank", "minmax")})
+    # Weight a of high activation, mean |h|.
+    activation_weight: float = field(default=1.0, metadata={"minimum": 0})
+    # Weight g of a low gradient, mean norm of the unit's weight gradients.
+    gradient_weight: float = field(default=0.5, metadata={"minimum": 0})
+    # Weight f of high frequency, the share of tokens where the unit is among the most active.
+    frequency_weight: float = field(default=0.5, metadata={"minimum": 0})
