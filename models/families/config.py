@@ -10,11 +10,10 @@ from typing import Any
 from models.families.dense import DENSE_FAMILIES
 from models.families.fold import gate_fold
 from models.families.moe import MoETarget
+from models.families.width import expert_width, shared_width
 from models.shape import Shape
 
 _DEFAULT_THETA = 10000.0
-# Neurons of the shared expert that qwen2_moe cannot do without: all zero, and as many as matrix kernels want.
-ZERO_UNITS = 8
 
 _CARRIED = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "hidden_act", "rms_norm_eps",
@@ -68,22 +67,12 @@ def source_dtype(source: Mapping[str, Any]) -> str | None:
     return None if named is None else str(named).removeprefix("torch.")
 
 
-def shared_width(target: MoETarget, shape: Shape) -> int:
-    """Neurons of the shared expert: S and zero units up to what the architecture can say; 0 where it has none."""
-    match target.model_type:
-        case "qwen2_moe":
-            return shape.always_on or ZERO_UNITS
-        case "glm4_moe":
-            return max(1, -(-shape.always_on // shape.n)) * shape.n
-    return 0
-
-
 def _particular(dense: Mapping[str, Any], target: MoETarget, shape: Shape) -> dict[str, Any]:
     fold = gate_fold(target, shape)
     match target.model_type:
         case "mixtral":
             return {
-                "intermediate_size": shape.n,
+                "intermediate_size": expert_width(shape),
                 "num_local_experts": shape.experts,
                 "sliding_window": dense.get("sliding_window") if dense["model_type"] == "mistral" else None,
             }
@@ -106,7 +95,7 @@ def _particular(dense: Mapping[str, Any], target: MoETarget, shape: Shape) -> di
 def _qwen(shape: Shape) -> dict[str, Any]:
     return {
         "num_experts": shape.experts,
-        "moe_intermediate_size": shape.n,
+        "moe_intermediate_size": expert_width(shape),
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
         "use_sliding_window": False,
@@ -118,8 +107,8 @@ def _glm(dense: Mapping[str, Any], target: MoETarget, shape: Shape) -> dict[str,
     fold = gate_fold(target, shape)
     return {
         "n_routed_experts": shape.experts,
-        "moe_intermediate_size": shape.n,
-        "n_shared_experts": shared_width(target, shape) // shape.n,
+        "moe_intermediate_size": expert_width(shape),
+        "n_shared_experts": shared_width(target, shape) // expert_width(shape),
         "routed_scaling_factor": fold.routed_scaling_factor,
         "norm_topk_prob": fold.norm_topk_prob,
         "n_group": 1,

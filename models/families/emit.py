@@ -1,0 +1,186 @@
+"""An MoE checkpoint, streamed from the dense one: everything but the FFNs is carried over as it is."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from tqdm import tqdm
+
+from models.checkpoint.reader import ShardReader
+from models.checkpoint.writer import ShardWriter
+from models.errors import CheckpointError, ContractError, NumericsError
+from models.experts import LayerExperts
+from models.families.config import emit_config, source_dtype
+from models.families.dense import DenseFamily, dense_family
+from models.families.fold import GateFold, gate_fold
+from models.families.moe import AlwaysOn, MoETarget
+from models.families.width import expert_width, shared_width
+from models.shape import Shape
+from models.source import read_config
+
+# What belongs to a model beside weights and config.json.
+_COMPANIONS = (
+    "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+    "spiece.model", "chat_template*", "LICENSE*", "NOTICE*",
+)  # fmt: skip
+
+
+def emit_checkpoint(
+    source_folder: Path,
+    out_folder: Path,
+    *,
+    target: MoETarget,
+    shape: Shape,
+    routers: Callable[[int], Tensor],
+    experts: Callable[[int], LayerExperts],
+    dtype: str = "source",
+) -> None:
+    """Write a Hugging Face folder that transformers loads without remote code.
+
+    Args:
+        source_folder: the dense checkpoint.
+        out_folder: made if it is not there; config.json comes last, so that a broken write is no checkpoint.
+        target: the architecture to write; must pass `check_target`.
+        shape: E, N, K, S.
+        routers: layer → ``(E, D)`` router rows, written as they are.
+        experts: layer → its experts, unscaled; the fold of `gate_fold` is applied here.
+        dtype: float32, bfloat16, float16, or source: every tensor keeps its own, and the router takes the one that
+            config.json names.
+    Raises:
+        CheckpointError: the source cannot be read, or the output not written.
+        ContractError: routers or experts do not have the shape.
+        NumericsError: folded weights overflow the number format.
+    Memory: one shard, one layer's experts, and the largest tensor.
+    """
+    config = read_config(source_folder)
+    family = dense_family(config)
+    if out_folder.resolve() == source_folder.resolve():
+        raise CheckpointError("the MoE would overwrite its source", where=str(out_folder), do="choose another folder")
+    with ShardReader(source_folder) as reader, ShardWriter(out_folder) as writer:
+        main_dtype = _main_dtype(config, family, reader, dtype)
+        cast = None if dtype == "source" else main_dtype
+        emission = _Emission(reader, writer, family, target, shape, main_dtype, cast)
+        emission.copy(family.embedding)
+        for layer in tqdm(range(config["num_hidden_layers"]), desc="write checkpoint", unit="layer"):
+            for name in family.kept(layer, config):
+                emission.copy(name)
+            emission.add_router(layer, routers(layer))
+            emission.add_experts(layer, experts(layer))
+        emission.copy(family.final_norm)
+        # Some runtimes do not tie what config.json says is tied.
+        emission.copy(family.head if family.head in reader.names else family.embedding, family.head)
+    copy_companions(source_folder, out_folder)
+    moe_config = emit_config(config, target, shape, str(main_dtype).removeprefix("torch."))
+    (out_folder / "config.json").write_text(json.dumps(moe_config, indent=2) + "\n", encoding="utf-8")
+
+
+def copy_companions(source_folder: Path, out_folder: Path) -> None:
+    """Copy tokenizer, chat template, generation defaults and licence."""
+    for pattern in _COMPANIONS:
+        for path in source_folder.glob(pattern):
+            if path.is_file():
+                shutil.copyfile(path, out_folder / path.name)
+
+
+def _main_dtype(config: dict[str, Any], family: DenseFamily, reader: ShardReader, asked: str) -> torch.dtype:
+    name = source_dtype(config) if asked == "source" else asked
+    if name is None:
+        return reader.dtype(family.ffn(0)[0])
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+class _Emission:
+    """The tensors of one MoE checkpoint on their way from reader to writer."""
+
+    def __init__(
+        self,
+        reader: ShardReader,
+        writer: ShardWriter,
+        family: DenseFamily,
+        target: MoETarget,
+        shape: Shape,
+        main_dtype: torch.dtype,
+        cast: torch.dtype | None,
+    ) -> None:
+        self._reader, self._writer = reader, writer
+        self._family, self._target, self._shape = family, target, shape
+        self._main_dtype, self._cast = main_dtype, cast
+        self._fold: GateFold = gate_fold(target, shape)
+
+    def copy(self, name: str, out_name: str | None = None) -> None:
+        self._add(out_name or name, self._reader.tensor(name))
+
+    def add_router(self, layer: int, router_ED: Tensor) -> None:
+        if router_ED.ndim != 2 or len(router_ED) != self._shape.experts:
+            raise ContractError(
+                f"router of shape {tuple(router_ED.shape)} for {self._shape.experts} experts", where=f"layer {layer}"
+            )
+        self._writer.add(self._target.router.format(layer=layer), router_ED.to(self._main_dtype))
+        if self._target.selection_bias:
+            bias_E = torch.zeros(self._shape.experts, dtype=torch.float32)
+            self._writer.add(self._target.selection_bias.format(layer=layer), bias_E)
+
+    def add_experts(self, layer: int, experts: LayerExperts) -> None:
+        _check_shape(layer, experts, self._shape)
+        width = expert_width(self._shape)
+        for e, weights in enumerate(zip(experts.gate_END, experts.up_END, experts.down_EDN, strict=True)):
+            self._add_ffn(self._target.ffn(layer, e), weights, width, self._fold.down_scale)
+        if self._target.always_on is not AlwaysOn.NONE:
+            self._add_shared(layer, experts)
+
+    def _add_shared(self, layer: int, experts: LayerExperts) -> None:
+        weights = (experts.shared_gate_SD, experts.shared_up_SD, experts.shared_down_DS)
+        width = shared_width(self._target, self._shape)
+        self._add_ffn(self._target.shared_ffn(layer), weights, width, self._fold.shared_down_scale)
+        if self._target.shared_router:
+            row_1D = torch.full((1, experts.gate_END.shape[2]), _tiny(self._main_dtype), dtype=self._main_dtype)
+            self._writer.add(self._target.shared_router.format(layer=layer), row_1D)
+
+    def _add_ffn(
+        self, names: tuple[str, str, str], weights: tuple[Tensor, Tensor, Tensor], width: int, down_scale: float
+    ) -> None:
+        gate, up, down = weights
+        zero_units = width - len(gate)
+        if zero_units:
+            gate, up, down = pad(gate, (0, 0, 0, zero_units)), pad(up, (0, 0, 0, zero_units)), pad(down, (0, zero_units))
+        for name, weight in zip(names, (gate, up, _scaled(names[2], down, down_scale)), strict=True):
+            self._add(name, weight)
+
+    def _add(self, name: str, tensor: Tensor) -> None:
+        self._writer.add(name, tensor if self._cast is None else tensor.to(self._cast))
+
+
+def _tiny(dtype: torch.dtype) -> float:
+    """A gate row of this is no zero row to whoever prunes or initialises those, and σ stays ½ to rounding."""
+    return 2.0**-24 if dtype == torch.float16 else 2.0**-40
+
+
+def _scaled(name: str, weight: Tensor, scale: float) -> Tensor:
+    if scale == 1.0:
+        return weight
+    scaled = weight * scale
+    if not scaled.isfinite().all():
+        raise NumericsError(
+            f"weights times {scale:g} are not finite in {str(weight.dtype).removeprefix('torch.')}",
+            where=name,
+            do="assemble.dtype=float32, or assemble.target=glm4_moe, which scales no weights",
+        )
+    return scaled
+
+
+def _check_shape(layer: int, experts: LayerExperts, shape: Shape) -> None:
+    found = (*experts.gate_END.shape[:2], len(experts.shared_gate_SD))
+    wanted = (shape.experts, shape.n, shape.always_on)
+    if found != wanted:
+        described = "{} experts of {} neurons and {} always-on units"
+        raise ContractError(
+            f"{described.format(*found)}, not {described.format(*wanted)}",
+            where=f"layer {layer}",
+            do="stage=extract fresh=true",
+        )

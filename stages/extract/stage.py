@@ -1,0 +1,67 @@
+"""extract: slice every layer's experts out of the shards, one layer in memory at a time."""
+
+from time import perf_counter
+
+from tqdm import tqdm
+
+from models.checkpoint.reader import ShardReader
+from models.config import ModelConfig
+from models.errors import ContractError
+from models.families.dense import dense_family
+from models.families.slicing import slice_experts
+from models.shape import Shape
+from models.source import read_config, resolve_folder
+from stages.contracts.experts import Provenance, save_layer
+from stages.contracts.job import Job, Table
+from stages.contracts.partition import Partition
+from stages.contracts.scores import Scores
+from stages.extract.config import ExtractConfig
+
+
+def run(job: Job, *, model: ModelConfig, extract: ExtractConfig, shape: Shape) -> Table:
+    """Copy the units that the partition names, with their scores, into one file a layer."""
+    folder = resolve_folder(model)
+    config = read_config(folder)
+    partition = Partition.load(job.parents["cluster"])
+    scores_LF = Scores.load(job.parents["score"]).chosen
+    check_partition(partition, shape, layers=config["num_hidden_layers"], width=config["intermediate_size"])
+    started, size = perf_counter(), 0
+    with ShardReader(folder) as reader:
+        for layer in tqdm(range(len(partition.units)), desc="extract", unit="layer"):
+            units_EN, always_on_S = partition.units[layer], partition.always_on[layer]
+            experts = slice_experts(reader, dense_family(config), layer, units_EN, always_on_S)
+            scores_F = scores_LF[layer]
+            provenance = Provenance(units_EN, scores_F[units_EN.long()], always_on_S, scores_F[always_on_S.long()])
+            size += save_layer(job.out, layer, experts, provenance, config.get("hidden_act", "silu"))
+    return summarise(partition, size, perf_counter() - started)
+
+
+def check_partition(partition: Partition, shape: Shape, *, layers: int, width: int) -> None:
+    """Refuse a partition of another shape or another model. Raises ContractError."""
+    units, always_on = tuple(partition.units.shape), tuple(partition.always_on.shape)
+    found = (*units, always_on[1], partition.width)
+    wanted = (layers, shape.experts, shape.n, shape.always_on, width)
+    if found != wanted:
+        raise ContractError(
+            "the partition has (layers, experts, n, always_on, width) = {}, not {}".format(found, wanted),
+            where="stage=cluster",
+            do="stage=cluster fresh=true",
+        )
+
+
+def summarise(partition: Partition, size: int, seconds: float) -> Table:
+    """The closing table."""
+    layers, experts, n = partition.units.shape
+    multiplicity_LF = partition.multiplicity
+    dropped = partition.width - partition.always_on.shape[1] - (multiplicity_LF > 0).sum(dim=1)
+    rows = [
+        ("layers", layers),
+        ("experts a layer", experts),
+        ("neurons an expert", n),
+        ("always-on units a layer", partition.always_on.shape[1]),
+        ("units dropped a layer", f"{dropped.double().mean():.0f} of {partition.width}"),
+        ("most copies of a unit", int(multiplicity_LF.max())),
+        ("written", f"{size / 2**20:.1f} MiB"),
+        ("time", f"{seconds:.1f} s, {size / 2**20 / max(seconds, 1e-9):.0f} MiB/s"),
+    ]
+    return Table("Experts extracted", ("what", "value"), rows)
