@@ -46,33 +46,29 @@ def nearest_existing(path: Path) -> Path:
     return path if path.exists() else nearest_existing(path.parent)
 
 
-def used_bytes(folder: Path) -> int:
-    """Bytes in all files below the folder."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def explain_os_error(error: BaseException, *, stage: str, folder: Path, expected: int) -> UserError | None:
+def explain_os_error(error: Exception, *, where: str, folder: Path, expected: int = 0) -> UserError | None:
     """A full or forbidding disk in words; None when the error is about something else.
 
     Args:
-        error: what a stage raised; safetensors hides the number of an OSError in its own error's text.
-        stage: which one.
+        error: what was raised; safetensors hides the number of an OSError in its own error's text.
+        where: what was going on.
         folder: where it was writing.
-        expected: the bytes it was to publish.
+        expected: the bytes it was to write, 0 if unknown.
     """
     number = os_error_number(error)
     if number in FULL:
+        wanted = f"about {in_mib(expected)} wanted, " if expected else ""
         return UserError(
-            f"no room left on the disk: about {in_mib(expected)} wanted, {in_mib(free_bytes(folder))} free ({error})",
-            where=f"stage={stage}, {folder}; nothing half written was published",
+            f"no room left on the disk: {wanted}{in_mib(free_bytes(folder))} free now",
+            where=f"{where}, {folder}, {error}; unfinished files were removed, published ones are whole",
             do="free some space, or output_dir= on another disk, then the same command again",
         )
     if number in DENIED:
-        return UserError(f"may not write: {error}", where=f"stage={stage}, {folder}", do="output_dir= you may write to")
+        return UserError(f"may not write: {error}", where=f"{where}, {folder}", do="output_dir= you may write to")
     return None
 
 
-def os_error_number(error: BaseException) -> int | None:
+def os_error_number(error: Exception) -> int | None:
     """The errno of an OSError, or of one wrapped in the text of another error."""
     if isinstance(error, OSError):
         return error.errno

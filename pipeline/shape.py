@@ -42,26 +42,6 @@ def largest_power_of_two(bound: int) -> int:
     return 1 << (bound.bit_length() - 1) if bound > 0 else 0
 
 
-def dial_errors(dials: Dials) -> list[ConfigError]:
-    """What is wrong with the dials whatever the source model."""
-    errors = []
-    for name in ("experts", "n", "top_k"):
-        value = getattr(dials, name)
-        if value is not None and value < 1:
-            errors.append(ConfigError(f"{name}={value} must be at least 1", where="shape", do=f"{name}=2"))
-    if dials.always_on is not None and dials.always_on < 0:
-        errors.append(ConfigError(f"always_on={dials.always_on} must be at least 0", where="shape", do="always_on=0"))
-    if not 0 < dials.active <= 1:
-        errors.append(
-            ConfigError(
-                f"active={dials.active:g} must be above 0 and at most 1",
-                where="shape, the share of FFN neurons a token uses",
-                do="active=0.5",
-            )
-        )
-    return errors
-
-
 def shape_errors(shape: Shape, width: int, model: str) -> list[ConfigError]:
     """What is wrong with a shape for a source with FFNs `width` wide.
 

@@ -1,0 +1,83 @@
+"""The help page, written from the files under conf/."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+
+from pipeline.layout import CONF, groups
+
+NEXT_LINE = "\n" + 14 * " "
+PAGE = """Carve a sparse Mixture-of-Experts out of a pretrained dense language model.
+
+  python -m pipeline [setting=value ...]
+
+Examples
+  python -m pipeline                                    the whole chain on the small model in the repository
+  python -m pipeline stage=scan                         one stage, and first what it needs and nobody has run yet
+  python -m pipeline stage=assemble experts=100 n=256   another shape; scan and score are used again
+  python -m pipeline model=qwen2_5_0_5b data=ultrachat  a model and a dataset of the Hugging Face hub
+  python -m pipeline model=local model.path=/my/qwen data=text data.path=/my/texts
+  python -m pipeline -m active=0.25,0.5 score=s_p,wanda a sweep: every combination, below outputs/sweeps/
+
+Stages
+  scan      read the dense model on text: activations, frequency, gradients of every FFN unit
+  score     rank the units
+  cluster   group them into experts
+  extract   slice the experts out of the weights
+  assemble  put them behind a router, as a checkpoint that transformers loads
+  project   bend the experts towards the dense model's behaviour
+  evaluate  compare with the dense model and plain baselines on held-out text
+
+Dials
+{dials}
+
+Groups (group=option; * is the default)
+{groups}
+
+Settings inside a group: group.setting=value, such as data.tokens=16384. The files under conf/ explain each.
+  python -m pipeline --cfg job      print all settings and their values
+  python -m pipeline --hydra-help   Hydra's own flags
+"""
+
+
+def help_page() -> str:
+    """The text of `python -m pipeline --help`."""
+    return PAGE.format(dials="\n".join(dial_lines()), groups="\n".join(group_lines()))
+
+
+def dial_lines() -> Iterator[str]:
+    """Every dial with the comment above it in conf/config.yaml and its default."""
+    comment: list[str] = []
+    for line in (CONF / "config.yaml").read_text().partition("\n\n")[2].splitlines():
+        dial = re.fullmatch(r"(\w+): (.+)", line)
+        if line.startswith("# "):
+            comment.append(line[2:])
+        elif dial:
+            name, default = dial.groups()
+            yield f"  {name:12}{NEXT_LINE.join(comment)} [{default}]"
+            comment = []
+
+
+def group_lines() -> Iterator[str]:
+    """Every group with its options, each with the first line of its file; in the order of the defaults list."""
+    options = groups()
+    for group, default in default_options().items():
+        yield f"  {group}"
+        for option in options[group]:
+            star = "*" if option == default else " "
+            yield f"    {star} {option:18}{summary(CONF / group / f'{option}.yaml')}"
+
+
+def default_options() -> dict[str, str | None]:
+    """The option that conf/config.yaml takes from each group."""
+    chosen = yaml.safe_load((CONF / "config.yaml").read_text())["defaults"]
+    entries = [entry for entry in chosen if isinstance(entry, dict)]
+    return {group: option for entry in entries for group, option in entry.items() if " " not in group}
+
+
+def summary(path: Path) -> str:
+    """The first comment of a file that says something."""
+    lines = (line[2:] for line in path.read_text().splitlines() if line.startswith("# "))
+    return next(line for line in lines if not line.startswith("@"))

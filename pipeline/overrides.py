@@ -1,0 +1,113 @@
+"""The command line, checked word by word before Hydra sees it, so that every slip is found at once."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
+from typing import Any, get_type_hints
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from models.errors import ConfigError
+from pipeline.field_rules import unknown_choice
+from pipeline.layout import groups
+from pipeline.schema import Settings
+
+WHERE = "command line"
+
+
+def override_errors(words: Iterable[str], *, sweep: bool) -> list[ConfigError]:
+    """Everything wrong with the overrides on a command line; words for Hydra itself (`hydra.`, `--flag`) pass.
+
+    Args:
+        words: the command line.
+        sweep: whether several values for one key are wanted.
+    """
+    options = groups()
+    settings = [word for word in words if not word.startswith("-")]
+    return [error for word in settings for error in word_errors(word, options, sweep=sweep)]
+
+
+def word_errors(word: str, options: dict[str, list[str]], *, sweep: bool) -> Iterator[ConfigError]:
+    """What is wrong with one `key=value`."""
+    try:
+        override = OverridesParser.create().parse_override(word)
+    except HydraException:
+        yield ConfigError(f"{word} is no setting", where=WHERE, do="key=value, such as stage=scan or experts=16")
+        return
+    if override.is_hydra_override() or override.is_delete():
+        return
+    if override.is_sweep_override() and not sweep:
+        yield ConfigError(f"{word} is a sweep over several values", where=WHERE, do=f"python -m pipeline -m {word}")
+        return
+    key = override.key_or_group
+    for value in values_of(override):
+        if key in options and isinstance(value, str | list):
+            chosen = value if isinstance(value, list) else [value]
+            yield from (unknown_choice(key, name, options[key]) for name in chosen if name not in options[key])
+        elif (kind := find_type(key)) is None:
+            yield unknown_key(key, options)
+            return
+        elif not accepts(key, value):
+            yield ConfigError(f"{key}={value} should be {in_words(kind)}", where=WHERE, do=example(key, kind))
+
+
+def values_of(override: Override) -> list[Any]:
+    """The value, or each value of a sweep."""
+    return list(override.sweep_iterator()) if override.is_discrete_sweep() else [override.value()]
+
+
+def find_type(key: str) -> Any | None:  # noqa: ANN401 - an annotation
+    """The annotation of the setting `key`, such as `scan.gradients`; None when there is no such setting."""
+    kind: Any = Settings
+    for name in key.split("."):
+        if not is_dataclass(kind):
+            return None
+        kind = get_type_hints(kind).get(name)  # type: ignore[arg-type] - a dataclass type
+    return kind
+
+
+def accepts(key: str, value: object) -> bool:
+    """Whether the schema takes the value."""
+    try:
+        OmegaConf.update(OmegaConf.structured(Settings), key, value)
+    except OmegaConfBaseException:
+        return False
+    return True
+
+
+def unknown_key(key: str, options: dict[str, list[str]]) -> ConfigError:
+    """The error for a setting that does not exist, with the closest ones that do."""
+    known = [*all_keys(Settings), *options]
+    by_last_word = {name.rpartition(".")[2]: name for name in known}
+    last = key.rpartition(".")[2]
+    close = get_close_matches(key, known, n=1, cutoff=0.7) or [
+        by_last_word[word] for word in get_close_matches(last, by_last_word, n=1, cutoff=0.7)
+    ]
+    remedy = f"{close[0]}=..." if close else "python -m pipeline --help lists the settings"
+    return ConfigError(f"there is no setting {key}", where=WHERE, do=remedy)
+
+
+def all_keys(kind: type, prefix: str = "") -> Iterator[str]:
+    """Dotted names of all settings."""
+    hints = get_type_hints(kind)
+    for spec in fields(kind):
+        if is_dataclass(hints[spec.name]):
+            yield from all_keys(hints[spec.name], f"{prefix}{spec.name}.")
+        else:
+            yield f"{prefix}{spec.name}"
+
+
+def in_words(kind: Any) -> str:  # noqa: ANN401 - an annotation
+    """A type as people say it."""
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+    return words.get(kind, str(kind).replace("None", "null").replace(" | ", " or "))
+
+
+def example(key: str, kind: Any) -> str:  # noqa: ANN401 - an annotation
+    """A value that would do, to paste."""
+    examples = {int: "16", float: "0.5", bool: "true", list[int]: "[0,1]", list[float]: "[0.1,1]", list[str]: "[a,b]"}
+    return f"{key}={examples.get(kind, 'null')}"

@@ -1,0 +1,78 @@
+"""The record of one run: its settings, its log, and a report to read afterwards."""
+
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from omegaconf import OmegaConf
+from tabulate import tabulate
+
+from pipeline.schema import Settings
+from stages.contracts.job import Table
+
+OWN_LOGGERS = ("pipeline", "stages", "models", "py.warnings")
+
+
+class RunFolder:
+    """`outputs/runs/<time>/`: config.yaml, run.log, report.md and, once there is one, a link to the checkpoint."""
+
+    def __init__(self, folder: Path, settings: Settings, overrides: Sequence[str]) -> None:
+        """Create the folder and write what is known before the first stage."""
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        OmegaConf.save(OmegaConf.structured(settings), folder / "config.yaml")
+        self.report = folder / "report.md"
+        self.append(f"# {settings.model.label}\n\n    {' '.join(['python -m pipeline', *overrides])}\n")
+
+    def append(self, text: str) -> None:
+        """Add to the report; it is complete up to the last finished stage at any time."""
+        with self.report.open("a") as file:
+            file.write(text)
+
+    def append_stage(self, name: str, headline: str, table: Table) -> None:
+        """Add one stage to the report."""
+        self.append(f"\n## {name}\n\n{headline}\n\n{render(table, 'github')}\n")
+
+    def link_checkpoint(self, checkpoint: Path) -> Path:
+        """Point `checkpoint` in this folder at the published one; returns the link."""
+        link = self.folder / "checkpoint"
+        replace_link(link, checkpoint)
+        self.append(f"\nCheckpoint: {checkpoint}\n")
+        return link
+
+    @contextmanager
+    def logging(self) -> Iterator[None]:
+        """Send the project's log to the console and, with times, to run.log; foreign logs from warnings up."""
+        console = logging.StreamHandler(sys.stdout)
+        record = logging.FileHandler(self.folder / "run.log")
+        record.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        logging.captureWarnings(capture=True)
+        for name in OWN_LOGGERS:
+            logger = logging.getLogger(name)
+            logger.setLevel(logging.INFO)
+            logger.handlers = [console, record]
+            logger.propagate = False
+        try:
+            yield
+        except Exception:
+            record.handle(logging.LogRecord("pipeline", logging.ERROR, "", 0, "failed", None, sys.exc_info()))
+            raise
+        finally:
+            record.close()
+
+
+def replace_link(link: Path, target: Path) -> None:
+    """Make `link` a relative symbolic link to `target`, replacing an older one in one step."""
+    new = link.with_name(f".{link.name}.{os.getpid()}")
+    new.symlink_to(os.path.relpath(target, link.parent), target_is_directory=True)
+    new.replace(link)
+
+
+def render(table: Table, style: str) -> str:
+    """A table as text, its notes below."""
+    body = tabulate(table.rows, headers=list(table.columns), tablefmt=style, floatfmt=".4g", intfmt=",")
+    notes = "".join(f"\n{note}" for note in table.notes)
+    return f"{table.title}\n\n{body}" + (f"\n{notes}" if notes else "")

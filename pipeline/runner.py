@@ -1,0 +1,102 @@
+"""Run the due steps of a plan, publish what they make, and say what happened."""
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeline.artifact import Manifest, is_complete, verify
+from pipeline.command import command_line
+from pipeline.disk import explain_os_error, in_mib
+from pipeline.memory import peak_bytes, reset_peak
+from pipeline.plan import Step
+from pipeline.publish import open_workshop, publish
+from pipeline.run_folder import RunFolder, render
+from stages.contracts.job import Job, Table
+
+log = logging.getLogger(__name__)
+
+CHECKPOINT_STAGES = ("assemble", "project")
+
+
+class Runner:
+    """One run of a plan."""
+
+    def __init__(self, run_folder: RunFolder, overrides: Sequence[str]) -> None:
+        """`overrides` are the words of the command line, for remedies that can be pasted."""
+        self.run_folder = run_folder
+        self.overrides = overrides
+        self.trusted: set[Path] = set()  # published or verified by this process
+
+    def run(self, steps: Sequence[Step]) -> None:
+        """Run what is due; keep the rest.
+
+        Raises:
+            UserError: a stage failed, or its inputs are damaged. What was published before stays.
+        """
+        for position, step in enumerate(steps):
+            try:
+                self.run_step(step) if step.due else self.keep(step)
+            except KeyboardInterrupt:
+                kept = ", ".join(done.stage.name for done in steps[:position]) or "nothing yet"
+                log.info("\nstopped in %s; kept: %s; the same command goes on from there", step.stage.name, kept)
+                raise
+            except Exception as error:
+                where, folder = f"stage={step.stage.name}", step.folder.parent
+                explained = explain_os_error(error, where=where, folder=folder, expected=step.expected_bytes)
+                if explained is None:
+                    raise
+                raise explained from error
+        self.close(steps)
+
+    def keep(self, step: Step) -> None:
+        """Say that a published result is used again."""
+        log.info("%-9s kept from an earlier run: %s", step.stage.name, shown(step.folder))
+
+    def run_step(self, step: Step) -> None:
+        """Run one stage in its workshop and publish the result."""
+        with open_workshop(step.folder, fresh=step.fresh) as workshop:
+            if is_complete(step.folder) and not step.fresh:  # published by another run since the plan was made
+                self.keep(step)
+                return
+            self.verify_parents(step)
+            log.info("%-9s running", step.stage.name)
+            reset_peak()
+            start = time.perf_counter()
+            job = Job(parents=step.parents, out=workshop.out, scratch=workshop.scratch)
+            table = step.stage.run(job, **step.inputs)
+            publish(workshop, fingerprint=step.fingerprint, recipe=step.recipe, table=table)
+        self.trusted.add(step.folder)
+        self.tell(step, table, time.perf_counter() - start)
+
+    def verify_parents(self, step: Step) -> None:
+        """Check the inputs against their manifests, once per run."""
+        for name, folder in step.parents.items():
+            if folder not in self.trusted:
+                verify(folder, remedy=command_line(self.overrides, stage=name, fresh="true"))
+                self.trusted.add(folder)
+
+    def tell(self, step: Step, table: Table, seconds: float) -> None:
+        """Print what a stage found, and add it to the report."""
+        headline = f"{seconds:.1f} s, peak memory {in_mib(peak_bytes())}, {shown(step.folder)}"
+        log.info("\n%s\n\n%-9s done in %s\n", render(table, "simple"), step.stage.name, headline)
+        self.run_folder.append_stage(step.stage.name, headline, table)
+
+    def close(self, steps: Sequence[Step]) -> None:
+        """Repeat the table of a kept last stage, point at the checkpoint and at this run."""
+        last = steps[-1]
+        if not last.due:
+            remedy = command_line(self.overrides, stage=last.stage.name, fresh="true")
+            table = Manifest.read(last.folder, remedy=remedy).table
+            log.info("\n%s\n", render(table, "simple"))
+            self.run_folder.append_stage(last.stage.name, f"kept, {shown(last.folder)}", table)
+        checkpoints = [step.folder / "checkpoint" for step in steps if step.stage.name in CHECKPOINT_STAGES]
+        if checkpoints:
+            link = self.run_folder.link_checkpoint(checkpoints[-1])
+            log.info("checkpoint %s\n      also %s", shown(checkpoints[-1]), shown(link))
+        log.info("report     %s", shown(self.run_folder.report))
+
+
+def shown(path: Path) -> str:
+    """A path as short as it can be pasted in the working folder."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

@@ -1,0 +1,34 @@
+"""Rules beside a setting are enforced, all at once."""
+
+from dataclasses import dataclass, field
+
+from pipeline.field_rules import field_errors
+
+
+@dataclass
+class Node:
+    method: str = field(default="rank", metadata={"choices": ("rank", "random")})
+    share: float = field(default=0.25, metadata={"above": 0, "maximum": 1})
+    layers: list[int] = field(default_factory=list, metadata={"minimum": 0})
+    free: int = -1
+
+
+@dataclass
+class Root:
+    seed: int | None = field(default=None, metadata={"minimum": 0})
+    node: Node = field(default_factory=Node)
+
+
+def test_defaults_pass():
+    assert list(field_errors(Root())) == []
+
+
+def test_every_broken_rule_is_reported():
+    errors = list(field_errors(Root(seed=-1, node=Node("randon", 0.0, [3, -4]))))
+    assert [str(error) for error in errors] == [
+        "seed=-1 must be at least 0\n  where: setting seed\n  do:    seed=0",
+        "node.method=randon is none of rank, random\n  where: setting node.method\n  do:    node.method=random",
+        "node.share=0.0 must be above 0\n  where: setting node.share\n  do:    node.share=0.25",
+        "node.layers=-4 must be at least 0\n  where: setting node.layers\n  do:    node.layers=0",
+    ]
+    assert [error.do for error in field_errors(Node(share=1.5))] == ["share=0.25"]

@@ -1,0 +1,71 @@
+"""Fingerprints: equal exactly when the result would be."""
+
+from dataclasses import dataclass, field
+
+from pipeline.fingerprint import fingerprint, make_recipe, plain_settings
+from pipeline.stages_table import STAGES
+
+IDENTITIES = {"model": {"config": "c0ffee"}, "data": {"python": "3.11.7"}}
+
+
+@dataclass
+class Inner:
+    batch: int = 2
+
+
+@dataclass
+class Outer:
+    tokens: int = 3
+    label: str = field(default="here", metadata={"fingerprint": False})
+    inner: Inner = field(default_factory=Inner)
+
+
+def recipe(stage="scan", *, parents=None, identities=IDENTITIES, **changes):
+    nodes = {"model": Outer(), "data": 5, "store": 6, "scan": Inner(), "score": 7, "seed": 0} | changes
+    return make_recipe(STAGES[stage], nodes, identities, parents or {})
+
+
+def test_a_recipe_names_everything_that_decides_the_result():
+    assert recipe() == {
+        "stage": "scan",
+        "version": STAGES["scan"].version,
+        "settings": {
+            "model": {"tokens": 3, "inner": {"batch": 2}},
+            "data": 5,
+            "store": 6,
+            "scan": {"batch": 2},
+            "seed": 0,
+        },
+        "identity": IDENTITIES,
+        "parents": {},
+    }
+
+
+def test_only_what_the_stage_reads_enters():
+    assert fingerprint(recipe()) == fingerprint(recipe(score=8))
+    assert fingerprint(recipe()) != fingerprint(recipe(scan=Inner(3)))
+    assert fingerprint(recipe("score", parents={"scan": "a"})) == fingerprint(
+        recipe("score", parents={"scan": "a"}, model=Outer(tokens=4))
+    )
+
+
+def test_a_changed_source_changes_the_fingerprint():
+    changed = IDENTITIES | {"model": {"config": "decaf"}}
+    assert fingerprint(recipe()) != fingerprint(recipe(identities=changed))
+
+
+def test_parents_reach_down():
+    one, other = (fingerprint(recipe("score", parents={"scan": scan})) for scan in ("a", "b"))
+    assert one != other
+
+
+def test_fields_marked_so_stay_out():
+    assert plain_settings(Outer(label="there")) == plain_settings(Outer())
+
+
+def test_the_order_of_keys_does_not_matter():
+    assert fingerprint({"a": 1, "b": [2]}) == fingerprint({"b": [2], "a": 1})
+
+
+def test_it_is_stable_between_versions_of_this_program():
+    assert fingerprint({"a": 1}) == "f9d86028c6e0d64e225186f96acb69338b2c59764df79162107f5c4bb34d1310"

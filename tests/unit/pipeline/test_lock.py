@@ -1,0 +1,46 @@
+"""One writer at a time, whatever happens to it."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from pipeline.lock import LockedError, hold_lock
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from pipeline.lock import hold_lock
+with hold_lock(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path / "l"], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+def test_a_held_lock_names_its_holder(tmp_path, holder):
+    with pytest.raises(LockedError) as caught, hold_lock(tmp_path / "l"):
+        pass
+    assert str(caught.value) == (
+        "another run is computing the same result\n"
+        f"  where: process {holder.pid}, lock {tmp_path}/l\n"
+        "  do:    wait for it, then run the same command again: what it publishes will be reused"
+    )
+
+
+def test_a_killed_holder_leaves_no_lock(tmp_path, holder):
+    os.kill(holder.pid, signal.SIGKILL)
+    holder.wait()
+    assert (tmp_path / "l").exists()
+    with hold_lock(tmp_path / "l"):
+        assert (tmp_path / "l").read_text() == str(os.getpid())
+    assert not (tmp_path / "l").exists()

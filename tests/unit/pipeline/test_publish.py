@@ -1,0 +1,88 @@
+"""Workshops and publishing: whole or not at all."""
+
+import pytest
+
+from pipeline.artifact import Manifest, is_complete, verify
+from pipeline.publish import open_workshop, publish
+from stages.contracts.job import Table
+
+TABLE = Table(title="units", columns=["layer", "loss"], rows=[[0, 1.5], [1, 2.5]], notes=["a note"])
+
+
+def make(final, *, text="result", fresh=False):
+    with open_workshop(final, fresh=fresh) as workshop:
+        (workshop.out / "inner").mkdir()
+        (workshop.out / "inner" / "a.txt").write_text(text)
+        (workshop.out / "b.txt").write_text("bb")
+        return publish(workshop, fingerprint="f00d", recipe={"stage": "scan"}, table=TABLE)
+
+
+@pytest.fixture
+def final(tmp_path):
+    return tmp_path / "scan" / "f00d"
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_published_folder_verifies_and_leaves_nothing_else(final):
+    written = make(final)
+    assert is_complete(final)
+    assert Manifest.read(final, remedy="") == written
+    assert written.files["b.txt"] == {
+        "size": 2,
+        "sha256": "3b64db95cb55c763391c707108489ae18b4112d783300de38e033b4c98c3deaf",
+    }
+    verify(final, remedy="")
+    assert names(final.parent) == ["f00d"]
+
+
+def test_equal_results_have_equal_manifests(tmp_path):
+    make(tmp_path / "one" / "f00d")
+    make(tmp_path / "two" / "f00d")
+    one, two = ((tmp_path / name / "f00d" / "manifest.json").read_bytes() for name in ("one", "two"))
+    assert one == two
+
+
+def test_a_failed_stage_publishes_nothing_and_keeps_its_scratch(final):
+    with pytest.raises(ZeroDivisionError), open_workshop(final, fresh=False) as workshop:
+        (workshop.out / "half.txt").write_text("ha")
+        (workshop.scratch / "progress").write_text("17")
+        raise ZeroDivisionError
+    assert not is_complete(final)
+    assert names(final.parent) == [".f00d"]
+    with open_workshop(final, fresh=False) as workshop:
+        assert names(workshop.out) == []
+        assert (workshop.scratch / "progress").read_text() == "17"
+
+
+def test_fresh_forgets_scratch_and_replaces_the_result(final):
+    make(final, text="old")
+    scratch = final.with_name(".f00d") / "scratch"
+    scratch.mkdir(parents=True)
+    (scratch / "progress").write_text("17")
+    with open_workshop(final, fresh=True) as workshop:
+        assert names(workshop.scratch) == []
+        assert (final / "inner" / "a.txt").read_text() == "old"
+        (workshop.out / "new.txt").write_text("new")
+        publish(workshop, fingerprint="f00d", recipe={}, table=TABLE)
+    assert names(final) == ["manifest.json", "new.txt"]
+    assert names(final.parent) == ["f00d"]
+
+
+def test_what_killed_runs_left_is_removed_but_their_scratch_stays(final):
+    dead = final.with_name(".dead")
+    (dead / "out").mkdir(parents=True)
+    (dead / "scratch").mkdir()
+    (dead / "scratch" / "progress").write_text("17")
+    (final.parent / ".dead.lock").write_text("1234")
+    make(final)
+    assert names(final.parent) == [".dead", "f00d"]
+    assert names(dead) == ["scratch"]
+
+
+def test_the_unfinished_work_of_a_living_run_is_left_alone(final):
+    with open_workshop(final.with_name("beef"), fresh=False) as other:
+        make(final)
+        assert other.out.is_dir()
