@@ -1,0 +1,31 @@
+"""The FFN view: a dense gated FFN as its units."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class DenseFFN:
+    """FFN(x) = Σ_j h_j(x)·d_j with h_j(x) = act(g_j·x)·(u_j·x); unit j is row j of gate and up, column j of down."""
+
+    gate_FD: Tensor
+    up_FD: Tensor
+    down_DF: Tensor
+    act: Callable[[Tensor], Tensor]
+
+    @property
+    def width(self) -> int:
+        """F."""
+        return len(self.gate_FD)
+
+    def hidden(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T F"]:
+        """Unit activations h."""
+        hidden: Tensor = self.act(x_TD @ self.gate_FD.T) * (x_TD @ self.up_FD.T)
+        return hidden
+
+    def output(self, h_TF: Float[Tensor, "T F"]) -> Float[Tensor, "T D"]:
+        """Σ_j h_j·d_j."""
+        return h_TF @ self.down_DF.T

@@ -1,0 +1,37 @@
+"""What assembly tells the user."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from models.families.moe import MoETarget
+from models.shape import Shape
+from stages.contracts.job import Table
+from stages.contracts.partition import Partition
+
+
+@dataclass(frozen=True)
+class RouterReport:
+    """One layer's router and how it routes the calibration text."""
+
+    rows_ED: Tensor
+    load_E: Tensor  # 1 = even share
+    agreement: float  # share of the oracle's experts it chooses
+
+
+def summarise(reports: Sequence[RouterReport], target: MoETarget, shape: Shape, partition: Partition) -> Table:
+    """One row per layer; the chance level stands in the notes."""
+    rows = [
+        [layer, f"{report.agreement:.3f}", f"{report.load_E.max():.2f}", int((report.load_E == 0).sum())]
+        for layer, report in enumerate(reports)
+    ]
+    share = shape.active_width / partition.width
+    notes = [
+        f"{target.architecture}: {shape.experts} experts of {shape.n}, {shape.top_k} per token, {shape.always_on} always on "
+        f"({share:.0%} of the dense FFN's {partition.width} units)",
+        f"agreement by chance would be {shape.top_k / shape.experts:.3f}",
+    ]
+    if shape.top_k < shape.experts and int(partition.multiplicity.max()) > 1:
+        notes.append("units stand in several experts; their slices are unscaled here, stage=project scales them")
+    return Table("assemble", ["layer", "agreement with the oracle", "load max/mean", "unused experts"], rows, notes)

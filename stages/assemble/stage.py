@@ -1,0 +1,102 @@
+"""assemble: fit a router per layer on the dense model's inputs, write experts and routers as a native checkpoint."""
+
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from models.config import ModelConfig
+from models.experts import LayerExperts
+from models.families.emit import emit_checkpoint
+from models.families.moe import MoETarget, select_target
+from models.loading import load_tokenizer, resolve_device
+from models.shape import Shape
+from models.source import read_config, resolve_folder
+from models.stream import LayerStream
+from stages.assemble.config import AssembleConfig
+from stages.assemble.report import RouterReport, summarise
+from stages.assemble.replicas import divide_by_multiplicity
+from stages.assemble.router import RouterTask, fit_router, load_balance, oracle_agreement, set_spread
+from stages.calibration.batches import calibration_batches
+from stages.calibration.token_stream import TokenStream
+from stages.contracts.card import write_card
+from stages.contracts.experts import load_layer
+from stages.contracts.job import Job, Table
+from stages.contracts.partition import Partition
+from stages.contracts.routers import Routers
+from stages.data.batches import TokenBatch
+from stages.data.config import DataConfig
+
+
+def run(job: Job, *, model: ModelConfig, data: DataConfig, assemble: AssembleConfig, shape: Shape, seed: int) -> Table:
+    """Write `checkpoint/` and the routers."""
+    folder = resolve_folder(model)
+    source = read_config(folder)
+    target = select_target(source["model_type"], assemble.target, shape.always_on)
+    partition = Partition.load(job.parents["cluster"])
+    batches = calibration_batches(data, load_tokenizer(folder), assemble.batch_tokens)
+    with LayerStream(folder, device=resolve_device(model)) as stream:
+        reports = fit_all(stream, batches, partition, assemble, shape, seed)
+    rows_LED = torch.stack([report.rows_ED for report in reports])
+    checkpoint = emit(job, folder, target, shape, partition, rows_LED, assemble.dtype)
+    Routers(assemble.router, target.model_type, rows_LED).save(job.out)
+    write_card(checkpoint, model=model, target=target, shape=shape, partition=partition, router=assemble.router)
+    return summarise(reports, target, shape, partition)
+
+
+@torch.no_grad()
+def fit_all(
+    stream: LayerStream,
+    batches: list[TokenBatch],
+    partition: Partition,
+    assemble: AssembleConfig,
+    shape: Shape,
+    seed: int,
+) -> list[RouterReport]:
+    """Pass the dense model's layers once, fitting each router on the inputs its FFN sees."""
+    tokens = TokenStream(stream, batches)
+    spread = assemble.parity_spread if assemble.mode == "parity" else 1.0
+    reports = []
+    for index, layer in enumerate(tqdm(stream.layers(), total=stream.depth, desc="assemble", unit="layer")):
+        tokens.enter(layer)
+        units_EN = partition.units[index].to(stream.device)
+        task = RouterTask(layer.ffn, units_EN, shape.top_k, tokens.inputs)
+        # Each layer draws from its own seed: equal random routers in every layer would be correlated.
+        rows_ED = fit_router(assemble.router, task, penalty=assemble.ridge_penalty, seed=seed * 10_007 + index)
+        rows_ED = set_spread(rows_ED, tokens.inputs, spread)
+        load_E = load_balance(rows_ED, tokens.inputs, shape.top_k)
+        reports.append(RouterReport(rows_ED.cpu(), load_E.cpu(), oracle_agreement(rows_ED, task)))
+        ffn = layer.ffn
+        tokens.leave(lambda x_TD, ffn=ffn: ffn.output(ffn.hidden(x_TD)))
+    return reports
+
+
+def emit(
+    job: Job,
+    folder: Path,
+    target: MoETarget,
+    shape: Shape,
+    partition: Partition,
+    rows_LED: torch.Tensor,
+    dtype: str,
+) -> Path:
+    """Write the checkpoint from the extracted experts, a layer at a time."""
+    multiplicity_LF = partition.multiplicity
+
+    def experts(layer: int) -> LayerExperts:
+        slices = load_layer(job.parents["extract"], layer)
+        if shape.top_k < shape.experts:
+            return slices
+        return divide_by_multiplicity(slices, partition.units[layer], multiplicity_LF[layer])
+
+    checkpoint = job.out / "checkpoint"
+    emit_checkpoint(
+        folder,
+        checkpoint,
+        target=target,
+        shape=shape,
+        routers=lambda layer: rows_LED[layer],
+        experts=experts,
+        dtype=None if dtype == "source" else dtype,
+    )
+    return checkpoint

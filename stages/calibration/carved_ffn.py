@@ -1,0 +1,87 @@
+"""A dense FFN of which every token sees only some units: the carve in unit space.
+
+y(x) = Σ_j c_j(x)·h_j(x)·w_j, with c_j the number of active copies of unit j. Copies of a unit share its down column, so
+one F × D matrix describes every partition, replicated or not, and costs one dense FFN to run.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from models.ffn import DenseFFN
+from models.routing import active_copies, choose_experts, membership
+
+Copies = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class CarvedFFN:
+    """`copies(x_TD, h_TF)` gives the active copies (T, F); `down_DF` the units' columns."""
+
+    ffn: DenseFFN
+    copies: Copies
+    down_DF: Tensor
+
+    def features(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T F"]:
+        """c_j(x)·h_j(x)."""
+        h_TF = self.ffn.hidden(x_TD)
+        return h_TF * self.copies(x_TD, h_TF)
+
+    def __call__(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
+        """The carved FFN's output."""
+        return self.features(x_TD) @ self.down_DF.T
+
+    def with_change(self, change_DF: Float[Tensor, "D F"]) -> "CarvedFFN":
+        """The same with other down columns."""
+        return replace(self, down_DF=self.down_DF + change_DF)
+
+
+def static_copies(kept_J: Int[Tensor, "J"], width: int) -> Copies:
+    """The same units for every token: a mask, no routing."""
+    mask_F = torch.zeros(width, device=kept_J.device)
+    mask_F[kept_J.long()] = 1.0
+    return lambda _x, h_TF: mask_F.expand_as(h_TF)
+
+
+def routed_copies(
+    units_EN: Int[Tensor, "E N"], always_S: Int[Tensor, "S"], width: int, top_k: int, rows_ED: Float[Tensor, "E D"]
+) -> Copies:
+    """The K experts of highest router logit, and the always-on units."""
+    member_EF = membership(units_EN, width)
+    return lambda x_TD, _h: active_copies(choose_experts(x_TD @ rows_ED.T, top_k), member_EF, always_S)
+
+
+def oracle_copies(
+    ffn: DenseFFN, units_EN: Int[Tensor, "E N"], always_S: Int[Tensor, "S"], top_k: int
+) -> Copies:
+    """The K experts whose outputs are largest in norm, seen before choosing: no router can know this."""
+    member_EF = membership(units_EN, ffn.width)
+    return lambda _x, h_TF: active_copies(
+        choose_experts(output_norms(ffn, h_TF, units_EN), top_k), member_EF, always_S
+    )
+
+
+def output_norms(
+    ffn: DenseFFN, h_TF: Float[Tensor, "T F"], units_EN: Int[Tensor, "E N"]
+) -> Float[Tensor, "T E"]:
+    """‖Σ_{i∈e} h_i·d_i‖ of every expert."""
+    norms = [(h_TF[:, units_N] @ ffn.down_DF[:, units_N].T).norm(dim=1) for units_N in units_EN.long()]
+    return torch.stack(norms, dim=1)
+
+
+def replica_scale(carved: CarvedFFN, inputs: Iterable[Float[Tensor, "T D"]]) -> Float[Tensor, "F"]:
+    """Σ_t c_j / Σ_t c_j²: the least-squares constant for a unit that may be active more than once.
+
+    1 where a unit is never active twice, 1/multiplicity where all experts are on.
+    """
+    width = carved.ffn.width
+    first_F = torch.zeros(width, dtype=torch.float64, device=carved.down_DF.device)
+    second_F = torch.zeros_like(first_F)
+    for x_TD in inputs:
+        copies_TF = carved.copies(x_TD, carved.ffn.hidden(x_TD)).double()
+        first_F += copies_TF.sum(0)
+        second_F += copies_TF.square().sum(0)
+    return torch.where(second_F > 0, first_F / second_F.clamp_min(1), 1.0).float()

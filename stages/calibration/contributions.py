@@ -1,0 +1,18 @@
+"""How much of the FFN's output each unit and each expert carries."""
+
+from jaxtyping import Float
+from torch import Tensor
+
+from models.ffn import DenseFFN
+
+
+def unit_contributions(ffn: DenseFFN, h_TF: Float[Tensor, "T F"]) -> Float[Tensor, "T F"]:
+    """|h_j|·‖d_j‖: the norm of what the unit adds to the output."""
+    return h_TF.abs() * ffn.down_DF.norm(dim=0)
+
+
+def expert_contributions(
+    ffn: DenseFFN, h_TF: Float[Tensor, "T F"], member_EF: Float[Tensor, "E F"]
+) -> Float[Tensor, "T E"]:
+    """Σ_{i∈e} |h_i|·‖d_i‖ of every expert."""
+    return unit_contributions(ffn, h_TF) @ member_EF.T

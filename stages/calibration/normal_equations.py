@@ -1,0 +1,45 @@
+"""Streamed ridge regression: only second moments are kept, never all the tokens."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from models.errors import NumericsError
+
+
+class NormalEquations:
+    """Moments of min_W Σ_t ‖y_t − W a_t‖² + λ‖W‖², with λ = penalty × the mean diagonal of Σ a aᵀ.
+
+    Products run in fp32, sums are kept in fp64.
+    """
+
+    def __init__(self, inputs: int, outputs: int, *, device: torch.device | None = None) -> None:
+        """Start from nothing: A inputs, Y outputs."""
+        self.gram_AA = torch.zeros(inputs, inputs, dtype=torch.float64, device=device)
+        self.cross_AY = torch.zeros(inputs, outputs, dtype=torch.float64, device=device)
+        self.rows = 0
+
+    def add(self, a_TA: Float[Tensor, "T A"], y_TY: Float[Tensor, "T Y"]) -> None:
+        """Add one batch of rows."""
+        self.gram_AA += (a_TA.T @ a_TA).to(self.gram_AA)
+        self.cross_AY += (a_TA.T @ y_TY).to(self.cross_AY)
+        self.rows += len(a_TA)
+
+    def solve(self, penalty: float) -> Float[Tensor, "Y A"]:
+        """W of the ridge regression, fp32.
+
+        Raises:
+            NumericsError: the moments are not finite, or not positive definite even with the penalty.
+        """
+        if not (self.gram_AA.isfinite().all() and self.cross_AY.isfinite().all()):
+            raise NumericsError("the calibration moments are not finite", do="calibrate in float32: model.dtype=float32")
+        scale = self.gram_AA.diagonal().mean()
+        system_AA = self.gram_AA.clone()
+        system_AA.diagonal().add_(penalty * scale)
+        factor_AA, failed = torch.linalg.cholesky_ex(system_AA)
+        if failed:
+            raise NumericsError(
+                f"{self.rows} calibration tokens do not determine {len(system_AA)} coefficients",
+                do="more tokens (data.tokens=) or a larger penalty",
+            )
+        return torch.cholesky_solve(self.cross_AY, factor_AA).T.float()

@@ -1,0 +1,53 @@
+"""The hidden states of one model variant on its way through the layers."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from models.stream import LayerStream, StreamLayer
+from stages.data.batches import TokenBatch
+from stages.metrics.loss import supervised_tokens, token_losses
+
+FFN = Callable[[Tensor], Tensor]
+
+
+class TokenStream:
+    """Enter a layer to see its FFN inputs, fit whatever is to be fitted on them, leave with an FFN.
+
+    Between `enter` and `leave`, `inputs` holds the FFN inputs of every batch, real tokens only, (T, D) each. Memory: two
+    hidden states per token.
+    """
+
+    inputs: list[Float[Tensor, "T D"]]
+
+    def __init__(self, stream: LayerStream, batches: Sequence[TokenBatch]) -> None:
+        """Embed the tokens."""
+        self.masks: list[Bool[Tensor, "B T"]] = [batch.attention_mask.bool().to(stream.device) for batch in batches]
+        self.hidden = stream.embed([batch.input_ids for batch in batches])
+        self.inputs = []
+
+    def enter(self, layer: StreamLayer) -> None:
+        """Pass the layer's attention."""
+        self.inputs = []
+        for index, mask_BT in enumerate(self.masks):
+            self.hidden[index], x_BTD = layer.attend(self.hidden[index])
+            self.inputs.append(x_BTD[mask_BT])
+
+    def leave(self, ffn: FFN) -> None:
+        """Add the FFN's output to the residual stream."""
+        for hidden_BTD, mask_BT, x_TD in zip(self.hidden, self.masks, self.inputs, strict=True):
+            hidden_BTD[mask_BT] += ffn(x_TD)
+        self.inputs = []
+
+    @torch.no_grad()
+    def losses(self, stream: LayerStream, batches: Sequence[TokenBatch]) -> tuple[float, int]:
+        """Summed next-token loss over all supervised tokens, and their number."""
+        logits = stream.head()
+        total, count = 0.0, 0
+        for hidden_BTD, batch in zip(self.hidden, batches, strict=True):
+            for row, labels_T in zip(hidden_BTD, batch.labels.to(stream.device), strict=True):
+                total += float(token_losses(logits(row[None]), labels_T[None]).double().sum())
+                count += int(supervised_tokens(labels_T[None]).sum())
+        return total, count

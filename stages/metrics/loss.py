@@ -1,0 +1,25 @@
+"""Language-model losses."""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from stages.data.encoding import IGNORED
+
+
+def token_losses(logits_BTV: Float[Tensor, "B T V"], labels_BT: Int[Tensor, "B T"]) -> Float[Tensor, "B T-1"]:
+    """Cross-entropy in nats of each next token, 0 where the label is ignored (-100); fp32."""
+    targets = labels_BT[:, 1:]
+    return torch.nn.functional.cross_entropy(
+        logits_BTV[:, :-1].flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="none"
+    ).view(targets.shape)
+
+
+def supervised_tokens(labels_BT: Int[Tensor, "B T"]) -> Int[Tensor, "B"]:
+    """How many next tokens of each sample count in its loss."""
+    return (labels_BT[:, 1:] != IGNORED).sum(1)
+
+
+def sample_losses(logits_BTV: Float[Tensor, "B T V"], labels_BT: Int[Tensor, "B T"]) -> Float[Tensor, "B"]:
+    """Mean loss of each sample over its supervised tokens."""
+    return token_losses(logits_BTV, labels_BT).sum(1) / supervised_tokens(labels_BT)

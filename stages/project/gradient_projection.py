@@ -1,0 +1,84 @@
+"""Gradient projection: W_small = W_base + sign·β·α·∇W / (‖∇W‖₂ + ε), for each expert's own matrices."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from models.experts import LayerExperts
+from models.ffn import DenseFFN
+
+# Matrix of the config → field of LayerExperts.
+FIELDS = {"gate": "gate_END", "up": "up_END", "down": "down_EDN"}
+
+
+def slice_ffn(ffn: DenseFFN, units_EN: Int[Tensor, "E N"], always_S: Int[Tensor, "S"]) -> LayerExperts:
+    """A layer's units as experts: rows of gate and up, columns of down."""
+    always = always_S.long()
+    return LayerExperts(
+        slice_matrix("gate", ffn.gate_FD, units_EN),
+        slice_matrix("up", ffn.up_FD, units_EN),
+        slice_matrix("down", ffn.down_DF, units_EN),
+        ffn.gate_FD[always],
+        ffn.up_FD[always],
+        ffn.down_DF[:, always],
+    )
+
+
+def slice_matrix(name: str, matrix: Float[Tensor, "A B"], units_EN: Int[Tensor, "E N"]) -> Float[Tensor, "E P Q"]:
+    """Rows of gate and up (E, N, D), columns of down (E, D, N); for weights and gradients alike."""
+    units = units_EN.long()
+    return matrix[:, units].movedim(1, 0).contiguous() if name == "down" else matrix[units]
+
+
+def project_matrix(
+    weight: Float[Tensor, "E P Q"], gradient: Float[Tensor, "E P Q"], *, strength: float, epsilon: float
+) -> Float[Tensor, "E P Q"]:
+    """Step along each expert's own normalised gradient.
+
+    Args:
+        weight: one matrix per expert.
+        gradient: its mean gradient, sliced like the expert; any scale.
+        strength: sign·β·α, the Frobenius norm of the step.
+        epsilon: keeps a vanishing gradient from being blown up.
+    """
+    norms_E = gradient.flatten(1).norm(dim=1)
+    return weight + strength * gradient / (norms_E + epsilon)[:, None, None]
+
+
+def project_experts(
+    experts: LayerExperts,
+    gradients: Mapping[str, Tensor],
+    units_EN: Int[Tensor, "E N"],
+    *,
+    strength: float,
+    epsilon: float,
+) -> LayerExperts:
+    """Project every matrix a gradient is given for; always-on units stay as they are.
+
+    Args:
+        experts: W_base.
+        gradients: name of the matrix → the dense layer's mean gradient, shaped like the dense weight.
+        units_EN: the units of each expert.
+        strength: sign·β·α.
+        epsilon: see `project_matrix`.
+    """
+    changed = {
+        FIELDS[name]: project_matrix(
+            getattr(experts, FIELDS[name]), slice_matrix(name, gradient, units_EN), strength=strength, epsilon=epsilon
+        )
+        for name, gradient in gradients.items()
+    }
+    return replace(experts, **changed)
+
+
+def draw_experts(experts: LayerExperts, seed: int) -> LayerExperts:
+    """Seeded normal experts with the standard deviation of the extracted ones; always-on units are kept."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(weight: Tensor) -> Tensor:
+        return torch.randn(weight.shape, generator=generator).to(weight) * weight.std()
+
+    return replace(experts, **{field: draw(getattr(experts, field)) for field in FIELDS.values()})
