@@ -9,7 +9,7 @@ from pathlib import Path
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from models.errors import ConfigError, UserError
@@ -20,7 +20,7 @@ from pipeline.plan import make_plan
 from pipeline.run_folder import RunFolder
 from pipeline.runner import Runner
 from pipeline.schema import register_schema, to_settings
-from pipeline.validation import InvalidSettings, validate
+from pipeline.validation import InvalidSettingsError, validate
 
 FAILED, INVALID, INTERRUPTED = 1, 2, 130
 
@@ -50,13 +50,13 @@ def start(words: Sequence[str]) -> None:
     flags = [word for word in words if word.startswith("-")]
     errors = override_errors(words, sweep=bool({"-m", "--multirun"} & set(flags)))
     if errors:
-        raise InvalidSettings(errors)
+        raise InvalidSettingsError(errors)
     with composition_errors():
         if flags:
             start_hydra()
             return
-        config = compose(words)
-    carve(config, Path(config.hydra.run.dir), words)
+        config, folder = compose(words)
+    carve(config, folder, words)
 
 
 @contextmanager
@@ -72,10 +72,14 @@ def composition_errors() -> Iterator[None]:
         ) from error
 
 
-def compose(words: Sequence[str]) -> DictConfig:
-    """The configuration that the words select."""
+def compose(words: Sequence[str]) -> tuple[DictConfig, Path]:
+    """The configuration that the words select, and the folder of this run's record."""
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-        return hydra.compose("config", list(words), return_hydra_config=True)
+        config = hydra.compose("config", list(words), return_hydra_config=True)
+    folder = Path(config.hydra.run.dir)
+    with open_dict(config):
+        del config["hydra"]
+    return config, folder
 
 
 def start_hydra() -> None:

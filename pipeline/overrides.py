@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
-from typing import Any, get_type_hints
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -17,6 +18,15 @@ from pipeline.layout import groups
 from pipeline.schema import Settings
 
 WHERE = "command line"
+
+# Types of single settings: as people say them, and an example.
+ONE: dict[Any, tuple[str, str]] = {
+    int: ("a whole number", "16"),
+    float: ("a number", "0.5"),
+    bool: ("true or false", "true"),
+    str: ("a text", "name"),
+    NoneType: ("null", "null"),
+}
 
 
 def override_errors(words: Iterable[str], *, sweep: bool) -> list[ConfigError]:
@@ -103,11 +113,14 @@ def all_keys(kind: type, prefix: str = "") -> Iterator[str]:
 
 def in_words(kind: Any) -> str:  # noqa: ANN401 - an annotation
     """A type as people say it."""
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
-    return words.get(kind, str(kind).replace("None", "null").replace(" | ", " or "))
+    if get_origin(kind) is list:
+        return f"a list of {ONE[get_args(kind)[0]][0].partition(' ')[2]}s"
+    kinds = [ONE[part][0] for part in get_args(kind) or (kind,)]
+    return " or ".join(kinds)
 
 
 def example(key: str, kind: Any) -> str:  # noqa: ANN401 - an annotation
     """A value that would do, to paste."""
-    examples = {int: "16", float: "0.5", bool: "true", list[int]: "[0,1]", list[float]: "[0.1,1]", list[str]: "[a,b]"}
-    return f"{key}={examples.get(kind, 'null')}"
+    if get_origin(kind) is list:
+        return f"{key}=[{ONE[get_args(kind)[0]][1]}]"
+    return f"{key}={ONE[(get_args(kind) or (kind,))[0]][1]}"

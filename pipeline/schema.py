@@ -53,7 +53,6 @@ def register_schema() -> None:
 
 def to_settings(config: DictConfig) -> Settings:
     """Resolve a composed configuration, once; below this call there are only dataclasses."""
-    plain = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
-    settings = OmegaConf.to_object(plain)
+    settings = OmegaConf.to_object(config)
     assert isinstance(settings, Settings)
     return settings

@@ -18,7 +18,7 @@ from pipeline.stages_table import ALL, STAGES, Stage, asked_stages, with_ancesto
 from stages.data.identity import check_data
 
 
-class InvalidSettings(ConfigError):
+class InvalidSettingsError(ConfigError):
     """Several errors, reported together."""
 
     def __init__(self, errors: Sequence[UserError]) -> None:
@@ -42,7 +42,7 @@ def validate(settings: Settings) -> Checked:
     """Check the settings against each other, the source model, the data and the disk.
 
     Raises:
-        InvalidSettings: with every error found.
+        InvalidSettingsError: with every error found.
     """
     own = [*stage_errors(settings), *field_errors(settings), *label_errors(settings), *output_errors(settings)]
     source_faults = check_source(settings.model)
@@ -56,7 +56,7 @@ def validate(settings: Settings) -> Checked:
         shape = resolve_shape(dials_of(settings), width)
         errors += [*shape_errors(shape, width, settings.model.label), *target_errors(settings, source, shape)]
     if errors:
-        raise InvalidSettings(errors)
+        raise InvalidSettingsError(errors)
     return Checked(settings, shape, source)
 
 

@@ -21,9 +21,9 @@ from safetensors.torch import save_file
 from pipeline.disk import explain_os_error
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 folder = Path(sys.argv[1])
-for write in (lambda: (folder / "a").write_bytes(bytes(9999)), lambda: save_file({"a": torch.ones(9999)}, folder / "b")):
+for write in (Path.write_bytes, lambda path, data: save_file({"a": torch.frombuffer(data, dtype=torch.uint8)}, path)):
     try:
-        write()
+        write(folder / "a", bytearray(9999))
     except Exception as error:
         print(explain_os_error(error, where="stage=scan", folder=folder, expected=9999).what)
 """

@@ -1,0 +1,78 @@
+"""Every file under conf/ composes, is documented, and spells the schema out."""
+
+from dataclasses import fields, is_dataclass
+from itertools import pairwise
+from typing import get_type_hints
+
+import hydra
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from pipeline.layout import CONF, groups
+from pipeline.schema import Settings, register_schema, to_settings
+
+OPTIONS = [(group, option) for group, options in groups().items() for option in options]
+NODES = {name: kind for name, kind in get_type_hints(Settings).items() if is_dataclass(kind)}
+
+
+def compose(*overrides):
+    register_schema()
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        return hydra.compose("config", list(overrides))
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_every_option_composes(group, option):
+    settings = to_settings(compose(f"{group}={option}"))
+    assert isinstance(settings, Settings)
+    assert isinstance(settings.experts, int)
+
+
+def test_the_plain_command_carves_the_embedded_model():
+    settings = to_settings(compose())
+    assert (settings.stage, settings.experts, settings.n, settings.active) == ("all", 16, 64, 0.5)
+    assert (settings.top_k, settings.always_on, settings.seed, settings.fresh) == (None, None, 0, False)
+    assert settings.output_dir == str(CONF.parent / "outputs")
+
+
+@pytest.mark.parametrize("preset", ["qwen1_5_4b", "qwen2_5_0_5b", "qwen3_1_7b", "llama3_2_1b", "hub", "local"])
+def test_real_models_are_carved_into_a_hundred_experts(preset):
+    settings = to_settings(compose(f"model={preset}"))
+    assert (settings.experts, settings.n) == (100, 256)
+    assert settings.model.trust_remote_code is False
+
+
+@pytest.mark.parametrize("group", sorted(NODES))
+def test_the_first_option_of_a_group_spells_every_setting_with_its_default(group):
+    """The one option that inherits nothing lists all of the dataclass, so that the files alone are a reference."""
+    files = {path.stem: yaml.safe_load(path.read_text()) for path in (CONF / group).glob("*.yaml")}
+    (base,) = (name for name, content in files.items() if "defaults" not in content)
+    assert files[base].keys() == {spec.name for spec in fields(NODES[group])}
+    if group != "model":  # whose base is any hub model
+        defaults = OmegaConf.to_container(OmegaConf.structured(NODES[group]))
+        assert files[base] == defaults
+
+
+@pytest.mark.parametrize("path", sorted(CONF.rglob("*.yaml")), ids=lambda path: str(path.relative_to(CONF)))
+def test_every_key_is_explained(path):
+    """A comment stands above every setting, and above every file."""
+    lines = path.read_text().splitlines()
+    assert lines[0].startswith("# ")
+    unexplained = [line for above, line in pairwise(lines) if is_setting(line) and not above.lstrip().startswith("#")]
+    assert unexplained == []
+
+
+def is_setting(line):
+    return ": " in line and not line.lstrip().startswith(("#", "-"))
+
+
+def test_experiments_are_global_overlays():
+    for name in ("experiment", "debug"):
+        for path in (CONF / name).glob("*.yaml"):
+            assert path.read_text().startswith("# @package _global_\n# ")
+
+
+def test_controls_are_all_chance():
+    settings = to_settings(compose("experiment=controls"))
+    assert (settings.score.method, settings.cluster.method, settings.assemble.router) == ("random", "random", "random")

@@ -1,0 +1,94 @@
+"""Slips on the command line: each found, each with its whole message."""
+
+import pytest
+
+from pipeline.overrides import override_errors
+
+
+def texts(*words, sweep=False):
+    return [str(error) for error in override_errors(words, sweep=sweep)]
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "stage=scan",
+        "experts=3",
+        "top_k=null",
+        "active=1",
+        "score=taylor",
+        "project=none",
+        "project.penalties=[0.1,1]",
+        "model.path='/my path/qwen'",
+        "n=${experts}",
+        "hydra.run.dir=/somewhere",
+        "--multirun",
+    ],
+)
+def test_good_words_pass(word):
+    assert texts(word) == []
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("expert=3", "there is no setting expert\n  where: command line\n  do:    experts=..."),
+        ("batch_token=3", "there is no setting batch_token\n  where: command line\n  do:    scan.batch_tokens=..."),
+        ("clusters=rank", "there is no setting clusters\n  where: command line\n  do:    cluster=..."),
+        ("scan.gradient=true", "there is no setting scan.gradient\n  where: command line\n  do:    scan.gradients=..."),
+        (
+            "zzz=3",
+            "there is no setting zzz\n  where: command line\n  do:    python -m pipeline --help lists the settings",
+        ),
+        (
+            "+zzz.y=3",
+            "there is no setting zzz.y\n  where: command line\n  do:    python -m pipeline --help lists the settings",
+        ),
+        (
+            "cluster=foo",
+            "cluster=foo is none of balanced_kmeans, contiguous, random, rank\n"
+            "  where: setting cluster\n"
+            "  do:    cluster=balanced_kmeans",
+        ),
+        (
+            "score=tailor",
+            "score=tailor is none of contribution, frequency, random, s_p, taylor, wanda\n"
+            "  where: setting score\n"
+            "  do:    score=taylor",
+        ),
+        ("experts=many", "experts=many should be a whole number\n  where: command line\n  do:    experts=16"),
+        ("top_k=2.5", "top_k=2.5 should be a whole number or null\n  where: command line\n  do:    top_k=16"),
+        ("fresh=maybe", "fresh=maybe should be true or false\n  where: command line\n  do:    fresh=true"),
+        ("active=half", "active=half should be a number\n  where: command line\n  do:    active=0.5"),
+        (
+            "project.penalties=[a]",
+            "project.penalties=['a'] should be a list of numbers\n"
+            "  where: command line\n"
+            "  do:    project.penalties=[0.5]",
+        ),
+        (
+            "experts",
+            "experts is no setting\n  where: command line\n  do:    key=value, such as stage=scan or experts=16",
+        ),
+        (
+            "experts=8,16",
+            "experts=8,16 is a sweep over several values\n"
+            "  where: command line\n"
+            "  do:    python -m pipeline -m experts=8,16",
+        ),
+    ],
+)
+def test_a_slip_is_named_with_its_remedy(word, message):
+    assert texts(word) == [message]
+
+
+def test_all_slips_are_found_at_once():
+    assert len(texts("expert=3", "experts=many", "stage=scan", "cluster=foo")) == 3
+
+
+def test_every_value_of_a_sweep_is_checked():
+    assert texts("experts=8,16", "score=s_p,wanda", sweep=True) == []
+    assert texts("experts=8,many,few", "seed=range(0,3)", sweep=True) == [
+        "experts=many should be a whole number\n  where: command line\n  do:    experts=16",
+        "experts=few should be a whole number\n  where: command line\n  do:    experts=16",
+    ]
