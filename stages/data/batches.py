@@ -1,0 +1,53 @@
+"""Sequences to padded batches."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from stages.data.encoding import IGNORED
+from stages.data.sequences import TokenSequence
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """B sequences, padded on the right to the longest of them."""
+
+    input_ids: Int64[Tensor, "B T"]
+    attention_mask: Int64[Tensor, "B T"]  # 1 = token, 0 = padding
+    labels: Int64[Tensor, "B T"]  # not shifted; -100 where the token does not count in the loss
+    names: list[str]
+
+
+def batch_sequences(sequences: Sequence[TokenSequence], batch_tokens: int, pad_id: int) -> list[TokenBatch]:
+    """Batch sequences in their order, B·T <= batch_tokens, padding included.
+
+    A sequence longer than `batch_tokens` is a batch of its own.
+    """
+    return [_pad(group, pad_id) for group in _group(sequences, batch_tokens)]
+
+
+def _group(sequences: Sequence[TokenSequence], batch_tokens: int) -> Iterator[list[TokenSequence]]:
+    group: list[TokenSequence] = []
+    longest = 0
+    for sequence in sequences:
+        longest = max(longest, len(sequence.ids))
+        if group and (len(group) + 1) * longest > batch_tokens:
+            yield group
+            group, longest = [], len(sequence.ids)
+        group.append(sequence)
+    if group:
+        yield group
+
+
+def _pad(group: Sequence[TokenSequence], pad_id: int) -> TokenBatch:
+    shape = len(group), max(len(sequence.ids) for sequence in group)
+    input_ids, attention_mask, labels = torch.full(shape, pad_id), torch.zeros(shape).long(), torch.full(shape, IGNORED)
+    for row, sequence in enumerate(group):
+        length = len(sequence.ids)
+        input_ids[row, :length] = torch.tensor(sequence.ids)
+        attention_mask[row, :length] = 1
+        labels[row, :length] = torch.tensor(sequence.labels)
+    return TokenBatch(input_ids, attention_mask, labels, [sequence.name for sequence in group])

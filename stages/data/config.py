@@ -1,0 +1,46 @@
+"""Settings of the text."""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class DataConfig:
+    """Where the text comes from, and how it becomes token sequences."""
+
+    # python_stdlib: source and docstrings of this interpreter's standard library; text: local .txt and .jsonl files;
+    # hub: a dataset of the Hugging Face hub, or a local folder of one.
+    kind: str = "python_stdlib"
+    # kind=text: a file, or a folder searched for *.txt and *.jsonl. A .jsonl record is one document; a .txt file is cut
+    # at blank lines into documents of about 2 000 characters.
+    path: str | None = None
+    # kind=text: file or folder of the held-out text; unset: heldout_share of the documents of `path`.
+    heldout_path: str | None = None
+    # kind=hub: the dataset, e.g. Salesforce/wikitext, or a local folder of data files.
+    name: str | None = None
+    # kind=hub: configuration of the dataset, e.g. wikitext-2-raw-v1.
+    subset: str | None = None
+    # kind=hub: branch, tag or commit of the dataset.
+    revision: str | None = None
+    # kind=hub: the split calibration reads.
+    split: str = "train"
+    # kind=hub: the split held-out evaluation reads; unset: heldout_share of the documents of `split`.
+    heldout_split: str | None = None
+    # Field of a record that holds plain text.
+    text_column: str = "text"
+    # Field of a record that holds a conversation, a list of {"role", "content"}; preferred where both fields exist.
+    messages_column: str = "messages"
+    # packed: documents joined and cut every max_length tokens; single: one document per sequence, cut at max_length.
+    packing: str = "packed"
+    # Tokens that count in the loss. full_sequence: all; completion: the assistant's turns (conversations only).
+    labels: str = "full_sequence"
+    # What ends a plain-text document. eos: the tokenizer's end-of-text token; blank_line: documents are paragraphs of
+    # one running text (WikiText). Conversations end as their chat template ends them.
+    separator: str = "eos"
+    # Longest sequence, in tokens.
+    max_length: int = 256
+    # Calibration tokens, at most.
+    tokens: int = 65536
+    # Held-out tokens, at most.
+    heldout_tokens: int = 32768
+    # Share of the documents (python_stdlib: of the modules) that is held out where no held-out text is named.
+    heldout_share: float = 0.1

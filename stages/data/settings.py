@@ -1,0 +1,71 @@
+"""Checks the settings against each other, without touching the text."""
+
+from models.errors import ConfigError, UserError
+from stages.data.config import DataConfig
+
+CHOICES = {
+    "kind": ("python_stdlib", "text", "hub"),
+    "packing": ("packed", "single"),
+    "labels": ("full_sequence", "completion"),
+    "separator": ("eos", "blank_line"),
+}
+HOLD_OUT = "another one, or null: data.heldout_share of the documents is then held out"
+
+
+def check_settings(data: DataConfig) -> list[UserError]:
+    """Every setting that has no meaning, alone or beside the others."""
+    return [*_check_choices(data), *_check_numbers(data), *_check_source(data)]
+
+
+def _check_choices(data: DataConfig) -> list[UserError]:
+    return [
+        ConfigError(
+            f"data.{field} has no value {getattr(data, field)!r}", do=f"data.{field}= one of {', '.join(choices)}"
+        )
+        for field, choices in CHOICES.items()
+        if getattr(data, field) not in choices
+    ]
+
+
+def _check_numbers(data: DataConfig) -> list[UserError]:
+    errors: list[UserError] = []
+    if data.max_length < 2:
+        what = f"data.max_length={data.max_length} leaves nothing to predict: a sequence has at least 2 tokens"
+        errors.append(ConfigError(what, do="data.max_length=256"))
+    for field in ("tokens", "heldout_tokens"):
+        tokens = getattr(data, field)
+        if tokens < max(2, data.max_length):
+            what = f"data.{field}={tokens} is less than one sequence of data.max_length={data.max_length} tokens"
+            errors.append(ConfigError(what, do=f"data.{field}={max(2, data.max_length)} or more"))
+    if not 0 < data.heldout_share < 1:
+        what = f"data.heldout_share={data.heldout_share} is not between 0 and 1, both excluded"
+        errors.append(ConfigError(what, do="data.heldout_share=0.1"))
+    return errors
+
+
+def _check_source(data: DataConfig) -> list[UserError]:
+    checks = {"python_stdlib": _check_stdlib, "text": _check_text, "hub": _check_hub}
+    return checks[data.kind](data) if data.kind in checks else []
+
+
+def _check_stdlib(data: DataConfig) -> list[UserError]:
+    if data.labels != "completion":
+        return []
+    what = "data.labels=completion needs conversations, and the standard library is plain text"
+    return [ConfigError(what, do="data.labels=full_sequence, or data=text data.path=a .jsonl file of messages")]
+
+
+def _check_text(data: DataConfig) -> list[UserError]:
+    if not data.path:
+        return [ConfigError("data.kind=text reads local files, and none is named", do="data.path=a file or a folder")]
+    if data.path == data.heldout_path:
+        return [ConfigError(f"data.heldout_path and data.path are the same: {data.path}", do=HOLD_OUT)]
+    return []
+
+
+def _check_hub(data: DataConfig) -> list[UserError]:
+    if not data.name:
+        return [ConfigError("data.kind=hub reads a dataset, and none is named", do="data.name=Salesforce/wikitext")]
+    if data.split == data.heldout_split:
+        return [ConfigError(f"data.heldout_split and data.split are the same: {data.split}", do=HOLD_OUT)]
+    return []
