@@ -24,7 +24,7 @@ def write_pico(
     dtype: torch.dtype = torch.float32,
     tokenizer: bool = False,
     max_shard_size: str = "5GB",
-    **config: Any,
+    **config: Any,  # noqa: ANN401 - whatever config.json may hold
 ) -> Path:
     """Write a random checkpoint whose logits depend on every weight.
 

@@ -10,7 +10,17 @@ from models.errors import CheckpointError
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
+GIVE_FOLDER = "model.path=<folder with config.json and model.safetensors>"
+
 _PICKLE_PATTERNS = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+def require_folder(folder: Path) -> Path:
+    """The folder itself. Raises CheckpointError: there is none."""
+    if folder.is_dir():
+        return folder
+    found = "is a file, not a folder" if folder.exists() else "does not exist"
+    raise CheckpointError(f"no checkpoint: {folder} {found}", where="model.path", do=GIVE_FOLDER)
 
 
 def list_shards(folder: Path) -> list[Path]:
@@ -19,13 +29,7 @@ def list_shards(folder: Path) -> list[Path]:
     Raises:
         CheckpointError: no folder, no safetensors weights, or an unreadable index.
     """
-    if not folder.is_dir():
-        found = "is a file, not a folder" if folder.is_file() else "does not exist"
-        raise CheckpointError(
-            f"no checkpoint: {folder} {found}",
-            where="model.path",
-            do="model.path=<folder with config.json and model.safetensors>",
-        )
+    require_folder(folder)
     if (folder / INDEX).is_file():
         return sorted({folder / shard for shard in read_index(folder).values()})
     if (folder / SINGLE).is_file():

@@ -59,6 +59,8 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 def _size_of(path: Path) -> int:
     try:
         return path.stat().st_size
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path.name} is missing", where=str(path), do=_RESTORE) from error
     except OSError as error:
         raise CheckpointError(f"cannot open {path.name}: {error.strerror}", where=str(path), do=_RESTORE) from error
 

@@ -1,9 +1,10 @@
 """Tensors of a checkpoint, one at a time."""
 
 from collections.abc import KeysView
+from io import BufferedReader
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ class ShardReader:
     def __init__(self, folder: Path) -> None:
         """Read and check all headers. Raises CheckpointError."""
         self._entries = read_checkpoint(folder)
-        self._files: dict[Path, BinaryIO] = {}
+        self._files: dict[Path, BufferedReader] = {}
 
     def __enter__(self) -> Self:
         """Shards are opened when they are first needed."""
@@ -76,7 +77,7 @@ class ShardReader:
             self._files[entry.path] = entry.path.open("rb")
         file = self._files[entry.path]
         file.seek(entry.offset)
-        if file.readinto(memoryview(data.numpy())) != entry.nbytes:  # type: ignore[attr-defined]
+        if file.readinto(data.numpy().data) != entry.nbytes:
             raise CheckpointError(f"{entry.path.name} was cut short while in use", where=f"{entry.path}, {name}")
         return data.view(self.dtype(name)).view(entry.shape)
 

@@ -34,6 +34,8 @@ def emit_config(source: Mapping[str, Any], target: MoETarget, shape: Shape, dtyp
 
     Args:
         source: config.json of the dense checkpoint, of either transformers generation.
+        target: the architecture to write.
+        shape: E, N, K, S.
         dtype: float32, bfloat16 or float16.
     """
     family = DENSE_FAMILIES[str(source["model_type"])]

@@ -71,7 +71,20 @@ DENSE_FAMILIES = {
 
 # Known decoders whose FFN is two plain Linear layers: there is no gate row to carve a unit by.
 _UNGATED = frozenset(
-    {"bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "mpt", "opt", "phi", "starcoder2"}
+    {
+        "bloom",
+        "codegen",
+        "falcon",
+        "gpt2",
+        "gpt_bigcode",
+        "gpt_neo",
+        "gpt_neox",
+        "gptj",
+        "mpt",
+        "opt",
+        "phi",
+        "starcoder2",
+    }
 )
 
 
@@ -95,9 +108,7 @@ def check_features(config: Mapping[str, Any], family: DenseFamily) -> list[Check
     """What of this checkpoint no carve can say, beside its architecture."""
     absent = [key for key in REQUIRED_KEYS if not isinstance(config.get(key), int)]
     if absent:
-        return [
-            CheckpointError(f"config.json gives no number for {', '.join(absent)}", do="download or copy it again")
-        ]
+        return [CheckpointError(f"config.json gives no number for {', '.join(absent)}", do="download or copy it again")]
     found = []
     if config.get("quantization_config"):
         found.append(("quantised weights cannot be sliced", "quantization_config", "give the unquantised checkpoint"))

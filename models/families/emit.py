@@ -79,6 +79,13 @@ def emit_checkpoint(
     (out_folder / "config.json").write_text(json.dumps(moe_config, indent=2) + "\n", encoding="utf-8")
 
 
+def checkpoint_dtype(source_folder: Path, asked: str) -> torch.dtype:
+    """Number format of the experts that `emit_checkpoint` writes for the same `dtype`."""
+    config = read_config(source_folder)
+    with ShardReader(source_folder) as reader:
+        return _main_dtype(config, dense_family(config), reader, asked)
+
+
 def copy_companions(source_folder: Path, out_folder: Path) -> None:
     """Copy tokenizer, chat template, generation defaults and licence."""
     for pattern in _COMPANIONS:
@@ -148,7 +155,11 @@ class _Emission:
         gate, up, down = weights
         zero_units = width - len(gate)
         if zero_units:
-            gate, up, down = pad(gate, (0, 0, 0, zero_units)), pad(up, (0, 0, 0, zero_units)), pad(down, (0, zero_units))
+            gate, up, down = (
+                pad(gate, (0, 0, 0, zero_units)),
+                pad(up, (0, 0, 0, zero_units)),
+                pad(down, (0, zero_units)),
+            )
         for name, weight in zip(names, (gate, up, _scaled(names[2], down, down_scale)), strict=True):
             self._add(name, weight)
 

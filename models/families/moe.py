@@ -123,6 +123,8 @@ def check_target(config: Mapping[str, Any], target: MoETarget, shape: Shape) -> 
 
     Args:
         config: config.json of the dense checkpoint.
+        target: the architecture to write.
+        shape: E, N, K, S.
     """
     family = DENSE_FAMILIES[str(config["model_type"])]
     source = {**family.defaults, **config}
@@ -134,6 +136,15 @@ def check_target(config: Mapping[str, Any], target: MoETarget, shape: Shape) -> 
     if family.model_type == "mistral" and source["sliding_window"] is not None and not target.sliding_window:
         do = "assemble.target=mixtral always_on=0"
         found.append((f"{name} has no sliding window", "sliding_window in config.json", do))
+    if name == "qwen2_moe" and "head_dim" in source and source["head_dim"] != _derived_head_dim(source):
+        # transformers 4 refuses it.
+        found.append(
+            (f"{name} cannot say head_dim={source['head_dim']}", "head_dim in config.json", "assemble.target=auto")
+        )
     if target.selection_bias and shape.experts < 2:
         found.append((f"{name} needs at least 2 experts", f"experts={shape.experts}", "experts=2"))
     return [ConfigError(what, where=where, do=do) for what, where, do in found]
+
+
+def _derived_head_dim(source: Mapping[str, Any]) -> int:
+    return int(source["hidden_size"]) // int(source["num_attention_heads"])

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from jaxtyping import Float, Int
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -20,6 +21,7 @@ from models.experts import LayerExperts, TinyONNExpert
 
 VERSION = 1
 
+_REMEDY = "stage=extract fresh=true"
 _GATE, _UP, _DOWN = "gate_proj.weight", "up_proj.weight", "down_proj.weight"
 
 
@@ -40,27 +42,41 @@ def layer_file(folder: Path, layer: int) -> Path:
 
 def save_layer(folder: Path, layer: int, experts: LayerExperts, provenance: Provenance, hidden_act: str) -> int:
     """Write one layer; returns its bytes."""
-    always_on = {
-        _GATE: experts.shared_gate_SD,
-        _UP: experts.shared_up_SD,
-        _DOWN: experts.shared_down_DS,
-        "units": provenance.always_on_S,
-        "scores": provenance.always_on_scores_S,
-    }
-    tensors = {f"always_on.{name}": tensor.contiguous() for name, tensor in always_on.items()}
-    stacked = {
-        _GATE: experts.gate_END,
-        _UP: experts.up_END,
-        _DOWN: experts.down_EDN,
-        "units": provenance.units_EN,
-        "scores": provenance.scores_EN,
-    }
-    for name, per_expert in stacked.items():
-        tensors |= {f"experts.{e}.{name}": tensor.contiguous() for e, tensor in enumerate(per_expert)}
+    tensors = _weights(experts)
+    tensors |= _named("units", provenance.units_EN, provenance.always_on_S)
+    tensors |= _named("scores", provenance.scores_EN, provenance.always_on_scores_S)
     metadata = {"version": str(VERSION), "experts": str(len(experts.gate_END)), "hidden_act": hidden_act}
     path = layer_file(folder, layer)
     save_file(tensors, path, metadata=metadata)
     return path.stat().st_size
+
+
+def verify_layer(folder: Path, layer: int, experts: LayerExperts) -> None:
+    """Compare the weights on disk with these, bit for bit. Raises ContractError."""
+    with _opened(folder, layer) as (file, _metadata):
+        for name, tensor in _weights(experts).items():
+            if not torch.equal(_bits(file.get_tensor(name)), _bits(tensor)):
+                raise ContractError(
+                    f"{name} on disk differs from the dense weights", where=f"layer {layer}", do=_REMEDY
+                )
+
+
+def _weights(experts: LayerExperts) -> dict[str, Tensor]:
+    return {
+        **_named(_GATE, experts.gate_END, experts.shared_gate_SD),
+        **_named(_UP, experts.up_END, experts.shared_up_SD),
+        **_named(_DOWN, experts.down_EDN, experts.shared_down_DS),
+    }
+
+
+def _named(name: str, per_expert: Tensor, always_on: Tensor) -> dict[str, Tensor]:
+    named = {f"experts.{e}.{name}": tensor.contiguous() for e, tensor in enumerate(per_expert)}
+    return named | {f"always_on.{name}": always_on.contiguous()}
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """As bytes, so that NaN equals itself and -0 does not equal 0."""
+    return tensor.contiguous().view(torch.uint8)
 
 
 def load_layer(folder: Path, layer: int) -> LayerExperts:
@@ -87,13 +103,13 @@ def load_expert(folder: Path, layer: int, expert: int) -> TinyONNExpert:
             raise ContractError(
                 f"no expert {expert}: the layer has {count}", where=f"layer {layer}", do=f"an expert of 0..{count - 1}"
             )
-        weights = (file.get_tensor(f"experts.{expert}.{name}") for name in (_GATE, _UP, _DOWN))
-        return TinyONNExpert.from_tensors(*weights, metadata["hidden_act"])
+        gate, up, down = (file.get_tensor(f"experts.{expert}.{name}") for name in (_GATE, _UP, _DOWN))
+        return TinyONNExpert.from_tensors(gate, up, down, metadata["hidden_act"])
 
 
 def _stack(file: Any, experts: int, name: str) -> Tensor:  # noqa: ANN401 - safe_open has no type
     """Experts side by side, filled one at a time so that no second copy is held."""
-    first = file.get_tensor(f"experts.0.{name}")
+    first: Tensor = file.get_tensor(f"experts.0.{name}")
     stacked = first.new_empty(experts, *first.shape)
     for e in range(experts):
         stacked[e] = file.get_tensor(f"experts.{e}.{name}")
@@ -103,14 +119,13 @@ def _stack(file: Any, experts: int, name: str) -> Tensor:  # noqa: ANN401 - safe
 @contextmanager
 def _opened(folder: Path, layer: int) -> Iterator[tuple[Any, dict[str, str]]]:
     path = layer_file(folder, layer)
-    remedy = "stage=extract fresh=true"
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             if metadata.get("version") != str(VERSION):
                 raise ContractError(
-                    f"expected experts version {VERSION}, found {metadata.get('version')}", where=str(path), do=remedy
+                    f"expected experts version {VERSION}, found {metadata.get('version')}", where=str(path), do=_REMEDY
                 )
             yield file, metadata
     except (OSError, SafetensorError) as error:
-        raise ContractError(f"cannot read experts: {error}", where=str(path), do=remedy) from error
+        raise ContractError(f"cannot read experts: {error}", where=str(path), do=_REMEDY) from error

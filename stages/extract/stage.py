@@ -11,7 +11,7 @@ from models.families.dense import dense_family
 from models.families.slicing import slice_experts
 from models.shape import Shape
 from models.source import read_config, resolve_folder
-from stages.contracts.experts import Provenance, save_layer
+from stages.contracts.experts import Provenance, save_layer, verify_layer
 from stages.contracts.job import Job, Table
 from stages.contracts.partition import Partition
 from stages.contracts.scores import Scores
@@ -33,6 +33,8 @@ def run(job: Job, *, model: ModelConfig, extract: ExtractConfig, shape: Shape) -
             scores_F = scores_LF[layer]
             provenance = Provenance(units_EN, scores_F[units_EN.long()], always_on_S, scores_F[always_on_S.long()])
             size += save_layer(job.out, layer, experts, provenance, config.get("hidden_act", "silu"))
+            if extract.verify:
+                verify_layer(job.out, layer, experts)
     return summarise(partition, size, perf_counter() - started)
 
 
@@ -43,7 +45,7 @@ def check_partition(partition: Partition, shape: Shape, *, layers: int, width: i
     wanted = (layers, shape.experts, shape.n, shape.always_on, width)
     if found != wanted:
         raise ContractError(
-            "the partition has (layers, experts, n, always_on, width) = {}, not {}".format(found, wanted),
+            f"the partition has (layers, experts, n, always_on, width) = {found}, not {wanted}",
             where="stage=cluster",
             do="stage=cluster fresh=true",
         )
