@@ -29,3 +29,7 @@ class DenseFFN:
     def output(self, h_TF: Float[Tensor, "T F"]) -> Float[Tensor, "T D"]:
         """Σ_j h_j·d_j."""
         return h_TF @ self.down_DF.T
+
+    def __call__(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
+        """FFN(x)."""
+        return self.output(self.hidden(x_TD))

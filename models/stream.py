@@ -84,7 +84,7 @@ class LayerStream:
 
     def embed(self, batches: Sequence[Int[Tensor, "B T"]]) -> list[Float[Tensor, "B T D"]]:
         """Hidden states before the first layer."""
-        self._check_window(max(ids.shape[1] for ids in batches))
+        self._check_window(max((ids.shape[1] for ids in batches), default=0))
         table_VD = self._reader.tensor("model.embed_tokens.weight")
         return [table_VD[ids].to(self.device, self.dtype) for ids in batches]
 

@@ -19,7 +19,7 @@ class CarveFacts:
     layers: int
     dropped: int  # units in no expert, all layers together
     most_copies: int  # highest multiplicity of a unit
-    ranked_by: str  # score
+    partition: str  # how units were grouped
     router: str
     projection: str  # what stage=project did, or that it has not run
 
@@ -51,7 +51,7 @@ A Mixture-of-Experts cut out of the dense model `{facts.source}` with Tiny-ONN: 
 | active FFN width | {shape.active_width} of the dense model's {facts.width} ({shape.active_width / facts.width:.0%}) |
 | neurons left out | {facts.dropped} in all layers together |
 | most copies of one neuron | {facts.most_copies} |
-| neurons ranked by | {facts.ranked_by} |
+| partition | {facts.partition} |
 | router | {facts.router} |
 | projection | {facts.projection} |
 
@@ -70,7 +70,7 @@ tokenizer = AutoTokenizer.from_pretrained("path/of/this/folder")
 
 def suitable_runtimes(target: MoETarget, shape: Shape) -> list[str]:
     """What is known about the kernels of each runtime and this E, N and target."""
-    lines = ["transformers 4.57 and 5: loads without remote code; train with `experts_implementation=\"grouped_mm\"`."]
+    lines = ['transformers 4.57 and 5: loads without remote code; train with `experts_implementation="grouped_mm"`.']
     if shape.n % 8:
         lines.append(f"transformers, grouped_mm in bf16: wants N % 8 == 0, N is {shape.n}; use `eager` or another n.")
     if is_power_of_two(shape.experts) and shape.n % 128 == 0:

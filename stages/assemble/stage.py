@@ -7,7 +7,7 @@ from tqdm import tqdm
 
 from models.config import ModelConfig
 from models.experts import LayerExperts
-from models.families.emit import emit_checkpoint
+from models.families.emit import checkpoint_dtype, emit_checkpoint
 from models.families.moe import MoETarget, select_target
 from models.loading import load_tokenizer, resolve_device
 from models.shape import Shape
@@ -18,8 +18,8 @@ from stages.assemble.report import RouterReport, summarise
 from stages.assemble.replicas import divide_by_multiplicity
 from stages.assemble.router import RouterTask, fit_router, load_balance, oracle_agreement, set_spread
 from stages.calibration.batches import calibration_batches
+from stages.calibration.card import write_carve_card
 from stages.calibration.token_stream import TokenStream
-from stages.contracts.card import write_card
 from stages.contracts.experts import load_layer
 from stages.contracts.job import Job, Table
 from stages.contracts.partition import Partition
@@ -37,10 +37,12 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, assemble: AssembleCon
     batches = calibration_batches(data, load_tokenizer(folder), assemble.batch_tokens)
     with LayerStream(folder, device=resolve_device(model)) as stream:
         reports = fit_all(stream, batches, partition, assemble, shape, seed)
-    rows_LED = torch.stack([report.rows_ED for report in reports])
-    checkpoint = emit(job, folder, target, shape, partition, rows_LED, assemble.dtype)
-    Routers(assemble.router, target.model_type, rows_LED).save(job.out)
-    write_card(checkpoint, model=model, target=target, shape=shape, partition=partition, router=assemble.router)
+    dtype = checkpoint_dtype(folder, assemble.dtype)
+    rows_LED = torch.stack([report.rows_ED for report in reports]).to(dtype).float()
+    routers = Routers(assemble.router, target.model_type, assemble.dtype, str(dtype).removeprefix("torch."), rows_LED)
+    routers.save(job.out)
+    checkpoint = emit(job, folder, target, shape, partition, routers)
+    write_carve_card(checkpoint, model, shape, partition, routers, "none: experts are the dense slices")
     return summarise(reports, target, shape, partition)
 
 
@@ -66,8 +68,7 @@ def fit_all(
         rows_ED = set_spread(rows_ED, tokens.inputs, spread)
         load_E = load_balance(rows_ED, tokens.inputs, shape.top_k)
         reports.append(RouterReport(rows_ED.cpu(), load_E.cpu(), oracle_agreement(rows_ED, task)))
-        ffn = layer.ffn
-        tokens.leave(lambda x_TD, ffn=ffn: ffn.output(ffn.hidden(x_TD)))
+        tokens.leave(layer.ffn)
     return reports
 
 
@@ -77,8 +78,7 @@ def emit(
     target: MoETarget,
     shape: Shape,
     partition: Partition,
-    rows_LED: torch.Tensor,
-    dtype: str,
+    routers: Routers,
 ) -> Path:
     """Write the checkpoint from the extracted experts, a layer at a time."""
     multiplicity_LF = partition.multiplicity
@@ -95,8 +95,8 @@ def emit(
         checkpoint,
         target=target,
         shape=shape,
-        routers=lambda layer: rows_LED[layer],
+        routers=lambda layer: routers.rows[layer],
         experts=experts,
-        dtype=None if dtype == "source" else dtype,
+        dtype=routers.dtype_asked,
     )
     return checkpoint

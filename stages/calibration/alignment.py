@@ -6,22 +6,48 @@ as they are.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol, Self
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from stages.calibration.carved_ffn import CarvedFFN
 from stages.calibration.normal_equations import NormalEquations
 
 Target = Callable[[int, Tensor], Tensor]
+
+
+class Alignable(Protocol):
+    """A carved layer, linear in the down columns of its F units."""
+
+    @property
+    def width(self) -> int:
+        """F."""
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        """Output (T, D)."""
+
+    def run(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """What the columns are multiplied with (T, F), and the output (T, D)."""
+
+    def with_change(self, change_DF: Tensor) -> Self:
+        """The same with something added to the columns."""
+
+
+class AlignmentSettings(Protocol):
+    """What of a stage's settings concerns alignment."""
+
+    alignment_target: str
+    penalties: list[float]
+    guard_share: float
+    guard: bool
 
 
 @dataclass(frozen=True)
 class Alignment:
     """What came of one layer: relative errors are on the guard batches."""
 
-    carved: CarvedFFN
+    carved: Alignable
     error_before: float
     error_after: float
     penalty: float | None  # None: nothing made it better, the columns stayed
@@ -49,12 +75,10 @@ def split_guard(batches: int, share: float) -> tuple[list[int], list[int]]:
 
 @torch.no_grad()
 def align_down(
-    carved: CarvedFFN,
+    carved: Alignable,
     inputs: Sequence[Float[Tensor, "T D"]],
     target: Target,
-    *,
-    penalties: Sequence[float],
-    guard_share: float,
+    settings: AlignmentSettings,
 ) -> Alignment:
     """Fit the change of the down columns; keep the penalty that is best on the guard batches, or none.
 
@@ -62,19 +86,19 @@ def align_down(
         carved: the layer as it is.
         inputs: its FFN inputs, a batch each.
         target: (batch index, its inputs) → wanted outputs (T, D).
-        penalties: ridge penalties, relative to the mean diagonal of the features' second moment.
-        guard_share: share of the batches held out.
+        settings: ridge penalties, relative to the mean diagonal of the features' second moment; share of the batches held
+            out; and whether the columns stay where no penalty makes the held-out batches better.
     """
-    fitted, guard = split_guard(len(inputs), guard_share)
-    moments = NormalEquations(carved.ffn.width, len(carved.down_DF), device=carved.down_DF.device)
+    fitted, held_out = split_guard(len(inputs), settings.guard_share)
+    moments = NormalEquations(carved.width, inputs[0].shape[1], device=inputs[0].device)
     for index in fitted:
-        features_TF = carved.features(inputs[index])
-        moments.add(features_TF, target(index, inputs[index]) - features_TF @ carved.down_DF.T)
-    before = relative_error(carved, inputs, target, guard)
-    best = Alignment(carved, before, before, None)
-    for penalty in penalties:
-        candidate = carved.with_change(moments.solve(penalty).to(carved.down_DF))
-        error = relative_error(candidate, inputs, target, guard)
+        features_TF, output_TD = carved.run(inputs[index])
+        moments.add(features_TF, target(index, inputs[index]) - output_TD)
+    before = relative_error(carved, inputs, target, held_out)
+    best = Alignment(carved, before, before if settings.guard else float("inf"), None)
+    for penalty in settings.penalties:
+        candidate = carved.with_change(moments.solve(penalty))
+        error = relative_error(candidate, inputs, target, held_out)
         if error < best.error_after:
             best = Alignment(candidate, before, error, penalty)
     return best

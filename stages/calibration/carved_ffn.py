@@ -25,14 +25,20 @@ class CarvedFFN:
     copies: Copies
     down_DF: Tensor
 
-    def features(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T F"]:
-        """c_j(x)·h_j(x)."""
+    @property
+    def width(self) -> int:
+        """F."""
+        return self.ffn.width
+
+    def run(self, x_TD: Float[Tensor, "T D"]) -> tuple[Float[Tensor, "T F"], Float[Tensor, "T D"]]:
+        """c_j(x)·h_j(x) of every unit, and the output."""
         h_TF = self.ffn.hidden(x_TD)
-        return h_TF * self.copies(x_TD, h_TF)
+        features_TF = h_TF * self.copies(x_TD, h_TF)
+        return features_TF, features_TF @ self.down_DF.T
 
     def __call__(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
         """The carved FFN's output."""
-        return self.features(x_TD) @ self.down_DF.T
+        return self.run(x_TD)[1]
 
     def with_change(self, change_DF: Float[Tensor, "D F"]) -> "CarvedFFN":
         """The same with other down columns."""
@@ -72,16 +78,15 @@ def output_norms(
     return torch.stack(norms, dim=1)
 
 
-def replica_scale(carved: CarvedFFN, inputs: Iterable[Float[Tensor, "T D"]]) -> Float[Tensor, "F"]:
+def replica_scale(copies: Copies, ffn: DenseFFN, inputs: Iterable[Float[Tensor, "T D"]]) -> Float[Tensor, "F"]:
     """Σ_t c_j / Σ_t c_j²: the least-squares constant for a unit that may be active more than once.
 
     1 where a unit is never active twice, 1/multiplicity where all experts are on.
     """
-    width = carved.ffn.width
-    first_F = torch.zeros(width, dtype=torch.float64, device=carved.down_DF.device)
+    first_F = torch.zeros(ffn.width, dtype=torch.float64, device=ffn.down_DF.device)
     second_F = torch.zeros_like(first_F)
     for x_TD in inputs:
-        copies_TF = carved.copies(x_TD, carved.ffn.hidden(x_TD)).double()
+        copies_TF = copies(x_TD, ffn.hidden(x_TD)).double()
         first_F += copies_TF.sum(0)
         second_F += copies_TF.square().sum(0)
     return torch.where(second_F > 0, first_F / second_F.clamp_min(1), 1.0).float()

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from models.stream import LayerStream, StreamLayer
 from stages.data.batches import TokenBatch
-from stages.metrics.loss import supervised_tokens, token_losses
+from stages.metrics.loss import MeanLoss, supervised_tokens, token_losses
 
 FFN = Callable[[Tensor], Tensor]
 
@@ -42,12 +42,12 @@ class TokenStream:
         self.inputs = []
 
     @torch.no_grad()
-    def losses(self, stream: LayerStream, batches: Sequence[TokenBatch]) -> tuple[float, int]:
-        """Summed next-token loss over all supervised tokens, and their number."""
+    def loss(self, stream: LayerStream, batches: Sequence[TokenBatch]) -> MeanLoss:
+        """Next-token loss after the last layer, a sequence at a time: logits are wide."""
         logits = stream.head()
         total, count = 0.0, 0
         for hidden_BTD, batch in zip(self.hidden, batches, strict=True):
-            for row, labels_T in zip(hidden_BTD, batch.labels.to(stream.device), strict=True):
-                total += float(token_losses(logits(row[None]), labels_T[None]).double().sum())
-                count += int(supervised_tokens(labels_T[None]).sum())
-        return total, count
+            for hidden_TD, labels_T in zip(hidden_BTD, batch.labels.to(stream.device), strict=True):
+                total += float(token_losses(logits(hidden_TD[None]), labels_T[None]).double().sum())
+                count += int(supervised_tokens(labels_T[None]))
+        return MeanLoss(total, count)

@@ -24,6 +24,7 @@ class Partition:
     width: int  # F
     units: Tensor  # (L, E, N) int32
     always_on: Tensor  # (L, S) int32
+    description: str = ""  # how it was made, in a sentence
 
     def __post_init__(self) -> None:
         """Refuse what is no partition."""

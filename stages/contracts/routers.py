@@ -17,7 +17,9 @@ class Routers:
     FILE: ClassVar[str] = "routers.safetensors"
 
     method: str
-    target: str  # target architecture of the checkpoint they were made for
+    target: str  # architecture of the checkpoint they were made for
+    dtype_asked: str  # its number format: as asked for (source: every tensor keeps its own) ...
+    dtype: str  # ... and that of its experts
     rows: Tensor  # (L, E, D) float32, rounded to the checkpoint's number format
 
     def save(self, folder: Path) -> None:

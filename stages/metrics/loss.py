@@ -1,5 +1,8 @@
 """Language-model losses."""
 
+import math
+from dataclasses import dataclass
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -23,3 +26,21 @@ def supervised_tokens(labels_BT: Int[Tensor, "B T"]) -> Int[Tensor, "B"]:
 def sample_losses(logits_BTV: Float[Tensor, "B T V"], labels_BT: Int[Tensor, "B T"]) -> Float[Tensor, "B"]:
     """Mean loss of each sample over its supervised tokens."""
     return token_losses(logits_BTV, labels_BT).sum(1) / supervised_tokens(labels_BT)
+
+
+@dataclass(frozen=True)
+class MeanLoss:
+    """Next-token loss over all supervised tokens of a text."""
+
+    total: float  # nats
+    tokens: int
+
+    @property
+    def nats(self) -> float:
+        """Mean per token."""
+        return self.total / self.tokens
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the mean."""
+        return math.exp(min(self.nats, 700.0))

@@ -1,0 +1,39 @@
+"""What a carved layer is aligned to."""
+
+from collections.abc import Sequence
+
+from jaxtyping import Float
+from torch import Tensor
+
+from models.ffn import DenseFFN
+from models.stream import LayerStream, StreamLayer
+from stages.calibration.token_stream import TokenStream
+from stages.data.batches import TokenBatch
+
+
+class AlignmentTarget:
+    """local: the dense FFN on the carved model's own inputs. residual: the dense model's residual stream.
+
+    The second also asks a layer to make good what earlier layers got wrong, and costs a dense model beside the carved.
+    """
+
+    def __init__(self, kind: str, stream: LayerStream, batches: Sequence[TokenBatch]) -> None:
+        """Start a dense stream where one is needed."""
+        self._dense = TokenStream(stream, batches) if kind == "residual" else None
+        self._ffn: DenseFFN | None = None
+        self._carved: TokenStream | None = None
+
+    def enter(self, layer: StreamLayer, carved: TokenStream) -> None:
+        """Go on to a layer that the carved stream has entered and not yet left."""
+        self._ffn, self._carved = layer.ffn, carved
+        if self._dense is not None:
+            self._dense.enter(layer)
+            self._dense.leave(layer.ffn)
+
+    def __call__(self, index: int, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
+        """Wanted output of batch `index`, whose inputs are `x_TD`."""
+        assert self._ffn is not None and self._carved is not None, "enter a layer first"
+        if self._dense is None:
+            return self._ffn(x_TD)
+        mask_BT = self._carved.masks[index]
+        return self._dense.hidden[index][mask_BT] - self._carved.hidden[index][mask_BT]

@@ -1,0 +1,58 @@
+"""How closely each carved FFN follows the dense one, and how its router spreads the tokens."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from models.routing import choose_experts
+from stages.calibration.carved_ffn import output_norms
+from stages.evaluate.baselines import LayerFacts
+
+
+@dataclass
+class LayerFidelity:
+    """Sums over the tokens seen so far; on the carved model's own inputs."""
+
+    facts: LayerFacts
+    load_E: Tensor
+    missed: float = 0.0
+    wanted: float = 0.0
+    agreed: int = 0
+    chosen: int = 0
+
+    @classmethod
+    def start(cls, facts: LayerFacts) -> "LayerFidelity":
+        """Nothing seen yet."""
+        return cls(facts, torch.zeros(len(facts.units_EN), device=facts.rows_ED.device))
+
+    def add(
+        self, x_BTD: Float[Tensor, "B T D"], output_BTD: Float[Tensor, "B T D"], mask_BT: Bool[Tensor, "B T"]
+    ) -> None:
+        """Compare one batch with the dense FFN and with the output oracle."""
+        x_TD, facts = x_BTD[mask_BT], self.facts
+        h_TF = facts.ffn.hidden(x_TD)
+        wanted_TD = facts.ffn.output(h_TF)
+        self.missed += float((wanted_TD - output_BTD[mask_BT]).double().square().sum())
+        self.wanted += float(wanted_TD.double().square().sum())
+        chosen_TK = choose_experts(x_TD.float() @ facts.rows_ED.T, facts.shape.top_k)
+        self.load_E += torch.bincount(chosen_TK.flatten(), minlength=len(self.load_E))
+        best_TK = choose_experts(output_norms(facts.ffn, h_TF, facts.units_EN), facts.shape.top_k)
+        self.agreed += int((chosen_TK[:, :, None] == best_TK[:, None, :]).sum())
+        self.chosen += chosen_TK.numel()
+
+    @property
+    def error(self) -> float:
+        """Σ‖dense − MoE‖² / Σ‖dense‖²."""
+        return self.missed / self.wanted
+
+    @property
+    def agreement(self) -> float:
+        """Share of the router's choices that the oracle would make too."""
+        return self.agreed / self.chosen
+
+    @property
+    def imbalance(self) -> float:
+        """Largest load over the mean load."""
+        return float(self.load_E.max() / self.load_E.mean())

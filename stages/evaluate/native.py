@@ -1,0 +1,92 @@
+"""The carved checkpoint as transformers runs it, beside the dense model it came from."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from models.shape import Shape
+from stages.data.batches import TokenBatch
+from stages.metrics.loss import MeanLoss, supervised_tokens, token_losses
+
+
+def load_carved(folder: Path, like: PreTrainedModel) -> PreTrainedModel:
+    """The checkpoint, frozen, where and as the dense model is."""
+    carved: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=like.dtype, local_files_only=True, experts_implementation="grouped_mm"
+    )
+    return carved.to(like.device).eval().requires_grad_(False)  # type: ignore[arg-type, return-value]
+
+
+@torch.no_grad()
+def measure_loss(model: PreTrainedModel, batches: Sequence[TokenBatch], name: str) -> MeanLoss:
+    """Next-token loss over all supervised tokens."""
+    total, count = 0.0, 0
+    for batch in tqdm(batches, desc=f"loss of the {name} model", unit="batch"):
+        labels_BT = batch.labels.to(model.device)
+        logits = model(
+            input_ids=batch.input_ids.to(model.device),
+            attention_mask=batch.attention_mask.to(model.device),
+            use_cache=False,
+        ).logits
+        total += float(token_losses(logits, labels_BT).double().sum())
+        count += int(supervised_tokens(labels_BT).sum())
+    return MeanLoss(total, count)
+
+
+@contextmanager
+def watch_ffns(model: PreTrainedModel, on_ffn: Callable[[int, Tensor, Tensor], None]) -> Iterator[None]:
+    """Call `on_ffn(layer, inputs, outputs)` for every FFN of a forward pass; leaves no hook behind."""
+    handles = []
+    try:
+        for layer, module in enumerate(model.get_decoder().layers):
+
+            def watch(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor, layer: int = layer) -> None:
+                on_ffn(layer, args[0], output[0] if isinstance(output, tuple) else output)
+
+            handles.append(module.mlp.register_forward_hook(watch))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def measure_speed(models: dict[str, PreTrainedModel], batches: Sequence[TokenBatch], tokens: int) -> dict[str, float]:
+    """Prefill tokens per second of each model; the models take turns on every batch, so drift hits all alike."""
+    timed, seen = [], 0
+    for batch in batches:
+        timed.append(batch)
+        seen += batch.input_ids.numel()
+        if seen >= tokens:
+            break
+    for model in models.values():
+        time_forward(model, timed[0])
+    seconds = dict.fromkeys(models, 0.0)
+    for batch in timed:
+        for name, model in models.items():
+            seconds[name] += time_forward(model, batch)
+    return {name: seen / spent for name, spent in seconds.items()}
+
+
+def time_forward(model: PreTrainedModel, batch: TokenBatch) -> float:
+    """Seconds of one forward pass without the output embedding of all but the last token."""
+    begin = time.perf_counter()
+    model(input_ids=batch.input_ids.to(model.device), use_cache=False, logits_to_keep=1)
+    if model.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def count_parameters(model: PreTrainedModel, shape: Shape) -> tuple[int, int]:
+    """All parameters, and those a token passes: without the experts it is not sent to."""
+    total = sum(parameter.numel() for parameter in model.parameters())
+    experts = sum(
+        parameter.numel() for name, parameter in model.named_parameters() if ".experts." in name
+    )
+    return total, total - experts * (shape.experts - shape.top_k) // shape.experts

@@ -1,0 +1,125 @@
+"""The evaluation as a table, as JSON and as Markdown."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tabulate import tabulate
+
+from models.shape import Shape
+from stages.contracts.job import Table
+from stages.metrics.loss import MeanLoss
+
+DESCRIPTIONS = {
+    "dense": "dense model",
+    "carved": "this MoE",
+    "unaligned": "this MoE before projection",
+    "static_mask": "static mask of the same width",
+    "static_mask_aligned": "static mask, aligned like this MoE",
+    "random_router": "random router, same experts before projection",
+    "oracle": "output oracle, before projection",
+    "oracle_aligned": "output oracle, aligned",
+}
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """Size and speed of one model."""
+
+    parameters: int
+    active_parameters: int
+    tokens_per_second: float | None  # prefill; None: not timed
+
+
+@dataclass(frozen=True)
+class LayerResult:
+    """One carved FFN on held-out text; see `LayerFidelity`."""
+
+    error: float
+    agreement: float
+    imbalance: float
+    unused_experts: int
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Everything that was measured."""
+
+    shape: Shape
+    width: int
+    heldout_tokens: int
+    losses: Mapping[str, MeanLoss]
+    costs: Mapping[str, ModelCost]
+    layers: Sequence[LayerResult]
+
+    def gap(self, name: str) -> float:
+        """Loss above the dense model's, nats per token."""
+        return self.losses[name].nats - self.losses["dense"].nats
+
+
+def summarise(evaluation: Evaluation) -> Table:
+    """One row per model, best baselines where they fall."""
+    rows = []
+    for name, loss in evaluation.losses.items():
+        cost = evaluation.costs.get(name)
+        rows.append(
+            [
+                DESCRIPTIONS[name],
+                f"{loss.perplexity:.3f}",
+                f"{evaluation.gap(name):+.4f}",
+                f"{cost.active_parameters / 1e6:.2f} M" if cost else "",
+                f"{cost.parameters / 1e6:.2f} M" if cost else "",
+                f"{cost.tokens_per_second:,.0f}" if cost and cost.tokens_per_second else "",
+            ]
+        )
+    columns = ["model", "perplexity", "loss gap (nats)", "active parameters", "parameters", "tokens/s"]
+    return Table("evaluate", columns, rows, notes(evaluation))
+
+
+def notes(evaluation: Evaluation) -> list[str]:
+    """The shape and the averages over layers."""
+    shape, layers = evaluation.shape, evaluation.layers
+    mean_error = sum(layer.error for layer in layers) / len(layers)
+    agreement = sum(layer.agreement for layer in layers) / len(layers)
+    return [
+        f"{evaluation.heldout_tokens:,} held-out tokens; {shape.active_width} of {evaluation.width} FFN units active per token "
+        f"({shape.always_on} always on + {shape.top_k} of {shape.experts} experts of {shape.n})",
+        f"mean reconstruction error of the FFN outputs {mean_error:.3f}; router agrees with the output oracle on "
+        f"{agreement:.0%} of its choices (chance {shape.top_k / shape.experts:.0%}); load max/mean "
+        f"{max(layer.imbalance for layer in layers):.2f} in the worst layer",
+    ]
+
+
+def layer_table(evaluation: Evaluation) -> Table:
+    """One row per layer."""
+    rows = [
+        [index, f"{layer.error:.4f}", f"{layer.agreement:.3f}", f"{layer.imbalance:.2f}", layer.unused_experts]
+        for index, layer in enumerate(evaluation.layers)
+    ]
+    columns = ["layer", "reconstruction error", "agreement with the oracle", "load max/mean", "unused experts"]
+    return Table("layers", columns, rows)
+
+
+def write_report(evaluation: Evaluation, folder: Path) -> None:
+    """Write `evaluation.json` and `evaluation.md`."""
+    record = {
+        "shape": asdict(evaluation.shape),
+        "dense_width": evaluation.width,
+        "heldout_tokens": evaluation.heldout_tokens,
+        "models": {
+            name: {"loss": loss.nats, "perplexity": loss.perplexity, "gap": evaluation.gap(name)}
+            | (asdict(evaluation.costs[name]) if name in evaluation.costs else {})
+            for name, loss in evaluation.losses.items()
+        },
+        "layers": [asdict(layer) for layer in evaluation.layers],
+    }
+    (folder / "evaluation.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    sections = [as_markdown(table) for table in (summarise(evaluation), layer_table(evaluation))]
+    (folder / "evaluation.md").write_text("\n\n".join(sections) + "\n", encoding="utf-8")
+
+
+def as_markdown(table: Table) -> str:
+    """The table and its notes."""
+    body = tabulate(table.rows, headers=table.columns, tablefmt="github", disable_numparse=True)
+    return "\n\n".join([f"## {table.title}", body, *table.notes])

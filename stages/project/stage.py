@@ -1,0 +1,117 @@
+"""project: bend the experts towards the dense model, layer by layer, and write the router-ready checkpoint."""
+
+from collections.abc import Iterator
+from itertools import repeat
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from models.config import ModelConfig
+from models.experts import LayerExperts
+from models.families.emit import emit_checkpoint
+from models.families.moe import MOE_TARGETS
+from models.loading import load_dense, load_tokenizer, resolve_device
+from models.shape import Shape
+from models.source import resolve_folder
+from models.stream import LayerStream
+from stages.calibration.batches import calibration_batches
+from stages.calibration.card import write_carve_card
+from stages.calibration.target import AlignmentTarget
+from stages.calibration.token_stream import TokenStream
+from stages.contracts.job import Job, Table
+from stages.contracts.partition import Partition
+from stages.contracts.routers import Routers
+from stages.data.batches import TokenBatch
+from stages.data.config import DataConfig
+from stages.project.config import ProjectConfig
+from stages.project.layer import LayerCarve, Outcome, project_layer
+from stages.project.mean_gradient import Gradients, mean_gradients
+from stages.project.report import describe, summarise
+
+
+def run(job: Job, *, model: ModelConfig, data: DataConfig, project: ProjectConfig, shape: Shape, seed: int) -> Table:
+    """Write `checkpoint/`; every step is judged on held-out calibration tokens."""
+    folder = resolve_folder(model)
+    partition, routers = Partition.load(job.parents["cluster"]), Routers.load(job.parents["assemble"])
+    batches = calibration_batches(data, load_tokenizer(folder), project.batch_tokens)
+    gradients = gradients_of(model, folder, batches, project)
+    with LayerStream(folder, device=resolve_device(model)) as stream:
+        outcomes = project_all(stream, batches, partition, routers, gradients, project, shape, job.scratch, seed)
+    checkpoint = job.out / "checkpoint"
+    emit_checkpoint(
+        folder,
+        checkpoint,
+        target=MOE_TARGETS[routers.target],
+        shape=shape,
+        routers=lambda layer: routers.rows[layer],
+        experts=lambda layer: LayerExperts(**load_file(layer_file(job.scratch, layer))),
+        dtype=routers.dtype_asked,
+    )
+    write_carve_card(checkpoint, model, shape, partition, routers, describe(outcomes, project))
+    return summarise(outcomes, project)
+
+
+def gradients_of(
+    model: ModelConfig, folder: Path, batches: list[TokenBatch], project: ProjectConfig
+) -> Iterator[Gradients]:
+    """The dense model's mean gradients, layer by layer; nothing without gradient projection."""
+    if not project.gradient_projection:
+        return repeat({})
+    wanted, chosen = project.gradient_tokens, []
+    for batch in batches:
+        if wanted <= 0:
+            break
+        chosen.append(batch)
+        wanted -= int(batch.attention_mask.sum())
+    dense = load_dense(model, folder)
+    mlps = [layer.mlp for layer in dense.get_decoder().layers]
+    return mean_gradients(dense, mlps, chosen, project.matrices, memory=project.gradient_memory)
+
+
+@torch.no_grad()
+def project_all(
+    stream: LayerStream,
+    batches: list[TokenBatch],
+    partition: Partition,
+    routers: Routers,
+    gradients: Iterator[Gradients],
+    project: ProjectConfig,
+    shape: Shape,
+    scratch: Path,
+    seed: int,
+) -> list[Outcome]:
+    """Layers in order, each on the inputs that the layers before it give once carved."""
+    tokens = TokenStream(stream, batches)
+    target = AlignmentTarget(project.alignment_target, stream, batches)
+    dtype: torch.dtype = getattr(torch, routers.dtype)
+    outcomes = []
+    for index, layer in enumerate(tqdm(stream.layers(), total=stream.depth, desc="project", unit="layer")):
+        tokens.enter(layer)
+        target.enter(layer, tokens)
+        carve = LayerCarve(
+            layer.ffn,
+            partition.units[index].to(stream.device),
+            partition.always_on[index].to(stream.device),
+            routers.rows[index].to(stream.device),
+            shape,
+        )
+        loop, outcome = project_layer(
+            carve, tokens.inputs, target, next(gradients), project, seed * 10_007 + index
+        )
+        save_file(tensors_of(loop.experts, dtype), layer_file(scratch, index))
+        outcomes.append(outcome)
+        tokens.leave(loop)
+    return outcomes
+
+
+def layer_file(scratch: Path, layer: int) -> Path:
+    """Where a finished layer waits for the checkpoint to be written."""
+    return scratch / f"projected-{layer:05}.safetensors"
+
+
+def tensors_of(experts: LayerExperts, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Contiguous fields on the CPU, in the checkpoint's number format."""
+    return {name: tensor.to("cpu", dtype).contiguous() for name, tensor in vars(experts).items()}
