@@ -35,7 +35,9 @@ def encode_conversation(
     messages = list(document.messages)
     try:
         if completion and GENERATION_MARK.search(template):
-            encoded = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+            encoded = tokenizer.apply_chat_template(
+                messages, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs={"verbose": False}
+            )
             return list(encoded["input_ids"]), [bool(mark) for mark in encoded["assistant_masks"]]
         text = _render(messages, tokenizer)
         spans = find_assistant_spans(messages, text, tokenizer) if completion else [(0, len(text))]
@@ -90,10 +92,11 @@ def find_assistant_spans(
         closed = _render(messages[: index + 1], tokenizer)
         if not (text.startswith(opening) and closed.startswith(opening)):
             return None
-        content = message["content"].strip()
-        turn = _drop_layout(closed[max(0, closed.find(content, len(opening))) :], tokenizer)
+        place = closed.find(message["content"].strip(), len(opening))
+        turn = _drop_layout(closed[place:], tokenizer)
         start = text.find(turn, len(opening))
-        if not turn.startswith(content) or start < 0:
+        # Further on than where it was alone, it would be another turn of the same content.
+        if place < 0 or not 0 <= start <= place:
             return None
         spans.append((len(opening), start + len(turn)))
     return spans

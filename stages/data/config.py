@@ -31,7 +31,8 @@ class DataConfig:
     messages_column: str = "messages"
     # packed: documents joined and cut every max_length tokens; single: one document per sequence, cut at max_length.
     packing: str = "packed"
-    # Tokens that count in the loss. full_sequence: all; completion: the assistant's turns (conversations only).
+    # Tokens that count in the loss. full_sequence: all; completion: the assistant's turns. The calibration text must
+    # then be conversations; held-out text that is plain counts in full.
     labels: str = "full_sequence"
     # What ends a plain-text document. eos: the tokenizer's end-of-text token; blank_line: documents are paragraphs of
     # one running text (WikiText). Conversations end as their chat template ends them.

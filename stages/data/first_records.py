@@ -33,11 +33,12 @@ def _check_path(path: str, option: str, data: DataConfig) -> list[UserError]:
         files = list_files(path, option)
     except DataError as error:
         return [error]
+    conversations = data.labels == "completion" and option == "data.path"
     errors: list[UserError] = []
     documents = 0
     for file in files:
         try:
-            documents += _count_first_documents(file, data)
+            documents += _count_first_documents(file, data, conversations=conversations)
         except DataError as error:
             errors.append(error)
     if not errors and not documents:
@@ -45,11 +46,11 @@ def _check_path(path: str, option: str, data: DataConfig) -> list[UserError]:
     return errors
 
 
-def _count_first_documents(file: Path, data: DataConfig) -> int:
-    documents = islice(read_file(file, data), FIRST_DOCUMENTS)
-    if data.labels == "completion":
+def _count_first_documents(file: Path, data: DataConfig, *, conversations: bool) -> int:
+    documents = read_file(file, data)
+    if conversations:
         documents = require_conversations(documents)
-    return sum(1 for _ in documents)
+    return sum(1 for _ in islice(documents, FIRST_DOCUMENTS))
 
 
 def _check_splits(data: DataConfig) -> Iterator[UserError]:

@@ -53,7 +53,7 @@ def _stream_rows(data: DataConfig, split: str) -> Iterator[object]:
         raise DataError(
             f"cannot read the dataset: {error}",
             where=f"data.name={data.name}, data.subset={data.subset}, data.revision={data.revision}, split {split}",
-            do="check these names and the network; without a network: data=python_stdlib, or data=text data.path=a file",
+            do="check these names and the network; without one: data=python_stdlib, or data=text data.path=a file",
         ) from error
 
 

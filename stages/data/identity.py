@@ -18,8 +18,8 @@ READER_VERSION = 1
 def data_identity(data: DataConfig) -> dict[str, object]:
     """What the token sequences depend on beside the settings: plain JSON, equal where the text is equal.
 
-    Local files count by content, the standard library by Python version and module sizes, a dataset of the hub by name and
-    revision.
+    Local files count by content, the standard library by Python version and module sizes, a dataset of the hub by
+    name and revision.
 
     Raises:
         DataError: a path cannot be read.

@@ -85,15 +85,21 @@ def split_docstrings(source: str, module: str) -> tuple[str, str]:
     """
     lines = source.splitlines(keepends=True)
     described: list[str] = []
-    for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, Definition | ast.Module):
-            continue
+    for node in _find_definitions(ast.parse(source)):
         if docstring := ast.get_docstring(node):
             heading = module if isinstance(node, ast.Module) else _write_signature(node)
             described.append(f"{heading}\n\n{docstring}\n\n")
             expression = node.body[0]
             lines[expression.lineno - 1 : expression.end_lineno] = [""] * _count_lines(expression)
     return "".join(described), "".join(lines)
+
+
+def _find_definitions(node: ast.Module | Definition) -> Iterator[ast.Module | Definition]:
+    """A module, class or function and those in its body, in order. Expressions are not searched: that takes longest."""
+    yield node
+    for child in node.body:
+        if isinstance(child, Definition):
+            yield from _find_definitions(child)
 
 
 def _write_signature(node: Definition) -> str:

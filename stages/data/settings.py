@@ -1,7 +1,12 @@
 """Checks the settings against each other, without touching the text."""
 
+import logging
+from pathlib import Path
+
 from models.errors import ConfigError, UserError
 from stages.data.config import DataConfig
+
+logger = logging.getLogger(__name__)
 
 CHOICES = {
     "kind": ("python_stdlib", "text", "hub"),
@@ -9,11 +14,20 @@ CHOICES = {
     "labels": ("full_sequence", "completion"),
     "separator": ("eos", "blank_line"),
 }
+# Settings of one source that mean nothing to another.
+FOREIGN_FIELDS = {
+    "python_stdlib": ("path", "heldout_path", "name", "subset", "revision", "heldout_split"),
+    "text": ("name", "subset", "revision", "heldout_split"),
+    "hub": ("path", "heldout_path"),
+}
 HOLD_OUT = "another one, or null: data.heldout_share of the documents is then held out"
 
 
 def check_settings(data: DataConfig) -> list[UserError]:
-    """Every setting that has no meaning, alone or beside the others."""
+    """Every setting that has no meaning, alone or beside the others. One that is ignored is a warning in the log."""
+    for field in FOREIGN_FIELDS.get(data.kind, ()):
+        if getattr(data, field) is not None:
+            logger.warning("data.%s=%s is ignored: data.kind=%s", field, getattr(data, field), data.kind)
     return [*_check_choices(data), *_check_numbers(data), *_check_source(data)]
 
 
@@ -58,7 +72,7 @@ def _check_stdlib(data: DataConfig) -> list[UserError]:
 def _check_text(data: DataConfig) -> list[UserError]:
     if not data.path:
         return [ConfigError("data.kind=text reads local files, and none is named", do="data.path=a file or a folder")]
-    if data.path == data.heldout_path:
+    if data.heldout_path and Path(data.path).resolve() == Path(data.heldout_path).resolve():
         return [ConfigError(f"data.heldout_path and data.path are the same: {data.path}", do=HOLD_OUT)]
     return []
 

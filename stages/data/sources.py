@@ -14,7 +14,7 @@ def read_documents(data: DataConfig, split: Split) -> Iterator[Document]:
     """The documents of one split, lazily, always in the same order.
 
     Raises:
-        DataError: the text cannot be read, or the labels need conversations and it is plain.
+        DataError: the text cannot be read, or the labels need conversations and the calibration text is plain.
     """
     if data.kind == "text":
         documents = read_text(data, split)
@@ -22,7 +22,7 @@ def read_documents(data: DataConfig, split: Split) -> Iterator[Document]:
         documents = read_hub(data, split)
     else:
         documents = read_stdlib(data.heldout_share, split)
-    return require_conversations(documents) if data.labels == "completion" else documents
+    return require_conversations(documents) if split == "calibration" and data.labels == "completion" else documents
 
 
 def require_conversations(documents: Iterable[Document]) -> Iterator[Document]:
