@@ -16,7 +16,7 @@ FAR = 2**60
 Integers = NDArray[np.int64]
 
 
-def assign_balanced(affinity_UE: Float[Tensor, "U E"], sizes_E: Int[Tensor, " E"]) -> Int[Tensor, " U"]:
+def assign_balanced(affinity_UE: Float[Tensor, "U E"], sizes_E: Int[Tensor, "E"]) -> Int[Tensor, "U"]:
     """Give every unit an expert so that expert e gets exactly `sizes_E[e]` and the summed affinity is the highest.
 
     Units first choose by affinity − price. Experts that got too many then pass units on along the cheapest chain of

@@ -10,15 +10,15 @@ from stages.cluster.balance import assign_balanced
 
 
 def fit_balanced_kmeans(
-    features_UD: Float[Tensor, "U D"], sizes_E: Int[Tensor, " E"], *, iterations: int, rng: np.random.Generator
-) -> Int[Tensor, " U"]:
+    features_UC: Float[Tensor, "U C"], sizes_E: Int[Tensor, "E"], *, iterations: int, rng: np.random.Generator
+) -> Int[Tensor, "U"]:
     """Group units by cosine similarity into clusters of exactly the given sizes.
 
     Each round assigns units to centroids at the highest total similarity the sizes allow, then moves the centroids;
     the total never falls, and the loop ends when no unit moves.
 
     Args:
-        features_UD: ``(U, D)`` fp32, finite; a zero row is a unit without direction and fills what is left.
+        features_UC: ``(U, C)`` fp32, finite; a zero row is a unit without direction and fills what is left.
         sizes_E: ``(E,)`` units per cluster; sums to U, zeros allowed.
         iterations: most rounds, at least 1.
         rng: draws the first centroids.
@@ -26,35 +26,35 @@ def fit_balanced_kmeans(
         ``(U,)`` int64 cluster of each unit.
     Source: spherical k-means (Dhillon, Modha 2001) with the assignment step constrained to sizes.
     """
-    directions_UD = normalize(features_UD, dim=1)
-    centroids_ED = seed_centroids(directions_UD, len(sizes_E), rng)
-    labels_U = torch.full((len(features_UD),), -1)
+    directions_UC = normalize(features_UC, dim=1)
+    centroids_EC = seed_centroids(directions_UC, len(sizes_E), rng)
+    labels_U = torch.full((len(features_UC),), -1)
     for _ in range(iterations):
-        previous_U, labels_U = labels_U, assign_balanced(directions_UD @ centroids_ED.T, sizes_E)
+        previous_U, labels_U = labels_U, assign_balanced(directions_UC @ centroids_EC.T, sizes_E)
         if torch.equal(labels_U, previous_U):
             break
-        centroids_ED = mean_directions(directions_UD, labels_U, len(sizes_E))
+        centroids_EC = mean_directions(directions_UC, labels_U, len(sizes_E))
     return labels_U
 
 
 def mean_directions(
-    directions_UD: Float[Tensor, "U D"], labels_U: Int[Tensor, " U"], clusters: int
-) -> Float[Tensor, "E D"]:
+    directions_UC: Float[Tensor, "U C"], labels_U: Int[Tensor, "U"], clusters: int
+) -> Float[Tensor, "E C"]:
     """Unit-length mean of every cluster; zero where a cluster is empty or cancels out."""
-    sums_ED = torch.zeros(clusters, directions_UD.shape[1]).index_add_(0, labels_U, directions_UD)
-    return normalize(sums_ED, dim=1)
+    sums_EC = torch.zeros(clusters, directions_UC.shape[1]).index_add_(0, labels_U, directions_UC)
+    return normalize(sums_EC, dim=1)
 
 
-def seed_centroids(directions_UD: Float[Tensor, "U D"], clusters: int, rng: np.random.Generator) -> Float[Tensor, "E D"]:
+def seed_centroids(directions_UC: Float[Tensor, "U C"], clusters: int, rng: np.random.Generator) -> Float[Tensor, "E C"]:
     """Draw starting centroids that lie apart: each next one with probability 1 − its similarity to the nearest.
 
     Source: k-means++ (Arthur, Vassilvitskii 2007), with cosine distance.
     """
-    chosen = [int(rng.integers(len(directions_UD)))]
-    distance_U = torch.full((len(directions_UD),), torch.inf, dtype=torch.float64)
+    chosen = [int(rng.integers(len(directions_UC)))]
+    distance_U = torch.full((len(directions_UC),), torch.inf, dtype=torch.float64)
     while len(chosen) < clusters:
-        to_last_U = 1 - (directions_UD @ directions_UD[chosen[-1]]).double()
+        to_last_U = 1 - (directions_UC @ directions_UC[chosen[-1]]).double()
         distance_U = distance_U.minimum(to_last_U.clamp_min(0))
         weights_U = distance_U + 1e-12  # keeps the draw defined when every unit coincides with a centroid
         chosen.append(int(rng.choice(len(weights_U), p=(weights_U / weights_U.sum()).numpy())))
-    return directions_UD[chosen]
+    return directions_UC[chosen]

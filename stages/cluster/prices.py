@@ -8,7 +8,7 @@ COARSEST, FINEST = 1.0, 0.01  # smoothing, in standard deviations of the affinit
 ROUNDS = 60
 
 
-def fit_prices(affinity_UE: Float[Tensor, "U E"], sizes_E: Int[Tensor, " E"]) -> Float[Tensor, " E"]:
+def fit_prices(affinity_UE: Float[Tensor, "U E"], sizes_E: Int[Tensor, "E"]) -> Float[Tensor, "E"]:
     """Price each expert so that units choosing the highest affinity − price nearly fill the sizes.
 
     A popular expert grows dear until demand meets its size: Sinkhorn's iteration on the assignment's smoothed dual,

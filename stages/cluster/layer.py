@@ -1,0 +1,66 @@
+"""The partition of one layer."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from models.shape import Shape
+from stages.cluster.fill import fill_experts
+from stages.cluster.methods import Method, group_units
+from stages.cluster.roles import Roles, split_units
+from stages.plots.unit_map import ALWAYS_ON, DROPPED
+
+
+class LayerPartition(NamedTuple):
+    """Roles of all units, and the units of every expert."""
+
+    roles: Roles
+    labels_U: Int[Tensor, "U"]  # the expert a routed unit was grouped into, before copies filled the others
+    units_EN: Int[Tensor, "E N"]
+
+    @property
+    def home_F(self) -> Int[Tensor, "F"]:
+        """Where every unit lives: its expert, ALWAYS_ON or DROPPED."""
+        home_F = torch.full((sum(map(len, self.roles)),), DROPPED)
+        home_F[self.roles.always_on_S] = ALWAYS_ON
+        home_F[self.roles.routed_U] = self.labels_U
+        return home_F
+
+
+def partition_layer(
+    measure_F: Float[Tensor, "F"],
+    scores_F: Float[Tensor, "F"],
+    features: Callable[[], Float[Tensor, "F C"]],
+    shape: Shape,
+    *,
+    method: Method,
+    iterations: int,
+    rng: np.random.Generator,
+) -> LayerPartition:
+    """Choose the always-on units, group the others into experts, and fill the experts to N units each.
+
+    Args:
+        measure_F: ``(F,)`` what always-on units are chosen by.
+        scores_F: ``(F,)`` what the other units are ranked, dropped and dealt by.
+        features: what units are compared by; called only by the method that does.
+        shape: E, N and S, with N ≤ F − S.
+        method: how units are grouped.
+        iterations: most rounds of k-means.
+        rng: of this layer alone.
+    Returns:
+        Indices into the layer's F units, ascending within every expert.
+    """
+    roles = split_units(measure_F, scores_F, always_on=shape.always_on, slots=shape.experts * shape.n)
+    labels_U, affinity_UE = group_units(
+        method,
+        scores_F[roles.routed_U],
+        shape.experts,
+        features_UC=lambda: features()[roles.routed_U],
+        iterations=iterations,
+        rng=rng,
+    )
+    return LayerPartition(roles, labels_U, roles.routed_U[fill_experts(affinity_UE, labels_U, shape.n)])

@@ -1,0 +1,79 @@
+"""Ways to group units into experts. Each gives every unit a home and every pair of unit and expert an affinity."""
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from stages.cluster.fill import group_sizes
+from stages.cluster.kmeans import fit_balanced_kmeans, mean_directions
+
+
+Method = Literal["balanced_kmeans", "rank", "random", "contiguous"]
+
+
+class Grouping(NamedTuple):
+    """The home of each unit, and how well it fits every expert should there be room."""
+
+    labels_U: Int[Tensor, "U"]
+    affinity_UE: Float[Tensor, "U E"]
+
+
+def group_units(
+    method: Method,
+    scores_U: Float[Tensor, "U"],
+    experts: int,
+    *,
+    features_UC: Callable[[], Float[Tensor, "U C"]],
+    iterations: int,
+    rng: np.random.Generator,
+) -> Grouping:
+    """Group the routed units of a layer; features are computed only for the method that compares them."""
+    match method:
+        case "balanced_kmeans":
+            return group_by_similarity(features_UC(), experts, iterations=iterations, rng=rng)
+        case "rank":
+            return deal_by_rank(scores_U, experts)
+        case "random":
+            return group_at_random(len(scores_U), experts, rng=rng)
+        case "contiguous":
+            return group_as_stored(len(scores_U), experts)
+
+
+def group_by_similarity(
+    features_UC: Float[Tensor, "U C"], experts: int, *, iterations: int, rng: np.random.Generator
+) -> Grouping:
+    """Balanced k-means; the affinity is the cosine to the expert's mean direction."""
+    sizes_E = group_sizes(len(features_UC), experts)
+    labels_U = fit_balanced_kmeans(features_UC, sizes_E, iterations=iterations, rng=rng)
+    directions_UC = normalize(features_UC, dim=1)
+    return Grouping(labels_U, directions_UC @ mean_directions(directions_UC, labels_U, experts).T)
+
+
+def deal_by_rank(scores_U: Float[Tensor, "U"], experts: int) -> Grouping:
+    """Deal the units out in the order of their scores, so that every expert gets its share of strong ones."""
+    order_U = scores_U.argsort(descending=True, stable=True)
+    labels_U = torch.empty_like(order_U)
+    labels_U[order_U] = torch.arange(len(order_U)) % experts
+    return Grouping(labels_U, _affinity_in_turn(labels_U, experts))
+
+
+def group_at_random(units: int, experts: int, *, rng: np.random.Generator) -> Grouping:
+    """Seeded and blind to what the units do: the plain control."""
+    labels_U = torch.from_numpy(rng.permutation(units)) % experts
+    return Grouping(labels_U, _affinity_in_turn(labels_U, experts))
+
+
+def group_as_stored(units: int, experts: int) -> Grouping:
+    """Neighbours in the weight matrix share an expert."""
+    labels_U = torch.arange(experts).repeat_interleave(group_sizes(units, experts))
+    return Grouping(labels_U, _affinity_in_turn(labels_U, experts))
+
+
+def _affinity_in_turn(labels_U: Int[Tensor, "U"], experts: int) -> Float[Tensor, "U E"]:
+    """An expert with room takes the next group, then the one after: copies spread evenly over the units."""
+    return -((labels_U[:, None] - torch.arange(experts)) % experts).float()
