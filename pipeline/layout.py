@@ -4,7 +4,8 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 CONF = REPOSITORY / "conf"
-EXPERIMENTS = ("experiment", "debug")
+# Groups whose options touch any setting.
+OVERLAYS = ("experiment", "debug")
 
 
 def groups() -> dict[str, list[str]]:

@@ -29,16 +29,21 @@ ONE: dict[Any, tuple[str, str]] = {
 }
 
 
-def override_errors(words: Iterable[str], *, sweep: bool) -> list[ConfigError]:
-    """Everything wrong with the overrides on a command line; words for Hydra itself (`hydra.`, `--flag`) pass.
+def override_errors(words: Iterable[str], *, sweep: bool) -> dict[str, list[ConfigError]]:
+    """Faulty words of a command line and what is wrong with each.
 
     Args:
-        words: the command line.
+        words: the command line, without flags.
         sweep: whether several values for one key are wanted.
     """
     options = groups()
-    settings = [word for word in words if not word.startswith("-")]
-    return [error for word in settings for error in word_errors(word, options, sweep=sweep)]
+    found = {word: list(word_errors(word, options, sweep=sweep)) for word in words}
+    return {word: errors for word, errors in found.items() if errors}
+
+
+def first_word(word: str) -> str:
+    """`data` of `+data.path=x`: the group or dial that an override is about."""
+    return word.partition("=")[0].lstrip("+~").partition(".")[0]
 
 
 def word_errors(word: str, options: dict[str, list[str]], *, sweep: bool) -> Iterator[ConfigError]:
@@ -59,7 +64,7 @@ def word_errors(word: str, options: dict[str, list[str]], *, sweep: bool) -> Ite
             chosen = value if isinstance(value, list) else [value]
             yield from (unknown_choice(key, name, options[key]) for name in chosen if name not in options[key])
         elif (kind := find_type(key)) is None:
-            yield unknown_key(key, options)
+            yield unknown_key(word, options)
             return
         elif not accepts(key, value):
             yield ConfigError(f"{key}={value} should be {in_words(kind)}", where=WHERE, do=example(key, kind))
@@ -76,7 +81,7 @@ def find_type(key: str) -> Any | None:  # noqa: ANN401 - an annotation
     for name in key.split("."):
         if not is_dataclass(kind):
             return None
-        kind = get_type_hints(kind).get(name)  # type: ignore[arg-type] - a dataclass type
+        kind = get_type_hints(kind).get(name)
     return kind
 
 
@@ -89,15 +94,16 @@ def accepts(key: str, value: object) -> bool:
     return True
 
 
-def unknown_key(key: str, options: dict[str, list[str]]) -> ConfigError:
-    """The error for a setting that does not exist, with the closest ones that do."""
+def unknown_key(word: str, options: dict[str, list[str]]) -> ConfigError:
+    """The error for a setting that does not exist, with the closest one that does."""
+    key, _equals, value = word.lstrip("+").partition("=")
     known = [*all_keys(Settings), *options]
     by_last_word = {name.rpartition(".")[2]: name for name in known}
     last = key.rpartition(".")[2]
     close = get_close_matches(key, known, n=1, cutoff=0.7) or [
         by_last_word[word] for word in get_close_matches(last, by_last_word, n=1, cutoff=0.7)
     ]
-    remedy = f"{close[0]}=..." if close else "python -m pipeline --help lists the settings"
+    remedy = f"{close[0]}={value}" if close else "python -m pipeline --help lists the settings"
     return ConfigError(f"there is no setting {key}", where=WHERE, do=remedy)
 
 

@@ -1,20 +1,21 @@
 """All that can be wrong with the settings, found at once and before any weights are loaded."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from models.errors import ConfigError, UserError
-from models.families.moe import select_target
+from models.families.moe import check_target, select_target
 from models.shape import Shape
 from models.source import check_source, read_source_config
 from pipeline.disk import nearest_existing
 from pipeline.field_rules import field_errors, unknown_choice
+from pipeline.layout import OVERLAYS, groups
 from pipeline.schema import Settings
 from pipeline.shape import Dials, resolve_shape, shape_errors
-from pipeline.stages_table import ALL, STAGES, Stage, asked_stages, with_ancestors
+from pipeline.stages_table import ALL, STAGES, asked_stages, with_ancestors
 from stages.data.identity import check_data
 
 
@@ -37,6 +38,11 @@ class Checked:
     # The source's config.json.
     source: Mapping[str, Any]
 
+    @property
+    def width(self) -> int:
+        """F, units in one FFN of the source."""
+        return width_of(self.source)
+
 
 def validate(settings: Settings) -> Checked:
     """Check the settings against each other, the source model, the data and the disk.
@@ -44,20 +50,49 @@ def validate(settings: Settings) -> Checked:
     Raises:
         InvalidSettingsError: with every error found.
     """
-    own = [*stage_errors(settings), *field_errors(settings), *label_errors(settings), *output_errors(settings)]
-    source_faults = check_source(settings.model)
-    errors: list[UserError] = [*own, *source_faults, *check_data(settings.data)]
-    source: Mapping[str, Any] = {}
-    shape = None
-    if not source_faults:
-        source = read_source_config(settings.model)
-    if not own and not source_faults and reads_shape(with_ancestors(asked_stages(settings.stage))):
-        width = int(source["intermediate_size"])
-        shape = resolve_shape(dials_of(settings), width)
-        errors += [*shape_errors(shape, width, settings.model.label), *target_errors(settings, source, shape)]
-    if errors:
+    if errors := find_errors(settings):
         raise InvalidSettingsError(errors)
-    return Checked(settings, shape, source)
+    source = read_source_config(settings.model)
+    return Checked(settings, resolve_shape(dials_of(settings), width_of(source)) if carves(settings) else None, source)
+
+
+def find_errors(settings: Settings, doubtful: Set[str] = frozenset()) -> list[UserError]:
+    """Every error in the settings.
+
+    Args:
+        settings: all of them.
+        doubtful: first words of settings that could not be read and stand at their defaults. What depends on them is
+            not checked: it would complain about values that nobody chose.
+    """
+    errors: list[UserError] = [*stage_errors(settings), *field_errors(settings), *label_errors(settings)]
+    errors += output_errors(settings)
+    sound = not errors and doubtful <= groups().keys() - {"model", "assemble", *OVERLAYS}
+    if "data" not in doubtful:
+        errors += check_data(settings.data)
+    if "model" not in doubtful:
+        source_faults = check_source(settings.model)
+        errors += source_faults
+        if sound and not source_faults and carves(settings):
+            errors += carve_errors(settings, read_source_config(settings.model))
+    return errors
+
+
+def carve_errors(settings: Settings, source: Mapping[str, Any]) -> Iterator[UserError]:
+    """A shape that the source does not allow, or a target that cannot say it."""
+    width = width_of(source)
+    shape = resolve_shape(dials_of(settings), width)
+    yield from shape_errors(shape, width, settings.model.label)
+    try:
+        target = select_target(str(source["model_type"]), settings.assemble.target, shape.always_on)
+    except UserError as error:
+        yield error
+    else:
+        yield from check_target(source, target, shape)
+
+
+def width_of(source: Mapping[str, Any]) -> int:
+    """F of the source, from its config.json."""
+    return int(source["intermediate_size"])
 
 
 def dials_of(settings: Settings) -> Dials:
@@ -65,9 +100,9 @@ def dials_of(settings: Settings) -> Dials:
     return Dials(settings.experts, settings.n, settings.top_k, settings.always_on, settings.active)
 
 
-def reads_shape(stages: Sequence[Stage]) -> bool:
-    """Whether any of the stages depends on the shape."""
-    return any("shape" in stage.nodes for stage in stages)
+def carves(settings: Settings) -> bool:
+    """Whether any stage to be run or used depends on the shape."""
+    return any("shape" in stage.nodes for stage in with_ancestors(asked_stages(settings.stage)))
 
 
 def stage_errors(settings: Settings) -> Iterator[ConfigError]:
@@ -96,11 +131,3 @@ def output_errors(settings: Settings) -> Iterator[ConfigError]:
         yield ConfigError(
             f"may not write to {place}", where="setting output_dir", do="output_dir= a folder you may write to"
         )
-
-
-def target_errors(settings: Settings, source: Mapping[str, Any], shape: Shape) -> Iterator[UserError]:
-    """A target architecture that cannot say what was asked."""
-    try:
-        select_target(str(source["model_type"]), settings.assemble.target, shape.always_on)
-    except UserError as error:
-        yield error

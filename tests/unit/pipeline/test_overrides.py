@@ -6,7 +6,7 @@ from pipeline.overrides import override_errors
 
 
 def texts(*words, sweep=False):
-    return [str(error) for error in override_errors(words, sweep=sweep)]
+    return [str(error) for errors in override_errors(words, sweep=sweep).values() for error in errors]
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,6 @@ def texts(*words, sweep=False):
         "model.path='/my path/qwen'",
         "n=${experts}",
         "hydra.run.dir=/somewhere",
-        "--multirun",
     ],
 )
 def test_good_words_pass(word):
@@ -32,10 +31,13 @@ def test_good_words_pass(word):
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("expert=3", "there is no setting expert\n  where: command line\n  do:    experts=..."),
-        ("batch_token=3", "there is no setting batch_token\n  where: command line\n  do:    scan.batch_tokens=..."),
-        ("clusters=rank", "there is no setting clusters\n  where: command line\n  do:    cluster=..."),
-        ("scan.gradient=true", "there is no setting scan.gradient\n  where: command line\n  do:    scan.gradients=..."),
+        ("expert=3", "there is no setting expert\n  where: command line\n  do:    experts=3"),
+        ("batch_token=3", "there is no setting batch_token\n  where: command line\n  do:    scan.batch_tokens=3"),
+        ("clusters=rank", "there is no setting clusters\n  where: command line\n  do:    cluster=rank"),
+        (
+            "scan.gradient=true",
+            "there is no setting scan.gradient\n  where: command line\n  do:    scan.gradients=true",
+        ),
         (
             "zzz=3",
             "there is no setting zzz\n  where: command line\n  do:    python -m pipeline --help lists the settings",

@@ -1,0 +1,51 @@
+"""One carve, from settings to a report."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeline.disk import explain_os_error
+from pipeline.plan import make_plan
+from pipeline.run_folder import RunFolder
+from pipeline.runner import Runner
+from pipeline.schema import Settings
+from pipeline.shape import saving_warning
+from pipeline.validation import Checked, validate
+
+log = logging.getLogger(__name__)
+
+
+def carve(settings: Settings, folder: Path, overrides: Sequence[str]) -> None:
+    """Validate everything, then run what is due, keeping the record in `folder`.
+
+    Raises:
+        UserError: the settings are wrong, or a stage failed.
+    """
+    checked = validate(settings)
+    steps = make_plan(checked)
+    try:
+        run_folder = RunFolder(folder, settings, overrides)
+    except OSError as error:
+        raise explain_os_error(error, where="start of the run", folder=folder) or error from error
+    with run_folder.logging():
+        introduce(checked)
+        Runner(run_folder, overrides).run(steps)
+
+
+def introduce(checked: Checked) -> None:
+    """Say what is carved into what."""
+    source = f"{checked.settings.model.label}: {checked.source['num_hidden_layers']} layers of {checked.width} units"
+    shape = checked.shape
+    if shape is None:
+        log.info("%s\n", source)
+        return
+    log.info(
+        "%s -> %d experts of %d, %d per token, and %d always on\n",
+        source,
+        shape.experts,
+        shape.n,
+        shape.top_k,
+        shape.always_on,
+    )
+    if warning := saving_warning(shape, checked.width):
+        log.warning("%s\n", warning)

@@ -1,0 +1,40 @@
+"""Dependencies flow one way, and light modules stay light."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+HEAVY = ("torch", "transformers", "sklearn", "umap", "matplotlib", "datasets")
+LIGHT = [
+    "pipeline.cli",
+    "models.source",
+    "models.checkpoint.header",
+    "models.families.dense",
+    "models.families.moe",
+    "stages.data.identity",
+    *(".".join(path.relative_to(REPOSITORY).with_suffix("").parts) for path in REPOSITORY.glob("stages/*/config.py")),
+]
+
+
+def test_layers_and_independence_hold():
+    """The contracts of pyproject.toml, checked by import-linter."""
+    command = [Path(sys.executable).with_name("lint-imports"), "--no-logo", "--no-cache"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_light_modules_load_nothing_heavy():
+    """What runs before the settings are checked imports neither torch nor transformers."""
+    code = f"import sys, {', '.join(LIGHT)}; print(sorted(set({HEAVY}) & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("package", ["pipeline", "stages", "models"])
+def test_init_files_hold_a_docstring_only(package):
+    for path in (REPOSITORY / package).rglob("__init__.py"):
+        assert len(path.read_text().strip().splitlines()) == 1, path
+        assert path.read_text().startswith('"""'), path

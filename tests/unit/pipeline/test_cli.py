@@ -1,0 +1,119 @@
+"""The command as its user meets it: exit codes, whole messages, nothing left behind by a mistake."""
+
+import pytest
+
+from models.errors import ConfigError, DataError
+from pipeline import cli
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch, capsys):
+    """Run the command in an empty folder; gives the exit code and what stood on the error output."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words):
+        code = cli.run_command([*words, f"output_dir={tmp_path / 'outputs'}"])
+        return code, capsys.readouterr().err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["stage=scam"],
+            "stage=scam is none of all, scan, score, cluster, extract, assemble, project, evaluate\n"
+            "  where: setting stage\n"
+            "  do:    stage=scan\n",
+        ),
+        (
+            ["n=2048"],
+            "n=2048 needs at least 2048 units a layer that are not always on; there are 1024\n"
+            "  where: shape, model=embedded with F=1024 units a layer, 0 of them always on\n"
+            "  do:    n=256, or a model with wider FFNs\n",
+        ),
+        (
+            ["experts=3", "top_k=4"],
+            "top_k=4 is more than experts=3\n"
+            "  where: shape, model=embedded with F=1024 units a layer\n"
+            "  do:    top_k=3\n",
+        ),
+        (
+            ["always_on=1024"],
+            "always_on=1024 leaves no unit to route; at most 1023 of 1024 can be always on\n"
+            "  where: shape, model=embedded with F=1024 units a layer\n"
+            "  do:    always_on=256\n",
+        ),
+        (["experts=0"], "experts=0 must be at least 1\n  where: setting experts\n  do:    experts=1\n"),
+        (["active=0"], "active=0.0 must be above 0\n  where: setting active\n  do:    active=0.5\n"),
+        (
+            ["assemble.target=mixtral", "always_on=0"],
+            "mixtral cannot hold the attention of qwen3\n"
+            "  where: assemble.target\n"
+            "  do:    assemble.target=auto, or one of qwen3_moe, glm4_moe\n",
+        ),
+        (
+            ["model.label=a/b"],
+            "model.label=a/b is no plain folder name\n  where: setting model.label\n  do:    model.label=b\n",
+        ),
+        (
+            ["model=local"],
+            "model=local needs a folder\n  where: model.path\n  do:    model.path=<folder of the checkpoint>\n",
+        ),
+    ],
+)
+def test_one_mistake(command, tmp_path, words, message):
+    assert command(*words) == (2, message)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_mistakes_at_once(command, tmp_path):
+    code, text = command(
+        "stage=scam", "expert=3", "cluster=foo", "seed=-1", "data=text", "data.path=nowhere", "active=2"
+    )
+    assert code == 2
+    assert [block.splitlines()[0] for block in text.split("\n\n")] == [
+        "there is no setting expert",
+        "cluster=foo is none of balanced_kmeans, contiguous, random, rank",
+        "stage=scam is none of all, scan, score, cluster, extract, assemble, project, evaluate",
+        "active=2.0 must be at most 1",
+        "seed=-1 must be at least 0",
+        "no file and no folder nowhere",
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_depends_on_an_unread_word_is_not_complained_about(command):
+    code, text = command("experts=many", "top_k=20")
+    assert code == 2
+    assert text == "experts=many should be a whole number\n  where: command line\n  do:    experts=16\n"
+
+
+def test_an_output_folder_that_is_a_file(command, tmp_path):
+    (tmp_path / "outputs").write_text("")
+    assert command() == (
+        2,
+        f"{tmp_path}/outputs is a file, not a folder\n  where: setting output_dir\n  do:    output_dir=outputs\n",
+    )
+
+
+def test_a_disk_too_small_for_the_checkpoints(command, monkeypatch):
+    monkeypatch.setattr("pipeline.plan.free_bytes", lambda folder: 3 * 2**20)
+    code, text = command()
+    assert code == 2
+    assert text.startswith("about ")
+    assert "MiB will be written, 3.0 MiB are free\n" in text
+    assert "stages extract, assemble, project\n" in text
+
+
+@pytest.mark.parametrize(
+    ("raised", "code"), [(ConfigError("x"), 2), (DataError("x"), 1), (KeyboardInterrupt(), 130), (None, 0)]
+)
+def test_exit_codes(command, monkeypatch, raised, code):
+    def carve(*_):
+        if raised:
+            raise raised
+
+    monkeypatch.setattr(cli, "carve", carve)
+    assert command()[0] == code
