@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 from models.errors import DataError
 from stages.data.config import DataConfig
@@ -44,22 +46,44 @@ def _stream_rows(data: DataConfig, split: str) -> Iterator[object]:
     # Imported here: both take a while to import, and datasets is an optional extra.
     try:
         from datasets import load_dataset  # noqa: PLC0415
+        from datasets.exceptions import DatasetsError  # noqa: PLC0415
     except ImportError as error:
         raise describe_missing_package() from error
     try:
         _reach_hub(data)
-        yield from load_dataset(data.name, data.subset, split=split, revision=data.revision, streaming=True)
-    except (OSError, ValueError) as error:
+        splits = load_dataset(data.name, data.subset, revision=data.revision, streaming=True)
+        _require_splits(list(splits), data)
+        yield from splits[split]
+    except (DatasetsError, OSError, ValueError) as error:
         raise DataError(
             f"cannot read the dataset: {error}",
-            where=f"data.name={data.name}, data.subset={data.subset}, data.revision={data.revision}, split {split}",
+            where=_name_dataset(data),
             do="check these names and the network; without one: data=python_stdlib, or data=text data.path=a file",
         ) from error
 
 
 def _reach_hub(data: DataConfig) -> None:
     """Fail soon where the hub cannot be reached; offline mode and local folders need no hub. Raises OSError."""
-    from huggingface_hub import HfApi, constants  # noqa: PLC0415
+    from huggingface_hub import constants  # noqa: PLC0415
 
-    if not (constants.HF_HUB_OFFLINE or Path(str(data.name)).is_dir()):
-        HfApi().dataset_info(str(data.name), revision=data.revision, timeout=HUB_TIMEOUT)
+    if constants.HF_HUB_OFFLINE or Path(str(data.name)).is_dir():
+        return
+    try:
+        urlopen(Request(constants.ENDPOINT, method="HEAD"), timeout=HUB_TIMEOUT).close()
+    except HTTPError as answer:
+        answer.close()
+
+
+def _require_splits(splits: list[str], data: DataConfig) -> None:
+    """Look for both splits when the first is read: a wrong held-out split must not show up only in evaluation."""
+    missing = [wanted for wanted in (data.split, data.heldout_split) if wanted is not None and wanted not in splits]
+    if missing:
+        raise DataError(
+            f"the dataset has no split {' and no split '.join(missing)}",
+            where=_name_dataset(data),
+            do=f"data.split= and data.heldout_split= of: {', '.join(splits)}",
+        )
+
+
+def _name_dataset(data: DataConfig) -> str:
+    return f"data.name={data.name}, data.subset={data.subset}, data.revision={data.revision}"
