@@ -1,6 +1,6 @@
 """Which dense model is carved, and how it is loaded."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass
@@ -8,9 +8,9 @@ class ModelConfig:
     """The dense source model."""
 
     # embedded: the small model in this repository; local: a folder; hub: a repository of the Hugging Face hub.
-    kind: str = "embedded"
+    kind: str = field(default="embedded", metadata={"choices": ("embedded", "local", "hub")})
     # Short name used in outputs/artifacts/<label>/.
-    label: str = "embedded"
+    label: str = field(default="embedded", metadata={"fingerprint": False})
     # Folder of a safetensors checkpoint (kind=local).
     path: str | None = None
     # Repository id (kind=hub), e.g. Qwen/Qwen2.5-0.5B.
@@ -24,5 +24,5 @@ class ModelConfig:
     # Run Python code that comes with the checkpoint. Never needed for the supported families.
     trust_remote_code: bool = False
     # Default shape of a carve of this model; the root dials experts= and n= override it.
-    experts: int = 100
-    n: int = 256
+    experts: int = field(default=100, metadata={"fingerprint": False})
+    n: int = field(default=256, metadata={"fingerprint": False})

@@ -4,13 +4,23 @@ from dataclasses import dataclass, field
 
 VERSION = 1
 
+BASELINES = (
+    "unaligned",
+    "static_mask",
+    "static_mask_aligned",
+    "random_router",
+    "random_router_aligned",
+    "oracle",
+    "oracle_aligned",
+)
+
 
 @dataclass
 class EvaluateConfig:
     """Which models are compared on held-out text."""
 
     # Beside the dense model and the carved one: unaligned (the carve before projection), static_mask, static_mask_aligned,
-    # random_router, oracle, oracle_aligned.
+    # random_router, random_router_aligned, oracle, oracle_aligned.
     baselines: list[str] = field(
         default_factory=lambda: [
             "unaligned",
@@ -19,9 +29,10 @@ class EvaluateConfig:
             "random_router",
             "oracle",
             "oracle_aligned",
-        ]
+        ],
+        metadata={"choices": BASELINES},
     )
     # Tokens per forward batch.
-    batch_tokens: int = 4096
+    batch_tokens: int = field(default=4096, metadata={"minimum": 1})
     # Tokens timed for tokens/s, dense and carved in turn; 0 skips the timing.
-    speed_tokens: int = 8192
+    speed_tokens: int = field(default=8192, metadata={"minimum": 0})

@@ -18,6 +18,7 @@ DESCRIPTIONS = {
     "static_mask": "static mask of the same width",
     "static_mask_aligned": "static mask, aligned like this MoE",
     "random_router": "random router, same experts before projection",
+    "random_router_aligned": "random router, aligned to its own routing",
     "oracle": "output oracle, before projection",
     "oracle_aligned": "output oracle, aligned",
 }

@@ -14,26 +14,28 @@ class ProjectConfig:
     alpha: float = 0.8
     beta: float = 0.3
     # 1 adds the gradient, as the formula is written; -1 goes down it.
-    sign: int = 1
-    epsilon: float = 1e-8
+    sign: int = field(default=1, metadata={"choices": (1, -1)})
+    epsilon: float = field(default=1e-8, metadata={"above": 0})
     # W_base: extracted (the dense slices) or random (seeded normal of the same standard deviation).
-    base: str = "extracted"
+    base: str = field(default="extracted", metadata={"choices": ("extracted", "random")})
     # Which of gate, up, down are projected.
-    matrices: list[str] = field(default_factory=lambda: ["gate", "down"])
+    matrices: list[str] = field(
+        default_factory=lambda: ["gate", "down"], metadata={"choices": ("gate", "up", "down")}
+    )
     # Calibration tokens for the mean gradient.
-    gradient_tokens: int = 8192
+    gradient_tokens: int = field(default=8192, metadata={"minimum": 1})
     # Memory for the mean gradients, in GiB; layers are taken in as many passes as that needs.
-    gradient_memory: float = 8.0
+    gradient_memory: float = field(default=8.0, metadata={"above": 0})
     # Behaviour alignment: ridge (closed form, down_proj) or none.
-    alignment: str = "ridge"
+    alignment: str = field(default="ridge", metadata={"choices": ("ridge", "none")})
     # What down_proj is aligned to: local (the dense FFN on the carved model's own inputs) or residual (the dense model's
     # residual stream, which also corrects what earlier layers got wrong).
-    alignment_target: str = "local"
+    alignment_target: str = field(default="local", metadata={"choices": ("local", "residual")})
     # Penalties tried, relative to the mean diagonal, each pulling to the extracted weights; the best on held-out tokens wins.
-    penalties: list[float] = field(default_factory=lambda: [1e-3, 1e-2, 1e-1])
+    penalties: list[float] = field(default_factory=lambda: [1e-3, 1e-2, 1e-1], metadata={"above": 0})
     # Share of the calibration sequences held out to choose the penalty and to judge every step.
-    guard_share: float = 0.125
+    guard_share: float = field(default=0.125, metadata={"above": 0, "maximum": 0.5})
     # Drop, layer by layer, a step that makes the held-out alignment worse.
     guard: bool = True
     # Tokens per forward batch.
-    batch_tokens: int = 4096
+    batch_tokens: int = field(default=4096, metadata={"minimum": 1})

@@ -1,6 +1,6 @@
 """Settings of the scan."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 VERSION = 1
 
@@ -10,16 +10,16 @@ class ScanConfig:
     """How the dense model is read on text."""
 
     # Tokens per batch, padding included. Does not change the statistics, only speed and memory.
-    batch_tokens: int = 2048
+    batch_tokens: int = field(default=2048, metadata={"minimum": 1})
     # Also run the backward pass: Taylor scores and exact per-sample weight-gradient norms.
     gradients: bool = True
     # A unit is active for a token when |h| is in the token's top share of units ...
-    active_share: float = 0.1
+    active_share: float = field(default=0.1, metadata={"above": 0, "maximum": 1})
     # ... or, when set, when |h| exceeds this absolute threshold instead.
-    active_threshold: float | None = None
+    active_threshold: float | None = field(default=None, metadata={"minimum": 0})
     # Tokens whose activation bitmaps are kept for clustering, drawn uniformly.
-    reservoir_tokens: int = 4096
+    reservoir_tokens: int = field(default=4096, metadata={"minimum": 1})
     # Recompute activations in the backward pass: less memory, same statistics.
     gradient_checkpointing: bool = False
     # How gradient norms are computed: gram (short sequences), direct (long ones), auto (whichever costs less).
-    norm_product: str = "auto"
+    norm_product: str = field(default="auto", metadata={"choices": ("auto", "gram", "direct")})
