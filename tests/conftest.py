@@ -8,4 +8,4 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 from jaxtyping import install_import_hook
 
 # Everything imported below this line has its jaxtyping annotations enforced by beartype.
-install_import_hook(["models", "stages"], "beartype.beartype")
+install_import_hook(["models", "stages"], "shape_checking.check")
