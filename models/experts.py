@@ -1,7 +1,6 @@
 """Experts as tensors of a layer, and one expert as a module."""
 
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 from jaxtyping import Float
@@ -39,7 +38,7 @@ class TinyONNExpert(nn.Module):
         up_ND: Float[Tensor, "N D"],
         down_DN: Float[Tensor, "D N"],
         hidden_act: str = "silu",
-    ) -> Self:
+    ) -> "TinyONNExpert":
         """An expert that holds these very tensors."""
         n, hidden_size = gate_ND.shape
         with torch.device("meta"):

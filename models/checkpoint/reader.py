@@ -4,7 +4,6 @@ from collections.abc import KeysView
 from io import BufferedReader
 from pathlib import Path
 from types import TracebackType
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -41,7 +40,7 @@ class ShardReader:
         self._entries = read_checkpoint(folder)
         self._files: dict[Path, BufferedReader] = {}
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "ShardReader":
         """Shards are opened when they are first needed."""
         return self
 

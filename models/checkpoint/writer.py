@@ -4,7 +4,6 @@ import json
 import os
 from pathlib import Path
 from types import TracebackType
-from typing import Self
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -33,7 +32,7 @@ class ShardWriter:
         self._shards: list[tuple[Path, dict[str, _Spec]]] = []
         self._names: set[str] = set()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "ShardWriter":
         """Nothing to open."""
         return self
 

@@ -1,7 +1,6 @@
 """An MoE checkpoint, streamed from the dense one: everything but the FFNs is carried over as it is."""
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,19 +14,14 @@ from models.checkpoint.reader import ShardReader
 from models.checkpoint.writer import ShardWriter
 from models.errors import CheckpointError, ContractError, NumericsError
 from models.experts import LayerExperts
+from models.families.companions import copy_companions
 from models.families.config import emit_config, source_dtype
 from models.families.dense import DenseFamily, dense_family
-from models.families.fold import GateFold, gate_fold
+from models.families.fold import gate_fold
 from models.families.moe import AlwaysOn, MoETarget
 from models.families.width import expert_width, shared_width
 from models.shape import Shape
 from models.source import read_config
-
-# What belongs to a model beside weights and config.json.
-_COMPANIONS = (
-    "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
-    "spiece.model", "chat_template*", "LICENSE*", "NOTICE*",
-)  # fmt: skip
 
 
 def emit_checkpoint(
@@ -86,14 +80,6 @@ def checkpoint_dtype(source_folder: Path, asked: str) -> torch.dtype:
         return _main_dtype(config, dense_family(config), reader, asked)
 
 
-def copy_companions(source_folder: Path, out_folder: Path) -> None:
-    """Copy tokenizer, chat template, generation defaults and licence."""
-    for pattern in _COMPANIONS:
-        for path in source_folder.glob(pattern):
-            if path.is_file():
-                shutil.copyfile(path, out_folder / path.name)
-
-
 def _main_dtype(config: dict[str, Any], family: DenseFamily, reader: ShardReader, asked: str) -> torch.dtype:
     name = source_dtype(config) if asked == "source" else asked
     if name is None:
@@ -118,7 +104,7 @@ class _Emission:
         self._reader, self._writer = reader, writer
         self._family, self._target, self._shape = family, target, shape
         self._main_dtype, self._cast = main_dtype, cast
-        self._fold: GateFold = gate_fold(target, shape)
+        self._fold = gate_fold(target, shape)
 
     def copy(self, name: str, out_name: str | None = None) -> None:
         self._add(out_name or name, self._reader.tensor(name))
@@ -152,19 +138,17 @@ class _Emission:
     def _add_ffn(
         self, names: tuple[str, str, str], weights: tuple[Tensor, Tensor, Tensor], width: int, down_scale: float
     ) -> None:
-        gate, up, down = weights
-        zero_units = width - len(gate)
+        zero_units = width - len(weights[0])
         if zero_units:
-            gate, up, down = (
-                pad(gate, (0, 0, 0, zero_units)),
-                pad(up, (0, 0, 0, zero_units)),
-                pad(down, (0, zero_units)),
-            )
-        for name, weight in zip(names, (gate, up, _scaled(names[2], down, down_scale)), strict=True):
-            self._add(name, weight)
+            rows, columns = (0, 0, 0, zero_units), (0, zero_units)
+            weights = pad(weights[0], rows), pad(weights[1], rows), pad(weights[2], columns)
+        for name, weight, scale in zip(names, weights, (1.0, 1.0, down_scale), strict=True):
+            self._add(name, weight, scale)
 
-    def _add(self, name: str, tensor: Tensor) -> None:
-        self._writer.add(name, tensor if self._cast is None else tensor.to(self._cast))
+    def _add(self, name: str, tensor: Tensor, scale: float = 1.0) -> None:
+        # Cast first: a wider format holds products that the narrower one rounds.
+        cast = tensor if self._cast is None else tensor.to(self._cast)
+        self._writer.add(name, _scaled(name, cast, scale))
 
 
 def _tiny(dtype: torch.dtype) -> float:

@@ -1,0 +1,197 @@
+"""All experts on, constant gates: what is emitted gives the dense model's logits, read by transformers alone."""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from models.checkpoint.reader import ShardReader
+from models.families.dense import DENSE_FAMILIES
+from models.families.emit import emit_checkpoint
+from models.families.moe import MOE_TARGETS, check_target
+from models.families.slicing import slice_experts
+from models.pico import write_pico
+from models.shape import Shape
+from models.source import read_config
+
+TOLERANCE = 1e-5
+LAYERS, HIDDEN = 2, 24
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 5e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 2e4, "factor": 4.0, "original_max_position_embeddings": 128}
+# A base other than any architecture's default: whoever does not read it fails.
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 3e3}
+
+
+@dataclass(frozen=True)
+class Case:
+    source: str
+    target: str
+    always_on: int = 0
+    experts: int = 5
+    n: int = 7
+    copies: bool = False  # E·N > F: the last expert holds units of the others
+    dtype: torch.dtype = torch.float32
+    pico: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.experts, self.n, self.experts, self.always_on)
+
+    @property
+    def width(self) -> int:
+        """F: with copies the last expert is made of the others' units."""
+        return (self.experts - self.copies) * self.n + self.always_on
+
+
+CASES = {
+    "qwen3": Case("qwen3", "qwen3_moe", pico={"tie": True}),
+    "qwen3-biased": Case("qwen3", "qwen3_moe", pico={"attention_bias": True}),
+    "qwen2": Case("qwen2", "qwen2_moe"),
+    "qwen2-always-on": Case("qwen2", "qwen2_moe", always_on=5),
+    "qwen2-power-of-two": Case("qwen2", "qwen2_moe", always_on=5, experts=4),
+    "qwen2-yarn": Case("qwen2", "qwen2_moe", always_on=5, pico={"rope_parameters": YARN_ROPE}),
+    "llama": Case("llama", "mixtral"),
+    "llama-llama3-rope": Case("llama", "mixtral", pico={"rope_parameters": LLAMA3_ROPE}),
+    "llama-qwen2_moe": Case("llama", "qwen2_moe", always_on=5, pico={"head_dim": 6}),
+    "mistral": Case("mistral", "mixtral", pico={"sliding_window": 4}),
+    "qwen3-glm4": Case("qwen3", "glm4_moe", always_on=5),
+    "qwen2-glm4": Case("qwen2", "glm4_moe", always_on=11),
+    "llama-glm4": Case("llama", "glm4_moe", always_on=5),
+    "llama-glm4-llama3-rope": Case("llama", "glm4_moe", always_on=5, pico={"rope_parameters": LLAMA3_ROPE}),
+    "glm4-none-always-on": Case("qwen3", "glm4_moe"),
+    "qwen3-copies": Case("qwen3", "qwen3_moe", copies=True),
+    "qwen2-copies": Case("qwen2", "qwen2_moe", always_on=5, copies=True),
+    "llama-copies": Case("llama", "mixtral", copies=True),
+    "llama-glm4-copies": Case("llama", "glm4_moe", always_on=5, copies=True),
+    "qwen3-bfloat16": Case("qwen3", "qwen3_moe", experts=4, n=8, dtype=torch.bfloat16),
+    "qwen2-bfloat16": Case("qwen2", "qwen2_moe", always_on=5, experts=4, n=8, dtype=torch.bfloat16),
+    "qwen3-shards": Case("qwen3", "qwen3_moe", pico={"max_shard_size": "8KB"}),
+}
+
+
+def write_case(folder: Path, case: Case) -> None:
+    """Dense checkpoint, its logits, and the MoE emitted from it."""
+    pico = {"rope_parameters": PLAIN_ROPE} | case.pico
+    dense = write_pico(
+        folder / "dense", case.source, layers=LAYERS, hidden=HIDDEN, intermediate=case.width, dtype=case.dtype, **pico
+    )
+    ids = torch.arange(33).view(3, 11)
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)(ids).logits
+    assert logits.std() > 0.5
+    save_file({"ids": ids, "logits": logits}, folder / "dense_logits.safetensors")
+    family, target = DENSE_FAMILIES[case.source], MOE_TARGETS[case.target]
+    assert not check_target(read_config(dense), target, case.shape)
+    with ShardReader(dense) as reader:
+
+        def experts(layer: int):
+            units_EN, always_on_S = units_of(case, layer)
+            slices = slice_experts(reader, family, layer, units_EN, always_on_S)
+            copies = units_EN.flatten().bincount(minlength=case.width)[units_EN]
+            return replace(slices, down_EDN=slices.down_EDN / copies[:, None, :])
+
+        emit_checkpoint(
+            dense,
+            folder / "moe",
+            target=target,
+            shape=case.shape,
+            routers=lambda _layer: torch.zeros(case.experts, HIDDEN),
+            experts=experts,
+        )
+
+
+def units_of(case: Case, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(E, N) units and (S,) always-on units of a layer: shuffled, and another way in every layer."""
+    order = torch.randperm(case.width, generator=torch.Generator().manual_seed(layer)).int()
+    always_on, routed = order[: case.always_on], order[case.always_on :]
+    if case.copies:
+        routed = torch.cat([routed, routed[:: case.experts - 1][: case.n]])
+    return routed.view(case.experts, case.n), always_on
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("emission")
+    for name, case in CASES.items():
+        write_case(folder / name, case)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def report(cases: Path) -> dict[str, dict[str, Any]]:
+    script = Path(__file__).with_name("reload_checkpoints.py")
+    done = subprocess.run([sys.executable, "-W", "error", script, cases], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads((cases / "report.json").read_text())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_experts_on_equals_dense_in_a_fresh_process(report: dict[str, dict[str, Any]], name: str) -> None:
+    found, case = report[name], CASES[name]
+    assert found["architecture"] == MOE_TARGETS[case.target].architecture
+    assert found["difference"] <= TOLERANCE
+    assert found["loading"] == {}, "missing or unexpected keys"
+    assert found["warnings"] == []
+    assert found["generated"] == 4
+    assert found["own_dtype"] == str(case.dtype)
+
+
+@pytest.mark.parametrize("name", ["qwen2-always-on", "llama", "qwen3-glm4", "qwen3-bfloat16", "qwen2-bfloat16"])
+def test_expert_tensors_are_the_dense_slices_up_to_the_fold(cases: Path, name: str) -> None:
+    case, target = CASES[name], MOE_TARGETS[CASES[name].target]
+    # By hand: K is 5 (rounded once) or 4 (exact), glm4_moe scales nothing.
+    scale = 1 if case.target == "glm4_moe" else case.experts
+    dense, moe = tensors_in(cases / name / "dense"), tensors_in(cases / name / "moe")
+    for layer in range(LAYERS):
+        mlp = f"model.layers.{layer}.mlp."
+        gate, up, down = (dense[f"{mlp}{part}_proj.weight"] for part in ("gate", "up", "down"))
+        units_EN, always_on_S = (units.long() for units in units_of(case, layer))
+        for e, units_N in enumerate(units_EN):
+            expert = [moe[tensor] for tensor in target.ffn(layer, e)]
+            assert torch.equal(expert[0][: case.n], gate[units_N])
+            assert torch.equal(expert[1][: case.n], up[units_N])
+            assert torch.equal(expert[2][:, : case.n], down[:, units_N] * scale)
+            assert not expert[2][:, case.n :].any()
+            assert expert[0].dtype == case.dtype
+        if case.always_on:
+            shared = [moe[tensor] for tensor in target.shared_ffn(layer)]
+            assert torch.equal(shared[0][: case.always_on], gate[always_on_S])
+            assert torch.equal(shared[2][:, : case.always_on], down[:, always_on_S] * (2 if target.shared_router else 1))
+            assert not shared[2][:, case.always_on :].any()
+
+
+def test_everything_but_the_ffns_is_carried_over(cases: Path) -> None:
+    dense, moe = tensors_in(cases / "qwen2-glm4" / "dense"), tensors_in(cases / "qwen2-glm4" / "moe")
+    kept = [name for name in dense if ".mlp." not in name]
+    assert len(kept) == 3 + LAYERS * 9
+    assert all(torch.equal(dense[name], moe[name]) for name in kept)
+
+
+def test_tied_embeddings_are_written_twice(cases: Path) -> None:
+    moe = tensors_in(cases / "qwen3" / "moe")
+    assert torch.equal(moe["lm_head.weight"], moe["model.embed_tokens.weight"])
+    assert "lm_head.weight" not in tensors_in(cases / "qwen3" / "dense")
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, read by safetensors itself."""
+    tensors = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return tensors
