@@ -4,14 +4,14 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from beartype import beartype
-from beartype.roar import BeartypeDecorHintPep673Exception
+from beartype.roar import BeartypeDecorHintException
 
 Checked = TypeVar("Checked", bound=Callable)
 
 
 def check(function: Checked) -> Checked:
-    """Enforce the annotations; a method that returns Self, which beartype takes on whole classes only, passes as is."""
+    """Enforce the annotations; a function whose hints beartype cannot check alone (Self, protocols) passes as is."""
     try:
         return beartype(function)
-    except BeartypeDecorHintPep673Exception:
+    except BeartypeDecorHintException:
         return function
