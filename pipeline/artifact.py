@@ -15,7 +15,7 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a published folder holds and how it came about; no times: equal runs, equal files."""
+    """What a published folder holds and how it came about; beside its table it holds no times."""
 
     fingerprint: str
     recipe: Mapping[str, Any]

@@ -23,6 +23,7 @@ class RunFolder:
         """Create the folder and write what is known before the first stage."""
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
+        self.latest = Path(settings.output_dir).absolute() / "latest"
         OmegaConf.save(OmegaConf.structured(settings), folder / "config.yaml")
         self.report = folder / "report.md"
         self.append(f"# {settings.model.label}\n\n    {' '.join(['python -m pipeline', *overrides])}\n")
@@ -37,11 +38,15 @@ class RunFolder:
         self.append(f"\n## {name}\n\n{headline}\n\n{render(table, 'github')}\n")
 
     def link_checkpoint(self, checkpoint: Path) -> Path:
-        """Point `checkpoint` in this folder at the published one; returns the link."""
-        link = self.folder / "checkpoint"
-        replace_link(link, checkpoint)
+        """Point `checkpoint` in this folder at the published one, and `outputs/latest` at this folder.
+
+        Returns:
+            The stable way to the checkpoint: `outputs/latest/checkpoint`.
+        """
+        replace_link(self.folder / "checkpoint", checkpoint)
+        replace_link(self.latest, self.folder)
         self.append(f"\nCheckpoint: {checkpoint}\n")
-        return link
+        return self.latest / "checkpoint"
 
     @contextmanager
     def logging(self) -> Iterator[None]:
@@ -61,6 +66,7 @@ class RunFolder:
             record.handle(logging.LogRecord("pipeline", logging.ERROR, "", 0, "failed", None, sys.exc_info()))
             raise
         finally:
+            logging.captureWarnings(capture=False)
             record.close()
 
 

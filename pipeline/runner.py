@@ -83,7 +83,7 @@ class Runner:
         self.run_folder.append_stage(step.stage.name, headline, table)
 
     def close(self, steps: Sequence[Step]) -> None:
-        """Repeat the table of a kept last stage, point at the checkpoint and at this run."""
+        """Repeat the table of a last stage that was kept, point at the checkpoint and at the report."""
         last = steps[-1]
         if not last.due:
             remedy = command_line(self.overrides, stage=last.stage.name, fresh="true")
@@ -93,7 +93,7 @@ class Runner:
         checkpoints = [step.folder / "checkpoint" for step in steps if step.stage.name in CHECKPOINT_STAGES]
         if checkpoints:
             link = self.run_folder.link_checkpoint(checkpoints[-1])
-            log.info("checkpoint %s\n      also %s", shown(checkpoints[-1]), shown(link))
+            log.info("checkpoint %s\n           %s", shown(checkpoints[-1]), shown(link))
         log.info("report     %s", shown(self.run_folder.report))
 
 

@@ -1,0 +1,255 @@
+"""Nothing is computed twice, nothing is lost, and a kill at any moment changes no result."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from models.pico import write_pico
+from pipeline.cli import run_command
+from pipeline.lock import hold_lock
+from pipeline.stages_table import STAGES
+
+REPOSITORY = Path(__file__).parents[2]
+
+# Runs the command and kills it, as the kernel would, at the n-th call of a function.
+KILLED = """
+import os, signal, sys
+from importlib import import_module
+from unittest.mock import patch
+
+target, calls, *words = sys.argv[1:]
+module, _, names = target.partition(":")
+*outer, name = names.split(".")
+owner = import_module(module)
+for step in outer:
+    owner = getattr(owner, step)
+original, left = getattr(owner, name), [int(calls)]
+
+def counted(*args, **kwargs):
+    left[0] -= 1
+    if not left[0]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(*args, **kwargs)
+
+from pipeline.cli import run_command
+with patch.object(owner, name, counted):
+    sys.exit(run_command(words))
+"""
+
+
+@pytest.fixture(scope="session")
+def words(tmp_path_factory):
+    """The command line of a carve that takes seconds."""
+    folder = tmp_path_factory.mktemp("source")
+    write_pico(folder / "pico", "llama", tokenizer=True)
+    lines = (f"{number} sparrows met {number * 7 % 31} finches near house {number % 9}." for number in range(400))
+    (folder / "text.txt").write_text("\n\n".join(lines))
+    return [
+        *("model=local", f"model.path={folder / 'pico'}", "model.label=pico"),
+        *("data=text", f"data.path={folder / 'text.txt'}", "data.tokens=900", "data.heldout_tokens=300"),
+        *("data.max_length=50", "data.heldout_share=0.3", "scan.batch_tokens=100", "store.checkpoint_every=0"),
+        *("experts=4", "n=8", "top_k=2", "always_on=8", "cluster.map=none", "evaluate.speed_tokens=0"),
+    ]
+
+
+@pytest.fixture(scope="session")
+def finished(words, tmp_path_factory):
+    """The outputs of an uninterrupted run of the whole chain. Not to be written to."""
+    outputs = tmp_path_factory.mktemp("finished")
+    assert run_command([*words, f"output_dir={outputs}"]) == 0
+    return outputs
+
+
+@pytest.fixture
+def outputs(finished, tmp_path):
+    """A copy of the finished outputs, by hard links."""
+    subprocess.run(["cp", "-rl", finished / "artifacts", tmp_path / "artifacts"], check=True)
+    return tmp_path
+
+
+def forget(outputs, *stages):
+    """Remove published results, as if these stages had never run."""
+    for stage in stages:
+        for folder in stage_folder(outputs, stage).iterdir():
+            for path in sorted(folder.rglob("*"), reverse=True):
+                path.rmdir() if path.is_dir() else path.unlink()
+            folder.rmdir()
+
+
+def stage_folder(outputs, stage):
+    return outputs / "artifacts" / "pico" / stage
+
+
+def result(outputs, stage):
+    """The one published folder of a stage."""
+    (folder,) = (path for path in stage_folder(outputs, stage).iterdir() if not path.name.startswith("."))
+    return folder
+
+
+def hashes(outputs, stage):
+    """Name, size and hash of every published file of a stage."""
+    return json.loads((result(outputs, stage) / "manifest.json").read_text())["files"]
+
+
+def in_process(outputs, words, *more):
+    return run_command([*words, *more, f"output_dir={outputs}"])
+
+
+def start(outputs, words, *more, code="from pipeline.__main__ import main; main()", arguments=(), **options):
+    command = [sys.executable, "-c", code, *arguments, *words, *more, f"output_dir={outputs}"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, cwd=REPOSITORY, text=True, **pipes, **options)
+
+
+def run_killed(outputs, words, *more, at, calls=1):
+    with start(outputs, words, *more, code=KILLED, arguments=(at, str(calls))) as process:
+        _out, error = process.communicate(timeout=120)
+    assert process.returncode == -signal.SIGKILL, error
+
+
+def hidden(outputs, stage):
+    return [path.name for path in stage_folder(outputs, stage).iterdir() if path.name.startswith(".")]
+
+
+def test_the_chain_leaves_a_checkpoint_and_a_report(finished):
+    latest = finished / "latest"
+    assert (latest / "checkpoint" / "config.json").is_file()
+    assert (latest / "checkpoint").resolve() == result(finished, "project") / "checkpoint"
+    report = (latest / "report.md").read_text()
+    assert [line[3:] for line in report.splitlines() if line.startswith("## ")] == list(STAGES)
+    assert (latest / "config.yaml").is_file()
+    assert "evaluate  done in" in (latest / "run.log").read_text()
+
+
+def test_a_rerun_does_nothing_and_says_so(outputs, words, capsys, monkeypatch):
+    monkeypatch.setattr("pipeline.stages_table.Stage.run", property(lambda stage: pytest.fail(f"{stage.name} ran")))
+    assert in_process(outputs, words) == 0
+    said = capsys.readouterr().out
+    assert [line.split()[0] for line in said.splitlines() if "kept from an earlier run" in line] == list(STAGES)
+    assert "dense model" in said
+    assert f"checkpoint {result(outputs, 'project') / 'checkpoint'}" in said
+
+
+def test_another_shape_uses_scan_and_score_again(outputs, words, capsys):
+    assert in_process(outputs, words, "stage=cluster", "experts=2") == 0
+    said = capsys.readouterr().out
+    assert [line.split()[0] for line in said.splitlines() if "kept from" in line] == ["scan", "score"]
+    assert "cluster   done in" in said
+
+
+def test_a_missing_parent_is_run_first(outputs, words, capsys):
+    before = hashes(outputs, "scan")
+    forget(outputs, "scan", "score")
+    assert in_process(outputs, words, "stage=score") == 0
+    assert "scan      running" in capsys.readouterr().out
+    assert hashes(outputs, "scan") == before
+
+
+def test_fresh_computes_only_the_asked_stage_again(outputs, words, capsys):
+    before = result(outputs, "score").stat().st_ino
+    assert in_process(outputs, words, "stage=score", "fresh=true") == 0
+    assert "scan      kept" in capsys.readouterr().out
+    assert result(outputs, "score").stat().st_ino != before
+
+
+def test_a_tampered_parent_is_named_and_the_remedy_works(outputs, words, capsys):
+    forget(outputs, "score")
+    damaged = result(outputs, "scan") / "statistics.safetensors"
+    content = damaged.read_bytes()
+    damaged.unlink()
+    damaged.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert in_process(outputs, words, "stage=score") == 1
+    error = capsys.readouterr().err
+    assert error.startswith(
+        "the result of scan is damaged\n"
+        f"  where: {damaged} was changed after it was published\n"
+        "  do:    python -m pipeline model=local"
+    )
+    assert error.endswith(f"output_dir={outputs} stage=scan fresh=true\n")
+    assert in_process(outputs, words, "stage=scan", "fresh=true") == 0
+    assert in_process(outputs, words, "stage=score") == 0
+
+
+def test_two_runs_of_one_result_at_once(outputs, words, capsys):
+    final = result(outputs, "score")
+    with hold_lock(final.with_name(f".{final.name}.lock")):
+        assert in_process(outputs, words, "stage=score", "fresh=true") == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"another run is computing the same result\n  where: process {os.getpid()}, lock ")
+
+
+def test_a_scan_killed_between_checkpoints_goes_on_to_the_same_statistics(outputs, words, capsys):
+    before = hashes(outputs, "scan")
+    forget(outputs, "scan")
+    run_killed(outputs, words, "stage=scan", at="stages.stores.local:LocalStore.save", calls=4)
+    assert len(hidden(outputs, "scan")) == 2  # the workshop with its scratch, and a lock nobody holds
+    assert in_process(outputs, words, "stage=scan") == 0
+    assert hashes(outputs, "scan") == before
+    assert hidden(outputs, "scan") == []
+
+
+@pytest.mark.parametrize(
+    ("moment", "calls"),
+    [
+        pytest.param("pipeline.runner:publish", 1, id="before publishing"),
+        pytest.param("pipeline.publish:sync_tree", 1, id="before the rename"),
+        pytest.param("pathlib:Path.rename", 2, id="between the renames of a fresh result"),
+        pytest.param("pipeline.runner:Runner.tell", 1, id="after publishing"),
+    ],
+)
+def test_a_kill_while_publishing_leaves_all_or_nothing(outputs, words, moment, calls):
+    before = hashes(outputs, "score")
+    run_killed(outputs, words, "stage=score", "fresh=true", at=moment, calls=calls)
+    assert in_process(outputs, words, "stage=score") == 0
+    assert hashes(outputs, "score") == before
+    assert [name for name in hidden(outputs, "score") if name.endswith(".lock")] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_stage_survives_a_kill(outputs, words, stage):
+    before = hashes(outputs, stage)
+    forget(outputs, stage)
+    run_killed(outputs, words, f"stage={stage}", at="pipeline.runner:publish")
+    assert in_process(outputs, words, f"stage={stage}") == 0
+    assert hashes(outputs, stage) == before
+
+
+def test_a_full_disk_is_told_and_leaves_nothing(outputs, words):
+    """A limit on the size of files, as a stand-in for a full disk that needs no root."""
+    forget(outputs, "extract")
+    limit = 5 * 1024
+    options = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))}
+    with start(
+        outputs,
+        words,
+        "stage=extract",
+        code="import sys; from pipeline.__main__ import main; sys.exit(main())",
+        **options,
+    ) as process:
+        _out, error = process.communicate(timeout=120)
+    assert process.returncode == 1, error
+    what, where, do = error.splitlines()[-3:]
+    assert what.startswith("no room left on the disk: about ")
+    assert where.startswith("  where: stage=extract, ")
+    assert do == "  do:    free some space, or output_dir= on another disk, then the same command again"
+    assert list(stage_folder(outputs, "extract").iterdir()) == []
+
+
+def test_an_interrupt_says_what_is_kept(outputs, words):
+    forget(outputs, "score", "cluster")
+    code = "import sys; from pipeline.__main__ import main; sys.exit(main())"
+    with start(outputs, words, "stage=cluster", code=code) as process:
+        while "score     running" not in (line := process.stdout.readline()):
+            assert line, process.communicate()
+        process.send_signal(signal.SIGINT)
+        said, error = process.communicate(timeout=120)
+    assert process.returncode == 130, error
+    assert "the same command goes on from there" in said
+    assert "kept: scan" in said
