@@ -115,5 +115,8 @@ def _render(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, **o
 def _tokenize(text: str, spans: Sequence[Span], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:
     # The template has already written the special tokens.
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    starts = [start for start, _ in encoded["offset_mapping"]]
-    return list(encoded["input_ids"]), [any(first <= start < end for first, end in spans) for start in starts]
+    # A token across a border counts: it holds the turn's first or last character.
+    supervised = [
+        any(start < last and first < end for first, last in spans) for start, end in encoded["offset_mapping"]
+    ]
+    return list(encoded["input_ids"]), supervised

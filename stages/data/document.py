@@ -21,4 +21,4 @@ class Document:
     def digest(self) -> bytes:
         """8 bytes that depend on the content alone: a copy elsewhere has the same."""
         content = json.dumps(self.messages, sort_keys=True) if self.messages else self.text
-        return blake2b(content.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+        return blake2b(content.encode(), digest_size=8).digest()

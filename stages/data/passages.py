@@ -7,21 +7,20 @@ def cut_passages(lines: Iterable[str], shortest: int, longest: int) -> Iterator[
     """Cut at the first blank line after `shortest` characters, or at the first line's end after `longest`.
 
     Returns:
-        The number of each passage's first line, counted from 1, and its text, without white space around it. Passages
-        of nothing but white space are left out.
+        The number of each passage's first line, counted from 1, and its text, without blank lines before it and white
+        space after it.
     """
     passage: list[str] = []
     length = first = 0
     for number, line in enumerate(lines, start=1):
+        blank = not line.strip()
+        if not passage and blank:
+            continue
         first = first if passage else number
         passage.append(line)
         length += len(line)
-        if length >= longest or (length >= shortest and not line.strip()):
-            yield from _strip(first, passage)
+        if length >= longest or (length >= shortest and blank):
+            yield first, "".join(passage).rstrip()
             passage, length = [], 0
-    yield from _strip(first, passage)
-
-
-def _strip(first: int, passage: list[str]) -> Iterator[tuple[int, str]]:
-    if text := "".join(passage).strip():
-        yield first, text
+    if passage:
+        yield first, "".join(passage).rstrip()

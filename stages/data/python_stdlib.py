@@ -46,9 +46,14 @@ def read_stdlib(heldout_share: float, split: Split) -> Iterator[Document]:
     Raises:
         DataError: the library was installed without its source.
     """
+    modules = enumerate(choose_modules(heldout_share, split))
+    return interleave(read_module(module, docstrings_first=place % 2 == 0) for place, module in modules)
+
+
+def choose_modules(heldout_share: float, split: Split) -> list[Module]:
+    """The modules of one split, well mixed, the same ones in the same order on every machine. Raises DataError."""
     modules = sorted(list_modules(), key=lambda module: module.digest)
-    mine = [module for module in modules if is_heldout(module.digest, heldout_share) == (split == "heldout")]
-    return interleave(read_module(module, docstrings_first=place % 2 == 0) for place, module in enumerate(mine))
+    return [module for module in modules if is_heldout(module.digest, heldout_share) == (split == "heldout")]
 
 
 def list_modules() -> list[Module]:

@@ -16,7 +16,7 @@ def read_record(record: object, where: str, data: DataConfig) -> Document | None
         data: the names of the columns.
 
     Returns:
-        The document; None where the text or the conversation is empty.
+        The document; None where the text or the conversation is empty or null.
 
     Raises:
         DataError: neither column is there, or what it holds is no text and no conversation.
@@ -37,13 +37,15 @@ def read_record(record: object, where: str, data: DataConfig) -> Document | None
             do="name the column: data.text_column= or data.messages_column=",
         )
     text = record[data.text_column]
+    if text is None:
+        return None
     if not isinstance(text, str):
         raise DataError(
             f"column {data.text_column!r} holds {_kind(text)}, not text",
             where=where,
             do="name a column of text: data.text_column=",
         )
-    return Document(where, text) if text.strip() else None
+    return Document(where, _mend_surrogates(text)) if text.strip() else None
 
 
 def _read_messages(value: object, where: str) -> tuple[Message, ...]:
@@ -65,7 +67,12 @@ def _read_message(message: object, where: str) -> Message:
             where=where,
             do='{"role": "user", "content": "..."}',
         )
-    return {"role": role, "content": content}
+    return {"role": role, "content": _mend_surrogates(content)}
+
+
+def _mend_surrogates(text: str) -> str:
+    """JSON can hold half a surrogate pair, which is no text to a tokenizer: a question mark takes its place."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _kind(value: object) -> str:

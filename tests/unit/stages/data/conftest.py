@@ -1,0 +1,33 @@
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+EMBEDDED = Path(__file__).parents[4] / "models" / "embedded"
+
+
+@pytest.fixture
+def tokenizer():
+    """A tokenizer of its own for every test, so that tests may change its chat template."""
+    return AutoTokenizer.from_pretrained(EMBEDDED)
+
+
+@pytest.fixture
+def write_jsonl(tmp_path):
+    def write(name, records):
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture
+def conversation():
+    return [
+        {"role": "user", "content": "What is a lobster?"},
+        {"role": "assistant", "content": "A crustacean."},
+        {"role": "user", "content": "Und auf Chinesisch?"},
+        {"role": "assistant", "content": "龙虾 🦞"},
+    ]
