@@ -6,7 +6,7 @@ as they are.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Protocol
 
 import torch
 from jaxtyping import Float
@@ -30,7 +30,7 @@ class Alignable(Protocol):
     def run(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """What the columns are multiplied with (T, F), and the output (T, D)."""
 
-    def with_change(self, change_DF: Tensor) -> Self:
+    def with_change(self, change_DF: Tensor) -> "Alignable":
         """The same with something added to the columns."""
 
 

@@ -14,6 +14,9 @@ from stages.cluster.map import place_units
 from stages.contracts.scores import Scores
 from stages.plots.unit_map import UnitMap, draw_unit_map
 
+MAP_NAMES = {"umap": "UMAP", "tsne": "t-SNE"}
+FEATURE_NAMES = {"coactivation": "co-activation", "gate_rows": "gate rows"}
+
 
 def layers_to_draw(cluster: ClusterConfig, layers: int) -> list[int]:
     """Layers whose map is wanted, ascending. Raises ConfigError: no such layer."""
@@ -58,6 +61,6 @@ def draw_layer(
         picture,
         folder / name,
         title=f"Layer {layer}: {units}, {experts} experts of {size}{copies} "
-        f"({cluster.map} of {cluster.features.replace('_', ' ')})",
+        f"({MAP_NAMES[cluster.map]} of {FEATURE_NAMES[cluster.features]})",
     )
     return name

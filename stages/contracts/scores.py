@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -35,6 +35,6 @@ class Scores:
         save_contract(self, folder / self.FILE, version=self.VERSION)
 
     @classmethod
-    def load(cls, folder: Path) -> Self:
+    def load(cls, folder: Path) -> "Scores":
         """Read what `save` wrote. Raises ContractError."""
         return load_contract(cls, folder / cls.FILE, version=cls.VERSION)

@@ -11,12 +11,13 @@ from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
+from numpy.typing import NDArray
 from torch import Tensor
 
-from stages.plots.palette import Colour, distinct_colours
+from stages.plots.palette import COLOURS, distinct_colours
 
 ALWAYS_ON, DROPPED = -1, -2
-MOST_NAMED = 32  # more experts than this are coloured but not listed
+MOST_NAMED = len(COLOURS)  # more experts than this are coloured but not listed
 
 
 @dataclass(frozen=True)
@@ -32,23 +33,18 @@ class UnitMap:
 
 def draw_unit_map(units: UnitMap, path: Path, *, title: str) -> None:
     """Write a PNG of three panels; the same input and libraries give the same bytes."""
-    figure = Figure(figsize=(19, 6.8), dpi=110, layout="constrained")
+    figure = Figure(figsize=(20, 6.8), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=16)
     by_expert, by_score, by_frequency = figure.subplots(1, 3)
-    by_expert.set_title("Expert")
     _draw_experts(by_expert, units)
-    by_score.set_title("S_p")
     _draw_measure(by_score, units, units.s_p_U, Normalize(*_middle(units.s_p_U)), "S_p")
-    by_frequency.set_title("Frequency")
     low, high = _middle(units.frequency_U[units.frequency_U > 0])
-    _draw_measure(
-        by_frequency, units, units.frequency_U.clamp_min(low / 2), LogNorm(low, high),
-        "share of tokens where the unit is among the most active",
-    )  # fmt: skip
-    for panel in (by_expert, by_score, by_frequency):
+    shown_U = units.frequency_U.clamp_min(low / 2)  # a unit that never fires has no logarithm
+    _draw_measure(by_frequency, units, shown_U, LogNorm(low, high), "share of tokens the unit is active on")
+    for panel, name in ((by_expert, "Expert"), (by_score, "Score"), (by_frequency, "Frequency")):
+        panel.set_title(name, fontsize=14)
         panel.set(xticks=[], yticks=[])
-        panel.title.set_fontsize(14)
     figure.savefig(path, metadata={"Software": None})
 
 
@@ -64,37 +60,49 @@ def _draw_measure(panel: Axes, units: UnitMap, values_U: Tensor, scale: Normaliz
     """Colour by a measure; the highest are drawn last, on top."""
     order_U = values_U.argsort(stable=True)
     x_U, y_U = units.coordinates_U2[order_U].T.numpy()
-    dots = panel.scatter(
-        x_U, y_U, c=values_U[order_U].numpy(), s=_dot_size(units), cmap="viridis", norm=scale, linewidths=0
-    )
-    panel.figure.colorbar(dots, ax=panel, label=label, extend="both", shrink=0.85)
+    dots = panel.scatter(x_U, y_U, c=values_U[order_U].numpy(), s=_dot_area(units), cmap="viridis", norm=scale)
+    bar = panel.figure.colorbar(dots, ax=panel, extend="both", shrink=0.85)
+    bar.set_label(label, fontsize=12)
 
 
 def _draw_experts(panel: Axes, units: UnitMap) -> None:
-    """Colour by expert, number each group in its midst, and list the experts where they are few."""
-    listed = units.experts <= MOST_NAMED
-    entries: list[tuple[int, str, str | Colour]] = [(DROPPED, "dropped", "#dddddd"), (ALWAYS_ON, "always on", "#555555")]
-    entries += [(e, f"expert {e}", colour) for e, colour in enumerate(distinct_colours(units.experts))]
+    """Colour by expert; where the experts are few, number each in its midst and list them all."""
+    named = units.experts <= MOST_NAMED
     handles = []
-    for home, name, colour in entries:
-        own_U = units.home_U == home
-        if not own_U.any():
+    for home, name, colour in _homes(units.experts):
+        points_U2 = units.coordinates_U2[units.home_U == home].numpy()
+        if not len(points_U2):
             continue
-        x_U, y_U = units.coordinates_U2[own_U].T.numpy()
-        panel.scatter(x_U, y_U, color=colour, s=_dot_size(units), linewidths=0)
-        if listed or home < 0:
-            handles.append(Line2D([], [], marker="o", linestyle="", color=colour, label=f"{name} ({len(x_U)})"))
-        if listed and home >= 0:
-            outline = [withStroke(linewidth=3, foreground="white")]
+        panel.scatter(*points_U2.T, color=colour, s=_dot_area(units))
+        if named or home < 0:
+            handles.append(Line2D([], [], marker="o", linestyle="", color=colour, label=f"{name} ({len(points_U2)})"))
+        if named and home >= 0:
+            outline = [withStroke(linewidth=3.5, foreground="white")]
             panel.annotate(
-                str(home), (float(np.median(x_U)), float(np.median(y_U))), path_effects=outline, fontsize=11,
-                fontweight="bold", ha="center", va="center",
+                str(home), _midst(points_U2), path_effects=outline, fontsize=12, fontweight="bold", ha="center",
+                va="center",
             )  # fmt: skip
-    if not listed:
-        handles.append(Line2D([], [], linestyle="", label=f"{units.experts} experts, a colour each"))
-    panel.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
+    if not named:
+        handles.append(Line2D([], [], linestyle="", label=f"{units.experts} experts,\na colour each"))
+    panel.legend(
+        handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=10, labelspacing=0.3,
+        handletextpad=0.1,
+    )  # fmt: skip
 
 
-def _dot_size(units: UnitMap) -> float:
+def _homes(experts: int) -> list[tuple[int, str, str]]:
+    """Every home with its name and colour, in the order of drawing."""
+    named: list[tuple[int, str, str]] = [(DROPPED, "dropped", "#dddddd"), (ALWAYS_ON, "always on", "#666666")]
+    return named + [(e, f"expert {e}", colour) for e, colour in enumerate(distinct_colours(experts))]
+
+
+def _midst(points_U2: NDArray[np.float32]) -> tuple[float, float]:
+    """The medoid: unlike a mean, it lies on one of the points."""
+    distance_UU = np.linalg.norm(points_U2[:, None] - points_U2[None], axis=2)
+    x, y = points_U2[distance_UU.sum(1).argmin()].tolist()
+    return x, y
+
+
+def _dot_area(units: UnitMap) -> float:
     """Area in points² that keeps the panel about as full whatever the number of units."""
-    return float(np.clip(16000 / len(units.home_U), 2.0, 30.0))
+    return float(np.clip(24000 / len(units.home_U), 3.0, 40.0))

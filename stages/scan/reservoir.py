@@ -6,8 +6,8 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 
-def draw_reservoir(total_tokens: int, size: int, seed: int) -> Int[Tensor, "T"]:
-    """Slot of every token of the stream, -1 for those not drawn.
+def draw_reservoir(total_tokens: int, size: int, seed: int) -> Int[Tensor, "M"]:
+    """Slot of each of the stream's M tokens, -1 for those not drawn.
 
     All tokens are known before the scan starts, so the draw is made at once: uniform without replacement, and the same
     whatever the batch size and wherever a scan was interrupted.
@@ -19,10 +19,10 @@ def draw_reservoir(total_tokens: int, size: int, seed: int) -> Int[Tensor, "T"]:
     return slots
 
 
-def slots_of_batch(slots_T: Int[Tensor, "T"], first: int, mask_BT: Bool[Tensor, "B T"]) -> Int[Tensor, "B T"]:
+def slots_of_batch(slots_M: Int[Tensor, "M"], first: int, mask_BT: Bool[Tensor, "B T"]) -> Int[Tensor, "B T"]:
     """Reservoir slots of one batch, whose first real token is number `first` of the stream; -1 on padding."""
     slots_BT = torch.full(mask_BT.shape, -1, dtype=torch.int64)
-    slots_BT[mask_BT] = slots_T[first : first + int(mask_BT.sum())]
+    slots_BT[mask_BT] = slots_M[first : first + int(mask_BT.sum())]
     return slots_BT
 
 

@@ -58,9 +58,11 @@ def ffn_modules(dense: PreTrainedModel) -> list[nn.Module]:
     return [layer.mlp for layer in dense.get_decoder().layers]
 
 
-def enable_gradient_checkpointing(dense: PreTrainedModel) -> None:
+def enable_gradient_checkpointing(dense: PreTrainedModel, *, reentrant: bool = False) -> None:
     """Recompute layers in the backward pass, without switching dropout on as `train()` would."""
-    dense.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    # Renamed within transformers 5.
+    enable = getattr(dense, "activation_checkpointing_enable", None) or dense.gradient_checkpointing_enable
+    enable({"use_reentrant": reentrant})
     for layer in dense.get_decoder().layers:
         layer.training = True
 

@@ -75,8 +75,7 @@ def truth(folder):
 
 
 def checkpoint_reentrant(model):
-    enable_gradient_checkpointing(model)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    enable_gradient_checkpointing(model, reentrant=True)
 
 
 @pytest.mark.parametrize("product", ["gram", "direct"])
