@@ -47,10 +47,10 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
             raise _damaged(path, f"header length {length} does not fit a file of {size} bytes")
         raw = file.read(length)
     try:
-        header = json.loads(raw)
+        header = dict(json.loads(raw.decode()))
         header.pop("__metadata__", None)
         entries = {name: _entry(path, 8 + length, spec) for name, spec in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise _damaged(path, f"unreadable header ({type(error).__name__}: {error})") from error
     _check_layout(path, 8 + length, size, entries)
     return entries

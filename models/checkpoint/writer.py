@@ -29,6 +29,7 @@ class ShardWriter:
         self._folder, self._max_shard_bytes = folder, max_shard_bytes
         self._pending: dict[str, Tensor] = {}
         self._pending_bytes = 0
+        self._pointers: set[int] = set()
         self._shards: list[tuple[Path, dict[str, _Spec]]] = []
         self._names: set[str] = set()
 
@@ -57,8 +58,13 @@ class ShardWriter:
         self._names.add(name)
         if self._pending and self._pending_bytes + tensor.nbytes > self._max_shard_bytes:
             self._flush()
-        self._pending[name] = tensor.detach().cpu().contiguous()
-        self._pending_bytes += tensor.nbytes
+        own = tensor.detach().cpu().contiguous()
+        if own.data_ptr() in self._pointers:
+            # safetensors refuses one memory under two names.
+            own = own.clone()
+        self._pointers.add(own.data_ptr())
+        self._pending[name] = own
+        self._pending_bytes += own.nbytes
 
     def close(self) -> None:
         """Write the last shard, name all shards, check them by their headers, write the index."""
@@ -84,7 +90,7 @@ class ShardWriter:
                 f"cannot write a shard: {error}", where=str(path), do="free disk space or choose another output_dir"
             ) from error
         _fsync(path)
-        self._pending, self._pending_bytes = {}, 0
+        self._pending, self._pending_bytes, self._pointers = {}, 0, set()
 
     def _final_name(self, number: int) -> Path:
         if len(self._shards) == 1:

@@ -171,7 +171,9 @@ def test_expert_tensors_are_the_dense_slices_up_to_the_fold(cases: Path, name: s
         if case.always_on:
             shared = [moe[tensor] for tensor in target.shared_ffn(layer)]
             assert torch.equal(shared[0][: case.always_on], gate[always_on_S])
-            assert torch.equal(shared[2][:, : case.always_on], down[:, always_on_S] * (2 if target.shared_router else 1))
+            assert torch.equal(
+                shared[2][:, : case.always_on], down[:, always_on_S] * (2 if target.shared_router else 1)
+            )
             assert not shared[2][:, case.always_on :].any()
 
 

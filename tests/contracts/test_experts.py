@@ -1,0 +1,120 @@
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from models.errors import ContractError
+from models.experts import LayerExperts
+from stages.contracts.experts import (
+    Provenance,
+    layer_file,
+    load_expert,
+    load_layer,
+    load_provenance,
+    save_layer,
+    verify_layer,
+)
+
+E, N, D, S = 3, 4, 6, 5
+REMEDY = "  do:    stage=extract fresh=true"
+
+
+def random_layer(always_on: int = S) -> tuple[LayerExperts, Provenance]:
+    generator = torch.Generator().manual_seed(1)
+    sizes = ((E, N, D), (E, N, D), (E, D, N), (always_on, D), (always_on, D), (D, always_on))
+    order = torch.randperm(E * N + always_on, generator=generator).int()
+    scores = torch.rand(E * N + always_on, generator=generator)
+    provenance = Provenance(order[: E * N].view(E, N), scores[: E * N].view(E, N), order[E * N :], scores[E * N :])
+    return LayerExperts(*(torch.randn(size, generator=generator).bfloat16() for size in sizes)), provenance
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_layer(tmp_path, 7, *random_layer(), "silu")
+    return tmp_path
+
+
+@pytest.mark.parametrize("always_on", [S, 0])
+def test_layers_come_back_bit_for_bit(tmp_path: Path, always_on: int) -> None:
+    experts, provenance = random_layer(always_on)
+    size = save_layer(tmp_path, 0, experts, provenance, "silu")
+    assert size == layer_file(tmp_path, 0).stat().st_size
+    for written, read in ((experts, load_layer(tmp_path, 0)), (provenance, load_provenance(tmp_path, 0))):
+        for name, tensor in vars(written).items():
+            assert getattr(read, name).dtype == tensor.dtype
+            assert torch.equal(getattr(read, name), tensor)
+
+
+def test_names_on_disk(folder: Path) -> None:
+    with safe_open(folder / "layer-00007.safetensors", framework="pt") as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    assert shapes["experts.2.gate_proj.weight"] == shapes["experts.0.up_proj.weight"] == (N, D)
+    assert shapes["experts.1.down_proj.weight"] == (D, N)
+    assert shapes["always_on.gate_proj.weight"] == (S, D)
+    assert shapes["always_on.down_proj.weight"] == (D, S)
+    assert shapes["experts.0.units"] == shapes["experts.0.scores"] == (N,)
+    assert len(shapes) == (E + 1) * 5
+
+
+def test_one_expert_as_a_module(folder: Path) -> None:
+    experts, _provenance = random_layer()
+    expert = load_expert(folder, 7, 2)
+    assert torch.equal(expert.gate_proj.weight, experts.gate_END[2])
+    assert torch.equal(expert.up_proj.weight, experts.up_END[2])
+    assert torch.equal(expert.down_proj.weight, experts.down_EDN[2])
+    assert expert(torch.ones(2, D, dtype=torch.bfloat16)).shape == (2, D)
+
+
+def test_no_such_expert(folder: Path) -> None:
+    with pytest.raises(ContractError) as caught:
+        load_expert(folder, 7, 3)
+    assert str(caught.value) == "no expert 3: the layer has 3\n  where: layer 7\n  do:    an expert of 0..2"
+
+
+def test_no_such_layer(folder: Path) -> None:
+    path = folder / "layer-00008.safetensors"
+    with pytest.raises(ContractError) as caught:
+        load_layer(folder, 8)
+    assert caught.value.what.startswith("cannot read experts: No such file or directory")
+    assert f"  where: {path}\n{REMEDY}" in str(caught.value)
+
+
+@pytest.mark.parametrize("load", [load_layer, load_provenance, lambda folder, layer: load_expert(folder, layer, 0)])
+def test_truncated_file(folder: Path, load: object) -> None:
+    path = layer_file(folder, 7)
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(ContractError, match=r"^cannot read experts: ") as caught:
+        load(folder, 7)
+    assert str(caught.value).endswith(f"\n  where: {path}\n{REMEDY}")
+
+
+def test_missing_tensor(folder: Path) -> None:
+    path = layer_file(folder, 7)
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(path)
+    del tensors["experts.1.up_proj.weight"]
+    save_file(tensors, path, metadata=metadata)
+    with pytest.raises(ContractError, match=r"^cannot read experts: .*experts\.1\.up_proj\.weight"):
+        load_layer(folder, 7)
+
+
+def test_another_version(folder: Path) -> None:
+    path = layer_file(folder, 7)
+    save_file(load_file(path), path, metadata={"version": "9", "experts": "3", "hidden_act": "silu"})
+    with pytest.raises(ContractError) as caught:
+        load_layer(folder, 7)
+    assert str(caught.value) == f"expected experts version 1, found 9\n  where: {path}\n{REMEDY}"
+
+
+def test_verification_sees_one_bit(folder: Path) -> None:
+    experts, _provenance = random_layer()
+    verify_layer(folder, 7, experts)
+    experts.up_END[1].view(torch.int16)[2, 3] ^= 1
+    with pytest.raises(ContractError) as caught:
+        verify_layer(folder, 7, experts)
+    assert str(caught.value) == (
+        f"experts.1.up_proj.weight on disk differs from the dense weights\n  where: layer 7\n{REMEDY}"
+    )

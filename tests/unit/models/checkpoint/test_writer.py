@@ -1,0 +1,114 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from models.checkpoint.reader import ShardReader
+from models.checkpoint.writer import ShardWriter
+from models.errors import CheckpointError
+
+
+def test_one_shard_needs_no_index(tmp_path: Path) -> None:
+    with ShardWriter(tmp_path / "new") as writer:
+        writer.add("a", torch.ones(2, 3))
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["model.safetensors"]
+
+
+def test_shards_are_named_and_indexed_as_transformers_does(tmp_path: Path) -> None:
+    tensors = {name: torch.full((5,), float(i)) for i, name in enumerate("abcde")}
+    with ShardWriter(tmp_path, max_shard_bytes=40) as writer:
+        for name, tensor in tensors.items():
+            writer.add(name, tensor)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    first, second, third = (f"model-{number:05}-of-00003.safetensors" for number in (1, 2, 3))
+    assert index == {
+        "metadata": {"total_size": 100},
+        "weight_map": {"a": first, "b": first, "c": second, "d": second, "e": third},
+    }
+    assert {path.name for path in tmp_path.iterdir()} == {first, second, third, "model.safetensors.index.json"}
+    with ShardReader(tmp_path) as reader:
+        assert all(torch.equal(reader.tensor(name), tensor) for name, tensor in tensors.items())
+
+
+def test_a_tensor_larger_than_a_shard_gets_its_own(tmp_path: Path) -> None:
+    with ShardWriter(tmp_path, max_shard_bytes=16) as writer:
+        writer.add("small", torch.ones(1))
+        writer.add("large", torch.ones(9))
+        writer.add("last", torch.ones(2))
+    sizes = [len(load_file(path)) for path in sorted(tmp_path.glob("model-*"))]
+    assert sizes == [1, 1, 1]
+
+
+def test_views_are_written_as_they_look(tmp_path: Path) -> None:
+    base = torch.arange(12.0).view(3, 4)
+    with ShardWriter(tmp_path) as writer:
+        writer.add("transposed", base.T)
+        writer.add("slice", base[:, 1:3])
+        writer.add("row", base[1])
+    written = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(written["transposed"], base.T)
+    assert torch.equal(written["slice"], base[:, 1:3])
+    assert torch.equal(written["row"], base[1])
+
+
+def test_a_name_is_written_once(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path)
+    writer.add("a", torch.ones(2))
+    with pytest.raises(CheckpointError) as caught:
+        writer.add("a", torch.ones(2))
+    assert str(caught.value) == f"tensor a was already written\n  where: {tmp_path}"
+
+
+def test_a_failed_write_leaves_no_checkpoint(tmp_path: Path) -> None:
+    def fail() -> None:
+        with ShardWriter(tmp_path, max_shard_bytes=8) as writer:
+            writer.add("a", torch.ones(2))
+            writer.add("b", torch.ones(2))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_a_users_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_space(*_args: object, **_more: object) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("models.checkpoint.writer.save_file", no_space)
+    writer = ShardWriter(tmp_path)
+    writer.add("a", torch.ones(2))
+    with pytest.raises(CheckpointError) as caught:
+        writer.close()
+    assert str(caught.value) == (
+        "cannot write a shard: I/O error: No space left on device (os error 28)\n"
+        f"  where: {tmp_path / 'shard-00000.partial'}\n"
+        "  do:    free disk space or choose another output_dir"
+    )
+
+
+def test_what_was_written_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from safetensors.torch import save_file
+
+    def lossy(tensors: dict[str, torch.Tensor], path: Path, **more: object) -> None:
+        save_file({name: tensor.half() for name, tensor in tensors.items()}, path, **more)
+
+    monkeypatch.setattr("models.checkpoint.writer.save_file", lossy)
+    writer = ShardWriter(tmp_path)
+    writer.add("a", torch.ones(2))
+    with pytest.raises(CheckpointError) as caught:
+        writer.close()
+    assert caught.value.what == "what was written is not what was given: a"
+
+
+def test_one_memory_under_two_names(tmp_path: Path) -> None:
+    shared = torch.arange(6.0)
+    with ShardWriter(tmp_path) as writer:
+        writer.add("a", shared)
+        writer.add("b", shared)
+    written = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(written["a"], shared)
+    assert torch.equal(written["b"], shared)

@@ -1,0 +1,112 @@
+from typing import Any
+
+import pytest
+
+from models.errors import ConfigError
+from models.families.fold import GateFold, gate_fold
+from models.families.moe import MOE_TARGETS, check_target, select_target
+from models.shape import Shape
+
+
+@pytest.mark.parametrize(
+    ("source", "always_on", "target"),
+    [
+        ("qwen3", 0, "qwen3_moe"),
+        ("qwen3", 5, "glm4_moe"),
+        ("qwen2", 0, "qwen2_moe"),
+        ("qwen2", 5, "qwen2_moe"),
+        ("llama", 0, "mixtral"),
+        ("llama", 5, "glm4_moe"),
+        ("mistral", 0, "mixtral"),
+        ("mistral", 5, "glm4_moe"),
+    ],
+)
+def test_auto_stays_in_the_family_where_it_can(source: str, always_on: int, target: str) -> None:
+    assert select_target(source, "auto", always_on).model_type == target
+    assert select_target(source, target, always_on).model_type == target
+
+
+@pytest.mark.parametrize(
+    ("source", "requested", "always_on", "text"),
+    [
+        ("llama", "mixtrel", 0, "unknown target 'mixtrel'\n{where}qwen2_moe, mixtral, glm4_moe"),
+        ("qwen2", "mixtral", 0, "mixtral cannot hold the attention of qwen2\n{where}qwen2_moe, glm4_moe"),
+        ("qwen3", "qwen3_moe", 64, "qwen3_moe has no always-on units, 64 are wanted\n{where}glm4_moe"),
+        ("llama", "mixtral", 1, "mixtral has no always-on units, 1 are wanted\n{where}qwen2_moe, glm4_moe"),
+    ],
+)
+def test_targets_that_cannot_say_it(source: str, requested: str, always_on: int, text: str) -> None:
+    where = "  where: assemble.target\n  do:    assemble.target=auto, or one of "
+    with pytest.raises(ConfigError) as caught:
+        select_target(source, requested, always_on)
+    assert str(caught.value) == text.format(where=where)
+
+
+SIZES = {"hidden_size": 24, "num_attention_heads": 4}
+SHAPE = Shape(experts=6, n=16, top_k=2, always_on=0)
+
+
+def faults(config: dict[str, Any], target: str, shape: Shape = SHAPE) -> list[str]:
+    return [str(error) for error in check_target(SIZES | config, MOE_TARGETS[target], shape)]
+
+
+def test_plain_sources_can_be_said() -> None:
+    assert faults({"model_type": "llama"}, "mixtral") == []
+    assert faults({"model_type": "qwen3", "attention_bias": True}, "qwen3_moe") == []
+    assert faults({"model_type": "qwen2"}, "glm4_moe") == []
+    assert faults({"model_type": "mistral"}, "mixtral") == []
+
+
+@pytest.mark.parametrize(
+    ("config", "target", "text"),
+    [
+        (
+            {"model_type": "llama", "attention_bias": True},
+            "mixtral",
+            "mixtral has no bias on o_proj\n"
+            "  where: attention_bias in config.json\n"
+            "  do:    choose a source without attention biases",
+        ),
+        (
+            {"model_type": "mistral"},
+            "glm4_moe",
+            "glm4_moe has no sliding window\n"
+            "  where: sliding_window in config.json\n"
+            "  do:    assemble.target=mixtral always_on=0",
+        ),
+        (
+            {"model_type": "llama", "head_dim": 8},
+            "qwen2_moe",
+            "qwen2_moe cannot say head_dim=8\n  where: head_dim in config.json\n  do:    assemble.target=auto",
+        ),
+    ],
+)
+def test_sources_a_target_cannot_say(config: dict[str, Any], target: str, text: str) -> None:
+    assert faults(config, target) == [text]
+
+
+def test_one_expert_is_too_few_for_glm4() -> None:
+    one = Shape(experts=1, n=16, top_k=1, always_on=0)
+    assert faults({"model_type": "llama"}, "glm4_moe", one) == [
+        "glm4_moe needs at least 2 experts\n  where: experts=1\n  do:    experts=2"
+    ]
+    assert faults({"model_type": "llama"}, "mixtral", one) == []
+
+
+def test_several_faults_are_found_at_once() -> None:
+    both = {"model_type": "mistral", "head_dim": 8}
+    assert len(faults(both, "qwen2_moe")) == 2
+
+
+@pytest.mark.parametrize(
+    ("target", "experts", "fold"),
+    [
+        ("qwen3_moe", 6, GateFold(4.0, 1.0, norm_topk_prob=True, routed_scaling_factor=None)),
+        ("mixtral", 6, GateFold(4.0, 1.0, norm_topk_prob=None, routed_scaling_factor=None)),
+        ("qwen2_moe", 6, GateFold(4.0, 2.0, norm_topk_prob=True, routed_scaling_factor=None)),
+        ("qwen2_moe", 16, GateFold(16.0, 2.0, norm_topk_prob=False, routed_scaling_factor=None)),
+        ("glm4_moe", 6, GateFold(1.0, 1.0, norm_topk_prob=True, routed_scaling_factor=4.0)),
+    ],
+)
+def test_who_carries_the_scale(target: str, experts: int, fold: GateFold) -> None:
+    assert gate_fold(MOE_TARGETS[target], Shape(experts, 16, 4, 0)) == fold

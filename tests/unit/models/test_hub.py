@@ -1,0 +1,97 @@
+"""Off line only: what a person without a connection, or with a wrong name, is told."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from huggingface_hub.errors import OfflineModeIsEnabled
+
+from models.config import ModelConfig
+from models.errors import UserError
+from models.source import check_source, resolve_folder, source_identity
+
+UNREACHABLE = (
+    "the hub cannot be reached and the model is not in the cache\n"
+    "  where: model.name=nobody/nothing, model.revision=main\n"
+    "  do:    connect once, or model=local model.path=<folder of the checkpoint>"
+)
+
+
+def hub(name: str | None = "nobody/nothing", revision: str | None = None) -> ModelConfig:
+    return ModelConfig(kind="hub", name=name, revision=revision)
+
+
+def test_no_connection_and_nothing_cached() -> None:
+    assert [str(error) for error in check_source(hub())] == [UNREACHABLE]
+    for read in (resolve_folder, source_identity):
+        with pytest.raises(UserError) as caught:
+            read(hub())
+        assert str(caught.value) == UNREACHABLE
+
+
+def test_a_name_the_hub_does_not_allow() -> None:
+    (error,) = check_source(hub("a b//c", "v2"))
+    assert error.what.startswith("the hub refused: Repo id must be in the form")
+    assert error.where == "model.name=a b//c, model.revision=v2"
+    assert error.do == "check model.name and model.revision; for a gated model: hf auth login"
+
+
+def test_no_name() -> None:
+    assert [str(error) for error in check_source(hub(None))] == [
+        "model=hub needs a repository\n  where: model.name\n  do:    model.name=Qwen/Qwen2.5-0.5B"
+    ]
+
+
+CONFIG = (
+    '{"model_type": "qwen2", "hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 4, '
+    '"num_hidden_layers": 2, "vocab_size": 61}'
+)
+
+
+@pytest.fixture
+def fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A hub that gives config.json of some commit."""
+    config = tmp_path / "0123abc" / "config.json"
+    config.parent.mkdir()
+    config.write_text(CONFIG)
+    monkeypatch.setattr("models.hub.hf_hub_download", lambda *_args, **_more: str(config))
+    return config
+
+
+def test_pickle_repositories_are_refused_before_they_are_downloaded(
+    fetched: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [SimpleNamespace(filename=name) for name in ("config.json", "pytorch_model.bin")]
+    monkeypatch.setattr("models.hub.snapshot_download", lambda *_args, dry_run, **_more: files)
+    (error,) = check_source(hub())
+    assert error.what == "pickle checkpoint refused: pytorch_model.bin can run any code when opened"
+    assert error.where == "nobody/nothing"
+
+
+def test_off_line_with_a_cached_config_is_fine(fetched: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def off_line(*_args: object, **_more: object) -> None:
+        raise OfflineModeIsEnabled("off line")
+
+    monkeypatch.setattr("models.hub.snapshot_download", off_line)
+    assert check_source(hub()) == []
+
+
+def test_identity_is_the_commit(fetched: Path) -> None:
+    assert source_identity(hub()) == {"name": "nobody/nothing", "commit": "0123abc"}
+
+
+def test_code_is_downloaded_only_where_it_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def snapshot(_name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append(allow_patterns)
+        return "folder"
+
+    monkeypatch.setattr("models.hub.snapshot_download", snapshot)
+    resolve_folder(hub())
+    trusted = hub()
+    trusted.trust_remote_code = True
+    resolve_folder(trusted)
+    assert "*.py" not in asked[0]
+    assert asked[1] == [*asked[0], "*.py"]
+    assert not any(pattern.endswith((".bin", ".pt")) for pattern in asked[1])

@@ -1,0 +1,274 @@
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from models.config import ModelConfig
+from models.experts import LayerExperts
+from models.families.emit import emit_checkpoint
+from models.families.moe import MOE_TARGETS
+from models.pico import write_pico
+from models.shape import Shape
+from models.source import EMBEDDED, check_source, read_source_config, resolve_folder, source_identity
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_pico(tmp_path_factory.mktemp("whole"), "qwen2", max_shard_size="12KB")
+
+
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "model"))
+
+
+def local(folder: Path) -> ModelConfig:
+    return ModelConfig(kind="local", path=str(folder))
+
+
+def texts(folder: Path) -> list[str]:
+    return [str(error) for error in check_source(local(folder))]
+
+
+def edit_config(folder: Path, **changes: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_whole_checkpoints_have_no_faults(folder: Path) -> None:
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    assert texts(folder) == []
+    assert check_source(ModelConfig()) == []
+
+
+def test_embedded_and_local_folders(folder: Path) -> None:
+    assert resolve_folder(ModelConfig()) == EMBEDDED
+    assert resolve_folder(local(folder)) == folder
+    assert read_source_config(ModelConfig())["intermediate_size"] == 1024
+
+
+GIVE_FOLDER = "  do:    model.path=<folder with config.json and model.safetensors>"
+
+
+def test_no_such_folder(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    assert texts(gone) == [f"no checkpoint: {gone} does not exist\n  where: model.path\n{GIVE_FOLDER}"]
+
+
+def test_a_file_is_no_folder(folder: Path) -> None:
+    file = folder / "config.json"
+    assert texts(file) == [f"no checkpoint: {file} is a file, not a folder\n  where: model.path\n{GIVE_FOLDER}"]
+
+
+def test_a_folder_without_config(tmp_path: Path) -> None:
+    what = "no checkpoint: cannot read config.json (No such file or directory)"
+    assert texts(tmp_path) == [f"{what}\n  where: {tmp_path}\n{GIVE_FOLDER}"]
+
+
+def test_no_path_given() -> None:
+    assert [str(error) for error in check_source(ModelConfig(kind="local"))] == [
+        "model=local needs a folder\n  where: model.path\n  do:    model.path=<folder of the checkpoint>"
+    ]
+
+
+@pytest.mark.parametrize(("text", "reason"), [("{", "config.json is no JSON"), ("[]", "config.json holds no object")])
+def test_broken_config(folder: Path, text: str, reason: str) -> None:
+    (folder / "config.json").write_text(text)
+    (error,) = check_source(local(folder))
+    assert error.what.startswith(reason)
+
+
+def test_config_without_sizes(folder: Path) -> None:
+    edit_config(folder, hidden_size=None, vocab_size="many")
+    assert texts(folder)[0] == (
+        "config.json gives no number for hidden_size, vocab_size\n  do:    download or copy it again"
+    )
+
+
+def test_pickle_checkpoints_are_refused(folder: Path) -> None:
+    for path in folder.glob("model*"):
+        path.unlink()
+    (folder / "pytorch_model-00001-of-00002.bin").write_bytes(b"never opened")
+    (folder / "pytorch_model-00002-of-00002.bin").write_bytes(b"never opened")
+    assert texts(folder) == [
+        "pickle checkpoint refused: pytorch_model-00001-of-00002.bin, pytorch_model-00002-of-00002.bin "
+        "can run any code when opened\n"
+        f"  where: {folder}\n"
+        "  do:    give a safetensors checkpoint, or convert one you trust: "
+        "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
+    ]
+
+
+def test_no_weights_at_all(folder: Path) -> None:
+    for path in folder.glob("model*"):
+        path.unlink()
+    assert texts(folder) == [
+        "no model.safetensors or model.safetensors.index.json\n"
+        f"  where: {folder}\n"
+        "  do:    give a safetensors checkpoint"
+    ]
+
+
+def test_every_damaged_shard_is_named(folder: Path) -> None:
+    missing, cut, corrupt = sorted(folder.glob("*.safetensors"))[:3]
+    missing.unlink()
+    size = cut.stat().st_size
+    cut.write_bytes(cut.read_bytes()[:-10])
+    corrupt.write_bytes(b"\x40" + bytes(7) + b"\x00" * 200)
+    errors = check_source(local(folder))
+    assert [error.what.split("(")[0] for error in errors] == [
+        f"{missing.name} is missing",
+        f"{cut.name} is damaged: truncated: {size - 10} bytes, the header says {size}",
+        f"{corrupt.name} is damaged: unreadable header ",
+    ]
+    assert [error.where for error in errors] == [str(missing), str(cut), str(corrupt)]
+
+
+def test_index_and_shards_must_agree(folder: Path) -> None:
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.extra.weight"] = next(iter(index["weight_map"].values()))
+    path.write_text(json.dumps(index))
+    total = len(index["weight_map"])
+    assert texts(folder) == [
+        f"1 of {total} tensors are not in the shard the index names: model.extra.weight\n"
+        f"  where: {path}\n"
+        "  do:    download or copy the checkpoint again"
+    ]
+
+
+def test_broken_index(folder: Path) -> None:
+    path = folder / "model.safetensors.index.json"
+    path.write_text("{}")
+    assert texts(folder) == [
+        f"unreadable shard index (KeyError: 'weight_map')\n  where: {path}\n  do:    download or copy it again"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "what"),
+    [
+        ("gpt2", "architecture 'gpt2' has no gated FFN"),
+        ("bert", "architecture 'bert' is not supported"),
+        (None, "architecture None is not supported"),
+    ],
+)
+def test_other_architectures_are_named_beside_the_supported(folder: Path, model_type: str | None, what: str) -> None:
+    edit_config(folder, model_type=model_type)
+    assert texts(folder) == [
+        f"{what}\n"
+        "  where: model_type in config.json\n"
+        "  do:    choose a dense model of one of these: llama, mistral, qwen2, qwen3"
+    ]
+
+
+def test_architecture_and_damage_are_reported_together(folder: Path) -> None:
+    edit_config(folder, model_type="gpt2")
+    next(folder.glob("*.safetensors")).unlink()
+    assert len(texts(folder)) == 2
+
+
+def test_a_moe_we_wrote_is_no_source(whole: Path, tmp_path: Path) -> None:
+    shape = Shape(experts=3, n=8, top_k=2, always_on=0)
+    slices = LayerExperts(
+        *(torch.zeros(3, 8, 24), torch.zeros(3, 8, 24), torch.zeros(3, 24, 8)),
+        *(torch.zeros(0, 24), torch.zeros(0, 24), torch.zeros(24, 0)),
+    )
+    emit_checkpoint(
+        whole,
+        tmp_path,
+        target=MOE_TARGETS["qwen2_moe"],
+        shape=shape,
+        routers=lambda _layer: torch.zeros(3, 24),
+        experts=lambda _layer: slices,
+    )
+    AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert [error.what for error in check_source(local(tmp_path))] == ["architecture 'qwen2_moe' is not supported"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            {"quantization_config": {"quant_method": "gptq"}},
+            "quantised weights cannot be sliced\n"
+            "  where: quantization_config in config.json\n"
+            "  do:    give the unquantised checkpoint",
+        ),
+        (
+            {"mlp_bias": True},
+            "an FFN with biases has no MoE counterpart\n"
+            "  where: mlp_bias in config.json\n"
+            "  do:    choose a model without them",
+        ),
+        (
+            {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]},
+            "layers with and without a sliding window cannot be told apart in the MoE\n"
+            "  where: use_sliding_window in config.json\n"
+            "  do:    set use_sliding_window to false in config.json and stay below sliding_window tokens",
+        ),
+    ],
+)
+def test_features_no_moe_can_say(folder: Path, changes: dict[str, object], text: str) -> None:
+    edit_config(folder, **changes)
+    assert texts(folder) == [text]
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Edit the tensors of a checkpoint and write it as one shard."""
+    tensors: dict[str, torch.Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        tensors |= load_file(path)
+        path.unlink()
+    (folder / "model.safetensors.index.json").unlink()
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_missing_tensors(folder: Path) -> None:
+    change_tensors(folder, lambda tensors: tensors.pop("model.layers.1.mlp.gate_proj.weight"))
+    assert texts(folder) == [
+        "1 tensors are missing\n"
+        "  where: model.layers.1.mlp.gate_proj.weight\n"
+        "  do:    check that config.json belongs to these weights"
+    ]
+
+
+def test_unknown_tensors(folder: Path) -> None:
+    extra = {f"adapter.{i}": torch.ones(i + 1) for i in range(4)}
+    change_tensors(folder, lambda tensors: tensors.update(extra))
+    assert texts(folder) == [
+        "4 tensors are unknown to this architecture\n"
+        "  where: adapter.0, adapter.1, adapter.2 ...\n"
+        "  do:    check that config.json belongs to these weights"
+    ]
+
+
+def test_buffers_of_old_checkpoints_are_ignored(folder: Path) -> None:
+    buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3)}
+    change_tensors(folder, lambda tensors: tensors.update(buffer))
+    assert texts(folder) == []
+
+
+def test_tensors_of_another_width(folder: Path) -> None:
+    edit_config(folder, intermediate_size=41)
+    (error,) = check_source(local(folder))
+    assert error.what == "6 tensors do not have the shape that config.json says"
+    assert error.where.startswith("model.layers.0.mlp.down_proj.weight is (24, 40), not (24, 41), ")
+
+
+def test_identity_follows_weights_and_config(folder: Path) -> None:
+    before = source_identity(local(folder))
+    assert source_identity(local(folder)) == before
+    edit_config(folder, rms_norm_eps=1e-5)
+    after_config = source_identity(local(folder))
+    assert after_config["config"] != before["config"]
+    assert after_config["shards"] == before["shards"]
+    shard = next(folder.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes())
+    assert source_identity(local(folder))["shards"] != before["shards"]

@@ -1,0 +1,91 @@
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from models.config import ModelConfig
+from models.errors import ContractError
+from models.pico import write_pico
+from models.shape import Shape
+from stages.contracts.experts import load_expert, load_layer, load_provenance
+from stages.contracts.job import Job
+from stages.contracts.partition import Partition
+from stages.contracts.scores import Scores
+from stages.extract.config import ExtractConfig
+from stages.extract.stage import run
+
+LAYERS, WIDTH = 2, 40
+SHAPE = Shape(experts=3, n=8, top_k=2, always_on=5)
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_pico(
+        tmp_path_factory.mktemp("dense"), "qwen3", intermediate=WIDTH, layers=LAYERS, dtype=torch.bfloat16
+    )
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    parents = {name: tmp_path / name for name in ("score", "cluster")}
+    out = tmp_path / "out"
+    for folder in (*parents.values(), out):
+        folder.mkdir()
+    units = torch.stack(
+        [torch.randperm(WIDTH, generator=torch.Generator().manual_seed(i)) for i in range(LAYERS)]
+    ).int()
+    # 11 units are dropped.
+    Partition(WIDTH, units[:, 5:29].reshape(LAYERS, 3, 8), units[:, :5].contiguous()).save(parents["cluster"])
+    measures = torch.rand(6, LAYERS, WIDTH, generator=torch.Generator().manual_seed(9))
+    Scores("wanda", *(measure.clone() for measure in measures)).save(parents["score"])
+    return Job(parents, out, tmp_path / "scratch")
+
+
+def test_experts_are_the_dense_units_with_their_scores(dense: Path, job: Job) -> None:
+    table = run(job, model=ModelConfig(kind="local", path=str(dense)), extract=ExtractConfig(), shape=SHAPE)
+    weights = load_file(dense / "model.safetensors")
+    scores_LF = Scores.load(job.parents["score"]).wanda
+    partition = Partition.load(job.parents["cluster"])
+    for layer in range(LAYERS):
+        gate, up, down = (weights[f"model.layers.{layer}.mlp.{part}_proj.weight"] for part in ("gate", "up", "down"))
+        units_EN = partition.units[layer].long()
+        experts, provenance = load_layer(job.out, layer), load_provenance(job.out, layer)
+        assert torch.equal(experts.gate_END, gate[units_EN])
+        assert torch.equal(experts.up_END, up[units_EN])
+        assert torch.equal(experts.down_EDN, down[:, units_EN].transpose(0, 1))
+        assert torch.equal(experts.shared_down_DS, down[:, partition.always_on[layer].long()])
+        assert torch.equal(provenance.units_EN, partition.units[layer])
+        assert torch.equal(provenance.scores_EN, scores_LF[layer][units_EN])
+    assert load_expert(job.out, 1, 0).gate_proj.weight.dtype == torch.bfloat16
+    rows = {str(name): value for name, value in table.rows}
+    assert rows["layers"] == 2
+    assert rows["experts a layer"] == 3
+    assert rows["units dropped a layer"] == "11 of 40"
+    assert rows["most copies of a unit"] == 1
+
+
+def test_a_partition_of_another_shape(dense: Path, job: Job) -> None:
+    other = Shape(experts=3, n=9, top_k=2, always_on=5)
+    with pytest.raises(ContractError) as caught:
+        run(job, model=ModelConfig(kind="local", path=str(dense)), extract=ExtractConfig(), shape=other)
+    assert str(caught.value) == (
+        "the partition has (layers, experts, n, always_on, width) = (2, 3, 8, 5, 40), not (2, 3, 9, 5, 40)\n"
+        "  where: stage=cluster\n"
+        "  do:    stage=cluster fresh=true"
+    )
+    assert list(job.out.iterdir()) == []
+
+
+def test_damage_while_writing_is_seen(dense: Path, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    from safetensors.torch import save_file
+
+    def flip(tensors: dict[str, torch.Tensor], path: Path, **more: object) -> None:
+        damaged = tensors | {"experts.0.up_proj.weight": tensors["experts.0.up_proj.weight"].neg()}
+        save_file(damaged, path, **more)
+
+    monkeypatch.setattr("stages.contracts.experts.save_file", flip)
+    model = ModelConfig(kind="local", path=str(dense))
+    with pytest.raises(ContractError, match=r"^experts\.0\.up_proj\.weight on disk differs from the dense weights"):
+        run(job, model=model, extract=ExtractConfig(), shape=SHAPE)
+    run(job, model=model, extract=ExtractConfig(verify=False), shape=SHAPE)
