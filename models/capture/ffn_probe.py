@@ -42,8 +42,9 @@ class _Watch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401 - autograd's context
-        ctx.receive(grads[0], *ctx.saved_tensors)
-        return (None, grads[0], *([None] * len(ctx.saved_tensors)))
+        saved = ctx.saved_tensors  # once: under gradient checkpointing a second look is an error
+        ctx.receive(grads[0], *saved)
+        return (None, grads[0], *([None] * len(saved)))
 
 
 class _LayerProbe:
