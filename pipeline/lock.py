@@ -1,12 +1,15 @@
 """One writer per fingerprint, held by the kernel, so that a killed run never leaves a lock behind."""
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 
 from models.errors import UserError
+
+PATIENCE = 0.3  # seconds
 
 
 class LockedError(UserError):
@@ -31,7 +34,8 @@ def hold_lock(path: Path) -> Iterator[None]:
 
 
 def acquire(path: Path) -> int:
-    """Open and lock the file that `path` names now."""
+    """Open and lock the file that `path` names now; waits a moment for those who only clean up."""
+    deadline = time.monotonic() + PATIENCE
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -39,6 +43,9 @@ def acquire(path: Path) -> int:
         except BlockingIOError:
             holder = os.read(descriptor, 32).decode() or "just started"
             os.close(descriptor)
+            if time.monotonic() < deadline:
+                time.sleep(PATIENCE / 10)
+                continue
             raise LockedError(
                 "another run is computing the same result",
                 where=f"process {holder}, lock {path}",

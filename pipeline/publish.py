@@ -38,9 +38,22 @@ class Workshop:
         return self.root / "scratch"
 
     @property
+    def replaced(self) -> Path:
+        """The old result, for the moment between two renames."""
+        return self.root / "replaced"
+
+    @property
     def lock(self) -> Path:
         """The lock file."""
         return self.root.with_suffix(".lock")
+
+    def recover(self) -> None:
+        """Clean up after a killed run: what is half written goes, scratch stays unless its result is published."""
+        if self.replaced.exists() and not self.final.exists():
+            self.replaced.rename(self.final)
+        remove(self.root if self.final.exists() else self.out)
+        remove_if_empty(self.scratch)
+        remove_if_empty(self.root)
 
 
 @contextmanager
@@ -53,16 +66,28 @@ def open_workshop(final: Path, *, fresh: bool) -> Iterator[Workshop]:
     workshop = Workshop(final)
     final.parent.mkdir(parents=True, exist_ok=True)
     with hold_lock(workshop.lock):
-        remove_leftovers(final.parent)
-        shutil.rmtree(workshop.root if fresh else workshop.out, ignore_errors=True)
+        workshop.recover()
+        if fresh:
+            remove(workshop.root)
         workshop.out.mkdir(parents=True)
         workshop.scratch.mkdir(exist_ok=True)
         try:
             yield workshop
         finally:
-            shutil.rmtree(workshop.out, ignore_errors=True)
-            remove_if_empty(workshop.scratch)
-            remove_if_empty(workshop.root)
+            workshop.recover()
+
+
+def remove_leftovers(stage_folder: Path) -> None:
+    """Clean up after all killed runs of a stage, whatever their fingerprint."""
+    for name in {path.name.removesuffix(".lock") for path in stage_folder.glob(".*")}:
+        workshop = Workshop(stage_folder / name.removeprefix("."))
+        with suppress(LockedError), hold_lock(workshop.lock):  # locked: its run is alive
+            workshop.recover()
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder with all that is in it, if it is there."""
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def remove_if_empty(folder: Path) -> None:
@@ -71,30 +96,19 @@ def remove_if_empty(folder: Path) -> None:
         folder.rmdir()
 
 
-def remove_leftovers(stage_folder: Path) -> None:
-    """Remove what killed runs left half written, under any fingerprint; scratch stays, to go on from."""
-    for out in stage_folder.glob(".*/out"):
-        try:
-            with hold_lock(out.parent.with_suffix(".lock")):
-                shutil.rmtree(out, ignore_errors=True)
-        except LockedError:
-            continue  # its run is alive
-
-
 def publish(workshop: Workshop, *, fingerprint: str, recipe: Mapping[str, Any], table: Table) -> Manifest:
     """Make the workshop's `out` the published result; scratch is removed.
 
-    A kill at any moment leaves the old result, no result, or the new one, never a part of one.
+    A kill at any moment leaves the old result or the new one, never a part of one.
     """
     manifest = Manifest(fingerprint, recipe, describe_files(workshop.out), table)
     manifest.write(workshop.out)
     sync_tree(workshop.out)
-    replaced = workshop.root / "replaced"
     if workshop.final.exists():
-        workshop.final.rename(replaced)
+        workshop.final.rename(workshop.replaced)
     workshop.out.rename(workshop.final)
     sync(workshop.final.parent)
-    shutil.rmtree(workshop.root)
+    remove(workshop.root)
     return manifest
 
 

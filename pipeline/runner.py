@@ -10,7 +10,7 @@ from pipeline.command import command_line
 from pipeline.disk import explain_os_error, in_mib
 from pipeline.memory import peak_bytes, reset_peak
 from pipeline.plan import Step
-from pipeline.publish import open_workshop, publish
+from pipeline.publish import open_workshop, publish, remove_leftovers
 from pipeline.run_folder import RunFolder, render
 from stages.contracts.job import Job, Table
 
@@ -50,7 +50,8 @@ class Runner:
         self.close(steps)
 
     def keep(self, step: Step) -> None:
-        """Say that a published result is used again."""
+        """Say that a published result is used again, and clean up beside it."""
+        remove_leftovers(step.folder.parent)
         log.info("%-9s kept from an earlier run: %s", step.stage.name, shown(step.folder))
 
     def run_step(self, step: Step) -> None:

@@ -5,7 +5,7 @@ from contextlib import suppress
 import pytest
 
 from pipeline.artifact import Manifest, is_complete, verify
-from pipeline.publish import open_workshop, publish
+from pipeline.publish import Workshop, open_workshop, publish, remove_leftovers
 from stages.contracts.job import Table
 
 TABLE = Table(title="units", columns=["layer", "loss"], rows=[[0, 1.5], [1, 2.5]], notes=["a note"])
@@ -83,12 +83,30 @@ def test_what_killed_runs_left_is_removed_but_their_scratch_stays(final):
     (dead / "scratch").mkdir()
     (dead / "scratch" / "progress").write_text("17")
     (final.parent / ".dead.lock").write_text("1234")
-    make(final)
-    assert names(final.parent) == [".dead", "f00d"]
+    (final.parent / ".beef.lock").write_text("1234")
+    remove_leftovers(final.parent)
+    assert names(final.parent) == [".dead"]
     assert names(dead) == ["scratch"]
+
+
+def test_scratch_goes_once_its_result_is_published(final):
+    make(final)
+    (final.with_name(".f00d") / "scratch" / "inner").mkdir(parents=True)
+    remove_leftovers(final.parent)
+    assert names(final.parent) == ["f00d"]
+
+
+def test_an_old_result_is_put_back_when_its_replacement_was_killed(final):
+    make(final, text="old")
+    workshop = Workshop(final)
+    workshop.root.mkdir()
+    final.rename(workshop.replaced)
+    remove_leftovers(final.parent)
+    assert names(final.parent) == ["f00d"]
+    assert (final / "inner" / "a.txt").read_text() == "old"
 
 
 def test_the_unfinished_work_of_a_living_run_is_left_alone(final):
     with open_workshop(final.with_name("beef"), fresh=False) as other:
-        make(final)
+        remove_leftovers(final.parent)
         assert other.out.is_dir()
