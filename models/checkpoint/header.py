@@ -15,6 +15,9 @@ from models.errors import CheckpointError
 # The format's own bound; a larger number means the file is something else.
 MAX_HEADER_BYTES = 100_000_000
 
+_METADATA = "__metadata__"
+_RESTORE = "download or copy the file again"
+
 DTYPE_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1,
     "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
@@ -41,19 +44,33 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         CheckpointError: missing, truncated, or no safetensors file.
     """
     size = _size_of(path)
+    header, data_start = _parse(path, size)
+    header.pop(_METADATA, None)
+    try:
+        entries = {name: _entry(path, data_start, spec) for name, spec in header.items()}
+    except (ValueError, KeyError, TypeError) as error:
+        raise _unreadable(path, error) from error
+    _check_layout(path, data_start, size, entries)
+    return entries
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """The free text that a file carries beside its tensors. Raises CheckpointError."""
+    header, _data_start = _parse(path, _size_of(path))
+    return dict(header.get(_METADATA) or {})
+
+
+def _parse(path: Path, size: int) -> tuple[dict[str, Any], int]:
+    """The header, and where the data begins."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
             raise _damaged(path, f"header length {length} does not fit a file of {size} bytes")
         raw = file.read(length)
     try:
-        header = dict(json.loads(raw.decode()))
-        header.pop("__metadata__", None)
-        entries = {name: _entry(path, 8 + length, spec) for name, spec in header.items()}
-    except (ValueError, KeyError, TypeError) as error:
-        raise _damaged(path, f"unreadable header ({type(error).__name__}: {error})") from error
-    _check_layout(path, 8 + length, size, entries)
-    return entries
+        return dict(json.loads(raw.decode())), 8 + length
+    except (ValueError, TypeError) as error:
+        raise _unreadable(path, error) from error
 
 
 def _size_of(path: Path) -> int:
@@ -85,7 +102,8 @@ def _check_layout(path: Path, data_start: int, size: int, entries: dict[str, Ten
         raise _damaged(path, f"{kind}: {size} bytes, the header says {expected}")
 
 
-_RESTORE = "download or copy the file again"
+def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    return _damaged(path, f"unreadable header ({type(error).__name__}: {error})")
 
 
 def _damaged(path: Path, detail: str) -> CheckpointError:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from models.checkpoint.folder import read_checkpoint
-from models.checkpoint.header import TensorEntry
+from models.checkpoint.header import TensorEntry, read_header
 from models.errors import CheckpointError
 
 TORCH_DTYPES = {
@@ -35,9 +35,9 @@ class ShardReader:
     while mapped kills the process; here the cost is one tensor and the failure an error.
     """
 
-    def __init__(self, folder: Path) -> None:
-        """Read and check all headers. Raises CheckpointError."""
-        self._entries = read_checkpoint(folder)
+    def __init__(self, source: Path) -> None:
+        """Read and check all headers of a checkpoint folder, or of one safetensors file. Raises CheckpointError."""
+        self._entries = read_header(source) if source.is_file() else read_checkpoint(source)
         self._files: dict[Path, BufferedReader] = {}
 
     def __enter__(self) -> "ShardReader":
@@ -82,5 +82,5 @@ class ShardReader:
 
     def _entry(self, name: str) -> TensorEntry:
         if name not in self._entries:
-            raise CheckpointError(f"the checkpoint has no tensor {name}", do="check that the checkpoint is complete")
+            raise CheckpointError(f"there is no tensor {name}", do="check that the checkpoint is complete")
         return self._entries[name]

@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from models.errors import ContractError
+from models.checkpoint.header import read_metadata
+from models.checkpoint.reader import ShardReader
+from models.errors import CheckpointError, ContractError
 from models.experts import LayerExperts, TinyONNExpert
 
 VERSION = 1
@@ -53,9 +53,9 @@ def save_layer(folder: Path, layer: int, experts: LayerExperts, provenance: Prov
 
 def verify_layer(folder: Path, layer: int, experts: LayerExperts) -> None:
     """Compare the weights on disk with these, bit for bit. Raises ContractError."""
-    with _opened(folder, layer) as (file, _metadata):
+    with _opened(folder, layer) as (reader, _metadata):
         for name, tensor in _weights(experts).items():
-            if not torch.equal(_bits(file.get_tensor(name)), _bits(tensor)):
+            if not torch.equal(_bits(reader.tensor(name)), _bits(tensor)):
                 raise ContractError(
                     f"{name} on disk differs from the dense weights", where=f"layer {layer}", do=_REMEDY
                 )
@@ -81,51 +81,50 @@ def _bits(tensor: Tensor) -> Tensor:
 
 def load_layer(folder: Path, layer: int) -> LayerExperts:
     """All experts of one layer, bit for bit. Raises ContractError."""
-    with _opened(folder, layer) as (file, metadata):
-        stacks = (_stack(file, int(metadata["experts"]), name) for name in (_GATE, _UP, _DOWN))
-        shared = (file.get_tensor(f"always_on.{name}") for name in (_GATE, _UP, _DOWN))
+    with _opened(folder, layer) as (reader, metadata):
+        stacks = (_stack(reader, int(metadata["experts"]), name) for name in (_GATE, _UP, _DOWN))
+        shared = (reader.tensor(f"always_on.{name}") for name in (_GATE, _UP, _DOWN))
         return LayerExperts(*stacks, *shared)
 
 
 def load_provenance(folder: Path, layer: int) -> Provenance:
     """Where the neurons of one layer came from. Raises ContractError."""
-    with _opened(folder, layer) as (file, metadata):
-        stacks = (_stack(file, int(metadata["experts"]), name) for name in ("units", "scores"))
-        always_on = (file.get_tensor(f"always_on.{name}") for name in ("units", "scores"))
+    with _opened(folder, layer) as (reader, metadata):
+        stacks = (_stack(reader, int(metadata["experts"]), name) for name in ("units", "scores"))
+        always_on = (reader.tensor(f"always_on.{name}") for name in ("units", "scores"))
         return Provenance(*stacks, *always_on)
 
 
 def load_expert(folder: Path, layer: int, expert: int) -> TinyONNExpert:
     """One expert as a module; nothing else is read. Raises ContractError."""
-    with _opened(folder, layer) as (file, metadata):
+    with _opened(folder, layer) as (reader, metadata):
         count = int(metadata["experts"])
         if not 0 <= expert < count:
             raise ContractError(
                 f"no expert {expert}: the layer has {count}", where=f"layer {layer}", do=f"an expert of 0..{count - 1}"
             )
-        gate, up, down = (file.get_tensor(f"experts.{expert}.{name}") for name in (_GATE, _UP, _DOWN))
+        gate, up, down = (reader.tensor(f"experts.{expert}.{name}") for name in (_GATE, _UP, _DOWN))
         return TinyONNExpert.from_tensors(gate, up, down, metadata["hidden_act"])
 
 
-def _stack(file: Any, experts: int, name: str) -> Tensor:  # noqa: ANN401 - safe_open has no type
+def _stack(reader: ShardReader, experts: int, name: str) -> Tensor:
     """Experts side by side, filled one at a time so that no second copy is held."""
-    first: Tensor = file.get_tensor(f"experts.0.{name}")
+    first = reader.tensor(f"experts.0.{name}")
     stacked = first.new_empty(experts, *first.shape)
     for e in range(experts):
-        stacked[e] = file.get_tensor(f"experts.{e}.{name}")
+        stacked[e] = reader.tensor(f"experts.{e}.{name}")
     return stacked
 
 
 @contextmanager
-def _opened(folder: Path, layer: int) -> Iterator[tuple[Any, dict[str, str]]]:
+def _opened(folder: Path, layer: int) -> Iterator[tuple[ShardReader, dict[str, str]]]:
     path = layer_file(folder, layer)
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("version") != str(VERSION):
-                raise ContractError(
-                    f"expected experts version {VERSION}, found {metadata.get('version')}", where=str(path), do=_REMEDY
-                )
-            yield file, metadata
-    except (OSError, SafetensorError) as error:
-        raise ContractError(f"cannot read experts: {error}", where=str(path), do=_REMEDY) from error
+        metadata = read_metadata(path)
+        if metadata.get("version") != str(VERSION):
+            what = f"expected experts version {VERSION}, found {metadata.get('version')}"
+            raise ContractError(what, where=str(path), do=_REMEDY)
+        with ShardReader(path) as reader:
+            yield reader, metadata
+    except CheckpointError as error:
+        raise ContractError(f"cannot read experts: {error.what}", where=str(path), do=_REMEDY) from error

@@ -77,17 +77,18 @@ def test_no_such_layer(folder: Path) -> None:
     path = folder / "layer-00008.safetensors"
     with pytest.raises(ContractError) as caught:
         load_layer(folder, 8)
-    assert caught.value.what.startswith("cannot read experts: No such file or directory")
-    assert f"  where: {path}\n{REMEDY}" in str(caught.value)
+    assert str(caught.value) == f"cannot read experts: layer-00008.safetensors is missing\n  where: {path}\n{REMEDY}"
 
 
 @pytest.mark.parametrize("load", [load_layer, load_provenance, lambda folder, layer: load_expert(folder, layer, 0)])
 def test_truncated_file(folder: Path, load: object) -> None:
     path = layer_file(folder, 7)
+    size = path.stat().st_size
     path.write_bytes(path.read_bytes()[:-8])
-    with pytest.raises(ContractError, match=r"^cannot read experts: ") as caught:
+    with pytest.raises(ContractError) as caught:
         load(folder, 7)
-    assert str(caught.value).endswith(f"\n  where: {path}\n{REMEDY}")
+    damage = f"layer-00007.safetensors is damaged: truncated: {size - 8} bytes, the header says {size}"
+    assert str(caught.value) == f"cannot read experts: {damage}\n  where: {path}\n{REMEDY}"
 
 
 def test_missing_tensor(folder: Path) -> None:
@@ -97,8 +98,9 @@ def test_missing_tensor(folder: Path) -> None:
     tensors = load_file(path)
     del tensors["experts.1.up_proj.weight"]
     save_file(tensors, path, metadata=metadata)
-    with pytest.raises(ContractError, match=r"^cannot read experts: .*experts\.1\.up_proj\.weight"):
+    with pytest.raises(ContractError) as caught:
         load_layer(folder, 7)
+    assert caught.value.what == "cannot read experts: there is no tensor experts.1.up_proj.weight"
 
 
 def test_another_version(folder: Path) -> None:

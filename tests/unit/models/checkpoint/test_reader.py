@@ -40,6 +40,13 @@ def test_shards_are_found_by_the_index(tmp_path: Path) -> None:
         assert torch.equal(reader.tensor("second"), parts["second"])
 
 
+def test_one_file_is_read_as_a_checkpoint_is(tmp_path: Path) -> None:
+    path = tmp_path / "layer.safetensors"
+    save_file({"a": torch.ones(4)}, path)
+    with ShardReader(path) as reader:
+        assert reader.tensor("a").sum() == 4
+
+
 def test_what_is_read_is_the_readers_own(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(4)}, tmp_path / "model.safetensors")
     with ShardReader(tmp_path) as reader:
@@ -60,7 +67,7 @@ def test_unknown_tensor(tmp_path: Path) -> None:
     save_file({"a": torch.ones(4)}, tmp_path / "model.safetensors")
     with ShardReader(tmp_path) as reader, pytest.raises(CheckpointError) as caught:
         reader.tensor("b")
-    assert str(caught.value) == "the checkpoint has no tensor b\n  do:    check that the checkpoint is complete"
+    assert str(caught.value) == "there is no tensor b\n  do:    check that the checkpoint is complete"
 
 
 def test_a_file_cut_short_while_in_use_is_an_error(tmp_path: Path) -> None:
