@@ -4,8 +4,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-COARSEST, FINEST = 1.0, 0.01  # smoothing, in standard deviations of the affinity
-ROUNDS = 60
+COARSEST, FINEST = 1.0, 0.05  # smoothing, in standard deviations of the affinity
+ROUNDS = 10
 
 
 def fit_prices(affinity_UE: Float[Tensor, "U E"], sizes_E: Int[Tensor, "E"]) -> Float[Tensor, "E"]:

@@ -49,10 +49,10 @@ def draw_unit_map(units: UnitMap, path: Path, *, title: str) -> None:
 
 
 def _middle(values: Tensor) -> tuple[float, float]:
-    """Bounds of the colour scale: the extreme 2 % at either end share the end's colour."""
+    """Bounds of the colour scale: the extreme 5 % at either end share the end's colour."""
     if not len(values):
         return 0.01, 1.0
-    low, high = np.quantile(values.numpy(), (0.02, 0.98)).tolist()
+    low, high = np.quantile(values.numpy(), (0.05, 0.95)).tolist()
     return (low, high) if high > low else (low, low + 1.0)
 
 
@@ -83,10 +83,10 @@ def _draw_experts(panel: Axes, units: UnitMap) -> None:
                 va="center",
             )  # fmt: skip
     if not named:
-        handles.append(Line2D([], [], linestyle="", label=f"{units.experts} experts,\na colour each"))
+        handles.append(Line2D([], [], linestyle="", label=f"{units.experts} experts,\ncolours repeat"))
     panel.legend(
-        handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=10, labelspacing=0.3,
-        handletextpad=0.1,
+        handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, labelspacing=0.3,
+        handletextpad=0.1, fontsize=10 if len(handles) <= 24 else 8,
     )  # fmt: skip
 
 
