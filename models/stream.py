@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -82,8 +82,8 @@ class LayerStream:
         depth: int = self.config.num_hidden_layers
         return depth
 
-    def embed(self, batches: Sequence[Int[Tensor, "B T"]]) -> list[Float[Tensor, "B T D"]]:
-        """Hidden states before the first layer."""
+    def embed(self, batches: Sequence[Tensor]) -> list[Tensor]:
+        """Hidden states (B, T, D) before the first layer, for token ids (B, T); B and T differ from batch to batch."""
         self._check_window(max((ids.shape[1] for ids in batches), default=0))
         table_VD = self._reader.tensor("model.embed_tokens.weight")
         return [table_VD[ids].to(self.device, self.dtype) for ids in batches]

@@ -1,0 +1,51 @@
+import pytest
+import torch
+
+from models.errors import NumericsError
+from stages.calibration.normal_equations import NormalEquations
+
+T, A, Y = 31, 5, 3
+
+
+def draw(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(T, A, generator=generator), torch.randn(T, Y, generator=generator)
+
+
+def test_streamed_ridge_equals_the_textbook_solution():
+    a_TA, y_TY = draw()
+    moments = NormalEquations(A, Y)
+    moments.add(a_TA[:20], y_TY[:20])
+    moments.add(a_TA[20:], y_TY[20:])
+    gram = a_TA.double().T @ a_TA.double()
+    penalty = 0.1 * gram.diagonal().mean() * torch.eye(A)
+    expected = torch.linalg.solve(gram + penalty, a_TA.double().T @ y_TY.double()).T
+    torch.testing.assert_close(moments.solve(0.1).double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_vanishing_penalty_gives_least_squares():
+    a_TA, _ = draw()
+    truth_YA = torch.randn(Y, A, generator=torch.Generator().manual_seed(3))
+    moments = NormalEquations(A, Y)
+    moments.add(a_TA, a_TA @ truth_YA.T)
+    torch.testing.assert_close(moments.solve(1e-9), truth_YA, rtol=1e-4, atol=1e-5)
+
+
+def test_too_few_tokens_are_an_error():
+    moments = NormalEquations(A, Y)
+    moments.add(torch.ones(2, A), torch.ones(2, Y))
+    with pytest.raises(NumericsError) as caught:
+        moments.solve(0.0)
+    assert str(caught.value) == (
+        "2 calibration tokens do not determine 5 coefficients\n"
+        "  do:    more tokens (data.tokens=) or a larger penalty"
+    )
+
+
+def test_a_non_finite_input_is_an_error():
+    a_TA, y_TY = draw()
+    a_TA[3, 1] = torch.inf
+    moments = NormalEquations(A, Y)
+    moments.add(a_TA, y_TY)
+    with pytest.raises(NumericsError, match="the calibration moments are not finite"):
+        moments.solve(0.1)
