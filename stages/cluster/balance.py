@@ -1,6 +1,7 @@
 """Assign units to experts of given sizes with the highest total affinity."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from stages.cluster.prices import fit_prices
 
-STEPS = 2**30  # integer steps across the range of affinities: optimality is exact, rounding below 1e-9 of the range
+STEPS = 2**30  # integer steps across the range of affinities
 FAR = 2**60
 
 Integers = NDArray[np.int64]
@@ -28,34 +29,43 @@ def assign_balanced(affinity_UE: Float[Tensor, "U E"], sizes_E: Int[Tensor, "E"]
         sizes_E: ``(E,)`` units each expert takes; sums to U.
     Returns:
         ``(U,)`` int64 expert of each unit.
-    Numerics: exact optimum of the affinities rounded to 2⁻³⁰ of their range; integers, so the same on every machine
-        for the same affinities.
-    Source: successive shortest paths (Ahuja, Magnanti, Orlin, Network Flows, section 9.7), started from dual prices.
+    Numerics: the exact optimum of affinities rounded to 2⁻³⁰ of their range; in integers, so nothing drifts.
+    Source: successive shortest paths with potentials (Ahuja, Magnanti, Orlin, Network Flows, 1993, section 9.7).
     """
     low, high = affinity_UE.min(), affinity_UE.max()
     scale = STEPS / max((high - low).item(), torch.finfo(torch.float32).tiny)
-    cost_UE = ((high - affinity_UE).double() * scale).round().long().numpy()
-    prices_E = (fit_prices(affinity_UE, sizes_E).double() * scale).round().long().numpy()
-    moves = _Moves(cost_UE, (cost_UE + prices_E).argmin(1))
-    surplus_E = np.bincount(moves.labels_U, minlength=len(prices_E)) - sizes_E.numpy()
+    cost_UE = _in_steps(high - affinity_UE, scale)
+    market = _Market(cost_UE, _in_steps(fit_prices(affinity_UE, sizes_E), scale))
+    surplus_E = np.bincount(market.labels_U, minlength=len(sizes_E)) - sizes_E.numpy()
     while (surplus_E > 0).any():
-        chain = moves.cheapest_chain(surplus_E)
-        moved = moves.shift(chain, at_most=min(surplus_E[chain[0]], -surplus_E[chain[-1]]))
+        chain = market.find_chain(int(surplus_E.argmax()), surplus_E < 0)
+        moved = market.shift(chain, at_most=min(surplus_E[chain[0]], -surplus_E[chain[-1]]))
         surplus_E[chain[0]] -= moved
         surplus_E[chain[-1]] += moved
-    return torch.from_numpy(moves.labels_U)
+    return torch.from_numpy(market.labels_U)
+
+
+def _in_steps(values: Tensor, scale: float) -> Integers:
+    steps: Integers = (values.double() * scale).round().long().numpy()
+    return steps
 
 
 @dataclass
-class _Moves:
-    """For every pair of experts, what the cheapest move of a unit from the one to the other costs."""
+class _Market:
+    """Units with their experts, and prices at which no unit would rather be elsewhere.
+
+    `extra_EE[e, f]` is the cost of the cheapest move of a unit from e to f. Prices keep
+    `extra_EE[e, f] + prices_E[f] − prices_E[e]` at or above 0 for all pairs, which proves the labels to be the cheapest
+    for the sizes they have.
+    """
 
     cost_UE: Integers
-    labels_U: Integers
+    prices_E: Integers
 
     def __post_init__(self) -> None:
-        experts = self.cost_UE.shape[1]
-        self.price_EE = np.full((experts, experts), FAR)
+        self.labels_U: Integers = (self.cost_UE + self.prices_E).argmin(1)
+        experts = len(self.prices_E)
+        self.extra_EE = np.full((experts, experts), FAR)
         for expert in range(experts):
             self._refresh(expert)
 
@@ -63,29 +73,31 @@ class _Moves:
         """Recompute what it costs to move a unit out of `source`."""
         members_M = np.flatnonzero(self.labels_U == source)
         extra_ME = self.cost_UE[members_M] - self.cost_UE[members_M, source, None]
-        self.price_EE[source] = extra_ME.min(0, initial=FAR)
-        self.price_EE[source, source] = FAR
+        self.extra_EE[source] = extra_ME.min(0, initial=FAR)
 
-    def cheapest_chain(self, surplus_E: Integers) -> list[int]:
-        """Experts along the cheapest chain of moves from one with too many units to one with too few (Bellman-Ford)."""
-        distance_E = np.where(surplus_E > 0, 0, FAR)
-        previous_E = np.full(len(surplus_E), -1)
-        frontier = np.flatnonzero(surplus_E > 0)
-        while len(frontier):
-            through_QE = distance_E[frontier, None] + self.price_EE[frontier]
-            best_E = through_QE.argmin(0)
-            shorter_E = through_QE[best_E, np.arange(len(best_E))]
-            better_E = shorter_E < distance_E
-            distance_E[better_E], previous_E[better_E] = shorter_E[better_E], frontier[best_E[better_E]]
-            frontier = np.flatnonzero(better_E)
-        chain = [int(np.where(surplus_E < 0, distance_E, FAR + 1).argmin())]
-        while previous_E[chain[-1]] >= 0:
+    def find_chain(self, source: int, wanting_E: NDArray[np.bool_]) -> list[int]:
+        """Experts along the cheapest chain of moves from `source` to one that wants units (Dijkstra).
+
+        Raises the prices of the experts it passed so far that the chain costs nothing at the new prices.
+        """
+        distance_E = np.full(len(self.prices_E), FAR)
+        distance_E[source] = 0
+        previous_E = np.full(len(self.prices_E), source)
+        open_E = np.ones(len(self.prices_E), dtype=bool)
+        while not wanting_E[nearest := int(np.where(open_E, distance_E, 2 * FAR).argmin())]:
+            open_E[nearest] = False
+            through_E = distance_E[nearest] + self.extra_EE[nearest] + self.prices_E - self.prices_E[nearest]
+            shorter_E = open_E & (through_E < distance_E)
+            distance_E[shorter_E], previous_E[shorter_E] = through_E[shorter_E], nearest
+        self.prices_E += np.where(open_E, 0, distance_E[nearest] - distance_E)
+        chain = [nearest]
+        while chain[-1] != source:
             chain.append(int(previous_E[chain[-1]]))
         return chain[::-1]
 
     def shift(self, chain: list[int], *, at_most: int) -> int:
         """Move as many units as cost the same along every link of the chain; returns how many."""
-        links = list(zip(chain[:-1], chain[1:], strict=True))
+        links = list(pairwise(chain))
         cheapest = [self._cheapest_units(source, target) for source, target in links]
         moved = min(at_most, *map(len, cheapest))
         for (_, target), units in zip(links, cheapest, strict=True):
@@ -98,4 +110,5 @@ class _Moves:
         """Every unit of `source` whose move to `target` costs the least."""
         members_M = np.flatnonzero(self.labels_U == source)
         extra_M = self.cost_UE[members_M, target] - self.cost_UE[members_M, source]
-        return members_M[extra_M == self.price_EE[source, target]]
+        cheapest: Integers = members_M[extra_M == self.extra_EE[source, target]]
+        return cheapest

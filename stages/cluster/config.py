@@ -21,9 +21,7 @@ class ClusterConfig:
     # Most rounds of k-means; it stops earlier when no unit moves.
     iterations: int = field(default=20, metadata={"minimum": 1})
     # Which units stay on for every token: the highest by contribution, frequency or score (the chosen score).
-    always_on_by: str = field(
-        default="contribution", metadata={"choices": ("contribution", "frequency", "score")}
-    )
+    always_on_by: str = field(default="contribution", metadata={"choices": ("contribution", "frequency", "score")})
     # Map of a layer's units as a picture: umap, tsne or none.
     map: str = field(default="umap", metadata={"choices": ("umap", "tsne", "none")})
     # Layers to draw, negative from the end; empty draws the first, the middle and the last.

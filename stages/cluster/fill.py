@@ -12,9 +12,7 @@ def group_sizes(units: int, groups: int) -> Int[Tensor, "E"]:
     return sizes_E
 
 
-def fill_experts(
-    affinity_UE: Float[Tensor, "U E"], labels_U: Int[Tensor, "U"], size: int
-) -> Int[Tensor, "E N"]:
+def fill_experts(affinity_UE: Float[Tensor, "U E"], labels_U: Int[Tensor, "U"], size: int) -> Int[Tensor, "E N"]:
     """Complete every group to `size` units with those that fit it best.
 
     Args:

@@ -45,7 +45,9 @@ def mean_directions(
     return normalize(sums_EC, dim=1)
 
 
-def seed_centroids(directions_UC: Float[Tensor, "U C"], clusters: int, rng: np.random.Generator) -> Float[Tensor, "E C"]:
+def seed_centroids(
+    directions_UC: Float[Tensor, "U C"], clusters: int, rng: np.random.Generator
+) -> Float[Tensor, "E C"]:
     """Draw starting centroids that lie apart: each next one with probability 1 − its similarity to the nearest.
 
     Source: k-means++ (Arthur, Vassilvitskii 2007), with cosine distance.

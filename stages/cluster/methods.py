@@ -12,7 +12,6 @@ from torch.nn.functional import normalize
 from stages.cluster.fill import group_sizes
 from stages.cluster.kmeans import fit_balanced_kmeans, mean_directions
 
-
 Method = Literal["balanced_kmeans", "rank", "random", "contiguous"]
 
 

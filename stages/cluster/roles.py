@@ -14,9 +14,7 @@ class Roles(NamedTuple):
     dropped_X: Int[Tensor, "X"]
 
 
-def split_units(
-    measure_F: Float[Tensor, "F"], scores_F: Float[Tensor, "F"], *, always_on: int, slots: int
-) -> Roles:
+def split_units(measure_F: Float[Tensor, "F"], scores_F: Float[Tensor, "F"], *, always_on: int, slots: int) -> Roles:
     """Keep the S units of highest measure on for every token, and drop what finds no slot in an expert.
 
     Args:

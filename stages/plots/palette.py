@@ -1,6 +1,6 @@
 """Colours that a reader can tell apart."""
 
-# Drawn greedily from the sRGB cube: each is the farthest, in OKLab, from those before it and from white, grey and black.
+# Drawn greedily from the sRGB cube: each is the farthest in OKLab from those before it, white, grey and black.
 COLOURS = (
     "#1f7ab8", "#ff00ff", "#00c200", "#ff0000", "#3d0085", "#851fff", "#d69900", "#660000",
     "#ad0085", "#cc85c2", "#14c2c2", "#004700", "#0000eb", "#cce000", "#00851f", "#ff1f99",

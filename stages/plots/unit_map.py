@@ -73,7 +73,7 @@ def _draw_experts(panel: Axes, units: UnitMap) -> None:
         points_U2 = units.coordinates_U2[units.home_U == home].numpy()
         if not len(points_U2):
             continue
-        panel.scatter(*points_U2.T, color=colour, s=_dot_area(units))
+        panel.scatter(points_U2[:, 0], points_U2[:, 1], color=colour, s=_dot_area(units))
         if named or home < 0:
             handles.append(Line2D([], [], marker="o", linestyle="", color=colour, label=f"{name} ({len(points_U2)})"))
         if named and home >= 0:

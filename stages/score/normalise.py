@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+import numpy as np
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
@@ -39,5 +40,5 @@ def has_spread(values_LF: Shaped[Tensor, "L F"]) -> Shaped[Tensor, "L 1"]:
 
 def _ranks(values_F: Float[Tensor, "F"]) -> Float[Tensor, "F"]:
     """0 for the lowest; ties share the mean of their ranks."""
-    _values, group_F, size_G = values_F.unique(return_inverse=True, return_counts=True)
-    return (size_G.cumsum(0) - (size_G + 1) / 2)[group_F].double()
+    _values, group_F, size_G = np.unique(values_F.numpy(), return_inverse=True, return_counts=True)
+    return torch.from_numpy((size_G.cumsum() - (size_G + 1) / 2)[group_F])

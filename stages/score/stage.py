@@ -45,24 +45,25 @@ def score_units(statistics: UnitStatistics, score: ScoreConfig, seed: int) -> Sc
         wanda=score_wanda(statistics.sum_sq, statistics.weight_norm_down, tokens),
         frequency=frequency_LF,
         contribution=score_contribution(statistics.sum_abs, statistics.weight_norm_down, tokens),
-        random=score_random(*statistics.sum_abs.shape, seed),
+        random=score_random(len(s_p_LF), s_p_LF.shape[1], seed),
     )
 
 
 def summarise(scores: Scores, statistics: UnitStatistics) -> Table:
     """One row per layer: how S_p spreads, and how far it agrees with the plain measures."""
-    quantiles = scores.s_p.quantile(torch.tensor([0.05, 0.5, 0.95]), dim=1).T.tolist()
+    spread_L3 = scores.s_p.quantile(torch.tensor([0.05, 0.5, 0.95]), dim=1).T
+    silent_L = (statistics.active_count == 0).float().mean(1)
+    with_contribution = rank_correlation(scores.s_p, scores.contribution)
+    with_taylor = rank_correlation(scores.s_p, scores.taylor)
     rows = [
-        [layer, *(f"{value:.2f}" for value in spread), f"{silent:.1%}", *map(shown, agreement)]
-        for layer, (spread, silent, *agreement) in enumerate(
-            zip(
-                quantiles,
-                (statistics.active_count == 0).float().mean(1).tolist(),
-                rank_correlation(scores.s_p, scores.contribution),
-                rank_correlation(scores.s_p, scores.taylor),
-                strict=True,
-            )
-        )
+        [
+            layer,
+            *(f"{value:.2f}" for value in spread_L3[layer]),
+            f"{silent_L[layer]:.1%}",
+            shown(with_contribution[layer]),
+            shown(with_taylor[layer]),
+        ]
+        for layer in range(len(scores.s_p))
     ]
     columns = ["layer", "S_p 5 %", "median", "95 %", "units never active", "ρ contribution", "ρ taylor"]
     notes = [f"later stages rank by {scores.method}; ρ is the rank correlation of S_p with the measure"]
