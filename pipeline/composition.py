@@ -56,7 +56,7 @@ def composition_errors() -> Iterator[None]:
         yield
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(
-            str(error).strip().splitlines()[0],
+            " ".join(str(error).strip().splitlines()[:2]),  # what Hydra was doing, and what was wrong
             where=f"the files under {CONF} and the command line",
             do="python -m pipeline --help lists settings and options",
         ) from error

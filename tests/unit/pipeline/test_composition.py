@@ -1,0 +1,56 @@
+"""Hydra's own front and the files under conf/."""
+
+import sys
+
+import pytest
+
+from models.errors import ConfigError
+from pipeline import cli, composition
+from pipeline.schema import register_schema
+
+
+def test_a_sweep_carves_every_combination(tmp_path, monkeypatch):
+    carved = []
+    monkeypatch.setattr(cli, "carve", lambda settings, folder, words: carved.append((settings, folder, words)))
+    words = ["-m", "experts=2,4", "score=s_p,wanda", f"output_dir={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", ["pipeline", *words])
+    assert cli.run_command(words) == 0
+    assert [(settings.experts, settings.score.method) for settings, _, _ in carved] == [
+        (2, "s_p"),
+        (2, "wanda"),
+        (4, "s_p"),
+        (4, "wanda"),
+    ]
+    folders = [folder for _, folder, _ in carved]
+    assert [folder.name for folder in folders] == ["0", "1", "2", "3"]
+    assert {folder.parent.parent for folder in folders} == {tmp_path / "sweeps"}
+    assert carved[1][2] == ["experts=2", "score=wanda", f"output_dir={tmp_path}"]
+
+
+def test_a_failing_job_of_a_sweep_ends_with_its_message(tmp_path, monkeypatch, capsys):
+    words = ["-m", "always_on=1024,2000", "stage=cluster", f"output_dir={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", ["pipeline", *words])
+    assert cli.run_command(words) == 2
+    error = capsys.readouterr().err
+    assert "always_on=1024 leaves no unit to route" in error
+    assert "Traceback" not in error
+
+
+def test_a_faulty_sweep_starts_nothing(tmp_path, capsys):
+    assert cli.run_command(["-m", "experts=2,many", f"output_dir={tmp_path}"]) == 2
+    assert (
+        capsys.readouterr().err == "experts=many should be a whole number\n  where: command line\n  do:    experts=16\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_faulty_file_under_conf(tmp_path, monkeypatch):
+    (tmp_path / "config.yaml").write_text("defaults: [schema, _self_]\nexpert: 3\n")
+    monkeypatch.setattr(composition, "CONF", tmp_path)
+    register_schema()
+    with pytest.raises(ConfigError) as caught:
+        composition.compose([])
+    assert caught.value.what == (
+        "In 'config': ConfigKeyError raised while composing config: Key 'expert' not in 'Settings'"
+    )
+    assert caught.value.where == f"the files under {tmp_path} and the command line"

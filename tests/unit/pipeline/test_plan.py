@@ -1,0 +1,112 @@
+"""Which stages have to run."""
+
+import pytest
+
+from pipeline.composition import compose
+from pipeline.plan import due_stages, make_plan
+from pipeline.publish import open_workshop, publish
+from pipeline.schema import register_schema
+from pipeline.stages_table import CHAIN, STAGES, asked_stages, with_ancestors
+from pipeline.validation import validate
+from stages.contracts.job import Table
+
+ALL = set(STAGES)
+
+
+@pytest.fixture
+def steps(tmp_path):
+    """Plan a command line; gives the steps by stage."""
+    register_schema()
+
+    def plan(*words):
+        settings, _folder = compose([*words, f"output_dir={tmp_path}"])
+        return {step.stage.name: step for step in make_plan(validate(settings))}
+
+    return plan
+
+
+def pretend_published(step):
+    with open_workshop(step.folder, fresh=False) as workshop:
+        (workshop.out / "result").write_text("x")
+        publish(workshop, fingerprint=step.fingerprint, recipe=step.recipe, table=Table("", (), ()))
+
+
+def due(steps):
+    return {name for name, step in steps.items() if step.due}
+
+
+@pytest.mark.parametrize(
+    ("asked", "complete", "expected"),
+    [
+        (ALL, set(), ALL),
+        (ALL, ALL, set()),
+        (ALL, ALL - {"score"}, {"score"}),
+        ({"extract"}, set(), {"scan", "score", "cluster", "extract"}),
+        ({"extract"}, {"scan", "score"}, {"cluster", "extract"}),
+        ({"extract"}, {"score", "cluster"}, {"extract"}),
+        ({"extract"}, {"extract"}, set()),
+    ],
+)
+def test_due_are_asked_stages_and_what_those_lack(asked, complete, expected):
+    assert due_stages(asked, complete) == expected
+
+
+def test_parents_come_before_their_children():
+    seen = set()
+    for stage in CHAIN:
+        assert set(stage.parents) <= seen
+        seen.add(stage.name)
+
+
+def test_a_stage_is_planned_with_its_ancestors():
+    assert [stage.name for stage in with_ancestors(asked_stages("extract"))] == ["scan", "score", "cluster", "extract"]
+    assert asked_stages("all") == CHAIN
+
+
+def test_every_node_of_a_stage_is_handed_to_it(steps):
+    for name, step in steps().items():
+        assert tuple(step.inputs) == STAGES[name].nodes
+        assert tuple(step.parents) == STAGES[name].parents
+        assert step.folder.name == step.fingerprint[:16]
+
+
+def test_another_shape_keeps_scan_and_score(steps):
+    for step in steps("stage=score").values():
+        pretend_published(step)
+    assert due(steps("experts=8", "n=32")) == ALL - {"scan", "score"}
+
+
+def test_fresh_means_the_asked_stage(steps):
+    for step in steps().values():
+        pretend_published(step)
+    assert due(steps()) == set()
+    assert due(steps("fresh=true")) == ALL
+    again = steps("stage=cluster", "fresh=true")
+    assert {name for name, step in again.items() if step.fresh} == due(again) == {"cluster"}
+
+
+@pytest.mark.parametrize(
+    "word", ["store.checkpoint_every=1", "model.label=other", "model.experts=8", "output_dir=elsewhere", "top_k=4"]
+)
+def test_what_changes_no_result_changes_no_fingerprint(steps, word):
+    words = [word, "experts=16"]
+    assert {step.fingerprint for step in steps("experts=16").values()} == {
+        step.fingerprint for step in steps(*words).values()
+    }
+
+
+@pytest.mark.parametrize(
+    ("word", "unchanged"),
+    [
+        ("seed=1", set()),
+        ("data.tokens=1000", set()),
+        ("score=taylor", {"scan"}),
+        ("cluster=rank", {"scan", "score"}),
+        ("assemble=centroid", {"scan", "score", "cluster", "extract"}),
+        ("project=none", {"scan", "score", "cluster", "extract", "assemble"}),
+        ("evaluate.speed_tokens=0", ALL - {"evaluate"}),
+    ],
+)
+def test_a_setting_reaches_its_stage_and_all_below(steps, word, unchanged):
+    before, after = steps(), steps(word)
+    assert {name for name in ALL if before[name].fingerprint == after[name].fingerprint} == unchanged

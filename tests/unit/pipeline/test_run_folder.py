@@ -1,0 +1,76 @@
+"""The record of a run."""
+
+import logging
+import warnings
+
+import pytest
+import yaml
+
+from pipeline.run_folder import RunFolder, render, replace_link
+from pipeline.schema import Settings
+from stages.contracts.job import Table
+
+TABLE = Table("Units", ("layer", "loss", "tokens"), ((0, 1.23456789, 12345), (1, 2.0, 7)), ("a note", "another"))
+
+
+@pytest.fixture
+def run(tmp_path):
+    settings = Settings(experts=3, n=4, output_dir=str(tmp_path))
+    return RunFolder(tmp_path / "runs" / "now", settings, ["stage=scan", "experts=3"])
+
+
+def test_the_settings_are_kept_resolved(run):
+    kept = yaml.safe_load((run.folder / "config.yaml").read_text())
+    assert (kept["experts"], kept["n"], kept["model"]["kind"]) == (3, 4, "embedded")
+
+
+def test_the_report_grows_stage_by_stage(run):
+    run.append_stage("scan", "1.0 s", TABLE)
+    assert run.report.read_text() == (
+        "# embedded\n\n    python -m pipeline stage=scan experts=3\n"
+        "\n## scan\n\n1.0 s\n\nUnits\n\n"
+        "|   layer |   loss |   tokens |\n|---------|--------|----------|\n"
+        "|       0 |  1.235 |   12,345 |\n|       1 |  2     |        7 |\n"
+        "\na note\nanother\n"
+    )
+
+
+def test_a_table_without_notes_ends_with_its_last_row():
+    assert render(Table("T", ("a",), ((1,),)), "simple") == "T\n\n  a\n---\n  1"
+
+
+def test_the_checkpoint_is_found_from_a_stable_place(run, tmp_path):
+    for name in ("one", "two"):
+        checkpoint = tmp_path / "artifacts" / name
+        checkpoint.mkdir(parents=True)
+        stable = run.link_checkpoint(checkpoint)
+        assert stable == tmp_path / "latest" / "checkpoint"
+        assert stable.resolve() == checkpoint
+    assert not (run.folder / "checkpoint").readlink().is_absolute()
+
+
+def test_links_survive_moving_the_outputs(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "target").mkdir()
+    replace_link(tmp_path / "a" / "link", tmp_path / "a" / "target")
+    (tmp_path / "a").rename(tmp_path / "b")
+    assert (tmp_path / "b" / "link").resolve() == tmp_path / "b" / "target"
+
+
+def test_the_log_goes_to_console_and_file_with_warnings_and_errors(run, capsys):
+    def fail():
+        with run.logging():
+            logging.getLogger("stages.scan").info("reading")
+            logging.getLogger("elsewhere").info("noise")
+            warnings.warn("careful", stacklevel=1)
+            raise ZeroDivisionError("by zero")
+
+    with warnings.catch_warnings(action="default"), pytest.raises(ZeroDivisionError):
+        fail()
+    said, kept = capsys.readouterr().out, (run.folder / "run.log").read_text()
+    assert said.startswith("reading\n")
+    assert "careful" in said
+    assert "INFO stages.scan: reading" in kept
+    assert "careful" in kept
+    assert "ZeroDivisionError: by zero" in kept
+    assert "noise" not in said + kept
