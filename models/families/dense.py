@@ -114,6 +114,11 @@ def check_features(config: Mapping[str, Any], family: DenseFamily) -> list[Check
         found.append(("quantised weights cannot be sliced", "quantization_config", "give the unquantised checkpoint"))
     if config.get("mlp_bias"):
         found.append(("an FFN with biases has no MoE counterpart", "mlp_bias", "choose a model without them"))
+    if any(isinstance(value, dict) for value in (config.get("rope_parameters") or {}).values()):
+        found.append(
+            ("a position encoding of its own per layer has no MoE counterpart", "rope_parameters",
+             "choose a model with one for all layers")
+        )  # fmt: skip
     if family.model_type.startswith("qwen") and config.get("use_sliding_window") and _sliding_layers(config):
         found.append(
             ("layers with and without a sliding window cannot be told apart in the MoE", "use_sliding_window",

@@ -207,6 +207,12 @@ def test_a_moe_we_wrote_is_no_source(whole: Path, tmp_path: Path) -> None:
             "  do:    choose a model without them",
         ),
         (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e4, "rope_type": "default"}}},
+            "a position encoding of its own per layer has no MoE counterpart\n"
+            "  where: rope_parameters in config.json\n"
+            "  do:    choose a model with one for all layers",
+        ),
+        (
             {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]},
             "layers with and without a sliding window cannot be told apart in the MoE\n"
             "  where: use_sliding_window in config.json\n"

@@ -128,8 +128,9 @@ def test_experts_are_rounded_up_to_what_grouped_kernels_take() -> None:
     assert config["intermediate_size"] == 24
 
 
-def test_glm4_scales_by_its_config_and_rotates_whole_heads() -> None:
+def test_glm4_scales_by_its_config_rotates_whole_heads_and_predicts_one_token(tmp_path: Path) -> None:
     config = emitted("qwen3", "glm4_moe")
+    assert read_by_transformers(tmp_path, config).num_mtp_layers == 0
     assert config["routed_scaling_factor"] == 2.0
     assert config["partial_rotary_factor"] == 1.0
     assert config["use_qk_norm"] is True
