@@ -17,7 +17,8 @@ class ModelConfig:
     name: str | None = None
     # Branch, tag or commit of the hub repository.
     revision: str | None = None
-    # Arithmetic of scan and evaluation: float32, bfloat16, float16, or auto (float32 on CPU, the checkpoint's own on a GPU).
+    # Arithmetic of scan and evaluation: float32, bfloat16, float16, or auto (float32 on CPU, the checkpoint's own on a
+    # GPU).
     dtype: str = "auto"
     # cpu, cuda, cuda:1 ..., or auto (a GPU where there is one).
     device: str = "auto"

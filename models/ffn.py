@@ -2,9 +2,25 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+
+class GatedFFN(Protocol):
+    """What transformers calls an MLP in the supported families."""
+
+    gate_proj: nn.Linear
+    up_proj: nn.Linear
+    down_proj: nn.Linear
+    act_fn: Callable[[Tensor], Tensor]
+
+
+def ffn_modules(dense: PreTrainedModel) -> list[GatedFFN]:
+    """The gated FFNs of a dense model in layer order."""
+    return [layer.mlp for layer in dense.get_decoder().layers]
 
 
 @dataclass(frozen=True)
@@ -15,6 +31,11 @@ class DenseFFN:
     up_FD: Tensor
     down_DF: Tensor
     act: Callable[[Tensor], Tensor]
+
+    @classmethod
+    def of(cls, module: GatedFFN) -> "DenseFFN":
+        """The weights of a module, not copied."""
+        return cls(module.gate_proj.weight, module.up_proj.weight, module.down_proj.weight, module.act_fn)
 
     @property
     def width(self) -> int:

@@ -10,6 +10,11 @@ def choose_experts(logits_TE: Float[Tensor, "T E"], top_k: int) -> Int[Tensor, "
     return logits_TE.topk(top_k, dim=1).indices
 
 
+def has_copies(units_EN: Int[Tensor, "E N"]) -> bool:
+    """Whether some unit stands in more than one expert."""
+    return bool(units_EN.flatten().bincount().max() > 1)
+
+
 def membership(units_EN: Int[Tensor, "E N"], width: int) -> Float[Tensor, "E F"]:
     """1 where the expert holds the unit."""
     rows_EF = torch.zeros(len(units_EN), width, device=units_EN.device)

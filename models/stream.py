@@ -90,11 +90,11 @@ class LayerStream:
 
     def layers(self) -> Iterator[StreamLayer]:
         """Every decoder layer in order; the one before is freed."""
-        act = None
         for index, module in enumerate(self._skeleton.get_decoder().layers):
             act = module.mlp.act_fn
             weights = self._layer_weights(index)
-            ffn = DenseFFN(*(weights.pop(f"mlp.{name}_proj.weight") for name in ("gate", "up", "down")), act)
+            gate_FD, up_FD, down_DF = (weights.pop(f"mlp.{name}_proj.weight") for name in ("gate", "up", "down"))
+            ffn = DenseFFN(gate_FD, up_FD, down_DF, act)
             attention = _without_ffn(module)
             attention.load_state_dict(weights, assign=True)
             yield StreamLayer(attention, ffn, self._rotary)

@@ -5,7 +5,7 @@ for every backward pass, also when gradient checkpointing runs the forward twice
 parameter needs `requires_grad`, so no weight gradient is ever allocated.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+
+from models.ffn import GatedFFN
 
 
 @dataclass
@@ -47,27 +49,29 @@ class _Watch(torch.autograd.Function):
         return (None, grads[0], *([None] * len(saved)))
 
 
+def _watch(receive: Callable[..., None], value: Tensor, *saved: Tensor) -> Tensor:
+    watched: Tensor = _Watch.apply(receive, value, *saved)  # type: ignore[no-untyped-call]
+    return watched
+
+
 class _LayerProbe:
     """Collects one layer's tensors; complete when gate and up gradients have both arrived."""
 
-    def __init__(self, layer: int, mlp: nn.Module, on_gradients: OnGradients) -> None:
+    def __init__(self, layer: int, mlp: GatedFFN, on_gradients: OnGradients) -> None:
         self.layer, self.act, self.on_gradients = layer, mlp.act_fn, on_gradients
         self.parts: dict[str, Tensor] = {}
 
     def watch_gate(self, _module: nn.Module, args: tuple[Tensor, ...], gate: Tensor) -> Tensor:
-        watched: Tensor = _Watch.apply(self._receive_gate, gate, gate, args[0])
-        return watched
+        return _watch(self._receive_gate, gate, gate, args[0])
 
     def watch_up(self, _module: nn.Module, _args: tuple[Tensor, ...], up: Tensor) -> Tensor:
-        watched: Tensor = _Watch.apply(self._receive_up, up, up)
-        return watched
+        return _watch(self._receive_up, up, up)
 
     def watch_hidden(self, _module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (_Watch.apply(lambda grad: self.parts.update(h_grad=grad), args[0]), *args[1:])
+        return (_watch(lambda grad: self.parts.update(h_grad=grad), args[0]), *args[1:])
 
     def watch_output(self, _module: nn.Module, _args: tuple[Tensor, ...], out: Tensor) -> Tensor:
-        watched: Tensor = _Watch.apply(lambda grad: self.parts.update(out_grad=grad), out)
-        return watched
+        return _watch(lambda grad: self.parts.update(out_grad=grad), out)
 
     def _receive_gate(self, grad: Tensor, gate: Tensor, x: Tensor) -> None:
         self.parts.update(gate_grad=grad, gate=gate, x=x)
@@ -93,7 +97,7 @@ class _LayerProbe:
 
 
 @contextmanager
-def probe_gradients(mlps: list[nn.Module], on_gradients: OnGradients) -> Iterator[None]:
+def probe_gradients(mlps: Sequence[GatedFFN], on_gradients: OnGradients) -> Iterator[None]:
     """Call `on_gradients(layer, tensors)` once per layer and backward pass.
 
     Args:
@@ -118,7 +122,7 @@ def probe_gradients(mlps: list[nn.Module], on_gradients: OnGradients) -> Iterato
 
 
 @contextmanager
-def probe_hidden(mlps: list[nn.Module], on_hidden: OnHidden) -> Iterator[None]:
+def probe_hidden(mlps: Sequence[GatedFFN], on_hidden: OnHidden) -> Iterator[None]:
     """Call `on_hidden(layer, h_BTF)` once per layer and forward pass; for forward-only scans."""
     handles: list[RemovableHandle] = []
     try:

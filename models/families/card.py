@@ -77,7 +77,8 @@ def suitable_runtimes(target: MoETarget, shape: Shape) -> list[str]:
         lines.append("vLLM, SGLang: expert count and width suit the fused kernels.")
     else:
         lines.append(
-            f"vLLM, SGLang: E = {shape.experts}, N = {shape.n} take a slower path (fast: E a power of two, N % 128 == 0)."
+            f"vLLM, SGLang: E = {shape.experts}, N = {shape.n} take a slower path; fast are E a power of two and "
+            "N % 128 == 0."
         )
     lines.append(_llama_cpp(target, shape))
     return lines

@@ -9,12 +9,11 @@ VERSION = 1
 class AssembleConfig:
     """How experts and a router become a checkpoint."""
 
-    # Target architecture: auto (the source's own family where it can say the shape), qwen3_moe, qwen2_moe, mixtral, glm4_moe.
-    target: str = field(
-        default="auto", metadata={"choices": ("auto", "qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe")}
-    )
-    # ridge: regress each expert's contribution on the FFN input; centroid: mean input of the tokens an expert serves best;
-    # random: seeded normal rows, the plain control.
+    # Target architecture: auto (the source's own family where it can say the shape), qwen3_moe, qwen2_moe, mixtral or
+    # glm4_moe.
+    target: str = field(default="auto", metadata={"choices": ("auto", "qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe")})
+    # ridge: regress each expert's contribution on the FFN input; centroid: mean input of the tokens an expert serves
+    # best; random: seeded normal rows, the plain control.
     router: str = field(default="ridge", metadata={"choices": ("ridge", "centroid", "random")})
     # Ridge penalty, relative to the mean diagonal of the input's second moment.
     ridge_penalty: float = field(default=1e-3, metadata={"above": 0})

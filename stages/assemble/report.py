@@ -28,8 +28,8 @@ def summarise(reports: Sequence[RouterReport], target: MoETarget, shape: Shape, 
     ]
     share = shape.active_width / partition.width
     notes = [
-        f"{target.architecture}: {shape.experts} experts of {shape.n}, {shape.top_k} per token, {shape.always_on} always on "
-        f"({share:.0%} of the dense FFN's {partition.width} units)",
+        f"{target.architecture}: {shape.experts} experts of {shape.n}, {shape.top_k} per token, {shape.always_on} "
+        f"always on ({share:.0%} of the dense FFN's {partition.width} units)",
         f"agreement by chance would be {shape.top_k / shape.experts:.3f}",
     ]
     if shape.top_k < shape.experts and int(partition.multiplicity.max()) > 1:

@@ -20,7 +20,7 @@ class RouterTask:
     ffn: DenseFFN
     units_EN: Int[Tensor, "E N"]
     top_k: int
-    inputs: Sequence[Float[Tensor, "T D"]]  # one batch each
+    inputs: Sequence[Tensor]  # one batch each
 
     def contributions(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T E"]:
         """Σ_{i∈e} |h_i|·‖d_i‖ of every expert."""
@@ -71,9 +71,7 @@ def fit_centroid(task: RouterTask) -> Float[Tensor, "E D"]:
     return torch.where(counts_E[:, None] > 0, centred_ED, 0.0)
 
 
-def set_spread(
-    rows_ED: Float[Tensor, "E D"], inputs: Sequence[Float[Tensor, "T D"]], spread: float
-) -> Float[Tensor, "E D"]:
+def set_spread(rows_ED: Float[Tensor, "E D"], inputs: Sequence[Tensor], spread: float) -> Float[Tensor, "E D"]:
     """Scale the rows so that a token's logits have the standard deviation `spread` over experts, on average.
 
     The rows are centred first: a shift common to all experts changes neither softmax nor choice.
@@ -84,7 +82,7 @@ def set_spread(
     return centred_ED * (spread / deviation) if deviation > 0 else centred_ED
 
 
-def load_balance(rows_ED: Float[Tensor, "E D"], inputs: Sequence[Float[Tensor, "T D"]], top_k: int) -> Float[Tensor, "E"]:
+def load_balance(rows_ED: Float[Tensor, "E D"], inputs: Sequence[Tensor], top_k: int) -> Float[Tensor, "E"]:
     """Each expert's share of the routed tokens, relative to an even share (1 = even)."""
     counts_E = torch.zeros(len(rows_ED), device=rows_ED.device)
     for x_TD in inputs:
@@ -92,9 +90,7 @@ def load_balance(rows_ED: Float[Tensor, "E D"], inputs: Sequence[Float[Tensor, "
     return counts_E / counts_E.mean()
 
 
-def oracle_agreement(
-    rows_ED: Float[Tensor, "E D"], task: RouterTask
-) -> float:
+def oracle_agreement(rows_ED: Float[Tensor, "E D"], task: RouterTask) -> float:
     """Mean share of the K experts of largest contribution that the router also chooses."""
     agreed, total = 0, 0
     for x_TD in task.inputs:

@@ -14,8 +14,8 @@ from models.shape import Shape
 from models.source import read_config, resolve_folder
 from models.stream import LayerStream
 from stages.assemble.config import AssembleConfig
-from stages.assemble.report import RouterReport, summarise
 from stages.assemble.replicas import divide_by_multiplicity
+from stages.assemble.report import RouterReport, summarise
 from stages.assemble.router import RouterTask, fit_router, load_balance, oracle_agreement, set_spread
 from stages.calibration.batches import calibration_batches
 from stages.calibration.card import write_carve_card

@@ -6,10 +6,9 @@ as they are.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, Self, TypeVar
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from stages.calibration.normal_equations import NormalEquations
@@ -30,8 +29,11 @@ class Alignable(Protocol):
     def run(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """What the columns are multiplied with (T, F), and the output (T, D)."""
 
-    def with_change(self, change_DF: Tensor) -> "Alignable":
+    def with_change(self, change_DF: Tensor) -> Self:
         """The same with something added to the columns."""
+
+
+Carved = TypeVar("Carved", bound=Alignable)
 
 
 class AlignmentSettings(Protocol):
@@ -44,10 +46,10 @@ class AlignmentSettings(Protocol):
 
 
 @dataclass(frozen=True)
-class Alignment:
+class Alignment(Generic[Carved]):
     """What came of one layer: relative errors are on the guard batches."""
 
-    carved: Alignable
+    carved: Carved
     error_before: float
     error_after: float
     penalty: float | None  # None: nothing made it better, the columns stayed
@@ -75,19 +77,19 @@ def split_guard(batches: int, share: float) -> tuple[list[int], list[int]]:
 
 @torch.no_grad()
 def align_down(
-    carved: Alignable,
-    inputs: Sequence[Float[Tensor, "T D"]],
+    carved: Carved,
+    inputs: Sequence[Tensor],
     target: Target,
     settings: AlignmentSettings,
-) -> Alignment:
+) -> Alignment[Carved]:
     """Fit the change of the down columns; keep the penalty that is best on the guard batches, or none.
 
     Args:
         carved: the layer as it is.
         inputs: its FFN inputs, a batch each.
         target: (batch index, its inputs) → wanted outputs (T, D).
-        settings: ridge penalties, relative to the mean diagonal of the features' second moment; share of the batches held
-            out; and whether the columns stay where no penalty makes the held-out batches better.
+        settings: ridge penalties, relative to the mean diagonal of the features' second moment; share of the batches
+            held out; and whether the columns stay where no penalty makes the held-out batches better.
     """
     fitted, held_out = split_guard(len(inputs), settings.guard_share)
     moments = NormalEquations(carved.width, inputs[0].shape[1], device=inputs[0].device)

@@ -60,25 +60,19 @@ def routed_copies(
     return lambda x_TD, _h: active_copies(choose_experts(x_TD @ rows_ED.T, top_k), member_EF, always_S)
 
 
-def oracle_copies(
-    ffn: DenseFFN, units_EN: Int[Tensor, "E N"], always_S: Int[Tensor, "S"], top_k: int
-) -> Copies:
+def oracle_copies(ffn: DenseFFN, units_EN: Int[Tensor, "E N"], always_S: Int[Tensor, "S"], top_k: int) -> Copies:
     """The K experts whose outputs are largest in norm, seen before choosing: no router can know this."""
     member_EF = membership(units_EN, ffn.width)
-    return lambda _x, h_TF: active_copies(
-        choose_experts(output_norms(ffn, h_TF, units_EN), top_k), member_EF, always_S
-    )
+    return lambda _x, h_TF: active_copies(choose_experts(output_norms(ffn, h_TF, units_EN), top_k), member_EF, always_S)
 
 
-def output_norms(
-    ffn: DenseFFN, h_TF: Float[Tensor, "T F"], units_EN: Int[Tensor, "E N"]
-) -> Float[Tensor, "T E"]:
+def output_norms(ffn: DenseFFN, h_TF: Float[Tensor, "T F"], units_EN: Int[Tensor, "E N"]) -> Float[Tensor, "T E"]:
     """‖Σ_{i∈e} h_i·d_i‖ of every expert."""
     norms = [(h_TF[:, units_N] @ ffn.down_DF[:, units_N].T).norm(dim=1) for units_N in units_EN.long()]
     return torch.stack(norms, dim=1)
 
 
-def replica_scale(copies: Copies, ffn: DenseFFN, inputs: Iterable[Float[Tensor, "T D"]]) -> Float[Tensor, "F"]:
+def replica_scale(copies: Copies, ffn: DenseFFN, inputs: Iterable[Tensor]) -> Float[Tensor, "F"]:
     """Σ_t c_j / Σ_t c_j²: the least-squares constant for a unit that may be active more than once.
 
     1 where a unit is never active twice, 1/multiplicity where all experts are on.

@@ -8,7 +8,8 @@ from models.ffn import DenseFFN
 
 def unit_contributions(ffn: DenseFFN, h_TF: Float[Tensor, "T F"]) -> Float[Tensor, "T F"]:
     """|h_j|·‖d_j‖: the norm of what the unit adds to the output."""
-    return h_TF.abs() * ffn.down_DF.norm(dim=0)
+    column_norms_F: Tensor = ffn.down_DF.norm(dim=0)
+    return h_TF.abs() * column_norms_F
 
 
 def expert_contributions(

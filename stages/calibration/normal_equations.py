@@ -32,7 +32,9 @@ class NormalEquations:
             NumericsError: the moments are not finite, or not positive definite even with the penalty.
         """
         if not (self.gram_AA.isfinite().all() and self.cross_AY.isfinite().all()):
-            raise NumericsError("the calibration moments are not finite", do="calibrate in float32: model.dtype=float32")
+            raise NumericsError(
+                "the calibration moments are not finite", do="calibrate in float32: model.dtype=float32"
+            )
         scale = self.gram_AA.diagonal().mean()
         system_AA = self.gram_AA.clone()
         system_AA.diagonal().add_(penalty * scale)

@@ -32,7 +32,8 @@ class AlignmentTarget:
 
     def __call__(self, index: int, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
         """Wanted output of batch `index`, whose inputs are `x_TD`."""
-        assert self._ffn is not None and self._carved is not None, "enter a layer first"
+        assert self._ffn is not None, "enter a layer first"
+        assert self._carved is not None, "enter a layer first"
         if self._dense is None:
             return self._ffn(x_TD)
         mask_BT = self._carved.masks[index]

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 
 import torch
-from jaxtyping import Bool, Float
 from torch import Tensor
 
 from models.stream import LayerStream, StreamLayer
@@ -16,15 +15,15 @@ FFN = Callable[[Tensor], Tensor]
 class TokenStream:
     """Enter a layer to see its FFN inputs, fit whatever is to be fitted on them, leave with an FFN.
 
-    Between `enter` and `leave`, `inputs` holds the FFN inputs of every batch, real tokens only, (T, D) each. Memory: two
-    hidden states per token.
+    Between `enter` and `leave`, `inputs` holds the FFN inputs of every batch, real tokens only, (T, D) each. Memory:
+    two hidden states per token.
     """
 
-    inputs: list[Float[Tensor, "T D"]]
+    inputs: list[Tensor]
 
     def __init__(self, stream: LayerStream, batches: Sequence[TokenBatch]) -> None:
         """Embed the tokens."""
-        self.masks: list[Bool[Tensor, "B T"]] = [batch.attention_mask.bool().to(stream.device) for batch in batches]
+        self.masks: list[Tensor] = [batch.attention_mask.bool().to(stream.device) for batch in batches]
         self.hidden = stream.embed([batch.input_ids for batch in batches])
         self.inputs = []
 

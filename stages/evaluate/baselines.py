@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from models.ffn import DenseFFN
+from models.routing import has_copies
 from models.shape import Shape
 from stages.calibration.carved_ffn import CarvedFFN, Copies, oracle_copies, replica_scale, routed_copies, static_copies
 
@@ -46,10 +47,10 @@ def copies_of(method: str, facts: LayerFacts) -> Copies:
     raise AssertionError(f"no baseline {method}")
 
 
-def start_baseline(method: str, facts: LayerFacts, inputs: list[Float[Tensor, "T D"]]) -> CarvedFFN:
+def start_baseline(method: str, facts: LayerFacts, inputs: list[Tensor]) -> CarvedFFN:
     """The baseline before alignment; copies of a unit share its weight as in the carve."""
     copies = copies_of(method, facts)
     down_DF = facts.ffn.down_DF
-    if method != "static_mask" and len(facts.units_EN.unique()) < facts.units_EN.numel():
+    if method != "static_mask" and has_copies(facts.units_EN):
         down_DF = down_DF * replica_scale(copies, facts.ffn, inputs)
     return CarvedFFN(facts.ffn, copies, down_DF)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from models.ffn import DenseFFN
@@ -38,7 +38,7 @@ def compare(
     carved = load_carved(checkpoint, dense)
     models = {"dense": dense, "carved": carved}
     fidelities = [
-        LayerFidelity.start(facts_of(index, ffn_of(layer.mlp))) for index, layer in enumerate(dense.get_decoder().layers)
+        LayerFidelity.start(facts_of(index, DenseFFN.of(mlp))) for index, mlp in enumerate(ffn_modules(dense))
     ]
     masks = iter([batch.attention_mask.bool().to(carved.device) for batch in batches])
     mask_BT: Tensor
@@ -58,11 +58,6 @@ def compare(
         total, active = count_parameters(model, shape)
         costs[name] = ModelCost(total, active, speed.get(name))
     return Comparison(losses, costs, [result_of(fidelity) for fidelity in fidelities])
-
-
-def ffn_of(mlp: nn.Module) -> DenseFFN:
-    """A dense FFN module as its units."""
-    return DenseFFN(mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight, mlp.act_fn)
 
 
 def result_of(fidelity: LayerFidelity) -> LayerResult:

@@ -19,8 +19,8 @@ BASELINES = (
 class EvaluateConfig:
     """Which models are compared on held-out text."""
 
-    # Beside the dense model and the carved one: unaligned (the carve before projection), static_mask, static_mask_aligned,
-    # random_router, random_router_aligned, oracle, oracle_aligned.
+    # Beside the dense model and the carved one: unaligned (the carve before projection), static_mask,
+    # static_mask_aligned, random_router, random_router_aligned, oracle, oracle_aligned.
     baselines: list[str] = field(
         default_factory=lambda: [
             "unaligned",

@@ -20,7 +20,7 @@ def load_carved(folder: Path, like: PreTrainedModel) -> PreTrainedModel:
     carved: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         folder, dtype=like.dtype, local_files_only=True, experts_implementation="grouped_mm"
     )
-    return carved.to(like.device).eval().requires_grad_(False)  # type: ignore[arg-type, return-value]
+    return carved.to(like.device).eval().requires_grad_(False)
 
 
 @torch.no_grad()
@@ -86,7 +86,5 @@ def time_forward(model: PreTrainedModel, batch: TokenBatch) -> float:
 def count_parameters(model: PreTrainedModel, shape: Shape) -> tuple[int, int]:
     """All parameters, and those a token passes: without the experts it is not sent to."""
     total = sum(parameter.numel() for parameter in model.parameters())
-    experts = sum(
-        parameter.numel() for name, parameter in model.named_parameters() if ".experts." in name
-    )
+    experts = sum(parameter.numel() for name, parameter in model.named_parameters() if ".experts." in name)
     return total, total - experts * (shape.experts - shape.top_k) // shape.experts

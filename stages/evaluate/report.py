@@ -84,8 +84,8 @@ def notes(evaluation: Evaluation) -> list[str]:
     mean_error = sum(layer.error for layer in layers) / len(layers)
     agreement = sum(layer.agreement for layer in layers) / len(layers)
     return [
-        f"{evaluation.heldout_tokens:,} held-out tokens; {shape.active_width} of {evaluation.width} FFN units active per token "
-        f"({shape.always_on} always on + {shape.top_k} of {shape.experts} experts of {shape.n})",
+        f"{evaluation.heldout_tokens:,} held-out tokens; {shape.active_width} of {evaluation.width} FFN units "
+        f"active per token ({shape.always_on} always on + {shape.top_k} of {shape.experts} experts of {shape.n})",
         f"mean reconstruction error of the FFN outputs {mean_error:.3f}; router agrees with the output oracle on "
         f"{agreement:.0%} of its choices (chance {shape.top_k / shape.experts:.0%}); load max/mean "
         f"{max(layer.imbalance for layer in layers):.2f} in the worst layer",

@@ -42,5 +42,5 @@ class MeanLoss:
 
     @property
     def perplexity(self) -> float:
-        """exp of the mean."""
+        """Exp of the mean."""
         return math.exp(min(self.nats, 700.0))

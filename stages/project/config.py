@@ -19,19 +19,18 @@ class ProjectConfig:
     # W_base: extracted (the dense slices) or random (seeded normal of the same standard deviation).
     base: str = field(default="extracted", metadata={"choices": ("extracted", "random")})
     # Which of gate, up, down are projected.
-    matrices: list[str] = field(
-        default_factory=lambda: ["gate", "down"], metadata={"choices": ("gate", "up", "down")}
-    )
+    matrices: list[str] = field(default_factory=lambda: ["gate", "down"], metadata={"choices": ("gate", "up", "down")})
     # Calibration tokens for the mean gradient.
     gradient_tokens: int = field(default=8192, metadata={"minimum": 1})
     # Memory for the mean gradients, in GiB; layers are taken in as many passes as that needs.
     gradient_memory: float = field(default=8.0, metadata={"above": 0})
     # Behaviour alignment: ridge (closed form, down_proj) or none.
     alignment: str = field(default="ridge", metadata={"choices": ("ridge", "none")})
-    # What down_proj is aligned to: local (the dense FFN on the carved model's own inputs) or residual (the dense model's
-    # residual stream, which also corrects what earlier layers got wrong).
+    # What down_proj is aligned to: local (the dense FFN on the carved model's own inputs) or residual (the dense
+    # model's residual stream, which also corrects what earlier layers got wrong).
     alignment_target: str = field(default="local", metadata={"choices": ("local", "residual")})
-    # Penalties tried, relative to the mean diagonal, each pulling to the extracted weights; the best on held-out tokens wins.
+    # Penalties tried, relative to the mean diagonal, each pulling to the extracted weights; the best on held-out tokens
+    # wins.
     penalties: list[float] = field(default_factory=lambda: [1e-3, 1e-2, 1e-1], metadata={"above": 0})
     # Share of the calibration sequences held out to choose the penalty and to judge every step.
     guard_share: float = field(default=0.125, metadata={"above": 0, "maximum": 0.5})

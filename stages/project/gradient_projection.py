@@ -30,7 +30,8 @@ def slice_ffn(ffn: DenseFFN, units_EN: Int[Tensor, "E N"], always_S: Int[Tensor,
 def slice_matrix(name: str, matrix: Float[Tensor, "A B"], units_EN: Int[Tensor, "E N"]) -> Float[Tensor, "E P Q"]:
     """Rows of gate and up (E, N, D), columns of down (E, D, N); for weights and gradients alike."""
     units = units_EN.long()
-    return matrix[:, units].movedim(1, 0).contiguous() if name == "down" else matrix[units]
+    sliced: Tensor = matrix[:, units].movedim(1, 0).contiguous() if name == "down" else matrix[units]
+    return sliced
 
 
 def project_matrix(

@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from models.expert_loop import ExpertLoop
 from models.experts import LayerExperts
 from models.ffn import DenseFFN
+from models.routing import has_copies
 from models.shape import Shape
 from stages.calibration.alignment import Target, align_down, relative_error, split_guard
 from stages.calibration.carved_ffn import replica_scale, routed_copies
@@ -42,7 +42,7 @@ class Outcome:
 @torch.no_grad()
 def project_layer(
     carve: LayerCarve,
-    inputs: Sequence[Float[Tensor, "T D"]],
+    inputs: Sequence[Tensor],
     target: Target,
     gradients: Mapping[str, Tensor],
     settings: ProjectConfig,
@@ -80,7 +80,7 @@ def start(carve: LayerCarve, inputs: Sequence[Tensor], base: str, seed: int) -> 
     if base == "random":
         experts = draw_experts(experts, seed)
     copies = routed_copies(carve.units_EN, carve.always_S, carve.ffn.width, carve.shape.top_k, carve.rows_ED)
-    if len(carve.units_EN.unique()) < carve.units_EN.numel():
+    if has_copies(carve.units_EN):
         scale_F = replica_scale(copies, carve.ffn, inputs)
         experts = replace(experts, down_EDN=experts.down_EDN * scale_F[carve.units_EN.long()][:, None])
     return ExpertLoop(

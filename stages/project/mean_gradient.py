@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from models.capture.ffn_probe import FFNGradients, probe_gradients
+from models.ffn import GatedFFN
 from stages.calibration.forward import forward_losses
 from stages.data.batches import TokenBatch
 
@@ -14,15 +15,15 @@ GIB = 2**30
 Gradients = Mapping[str, Tensor]
 
 
-def layers_per_pass(mlp: nn.Module, matrices: Sequence[str], memory: float) -> int:
+def layers_per_pass(mlp: GatedFFN, matrices: Sequence[str], memory: float) -> int:
     """How many layers' fp32 gradients fit into `memory` GiB; at least one."""
-    elements: int = mlp.down_proj.in_features * mlp.down_proj.out_features
+    elements = mlp.down_proj.in_features * mlp.down_proj.out_features
     return max(1, int(memory * GIB / (4 * elements * max(1, len(matrices)))))
 
 
 def mean_gradients(
     model: nn.Module,
-    mlps: Sequence[nn.Module],
+    mlps: Sequence[GatedFFN],
     batches: Sequence[TokenBatch],
     matrices: Sequence[str],
     *,
@@ -30,8 +31,8 @@ def mean_gradients(
 ) -> Iterator[Gradients]:
     """Gradients of every layer in order: matrix name → (F, D) for gate and up, (D, F) for down.
 
-    Layers are taken in as many passes over the text as `memory` GiB needs. The gradient is that of the mean over samples
-    of each sample's mean loss.
+    Layers are taken in as many passes over the text as `memory` GiB needs. The gradient is that of the mean over
+    samples of each sample's mean loss.
     """
     step = layers_per_pass(mlps[0], matrices, memory)
     for first in range(0, len(mlps), step):
@@ -40,7 +41,7 @@ def mean_gradients(
 
 
 def accumulate_gradients(
-    model: nn.Module, mlps: Sequence[nn.Module], batches: Sequence[TokenBatch], matrices: Sequence[str], group: range
+    model: nn.Module, mlps: Sequence[GatedFFN], batches: Sequence[TokenBatch], matrices: Sequence[str], group: range
 ) -> list[dict[str, Tensor]]:
     """One pass over the text for the layers of `group`."""
     sums: list[dict[str, Tensor]] = [{} for _ in group]

@@ -13,6 +13,7 @@ from models.config import ModelConfig
 from models.experts import LayerExperts
 from models.families.emit import emit_checkpoint
 from models.families.moe import MOE_TARGETS
+from models.ffn import ffn_modules
 from models.loading import load_dense, load_tokenizer, resolve_device
 from models.shape import Shape
 from models.source import resolve_folder
@@ -67,8 +68,7 @@ def gradients_of(
         chosen.append(batch)
         wanted -= int(batch.attention_mask.sum())
     dense = load_dense(model, folder)
-    mlps = [layer.mlp for layer in dense.get_decoder().layers]
-    return mean_gradients(dense, mlps, chosen, project.matrices, memory=project.gradient_memory)
+    return mean_gradients(dense, ffn_modules(dense), chosen, project.matrices, memory=project.gradient_memory)
 
 
 @torch.no_grad()
@@ -98,9 +98,7 @@ def project_all(
             routers.rows[index].to(stream.device),
             shape,
         )
-        loop, outcome = project_layer(
-            carve, tokens.inputs, target, next(gradients), project, seed * 10_007 + index
-        )
+        loop, outcome = project_layer(carve, tokens.inputs, target, next(gradients), project, seed * 10_007 + index)
         save_file(tensors_of(loop.experts, dtype), layer_file(scratch, index))
         outcomes.append(outcome)
         tokens.leave(loop)

@@ -30,9 +30,7 @@ def gram(x_BTD: Float[Tensor, "B T D"]) -> Float[Tensor, "B T T"]:
     return x @ x.mT
 
 
-def row_norms_from_gram(
-    gram_BTT: Float[Tensor, "B T T"], grad_BTF: Float[Tensor, "B T F"]
-) -> Float[Tensor, "B F"]:
+def row_norms_from_gram(gram_BTT: Float[Tensor, "B T T"], grad_BTF: Float[Tensor, "B T F"]) -> Float[Tensor, "B F"]:
     """‖∇W_j‖ for every sample and row: sqrt(G_jᵀ · Gram · G_j).
 
     Numerics: fp32; rounding can leave a square just below zero, which counts as zero.

@@ -1,6 +1,6 @@
 """The scan itself: one teacher-forced pass per batch, forward only or with the backward pass."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from models.capture.ffn_probe import FFNGradients, probe_gradients, probe_hidden
 from models.errors import NumericsError
+from models.ffn import GatedFFN
 from stages.calibration.forward import forward_losses
 from stages.data.batches import TokenBatch
 from stages.scan.reservoir import slots_of_batch
@@ -24,10 +25,15 @@ class Position:
     samples: int = 0
     loss_sum: float = 0.0
 
+    @classmethod
+    def resume(cls, counters: Mapping[str, int | float]) -> "Position":
+        """The position saved as `asdict`."""
+        return cls(int(counters["next_batch"]), int(counters["tokens"]), int(counters["samples"]), counters["loss_sum"])
+
 
 def scan_batches(
     model: nn.Module,
-    mlps: list[nn.Module],
+    mlps: Sequence[GatedFFN],
     batches: Sequence[TokenBatch],
     sums: UnitSums,
     position: Position,
@@ -64,7 +70,7 @@ def scan_batches(
 
 
 def scan_with_gradients(
-    model: nn.Module, mlps: list[nn.Module], batch: TokenBatch, sums: UnitSums, slots_BT: Tensor
+    model: nn.Module, mlps: Sequence[GatedFFN], batch: TokenBatch, sums: UnitSums, slots_BT: Tensor
 ) -> Float[Tensor, "B"]:
     """One forward and backward pass; every sample's loss is its own mean, so a batch of B equals B batches of one."""
     mask_BT = batch.attention_mask.bool()
@@ -84,7 +90,7 @@ def scan_with_gradients(
 
 @torch.no_grad()
 def scan_forward(
-    model: nn.Module, mlps: list[nn.Module], batch: TokenBatch, sums: UnitSums, slots_BT: Tensor
+    model: nn.Module, mlps: Sequence[GatedFFN], batch: TokenBatch, sums: UnitSums, slots_BT: Tensor
 ) -> Float[Tensor, "B"]:
     """One forward pass: activation statistics only."""
     mask_BT = batch.attention_mask.bool()

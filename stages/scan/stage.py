@@ -4,16 +4,16 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 import torch
-from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from models.config import ModelConfig
+from models.ffn import GatedFFN, ffn_modules
 from models.loading import load_dense, load_tokenizer
 from models.source import resolve_folder
 from stages.contracts.job import Job, Table
 from stages.contracts.statistics import UnitStatistics
-from stages.data.batches import TokenBatch, batch_sequences
+from stages.data.batches import batch_sequences
 from stages.data.config import DataConfig
 from stages.data.sequences import load_sequences
 from stages.scan.config import ScanConfig
@@ -45,17 +45,10 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, store: StoreConfig, s
             keeper.save_if_due(sums.tensors, asdict(position))
 
         slots_T = draw_reservoir(total, scan.reservoir_tokens, seed)
-        scan_batches(
-            dense, mlps, batches, sums, position, slots_T, gradients=scan.gradients, after_batch=after_batch
-        )
+        scan_batches(dense, mlps, batches, sums, position, slots_T, gradients=scan.gradients, after_batch=after_batch)
     statistics = finish(sums, position, mlps, gradients=scan.gradients)
     statistics.save(job.out)
     return summarise(statistics, resumed_at)
-
-
-def ffn_modules(dense: PreTrainedModel) -> list[nn.Module]:
-    """The gated FFNs in layer order."""
-    return [layer.mlp for layer in dense.get_decoder().layers]
 
 
 def enable_gradient_checkpointing(dense: PreTrainedModel, *, reentrant: bool = False) -> None:
@@ -68,7 +61,7 @@ def enable_gradient_checkpointing(dense: PreTrainedModel, *, reentrant: bool = F
 
 
 def start_or_resume(
-    keeper: LocalStore, mlps: Sequence[nn.Module], scan: ScanConfig, reservoir: int
+    keeper: LocalStore, mlps: Sequence[GatedFFN], scan: ScanConfig, reservoir: int
 ) -> tuple[UnitSums, Position]:
     """The sums and the position of a killed run, or empty ones."""
     sums = UnitSums.zeros(
@@ -81,11 +74,11 @@ def start_or_resume(
     )
     if (state := keeper.load()) is None:
         return sums, Position()
-    sums.tensors = state[0]
-    return sums, Position(**state[1])
+    sums.tensors, counters = state
+    return sums, Position.resume(counters)
 
 
-def finish(sums: UnitSums, position: Position, mlps: Sequence[nn.Module], *, gradients: bool) -> UnitStatistics:
+def finish(sums: UnitSums, position: Position, mlps: Sequence[GatedFFN], *, gradients: bool) -> UnitStatistics:
     """Sums, weight norms and unit-major bitmaps as the stage's contract."""
     tensors = dict(sums.tensors)
     bits_LRf = tensors.pop("bits_LRf")

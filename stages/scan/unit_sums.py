@@ -33,7 +33,14 @@ class UnitSums:
 
     @classmethod
     def zeros(
-        cls, layers: int, width: int, reservoir: int, *, share: float, threshold: float | None, norm_product: str = "auto"
+        cls,
+        layers: int,
+        width: int,
+        reservoir: int,
+        *,
+        share: float,
+        threshold: float | None,
+        norm_product: str = "auto",
     ) -> "UnitSums":
         """Start from nothing."""
         names = ["sum_abs", "sum_sq", "max_abs", "sum_taylor", "grad_norm_gate", "grad_norm_up", "grad_norm_down"]

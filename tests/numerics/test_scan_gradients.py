@@ -7,12 +7,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from models.errors import NumericsError
+from models.ffn import ffn_modules
 from models.pico import write_pico
 from stages.data.batches import batch_sequences
 from stages.data.sequences import TokenSequence
 from stages.scan.passes import Position, scan_batches
 from stages.scan.reservoir import draw_reservoir
-from stages.scan.stage import enable_gradient_checkpointing, ffn_modules
+from stages.scan.stage import enable_gradient_checkpointing
 from stages.scan.unit_sums import UnitSums
 
 LENGTHS = (9, 5, 7)
@@ -127,7 +128,9 @@ def test_taylor_sums_are_activation_times_gradient(folder):
     for sequence in draw_sequences():
         kept = {}
         hooks = [
-            mlp.down_proj.register_forward_pre_hook(lambda _m, args, layer=layer: kept.update({layer: args[0]}))
+            mlp.down_proj.register_forward_pre_hook(
+                lambda _m, args, layer=layer, kept=kept: kept.update({layer: args[0]})
+            )
             for layer, mlp in enumerate(ffn_modules(model))
         ]
         inputs = model.get_input_embeddings()(torch.tensor([sequence.ids])).requires_grad_(True)

@@ -60,7 +60,9 @@ def test_without_guard_the_best_penalty_is_applied_even_where_it_hurts(ffn, inpu
     assert align_down(carved, inputs, target, Settings(guard=False)).penalty is not None
 
 
-@pytest.mark.parametrize(("batches", "share", "held"), [(16, 0.125, [4, 12]), (8, 0.25, [2, 6]), (2, 0.125, [1]), (1, 0.5, [0])])
+@pytest.mark.parametrize(
+    ("batches", "share", "held"), [(16, 0.125, [4, 12]), (8, 0.25, [2, 6]), (2, 0.125, [1]), (1, 0.5, [0])]
+)
 def test_the_guard_is_spread_evenly(batches, share, held):
     fitted, guard = split_guard(batches, share)
     assert len(guard) == len(held)

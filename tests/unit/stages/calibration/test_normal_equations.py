@@ -37,8 +37,7 @@ def test_too_few_tokens_are_an_error():
     with pytest.raises(NumericsError) as caught:
         moments.solve(0.0)
     assert str(caught.value) == (
-        "2 calibration tokens do not determine 5 coefficients\n"
-        "  do:    more tokens (data.tokens=) or a larger penalty"
+        "2 calibration tokens do not determine 5 coefficients\n  do:    more tokens (data.tokens=) or a larger penalty"
     )
 
 

@@ -14,7 +14,9 @@ def operands():
 
 def test_both_products_equal_the_explicit_gradient(operands):
     x_BTD, grad_BTF = operands
-    explicit = torch.stack([(grad.T.double() @ x.double()).norm(dim=1) for x, grad in zip(x_BTD, grad_BTF, strict=True)])
+    explicit = torch.stack(
+        [(grad.T.double() @ x.double()).norm(dim=1) for x, grad in zip(x_BTD, grad_BTF, strict=True)]
+    )
     torch.testing.assert_close(row_norms_from_gram(gram(x_BTD), grad_BTF).double(), explicit, rtol=1e-6, atol=0)
     torch.testing.assert_close(row_norms_direct(x_BTD, grad_BTF, chunk=5).double(), explicit, rtol=1e-6, atol=0)
 
