@@ -39,7 +39,7 @@ def assign_balanced(affinity_UE: Float[Tensor, "U E"], sizes_E: Int[Tensor, "E"]
     surplus_E = np.bincount(market.labels_U, minlength=len(sizes_E)) - sizes_E.numpy()
     while (surplus_E > 0).any():
         chain = market.find_chain(int(surplus_E.argmax()), surplus_E < 0)
-        moved = market.shift(chain, at_most=min(surplus_E[chain[0]], -surplus_E[chain[-1]]))
+        moved = market.shift(chain, at_most=int(min(surplus_E[chain[0]], -surplus_E[chain[-1]])))
         surplus_E[chain[0]] -= moved
         surplus_E[chain[-1]] += moved
     return torch.from_numpy(market.labels_U)

@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from models.ffn import DenseFFN
+from models.ffn import DenseFFN, ffn_modules
 from models.shape import Shape
 from stages.data.batches import TokenBatch
 from stages.evaluate.baselines import LayerFacts

@@ -46,7 +46,8 @@ def project_matrix(
         epsilon: keeps a vanishing gradient from being blown up.
     """
     norms_E = gradient.flatten(1).norm(dim=1)
-    return weight + strength * gradient / (norms_E + epsilon)[:, None, None]
+    step: Tensor = strength * gradient / (norms_E + epsilon)[:, None, None]
+    return weight + step
 
 
 def project_experts(
