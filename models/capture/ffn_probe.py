@@ -50,7 +50,7 @@ class _Watch(torch.autograd.Function):
 
 
 def _watch(receive: Callable[..., None], value: Tensor, *saved: Tensor) -> Tensor:
-    watched: Tensor = _Watch.apply(receive, value, *saved)  # type: ignore[no-untyped-call]
+    watched: Tensor = _Watch.apply(receive, value, *saved)
     return watched
 
 
