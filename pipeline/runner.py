@@ -8,7 +8,7 @@ from pathlib import Path
 from pipeline.artifact import Manifest, is_complete, verify
 from pipeline.command import command_line
 from pipeline.disk import explain_os_error, in_mib
-from pipeline.memory import peak_bytes, reset_peak
+from pipeline.memory import peak_bytes, start_measuring
 from pipeline.plan import Step
 from pipeline.publish import open_workshop, publish, remove_leftovers
 from pipeline.run_folder import RunFolder, render
@@ -62,7 +62,7 @@ class Runner:
                 return
             self.verify_parents(step)
             log.info("%-9s running", step.stage.name)
-            reset_peak()
+            start_measuring()
             start = time.perf_counter()
             job = Job(parents=step.parents, out=workshop.out, scratch=workshop.scratch)
             table = step.stage.run(job, **step.inputs)
