@@ -1,7 +1,7 @@
 """Which stages have to run: those asked for and not yet published, and what they start from."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,57 +27,59 @@ class Step:
     inputs: Mapping[str, object]  # the keyword arguments of its run
     parents: Mapping[str, Path]
     expected_bytes: int
-    due: bool  # has to run
-    fresh: bool  # runs although its result may be there
+    due: bool = False  # has to run
+    fresh: bool = False  # runs although its result may be there
 
 
 def make_plan(checked: Checked) -> list[Step]:
-    """Steps for the asked stages and their ancestors, in the order of the chain.
+    """Steps for the asked stages and all that those use, in the order of the chain.
 
     Raises:
         ConfigError: the disk has no room for what the due steps will publish.
     """
+    steps = make_steps(checked)
+    asked = {stage.name for stage in asked_stages(checked.settings.stage)}
+    fresh = asked if checked.settings.fresh else set()
+    complete = {name for name, step in steps.items() if is_complete(step.folder)} - fresh
+    used, due = select_stages(asked, complete)
+    plan = [replace(steps[name], due=name in due, fresh=name in fresh) for name in steps if name in used]
+    require_room(plan, Path(checked.settings.output_dir))
+    return plan
+
+
+def make_steps(checked: Checked) -> dict[str, Step]:
+    """A step for each asked stage and each of their ancestors, in the order of the chain."""
     settings = checked.settings
-    asked = asked_stages(settings.stage)
     nodes = {spec.name: getattr(settings, spec.name) for spec in fields(settings)} | {"shape": checked.shape}
     identities = {"model": source_identity(settings.model), "data": data_identity(settings.data)}
     output_dir = Path(settings.output_dir).absolute()
-
-    found: dict[str, tuple[str, dict[str, Any], Path]] = {}
-    for stage in with_ancestors(asked):
-        recipe = make_recipe(stage, nodes, identities, {name: found[name][0] for name in stage.parents})
-        print_ = fingerprint(recipe)
-        found[stage.name] = (print_, recipe, artifact_folder(output_dir, settings.model.label, stage.name, print_))
-
-    fresh = {stage.name for stage in asked} if settings.fresh else set()
-    complete = {name for name, (_, _, folder) in found.items() if is_complete(folder)} - fresh
-    due = due_stages({stage.name for stage in asked}, complete)
-    steps = [
-        Step(
-            stage=STAGES[name],
-            fingerprint=print_,
+    steps: dict[str, Step] = {}
+    for stage in with_ancestors(asked_stages(settings.stage)):
+        recipe = make_recipe(stage, nodes, identities, {name: steps[name].fingerprint for name in stage.parents})
+        address = fingerprint(recipe)
+        steps[stage.name] = Step(
+            stage=stage,
+            fingerprint=address,
             recipe=recipe,
-            folder=folder,
-            inputs={node: nodes[node] for node in STAGES[name].nodes},
-            parents={parent: found[parent][2] for parent in STAGES[name].parents},
-            expected_bytes=expected_bytes(name, checked.source, checked.shape),
-            due=name in due,
-            fresh=name in fresh,
+            folder=artifact_folder(output_dir, settings.model.label, stage.name, address),
+            inputs={node: nodes[node] for node in stage.nodes},
+            parents={name: steps[name].folder for name in stage.parents},
+            expected_bytes=expected_bytes(stage.name, checked.source, checked.shape),
         )
-        for name, (print_, recipe, folder) in found.items()
-    ]
-    require_room(steps, output_dir)
     return steps
 
 
-def due_stages(asked: set[str], complete: set[str]) -> set[str]:
-    """Asked stages that are not complete, and every incomplete stage that a due one starts from."""
-    wanted, due = set(asked), set()
+def select_stages(asked: set[str], complete: set[str]) -> tuple[set[str], set[str]]:
+    """Which stages are used, and which of them are due.
+
+    Used are the asked stages and the parents of due ones; due are the used ones that are not complete.
+    """
+    used, due = set(asked), set()
     for stage in reversed(STAGES.values()):
-        if stage.name in wanted and stage.name not in complete:
+        if stage.name in used and stage.name not in complete:
             due.add(stage.name)
-            wanted.update(stage.parents)
-    return due
+            used.update(stage.parents)
+    return used, due
 
 
 def require_room(steps: list[Step], output_dir: Path) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from pipeline.composition import compose
-from pipeline.plan import due_stages, make_plan
+from pipeline.plan import make_plan, select_stages
 from pipeline.publish import open_workshop, publish
 from pipeline.schema import register_schema
 from pipeline.stages_table import CHAIN, STAGES, asked_stages, with_ancestors
@@ -36,19 +36,19 @@ def due(steps):
 
 
 @pytest.mark.parametrize(
-    ("asked", "complete", "expected"),
+    ("asked", "complete", "used", "due"),
     [
-        (ALL, set(), ALL),
-        (ALL, ALL, set()),
-        (ALL, ALL - {"score"}, {"score"}),
-        ({"extract"}, set(), {"scan", "score", "cluster", "extract"}),
-        ({"extract"}, {"scan", "score"}, {"cluster", "extract"}),
-        ({"extract"}, {"score", "cluster"}, {"extract"}),
-        ({"extract"}, {"extract"}, set()),
+        (ALL, set(), ALL, ALL),
+        (ALL, ALL, ALL, set()),
+        (ALL, ALL - {"score"}, ALL, {"score"}),
+        ({"extract"}, set(), {"scan", "score", "cluster", "extract"}, {"scan", "score", "cluster", "extract"}),
+        ({"extract"}, {"scan", "score"}, {"scan", "score", "cluster", "extract"}, {"cluster", "extract"}),
+        ({"extract"}, {"score", "cluster"}, {"score", "cluster", "extract"}, {"extract"}),
+        ({"extract"}, {"extract"}, {"extract"}, set()),
     ],
 )
-def test_due_are_asked_stages_and_what_those_lack(asked, complete, expected):
-    assert due_stages(asked, complete) == expected
+def test_due_are_asked_stages_and_what_those_lack(asked, complete, used, due):
+    assert select_stages(asked, complete) == (used, due)
 
 
 def test_parents_come_before_their_children():
@@ -82,6 +82,7 @@ def test_fresh_means_the_asked_stage(steps):
     assert due(steps()) == set()
     assert due(steps("fresh=true")) == ALL
     again = steps("stage=cluster", "fresh=true")
+    assert again.keys() == {"scan", "score", "cluster"}
     assert {name for name, step in again.items() if step.fresh} == due(again) == {"cluster"}
 
 
