@@ -5,6 +5,7 @@ from pathlib import Path
 
 from models.families.fold import gate_fold, is_power_of_two
 from models.families.moe import AlwaysOn, MoETarget
+from models.families.width import expert_width
 from models.shape import Shape
 
 
@@ -71,8 +72,10 @@ tokenizer = AutoTokenizer.from_pretrained("path/of/this/folder")
 def suitable_runtimes(target: MoETarget, shape: Shape) -> list[str]:
     """What is known about the kernels of each runtime and this E, N and target."""
     lines = ['transformers 4.57 and 5: loads without remote code; train with `experts_implementation="grouped_mm"`.']
-    if shape.n % 8:
-        lines.append(f"transformers, grouped_mm in bf16: wants N % 8 == 0, N is {shape.n}; use `eager` or another n.")
+    if (width := expert_width(shape)) != shape.n:
+        lines.append(
+            f"Experts are padded with zero units to {width}, which grouped kernels want; the output is the same."
+        )
     if is_power_of_two(shape.experts) and shape.n % 128 == 0:
         lines.append("vLLM, SGLang: expert count and width suit the fused kernels.")
     else:
