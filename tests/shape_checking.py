@@ -3,15 +3,18 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-from beartype import beartype
+from beartype import BeartypeConf, beartype
 from beartype.roar import BeartypeDecorHintException
 
 Checked = TypeVar("Checked", bound=Callable)
+
+# An int may stand where a float is wanted.
+ENFORCE = beartype(conf=BeartypeConf(is_pep484_tower=True))
 
 
 def check(function: Checked) -> Checked:
     """Enforce the annotations; a function whose hints beartype cannot check alone (Self, protocols) passes as is."""
     try:
-        return beartype(function)
+        return ENFORCE(function)
     except BeartypeDecorHintException:
         return function
