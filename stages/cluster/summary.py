@@ -39,20 +39,20 @@ def measure_coactivation(
     """
     experts, size = units_EN.shape
     member_EF = membership(units_EN, len(active_bits_Fr))
-    copies_F = member_EF.sum(0).double()
+    copies_F = member_EF.sum(0).long()
     firing_RE = torch.zeros(tokens, experts)
-    same_unit = 0.0
+    same_unit = 0
     for start in range(0, len(active_bits_Fr), CHUNK):
         bits_UR = unpack_bits(active_bits_Fr[start : start + CHUNK], tokens)
         copies_U = copies_F[start : start + CHUNK]
         firing_RE += bits_UR.T @ member_EF[:, start : start + CHUNK].T
-        same_unit += float(bits_UR.sum(1).double() @ (copies_U * (copies_U - 1)))
-    firing_RE = firing_RE.double()
-    squares = float(firing_RE.square().sum())
-    within = squares - float(firing_RE.sum())
-    between = float(firing_RE.sum(1).square().sum()) - squares - same_unit
+        same_unit += int((bits_UR.sum(1).long() * copies_U * (copies_U - 1)).sum())
+    firing_RE = firing_RE.long()
+    squares = int(firing_RE.square().sum())
+    within = squares - int(firing_RE.sum())
+    between = int(firing_RE.sum(1).square().sum()) - squares - same_unit
     pairs_within = experts * size * (size - 1)
-    pairs_between = (experts * size) ** 2 - experts * size**2 - float(copies_F @ (copies_F - 1))
+    pairs_between = (experts * size) ** 2 - experts * size**2 - int((copies_F * (copies_F - 1)).sum())
     return Coactivation(_mean(within, pairs_within * tokens), _mean(between, pairs_between * tokens))
 
 
@@ -62,5 +62,5 @@ def share_of(contribution_F: Float[Tensor, "F"], units: Int[Tensor, "U"]) -> flo
     return float(contribution_F[units].sum()) / total if total else 0.0
 
 
-def _mean(total: float, count: float) -> float | None:
+def _mean(total: int, count: int) -> float | None:
     return total / count if count else None

@@ -1,0 +1,93 @@
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from models.errors import ContractError
+from stages.contracts.statistics import UnitStatistics
+
+L, F, R = 2, 7, 19
+
+
+@pytest.fixture
+def statistics():
+    generator = torch.Generator().manual_seed(0)
+
+    def sums(dtype=torch.float64):
+        return torch.rand(L, F, generator=generator, dtype=dtype)
+
+    return UnitStatistics(
+        tokens=40,
+        samples=6,
+        samples_with_gradient=5,
+        mean_loss=2.25,
+        sum_abs=sums(),
+        sum_sq=sums(),
+        max_abs=sums(),
+        active_count=torch.randint(40, (L, F), generator=generator),
+        sum_taylor=sums(),
+        grad_norm_gate=sums(),
+        grad_norm_up=sums(),
+        grad_norm_down=sums(),
+        weight_norm_gate=sums(torch.float32),
+        weight_norm_up=sums(torch.float32),
+        weight_norm_down=sums(torch.float32),
+        active_bits=torch.randint(256, (L, F, (R + 7) // 8), generator=generator, dtype=torch.uint8),
+        reservoir_tokens=R,
+    )
+
+
+def rewrite(path, *, metadata=None, drop=None):
+    """The same file with other metadata, or without a tensor."""
+    with safe_open(path, framework="pt") as file:
+        old = file.metadata()
+        tensors = {name: file.get_tensor(name) for name in file.keys() if name != drop}  # noqa: SIM118
+    save_file(tensors, path, metadata={**old, **(metadata or {})})
+
+
+def test_round_trip_keeps_values_and_number_formats(tmp_path, statistics):
+    statistics.save(tmp_path)
+    read = UnitStatistics.load(tmp_path)
+    for spec in fields(UnitStatistics):
+        written, found = getattr(statistics, spec.name), getattr(read, spec.name)
+        if isinstance(written, torch.Tensor):
+            assert found.dtype == written.dtype
+            assert torch.equal(found, written)
+        else:
+            assert found == written
+            assert type(found) is type(written)
+
+
+def test_rows_of_a_larger_tensor_are_stored_as_they_are(tmp_path, statistics):
+    """Tensors that are not contiguous would be written wrong by some versions of safetensors."""
+    turned = torch.arange(2.0 * L * F, dtype=torch.float64).view(F, 2 * L).T[::2]
+    replace(statistics, sum_abs=turned).save(tmp_path)
+    assert torch.equal(UnitStatistics.load(tmp_path).sum_abs, turned)
+
+
+def test_another_version_is_refused(tmp_path, statistics):
+    statistics.save(tmp_path)
+    path = tmp_path / UnitStatistics.FILE
+    rewrite(path, metadata={"version": "0"})
+    with pytest.raises(ContractError) as error:
+        UnitStatistics.load(tmp_path)
+    assert str(error.value) == (
+        "expected UnitStatistics version 1, found UnitStatistics version 0\n"
+        f"  where: {path}\n"
+        "  do:    run the stage that writes it again, with fresh=true"
+    )
+
+
+def test_missing_fields_are_named(tmp_path, statistics):
+    statistics.save(tmp_path)
+    path = tmp_path / UnitStatistics.FILE
+    rewrite(path, drop="max_abs")
+    with pytest.raises(ContractError) as error:
+        UnitStatistics.load(tmp_path)
+    assert str(error.value) == (
+        "UnitStatistics has fields ['max_abs'] too many or too few\n"
+        f"  where: {path}\n"
+        "  do:    run the stage that writes it again, with fresh=true"
+    )

@@ -1,0 +1,55 @@
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from stages.contracts.statistics import UnitStatistics
+
+
+class Planted(NamedTuple):
+    """Statistics in which units of a group fire on the same tokens, and the group of each unit."""
+
+    statistics: UnitStatistics
+    group_LF: Tensor
+
+
+@pytest.fixture
+def plant() -> Callable[..., Planted]:
+    """Units of `groups` topics, shuffled: each fires on most tokens of its topic and on few others."""
+
+    def make(*, layers: int = 2, width: int = 24, groups: int = 3, tokens: int = 90, dead: int = 0) -> Planted:
+        rng = np.random.default_rng(5)
+        group_LF = np.stack([rng.permutation(width) % groups for _ in range(layers)])
+        topic_R = rng.permutation(tokens) % groups
+        chance_LFR = np.where(group_LF[..., None] == topic_R, 0.9, 0.05)
+        bits_LFR = rng.random(chance_LFR.shape) < chance_LFR
+        bits_LFR[:, :dead] = False
+
+        def sums() -> Tensor:
+            return torch.from_numpy(rng.random((layers, width)) + 0.1)
+
+        statistics = UnitStatistics(
+            tokens=tokens,
+            samples=6,
+            samples_with_gradient=6,
+            mean_loss=2.0,
+            sum_abs=sums(),
+            sum_sq=sums(),
+            max_abs=sums(),
+            active_count=torch.from_numpy(bits_LFR.sum(2)),
+            sum_taylor=sums(),
+            grad_norm_gate=sums(),
+            grad_norm_up=sums(),
+            grad_norm_down=sums(),
+            weight_norm_gate=sums().float(),
+            weight_norm_up=sums().float(),
+            weight_norm_down=sums().float(),
+            active_bits=torch.from_numpy(np.packbits(bits_LFR, axis=2)),
+            reservoir_tokens=tokens,
+        )
+        return Planted(statistics, torch.from_numpy(group_LF))
+
+    return make

@@ -1,0 +1,71 @@
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import normalize
+
+from stages.cluster import features
+from stages.cluster.features import coactivation_features, gate_row_features, unpack_bits
+
+F, R, D = 37, 21, 9
+
+
+@pytest.fixture
+def bits_FR():
+    bits_FR = np.random.default_rng(0).random((F, R)) < 0.3
+    bits_FR[4] = False
+    return bits_FR
+
+
+def packed(bits_FR):
+    return torch.from_numpy(np.packbits(bits_FR, axis=1))
+
+
+def rng():
+    return np.random.default_rng(1)
+
+
+def cosines(rows):
+    rows = normalize(rows, dim=1)
+    return rows @ rows.T
+
+
+def test_bits_come_back(bits_FR):
+    assert torch.equal(unpack_bits(packed(bits_FR), R), torch.from_numpy(bits_FR).float())
+
+
+def test_with_all_directions_the_cosine_is_the_share_of_tokens_where_both_fire(bits_FR):
+    features_FC = coactivation_features(packed(bits_FR), R, dims=64, rng=rng())
+    assert features_FC.shape == (F, R)
+    bits = bits_FR.astype(float)
+    fires = bits.sum(1)
+    expected = bits @ bits.T / np.sqrt(np.outer(fires, fires).clip(1))
+    torch.testing.assert_close(cosines(features_FC), torch.from_numpy(expected).float())
+
+
+def test_a_unit_that_never_fires_is_zero(bits_FR):
+    features_FC = coactivation_features(packed(bits_FR), R, dims=5, rng=rng())
+    assert features_FC.isfinite().all()
+    assert not features_FC[4].any()
+
+
+def test_no_unit_fires():
+    assert not coactivation_features(torch.zeros(F, 3, dtype=torch.uint8), R, dims=5, rng=rng()).any()
+
+
+def test_few_directions_keep_what_the_best_ones_keep():
+    gate_FD = torch.randn(F, 3, generator=torch.Generator().manual_seed(0)) @ torch.randn(
+        3, D, generator=torch.Generator().manual_seed(1)
+    )
+    noisy_FD = gate_FD + 0.01 * torch.randn(F, D, generator=torch.Generator().manual_seed(2))
+    features_FC = gate_row_features(noisy_FD.bfloat16(), dims=3, rng=rng())
+    assert features_FC.shape == (F, 3)
+    assert features_FC.dtype == torch.float32
+    torch.testing.assert_close(cosines(features_FC), cosines(gate_FD), atol=0.05, rtol=0)
+
+
+def test_chunks_change_nothing(bits_FR, monkeypatch):
+    whole = coactivation_features(packed(bits_FR), R, dims=64, rng=rng())
+    monkeypatch.setattr(features, "CHUNK", 8)
+    torch.testing.assert_close(
+        cosines(coactivation_features(packed(bits_FR), R, dims=64, rng=rng())), cosines(whole), atol=1e-5, rtol=0
+    )

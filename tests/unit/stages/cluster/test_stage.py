@@ -1,0 +1,141 @@
+import pytest
+import torch
+
+from models.config import ModelConfig
+from models.errors import ConfigError
+from models.pico import write_pico
+from models.shape import Shape
+from stages.cluster.config import ClusterConfig
+from stages.cluster.stage import run
+from stages.contracts.job import Job
+from stages.contracts.partition import Partition
+from stages.contracts.scores import Scores
+
+L, F = 2, 24
+SHAPE = Shape(experts=3, n=6, top_k=2, always_on=5)
+NO_MAP = ClusterConfig(map="none")
+
+
+@pytest.fixture
+def job(tmp_path):
+    for name in ("scan", "score", "out", "scratch"):
+        (tmp_path / name).mkdir()
+    return Job({name: tmp_path / name for name in ("scan", "score")}, tmp_path / "out", tmp_path / "scratch")
+
+
+@pytest.fixture
+def scores():
+    generator = torch.Generator().manual_seed(1)
+    names = ("s_p", "taylor", "wanda", "frequency", "contribution", "random")
+    return Scores(method="s_p", **{name: torch.rand(L, F, generator=generator) for name in names})
+
+
+@pytest.fixture
+def planted(plant, job, scores):
+    planted = plant(layers=L, width=F)
+    planted.statistics.save(job.parents["scan"])
+    scores.save(job.parents["score"])
+    return planted
+
+
+def cluster(job, config=NO_MAP, *, model=None, shape=SHAPE, seed=0):
+    table = run(job, model=model or ModelConfig(), cluster=config, shape=shape, seed=seed)
+    return table, Partition.load(job.out)
+
+
+@pytest.mark.parametrize(("by", "measure"), [("contribution",) * 2, ("frequency",) * 2, ("score", "s_p")])
+def test_always_on_units_are_the_highest_by_what_was_asked(job, planted, scores, by, measure):
+    _table, partition = cluster(job, ClusterConfig(map="none", always_on_by=by))
+    assert partition.width == F
+    assert partition.units.dtype == partition.always_on.dtype == torch.int32
+    assert torch.equal(partition.always_on.long(), getattr(scores, measure).topk(5).indices.sort().values)
+
+
+def test_experts_hold_what_fires_together_and_the_table_says_so(job, planted, scores):
+    table, partition = cluster(job)
+    assert partition.units.shape == (L, 3, 6)
+    dropped_L = [F - 5 - len(units_EN.unique()) for units_EN in partition.units]
+    assert dropped_L == [1, 1]
+    for layer, row in enumerate(table.rows):
+        assert float(row[3].removesuffix("×")) > 2
+        share = scores.contribution[layer, partition.always_on[layer].long()].sum() / scores.contribution[layer].sum()
+        assert row[4] == f"{share:.1%}"
+        assert row[5] == 1
+        assert row[7] == 1
+
+
+@pytest.mark.parametrize("method", ["rank", "random", "contiguous"])
+def test_controls_find_no_structure(job, planted, method):
+    table, partition = cluster(job, ClusterConfig(map="none", method=method), shape=Shape(3, 8, 2, 0))
+    assert all(float(row[3].removesuffix("×")) < 1.5 for row in table.rows)
+    assert (partition.multiplicity == 1).all()
+
+
+def test_a_hundred_experts_share_few_units(job, planted):
+    table, partition = cluster(job, shape=Shape(100, 6, 2, 0))
+    assert (partition.multiplicity >= 1).all()
+    assert partition.multiplicity.sum(1).tolist() == [600, 600]
+    assert [row[7] for row in table.rows] == partition.multiplicity.max(1).values.tolist()
+
+
+def test_layers_do_not_depend_on_each_other(job, planted, scores):
+    config = ClusterConfig(map="none", method="random")
+    _table, both = cluster(job, config)
+    first = {name: tensor[:1] for name, tensor in vars(scores).items() if name != "method"}
+    Scores(method="s_p", **first).save(job.parents["score"])
+    _table, alone = cluster(job, config)
+    assert torch.equal(alone.units[0], both.units[0])
+    assert not torch.equal(both.units[0], both.units[1])
+
+
+def test_the_seed_decides(job, planted):
+    config = ClusterConfig(map="none", method="random")
+    first, again, other = (cluster(job, config, seed=seed)[1] for seed in (0, 0, 1))
+    assert torch.equal(first.units, again.units)
+    assert not torch.equal(first.units, other.units)
+
+
+def test_maps_of_chosen_layers(job, planted):
+    config = ClusterConfig(map="tsne", map_layers=[-1], map_units=20)
+    table, with_map = cluster(job, config)
+    picture = job.out / "unit_map_layer_001.png"
+    assert sorted(path.name for path in job.out.iterdir()) == [Partition.FILE, picture.name]
+    assert table.notes[-1] == "maps: unit_map_layer_001.png"
+    first = picture.read_bytes()
+    cluster(job, config)
+    assert picture.read_bytes() == first
+    _table, without = cluster(job)
+    assert torch.equal(with_map.units, without.units)
+
+
+def test_gate_rows_group_units_that_listen_alike(job, planted, tmp_path):
+    """Two kinds of rows in layer 1 of a checkpoint; the bitmaps say nothing of them."""
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "dense"
+    write_pico(folder, "llama", layers=L, intermediate=F)
+    name = "model.layers.1.mlp.gate_proj.weight"
+    tensors = load_file(folder / "model.safetensors")
+    kind_F = torch.arange(F) % 2
+    tensors[name] = tensors[name][kind_F] + 0.01 * tensors[name]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = ClusterConfig(map="none", features="gate_rows")
+    table, partition = cluster(
+        job, config, model=ModelConfig(kind="local", path=str(folder)), shape=Shape(2, F // 2, 1, 0)
+    )
+    assert sorted(kind_F[partition.units[1].long()].unique(dim=1).flatten().tolist()) == [0, 1]
+    assert table.notes[0] == "experts by balanced_kmeans on gate_rows; always-on units by contribution"
+
+
+def test_no_bitmaps_to_compare(job, plant, scores):
+    plant(layers=L, width=F, tokens=0).statistics.save(job.parents["scan"])
+    scores.save(job.parents["score"])
+    with pytest.raises(ConfigError) as error:
+        cluster(job)
+    assert str(error.value) == (
+        "the scan kept no activation bitmaps to compare units by\n"
+        "  where: stage=cluster, setting cluster.features\n"
+        "  do:    scan.reservoir_tokens=4096, or cluster.features=gate_rows"
+    )
+    table, _partition = cluster(job, ClusterConfig(map="none", method="rank"))
+    assert [row[1:4] for row in table.rows] == [["–", "–", "–"]] * L

@@ -1,0 +1,61 @@
+import numpy as np
+import pytest
+import torch
+
+from stages.cluster import summary
+from stages.cluster.summary import measure_coactivation, share_of
+
+F, R = 12, 19
+
+
+@pytest.fixture
+def bits_FR():
+    return np.random.default_rng(0).random((F, R)) < 0.4
+
+
+def packed(bits_FR):
+    return torch.from_numpy(np.packbits(bits_FR, axis=1))
+
+
+def pair_by_pair(bits_FR, experts):
+    """The definition: every pair of slots, of one expert or of two, that holds different units."""
+    within, between = [], []
+    slots = [(e, unit) for e, units in enumerate(experts) for unit in units]
+    for i, (e, unit) in enumerate(slots):
+        for f, other in slots[:i]:
+            if unit != other:
+                (within if e == f else between).append((bits_FR[unit] & bits_FR[other]).mean())
+    return np.mean(within), np.mean(between)
+
+
+@pytest.mark.parametrize(
+    "experts",
+    [[[0, 1, 2], [5, 7, 9], [3, 4, 11]], [[0, 1, 2, 3], [2, 3, 4, 5], [0, 2, 8, 10], [1, 2, 6, 11]]],
+    ids=["disjoint", "with copies"],
+)
+def test_both_chances_against_the_loop_over_pairs(bits_FR, experts, monkeypatch):
+    monkeypatch.setattr(summary, "CHUNK", 5)
+    found = measure_coactivation(packed(bits_FR), R, torch.tensor(experts))
+    within, between = pair_by_pair(bits_FR, experts)
+    assert found == pytest.approx((within, between))
+    assert found.ratio == pytest.approx(within / between)
+
+
+def test_no_pairs_no_chance(bits_FR):
+    assert measure_coactivation(packed(bits_FR), R, torch.tensor([[0, 1, 2]])).between is None
+    single_units = measure_coactivation(packed(bits_FR), R, torch.tensor([[0], [1]]))
+    assert single_units.within is None
+    assert single_units.ratio is None
+
+
+def test_nothing_fires():
+    silent = measure_coactivation(torch.zeros(F, 3, dtype=torch.uint8), R, torch.tensor([[0, 1], [2, 3]]))
+    assert silent == (0.0, 0.0)
+    assert silent.ratio is None
+
+
+def test_share_of_a_layer():
+    contribution_F = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    assert share_of(contribution_F, torch.tensor([1, 3])) == pytest.approx(0.6)
+    assert share_of(contribution_F, torch.tensor([], dtype=torch.int64)) == 0.0
+    assert share_of(torch.zeros(4), torch.tensor([1])) == 0.0
