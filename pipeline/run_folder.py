@@ -55,8 +55,8 @@ class RunFolder:
         record = logging.FileHandler(self.folder / "run.log")
         record.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         logging.captureWarnings(capture=True)
-        for name in OWN_LOGGERS:
-            logger = logging.getLogger(name)
+        loggers = [logging.getLogger(name) for name in OWN_LOGGERS]
+        for logger in loggers:
             logger.setLevel(logging.INFO)
             logger.handlers = [console, record]
             logger.propagate = False
@@ -66,6 +66,9 @@ class RunFolder:
             record.handle(logging.LogRecord("pipeline", logging.ERROR, "", 0, "failed", None, sys.exc_info()))
             raise
         finally:
+            for logger in loggers:
+                logger.handlers = []
+                logger.propagate = True
             logging.captureWarnings(capture=False)
             record.close()
 

@@ -1,5 +1,6 @@
 """Hydra's own front and the files under conf/."""
 
+import logging
 import sys
 
 import pytest
@@ -15,6 +16,7 @@ def test_a_sweep_carves_every_combination(tmp_path, monkeypatch):
     words = ["-m", "experts=2,4", "score=s_p,wanda", f"output_dir={tmp_path}"]
     monkeypatch.setattr(sys, "argv", ["pipeline", *words])
     assert cli.run_command(words) == 0
+    assert not logging.getLogger("stages.scan").disabled  # Hydra's own logging would silence the jobs
     assert [(settings.experts, settings.score.method) for settings, _, _ in carved] == [
         (2, "s_p"),
         (2, "wanda"),
