@@ -15,17 +15,29 @@ from stages.calibration.normal_equations import NormalEquations
 
 @dataclass(frozen=True)
 class RouterTask:
-    """What a router of one layer is fitted on."""
+    """What a router of one layer is fitted on, a batch each."""
 
-    ffn: DenseFFN
-    units_EN: Int[Tensor, "E N"]
     top_k: int
-    inputs: Sequence[Tensor]  # one batch each
+    inputs: Sequence[Tensor]  # (T, D) FFN inputs
+    contributions: Sequence[Tensor]  # (T, E) Σ_{i∈e} |h_i|·‖d_i‖ of every expert
 
-    def contributions(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T E"]:
-        """Σ_{i∈e} |h_i|·‖d_i‖ of every expert."""
-        member_EF = membership(self.units_EN, self.ffn.width)
-        return expert_contributions(self.ffn, self.ffn.hidden(x_TD), member_EF)
+    @property
+    def experts(self) -> int:
+        """E."""
+        return self.contributions[0].shape[1]
+
+
+def watch_experts(
+    ffn: DenseFFN, units_EN: Int[Tensor, "E N"], inputs: Sequence[Tensor], top_k: int
+) -> tuple[RouterTask, list[Tensor]]:
+    """The task of fitting a router, and the FFN's outputs (T, D), from one look at the activations."""
+    member_EF = membership(units_EN, ffn.width)
+    contributions, outputs = [], []
+    for x_TD in inputs:
+        h_TF = ffn.hidden(x_TD)
+        contributions.append(expert_contributions(ffn, h_TF, member_EF))
+        outputs.append(ffn.output(h_TF))
+    return RouterTask(top_k, inputs, contributions), outputs
 
 
 def fit_router(method: str, task: RouterTask, *, penalty: float, seed: int) -> Float[Tensor, "E D"]:
@@ -34,7 +46,7 @@ def fit_router(method: str, task: RouterTask, *, penalty: float, seed: int) -> F
         return fit_ridge(task, penalty)
     if method == "centroid":
         return fit_centroid(task)
-    return draw_random(len(task.units_EN), task.inputs[0], seed)
+    return draw_random(task.experts, task.inputs[0], seed)
 
 
 def draw_random(experts: int, like_TD: Tensor, seed: int) -> Float[Tensor, "E D"]:
@@ -49,20 +61,19 @@ def fit_ridge(task: RouterTask, penalty: float) -> Float[Tensor, "E D"]:
     The regression is linear without intercept, so its weight is the router's weight. What all experts of a token have
     in common does not change their order: it is taken out of the targets, which the regression then need not explain.
     """
-    moments = NormalEquations(task.inputs[0].shape[1], len(task.units_EN), device=task.inputs[0].device)
-    for x_TD in task.inputs:
-        wanted_TE = task.contributions(x_TD)
+    moments = NormalEquations(task.inputs[0].shape[1], task.experts, device=task.inputs[0].device)
+    for x_TD, wanted_TE in zip(task.inputs, task.contributions, strict=True):
         moments.add(x_TD, wanted_TE - wanted_TE.mean(1, keepdim=True))
     return moments.solve(penalty)
 
 
 def fit_centroid(task: RouterTask) -> Float[Tensor, "E D"]:
     """Mean input of the tokens for which the expert is among the K of largest contribution, against the mean of all."""
-    experts, hidden_size = len(task.units_EN), task.inputs[0].shape[1]
+    experts, hidden_size = task.experts, task.inputs[0].shape[1]
     sums_ED = torch.zeros(experts, hidden_size, device=task.inputs[0].device)
     counts_E = torch.zeros(experts, device=sums_ED.device)
-    for x_TD in task.inputs:
-        best_TK = choose_experts(task.contributions(x_TD), task.top_k)
+    for x_TD, contribution_TE in zip(task.inputs, task.contributions, strict=True):
+        best_TK = choose_experts(contribution_TE, task.top_k)
         served_TE = torch.zeros(len(x_TD), experts, device=x_TD.device).scatter_(1, best_TK, 1.0)
         sums_ED += served_TE.T @ x_TD
         counts_E += served_TE.sum(0)
@@ -93,10 +104,10 @@ def load_balance(rows_ED: Float[Tensor, "E D"], inputs: Sequence[Tensor], top_k:
 def oracle_agreement(rows_ED: Float[Tensor, "E D"], task: RouterTask) -> float:
     """Mean share of the K experts of largest contribution that the router also chooses."""
     agreed, total = 0, 0
-    for x_TD in task.inputs:
+    for x_TD, contribution_TE in zip(task.inputs, task.contributions, strict=True):
         chosen_TE = torch.zeros(len(x_TD), len(rows_ED), device=x_TD.device)
         chosen_TE.scatter_(1, choose_experts(x_TD @ rows_ED.T, task.top_k), 1.0)
-        best_TK = choose_experts(task.contributions(x_TD), task.top_k)
+        best_TK = choose_experts(contribution_TE, task.top_k)
         agreed += int(chosen_TE.gather(1, best_TK).sum())
         total += best_TK.numel()
     return agreed / total

@@ -16,7 +16,7 @@ from models.stream import LayerStream
 from stages.assemble.config import AssembleConfig
 from stages.assemble.replicas import divide_by_multiplicity
 from stages.assemble.report import RouterReport, summarise
-from stages.assemble.router import RouterTask, fit_router, load_balance, oracle_agreement, set_spread
+from stages.assemble.router import fit_router, load_balance, oracle_agreement, set_spread, watch_experts
 from stages.calibration.batches import calibration_batches
 from stages.calibration.card import write_carve_card
 from stages.calibration.token_stream import TokenStream
@@ -62,13 +62,13 @@ def fit_all(
     for index, layer in enumerate(tqdm(stream.layers(), total=stream.depth, desc="assemble", unit="layer")):
         tokens.enter(layer)
         units_EN = partition.units[index].to(stream.device)
-        task = RouterTask(layer.ffn, units_EN, shape.top_k, tokens.inputs)
+        task, outputs = watch_experts(layer.ffn, units_EN, tokens.inputs, shape.top_k)
         # Each layer draws from its own seed: equal random routers in every layer would be correlated.
         rows_ED = fit_router(assemble.router, task, penalty=assemble.ridge_penalty, seed=seed * 10_007 + index)
         rows_ED = set_spread(rows_ED, tokens.inputs, spread)
         load_E = load_balance(rows_ED, tokens.inputs, shape.top_k)
         reports.append(RouterReport(rows_ED.cpu(), load_E.cpu(), oracle_agreement(rows_ED, task)))
-        tokens.leave(layer.ffn)
+        tokens.leave(outputs)
     return reports
 
 

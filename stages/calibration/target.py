@@ -28,7 +28,7 @@ class AlignmentTarget:
         self._ffn, self._carved = layer.ffn, carved
         if self._dense is not None:
             self._dense.enter(layer)
-            self._dense.leave(layer.ffn)
+            self._dense.leave(map(layer.ffn, self._dense.inputs))
 
     def __call__(self, index: int, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
         """Wanted output of batch `index`, whose inputs are `x_TD`."""

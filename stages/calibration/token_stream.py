@@ -1,6 +1,6 @@
 """The hidden states of one model variant on its way through the layers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -9,11 +9,9 @@ from models.stream import LayerStream, StreamLayer
 from stages.data.batches import TokenBatch
 from stages.metrics.loss import MeanLoss, supervised_tokens, token_losses
 
-FFN = Callable[[Tensor], Tensor]
-
 
 class TokenStream:
-    """Enter a layer to see its FFN inputs, fit whatever is to be fitted on them, leave with an FFN.
+    """Enter a layer to see its FFN inputs, fit what is to be fitted on them, leave with what the FFN gives for them.
 
     Between `enter` and `leave`, `inputs` holds the FFN inputs of every batch, real tokens only, (T, D) each. Memory:
     two hidden states per token.
@@ -34,10 +32,10 @@ class TokenStream:
             self.hidden[index], x_BTD = layer.attend(self.hidden[index])
             self.inputs.append(x_BTD[mask_BT])
 
-    def leave(self, ffn: FFN) -> None:
-        """Add the FFN's output to the residual stream."""
-        for hidden_BTD, mask_BT, x_TD in zip(self.hidden, self.masks, self.inputs, strict=True):
-            hidden_BTD[mask_BT] += ffn(x_TD)
+    def leave(self, outputs: Iterable[Tensor]) -> None:
+        """Add the FFN's outputs, (T, D) for every batch of `inputs`, to the residual stream."""
+        for hidden_BTD, mask_BT, output_TD in zip(self.hidden, self.masks, outputs, strict=True):
+            hidden_BTD[mask_BT] += output_TD
         self.inputs = []
 
     @torch.no_grad()

@@ -46,9 +46,9 @@ class BaselineRun:
         carved = start_baseline(self.method, facts, self._calibration.inputs)
         if self.aligned:
             carved = align_down(carved, self._calibration.inputs, self._target, self._settings).carved
-        self._calibration.leave(carved)
+        self._calibration.leave(map(carved, self._calibration.inputs))
         self._heldout.enter(layer)
-        self._heldout.leave(carved)
+        self._heldout.leave(map(carved, self._heldout.inputs))
 
     def loss(self, stream: LayerStream, text: Text) -> MeanLoss:
         """Held-out loss after the last layer."""

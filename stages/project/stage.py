@@ -101,7 +101,7 @@ def project_all(
         loop, outcome = project_layer(carve, tokens.inputs, target, next(gradients), project, seed * 10_007 + index)
         save_file(tensors_of(loop.experts, dtype), layer_file(scratch, index))
         outcomes.append(outcome)
-        tokens.leave(loop)
+        tokens.leave(map(loop, tokens.inputs))
     return outcomes
 
 

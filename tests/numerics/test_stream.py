@@ -35,7 +35,7 @@ def test_the_dense_stream_is_the_model(model_type, tie, tmp_path: Path):
         tokens = TokenStream(stream, batches)
         for layer in stream.layers():
             tokens.enter(layer)
-            tokens.leave(layer.ffn)
+            tokens.leave(map(layer.ffn, tokens.inputs))
         streamed = tokens.loss(stream, batches)
         logits = stream.head()(tokens.hidden[0])
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

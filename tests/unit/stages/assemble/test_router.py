@@ -5,7 +5,7 @@ from models.experts import LayerExperts
 from models.ffn import DenseFFN
 from models.routing import active_copies, choose_experts, membership
 from stages.assemble.replicas import divide_by_multiplicity
-from stages.assemble.router import RouterTask, fit_router, load_balance, oracle_agreement, set_spread
+from stages.assemble.router import fit_router, load_balance, oracle_agreement, set_spread, watch_experts
 
 D, F, E, N, K = 6, 12, 3, 4, 1
 
@@ -17,7 +17,7 @@ def task():
     gate_FD = torch.eye(D)[torch.arange(F) // N] * 3 + 0.1 * torch.randn(F, D, generator=generator)
     ffn = DenseFFN(gate_FD, gate_FD.clone(), torch.randn(D, F, generator=generator), torch.nn.functional.silu)
     inputs = [torch.randn(40 + index, D, generator=generator) for index in range(4)]
-    return RouterTask(ffn, torch.arange(F).view(E, N), K, inputs)
+    return watch_experts(ffn, torch.arange(F).view(E, N), inputs, K)[0]
 
 
 @pytest.mark.parametrize(("method", "least"), [("ridge", 0.5), ("centroid", 0.5)])
@@ -40,7 +40,8 @@ def test_ridge_recovers_contributions_that_are_linear():
     up_FD = torch.rand(F, D, generator=generator)
     ffn = DenseFFN(gate_FD, up_FD, torch.randn(D, F, generator=generator), torch.ones_like)
     inputs = [torch.rand(60, D, generator=generator)]
-    task = RouterTask(ffn, torch.arange(F).view(E, N), K, inputs)
+    task, outputs = watch_experts(ffn, torch.arange(F).view(E, N), inputs, K)
+    torch.testing.assert_close(outputs[0], ffn(inputs[0]))
     assert oracle_agreement(fit_router("ridge", task, penalty=1e-9, seed=0), task) == 1.0
 
 
