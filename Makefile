@@ -23,7 +23,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	  echo "$(PYTHON) cannot make virtual environments (its venv or ensurepip module is missing)"; \
 	  echo "  do:    install it (Debian and Ubuntu: apt install python3-venv), or PYTHON=/path/to/another/python3"; \
 	  exit 2; } >&2
-	$(PYTHON) -m venv $(VENV)
+	@# An environment that works is kept: made again by another Python, it would be half of each.
+	@$(BIN)/python -c 'import pip' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
