@@ -50,7 +50,9 @@ COLUMNS = [
 ]
 
 
-def tabulate_layers(figures: Sequence[LayerFigures], cluster: ClusterConfig, pictures: Sequence[str]) -> Table:
+def tabulate_layers(
+    figures: Sequence[LayerFigures], cluster: ClusterConfig, score: str, pictures: Sequence[str]
+) -> Table:
     """One row per layer, and how it was done."""
     rows = [
         [
@@ -65,14 +67,19 @@ def tabulate_layers(figures: Sequence[LayerFigures], cluster: ClusterConfig, pic
         ]
         for layer, figure in enumerate(figures)
     ]
-    how = f" on {cluster.features}" if cluster.method == "balanced_kmeans" else ""
     notes = [
-        f"experts by {cluster.method}{how}; always-on units by {cluster.always_on_by}",
+        describe(cluster, score),
         "fire together: chance that two units are both active on a token; shares are of the layer's mean |h|·‖d‖",
     ]
     if pictures:
         notes.append(f"maps: {', '.join(pictures)}")
     return Table("cluster", COLUMNS, rows, notes)
+
+
+def describe(cluster: ClusterConfig, score: str) -> str:
+    """How the units were grouped, in a sentence."""
+    how = f" on {cluster.features}" if cluster.method == "balanced_kmeans" else ""
+    return f"experts by {cluster.method}{how}; always-on units by {cluster.always_on_by}; units ranked by {score}"
 
 
 def _percent(chance: float | None) -> str:

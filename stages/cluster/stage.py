@@ -18,7 +18,7 @@ from stages.cluster.config import ClusterConfig
 from stages.cluster.features import coactivation_features, gate_row_features
 from stages.cluster.layer import partition_layer
 from stages.cluster.picture import draw_layer, layers_to_draw
-from stages.cluster.report import measure_layer, tabulate_layers
+from stages.cluster.report import describe, measure_layer, tabulate_layers
 from stages.contracts.job import Job, Table
 from stages.contracts.partition import Partition
 from stages.contracts.scores import Scores
@@ -54,8 +54,9 @@ def run(job: Job, *, model: ModelConfig, cluster: ClusterConfig, shape: Shape, s
         width=width,
         units=torch.stack([partition.units_EN.int() for partition in partitions]),
         always_on=torch.stack([partition.roles.always_on_S.int() for partition in partitions]),
+        description=describe(cluster, scores.method),
     ).save(job.out)
-    return tabulate_layers(figures, cluster, pictures)
+    return tabulate_layers(figures, cluster, scores.method, pictures)
 
 
 def always_on_measure(scores: Scores, by: str) -> Tensor:

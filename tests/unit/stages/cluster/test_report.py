@@ -8,7 +8,7 @@ def test_the_table_reads_well():
         LayerFigures(Coactivation(0.0172, 0.0086), always_on_share=0.379, dropped=128, dropped_share=0.019, copies=1),
         LayerFigures(Coactivation(0.01, None), always_on_share=0.0, dropped=0, dropped_share=0.0, copies=25),
     ]
-    table = tabulate_layers(figures, ClusterConfig(), ["unit_map_layer_000.png"])
+    table = tabulate_layers(figures, ClusterConfig(), "s_p", ["unit_map_layer_000.png"])
     assert table.title == "cluster"
     assert table.columns == COLUMNS
     assert table.rows == [
@@ -16,13 +16,13 @@ def test_the_table_reads_well():
         [1, "1.000%", "–", "–", "0.0%", 0, "0.0%", 25],
     ]
     assert table.notes == [
-        "experts by balanced_kmeans on coactivation; always-on units by contribution",
+        "experts by balanced_kmeans on coactivation; always-on units by contribution; units ranked by s_p",
         "fire together: chance that two units are both active on a token; shares are of the layer's mean |h|·‖d‖",
         "maps: unit_map_layer_000.png",
     ]
 
 
 def test_only_the_method_that_compares_features_names_them():
-    notes = tabulate_layers([], ClusterConfig(method="rank", always_on_by="frequency"), []).notes
-    assert notes[0] == "experts by rank; always-on units by frequency"
+    notes = tabulate_layers([], ClusterConfig(method="rank", always_on_by="frequency"), "taylor", []).notes
+    assert notes[0] == "experts by rank; always-on units by frequency; units ranked by taylor"
     assert len(notes) == 2

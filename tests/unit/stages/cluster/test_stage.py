@@ -124,7 +124,8 @@ def test_gate_rows_group_units_that_listen_alike(job, planted, tmp_path):
         job, config, model=ModelConfig(kind="local", path=str(folder)), shape=Shape(2, F // 2, 1, 0)
     )
     assert sorted(kind_F[partition.units[1].long()].unique(dim=1).flatten().tolist()) == [0, 1]
-    assert table.notes[0] == "experts by balanced_kmeans on gate_rows; always-on units by contribution"
+    how = "experts by balanced_kmeans on gate_rows; always-on units by contribution; units ranked by s_p"
+    assert table.notes[0] == partition.description == how
 
 
 def test_no_bitmaps_to_compare(job, plant, scores):
