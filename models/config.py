@@ -19,7 +19,7 @@ class ModelConfig:
     revision: str | None = None
     # Arithmetic of scan and evaluation: float32, bfloat16, float16, or auto (float32 on CPU, the checkpoint's own on a
     # GPU).
-    dtype: str = "auto"
+    dtype: str = field(default="auto", metadata={"choices": ("auto", "float32", "bfloat16", "float16")})
     # cpu, cuda, cuda:1 ..., or auto (a GPU where there is one).
     device: str = "auto"
     # Run Python code that comes with the checkpoint. Never needed for the supported families.

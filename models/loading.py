@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from models.config import ModelConfig
 from models.errors import CheckpointError, ConfigError
+from models.source import read_config
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -29,38 +30,37 @@ def resolve_device(model: ModelConfig) -> torch.device:
 
 
 def resolve_dtype(model: ModelConfig, device: torch.device) -> torch.dtype | None:
-    """The number format asked for; None stands for the checkpoint's own, which auto takes on a GPU.
-
-    Raises:
-        ConfigError: no such format.
-    """
+    """The number format asked for; None stands for the checkpoint's own, which auto takes on a GPU."""
     if model.dtype == "auto":
         # Half precision saves nothing on a CPU that multiplies it slower than float32.
         return torch.float32 if device.type == "cpu" else None
-    if model.dtype not in _DTYPES:
-        raise ConfigError(
-            f"unknown number format {model.dtype!r}", where="model.dtype", do=f"one of auto, {', '.join(_DTYPES)}"
-        )
     return _DTYPES[model.dtype]
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer beside a checkpoint. Raises CheckpointError."""
+    """The tokenizer beside a checkpoint. Raises CheckpointError: none is there, or that of another model."""
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trust_remote_code
         )
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"no usable tokenizer: {str(error).splitlines()[0]}",
-            where=str(folder),
-            do="put the model's tokenizer files beside its config.json",
-        ) from error
+        raise _no_tokenizer(folder, str(error).splitlines()[0]) from error
+    # Where the files are missing some architectures get an empty tokenizer without a word.
+    if not tokenizer("text", add_special_tokens=False)["input_ids"]:
+        raise _no_tokenizer(folder, "it finds no token in plain text")
+    vocabulary = read_config(folder)["vocab_size"]
+    if tokenizer.vocab_size > vocabulary:
+        raise _no_tokenizer(folder, f"it has {tokenizer.vocab_size} tokens, the model {vocabulary}")
     return tokenizer
 
 
+def _no_tokenizer(folder: Path, reason: str) -> CheckpointError:
+    do = "put the model's tokenizer files beside its config.json"
+    return CheckpointError(f"no usable tokenizer: {reason}", where=str(folder), do=do)
+
+
 def load_dense(model: ModelConfig, folder: Path) -> PreTrainedModel:
-    """The dense model, frozen and in evaluation mode. Raises ConfigError: no such device or number format."""
+    """The dense model, frozen and in evaluation mode. Raises ConfigError: no such device."""
     device = resolve_device(model)
     dense: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         folder,

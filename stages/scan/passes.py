@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from models.capture.ffn_probe import FFNGradients, probe_gradients, probe_hidden
-from models.errors import NumericsError
+from models.errors import CheckpointError, NumericsError
 from models.ffn import GatedFFN
 from stages.calibration.forward import forward_losses
 from stages.data.batches import TokenBatch
@@ -54,6 +54,7 @@ def scan_batches(
         gradients: run the backward pass.
         after_batch: called with the position and the tokens of the batch just added.
     Raises:
+        CheckpointError: weights are not finite.
         NumericsError: a sample's loss or gradients are not finite, or all its gradients are zero.
     """
     for batch in batches[position.next_batch :]:
@@ -82,7 +83,7 @@ def scan_with_gradients(
 
     with probe_gradients(mlps, add), torch.enable_grad():
         losses_B = forward_losses(model, batch)
-        check_losses(losses_B, batch)
+        check_losses(losses_B, batch, model)
         losses_B.sum().backward()  # type: ignore[no-untyped-call]
     check_gradients(totals_B, batch)
     return losses_B.detach().cpu()
@@ -96,18 +97,32 @@ def scan_forward(
     mask_BT = batch.attention_mask.bool()
     with probe_hidden(mlps, lambda layer, h_BTF: sums.add_hidden(layer, h_BTF, mask_BT, slots_BT)):
         losses_B = forward_losses(model, batch)
-    check_losses(losses_B, batch)
+    check_losses(losses_B, batch, model)
     return losses_B.cpu()
 
 
-def check_losses(losses_B: Float[Tensor, "B"], batch: TokenBatch) -> None:
-    """Refuse losses that are not finite, naming the samples."""
+def check_losses(losses_B: Float[Tensor, "B"], batch: TokenBatch, model: nn.Module) -> None:
+    """Refuse losses that are not finite, naming the weights that are to blame, or else the samples."""
+    bad_B = ~losses_B.detach().isfinite()
+    if bad_B.any():
+        check_weights(model)
     _refuse(
-        ~losses_B.detach().isfinite(),
+        bad_B,
         batch,
         "the loss is not finite",
         "look for a sample without a supervised next token, or scan in another format: model.dtype=float32",
     )
+
+
+def check_weights(model: nn.Module) -> None:
+    """Refuse weights that are not finite, naming the tensors."""
+    bad = [name for name, weight in model.named_parameters() if not weight.isfinite().all()]
+    if bad:
+        raise CheckpointError(
+            f"{len(bad)} tensors hold weights that are not finite",
+            where=", ".join(bad[:3]) + (" ..." if len(bad) > 3 else ""),
+            do="download or copy the checkpoint again, or model.dtype=float32 if its numbers are too large for float16",
+        )
 
 
 def check_gradients(totals_B: Float[Tensor, "B"], batch: TokenBatch) -> None:
@@ -122,7 +137,8 @@ def check_gradients(totals_B: Float[Tensor, "B"], batch: TokenBatch) -> None:
         totals_B == 0,
         batch,
         "all gradients are zero",
-        "check that labels are not masked (data.labels), or that float16 does not underflow: model.dtype=float32",
+        "check that the checkpoint's FFN weights are not all zero, and that float16 does not underflow: "
+        "model.dtype=float32",
     )
 
 

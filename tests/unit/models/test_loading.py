@@ -32,14 +32,6 @@ def test_auto_takes_float32_on_a_cpu_and_the_checkpoints_own_on_a_gpu() -> None:
     assert resolve_dtype(ModelConfig(dtype="float16"), CPU) == torch.float16
 
 
-def test_unknown_number_format() -> None:
-    with pytest.raises(ConfigError) as caught:
-        resolve_dtype(ModelConfig(dtype="fp8"), CPU)
-    assert str(caught.value) == (
-        "unknown number format 'fp8'\n  where: model.dtype\n  do:    one of auto, float32, bfloat16, float16"
-    )
-
-
 def test_unknown_device() -> None:
     with pytest.raises(ConfigError) as caught:
         resolve_device(ModelConfig(device="gpu"))
@@ -69,3 +61,23 @@ def test_no_tokenizer(folder: Path) -> None:
     assert caught.value.what.startswith("no usable tokenizer: ")
     assert caught.value.where == str(folder)
     assert caught.value.do == "put the model's tokenizer files beside its config.json"
+
+
+def test_an_empty_tokenizer_is_none(tmp_path: Path) -> None:
+    """Without tokenizer files transformers gives a Qwen model one that knows no token."""
+    folder = write_pico(tmp_path, "qwen2")
+    with pytest.raises(CheckpointError) as caught:
+        load_tokenizer(folder)
+    assert str(caught.value) == (
+        "no usable tokenizer: it finds no token in plain text\n"
+        f"  where: {folder}\n"
+        "  do:    put the model's tokenizer files beside its config.json"
+    )
+
+
+def test_the_tokenizer_of_another_model(tmp_path: Path) -> None:
+    folder = write_pico(tmp_path, "qwen2", tokenizer=True)
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"vocab_size": 4096', '"vocab_size": 61'))
+    with pytest.raises(CheckpointError, match="no usable tokenizer: it has 4096 tokens, the model 61"):
+        load_tokenizer(folder)
