@@ -1,6 +1,5 @@
 """A dataclass of tensors and plain values as one safetensors file."""
 
-import json
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from models.errors import ContractError
+from stages.contracts.tag import pack_tag, unpack_tag
 
 Contract = TypeVar("Contract")
 
@@ -24,8 +24,7 @@ def save_contract(contract: Any, path: Path, *, version: int) -> None:  # noqa: 
             tensors[spec.name] = value.contiguous()
         else:
             plain[spec.name] = value
-    metadata = {"contract": type(contract).__name__, "version": str(version), "plain": json.dumps(plain)}
-    save_file(tensors, path, metadata=metadata)
+    save_file(tensors, path, metadata=pack_tag(contract=type(contract).__name__, version=version, plain=plain))
 
 
 def load_contract(kind: type[Contract], path: Path, *, version: int) -> Contract:
@@ -37,18 +36,17 @@ def load_contract(kind: type[Contract], path: Path, *, version: int) -> Contract
     remedy = "run the stage that writes it again, with fresh=true"
     try:
         with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
+            tag = unpack_tag(file.metadata())
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no dict
     except (OSError, SafetensorError) as error:
         raise ContractError(f"cannot read {kind.__name__}: {error}", where=str(path), do=remedy) from error
-    found = (metadata.get("contract"), metadata.get("version"))
-    if found != (kind.__name__, str(version)):
+    found = (tag.get("contract"), tag.get("version"))
+    if found != (kind.__name__, version):
         wanted = f"{kind.__name__} version {version}"
         raise ContractError(f"expected {wanted}, found {found[0]} version {found[1]}", where=str(path), do=remedy)
-    values = {**json.loads(metadata["plain"]), **tensors}
+    values = {**tag["plain"], **tensors}
     names = {spec.name for spec in fields(kind)}  # type: ignore[arg-type]
     if values.keys() != names:
-        raise ContractError(
-            f"{kind.__name__} has fields {sorted(values.keys() ^ names)} too many or too few", where=str(path), do=remedy
-        )
+        what = f"{kind.__name__} has fields {sorted(values.keys() ^ names)} too many or too few"
+        raise ContractError(what, where=str(path), do=remedy)
     return kind(**values)
