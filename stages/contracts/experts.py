@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -18,6 +19,7 @@ from models.checkpoint.header import read_metadata
 from models.checkpoint.reader import ShardReader
 from models.errors import CheckpointError, ContractError
 from models.experts import LayerExperts, TinyONNExpert
+from stages.contracts.tag import pack_tag, unpack_tag
 
 VERSION = 1
 
@@ -45,7 +47,7 @@ def save_layer(folder: Path, layer: int, experts: LayerExperts, provenance: Prov
     tensors = _weights(experts)
     tensors |= _named("units", provenance.units_EN, provenance.always_on_S)
     tensors |= _named("scores", provenance.scores_EN, provenance.always_on_scores_S)
-    metadata = {"version": str(VERSION), "experts": str(len(experts.gate_END)), "hidden_act": hidden_act}
+    metadata = pack_tag(version=VERSION, experts=len(experts.gate_END), hidden_act=hidden_act)
     path = layer_file(folder, layer)
     save_file(tensors, path, metadata=metadata)
     return path.stat().st_size
@@ -53,7 +55,7 @@ def save_layer(folder: Path, layer: int, experts: LayerExperts, provenance: Prov
 
 def verify_layer(folder: Path, layer: int, experts: LayerExperts) -> None:
     """Compare the weights on disk with these, bit for bit. Raises ContractError."""
-    with _opened(folder, layer) as (reader, _metadata):
+    with _opened(folder, layer) as (reader, _tag):
         for name, tensor in _weights(experts).items():
             if not torch.equal(_bits(reader.tensor(name)), _bits(tensor)):
                 raise ContractError(
@@ -81,30 +83,30 @@ def _bits(tensor: Tensor) -> Tensor:
 
 def load_layer(folder: Path, layer: int) -> LayerExperts:
     """All experts of one layer, bit for bit. Raises ContractError."""
-    with _opened(folder, layer) as (reader, metadata):
-        stacks = (_stack(reader, int(metadata["experts"]), name) for name in (_GATE, _UP, _DOWN))
+    with _opened(folder, layer) as (reader, tag):
+        stacks = (_stack(reader, tag["experts"], name) for name in (_GATE, _UP, _DOWN))
         shared = (reader.tensor(f"always_on.{name}") for name in (_GATE, _UP, _DOWN))
         return LayerExperts(*stacks, *shared)
 
 
 def load_provenance(folder: Path, layer: int) -> Provenance:
     """Where the neurons of one layer came from. Raises ContractError."""
-    with _opened(folder, layer) as (reader, metadata):
-        stacks = (_stack(reader, int(metadata["experts"]), name) for name in ("units", "scores"))
+    with _opened(folder, layer) as (reader, tag):
+        stacks = (_stack(reader, tag["experts"], name) for name in ("units", "scores"))
         always_on = (reader.tensor(f"always_on.{name}") for name in ("units", "scores"))
         return Provenance(*stacks, *always_on)
 
 
 def load_expert(folder: Path, layer: int, expert: int) -> TinyONNExpert:
     """One expert as a module; nothing else is read. Raises ContractError."""
-    with _opened(folder, layer) as (reader, metadata):
-        count = int(metadata["experts"])
+    with _opened(folder, layer) as (reader, tag):
+        count = tag["experts"]
         if not 0 <= expert < count:
             raise ContractError(
                 f"no expert {expert}: the layer has {count}", where=f"layer {layer}", do=f"an expert of 0..{count - 1}"
             )
         gate, up, down = (reader.tensor(f"experts.{expert}.{name}") for name in (_GATE, _UP, _DOWN))
-        return TinyONNExpert.from_tensors(gate, up, down, metadata["hidden_act"])
+        return TinyONNExpert.from_tensors(gate, up, down, tag["hidden_act"])
 
 
 def _stack(reader: ShardReader, experts: int, name: str) -> Tensor:
@@ -117,14 +119,14 @@ def _stack(reader: ShardReader, experts: int, name: str) -> Tensor:
 
 
 @contextmanager
-def _opened(folder: Path, layer: int) -> Iterator[tuple[ShardReader, dict[str, str]]]:
+def _opened(folder: Path, layer: int) -> Iterator[tuple[ShardReader, dict[str, Any]]]:
     path = layer_file(folder, layer)
     try:
-        metadata = read_metadata(path)
-        if metadata.get("version") != str(VERSION):
-            what = f"expected experts version {VERSION}, found {metadata.get('version')}"
+        tag = unpack_tag(read_metadata(path))
+        if tag.get("version") != VERSION:
+            what = f"expected experts version {VERSION}, found {tag.get('version')}"
             raise ContractError(what, where=str(path), do=_REMEDY)
         with ShardReader(path) as reader:
-            yield reader, metadata
+            yield reader, tag
     except CheckpointError as error:
         raise ContractError(f"cannot read experts: {error.what}", where=str(path), do=_REMEDY) from error

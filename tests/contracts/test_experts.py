@@ -16,6 +16,7 @@ from stages.contracts.experts import (
     save_layer,
     verify_layer,
 )
+from stages.contracts.tag import pack_tag
 
 E, N, D, S = 3, 4, 6, 5
 REMEDY = "  do:    stage=extract fresh=true"
@@ -105,7 +106,7 @@ def test_missing_tensor(folder: Path) -> None:
 
 def test_another_version(folder: Path) -> None:
     path = layer_file(folder, 7)
-    save_file(load_file(path), path, metadata={"version": "9", "experts": "3", "hidden_act": "silu"})
+    save_file(load_file(path), path, metadata=pack_tag(version=9, experts=3, hidden_act="silu"))
     with pytest.raises(ContractError) as caught:
         load_layer(folder, 7)
     assert str(caught.value) == f"expected experts version 1, found 9\n  where: {path}\n{REMEDY}"

@@ -7,6 +7,7 @@ from safetensors.torch import save_file
 
 from models.errors import ContractError
 from stages.contracts.statistics import UnitStatistics
+from stages.contracts.tag import pack_tag, unpack_tag
 
 L, F, R = 2, 7, 19
 
@@ -44,7 +45,7 @@ def rewrite(path, *, metadata=None, drop=None):
     with safe_open(path, framework="pt") as file:
         old = file.metadata()
         tensors = {name: file.get_tensor(name) for name in file.keys() if name != drop}  # noqa: SIM118
-    save_file(tensors, path, metadata={**old, **(metadata or {})})
+    save_file(tensors, path, metadata=pack_tag(**{**unpack_tag(old), **(metadata or {})}))
 
 
 def test_round_trip_keeps_values_and_number_formats(tmp_path, statistics):
@@ -70,7 +71,7 @@ def test_rows_of_a_larger_tensor_are_stored_as_they_are(tmp_path, statistics):
 def test_another_version_is_refused(tmp_path, statistics):
     statistics.save(tmp_path)
     path = tmp_path / UnitStatistics.FILE
-    rewrite(path, metadata={"version": "0"})
+    rewrite(path, metadata={"version": 0})
     with pytest.raises(ContractError) as error:
         UnitStatistics.load(tmp_path)
     assert str(error.value) == (
@@ -91,3 +92,12 @@ def test_missing_fields_are_named(tmp_path, statistics):
         f"  where: {path}\n"
         "  do:    run the stage that writes it again, with fresh=true"
     )
+
+
+def test_equal_contents_are_equal_files(tmp_path, statistics):
+    files = set()
+    for name in "abcdef":
+        (tmp_path / name).mkdir()
+        statistics.save(tmp_path / name)
+        files.add((tmp_path / name / UnitStatistics.FILE).read_bytes())
+    assert len(files) == 1
