@@ -1,0 +1,118 @@
+"""The checkpoints the command writes, read from outside: by transformers in a fresh process, and tensor by tensor."""
+
+import json
+import math
+
+import pytest
+import torch
+from integration.conftest import CARVES, EXACT
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+TOLERANCE = 1e-5
+
+# By hand: what the experts' down is multiplied by so that the gates of those chosen add up to K; and the shared one's.
+FOLDS = {
+    "embedded": (1, 1),  # glm4_moe: in config.json
+    "embedded-routed": (4, None),  # qwen3_moe: K
+    "qwen2-chain": (4, 2),  # qwen2_moe: E, for gates that are not renormalised; and σ(0) = ½
+    "llama-dropped": (2, None),  # mixtral: K
+    "qwen3-hundred": (2, None),  # qwen3_moe: K
+}
+# Names of an expert's matrices and of the shared expert's.
+NAMES = {
+    "qwen3_moe": ("mlp.experts.{}.{}_proj.weight", None),
+    "qwen2_moe": ("mlp.experts.{}.{}_proj.weight", "mlp.shared_expert.{}_proj.weight"),
+    "glm4_moe": ("mlp.experts.{}.{}_proj.weight", "mlp.shared_experts.{}_proj.weight"),
+    "mixtral": ("block_sparse_moe.experts.{}.{}.weight", None),
+}
+PARTS = ("gate", "up", "down")
+MIXTRAL_PARTS = {"gate": "w1", "up": "w3", "down": "w2"}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_all_experts_on_give_the_dense_models_logits(reopened, carves, name):
+    """Also after projection: where nothing is wrong, there is nothing to align."""
+    for stage in carves[name].checkpoints:
+        assert reopened[name][stage]["difference"] <= TOLERANCE, stage
+
+
+@pytest.mark.parametrize("name", CARVES)
+def test_checkpoints_load_speak_and_learn(reopened, carves, name):
+    for stage, checkpoint in carves[name].checkpoints.items():
+        found = reopened[name][stage]
+        assert found["loading"] == {}, "missing or unexpected keys"
+        assert found["warnings"] == []
+        assert found["generated"] == 5
+        assert found["prompt"] == "three sparrows met"
+        assert len(found["router_gradients"]) == read_config(checkpoint)["num_hidden_layers"]
+        assert all(0 < norm < math.inf for norm in found["router_gradients"])
+        before, after = found["losses"]
+        assert after < before
+
+
+@pytest.mark.parametrize("name", FOLDS)
+def test_experts_are_the_dense_slices_bit_for_bit(carves, name):
+    carve, (fold, shared_fold) = carves[name], FOLDS[name]
+    dense, moe = tensors_in(carve.dense), tensors_in(carve.checkpoints["assemble"])
+    expert, shared = NAMES[read_config(carve.checkpoints["assemble"])["model_type"]]
+    partition = load_file(carve.stage("cluster") / "partition.safetensors")
+    assert math.log2(fold).is_integer()
+    compared = 0
+    for layer, (units_EN, always_S) in enumerate(zip(partition["units"], partition["always_on"], strict=True)):
+        prefix = f"model.layers.{layer}."
+        for part in PARTS:
+            weight = dense[f"{prefix}mlp.{part}_proj.weight"]
+            for index, units_N in enumerate(units_EN):
+                written = moe[prefix + expert.format(index, part_name(expert, part))]
+                assert_slice(written, weight, units_N, part, fold)
+                compared += 1
+            if shared:
+                assert_slice(moe[prefix + shared.format(part)], weight, always_S, part, shared_fold)
+    assert compared == 3 * partition["units"].shape[:2].numel()
+
+
+def part_name(expert, part):
+    return MIXTRAL_PARTS[part] if "block_sparse" in expert else part
+
+
+def assert_slice(written, weight, units, part, fold):
+    """Columns of down, rows of the others; what is beyond them is zero."""
+    axis = 1 if part == "down" else 0
+    wanted = weight.index_select(axis, units)
+    wanted = wanted * fold if part == "down" else wanted
+    assert written.dtype == weight.dtype
+    assert torch.equal(written.narrow(axis, 0, len(units)), wanted)
+    assert not written.narrow(axis, len(units), written.shape[axis] - len(units)).any()
+
+
+def test_replicated_units_stay_raw_slices(carves):
+    """100 experts out of 40 units: every unit is used, and none twice in an expert."""
+    units_LEN = load_file(carves["qwen3-hundred"].stage("cluster") / "partition.safetensors")["units"]
+    assert units_LEN.shape == (2, 100, 3)
+    for units_EN in units_LEN:
+        assert sorted(units_EN.flatten().unique().tolist()) == list(range(40))
+        assert all(len(set(units_N)) == 3 for units_N in units_EN.tolist())
+
+
+def test_dropped_units_are_those_of_lowest_score(carves):
+    carve = carves["llama-dropped"]
+    units_LEN = load_file(carve.stage("cluster") / "partition.safetensors")["units"]
+    scores_LF = load_file(carve.stage("score") / "scores.safetensors")["s_p"]
+    for units_EN, scores_F in zip(units_LEN, scores_LF, strict=True):
+        kept = torch.zeros(40, dtype=torch.bool).index_fill_(0, units_EN.flatten().long(), value=True)
+        assert kept.sum() == 32
+        assert scores_F[kept].min() > scores_F[~kept].max()
+
+
+def read_config(checkpoint):
+    return json.loads((checkpoint / "config.json").read_text())
+
+
+def tensors_in(folder):
+    """All tensors of a checkpoint, read by safetensors itself."""
+    tensors = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no dict
+    return tensors

@@ -1,0 +1,72 @@
+"""The numbers the command reports, against the same quantities computed by transformers alone in a fresh process."""
+
+import json
+import math
+
+import pytest
+
+from stages.evaluate.report import DESCRIPTIONS
+
+# Gates of parity mode differ from constant ones by the spread of the router's logits, 1e-3.
+PARITY = 2e-3
+
+
+@pytest.fixture(params=["embedded", "qwen2-chain"])
+def name(request):
+    return request.param
+
+
+def read_losses(carve):
+    models = json.loads((carve.evaluation / "evaluation.json").read_text())["models"]
+    return {name: model["loss"] for name, model in models.items()}
+
+
+def test_losses_are_those_of_transformers_in_a_fresh_process(carves, reopened, name):
+    losses = read_losses(carves[name])
+    assert losses["dense"] == pytest.approx(reopened[name]["dense"]["loss"], abs=1e-5)
+    assert losses["carved"] == pytest.approx(reopened[name]["project"]["loss"], abs=1e-5)
+
+
+def test_the_carve_before_projection_is_the_assembled_checkpoint(carves, reopened):
+    """Computed unit by unit in one, by transformers' experts in the other."""
+    losses = read_losses(carves["qwen2-chain"])
+    assert losses["unaligned"] == pytest.approx(reopened["qwen2-chain"]["assemble"]["loss"], abs=PARITY)
+
+
+def test_the_record_agrees_with_itself(carves, name):
+    record = json.loads((carves[name].evaluation / "evaluation.json").read_text())
+    for model in record["models"].values():
+        assert model["perplexity"] == pytest.approx(math.exp(model["loss"]))
+        assert model["gap"] == pytest.approx(model["loss"] - record["models"]["dense"]["loss"])
+    layers = json.loads((carves[name].dense / "config.json").read_text())["num_hidden_layers"]
+    assert len(record["layers"]) == layers
+    assert record["models"]["carved"]["active_parameters"] < record["models"]["dense"]["parameters"]
+
+
+def test_the_table_shows_the_numbers_of_the_record(carves, name):
+    folder = carves[name].evaluation
+    record = json.loads((folder / "evaluation.json").read_text())
+    lines = (folder / "evaluation.md").read_text().splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    rows = {row[0]: row[1:] for row in cells}
+    for model, found in record["models"].items():
+        perplexity, gap, active, parameters, _speed = rows[DESCRIPTIONS[model]]
+        assert (perplexity, gap) == (f"{found['perplexity']:.3f}", f"{found['gap']:+.4f}")
+        if model in {"dense", "carved"}:
+            assert (active, parameters) == tuple(
+                f"{found[key] / 1e6:.2f} M" for key in ("active_parameters", "parameters")
+            )
+    for index, layer in enumerate(record["layers"]):
+        assert rows[str(index)][0] == f"{layer['error']:.4f}"
+
+
+def test_all_baselines_asked_for_are_there(carves):
+    asked = ["unaligned", "static_mask", "static_mask_aligned", "random_router", "oracle", "oracle_aligned"]
+    assert list(read_losses(carves["qwen2-chain"])) == ["dense", "carved", *asked]
+
+
+def test_the_carve_beats_a_mask_and_a_random_router_of_its_width(carves):
+    """On the trained model in the repository, half of the FFN active, on text not used for calibration."""
+    models = json.loads((carves["embedded"].evaluation / "evaluation.json").read_text())["models"]
+    gaps = {name: model["gap"] for name, model in models.items()}
+    assert 0 < gaps["carved"] < gaps["unaligned"] < gaps["static_mask"] < gaps["random_router"]
