@@ -131,7 +131,7 @@ def check_gradients(totals_B: Float[Tensor, "B"], batch: TokenBatch) -> None:
         ~totals_B.isfinite(),
         batch,
         "the gradients are not finite",
-        "scan in a format with more range: model.dtype=float32 or bfloat16",
+        "model.dtype=float32; if it is, the checkpoint's weights are scaled beyond its range",
     )
     _refuse(
         totals_B == 0,

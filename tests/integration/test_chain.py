@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from integration.conftest import CARVES, EXACT
+from integration.carving import CARVES, EXACT
 from safetensors import safe_open
 from safetensors.torch import load_file
 

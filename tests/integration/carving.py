@@ -1,0 +1,107 @@
+"""Which carves the tests of this folder read, and how one is made."""
+
+import gc
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import OmegaConf
+from transformers import AutoTokenizer
+
+from models.source import EMBEDDED
+from pipeline.cli import run_command
+from stages.data.config import DataConfig
+from stages.data.sequences import load_sequences
+
+ALL_ON = ("stage=assemble", "always_on=0", "assemble.parity_spread=0")
+PARTITION = ("experts=5", "n=8", "top_k=5")  # 5·8 = F
+COPIES = ("experts=6", "n=7", "top_k=6")  # 6·7 > F, and no width that kernels take
+GLM4 = "assemble.target=glm4_moe"
+
+# Every expert on: must give the dense model.
+EXACT = {
+    "qwen3": ("qwen3", *ALL_ON, *PARTITION),
+    "qwen3-copies": ("qwen3", *ALL_ON, *COPIES),
+    "qwen3-glm4": ("qwen3", *ALL_ON, *PARTITION, GLM4),
+    "qwen2": ("qwen2", *ALL_ON, "experts=4", "n=10", "top_k=4"),
+    "qwen2-always-on": ("qwen2", *ALL_ON, "experts=4", "n=8", "top_k=4", "always_on=8"),
+    "qwen2-glm4-copies": ("qwen2", *ALL_ON, *COPIES, GLM4),
+    "llama": ("llama", *ALL_ON, *PARTITION),
+    "llama-copies": ("llama", *ALL_ON, *COPIES, "stage=project"),
+    "llama-glm4": ("llama", *ALL_ON, *PARTITION, GLM4),
+}
+# Fewer experts on than there are. None stands for the model in the repository.
+SPARSE = {
+    "embedded": (None, "stage=all", "evaluate.baselines=[unaligned,static_mask,random_router]"),
+    "embedded-routed": (None, "stage=assemble", "always_on=0"),
+    "qwen2-chain": ("qwen2", "stage=all", "experts=4", "n=8", "top_k=2", "always_on=8"),
+    "llama-dropped": ("llama", "stage=project", "experts=4", "n=8", "top_k=2", "always_on=0", "assemble.mode=train"),
+    "qwen3-hundred": ("qwen3", "stage=assemble", "experts=100", "n=3", "top_k=2", "always_on=0"),
+}
+CARVES = EXACT | SPARSE
+
+
+@dataclass(frozen=True)
+class Carve:
+    """One run of the command: the dense checkpoint, and the published folder of the last stage that wrote another."""
+
+    dense: Path
+    folder: Path
+    data: DataConfig
+
+    def stage(self, name: str) -> Path:
+        """The published folder of a stage that this one started from, found through the manifests."""
+        folder = self.folder
+        while folder.parent.name != name:
+            parents = json.loads((folder / "manifest.json").read_text())["recipe"]["parents"]
+            step = name if name in parents else list(parents)[-1]
+            folder = folder.parents[1] / step / parents[step][:16]
+        return folder
+
+    @property
+    def evaluation(self) -> Path:
+        """The published folder of evaluate."""
+        (folder,) = (self.folder.parents[1] / "evaluate").iterdir()
+        return folder
+
+    @property
+    def checkpoints(self) -> dict[str, Path]:
+        """Stage → the checkpoint it wrote."""
+        names = ("assemble", "project") if self.folder.parent.name == "project" else ("assemble",)
+        return {name: self.stage(name) / "checkpoint" for name in names}
+
+
+def make_carve(folder: Path, text: Path, source: str | None, *words: str) -> Carve:
+    """Run the command for a source in `folder`."""
+    outputs = folder / "outputs"
+    given = words_of_embedded() if source is None else words_of_pico(folder / source, text)
+    quick = ("cluster.map=none", "evaluate.speed_tokens=0", f"output_dir={outputs}")
+    gc.freeze()  # every stage begins by collecting garbage; what was imported so far need not be searched each time
+    assert run_command([*given, *quick, *words]) == 0
+    latest = outputs / "latest"
+    data = DataConfig(**OmegaConf.load(latest / "config.yaml").data)
+    dense = EMBEDDED if source is None else folder / source
+    return Carve(dense, (latest / "checkpoint").resolve().parent, data)
+
+
+def words_of_embedded() -> list[str]:
+    return ["model=embedded", "data.tokens=4096", "data.heldout_tokens=1024", "project.gradient_tokens=512"]
+
+
+def words_of_pico(source: Path, text: Path) -> list[str]:
+    return [
+        *("model=local", f"model.path={source}", f"model.label={source.name}"),
+        *("data=text", f"data.path={text}", "data.tokens=900", "data.heldout_tokens=300"),
+        *("data.max_length=50", "data.heldout_share=0.3", "scan.batch_tokens=100"),
+    ]
+
+
+def describe(carve: Carve) -> dict[str, object]:
+    """For the fresh process: paths, and the held-out sequences."""
+    sequences = load_sequences(carve.data, AutoTokenizer.from_pretrained(carve.dense), "heldout")
+    assert all(sequence.labels == sequence.ids for sequence in sequences)
+    return {
+        "dense": str(carve.dense),
+        "checkpoints": {stage: str(path) for stage, path in carve.checkpoints.items()},
+        "sequences": [sequence.ids for sequence in sequences],
+    }

@@ -1,0 +1,139 @@
+"""Settings without meaning, places that may not be written, damaged results: whole messages and exit codes."""
+
+import os
+from pathlib import Path
+
+import pytest
+from integration.wording import message
+
+from pipeline.cli import FAILED, run_command
+
+SHAPE = "shape, model=embedded with F=1024 units a layer"
+
+
+@pytest.mark.parametrize(
+    ("words", "what", "where", "do"),
+    [
+        (
+            ["stage=evalute"],
+            "stage=evalute is none of all, scan, score, cluster, extract, assemble, project, evaluate",
+            "setting stage",
+            "stage=evaluate",
+        ),
+        (
+            ["cluster=kmeans"],
+            "cluster=kmeans is none of balanced_kmeans, contiguous, random, rank",
+            "setting cluster",
+            "cluster=balanced_kmeans",
+        ),
+        (
+            ["score.method=contributions"],
+            "score.method=contributions is none of s_p, taylor, wanda, frequency, contribution, random",
+            "setting score.method",
+            "score.method=contribution",
+        ),
+        (
+            ["model.dtype=float8"],
+            "model.dtype=float8 is none of auto, float32, bfloat16, float16",
+            "setting model.dtype",
+            "model.dtype=float32",
+        ),
+        (
+            ["assemble.rooter=ridge"],
+            "there is no setting assemble.rooter",
+            "command line",
+            "assemble.router=ridge",
+        ),
+        (
+            ["n=1025", "always_on=0"],
+            "n=1025 needs at least 1025 units a layer that are not always on; there are 1024",
+            f"{SHAPE}, 0 of them always on",
+            "n=256, or a model with wider FFNs",
+        ),
+        (
+            ["always_on=1000"],
+            "n=64 needs at least 64 units a layer that are not always on; there are 24",
+            f"{SHAPE}, 1000 of them always on",
+            "n=4, or a model with wider FFNs",
+        ),
+        (["top_k=17"], "top_k=17 is more than experts=16", SHAPE, "top_k=16"),
+        (
+            ["always_on=1024"],
+            "always_on=1024 leaves no unit to route; at most 1023 of 1024 can be always on",
+            SHAPE,
+            "always_on=256",
+        ),
+    ],
+)
+def test_settings_without_meaning(refused, words, what, where, do):
+    assert refused(*words) == message(what, where, do)
+
+
+def test_everything_wrong_is_told_at_once(refused, source, tmp_path):
+    (source / "config.json").unlink()
+    text = tmp_path / "empty.txt"
+    text.write_text("")
+    words = ["stage=scam", "score=foo", "experts=0", "model=local", f"model.path={source}"]
+    assert refused(*words, "data=text", f"data.path={text}") == "\n".join(
+        [
+            message(
+                "score=foo is none of contribution, frequency, random, s_p, taylor, wanda",
+                "setting score",
+                "score=contribution",
+            ),
+            message(
+                "stage=scam is none of all, scan, score, cluster, extract, assemble, project, evaluate",
+                "setting stage",
+                "stage=scan",
+            ),
+            message("experts=0 must be at least 1", "setting experts", "experts=1"),
+            message("the text is empty", f"data.path={text}", "data.path=text that holds something"),
+            message(
+                "no checkpoint: cannot read config.json (No such file or directory)",
+                source,
+                "model.path=<folder with config.json and model.safetensors>",
+            ),
+        ]
+    )
+
+
+def test_errors_that_depend_on_each_other_are_told_at_once(refused):
+    assert refused("top_k=17", "always_on=1024", "assemble.target=mixtral") == "\n".join(
+        [
+            message("top_k=17 is more than experts=16", SHAPE, "top_k=16"),
+            message(
+                "always_on=1024 leaves no unit to route; at most 1023 of 1024 can be always on", SHAPE, "always_on=256"
+            ),
+            message(
+                "mixtral cannot hold the attention of qwen3",
+                "assemble.target",
+                "assemble.target=auto, or one of glm4_moe",
+            ),
+        ]
+    )
+
+
+def test_a_folder_that_may_not_be_written(refused, tmp_path, monkeypatch):
+    """A superuser may write anywhere, so the system's answer is put in its mouth."""
+    may = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path and may(path, mode))
+    assert refused() == message(
+        f"may not write to {tmp_path}", "setting output_dir", "output_dir= a folder you may write to"
+    )
+
+
+def test_a_parent_that_lost_a_file(source, text, tmp_path, capsys):
+    words = [
+        *("model=local", f"model.path={source}", f"output_dir={tmp_path / 'outputs'}"),
+        *("data=text", f"data.path={text}", "data.tokens=100", "data.heldout_tokens=50", "data.max_length=50"),
+    ]
+    assert run_command([*words, "stage=scan"]) == 0
+    (lost,) = Path(tmp_path, "outputs", "artifacts", "local", "scan").glob("*/statistics.safetensors")
+    lost.unlink()
+    capsys.readouterr()
+    assert run_command([*words, "stage=score"]) == FAILED
+    assert capsys.readouterr().err == message(
+        "the result of scan is damaged",
+        f"{lost} is missing",
+        f"python -m pipeline {' '.join(words)} stage=scan fresh=true",
+    )
