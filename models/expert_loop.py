@@ -30,7 +30,7 @@ class ExpertLoop:
         """The layer's output."""
         output_TD = torch.zeros_like(x_TD)
         for tokens, _, h_tN, down_DN in self._parts(x_TD):
-            output_TD.index_add_(0, tokens, h_tN @ down_DN.T)
+            output_TD[tokens] += h_tN @ down_DN.T
         return output_TD
 
     def run(self, x_TD: Float[Tensor, "T D"]) -> tuple[Float[Tensor, "T F"], Float[Tensor, "T D"]]:
@@ -38,9 +38,8 @@ class ExpertLoop:
         features_TF = x_TD.new_zeros(len(x_TD), self.width)
         output_TD = torch.zeros_like(x_TD)
         for tokens, units_N, h_tN, down_DN in self._parts(x_TD):
-            # Neither tokens nor units repeat within an expert, so nothing is lost in this assignment.
             features_TF[tokens[:, None], units_N] += h_tN
-            output_TD.index_add_(0, tokens, h_tN @ down_DN.T)
+            output_TD[tokens] += h_tN @ down_DN.T
         return features_TF, output_TD
 
     def with_change(self, change_DF: Float[Tensor, "D F"]) -> "ExpertLoop":
@@ -54,6 +53,7 @@ class ExpertLoop:
             ),
         )
 
+    # Neither tokens nor units repeat within an expert, so `x[index] += y` loses nothing; index_add_ is ten times slower.
     def _parts(self, x_TD: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
         """Tokens, units, activations and down columns of the always-on units and of every expert that is chosen."""
         experts = self.experts
