@@ -36,6 +36,9 @@ class NormalEquations:
                 "the calibration moments are not finite", do="calibrate in float32: model.dtype=float32"
             )
         scale = self.gram_AA.diagonal().mean()
+        if scale == 0:
+            # Inputs that are all zero (a pruned layer) ask for nothing.
+            return torch.zeros_like(self.cross_AY.T).float()
         system_AA = self.gram_AA.clone()
         system_AA.diagonal().add_(penalty * scale)
         factor_AA, failed = torch.linalg.cholesky_ex(system_AA)

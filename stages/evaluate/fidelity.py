@@ -44,8 +44,8 @@ class LayerFidelity:
 
     @property
     def error(self) -> float:
-        """Σ‖dense − MoE‖² / Σ‖dense‖²."""
-        return self.missed / self.wanted
+        """Σ‖dense − MoE‖² / Σ‖dense‖²; 0 for an FFN that gives nothing."""
+        return self.missed / self.wanted if self.wanted else 0.0
 
     @property
     def agreement(self) -> float:

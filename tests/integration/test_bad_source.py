@@ -9,6 +9,8 @@ import torch
 from integration.wording import message
 from safetensors.torch import load_file, save_file
 
+from pipeline.cli import run_command
+
 SHARD = "model-0000{}-of-00003.safetensors"
 FAMILIES = "choose a dense model of one of these: llama, mistral, qwen2, qwen3"
 GIVE_FOLDER = "model.path=<folder with config.json and model.safetensors>"
@@ -119,6 +121,18 @@ def test_gradients_that_are_not_finite(failed, source, text):
         f"0: {text}:1, 1: {text}:1",
         "model.dtype=float32; if it is, the checkpoint's weights are scaled beyond its range",
     )
+
+
+def test_a_layer_that_gives_nothing_is_carved_all_the_same(source, text, tmp_path):
+    """Pruning by layers leaves such FFNs behind."""
+    for part in ("gate", "up", "down"):
+        change_ffn(source, part, torch.Tensor.zero_)
+    words = ["experts=4", "n=8", "cluster.map=none", "evaluate.speed_tokens=0", f"output_dir={tmp_path / 'outputs'}"]
+    assert run_command([*words_for(source, text), *words]) == 0
+    (record,) = tmp_path.glob("outputs/artifacts/local/evaluate/*/evaluation.json")
+    live, dead = json.loads(record.read_text())["layers"]
+    assert live["error"] > 0
+    assert dead["error"] == 0
 
 
 def words_for(source, text=None):

@@ -31,6 +31,12 @@ def test_a_vanishing_penalty_gives_least_squares():
     torch.testing.assert_close(moments.solve(1e-9), truth_YA, rtol=1e-4, atol=1e-5)
 
 
+def test_inputs_that_are_all_zero_ask_for_nothing():
+    moments = NormalEquations(A, Y)
+    moments.add(torch.zeros(T, A), torch.ones(T, Y))
+    assert torch.equal(moments.solve(0.1), torch.zeros(Y, A))
+
+
 def test_too_few_tokens_are_an_error():
     moments = NormalEquations(A, Y)
     moments.add(torch.ones(2, A), torch.ones(2, Y))

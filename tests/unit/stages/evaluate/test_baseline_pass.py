@@ -1,0 +1,84 @@
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from models.pico import write_pico
+from models.shape import Shape
+from models.stream import LayerStream
+from stages.data.batches import batch_sequences
+from stages.data.sequences import TokenSequence
+from stages.evaluate.baseline_pass import Text, run_baselines
+from stages.evaluate.baselines import LayerFacts
+from stages.evaluate.native import measure_loss
+
+L, D, F, V, E, N, K, S = 2, 24, 40, 61, 4, 8, 2, 8
+
+
+@dataclass
+class Settings:
+    alignment_target: str = "local"
+    penalties: list[float] = field(default_factory=lambda: [1e-2, 1e-1])
+    guard_share: float = 0.25
+    guard: bool = True
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_pico(tmp_path_factory.mktemp("pico"), "qwen2", layers=L, hidden=D, intermediate=F, vocab=V)
+
+
+@pytest.fixture(scope="module")
+def text():
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(count):
+        lengths = torch.randint(5, 13, (count,), generator=generator).tolist()
+        drawn = [torch.randint(V, (length,), generator=generator).tolist() for length in lengths]
+        return [TokenSequence(str(number), ids, ids) for number, ids in enumerate(drawn)]
+
+    return Text(batch_sequences(draw(60), 30, 0), batch_sequences(draw(9), 30, 0))
+
+
+def run(folder, text, *names, settings=None, top_k=K, always_on=S):
+    shape = Shape(E, N, top_k, always_on)
+
+    def facts_of(index, layer):
+        generator = torch.Generator().manual_seed(index)
+        order = torch.randperm(F, generator=generator)
+        rows_ED = torch.randn(E, D, generator=generator)
+        contribution_F = torch.rand(F, generator=generator)
+        return LayerFacts(layer.ffn, order[S:].view(E, N), order[:S], rows_ED, contribution_F, shape, seed=index)
+
+    with LayerStream(folder, device=torch.device("cpu")) as stream:
+        return run_baselines(names, stream, text, facts_of, settings or Settings(), replicated=False)
+
+
+@pytest.mark.parametrize("name", ["unaligned", "static_mask", "random_router", "oracle"])
+def test_with_every_unit_on_each_baseline_is_the_dense_model(folder, text, name):
+    dense = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    loss = run(folder, text, name, top_k=E)[name]
+    expected = measure_loss(dense, text.heldout, "dense")
+    assert loss.tokens == expected.tokens
+    assert loss.nats == pytest.approx(expected.nats, rel=1e-6)
+
+
+def test_baselines_do_not_disturb_each_other(folder, text):
+    together = run(folder, text, "static_mask", "oracle_aligned", "random_router")
+    assert list(together) == ["static_mask", "oracle_aligned", "random_router"]
+    assert together["random_router"] == run(folder, text, "random_router")["random_router"]
+
+
+def test_alignment_reads_calibration_text_only(folder, text):
+    """Other held-out text does not change what is fitted: sequences keep their losses in other company."""
+    whole = run(folder, text, "static_mask_aligned")["static_mask_aligned"]
+    parts = [run(folder, Text(text.calibration, [batch]), "static_mask_aligned") for batch in text.heldout]
+    total = sum(part["static_mask_aligned"].total for part in parts)
+    assert whole.total == pytest.approx(total, rel=1e-6)
+
+
+def test_alignment_to_a_target_the_mask_already_meets_changes_nothing(folder, text):
+    settings = Settings(alignment_target="residual")
+    losses = run(folder, text, "static_mask", "static_mask_aligned", top_k=E, settings=settings)
+    assert losses["static_mask_aligned"].nats == pytest.approx(losses["static_mask"].nats, rel=1e-5)

@@ -1,0 +1,83 @@
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+import torch
+
+from models.expert_loop import ExpertLoop
+from models.shape import Shape
+from stages.evaluate.baselines import copies_of, start_baseline
+from stages.project.gradient_projection import slice_ffn
+
+METHODS = ("unaligned", "static_mask", "random_router", "oracle")
+
+
+def copies(method, facts, x_TD):
+    return copies_of(method, facts)(x_TD, facts.ffn.hidden(x_TD))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_baseline_has_the_active_width_of_the_carve(facts, x_TD, method):
+    copies_TF = copies(method, facts, x_TD)
+    assert set(copies_TF.unique().tolist()) == {0.0, 1.0}
+    assert copies_TF.sum(1).unique().tolist() == [facts.shape.active_width]
+
+
+def test_the_static_mask_keeps_the_units_of_highest_contribution(facts, x_TD):
+    kept = copies("static_mask", facts, x_TD).bool()
+    assert (kept == kept[0]).all()
+    assert facts.contribution_F[kept[0]].min() > facts.contribution_F[~kept[0]].max()
+
+
+def test_a_mask_as_wide_as_the_ffn_is_the_ffn(facts, x_TD):
+    wide = replace(facts, shape=Shape(4, 3, 4, 5))
+    assert wide.shape.active_width > wide.ffn.width
+    torch.testing.assert_close(start_baseline("static_mask", wide, [])(x_TD), wide.ffn(x_TD))
+
+
+def test_the_random_router_is_seeded(facts, x_TD):
+    drawn = copies("random_router", facts, x_TD)
+    assert torch.equal(drawn, copies("random_router", facts, x_TD))
+    assert not torch.equal(drawn, copies("random_router", replace(facts, seed=6), x_TD))
+    assert not torch.equal(drawn, copies("unaligned", facts, x_TD))
+
+
+def test_the_random_router_does_not_follow_the_carves_own(facts, x_TD):
+    assert torch.equal(
+        copies("random_router", facts, x_TD), copies("random_router", replace(facts, rows_ED=-facts.rows_ED), x_TD)
+    )
+
+
+def test_the_oracle_takes_the_experts_of_largest_output(facts, x_TD):
+    """Held against every choice of K experts."""
+    h_TF = facts.ffn.hidden(x_TD)
+    copies_TF = copies("oracle", facts, x_TD)
+    for h_F, copies_F in zip(h_TF, copies_TF, strict=True):
+        norms = [(facts.ffn.down_DF[:, units_N] @ h_F[units_N]).norm() for units_N in facts.units_EN]
+        best = max(combinations(range(4), 2), key=lambda pair: sum(norms[expert] for expert in pair))
+        expected = {*facts.units_EN[list(best)].flatten().tolist(), *facts.always_S.tolist()}
+        assert set(copies_F.nonzero()[:, 0].tolist()) == expected
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_unaligned_is_a_loop_over_the_chosen_experts(facts, x_TD, copied):
+    """With copies of a unit sharing its weight as the carve shares it."""
+    if copied:
+        units_EN = facts.units_EN.clone()
+        units_EN[3] = facts.units_EN[0]
+        facts = replace(facts, units_EN=units_EN, shape=replace(facts.shape, top_k=4))
+    experts = slice_ffn(facts.ffn, facts.units_EN, facts.always_S)
+    if copied:  # both copies are always chosen: half each
+        half_EN = torch.tensor([0.5, 1.0, 1.0, 0.5])[:, None, None]
+        experts = replace(experts, down_EDN=experts.down_EDN * half_EN)
+    loop = ExpertLoop(
+        experts, facts.units_EN, facts.always_S, facts.rows_ED, facts.shape.top_k, facts.ffn.width, facts.ffn.act
+    )
+    torch.testing.assert_close(start_baseline("unaligned", facts, [x_TD])(x_TD), loop(x_TD))
+
+
+def test_a_mask_has_no_copies_to_share(facts, x_TD):
+    units_EN = facts.units_EN.clone()
+    units_EN[3] = facts.units_EN[0]
+    carved = start_baseline("static_mask", replace(facts, units_EN=units_EN), [x_TD])
+    assert carved.down_DF is facts.ffn.down_DF

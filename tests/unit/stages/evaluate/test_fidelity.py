@@ -1,0 +1,75 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from stages.calibration.carved_ffn import output_norms
+from stages.evaluate.fidelity import LayerFidelity
+
+B, T, D = 2, 5, 6
+
+
+@pytest.fixture
+def x_BTD():
+    return torch.randn(B, T, D, generator=torch.Generator().manual_seed(2))
+
+
+@pytest.fixture
+def mask_BT():
+    return torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]]).bool()
+
+
+def dense_output(facts, x_BTD):
+    return facts.ffn(x_BTD.flatten(0, 1)).view_as(x_BTD)
+
+
+def test_the_dense_ffn_itself_has_no_error(facts, x_BTD, mask_BT):
+    fidelity = LayerFidelity.start(facts)
+    fidelity.add(x_BTD, dense_output(facts, x_BTD), mask_BT)
+    assert fidelity.error < 1e-12
+
+
+def test_half_the_output_misses_a_quarter_of_the_energy(facts, x_BTD, mask_BT):
+    fidelity = LayerFidelity.start(facts)
+    fidelity.add(x_BTD, 0.5 * dense_output(facts, x_BTD), mask_BT)
+    assert fidelity.error == pytest.approx(0.25, rel=1e-5)
+
+
+def test_padding_does_not_count(facts, x_BTD, mask_BT):
+    output_BTD = dense_output(facts, x_BTD).masked_fill(~mask_BT[..., None], 1e6)
+    fidelity = LayerFidelity.start(facts)
+    fidelity.add(x_BTD.masked_fill(~mask_BT[..., None], 1e6), output_BTD, mask_BT)
+    assert fidelity.error < 1e-12
+    assert fidelity.load_E.sum() == facts.shape.top_k * mask_BT.sum()
+
+
+def test_batches_add_up(facts, x_BTD, mask_BT):
+    output_BTD = 0.7 * dense_output(facts, x_BTD)
+    whole, parts = LayerFidelity.start(facts), LayerFidelity.start(facts)
+    whole.add(x_BTD, output_BTD, mask_BT)
+    for row in range(B):
+        parts.add(x_BTD[row : row + 1], output_BTD[row : row + 1], mask_BT[row : row + 1])
+    assert parts.error == pytest.approx(whole.error, rel=1e-6)
+    assert (parts.agreement, parts.imbalance) == (whole.agreement, whole.imbalance)
+
+
+def test_an_ffn_that_gives_nothing_has_no_error(facts, x_BTD, mask_BT):
+    facts = replace(facts, ffn=replace(facts.ffn, down_DF=torch.zeros_like(facts.ffn.down_DF)))
+    fidelity = LayerFidelity.start(facts)
+    fidelity.add(x_BTD, torch.zeros_like(x_BTD), mask_BT)
+    assert fidelity.error == 0
+
+
+def test_load_and_agreement_against_a_count_token_by_token(facts, x_BTD, mask_BT):
+    fidelity = LayerFidelity.start(facts)
+    fidelity.add(x_BTD, dense_output(facts, x_BTD), mask_BT)
+    load, agreed = [0] * 4, 0
+    for x_D in x_BTD[mask_BT]:
+        chosen = set((facts.rows_ED @ x_D).argsort(descending=True)[:2].tolist())
+        norms_E = output_norms(facts.ffn, facts.ffn.hidden(x_D[None]), facts.units_EN)[0]
+        agreed += len(chosen & set(norms_E.argsort(descending=True)[:2].tolist()))
+        load = [count + (expert in chosen) for expert, count in enumerate(load)]
+    assert fidelity.load_E.tolist() == load
+    assert fidelity.imbalance == pytest.approx(max(load) / (sum(load) / 4))
+    assert fidelity.agreement == pytest.approx(agreed / (2 * 7))
+    assert 0 < fidelity.agreement < 1

@@ -1,0 +1,109 @@
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2MoeConfig
+
+from models.pico import write_pico
+from models.shape import Shape
+from stages.data.batches import TokenBatch
+from stages.evaluate.native import count_parameters, load_carved, measure_loss, measure_speed, watch_ffns
+
+L, D, V, E, N, K, S = 2, 24, 61, 5, 8, 2, 16
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_pico(tmp_path_factory.mktemp("pico"), "llama", layers=L, hidden=D, vocab=V)
+
+
+@pytest.fixture(scope="module")
+def dense(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.fixture
+def batches():
+    """Two sequences of unequal length, then one of which only some tokens are supervised."""
+    ids = torch.arange(3, 17).view(2, 7)
+    mask = torch.tensor([[1] * 7, [1] * 4 + [0] * 3])
+    ragged = TokenBatch(ids * mask, mask, ids.masked_fill(mask == 0, -100), ["a", "b"])
+    ids = torch.arange(20, 25)[None]
+    return [ragged, TokenBatch(ids, torch.ones_like(ids), torch.tensor([[-100, -100, 22, 23, -100]]), ["c"])]
+
+
+def test_the_loss_is_that_of_each_sequence_alone(dense, batches):
+    loss = measure_loss(dense, batches, "dense")
+    ids, labels = batches[0].input_ids, batches[1].labels
+    with torch.no_grad():
+        alone = [
+            (6, dense(ids[:1], labels=ids[:1]).loss),
+            (3, dense(ids[1:, :4], labels=ids[1:, :4]).loss),
+            (2, dense(batches[1].input_ids, labels=labels).loss),
+        ]
+    assert loss.tokens == 11
+    assert loss.nats == pytest.approx(sum(count * float(nats) for count, nats in alone) / 11, rel=1e-6)
+
+
+def test_ffns_are_watched_in_order_and_no_hook_stays(dense, batches):
+    seen = []
+    with watch_ffns(dense, lambda layer, x_BTD, output_BTD: seen.append((layer, x_BTD, output_BTD))):
+        dense(batches[0].input_ids)
+    assert [layer for layer, _x, _output in seen] == [0, 1]
+    for layer, x_BTD, output_BTD in seen:
+        torch.testing.assert_close(dense.model.layers[layer].mlp(x_BTD), output_BTD)
+    assert_no_hooks(dense)
+
+
+def test_no_hook_stays_after_an_error(dense, batches):
+    def refuse(*_):
+        raise KeyError("stop")
+
+    with pytest.raises(KeyError, match="stop"), watch_ffns(dense, refuse):
+        dense(batches[0].input_ids)
+    assert_no_hooks(dense)
+
+
+def assert_no_hooks(model):
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.fixture(scope="module")
+def moe():
+    sizes = {"hidden_size": D, "num_hidden_layers": L, "num_attention_heads": 4, "num_key_value_heads": 2}
+    experts = {"num_experts": E, "num_experts_per_tok": K, "moe_intermediate_size": N}
+    return AutoModelForCausalLM.from_config(
+        Qwen2MoeConfig(**sizes, **experts, vocab_size=V, shared_expert_intermediate_size=S)
+    )
+
+
+def test_a_token_passes_everything_but_the_experts_it_is_not_sent_to(dense, moe):
+    total, active = count_parameters(moe, Shape(E, N, K, S))
+    assert total == sum(parameter.numel() for parameter in moe.parameters())
+    assert total - active == L * (E - K) * 3 * N * D
+    total, active = count_parameters(dense, Shape(E, N, K, S))
+    assert total == active
+
+
+def test_the_carved_model_is_loaded_as_the_dense_one_is(folder, moe, tmp_path):
+    moe.save_pretrained(tmp_path)
+    dense = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    carved = load_carved(tmp_path, dense)
+    assert (carved.dtype, carved.device, carved.training) == (torch.bfloat16, dense.device, False)
+    assert not any(parameter.requires_grad for parameter in carved.parameters())
+
+
+def test_models_take_turns_until_enough_tokens_are_timed(dense, batches, monkeypatch):
+    timed = []
+
+    def time_forward(model, batch):
+        timed.append((model, batch.names[0]))
+        return 0.25
+
+    monkeypatch.setattr("stages.evaluate.native.time_forward", time_forward)
+    other = object()
+    speed = measure_speed({"dense": dense, "other": other}, batches, tokens=15)
+    warm_up, turns = timed[:2], timed[2:]
+    assert warm_up == [(dense, "a"), (other, "a")]
+    assert turns == [(dense, "a"), (other, "a"), (dense, "c"), (other, "c")]
+    assert speed == {"dense": (14 + 5) / 0.5, "other": (14 + 5) / 0.5}
+    assert len(measure_speed({"dense": dense}, batches, tokens=14)) == 1
+    assert timed[-1] == (dense, "a")

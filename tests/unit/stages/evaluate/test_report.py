@@ -1,0 +1,79 @@
+import json
+import math
+
+import pytest
+
+from models.shape import Shape
+from stages.evaluate.config import BASELINES
+from stages.evaluate.report import DESCRIPTIONS, Evaluation, LayerResult, ModelCost, summarise, write_report
+from stages.metrics.loss import MeanLoss
+
+
+@pytest.fixture
+def evaluation():
+    return Evaluation(
+        shape=Shape(4, 8, 2, 16),
+        width=64,
+        heldout_tokens=1234,
+        losses={
+            "dense": MeanLoss(2468.0, 1234),
+            "carved": MeanLoss(2591.4, 1234),
+            "static_mask": MeanLoss(3085.0, 1234),
+        },
+        costs={"dense": ModelCost(2_000_000, 2_000_000, 5120.0), "carved": ModelCost(2_300_000, 1_600_000, None)},
+        layers=[LayerResult(0.125, 0.75, 1.5, 0), LayerResult(0.25, 0.5, 2.5, 1)],
+    )
+
+
+def test_the_page(evaluation, tmp_path):
+    write_report(evaluation, tmp_path)
+    assert (
+        (tmp_path / "evaluation.md").read_text()
+        == """\
+## evaluate
+
+| model                         | perplexity   | loss gap (nats)   | active parameters   | parameters   | tokens/s   |
+|-------------------------------|--------------|-------------------|---------------------|--------------|------------|
+| dense model                   | 7.389        | +0.0000           | 2.00 M              | 2.00 M       | 5,120      |
+| this MoE                      | 8.166        | +0.1000           | 1.60 M              | 2.30 M       |            |
+| static mask of the same width | 12.182       | +0.5000           |                     |              |            |
+
+1,234 held-out tokens; 32 of 64 FFN units active per token (16 always on + 2 of 4 experts of 8)
+
+mean reconstruction error of the FFN outputs 0.188; router agrees with the output oracle on 62% of its choices \
+(chance 50%); load max/mean 2.50 in the worst layer
+
+## layers
+
+| layer   | reconstruction error   | agreement with the oracle   | load max/mean   | unused experts   |
+|---------|------------------------|-----------------------------|-----------------|------------------|
+| 0       | 0.1250                 | 0.750                       | 1.50            | 0                |
+| 1       | 0.2500                 | 0.500                       | 2.50            | 1                |
+"""
+    )
+
+
+def test_the_record(evaluation, tmp_path):
+    write_report(evaluation, tmp_path)
+    record = json.loads((tmp_path / "evaluation.json").read_text())
+    assert record["shape"] == {"experts": 4, "n": 8, "top_k": 2, "always_on": 16}
+    assert (record["dense_width"], record["heldout_tokens"]) == (64, 1234)
+    assert record["models"]["carved"] == {
+        "loss": pytest.approx(2.1),
+        "perplexity": pytest.approx(math.exp(2.1)),
+        "gap": pytest.approx(0.1),
+        "parameters": 2_300_000,
+        "active_parameters": 1_600_000,
+        "tokens_per_second": None,
+    }
+    assert record["models"]["static_mask"].keys() == {"loss", "perplexity", "gap"}
+    assert record["layers"][1] == {"error": 0.25, "agreement": 0.5, "imbalance": 2.5, "unused_experts": 1}
+
+
+def test_the_table_for_the_console_is_that_of_the_page(evaluation):
+    table = summarise(evaluation)
+    assert table.rows[1] == ["this MoE", "8.166", "+0.1000", "1.60 M", "2.30 M", ""]
+
+
+def test_every_baseline_has_a_name_for_reading():
+    assert DESCRIPTIONS.keys() == {"dense", "carved", *BASELINES}
