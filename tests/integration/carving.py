@@ -32,7 +32,7 @@ EXACT = {
 }
 # Fewer experts on than there are. None stands for the model in the repository.
 SPARSE = {
-    "embedded": (None, "stage=all", "evaluate.baselines=[unaligned,static_mask,random_router]"),
+    "embedded": (None, "stage=all", "project.penalties=[0.1]", "evaluate.baselines=[static_mask,random_router]"),
     "embedded-routed": (None, "stage=assemble", "always_on=0"),
     "qwen2-chain": ("qwen2", "stage=all", "experts=4", "n=8", "top_k=2", "always_on=8"),
     "llama-dropped": ("llama", "stage=project", "experts=4", "n=8", "top_k=2", "always_on=0", "assemble.mode=train"),

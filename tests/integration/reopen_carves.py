@@ -8,6 +8,7 @@ Reads `cases.json`, {carve: {dense, checkpoints, sequences}}; writes `report.jso
 import json
 import logging
 import sys
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -29,7 +30,7 @@ def main() -> None:
 
 def reopen(dense: str, checkpoints: dict[str, str], sequences: list[list[int]]) -> dict[str, dict[str, object]]:
     ids = [torch.tensor([sequence]) for sequence in sequences]
-    model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
+    model = load_dense(dense)
     wanted = logits_of(model, ids[0])
     report: dict[str, dict[str, object]] = {"dense": {"loss": loss_of(model, ids)}}
     for stage, checkpoint in checkpoints.items():
@@ -45,6 +46,11 @@ def reopen(dense: str, checkpoints: dict[str, str], sequences: list[list[int]]) 
             "warnings": list(WARNED),
         }
     return report
+
+
+@cache
+def load_dense(folder: str) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
 @torch.no_grad()

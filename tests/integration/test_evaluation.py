@@ -69,4 +69,5 @@ def test_the_carve_beats_a_mask_and_a_random_router_of_its_width(carves):
     """On the trained model in the repository, half of the FFN active, on text not used for calibration."""
     models = json.loads((carves["embedded"].evaluation / "evaluation.json").read_text())["models"]
     gaps = {name: model["gap"] for name, model in models.items()}
-    assert 0 < gaps["carved"] < gaps["unaligned"] < gaps["static_mask"] < gaps["random_router"]
+    assert 0 < gaps["carved"] < gaps["static_mask"]
+    assert gaps["carved"] < gaps["random_router"]
