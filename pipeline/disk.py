@@ -64,7 +64,8 @@ def explain_os_error(error: Exception, *, where: str, folder: Path, expected: in
             do="free some space, or output_dir= on another disk, then the same command again",
         )
     if number in DENIED:
-        return UserError(f"may not write: {error}", where=f"{where}, {folder}", do="output_dir= you may write to")
+        do = "check who may read and write there, or choose another output_dir="
+        return UserError(f"access denied: {error}", where=f"{where}, {folder}", do=do)
     return None
 
 

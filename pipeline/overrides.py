@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from models.errors import ConfigError
 from pipeline.field_rules import unknown_choice
-from pipeline.layout import groups
+from pipeline.layout import OVERLAYS, groups
 from pipeline.schema import Settings
 
 WHERE = "command line"
@@ -60,14 +60,19 @@ def word_errors(word: str, options: dict[str, list[str]], *, sweep: bool) -> Ite
         return
     key = override.key_or_group
     for value in values_of(override):
-        if key in options and isinstance(value, str | list):
-            chosen = value if isinstance(value, list) else [value]
-            yield from (unknown_choice(key, name, options[key]) for name in chosen if name not in options[key])
+        if key in options:
+            yield from (unknown_choice(key, name, options[key]) for name in unknown_options(key, value, options[key]))
         elif (kind := find_type(key)) is None:
             yield unknown_key(word, options)
             return
         elif not accepts(key, value):
             yield ConfigError(f"{key}={value} should be {in_words(kind)}", where=WHERE, do=example(key, kind))
+
+
+def unknown_options(key: str, value: object, known: list[str]) -> list[object]:
+    """What a group is told to take and does not have; overlays may be several, or none."""
+    chosen = value if isinstance(value, list) else [value]
+    return [option for option in chosen if option not in known and not (option is None and key in OVERLAYS)]
 
 
 def values_of(override: Override) -> list[Any]:

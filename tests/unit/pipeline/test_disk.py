@@ -53,9 +53,9 @@ def test_a_full_disk(tmp_path, error):
 def test_a_forbidden_folder(tmp_path):
     error = PermissionError(errno.EACCES, "Permission denied", "x")
     assert str(explain_os_error(error, where="stage=scan", folder=tmp_path)) == (
-        "may not write: [Errno 13] Permission denied: 'x'\n"
+        "access denied: [Errno 13] Permission denied: 'x'\n"
         f"  where: stage=scan, {tmp_path}\n"
-        "  do:    output_dir= you may write to"
+        "  do:    check who may read and write there, or choose another output_dir="
     )
 
 

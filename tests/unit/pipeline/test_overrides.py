@@ -22,6 +22,8 @@ def texts(*words, sweep=False):
         "model.path='/my path/qwen'",
         "n=${experts}",
         "hydra.run.dir=/somewhere",
+        "experiment=null",
+        "experiment=[hundred_experts,quarter_active]",
     ],
 )
 def test_good_words_pass(word):
@@ -58,6 +60,11 @@ def test_good_words_pass(word):
             "  where: setting score\n"
             "  do:    score=taylor",
         ),
+        (
+            "store={kind: x}",
+            "store={'kind': 'x'} is none of local\n  where: setting store\n  do:    store=local",
+        ),
+        ("store=null", "store=None is none of local\n  where: setting store\n  do:    store=local"),
         ("experts=many", "experts=many should be a whole number\n  where: command line\n  do:    experts=16"),
         ("top_k=2.5", "top_k=2.5 should be a whole number or null\n  where: command line\n  do:    top_k=16"),
         ("fresh=maybe", "fresh=maybe should be true or false\n  where: command line\n  do:    fresh=true"),
