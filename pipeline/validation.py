@@ -1,9 +1,9 @@
 """All that can be wrong with the settings, found at once and before any weights are loaded."""
 
-import os
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from models.errors import ConfigError, UserError
@@ -127,7 +127,14 @@ def output_errors(settings: Settings) -> Iterator[ConfigError]:
     place = nearest_existing(Path(settings.output_dir))
     if not place.is_dir():
         yield ConfigError(f"{place} is a file, not a folder", where="setting output_dir", do="output_dir=outputs")
-    elif not os.access(place, os.W_OK | os.X_OK):
+        return
+    try:
+        # Really writing tells more than the permission bits: root, read-only mounts, kernel file systems.
+        with TemporaryFile(dir=place):
+            pass
+    except OSError as error:
         yield ConfigError(
-            f"may not write to {place}", where="setting output_dir", do="output_dir= a folder you may write to"
+            f"cannot write to {place}: {error.strerror}",
+            where="setting output_dir",
+            do="output_dir= a folder you may write to",
         )

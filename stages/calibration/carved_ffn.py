@@ -62,14 +62,27 @@ def routed_copies(
 
 def oracle_copies(ffn: DenseFFN, units_EN: Int[Tensor, "E N"], always_S: Int[Tensor, "S"], top_k: int) -> Copies:
     """The K experts whose outputs are largest in norm, seen before choosing: no router can know this."""
-    member_EF = membership(units_EN, ffn.width)
-    return lambda _x, h_TF: active_copies(choose_experts(output_norms(ffn, h_TF, units_EN), top_k), member_EF, always_S)
+    member_EF, grams_ENN = membership(units_EN, ffn.width), expert_grams(ffn, units_EN)
+    return lambda _x, h_TF: active_copies(
+        choose_experts(output_norms(grams_ENN, h_TF, units_EN), top_k), member_EF, always_S
+    )
 
 
-def output_norms(ffn: DenseFFN, h_TF: Float[Tensor, "T F"], units_EN: Int[Tensor, "E N"]) -> Float[Tensor, "T E"]:
-    """‖Σ_{i∈e} h_i·d_i‖ of every expert."""
-    norms = [(h_TF[:, units_N] @ ffn.down_DF[:, units_N].T).norm(dim=1) for units_N in units_EN.long()]
-    return torch.stack(norms, dim=1)
+def expert_grams(ffn: DenseFFN, units_EN: Int[Tensor, "E N"]) -> Float[Tensor, "E N N"]:
+    """d_i·d_j within every expert."""
+    columns_END = ffn.down_DF.T[units_EN.long()]
+    return columns_END @ columns_END.mT
+
+
+def output_norms(
+    grams_ENN: Float[Tensor, "E N N"], h_TF: Float[Tensor, "T F"], units_EN: Int[Tensor, "E N"]
+) -> Float[Tensor, "T E"]:
+    """‖Σ_{i∈e} h_i·d_i‖ of every expert, as sqrt(h_eᵀ·Gram_e·h_e): N columns instead of D."""
+    norms_TE = h_TF.new_empty(len(h_TF), len(units_EN))
+    for expert, (gram_NN, units_N) in enumerate(zip(grams_ENN, units_EN.long(), strict=True)):
+        h_TN = h_TF.index_select(1, units_N)
+        norms_TE[:, expert] = torch.linalg.vecdot(h_TN @ gram_NN, h_TN)
+    return norms_TE.clamp_min_(0).sqrt_()
 
 
 def replica_scale(copies: Copies, ffn: DenseFFN, inputs: Iterable[Tensor]) -> Float[Tensor, "F"]:

@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from models.routing import choose_experts
-from stages.calibration.carved_ffn import output_norms
+from stages.calibration.carved_ffn import expert_grams, output_norms
 from stages.evaluate.baselines import LayerFacts
 
 
@@ -17,6 +17,7 @@ class LayerFidelity:
 
     facts: LayerFacts
     load_E: Tensor
+    grams_ENN: Tensor
     missed: float = 0.0
     wanted: float = 0.0
     agreed: int = 0
@@ -25,7 +26,8 @@ class LayerFidelity:
     @classmethod
     def start(cls, facts: LayerFacts) -> "LayerFidelity":
         """Nothing seen yet."""
-        return cls(facts, torch.zeros(len(facts.units_EN), device=facts.rows_ED.device))
+        load_E = torch.zeros(len(facts.units_EN), device=facts.rows_ED.device)
+        return cls(facts, load_E, expert_grams(facts.ffn, facts.units_EN))
 
     def add(
         self, x_BTD: Float[Tensor, "B T D"], output_BTD: Float[Tensor, "B T D"], mask_BT: Bool[Tensor, "B T"]
@@ -38,7 +40,7 @@ class LayerFidelity:
         self.wanted += float(wanted_TD.double().square().sum())
         chosen_TK = choose_experts(x_TD.float() @ facts.rows_ED.T, facts.shape.top_k)
         self.load_E += torch.bincount(chosen_TK.flatten(), minlength=len(self.load_E))
-        best_TK = choose_experts(output_norms(facts.ffn, h_TF, facts.units_EN), facts.shape.top_k)
+        best_TK = choose_experts(output_norms(self.grams_ENN, h_TF, facts.units_EN), facts.shape.top_k)
         self.agreed += int((chosen_TK[:, :, None] == best_TK[:, None, :]).sum())
         self.chosen += chosen_TK.numel()
 

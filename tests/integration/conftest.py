@@ -65,7 +65,7 @@ def refused(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(ShardReader, "tensor", lambda _reader, name: pytest.fail(f"{name} was read"))
 
     def run(*words):
-        assert run_command([*words, "output_dir=outputs"]) == INVALID
+        assert run_command(["output_dir=outputs", *words]) == INVALID
         assert not Path("outputs").exists()
         return capsys.readouterr().err
 

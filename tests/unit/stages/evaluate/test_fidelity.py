@@ -3,7 +3,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from stages.calibration.carved_ffn import output_norms
 from stages.evaluate.fidelity import LayerFidelity
 
 B, T, D = 2, 5, 6
@@ -66,7 +65,8 @@ def test_load_and_agreement_against_a_count_token_by_token(facts, x_BTD, mask_BT
     load, agreed = [0] * 4, 0
     for x_D in x_BTD[mask_BT]:
         chosen = set((facts.rows_ED @ x_D).argsort(descending=True)[:2].tolist())
-        norms_E = output_norms(facts.ffn, facts.ffn.hidden(x_D[None]), facts.units_EN)[0]
+        h_F = facts.ffn.hidden(x_D[None])[0]
+        norms_E = torch.stack([(facts.ffn.down_DF[:, units_N] @ h_F[units_N]).norm() for units_N in facts.units_EN])
         agreed += len(chosen & set(norms_E.argsort(descending=True)[:2].tolist()))
         load = [count + (expert in chosen) for expert, count in enumerate(load)]
     assert fidelity.load_E.tolist() == load
