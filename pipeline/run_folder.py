@@ -81,7 +81,21 @@ def replace_link(link: Path, target: Path) -> None:
 
 
 def render(table: Table, style: str) -> str:
-    """A table as text, its notes below."""
-    body = tabulate(table.rows, headers=list(table.columns), tablefmt=style, floatfmt=".4g", intfmt=",")
+    """A table as text, its notes below; cells that a stage has formatted stay as they are."""
+    rows = [[render_cell(cell) for cell in row] for row in table.rows]
+    aligned = ["left", *["right"] * (len(table.columns) - 1)] if rows else None
+    body = tabulate(rows, headers=list(table.columns), tablefmt=style, colalign=aligned, disable_numparse=True)
     notes = "".join(f"\n{note}" for note in table.notes)
     return f"{table.title}\n\n{body}" + (f"\n{notes}" if notes else "")
+
+
+def render_cell(cell: object) -> str:
+    """Numbers as a reader wants them."""
+    match cell:
+        case bool() | str():
+            return str(cell)
+        case int():
+            return f"{cell:,}"
+        case float():
+            return f"{cell:.4g}"
+    return str(cell)

@@ -29,14 +29,19 @@ def test_the_report_grows_stage_by_stage(run):
     assert run.report.read_text() == (
         "# embedded\n\n    python -m pipeline stage=scan experts=3\n"
         "\n## scan\n\n1.0 s\n\nUnits\n\n"
-        "|   layer |   loss |   tokens |\n|---------|--------|----------|\n"
-        "|       0 |  1.235 |   12,345 |\n|       1 |  2     |        7 |\n"
+        "| layer   |   loss |   tokens |\n|---------|--------|----------|\n"
+        "| 0       |  1.235 |   12,345 |\n| 1       |      2 |        7 |\n"
         "\na note\nanother\n"
     )
 
 
+def test_what_a_stage_has_formatted_stays():
+    table = Table("T", ("model", "gap"), (("dense", "+0.0000"), ("MoE", "+0.0525")))
+    assert render(table, "simple").splitlines()[-2:] == ["dense    +0.0000", "MoE      +0.0525"]
+
+
 def test_a_table_without_notes_ends_with_its_last_row():
-    assert render(Table("T", ("a",), ((1,),)), "simple") == "T\n\n  a\n---\n  1"
+    assert render(Table("T", ("a",), ((1,),)), "simple") == "T\n\na\n---\n1"
 
 
 def test_the_checkpoint_is_found_from_a_stable_place(run, tmp_path):
