@@ -10,6 +10,7 @@ from models.experts import LayerExperts
 from models.families.emit import checkpoint_dtype, emit_checkpoint
 from models.families.moe import MoETarget, select_target
 from models.loading import load_tokenizer, resolve_device
+from models.memory import release_freed_memory
 from models.shape import Shape
 from models.source import read_config, resolve_folder
 from models.stream import LayerStream
@@ -37,6 +38,7 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, assemble: AssembleCon
     batches = calibration_batches(data, load_tokenizer(folder), assemble.batch_tokens)
     with LayerStream(folder, device=resolve_device(model)) as stream:
         reports = fit_all(stream, batches, partition, assemble, shape, seed)
+    release_freed_memory()
     dtype = checkpoint_dtype(folder, assemble.dtype)
     rows_LED = torch.stack([report.rows_ED for report in reports]).to(dtype).float()
     routers = Routers(assemble.router, target.model_type, assemble.dtype, str(dtype).removeprefix("torch."), rows_LED)
