@@ -244,7 +244,9 @@ def test_a_full_disk_is_told_and_leaves_nothing(outputs, words):
 
 def test_an_interrupt_says_what_is_kept(outputs, words):
     forget(outputs, "score", "cluster")
-    code = "import sys; from pipeline.__main__ import main; sys.exit(main())"
+    # A test run in the background of a shell ignores SIGINT, and children inherit that.
+    listen = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    code = f"{listen}; from pipeline.__main__ import main; sys.exit(main())"
     with start(outputs, words, "stage=cluster", code=code) as process:
         while "score     running" not in (line := process.stdout.readline()):
             assert line, process.communicate()
