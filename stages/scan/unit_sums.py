@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from models.capture.ffn_probe import FFNGradients
-from stages.scan.gradient_norms import gram, prefer_gram, row_norms_direct, row_norms_from_gram
+from models.capture.gradient_norms import gram, prefer_gram, row_norms_direct, row_norms_from_gram
 
 
 def active_units(h_TF: Float[Tensor, "T F"], share: float, threshold: float | None) -> Bool[Tensor, "T F"]:

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from stages.scan.gradient_norms import break_even_length, gram, prefer_gram, row_norms_direct, row_norms_from_gram
+from models.capture.gradient_norms import break_even_length, gram, prefer_gram, row_norms_direct, row_norms_from_gram
 
 B, T, D, F = 3, 7, 6, 12
 
