@@ -7,7 +7,12 @@ from dataclasses import dataclass, field
 class StoreConfig:
     """Where a running scan keeps its sums."""
 
-    # local: a file beside the artefact being written.
-    kind: str = field(default="local", metadata={"choices": ("local",), "fingerprint": False})
-    # Seconds between checkpoints of a running scan; a killed scan goes on from the last one.
+    # local: a file beside the artefact being written; redis: a server that many workers share.
+    kind: str = field(default="local", metadata={"choices": ("local", "redis"), "fingerprint": False})
+    # Seconds between flushes of a running scan; a killed scan goes on from the last one.
     checkpoint_every: float = field(default=30.0, metadata={"minimum": 0, "fingerprint": False})
+    # kind=redis: redis://[user@]host:port/db, rediss:// for TLS. Unset: the environment's TINY_ONN_REDIS_URL. The
+    # password may stand in the URL or, better, in TINY_ONN_REDIS_PASSWORD.
+    url: str | None = field(default=None, metadata={"fingerprint": False})
+    # kind=redis: what every key begins with; null stands for tiny_onn:<model label>:<fingerprint>:
+    namespace: str | None = field(default=None, metadata={"fingerprint": False})

@@ -1,0 +1,27 @@
+"""What a scan asks of the place that keeps its sums."""
+
+from typing import Protocol
+
+from stages.stores.sums import ScanSums
+
+
+class SumStore(Protocol):
+    """Keeps the parts of a scan; whatever happens, each batch is in it once or not at all."""
+
+    def done(self) -> set[int]:
+        """Batches that need not be read again, as far as this process can see."""
+
+    def add(self, part: ScanSums) -> None:
+        """Take over the sums of further batches; they are safe after the next flush."""
+
+    def flush_if_due(self) -> None:
+        """Flush if the last flush lies `checkpoint_every` seconds back."""
+
+    def flush(self) -> None:
+        """Make everything added so far survive a kill."""
+
+    def collect(self) -> ScanSums:
+        """The sums of every batch in `done`, after a flush."""
+
+    def close(self) -> None:
+        """Let go of connections; what was not flushed is lost."""
