@@ -8,14 +8,21 @@ from stages.stores.sums import ScanSums
 class SumStore(Protocol):
     """Keeps the parts of a scan; whatever happens, each batch is in it once or not at all."""
 
+    # Whether all workers write to one place: then `collect` gives the sums of all of them, else this worker's.
+    shared: bool
+
     def done(self) -> set[int]:
         """Batches that need not be read again, as far as this process can see."""
 
-    def add(self, part: ScanSums) -> None:
-        """Take over the sums of further batches; they are safe after the next flush."""
+    def due(self) -> bool:
+        """Whether the last flush lies `checkpoint_every` seconds back."""
 
-    def flush_if_due(self) -> None:
-        """Flush if the last flush lies `checkpoint_every` seconds back."""
+    def add(self, part: ScanSums) -> None:
+        """Take over the sums of further batches; they survive a kill after the next flush.
+
+        A store that finds some of these batches done by another worker drops the part: what is then missing from `done`
+        is read again.
+        """
 
     def flush(self) -> None:
         """Make everything added so far survive a kill."""
