@@ -1,12 +1,17 @@
 """The dense model and its tokenizer through transformers: frozen, from local files only."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from models.config import ModelConfig
 from models.errors import CheckpointError, ConfigError
+from models.families.config import source_dtype
+from models.placement import placement
+from models.quantization import bitsandbytes_config, explained_offload, prepare_quantised, require_bitsandbytes
+from models.quantization_rules import stored_quantization
 from models.source import read_config
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -60,14 +65,34 @@ def _no_tokenizer(folder: Path, reason: str) -> CheckpointError:
 
 
 def load_dense(model: ModelConfig, folder: Path) -> PreTrainedModel:
-    """The dense model, frozen and in evaluation mode. Raises ConfigError: no such device."""
-    device = resolve_device(model)
+    """The dense model, frozen and in evaluation mode; quantised and spread over devices as asked.
+
+    Raises:
+        ConfigError: no such device, no usable bitsandbytes, or a quantised model that does not fit on the GPUs.
+    """
+    device, config = resolve_device(model), read_config(folder)
+    dtype, stored = resolve_dtype(model, device), stored_quantization(config)
+    arguments = placement(model, device)
+    quantization = stored or model.quantization
+    if quantization == "none":
+        return _load(model, folder, dtype, arguments)
+    require_bitsandbytes(quantization)
+    compute_dtype = dtype or getattr(torch, source_dtype(config) or "bfloat16")
+    if stored is None:
+        arguments["quantization_config"] = bitsandbytes_config(quantization, compute_dtype)
+    with explained_offload(model):
+        dense = _load(model, folder, dtype, arguments)
+    prepare_quantised(dense, compute_dtype)
+    return dense
+
+
+def _load(model: ModelConfig, folder: Path, dtype: torch.dtype | None, arguments: dict[str, Any]) -> PreTrainedModel:
     dense: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         folder,
-        dtype=resolve_dtype(model, device) or "auto",
+        dtype=dtype or "auto",
         attn_implementation="sdpa",
         local_files_only=True,
         trust_remote_code=model.trust_remote_code,
+        **arguments,
     )
-    dense.requires_grad_(False)
-    return dense.to(device).eval()
+    return dense.requires_grad_(False).eval()

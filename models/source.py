@@ -14,11 +14,12 @@ from models.checkpoint.folder import (
     missing_weights,
     require_folder,
 )
-from models.checkpoint.header import TensorEntry
+from models.checkpoint.packed import Entry, PackedEntry, join_packed
 from models.config import ModelConfig
 from models.errors import CheckpointError, ConfigError, UserError
 from models.families.dense import check_features, check_tensors, dense_family
 from models.hub import download_config, download_model, list_files, repository
+from models.quantization_rules import check_placement, check_quantization, stored_quantization
 
 EMBEDDED = Path(__file__).parent / "embedded"
 
@@ -60,6 +61,7 @@ def check_source(model: ModelConfig) -> list[UserError]:
     except UserError as error:
         return [error]
     entries, errors = _check_weights(model)
+    errors = [*check_placement(model), *check_quantization(model, config), *errors]
     try:
         family = dense_family(config)
     except CheckpointError as error:
@@ -67,6 +69,9 @@ def check_source(model: ModelConfig) -> list[UserError]:
     errors = [*check_features(config, family), *errors]
     if errors or entries is None:
         return errors
+    packed = [name for name, entry in entries.items() if isinstance(entry, PackedEntry)]
+    if packed and not stored_quantization(config):
+        return [_unsaid_quantisation(packed)]
     return [*check_tensors({name: entry.shape for name, entry in entries.items()}, config, family)]
 
 
@@ -91,15 +96,26 @@ def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _check_weights(model: ModelConfig) -> tuple[dict[str, TensorEntry] | None, list[UserError]]:
+def _check_weights(model: ModelConfig) -> tuple[dict[str, Entry] | None, list[UserError]]:
     """The tensors, where their headers are at hand, and what is wrong with the weights."""
     if model.kind != "hub":
-        entries, errors = check_shards(_local_folder(model))
+        stored, errors = check_shards(_local_folder(model))
+        if errors:
+            return None, [*errors]
+        entries, errors = join_packed(stored, _local_folder(model))
         return entries, [*errors]
     names = list_files(model)
     # Off line, what is in the cache is checked when it is used.
     known = names is None or {SINGLE, INDEX} & set(names)
     return None, [] if known else [missing_weights(repository(model), names or [])]
+
+
+def _unsaid_quantisation(packed: list[str]) -> CheckpointError:
+    return CheckpointError(
+        f"{len(packed)} weights are stored in 4 or 8 bits, and config.json says nothing of it",
+        where=", ".join(packed[:3]) + (" ..." if len(packed) > 3 else ""),
+        do="copy quantization_config from the checkpoint's own config.json",
+    )
 
 
 def _local_folder(model: ModelConfig) -> Path:

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint, one at a time."""
+"""Tensors of a checkpoint, one at a time; those stored in 4 or 8 bits as the plain numbers they stand for."""
 
 from collections.abc import KeysView
 from io import BufferedReader
@@ -8,24 +8,12 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from models.checkpoint.dequantise import dequantise
+from models.checkpoint.dtypes import TORCH_DTYPES
 from models.checkpoint.folder import read_checkpoint
 from models.checkpoint.header import TensorEntry, read_header
+from models.checkpoint.packed import Entry, PackedEntry, join_packed
 from models.errors import CheckpointError
-
-TORCH_DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-}
 
 
 class ShardReader:
@@ -37,7 +25,7 @@ class ShardReader:
 
     def __init__(self, source: Path) -> None:
         """Read and check all headers of a checkpoint folder, or of one safetensors file. Raises CheckpointError."""
-        self._entries = read_header(source) if source.is_file() else read_checkpoint(source)
+        self._entries: dict[str, Entry] = dict(read_header(source)) if source.is_file() else _read_folder(source)
         self._files: dict[Path, BufferedReader] = {}
 
     def __enter__(self) -> "ShardReader":
@@ -61,16 +49,26 @@ class ShardReader:
         return self._entries.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape as stored."""
+        """Shape, of a quantised weight the true one."""
         return self._entry(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Number format as stored."""
+        """Number format, of a quantised weight the one it is dequantised to."""
         return TORCH_DTYPES[self._entry(name).dtype]
 
     def tensor(self, name: str) -> Tensor:
-        """A private copy on the CPU. Raises CheckpointError: no such tensor, or the file has changed."""
+        """A private copy on the CPU.
+
+        Raises:
+            CheckpointError: no such tensor, or the file has changed.
+            ConfigError: a weight in 4 or 8 bits, and no bitsandbytes to decode it.
+        """
         entry = self._entry(name)
+        if isinstance(entry, PackedEntry):
+            return dequantise(entry, {key: self._read(part, name) for key, part in entry.parts.items()})
+        return self._read(entry, name)
+
+    def _read(self, entry: TensorEntry, name: str) -> Tensor:
         data = torch.empty(entry.nbytes, dtype=torch.uint8)
         if entry.path not in self._files:
             self._files[entry.path] = entry.path.open("rb")
@@ -78,9 +76,16 @@ class ShardReader:
         file.seek(entry.offset)
         if file.readinto(data.numpy().data) != entry.nbytes:
             raise CheckpointError(f"{entry.path.name} was cut short while in use", where=f"{entry.path}, {name}")
-        return data.view(self.dtype(name)).view(entry.shape)
+        return data.view(TORCH_DTYPES[entry.dtype]).view(entry.shape)
 
-    def _entry(self, name: str) -> TensorEntry:
+    def _entry(self, name: str) -> Entry:
         if name not in self._entries:
             raise CheckpointError(f"there is no tensor {name}", do="check that the checkpoint is complete")
         return self._entries[name]
+
+
+def _read_folder(folder: Path) -> dict[str, Entry]:
+    entries, errors = join_packed(read_checkpoint(folder), folder)
+    if errors:
+        raise errors[0]
+    return entries

@@ -9,9 +9,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from models.checkpoint.dtypes import TORCH_DTYPES
 from models.checkpoint.folder import INDEX, SINGLE
 from models.checkpoint.header import read_header
-from models.checkpoint.reader import TORCH_DTYPES
 from models.errors import CheckpointError
 
 _Spec = tuple[tuple[int, ...], str]  # shape, dtype

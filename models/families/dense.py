@@ -110,8 +110,6 @@ def check_features(config: Mapping[str, Any], family: DenseFamily) -> list[Check
     if absent:
         return [CheckpointError(f"config.json gives no number for {', '.join(absent)}", do="download or copy it again")]
     found = []
-    if config.get("quantization_config"):
-        found.append(("quantised weights cannot be sliced", "quantization_config", "give the unquantised checkpoint"))
     if config.get("mlp_bias"):
         found.append(("an FFN with biases has no MoE counterpart", "mlp_bias", "choose a model without them"))
     if any(isinstance(value, dict) for value in (config.get("rope_parameters") or {}).values()):

@@ -196,9 +196,9 @@ def test_a_moe_we_wrote_is_no_source(whole: Path, tmp_path: Path) -> None:
     [
         (
             {"quantization_config": {"quant_method": "gptq"}},
-            "quantised weights cannot be sliced\n"
+            "weights quantised by gptq cannot be sliced\n"
             "  where: quantization_config in config.json\n"
-            "  do:    give the unquantised checkpoint",
+            "  do:    give the unquantised checkpoint, or one stored by bitsandbytes",
         ),
         (
             {"mlp_bias": True},

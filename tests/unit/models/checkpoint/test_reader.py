@@ -5,7 +5,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from models.checkpoint.reader import TORCH_DTYPES, ShardReader
+from models.checkpoint.dtypes import TORCH_DTYPES
+from models.checkpoint.reader import ShardReader
 from models.errors import CheckpointError
 
 
