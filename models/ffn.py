@@ -23,6 +23,15 @@ def ffn_modules(dense: PreTrainedModel) -> list[GatedFFN]:
     return [layer.mlp for layer in dense.get_decoder().layers]
 
 
+def ffn_weight_names(dense: PreTrainedModel) -> list[dict[str, str]]:
+    """For every layer: gate, up and down → name of the weight in the checkpoint."""
+    names = {id(module): name for name, module in dense.named_modules()}
+    projections = ("gate", "up", "down")
+    return [
+        {part: f"{names[id(getattr(mlp, f'{part}_proj'))]}.weight" for part in projections} for mlp in ffn_modules(dense)
+    ]
+
+
 @dataclass(frozen=True)
 class DenseFFN:
     """FFN(x) = Σ_j h_j(x)·d_j with h_j(x) = act(g_j·x)·(u_j·x); unit j is row j of gate and up, column j of down."""

@@ -2,15 +2,18 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from pipeline.disk import explain_os_error
+from pipeline.participant import take_part
 from pipeline.plan import make_plan
 from pipeline.run_folder import RunFolder
 from pipeline.runner import Runner
 from pipeline.schema import Settings
 from pipeline.shape import saving_warning
 from pipeline.validation import Checked, validate
+from stages.contracts.workers import find_workers
 
 log = logging.getLogger(__name__)
 
@@ -22,14 +25,22 @@ def carve(settings: Settings, folder: Path, overrides: Sequence[str]) -> None:
         UserError: the settings are wrong, or a stage failed.
     """
     checked = validate(settings)
+    workers = find_workers()
+    workers.connect()
     steps = make_plan(checked)
+    # What another process publishes meanwhile must not send the workers different ways.
+    due = workers.follow([step.due for step in steps])
+    steps = [replace(step, due=is_due) for step, is_due in zip(steps, due, strict=True)]
+    if not workers.leads:
+        take_part(steps, workers)
+        return
     try:
         run_folder = RunFolder(folder, settings, overrides)
     except OSError as error:
         raise explain_os_error(error, where="start of the run", folder=folder) or error from error
     with run_folder.logging():
         introduce(checked)
-        Runner(run_folder, overrides).run(steps)
+        Runner(run_folder, overrides, workers).run(steps)
 
 
 def introduce(checked: Checked) -> None:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Collection, Sequence
+from signal import SIGTERM, signal
 
 from models.errors import ConfigError, UserError
 from pipeline.carve import carve
@@ -9,6 +10,7 @@ from pipeline.composition import compose, run_hydra
 from pipeline.overrides import first_word, override_errors
 from pipeline.schema import register_schema
 from pipeline.validation import InvalidSettingsError, find_errors
+from stages.contracts.workers import LostWorkerError, find_workers
 
 FAILED, INVALID, INTERRUPTED = 1, 2, 130
 
@@ -18,14 +20,32 @@ def run_command(words: Sequence[str]) -> int:
 
     0 done, 1 a stage failed, 2 the settings are wrong (nothing was started), 130 interrupted.
     """
+    workers = find_workers()
+    if workers.world > 1:
+        signal(SIGTERM, stop_in_words)  # torchrun ends everybody when one is lost
     try:
         start(words)
     except KeyboardInterrupt:
         return INTERRUPTED
     except UserError as error:
-        sys.stderr.write(f"{error}\n")
-        return INVALID if isinstance(error, ConfigError) else FAILED
+        invalid = isinstance(error, ConfigError)
+        if workers.leads or not invalid:  # all workers find the same faults in the settings
+            sys.stderr.write(f"{error}\n" if workers.world == 1 else f"worker {workers.rank}: {error}\n")
+        return INVALID if invalid else FAILED
     return 0
+
+
+def stop_in_words(_signal: int, _frame: object) -> None:
+    """Leave by an error that says what to do.
+
+    Raises:
+        LostWorkerError: always.
+    """
+    raise LostWorkerError(
+        "told to stop, for another worker is gone or the job was ended",
+        where="signal SIGTERM",
+        do="see the other workers' messages, then the same command again: it goes on from what was flushed",
+    )
 
 
 def start(words: Sequence[str]) -> None:

@@ -13,6 +13,7 @@ from pipeline.plan import Step
 from pipeline.publish import open_workshop, publish, remove_leftovers
 from pipeline.run_folder import RunFolder, render
 from stages.contracts.job import Job, Table
+from stages.contracts.workers import ALONE, Workers
 
 log = logging.getLogger(__name__)
 
@@ -22,10 +23,11 @@ CHECKPOINT_STAGES = ("assemble", "project")
 class Runner:
     """One run of a plan."""
 
-    def __init__(self, run_folder: RunFolder, overrides: Sequence[str]) -> None:
+    def __init__(self, run_folder: RunFolder, overrides: Sequence[str], workers: Workers = ALONE) -> None:
         """`overrides` are the words of the command line, for remedies that can be pasted."""
         self.run_folder = run_folder
         self.overrides = overrides
+        self.workers = workers
         self.trusted: set[Path] = set()  # published or verified by this process
 
     def run(self, steps: Sequence[Step]) -> None:
@@ -57,14 +59,17 @@ class Runner:
     def run_step(self, step: Step) -> None:
         """Run one stage in its workshop and publish the result."""
         with open_workshop(step.folder, fresh=step.fresh) as workshop:
-            if is_complete(step.folder) and not step.fresh:  # published by another run since the plan was made
+            kept = is_complete(step.folder) and not step.fresh  # published by another run since the plan was made
+            if step.stage.shared:
+                self.workers.follow(not kept)
+            if kept:
                 self.keep(step)
                 return
             self.verify_parents(step)
             log.info("%-9s running", step.stage.name)
             start_measuring()
             start = time.perf_counter()
-            job = Job(parents=step.parents, out=workshop.out, scratch=workshop.scratch)
+            job = Job(step.parents, workshop.out, workshop.scratch, step.fingerprint, self.workers)
             table = step.stage.run(job, **step.inputs)
             publish(workshop, fingerprint=step.fingerprint, recipe=step.recipe, table=table)
         self.trusted.add(step.folder)

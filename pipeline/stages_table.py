@@ -11,12 +11,14 @@ from stages.contracts.job import Table
 class Stage:
     """One stage; its code lies in `stages/<name>/`.
 
-    `nodes` are the keyword arguments of its `run`, and the only settings that enter its fingerprint.
+    `nodes` are the keyword arguments of its `run`, and the only settings that enter its fingerprint. Where it is
+    `shared`, every process that torchrun started takes part; the others are run by the leading one alone.
     """
 
     name: str
     parents: tuple[str, ...]
     nodes: tuple[str, ...]
+    shared: bool = False
 
     @property
     def version(self) -> int:
@@ -32,7 +34,7 @@ class Stage:
 
 
 CHAIN = (
-    Stage("scan", parents=(), nodes=("model", "data", "store", "scan", "seed")),
+    Stage("scan", parents=(), nodes=("model", "data", "store", "scan", "seed"), shared=True),
     Stage("score", parents=("scan",), nodes=("score", "seed")),
     Stage("cluster", parents=("scan", "score"), nodes=("model", "cluster", "shape", "seed")),
     Stage("extract", parents=("score", "cluster"), nodes=("model", "extract", "shape")),

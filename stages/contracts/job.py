@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from stages.contracts.workers import ALONE, Workers
+
 
 @dataclass(frozen=True)
 class Job:
@@ -16,6 +18,8 @@ class Job:
     parents: Mapping[str, Path]
     out: Path
     scratch: Path
+    fingerprint: str = ""
+    workers: Workers = ALONE
 
 
 @dataclass(frozen=True)

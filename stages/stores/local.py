@@ -1,50 +1,106 @@
-"""Checkpoints of running sums in a local file, always whole."""
+"""Running sums in local files, one for each worker, always whole."""
 
 import json
 import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
 
-Counters = Mapping[str, int | float]
+from models.errors import ContractError
+from stages.stores.sums import ScanSums, Shapes, empty_sums, total_of
 
 
 class LocalStore:
-    """The running sums of one scan in `folder/sums.safetensors`.
+    """The sums of one worker in `folder/sums.<worker>.safetensors`.
 
-    The file is replaced atomically, so a reader finds the old state or the new one, never half of one. Position and
-    sums stand in the same file: a resumed scan can neither lose a batch nor count one twice.
+    The file is replaced atomically, so a reader finds the old state or the new one, never half of one. The sums and the
+    batches that are in them stand in the same file: nothing is lost or counted twice.
     """
 
-    def __init__(self, folder: Path, *, every: float) -> None:
-        """Keep the state in `folder`, at most every `every` seconds."""
-        self.path = folder / "sums.safetensors"
-        self.every = every
+    shared = False
+
+    def __init__(
+        self,
+        folder: Path,
+        shapes: Shapes,
+        *,
+        identity: Mapping[str, Any],
+        every: float,
+        worker: int = 0,
+        workers: int = 1,
+    ) -> None:
+        """Go on from what a killed run left, or start from nothing.
+
+        Args:
+            folder: of this fingerprint's unfinished work.
+            shapes: of the sums.
+            identity: what must be the same for sums to be added up.
+            every: seconds between flushes.
+            worker: number of this process.
+            workers: of how many. What higher-numbered workers of an earlier run left is taken over by worker 0.
+
+        Raises:
+            ContractError: sums of another identity lie here.
+        """
+        self.path = folder / f"sums.{worker}.safetensors"
+        self.identity, self.every = json.dumps(identity, sort_keys=True), every
         self.last = time.monotonic()
+        self.shapes = shapes
+        self.own = self._load(self.path) if self.path.exists() else empty_sums(shapes)
+        left = [path for path in sorted(folder.glob("sums.*.safetensors")) if _worker_of(path) >= workers]
+        self.inherited = [self._load(path) for path in left] if worker == 0 else []
 
-    def load(self) -> tuple[dict[str, Tensor], dict[str, int | float]] | None:
-        """The state of an earlier run, or None."""
-        if not self.path.exists():
-            return None
-        with safe_open(self.path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no dict
-            counters = json.loads(file.metadata()["counters"])
-        return tensors, counters
+    def forget(self) -> None:
+        """Start from nothing: another worker has these batches."""
+        self.own = empty_sums(self.shapes)
 
-    def save_if_due(self, tensors: Mapping[str, Tensor], counters: Counters) -> None:
-        """Write the state if the last write lies long enough back."""
-        if time.monotonic() - self.last >= self.every:
-            self.save(tensors, counters)
-            self.last = time.monotonic()
+    def done(self) -> set[int]:
+        """Batches in this worker's file, and in those it took over."""
+        return self.own.done.union(*(part.done for part in self.inherited))
 
-    def save(self, tensors: Mapping[str, Tensor], counters: Counters) -> None:
+    def due(self) -> bool:
+        """Whether the last flush lies `every` seconds back."""
+        return time.monotonic() - self.last >= self.every
+
+    def add(self, part: ScanSums) -> None:
+        """Add a part in memory."""
+        self.own.add(part)
+
+    def flush(self) -> None:
         """Write the state: to a temporary file, to the disk, then in place of the old one."""
         temporary = self.path.with_suffix(".tmp")
-        save_file(dict(tensors), temporary, metadata={"counters": json.dumps(dict(counters))})
+        facts = {"identity": self.identity, "counters": self.own.counters, "done": sorted(self.own.done)}
+        save_file(self.own.tensors, temporary, metadata={"facts": json.dumps(facts)})
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         temporary.replace(self.path)
+        self.last = time.monotonic()
+
+    def collect(self) -> ScanSums:
+        """This worker's sums and those it took over."""
+        return total_of([self.own, *self.inherited], self.shapes) if self.inherited else self.own
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+    def _load(self, path: Path) -> ScanSums:
+        try:
+            with safe_open(path, framework="pt") as file:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no dict
+                facts = json.loads(file.metadata()["facts"])
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise ContractError(f"unfinished sums cannot be read: {error}", where=str(path), do=_START_OVER) from error
+        if facts["identity"] != self.identity:
+            raise ContractError("unfinished sums were made by other code", where=str(path), do=_START_OVER)
+        return ScanSums(tensors, facts["counters"], set(facts["done"]))
+
+
+_START_OVER = "the same command with fresh=true, which starts over; or the code that began this scan"
+
+
+def _worker_of(path: Path) -> int:
+    return int(path.name.split(".")[1])

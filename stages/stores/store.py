@@ -14,6 +14,9 @@ class SumStore(Protocol):
     def done(self) -> set[int]:
         """Batches that need not be read again, as far as this process can see."""
 
+    def forget(self) -> None:
+        """Start from nothing, where not shared: other workers have these batches."""
+
     def due(self) -> bool:
         """Whether the last flush lies `checkpoint_every` seconds back."""
 

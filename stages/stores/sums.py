@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+# Shape and number format of each tensor.
+Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
 # How two parts of a scan become one; every other tensor is added.
 _COMBINE = {"max_abs": torch.maximum, "bits_LRf": torch.bitwise_or}
 
@@ -34,12 +37,12 @@ class ScanSums:
         self.done |= part.done
 
 
-def empty_sums(shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> ScanSums:
+def empty_sums(shapes: Shapes) -> ScanSums:
     """Nothing, in tensors of the given shapes and number formats."""
     return ScanSums({name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()})
 
 
-def total_of(parts: Iterable[ScanSums], shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> ScanSums:
+def total_of(parts: Iterable[ScanSums], shapes: Shapes) -> ScanSums:
     """All parts together."""
     total = empty_sums(shapes)
     for part in parts:

@@ -1,0 +1,93 @@
+"""The processes that share one stage's work, as torchrun starts them; one process alone is the plain case."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from models.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Longer than any worker waits for the slowest; a worker that died is noticed at once, by its closed connection.
+_PATIENCE = timedelta(days=2)
+
+
+class LostWorkerError(UserError):
+    """Another process of this job is gone."""
+
+
+@dataclass(frozen=True)
+class Workers:
+    """This process among its like. Every method but `connect` is a no-op for one process alone."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process publishes results and speaks to the user."""
+        return self.rank == 0
+
+    def connect(self) -> None:
+        """Meet the other processes, on the CPU: sums travel once, at the end."""
+        import torch.distributed as dist  # noqa: PLC0415 - settings are checked without torch
+
+        if self.world > 1 and not dist.is_initialized():
+            dist.init_process_group("gloo", rank=self.rank, world_size=self.world, timeout=_PATIENCE)
+
+    def share(self, value: Any) -> list[Any]:  # noqa: ANN401 - anything that can be pickled between trusted processes
+        """What every process gave, in the order of their ranks. Raises LostWorkerError."""
+        if self.world == 1:
+            return [value]
+        import torch.distributed as dist  # noqa: PLC0415
+
+        values: list[Any] = [None] * self.world
+        with _lost_workers():
+            dist.all_gather_object(values, value)
+        return values
+
+    def follow(self, value: Any) -> Any:  # noqa: ANN401 - anything that can be pickled
+        """What the leading process gave. Raises LostWorkerError."""
+        return self.share(value)[0]
+
+    def reduce_(self, tensor: "Tensor", *, maximum: bool = False) -> None:
+        """Add up (or take the maximum of) everyone's CPU tensor, in place, at the leading process.
+
+        Raises:
+            LostWorkerError: another process is gone.
+        """
+        if self.world == 1:
+            return
+        import torch.distributed as dist  # noqa: PLC0415
+
+        with _lost_workers():
+            dist.reduce(tensor, 0, dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM)
+
+
+@contextmanager
+def _lost_workers() -> Iterator[None]:
+    """Turn a broken connection into words."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise LostWorkerError(
+            "another worker of this job is gone",
+            where=f"worker {os.environ.get('RANK', '0')}: {str(error).splitlines()[0]}",
+            do="see its own message, then the same command again: it goes on from what was flushed",
+        ) from error
+
+
+ALONE = Workers()
+
+
+def find_workers(environment: Mapping[str, str] = os.environ) -> Workers:
+    """The place torchrun gave this process (RANK, WORLD_SIZE, LOCAL_RANK), or alone."""
+    if "RANK" not in environment or "MASTER_ADDR" not in environment:
+        return ALONE
+    rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    return Workers(rank, world, int(environment.get("LOCAL_RANK", rank)))

@@ -1,0 +1,102 @@
+"""All batches of a scan, shared out among workers, each added to the sums once."""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from stages.contracts.workers import Workers
+from stages.data.batches import TokenBatch
+from stages.scan.passes import Scanner
+from stages.scan.reservoir import slots_of_batch
+from stages.stores.store import SumStore
+from stages.stores.sums import ScanSums, Shapes, empty_sums
+
+
+def agree_on_done(store: SumStore, workers: Workers) -> set[int]:
+    """Batches that nobody needs to read again; the same answer for every worker.
+
+    Where each worker keeps its own sums, one that finds batches of its own with a lower-numbered worker forgets all it
+    has: its sums were made in an earlier run whose other part this run could not see.
+    """
+    parts = workers.share(store.done())
+    agreed: set[int] = set()
+    for rank, part in enumerate(parts):
+        if not store.shared and part & agreed:
+            if rank == workers.rank:
+                store.forget()
+            continue
+        agreed |= part
+    return agreed
+
+
+def scan_shares(
+    scanner: Scanner,
+    batches: Sequence[TokenBatch],
+    slots_M: Tensor,
+    store: SumStore,
+    shapes: Shapes,
+    workers: Workers,
+    *,
+    after_batch: Callable[[int], None],
+    before_flush: Callable[[], None],
+) -> None:
+    """Read every batch that is not yet in the store; each worker takes every world-th of them.
+
+    Args:
+        scanner: the model.
+        batches: of the whole scan.
+        slots_M: reservoir slot of every token of the whole scan, -1 for none.
+        store: keeps the sums.
+        shapes: of the sums.
+        workers: who shares the work.
+        after_batch: called with the number of tokens just read.
+        before_flush: called before sums are made to last, for what must not be younger than they.
+    """
+    counts = [int(batch.attention_mask.sum()) for batch in batches]
+    firsts = [0, *accumulate(counts)]
+    while missing := sorted(set(range(len(batches))) - agree_on_done(store, workers)):
+        pending = empty_sums(shapes)
+        for number in missing[workers.rank :: workers.world]:
+            batch = batches[number]
+            slots_BT = slots_of_batch(slots_M, firsts[number], batch.attention_mask.bool())
+            scanner.scan(batch, slots_BT, pending, number=number)
+            after_batch(counts[number])
+            if store.due():
+                pending = _hand_over(pending, store, shapes, before_flush)
+        if pending.done:
+            _hand_over(pending, store, shapes, before_flush)
+
+
+def _hand_over(pending: ScanSums, store: SumStore, shapes: Shapes, before_flush: Callable[[], None]) -> ScanSums:
+    before_flush()
+    store.add(pending)
+    store.flush()
+    return empty_sums(shapes)
+
+
+def collect_sums(store: SumStore, workers: Workers) -> ScanSums | None:
+    """The sums of all workers, at the leading one; None elsewhere.
+
+    Numerics: integers, maxima and bits do not depend on the number of workers; float64 sums do by their rounding.
+    """
+    if store.shared:
+        workers.share(None)  # nobody reads before everybody has flushed
+        return store.collect() if workers.leads else None
+    part = store.collect()
+    if workers.world > 1:
+        part = ScanSums({name: value.clone() for name, value in part.tensors.items()}, part.counters, part.done)
+    for name, value in part.tensors.items():
+        # Each token's bits are with one worker, so that adding them up unites them.
+        workers.reduce_(value, maximum=name == "max_abs")
+    others = workers.share((part.counters, part.done))
+    if not workers.leads:
+        return None
+    counters = {name: sum(counts.get(name, 0) for counts, _ in others) for name in part.counters}
+    return ScanSums(part.tensors, counters, set().union(*(done for _, done in others)))
+
+
+def token_count(batches: Sequence[TokenBatch], numbers: set[int]) -> int:
+    """Real tokens in some of the batches."""
+    return sum(int(torch.count_nonzero(batches[number].attention_mask)) for number in numbers)
