@@ -1,6 +1,6 @@
 """The scan's gradient norms against autograd's true per-sample weight gradients."""
 
-from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,10 +11,13 @@ from models.ffn import ffn_modules
 from models.pico import write_pico
 from stages.data.batches import batch_sequences
 from stages.data.sequences import TokenSequence
-from stages.scan.passes import Position, scan_batches
+from stages.contracts.workers import ALONE
+from stages.scan.batch_sums import UnitRule, sum_shapes
+from stages.scan.passes import Scanner
+from stages.scan.recomputation import enable_gradient_checkpointing
 from stages.scan.reservoir import draw_reservoir
-from stages.scan.stage import enable_gradient_checkpointing
-from stages.scan.unit_sums import UnitSums
+from stages.scan.shares import scan_shares
+from stages.stores.local import LocalStore
 
 LENGTHS = (9, 5, 7)
 LAYERS, HIDDEN, WIDTH = 2, 24, 40
@@ -46,21 +49,35 @@ def count_hooks(model):
     return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
 
 
-def scan(folder, batch_tokens, *, product="auto", prepare=None, gradients=True):
+SHAPES = sum_shapes(LAYERS, WIDTH, 11)
+
+
+class MemoryStore(LocalStore):
+    """Keeps nothing on disk."""
+
+    def flush(self):
+        """Not needed here."""
+
+
+def scan_model(model, batches, *, product="auto", gradients=True, store=None):
+    scanner = Scanner(model, ffn_modules(model), UnitRule(0.1, None, product), gradients)
+    store = store or MemoryStore(Path("nowhere"), SHAPES, identity={}, every=3600.0)
+    slots_M = draw_reservoir(sum(LENGTHS), 11, seed=5)
+    scan_shares(
+        scanner, batches, slots_M, store, SHAPES, ALONE, after_batch=lambda _tokens: None, before_flush=lambda: None
+    )
+    return store.collect()
+
+
+def scan(folder, batch_tokens, *, prepare=None, **options):
     model = load(folder)
     if prepare:
         prepare(model)
     hooks = count_hooks(model)  # transformers adds one of its own for gradient checkpointing
-    batches = batch_sequences(draw_sequences(), batch_tokens, 0)
-    sums = UnitSums.zeros(LAYERS, WIDTH, 11, share=0.1, threshold=None, norm_product=product)
-    slots_T = draw_reservoir(sum(LENGTHS), 11, seed=5)
-    position = Position()
-    scan_batches(
-        model, ffn_modules(model), batches, sums, position, slots_T, gradients=gradients, after_batch=lambda *_: None
-    )
+    sums = scan_model(model, batch_sequences(draw_sequences(), batch_tokens, 0), **options)
     assert all(parameter.grad is None and not parameter.requires_grad for parameter in model.parameters())
     assert count_hooks(model) == hooks
-    return sums.tensors, position
+    return sums.tensors, sums.counters
 
 
 @pytest.fixture(scope="module")
@@ -95,9 +112,9 @@ def test_norms_equal_those_of_true_weight_gradients(folder, truth, product, prep
 
 def test_a_padded_batch_equals_batches_of_one(folder):
     together, _ = scan(folder, batch_tokens=64)
-    single, position = scan(folder, batch_tokens=1)
-    assert position.samples == len(LENGTHS)
-    assert position.tokens == sum(LENGTHS)
+    single, counters = scan(folder, batch_tokens=1)
+    assert counters["samples"] == len(LENGTHS)
+    assert counters["tokens"] == sum(LENGTHS)
     for name, tensor in together.items():
         if tensor.is_floating_point():
             torch.testing.assert_close(tensor, single[name], rtol=1e-5, atol=1e-9, msg=name)
@@ -152,52 +169,79 @@ def test_a_forward_only_scan_gives_the_same_activations(folder):
     assert not forward["grad_norm_gate"].any()
 
 
-def test_an_interrupted_scan_goes_on_to_the_same_bits(folder):
+def test_an_interrupted_scan_goes_on_to_the_same_bits(folder, tmp_path):
     model, batches = load(folder), batch_sequences(draw_sequences(), 1, 0)
-    slots_T = draw_reservoir(sum(LENGTHS), 11, seed=5)
-
-    def run(sums, position, count):
-        scan_batches(
-            model, ffn_modules(model), batches[:count], sums, position, slots_T, gradients=True,
-            after_batch=lambda *_: None,
-        )  # fmt: skip
-
-    whole, interrupted = (UnitSums.zeros(LAYERS, WIDTH, 11, share=0.1, threshold=None) for _ in range(2))
-    run(whole, Position(), 3)
-    position = Position()
-    run(interrupted, position, 2)
-    resumed = UnitSums({name: tensor.clone() for name, tensor in interrupted.tensors.items()}, 0.1, None)
-    run(resumed, Position(**asdict(position)), 3)
+    whole = scan_model(model, batches)
+    first, second = (LocalStore(tmp_path, SHAPES, identity={}, every=0.0) for _ in range(2))
+    scan_model(model, batches[:2], store=first)
+    second = LocalStore(tmp_path, SHAPES, identity={}, every=0.0)
+    assert second.done() == {0, 1}
+    resumed = scan_model(model, batches, store=second)
+    assert resumed.done == whole.done == {0, 1, 2}
+    assert resumed.counters == whole.counters
     assert all(torch.equal(tensor, whole.tensors[name]) for name, tensor in resumed.tensors.items())
 
 
 def test_a_sample_without_a_usable_label_is_named(folder):
-    model = load(folder)
     sequences = draw_sequences()
-    sequences[2] = TokenSequence("sample 2", sequences[2].ids, [-100] * LENGTHS[2])
-    sums = UnitSums.zeros(LAYERS, WIDTH, 11, share=0.1, threshold=None)
-    slots_T = draw_reservoir(sum(LENGTHS), 11, seed=5)
+    sequences[2] = TokenSequence("sample 2", sequences[2].ids, [sequences[2].ids[0]] + [-100] * (LENGTHS[2] - 1))
     with pytest.raises(NumericsError) as caught:
-        scan_batches(
-            model, ffn_modules(model), batch_sequences(sequences, 64, 0), sums, Position(), slots_T, gradients=True,
-            after_batch=lambda *_: None,
-        )  # fmt: skip
+        scan_model(load(folder), batch_sequences(sequences, 64, 0))
     assert str(caught.value) == (
-        "the loss is not finite in 1 of 3 samples\n"
+        "no token counts in the loss in 1 of 3 samples\n"
         "  where: sample 2\n"
-        "  do:    look for a sample without a supervised next token, or scan in another format: model.dtype=float32"
+        "  do:    leave these samples out: every label is masked, or the only one stands at the first token, which "
+        "nothing predicts"
     )
 
 
-def test_vanishing_gradients_are_an_error(folder):
+def test_vanishing_gradients_are_an_error_with_their_cause(folder):
     model = load(folder)
-    # Attention and FFN outputs of exactly zero weight leave no path from the loss to any unit.
+    # FFN outputs of exactly zero weight leave no path from the loss to any unit.
     for mlp in ffn_modules(model):
         mlp.down_proj.weight.zero_()
         mlp.up_proj.weight.zero_()
-    sums = UnitSums.zeros(LAYERS, WIDTH, 11, share=0.1, threshold=None)
-    with pytest.raises(NumericsError, match="all gradients are zero in 3 of 3 samples"):
-        scan_batches(
-            model, ffn_modules(model), batch_sequences(draw_sequences(), 64, 0), sums, Position(),
-            draw_reservoir(sum(LENGTHS), 11, seed=5), gradients=True, after_batch=lambda *_: None,
-        )  # fmt: skip
+    with pytest.raises(NumericsError) as caught:
+        scan_model(model, batch_sequences(draw_sequences(), 64, 0))
+    assert str(caught.value) == (
+        "all gradients are zero in 3 of 3 samples\n"
+        "  where: sample 0, sample 1, sample 2\n"
+        "  do:    check that the checkpoint's FFN weights are not all zero"
+    )
+
+
+def test_a_failed_batch_adds_nothing(folder):
+    model = load(folder)
+    for mlp in ffn_modules(model):
+        mlp.down_proj.weight.zero_()
+        mlp.up_proj.weight.zero_()
+    store = MemoryStore(Path("nowhere"), SHAPES, identity={}, every=3600.0)
+    with pytest.raises(NumericsError):
+        scan_model(model, batch_sequences(draw_sequences(), 64, 0), store=store)
+    assert not any(tensor.any() for tensor in store.collect().tensors.values())
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 0.05), (torch.float16, 0.01)])
+def test_half_precision_is_close_to_single(folder, truth, dtype, bound):
+    model = load(folder).to(dtype)
+    found = scan_model(model, batch_sequences(draw_sequences(), 64, 0)).tensors
+    for name, expected in truth.items():
+        error = (found[f"grad_norm_{name}"] - expected).norm() / expected.norm()
+        assert error <= bound, (name, float(error))
+
+
+def test_float16_gradients_that_would_vanish_are_scaled(folder):
+    """Losses so small that their gradients lie below what float16 can say."""
+    model, batches = load(folder), batch_sequences(draw_sequences(), 64, 0)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight * 2e-4, requires_grad=False)
+    single = scan_model(model, batches).tensors["grad_norm_gate"]
+    half = scan_model(model.to(torch.float16), batches).tensors["grad_norm_gate"]
+    assert (half - single).norm() / single.norm() <= 0.02
+
+
+def test_float16_overflow_is_scaled_down(folder):
+    model, batches = load(folder), batch_sequences(draw_sequences(), 64, 0)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight * 30, requires_grad=False)
+    single = scan_model(model, batches).tensors["grad_norm_gate"]
+    half = scan_model(model.to(torch.float16), batches).tensors["grad_norm_gate"]
+    assert (half - single).norm() / single.norm() <= 0.05

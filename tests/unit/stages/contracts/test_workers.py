@@ -1,0 +1,25 @@
+import torch
+
+from stages.contracts.workers import ALONE, Workers, find_workers
+
+
+def test_torchrun_names_the_place():
+    environment = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost"}
+    workers = find_workers(environment)
+    assert workers == Workers(rank=3, world=4, local_rank=1)
+    assert not workers.leads
+
+
+def test_without_torchrun_a_process_is_alone():
+    assert find_workers({}) == ALONE
+    assert find_workers({"RANK": "1"}) == ALONE  # other launchers set it, too
+    assert ALONE.leads
+
+
+def test_alone_everything_is_its_own():
+    total = torch.tensor([3.0])
+    ALONE.connect()
+    ALONE.reduce_(total)
+    assert ALONE.share("word") == ["word"]
+    assert ALONE.follow("word") == "word"
+    assert total.tolist() == [3.0]
