@@ -1,5 +1,6 @@
 """Models whose Linear layers hold 4- or 8-bit weights, through transformers and bitsandbytes."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -75,14 +76,18 @@ def prepare_quantised(model: nn.Module, dtype: torch.dtype) -> None:
     whatever it is asked. And on a CPU with AVX512-BF16 bitsandbytes packs a weight anew at its first use without
     gradients; its products give no gradient from then on, without a word.
     """
+    # Says at every product of every int8 layer that float16 is what it quantises.
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             if parameter.is_floating_point() and getattr(parameter, "quant_state", None) is None:
                 parameter.data = parameter.data.to(dtype)
         if isinstance(module, bitsandbytes().nn.Linear4bit):
             module.support_avx512bf16_for_cpu = False
-            # A stored checkpoint names its own, and mostly float32.
+            # A stored checkpoint names its own: mostly float32 for products, and for the decoded weights of the backward
+            # pass what they were quantised from, though the forward pass decodes in the format of its products.
             module.compute_dtype, module.compute_type_is_set = dtype, True
+            module.weight.quant_state.dtype = dtype
 
 
 def dense_weight(module: nn.Module) -> Float[Tensor, "O I"]:
@@ -91,8 +96,8 @@ def dense_weight(module: nn.Module) -> Float[Tensor, "O I"]:
     Args:
         module: nn.Linear, or Linear4bit or Linear8bitLt of bitsandbytes; its weight may be offloaded.
     Returns:
-        ``(out_features, in_features)``: the weight itself where it is plain, else a copy: of 4 bits in the format it
-        was quantised from, of 8 bits in fp32.
+        ``(out_features, in_features)``: the weight itself where it is plain, else a copy: of 4 bits in the format that
+        products are computed in, of 8 bits in fp32.
     Numerics: what bitsandbytes multiplies by in the backward pass; 4 bits exactly, int8 to 1 fp32 rounding.
     """
     layer: Any = module  # bitsandbytes' attributes are nobody's type
