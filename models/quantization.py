@@ -84,8 +84,8 @@ def prepare_quantised(model: nn.Module, dtype: torch.dtype) -> None:
                 parameter.data = parameter.data.to(dtype)
         if isinstance(module, bitsandbytes().nn.Linear4bit):
             module.support_avx512bf16_for_cpu = False
-            # A stored checkpoint names its own: mostly float32 for products, and for the decoded weights of the backward
-            # pass what they were quantised from, though the forward pass decodes in the format of its products.
+            # A stored checkpoint names its own for products, mostly float32. And the backward pass decodes weights in
+            # the format they were quantised from, though the forward pass does in that of its products.
             module.compute_dtype, module.compute_type_is_set = dtype, True
             module.weight.quant_state.dtype = dtype
 

@@ -63,6 +63,11 @@ def scanned_norms(model):
     return torch.stack([norms[layer] for layer in sorted(norms)])
 
 
+def weight_norms(mlp):
+    gate, up, down = mlp.gate_proj.weight.grad, mlp.up_proj.weight.grad, mlp.down_proj.weight.grad
+    return torch.stack([gate.norm(dim=1), up.norm(dim=1), down.norm(dim=0)])
+
+
 def true_norms(twin):
     """The same from plain per-sample weight gradients."""
     twin.requires_grad_(True)
@@ -70,11 +75,7 @@ def true_norms(twin):
     for ids_T in IDS:
         twin.zero_grad()
         cross_entropy(twin(ids_T[None]).logits[0, :-1], ids_T[1:], reduction="sum").backward()
-        layers = [
-            (mlp.gate_proj.weight.grad.norm(dim=1), mlp.up_proj.weight.grad.norm(dim=1), mlp.down_proj.weight.grad.norm(dim=0))
-            for mlp in ffn_modules(twin)
-        ]  # fmt: skip
-        samples.append(torch.stack([torch.stack(layer) for layer in layers]))
+        samples.append(torch.stack([weight_norms(mlp) for mlp in ffn_modules(twin)]))
     return torch.stack(samples, dim=2)
 
 

@@ -1,0 +1,152 @@
+"""Weights stored in 4 and 8 bits, as one tensor each."""
+
+import json
+
+import pytest
+import torch
+from numerics.quantised_models import STORED, decoded_weights, store_quantised, write_plain
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from models.checkpoint.folder import read_checkpoint
+from models.checkpoint.packed import PackedEntry, join_packed
+from models.checkpoint.reader import ShardReader
+from models.errors import CheckpointError
+
+UP = "model.layers.1.mlp.up_proj.weight"
+RESTORE = "  do:    download or copy the checkpoint again"
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return write_plain(tmp_path_factory.mktemp("plain"), "qwen2")
+
+
+@pytest.fixture(scope="module", params=STORED)
+def stored(request, plain, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    return request.param, store_quantised(plain, folder, request.param, max_shard_size="3KB")
+
+
+def test_names_shapes_and_formats_are_those_of_the_plain_checkpoint(plain, stored):
+    """Of a checkpoint whose weights lie in another shard than what decodes them."""
+    kind, folder = stored
+    raw = read_checkpoint(folder)
+    parts = [entry.path for name, entry in raw.items() if name.startswith("model.layers.1.mlp")]
+    assert len(set(parts)) > 1
+    with ShardReader(folder) as reader, ShardReader(plain) as expected:
+        assert set(reader.names) == set(expected.names)
+        for name in expected.names:
+            assert reader.shape(name) == expected.shape(name) == tuple(reader.tensor(name).shape)
+            assert reader.dtype(name) == torch.bfloat16 == reader.tensor(name).dtype
+    joined, errors = join_packed(raw, folder)
+    assert errors == []
+    assert {entry.kind for entry in joined.values() if isinstance(entry, PackedEntry)} == {kind.removesuffix("-nested")}
+
+
+def test_weights_are_those_that_transformers_decodes(stored):
+    _kind, folder = stored
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    weights = dict(decoded_weights(model))
+    with ShardReader(folder) as reader:
+        for name, weight in weights.items():
+            assert torch.equal(reader.tensor(f"{name}.weight"), weight.bfloat16()), name
+        for name in reader.names - {f"{name}.weight" for name in weights}:
+            assert torch.equal(reader.tensor(name), model.get_parameter(name)), name
+
+
+def test_four_bits_keep_the_format_they_were_quantised_from(plain, tmp_path):
+    store_quantised(plain, tmp_path, "nf4", dtype=torch.float16)
+    with ShardReader(tmp_path) as reader:
+        assert reader.dtype(UP) == reader.tensor(UP).dtype == torch.float16
+
+
+@pytest.mark.parametrize(
+    ("named", "dtype"),
+    [({"dtype": "float16"}, torch.float16), ({"torch_dtype": "torch.float32"}, torch.float32), ({}, torch.bfloat16)],
+)
+def test_int8_becomes_what_the_config_names(plain, tmp_path, named, dtype):
+    folder = store_quantised(plain, tmp_path, "int8")
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("dtype")
+    (folder / "config.json").write_text(json.dumps(config | named))
+    with ShardReader(folder) as reader:
+        assert reader.dtype(UP) == reader.tensor(UP).dtype == dtype
+
+
+def test_bytes_under_the_name_of_another_format(plain, tmp_path):
+    """As models are stored for training that is spread over many GPUs."""
+    folder = store_quantised(plain, tmp_path, "nf4")
+    with ShardReader(folder) as reader:
+        expected = reader.tensor(UP)
+    edit(folder, lambda tensors: tensors.update({UP: tensors[UP].flatten().view(torch.bfloat16)[:, None]}))
+    with ShardReader(folder) as reader:
+        assert torch.equal(reader.tensor(UP), expected)
+
+
+def edit(folder, change):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def refusal(folder):
+    with pytest.raises(CheckpointError) as caught:
+        ShardReader(folder)
+    return str(caught.value)
+
+
+def encoded(**state):
+    return torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("part", ["absmax", "quant_map"])
+def test_a_missing_part(plain, tmp_path, part):
+    folder = store_quantised(plain, tmp_path, "fp4")
+    edit(folder, lambda tensors: tensors.pop(f"{UP}.{part}"))
+    assert refusal(folder) == f"quantised weight {UP} lacks {UP}.{part}\n{RESTORE}"
+
+
+def test_a_missing_weight(plain, tmp_path):
+    folder = store_quantised(plain, tmp_path, "int8")
+    edit(folder, lambda tensors: tensors.pop(UP))
+    assert refusal(folder) == f"quantised weight {UP} lacks {UP}\n{RESTORE}"
+
+
+def test_a_weight_of_another_size(plain, tmp_path):
+    folder = store_quantised(plain, tmp_path, "nf4")
+    edit(folder, lambda tensors: tensors.update({UP: tensors[UP][:-3].clone()}))
+    assert refusal(folder) == (
+        "a weight of (72, 40) needs 1440 bytes in 45 blocks, has 1437 in 45\n"
+        f"  where: {folder / 'model.safetensors'}, {UP}\n{RESTORE}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        (
+            torch.tensor(list(b"broken"), dtype=torch.uint8),
+            "JSONDecodeError: Expecting value: line 1 column 1 (char 0)",
+        ),
+        (encoded(blocksize=64, dtype="bfloat16"), "KeyError: 'shape'"),
+    ],
+)
+def test_a_state_that_cannot_be_read(plain, tmp_path, state, reason):
+    folder = store_quantised(plain, tmp_path, "nf4")
+    edit(folder, lambda tensors: tensors.update({f"{UP}.quant_state.bitsandbytes__nf4": state}))
+    assert refusal(folder) == (
+        f"unreadable quantisation state ({reason})\n  where: {folder / 'model.safetensors'}, {UP}\n{RESTORE}"
+    )
+
+
+def test_int8_in_the_layout_of_old_gpus(plain, tmp_path):
+    folder = store_quantised(plain, tmp_path, "int8")
+    name = UP.replace("weight", "weight_format")
+    edit(folder, lambda tensors: tensors.update({name: torch.tensor(2, dtype=torch.uint8)}))
+    assert refusal(folder) == (
+        "int8 weights are not stored row by row (format 2, I8 [72, 40])\n"
+        f"  where: {folder / 'model.safetensors'}, {UP}\n"
+        "  do:    load and save the model with bitsandbytes 0.45 or later, or give the unquantised checkpoint"
+    )

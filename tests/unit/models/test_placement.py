@@ -1,0 +1,65 @@
+import pytest
+import torch
+from torch import nn
+
+from models import placement as module
+from models.config import ModelConfig
+from models.ffn import ffn_modules
+from models.loading import load_dense
+from models.pico import write_pico
+from models.placement import input_device, is_offloaded, placement
+from models.quantization import dense_weight
+
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda:0")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Several shards; the head is the embedding."""
+    return write_pico(tmp_path_factory.mktemp("pico"), "qwen3", layers=3, tie=True, max_shard_size="12KB")
+
+
+def load(folder, **settings):
+    return load_dense(ModelConfig(device="cpu", **settings), folder)
+
+
+def test_a_model_on_one_device(folder):
+    assert placement(ModelConfig(), CUDA) == {"device_map": {"": CUDA}}
+    model = load(folder)
+    assert not is_offloaded(model)
+    assert input_device(model) == CPU
+
+
+def test_limits_of_memory(monkeypatch):
+    monkeypatch.setattr(module, "get_max_memory", lambda: {0: 70, 1: 80, "cpu": 900})
+    spread = ModelConfig(device_map="balanced")
+    assert placement(spread, CPU) == {"device_map": "balanced", "max_memory": {"cpu": 900}}
+    assert placement(spread, CUDA) == {"device_map": "balanced", "max_memory": {0: 70, 1: 80, "cpu": 900}}
+    limited = ModelConfig(device_map="auto", gpu_memory="20GiB", cpu_memory="6GiB")
+    expected = {0: "20GiB", 1: "20GiB", "cpu": "6GiB"}
+    assert placement(limited, CUDA) == {"device_map": "auto", "max_memory": expected}
+
+
+def test_a_model_that_fits_is_not_offloaded(folder):
+    assert not is_offloaded(load(folder, device_map="auto"))
+
+
+# Some layers on the CPU and the others on disk, everything on disk.
+@pytest.mark.parametrize("memory", ["60KB", "1KB"])
+@pytest.mark.parametrize("device_map", ["auto", "balanced", "sequential"])
+def test_what_does_not_fit_stays_on_disk(folder, device_map, memory):
+    whole, offloaded = load(folder), load(folder, device_map=device_map, cpu_memory=memory)
+    assert is_offloaded(offloaded)
+    places = set(offloaded.hf_device_map.values())
+    assert places == ({"cpu", "disk"} if memory == "60KB" else {"disk"})
+    assert input_device(offloaded) == CPU
+    ids = torch.arange(1, 8)[None]
+    assert torch.equal(offloaded(ids).logits, whole(ids).logits)
+    for mine, theirs in zip(ffn_modules(offloaded), ffn_modules(whole), strict=True):
+        assert torch.equal(dense_weight(mine.down_proj), theirs.down_proj.weight)
+    assert is_offloaded(offloaded)
+
+
+def test_stray_meta_weights_count():
+    assert is_offloaded(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2, device="meta")))

@@ -1,0 +1,95 @@
+import pytest
+import torch
+from numerics.quantised_models import STORED, decoded_weights, store_quantised, write_plain
+from torch import nn
+
+from models import quantization
+from models.config import ModelConfig
+from models.errors import ConfigError
+from models.loading import load_dense
+from models.quantization import bitsandbytes, dense_weight, explained_offload, require_bitsandbytes
+
+QUANTISED = ["nf4", "fp4", "int8"]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return write_plain(tmp_path_factory.mktemp("plain"), "llama")
+
+
+def quantised_layers(model):
+    kinds = (bitsandbytes().nn.Linear4bit, bitsandbytes().nn.Linear8bitLt)
+    return {name for name, module in model.named_modules() if isinstance(module, kinds)}
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_every_linear_layer_but_the_head_is_quantised(plain, kind):
+    model = load_dense(ModelConfig(device="cpu", quantization=kind), plain)
+    layers = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    assert quantised_layers(model) == layers - {"lm_head"}
+    assert not model.training
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert model.dtype == model.get_input_embeddings().weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", STORED)
+def test_a_stored_checkpoint_is_loaded_as_it_is(plain, tmp_path, kind):
+    folder = store_quantised(plain, tmp_path, kind)
+    for asked in ("none", kind.removesuffix("-nested")):
+        assert len(quantised_layers(load_dense(ModelConfig(device="cpu", quantization=asked), folder))) == 14
+
+
+@pytest.mark.parametrize("kind", ["none", *QUANTISED])
+def test_dense_weights_are_those_that_transformers_decodes(plain, kind):
+    model = load_dense(ModelConfig(device="cpu", quantization=kind), plain)
+    for _ in range(2):
+        for name, expected in decoded_weights(model):
+            weight = dense_weight(model.get_submodule(name))
+            assert torch.equal(weight, expected), name
+            assert weight.dtype == torch.float32
+            assert not weight.requires_grad
+        model(torch.arange(5)[None])  # int8 layers take the scales from their weights
+
+
+def test_a_plain_weight_is_not_copied():
+    layer = nn.Linear(3, 5)
+    assert dense_weight(layer).data_ptr() == layer.weight.data_ptr()
+
+
+def test_int8_layers_say_nothing_at_every_product(plain, caplog):
+    model = load_dense(ModelConfig(device="cpu", quantization="int8"), plain)
+    model(torch.arange(5)[None])
+    assert caplog.text == ""
+
+
+def test_without_bitsandbytes(monkeypatch):
+    monkeypatch.setattr(quantization, "find_spec", lambda _name: None)
+    with pytest.raises(ConfigError, match="quantisation needs the package bitsandbytes"):
+        bitsandbytes()
+
+
+def test_a_bitsandbytes_without_code_for_any_device(monkeypatch):
+    monkeypatch.setattr(bitsandbytes(), "supported_torch_devices", {"elsewhere"})
+    with pytest.raises(ConfigError) as caught:
+        require_bitsandbytes("nf4")
+    assert caught.value.what.startswith("bitsandbytes cannot be used here: None of the available devices")
+    assert caught.value.where == "weights in nf4"
+    assert caught.value.do == (
+        "pip install -U -e '.[quantization]', or model.quantization=none and an unquantised checkpoint"
+    )
+
+
+def test_a_quantised_model_that_does_not_fit(plain):
+    model = ModelConfig(device="cpu", quantization="nf4", device_map="auto", cpu_memory="12KB")
+    with pytest.raises(ConfigError) as caught:
+        load_dense(model, plain)
+    assert str(caught.value) == (
+        "quantised layers cannot be offloaded to memory or disk, and do not fit on the devices\n"
+        "  where: model.device_map=auto\n"
+        "  do:    model.quantization=none, model.quantization=nf4, or larger model.gpu_memory and model.cpu_memory"
+    )
+
+
+def test_other_errors_are_not_explained_away():
+    with pytest.raises(ValueError, match="another"), explained_offload(ModelConfig()):
+        raise ValueError("another")
