@@ -13,11 +13,12 @@ _NUMBERED = re.compile(r"\.(\d+)\.(.+)")
 
 @dataclass(frozen=True)
 class Grid:
-    """One value per layer and module; NaN where a layer has no such module."""
+    """One value per layer and module, NaN where a layer has no such module; and those of weights outside the layers."""
 
-    layers: tuple[int | None, ...]  # None: outside the layers, as embeddings are
+    layers: tuple[int, ...]
     modules: tuple[str, ...]  # within a layer: self_attn.q_proj
     values_LM: NDArray[np.float64]
+    outside: dict[str, float]  # embed_tokens, lm_head
 
 
 def delta_sc(
@@ -49,13 +50,16 @@ def locate(name: str) -> tuple[int | None, str]:
 
 def grid_by_layer(names: Iterable[str], values_P: Float[np.ndarray, "P"]) -> Grid:
     """Lay values of parameters out by layer and module; modules keep the order in which they first appear."""
-    places = [locate(name) for name in names]
-    layers = sorted({layer for layer, _ in places}, key=lambda layer: -1 if layer is None else layer)
-    modules = list(dict.fromkeys(module for _, module in sorted(places, key=lambda place: place[0] is None)))
-    values_LM = np.full((len(layers), len(modules)), np.nan)
-    for (layer, module), value in zip(places, values_P, strict=True):
-        values_LM[layers.index(layer), modules.index(module)] = value
-    return Grid(tuple(layers), tuple(modules), values_LM)
+    placed = [(*locate(name), float(value)) for name, value in zip(names, values_P, strict=True)]
+    layers = sorted({layer for layer, _, _ in placed if layer is not None})
+    modules = list(dict.fromkeys(module for layer, module, _ in placed if layer is not None))
+    outside, values_LM = {}, np.full((len(layers), len(modules)), np.nan)
+    for layer, module, value in placed:
+        if layer is None:
+            outside[module] = value
+        else:
+            values_LM[layers.index(layer), modules.index(module)] = value
+    return Grid(tuple(layers), tuple(modules), values_LM, outside)
 
 
 def _z(values_SP: NDArray[np.float32]) -> NDArray[np.float64]:
@@ -66,4 +70,4 @@ def _z(values_SP: NDArray[np.float32]) -> NDArray[np.float64]:
     spread_S1 = np.sqrt((np.where(known_SP, centred_SP, 0) ** 2).sum(1, keepdims=True) / count_S1)
     # Rounding leaves equal values a spread of some 1e-16 of their size.
     flat_S1 = spread_S1 <= 1e-12 * np.abs(np.where(known_SP, values_SP, 0)).max(1, keepdims=True, initial=0)
-    return centred_SP * ~flat_S1 / np.where(flat_S1, 1, spread_S1)
+    return np.asarray(centred_SP * ~flat_S1 / np.where(flat_S1, 1, spread_S1))
