@@ -1,0 +1,142 @@
+"""Checkpoints that bitsandbytes stored in 4 or 8 bits, carved like any other."""
+
+import json
+
+import pytest
+import torch
+from integration.carving import words_of_pico
+from integration.wording import message
+from numerics.quantised_models import decoded_weights, plain_twin, store_quantised, write_plain
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from models.config import ModelConfig
+from models.source import check_source
+from models.stream import LayerStream
+from pipeline.cli import run_command
+
+KINDS = ["nf4-nested", "int8"]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return write_plain(tmp_path_factory.mktemp("plain") / "plain", "qwen3", tokenizer=True)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def stored(request, plain, tmp_path_factory):
+    """Shards small enough that a weight and its scales lie apart."""
+    return store_quantised(
+        plain, tmp_path_factory.mktemp("stored") / request.param, request.param, max_shard_size="9KB"
+    )
+
+
+@pytest.fixture(scope="module")
+def twin(plain, stored):
+    """The stored model in plain bf16 weights, as transformers decodes them, computing in fp32."""
+    twin = plain_twin(AutoModelForCausalLM.from_pretrained(stored), plain)
+    for _name, weight in decoded_weights(twin):
+        weight.copy_(weight.bfloat16())
+    return twin
+
+
+@pytest.fixture(scope="module")
+def carve(stored, text, tmp_path_factory):
+    """Every expert on, in equal parts of the FFN: the folder of artefacts."""
+    outputs = tmp_path_factory.mktemp("outputs")
+    words = ["stage=assemble", "experts=8", "n=9", "top_k=8", "always_on=0", "assemble.parity_spread=0"]
+    quick = ["cluster.map=none", f"output_dir={outputs}"]
+    assert run_command([*words_of_pico(stored, text), *words, *quick]) == 0
+    return outputs / "artifacts" / stored.name
+
+
+def only(folder):
+    (found,) = folder.iterdir()
+    return found
+
+
+def test_experts_are_slices_of_the_decoded_weights_bit_for_bit(carve, twin):
+    units = load_file(only(carve / "cluster") / "partition.safetensors")["units"]
+    written = load_file(only(carve / "assemble") / "checkpoint" / "model.safetensors")
+    for layer, units_EN in enumerate(units):
+        mlp = twin.model.layers[layer].mlp
+        for expert, units_N in enumerate(units_EN):
+            for part, axis, fold in (("gate", 0, 1), ("up", 0, 1), ("down", 1, 8)):
+                dense = getattr(mlp, f"{part}_proj").weight.detach().bfloat16()
+                slices = written[f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"]
+                assert slices.dtype == torch.bfloat16
+                assert torch.equal(slices.narrow(axis, 0, 9), dense.index_select(axis, units_N.long()) * fold)
+
+
+def test_the_carved_checkpoint_is_plain_and_gives_the_same_logits(carve, twin):
+    checkpoint = only(carve / "assemble") / "checkpoint"
+    config = json.loads((checkpoint / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert config["dtype"] == "bfloat16"
+    assert {tensor.dtype for tensor in load_file(checkpoint / "model.safetensors").values()} == {torch.bfloat16}
+    carved = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    ids = torch.arange(1, 12)[None]
+    with torch.no_grad():
+        assert (carved(ids).logits - twin(ids).logits).abs().max() <= 1e-5
+
+
+def test_a_stored_checkpoint_runs_layer_by_layer(stored, twin):
+    ids = torch.arange(1, 12)[None]
+    with LayerStream(stored, device=torch.device("cpu")) as stream, torch.no_grad():
+        (hidden_BTD,) = stream.embed([ids])
+        for layer in stream.layers():
+            residual_BTD, x_BTD = layer.attend(hidden_BTD)
+            hidden_BTD = residual_BTD + layer.ffn(x_BTD[0])
+        torch.testing.assert_close(stream.head()(hidden_BTD), twin(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+def local(folder, **settings):
+    return ModelConfig(kind="local", path=str(folder), **settings)
+
+
+def test_stored_checkpoints_have_no_faults(stored):
+    assert check_source(local(stored)) == []
+
+
+def edit_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_a_config_that_says_nothing_of_quantisation(plain, tmp_path):
+    folder = store_quantised(plain, tmp_path, "fp4")
+    edit_config(folder, quantization_config=None)
+    assert [str(error) for error in check_source(local(folder))] == [
+        "14 weights are stored in 4 or 8 bits, and config.json says nothing of it\n"
+        "  where: model.layers.0.mlp.down_proj.weight, model.layers.0.mlp.gate_proj.weight, "
+        "model.layers.0.mlp.up_proj.weight ...\n"
+        "  do:    copy quantization_config from the checkpoint's own config.json"
+    ]
+
+
+def test_shapes_are_checked_as_the_model_sees_them(plain, tmp_path):
+    folder = store_quantised(plain, tmp_path, "nf4")
+    edit_config(folder, intermediate_size=73)
+    (error,) = check_source(local(folder))
+    assert error.what == "6 tensors do not have the shape that config.json says"
+    assert error.where.startswith("model.layers.0.mlp.down_proj.weight is (40, 72), not (40, 73), ")
+
+
+def test_another_quantisation_is_refused_before_weights_are_read(refused, plain, tmp_path, capsys):
+    folder = store_quantised(plain, tmp_path / "stored", "nf4")
+    capsys.readouterr()
+    assert refused("model=local", f"model.path={folder}", "model.quantization=fp4") == message(
+        "model.quantization=fp4, but the checkpoint is stored in nf4",
+        "model.quantization",
+        "model.quantization=none, which takes it as it is, or give the unquantised checkpoint",
+    )
+
+
+@pytest.mark.parametrize("quantization", ["nf4", "int8"])
+def test_a_plain_checkpoint_is_scanned_in_fewer_bits(plain, text, tmp_path, quantization):
+    words = ["stage=score", f"model.quantization={quantization}", f"output_dir={tmp_path}"]
+    assert run_command([*words_of_pico(plain, text), *words]) == 0
+    statistics = load_file(only(tmp_path / "artifacts" / plain.name / "scan") / "statistics.safetensors")
+    for name in ("sum_abs", "grad_norm_gate", "grad_norm_up", "grad_norm_down", "weight_norm_down"):
+        assert statistics[name].shape == (2, 72)
+        assert statistics[name].gt(0).all(), name
