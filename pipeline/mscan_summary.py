@@ -67,7 +67,7 @@ def summarise_version1(scan: MscanVersion1) -> str:
         ("created", scan.created),
         ("parameters", f"{len(scan.parameters):,}"),
         ("sequences", f"{len(scan.sequences):,} of {tokens:,} tokens"),
-        ("records", f"{len(scan.records):,}, {scan.lost:,} more lost to the file's own header"),
+        ("records", f"{len(scan.records):,}, {scan.lost:,} more lost to the file's own header or a cut"),
         ("scale", "not stored: the values below are codes, not norms"),
     ]
     for name in ("activation", "grad_norm"):

@@ -43,7 +43,7 @@ class MscanVersion1:
     sequences: tuple[SequenceVersion1, ...]
     # token_idx counts through all sequences. activation and grad_norm are codes of a scale that was not stored, cut off
     # and not rounded: a norm smaller than one step is 0.
-    records: NDArray[np.void]
+    records: NDArray[Any]
     lost: int  # records that the header was written over, or that a cut took
     scale: None = field(default=None, init=False)
     version: int = field(default=1, init=False)
@@ -56,14 +56,18 @@ def read_version1(path: Path, file: memoryview) -> MscanVersion1:
         ContractError: the header is truncated or no JSON.
     """
     content, end, stated = _read_header(path, file)
-    names = {int(number): name for number, name in content.get("id_to_param_name_map", {}).items()}
-    rows = content.get("sequences", [])
-    sequences = tuple(
-        SequenceVersion1(int(row["sequence_id"]), int(row["num_tokens"]), str(row.get("source", ""))) for row in rows
-    )
+    try:
+        names = {int(number): str(name) for number, name in content.get("id_to_param_name_map", {}).items()}
+        sequences = tuple(_sequence(row) for row in content.get("sequences", []))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise _damaged(path, f"unreadable header ({type(error).__name__}: {error})") from error
     records = _read_records(file, end, stated, np.array(list(names), np.int64))
     model, created = str(content.get("model_name", "")), str(content.get("timestamp", ""))
     return MscanVersion1(path, model, created, names, sequences, records, stated - len(records))
+
+
+def _sequence(row: dict[str, Any]) -> SequenceVersion1:
+    return SequenceVersion1(int(row["sequence_id"]), int(row["num_tokens"]), str(row.get("source", "")))
 
 
 def _read_header(path: Path, file: memoryview) -> tuple[dict[str, Any], int, int]:
@@ -79,7 +83,7 @@ def _read_header(path: Path, file: memoryview) -> tuple[dict[str, Any], int, int
         raise _damaged(path, f"unreadable header ({type(error).__name__}: {error})") from error
 
 
-def _read_records(file: memoryview, start: int, stated: int, known: NDArray[np.int64]) -> NDArray[np.void]:
+def _read_records(file: memoryview, start: int, stated: int, known: NDArray[np.int64]) -> NDArray[Any]:
     """As many records as there are: from the header on, or counted from the end where the header lies over some."""
     there = min((len(file) - start) // RECORD.itemsize, stated)
     from_start = np.frombuffer(file, RECORD, there, start)
