@@ -1,0 +1,135 @@
+"""The Redis server that the settings name, and whether it can be trusted with sums."""
+
+import logging
+import os
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from models.errors import ConfigError
+from stages.stores.config import StoreConfig
+
+if TYPE_CHECKING:
+    from redis import Redis
+
+URL, PASSWORD = "TINY_ONN_REDIS_URL", "TINY_ONN_REDIS_PASSWORD"
+# Seconds, and tries with growing waits: three seconds for a server that should be there, a minute for one that was.
+ANSWER_WITHIN, LONGEST_WAIT = 30, 2.0
+OPENING_TRIES, RUNNING_TRIES = 5, 33
+
+logger = logging.getLogger(__name__)
+
+
+def connect(store: StoreConfig) -> tuple["Redis", str]:
+    """A client of the server, checked, and how to call the server in messages.
+
+    Every command may be sent twice: after a lost connection the client tries again, for about a minute.
+
+    Raises:
+        ConfigError: no server is named, its URL is wrong, its settings lose keys, or the package redis is missing.
+        UserError: it cannot be reached or does not let us in.
+    """
+    url = _find_url(store)
+    place = place_of(url)
+    if find_spec("redis") is None:
+        what = "store.kind=redis needs the package redis, which is not installed"
+        raise ConfigError(what, where="setting store.kind", do="pip install -e '.[redis]', or store=local")
+    from stages.stores.redis_errors import in_words  # noqa: PLC0415 - needs redis, an extra
+
+    with in_words(place):
+        _check_server(url, place)
+    return _client(url, RUNNING_TRIES), place
+
+
+def check_store(store: StoreConfig) -> None:
+    """Whether the store can be used; to be asked before any weights are loaded.
+
+    Raises:
+        UserError: as `connect`.
+    """
+    if store.kind == "redis":
+        connect(store)[0].close()
+
+
+def place_of(url: str) -> str:
+    """The server in words, without user and password."""
+    parts = urlsplit(url)
+    if parts.scheme == "unix":
+        return f"Redis at {parts.path}"
+    return f"Redis at {parts.hostname}:{parts.port or 6379}, database {parts.path.strip('/') or 0}"
+
+
+def _find_url(store: StoreConfig) -> str:
+    url = store.url or os.environ.get(URL)
+    if not url:
+        what = "store.kind=redis names no server"
+        raise ConfigError(what, where=f"settings store.url and {URL}", do="store.url=redis://localhost:6379/0")
+    if not _is_address(url):
+        # The URL may hold a password: it is not repeated.
+        what = "store.url is no Redis address"
+        where = "setting store.url" if store.url else f"environment {URL}"
+        raise ConfigError(what, where=where, do="store.url=redis://host:6379/0, rediss://host:6379/0 or unix:///path")
+    return url
+
+
+def _is_address(url: str) -> bool:
+    parts = urlsplit(url)
+    if parts.scheme == "unix":
+        return bool(parts.path)
+    database = parts.path.strip("/")
+    try:
+        # Asking for a port that is no number raises.
+        named = bool(parts.hostname or parts.port)
+        return parts.scheme in {"redis", "rediss"} and named and (not database or database.isdecimal())
+    except ValueError:
+        return False
+
+
+def _client(url: str, tries: int) -> "Redis":
+    from redis import Redis  # noqa: PLC0415 - an extra
+    from redis import exceptions as refusals  # noqa: PLC0415
+    from redis.backoff import ExponentialBackoff  # noqa: PLC0415
+    from redis.retry import Retry  # noqa: PLC0415
+
+    return Redis.from_url(
+        url,
+        password=os.environ.get(PASSWORD),  # one in the URL goes before
+        socket_timeout=ANSWER_WITHIN,
+        socket_connect_timeout=5,
+        health_check_interval=30,
+        retry=Retry(ExponentialBackoff(cap=LONGEST_WAIT, base=0.05), tries),
+        retry_on_error=[refusals.ConnectionError, refusals.TimeoutError, refusals.BusyLoadingError],
+    )
+
+
+def _check_server(url: str, place: str) -> None:
+    from redis import exceptions as refusals  # noqa: PLC0415 - an extra
+
+    # A wrong password is refused at once; only what may mend itself is tried again.
+    try:
+        info = _info(url, 0)
+    except (refusals.AuthenticationError, refusals.AuthorizationError):
+        raise
+    except refusals.BusyLoadingError:
+        logger.info("%s is loading its data", place)
+        info = _info(url, RUNNING_TRIES)
+    except refusals.ConnectionError:
+        info = _info(url, OPENING_TRIES)
+    policy, limit = str(info.get("maxmemory_policy", "noeviction")), int(str(info.get("maxmemory", 0)))
+    if limit and policy.startswith("allkeys"):
+        what = f"the Redis server drops keys when its memory is full (maxmemory-policy {policy}): sums would vanish"
+        raise ConfigError(what, where=place, do="redis-cli config set maxmemory-policy noeviction")
+    if info.get("cluster_enabled"):
+        what = "the Redis server is a cluster: a flush must be one transaction on one server"
+        raise ConfigError(what, where=place, do="store.url= of a single server")
+    if not info.get("aof_enabled"):
+        what = "%s keeps no append-only file: sums since its last snapshot are scanned again should it stop. %s"
+        logger.warning(what, place, "To mend it: redis-cli config set appendonly yes")
+
+
+def _info(url: str, tries: int) -> dict[str, object]:
+    client = _client(url, tries)
+    try:
+        return dict(client.info())
+    finally:
+        client.close()

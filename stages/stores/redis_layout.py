@@ -1,0 +1,112 @@
+"""Where the sums of a scan lie in Redis: the keys, the fields, and what the texts of numbers can hold.
+
+A unit's sums are three hashes, one for each projection, `{namespace}param:{weight name}:row:{unit}`: the unit's row of
+gate_proj and up_proj, its column of down_proj. Their fields are sums; divide by the counters `tokens` (activations) and
+`samples` (gradient norms) of `{namespace}scan:counters` for means.
+
+HINCRBYFLOAT keeps 17 decimals after the point. An increment below 2^-24 would lose more than 1e-10 of itself, so it
+goes to the field with `_tiny` at its end, counted in units of 2^-128; the sum is field + 2^-128·tiny field.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+LAYOUT_VERSION = 1
+PROJECTIONS = ("gate", "up", "down")
+# Sum of the scan → where it stands. Read from the first place; the others repeat it for readers of single rows.
+FIELDS = {
+    "sum_abs": [("gate", "avg_act"), ("up", "avg_act"), ("down", "avg_act")],
+    "active_count": [("gate", "freq_act"), ("up", "freq_act"), ("down", "freq_act")],
+    "grad_norm_gate": [("gate", "avg_grad_norm")],
+    "grad_norm_up": [("up", "avg_grad_norm")],
+    "grad_norm_down": [("down", "avg_grad_norm")],
+    "sum_sq": [("gate", "sum_sq")],
+    "sum_taylor": [("gate", "sum_taylor")],
+    "max_abs": [("gate", "max_abs")],
+}
+GREATEST = frozenset({"max_abs"})  # not added up
+BITS = "bits_LRf"  # one string for each layer, rows of tokens one after the other
+
+# Layers' weight names: gate, up, down → name.
+WeightNames = Sequence[Mapping[str, str]]
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Names of everything under one namespace."""
+
+    namespace: str
+
+    @property
+    def identity(self) -> str:
+        """What was scanned and by which code, as JSON."""
+        return f"{self.namespace}scan:identity"
+
+    @property
+    def done(self) -> str:
+        """Bitmap of the batches that are in the sums, or in chunks that wait to be added."""
+        return f"{self.namespace}scan:done"
+
+    @property
+    def counters(self) -> str:
+        """Hash of tokens, samples and loss_sum."""
+        return f"{self.namespace}scan:counters"
+
+    @property
+    def pending(self) -> str:
+        """Set of the committed chunks that wait to be added."""
+        return f"{self.namespace}scan:pending"
+
+    def chunk(self, name: str) -> str:
+        """Staged part of a flush; `name` is `{flush}:{number}`."""
+        return f"{self.namespace}scan:staged:{name}"
+
+    def bits(self, layer: int) -> str:
+        """Packed activation bits of the reservoir, one layer."""
+        return f"{self.namespace}scan:bits:{layer}"
+
+    def rows(self, weight: str) -> str:
+        """What the keys of a weight's rows begin with."""
+        return f"{self.namespace}param:{weight}:row:"
+
+    def layer_rows(self, names: Mapping[str, str]) -> list[str]:
+        """The same for the three weights of a layer, in the order of PROJECTIONS."""
+        return [self.rows(names[projection]) for projection in PROJECTIONS]
+
+
+def default_namespace(label: str, fingerprint: str) -> str:
+    """Namespace of a scan that names none."""
+    return f"tiny_onn:{label}:{fingerprint}:"
+
+
+def columns_of(names: Mapping[str, object] | Sequence[str]) -> list[str]:
+    """The (L, F) sums among the tensors of a scan, in the order of chunks' columns."""
+    unknown = set(names) - set(FIELDS) - {BITS}
+    assert not unknown, f"no place in Redis for {sorted(unknown)}"
+    return [name for name in FIELDS if name in names]
+
+
+def entries_to_add(columns: Sequence[str]) -> list[str | int]:
+    """Script arguments: for every field its projection, name, column and whether it is a maximum."""
+    return [
+        word
+        for projection in PROJECTIONS
+        for number, column in enumerate(columns)
+        for place, field in FIELDS[column]
+        if place == projection
+        for word in (PROJECTIONS.index(place) + 1, field, number + 1, int(column in GREATEST))
+    ]
+
+
+def entries_to_read(columns: Sequence[str]) -> list[str | int]:
+    """Script arguments: for every column the projection and name of its first field."""
+    places = [FIELDS[column][0] for column in columns]
+    return [word for place, field in places for word in (PROJECTIONS.index(place) + 1, field)]
+
+
+def pack_identity(facts: Mapping[str, object], sizes: Mapping[str, Sequence[object]], weights: WeightNames) -> str:
+    """Identity of a scan: its facts, the sizes and number formats of its sums, the names of its weights."""
+    layers = [{projection: names[projection] for projection in PROJECTIONS} for names in weights]
+    content = {"layout": LAYOUT_VERSION, "facts": dict(facts), "sums": dict(sizes), "weights": layers}
+    return json.dumps(content, sort_keys=True)

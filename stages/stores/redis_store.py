@@ -1,0 +1,163 @@
+"""Running sums in a Redis server that many workers write to, each batch in them once or not at all.
+
+A flush has three steps. Its sums are staged, in chunks that nobody counts yet. One small script commits them: it marks
+the batches as done and the chunks as pending, or refuses when one of the batches is done. Then the chunks are added to
+the hashes, each by a script that also removes it; whoever finds pending chunks of a dead worker adds them. A server
+that forgets its last second forgets it of marks and sums alike.
+"""
+
+import logging
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Event
+
+from models.errors import UserError
+from stages.stores.config import StoreConfig
+from stages.stores.redis_connection import connect
+from stages.stores.redis_errors import in_words
+from stages.stores.redis_layout import WeightNames, default_namespace, pack_identity
+from stages.stores.redis_namespace import Namespace
+from stages.stores.sums import ScanSums, Shapes
+
+COMMIT_TRIES = 5
+
+logger = logging.getLogger(__name__)
+
+
+class RedisStore:
+    """The sums of all workers, under one namespace of one server."""
+
+    shared = True
+
+    def __init__(self, namespace: Namespace, *, every: float) -> None:
+        """Go on with what the namespace holds.
+
+        Args:
+            namespace: claimed for this scan.
+            every: seconds between flushes.
+        """
+        self.namespace, self.every = namespace, every
+        self.last = time.monotonic()
+        self.part: ScanSums | None = None
+        # Adding takes the server seconds in which this process may scan on.
+        self.adder = ThreadPoolExecutor(1, "redis")
+        self.adding: Future[None] | None = None
+        self.stop = Event()
+
+    def forget(self) -> None:
+        """Not asked of a store that all workers share."""
+
+    def done(self) -> set[int]:
+        """Batches that any worker has flushed."""
+        with in_words(self.namespace.place):
+            return self.namespace.done()
+
+    def due(self) -> bool:
+        """Whether the last flush lies `every` seconds back, and the server is through with it."""
+        return time.monotonic() - self.last >= self.every and (self.adding is None or self.adding.done())
+
+    def add(self, part: ScanSums) -> None:
+        """Take a part over, in memory."""
+        if self.part is None:
+            self.part = part
+        else:
+            self.part.add(part)
+
+    def flush(self) -> None:
+        """Commit what was added, or drop it where another worker has one of its batches.
+
+        Raises:
+            UserError: the server cannot be reached or refuses; nothing is lost on it.
+        """
+        self._wait()
+        if self.part is not None and self.part.done:
+            with in_words(self.namespace.place):
+                names = self._commit(self.part)
+            self.adding = self.adder.submit(self._apply, names)
+        self.part, self.last = None, time.monotonic()
+
+    def collect(self) -> ScanSums:
+        """The sums of all workers, dead ones' included."""
+        self._wait()
+        with in_words(self.namespace.place):
+            self._apply([])
+            return self.namespace.read()
+
+    def close(self) -> None:
+        """Let go of the server. Committed sums that are not added yet are left to whoever comes next."""
+        self.stop.set()
+        self.adder.shutdown(wait=True)
+        self.namespace.client.close()
+
+    def _commit(self, part: ScanSums) -> list[str]:
+        """Stage and commit; gives the chunks that are to be added."""
+        flush = uuid.uuid4().hex
+        for _ in range(COMMIT_TRIES):
+            names = self.namespace.stage(flush, part)
+            answer = self.namespace.commit(names, part)
+            if answer == "committed":
+                return names
+            if answer == "refused":
+                logger.info("another worker has some of batches %d to %d", min(part.done), max(part.done))
+                return []
+            # The server has come back without its last seconds, or without anything.
+            self.namespace.claim()
+        raise UserError(
+            f"the Redis server lost what it was sent, {COMMIT_TRIES} times in a row",
+            where=self.namespace.place,
+            do="see its log and its maxmemory, then the same command again",
+        )
+
+    def _apply(self, names: Sequence[str]) -> None:
+        """Add this flush's chunks, then those that other workers left."""
+        for name in names:
+            if self.stop.is_set():
+                return
+            self.namespace.apply(name)
+        for name in self.namespace.pending():
+            if self.stop.is_set():
+                return
+            self.namespace.apply(name)
+
+    def _wait(self) -> None:
+        if self.adding is not None:
+            with in_words(self.namespace.place):
+                self.adding.result()
+            self.adding = None
+
+
+def open_redis_store(
+    store: StoreConfig,
+    shapes: Shapes,
+    *,
+    label: str,
+    identity: Mapping[str, str],
+    weights: WeightNames,
+    fresh: bool = False,
+) -> RedisStore:
+    """The store of a scan, alone or with others that scan the same.
+
+    Args:
+        store: server, namespace and seconds between flushes.
+        shapes: of the sums.
+        label: of the model, part of the default namespace.
+        identity: what must be the same for sums to be added up; `scan` is the fingerprint.
+        weights: for every layer: gate, up, down → name of the weight.
+        fresh: delete first what lies under the namespace. One worker only may ask for this, before all others.
+
+    Raises:
+        ConfigError: the settings name no usable server.
+        ContractError: the namespace holds something else.
+        UserError: the server cannot be reached or does not let us in.
+    """
+    client, place = connect(store)
+    sizes = {name: [list(size), str(kind).removeprefix("torch.")] for name, (size, kind) in shapes.items()}
+    prefix = default_namespace(label, identity["scan"]) if store.namespace is None else store.namespace
+    namespace = Namespace(client, prefix, pack_identity(identity, sizes, weights), place)
+    with in_words(namespace.place):
+        if fresh:
+            namespace.clear()
+        namespace.claim()
+    return RedisStore(namespace, every=store.checkpoint_every)

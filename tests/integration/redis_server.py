@@ -1,0 +1,72 @@
+"""A real redis-server on a free port, in a folder of its own."""
+
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import redis
+
+
+class RedisServer:
+    """Started, stopped, killed and started again on one port, with what its files hold."""
+
+    def __init__(self, folder: Path, *options: str, append_only: bool = True):
+        self.folder, self.port = folder, _free_port()
+        kept = ("--appendonly", "yes", "--appendfsync", "always") if append_only else ()
+        self.command = ["redis-server", "--port", str(self.port), "--dir", str(folder), "--save", "", *kept, *options]
+        self.password = options[options.index("--requirepass") + 1] if "--requirepass" in options else None
+        self.process = None
+
+    @property
+    def url(self):
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def client(self, **settings):
+        return redis.Redis.from_url(self.url, password=self.password, **settings)
+
+    def start(self):
+        with (self.folder / "log.txt").open("a") as log:
+            self.process = subprocess.Popen(self.command, stdout=log, stderr=log)
+        end = time.monotonic() + 20
+        while True:
+            try:
+                with self.client() as client:
+                    client.ping()
+                return
+            except redis.ConnectionError:
+                assert time.monotonic() < end, (self.folder / "log.txt").read_text()
+                time.sleep(0.02)
+
+    def stop(self):
+        self.process.terminate()
+        self.process.wait(20)
+
+    def kill(self):
+        """As a power cut would end it."""
+        self.process.kill()
+        self.process.wait(20)
+
+
+def _free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextmanager
+def running(folder: Path, *options: str, append_only: bool = True) -> Iterator[RedisServer]:
+    """A server with further options, stopped afterwards."""
+    if shutil.which("redis-server") is None:
+        pytest.skip("needs redis-server (Debian and Ubuntu: apt install redis-server)")
+    folder.mkdir(parents=True, exist_ok=True)
+    server = RedisServer(folder, *options, append_only=append_only)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()
