@@ -61,12 +61,12 @@ def check_source(model: ModelConfig) -> list[UserError]:
     except UserError as error:
         return [error]
     entries, errors = _check_weights(model)
-    errors = [*check_placement(model), *check_quantization(model, config), *errors]
+    loading = [*check_placement(model), *check_quantization(model, config)]
     try:
         family = dense_family(config)
     except CheckpointError as error:
-        return [error, *errors]
-    errors = [*check_features(config, family), *errors]
+        return [*loading, error, *errors]
+    errors = [*loading, *check_features(config, family), *errors]
     if errors or entries is None:
         return errors
     packed = [name for name, entry in entries.items() if isinstance(entry, PackedEntry)]

@@ -225,6 +225,18 @@ def test_features_no_moe_can_say(folder: Path, changes: dict[str, object], text:
     assert texts(folder) == [text]
 
 
+def test_format_and_place_are_checked_with_the_source(folder: Path) -> None:
+    """All at once, and for the model in the repository as for any other."""
+    edit_config(folder, mlp_bias=True, quantization_config={"quant_method": "awq"})
+    model = ModelConfig(kind="local", path=str(folder), device_map="auto", cpu_memory="lots")
+    assert [error.what for error in check_source(model)] == [
+        "model.cpu_memory=lots is no amount of memory",
+        "weights quantised by awq cannot be sliced",
+        "an FFN with biases has no MoE counterpart",
+    ]
+    assert check_source(ModelConfig(quantization="nf4", device_map="auto", gpu_memory="20GiB")) == []
+
+
 def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
     """Edit the tensors of a checkpoint and write it as one shard."""
     tensors: dict[str, torch.Tensor] = {}

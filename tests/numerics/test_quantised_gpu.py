@@ -1,0 +1,42 @@
+"""Quantised and spread-out models on a GPU, against the same model in plain numbers on the CPU."""
+
+import pytest
+import torch
+from numerics.quantised_models import plain_twin, write_plain
+
+from models.config import ModelConfig
+from models.loading import load_dense
+from models.placement import input_device, is_offloaded
+
+pytestmark = pytest.mark.gpu
+IDS = torch.randint(1, 61, (3, 9), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_plain(tmp_path_factory.mktemp("plain"), "qwen3", dtype=torch.float32, layers=4, tie=True)
+
+
+def input_gradient(model):
+    """What arrives at the embeddings after every layer's backward pass."""
+    ids = IDS.to(input_device(model))
+    inputs_BTD = model.get_input_embeddings()(ids).detach().requires_grad_(True)
+    model(inputs_embeds=inputs_BTD, use_cache=False).logits.float().logsumexp(-1).sum().backward()
+    return inputs_BTD.grad.cpu()
+
+
+@pytest.mark.parametrize(("quantization", "bound"), [("none", 1e-4), ("nf4", 1e-4), ("fp4", 1e-4), ("int8", 1e-1)])
+def test_gradients_equal_those_of_a_plain_twin_on_the_cpu(folder, quantization, bound):
+    model = load_dense(ModelConfig(device="cuda", dtype="float32", quantization=quantization), folder)
+    twin = plain_twin(model, folder).cpu().requires_grad_(False)
+    found, expected = input_gradient(model), input_gradient(twin)
+    assert (found - expected).norm() <= bound * expected.norm()
+
+
+def test_layers_on_gpu_cpu_and_disk_compute_what_one_device_does(folder):
+    settings = {"device": "cuda", "dtype": "float32"}
+    whole = load_dense(ModelConfig(**settings), folder)
+    spread = load_dense(ModelConfig(**settings, device_map="auto", gpu_memory="130KB", cpu_memory="60KB"), folder)
+    assert is_offloaded(spread)
+    assert {"cpu", "disk"} <= set(spread.hf_device_map.values())
+    torch.testing.assert_close(input_gradient(spread), input_gradient(whole), rtol=1e-4, atol=1e-6)
