@@ -1,6 +1,6 @@
 """Sequences to padded batches."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,20 +26,20 @@ def batch_sequences(sequences: Sequence[TokenSequence], batch_tokens: int, pad_i
 
     A sequence longer than `batch_tokens` is a batch of its own.
     """
-    return [_pad(group, pad_id) for group in _group(sequences, batch_tokens)]
+    groups = group_lengths([len(sequence.ids) for sequence in sequences], batch_tokens)
+    return [_pad(sequences[group.start : group.stop], pad_id) for group in groups]
 
 
-def _group(sequences: Sequence[TokenSequence], batch_tokens: int) -> Iterator[list[TokenSequence]]:
-    group: list[TokenSequence] = []
-    longest = 0
-    for sequence in sequences:
-        longest = max(longest, len(sequence.ids))
-        if group and (len(group) + 1) * longest > batch_tokens:
-            yield group
-            group, longest = [], len(sequence.ids)
-        group.append(sequence)
-    if group:
-        yield group
+def group_lengths(lengths: Sequence[int], batch_tokens: int) -> list[range]:
+    """Neighbours that share a batch: number times the longest <= `batch_tokens`, or one alone."""
+    groups: list[range] = []
+    start = longest = 0
+    for number, length in enumerate(lengths):
+        longest = max(longest, length)
+        if number > start and (number - start + 1) * longest > batch_tokens:
+            groups.append(range(start, number))
+            start, longest = number, length
+    return [*groups, range(start, len(lengths))] if lengths else groups
 
 
 def _pad(group: Sequence[TokenSequence], pad_id: int) -> TokenBatch:

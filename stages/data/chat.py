@@ -42,11 +42,7 @@ def encode_conversation(
         text = _render(messages, tokenizer)
         spans = find_assistant_spans(messages, text, tokenizer) if completion else [(0, len(text))]
     except TemplateError as error:
-        raise DataError(
-            f"the chat template refuses the conversation: {error}",
-            where=f"{document.name}, tokenizer {tokenizer.name_or_path}",
-            do="mend or remove the record",
-        ) from error
+        raise _refused(document, tokenizer, error) from error
     if spans is None:
         raise DataError(
             "the rendered conversation does not show where the assistant's turns are",
@@ -54,6 +50,28 @@ def encode_conversation(
             do="data.labels=full_sequence, or a chat template with {% generation %} marks",
         )
     return _tokenize(text, spans, tokenizer)
+
+
+def encode_prompt(document: Document, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Render a conversation without its last answer, and open the assistant's turn in its place.
+
+    Returns:
+        Token ids; none where nothing stands before the answer.
+
+    Raises:
+        DataError: the tokenizer has no chat template, or the template refuses the conversation.
+    """
+    find_template(tokenizer)
+    messages = list(document.messages)
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages:
+        return []
+    try:
+        text = _render(messages, tokenizer, add_generation_prompt=True)
+    except TemplateError as error:
+        raise _refused(document, tokenizer, error) from error
+    return _tokenize(text, [], tokenizer)[0]
 
 
 def find_template(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -65,6 +83,14 @@ def find_template(tokenizer: PreTrainedTokenizerBase) -> str:
             do="an instruction-tuned model, or plain text: data.text_column=",
         )
     return str(tokenizer.get_chat_template())
+
+
+def _refused(document: Document, tokenizer: PreTrainedTokenizerBase, error: TemplateError) -> DataError:
+    return DataError(
+        f"the chat template refuses the conversation: {error}",
+        where=f"{document.name}, tokenizer {tokenizer.name_or_path}",
+        do="mend or remove the record",
+    )
 
 
 def find_assistant_spans(

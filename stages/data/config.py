@@ -1,6 +1,6 @@
 """Settings of the text."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass
@@ -32,8 +32,17 @@ class DataConfig:
     # packed: documents joined and cut every max_length tokens; single: one document per sequence, cut at max_length.
     packing: str = "packed"
     # Tokens that count in the loss. full_sequence: all; completion: the assistant's turns. The calibration text must
-    # then be conversations; held-out text that is plain counts in full.
+    # then be conversations; held-out text that is plain counts in full. generated: the scan reads each prompt with what
+    # the model itself writes after it, and only that counts; a prompt is a conversation without its last answer, or the
+    # first prompt_tokens of plain text, one document per sequence. Other stages read the text as it stands: the
+    # assistant's turns of conversations count, plain text in full.
     labels: str = "full_sequence"
+    # labels=generated: the model writes at most this many tokens after each prompt.
+    max_new_tokens: int = field(default=64, metadata={"minimum": 1})
+    # labels=generated: 0 writes the likeliest token each time; above 0 tokens are drawn, seeded, at this temperature.
+    temperature: float = field(default=0.0, metadata={"minimum": 0})
+    # labels=generated: the first tokens of a plain-text document that make its prompt.
+    prompt_tokens: int = field(default=32, metadata={"minimum": 1})
     # What ends a plain-text document. eos: the tokenizer's end-of-text token; blank_line: documents are paragraphs of
     # one running text (WikiText). Conversations end as their chat template ends them.
     separator: str = "eos"

@@ -10,6 +10,8 @@ from stages.data.document import Document
 
 # The label the loss leaves out, as in torch.nn.functional.cross_entropy.
 IGNORED = -100
+# Values of data.labels under which only the assistant's turns of a conversation count.
+ANSWERS_COUNT = ("completion", "generated")
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ def encode_document(document: Document, tokenizer: PreTrainedTokenizerBase, data
         DataError: the conversation cannot be rendered or labelled.
     """
     if document.messages:
-        ids, supervised = encode_conversation(document, tokenizer, completion=data.labels == "completion")
+        ids, supervised = encode_conversation(document, tokenizer, completion=data.labels in ANSWERS_COUNT)
         labels = [id_ if counts else IGNORED for id_, counts in zip(ids, supervised, strict=True)]
         return EncodedDocument(document.name, ids, labels)
     ids = encode_text(document.text, tokenizer, data.separator)

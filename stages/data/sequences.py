@@ -7,16 +7,13 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from models.errors import DataError
 from stages.data.config import DataConfig
 from stages.data.document import Split
-from stages.data.encoding import IGNORED, EncodedDocument, encode_document
-from stages.data.sources import describe_emptiness, describe_source, read_documents
+from stages.data.encoding import EncodedDocument, encode_document
+from stages.data.skipped import Skipped, describe_nothing_left, describe_skipped, find_fault
+from stages.data.sources import describe_source, read_documents
 
 logger = logging.getLogger(__name__)
-
-TOO_SHORT = "fewer than 2 tokens"
-ALL_MASKED = "no token counts in the loss"
 
 
 @dataclass(frozen=True)
@@ -36,8 +33,29 @@ class TokenSequence:
         return TokenSequence(self.name, self.ids[:length], self.labels[:length])
 
 
+@dataclass(frozen=True)
+class LoadedText:
+    """What can be learned from, and what was skipped on the way to it."""
+
+    sequences: list[TokenSequence]
+    skipped: Skipped  # names of sequences by what was wrong with them
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all sequences."""
+        return sum(len(sequence.ids) for sequence in self.sequences)
+
+
 def load_sequences(data: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Split) -> list[TokenSequence]:
+    """The sequences of `load_text`, for those who need not know what was skipped."""
+    return load_text(data, tokenizer, split).sequences
+
+
+def load_text(data: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Split) -> LoadedText:
     """Read one split of the text as token sequences, always the same ones for the same settings and text.
+
+    With `data.labels=generated` this is the text as it stands: conversations with their own answers as labels, plain
+    text in full. What a model makes of it: `load_prompts` and `continue_prompts`.
 
     Args:
         data: the source, how it is packed and labelled, and how many tokens are wanted.
@@ -46,25 +64,23 @@ def load_sequences(data: DataConfig, tokenizer: PreTrainedTokenizerBase, split: 
 
     Returns:
         Sequences of 2 to `data.max_length` tokens, each with a label to learn from; the last may be cut to fit the
-        number of tokens. What is skipped is counted in the log.
+        number of tokens. Beside them the names of those skipped before that number was reached.
 
     Raises:
         DataError: the text cannot be read, or nothing is left of it.
     """
     encoded = (encode_document(document, tokenizer, data) for document in read_documents(data, split))
     build = pack_documents if data.packing == "packed" else truncate_documents
-    skipped: dict[str, list[str]] = defaultdict(list)
-    usable = _skip_unusable(build(encoded, data.max_length), skipped)
     wanted = data.tokens if split == "calibration" else data.heldout_tokens
-    sequences = list(_take_tokens(usable, wanted))
-    for fault, names in skipped.items():
-        logger.warning("%s text: skipped %d sequences (%s), the first %s", split, len(names), fault, names[0])
-    if not sequences:
-        raise _nothing_left(data, split, skipped)
-    tokens = sum(len(sequence.ids) for sequence in sequences)
+    text = select_usable(build(encoded, data.max_length), wanted)
+    for note in describe_skipped(text.skipped):
+        logger.warning("%s text: %s", split, note)
+    if not text.sequences:
+        raise describe_nothing_left(data, split, text.skipped)
     source = describe_source(data, split)
-    logger.info("%s text: %d of %d tokens, %d sequences of %s", split, tokens, wanted, len(sequences), source)
-    return sequences
+    count = len(text.sequences)
+    logger.info("%s text: %d of %d tokens, %d sequences of %s", split, text.tokens, wanted, count, source)
+    return text
 
 
 def pack_documents(documents: Iterable[EncodedDocument], max_length: int) -> Iterator[TokenSequence]:
@@ -95,45 +111,29 @@ def truncate_documents(documents: Iterable[EncodedDocument], max_length: int) ->
         yield TokenSequence(document.name, document.ids[:max_length], document.labels[:max_length])
 
 
-def find_fault(sequence: TokenSequence) -> str | None:
-    """Why nothing can be learned from a sequence; None where something can."""
-    if len(sequence.ids) < 2:
-        return TOO_SHORT
-    if all(label == IGNORED for label in sequence.labels[1:]):
-        return ALL_MASKED
-    return None
+def select_usable(sequences: Iterable[TokenSequence], wanted: int) -> LoadedText:
+    """Sequences with a label to learn from until `wanted` tokens are reached, and those skipped before that.
+
+    The last is cut to fit, or left out where that leaves nothing.
+    """
+    skipped: dict[str, list[str]] = defaultdict(list)
+    return LoadedText(list(_take_tokens(_skip_unusable(sequences, skipped), wanted)), skipped)
 
 
 def _skip_unusable(sequences: Iterable[TokenSequence], skipped: dict[str, list[str]]) -> Iterator[TokenSequence]:
     for sequence in sequences:
-        if fault := find_fault(sequence):
+        if fault := find_fault(sequence.labels):
             skipped[fault].append(sequence.name)
         else:
             yield sequence
 
 
 def _take_tokens(sequences: Iterable[TokenSequence], wanted: int) -> Iterator[TokenSequence]:
-    """Sequences until `wanted` tokens are reached; the last is cut to fit, or left out where that leaves nothing."""
     for sequence in sequences:
         if len(sequence.ids) >= wanted:
             last = sequence.cut(wanted)
-            if find_fault(last) is None:
+            if find_fault(last.labels) is None:
                 yield last
             return
         wanted -= len(sequence.ids)
         yield sequence
-
-
-def _nothing_left(data: DataConfig, split: Split, skipped: dict[str, list[str]]) -> DataError:
-    where = f"{split} text of {describe_source(data, split)}"
-    if masked := skipped.get(ALL_MASKED):
-        return DataError(
-            f"every label is masked: none of {len(masked)} sequences has a token that counts in the loss",
-            where=f"{where}, data.labels={data.labels}, data.max_length={data.max_length}",
-            do="a larger data.max_length, if the answers begin after the cut, or data.labels=full_sequence",
-        )
-    if skipped:
-        return DataError(
-            f"none of {len(skipped[TOO_SHORT])} sequences has 2 tokens", where=where, do="name text that holds more"
-        )
-    return describe_emptiness(data, split)

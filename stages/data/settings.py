@@ -1,7 +1,11 @@
 """Checks the settings against each other, without touching the text."""
 
 import logging
+import math
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from models.errors import ConfigError, UserError
 from stages.data.config import DataConfig
@@ -11,7 +15,7 @@ logger = logging.getLogger(__name__)
 CHOICES = {
     "kind": ("python_stdlib", "text", "hub"),
     "packing": ("packed", "single"),
-    "labels": ("full_sequence", "completion"),
+    "labels": ("full_sequence", "completion", "generated"),
     "separator": ("eos", "blank_line"),
 }
 # Settings of one source that mean nothing to another.
@@ -20,6 +24,8 @@ FOREIGN_FIELDS = {
     "text": ("name", "subset", "revision", "heldout_split"),
     "hub": ("path", "heldout_path"),
 }
+# Settings that mean something to data.labels=generated alone.
+GENERATION_FIELDS = ("max_new_tokens", "temperature", "prompt_tokens")
 HOLD_OUT = "another one, or null: data.heldout_share of the documents is then held out"
 
 
@@ -28,7 +34,36 @@ def check_settings(data: DataConfig) -> list[UserError]:
     for field in FOREIGN_FIELDS.get(data.kind, ()):
         if getattr(data, field) is not None:
             logger.warning("data.%s=%s is ignored: data.kind=%s", field, getattr(data, field), data.kind)
-    return [*_check_choices(data), *_check_numbers(data), *_check_source(data)]
+    return [*_check_choices(data), *_check_numbers(data), *_check_generation(data), *_check_source(data)]
+
+
+def check_length(data: DataConfig, source: Mapping[str, Any]) -> list[UserError]:
+    """Sequences longer than the source model can read.
+
+    Args:
+        data: the settings.
+        source: config.json of the model; one that names no longest sequence passes.
+    """
+    longest = longest_sequence(source)
+    if longest is None or data.max_length <= longest:
+        return []
+    return [
+        ConfigError(
+            f"data.max_length={data.max_length} is longer than the model's longest sequence, {longest} tokens",
+            where="setting data.max_length; max_position_embeddings of the model's config.json",
+            do=f"data.max_length={longest}",
+        )
+    ]
+
+
+def longest_sequence(source: Mapping[str, Any]) -> int | None:
+    """Tokens a model can read at once by its config.json, stretched rotary positions included; None: unknown."""
+    positions = source.get("max_position_embeddings")
+    if positions is None:
+        return None
+    scaling = source.get("rope_scaling") or source.get("rope_parameters") or {}
+    stretched = scaling.get("factor", 1) * scaling.get("original_max_position_embeddings", positions)
+    return max(int(positions), int(stretched))
 
 
 def _check_choices(data: DataConfig) -> list[UserError]:
@@ -54,6 +89,26 @@ def _check_numbers(data: DataConfig) -> list[UserError]:
     if not 0 < data.heldout_share < 1:
         what = f"data.heldout_share={data.heldout_share} is not between 0 and 1, both excluded"
         errors.append(ConfigError(what, do="data.heldout_share=0.1"))
+    return errors
+
+
+def _check_generation(data: DataConfig) -> list[UserError]:
+    if data.labels != "generated":
+        defaults = {spec.name: spec.default for spec in fields(data)}
+        for field in GENERATION_FIELDS:
+            if (value := getattr(data, field)) != defaults[field]:
+                logger.warning("data.%s=%s is ignored: data.labels=%s", field, value, data.labels)
+        return []
+    errors: list[UserError] = []
+    if not math.isfinite(data.temperature):
+        errors.append(ConfigError(f"data.temperature={data.temperature} is no number", do="data.temperature=0"))
+    longest = data.prompt_tokens + data.max_new_tokens
+    if longest > data.max_length:
+        what = (
+            f"data.prompt_tokens={data.prompt_tokens} and data.max_new_tokens={data.max_new_tokens} do not fit into "
+            f"data.max_length={data.max_length}"
+        )
+        errors.append(ConfigError(what, do=f"data.max_length={longest}"))
     return errors
 
 

@@ -1,4 +1,4 @@
-from stages.data.batches import batch_sequences
+from stages.data.batches import batch_sequences, group_lengths
 from stages.data.sequences import TokenSequence
 
 PAD = 9
@@ -38,3 +38,8 @@ def test_padding_may_be_a_token_of_the_text():
 
 def test_no_sequences_no_batches():
     assert batch_sequences([], batch_tokens=12, pad_id=PAD) == []
+    assert group_lengths([], 12) == []
+
+
+def test_groups_of_neighbours():
+    assert group_lengths([3, 3, 13, 2, 6, 7], 12) == [range(2), range(2, 3), range(3, 5), range(5, 6)]

@@ -1,7 +1,7 @@
 import pytest
 
 from models.errors import DataError
-from stages.data.chat import encode_conversation
+from stages.data.chat import encode_conversation, encode_prompt
 from stages.data.document import Document
 
 # The embedded tokenizer's format with white space after each turn, without generation marks.
@@ -136,3 +136,45 @@ def test_a_rendering_that_hides_the_answers(tokenizer, conversation, choose):
         f"  where: f:1, tokenizer {tokenizer.name_or_path}\n"
         "  do:    data.labels=full_sequence, or a chat template with {% generation %} marks"
     )
+
+
+def prompt_of(conversation, tokenizer):
+    return tokenizer.decode(encode_prompt(Document("f:1", messages=tuple(conversation)), tokenizer))
+
+
+def test_a_prompt_is_all_before_the_last_answer_and_opens_its_turn(tokenizer, conversation):
+    expected = "<|user|>\nWhat is a lobster?\n<|assistant|>\nA crustacean.<|endoftext|><|user|>\nUnd auf Chinesisch?\n"
+    assert prompt_of(conversation, tokenizer) == expected + "<|assistant|>\n"
+    # An open question is the prompt as it stands.
+    assert prompt_of(conversation[:3], tokenizer) == expected + "<|assistant|>\n"
+
+
+@pytest.mark.parametrize("template", [None, UNMARKED, PLAIN])
+def test_a_prompt_is_where_the_labels_of_the_answer_begin(tokenizer, conversation, template):
+    tokenizer.chat_template = template or tokenizer.chat_template
+    document = Document("f:1", messages=tuple(conversation))
+    ids, counts = encode_conversation(document, tokenizer, completion=True)
+    prompt = encode_prompt(document, tokenizer)
+    assert ids[: len(prompt)] == prompt
+    assert counts[len(prompt) - 1 : len(prompt) + 1] == [False, True]
+
+
+def test_an_answer_to_nothing_has_no_prompt(tokenizer, conversation):
+    assert encode_prompt(Document("f:1", messages=(conversation[1], conversation[3])), tokenizer) == []
+
+
+def test_a_prompt_the_template_refuses(tokenizer, conversation):
+    tokenizer.chat_template = REFUSING
+    with pytest.raises(DataError) as caught:
+        prompt_of(conversation, tokenizer)
+    assert str(caught.value) == (
+        "the chat template refuses the conversation: conversation roles must alternate\n"
+        f"  where: f:1, tokenizer {tokenizer.name_or_path}\n"
+        "  do:    mend or remove the record"
+    )
+
+
+def test_a_prompt_needs_a_chat_template(tokenizer, conversation):
+    tokenizer.chat_template = None
+    with pytest.raises(DataError, match="no chat template"):
+        prompt_of(conversation, tokenizer)

@@ -5,7 +5,14 @@ import pytest
 from models.errors import DataError
 from stages.data.config import DataConfig
 from stages.data.encoding import EncodedDocument
-from stages.data.sequences import TokenSequence, find_fault, load_sequences, pack_documents, truncate_documents
+from stages.data.sequences import (
+    TokenSequence,
+    load_sequences,
+    load_text,
+    pack_documents,
+    select_usable,
+    truncate_documents,
+)
 
 
 def encoded(name, *ids, masked=0):
@@ -51,16 +58,28 @@ def test_truncation_keeps_documents_apart():
     ]
 
 
-@pytest.mark.parametrize(
-    ("labels", "fault"),
-    [
-        ([5], "fewer than 2 tokens"),
-        ([5, -100, -100], "no token counts in the loss"),
-        ([-100, 5], None),
-    ],
-)
-def test_a_label_counts_only_behind_the_first_token(labels, fault):
-    assert find_fault(TokenSequence("a", [5] * len(labels), labels)) == fault
+def test_usable_sequences_until_enough_and_the_names_of_those_passed_over():
+    sequences = [
+        TokenSequence("a", [1, 2, 3], [-100, 2, 3]),
+        TokenSequence("b", [4, 5], [-100, -100]),
+        TokenSequence("c", [6, 7], [6, -100]),
+        TokenSequence("d", [8], [8]),
+        TokenSequence("e", [9, 10, 11, 12], [9, 10, 11, 12]),
+        TokenSequence("f", [13, 14], [-100, -100]),
+    ]
+    text = select_usable(sequences, wanted=5)
+    assert text.sequences == [sequences[0], TokenSequence("e", [9, 10], [9, 10])]
+    assert text.tokens == 5
+    assert text.skipped == {
+        "no token counts in the loss": ["b"],
+        "the only label is at the first token, which nothing predicts": ["c"],
+        "fewer than 2 tokens": ["d"],
+    }
+
+
+def test_a_last_cut_that_leaves_no_label_is_left_out():
+    sequences = [TokenSequence("a", [1, 2, 3], [1, 2, 3]), TokenSequence("b", [4, 5, 6], [-100, -100, 6])]
+    assert select_usable(sequences, wanted=5).sequences == sequences[:1]
 
 
 @pytest.mark.usefixtures("no_heldout")
@@ -106,12 +125,13 @@ def test_skipped_sequences_are_counted_and_named(write_jsonl, tokenizer, caplog)
     path = write_jsonl("a.jsonl", [chat("a", "b"), chat("long " * 20, "b"), chat("longer " * 20, "b"), chat("c", "d")])
     data = config_of(path, packing="single", labels="completion", max_length=16)
     with caplog.at_level(logging.INFO):
-        sequences = load_sequences(data, tokenizer, "calibration")
-    assert [sequence.name for sequence in sequences] == [f"{path}:1", f"{path}:4"]
-    tokens = sum(len(sequence.ids) for sequence in sequences)
-    assert caplog.messages == [
-        f"calibration text: skipped 2 sequences (no token counts in the loss), the first {path}:2",
-        f"calibration text: {tokens} of 65536 tokens, 2 sequences of {path}",
+        text = load_text(data, tokenizer, "calibration")
+    assert [sequence.name for sequence in text.sequences] == [f"{path}:1", f"{path}:4"]
+    assert text.skipped == {"no token counts in the loss": [f"{path}:2", f"{path}:3"]}
+    assert load_sequences(data, tokenizer, "calibration") == text.sequences
+    assert caplog.messages[:2] == [
+        f"calibration text: skipped 2 sequences (no token counts in the loss: {path}:2, {path}:3)",
+        f"calibration text: {text.tokens} of 65536 tokens, 2 sequences of {path}",
     ]
 
 
@@ -141,6 +161,18 @@ def test_every_label_masked(write_jsonl, tokenizer):
         f"  where: calibration text of {path}, data.labels=completion, data.max_length=16\n"
         "  do:    a larger data.max_length, if the answers begin after the cut, or data.labels=full_sequence"
     )
+
+
+@pytest.mark.usefixtures("no_heldout")
+def test_labels_to_be_generated_leave_the_text_as_it_stands(write_jsonl, tokenizer):
+    """For stages beside the scan: answers of conversations count, plain text counts in full."""
+    path = write_jsonl("a.jsonl", [chat("question", "answer"), {"text": "plain"}])
+    data = config_of(path, labels="generated", packing="single")
+    conversation, plain = load_sequences(data, tokenizer, "calibration")
+    kept = [label for label in conversation.labels if label != -100]
+    assert tokenizer.decode(kept) == "answer<|endoftext|>"
+    assert plain.labels == plain.ids
+    assert tokenizer.decode(plain.ids) == "plain<|endoftext|>"
 
 
 @pytest.mark.usefixtures("no_heldout")
