@@ -4,6 +4,7 @@ import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import TypeVar
 
@@ -55,10 +56,15 @@ class Segment:
 
     def rows(self, picked: NDArray[np.intp]) -> Rows:
         """Some sequences with all their norms."""
-        first = np.cumsum([0] + [sequence.tokens for sequence in self.sequences])
+        first = self._first_tokens
         tokens = np.concatenate([np.arange(first[row], first[row + 1]) for row in picked])
         arrays = {name: self.array(name, tokens if name in TOKEN_ARRAYS else picked) for name in self._places}
         return Rows(tuple(self.sequences[row] for row in picked), arrays)
+
+    @cached_property
+    def _first_tokens(self) -> list[int]:
+        """Row of each sequence's first token, and the number of tokens."""
+        return [0, *accumulate(sequence.tokens for sequence in self.sequences)]
 
     def _view(self, start: int, shape: tuple[int, int], number_format: type[Number]) -> NDArray[Number]:
         stored = np.dtype(number_format).newbyteorder("<")

@@ -1,11 +1,11 @@
 """Which segments of a file are sealed, and what of its end is not."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from zlib import crc32
 
 from models.errors import ContractError
-from models.mscan.header import ALIGNMENT
 from models.mscan.segments import HEADER, MAGIC, SegmentHeader, read_segment_header
 
 
@@ -47,13 +47,10 @@ def check_payload(path: Path, file: memoryview, segment: SegmentHeader) -> None:
 
 def _check_nothing_follows(path: Path, file: memoryview, position: int, index: int) -> None:
     """Raise ContractError where a later segment is sealed."""
-    tail = bytes(file[position:])
-    found = tail.find(MAGIC)
-    while found >= 0:
-        later = read_segment_header(file, position + found) if found % ALIGNMENT == 0 else None
+    for found in re.finditer(re.escape(MAGIC), file[position:]):
+        later = read_segment_header(file, position + found.start())
         if later is not None and later.index > index and later.end <= len(file):
             raise _damaged(path, index, f"its header, bytes {position} to {position + HEADER.size}")
-        found = tail.find(MAGIC, found + 1)
 
 
 def _damaged(path: Path, index: int, part: str) -> ContractError:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,7 +41,7 @@ class Rows:
 
     def first_tokens(self) -> list[int]:
         """Row of each sequence's first token, and the number of tokens."""
-        return [0, *np.cumsum([sequence.tokens for sequence in self.sequences], dtype=np.int64).tolist()]
+        return [0, *accumulate(sequence.tokens for sequence in self.sequences)]
 
     def nbytes(self) -> list[int]:
         """Bytes of each sequence's float32 rows."""

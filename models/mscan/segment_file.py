@@ -19,12 +19,12 @@ class SegmentFile:
     """An open file with its header, to which `seal` appends."""
 
     def __init__(self, path: Path, file: BinaryIO, header: Header, *, segments: int = 0, next_number: int = 0) -> None:
-        """Take over a file that stands at its end; `create` and `reopen` make one."""
+        """Take over a file that stands at its end, behind so many segments; `create` and `reopen` make one."""
         self.path = path
         self.header = header
         self.next_number = next_number
         self._file = file
-        self._segments = segments
+        self._end, self._segments = file.tell(), segments
 
     @classmethod
     def create(cls, path: Path, header: Header) -> "SegmentFile":
@@ -74,8 +74,13 @@ class SegmentFile:
         return cls(path, file, found.header, segments=len(found.segments), next_number=next_number)
 
     def seal(self, rows: Rows) -> None:
-        """Append one segment: first the payload, and once that is on the disk, the header."""
-        start = self._file.tell()
+        """Append one segment: first the payload, and once that is on the disk, the header.
+
+        After an error the same rows can be sealed again.
+        """
+        start = self._end
+        self._file.seek(start)
+        self._file.truncate()  # what an earlier call left that the disk had no room for
         self._file.write(bytes(HEADER.size))
         length = checksum = 0
         for part in pack_payload(self.header, rows):
@@ -88,8 +93,7 @@ class SegmentFile:
         self._file.seek(start)
         self._file.write(segment.pack())
         _sync(self._file)
-        self._file.seek(segment.end)
-        self._segments += 1
+        self._end, self._segments = segment.end, self._segments + 1
 
     def close(self) -> None:
         """Close the file, which lets go of the lock."""

@@ -59,7 +59,7 @@ def _draw_cells(panel: Axes, values: NDArray[np.float64], columns: list[str], sc
         return
     for (row, column), value in np.ndenumerate(values):
         if np.isfinite(value):
-            at_an_end = abs(float(scale(value)) - 0.5) > 0.35  # where the colours are dark
+            at_an_end = abs(float(scale(value)) - 0.5) > 0.32  # where the colours are dark
             ink = "white" if at_an_end else "black"
             panel.text(column, row, f"{value:z.2f}", ha="center", va="center", fontsize=8, color=ink)
 

@@ -17,6 +17,7 @@ import torch
 from unit.models.mscan.recordings import ARRAYS, PARAMETERS, WIDTH, P, record, sequences
 
 from models.errors import ContractError
+from models.mscan import segment_file
 from models.mscan.header import PREAMBLE
 from models.mscan.reader import read_mscan
 from models.mscan.segments import HEADER
@@ -165,7 +166,7 @@ def test_a_cut_anywhere_in_the_last_segment_is_a_torn_tail(path):
     write(path, encoding="log16")
     whole = path.read_bytes()
     last = segment_starts(path)[-1]
-    for length in range(last, len(whole)):
+    for length in sorted({*range(last, len(whole), 13), *range(last, last + 50), len(whole) - 1}):
         path.write_bytes(whole[:length])
         scan = read_mscan(path)
         assert (len(scan.sequences), scan.end, scan.torn) == (8, last, length - last)
@@ -476,3 +477,29 @@ def test_the_specification_is_what_is_written(path):
     (table,) = struct.unpack("<Q", segment[40:48])
     activation = np.frombuffer(segment, "<f4", 2 * P, 48 + table).reshape(2, P)
     assert np.array_equal(activation, record([0, 1]).activation_BP.numpy())
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_full_disk_costs_nothing_that_is_tried_again(path, tmp_path, monkeypatch, step):
+    """The first flush of a segment is that of its payload, the second that of its header."""
+    calls, flush = [], segment_file._sync
+    with MscanWriter(path, PARAMETERS, model="pico", block_width=WIDTH, created="2026") as writer:
+        writer.add(record([0, 1]))
+        writer.seal()
+        writer.add(record([2, 3, 4]))
+
+        def full(file):
+            calls.append(file)
+            if len(calls) == step:
+                raise OSError(28, "No space left on device")
+            flush(file)
+
+        monkeypatch.setattr(segment_file, "_sync", full)
+        with pytest.raises(OSError, match="No space left"):
+            writer.seal()
+    again = tmp_path / "again.mscan"
+    with MscanWriter(again, PARAMETERS, model="pico", block_width=WIDTH, created="2026") as writer:
+        writer.add(record([0, 1]))
+        writer.seal()
+        writer.add(record([2, 3, 4]))
+    assert path.read_bytes() == again.read_bytes()
