@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from models.capture.parameters.linear_norms import column_squares, sample_parts
+from models.capture.parameters.linear_norms import column_squares
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,11 @@ def lookup_columns(ids_BT: Int[Tensor, "B T"], delta_BTD: Float[Tensor, "B T D"]
     """
     sorted_BT, order_BT = ids_BT.sort(dim=1)
     row_BT = torch.nn.functional.pad((sorted_BT[:, 1:] != sorted_BT[:, :-1]).long(), (1, 0)).cumsum(1)
-    columns_BD = delta_BTD.new_empty(delta_BTD.shape[0], delta_BTD.shape[2], dtype=torch.float32)
-    for part in sample_parts(delta_BTD, delta_BTD):
-        delta, rows = delta_BTD[part].float(), row_BT[part]
-        rows = rows + torch.arange(len(rows), device=rows.device).unsqueeze(1) * rows.shape[1]
-        ordered = delta.gather(1, order_BT[part].unsqueeze(2).expand_as(delta))
-        sums = torch.zeros_like(ordered).flatten(0, 1).index_add_(0, rows.flatten(), ordered.flatten(0, 1))
-        columns_BD[part] = sums.square_().unflatten(0, delta.shape[:2]).sum(1)
+    # Samples one after the other in one tall matrix.
+    row_BT = row_BT + torch.arange(len(row_BT), device=row_BT.device).unsqueeze(1) * row_BT.shape[1]
+    ordered = delta_BTD.gather(1, order_BT.unsqueeze(2).expand_as(delta_BTD)).float()
+    sums = torch.zeros_like(ordered).flatten(0, 1).index_add_(0, row_BT.flatten(), ordered.flatten(0, 1))
+    columns_BD: Tensor = sums.square_().view_as(ordered).sum(1)
     return columns_BD
 
 

@@ -6,6 +6,7 @@ For one sample with inputs X (T, I) and output gradients G (T, O), ∇W = GᵀX.
 - direct: GᵀX itself, some rows at a time, squared and summed both ways.
 """
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -78,42 +79,51 @@ def prefer_gram(product: str, length: int, inputs: int, outputs: int) -> bool:
     return gram <= (length + _ELEMENTWISE) * inputs * outputs
 
 
-def gram_matrix(x_BTN: Float[Tensor, "B T N"]) -> Float[Tensor, "B T T"]:
+def gram_matrix(x_TN: Float[Tensor, "*b T N"]) -> Float[Tensor, "*b T T"]:
     """X Xᵀ of every sample in fp32; numbers of half precision are converted some columns at a time."""
-    if x_BTN.dtype == torch.float32:
-        return x_BTN @ x_BTN.mT
-    samples, length, columns = x_BTN.shape
-    chunk = max(1, 4 * _budget(x_BTN.device) // (samples * length))
-    gram_BTT = torch.zeros(samples, length, length, device=x_BTN.device)
+    if x_TN.dtype == torch.float32:
+        return x_TN @ x_TN.mT
+    *samples, length, columns = x_TN.shape
+    chunk = max(1, 4 * _budget(x_TN) // (math.prod(samples) * length))
+    gram_TT = torch.zeros(*samples, length, length, device=x_TN.device)
     for first in range(0, columns, chunk):
-        part = x_BTN[..., first : first + chunk].float()
-        gram_BTT.baddbmm_(part, part.mT)
-    return gram_BTT
+        part = x_TN[..., first : first + chunk].float()
+        gram_TT += part @ part.mT
+    return gram_TT
 
 
-def sample_parts(x_BTI: Tensor, grad_BTO: Tensor) -> Iterator[slice]:
-    """Samples in groups whose temporaries fit the budget."""
+def sample_parts(x_BTI: Tensor, grad_BTO: Tensor) -> Iterator[int | slice]:
+    """Indices of samples: one by one on a CPU, where a sample fills the cache, else groups that fit the budget."""
     samples, length, inputs = x_BTI.shape
-    step = max(1, _budget(x_BTI.device) // (length * max(inputs, grad_BTO.shape[-1])))
+    if x_BTI.device.type == "cpu":
+        return iter(range(samples))
+    step = max(1, _budget(x_BTI) // (length * max(inputs, grad_BTO.shape[-1])))
     return (slice(first, first + step) for first in range(0, samples, step))
 
 
-def _quadratic_forms(gram_BTT: Float[Tensor, "B T T"], x_BTN: Float[Tensor, "B T N"]) -> Float[Tensor, "B N"]:
+def _quadratic_forms(gram_TT: Float[Tensor, "*b T T"], x_TN: Float[Tensor, "*b T N"]) -> Float[Tensor, "*b N"]:
     """x_nᵀ K x_n for every column; rounding can leave one just below zero, which counts as zero."""
-    return torch.matmul(gram_BTT, x_BTN).mul_(x_BTN).sum(1).clamp_min_(0)
+    return torch.matmul(gram_TT, x_TN).mul_(x_TN).sum(-2).clamp_min_(0)
 
 
-def _product_squares(x_BTI: Tensor, grad_BTO: Tensor) -> tuple[Tensor, Tensor]:
-    """Column and row sums of (GᵀX)², GᵀX never held whole."""
-    samples, _, inputs = x_BTI.shape
-    columns_BI, rows = x_BTI.new_zeros(samples, inputs), []
-    chunk = max(1, _budget(x_BTI.device) // (samples * inputs))
-    for first in range(0, grad_BTO.shape[-1], chunk):
-        squares = torch.matmul(grad_BTO[..., first : first + chunk].float().mT, x_BTI).square_()
-        columns_BI += squares.sum(1)
-        rows.append(squares.sum(2))
-    return columns_BI, torch.cat(rows, dim=1)
+def _product_squares(
+    x_TI: Float[Tensor, "*b T I"], grad_TO: Float[Tensor, "*b T O"]
+) -> tuple[Float[Tensor, "*b I"], Float[Tensor, "*b O"]]:
+    """Column and row sums of (GᵀX)², which is never held whole: the longer side is done in chunks."""
+    if x_TI.shape[-1] > grad_TO.shape[-1]:
+        rows, columns = _product_squares(grad_TO, x_TI)
+        return columns, rows
+    *samples, _, inputs = x_TI.shape
+    chunk = max(1, _budget(x_TI) // (math.prod(samples) * inputs))
+    x, columns_I = x_TI.float(), torch.zeros(*samples, inputs, device=x_TI.device)
+    row_parts: list[Tensor] = []
+    for grad in grad_TO.split(chunk, dim=-1):
+        product = torch.matmul(grad.float().mT, x)
+        squares = torch.mul(product, product, out=product)
+        columns_I += squares.sum(-2)
+        row_parts.append(squares.sum(-1))
+    return columns_I, torch.cat(row_parts, dim=-1)
 
 
-def _budget(device: torch.device) -> int:
-    return _CACHE_FLOATS if device.type == "cpu" else _DEVICE_FLOATS
+def _budget(tensor: Tensor) -> int:
+    return _CACHE_FLOATS if tensor.device.type == "cpu" else _DEVICE_FLOATS

@@ -1,0 +1,256 @@
+"""The parameter-level scanner against autograd's true per-sample weight gradients."""
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
+
+from models.capture.parameter_scanner import ParameterTensorScanner
+from models.pico import write_pico
+
+FAMILIES = ("qwen3", "qwen2", "llama", "mistral", "phi3")
+LENGTHS = (9, 5, 7)
+WIDTH = 7  # of a block; divides neither 24 nor 40
+NORMS = ("activation_BP", "gradient_BP", "in_activation_BI", "in_gradient_BI", "out_gradient_BO")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request):
+    return request.param
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def folder(request, family, tmp_path_factory):
+    return write_pico(tmp_path_factory.mktemp("dense"), family, tie=request.param)
+
+
+def load(folder, dtype=torch.float32):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
+def draw_batch(side="right"):
+    """Three ragged samples padded on one side; the second has masked labels in front, as a prompt has.
+
+    Token 0 is the padding token and also stands in the text: nn.Embedding does not train its row.
+    """
+    generator = torch.Generator().manual_seed(3)
+    ids, mask, labels = torch.zeros(3, 9, dtype=torch.long), torch.zeros(3, 9, dtype=torch.long), []
+    for row, length in enumerate(LENGTHS):
+        first = 0 if side == "right" else 9 - length
+        tokens = torch.randint(1, 9, (length,), generator=generator)  # of few, so that they repeat
+        tokens[length // 2] = 0
+        ids[row, first : first + length] = tokens
+        mask[row, first : first + length] = 1
+        labels.append(first + (3 if row == 1 else 1))  # padding must not be asked for the first token
+    positions = torch.arange(9)
+    supervised = (mask == 1) & (positions >= torch.tensor(labels).unsqueeze(1))
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(~supervised, -100)}
+
+
+def one_sample(batch, row, side="right"):
+    """A row without its padding."""
+    length = LENGTHS[row]
+    here = slice(0, length) if side == "right" else slice(9 - length, 9)
+    return {name: tensor[row : row + 1, here] for name, tensor in batch.items()}
+
+
+def backward(model, batch):
+    """The sum of every sample's mean loss, so that each gradient is that of the sample alone."""
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    losses = [cross_entropy(row[:-1].float(), own[1:]) for row, own in zip(logits, batch["labels"], strict=True)]
+    torch.stack(losses).sum().backward()
+
+
+def true_gradients(model, batch, names):
+    """Weight gradients of each sample by plain autograd, without padding, in fp64."""
+    model.requires_grad_(True)
+    weights = dict(model.named_parameters())
+    found = []
+    for row in range(len(LENGTHS)):
+        model.zero_grad()
+        backward(model, one_sample(batch, row))
+        found.append({name: weights[name].grad.double().clone() for name in names})
+    return found
+
+
+def cut(matrix, width, dim):
+    return torch.stack([block.norm() for block in matrix.split(width, dim)])
+
+
+def expected_norms(parameters, gradients):
+    """gradient_BP, in_gradient_BI and out_gradient_BO of true gradients."""
+    totals, inputs, outputs = [], [], []
+    for sample in gradients:
+        pairs = [(sample[parameter.name], parameter.kind == "linear") for parameter in parameters]
+        totals.append(torch.stack([grad.norm() for grad, _ in pairs]))
+        inputs.append(torch.cat([cut(grad, WIDTH, 1) for grad, linear in pairs if linear]))
+        outputs.append(torch.cat([cut(grad, WIDTH, 0 if linear else 1) for grad, linear in pairs]))
+    return torch.stack(totals), torch.stack(inputs), torch.stack(outputs)
+
+
+def assert_norms(record, expected, bound=1e-5):
+    found = (record.gradient_BP, record.in_gradient_BI, record.out_gradient_BO)
+    for name, tensor, truth in zip(("whole", "input blocks", "output blocks"), found, expected, strict=True):
+        assert tensor.dtype == torch.float32
+        error = ((tensor.double() - truth).abs() / truth).max()
+        assert error <= bound, (name, float(error))
+
+
+@pytest.fixture(scope="module")
+def truth(folder):
+    with ParameterTensorScanner(load(folder), block_width=WIDTH) as scanner:
+        parameters = scanner.parameters
+    return expected_norms(parameters, true_gradients(load(folder), draw_batch(), [p.name for p in parameters]))
+
+
+def enable_checkpointing(model, *, reentrant):
+    # transformers 5.23 has given the method a new name.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": reentrant})
+
+
+def prepare(folder, *, training, checkpointing):
+    model = load(folder).requires_grad_(training)
+    if checkpointing != "none":
+        # transformers checkpoints in training mode only; the pico models have no dropout.
+        model.train()
+        enable_checkpointing(model, reentrant=checkpointing == "reentrant")
+    return model
+
+
+@pytest.mark.parametrize("product", ["gram", "direct"])
+@pytest.mark.parametrize("checkpointing", ["none", "non-reentrant", "reentrant"])
+@pytest.mark.parametrize("training", [False, True], ids=["frozen", "training"])
+def test_norms_equal_those_of_true_weight_gradients(folder, truth, training, checkpointing, product):
+    model = prepare(folder, training=training, checkpointing=checkpointing)
+    with ParameterTensorScanner(model, block_width=WIDTH, product=product) as scanner:
+        backward(model, draw_batch())
+        (record,) = scanner.collect()
+    assert_norms(record, truth)
+    assert [sequence.tokens for sequence in record.sequences] == list(LENGTHS)
+    assert len(scanner.parameters) == (9 if "phi3" in str(model.config.model_type) else 15)
+
+
+def test_left_padding_and_single_samples_give_the_same(folder):
+    model = load(folder).requires_grad_(False)
+    records = {}
+    with ParameterTensorScanner(model, block_width=WIDTH) as scanner:
+        for side in ("right", "left"):
+            backward(model, draw_batch(side))
+            (records[side],) = scanner.collect()
+        for row in range(len(LENGTHS)):
+            backward(model, one_sample(draw_batch(), row))
+            (alone,) = scanner.collect()
+            for side, name in ((side, name) for side in records for name in NORMS):
+                together = getattr(records[side], name)[row]
+                torch.testing.assert_close(together, getattr(alone, name)[0], rtol=2e-5, atol=1e-7, msg=name)
+
+
+def test_activations_are_those_of_plain_hooks_without_padding(folder):
+    batch, model = draw_batch(), load(folder).requires_grad_(False)
+    with ParameterTensorScanner(model, block_width=WIDTH) as scanner:
+        backward(model, batch)
+        (record,) = scanner.collect()
+    with ParameterTensorScanner(model, block_width=WIDTH, gradients=False) as forward_only, torch.no_grad():
+        model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+        (forward,) = forward_only.collect()
+    seen, modules = {}, dict(model.named_modules())
+
+    def keep(parameter):
+        def hook(_module, args, out):
+            seen[parameter.name] = (args[0] if parameter.kind == "linear" else out).detach()[0].double()
+
+        modules[parameter.name.removesuffix(".weight")].register_forward_hook(hook)
+
+    for parameter in scanner.parameters:
+        keep(parameter)
+    for row in range(len(LENGTHS)):
+        model(input_ids=one_sample(batch, row)["input_ids"])
+        totals = torch.stack([seen[parameter.name].norm() for parameter in scanner.parameters])
+        linears = [seen[parameter.name] for parameter in scanner.parameters if parameter.kind == "linear"]
+        blocks = torch.cat([cut(x, WIDTH, 1) for x in linears])
+        for found in (record, forward):
+            torch.testing.assert_close(found.activation_BP[row].double(), totals, rtol=1e-5, atol=0)
+            torch.testing.assert_close(found.in_activation_BI[row].double(), blocks, rtol=1e-5, atol=1e-9)
+    for name in ("gradient_BP", "in_gradient_BI", "out_gradient_BO"):
+        assert getattr(forward, name).isnan().all()
+
+
+@pytest.mark.parametrize("product", ["gram", "direct"])
+def test_per_token_norms_are_those_of_each_positions_contribution(folder, product):
+    """‖x_t‖·‖δ_t‖; for a tied embedding the norm of the sum of both uses of the weight."""
+    batch, model = draw_batch("left"), load(folder).requires_grad_(False)
+    with ParameterTensorScanner(model, block_width=WIDTH, per_token=True, product=product) as scanner:
+        backward(model, batch)
+        (record,) = scanner.collect()
+    modules = dict(model.named_modules())
+    names = [parameter.name.removesuffix(".weight") for parameter in scanner.parameters]
+    tied = model.lm_head.weight is model.get_input_embeddings().weight
+    kept = {}
+
+    def keep(name):
+        def hook(_module, args, out):
+            out.retain_grad() if out.requires_grad else out.requires_grad_()
+            kept[name] = (args[0].detach()[0], out)
+
+        modules[name].register_forward_hook(hook)
+
+    for name in [*names, "lm_head"]:
+        keep(name)
+    for row, length in enumerate(LENGTHS):
+        backward(model, one_sample(batch, row, "left"))
+        assert record.token_activation[row].shape == record.token_gradient[row].shape == (length, len(names))
+        for column, name in enumerate(names):
+            x, out = kept[name]
+            if scanner.parameters[column].kind == "linear":
+                activation = x.norm(dim=1)
+                gradient = activation * out.grad[0].norm(dim=1)
+            else:
+                activation = out.detach()[0].norm(dim=1)
+                gradient = contributions(modules[name], x, out.grad[0], kept["lm_head"] if tied else None)
+            torch.testing.assert_close(record.token_activation[row][:, column], activation, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(record.token_gradient[row][:, column], gradient, rtol=1e-4, atol=1e-6)
+
+
+def contributions(embedding, ids, delta, head):
+    norms = []
+    for position, token in enumerate(ids.tolist()):
+        part = torch.zeros(embedding.weight.shape)
+        if token != embedding.padding_idx:
+            part[token] = delta[position]
+        if head is not None:
+            part += head[1].grad[0, position].outer(head[0][position])
+        norms.append(part.norm())
+    return torch.stack(norms)
+
+
+def half_agreement(folder, dtype, *, autocast=False):
+    """Largest relative difference of whole-parameter norms from those of true gradients in the same format."""
+    batch, worst = draw_batch(), 0.0
+
+    def run(model, batch):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            backward(model, batch)
+
+    model, twin = load(folder, dtype).requires_grad_(False), load(folder, dtype)
+    with ParameterTensorScanner(model, block_width=WIDTH) as scanner:
+        run(model, batch)
+        (record,) = scanner.collect()
+    weights = dict(twin.named_parameters())
+    for row in range(len(LENGTHS)):
+        twin.zero_grad()
+        run(twin, one_sample(batch, row))
+        for column, parameter in enumerate(scanner.parameters):
+            truth = weights[parameter.name].grad.double().norm()
+            worst = max(worst, float(abs(record.gradient_BP[row, column] - truth) / truth))
+    return worst
+
+
+# Rounded to 8 (11) bits after every operation, a padded and an unpadded pass differ by more than the norms' own error.
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 3e-2), (torch.float16, 4e-3)])
+def test_half_precision_is_within_its_rounding(folder, dtype, bound):
+    assert half_agreement(folder, dtype) <= bound
+
+
+def test_autocast_is_within_the_rounding_of_bfloat16(folder):
+    assert half_agreement(folder, torch.float32, autocast=True) <= 3e-2
