@@ -7,13 +7,13 @@ from pathlib import Path
 
 from pipeline.disk import explain_os_error
 from pipeline.participant import take_part
-from pipeline.plan import make_plan
+from pipeline.plan import Step, make_plan
 from pipeline.run_folder import RunFolder
 from pipeline.runner import Runner
 from pipeline.schema import Settings
 from pipeline.shape import saving_warning
 from pipeline.validation import Checked, validate
-from stages.contracts.workers import find_workers
+from stages.contracts.workers import Workers, find_workers
 
 log = logging.getLogger(__name__)
 
@@ -24,23 +24,25 @@ def carve(settings: Settings, folder: Path, overrides: Sequence[str]) -> None:
     Raises:
         UserError: the settings are wrong, or a stage failed.
     """
-    checked = validate(settings)
-    workers = find_workers()
-    workers.connect()
-    steps = make_plan(checked)
-    # What another process publishes meanwhile must not send the workers different ways.
+    checked, workers = validate(settings), find_workers()
+    with workers.connected():
+        steps = agree_on_plan(make_plan(checked), workers)
+        if not workers.leads:
+            take_part(steps, workers)
+            return
+        try:
+            run_folder = RunFolder(folder, settings, overrides)
+        except OSError as error:
+            raise explain_os_error(error, where="start of the run", folder=folder) or error from error
+        with run_folder.logging():
+            introduce(checked)
+            Runner(run_folder, overrides, workers).run(steps)
+
+
+def agree_on_plan(steps: Sequence[Step], workers: Workers) -> list[Step]:
+    """The leading worker's plan: what another process publishes meanwhile must not send the workers different ways."""
     due = workers.follow([step.due for step in steps])
-    steps = [replace(step, due=is_due) for step, is_due in zip(steps, due, strict=True)]
-    if not workers.leads:
-        take_part(steps, workers)
-        return
-    try:
-        run_folder = RunFolder(folder, settings, overrides)
-    except OSError as error:
-        raise explain_os_error(error, where="start of the run", folder=folder) or error from error
-    with run_folder.logging():
-        introduce(checked)
-        Runner(run_folder, overrides, workers).run(steps)
+    return [replace(step, due=is_due) for step, is_due in zip(steps, due, strict=True)]
 
 
 def introduce(checked: Checked) -> None:

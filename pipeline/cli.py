@@ -1,8 +1,10 @@
 """The command `python -m pipeline`: from words to a run, and from errors to exit codes."""
 
+import os
 import sys
 from collections.abc import Collection, Sequence
-from signal import SIGTERM, signal
+from signal import SIG_DFL, SIGTERM, signal
+from time import sleep
 
 from models.errors import ConfigError, UserError
 from pipeline.carve import carve
@@ -13,6 +15,9 @@ from pipeline.validation import InvalidSettingsError, find_errors
 from stages.contracts.workers import LostWorkerError, find_workers
 
 FAILED, INVALID, INTERRUPTED = 1, 2, 130
+# Seconds. All workers find the same faults in the settings; torchrun ends everybody when the first one leaves, and the
+# leading one is to have told them by then.
+HEAD_START = 3
 
 
 def run_command(words: Sequence[str]) -> int:
@@ -29,23 +34,25 @@ def run_command(words: Sequence[str]) -> int:
         return INTERRUPTED
     except UserError as error:
         invalid = isinstance(error, ConfigError)
-        if workers.leads or not invalid:  # all workers find the same faults in the settings
+        if invalid and not workers.leads:
+            signal(SIGTERM, SIG_DFL)
+            sleep(HEAD_START)
+        else:
             sys.stderr.write(f"{error}\n" if workers.world == 1 else f"worker {workers.rank}: {error}\n")
         return INVALID if invalid else FAILED
     return 0
 
 
 def stop_in_words(_signal: int, _frame: object) -> None:
-    """Leave by an error that says what to do.
-
-    Raises:
-        LostWorkerError: always.
-    """
-    raise LostWorkerError(
-        "told to stop, for another worker is gone or the job was ended",
+    """Leave at once, saying what to do: another worker may be waited for in vain, and what counts is flushed."""
+    error = LostWorkerError(
+        "told to stop: another worker is gone, or the job was ended",
         where="signal SIGTERM",
         do="see the other workers' messages, then the same command again: it goes on from what was flushed",
     )
+    sys.stderr.write(f"worker {find_workers().rank}: {error}\n")
+    sys.stderr.flush()
+    os._exit(FAILED)
 
 
 def start(words: Sequence[str]) -> None:

@@ -22,7 +22,7 @@ class LostWorkerError(UserError):
 
 @dataclass(frozen=True)
 class Workers:
-    """This process among its like. Every method but `connect` is a no-op for one process alone."""
+    """This process among its like. For one process alone every method is a no-op."""
 
     rank: int = 0
     world: int = 1
@@ -33,12 +33,19 @@ class Workers:
         """Whether this process publishes results and speaks to the user."""
         return self.rank == 0
 
-    def connect(self) -> None:
-        """Meet the other processes, on the CPU: sums travel once, at the end."""
+    @contextmanager
+    def connected(self) -> Iterator[None]:
+        """Meet the other processes, on the CPU (sums travel once, at the end), and take leave of them."""
+        if self.world == 1:
+            yield
+            return
         import torch.distributed as dist  # noqa: PLC0415 - settings are checked without torch
 
-        if self.world > 1 and not dist.is_initialized():
-            dist.init_process_group("gloo", rank=self.rank, world_size=self.world, timeout=_PATIENCE)
+        dist.init_process_group("gloo", rank=self.rank, world_size=self.world, timeout=_PATIENCE)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
 
     def share(self, value: Any) -> list[Any]:  # noqa: ANN401 - anything that can be pickled between trusted processes
         """What every process gave, in the order of their ranks. Raises LostWorkerError."""

@@ -11,7 +11,8 @@ def save_memory(dense: PreTrainedModel, *, asked: bool) -> None:
     The graph would keep every offloaded weight until the backward pass; recomputed, one layer's are there at a time.
     """
     if asked or is_offloaded(dense):
-        enable_gradient_checkpointing(dense)
+        # 8-bit layers keep their inputs alive under the other kind.
+        enable_gradient_checkpointing(dense, reentrant=getattr(dense, "is_loaded_in_8bit", False))
 
 
 def enable_gradient_checkpointing(dense: PreTrainedModel, *, reentrant: bool = False) -> None:

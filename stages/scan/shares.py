@@ -87,9 +87,9 @@ def collect_sums(store: SumStore, workers: Workers) -> ScanSums | None:
     part = store.collect()
     if workers.world > 1:
         part = ScanSums({name: value.clone() for name, value in part.tensors.items()}, part.counters, part.done)
-    for name, value in part.tensors.items():
+    for name in sorted(part.tensors):  # everybody in the same order, also one who read them from a file
         # Each token's bits are with one worker, so that adding them up unites them.
-        workers.reduce_(value, maximum=name == "max_abs")
+        workers.reduce_(part.tensors[name], maximum=name == "max_abs")
     others = workers.share((part.counters, part.done))
     if not workers.leads:
         return None

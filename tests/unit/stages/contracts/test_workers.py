@@ -18,8 +18,8 @@ def test_without_torchrun_a_process_is_alone():
 
 def test_alone_everything_is_its_own():
     total = torch.tensor([3.0])
-    ALONE.connect()
-    ALONE.reduce_(total)
+    with ALONE.connected():
+        ALONE.reduce_(total)
     assert ALONE.share("word") == ["word"]
     assert ALONE.follow("word") == "word"
     assert total.tolist() == [3.0]
