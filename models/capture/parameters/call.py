@@ -13,7 +13,7 @@ from models.errors import ConfigError
 IGNORED = -100  # the label that losses leave out
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CallFacts:
     """Of B samples of T positions."""
 

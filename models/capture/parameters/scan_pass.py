@@ -22,7 +22,7 @@ class Buffers:
     head: HeadPart | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class ScanPass:
     """Facts of a forward pass and the buffers of the backward pass under way.
 

@@ -1,0 +1,387 @@
+"""The parameter-level scanner around other people's models and loops: it changes nothing and leaves nothing."""
+
+import gc
+import tracemalloc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+from models.capture.parameter_scanner import ParameterTensorScanner
+from models.errors import ConfigError, NumericsError
+from models.pico import write_pico
+
+NORMS = ("activation_BP", "gradient_BP", "in_activation_BI", "in_gradient_BI", "out_gradient_BO")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_pico(tmp_path_factory.mktemp("dense"), "qwen3", tie=True)
+
+
+@pytest.fixture
+def model(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def draw(seed, samples=2, length=7):
+    ids = torch.randint(1, 61, (samples, length), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def scan(model, batch, **settings):
+    with ParameterTensorScanner(model, **settings) as scanner:
+        model(**batch).loss.backward()
+        (record,) = scanner.collect()
+    return record
+
+
+def assert_same(found, expected, **tolerance):
+    for name in NORMS:
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name), msg=name, equal_nan=True, **tolerance)
+
+
+def count_hooks(model):
+    tables = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return sum(len(getattr(module, table)) for module in model.modules() for table in tables)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_logits_loss_and_gradients_are_bit_equal(folder, model, training):
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model.train(training)
+    plain.train(training)
+    expected = plain(**draw(0))
+    expected.loss.backward()
+    with ParameterTensorScanner(model):
+        found = model(**draw(0))
+        found.loss.backward()
+    assert torch.equal(found.logits, expected.logits)
+    assert torch.equal(found.loss, expected.loss)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_frozen_weights_get_no_gradient(model):
+    scan(model.requires_grad_(False), draw(0))
+    assert all(parameter.grad is None and not parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_generation_is_unchanged(model, gradients):
+    prompt = draw(1)["input_ids"]
+    expected = model.generate(prompt, max_new_tokens=5, do_sample=False)
+    with ParameterTensorScanner(model, gradients=gradients) as scanner:
+        found = model.generate(prompt, max_new_tokens=5, do_sample=False)
+        records = scanner.collect()
+    assert torch.equal(found, expected)
+    # Forward-only: the prompt, then one position a step, read through the cache.
+    assert [record.sequences[0].tokens for record in records] == ([] if gradients else [7, 1, 1, 1, 1])
+
+
+def test_no_hook_and_no_tensor_is_left(model):
+    hooks = count_hooks(model)
+    scanner = ParameterTensorScanner(model.requires_grad_(False))
+    with scanner:
+        assert count_hooks(model) > hooks
+        output = model(**draw(0))
+        output.loss.backward()
+        scanner.collect()
+        output = model(**draw(1))  # a pass without a backward pass
+    assert count_hooks(model) == hooks
+    logits, weight = weakref.ref(output.logits), weakref.ref(model.lm_head.weight)
+    del output
+    assert logits() is None
+    module = weakref.ref(model)
+    del model
+    gc.collect()
+    # pytest keeps the fixture's model; what matters is that the scanner does not.
+    assert not any(value is module() for value in vars(scanner).values())
+    assert weight() is not None
+    assert not [value for value in vars(scanner).values() if isinstance(value, torch.Tensor)]
+
+
+def test_a_model_dies_with_its_last_owner(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    scanner = ParameterTensorScanner(model)
+    with scanner:
+        model(**draw(0)).loss.backward()
+    dead = weakref.ref(model)
+    del model
+    gc.collect()
+    assert dead() is None
+    assert len(scanner.collect()) == 1  # what was measured is still to be had
+
+
+def test_hooks_are_gone_after_an_error(model):
+    hooks = count_hooks(model)
+    with pytest.raises(KeyboardInterrupt), ParameterTensorScanner(model):
+        model(**draw(0))
+        raise KeyboardInterrupt
+    assert count_hooks(model) == hooks
+    scan(model, draw(0))
+
+
+def test_memory_is_flat(model):
+    def live():
+        gc.collect()
+        tensors = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+        return tensors, tracemalloc.get_traced_memory()[0]
+
+    def run(steps):
+        for step in range(steps):
+            model(**draw(step)).loss.backward()
+
+    model.requires_grad_(False)
+    tracemalloc.start()
+    try:
+        with ParameterTensorScanner(model, sink=lambda _record: None, per_token=True):
+            run(5)
+            tensors, allocated = live()
+            run(50)
+            tensors_after, allocated_after = live()
+    finally:
+        tracemalloc.stop()
+    assert tensors_after <= tensors
+    assert allocated_after - allocated < 64 * 1024  # one step's buffers take more
+
+
+def test_a_sink_gets_every_record_in_order(model):
+    records = []
+    with ParameterTensorScanner(model.requires_grad_(False), sink=records.append) as scanner:
+        for step in range(3):
+            model(**draw(step)).loss.backward()
+            assert len(records) == step  # handed over when the next forward pass begins
+            scanner.name_samples([f"batch {step}a", f"batch {step}b"], source="text.jsonl")
+    assert [sequence.name for record in records for sequence in record.sequences] == [
+        "step 1, sample 1", "step 1, sample 2", "batch 0a", "batch 0b", "batch 1a", "batch 1b",
+    ]  # fmt: skip
+    assert [record.sequences[0].source for record in records] == ["", "text.jsonl", "text.jsonl"]
+
+
+def test_accumulated_gradients_are_recorded_apart(folder, model):
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with ParameterTensorScanner(model) as scanner:
+        for step in range(3):
+            model(**draw(step)).loss.backward()
+            plain(**draw(step)).loss.backward()
+        records = scanner.collect()
+    for step, record in enumerate(records):
+        assert_same(record, scan(model, draw(step)), rtol=0, atol=0)
+    model.zero_grad()
+    for step in range(3):
+        model(**draw(step)).loss.backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("checkpointing", [None, False, True], ids=["none", "non-reentrant", "reentrant"])
+@pytest.mark.parametrize("together", [True, False])
+def test_forward_passes_before_the_backward_passes_keep_apart(model, together, checkpointing):
+    expected = [scan(model, draw(step)) for step in range(3)]
+    if checkpointing is not None:
+        model.train()
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": checkpointing})
+    with ParameterTensorScanner(model) as scanner:
+        losses = [model(**draw(step)).loss for step in range(3)]
+        if together:
+            sum(losses[1:], losses[0]).backward()
+        else:
+            for loss in (losses[1], losses[0], losses[2]):
+                loss.backward()
+        records = sorted(scanner.collect(), key=lambda record: record.sequences[0].name)
+    for found, truth in zip(records, expected, strict=True):
+        assert_same(found, truth, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_the_whole_model_under_one_checkpoint(model, reentrant):
+    expected = scan(model, draw(0))
+    batch = draw(0)
+    switch = torch.zeros((), requires_grad=True)  # reentrant checkpointing wants an input with a gradient
+
+    def run(ids, _switch):
+        return model(input_ids=ids, labels=batch["labels"]).loss
+
+    with ParameterTensorScanner(model) as scanner:
+        checkpoint(run, batch["input_ids"], switch, use_reentrant=reentrant).backward()
+        (record,) = scanner.collect()
+    assert_same(record, expected, rtol=1e-6, atol=0)
+
+
+def test_two_backward_passes_through_one_graph_are_two_records(model):
+    expected = scan(model, draw(0))
+    with ParameterTensorScanner(model) as scanner:
+        loss = model(**draw(0)).loss
+        loss.backward(retain_graph=True)
+        (3 * loss).backward()
+        once, thrice = scanner.collect()
+    assert_same(once, expected, rtol=0, atol=0)
+    torch.testing.assert_close(thrice.gradient_BP, 3 * expected.gradient_BP, rtol=1e-5, atol=0)
+
+
+def test_a_backward_pass_inside_autocast_measures_in_fp32(model):
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(**draw(0)).loss
+    with ParameterTensorScanner(model) as scanner, torch.autocast("cpu", torch.bfloat16):
+        model(**draw(0)).loss.backward()
+        (inside,) = scanner.collect()
+    with ParameterTensorScanner(model) as scanner:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(**draw(0)).loss
+        loss.backward()
+        (outside,) = scanner.collect()
+    torch.testing.assert_close(inside.activation_BP, outside.activation_BP, rtol=0, atol=0)
+    torch.testing.assert_close(inside.gradient_BP, outside.gradient_BP, rtol=2e-2, atol=0)
+
+
+def test_embeddings_given_by_the_caller(model):
+    """The embedding has not run, and is not recorded; every layer is, also with frozen weights."""
+    expected = scan(model, draw(0))
+    model.requires_grad_(False)
+    batch = draw(0)
+    batch["inputs_embeds"] = model.get_input_embeddings()(batch.pop("input_ids"))
+    record = scan(model, batch)
+    assert record.activation_BP[:, 0].isnan().all()
+    assert record.gradient_BP[:, 0].isnan().all()
+    torch.testing.assert_close(record.gradient_BP[:, 1:], expected.gradient_BP[:, 1:], rtol=1e-6, atol=0)
+    torch.testing.assert_close(record.activation_BP[:, 1:], expected.activation_BP[:, 1:], rtol=1e-6, atol=0)
+
+
+def test_logits_of_the_last_positions_only(model):
+    """`logits_to_keep`: the tied output embedding sees fewer positions than the layers."""
+    batch = draw(0)
+    batch["labels"][:, :4] = -100
+    with ParameterTensorScanner(model, per_token=True) as scanner:
+        logits = model(input_ids=batch["input_ids"], logits_to_keep=4).logits[:, :-1]
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 4:].flatten()).backward()
+        (record,) = scanner.collect()
+    expected = scan(model, batch, per_token=True)
+    assert_same(record, expected, rtol=1e-5, atol=1e-8)
+    for found, truth in zip(record.token_gradient, expected.token_gradient, strict=True):
+        torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-7)
+
+
+def test_trainer_with_accumulation(folder, tmp_path):
+    def train(scanned):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        rows = [{name: tensor[0] for name, tensor in draw(step, samples=1).items()} for step in range(8)]
+        settings = TrainingArguments(
+            tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=2, learning_rate=1e-2,
+            report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True, logging_strategy="no",
+            dataloader_pin_memory=False, eval_strategy="steps", eval_steps=1,
+        )  # fmt: skip
+        trainer = Trainer(model, settings, train_dataset=rows, eval_dataset=rows[:1])
+        records = []
+        if scanned:
+            with ParameterTensorScanner(model, sink=records.append):
+                trainer.train()
+        else:
+            trainer.train()
+        return model, records
+
+    plain, _ = train(scanned=False)
+    model, records = train(scanned=True)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert [len(record.sequences) for record in records] == [2, 2, 2, 2]
+    assert all(record.gradient_BP.isfinite().all() and (record.gradient_BP > 0).all() for record in records)
+
+
+# What goes wrong
+
+
+def test_samples_without_a_supervised_token_are_named_and_left_out(model):
+    batch = draw(0, samples=3)
+    batch["labels"][1] = -100
+    batch["labels"][2, 1:] = -100  # one label, and that is shifted away
+    with ParameterTensorScanner(model) as scanner:
+        scanner.name_samples(["good", "masked", "one label"])
+        model(**batch).loss.backward()
+        (record,) = scanner.collect()
+    assert [sequence.name for sequence in record.sequences] == ["good"]
+    assert record.gradient_BP.shape == (1, len(scanner.parameters))
+    assert scanner.skipped == ["masked", "one label"]
+
+
+def test_a_gradient_of_zero_is_an_error(model):
+    with ParameterTensorScanner(model) as scanner:
+        logits = model(input_ids=draw(0, samples=3)["input_ids"]).logits
+        logits[0].sum().backward()
+        with pytest.raises(NumericsError) as caught:
+            scanner.collect()
+        assert str(caught.value) == (
+            "all gradients are zero in 2 of 3 samples\n"
+            "  where: step 1, sample 2, step 1, sample 3\n"
+            "  do:    see that the loss uses these samples (labels not all masked; the first label of a sample is shifted"
+            " away), and that gradients do not vanish in the number format: float32, or a scaled loss"
+        )
+        model(**draw(1)).loss.backward()
+        assert len(scanner.collect()) == 1  # the scanner goes on
+
+
+def test_a_gradient_that_is_not_finite_is_an_error(model):
+    with ParameterTensorScanner(model) as scanner:
+        (model(**draw(0)).loss * float("inf")).backward()
+        with pytest.raises(NumericsError) as caught:
+            scanner.collect()
+    assert str(caught.value) == (
+        "the gradient is not finite in 2 of 2 samples\n"
+        "  where: step 1, sample 1, step 1, sample 2\n"
+        "  do:    look for a sample without a supervised next token, or scan in another format: float32 or bfloat16"
+    )
+
+
+def test_a_module_that_runs_twice_is_an_error():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.down_proj = nn.Linear(5, 5)
+
+        def forward(self, inputs_embeds):
+            return self.down_proj(self.down_proj(inputs_embeds))
+
+    model = Twice()
+    with pytest.raises(NumericsError) as caught, ParameterTensorScanner(model):
+        model(torch.randn(2, 3, 5))
+    assert str(caught.value) == (
+        "down_proj ran twice in one forward pass; its weight's gradient is the sum of both\n"
+        "  where: ParameterTensorScanner\n"
+        "  do:    leave it out: patterns=[...]"
+    )
+
+
+def test_a_model_that_is_being_scanned(model):
+    for other in (model, model.model):
+        with (
+            pytest.raises(ConfigError) as caught,
+            ParameterTensorScanner(model),
+            ParameterTensorScanner(other),
+        ):
+            pass
+        assert str(caught.value) == (
+            "the model is being scanned already\n"
+            "  where: ParameterTensorScanner\n"
+            "  do:    leave the first `with` block before the next, or watch all in one: patterns=[...]"
+        )
+    scan(model, draw(0))
+
+
+def test_a_scanner_is_used_once(model):
+    scanner = ParameterTensorScanner(model)
+    with scanner:
+        pass
+    with pytest.raises(ConfigError, match="this scanner has ended"), scanner:
+        pass
+
+
+def test_a_wrong_number_of_names(model):
+    with ParameterTensorScanner(model) as scanner:
+        scanner.name_samples(["one"])
+        with pytest.raises(ConfigError, match="1 names for 2 samples"):
+            model(**draw(0))
