@@ -81,9 +81,13 @@ def default_namespace(label: str, fingerprint: str) -> str:
 
 
 def columns_of(names: Mapping[str, object] | Sequence[str]) -> list[str]:
-    """The (L, F) sums among the tensors of a scan, in the order of chunks' columns."""
-    unknown = set(names) - set(FIELDS) - {BITS}
-    assert not unknown, f"no place in Redis for {sorted(unknown)}"
+    """The (L, F) sums among the tensors of a scan, in the order of chunks' columns.
+
+    Raises:
+        KeyError: one has no place in Redis.
+    """
+    if unknown := set(names) - set(FIELDS) - {BITS}:
+        raise KeyError(f"no place in Redis for {', '.join(sorted(unknown))}")
     return [name for name in FIELDS if name in names]
 
 

@@ -22,6 +22,8 @@ from stages.stores.redis_namespace import Namespace
 from stages.stores.sums import ScanSums, Shapes
 
 COMMIT_TRIES = 5
+# Two, so that the server has the next chunk when it is through with one; not a pipeline, which would keep others out.
+ADDERS = 2
 
 logger = logging.getLogger(__name__)
 
@@ -41,9 +43,9 @@ class RedisStore:
         self.namespace, self.every = namespace, every
         self.last = time.monotonic()
         self.part: ScanSums | None = None
-        # Adding takes the server seconds in which this process may scan on.
-        self.adder = ThreadPoolExecutor(1, "redis")
-        self.adding: Future[None] | None = None
+        # Adding takes the server seconds, in which this process scans on.
+        self.adders = ThreadPoolExecutor(ADDERS, "redis")
+        self.adding: list[Future[None]] = []
         self.stop = Event()
 
     def forget(self) -> None:
@@ -56,7 +58,7 @@ class RedisStore:
 
     def due(self) -> bool:
         """Whether the last flush lies `every` seconds back, and the server is through with it."""
-        return time.monotonic() - self.last >= self.every and (self.adding is None or self.adding.done())
+        return time.monotonic() - self.last >= self.every and all(part.done() for part in self.adding)
 
     def add(self, part: ScanSums) -> None:
         """Take a part over, in memory."""
@@ -75,20 +77,21 @@ class RedisStore:
         if self.part is not None and self.part.done:
             with in_words(self.namespace.place):
                 names = self._commit(self.part)
-            self.adding = self.adder.submit(self._apply, names)
+            self._start_adding(names)
         self.part, self.last = None, time.monotonic()
 
     def collect(self) -> ScanSums:
         """The sums of all workers, dead ones' included."""
         self._wait()
         with in_words(self.namespace.place):
-            self._apply([])
+            self._start_adding(self.namespace.pending())
+            self._wait()
             return self.namespace.read()
 
     def close(self) -> None:
         """Let go of the server. Committed sums that are not added yet are left to whoever comes next."""
         self.stop.set()
-        self.adder.shutdown(wait=True)
+        self.adders.shutdown(wait=True)
         self.namespace.client.close()
 
     def _commit(self, part: ScanSums) -> list[str]:
@@ -110,22 +113,20 @@ class RedisStore:
             do="see its log and its maxmemory, then the same command again",
         )
 
+    def _start_adding(self, names: Sequence[str]) -> None:
+        self.adding = [self.adders.submit(self._apply, names[first::ADDERS]) for first in range(ADDERS)]
+
     def _apply(self, names: Sequence[str]) -> None:
-        """Add this flush's chunks, then those that other workers left."""
         for name in names:
-            if self.stop.is_set():
-                return
-            self.namespace.apply(name)
-        for name in self.namespace.pending():
             if self.stop.is_set():
                 return
             self.namespace.apply(name)
 
     def _wait(self) -> None:
-        if self.adding is not None:
-            with in_words(self.namespace.place):
-                self.adding.result()
-            self.adding = None
+        adding, self.adding = self.adding, []
+        with in_words(self.namespace.place):
+            for part in adding:
+                part.result()
 
 
 def open_redis_store(

@@ -81,7 +81,19 @@ def _one_round(server: RedisServer, number: int) -> tuple[float, float, float]:
 
 
 def _reference(server: RedisServer, clients: int) -> float:
-    options = ["-p", str(server.port), "-P", "100", "-c", str(clients), "-n", "150000", "-r", str(WIDTH), "--csv"]
+    options = [
+        "-p",
+        str(server.port),
+        "-P",
+        "100",
+        "-c",
+        str(clients),
+        "-n",
+        "150000",
+        "-r",
+        str(3 * LAYERS * WIDTH),
+        "--csv",
+    ]
     done = subprocess.run(["redis-benchmark", *options, *COMMAND], capture_output=True, text=True, check=True)
     return float(done.stdout.splitlines()[-1].split(",")[1].strip('"'))
 

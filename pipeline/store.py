@@ -1,0 +1,84 @@
+"""`python -m pipeline.store`: sums of a scan between Redis and files."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from models.errors import ConfigError, UserError
+from pipeline.disk import explain_os_error
+from stages.stores.config import StoreConfig
+
+FAILED, INVALID, INTERRUPTED = 1, 2, 130
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Do what the command line says; returns the exit code.
+
+    0 done, 1 the server or a file refuses, 2 the settings are wrong, 130 interrupted.
+    """
+    wanted = _parser().parse_args(words)
+    try:
+        sys.stdout.write(_run(wanted))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except UserError as error:
+        sys.stderr.write(f"{error}\n")
+        return INVALID if isinstance(error, ConfigError) else FAILED
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m pipeline.store", description="Carry the sums of a scan between Redis and files."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    explanations = {
+        "export": "write what lies under a namespace to FILE, from which store=local goes on",
+        "import": "add FILE to a namespace, from which store=redis goes on",
+        "drop": "delete a namespace",
+    }
+    for name, explanation in explanations.items():
+        command = commands.add_parser(name, help=explanation, description=explanation)
+        if name != "drop":
+            command.add_argument("file", type=Path, help="a .safetensors file")
+        command.add_argument("--namespace", required=True, help="what its keys begin with; may be empty")
+        command.add_argument("--url", help="redis://host:6379/0; without it TINY_ONN_REDIS_URL")
+    return parser
+
+
+def _run(wanted: argparse.Namespace) -> str:
+    """Do it; gives what to tell."""
+    if wanted.command == "export" and not wanted.file.absolute().parent.is_dir():
+        what = f"there is no folder {wanted.file.absolute().parent}"
+        raise ConfigError(what, where="command line", do="a FILE in a folder that exists")
+    from stages.stores.redis_connection import connect  # noqa: PLC0415 - without torch
+
+    client, place = connect(StoreConfig("redis", url=wanted.url))
+    from stages.stores.redis_errors import in_words  # noqa: PLC0415 - the rest loads torch
+    from stages.stores.redis_namespace import find_namespace  # noqa: PLC0415
+    from stages.stores.redis_transfer import export_sums, import_sums  # noqa: PLC0415
+
+    with client:
+        if wanted.command == "import":
+            sums = import_sums(client, place, wanted.namespace, wanted.file)
+            return f"{len(sums.done)} batches, {sums.counters.get('tokens', 0):,.0f} tokens in {place}\n"
+        with in_words(place):
+            namespace = find_namespace(client, wanted.namespace, place)
+            if wanted.command == "drop":
+                batches = len(namespace.done())
+                namespace.clear()
+                return f"{batches} batches deleted\n"
+        try:
+            sums = export_sums(namespace, wanted.file)
+        except (OSError, SafetensorError) as error:
+            if told := explain_os_error(error, where="export", folder=wanted.file.absolute().parent):
+                raise told from error
+            raise
+    return f"{len(sums.done)} batches, {sums.counters.get('tokens', 0):,.0f} tokens in {wanted.file}\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""Small parts of a scan whose sums are exact in any order: eighths, and whole numbers."""
+
+import time
+
+import torch
+
+from stages.stores.config import StoreConfig
+from stages.stores.redis_store import open_redis_store
+from stages.stores.sums import empty_sums
+
+LAYERS, WIDTH, TOKENS, SLOTS = 2, 43, 5, 60
+SUMS = ("sum_abs", "sum_sq", "max_abs", "sum_taylor", "grad_norm_gate", "grad_norm_up", "grad_norm_down")
+SHAPES = {
+    **{name: ((LAYERS, WIDTH), torch.float64) for name in SUMS},
+    "active_count": ((LAYERS, WIDTH), torch.int64),
+    "bits_LRf": ((LAYERS, SLOTS, (WIDTH + 7) // 8), torch.uint8),
+}
+IDENTITY = {"scan": "f1", "code": "c1"}
+WEIGHTS = [{name: f"model.layers.{n}.mlp.{name}_proj.weight" for name in ("gate", "up", "down")} for n in range(LAYERS)]
+
+
+def make_part(*batches, tokens=TOKENS):
+    """What these batches add; the same at every call."""
+    part = empty_sums(SHAPES)
+    for batch in batches:
+        generator = torch.Generator().manual_seed(batch)
+        one = empty_sums(SHAPES)
+        for name in (*SUMS, "active_count"):
+            eighths = torch.randint(0, 80, (LAYERS, WIDTH), generator=generator)
+            one.tensors[name] = eighths / 8.0 if name in SUMS else eighths
+        slots = slice(batch * tokens % SLOTS, batch * tokens % SLOTS + tokens)
+        size = one.tensors["bits_LRf"][:, slots].shape
+        one.tensors["bits_LRf"][:, slots] = torch.randint(1, 256, size, generator=generator, dtype=torch.uint8)
+        one.counters = {"tokens": float(tokens), "samples": 2.0, "loss_sum": batch + 0.5}
+        one.done = {batch}
+        part.add(one)
+    return part
+
+
+def open_store(url, namespace="t:", *, identity=IDENTITY, shapes=SHAPES, **settings):
+    """A store of these parts that is always due."""
+    config = StoreConfig("redis", 0.0, url, namespace)
+    return open_redis_store(config, shapes, label="pico", identity=identity, weights=WEIGHTS, **settings)
+
+
+def assert_equal(found, wanted):
+    """To the last bit."""
+    assert found.done == wanted.done
+    assert found.counters == wanted.counters
+    for name, value in wanted.tensors.items():
+        assert torch.equal(found.tensors[name], value), name
+
+
+def scan_slowly(url, first, batches, pause):
+    """A worker that reads every batch that is missing, beginning at `first`, and flushes after every second one."""
+    store = open_store(url)
+    while missing := sorted(set(range(batches)) - store.done(), key=lambda batch: (batch < first, batch)):
+        for at in range(0, len(missing), 2):
+            time.sleep(pause)
+            store.add(make_part(*missing[at : at + 2]))
+            store.flush()
+    store.close()
