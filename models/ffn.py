@@ -28,7 +28,8 @@ def ffn_weight_names(dense: PreTrainedModel) -> list[dict[str, str]]:
     names = {id(module): name for name, module in dense.named_modules()}
     projections = ("gate", "up", "down")
     return [
-        {part: f"{names[id(getattr(mlp, f'{part}_proj'))]}.weight" for part in projections} for mlp in ffn_modules(dense)
+        {part: f"{names[id(getattr(mlp, f'{part}_proj'))]}.weight" for part in projections}
+        for mlp in ffn_modules(dense)
     ]
 
 

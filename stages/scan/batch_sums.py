@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from models.capture.ffn_probe import FFNGradients
 from models.capture.ffn_norms import unit_norms
+from models.capture.ffn_probe import FFNGradients
 from stages.scan.selection import mark_active_, pack_bits
 from stages.stores.sums import ScanSums
 

@@ -23,3 +23,14 @@ class ScanConfig:
     gradient_checkpointing: bool = False
     # How gradient norms are computed: gram (short sequences), direct (long ones), auto (whichever costs less).
     norm_product: str = field(default="auto", metadata={"choices": ("auto", "gram", "direct")})
+    # Also record every Linear weight and the input embedding by sample, parameter and block: parameters.mscan.
+    parameters: bool = False
+    # Which modules that record holds, by glob on their names, as in ["*.q_proj", "*.mlp.*"]; null takes attention and
+    # FFN projections and the input embedding.
+    parameter_patterns: list[str] | None = None
+    # Rows and columns of a block of that record.
+    block_width: int = field(default=64, metadata={"minimum": 1})
+    # Also record every token: the norm of its input and of its contribution to the gradient.
+    per_token: bool = False
+    # How numbers are kept: log16 (2 bytes; models/mscan/SPECIFICATION.md states the error) or f32.
+    parameter_encoding: str = field(default="log16", metadata={"choices": ("log16", "f32")})

@@ -13,6 +13,7 @@ from stages.calibration.forward import forward_losses
 from stages.data.batches import TokenBatch
 from stages.scan.batch_sums import BatchSums, HostBatch, UnitRule
 from stages.scan.checks import check_gradients, check_losses
+from stages.scan.parameters import ParameterRecorder
 from stages.stores.sums import ScanSums
 
 # Gradients of a mean over tokens vanish in float16 below 6e-8. A power of two costs no accuracy.
@@ -27,8 +28,9 @@ class Scanner:
     mlps: Sequence[GatedFFN]  # its gated FFNs, in layer order
     rule: UnitRule
     gradients: bool  # run the backward pass
+    parameters: ParameterRecorder | None = None  # also record every weight
 
-    def scan(self, batch: TokenBatch, slots_BT: Tensor, sums: ScanSums, *, number: int) -> None:
+    def scan(self, batch: TokenBatch, slots_BT: Tensor, sums: ScanSums, *, number: int, first_sample: int = 0) -> None:
         """Add batch `number` to `sums`, or nothing where it fails.
 
         Every sample's loss is its own mean, so a batch of B equals B batches of one.
@@ -38,6 +40,7 @@ class Scanner:
             slots_BT: reservoir slot of every token, -1 for none.
             sums: updated in place.
             number: of the batch, among all of the scan.
+            first_sample: number of its first sequence, among all of the scan.
 
         Raises:
             CheckpointError: weights are not finite.
@@ -49,9 +52,13 @@ class Scanner:
         # Too large for float16. Every batch starts anew, so that its sums depend on nothing but itself.
         while loss_scale > 1 and not found.sample_totals().isfinite().all():
             loss_scale /= 16
+            if self.parameters:
+                self.parameters.drop()
             found, losses_B = self._measure(batch, slots_BT, loss_scale)
         if self.gradients:
             check_gradients(found.sample_totals(), losses_B, batch, self.model)
+        if self.parameters:
+            self.parameters.keep(first_sample, loss_scale)
         counters = {
             "tokens": int(batch.attention_mask.sum()),
             "samples": len(batch.names),
@@ -64,6 +71,8 @@ class Scanner:
         return self.model.get_input_embeddings().weight.dtype == torch.float16  # type: ignore[operator, no-any-return]
 
     def _measure(self, batch: TokenBatch, slots_BT: Tensor, loss_scale: float) -> tuple[HostBatch, Float[Tensor, "B"]]:
+        if self.parameters:
+            self.parameters.expect(batch.names)
         sums = BatchSums(len(self.mlps), batch.attention_mask.bool(), slots_BT, self.rule)
         if self.gradients:
             with probe_gradients(self.mlps, sums.add_gradients), torch.enable_grad():

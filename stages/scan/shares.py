@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
-import torch
 from torch import Tensor
 
 from stages.contracts.workers import Workers
@@ -40,7 +39,6 @@ def scan_shares(
     workers: Workers,
     *,
     after_batch: Callable[[int], None],
-    before_flush: Callable[[], None],
 ) -> None:
     """Read every batch that is not yet in the store; each worker takes every world-th of them.
 
@@ -52,28 +50,30 @@ def scan_shares(
         shapes: of the sums.
         workers: who shares the work.
         after_batch: called with the number of tokens just read.
-        before_flush: called before sums are made to last, for what must not be younger than they.
     """
     counts = [int(batch.attention_mask.sum()) for batch in batches]
-    firsts = [0, *accumulate(counts)]
+    first_tokens = [0, *accumulate(counts)]
+    first_samples = [0, *accumulate(len(batch.names) for batch in batches)]
     while missing := sorted(set(range(len(batches))) - agree_on_done(store, workers)):
         pending = empty_sums(shapes)
         for number in missing[workers.rank :: workers.world]:
             batch = batches[number]
-            slots_BT = slots_of_batch(slots_M, firsts[number], batch.attention_mask.bool())
-            scanner.scan(batch, slots_BT, pending, number=number)
+            slots_BT = slots_of_batch(slots_M, first_tokens[number], batch.attention_mask.bool())
+            scanner.scan(batch, slots_BT, pending, number=number, first_sample=first_samples[number])
             after_batch(counts[number])
             if store.due():
-                pending = _hand_over(pending, store, shapes, before_flush)
+                _hand_over(pending, store, scanner)
+                pending = empty_sums(shapes)
         if pending.done:
-            _hand_over(pending, store, shapes, before_flush)
+            _hand_over(pending, store, scanner)
 
 
-def _hand_over(pending: ScanSums, store: SumStore, shapes: Shapes, before_flush: Callable[[], None]) -> ScanSums:
-    before_flush()
+def _hand_over(pending: ScanSums, store: SumStore, scanner: Scanner) -> None:
+    # Parameters first: read again they do no harm, missing they do.
+    if scanner.parameters:
+        scanner.parameters.seal()
     store.add(pending)
     store.flush()
-    return empty_sums(shapes)
 
 
 def collect_sums(store: SumStore, workers: Workers) -> ScanSums | None:
@@ -95,8 +95,3 @@ def collect_sums(store: SumStore, workers: Workers) -> ScanSums | None:
         return None
     counters = {name: sum(counts.get(name, 0) for counts, _ in others) for name in part.counters}
     return ScanSums(part.tensors, counters, set().union(*(done for _, done in others)))
-
-
-def token_count(batches: Sequence[TokenBatch], numbers: set[int]) -> int:
-    """Real tokens in some of the batches."""
-    return sum(int(torch.count_nonzero(batches[number].attention_mask)) for number in numbers)

@@ -1,23 +1,30 @@
 """scan: load the dense model, read it on the calibration text, write unit statistics."""
 
 from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
 
 from models.config import ModelConfig
 from models.ffn import ffn_modules, ffn_weight_names
 from models.loading import load_dense, load_tokenizer
 from models.source import resolve_folder
 from stages.contracts.job import Job, Table
+from stages.contracts.workers import Workers
 from stages.data.batches import batch_sequences
 from stages.data.config import DataConfig
-from stages.data.sequences import load_sequences
+from stages.data.generated import continue_prompts
+from stages.data.prompts import load_prompts
+from stages.data.sequences import LoadedText, load_text
+from stages.data.skipped import describe_skipped
+from stages.data.sources import describe_source
 from stages.scan.batch_sums import UnitRule, sum_shapes
 from stages.scan.config import ScanConfig
 from stages.scan.finish import make_statistics, summarise
 from stages.scan.identity import sums_identity
+from stages.scan.parameters import publish_parameters, record_parameters
 from stages.scan.passes import Scanner
 from stages.scan.recomputation import save_memory
 from stages.scan.reservoir import draw_reservoir
-from stages.scan.shares import agree_on_done, collect_sums, scan_shares, token_count
+from stages.scan.shares import agree_on_done, collect_sums, scan_shares
 from stages.stores.config import StoreConfig
 from stages.stores.open import StorePlace, open_store
 
@@ -26,27 +33,52 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, store: StoreConfig, s
     """Read the dense model on text; goes on from the last flush of a killed run, alone or with other workers."""
     folder, workers = resolve_folder(model), job.workers
     tokenizer = load_tokenizer(folder)
-    sequences = load_sequences(data, tokenizer, "calibration")
-    batches = batch_sequences(sequences, scan.batch_tokens, tokenizer.pad_token_id or 0)
-    total = token_count(batches, set(range(len(batches))))
+    text = read_text(data, tokenizer)
     dense = load_dense(model, folder)
+    if data.labels == "generated":
+        text = continue_prompts(
+            dense, tokenizer, text, data, seed=seed, batch_tokens=scan.batch_tokens,
+            resume_file=job.scratch / "written.jsonl", workers=workers,
+        )  # fmt: skip
     save_memory(dense, asked=scan.gradient_checkpointing)
+    batches = batch_sequences(text.sequences, scan.batch_tokens, tokenizer.pad_token_id or 0)
     mlps = ffn_modules(dense)
-    shapes = sum_shapes(len(mlps), mlps[0].down_proj.in_features, min(scan.reservoir_tokens, total))
+    shapes = sum_shapes(len(mlps), mlps[0].down_proj.in_features, min(scan.reservoir_tokens, text.tokens))
     place = StorePlace(job.scratch, model.label, sums_identity(job.fingerprint), ffn_weight_names(dense), workers)
-    scanner = Scanner(dense, mlps, UnitRule(scan.active_share, scan.active_threshold, scan.norm_product), scan.gradients)
-    slots_M = draw_reservoir(total, scan.reservoir_tokens, seed)
-    with open_store(store, place, shapes) as keeper:
-        resumed_at = token_count(batches, agree_on_done(keeper, workers))
-        bar = tqdm(total=total, initial=resumed_at, desc="scan", unit="tok", smoothing=0.1, disable=not workers.leads)
-        with bar as progress:
-            scan_shares(
-                scanner, batches, slots_M, keeper, shapes, workers,
-                after_batch=progress.update, before_flush=lambda: None,
-            )  # fmt: skip
+    recording = record_parameters(
+        dense, scan, job.scratch, worker=workers.rank, source=describe_source(data, "calibration"), label=model.label
+    )
+    with open_store(store, place, shapes) as keeper, recording as parameters:
+        rule = UnitRule(scan.active_share, scan.active_threshold, scan.norm_product)
+        scanner = Scanner(dense, mlps, rule, scan.gradients, parameters)
+        slots_M = draw_reservoir(text.tokens, scan.reservoir_tokens, seed)
+        counts = [int(batch.attention_mask.sum()) for batch in batches]
+        resumed_at = sum(counts[number] for number in agree_on_done(keeper, workers))
+        with show_progress(text.tokens, resumed_at, workers) as progress:
+            scan_shares(scanner, batches, slots_M, keeper, shapes, workers, after_batch=progress.update)
         sums = collect_sums(keeper, workers)
     if sums is None:
         return Table("scan", [], [])
     statistics = make_statistics(sums, mlps, gradients=scan.gradients)
     statistics.save(job.out)
-    return summarise(statistics, [f"went on from an earlier run at token {resumed_at}"] if resumed_at else [])
+    if scan.parameters:
+        publish_parameters(job.scratch, job.out, statistics.samples, scan.parameter_encoding)
+    notes = [f"went on from an earlier run at token {resumed_at}"] if resumed_at else []
+    return summarise(statistics, [*describe_skipped(text.skipped), *notes])
+
+
+def read_text(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> LoadedText:
+    """The calibration text, or the prompts that the model is to continue."""
+    return load_prompts(data, tokenizer) if data.labels == "generated" else load_text(data, tokenizer, "calibration")
+
+
+def show_progress(total: int, done: int, workers: Workers) -> "tqdm[object]":
+    """A bar over all tokens; with several workers it moves by the leading one's."""
+    return tqdm(
+        total=total,
+        initial=done,
+        desc="scan" if workers.world == 1 else f"scan, worker 1 of {workers.world}",
+        unit="tok",
+        smoothing=0.1,
+        disable=not workers.leads,
+    )

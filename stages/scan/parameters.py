@@ -1,0 +1,111 @@
+"""The scan's parameter-level record: norms of every Linear weight's input and gradient, in an .mscan file."""
+
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+from torch import nn
+
+from models.capture.parameter_scanner import ParameterTensorScanner
+from models.capture.records import ScanRecord
+from models.errors import NumericsError
+from models.mscan.merge import merge_mscan
+from models.mscan.writer import MscanWriter
+from stages.scan.config import ScanConfig
+
+FILE = "parameters.mscan"
+
+logger = logging.getLogger(__name__)
+
+
+class ParameterRecorder:
+    """One worker's records, in a lossless part of the file to come."""
+
+    def __init__(self, scanner: ParameterTensorScanner, writer: MscanWriter, source: str) -> None:
+        """Both are closed by `record_parameters`."""
+        self._scanner, self._writer, self._source = scanner, writer, source
+
+    def expect(self, names: Sequence[str]) -> None:
+        """Name the samples of the pass to come."""
+        self._scanner.name_samples(names, self._source)
+
+    def drop(self) -> None:
+        """Forget the last pass: it is made again with another loss scale."""
+        with suppress(NumericsError):  # which is why
+            self._scanner.collect()
+
+    def keep(self, first: int, loss_scale: float) -> None:
+        """Write the last pass; its samples are number `first` and following of the scan."""
+        for record in self._scanner.collect():
+            self._writer.add(_unscale(record, loss_scale), range(first, first + len(record.sequences)))
+
+    def seal(self) -> None:
+        """Make what was kept survive a kill."""
+        self._writer.seal()
+
+
+@contextmanager
+def record_parameters(
+    model: nn.Module, scan: ScanConfig, scratch: Path, *, worker: int, source: str, label: str
+) -> Iterator[ParameterRecorder | None]:
+    """Watch the model and go on with this worker's part of the file; None where no record is asked for.
+
+    Raises:
+        ConfigError: no weight matches the patterns.
+        ContractError: the part of an earlier run is damaged or has other parameters.
+    """
+    if not scan.parameters:
+        yield None
+        return
+    scanner = ParameterTensorScanner(
+        model,
+        scan.parameter_patterns,
+        block_width=scan.block_width,
+        per_token=scan.per_token,
+        gradients=scan.gradients,
+        product=scan.norm_product,
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        writer = MscanWriter(
+            scratch / f"{FILE}.{worker}.part",
+            scanner.parameters,
+            model=label,
+            block_width=scan.block_width,
+            encoding="f32",
+            per_token=scan.per_token,
+            append=True,
+        )
+    for warning in caught:
+        logger.warning("%s", warning.message)
+    with writer, scanner:
+        yield ParameterRecorder(scanner, writer, source)
+
+
+def publish_parameters(scratch: Path, out: Path, samples: int, encoding: str) -> None:
+    """All workers' parts, and those of earlier runs, as `out/parameters.mscan`.
+
+    The same bytes however often the scan was interrupted and however many workers it had.
+
+    Raises:
+        ContractError: a sample is in no part (of a worker with another disk, say).
+    """
+    parts = sorted(scratch.glob(f"{FILE}.*.part"))
+    # No time of creation: published results are compared byte for byte.
+    merge_mscan(parts, out / FILE, created="", numbers=range(samples), encoding=encoding)
+
+
+def _unscale(record: ScanRecord, loss_scale: float) -> ScanRecord:
+    if loss_scale == 1:
+        return record
+    tokens = record.token_gradient
+    return replace(
+        record,
+        gradient_BP=record.gradient_BP / loss_scale,
+        in_gradient_BI=record.in_gradient_BI / loss_scale,
+        out_gradient_BO=record.out_gradient_BO / loss_scale,
+        token_gradient=None if tokens is None else [gradient / loss_scale for gradient in tokens],
+    )
