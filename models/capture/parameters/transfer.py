@@ -116,5 +116,5 @@ def _check(gradient_BP: Tensor, measured: Sequence[int], names: Sequence[str]) -
 
 
 def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:5])
-    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
+    shown = "; ".join(names[:5])
+    return shown if len(names) <= 5 else f"{shown}; and {len(names) - 5} more"
