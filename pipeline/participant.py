@@ -22,4 +22,4 @@ def take_part(steps: Sequence[Step], workers: Workers) -> None:
         scratch = Workshop(step.folder).scratch
         scratch.mkdir(parents=True, exist_ok=True)  # another machine's disk does not have it
         with TemporaryDirectory() as out:
-            step.stage.run(Job(step.parents, Path(out), scratch, step.fingerprint, workers), **step.inputs)
+            step.stage.run(Job(step.parents, Path(out), scratch, step.fingerprint, workers, step.fresh), **step.inputs)

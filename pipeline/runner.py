@@ -69,7 +69,7 @@ class Runner:
             log.info("%-9s running", step.stage.name)
             start_measuring()
             start = time.perf_counter()
-            job = Job(step.parents, workshop.out, workshop.scratch, step.fingerprint, self.workers)
+            job = Job(step.parents, workshop.out, workshop.scratch, step.fingerprint, self.workers, step.fresh)
             table = step.stage.run(job, **step.inputs)
             publish(workshop, fingerprint=step.fingerprint, recipe=step.recipe, table=table)
         self.trusted.add(step.folder)

@@ -20,6 +20,7 @@ class Job:
     scratch: Path
     fingerprint: str = ""
     workers: Workers = ALONE
+    fresh: bool = False  # what earlier runs left elsewhere (a store) is to be forgotten
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,9 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, store: StoreConfig, s
     batches = batch_sequences(text.sequences, scan.batch_tokens, tokenizer.pad_token_id or 0)
     mlps = ffn_modules(dense)
     shapes = sum_shapes(len(mlps), mlps[0].down_proj.in_features, min(scan.reservoir_tokens, text.tokens))
-    place = StorePlace(job.scratch, model.label, sums_identity(job.fingerprint), ffn_weight_names(dense), workers)
+    place = StorePlace(
+        job.scratch, model.label, sums_identity(job.fingerprint), ffn_weight_names(dense), workers, job.fresh
+    )
     recording = record_parameters(
         dense, scan, job.scratch, worker=workers.rank, source=describe_source(data, "calibration"), label=model.label
     )

@@ -21,17 +21,37 @@ class StorePlace:
     identity: Mapping[str, str]  # what must be the same for sums to be added up; `scan` is the fingerprint
     weights: Sequence[Mapping[str, str]]  # for every layer: gate, up, down → name of the weight
     workers: Workers
+    fresh: bool  # forget what earlier runs left
 
 
 @contextmanager
 def open_store(store: StoreConfig, place: StorePlace, shapes: Shapes) -> Iterator[SumStore]:
     """The store, closed afterwards. Raises UserError: it cannot be reached, or holds something else."""
-    with closing(_make(store, place, shapes)) as keeper:
+    make = _make_redis if store.kind == "redis" else _make_local
+    with closing(make(store, place, shapes)) as keeper:
         yield keeper
 
 
-def _make(store: StoreConfig, place: StorePlace, shapes: Shapes) -> SumStore:
+def _make_local(store: StoreConfig, place: StorePlace, shapes: Shapes) -> SumStore:
+    """Files in the scratch folder, which is empty where the run is to be fresh."""
     rank, world = place.workers.rank, place.workers.world
     return LocalStore(
         place.scratch, shapes, identity=place.identity, every=store.checkpoint_every, worker=rank, workers=world
     )
+
+
+def _make_redis(store: StoreConfig, place: StorePlace, shapes: Shapes) -> SumStore:
+    """A namespace of the server; the leading worker claims it before the others look."""
+    from stages.stores.redis_store import open_redis_store  # noqa: PLC0415 - an optional extra
+
+    def claim(fresh: bool) -> SumStore:
+        return open_redis_store(
+            store, shapes, label=place.label, identity=place.identity, weights=place.weights, fresh=fresh
+        )
+
+    if place.workers.leads:
+        keeper = claim(place.fresh)
+        place.workers.follow(None)
+        return keeper
+    place.workers.follow(None)
+    return claim(False)
