@@ -45,7 +45,7 @@ def load_prompts(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Loaded
         logger.warning("prompts: %s", note)
     if not prompts:
         raise _no_prompts(data, skipped)
-    return LoadedText(prompts, skipped)
+    return LoadedText(prompts, dict(skipped))
 
 
 def _read_prompts(

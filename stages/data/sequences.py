@@ -117,7 +117,8 @@ def select_usable(sequences: Iterable[TokenSequence], wanted: int) -> LoadedText
     The last is cut to fit, or left out where that leaves nothing.
     """
     skipped: dict[str, list[str]] = defaultdict(list)
-    return LoadedText(list(_take_tokens(_skip_unusable(sequences, skipped), wanted)), skipped)
+    taken = list(_take_tokens(_skip_unusable(sequences, skipped), wanted))
+    return LoadedText(taken, dict(skipped))
 
 
 def _skip_unusable(sequences: Iterable[TokenSequence], skipped: dict[str, list[str]]) -> Iterator[TokenSequence]:
