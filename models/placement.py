@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from accelerate.utils import get_max_memory  # type: ignore[import-untyped]
+from accelerate.utils import get_max_memory
 from torch import nn
 from transformers import PreTrainedModel
 

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from accelerate.utils import align_module_device  # type: ignore[import-untyped]
+from accelerate.utils import align_module_device
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig

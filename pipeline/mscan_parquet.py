@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow as pa
 from numpy.typing import NDArray
-from pyarrow.parquet import ParquetWriter  # type: ignore[import-untyped]
+from pyarrow.parquet import ParquetWriter
 
 from models.errors import ContractError
 from models.mscan.delta_sc import locate

@@ -10,7 +10,9 @@ REPOSITORY = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "sklearn", "umap", "matplotlib", "datasets")
 LIGHT = [
     "pipeline.cli",
+    "pipeline.mscan",
     "models.source",
+    "models.mscan.reader",
     "models.checkpoint.header",
     "models.families.dense",
     "models.families.moe",

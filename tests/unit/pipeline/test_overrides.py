@@ -62,9 +62,9 @@ def test_good_words_pass(word):
         ),
         (
             "store={kind: x}",
-            "store={'kind': 'x'} is none of local\n  where: setting store\n  do:    store=local",
+            "store={'kind': 'x'} is none of local, redis\n  where: setting store\n  do:    store=local",
         ),
-        ("store=null", "store=None is none of local\n  where: setting store\n  do:    store=local"),
+        ("store=null", "store=None is none of local, redis\n  where: setting store\n  do:    store=local"),
         ("experts=many", "experts=many should be a whole number\n  where: command line\n  do:    experts=16"),
         ("top_k=2.5", "top_k=2.5 should be a whole number or null\n  where: command line\n  do:    top_k=16"),
         ("fresh=maybe", "fresh=maybe should be true or false\n  where: command line\n  do:    fresh=true"),
