@@ -42,14 +42,23 @@ LENGTHS = (5, 9, 3, 11, 7, 2, 8, 4, 6, 10, 5, 12, 3, 9, 7, 6)
 def test_only_what_was_written_counts(embedded_model, tokenizer):
     prompts = prompts_of(*LENGTHS)
     text = write(embedded_model, tokenizer, prompts)
-    assert sum(len(sequence.ids) for sequence in text.sequences[:-1]) < 140
-    assert text.tokens == 140
+    # The rest would have ended within the next prompt, before its first label.
+    assert 0 < 140 - text.tokens <= len(prompts.sequences[len(text.sequences)].ids)
     for prompt, sequence in zip(prompts.sequences, text.sequences, strict=False):
         assert sequence.name == prompt.name
         assert sequence.ids[: len(prompt.ids)] == prompt.ids
         assert sequence.labels == [-100] * len(prompt.ids) + sequence.ids[len(prompt.ids) :]
         assert len(sequence.ids) <= len(prompt.ids) + 6
     assert text.skipped == {"too dull": ["x", "y"]}
+
+
+def test_the_last_text_is_cut_to_the_token(embedded_model, tokenizer):
+    whole = write(embedded_model, tokenizer, prompts_of(*LENGTHS)).sequences
+    tokens = sum(len(sequence.ids) for sequence in whole[:3])
+    data = DataConfig(**vars(DATA) | {"tokens": tokens - 2})
+    text = write(embedded_model, tokenizer, prompts_of(*LENGTHS), data)
+    assert text.tokens == tokens - 2
+    assert text.sequences == [*whole[:2], whole[2].cut(len(whole[2].ids) - 2)]
 
 
 def test_the_model_finds_what_it_wrote_likely(embedded_model, tokenizer):
