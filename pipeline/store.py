@@ -74,9 +74,9 @@ def _run(wanted: argparse.Namespace) -> str:
         try:
             sums = export_sums(namespace, wanted.file)
         except (OSError, SafetensorError) as error:
-            if told := explain_os_error(error, where="export", folder=wanted.file.absolute().parent):
-                raise told from error
-            raise
+            told = explain_os_error(error, where="export", folder=wanted.file.absolute().parent)
+            what = f"the file cannot be written: {error}"
+            raise told or UserError(what, where=str(wanted.file), do="another FILE") from error
     return f"{len(sums.done)} batches, {sums.counters.get('tokens', 0):,.0f} tokens in {wanted.file}\n"
 
 

@@ -36,9 +36,15 @@ def connect(store: StoreConfig) -> tuple["Redis", str]:
         raise ConfigError(what, where="setting store.kind", do="pip install -e '.[redis]', or store=local")
     from stages.stores.redis_errors import in_words  # noqa: PLC0415 - needs redis, an extra
 
-    with in_words(place):
-        _check_server(url, place)
-    return _client(url, RUNNING_TRIES), place
+    try:
+        with in_words(place):
+            _check_server(url, place)
+        return _client(url, RUNNING_TRIES), place
+    except (TypeError, ValueError) as error:  # an option after the question mark
+        what = f"store.url has an option that the package redis does not know: {error}"
+        raise ConfigError(
+            what, where="setting store.url", do="its options as redis.Redis.from_url describes them"
+        ) from error
 
 
 def check_store(store: StoreConfig) -> None:
@@ -79,7 +85,7 @@ def _is_address(url: str) -> bool:
     database = parts.path.strip("/")
     try:
         # Asking for a port that is no number raises.
-        named = bool(parts.hostname or parts.port)
+        named = parts.port is not None or bool(parts.hostname)
         return parts.scheme in {"redis", "rediss"} and named and (not database or database.isdecimal())
     except ValueError:
         return False

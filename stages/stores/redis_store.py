@@ -48,6 +48,11 @@ class RedisStore:
         self.adding: list[Future[None]] = []
         self.stop = Event()
 
+    def take_up(self) -> None:
+        """Begin to add what dead workers have committed. A live one's is added once all the same."""
+        with in_words(self.namespace.place):
+            self._start_adding(self.namespace.pending())
+
     def forget(self) -> None:
         """Not asked of a store that all workers share."""
 
@@ -83,9 +88,9 @@ class RedisStore:
     def collect(self) -> ScanSums:
         """The sums of all workers, dead ones' included."""
         self._wait()
+        self.take_up()
+        self._wait()
         with in_words(self.namespace.place):
-            self._start_adding(self.namespace.pending())
-            self._wait()
             return self.namespace.read()
 
     def close(self) -> None:
@@ -161,4 +166,6 @@ def open_redis_store(
         if fresh:
             namespace.clear()
         namespace.claim()
-    return RedisStore(namespace, every=store.checkpoint_every)
+    opened = RedisStore(namespace, every=store.checkpoint_every)
+    opened.take_up()
+    return opened

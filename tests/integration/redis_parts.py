@@ -8,7 +8,7 @@ from stages.stores.config import StoreConfig
 from stages.stores.redis_store import open_redis_store
 from stages.stores.sums import empty_sums
 
-LAYERS, WIDTH, TOKENS, SLOTS = 2, 43, 5, 60
+LAYERS, WIDTH, TOKENS, SLOTS = 2, 43, 5, 410
 SUMS = ("sum_abs", "sum_sq", "max_abs", "sum_taylor", "grad_norm_gate", "grad_norm_up", "grad_norm_down")
 SHAPES = {
     **{name: ((LAYERS, WIDTH), torch.float64) for name in SUMS},
@@ -28,7 +28,7 @@ def make_part(*batches, tokens=TOKENS):
         for name in (*SUMS, "active_count"):
             eighths = torch.randint(0, 80, (LAYERS, WIDTH), generator=generator)
             one.tensors[name] = eighths / 8.0 if name in SUMS else eighths
-        slots = slice(batch * tokens % SLOTS, batch * tokens % SLOTS + tokens)
+        slots = slice(batch * tokens, (batch + 1) * tokens)
         size = one.tensors["bits_LRf"][:, slots].shape
         one.tensors["bits_LRf"][:, slots] = torch.randint(1, 256, size, generator=generator, dtype=torch.uint8)
         one.counters = {"tokens": float(tokens), "samples": 2.0, "loss_sum": batch + 0.5}
@@ -51,8 +51,9 @@ def assert_equal(found, wanted):
         assert torch.equal(found.tensors[name], value), name
 
 
-def scan_slowly(url, first, batches, pause):
+def scan_slowly(url, first, batches, pause, started):
     """A worker that reads every batch that is missing, beginning at `first`, and flushes after every second one."""
+    started.set()
     store = open_store(url)
     while missing := sorted(set(range(batches)) - store.done(), key=lambda batch: (batch < first, batch)):
         for at in range(0, len(missing), 2):

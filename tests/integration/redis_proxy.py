@@ -7,7 +7,7 @@ import threading
 
 
 class LossyProxy:
-    """Forwards to a port of this machine; every connection breaks after some requests, the last of which is executed."""
+    """Forwards to a port of this machine; every connection breaks after some requests, the last of them executed."""
 
     def __init__(self, port: int, seed: int):
         self.target, self.random = port, random.Random(seed)

@@ -71,7 +71,7 @@ def test_the_namespace_is_free_to_choose_and_may_be_empty(server):
     open_redis_store(
         StoreConfig("redis", 0.0, server.url), SHAPES, label="pico", identity={"scan": "f1"}, weights=[]
     ).close()
-    assert {key.decode() for key in server.client().keys()} == {"scan:identity", "tiny_onn:pico:f1:scan:identity"}
+    assert {key.decode() for key in server.client().scan_iter()} == {"scan:identity", "tiny_onn:pico:f1:scan:identity"}
 
 
 @pytest.mark.parametrize("size", [1e-44, 1e-30, 1e-20, 3e-12, 5.9e-8, 6e-8, 1e-3, 1e9])
@@ -174,7 +174,8 @@ def test_lost_answers_change_nothing(server, seed):
 
 def test_two_workers_at_once(server):
     context = forking()
-    workers = [context.Process(target=scan_slowly, args=(server.url, first, 12, 0.01)) for first in (0, 6)]
+    started = context.Event()
+    workers = [context.Process(target=scan_slowly, args=(server.url, first, 12, 0.01, started)) for first in (0, 6)]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -188,26 +189,30 @@ def test_two_workers_at_once(server):
 def forking():
     """Processes that are forked from one which has loaded torch."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["integration.redis_parts"])
+    context.set_forkserver_preload(["stages.stores.redis_store"])
     return context
 
 
 @pytest.mark.parametrize("append_only", [True, False], ids=["append-only file", "no file: everything is lost"])
 def test_workers_and_server_killed_at_random_moments(tmp_path, append_only):
-    luck, batches = random.Random(append_only), 12
+    luck, batches, seen = random.Random(append_only), 80, []
     with running(tmp_path, append_only=append_only) as server:
         for kill in range(10):
-            worker = forking().Process(target=scan_slowly, args=(server.url, kill % batches, batches, 0.002))
+            started = forking().Event()
+            worker = forking().Process(target=scan_slowly, args=(server.url, 8 * kill, batches, 0.01, started))
             worker.start()
-            time.sleep(luck.uniform(0.05, 0.25))
+            assert started.wait(60)
+            time.sleep(luck.uniform(0.02, 0.2))
             if kill % 3 == 2:
                 server.kill()
                 time.sleep(0.02)
                 server.start()  # the worker goes on
-                time.sleep(luck.uniform(0, 0.2))
+                time.sleep(luck.uniform(0.1, 0.2))
             worker.kill()
             worker.join()
-        scan_slowly(server.url, 0, batches, 0)
+            seen.append(len(server.client().get("t:scan:done") or ""))
+        assert any(seen), "no worker came as far as a flush"
+        scan_slowly(server.url, 0, batches, 0, started)
         store = open_store(server.url)
         assert_equal(store.collect(), make_part(*range(batches)))
         store.close()

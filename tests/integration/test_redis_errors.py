@@ -1,0 +1,271 @@
+"""What a user reads when the server is not there, refuses, or cannot be trusted."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+from integration.redis_parts import SHAPES, assert_equal, make_part, open_store
+from integration.redis_server import running
+
+from models.errors import ConfigError, UserError
+from stages.stores.config import StoreConfig
+from stages.stores.redis_connection import check_store, connect
+from stages.stores.redis_store import open_redis_store
+
+GO_ON = "then the same command again: it goes on from the last flush"
+
+
+@pytest.fixture
+def server(tmp_path):
+    with running(tmp_path) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def locked_server(tmp_path_factory):
+    with running(tmp_path_factory.mktemp("locked"), "--requirepass", "s3same") as server:
+        yield server
+
+
+def refusal(url, **settings):
+    with pytest.raises(UserError) as caught:
+        check_store(StoreConfig("redis", url=url, **settings))
+    return caught
+
+
+def test_a_local_store_asks_no_server():
+    check_store(StoreConfig())
+
+
+def test_no_server_is_named(monkeypatch):
+    monkeypatch.delenv("TINY_ONN_REDIS_URL", raising=False)
+    caught = refusal(None)
+    assert caught.type is ConfigError
+    assert str(caught.value) == (
+        "store.kind=redis names no server\n"
+        "  where: settings store.url and TINY_ONN_REDIS_URL\n"
+        "  do:    store.url=redis://localhost:6379/0"
+    )
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["localhost:6379", "http://me:s3same@host/0", "redis://", "redis://host:many/0", "redis://host/one", "unix://"],
+)
+def test_no_address(url):
+    caught = refusal(url)
+    assert caught.type is ConfigError
+    assert str(caught.value) == (
+        "store.url is no Redis address\n"
+        "  where: setting store.url\n"
+        "  do:    store.url=redis://host:6379/0, rediss://host:6379/0 or unix:///path"
+    )
+
+
+@pytest.mark.parametrize("option", ["ssl_ca_cert=ca.pem", "socket_timeout=soon"])
+def test_an_option_that_is_none(server, option):
+    caught = refusal(f"{server.url}?{option}")
+    assert caught.type is ConfigError
+    assert caught.value.what.startswith("store.url has an option that the package redis does not know: ")
+    assert option.partition("=")[0] in caught.value.what
+
+
+def test_the_package_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "redis", None)
+    caught = refusal("redis://localhost")
+    assert caught.type is ConfigError
+    assert str(caught.value) == (
+        "store.kind=redis needs the package redis, which is not installed\n"
+        "  where: setting store.kind\n"
+        "  do:    pip install -e '.[redis]', or store=local"
+    )
+
+
+def test_nobody_answers():
+    assert str(refusal("redis://me:s3same@127.0.0.1:9/2").value) == (
+        "the Redis server cannot be reached: Error 111 connecting to 127.0.0.1:9. Connection refused.\n"
+        "  where: Redis at 127.0.0.1:9, database 2\n"
+        f"  do:    start it (redis-server) or mend store.url, {GO_ON}"
+    )
+
+
+def test_the_server_goes_away_for_good(server, monkeypatch):
+    monkeypatch.setattr("stages.stores.redis_connection.RUNNING_TRIES", 2)
+    store = open_store(server.url)
+    server.stop()
+    store.add(make_part(0))
+    with pytest.raises(UserError) as caught:
+        store.flush()
+    assert caught.value.what.startswith("the Redis server cannot be reached: Error 111 connecting to 127.0.0.1:")
+    server.start()
+    store.flush()
+    assert_equal(store.collect(), make_part(0))
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("login", "reason"),
+    [("", "Authentication required."), (":s3sama@", "invalid username-password pair or user is disabled.")],
+)
+def test_no_password_or_a_wrong_one(locked_server, login, reason, monkeypatch):
+    monkeypatch.delenv("TINY_ONN_REDIS_PASSWORD", raising=False)
+    text = str(refusal(f"redis://{login}127.0.0.1:{locked_server.port}").value)
+    assert text == (
+        f"the Redis server does not let us in: {reason}\n"
+        f"  where: Redis at 127.0.0.1:{locked_server.port}, database 0\n"
+        "  do:    the right password in the environment's TINY_ONN_REDIS_PASSWORD, the user's name in store.url"
+    )
+    assert "s3sam" not in text
+
+
+@pytest.mark.parametrize("place", ["url", "password alone in the environment", "url and password in the environment"])
+def test_the_right_password(locked_server, monkeypatch, place):
+    url = f"redis://127.0.0.1:{locked_server.port}/1"
+    if place == "url":
+        url = url.replace("//", "//:s3same@")
+    else:
+        monkeypatch.setenv("TINY_ONN_REDIS_PASSWORD", "s3same")
+    if place.startswith("url and"):
+        monkeypatch.setenv("TINY_ONN_REDIS_URL", url)
+        url = None
+    client, place = connect(StoreConfig("redis", url=url))
+    assert client.ping()
+    assert place == f"Redis at 127.0.0.1:{locked_server.port}, database 1"
+    client.close()
+
+
+def test_memory_is_full(server):
+    store = open_store(server.url)
+    store.add(make_part(0))
+    store.flush()
+    store.collect()
+    client = server.client()
+    client.config_set("maxmemory", "1kb")
+    store.add(make_part(1))
+    with pytest.raises(UserError) as caught:
+        store.flush()
+    assert str(caught.value) == (
+        "the Redis server's memory is full (maxmemory)\n"
+        f"  where: Redis at 127.0.0.1:{server.port}, database 0, namespace t:\n"
+        "  do:    raise its maxmemory (redis-cli config set maxmemory 4gb) or delete old namespaces, " + GO_ON
+    )
+    client.config_set("maxmemory", "0")
+    store.flush()
+    assert_equal(store.collect(), make_part(0, 1))
+    store.close()
+
+
+def test_memory_that_fills_up_between_commit_and_sums_loses_nothing(server):
+    store = open_store(server.url)
+    part = make_part(0)
+    names = store.namespace.stage("flush", part)
+    store.namespace.commit(names, part)
+    server.client().config_set("maxmemory", "1kb")
+    with pytest.raises(UserError, match="memory is full"):
+        store.collect()
+    server.client().config_set("maxmemory", "0")
+    assert_equal(store.collect(), part)
+    store.close()
+
+
+def test_a_server_that_drops_keys(server):
+    client = server.client()
+    client.config_set("maxmemory", "100mb")
+    for policy in ("noeviction", "volatile-lru"):
+        client.config_set("maxmemory-policy", policy)
+        check_store(StoreConfig("redis", url=server.url))
+    client.config_set("maxmemory-policy", "allkeys-lfu")
+    caught = refusal(server.url)
+    assert caught.type is ConfigError
+    assert str(caught.value) == (
+        "the Redis server drops keys when its memory is full (maxmemory-policy allkeys-lfu): sums would vanish\n"
+        f"  where: Redis at 127.0.0.1:{server.port}, database 0\n"
+        "  do:    redis-cli config set maxmemory-policy noeviction"
+    )
+
+
+def test_a_server_that_keeps_nothing_is_used_with_a_warning(tmp_path, caplog):
+    with running(tmp_path, append_only=False) as server:
+        check_store(StoreConfig("redis", url=server.url))
+    assert caplog.messages == [
+        f"Redis at 127.0.0.1:{server.port}, database 0 keeps no append-only file: sums since its last snapshot are "
+        "scanned again should it stop. To mend it: redis-cli config set appendonly yes"
+    ]
+
+
+def test_a_replica(server):
+    server.client().replicaof("127.0.0.1", 9)
+    with pytest.raises(UserError) as caught:
+        open_store(server.url)
+    assert str(caught.value) == (
+        "this Redis server is a read-only replica\n"
+        f"  where: Redis at 127.0.0.1:{server.port}, database 0, namespace t:\n"
+        "  do:    store.url= of the primary server"
+    )
+
+
+def test_a_user_without_rights(server):
+    server.client().acl_setuser("guest", enabled=True, passwords=["+pw"], categories=["+@read"], commands=["+info"])
+    with pytest.raises(UserError) as caught:
+        open_store(server.url.replace("//", "//guest:pw@"))
+    assert caught.value.what.startswith("the Redis server's user may not do this: ")
+    assert caught.value.do == (
+        "a user with +@read +@write +@scripting +info +ping on the keys of store.namespace (ACL SETUSER)"
+    )
+
+
+def test_a_user_with_just_the_rights_that_the_message_names(server):
+    server.client().acl_setuser(
+        "scan",
+        enabled=True,
+        passwords=["+pw"],
+        keys=["t:*"],
+        categories=["+@read", "+@write", "+@scripting"],
+        commands=["+info", "+ping"],
+    )
+    store = open_store(server.url.replace("//", "//scan:pw@"))
+    store.add(make_part(0))
+    store.flush()
+    assert_equal(store.collect(), make_part(0))
+    store.close()
+
+
+def test_a_cluster(tmp_path):
+    with running(tmp_path, "--cluster-enabled", "yes") as server:
+        caught = refusal(server.url)
+        assert caught.type is ConfigError
+        assert caught.value.what == "the Redis server is a cluster: a flush must be one transaction on one server"
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
+def test_tls(tmp_path):
+    command = (
+        "openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
+    )
+    made = [*command.split(), "-keyout", tmp_path / "key.pem", "-out", tmp_path / "cert.pem"]
+    subprocess.run(made, check=True, capture_output=True)
+    options = [
+        "--tls-cert-file",
+        tmp_path / "cert.pem",
+        "--tls-key-file",
+        tmp_path / "key.pem",
+        "--tls-auth-clients",
+        "no",
+    ]
+    with running(tmp_path, "--tls-port", "0", *map(str, options)) as server:
+        port = server.port + 1 if server.port < 65535 else server.port - 1
+        server.client().config_set("tls-port", port)
+        url = f"rediss://127.0.0.1:{port}/0"
+        store = open_redis_store(
+            StoreConfig("redis", 0.0, f"{url}?ssl_ca_certs={tmp_path / 'cert.pem'}"),
+            SHAPES,
+            label="pico",
+            identity={"scan": "f1"},
+            weights=[],
+        )
+        assert store.done() == set()
+        store.close()
+        text = str(refusal(url).value)
+        assert "certificate verify failed" in text
+        assert f"where: Redis at 127.0.0.1:{port}, database 0" in text
