@@ -1,0 +1,111 @@
+"""Twenty kills at random moments of a scan change nothing in what it finds."""
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+
+import pytest
+import torch
+from integration.redis_server import running
+from safetensors.torch import load_file
+
+from models.mscan.reader import read_mscan
+from models.pico import write_pico
+from pipeline.cli import run_command
+
+KILLS = 20
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    """A scan of 300 batches, with the parameter-level record, flushed several times a second."""
+    folder = tmp_path_factory.mktemp("source")
+    write_pico(folder / "pico", "qwen3", tokenizer=True)
+    lines = (f"{number} larks met {number * 7 % 31} swifts near house {number % 9}." for number in range(2500))
+    (folder / "text.txt").write_text("\n\n".join(lines))
+    (folder / "heldout.txt").write_text("No bird was met.")
+    return [
+        *("stage=scan", "model=local", f"model.path={folder / 'pico'}", "model.label=pico", "scan=parameters"),
+        *("data=text", f"data.path={folder / 'text.txt'}", f"data.heldout_path={folder / 'heldout.txt'}"),
+        *("data.tokens=12000", "data.heldout_tokens=100", "data.max_length=20", "scan.batch_tokens=40"),
+        *("scan.reservoir_tokens=500", "store.checkpoint_every=0.1"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def whole(words, tmp_path_factory):
+    """The published folder of a scan that nobody disturbed."""
+    outputs = tmp_path_factory.mktemp("whole")
+    assert run_command([*words, f"output_dir={outputs}"]) == 0
+    return published(outputs)
+
+
+def published(outputs):
+    (folder,) = (outputs / "artifacts" / "pico" / "scan").glob("[!.]*")
+    return folder
+
+
+def start(command):
+    """The command in a child of this process, which has imported everything already."""
+
+    def run():
+        sink = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(sink, 1)
+        os.dup2(sink, 2)
+        os._exit(run_command(command))
+
+    child = multiprocessing.get_context("fork").Process(target=run)
+    child.start()
+    return child
+
+
+def kill_at_random(command, disturb=lambda kill: None):
+    """Start the command and kill it, again and again; then let it finish. Gives how many kills hit it alive."""
+    draw, hits = random.Random(3), 0
+    for kill in range(KILLS):
+        child = start(command)
+        child.join(draw.uniform(0.2, 1.2))
+        disturb(kill)
+        os.kill(child.pid, signal.SIGKILL)
+        child.join()
+        hits += child.exitcode == -signal.SIGKILL
+    last = start(command)
+    last.join(240)
+    assert last.exitcode == 0
+    return hits
+
+
+def assert_same(found, expected, *, exact):
+    found_sums, sums = (load_file(folder / "statistics.safetensors") for folder in (found, expected))
+    for name, tensor in sums.items():
+        if exact or tensor.dtype != torch.float64:
+            assert torch.equal(found_sums[name], tensor), name
+        else:
+            torch.testing.assert_close(found_sums[name], tensor, rtol=1e-12, atol=1e-18, msg=name)
+    assert (found / "parameters.mscan").read_bytes() == (expected / "parameters.mscan").read_bytes()
+
+
+@pytest.mark.slow
+def test_local_sums_survive_twenty_kills(words, whole, tmp_path):
+    hits = kill_at_random([*words, f"output_dir={tmp_path}"])
+    assert hits >= KILLS // 2, "the scan is too short to be killed that often"
+    assert_same(published(tmp_path), whole, exact=False)
+    assert len(read_mscan(published(tmp_path) / "parameters.mscan").sequences) == 600
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("server_dies", [False, True])
+def test_redis_sums_survive_twenty_kills(words, whole, tmp_path, server_dies):
+    with running(tmp_path / "redis") as server:
+        command = [*words, "store=redis", f"store.url={server.url}", f"output_dir={tmp_path}"]
+
+        def disturb(kill):
+            if server_dies and kill % 2:
+                server.kill()
+                time.sleep(0.1)
+                server.start()
+
+        assert kill_at_random(command, disturb) >= KILLS // 2
+        assert_same(published(tmp_path), whole, exact=False)
