@@ -8,6 +8,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from models.quantization import dense_weight
+
 
 class GatedFFN(Protocol):
     """What transformers calls an MLP in the supported families."""
@@ -43,9 +45,18 @@ class DenseFFN:
     act: Callable[[Tensor], Tensor]
 
     @classmethod
-    def of(cls, module: GatedFFN) -> "DenseFFN":
-        """The weights of a module, not copied."""
-        return cls(module.gate_proj.weight, module.up_proj.weight, module.down_proj.weight, module.act_fn)
+    def of(cls, module: GatedFFN, like: Tensor | None = None) -> "DenseFFN":
+        """The weights of a module as plain numbers, however it keeps them.
+
+        Args:
+            module: quantised and offloaded layers are welcome.
+            like: a tensor on the device and in the number format the weights are to have; None leaves them as
+                `dense_weight` gives them. What is plain and there already is not copied.
+        """
+        gate_FD, up_FD, down_DF = map(dense_weight, (module.gate_proj, module.up_proj, module.down_proj))
+        if like is not None:
+            gate_FD, up_FD, down_DF = gate_FD.to(like), up_FD.to(like), down_DF.to(like)
+        return cls(gate_FD, up_FD, down_DF, module.act_fn)
 
     @property
     def width(self) -> int:

@@ -20,6 +20,7 @@ from stages.assemble.report import RouterReport, summarise
 from stages.assemble.router import fit_router, load_balance, oracle_agreement, set_spread, watch_experts
 from stages.calibration.batches import calibration_batches
 from stages.calibration.card import write_carve_card
+from stages.calibration.layer_seed import layer_seed
 from stages.calibration.token_stream import TokenStream
 from stages.contracts.experts import load_layer
 from stages.contracts.job import Job, Table
@@ -65,8 +66,7 @@ def fit_all(
         tokens.enter(layer)
         units_EN = partition.units[index].to(stream.device)
         task, outputs = watch_experts(layer.ffn, units_EN, tokens.inputs, shape.top_k)
-        # Each layer draws from its own seed: equal random routers in every layer would be correlated.
-        rows_ED = fit_router(assemble.router, task, penalty=assemble.ridge_penalty, seed=seed * 10_007 + index)
+        rows_ED = fit_router(assemble.router, task, penalty=assemble.ridge_penalty, seed=layer_seed(seed, index))
         rows_ED = set_spread(rows_ED, tokens.inputs, spread)
         load_E = load_balance(rows_ED, tokens.inputs, shape.top_k)
         reports.append(RouterReport(rows_ED.cpu(), load_E.cpu(), oracle_agreement(rows_ED, task)))

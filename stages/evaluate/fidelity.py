@@ -15,7 +15,7 @@ from stages.evaluate.baselines import LayerFacts
 class LayerFidelity:
     """Sums over the tokens seen so far; on the carved model's own inputs."""
 
-    facts: LayerFacts
+    top_k: int
     load_E: Tensor
     grams_ENN: Tensor
     missed: float = 0.0
@@ -27,20 +27,27 @@ class LayerFidelity:
     def start(cls, facts: LayerFacts) -> "LayerFidelity":
         """Nothing seen yet."""
         load_E = torch.zeros(len(facts.units_EN), device=facts.rows_ED.device)
-        return cls(facts, load_E, expert_grams(facts.ffn, facts.units_EN))
+        return cls(facts.shape.top_k, load_E, expert_grams(facts.ffn, facts.units_EN))
 
     def add(
-        self, x_BTD: Float[Tensor, "B T D"], output_BTD: Float[Tensor, "B T D"], mask_BT: Bool[Tensor, "B T"]
+        self,
+        facts: LayerFacts,
+        x_BTD: Float[Tensor, "B T D"],
+        output_BTD: Float[Tensor, "B T D"],
+        mask_BT: Bool[Tensor, "B T"],
     ) -> None:
-        """Compare one batch with the dense FFN and with the output oracle."""
-        x_TD, facts = x_BTD[mask_BT], self.facts
+        """Compare one batch with the dense FFN and with the output oracle.
+
+        `facts` are handed in each time: of a model larger than its device, weights are not to be kept.
+        """
+        x_TD = x_BTD[mask_BT]
         h_TF = facts.ffn.hidden(x_TD)
         wanted_TD = facts.ffn.output(h_TF)
         self.missed += float((wanted_TD - output_BTD[mask_BT]).double().square().sum())
         self.wanted += float(wanted_TD.double().square().sum())
-        chosen_TK = choose_experts(x_TD.float() @ facts.rows_ED.T, facts.shape.top_k)
+        chosen_TK = choose_experts(x_TD.float() @ facts.rows_ED.T, self.top_k)
         self.load_E += torch.bincount(chosen_TK.flatten(), minlength=len(self.load_E))
-        best_TK = choose_experts(output_norms(self.grams_ENN, h_TF, facts.units_EN), facts.shape.top_k)
+        best_TK = choose_experts(output_norms(self.grams_ENN, h_TF, facts.units_EN), self.top_k)
         self.agreed += int((chosen_TK[:, :, None] == best_TK[:, None, :]).sum())
         self.chosen += chosen_TK.numel()
 

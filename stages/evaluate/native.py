@@ -10,30 +10,44 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from models.config import ModelConfig
+from models.loading import resolve_device
+from models.placement import input_device, placement
 from models.shape import Shape
 from stages.data.batches import TokenBatch
 from stages.metrics.loss import MeanLoss, supervised_tokens, token_losses
 
 
-def load_carved(folder: Path, like: PreTrainedModel) -> PreTrainedModel:
-    """The checkpoint, frozen, where and as the dense model is."""
+def load_carved(folder: Path, model: ModelConfig, dtype: torch.dtype, offload_folder: Path) -> PreTrainedModel:
+    """The checkpoint, frozen, placed as the dense model is.
+
+    Args:
+        folder: of the checkpoint.
+        model: whose device or devices it is to lie on.
+        dtype: number format of its weights.
+        offload_folder: for weights that fit nowhere else; transformers joins experts while loading, so that what it
+            would read later stands in no file of the checkpoint.
+    """
     carved: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=like.dtype, local_files_only=True, experts_implementation="grouped_mm"
+        folder,
+        dtype=dtype,
+        local_files_only=True,
+        experts_implementation="grouped_mm",
+        offload_folder=offload_folder,
+        **placement(model, resolve_device(model)),
     )
-    return carved.to(like.device).eval().requires_grad_(False)
+    return carved.eval().requires_grad_(False)
 
 
 @torch.no_grad()
 def measure_loss(model: PreTrainedModel, batches: Sequence[TokenBatch], name: str) -> MeanLoss:
     """Next-token loss over all supervised tokens."""
-    total, count = 0.0, 0
+    total, count, device = 0.0, 0, input_device(model)
     for batch in tqdm(batches, desc=f"loss of the {name} model", unit="batch"):
-        labels_BT = batch.labels.to(model.device)
         logits = model(
-            input_ids=batch.input_ids.to(model.device),
-            attention_mask=batch.attention_mask.to(model.device),
-            use_cache=False,
+            input_ids=batch.input_ids.to(device), attention_mask=batch.attention_mask.to(device), use_cache=False
         ).logits
+        labels_BT = batch.labels.to(logits.device)
         total += float(token_losses(logits, labels_BT).double().sum())
         count += int(supervised_tokens(labels_BT).sum())
     return MeanLoss(total, count)
@@ -76,15 +90,22 @@ def measure_speed(models: dict[str, PreTrainedModel], batches: Sequence[TokenBat
 
 def time_forward(model: PreTrainedModel, batch: TokenBatch) -> float:
     """Seconds of one forward pass without the output embedding of all but the last token."""
+    device = input_device(model)
     begin = time.perf_counter()
-    model(input_ids=batch.input_ids.to(model.device), use_cache=False, logits_to_keep=1)
-    if model.device.type == "cuda":
+    model(input_ids=batch.input_ids.to(device), use_cache=False, logits_to_keep=1)
+    if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - begin
 
 
 def count_parameters(model: PreTrainedModel, shape: Shape) -> tuple[int, int]:
     """All parameters, and those a token passes: without the experts it is not sent to."""
-    total = sum(parameter.numel() for parameter in model.parameters())
-    experts = sum(parameter.numel() for name, parameter in model.named_parameters() if ".experts." in name)
+    sizes = {name: count_numbers(parameter) for name, parameter in model.named_parameters()}
+    total, experts = sum(sizes.values()), sum(size for name, size in sizes.items() if ".experts." in name)
     return total, total - experts * (shape.experts - shape.top_k) // shape.experts
+
+
+def count_numbers(parameter: nn.Parameter) -> int:
+    """Elements of the matrix that a parameter stands for; one of 4 bits is stored two to a byte."""
+    state = getattr(parameter, "quant_state", None)
+    return parameter.numel() if state is None else state.shape.numel()

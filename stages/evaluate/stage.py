@@ -1,8 +1,8 @@
 """evaluate: the carve, the dense model and the baselines on held-out text."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -14,6 +14,7 @@ from models.source import resolve_folder
 from models.stream import LayerStream
 from stages.calibration.alignment import AlignmentSettings
 from stages.calibration.batches import calibration_batches
+from stages.calibration.layer_seed import layer_seed
 from stages.contracts.job import Job, Table
 from stages.contracts.partition import Partition
 from stages.contracts.routers import Routers
@@ -25,6 +26,7 @@ from stages.evaluate.baseline_pass import Text, run_baselines
 from stages.evaluate.baselines import LayerFacts
 from stages.evaluate.comparison import Comparison, compare
 from stages.evaluate.config import EvaluateConfig
+from stages.evaluate.native import load_carved
 from stages.evaluate.report import Evaluation, summarise, write_report
 
 FactsOf = Callable[[int, DenseFFN], LayerFacts]
@@ -43,7 +45,7 @@ def run(
     """Write `evaluation.json` and `evaluation.md`."""
     folder = resolve_folder(model)
     partition = Partition.load(job.parents["cluster"])
-    facts_of = read_facts(job, partition, shape, seed, resolve_device(model))
+    facts_of = read_facts(job, partition, shape, seed)
     text = load_text(data, load_tokenizer(folder), evaluate.batch_tokens)
     comparison = compare_models(job, model, text, facts_of, evaluate, shape)
     with LayerStream(folder, device=resolve_device(model)) as stream:
@@ -71,9 +73,10 @@ def compare_models(
     job: Job, model: ModelConfig, text: Text, facts_of: FactsOf, evaluate: EvaluateConfig, shape: Shape
 ) -> Comparison:
     """Dense and carved model side by side; both are freed before the baselines run."""
-    dense = load_dense(model, resolve_folder(model))
-    checkpoint = job.parents["project"] / "checkpoint"
-    return compare(dense, checkpoint, text.heldout, facts_of, shape, evaluate.speed_tokens)
+    # The MoE is cut from the stored weights, whatever the scan computed with: it is held against the stored model.
+    dense = load_dense(replace(model, quantization="none"), resolve_folder(model))
+    carved = load_carved(job.parents["project"] / "checkpoint", model, dense.dtype, job.scratch / "offloaded")
+    return compare(dense, carved, text.heldout, facts_of, shape, evaluate.speed_tokens)
 
 
 def load_text(data: DataConfig, tokenizer: PreTrainedTokenizerBase, batch_tokens: int) -> Text:
@@ -82,13 +85,14 @@ def load_text(data: DataConfig, tokenizer: PreTrainedTokenizerBase, batch_tokens
     return Text(calibration_batches(data, tokenizer, batch_tokens), heldout)
 
 
-def read_facts(job: Job, partition: Partition, shape: Shape, seed: int, device: torch.device) -> FactsOf:
+def read_facts(job: Job, partition: Partition, shape: Shape, seed: int) -> FactsOf:
     """What earlier stages found and decided, layer by layer."""
     routers = Routers.load(job.parents["assemble"])
     statistics = UnitStatistics.load(job.parents["scan"])
     contribution_LF: Tensor = statistics.sum_abs / statistics.tokens * statistics.weight_norm_down
 
     def facts_of(index: int, ffn: DenseFFN) -> LayerFacts:
+        device = ffn.gate_FD.device
         return LayerFacts(
             ffn,
             partition.units[index].to(device).long(),
@@ -97,7 +101,7 @@ def read_facts(job: Job, partition: Partition, shape: Shape, seed: int, device: 
             contribution_LF[index].to(device),
             shape,
             # Away from the seeds of assembly, or the random router of the baseline would repeat that of a random carve.
-            seed * 10_007 + 5_000 + index,
+            layer_seed(seed, 5_000 + index),
         )
 
     return facts_of

@@ -1,6 +1,7 @@
 """project: bend the experts towards the dense model, layer by layer, and write the router-ready checkpoint."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from models.source import resolve_folder
 from models.stream import LayerStream
 from stages.calibration.batches import calibration_batches
 from stages.calibration.card import write_carve_card
+from stages.calibration.layer_seed import layer_seed
+from stages.calibration.recomputation import save_memory
 from stages.calibration.target import AlignmentTarget
 from stages.calibration.token_stream import TokenStream
 from stages.contracts.job import Job, Table
@@ -67,7 +70,9 @@ def gradients_of(
             break
         chosen.append(batch)
         wanted -= int(batch.attention_mask.sum())
-    dense = load_dense(model, folder)
+    # The experts are cut from the stored weights, whatever the scan computed with: they get those weights' gradients.
+    dense = load_dense(replace(model, quantization="none"), folder)
+    save_memory(dense, asked=False)
     return mean_gradients(dense, ffn_modules(dense), chosen, project.matrices, memory=project.gradient_memory)
 
 
@@ -98,7 +103,8 @@ def project_all(
             routers.rows[index].to(stream.device),
             shape,
         )
-        loop, outcome = project_layer(carve, tokens.inputs, target, next(gradients), project, seed * 10_007 + index)
+        gradient = {name: matrix.to(stream.device) for name, matrix in next(gradients).items()}
+        loop, outcome = project_layer(carve, tokens.inputs, target, gradient, project, layer_seed(seed, index))
         save_file(tensors_of(loop.experts, dtype), layer_file(scratch, index))
         outcomes.append(outcome)
         tokens.leave(map(loop, tokens.inputs))

@@ -7,6 +7,7 @@ from models.config import ModelConfig
 from models.ffn import ffn_modules, ffn_weight_names
 from models.loading import load_dense, load_tokenizer
 from models.source import resolve_folder
+from stages.calibration.recomputation import save_memory
 from stages.contracts.job import Job, Table
 from stages.contracts.workers import Workers
 from stages.data.batches import batch_sequences
@@ -22,7 +23,6 @@ from stages.scan.finish import make_statistics, summarise
 from stages.scan.identity import sums_identity
 from stages.scan.parameters import publish_parameters, record_parameters
 from stages.scan.passes import Scanner
-from stages.scan.recomputation import save_memory
 from stages.scan.reservoir import draw_reservoir
 from stages.scan.shares import agree_on_done, collect_sums, scan_shares
 from stages.stores.config import StoreConfig

@@ -9,12 +9,12 @@ from transformers import AutoModelForCausalLM
 from models.errors import NumericsError
 from models.ffn import ffn_modules
 from models.pico import write_pico
+from stages.calibration.recomputation import enable_gradient_checkpointing
+from stages.contracts.workers import ALONE
 from stages.data.batches import batch_sequences
 from stages.data.sequences import TokenSequence
-from stages.contracts.workers import ALONE
 from stages.scan.batch_sums import UnitRule, sum_shapes
 from stages.scan.passes import Scanner
-from stages.scan.recomputation import enable_gradient_checkpointing
 from stages.scan.reservoir import draw_reservoir
 from stages.scan.shares import scan_shares
 from stages.stores.local import LocalStore

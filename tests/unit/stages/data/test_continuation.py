@@ -5,8 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from models.pico import write_pico
-from stages.data.continuation import Writing, cut_at_end, find_ends, pad_left, write_continuations
 from stages.calibration.recomputation import enable_gradient_checkpointing
+from stages.data.continuation import Writing, cut_at_end, find_ends, pad_left, write_continuations
 
 GREEDY = Writing(max_new_tokens=7, temperature=0.0, seed=0)
 SAMPLED = Writing(max_new_tokens=7, temperature=1.5, seed=3)

@@ -2,7 +2,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2MoeConfig
 
+from models.config import ModelConfig
+from models.loading import load_dense
 from models.pico import write_pico
+from models.placement import is_offloaded
 from models.shape import Shape
 from stages.data.batches import TokenBatch
 from stages.evaluate.native import count_parameters, load_carved, measure_loss, measure_speed, watch_ffns
@@ -83,12 +86,36 @@ def test_a_token_passes_everything_but_the_experts_it_is_not_sent_to(dense, moe)
     assert total == active
 
 
-def test_the_carved_model_is_loaded_as_the_dense_one_is(folder, moe, tmp_path):
-    moe.save_pretrained(tmp_path)
-    dense = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    carved = load_carved(tmp_path, dense)
-    assert (carved.dtype, carved.device, carved.training) == (torch.bfloat16, dense.device, False)
+@pytest.mark.parametrize("quantization", ["nf4", "int8"])
+def test_a_quantised_weight_counts_its_numbers_not_its_bytes(folder, dense, quantization):
+    quantised = load_dense(ModelConfig(device="cpu", quantization=quantization), folder)
+    assert count_parameters(quantised, Shape(E, N, K, S)) == count_parameters(dense, Shape(E, N, K, S))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(moe, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("moe")
+    moe.save_pretrained(folder)
+    return folder
+
+
+def test_the_carved_model_is_loaded_as_the_dense_one_is(checkpoint, tmp_path):
+    carved = load_carved(checkpoint, ModelConfig(device="cpu"), torch.bfloat16, tmp_path / "offloaded")
+    assert (carved.dtype, carved.device, carved.training) == (torch.bfloat16, torch.device("cpu"), False)
     assert not any(parameter.requires_grad for parameter in carved.parameters())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_carved_model_larger_than_its_device_gives_the_same(checkpoint, moe, batches, tmp_path):
+    spread = ModelConfig(device="cpu", device_map="auto", cpu_memory="1KB")
+    carved = load_carved(checkpoint, spread, torch.float32, tmp_path)
+    assert is_offloaded(carved)
+    seen = []
+    with watch_ffns(carved, lambda layer, _x, output_BTD: seen.append((layer, output_BTD.device.type))):
+        loss = measure_loss(carved, batches, "carved")
+    assert seen == [(0, "cpu"), (1, "cpu")] * 2
+    assert loss.nats == pytest.approx(measure_loss(moe.eval(), batches, "carved").nats, rel=1e-6)
+    assert count_parameters(carved, Shape(E, N, K, S)) == count_parameters(moe, Shape(E, N, K, S))
 
 
 def test_models_take_turns_until_enough_tokens_are_timed(dense, batches, monkeypatch):
