@@ -2,6 +2,7 @@
 
 import logging
 import os
+from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -129,8 +130,13 @@ def _check_server(url: str, place: str) -> None:
         what = "the Redis server is a cluster: a flush must be one transaction on one server"
         raise ConfigError(what, where=place, do="store.url= of a single server")
     if not info.get("aof_enabled"):
-        what = "%s keeps no append-only file: sums since its last snapshot are scanned again should it stop. %s"
-        logger.warning(what, place, "To mend it: redis-cli config set appendonly yes")
+        _warn_of_loss(place)
+
+
+@cache  # once for each server
+def _warn_of_loss(place: str) -> None:
+    what = "%s keeps no append-only file: sums since its last snapshot are scanned again should it stop. %s"
+    logger.warning(what, place, "To mend it: redis-cli config set appendonly yes")
 
 
 def _info(url: str, tries: int) -> dict[str, object]:
