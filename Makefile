@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-slow lint format clean
+.PHONY: help install run test test-slow bench lint format clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -36,6 +36,9 @@ test: install ## the tests, a few minutes (make test ARGS="tests/unit -x")
 
 test-slow: install ## the tests that take minutes each
 	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+
+bench: install ## speed and memory, as ratios in one run (make bench ARGS="--model /models/qwen --tokens 2048")
+	PYTHONPATH=tests $(BIN)/python -m benchmarks $(ARGS)
 
 lint: install ## ruff, mypy --strict and the dependency rules
 	$(BIN)/ruff check .

@@ -1,0 +1,51 @@
+"""The parameter-level scanner, around frozen weights and in training, against training without it."""
+
+from contextlib import ExitStack
+
+from benchmarks.rows import Row
+from benchmarks.timing import Task, divide, take_turns
+from benchmarks.workbench import Workbench
+
+from models.capture.parameter_scanner import ParameterTensorScanner
+
+
+def measure_scanner(bench: Workbench, repetitions: int) -> list[Row]:
+    """Scanner on frozen weights ÷ training step, and training with it ÷ without, at the batch and at one sequence."""
+    rows = []
+    for part in [bench, bench.first_sequence()]:
+        tasks = {
+            "training": Task(part.train_step, part.thaw, part.freeze),
+            "scanner, frozen": scanner_task(part, training=False),
+            "scanner, training": scanner_task(part, training=True),
+        }
+        found = take_turns(tasks, repetitions, part.device)
+        size = f"batch {len(part.batch.names)}"
+        frozen = divide(found["scanner, frozen"], found["training"])
+        training = divide(found["scanner, training"], found["training"])
+        # The target is stated for the batch.
+        bound = 1.05 if part is bench else None
+        rows.append(Row(f"parameter scanner, weights frozen ÷ training step, {size}", frozen, at_most=bound))
+        rows.append(Row(f"training with the parameter scanner ÷ without, {size}", training))
+    return rows
+
+
+def scanner_task(bench: Workbench, *, training: bool) -> Task:
+    """Forward, backward and the record, in an entered scanner."""
+    entered = ExitStack()
+    scanners: list[ParameterTensorScanner] = []
+
+    def enter() -> None:
+        if training:
+            bench.thaw()
+        scanners.append(entered.enter_context(ParameterTensorScanner(bench.model)))
+
+    def step() -> None:
+        bench.train_step()
+        assert scanners[-1].collect()
+
+    def leave() -> None:
+        entered.close()
+        scanners.clear()
+        bench.freeze()
+
+    return Task(step, enter, leave)

@@ -1,0 +1,61 @@
+"""Seconds of several tasks that take turns, so that a busy moment of the machine meets them all."""
+
+import gc
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from tqdm import tqdm
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is timed; what comes before and after is not."""
+
+    run: Callable[[], object]
+    before: Callable[[], object] = _nothing
+    after: Callable[[], object] = _nothing
+
+
+def take_turns(tasks: Mapping[str, Task], repetitions: int, device: torch.device) -> dict[str, list[float]]:
+    """Seconds of every task, A B C A B C ...; a first round that warms up does not count."""
+    seconds: dict[str, list[float]] = {name: [] for name in tasks}
+    for number in tqdm(range(repetitions + 1), desc=", ".join(tasks)[:60], leave=False, disable=None):
+        gc.collect()
+        for name, task in tasks.items():
+            found = _time(task, device)
+            if number:
+                seconds[name].append(found)
+    return seconds
+
+
+def _time(task: Task, device: torch.device) -> float:
+    task.before()
+    try:
+        _wait(device)
+        start = time.perf_counter()
+        task.run()
+        _wait(device)
+        return time.perf_counter() - start
+    finally:
+        task.after()
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def divide(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
+    """Ratios, each of one round."""
+    return [above / below for above, below in zip(numerators, denominators, strict=True)]
+
+
+def subtract(first: Sequence[float], second: Sequence[float]) -> list[float]:
+    """Differences, each of one round."""
+    return [left - right for left, right in zip(first, second, strict=True)]

@@ -1,0 +1,111 @@
+"""The model, the batch, and the passes over it that are compared."""
+
+from argparse import Namespace
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from models.config import ModelConfig
+from models.loading import load_dense, resolve_device
+from models.source import EMBEDDED
+from stages.calibration.forward import forward_losses
+from stages.data.batches import TokenBatch
+from stages.data.config import DataConfig
+from stages.scan.config import ScanConfig
+from stages.scan.reservoir import draw_reservoir
+
+SHAPES = {
+    "qwen3-1.7b": {
+        "model_type": "qwen3",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    }
+}
+
+
+@dataclass(frozen=True)
+class Workbench:
+    """A frozen model and one batch for it."""
+
+    name: str
+    model: PreTrainedModel
+    batch: TokenBatch
+    slots_BT: Tensor  # as many tokens keep their bits as in a scan with the default settings
+    device: torch.device
+
+    @property
+    def width(self) -> int:
+        """F."""
+        return self.model.config.intermediate_size
+
+    def first_sequence(self) -> "Workbench":
+        """The same with a batch of one."""
+        batch = self.batch
+        one = TokenBatch(batch.input_ids[:1], batch.attention_mask[:1], batch.labels[:1], batch.names[:1])
+        return replace(self, batch=one, slots_BT=self.slots_BT[:1])
+
+    def forward_labels(self) -> Tensor:
+        """The loss of a plain forward pass with labels."""
+        inputs = {"input_ids": self.batch.input_ids, "attention_mask": self.batch.attention_mask}
+        inputs |= {"labels": self.batch.labels}
+        moved = {name: tensor.to(self.device) for name, tensor in inputs.items()}
+        return self.model(**moved, use_cache=False).loss
+
+    def train_step(self) -> None:
+        """What one step of training computes before the optimizer."""
+        self.forward_labels().backward()
+
+    def frozen_step(self) -> None:
+        """Forward and backward with a gradient for the embeddings alone, as below a scan."""
+        forward_losses(self.model, self.batch).sum().backward()
+
+    def thaw(self) -> None:
+        """Weights ask for gradients and have none yet."""
+        self.model.requires_grad_(True).zero_grad(set_to_none=True)
+
+    def freeze(self) -> None:
+        """No weight asks for a gradient, and none is kept."""
+        self.model.zero_grad(set_to_none=True)
+        self.model.requires_grad_(False)
+
+
+def make_workbench(options: Namespace) -> Workbench:
+    """Load or draw the model, and draw the tokens. Raises UserError."""
+    device = resolve_device(ModelConfig(device=options.device))
+    dtype = options.dtype
+    if dtype == "auto":
+        dtype = "float32" if device.type == "cpu" else "bfloat16"
+    folder = options.model or EMBEDDED
+    if options.shape or options.random:
+        model = _draw_model(options.shape, folder, getattr(torch, dtype), device)
+    else:
+        model = load_dense(ModelConfig(kind="local", path=str(folder), device=str(device), dtype=dtype), folder)
+    name = options.shape or folder.name
+    return Workbench(name, model, *_draw_batch(model.config.vocab_size, options), device)
+
+
+def _draw_model(shape: str | None, folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    config = AutoConfig.for_model(**SHAPES[shape]) if shape else AutoConfig.from_pretrained(folder)
+    torch.manual_seed(0)
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    return model.requires_grad_(False).eval()
+
+
+def _draw_batch(vocabulary: int, options: Namespace) -> tuple[TokenBatch, Tensor]:
+    samples = max(1, options.tokens // options.length)
+    generator = torch.Generator().manual_seed(0)
+    ids_BT = torch.randint(vocabulary, (samples, options.length), generator=generator)
+    names = [f"sequence {number}" for number in range(samples)]
+    drawn = round(ids_BT.numel() * ScanConfig().reservoir_tokens / DataConfig().tokens)
+    slots_BT = draw_reservoir(ids_BT.numel(), max(1, drawn), 0).view_as(ids_BT)
+    return TokenBatch(ids_BT, torch.ones_like(ids_BT), ids_BT.clone(), names), slots_BT

@@ -1,0 +1,51 @@
+import pytest
+import torch
+from benchmarks.options import read_options
+from benchmarks.peak_memory import layer_activations
+from benchmarks.workbench import SHAPES, make_workbench
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from models.pico import write_pico
+
+
+@pytest.fixture
+def bench(tmp_path):
+    folder = write_pico(tmp_path / "pico", "qwen3")
+    return make_workbench(read_options(["--model", str(folder), "--tokens", "54", "--length", "27"]))
+
+
+def test_the_batch_is_as_asked_for_and_some_tokens_keep_their_bits(bench):
+    assert bench.batch.input_ids.shape == (2, 27)
+    assert (bench.slots_BT >= 0).sum() == round(2 * 27 * 4096 / 65536)
+    assert bench.first_sequence().batch.input_ids.shape == bench.first_sequence().slots_BT.shape == (1, 27)
+
+
+def test_frozen_steps_make_no_weight_gradients_and_training_steps_make_all(bench):
+    weights = list(bench.model.parameters())
+    bench.frozen_step()
+    assert all(weight.grad is None for weight in weights)
+    bench.thaw()
+    bench.train_step()
+    assert all(weight.grad is not None for weight in weights)
+    bench.freeze()
+    assert all(weight.grad is None and not weight.requires_grad for weight in weights)
+
+
+def test_activations_of_a_layer_grow_with_its_tokens(bench):
+    whole, one = layer_activations(bench), layer_activations(bench.first_sequence())
+    assert 1.9 * one < whole <= 2 * one
+    floats = 27 * (4 * 40 + 2 * 24)  # gate, up, act(gate) and h; the inputs of attention and FFN
+    assert one > floats * torch.float32.itemsize
+
+
+def test_random_weights_take_the_shape_of_the_folder(bench, tmp_path):
+    drawn = make_workbench(read_options(["--model", str(tmp_path / "pico"), "--random", "--tokens", "27"]))
+    assert drawn.model.state_dict().keys() == bench.model.state_dict().keys()
+    assert not torch.equal(drawn.model.lm_head.weight, bench.model.lm_head.weight)
+    assert not any(weight.requires_grad for weight in drawn.model.parameters())
+
+
+def test_the_known_shape_has_its_weights():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPES["qwen3-1.7b"]))
+    assert sum(weight.numel() for weight in model.parameters()) == 1_720_574_976
