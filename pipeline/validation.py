@@ -10,6 +10,7 @@ from models.errors import ConfigError, UserError
 from models.families.moe import check_target, select_target
 from models.shape import Shape
 from models.source import check_source, read_source_config
+from pipeline.consistency import contradictions, map_errors
 from pipeline.disk import nearest_existing
 from pipeline.field_rules import field_errors, unknown_choice
 from pipeline.layout import OVERLAYS, groups
@@ -17,6 +18,7 @@ from pipeline.schema import Settings
 from pipeline.shape import Dials, resolve_shape, shape_errors
 from pipeline.stages_table import ALL, STAGES, asked_stages, with_ancestors
 from stages.data.identity import check_data
+from stages.data.settings import check_length
 
 
 class InvalidSettingsError(ConfigError):
@@ -67,14 +69,22 @@ def find_errors(settings: Settings, doubtful: Set[str] = frozenset()) -> list[Us
     errors: list[UserError] = [*stage_errors(settings), *field_errors(settings), *label_errors(settings)]
     errors += output_errors(settings)
     sound = not errors and doubtful <= groups().keys() - {"model", "assemble", *OVERLAYS}
+    errors += contradictions(settings)
     if "data" not in doubtful:
         errors += check_data(settings.data)
     if "model" not in doubtful:
         source_faults = check_source(settings.model)
-        errors += source_faults
+        errors += source_faults or source_errors(settings, read_source_config(settings.model), doubtful)
         if sound and not source_faults and carves(settings):
             errors += carve_errors(settings, read_source_config(settings.model))
     return errors
+
+
+def source_errors(settings: Settings, source: Mapping[str, Any], doubtful: Set[str]) -> Iterator[UserError]:
+    """Settings that a sound source has no room for: sequences too long for it, layers that it does not have."""
+    if "data" not in doubtful:
+        yield from check_length(settings.data, source)
+    yield from map_errors(settings, source)
 
 
 def carve_errors(settings: Settings, source: Mapping[str, Any]) -> Iterator[UserError]:

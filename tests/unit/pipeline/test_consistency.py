@@ -1,0 +1,102 @@
+"""Settings that contradict each other, the source model, or the way the command was started."""
+
+import pytest
+
+from pipeline.composition import compose
+from pipeline.schema import register_schema
+from pipeline.validation import find_errors
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """The errors of a command line for the model in the repository, with 4 layers."""
+    register_schema()
+
+    def find(*words, **more):
+        settings, _folder = compose([*words, f"output_dir={tmp_path}"])
+        return [str(error) for error in find_errors(settings, **more)]
+
+    return find
+
+
+@pytest.fixture
+def torchrun(monkeypatch):
+    """As torchrun starts its second worker of three."""
+    for name, value in {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+
+
+TAYLOR = (
+    "score.method=taylor needs gradients, and scan.gradients=false computes none\n"
+    "  where: settings score.method and scan.gradients\n"
+    "  do:    scan.gradients=true, or score.method=contribution"
+)
+NO_LAYER = (
+    "no layer 4, -5: the model has 4\n"
+    "  where: setting cluster.map_layers\n"
+    "  do:    cluster.map_layers=[] for the first, the middle and the last"
+)
+TOO_LONG = (
+    "data.max_length=1025 is longer than the model's longest sequence, 1024 tokens\n"
+    "  where: setting data.max_length; max_position_embeddings of the model's config.json\n"
+    "  do:    data.max_length=1024"
+)
+
+
+@pytest.mark.parametrize("stage", ["score", "assemble", "all"])
+def test_taylor_scores_need_a_scan_with_gradients(texts, stage):
+    assert texts(f"stage={stage}", "score=taylor", "scan=forward_only") == [TAYLOR]
+    assert texts(f"stage={stage}", "score=taylor") == []
+    assert texts(f"stage={stage}", "scan=forward_only") == []
+
+
+def test_a_scan_alone_is_never_scored(texts):
+    assert texts("stage=scan", "score=taylor", "scan=forward_only") == []
+
+
+def test_maps_are_drawn_of_layers_that_there_are(texts):
+    assert texts("cluster.map_layers=[4,3,-4,-5]") == [NO_LAYER]
+    assert texts("cluster.map_layers=[3,-4]") == []
+    assert texts("cluster.map_layers=[4]", "cluster.map=none") == []
+    assert texts("cluster.map_layers=[4]", "stage=score") == []
+
+
+def test_sequences_fit_into_the_model(texts):
+    assert texts("data.max_length=1025") == [TOO_LONG]
+    assert texts("data.max_length=1024") == []
+
+
+def test_what_stands_at_its_default_for_a_slip_is_not_held_against_the_model(texts):
+    words = ["data.max_length=1025", "cluster.map_layers=[4,-5]"]
+    assert texts(*words, doubtful={"data"}) == [NO_LAYER]
+    assert texts(*words, doubtful={"model"}) == []
+
+
+def test_all_of_it_is_told_at_once_with_a_shape_that_does_not_fit(texts):
+    words = ["score=taylor", "scan=forward_only", "cluster.map_layers=[4,-5]", "data.max_length=1025", "top_k=17"]
+    taylor, long, layers, shape = texts(*words)
+    assert (taylor, long, layers) == (TAYLOR, TOO_LONG, NO_LAYER)
+    assert shape.startswith("top_k=17 is more than experts=16")
+
+
+def test_of_an_unknown_stage_nothing_more_is_known(texts):
+    (error,) = texts("stage=scam", "score=taylor", "scan=forward_only", "cluster.map_layers=[4]")
+    assert error.startswith("stage=scam is none of all, scan")
+
+
+@pytest.mark.parametrize("kind", ["auto", "balanced", "sequential"])
+def test_several_workers_do_not_share_one_model(texts, torchrun, kind):
+    assert texts(f"model.device_map={kind}") == [
+        f"model.device_map={kind} spreads one model over all devices; torchrun started 3 workers, and each loads its "
+        "own\n"
+        "  where: setting model.device_map\n"
+        "  do:    model.device_map=none, or python -m pipeline without torchrun"
+    ]
+    assert texts() == []
+
+
+@pytest.mark.parametrize("environment", [{}, {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}])
+def test_one_worker_has_all_devices(texts, monkeypatch, environment):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert texts("model.device_map=auto") == []
