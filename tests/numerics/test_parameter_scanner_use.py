@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+from accelerate import disk_offload
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
@@ -386,3 +387,15 @@ def test_a_wrong_number_of_names(model):
         scanner.name_samples(["one"])
         with pytest.raises(ConfigError, match="1 names for 2 samples"):
             model(**draw(0))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_offloaded_to_disk(tmp_path, tied):
+    """Every module holds placeholders between its calls, also the tied output embedding."""
+    folder = write_pico(tmp_path / "dense", "qwen3", tie=tied)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
+    expected = scan(model, draw(0))
+    disk_offload(model, tmp_path / "offload", execution_device=torch.device("cpu"))
+    assert model.lm_head.weight.is_meta
+    found = scan(model.requires_grad_(False), draw(0))
+    assert_same(found, expected, rtol=1e-6, atol=0)

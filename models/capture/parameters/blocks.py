@@ -8,8 +8,9 @@ from torch.linalg import vector_norm
 
 def sum_blocks(values_BN: Float[Tensor, "B N"], width: int) -> Float[Tensor, "B n"]:
     """Sums over blocks of `width` columns; the last block may be narrower."""
-    padded: Tensor = torch.nn.functional.pad(values_BN, (0, -values_BN.shape[1] % width))
-    return padded.view(len(padded), -1, width).sum(-1)
+    rest = -values_BN.shape[1] % width
+    padded = torch.nn.functional.pad(values_BN, (0, rest)) if rest else values_BN
+    return padded.reshape(len(padded), -1, width).sum(-1)
 
 
 def token_block_squares(x_BTN: Float[Tensor, "B T N"], width: int) -> Float[Tensor, "B T n"]:

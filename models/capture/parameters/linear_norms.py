@@ -14,7 +14,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 # Floats of one temporary: on a CPU it stays in the cache, on a GPU it fills the device.
-_CACHE_FLOATS, _DEVICE_FLOATS = 1 << 18, 1 << 26
+_CACHE_FLOATS, _DEVICE_FLOATS = 1 << 17, 1 << 26
+_LEAST_ROWS = 256
 # Multiply-adds that cost as much as one number's share of squaring and summing.
 _ELEMENTWISE = 64
 
@@ -67,16 +68,17 @@ def weight_squares(
     return columns_BI, rows_BO
 
 
-def prefer_gram(product: str, length: int, inputs: int, outputs: int) -> bool:
+def prefer_gram(product: str, length: int, inputs: int, outputs: int, *, rows: bool = True) -> bool:
     """Whether to go by Gram matrices: asked for, or cheaper.
 
     Gram costs 2T² multiply-adds for every row and column, direct T for every element of the weight; beside them stands
-    what is done to each number of the products.
+    what is done to each number of the products. Without rows only GGᵀ and its product with X are needed.
     """
     if product != "auto":
         return product == "gram"
-    gram = length * (2 * length + _ELEMENTWISE / 2) * (inputs + outputs)
-    return gram <= (length + _ELEMENTWISE) * inputs * outputs
+    both = length * (2 * length + _ELEMENTWISE / 2) * (inputs + outputs)
+    columns = length * length * outputs + length * (length + _ELEMENTWISE / 2) * inputs
+    return (both if rows else columns) <= (length + _ELEMENTWISE) * inputs * outputs
 
 
 def gram_matrix(x_TN: Float[Tensor, "*b T N"]) -> Float[Tensor, "*b T T"]:
@@ -93,11 +95,11 @@ def gram_matrix(x_TN: Float[Tensor, "*b T N"]) -> Float[Tensor, "*b T T"]:
 
 
 def sample_parts(x_BTI: Tensor, grad_BTO: Tensor) -> Iterator[int | slice]:
-    """Indices of samples: one by one on a CPU, where a sample fills the cache, else groups that fit the budget."""
+    """Indices of samples: groups whose temporaries fit the budget; one by one where a single sample fills it."""
     samples, length, inputs = x_BTI.shape
-    if x_BTI.device.type == "cpu":
-        return iter(range(samples))
     step = max(1, _budget(x_BTI) // (length * max(inputs, grad_BTO.shape[-1])))
+    if step == 1:
+        return iter(range(samples))
     return (slice(first, first + step) for first in range(0, samples, step))
 
 
@@ -114,15 +116,19 @@ def _product_squares(
         rows, columns = _product_squares(grad_TO, x_TI)
         return columns, rows
     *samples, _, inputs = x_TI.shape
-    chunk = max(1, _budget(x_TI) // (math.prod(samples) * inputs))
-    x, columns_I = x_TI.float(), torch.zeros(*samples, inputs, device=x_TI.device)
+    # Fewer rows at a time than these and the matrix product itself slows down.
+    chunk = max(_LEAST_ROWS, _budget(x_TI) // (math.prod(samples) * inputs))
+    x = x_TI.float()
+    column_parts: list[Tensor] = []
     row_parts: list[Tensor] = []
-    for grad in grad_TO.split(chunk, dim=-1):
-        product = torch.matmul(grad.float().mT, x)
+    for first in range(0, grad_TO.shape[-1], chunk):
+        product = torch.matmul(grad_TO[..., first : first + chunk].float().mT, x)
         squares = torch.mul(product, product, out=product)
-        columns_I += squares.sum(-2)
+        column_parts.append(squares.sum(-2))
         row_parts.append(squares.sum(-1))
-    return columns_I, torch.cat(row_parts, dim=-1)
+    if len(row_parts) == 1:
+        return column_parts[0], row_parts[0]
+    return torch.stack(column_parts).sum(0), torch.cat(row_parts, dim=-1)
 
 
 def _budget(tensor: Tensor) -> int:

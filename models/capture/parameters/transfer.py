@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from models.capture.parameters.scan_pass import Buffers, ScanPass
+from models.capture.parameters.layout import Layout
+from models.capture.parameters.scan_pass import ScanPass, Squares
 from models.capture.records import ScannedSequence, ScanRecord
 from models.errors import NumericsError
 
@@ -16,7 +18,7 @@ class Measured:
     """A finished pass."""
 
     scan_pass: ScanPass
-    buffers: Buffers
+    squares: Squares
 
 
 def to_record(measured: Measured, *, gradients: bool) -> tuple[ScanRecord | None, list[str]]:
@@ -29,65 +31,72 @@ def to_record(measured: Measured, *, gradients: bool) -> tuple[ScanRecord | None
         NumericsError: the gradient of a sample is zero everywhere, or not finite.
     """
     scan_pass = measured.scan_pass
-    squares_BW, tokens_BTP, mask_BT, supervised_B = _fetch(measured)
-    kept = torch.ones(scan_pass.facts.samples, dtype=torch.bool)
+    squares, mask_BT, supervised_B = _fetch(measured)
+    kept = torch.ones(len(mask_BT), dtype=torch.bool)
     if gradients and supervised_B is not None:
         kept = supervised_B > 0
     indices = kept.nonzero().flatten().tolist()
     skipped = [name for name, keep in zip(scan_pass.names, kept.tolist(), strict=True) if not keep]
     if not indices:
         return None, skipped
-    activation, gradient, in_activation, in_gradient, out_gradient = scan_pass.layout.split(squares_BW[kept].sqrt_())
-    sequences = [
-        ScannedSequence(scan_pass.names[index], int(mask_BT[index].sum()), scan_pass.source) for index in indices
-    ]
+    norms = [values_BN[kept] for values_BN in _by_parameter_and_block(scan_pass.layout, squares, len(kept))]
+    counts = mask_BT.sum(1).tolist()
+    sequences = [ScannedSequence(scan_pass.names[index], counts[index], scan_pass.source) for index in indices]
     if gradients:
-        _check(gradient, sorted(measured.buffers.with_gradient), [sequence.name for sequence in sequences])
-    token_activation, token_gradient = None, None
-    if tokens_BTP is not None:
-        by_token = [tokens_BTP[index][mask_BT[index]].sqrt_().chunk(2, dim=1) for index in indices]
-        token_activation, token_gradient = [pair[0] for pair in by_token], [pair[1] for pair in by_token]
-    record = ScanRecord(
-        sequences, activation, gradient, in_activation, in_gradient, out_gradient, token_activation, token_gradient
-    )
-    return record, skipped
+        _check(norms[1], sorted(squares.out_gradient), [sequence.name for sequence in sequences])
+    tokens = _by_token(scan_pass, squares, mask_BT, indices) if scan_pass.per_token else (None, None)
+    return ScanRecord(sequences, norms[0], norms[1], norms[2], norms[3], norms[4], *tokens), skipped
 
 
-def _fetch(measured: Measured) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Everything on the CPU: sums (B, W), tokens (B, T, 2P) or None, mask (B, T), supervised (B,) or None."""
-    facts, buffers = measured.scan_pass.facts, measured.buffers
-    mask_BT = torch.ones(facts.samples, facts.length, dtype=torch.bool) if facts.mask_BT is None else facts.mask_BT
-    sums: list[Tensor] = []
-    tokens: list[Tensor] = []
-    extras = [mask_BT.float()]
-    if facts.supervised_B is not None:
-        extras.append(facts.supervised_B)
-    for device, sums_BW in buffers.sums.items():
-        parts = [sums_BW, *([buffers.tokens[device]] if device in buffers.tokens else [])]
-        # The facts of the call ride along with the first device.
-        brought = _bring([*parts, *(extra.to(device) for extra in extras)] if not sums else parts)
-        sums.append(brought[0])
-        if device in buffers.tokens:
-            tokens.append(brought[1])
-        if len(sums) == 1:
-            extras = brought[len(parts) :]
-    supervised_B = extras[1] if facts.supervised_B is not None else None
-    return _merge(sums), _merge(tokens) if tokens else None, extras[0] > 0, supervised_B
+def _by_parameter_and_block(layout: Layout, squares: Squares, samples: int) -> list[Tensor]:
+    """The five tensors of a record: totals of activation and gradient, blocks of both, output blocks."""
+    read = layout.join(squares.activation, layout.read, samples)
+    in_gradient = layout.join(squares.in_gradient, layout.inputs, samples)
+    out_gradient = layout.join(squares.out_gradient, layout.outputs, samples)
+    linear = torch.tensor([parameter.kind == "linear" for parameter in layout.parameters])
+    in_activation = read[:, linear[layout.read]]
+    totals = layout.totals(read, layout.read), layout.totals(out_gradient, layout.outputs)
+    return [values.sqrt() for values in (*totals, in_activation, in_gradient, out_gradient)]
 
 
-def _bring(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies on the CPU, moved in one piece."""
-    flat = torch.cat([tensor.flatten() for tensor in tensors]).cpu()
-    parts = flat.split([tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+def _by_token(
+    scan_pass: ScanPass, squares: Squares, mask_BT: Tensor, indices: Sequence[int]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """For every sample (its tokens, P): norms of activations and of what each position contributes."""
+    found: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for group, pieces in zip(found, (squares.token_activation, squares.token_gradient), strict=True):
+        table_BTP = torch.full((*mask_BT.shape, len(scan_pass.layout.parameters)), torch.nan)
+        for index, squares_BS in pieces.items():
+            # A module that saw the last positions only fills those.
+            table_BTP[:, -squares_BS.shape[1] :, index] = squares_BS
+        group += [table_BTP[index][mask_BT[index]].sqrt_() for index in indices]
+    return found
 
 
-def _merge(parts: Sequence[Tensor]) -> Tensor:
-    """What several devices measured, each its own parameters and NaN elsewhere."""
-    merged, *others = parts
-    for other in others:
-        merged = torch.where(merged.isnan(), other, merged)
-    return merged
+def _fetch(measured: Measured) -> tuple[Squares, Tensor, Tensor | None]:
+    """Everything on the CPU: squares, mask (B, T) and supervised tokens (B,), where known."""
+    facts, squares, call = measured.scan_pass.facts, Squares(), dict[str, Tensor]()
+    groups = zip(squares.groups(), measured.squares.groups(), strict=True)
+    wanted: list[tuple[dict[Any, Tensor], Any, Tensor]] = [
+        (target, index, tensor) for target, group in groups for index, tensor in group.items()
+    ]
+    # What is known of the call rides along with the first device.
+    device = wanted[0][2].device if wanted else torch.device("cpu")
+    for name, known in (("mask", facts.mask_BT), ("supervised", facts.supervised_B)):
+        if known is not None:
+            wanted.append((call, name, known.to(device, torch.float32)))
+    for device in {tensor.device for *_, tensor in wanted}:
+        _bring([one for one in wanted if one[2].device == device])
+    mask_BT = call["mask"] > 0 if "mask" in call else torch.ones(facts.samples, facts.length, dtype=torch.bool)
+    return squares, mask_BT, call.get("supervised")
+
+
+def _bring(wanted: Sequence[tuple[dict[Any, Tensor], Any, Tensor]]) -> None:
+    """Put copies of the tensors of one device where they are wanted, moved in one piece."""
+    flat = torch.cat([tensor.flatten() for *_, tensor in wanted]).cpu()
+    sizes = [tensor.numel() for *_, tensor in wanted]
+    for (target, key, tensor), part in zip(wanted, flat.split(sizes), strict=True):
+        target[key] = part.view(tensor.shape)
 
 
 def _check(gradient_BP: Tensor, measured: Sequence[int], names: Sequence[str]) -> None:

@@ -19,9 +19,13 @@ class _Watch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401 - autograd's context
         saved = ctx.saved_tensors  # once: under gradient checkpointing a second look is an error
-        # A backward pass called inside an autocast region would multiply in half precision.
-        with torch.no_grad(), torch.autocast(grads[0].device.type, enabled=False):
-            ctx.receive(grads[0], *saved)
+        if torch.is_autocast_enabled(grads[0].device.type):
+            # A backward pass called inside an autocast region would multiply in half precision.
+            with torch.no_grad(), torch.autocast(grads[0].device.type, enabled=False):
+                ctx.receive(grads[0], *saved)
+        else:
+            with torch.no_grad():
+                ctx.receive(grads[0], *saved)
         return (None, grads[0], *([None] * len(saved)))
 
 

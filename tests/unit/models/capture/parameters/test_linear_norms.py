@@ -66,5 +66,7 @@ def test_a_sample_without_gradient_has_norm_zero(operands):
 def test_the_cheaper_product():
     assert prefer_gram("auto", 64, 1024, 3072)
     assert not prefer_gram("auto", 2048, 1024, 3072)
+    assert not prefer_gram("auto", 896, 1024, 100_000)
+    assert prefer_gram("auto", 896, 1024, 100_000, rows=False)
     assert prefer_gram("gram", 2048, 1024, 3072)
     assert not prefer_gram("direct", 1, 1024, 3072)

@@ -4,7 +4,7 @@ import torch
 from models.capture.parameters.call import CallFacts
 from models.capture.parameters.inputs import split_samples
 from models.capture.parameters.layout import Layout
-from models.capture.parameters.scan_pass import Buffers, ScanPass
+from models.capture.parameters.scan_pass import ScanPass, Squares
 from models.capture.parameters.transfer import Measured, to_record
 from models.capture.records import WatchedParameter
 from models.errors import ConfigError, NumericsError
@@ -12,36 +12,35 @@ from models.errors import ConfigError, NumericsError
 LAYOUT = Layout.of([WatchedParameter("embed", "embedding", 11, 6, 4), WatchedParameter("q", "linear", 6, 12, 4)])
 
 
-def test_groups_of_the_buffer_and_their_places():
-    assert LAYOUT.widths == [2, 2, 2, 2, 5]
-    buffer_BW = LAYOUT.empty(3, torch.device("cpu"))
-    LAYOUT.write(
-        buffer_BW, 1, activation=(torch.full((3,), 4.0), torch.ones(3, 2)),
-        gradient=(torch.full((3,), 9.0), torch.full((3, 2), 2.0), torch.full((3, 3), 3.0)),
-    )  # fmt: skip
-    nan = torch.nan
-    expected = torch.tensor([nan, 4, nan, 9, 1, 1, 2, 2, nan, nan, 3, 3, 3])
-    torch.testing.assert_close(buffer_BW, expected.expand(3, -1), equal_nan=True)
+def test_blocks_stand_in_the_order_of_the_parameters():
+    ones = {1: torch.ones(3, 2)}
+    expected = torch.tensor([torch.nan, 1, 1]).expand(3, -1)
+    torch.testing.assert_close(LAYOUT.join(ones, LAYOUT.read, 3), expected, equal_nan=True)
+    torch.testing.assert_close(LAYOUT.join(ones, LAYOUT.inputs, 3), torch.ones(3, 2))
+    totals = LAYOUT.totals(torch.tensor([[1.0, 2, 3, 4, 5]]), LAYOUT.outputs)
+    assert totals.tolist() == [[3, 12]]
 
 
-def test_what_several_devices_measured_becomes_one_record():
-    """Each device has a buffer of its own; two keys stand for them here."""
-    facts = CallFacts(2, 3, torch.tensor([[True, True, False], [True] * 3]), None)
-    first, second = LAYOUT.empty(2, torch.device("cpu")), LAYOUT.empty(2, torch.device("cpu"))
-    LAYOUT.write(first, 0, gradient=(torch.full((2,), 16.0), None, torch.full((2, 2), 8.0)))
-    LAYOUT.write(second, 1, gradient=(torch.full((2,), 9.0), torch.full((2, 2), 4.5), torch.full((2, 3), 3.0)))
-    buffers = Buffers({torch.device("cpu"): first, torch.device("cpu", 0): second}, with_gradient={0, 1})
-    record, skipped = to_record(Measured(ScanPass(facts, LAYOUT, ["a", "b"]), buffers), gradients=True)
-    assert record.gradient_BP.tolist() == [[4, 3], [4, 3]]
+def test_a_record_of_what_was_measured():
+    facts = CallFacts(2, 3, torch.tensor([[True, True, False], [True] * 3]), torch.tensor([1.0, 2]))
+    squares = Squares(
+        activation={0: torch.full((2, 1), 25.0), 1: torch.tensor([[9.0, 16]] * 2)},
+        in_gradient={1: torch.tensor([[9.0, 16]] * 2)},
+        out_gradient={0: torch.tensor([[9.0, 16]] * 2), 1: torch.tensor([[4.0, 4, 1]] * 2)},
+    )
+    record, skipped = to_record(Measured(ScanPass(facts, LAYOUT, ["a", "b"]), squares), gradients=True)
+    assert record.activation_BP.tolist() == [[5, 5]] * 2
+    assert record.gradient_BP.tolist() == [[5, 3]] * 2
+    assert record.in_activation_BI.tolist() == record.in_gradient_BI.tolist() == [[3, 4]] * 2
+    assert record.out_gradient_BO.tolist() == [[3, 4, 2, 2, 1]] * 2
     assert [(sequence.name, sequence.tokens) for sequence in record.sequences] == [("a", 2), ("b", 3)]
-    assert record.activation_BP.isnan().all()
+    assert record.token_gradient is None
     assert not skipped
 
 
 def test_a_pass_that_no_gradient_reached():
-    buffers = Buffers({torch.device("cpu"): LAYOUT.empty(1, torch.device("cpu"))})
     with pytest.raises(NumericsError) as caught:
-        to_record(Measured(ScanPass(CallFacts(1, 3, None, None), LAYOUT, ["a"]), buffers), gradients=True)
+        to_record(Measured(ScanPass(CallFacts(1, 3, None, None), LAYOUT, ["a"]), Squares()), gradients=True)
     assert str(caught.value) == (
         "no gradient reached a watched parameter in 1 of 1 samples\n"
         "  where: a\n"
