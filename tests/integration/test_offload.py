@@ -1,5 +1,7 @@
 """A model larger than its device: what does not fit is read from disk, and nothing that is found changes."""
 
+import json
+
 import pytest
 import torch
 from integration.carving import words_of_pico
@@ -7,6 +9,7 @@ from safetensors.torch import load_file
 
 from models.loading import load_dense
 from models.pico import write_pico
+from models.placement import is_offloaded
 from pipeline.cli import run_command
 
 
@@ -29,15 +32,21 @@ def whole(source, text, tmp_path_factory):
 
 @pytest.fixture
 def loaded(monkeypatch):
-    """The models that a scan loads."""
+    """The dense models that stages load."""
     models = []
 
     def load(*arguments):
         models.append(load_dense(*arguments))
         return models[-1]
 
-    monkeypatch.setattr("stages.scan.stage.load_dense", load)
+    for stage in ("scan", "project", "evaluate"):
+        monkeypatch.setattr(f"stages.{stage}.stage.load_dense", load)
     return models
+
+
+def is_recomputing(model):
+    renamed = hasattr(model, "is_activation_checkpointing")  # within transformers 5
+    return model.is_activation_checkpointing if renamed else model.is_gradient_checkpointing
 
 
 # The embedding of the tokenizer's 4096 tokens takes 393 KB, a layer 23 KB.
@@ -47,7 +56,7 @@ def test_a_scan_with_layers_on_disk_finds_the_same(source, text, whole, tmp_path
     (model,) = loaded
     assert set(model.hf_device_map.values()) == places
     # Without it the graph would keep all weights until the backward pass.
-    assert getattr(model, "is_activation_checkpointing", None) or model.is_gradient_checkpointing
+    assert is_recomputing(model)
     assert found.keys() == whole.keys()
     for name, tensor in found.items():
         assert torch.equal(tensor, whole[name]), name
@@ -57,3 +66,21 @@ def test_a_forward_only_scan_with_layers_on_disk(source, text, whole, tmp_path):
     words = ("scan=forward_only", "model.device_map=sequential", "model.cpu_memory=450KB")
     found = scanned(source, text, tmp_path, *words)
     assert torch.equal(found["sum_abs"], whole["sum_abs"])
+
+
+def evaluate(source, text, outputs, *words):
+    """What the whole chain reports, times aside."""
+    sparse = ["stage=all", "experts=4", "n=8", "top_k=2", "always_on=8", "cluster.map=none", "evaluate.speed_tokens=0"]
+    sparse += ["evaluate.baselines=[unaligned]", "project.penalties=[0.1]"]
+    assert run_command([*words_of_pico(source, text), *sparse, f"output_dir={outputs}", *words]) == 0
+    (found,) = outputs.glob("artifacts/*/evaluate/*/evaluation.json")
+    return json.loads(found.read_text())
+
+
+def test_the_whole_chain_with_layers_on_disk_finds_the_same(source, text, tmp_path, loaded):
+    words = ["model.device_map=auto", "model.cpu_memory=450KB"]
+    found = evaluate(source, text, tmp_path / "disk", *words)
+    assert [is_offloaded(model) for model in loaded] == [True, True, True]
+    assert [is_recomputing(model) for model in loaded] == [True, True, False]  # evaluate needs no gradients
+    assert not list(tmp_path.rglob("offloaded"))
+    assert found == evaluate(source, text, tmp_path / "whole")

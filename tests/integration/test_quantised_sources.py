@@ -140,3 +140,33 @@ def test_a_plain_checkpoint_is_scanned_in_fewer_bits(plain, text, tmp_path, quan
     for name in ("sum_abs", "grad_norm_gate", "grad_norm_up", "grad_norm_down", "weight_norm_down"):
         assert statistics[name].shape == (2, 72)
         assert statistics[name].gt(0).all(), name
+
+
+SPARSE = [
+    *("stage=all", "experts=4", "n=9", "top_k=2", "always_on=18", "cluster.map=none", "project.penalties=[0.1]"),
+    *("evaluate.speed_tokens=100", "evaluate.baselines=[unaligned]"),
+]
+
+
+def evaluate(source, text, outputs, *words):
+    """What the whole chain reports of a source."""
+    assert run_command([*words_of_pico(source, text), *SPARSE, f"output_dir={outputs}", *words]) == 0
+    return json.loads((only(outputs / "artifacts" / source.name / "evaluate") / "evaluation.json").read_text())
+
+
+def test_a_stored_checkpoint_goes_through_the_whole_chain(stored, plain, text, tmp_path):
+    found = evaluate(stored, text, tmp_path)
+    dense, carved = found["models"]["dense"], found["models"]["carved"]
+    unquantised = AutoModelForCausalLM.from_pretrained(plain)
+    assert dense["parameters"] == dense["active_parameters"] == unquantised.num_parameters()
+    assert carved["active_parameters"] < carved["parameters"]
+    assert abs(carved["gap"]) < 0.5
+    assert all(0 < layer["error"] < 1 for layer in found["layers"])
+
+
+def test_a_model_scanned_in_4_bits_is_held_against_its_stored_weights(plain, text, tmp_path):
+    found = evaluate(plain, text, tmp_path / "nf4", "model.quantization=nf4")
+    whole = evaluate(plain, text, tmp_path / "plain")
+    assert found["models"]["dense"]["loss"] == whole["models"]["dense"]["loss"]
+    assert found["models"]["dense"]["parameters"] == whole["models"]["dense"]["parameters"]
+    assert found["models"]["carved"]["loss"] != whole["models"]["carved"]["loss"]
