@@ -1,7 +1,6 @@
 """What one batch adds to the sums of a scan, computed where the layers are."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -9,25 +8,14 @@ from torch import Tensor
 
 from models.capture.ffn_norms import unit_norms
 from models.capture.ffn_probe import FFNGradients
-from stages.scan.selection import mark_active_, pack_bits
+from stages.scan.token_kernel import sum_tokens_compiled
+from stages.scan.token_sums import UnitRule, pack_bits, sum_tokens
 from stages.stores.sums import ScanSums
 
 # Sums of the forward pass, then of the backward pass: one row each in a layer's buffer.
 FORWARD = ("sum_abs", "sum_sq", "max_abs", "active_count")
 BACKWARD = ("sum_taylor", "grad_norm_gate", "grad_norm_up", "grad_norm_down")
 ROWS = {name: row for row, name in enumerate(FORWARD + BACKWARD)}
-
-# Elements worked on at once: what stays in a core's cache, or what fills a GPU.
-_CHUNK = {"cpu": 2**17, "cuda": 2**26}
-
-
-@dataclass(frozen=True)
-class UnitRule:
-    """How units are measured."""
-
-    active_share: float
-    active_threshold: float | None
-    norm_product: str = "auto"
 
 
 def sum_shapes(layers: int, width: int, reservoir: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -44,8 +32,8 @@ def sum_shapes(layers: int, width: int, reservoir: int) -> dict[str, tuple[tuple
 class LayerSums:
     """One layer's share of a batch."""
 
-    rows_8F: Tensor  # fp32, in the order of ROWS
-    bits_Rf: list[Tensor] = field(default_factory=list)  # reservoir rows in token order
+    rows_8F: Tensor  # float64, in the order of ROWS
+    bits_Rf: Tensor  # reservoir rows in token order
     totals_B: Tensor | None = None  # every sample's Σ‖∇‖
 
 
@@ -56,7 +44,7 @@ class BatchSums:
         """Prepare on the CPU which tokens count (`mask_BT`) and which keep their bits (`slots_BT` >= 0)."""
         self.rule = rule
         self.layers: list[LayerSums | None] = [None] * layers
-        self.padded = not bool(mask_BT.all())
+        self.rows: dict[torch.device, Tensor] = {}
         self.real_T = mask_BT.flatten().nonzero()[:, 0]
         slots_T = slots_BT.flatten()[self.real_T]
         self.drawn_R = (slots_T >= 0).nonzero()[:, 0]
@@ -64,31 +52,27 @@ class BatchSums:
 
     def add_hidden(self, layer: int, h_BTF: Float[Tensor, "B T F"]) -> None:
         """Sums of the forward pass."""
-        sums = self._of(layer, h_BTF)
-        total_abs, total_sq, peak, active = sums.rows_8F[: len(FORWARD)]
-        for first, h_TF in self._real_rows(h_BTF):
-            magnitude = h_TF.float().abs()
-            total_abs += magnitude.sum(0)
-            torch.maximum(peak, magnitude.amax(0), out=peak)
-            total_sq += magnitude.square().sum(0)
-            marks = mark_active_(magnitude, self.rule.active_share, self.rule.active_threshold)
-            active += marks.sum(0)
-            self._keep_bits(sums, marks, first)
+        self._add_tokens(layer, h_BTF, None)
 
     def add_gradients(self, layer: int, record: FFNGradients) -> None:
         """Sums of both passes."""
-        self.add_hidden(layer, record.h_BTF)
-        sums = self._of(layer, record.h_BTF)
-        taylor = sums.rows_8F[ROWS["sum_taylor"]]
-        for (_, h_TF), (_, grad_TF) in zip(
-            self._real_rows(record.h_BTF), self._real_rows(record.h_grad_BTF), strict=True
-        ):
-            taylor += (h_TF.float() * grad_TF.float()).abs_().sum(0)
-        totals_B = torch.zeros(len(record.h_BTF), device=taylor.device)
+        sums = self._add_tokens(layer, record.h_BTF, record.h_grad_BTF)
+        totals_B = torch.zeros(len(record.h_BTF), device=record.h_BTF.device)
         for name, norms_BF in unit_norms(record, self.rule.norm_product).items():
-            sums.rows_8F[ROWS[f"grad_norm_{name}"]] = norms_BF.sum(0)
+            sums.rows_8F[ROWS[f"grad_norm_{name}"]] = norms_BF.double().sum(0)
             totals_B += norms_BF.sum(1)
         sums.totals_B = totals_B
+
+    def _add_tokens(self, layer: int, h_BTF: Tensor, grad_BTF: Tensor | None) -> LayerSums:
+        sum_up = sum_tokens_compiled if h_BTF.device.type == "cpu" else sum_tokens
+        h_MF, grad_MF = h_BTF.flatten(0, 1), None if grad_BTF is None else grad_BTF.flatten(0, 1)
+        found_5F, limits_T = sum_up(h_MF, grad_MF, self._rows_on(h_BTF.device), self.rule)
+        rows_8F = torch.zeros(len(ROWS), h_MF.shape[1], dtype=torch.float64, device=h_MF.device)
+        rows_8F[: len(found_5F)] = found_5F
+        drawn_R = self.drawn_R.to(h_MF.device, non_blocking=True)
+        drawn_RF = h_MF[self._rows_on(h_BTF.device)[drawn_R]].float().abs() >= limits_T[drawn_R, None]
+        self.layers[layer] = sums = LayerSums(rows_8F, pack_bits(drawn_RF))
+        return sums
 
     def to_host(self) -> "HostBatch":
         """Everything on the CPU, by one transfer for each device that holds layers."""
@@ -96,30 +80,13 @@ class BatchSums:
         assert len(parts) == len(self.layers), "a layer did not run"
         rows = _gather([part.rows_8F for part in parts])
         totals = _gather([part.totals_B for part in parts if part.totals_B is not None])
-        bits = _gather([torch.cat(part.bits_Rf) for part in parts if part.bits_Rf])
-        return HostBatch(torch.stack(rows), totals, torch.stack(bits) if bits else None, self.slots_R)
+        bits = _gather([part.bits_Rf for part in parts])
+        return HostBatch(torch.stack(rows), totals, torch.stack(bits), self.slots_R)
 
-    def _of(self, layer: int, h_BTF: Tensor) -> LayerSums:
-        if (sums := self.layers[layer]) is None:
-            sums = LayerSums(torch.zeros(len(ROWS), h_BTF.shape[-1], device=h_BTF.device))
-            self.layers[layer] = sums
-        return sums
-
-    def _real_rows(self, values_BTF: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Unmasked tokens, a cacheful at a time, with the number of the first among them."""
-        flat_TF = values_BTF.flatten(0, 1)
-        step = max(1, _CHUNK.get(flat_TF.device.type, 2**20) // flat_TF.shape[1])
-        if self.padded and self.real_T.device != flat_TF.device:
-            self.real_T = self.real_T.to(flat_TF.device, non_blocking=True)
-        for first in range(0, len(self.real_T), step):
-            chosen = self.real_T[first : first + step] if self.padded else slice(first, first + step)
-            yield first, flat_TF[chosen]
-
-    def _keep_bits(self, sums: LayerSums, marks_TF: Tensor, first: int) -> None:
-        begin, end = torch.searchsorted(self.drawn_R, torch.tensor([first, first + len(marks_TF)])).tolist()
-        if begin < end:
-            chosen = (self.drawn_R[begin:end] - first).to(marks_TF.device, non_blocking=True)
-            sums.bits_Rf.append(pack_bits(marks_TF[chosen]))
+    def _rows_on(self, device: torch.device) -> Tensor:
+        if device not in self.rows:
+            self.rows[device] = self.real_T.to(device, non_blocking=True)
+        return self.rows[device]
 
 
 @dataclass(frozen=True)
@@ -128,7 +95,7 @@ class HostBatch:
 
     rows_L8F: Tensor
     totals: list[Tensor]  # per layer (B,); empty after a forward-only pass
-    bits_LRf: Tensor | None  # None when no token of the batch was drawn
+    bits_LRf: Tensor
     slots_R: Tensor
 
     def sample_totals(self) -> Float[Tensor, "B"]:
@@ -140,13 +107,12 @@ class HostBatch:
         for name, row in ROWS.items():
             values_LF, total = self.rows_L8F[:, row], sums.tensors[name]
             if name in BACKWARD:
-                total += values_LF.double() / loss_scale
+                total += values_LF / loss_scale
             elif name == "max_abs":
-                torch.maximum(total, values_LF.double(), out=total)
+                torch.maximum(total, values_LF, out=total)
             else:
                 total += values_LF.to(total.dtype)
-        if self.bits_LRf is not None:
-            sums.tensors["bits_LRf"][:, self.slots_R] = self.bits_LRf
+        sums.tensors["bits_LRf"][:, self.slots_R] = self.bits_LRf
         for name, count in counters.items():
             sums.counters[name] = sums.counters.get(name, 0) + count
         sums.done.add(number)

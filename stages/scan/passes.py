@@ -11,9 +11,10 @@ from models.capture.ffn_probe import probe_gradients, probe_hidden
 from models.ffn import GatedFFN
 from stages.calibration.forward import forward_losses
 from stages.data.batches import TokenBatch
-from stages.scan.batch_sums import BatchSums, HostBatch, UnitRule
+from stages.scan.batch_sums import BatchSums, HostBatch
 from stages.scan.checks import check_gradients, check_losses
 from stages.scan.parameters import ParameterRecorder
+from stages.scan.token_sums import UnitRule
 from stages.stores.sums import ScanSums
 
 # Gradients of a mean over tokens vanish in float16 below 6e-8. A power of two costs no accuracy.

@@ -38,7 +38,7 @@ def scan_shares(
     shapes: Shapes,
     workers: Workers,
     *,
-    after_batch: Callable[[int], None],
+    after_batch: Callable[[int], object],
 ) -> None:
     """Read every batch that is not yet in the store; each worker takes every world-th of them.
 

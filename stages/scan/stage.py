@@ -1,5 +1,7 @@
 """scan: load the dense model, read it on the calibration text, write unit statistics."""
 
+from typing import Never
+
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
@@ -17,7 +19,7 @@ from stages.data.prompts import load_prompts
 from stages.data.sequences import LoadedText, load_text
 from stages.data.skipped import describe_skipped
 from stages.data.sources import describe_source
-from stages.scan.batch_sums import UnitRule, sum_shapes
+from stages.scan.batch_sums import sum_shapes
 from stages.scan.config import ScanConfig
 from stages.scan.finish import make_statistics, summarise
 from stages.scan.identity import sums_identity
@@ -25,6 +27,7 @@ from stages.scan.parameters import publish_parameters, record_parameters
 from stages.scan.passes import Scanner
 from stages.scan.reservoir import draw_reservoir
 from stages.scan.shares import agree_on_done, collect_sums, scan_shares
+from stages.scan.token_sums import UnitRule
 from stages.stores.config import StoreConfig
 from stages.stores.open import StorePlace, open_store
 
@@ -74,7 +77,7 @@ def read_text(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> LoadedTex
     return load_prompts(data, tokenizer) if data.labels == "generated" else load_text(data, tokenizer, "calibration")
 
 
-def show_progress(total: int, done: int, workers: Workers) -> "tqdm[object]":
+def show_progress(total: int, done: int, workers: Workers) -> "tqdm[Never]":
     """A bar over all tokens; with several workers it moves by the leading one's."""
     return tqdm(
         total=total,

@@ -12,8 +12,9 @@ from models.capture.ffn_norms import unit_norms
 from models.capture.ffn_probe import FFNGradients, probe_gradients
 from models.capture.gradient_norms import gram, prefer_gram
 from models.ffn import ffn_modules
-from stages.scan.batch_sums import BatchSums, UnitRule, sum_shapes
+from stages.scan.batch_sums import BatchSums, sum_shapes
 from stages.scan.config import ScanConfig
+from stages.scan.token_sums import UnitRule
 from stages.stores.sums import empty_sums
 
 

@@ -13,10 +13,11 @@ from stages.calibration.recomputation import enable_gradient_checkpointing
 from stages.contracts.workers import ALONE
 from stages.data.batches import batch_sequences
 from stages.data.sequences import TokenSequence
-from stages.scan.batch_sums import UnitRule, sum_shapes
+from stages.scan.batch_sums import sum_shapes
 from stages.scan.passes import Scanner
 from stages.scan.reservoir import draw_reservoir
 from stages.scan.shares import scan_shares
+from stages.scan.token_sums import UnitRule
 from stages.stores.local import LocalStore
 
 LENGTHS = (9, 5, 7)

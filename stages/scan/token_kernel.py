@@ -1,0 +1,120 @@
+"""The forward and Taylor sums of one layer on a CPU, in one pass over memory.
+
+Done operation by operation, each of these sums reads all activations again, and finding every token's most active units
+costs as much as a projection. Here a token's activations stay in the first-level cache while all is done with them.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from inspect import unwrap
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from numba import njit
+from numpy.typing import NDArray
+from torch import Tensor
+
+from stages.scan.token_sums import UnitRule
+
+# Tokens summed up together. Fixed, so that results do not depend on the number of threads.
+_SPAN = 128
+# All bits of a float but its sign: as integers they are ordered as the magnitudes are. The smallest normal float.
+_MAGNITUDE, _SMALLEST = np.int32(0x7FFFFFFF), np.int32(0x00800000)
+# A quarter of an octave: neighbouring tokens' limits seldom differ by more.
+_STRIDE = np.int32(1 << 21)
+
+
+def sum_tokens_compiled(
+    h_MF: Float[Tensor, "M F"], grad_MF: Float[Tensor, "M F"] | None, rows_T: Int[Tensor, "T"], rule: UnitRule
+) -> tuple[Float[Tensor, "5 F"], Float[Tensor, "T"]]:
+    """`sum_tokens` for tensors on the CPU; one of any number of values that mean the same limit may be returned.
+
+    Numerics: float64 over spans of 128 tokens, added in order.
+    """
+    h, rows, count = _as_numpy(h_MF), rows_T.numpy(), np.int32(rule.active_count(h_MF.shape[1]))
+    grad = h[:0] if grad_MF is None else _as_numpy(grad_MF)
+    fixed = np.int32(0)
+    if rule.active_threshold is not None:
+        above = np.nextafter(np.float32(rule.active_threshold), np.float32(np.inf))
+        fixed = max(above.view(np.int32), _SMALLEST)
+    spans = [rows[first : first + _SPAN] for first in range(0, len(rows), _SPAN)]
+    with ThreadPoolExecutor(min(torch.get_num_threads(), len(spans))) as threads:
+        parts = list(threads.map(lambda span: _sum_span(h, grad, span, count, fixed), spans))
+    total = parts[0][0]
+    for part, _ in parts[1:]:
+        np.maximum(total[2], part[2], out=part[2])
+        total += part
+        total[2] = part[2]
+    limits = np.concatenate([bits for _, bits in parts]).view(np.float32)
+    return torch.from_numpy(total), torch.from_numpy(limits)
+
+
+def _as_numpy(values_MF: Tensor) -> NDArray[np.float32]:
+    return values_MF.detach().float().contiguous().numpy()
+
+
+def _count_from(bits: NDArray[np.int32], limit: np.int32) -> np.int32:
+    count = np.int32(0)
+    for unit in range(len(bits)):
+        count += np.int32(bits[unit] >= limit)
+    return count
+
+
+def _find_limit(bits: NDArray[np.int32], count: np.int32, top: np.int32, guess: np.int32) -> np.int32:
+    """A value that `count` of the bits reach, or the largest that more reach; `guess` is where to look first."""
+    low, high = np.int32(0), top + np.int32(1)  # enough reach low, too few reach high
+    stride, limit = _STRIDE, guess
+    while low < limit < high:
+        reached = _count_from(bits, limit)
+        if reached == count:
+            return limit
+        if reached > count:
+            low, limit = limit, limit + stride if limit < _MAGNITUDE - stride else _MAGNITUDE
+        else:
+            high, limit = limit, limit - stride
+        if high - low <= stride:
+            break
+    while high - low > 1:
+        limit = low + (high - low) // np.int32(2)
+        reached = _count_from(bits, limit)
+        if reached == count:
+            return limit
+        if reached > count:
+            low = limit
+        else:
+            high = limit
+    return low
+
+
+def _sum_rows(
+    h: NDArray[np.float32], grad: NDArray[np.float32], rows: NDArray[np.int64], count: np.int32, fixed: np.int32
+) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
+    """Sums (5, F) over some tokens, and their limits as bits; `fixed` above 0 is everybody's limit."""
+    width = h.shape[1]
+    h_bits, bits = h.view(np.int32), np.empty(width, np.int32)
+    sums, limits = np.zeros((5, width)), np.empty(len(rows), np.int32)
+    limit = np.int32(0)
+    for place in range(len(rows)):
+        token, top = rows[place], np.int32(0)
+        for unit in range(width):
+            bits[unit] = h_bits[token, unit] & _MAGNITUDE
+            top = max(top, bits[unit])
+        limit = fixed if fixed > 0 else max(_find_limit(bits, count, top, limit), _SMALLEST)
+        limits[place] = limit
+        for unit in range(width):
+            magnitude = np.float64(abs(h[token, unit]))
+            sums[0, unit] += magnitude
+            sums[1, unit] += magnitude * magnitude
+            sums[2, unit] = max(sums[2, unit], magnitude)
+            sums[3, unit] += np.float64(bits[unit] >= limit)
+        if len(grad):
+            for unit in range(width):
+                sums[4, unit] += np.float64(abs(h[token, unit] * grad[token, unit]))
+    return sums, limits
+
+
+# Without the interpreter's lock, so that threads work side by side. What tests wrap for type checks is unwrapped.
+_compiled = njit(nogil=True, cache=True)
+_count_from = _compiled(unwrap(_count_from))
+_find_limit = _compiled(unwrap(_find_limit))
+_sum_span = _compiled(unwrap(_sum_rows))

@@ -1,0 +1,87 @@
+import numpy as np
+import pytest
+import torch
+
+from stages.scan.token_kernel import sum_tokens_compiled
+from stages.scan.token_sums import UnitRule, pack_bits, sum_tokens
+
+FUNCTIONS = [sum_tokens, sum_tokens_compiled]
+
+
+def draw(tokens=300, width=53, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    spread = torch.rand(width, generator=generator).pow(4)
+    return [torch.randn(tokens, width, generator=generator) * spread for _ in range(2)]
+
+
+def plain(h, grad, rule):
+    """The same, one token after another."""
+    h, grad = h.double(), grad.double()
+    active = torch.zeros_like(h)
+    for token, values in enumerate(h.abs()):
+        limit = values.sort(descending=True).values[rule.active_count(len(values)) - 1]
+        active[token] = (
+            (values >= limit) & (values > 0) if rule.active_threshold is None else values > rule.active_threshold
+        )
+    sums = [h.abs().sum(0), h.square().sum(0), h.abs().amax(0), active.sum(0), (h * grad).abs().sum(0)]
+    return torch.stack(sums), active
+
+
+@pytest.mark.parametrize("sum_up", FUNCTIONS)
+@pytest.mark.parametrize("rule", [UnitRule(0.1, None), UnitRule(0.5, None), UnitRule(0.1, 0.2)])
+def test_sums_are_those_of_the_obvious_loop(sum_up, rule):
+    h, grad = draw()
+    rows = torch.tensor([row for row in range(len(h)) if row % 7])
+    found, limits = sum_up(h, grad, rows, rule)
+    expected, active = plain(h[rows], grad[rows], rule)
+    torch.testing.assert_close(found, expected, rtol=2e-6, atol=0)
+    assert torch.equal(found[3], expected[3])
+    assert torch.equal((h[rows].abs() >= limits[:, None]).double(), active)
+
+
+@pytest.mark.parametrize("sum_up", FUNCTIONS)
+def test_without_gradients_the_last_row_is_zero(sum_up):
+    h, grad = draw()
+    rows = torch.arange(len(h))
+    found, _ = sum_up(h, None, rows, UnitRule(0.1, None))
+    assert torch.equal(found[:4], sum_up(h, grad, rows, UnitRule(0.1, None))[0][:4])
+    assert not found[4].any()
+
+
+@pytest.mark.parametrize("sum_up", FUNCTIONS)
+def test_ties_at_the_limit_are_all_active_and_zeros_never(sum_up):
+    h = torch.tensor([[2.0, -2.0, 2.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0, 7.0], [0.0, 0.0, 0.0, 0.0, 0.0]])
+    found, _ = sum_up(h, None, torch.arange(3), UnitRule(0.4, None))
+    assert found[3].tolist() == [1, 1, 1, 0, 1]
+
+
+@pytest.mark.parametrize("sum_up", FUNCTIONS)
+def test_at_least_one_unit_is_active(sum_up):
+    assert sum_up(torch.tensor([[3.0, 1.0, 2.0]]), None, torch.arange(1), UnitRule(1e-9, None))[0][3].sum() == 1
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-6, 1e20])
+def test_limits_are_found_at_any_size(scale):
+    h, _ = draw(tokens=40)
+    h *= torch.logspace(-3, 3, 40)[:, None] * scale
+    rows, rule = torch.arange(40), UnitRule(0.2, None)
+    assert torch.equal(sum_tokens_compiled(h, None, rows, rule)[0][3], sum_tokens(h, None, rows, rule)[0][3])
+
+
+def test_threads_change_nothing():
+    h, grad = draw(tokens=700)
+    rows, threads = torch.arange(700), torch.get_num_threads()
+    found = []
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            found.append(sum_tokens_compiled(h, grad, rows, UnitRule(0.1, None))[0])
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("width", [1, 8, 13, 24])
+def test_bits_are_those_of_numpy(width):
+    active = torch.rand(5, width, generator=torch.Generator().manual_seed(width)) > 0.5
+    assert np.array_equal(pack_bits(active).numpy(), np.packbits(active.numpy(), axis=1))
