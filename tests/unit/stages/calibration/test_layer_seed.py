@@ -1,0 +1,14 @@
+from itertools import product
+
+from stages.calibration.layer_seed import layer_seed
+
+
+def test_runs_and_layers_never_share_a_seed():
+    """Nor do the layers of a stage that keeps away from another's by an offset."""
+    indices = [*range(80), *range(5_000, 5_080)]
+    seeds = [layer_seed(seed, index) for seed, index in product(range(50), indices)]
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_seeds_stay_what_they_are():
+    assert (layer_seed(0, 4), layer_seed(3, 5)) == (4, 30_026)
