@@ -53,9 +53,12 @@ class RedisServer:
 
 
 def _free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        if port < 2**16 - 10001:  # a cluster wants another one 10,000 above
+            return port
 
 
 @contextmanager
@@ -65,8 +68,8 @@ def running(folder: Path, *options: str, append_only: bool = True) -> Iterator[R
         pytest.skip("needs redis-server (Debian and Ubuntu: apt install redis-server)")
     folder.mkdir(parents=True, exist_ok=True)
     server = RedisServer(folder, *options, append_only=append_only)
-    server.start()
     try:
+        server.start()
         yield server
     finally:
         server.kill()
