@@ -8,12 +8,12 @@ parameter needs `requires_grad`, so no weight gradient is ever allocated.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from models.capture.watch import watch
 from models.ffn import GatedFFN
 
 
@@ -33,27 +33,6 @@ OnHidden = Callable[[int, Tensor], None]
 OnGradients = Callable[[int, FFNGradients], None]
 
 
-class _Watch(torch.autograd.Function):
-    """Identity; hands the gradient, with what the forward pass saved, to `receive`."""
-
-    @staticmethod
-    def forward(ctx: Any, receive: Callable[..., None], value: Tensor, *saved: Tensor) -> Tensor:  # noqa: ANN401 - autograd's context
-        ctx.receive = receive
-        ctx.save_for_backward(*saved)
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401 - autograd's context
-        saved = ctx.saved_tensors  # once: under gradient checkpointing a second look is an error
-        ctx.receive(grads[0], *saved)
-        return (None, grads[0], *([None] * len(saved)))
-
-
-def _watch(receive: Callable[..., None], value: Tensor, *saved: Tensor) -> Tensor:
-    watched: Tensor = _Watch.apply(receive, value, *saved)
-    return watched
-
-
 class _LayerProbe:
     """Collects one layer's tensors; complete when gate and up gradients have both arrived."""
 
@@ -62,16 +41,16 @@ class _LayerProbe:
         self.parts: dict[str, Tensor] = {}
 
     def watch_gate(self, _module: nn.Module, args: tuple[Tensor, ...], gate: Tensor) -> Tensor:
-        return _watch(self._receive_gate, gate, gate, args[0])
+        return watch(self._receive_gate, gate, gate, args[0])
 
     def watch_up(self, _module: nn.Module, _args: tuple[Tensor, ...], up: Tensor) -> Tensor:
-        return _watch(self._receive_up, up, up)
+        return watch(self._receive_up, up, up)
 
     def watch_hidden(self, _module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (_watch(lambda grad: self.parts.update(h_grad=grad), args[0]), *args[1:])
+        return (watch(lambda grad: self.parts.update(h_grad=grad), args[0]), *args[1:])
 
     def watch_output(self, _module: nn.Module, _args: tuple[Tensor, ...], out: Tensor) -> Tensor:
-        return _watch(lambda grad: self.parts.update(out_grad=grad), out)
+        return watch(lambda grad: self.parts.update(out_grad=grad), out)
 
     def _receive_gate(self, grad: Tensor, gate: Tensor, x: Tensor) -> None:
         self.parts.update(gate_grad=grad, gate=gate, x=x)

@@ -1,49 +1,143 @@
-"""Exact per-sample weight-gradient norms, row by row, without weight gradients.
+"""Squared norms of a Linear's weight gradient, by sample, row and column, without gradients of a batch.
 
-For one sample with inputs X (T, D) and output gradients G (T, F), the gradient of row j of the weight is Gᵀ_j X, so
-‖∇W_j‖² = G_jᵀ (X Xᵀ) G_j. The Gram matrix X Xᵀ is shared by all F rows.
+For one sample with inputs X (T, I) and output gradients G (T, O), ∇W = GᵀX. Two exact ways:
+
+- Gram: columns Σ_t X⊙((GGᵀ)X), rows Σ_t G⊙((XXᵀ)G): no matrix of the weight's size is ever made;
+- direct: GᵀX itself, some rows at a time, squared and summed both ways.
 """
+
+import math
+from collections.abc import Iterator
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+# Floats of one temporary: on a CPU it stays in the cache, on a GPU it fills the device.
+_CACHE_FLOATS, _DEVICE_FLOATS = 1 << 17, 1 << 26
+_LEAST_ROWS = 256
+# Multiply-adds that cost as much as one number's share of squaring and summing.
+_ELEMENTWISE = 64
 
-def break_even_length(hidden_size: int, intermediate_size: int) -> float:
-    """Sequence length above which the direct product costs less than the Gram product.
 
-    Gram products of one FFN cost T²(2D + 3F), direct ones 3TDF.
+def column_squares(
+    x_BTI: Float[Tensor, "B T I"],
+    grad_BTO: Float[Tensor, "B T O"],
+    *,
+    gram: bool,
+    gram_BTT: Float[Tensor, "B T T"] | None = None,
+) -> Float[Tensor, "B I"]:
+    """‖∇W[:, i]‖² for every sample and column; with the two tensors exchanged, for every row.
+
+    Args:
+        x_BTI: the Linear's input.
+        grad_BTO: gradient of its output; zero where the loss does not reach.
+        gram: by Gram matrix, or else directly.
+        gram_BTT: GGᵀ in fp32, where it is already known.
+    Numerics: as `weight_squares`.
     """
-    return 3 * hidden_size * intermediate_size / (2 * hidden_size + 3 * intermediate_size)
+    columns_BI = x_BTI.new_empty(x_BTI.shape[0], x_BTI.shape[2], dtype=torch.float32)
+    for part in sample_parts(x_BTI, grad_BTO):
+        x, grad = x_BTI[part].float(), grad_BTO[part]
+        if gram:
+            columns_BI[part] = _quadratic_forms(gram_matrix(grad) if gram_BTT is None else gram_BTT[part], x)
+        else:
+            columns_BI[part] = _product_squares(x, grad)[0]
+    return columns_BI
 
 
-def prefer_gram(product: str, length: int, hidden_size: int, intermediate_size: int) -> bool:
-    """Whether to use the Gram product: asked for, or cheaper."""
+def weight_squares(
+    x_BTI: Float[Tensor, "B T I"],
+    grad_BTO: Float[Tensor, "B T O"],
+    *,
+    gram: bool,
+    gram_BTT: Float[Tensor, "B T T"] | None = None,
+) -> tuple[Float[Tensor, "B I"], Float[Tensor, "B O"]]:
+    """‖∇W[:, i]‖² and ‖∇W[o, :]‖² for every sample, column and row.
+
+    Args:
+        x_BTI: the Linear's input.
+        grad_BTO: gradient of its output; zero where the loss does not reach.
+        gram: by Gram matrices, or else directly.
+        gram_BTT: XXᵀ in fp32, where it is already known.
+    Numerics: fp32 products and sums; norms within 1e-5 of the true gradient's in fp32. Squares below 1e-38, that is
+        norms below 1e-19, vanish.
+    """
+    columns_BI = x_BTI.new_empty(x_BTI.shape[0], x_BTI.shape[2], dtype=torch.float32)
+    rows_BO = x_BTI.new_empty(x_BTI.shape[0], grad_BTO.shape[2], dtype=torch.float32)
+    for part in sample_parts(x_BTI, grad_BTO):
+        x = x_BTI[part].float()
+        if gram:
+            grad = grad_BTO[part].float()
+            columns_BI[part] = _quadratic_forms(gram_matrix(grad), x)
+            rows_BO[part] = _quadratic_forms(gram_matrix(x) if gram_BTT is None else gram_BTT[part], grad)
+        else:
+            columns_BI[part], rows_BO[part] = _product_squares(x, grad_BTO[part])
+    return columns_BI, rows_BO
+
+
+def prefer_gram(product: str, length: int, inputs: int, outputs: int, *, rows: bool = True) -> bool:
+    """Whether to go by Gram matrices: asked for, or cheaper.
+
+    Gram costs 2T² multiply-adds for every row and column, direct T for every element of the weight; beside them stands
+    what is done to each number of the products. Without rows only GGᵀ and its product with X are needed.
+    """
     if product != "auto":
         return product == "gram"
-    return length <= break_even_length(hidden_size, intermediate_size)
+    both = length * (2 * length + _ELEMENTWISE / 2) * (inputs + outputs)
+    columns = length * length * outputs + length * (length + _ELEMENTWISE / 2) * inputs
+    return (both if rows else columns) <= (length + _ELEMENTWISE) * inputs * outputs
 
 
-def gram(x_BTD: Float[Tensor, "B T D"]) -> Float[Tensor, "B T T"]:
-    """Per-sample Gram matrix X Xᵀ in fp32."""
-    x = x_BTD.float()
-    return x @ x.mT
+def gram_matrix(x_TN: Float[Tensor, "*b T N"]) -> Float[Tensor, "*b T T"]:
+    """X Xᵀ of every sample in fp32; numbers of half precision are converted some columns at a time."""
+    if x_TN.dtype == torch.float32:
+        return x_TN @ x_TN.mT
+    *samples, length, columns = x_TN.shape
+    chunk = max(1, 4 * _budget(x_TN) // (math.prod(samples) * length))
+    gram_TT = torch.zeros(*samples, length, length, device=x_TN.device)
+    for first in range(0, columns, chunk):
+        part = x_TN[..., first : first + chunk].float()
+        gram_TT += part @ part.mT
+    return gram_TT
 
 
-def row_norms_from_gram(gram_BTT: Float[Tensor, "B T T"], grad_BTF: Float[Tensor, "B T F"]) -> Float[Tensor, "B F"]:
-    """‖∇W_j‖ for every sample and row: sqrt(G_jᵀ · Gram · G_j).
+def sample_parts(x_BTI: Tensor, grad_BTO: Tensor) -> Iterator[int | slice]:
+    """Indices of samples: groups whose temporaries fit the budget; one by one where a single sample fills it."""
+    samples, length, inputs = x_BTI.shape
+    step = max(1, _budget(x_BTI) // (length * max(inputs, grad_BTO.shape[-1])))
+    if step == 1:
+        return iter(range(samples))
+    return (slice(first, first + step) for first in range(0, samples, step))
 
-    Numerics: fp32; rounding can leave a square just below zero, which counts as zero.
-    """
-    grad = grad_BTF.float()
-    squares: Tensor = (grad * (gram_BTT @ grad)).sum(1)
-    return squares.clamp_min_(0).sqrt_()
+
+def _quadratic_forms(gram_TT: Float[Tensor, "*b T T"], x_TN: Float[Tensor, "*b T N"]) -> Float[Tensor, "*b N"]:
+    """x_nᵀ K x_n for every column; rounding can leave one just below zero, which counts as zero."""
+    return torch.matmul(gram_TT, x_TN).mul_(x_TN).sum(-2).clamp_min_(0)
 
 
-def row_norms_direct(
-    x_BTD: Float[Tensor, "B T D"], grad_BTF: Float[Tensor, "B T F"], chunk: int = 4096
-) -> Float[Tensor, "B F"]:
-    """‖∇W_j‖ for every sample and row from Gᵀ X itself, `chunk` rows at a time."""
-    x, grad = x_BTD.float(), grad_BTF.float()
-    parts = [(grad[..., first : first + chunk].mT @ x).norm(dim=-1) for first in range(0, grad.shape[-1], chunk)]
-    return torch.cat(parts, dim=-1)
+def _product_squares(
+    x_TI: Float[Tensor, "*b T I"], grad_TO: Float[Tensor, "*b T O"]
+) -> tuple[Float[Tensor, "*b I"], Float[Tensor, "*b O"]]:
+    """Column and row sums of (GᵀX)², which is never held whole: the longer side is done in chunks."""
+    if x_TI.shape[-1] > grad_TO.shape[-1]:
+        rows, columns = _product_squares(grad_TO, x_TI)
+        return columns, rows
+    *samples, _, inputs = x_TI.shape
+    # Fewer rows at a time than these and the matrix product itself slows down.
+    chunk = max(_LEAST_ROWS, _budget(x_TI) // (math.prod(samples) * inputs))
+    x = x_TI.float()
+    column_parts: list[Tensor] = []
+    row_parts: list[Tensor] = []
+    for first in range(0, grad_TO.shape[-1], chunk):
+        product = torch.matmul(grad_TO[..., first : first + chunk].float().mT, x)
+        squares = torch.mul(product, product, out=product)
+        column_parts.append(squares.sum(-2))
+        row_parts.append(squares.sum(-1))
+    if len(row_parts) == 1:
+        return column_parts[0], row_parts[0]
+    return torch.stack(column_parts).sum(0), torch.cat(row_parts, dim=-1)
+
+
+def _budget(tensor: Tensor) -> int:
+    return _CACHE_FLOATS if tensor.device.type == "cpu" else _DEVICE_FLOATS

@@ -29,8 +29,8 @@ from models.capture.parameters.layout import Layout
 from models.capture.parameters.scan_pass import ScanPass
 from models.capture.parameters.targets import Target, find_targets
 from models.capture.parameters.transfer import Measured, to_record
-from models.capture.parameters.watch import watch
 from models.capture.records import ScanRecord, WatchedParameter
+from models.capture.watch import watch
 from models.errors import ConfigError, NumericsError
 
 _SCANNED: WeakSet[nn.Module] = WeakSet()

@@ -68,5 +68,5 @@ def pack_bits(active_RF: Bool[Tensor, "R F"]) -> UInt8[Tensor, "R f"]:
     """Rows of truth values as bits, (R, ceil(F/8)) uint8, most significant first as numpy.packbits does."""
     padded = torch.nn.functional.pad(active_RF.to(torch.uint8), (0, -active_RF.shape[1] % 8))
     places = torch.arange(7, -1, -1, dtype=torch.uint8, device=active_RF.device)
-    packed: Tensor = (padded.view(len(padded), -1, 8) << places).sum(-1, dtype=torch.uint8)
+    packed: Tensor = (padded.view(len(padded), padded.shape[1] // 8, 8) << places).sum(-1, dtype=torch.uint8)
     return packed

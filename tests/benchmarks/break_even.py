@@ -14,9 +14,8 @@ from benchmarks.workbench import Workbench
 from torch import Tensor
 
 from models.capture import gradient_norms
-from models.capture.ffn_norms import unit_norms
+from models.capture.ffn_norms import unit_norms, units_prefer_gram
 from models.capture.ffn_probe import FFNGradients
-from models.capture.parameters import linear_norms
 
 SHORTEST = 64
 # Where the code's own changeover is looked for.
@@ -85,12 +84,12 @@ def _all_products(bench: Workbench) -> list[Products]:
         Products(
             "units",
             partial(_unit_tasks, bench, *sizes),
-            lambda length: gradient_norms.prefer_gram("auto", length, *sizes),
+            lambda length: units_prefer_gram("auto", length, *sizes),
         ),
         Products(
             "weight of up",
             partial(_weight_tasks, bench, *sizes),
-            lambda length: linear_norms.prefer_gram("auto", length, *sizes),
+            lambda length: gradient_norms.prefer_gram("auto", length, *sizes),
         ),
     ]
 
@@ -104,7 +103,7 @@ def _unit_tasks(bench: Workbench, hidden_size: int, width: int, length: int) -> 
 
 def _weight_tasks(bench: Workbench, hidden_size: int, width: int, length: int) -> dict[str, Task]:
     x, grad = _draw(bench, length, [hidden_size, width])
-    without_graph = torch.no_grad()(linear_norms.weight_squares)
+    without_graph = torch.no_grad()(gradient_norms.weight_squares)
     return {product: Task(partial(without_graph, x, grad, gram=product == "gram")) for product in ("gram", "direct")}
 
 

@@ -8,9 +8,9 @@ import torch
 from benchmarks.timing import Task
 from benchmarks.workbench import Workbench
 
-from models.capture.ffn_norms import unit_norms
+from models.capture.ffn_norms import unit_norms, units_prefer_gram
 from models.capture.ffn_probe import FFNGradients, probe_gradients
-from models.capture.gradient_norms import gram, prefer_gram
+from models.capture.gradient_norms import gram_matrix
 from models.ffn import ffn_modules
 from stages.scan.batch_sums import BatchSums, sum_shapes
 from stages.scan.config import ScanConfig
@@ -58,7 +58,7 @@ def record_tasks(record: FFNGradients, layers: int, bench: Workbench) -> dict[st
         "to host": _host_task(record, layers, bench, rule),
     }
     (_, length, hidden_size), width = record.x_BTD.shape, record.h_BTF.shape[-1]
-    if prefer_gram(rule.norm_product, length, hidden_size, width):
+    if units_prefer_gram(rule.norm_product, length, hidden_size, width):
         tasks["gram"] = Task(partial(_gram_matrices, record))
     return tasks
 
@@ -70,8 +70,8 @@ def _norms(record: FFNGradients, product: str) -> None:
 
 @torch.no_grad()
 def _gram_matrices(record: FFNGradients) -> None:
-    gram(record.x_BTD)
-    gram(record.out_grad_BTD)
+    gram_matrix(record.x_BTD)
+    gram_matrix(record.out_grad_BTD)
 
 
 def _host_task(record: FFNGradients, layers: int, bench: Workbench, rule: UnitRule) -> Task:

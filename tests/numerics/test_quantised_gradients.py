@@ -5,8 +5,8 @@ import torch
 from numerics.quantised_models import plain_twin, store_quantised, write_plain
 from torch.nn.functional import cross_entropy
 
+from models.capture.ffn_norms import unit_norms
 from models.capture.ffn_probe import probe_gradients
-from models.capture.gradient_norms import gram, row_norms_from_gram
 from models.config import ModelConfig
 from models.ffn import ffn_modules
 from models.loading import load_dense
@@ -43,17 +43,6 @@ def backward(model, on_layer):
     inputs_BTD = model.get_input_embeddings()(IDS).detach().requires_grad_(True)
     with probe_gradients(ffn_modules(model), on_layer):
         loss_of(model(inputs_embeds=inputs_BTD, use_cache=False).logits).backward()
-
-
-def unit_norms(record):
-    inputs_BTT, outputs_BTT = gram(record.x_BTD), gram(record.out_grad_BTD)
-    return torch.stack(
-        [
-            row_norms_from_gram(inputs_BTT, record.gate_grad_BTF),
-            row_norms_from_gram(inputs_BTT, record.up_grad_BTF),
-            row_norms_from_gram(outputs_BTT, record.h_BTF),
-        ]
-    )
 
 
 def scanned_norms(model):

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from models.capture.parameters.linear_norms import column_squares
+from models.capture.gradient_norms import column_squares
 
 
 @dataclass(frozen=True)

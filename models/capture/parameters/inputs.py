@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from models.capture.gradient_norms import gram_matrix
 from models.capture.parameters.blocks import token_block_squares
-from models.capture.parameters.linear_norms import gram_matrix
 from models.errors import ConfigError
 
 

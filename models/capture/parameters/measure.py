@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
+from models.capture.gradient_norms import prefer_gram, weight_squares
 from models.capture.parameters.blocks import sum_blocks
 from models.capture.parameters.embedding_norms import embedding_columns, embedding_token_squares, head_part
 from models.capture.parameters.inputs import InputSquares, last_positions, split_samples
-from models.capture.parameters.linear_norms import prefer_gram, weight_squares
 from models.capture.parameters.scan_pass import ScanPass
 
 

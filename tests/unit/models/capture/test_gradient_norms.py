@@ -1,40 +1,72 @@
 import pytest
 import torch
 
-from models.capture.gradient_norms import break_even_length, gram, prefer_gram, row_norms_direct, row_norms_from_gram
+from models.capture.gradient_norms import column_squares, gram_matrix, prefer_gram, weight_squares
 
-B, T, D, F = 3, 7, 6, 12
+B, T, INPUTS, OUTPUTS = 3, 7, 6, 13
 
 
 @pytest.fixture
 def operands():
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(B, T, D, generator=generator), torch.randn(B, T, F, generator=generator)
+    return torch.randn(B, T, INPUTS, generator=generator), torch.randn(B, T, OUTPUTS, generator=generator)
 
 
-def test_both_products_equal_the_explicit_gradient(operands):
-    x_BTD, grad_BTF = operands
-    explicit = torch.stack(
-        [(grad.T.double() @ x.double()).norm(dim=1) for x, grad in zip(x_BTD, grad_BTF, strict=True)]
-    )
-    torch.testing.assert_close(row_norms_from_gram(gram(x_BTD), grad_BTF).double(), explicit, rtol=1e-6, atol=0)
-    torch.testing.assert_close(row_norms_direct(x_BTD, grad_BTF, chunk=5).double(), explicit, rtol=1e-6, atol=0)
+def explicit(x_BTI, grad_BTO):
+    squares_BOI = torch.einsum("bto,bti->boi", grad_BTO.double(), x_BTI.double()).square()
+    return squares_BOI.sum(1), squares_BOI.sum(2)
+
+
+@pytest.mark.parametrize("gram", [True, False])
+@pytest.mark.parametrize("wide", [False, True])
+def test_columns_and_rows_equal_the_explicit_gradient(operands, gram, wide):
+    x, grad = operands if not wide else reversed(operands)
+    for found, truth in zip(weight_squares(x, grad, gram=gram), explicit(x, grad), strict=True):
+        torch.testing.assert_close(found.double(), truth, rtol=1e-5, atol=0)
+    torch.testing.assert_close(column_squares(x, grad, gram=gram).double(), explicit(x, grad)[0], rtol=1e-5, atol=0)
+
+
+def test_products_larger_than_the_budget_are_done_in_chunks(operands, monkeypatch):
+    x, grad = operands
+    monkeypatch.setattr("models.capture.gradient_norms._CACHE_FLOATS", 3 * INPUTS)  # 13 rows: 3, 3, 3, 3, 1
+    for found, truth in zip(weight_squares(x, grad, gram=False), explicit(x, grad), strict=True):
+        torch.testing.assert_close(found.double(), truth, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("gram", [True, False])
+def test_half_precision_is_multiplied_in_fp32(operands, gram):
+    x, grad = (tensor.bfloat16() for tensor in operands)
+    for found, truth in zip(weight_squares(x, grad, gram=gram), explicit(x, grad), strict=True):
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), truth, rtol=1e-5, atol=0)
+
+
+def test_a_known_gram_matrix_is_used(operands):
+    x, grad = operands
+    _, rows = weight_squares(x, grad, gram=True, gram_BTT=4 * gram_matrix(x))
+    torch.testing.assert_close(rows.double(), 4 * explicit(x, grad)[1], rtol=1e-5, atol=0)
+
+
+def test_gram_of_half_precision_in_chunks(operands, monkeypatch):
+    x = operands[1].bfloat16()
+    monkeypatch.setattr("models.capture.gradient_norms._CACHE_FLOATS", B * T)
+    torch.testing.assert_close(gram_matrix(x), x.float() @ x.float().mT, rtol=1e-6, atol=1e-6)
 
 
 def test_a_sample_without_gradient_has_norm_zero(operands):
-    x_BTD, grad_BTF = operands
-    grad_BTF[1] = 0
-    norms_BF = row_norms_from_gram(gram(x_BTD), grad_BTF)
-    assert not norms_BF[1].any()
-    assert norms_BF[0].all()
+    x, grad = operands
+    grad[1] = 0
+    for gram in (True, False):
+        columns, rows = weight_squares(x, grad, gram=gram)
+        assert not columns[1].any()
+        assert not rows[1].any()
+        assert columns[[0, 2]].all()
 
 
-@pytest.mark.parametrize(
-    ("hidden", "width", "length"), [(1024, 3072, 838), (2560, 9728, 2178), (4096, 14336, 3441)]
-)  # Qwen3-0.6B, Qwen3-4B, Llama-3-8B
-def test_the_products_change_over_at_equal_cost(hidden, width, length):
-    assert round(break_even_length(hidden, width)) == length
-    assert prefer_gram("auto", length - 1, hidden, width)
-    assert not prefer_gram("auto", length + 1, hidden, width)
-    assert prefer_gram("gram", 10 * length, hidden, width)
-    assert not prefer_gram("direct", 1, hidden, width)
+def test_the_cheaper_product():
+    assert prefer_gram("auto", 64, 1024, 3072)
+    assert not prefer_gram("auto", 2048, 1024, 3072)
+    assert not prefer_gram("auto", 896, 1024, 100_000)
+    assert prefer_gram("auto", 896, 1024, 100_000, rows=False)
+    assert prefer_gram("gram", 2048, 1024, 3072)
+    assert not prefer_gram("direct", 1, 1024, 3072)

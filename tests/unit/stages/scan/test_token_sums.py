@@ -85,3 +85,7 @@ def test_threads_change_nothing():
 def test_bits_are_those_of_numpy(width):
     active = torch.rand(5, width, generator=torch.Generator().manual_seed(width)) > 0.5
     assert np.array_equal(pack_bits(active).numpy(), np.packbits(active.numpy(), axis=1))
+
+
+def test_no_rows_have_no_bits():
+    assert pack_bits(torch.zeros(0, 13, dtype=torch.bool)).shape == (0, 2)
