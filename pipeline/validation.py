@@ -19,6 +19,8 @@ from pipeline.shape import Dials, resolve_shape, shape_errors
 from pipeline.stages_table import ALL, STAGES, asked_stages, with_ancestors
 from stages.data.identity import check_data
 from stages.data.settings import check_length
+from stages.stores.config import StoreConfig
+from stages.stores.redis_connection import check_store
 
 
 class InvalidSettingsError(ConfigError):
@@ -72,6 +74,8 @@ def find_errors(settings: Settings, doubtful: Set[str] = frozenset()) -> list[Us
     errors += contradictions(settings)
     if "data" not in doubtful:
         errors += check_data(settings.data)
+    if "store" not in doubtful:
+        errors += store_errors(settings.store)
     if "model" not in doubtful:
         source_faults = check_source(settings.model)
         errors += source_faults or source_errors(settings, read_source_config(settings.model), doubtful)
@@ -130,6 +134,14 @@ def label_errors(settings: Settings) -> Iterator[ConfigError]:
             where="setting model.label",
             do=f"model.label={Path(label).name.strip('.') or 'source'}",
         )
+
+
+def store_errors(store: StoreConfig) -> Iterator[UserError]:
+    """A server that cannot be reached, or does not let us in."""
+    try:
+        check_store(store)
+    except UserError as error:
+        yield error
 
 
 def output_errors(settings: Settings) -> Iterator[ConfigError]:

@@ -47,6 +47,14 @@ class Workers:
         finally:
             dist.destroy_process_group()
 
+    def pick_device(self, asked: str) -> str:
+        """The device of this process: where every worker is to have a GPU, its own."""
+        import torch  # noqa: PLC0415 - settings are checked without torch
+
+        if self.world == 1 or asked not in {"auto", "cuda"} or not torch.cuda.is_available():
+            return asked
+        return f"cuda:{self.local_rank % torch.cuda.device_count()}"
+
     def share(self, value: Any) -> list[Any]:  # noqa: ANN401 - anything that can be pickled between trusted processes
         """What every process gave, in the order of their ranks. Raises LostWorkerError."""
         if self.world == 1:

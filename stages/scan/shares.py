@@ -1,5 +1,6 @@
 """All batches of a scan, shared out among workers, each added to the sums once."""
 
+import random
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
@@ -10,7 +11,7 @@ from stages.data.batches import TokenBatch
 from stages.scan.passes import Scanner
 from stages.scan.reservoir import slots_of_batch
 from stages.stores.store import SumStore
-from stages.stores.sums import ScanSums, Shapes, empty_sums
+from stages.stores.sums import ScanSums
 
 
 def agree_on_done(store: SumStore, workers: Workers) -> set[int]:
@@ -35,7 +36,6 @@ def scan_shares(
     batches: Sequence[TokenBatch],
     slots_M: Tensor,
     store: SumStore,
-    shapes: Shapes,
     workers: Workers,
     *,
     after_batch: Callable[[int], object],
@@ -47,7 +47,6 @@ def scan_shares(
         batches: of the whole scan.
         slots_M: reservoir slot of every token of the whole scan, -1 for none.
         store: keeps the sums.
-        shapes: of the sums.
         workers: who shares the work.
         after_batch: called with the number of tokens just read.
     """
@@ -55,24 +54,36 @@ def scan_shares(
     first_tokens = [0, *accumulate(counts)]
     first_samples = [0, *accumulate(len(batch.names) for batch in batches)]
     while missing := sorted(set(range(len(batches))) - agree_on_done(store, workers)):
-        pending = empty_sums(shapes)
-        for number in missing[workers.rank :: workers.world]:
+        done: set[int] = set()
+        for number in order_share(missing[workers.rank :: workers.world], store):
+            if number in done:
+                continue
             batch = batches[number]
             slots_BT = slots_of_batch(slots_M, first_tokens[number], batch.attention_mask.bool())
-            scanner.scan(batch, slots_BT, pending, number=number, first_sample=first_samples[number])
+            scanner.scan(batch, slots_BT, store.sums, number=number, first_sample=first_samples[number])
             after_batch(counts[number])
             if store.due():
-                _hand_over(pending, store, scanner)
-                pending = empty_sums(shapes)
-        if pending.done:
-            _hand_over(pending, store, scanner)
+                _flush(store, scanner)
+                done = store.done() if store.shared else done
+        _flush(store, scanner)
 
 
-def _hand_over(pending: ScanSums, store: SumStore, scanner: Scanner) -> None:
+def order_share(numbers: Sequence[int], store: SumStore) -> Sequence[int]:
+    """The order in which a worker reads its batches.
+
+    Other jobs that flush to the same store, on other machines perhaps, have the same list; each begins somewhere else,
+    so that they meet late.
+    """
+    if not (store.shared and numbers):
+        return numbers
+    first = random.randrange(len(numbers))  # not seeded: no two jobs are to draw the same
+    return [*numbers[first:], *numbers[:first]]
+
+
+def _flush(store: SumStore, scanner: Scanner) -> None:
     # Parameters first: read again they do no harm, missing they do.
     if scanner.parameters:
         scanner.parameters.seal()
-    store.add(pending)
     store.flush()
 
 

@@ -1,5 +1,6 @@
 """scan: load the dense model, read it on the calibration text, write unit statistics."""
 
+from dataclasses import replace
 from typing import Never
 
 from tqdm import tqdm
@@ -37,7 +38,7 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, store: StoreConfig, s
     folder, workers = resolve_folder(model), job.workers
     tokenizer = load_tokenizer(folder)
     text = read_text(data, tokenizer)
-    dense = load_dense(model, folder)
+    dense = load_dense(replace(model, device=workers.pick_device(model.device)), folder)
     if data.labels == "generated":
         text = continue_prompts(
             dense, tokenizer, text, data, seed=seed, batch_tokens=scan.batch_tokens,
@@ -60,7 +61,7 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, store: StoreConfig, s
         counts = [int(batch.attention_mask.sum()) for batch in batches]
         resumed_at = sum(counts[number] for number in agree_on_done(keeper, workers))
         with show_progress(text.tokens, resumed_at, workers) as progress:
-            scan_shares(scanner, batches, slots_M, keeper, shapes, workers, after_batch=progress.update)
+            scan_shares(scanner, batches, slots_M, keeper, workers, after_batch=progress.update)
         sums = collect_sums(keeper, workers)
     if sums is None:
         return Table("scan", [], [])

@@ -50,31 +50,27 @@ class LocalStore:
         self.identity, self.every = json.dumps(identity, sort_keys=True), every
         self.last = time.monotonic()
         self.shapes = shapes
-        self.own = self._load(self.path) if self.path.exists() else empty_sums(shapes)
+        self.sums = self._load(self.path) if self.path.exists() else empty_sums(shapes)
         left = [path for path in sorted(folder.glob("sums.*.safetensors")) if _worker_of(path) >= workers]
         self.inherited = [self._load(path) for path in left] if worker == 0 else []
 
     def forget(self) -> None:
         """Start from nothing: another worker has these batches."""
-        self.own = empty_sums(self.shapes)
+        self.sums = empty_sums(self.shapes)
 
     def done(self) -> set[int]:
         """Batches in this worker's file, and in those it took over."""
-        return self.own.done.union(*(part.done for part in self.inherited))
+        return self.sums.done.union(*(part.done for part in self.inherited))
 
     def due(self) -> bool:
         """Whether the last flush lies `every` seconds back."""
         return time.monotonic() - self.last >= self.every
 
-    def add(self, part: ScanSums) -> None:
-        """Add a part in memory."""
-        self.own.add(part)
-
     def flush(self) -> None:
         """Write the state: to a temporary file, to the disk, then in place of the old one."""
         temporary = self.path.with_suffix(".tmp")
-        facts = {"identity": self.identity, "counters": self.own.counters, "done": sorted(self.own.done)}
-        save_file(self.own.tensors, temporary, metadata={"facts": json.dumps(facts)})
+        facts = {"identity": self.identity, "counters": self.sums.counters, "done": sorted(self.sums.done)}
+        save_file(self.sums.tensors, temporary, metadata={"facts": json.dumps(facts)})
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         temporary.replace(self.path)
@@ -82,7 +78,7 @@ class LocalStore:
 
     def collect(self) -> ScanSums:
         """This worker's sums and those it took over."""
-        return total_of([self.own, *self.inherited], self.shapes) if self.inherited else self.own
+        return total_of([self.sums, *self.inherited], self.shapes) if self.inherited else self.sums
 
     def close(self) -> None:
         """Nothing is held open."""

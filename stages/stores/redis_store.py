@@ -19,7 +19,7 @@ from stages.stores.redis_connection import connect
 from stages.stores.redis_errors import in_words
 from stages.stores.redis_layout import WeightNames, default_namespace, pack_identity
 from stages.stores.redis_namespace import Namespace
-from stages.stores.sums import ScanSums, Shapes
+from stages.stores.sums import ScanSums, Shapes, empty_sums
 
 COMMIT_TRIES = 5
 # Two, so that the server has the next chunk when it is through with one; not a pipeline, which would keep others out.
@@ -42,7 +42,7 @@ class RedisStore:
         """
         self.namespace, self.every = namespace, every
         self.last = time.monotonic()
-        self.part: ScanSums | None = None
+        self.sums = empty_sums(namespace.shapes)
         # Adding takes the server seconds, in which this process scans on.
         self.adders = ThreadPoolExecutor(ADDERS, "redis")
         self.adding: list[Future[None]] = []
@@ -65,13 +65,6 @@ class RedisStore:
         """Whether the last flush lies `every` seconds back, and the server is through with it."""
         return time.monotonic() - self.last >= self.every and all(part.done() for part in self.adding)
 
-    def add(self, part: ScanSums) -> None:
-        """Take a part over, in memory."""
-        if self.part is None:
-            self.part = part
-        else:
-            self.part.add(part)
-
     def flush(self) -> None:
         """Commit what was added, or drop it where another worker has one of its batches.
 
@@ -79,11 +72,12 @@ class RedisStore:
             UserError: the server cannot be reached or refuses; nothing is lost on it.
         """
         self._wait()
-        if self.part is not None and self.part.done:
+        if self.sums.done:
             with in_words(self.namespace.place):
-                names = self._commit(self.part)
+                names = self._commit(self.sums)
             self._start_adding(names)
-        self.part, self.last = None, time.monotonic()
+            self.sums = empty_sums(self.namespace.shapes)
+        self.last = time.monotonic()
 
     def collect(self) -> ScanSums:
         """The sums of all workers, dead ones' included."""

@@ -69,7 +69,7 @@ def import_sums(client: "Redis", place: str, prefix: str, path: Path) -> ScanSum
         raise ContractError(what, where=f"{path}, {namespace.place}", do="a new namespace")
     store = RedisStore(namespace, every=0)
     if not there:
-        store.add(sums)
+        store.sums.add(sums)
         store.flush()
     found = store.collect()
     store.close()

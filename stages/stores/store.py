@@ -11,6 +11,10 @@ class SumStore(Protocol):
     # Whether all workers write to one place: then `collect` gives the sums of all of them, else this worker's.
     shared: bool
 
+    @property
+    def sums(self) -> ScanSums:
+        """Where to add batches; they survive a kill after the next flush."""
+
     def done(self) -> set[int]:
         """Batches that need not be read again, as far as this process can see."""
 
@@ -20,15 +24,12 @@ class SumStore(Protocol):
     def due(self) -> bool:
         """Whether the last flush lies `checkpoint_every` seconds back."""
 
-    def add(self, part: ScanSums) -> None:
-        """Take over the sums of further batches; they survive a kill after the next flush.
-
-        A store that finds some of these batches done by another worker drops the part: what is then missing from `done`
-        is read again.
-        """
-
     def flush(self) -> None:
-        """Make everything added so far survive a kill."""
+        """Make everything added so far survive a kill.
+
+        A store that finds some of these batches done by another worker drops all of them: what is then missing from
+        `done` is read again.
+        """
 
     def collect(self) -> ScanSums:
         """The sums of every batch in `done`, after a flush."""

@@ -70,7 +70,7 @@ def _flush(server: RedisServer, number: int) -> tuple[float, float]:
     ]
     settings = StoreConfig("redis", 0.0, server.url, "b:")
     store: RedisStore = open_redis_store(settings, shapes, label="b", identity={"scan": "b"}, weights=weights)
-    store.add(_random_part(shapes, number))
+    store.sums.add(_random_part(shapes, number))
     client = server.client()
     client.config_resetstat()
     client.config_set("slowlog-log-slower-than", 0)

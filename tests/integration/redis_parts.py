@@ -58,6 +58,6 @@ def scan_slowly(url, first, batches, pause, started):
     while missing := sorted(set(range(batches)) - store.done(), key=lambda batch: (batch < first, batch)):
         for at in range(0, len(missing), 2):
             time.sleep(pause)
-            store.add(make_part(*missing[at : at + 2]))
+            store.sums.add(make_part(*missing[at : at + 2]))
             store.flush()
     store.close()

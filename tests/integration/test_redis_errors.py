@@ -94,7 +94,7 @@ def test_the_server_goes_away_for_good(server, monkeypatch):
     monkeypatch.setattr("stages.stores.redis_connection.RUNNING_TRIES", 2)
     store = open_store(server.url)
     server.stop()
-    store.add(make_part(0))
+    store.sums.add(make_part(0))
     with pytest.raises(UserError) as caught:
         store.flush()
     assert caught.value.what.startswith("the Redis server cannot be reached: Error 111 connecting to 127.0.0.1:")
@@ -137,12 +137,12 @@ def test_the_right_password(locked_server, monkeypatch, place):
 
 def test_memory_is_full(server):
     store = open_store(server.url)
-    store.add(make_part(0))
+    store.sums.add(make_part(0))
     store.flush()
     store.collect()
     client = server.client()
     client.config_set("maxmemory", "1kb")
-    store.add(make_part(1))
+    store.sums.add(make_part(1))
     with pytest.raises(UserError) as caught:
         store.flush()
     assert str(caught.value) == (
@@ -227,7 +227,7 @@ def test_a_user_with_just_the_rights_that_the_message_names(server):
         commands=["+info", "+ping"],
     )
     store = open_store(server.url.replace("//", "//scan:pw@"))
-    store.add(make_part(0))
+    store.sums.add(make_part(0))
     store.flush()
     assert_equal(store.collect(), make_part(0))
     store.close()

@@ -32,7 +32,7 @@ def server(shared_server):
 
 
 def flush(store, *batches):
-    store.add(make_part(*batches))
+    store.sums.add(make_part(*batches))
     store.flush()
 
 
@@ -83,7 +83,7 @@ def test_sums_keep_their_digits_whatever_their_size(server, size):
         for name in ("sum_abs", "sum_sq", "sum_taylor", "grad_norm_gate", "grad_norm_up", "grad_norm_down"):
             part.tensors[name] = part.tensors[name] * size / 3
         total.add(part)
-        store.add(part)
+        store.sums.add(part)
         store.flush()
     found = store.collect()
     for name, value in total.tensors.items():
@@ -249,7 +249,7 @@ def test_a_row_of_another_type_stops_the_flush_and_loses_nothing(server):
     store.collect()
     row = server.client().dump(DOWN)
     server.client().set(DOWN, "mine")
-    store.add(make_part(1))
+    store.sums.add(make_part(1))
     store.flush()
     with pytest.raises(UserError) as caught:
         store.collect()
@@ -282,7 +282,7 @@ def test_a_field_that_is_no_number_stops_the_flush_and_loses_nothing(server):
 def test_a_ledger_of_another_type_stops_the_flush_before_anything_is_written(server, key):
     store = open_store(server.url)
     server.client().xadd(f"t:scan:{key}", {"a": 1})
-    store.add(make_part(0))
+    store.sums.add(make_part(0))
     with pytest.raises(UserError) as caught:
         store.flush()
     assert caught.value.what == f"a Redis key under the scan's namespace is of another type: t:scan:{key} is a stream"
@@ -355,7 +355,7 @@ def test_sums_that_are_not_finite_are_not_sent(server):
     store = open_store(server.url)
     part = make_part(2, 3)
     part.tensors["sum_sq"][0, 5] = torch.inf
-    store.add(part)
+    store.sums.add(part)
     with pytest.raises(NumericsError) as caught:
         store.flush()
     assert str(caught.value) == (

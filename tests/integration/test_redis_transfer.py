@@ -60,23 +60,23 @@ def test_there_and_back(server, command, tmp_path):
 
 def test_the_local_store_goes_on_from_an_export(server, command, tmp_path):
     store = open_store(server.url)
-    store.add(make_part(0, 1))
+    store.sums.add(make_part(0, 1))
     store.flush()
     store.close()
     assert command("export", tmp_path / "sums.0.safetensors", "--namespace", "t:", "--url", server.url)[0] == 0
     local = LocalStore(tmp_path, SHAPES, identity=IDENTITY, every=0)
-    local.add(make_part(2))
+    local.sums.add(make_part(2))
     assert_equal(local.collect(), make_part(0, 1, 2))
 
 
 def test_redis_goes_on_from_a_local_store(server, command, tmp_path):
     for worker in range(2):
         local = LocalStore(tmp_path, SHAPES, identity=IDENTITY, every=0, worker=worker, workers=2)
-        local.add(make_part(worker))
+        local.sums.add(make_part(worker))
         local.flush()
         assert command("import", tmp_path / f"sums.{worker}.safetensors", "--namespace", "t:")[0] == 0
     store = open_store(server.url)
-    store.add(make_part(2))
+    store.sums.add(make_part(2))
     store.flush()
     assert_equal(store.collect(), make_part(0, 1, 2))
     store.close()
@@ -85,7 +85,7 @@ def test_redis_goes_on_from_a_local_store(server, command, tmp_path):
 def test_a_namespace_is_dropped(server, command):
     for namespace in ("t:", "kept:"):
         store = open_store(server.url, namespace)
-        store.add(make_part(0, 1))
+        store.sums.add(make_part(0, 1))
         store.flush()
         store.collect()
         store.close()
@@ -96,10 +96,10 @@ def test_a_namespace_is_dropped(server, command):
 
 def test_files_that_overlap_in_part_are_refused(server, command, tmp_path):
     store = open_store(server.url)
-    store.add(make_part(0, 1))
+    store.sums.add(make_part(0, 1))
     store.flush()
     local = LocalStore(tmp_path, SHAPES, identity=IDENTITY, every=0)
-    local.add(make_part(1, 2, 3))
+    local.sums.add(make_part(1, 2, 3))
     local.flush()
     assert command("import", local.path, "--namespace", "t:") == (
         1,
@@ -114,7 +114,7 @@ def test_files_that_overlap_in_part_are_refused(server, command, tmp_path):
 def test_another_scan_is_refused(server, command, tmp_path):
     open_store(server.url).close()
     local = LocalStore(tmp_path, SHAPES, identity=IDENTITY | {"code": "c2"}, every=0)
-    local.add(make_part(2))
+    local.sums.add(make_part(2))
     local.flush()
     code, said = command("import", local.path, "--namespace", "t:")
     assert code == 1

@@ -48,7 +48,7 @@ def backward(model, on_layer):
 def scanned_norms(model):
     """(L, 3, B, F)."""
     norms = {}
-    backward(model, lambda layer, record: norms.update({layer: unit_norms(record)}))
+    backward(model, lambda layer, record: norms.update({layer: torch.stack([*unit_norms(record, "auto").values()])}))
     return torch.stack([norms[layer] for layer in sorted(norms)])
 
 

@@ -64,7 +64,7 @@ def scan_model(model, batches, *, product="auto", gradients=True, store=None):
     scanner = Scanner(model, ffn_modules(model), UnitRule(0.1, None, product), gradients)
     store = store or MemoryStore(Path("nowhere"), SHAPES, identity={}, every=3600.0)
     slots_M = draw_reservoir(sum(LENGTHS), 11, seed=5)
-    scan_shares(scanner, batches, slots_M, store, SHAPES, ALONE, after_batch=lambda _tokens: None)
+    scan_shares(scanner, batches, slots_M, store, ALONE, after_batch=lambda _tokens: None)
     return store.collect()
 
 

@@ -16,6 +16,14 @@ def test_without_torchrun_a_process_is_alone():
     assert ALONE.leads
 
 
+def test_every_worker_has_a_gpu_of_its_own(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert [Workers(rank, 4, rank).pick_device("auto") for rank in range(4)] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
+    assert Workers(1, 4, 1).pick_device("cpu") == "cpu"
+    assert ALONE.pick_device("auto") == "auto"
+
+
 def test_alone_everything_is_its_own():
     total = torch.tensor([3.0])
     with ALONE.connected():

@@ -28,7 +28,7 @@ def part(*numbers):
 
 def flushed(folder, *numbers, **place):
     store = open_store(folder, **place)
-    store.add(part(*numbers))
+    store.sums.add(part(*numbers))
     store.flush()
     return store
 
@@ -37,7 +37,7 @@ def test_sums_and_their_batches_come_back_as_they_were(tmp_path):
     flushed(tmp_path, 0, 2)
     store = open_store(tmp_path)
     assert store.done() == {0, 2}
-    store.add(part(3))
+    store.sums.add(part(3))
     found = store.collect()
     assert torch.equal(found.tensors["sum"], part(0, 2, 3).tensors["sum"])
     assert (found.tensors["max_abs"] == 3).all()
@@ -47,7 +47,7 @@ def test_sums_and_their_batches_come_back_as_they_were(tmp_path):
 
 
 def test_what_was_not_flushed_is_lost_with_its_batches(tmp_path):
-    flushed(tmp_path, 0).add(part(1))
+    flushed(tmp_path, 0).sums.add(part(1))
     assert open_store(tmp_path).done() == {0}
 
 
@@ -59,7 +59,7 @@ def test_a_torn_write_leaves_the_old_state(tmp_path):
 
 def test_a_batch_cannot_count_twice(tmp_path):
     with pytest.raises(AssertionError, match="a batch would count twice"):
-        flushed(tmp_path, 1).add(part(1, 2))
+        flushed(tmp_path, 1).sums.add(part(1, 2))
 
 
 def test_a_flush_is_due_after_its_time(tmp_path):
