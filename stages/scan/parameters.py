@@ -11,7 +11,7 @@ from torch import nn
 
 from models.capture.parameter_scanner import ParameterTensorScanner
 from models.capture.records import ScanRecord
-from models.errors import NumericsError
+from models.errors import ContractError, NumericsError
 from models.mscan.merge import merge_mscan
 from models.mscan.writer import MscanWriter
 from stages.scan.config import ScanConfig
@@ -91,9 +91,15 @@ def publish_parameters(scratch: Path, out: Path, samples: int, encoding: str) ->
     The same bytes however often the scan was interrupted and however many workers it had.
 
     Raises:
-        ContractError: a sample is in no part (of a worker with another disk, say).
+        ContractError: a sample is in no part.
     """
     parts = sorted(scratch.glob(f"{FILE}.*.part"))
+    if not parts:
+        raise ContractError(
+            "this scan's sums are complete, its parameter-level record lies with whoever scanned",
+            where=f"{scratch}; a store that several machines share keeps sums only",
+            do="fresh=true, which scans again, or scan=default",
+        )
     # No time of creation: published results are compared byte for byte.
     merge_mscan(parts, out / FILE, created="", numbers=range(samples), encoding=encoding)
 

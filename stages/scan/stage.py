@@ -1,5 +1,6 @@
 """scan: load the dense model, read it on the calibration text, write unit statistics."""
 
+import json
 from dataclasses import replace
 from typing import Never
 
@@ -69,6 +70,8 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, store: StoreConfig, s
     statistics.save(job.out)
     if scan.parameters:
         publish_parameters(job.scratch, job.out, statistics.samples, scan.parameter_encoding)
+    if text.skipped:
+        (job.out / "skipped.json").write_text(json.dumps(text.skipped, indent=1, sort_keys=True) + "\n")
     notes = [f"went on from an earlier run at token {resumed_at}"] if resumed_at else []
     return summarise(statistics, [*describe_skipped(text.skipped), *notes])
 

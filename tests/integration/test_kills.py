@@ -1,6 +1,5 @@
 """Twenty kills at random moments of a scan change nothing in what it finds."""
 
-import multiprocessing
 import os
 import random
 import signal
@@ -8,6 +7,7 @@ import time
 
 import pytest
 import torch
+from integration.forked import start
 from integration.redis_server import running
 from safetensors.torch import load_file
 
@@ -45,20 +45,6 @@ def whole(words, tmp_path_factory):
 def published(outputs):
     (folder,) = (outputs / "artifacts" / "pico" / "scan").glob("[!.]*")
     return folder
-
-
-def start(command):
-    """The command in a child of this process, which has imported everything already."""
-
-    def run():
-        sink = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(sink, 1)
-        os.dup2(sink, 2)
-        os._exit(run_command(command))
-
-    child = multiprocessing.get_context("fork").Process(target=run)
-    child.start()
-    return child
 
 
 def kill_at_random(command, disturb=lambda kill: None):

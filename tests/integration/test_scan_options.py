@@ -1,0 +1,107 @@
+"""What a scan can be asked for beside the plain one, through the command."""
+
+import json
+
+import pytest
+import torch
+from integration.forked import start
+from integration.redis_server import running
+from safetensors.torch import load_file
+
+from models.mscan.reader import read_mscan
+from models.pico import write_pico
+from pipeline.cli import run_command
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A model, plain text, and conversations, one without an answer."""
+    folder = tmp_path_factory.mktemp("source")
+    write_pico(folder / "pico", "qwen3", tokenizer=True)
+    lines = (f"{number} rooks met {number * 7 % 31} gulls near house {number % 9}." for number in range(900))
+    (folder / "text.txt").write_text("\n\n".join(lines))
+    (folder / "heldout.txt").write_text("No bird was met.")
+    chats = [
+        [{"role": "user", "content": f"Who met {number} gulls?"}, {"role": "assistant", "content": f"Rook {number}."}]
+        for number in range(30)
+    ]
+    del chats[4][1]
+    (folder / "chats.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
+    return folder
+
+
+@pytest.fixture
+def scan(source, tmp_path):
+    """Run stage=scan; gives the published folder."""
+
+    def run(*words, text="text.txt", outputs=tmp_path):
+        assert run_command([*command(source, text), *words, f"output_dir={outputs}"]) == 0
+        return published(outputs)
+
+    return run
+
+
+def command(source, text="text.txt"):
+    return [
+        *("stage=scan", "model=local", f"model.path={source / 'pico'}", "model.label=pico"),
+        *("data=text", f"data.path={source / text}", f"data.heldout_path={source / 'heldout.txt'}"),
+        *("data.tokens=600", "data.heldout_tokens=100", "data.max_length=60", "scan.batch_tokens=120"),
+    ]
+
+
+def published(outputs):
+    (folder,) = (outputs / "artifacts" / "pico" / "scan").glob("[!.]*")
+    return folder
+
+
+def test_two_jobs_that_share_a_server_share_the_work(source, tmp_path, scan):
+    """As on two machines: nothing but the server in common."""
+    alone = load_file(scan("data.tokens=4000", outputs=tmp_path / "alone") / "statistics.safetensors")
+    with running(tmp_path / "redis") as server:
+        store = ("store=redis", f"store.url={server.url}", "store.checkpoint_every=0", "data.tokens=4000")
+        outputs = [tmp_path / name for name in ("first", "second")]
+        jobs = [
+            start([*command(source), *store, f"output_dir={place}"], tmp_path / f"{place.name}.log")
+            for place in outputs
+        ]
+        for job, place in zip(jobs, outputs, strict=True):
+            job.join(120)
+            assert job.exitcode == 0, (tmp_path / f"{place.name}.log").read_text()
+    for place in outputs:
+        found = load_file(published(place) / "statistics.safetensors")
+        for name, tensor in alone.items():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-15, msg=name)
+
+
+def test_the_parameter_level_record_stands_beside_unchanged_statistics(scan, tmp_path):
+    plain, recorded = scan(outputs=tmp_path / "plain"), scan("scan=parameters", outputs=tmp_path / "recorded")
+    assert (plain / "statistics.safetensors").read_bytes() == (recorded / "statistics.safetensors").read_bytes()
+    record = read_mscan(recorded / "parameters.mscan")
+    assert len(record.parameters.names) == 2 * 7 + 1
+    assert sum(sequence.tokens for sequence in record.sequences) == 600
+
+
+def test_only_what_matches_is_recorded(scan):
+    folder = scan("scan=parameters", "scan.parameter_patterns=['*.q_proj']", "scan.block_width=8")
+    record = read_mscan(folder / "parameters.mscan")
+    assert record.parameters.names == [f"model.layers.{layer}.self_attn.q_proj.weight" for layer in range(2)]
+
+
+def test_patterns_without_a_match_are_an_error(source, tmp_path, capsys):
+    words = [*command(source), "scan=parameters", "scan.parameter_patterns=['nothing']", f"output_dir={tmp_path}"]
+    assert run_command(words) == 2
+    assert "no parameter of the model matches" in capsys.readouterr().err
+
+
+def test_skipped_samples_are_counted_and_named(scan, capsys):
+    folder = scan("data.labels=completion", "data.packing=single", text="chats.jsonl")
+    (skipped,) = json.loads((folder / "skipped.json").read_text()).values()
+    assert len(skipped) == 1
+    assert f"skipped 1 sequence (no token counts in the loss: {skipped[0]})" in capsys.readouterr().out
+
+
+def test_labels_the_model_writes(scan, capsys):
+    words = ("data.labels=generated", "data.max_new_tokens=8", "data.tokens=300", "data.prompt_tokens=9")
+    folder = scan(*words, text="chats.jsonl")
+    assert load_file(folder / "statistics.safetensors")["grad_norm_gate"].all()
+    assert "generated text:" in capsys.readouterr().out
