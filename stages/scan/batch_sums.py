@@ -8,6 +8,7 @@ from torch import Tensor
 
 from models.capture.ffn_norms import unit_norms
 from models.capture.ffn_probe import FFNGradients
+from models.capture.host import to_host
 from stages.scan.token_kernel import sum_tokens_compiled
 from stages.scan.token_sums import UnitRule, pack_bits, sum_tokens
 from stages.stores.sums import ScanSums
@@ -34,7 +35,7 @@ class LayerSums:
 
     rows_8F: Tensor  # float64, in the order of ROWS
     bits_Rf: Tensor  # reservoir rows in token order
-    totals_B: Tensor | None = None  # every sample's Σ‖∇‖
+    totals_B: Tensor  # every sample's Σ‖∇‖
 
 
 class BatchSums:
@@ -57,11 +58,9 @@ class BatchSums:
     def add_gradients(self, layer: int, record: FFNGradients) -> None:
         """Sums of both passes."""
         sums = self._add_tokens(layer, record.h_BTF, record.h_grad_BTF)
-        totals_B = torch.zeros(len(record.h_BTF), device=record.h_BTF.device)
         for name, norms_BF in unit_norms(record, self.rule.norm_product).items():
             sums.rows_8F[ROWS[f"grad_norm_{name}"]] = norms_BF.double().sum(0)
-            totals_B += norms_BF.sum(1)
-        sums.totals_B = totals_B
+            sums.totals_B += norms_BF.sum(1)
 
     def _add_tokens(self, layer: int, h_BTF: Tensor, grad_BTF: Tensor | None) -> LayerSums:
         sum_up = sum_tokens_compiled if h_BTF.device.type == "cpu" else sum_tokens
@@ -71,17 +70,20 @@ class BatchSums:
         rows_8F[: len(found_5F)] = found_5F
         drawn_R = self.drawn_R.to(h_MF.device, non_blocking=True)
         drawn_RF = h_MF[self._rows_on(h_BTF.device)[drawn_R]].float().abs() >= limits_T[drawn_R, None]
-        self.layers[layer] = sums = LayerSums(rows_8F, pack_bits(drawn_RF))
+        self.layers[layer] = sums = LayerSums(
+            rows_8F, pack_bits(drawn_RF), torch.zeros(len(h_BTF), device=h_BTF.device)
+        )
         return sums
 
-    def to_host(self) -> "HostBatch":
-        """Everything on the CPU, by one transfer for each device that holds layers."""
+    def to_host(self, losses_B: Float[Tensor, "B"]) -> "HostBatch":
+        """Everything on the CPU, with the batch's losses, by one transfer for each device that holds layers."""
         parts = [part for part in self.layers if part is not None]
         assert len(parts) == len(self.layers), "a layer did not run"
-        rows = _gather([part.rows_8F for part in parts])
-        totals = _gather([part.totals_B for part in parts if part.totals_B is not None])
-        bits = _gather([part.bits_Rf for part in parts])
-        return HostBatch(torch.stack(rows), totals, torch.stack(bits), self.slots_R)
+        groups = [part.rows_8F for part in parts], [part.bits_Rf for part in parts], [part.totals_B for part in parts]
+        found = iter(to_host([losses_B, *(tensor for group in groups for tensor in group)]))
+        losses_B = next(found)
+        rows_L8F, bits_LRf, totals_LB = (torch.stack([next(found) for _ in parts]) for _ in groups)
+        return HostBatch(losses_B, rows_L8F, bits_LRf, totals_LB.sum(0), self.slots_R)
 
     def _rows_on(self, device: torch.device) -> Tensor:
         if device not in self.rows:
@@ -93,14 +95,11 @@ class BatchSums:
 class HostBatch:
     """One batch on the CPU."""
 
+    losses_B: Tensor
     rows_L8F: Tensor
-    totals: list[Tensor]  # per layer (B,); empty after a forward-only pass
     bits_LRf: Tensor
+    totals_B: Tensor  # every sample's Σ‖∇‖ over all layers; zero after a forward-only pass
     slots_R: Tensor
-
-    def sample_totals(self) -> Float[Tensor, "B"]:
-        """Every sample's Σ‖∇‖ over all layers."""
-        return torch.stack(self.totals).sum(0)
 
     def add_to(self, sums: ScanSums, *, number: int, counters: dict[str, float], loss_scale: float = 1.0) -> None:
         """Add the batch to running sums, as batch `number`; gradients are divided by the scale their loss had."""
@@ -116,14 +115,3 @@ class HostBatch:
         for name, count in counters.items():
             sums.counters[name] = sums.counters.get(name, 0) + count
         sums.done.add(number)
-
-
-def _gather(tensors: list[Tensor]) -> list[Tensor]:
-    """The same tensors on the CPU; those of one device travel together."""
-    devices = {tensor.device for tensor in tensors}
-    host: dict[int, Tensor] = {}
-    for device in devices:
-        places = [place for place, tensor in enumerate(tensors) if tensor.device == device]
-        moved = torch.stack([tensors[place] for place in places]).cpu()
-        host.update(zip(places, moved, strict=True))
-    return [host[place] for place in range(len(tensors))]

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from models.capture.ffn_probe import probe_gradients, probe_hidden
@@ -48,22 +47,22 @@ class Scanner:
             NumericsError: a sample's loss or gradients are not finite, or all its gradients are zero.
         """
         loss_scale = _HALF_LOSS_SCALE if self.gradients and self._in_half_precision() else 1.0
-        found, losses_B = self._measure(batch, slots_BT, loss_scale)
-        check_losses(losses_B, batch, self.model)
+        found = self._measure(batch, slots_BT, loss_scale)
+        check_losses(found.losses_B, batch, self.model)
         # Too large for float16. Every batch starts anew, so that its sums depend on nothing but itself.
-        while loss_scale > 1 and not found.sample_totals().isfinite().all():
+        while loss_scale > 1 and not found.totals_B.isfinite().all():
             loss_scale /= 16
             if self.parameters:
                 self.parameters.drop()
-            found, losses_B = self._measure(batch, slots_BT, loss_scale)
+            found = self._measure(batch, slots_BT, loss_scale)
         if self.gradients:
-            check_gradients(found.sample_totals(), losses_B, batch, self.model)
+            check_gradients(found.totals_B, found.losses_B, batch, self.model)
         if self.parameters:
             self.parameters.keep(first_sample, loss_scale)
         counters = {
             "tokens": int(batch.attention_mask.sum()),
             "samples": len(batch.names),
-            "loss_sum": float(losses_B.double().sum()),
+            "loss_sum": float(found.losses_B.double().sum()),
         }
         found.add_to(sums, number=number, counters=counters, loss_scale=loss_scale)
 
@@ -71,7 +70,7 @@ class Scanner:
         # 4-bit layers compute in the format of the embeddings, too.
         return self.model.get_input_embeddings().weight.dtype == torch.float16  # type: ignore[operator, no-any-return]
 
-    def _measure(self, batch: TokenBatch, slots_BT: Tensor, loss_scale: float) -> tuple[HostBatch, Float[Tensor, "B"]]:
+    def _measure(self, batch: TokenBatch, slots_BT: Tensor, loss_scale: float) -> HostBatch:
         if self.parameters:
             self.parameters.expect(batch.names)
         sums = BatchSums(len(self.mlps), batch.attention_mask.bool(), slots_BT, self.rule)
@@ -82,4 +81,4 @@ class Scanner:
         else:
             with probe_hidden(self.mlps, sums.add_hidden), torch.no_grad():
                 losses_B = forward_losses(self.model, batch)
-        return sums.to_host(), losses_B.detach().cpu()
+        return sums.to_host(losses_B.detach())

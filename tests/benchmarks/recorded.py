@@ -79,5 +79,6 @@ def _host_task(record: FFNGradients, layers: int, bench: Workbench, rule: UnitRu
     with torch.no_grad():
         sums.add_gradients(0, record)
     sums.layers = [sums.layers[0]] * layers
+    losses_B = torch.zeros(len(record.x_BTD), device=record.x_BTD.device)
     total = empty_sums(sum_shapes(layers, bench.width, int(bench.slots_BT.max()) + 1))
-    return Task(lambda: sums.to_host().add_to(total, number=0, counters={}))
+    return Task(lambda: sums.to_host(losses_B).add_to(total, number=0, counters={}))
