@@ -11,11 +11,15 @@ from stages.data.encoding import IGNORED
 
 
 def token_losses(logits_BTV: Float[Tensor, "B T V"], labels_BT: Int[Tensor, "B T"]) -> Float[Tensor, "B T-1"]:
-    """Cross-entropy in nats of each next token, 0 where the label is ignored (-100); fp32."""
-    targets = labels_BT[:, 1:]
-    return torch.nn.functional.cross_entropy(
-        logits_BTV[:, :-1].flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="none"
-    ).view(targets.shape)
+    """Cross-entropy in nats of each next token, 0 where the label is ignored (-100); fp32.
+
+    Labels are moved, not logits: a slice of those would be copied, and its gradient filled up again.
+    """
+    targets_BT = torch.nn.functional.pad(labels_BT[:, 1:], (0, 1), value=IGNORED)
+    losses = torch.nn.functional.cross_entropy(
+        logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), ignore_index=IGNORED, reduction="none"
+    )
+    return losses.view(targets_BT.shape)[:, :-1]
 
 
 def supervised_tokens(labels_BT: Int[Tensor, "B T"]) -> Int[Tensor, "B"]:
