@@ -63,7 +63,7 @@ def place_of(url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme == "unix":
         return f"Redis at {parts.path}"
-    return f"Redis at {parts.hostname}:{parts.port or 6379}, database {parts.path.strip('/') or 0}"
+    return f"Redis at {parts.hostname or 'localhost'}:{parts.port or 6379}, database {parts.path.strip('/') or 0}"
 
 
 def _find_url(store: StoreConfig) -> str:
@@ -80,12 +80,12 @@ def _find_url(store: StoreConfig) -> str:
 
 
 def _is_address(url: str) -> bool:
-    parts = urlsplit(url)
-    if parts.scheme == "unix":
-        return bool(parts.path)
-    database = parts.path.strip("/")
     try:
-        # Asking for a port that is no number raises.
+        # An open bracket raises, and asking for a port that is no number.
+        parts = urlsplit(url)
+        if parts.scheme == "unix":
+            return bool(parts.path)
+        database = parts.path.strip("/")
         named = parts.port is not None or bool(parts.hostname)
         return parts.scheme in {"redis", "rediss"} and named and (not database or database.isdecimal())
     except ValueError:

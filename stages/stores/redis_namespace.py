@@ -10,8 +10,9 @@ import torch
 from redis import Redis
 
 from models.errors import ContractError
+from stages.stores.differences import list_differences
 from stages.stores.redis_chunks import pack_chunks, unpack_units
-from stages.stores.redis_layout import BITS, Keys, columns_of, entries_to_add, entries_to_read
+from stages.stores.redis_layout import BITS, LAYOUT_VERSION, Keys, columns_of, entries_to_add, entries_to_read
 from stages.stores.sums import ScanSums, empty_sums
 
 # Seconds after which the server forgets what a dead worker staged but did not commit.
@@ -113,7 +114,7 @@ class Namespace:
         return int(self._apply(keys=keys, args=[name, *entries_to_add(self.columns)]))
 
     def read(self) -> ScanSums:
-        """All sums, as they are now."""
+        """All sums, as they are now; what others add meanwhile may be in them by half."""
         sums = empty_sums(self.shapes)
         entries = entries_to_read(self.columns)
         for layer, names in enumerate(self.weights):
@@ -160,6 +161,15 @@ def find_namespace(client: "Redis", namespace: str, place: str) -> Namespace:
     if held is None:
         what = f"no scan lies under the namespace {namespace or '(empty)'}"
         raise ContractError(what, where=place, do="store.namespace= as the scan was given it")
+    try:
+        layout = json.loads(held)["layout"]
+    except (ValueError, KeyError, TypeError):
+        layout = "unknown"
+    if layout != LAYOUT_VERSION:
+        what = (
+            f"what lies under the namespace {namespace or '(empty)'} is of layout {layout}; known is {LAYOUT_VERSION}"
+        )
+        raise ContractError(what, where=place, do="the release that wrote it, or another namespace")
     return Namespace(client, namespace, _text(held), place)
 
 
@@ -186,11 +196,6 @@ def _differences(held: str, wanted: str) -> str:
     except ValueError:
         return "an identity that is no scan's"
     ours = json.loads(wanted)
-    facts, our_facts = theirs.get("facts", {}), ours["facts"]
-    words = [
-        f"{name} {facts.get(name, 'unset')} (here {our_facts.get(name, 'unset')})"
-        for name in sorted(facts.keys() | our_facts.keys())
-        if facts.get(name) != our_facts.get(name)
-    ]
+    words = list_differences(theirs.get("facts", {}), ours["facts"])
     words += [f"another {name}" for name in ("layout", "sums", "weights") if theirs.get(name) != ours[name]]
     return ", ".join(words)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Event
 
-from models.errors import UserError
+from models.errors import ContractError, UserError
 from stages.stores.config import StoreConfig
 from stages.stores.redis_connection import connect
 from stages.stores.redis_errors import in_words
@@ -22,6 +22,7 @@ from stages.stores.redis_namespace import Namespace
 from stages.stores.sums import ScanSums, Shapes, empty_sums
 
 COMMIT_TRIES = 5
+READ_TRIES = 5
 # Two, so that the server has the next chunk when it is through with one; not a pipeline, which would keep others out.
 ADDERS = 2
 
@@ -80,12 +81,27 @@ class RedisStore:
         self.last = time.monotonic()
 
     def collect(self) -> ScanSums:
-        """The sums of all workers, dead ones' included."""
+        """The sums of all workers, dead ones' included.
+
+        Raises:
+            ContractError: other workers flush all the while, so that no reading holds whole flushes only.
+        """
         self._wait()
-        self.take_up()
-        self._wait()
-        with in_words(self.namespace.place):
-            return self.namespace.read()
+        for _ in range(READ_TRIES):
+            self.take_up()
+            self._wait()
+            with in_words(self.namespace.place):
+                before = self.namespace.done()
+                settled = not self.namespace.pending()
+                sums = self.namespace.read()
+            # A flush committed meanwhile would be among the done batches and not, or not wholly, among the sums.
+            if settled and sums.done == before:
+                return sums
+        raise ContractError(
+            "other workers flush to these sums faster than they can be read",
+            where=self.namespace.place,
+            do="the same command again once their scan has ended, or with a larger store.checkpoint_every",
+        )
 
     def close(self) -> None:
         """Let go of the server. Committed sums that are not added yet are left to whoever comes next."""

@@ -5,6 +5,7 @@ from it. Added to it are the names of the weights, which the keys in Redis need.
 """
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +25,8 @@ if TYPE_CHECKING:
 
 def export_sums(namespace: Namespace, path: Path) -> ScanSums:
     """Write all that lies under a namespace; pending chunks are added first. Replaces the file in one step."""
-    store = RedisStore(namespace, every=0)
-    sums = store.collect()
-    store.close()
+    with closing(RedisStore(namespace, every=0)) as store:
+        sums = store.collect()
     facts = json.loads(namespace.identity)["facts"]
     content = {
         "identity": json.dumps(facts, sort_keys=True),
@@ -67,13 +67,11 @@ def import_sums(client: "Redis", place: str, prefix: str, path: Path) -> ScanSum
             f"{len(there)} of the file's {len(sums.done)} batches lie in Redis already: the rest cannot be told apart"
         )
         raise ContractError(what, where=f"{path}, {namespace.place}", do="a new namespace")
-    store = RedisStore(namespace, every=0)
-    if not there:
-        store.sums.add(sums)
-        store.flush()
-    found = store.collect()
-    store.close()
-    return found
+    with closing(RedisStore(namespace, every=0)) as store:
+        if not there:
+            store.sums.add(sums)
+            store.flush()
+        return store.collect()
 
 
 def load_sums(path: Path) -> tuple[ScanSums, dict[str, Any]]:

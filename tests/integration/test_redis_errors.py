@@ -51,7 +51,15 @@ def test_no_server_is_named(monkeypatch):
 
 @pytest.mark.parametrize(
     "url",
-    ["localhost:6379", "http://me:s3same@host/0", "redis://", "redis://host:many/0", "redis://host/one", "unix://"],
+    [
+        "localhost:6379",
+        "http://me:s3same@host/0",
+        "redis://",
+        "redis://host:many/0",
+        "redis://host/one",
+        "unix://",
+        "redis://[::1",
+    ],
 )
 def test_no_address(url):
     caught = refusal(url)

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from pipeline.store import main
 from stages.stores.local import LocalStore
+from stages.stores.redis_namespace import Namespace
 from stages.stores.redis_transfer import load_sums
 
 REPOSITORY = Path(__file__).parents[2]
@@ -128,6 +129,58 @@ def test_no_scan_lies_there(server, command, tmp_path):
             "no scan lies under the namespace (empty)\n"
             f"  where: Redis at 127.0.0.1:{server.port}, database 0\n"
             "  do:    store.namespace= as the scan was given it\n",
+        )
+
+
+def test_a_flush_that_comes_while_all_is_read_is_whole_in_the_export(server, command, tmp_path, monkeypatch):
+    """Its batches are marked first and its sums are added later: read between the two it would be lost."""
+    store = open_store(server.url)
+    store.sums.add(make_part(0))
+    store.flush()
+    original = Namespace.read
+
+    def read_after_a_commit(namespace):
+        monkeypatch.setattr(Namespace, "read", original)
+        store.namespace.commit(store.namespace.stage("late", make_part(1)), make_part(1))
+        return namespace.read()
+
+    monkeypatch.setattr(Namespace, "read", read_after_a_commit)
+    file = tmp_path / "sums.safetensors"
+    assert command("export", file, "--namespace", "t:") == (0, f"2 batches, 10 tokens in {file}\n")
+    assert_equal(load_sums(file)[0], make_part(0, 1))
+    store.close()
+
+
+def test_an_export_that_never_finds_rest_gives_up(server, command, tmp_path, monkeypatch):
+    store = open_store(server.url)
+    original, batches = Namespace.read, iter(range(10))
+
+    def read_after_a_commit(namespace):
+        part = make_part(next(batches))
+        store.namespace.commit(store.namespace.stage(f"late {part.done}", part), part)
+        return original(namespace)
+
+    monkeypatch.setattr(Namespace, "read", read_after_a_commit)
+    file = tmp_path / "sums.safetensors"
+    assert command("export", file, "--namespace", "t:") == (
+        1,
+        "other workers flush to these sums faster than they can be read\n"
+        f"  where: Redis at 127.0.0.1:{server.port}, database 0, namespace t:\n"
+        "  do:    the same command again once their scan has ended, or with a larger store.checkpoint_every\n",
+    )
+    assert not file.exists()
+    store.close()
+
+
+@pytest.mark.parametrize(("held", "layout"), [('{"layout": 7}', 7), ("words", "unknown"), ("[]", "unknown")])
+def test_another_layout_is_refused(server, command, tmp_path, held, layout):
+    server.client().set("t:scan:identity", held)
+    for words in (["export", tmp_path / "sums.safetensors"], ["drop"]):
+        assert command(*words, "--namespace", "t:") == (
+            1,
+            f"what lies under the namespace t: is of layout {layout}; known is 1\n"
+            f"  where: Redis at 127.0.0.1:{server.port}, database 0\n"
+            "  do:    the release that wrote it, or another namespace\n",
         )
 
 
