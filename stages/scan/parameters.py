@@ -1,19 +1,23 @@
 """The scan's parameter-level record: norms of every Linear weight's input and gradient, in an .mscan file."""
 
+import json
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
+from uuid import uuid4
 
 from torch import nn
 
 from models.capture.parameter_scanner import ParameterTensorScanner
 from models.capture.records import ScanRecord
-from models.errors import ContractError, NumericsError
+from models.errors import ConfigError, ContractError, NumericsError
 from models.mscan.merge import merge_mscan
 from models.mscan.writer import MscanWriter
+from stages.contracts.workers import Workers
 from stages.scan.config import ScanConfig
 
 FILE = "parameters.mscan"
@@ -47,19 +51,36 @@ class ParameterRecorder:
         self._writer.seal()
 
 
+@dataclass(frozen=True)
+class PartsPlace:
+    """Where the workers of a scan keep their parts, apart from those of a scan of other code, text or precision."""
+
+    scratch: Path
+    identity: Mapping[str, str]  # what must be the same for records to stand in one file
+
+    def part(self, worker: int | str) -> Path:
+        """File of one worker; `*` gives the pattern of all."""
+        digest = sha256(json.dumps(dict(self.identity), sort_keys=True).encode()).hexdigest()[:12]
+        return self.scratch / f"{FILE}.{digest}.{worker}.part"
+
+
 @contextmanager
 def record_parameters(
-    model: nn.Module, scan: ScanConfig, scratch: Path, *, worker: int, source: str, label: str
+    model: nn.Module, scan: ScanConfig, place: PartsPlace, workers: Workers, *, source: str, label: str, fresh: bool
 ) -> Iterator[ParameterRecorder | None]:
     """Watch the model and go on with this worker's part of the file; None where no record is asked for.
 
     Raises:
-        ConfigError: no weight matches the patterns.
+        ConfigError: no weight matches the patterns, or the workers have no folder in common.
         ContractError: the part of an earlier run is damaged or has other parameters.
     """
     if not scan.parameters:
         yield None
         return
+    require_common_folder(place.scratch, workers)
+    path = place.part(workers.rank)
+    if fresh:  # of several machines only the leading worker's is cleaned before
+        path.unlink(missing_ok=True)
     scanner = ParameterTensorScanner(
         model,
         scan.parameter_patterns,
@@ -71,7 +92,7 @@ def record_parameters(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         writer = MscanWriter(
-            scratch / f"{FILE}.{worker}.part",
+            path,
             scanner.parameters,
             model=label,
             block_width=scan.block_width,
@@ -85,7 +106,29 @@ def record_parameters(
         yield ParameterRecorder(scanner, writer, source)
 
 
-def publish_parameters(scratch: Path, out: Path, samples: int, encoding: str) -> None:
+def require_common_folder(scratch: Path, workers: Workers) -> None:
+    """Refuse workers on machines without a common folder, before they scan: their parts could not be joined.
+
+    Raises:
+        ConfigError: at every worker.
+    """
+    token = scratch / f"{FILE}.common.{workers.follow(uuid4().hex)}"
+    if workers.leads:
+        token.touch()
+    workers.follow(None)
+    blind = [rank for rank, sees in enumerate(workers.share(token.exists())) if not sees]
+    if workers.leads:
+        token.unlink()
+    if blind:
+        raise ConfigError(
+            f"scan.parameters=true joins the files of all workers, and worker {', '.join(map(str, blind))} has another "
+            "output folder than worker 0",
+            where=f"setting output_dir, {scratch}",
+            do="output_dir= on a disk that all machines share, or scan=default",
+        )
+
+
+def publish_parameters(place: PartsPlace, out: Path, samples: int, encoding: str) -> None:
     """All workers' parts, and those of earlier runs, as `out/parameters.mscan`.
 
     The same bytes however often the scan was interrupted and however many workers it had.
@@ -93,11 +136,11 @@ def publish_parameters(scratch: Path, out: Path, samples: int, encoding: str) ->
     Raises:
         ContractError: a sample is in no part.
     """
-    parts = sorted(scratch.glob(f"{FILE}.*.part"))
+    parts = sorted(place.scratch.glob(place.part("*").name))
     if not parts:
         raise ContractError(
             "this scan's sums are complete, its parameter-level record lies with whoever scanned",
-            where=f"{scratch}; a store that several machines share keeps sums only",
+            where=f"{place.scratch}; a store that several machines share keeps sums only",
             do="fresh=true, which scans again, or scan=default",
         )
     # No time of creation: published results are compared byte for byte.

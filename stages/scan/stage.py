@@ -25,7 +25,7 @@ from stages.scan.batch_sums import sum_shapes
 from stages.scan.config import ScanConfig
 from stages.scan.finish import make_statistics, summarise
 from stages.scan.identity import sums_identity
-from stages.scan.parameters import publish_parameters, record_parameters
+from stages.scan.parameters import PartsPlace, publish_parameters, record_parameters
 from stages.scan.passes import Scanner
 from stages.scan.reservoir import draw_reservoir
 from stages.scan.shares import agree_on_done, collect_sums, scan_shares
@@ -49,11 +49,11 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, store: StoreConfig, s
     batches = batch_sequences(text.sequences, scan.batch_tokens, tokenizer.pad_token_id or 0)
     mlps = ffn_modules(dense)
     shapes = sum_shapes(len(mlps), mlps[0].down_proj.in_features, min(scan.reservoir_tokens, text.tokens))
-    place = StorePlace(
-        job.scratch, model.label, sums_identity(job.fingerprint), ffn_weight_names(dense), workers, job.fresh
-    )
+    identity = sums_identity(job.fingerprint, batches, dense.dtype)
+    place = StorePlace(job.scratch, model.label, identity, ffn_weight_names(dense), workers, job.fresh)
+    parts = PartsPlace(job.scratch, identity)
     recording = record_parameters(
-        dense, scan, job.scratch, worker=workers.rank, source=describe_source(data, "calibration"), label=model.label
+        dense, scan, parts, workers, source=describe_source(data, "calibration"), label=model.label, fresh=job.fresh
     )
     with open_store(store, place, shapes) as keeper, recording as parameters:
         rule = UnitRule(scan.active_share, scan.active_threshold, scan.norm_product)
@@ -69,7 +69,7 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, store: StoreConfig, s
     statistics = make_statistics(sums, mlps, gradients=scan.gradients)
     statistics.save(job.out)
     if scan.parameters:
-        publish_parameters(job.scratch, job.out, statistics.samples, scan.parameter_encoding)
+        publish_parameters(parts, job.out, statistics.samples, scan.parameter_encoding)
     if text.skipped:
         (job.out / "skipped.json").write_text(json.dumps(text.skipped, indent=1, sort_keys=True) + "\n")
     notes = [f"went on from an earlier run at token {resumed_at}"] if resumed_at else []

@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from models.errors import ContractError
+from stages.stores.differences import describe_differences
 from stages.stores.sums import ScanSums, Shapes, empty_sums, total_of
 
 
@@ -32,6 +33,7 @@ class LocalStore:
         every: float,
         worker: int = 0,
         workers: int = 1,
+        fresh: bool = False,
     ) -> None:
         """Go on from what a killed run left, or start from nothing.
 
@@ -41,7 +43,9 @@ class LocalStore:
             identity: what must be the same for sums to be added up.
             every: seconds between flushes.
             worker: number of this process.
-            workers: of how many. What higher-numbered workers of an earlier run left is taken over by worker 0.
+            workers: of how many. What higher-numbered workers of an earlier run left is taken over by worker 0, unless
+                its batches have been read again since.
+            fresh: forget what this worker left here; of several machines only the leading worker's is cleaned before.
 
         Raises:
             ContractError: sums of another identity lie here.
@@ -50,9 +54,14 @@ class LocalStore:
         self.identity, self.every = json.dumps(identity, sort_keys=True), every
         self.last = time.monotonic()
         self.shapes = shapes
+        if fresh:
+            self.path.unlink(missing_ok=True)
         self.sums = self._load(self.path) if self.path.exists() else empty_sums(shapes)
+        self.inherited: list[ScanSums] = []
         left = [path for path in sorted(folder.glob("sums.*.safetensors")) if _worker_of(path) >= workers]
-        self.inherited = [self._load(path) for path in left] if worker == 0 else []
+        for part in map(self._load, left if worker == 0 else ()):
+            if not part.done & self.done():
+                self.inherited.append(part)
 
     def forget(self) -> None:
         """Start from nothing: another worker has these batches."""
@@ -91,7 +100,8 @@ class LocalStore:
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise ContractError(f"unfinished sums cannot be read: {error}", where=str(path), do=_START_OVER) from error
         if facts["identity"] != self.identity:
-            raise ContractError("unfinished sums were made by other code", where=str(path), do=_START_OVER)
+            what = f"unfinished sums are of a scan with {describe_differences(facts['identity'], self.identity)}"
+            raise ContractError(what, where=str(path), do=_START_OVER)
         return ScanSums(tensors, facts["counters"], set(facts["done"]))
 
 

@@ -33,10 +33,15 @@ def open_store(store: StoreConfig, place: StorePlace, shapes: Shapes) -> Iterato
 
 
 def _make_local(store: StoreConfig, place: StorePlace, shapes: Shapes) -> SumStore:
-    """Files in the scratch folder, which is empty where the run is to be fresh."""
-    rank, world = place.workers.rank, place.workers.world
+    """Files in the scratch folder."""
     return LocalStore(
-        place.scratch, shapes, identity=place.identity, every=store.checkpoint_every, worker=rank, workers=world
+        place.scratch,
+        shapes,
+        identity=place.identity,
+        every=store.checkpoint_every,
+        worker=place.workers.rank,
+        workers=place.workers.world,
+        fresh=place.fresh,
     )
 
 

@@ -76,12 +76,35 @@ def test_worker_0_takes_over_what_a_larger_team_left(tmp_path):
     assert open_store(tmp_path, worker=0, workers=2).done() == {0, 2}
 
 
+def test_what_was_read_again_is_not_taken_over(tmp_path):
+    """A team on other machines did not see what worker 1 of an earlier one had left here."""
+    for worker in range(3):
+        flushed(tmp_path, worker, worker=worker, workers=3)
+    flushed(tmp_path, 1, worker=0, workers=3)
+    store = open_store(tmp_path)
+    assert store.done() == {0, 1, 2}
+    assert_found(store.collect(), part(0, 1, 2))
+
+
+def test_a_fresh_worker_forgets_what_it_left(tmp_path):
+    flushed(tmp_path, 1, worker=1, workers=2, identity="another")
+    store = open_store(tmp_path, worker=1, workers=2, fresh=True)
+    assert store.done() == set()
+    assert not store.path.exists()
+
+
+def assert_found(found, expected):
+    assert (found.done, found.counters) == (expected.done, expected.counters)
+    for name, tensor in expected.tensors.items():
+        assert torch.equal(found.tensors[name], tensor), name
+
+
 def test_sums_of_other_code_are_refused(tmp_path):
     flushed(tmp_path, 0)
     with pytest.raises(ContractError) as caught:
         open_store(tmp_path, identity="another")
     assert str(caught.value) == (
-        "unfinished sums were made by other code\n"
+        "unfinished sums are of a scan with scan one (here another)\n"
         f"  where: {tmp_path / 'sums.0.safetensors'}\n"
         "  do:    the same command with fresh=true, which starts over; or the code that began this scan"
     )
