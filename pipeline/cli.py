@@ -15,8 +15,8 @@ from pipeline.validation import InvalidSettingsError, find_errors
 from stages.contracts.workers import LostWorkerError, find_workers
 
 FAILED, INVALID, INTERRUPTED = 1, 2, 130
-# Seconds. All workers find the same faults in the settings; torchrun ends everybody when the first one leaves, and the
-# leading one is to have told them by then.
+# Seconds. Most faults in the settings are found by all workers; torchrun ends everybody when the first one leaves, and
+# the leading one has told them by then. A worker that is still there has found a fault of its own machine.
 HEAD_START = 3
 
 
@@ -37,8 +37,7 @@ def run_command(words: Sequence[str]) -> int:
         if invalid and not workers.leads:
             signal(SIGTERM, SIG_DFL)
             sleep(HEAD_START)
-        else:
-            sys.stderr.write(f"{error}\n" if workers.world == 1 else f"worker {workers.rank}: {error}\n")
+        sys.stderr.write(f"{error}\n" if workers.world == 1 else f"worker {workers.rank}: {error}\n")
         return INVALID if invalid else FAILED
     return 0
 

@@ -1,12 +1,20 @@
 """Settings that are sound alone and contradict each other, the source model, or the way the command was started."""
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from models.errors import ConfigError
 from pipeline.schema import Settings
 from pipeline.stages_table import ALL, STAGES, asked_stages, with_ancestors
 from stages.contracts.workers import find_workers
+
+logger = logging.getLogger(__name__)
+
+# Settings of scan that mean something to scan.parameters=true alone, and of store to kind=redis.
+RECORD_FIELDS = ("parameter_patterns", "block_width", "per_token", "parameter_encoding")
+REDIS_FIELDS = ("url", "namespace")
 
 
 def contradictions(settings: Settings) -> Iterator[ConfigError]:
@@ -25,6 +33,21 @@ def contradictions(settings: Settings) -> Iterator[ConfigError]:
             where="setting model.device_map",
             do="model.device_map=none, or python -m pipeline without torchrun",
         )
+
+
+def warn_of_ignored(settings: Settings) -> None:
+    """Say in the log which settings have no effect beside the others."""
+    if not settings.scan.parameters:
+        _warn_where_set("scan", settings.scan, RECORD_FIELDS, "scan.parameters=false")
+    if settings.store.kind != "redis":
+        _warn_where_set("store", settings.store, REDIS_FIELDS, f"store.kind={settings.store.kind}")
+
+
+def _warn_where_set(group: str, node: Any, names: Sequence[str], reason: str) -> None:  # noqa: ANN401 - any dataclass
+    defaults = {spec.name: spec.default for spec in fields(node)}
+    for name in names:
+        if (value := getattr(node, name)) != defaults[name]:
+            logger.warning("%s.%s=%s is ignored: %s", group, name, value, reason)
 
 
 def involves(settings: Settings, stage: str) -> bool:

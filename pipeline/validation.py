@@ -10,7 +10,7 @@ from models.errors import ConfigError, UserError
 from models.families.moe import check_target, select_target
 from models.shape import Shape
 from models.source import check_source, read_source_config
-from pipeline.consistency import contradictions, map_errors
+from pipeline.consistency import contradictions, map_errors, warn_of_ignored
 from pipeline.disk import nearest_existing
 from pipeline.field_rules import field_errors, unknown_choice
 from pipeline.layout import OVERLAYS, groups
@@ -72,6 +72,7 @@ def find_errors(settings: Settings, doubtful: Set[str] = frozenset()) -> list[Us
     errors += output_errors(settings)
     sound = not errors and doubtful <= groups().keys() - {"model", "assemble", *OVERLAYS}
     errors += contradictions(settings)
+    warn_of_ignored(settings)
     if "data" not in doubtful:
         errors += check_data(settings.data)
     if "store" not in doubtful:

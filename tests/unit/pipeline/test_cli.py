@@ -117,3 +117,17 @@ def test_exit_codes(command, monkeypatch, raised, code):
 
     monkeypatch.setattr(cli, "carve", carve)
     assert command()[0] == code
+
+
+def test_a_fault_of_one_workers_machine_is_said_by_that_worker(command, monkeypatch):
+    """A package or a model that only its machine lacks: the leading worker has nothing to tell."""
+    slept = []
+    monkeypatch.setattr(cli, "sleep", slept.append)
+    monkeypatch.setattr(cli, "signal", lambda *_: None)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    code, said = command("stage=scan", "model=local", "model.path=/nowhere")
+    assert code == 2
+    assert said.startswith("worker 1: ")
+    assert "/nowhere" in said
+    assert slept == [cli.HEAD_START]

@@ -54,6 +54,19 @@ def test_a_scan_alone_is_never_scored(texts):
     assert texts("stage=scan", "score=taylor", "scan=forward_only") == []
 
 
+def test_settings_without_effect_are_said(texts, caplog):
+    words = ["scan.per_token=true", "scan.block_width=32", "store.url=redis://host"]
+    assert texts(*words) == []
+    assert caplog.messages == [
+        "scan.block_width=32 is ignored: scan.parameters=false",
+        "scan.per_token=True is ignored: scan.parameters=false",
+        "store.url=redis://host is ignored: store.kind=local",
+    ]
+    caplog.clear()
+    assert texts(*words[:2], "scan.parameters=true") == []
+    assert caplog.messages == []
+
+
 def test_maps_are_drawn_of_layers_that_there_are(texts):
     assert texts("cluster.map_layers=[4,3,-4,-5]") == [NO_LAYER]
     assert texts("cluster.map_layers=[3,-4]") == []
