@@ -3,7 +3,7 @@
 import json
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -16,6 +16,7 @@ from models.capture.parameter_scanner import ParameterTensorScanner
 from models.capture.records import ScanRecord
 from models.errors import ConfigError, ContractError, NumericsError
 from models.mscan.merge import merge_mscan
+from models.mscan.reader import read_mscan
 from models.mscan.writer import MscanWriter
 from stages.contracts.workers import Workers
 from stages.scan.config import ScanConfig
@@ -62,6 +63,10 @@ class PartsPlace:
         """File of one worker; `*` gives the pattern of all."""
         digest = sha256(json.dumps(dict(self.identity), sort_keys=True).encode()).hexdigest()[:12]
         return self.scratch / f"{FILE}.{digest}.{worker}.part"
+
+    def parts(self) -> list[Path]:
+        """Files of all workers, those of earlier runs included."""
+        return sorted(self.scratch.glob(self.part("*").name))
 
 
 @contextmanager
@@ -128,6 +133,18 @@ def require_common_folder(scratch: Path, workers: Workers) -> None:
         )
 
 
+def require_recorded(place: PartsPlace, samples: Collection[int]) -> None:
+    """Refuse to go on from sums whose records are not here, before the rest is scanned.
+
+    Raises:
+        ContractError: a sample is in no part.
+    """
+    files = (read_mscan(path, verify=False) for path in place.parts())
+    recorded = {sequence.number for file in files for sequence in file.sequences}
+    if missing := set(samples) - recorded:
+        raise _recorded_elsewhere(place, f"{len(missing)} of {len(samples)} samples")
+
+
 def publish_parameters(place: PartsPlace, out: Path, samples: int, encoding: str) -> None:
     """All workers' parts, and those of earlier runs, as `out/parameters.mscan`.
 
@@ -136,15 +153,17 @@ def publish_parameters(place: PartsPlace, out: Path, samples: int, encoding: str
     Raises:
         ContractError: a sample is in no part.
     """
-    parts = sorted(place.scratch.glob(place.part("*").name))
-    if not parts:
-        raise ContractError(
-            "this scan's sums are complete, its parameter-level record lies with whoever scanned",
-            where=f"{place.scratch}; a store that several machines share keeps sums only",
-            do="fresh=true, which scans again, or scan=default",
-        )
+    require_recorded(place, range(samples))
     # No time of creation: published results are compared byte for byte.
-    merge_mscan(parts, out / FILE, created="", numbers=range(samples), encoding=encoding)
+    merge_mscan(place.parts(), out / FILE, created="", numbers=range(samples), encoding=encoding)
+
+
+def _recorded_elsewhere(place: PartsPlace, what: str) -> ContractError:
+    return ContractError(
+        f"the sums hold {what} whose parameter-level record lies with whoever scanned them",
+        where=f"{place.scratch}; a store that several machines share keeps sums only",
+        do="a store.namespace of its own for this scan; fresh=true, which scans again; or scan=default",
+    )
 
 
 def _unscale(record: ScanRecord, loss_scale: float) -> ScanRecord:

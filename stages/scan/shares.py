@@ -1,7 +1,7 @@
 """All batches of a scan, shared out among workers, each added to the sums once."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate
 
 from torch import Tensor
@@ -29,6 +29,16 @@ def agree_on_done(store: SumStore, workers: Workers) -> set[int]:
             continue
         agreed |= part
     return agreed
+
+
+def number_samples(batches: Sequence[TokenBatch], numbers: Collection[int]) -> list[int]:
+    """Numbers of the samples of some batches, among all of the scan."""
+    ends = list(accumulate(len(batch.names) for batch in batches))
+    return [
+        sample
+        for number in sorted(numbers)
+        for sample in range(ends[number] - len(batches[number].names), ends[number])
+    ]
 
 
 def scan_shares(

@@ -25,10 +25,10 @@ from stages.scan.batch_sums import sum_shapes
 from stages.scan.config import ScanConfig
 from stages.scan.finish import make_statistics, summarise
 from stages.scan.identity import sums_identity
-from stages.scan.parameters import PartsPlace, publish_parameters, record_parameters
+from stages.scan.parameters import PartsPlace, publish_parameters, record_parameters, require_recorded
 from stages.scan.passes import Scanner
 from stages.scan.reservoir import draw_reservoir
-from stages.scan.shares import agree_on_done, collect_sums, scan_shares
+from stages.scan.shares import agree_on_done, collect_sums, number_samples, scan_shares
 from stages.scan.token_sums import UnitRule
 from stages.stores.config import StoreConfig
 from stages.stores.open import StorePlace, open_store
@@ -60,7 +60,10 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, store: StoreConfig, s
         scanner = Scanner(dense, mlps, rule, scan.gradients, parameters)
         slots_M = draw_reservoir(text.tokens, scan.reservoir_tokens, seed)
         counts = [int(batch.attention_mask.sum()) for batch in batches]
-        resumed_at = sum(counts[number] for number in agree_on_done(keeper, workers))
+        done = agree_on_done(keeper, workers)
+        resumed_at = sum(counts[number] for number in done)
+        if scan.parameters and workers.leads:
+            require_recorded(parts, number_samples(batches, done))
         with show_progress(text.tokens, resumed_at, workers) as progress:
             scan_shares(scanner, batches, slots_M, keeper, workers, after_batch=progress.update)
         sums = collect_sums(keeper, workers)

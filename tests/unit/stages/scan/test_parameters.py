@@ -3,12 +3,13 @@
 from dataclasses import dataclass, field
 
 import pytest
+import torch
 
-from models.capture.records import WatchedParameter
+from models.capture.records import ScannedSequence, ScanRecord, WatchedParameter
 from models.errors import ConfigError, ContractError
 from models.mscan.writer import MscanWriter
 from stages.contracts.workers import ALONE, Workers
-from stages.scan.parameters import FILE, PartsPlace, publish_parameters, require_common_folder
+from stages.scan.parameters import FILE, PartsPlace, publish_parameters, require_common_folder, require_recorded
 
 PARAMETERS = [WatchedParameter("model.layers.0.mlp.up_proj.weight", "linear", 6, 12, 4)]
 
@@ -45,10 +46,29 @@ def test_parts_of_another_scan_are_left_alone(tmp_path):
     """Code, text or precision may change while a shared store is given another namespace."""
     mine, other = (PartsPlace(tmp_path, {"code": code}) for code in ("c1", "c2"))
     MscanWriter(other.part(0), PARAMETERS, model="pico", block_width=4).close()
-    with pytest.raises(ContractError, match="its parameter-level record lies with whoever scanned"):
-        publish_parameters(mine, tmp_path / "out", 0, "f32")
+    assert not mine.parts()
     for worker in range(2):
         MscanWriter(mine.part(worker), PARAMETERS, model="pico", block_width=4).close()
+    assert mine.parts() == [mine.part(0), mine.part(1)]
     (tmp_path / "out").mkdir()
     publish_parameters(mine, tmp_path / "out", 0, "f32")
     assert (tmp_path / "out" / FILE).is_file()
+
+
+@pytest.mark.parametrize("worker", [None, 0])
+def test_sums_that_somebody_else_made_have_no_record_here(tmp_path, worker):
+    """Another job, on another machine, that flushed to the same server."""
+    place = PartsPlace(tmp_path, {"code": "c1"})
+    if worker is not None:
+        with MscanWriter(place.part(worker), PARAMETERS, model="pico", block_width=4) as writer:
+            blocks = torch.ones(2, 1), torch.ones(2, 1), torch.ones(2, 2), torch.ones(2, 2), torch.ones(2, 3)
+            writer.add(ScanRecord([ScannedSequence("a", 5), ScannedSequence("b", 7)], *blocks), [3, 5])
+    require_recorded(place, [] if worker is None else [3, 5])
+    missing = 3 if worker is None else 1
+    with pytest.raises(ContractError) as caught:
+        require_recorded(place, [3, 4, 5])
+    assert str(caught.value) == (
+        f"the sums hold {missing} of 3 samples whose parameter-level record lies with whoever scanned them\n"
+        f"  where: {tmp_path}; a store that several machines share keeps sums only\n"
+        "  do:    a store.namespace of its own for this scan; fresh=true, which scans again; or scan=default"
+    )

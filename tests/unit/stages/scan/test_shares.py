@@ -1,0 +1,11 @@
+from stages.data.batches import batch_sequences
+from stages.data.sequences import TokenSequence
+from stages.scan.shares import number_samples
+
+
+def test_samples_are_numbered_through_all_batches():
+    lengths = [3, 3, 5, 2, 2, 2]
+    batches = batch_sequences([TokenSequence("", [1] * length, [1] * length) for length in lengths], 6, 0)
+    assert [len(batch.names) for batch in batches] == [2, 1, 3]
+    assert number_samples(batches, {2, 0}) == [0, 1, 3, 4, 5]
+    assert number_samples(batches, set()) == []
