@@ -35,13 +35,25 @@ class Workers:
 
     @contextmanager
     def connected(self) -> Iterator[None]:
-        """Meet the other processes, on the CPU (sums travel once, at the end), and take leave of them."""
+        """Meet the other processes, on the CPU (sums travel once, at the end), and take leave of them.
+
+        Raises:
+            UserError: they cannot be met.
+        """
         if self.world == 1:
             yield
             return
         import torch.distributed as dist  # noqa: PLC0415 - settings are checked without torch
 
-        dist.init_process_group("gloo", rank=self.rank, world_size=self.world, timeout=_PATIENCE)
+        try:
+            dist.init_process_group("gloo", rank=self.rank, world_size=self.world, timeout=_PATIENCE)
+        except (RuntimeError, ValueError) as error:
+            places = (f"{name}={os.environ.get(name, 'unset')}" for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
+            raise UserError(
+                f"the workers of this job cannot meet: {str(error).splitlines()[0]}",
+                where=f"environment {', '.join(places)}",
+                do="torchrun --nproc-per-node=2 -m pipeline ..., which sets them; without workers, unset RANK",
+            ) from error
         try:
             yield
         finally:
@@ -102,7 +114,7 @@ ALONE = Workers()
 
 def find_workers(environment: Mapping[str, str] = os.environ) -> Workers:
     """The place torchrun gave this process (RANK, WORLD_SIZE, LOCAL_RANK), or alone."""
-    if "RANK" not in environment or "MASTER_ADDR" not in environment:
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= environment.keys():
         return ALONE
     rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     return Workers(rank, world, int(environment.get("LOCAL_RANK", rank)))

@@ -86,14 +86,7 @@ def record_parameters(
     path = place.part(workers.rank)
     if fresh:  # of several machines only the leading worker's is cleaned before
         path.unlink(missing_ok=True)
-    scanner = ParameterTensorScanner(
-        model,
-        scan.parameter_patterns,
-        block_width=scan.block_width,
-        per_token=scan.per_token,
-        gradients=scan.gradients,
-        product=scan.norm_product,
-    )
+    scanner = _make_scanner(model, scan)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         writer = MscanWriter(
@@ -109,6 +102,21 @@ def record_parameters(
         logger.warning("%s", warning.message)
     with writer, scanner:
         yield ParameterRecorder(scanner, writer, source)
+
+
+def _make_scanner(model: nn.Module, scan: ScanConfig) -> ParameterTensorScanner:
+    try:
+        return ParameterTensorScanner(
+            model,
+            scan.parameter_patterns,
+            block_width=scan.block_width,
+            per_token=scan.per_token,
+            gradients=scan.gradients,
+            product=scan.norm_product,
+        )
+    except ConfigError as error:  # which speaks of the scanner's own arguments
+        what, do = (text.replace("patterns=[", "scan.parameter_patterns=[") for text in (error.what, error.do))
+        raise ConfigError(what, where="setting scan.parameter_patterns", do=do) from error
 
 
 def require_common_folder(scratch: Path, workers: Workers) -> None:

@@ -1,5 +1,7 @@
+import pytest
 import torch
 
+from models.errors import UserError
 from stages.contracts.workers import ALONE, Workers, find_workers
 
 
@@ -13,7 +15,19 @@ def test_torchrun_names_the_place():
 def test_without_torchrun_a_process_is_alone():
     assert find_workers({}) == ALONE
     assert find_workers({"RANK": "1"}) == ALONE  # other launchers set it, too
+    assert find_workers({"RANK": "1", "MASTER_ADDR": "localhost"}) == ALONE
     assert ALONE.leads
+
+
+def test_workers_that_cannot_meet_are_told_how_to_start(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UserError) as caught, Workers(1, 2, 1).connected():
+        pass
+    what, where, do = str(caught.value).splitlines()
+    assert what.startswith("the workers of this job cannot meet: Error initializing torch.distributed")
+    assert where == "  where: environment RANK=unset, MASTER_ADDR=unset, MASTER_PORT=unset"
+    assert do == "  do:    torchrun --nproc-per-node=2 -m pipeline ..., which sets them; without workers, unset RANK"
 
 
 def test_every_worker_has_a_gpu_of_its_own(monkeypatch):
