@@ -42,7 +42,7 @@ def column_squares(
         if gram:
             columns_BI[part] = _quadratic_forms(gram_matrix(grad) if gram_BTT is None else gram_BTT[part], x)
         else:
-            columns_BI[part] = _product_squares(x, grad)[0]
+            columns_BI[part] = _product_column_squares(x, grad)
     return columns_BI
 
 
@@ -137,6 +137,18 @@ def _product_squares(
     if len(row_parts) == 1:
         return column_parts[0], row_parts[0]
     return torch.stack(column_parts).sum(0), torch.cat(row_parts, dim=-1)
+
+
+def _product_column_squares(x_TI: Float[Tensor, "*b T I"], grad_TO: Float[Tensor, "*b T O"]) -> Float[Tensor, "*b I"]:
+    """Column sums of (GᵀX)², some columns at a time; each product is read once."""
+    *samples, _, inputs = x_TI.shape
+    grad = grad_TO.float()
+    chunk = max(_LEAST_ROWS, _budget(x_TI) // (math.prod(samples) * grad.shape[-1]))
+    parts: list[Tensor] = []
+    for first in range(0, inputs, chunk):
+        product = torch.matmul(x_TI[..., first : first + chunk].mT, grad)
+        parts.append(torch.mul(product, product, out=product).sum(-1))
+    return torch.cat(parts, dim=-1)
 
 
 def _budget(tensor: Tensor) -> int:

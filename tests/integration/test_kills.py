@@ -1,5 +1,6 @@
 """Twenty kills at random moments of a scan change nothing in what it finds."""
 
+import json
 import os
 import random
 import signal
@@ -11,6 +12,7 @@ from integration.forked import start
 from integration.redis_server import running
 from safetensors.torch import load_file
 
+from models.checkpoint.header import read_metadata
 from models.mscan.reader import read_mscan
 from models.pico import write_pico
 from pipeline.cli import run_command
@@ -20,16 +22,16 @@ KILLS = 20
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory):
-    """A scan of 300 batches, with the parameter-level record, flushed several times a second."""
+    """A scan of 500 batches, with the parameter-level record, flushed several times a second."""
     folder = tmp_path_factory.mktemp("source")
     write_pico(folder / "pico", "qwen3", tokenizer=True)
-    lines = (f"{number} larks met {number * 7 % 31} swifts near house {number % 9}." for number in range(2500))
+    lines = (f"{number} larks met {number * 7 % 31} swifts near house {number % 9}." for number in range(4000))
     (folder / "text.txt").write_text("\n\n".join(lines))
     (folder / "heldout.txt").write_text("No bird was met.")
     return [
         *("stage=scan", "model=local", f"model.path={folder / 'pico'}", "model.label=pico", "scan=parameters"),
         *("data=text", f"data.path={folder / 'text.txt'}", f"data.heldout_path={folder / 'heldout.txt'}"),
-        *("data.tokens=12000", "data.heldout_tokens=100", "data.max_length=20", "scan.batch_tokens=40"),
+        *("data.tokens=20000", "data.heldout_tokens=100", "data.max_length=20", "scan.batch_tokens=40"),
         *("scan.reservoir_tokens=500", "store.checkpoint_every=0.1"),
     ]
 
@@ -47,20 +49,25 @@ def published(outputs):
     return folder
 
 
-def kill_at_random(command, disturb=lambda kill: None):
-    """Start the command and kill it, again and again; then let it finish. Gives how many kills hit it alive."""
-    draw, hits = random.Random(3), 0
+def kill_at_random(command, count_done, disturb=lambda kill: None):
+    """Start the command and kill it, again and again; then let it finish.
+
+    Kills must have hit it alive, and between batches that count: `count_done` says how many are flushed.
+    """
+    draw, hits, done = random.Random(3), 0, set()
     for kill in range(KILLS):
         child = start(command)
-        child.join(draw.uniform(0.2, 1.2))
+        child.join(draw.uniform(0.5, 4.0))
         disturb(kill)
         os.kill(child.pid, signal.SIGKILL)
         child.join()
         hits += child.exitcode == -signal.SIGKILL
+        done.add(count_done())
+    assert hits >= KILLS // 2, "the scan is too short to be killed that often"
+    assert len(done - {0}) >= 5, f"too few kills came after further flushes: {sorted(done)}"
     last = start(command)
     last.join(240)
     assert last.exitcode == 0
-    return hits
 
 
 def assert_same(found, expected, *, exact):
@@ -75,10 +82,13 @@ def assert_same(found, expected, *, exact):
 
 @pytest.mark.slow
 def test_local_sums_survive_twenty_kills(words, whole, tmp_path):
-    hits = kill_at_random([*words, f"output_dir={tmp_path}"])
-    assert hits >= KILLS // 2, "the scan is too short to be killed that often"
+    def count_done():
+        files = list((tmp_path / "artifacts").glob("pico/scan/.*/scratch/sums.0.safetensors"))
+        return sum(len(json.loads(read_metadata(file)["facts"])["done"]) for file in files)
+
+    kill_at_random([*words, f"output_dir={tmp_path}"], count_done)
     assert_same(published(tmp_path), whole, exact=True)
-    assert len(read_mscan(published(tmp_path) / "parameters.mscan").sequences) == 600
+    assert len(read_mscan(published(tmp_path) / "parameters.mscan").sequences) == 1000
 
 
 @pytest.mark.slow
@@ -87,11 +97,15 @@ def test_redis_sums_survive_twenty_kills(words, whole, tmp_path, server_dies):
     with running(tmp_path / "redis") as server:
         command = [*words, "store=redis", f"store.url={server.url}", f"output_dir={tmp_path}"]
 
+        def count_done():
+            with server.client() as client:
+                return sum(client.bitcount(key) for key in client.scan_iter("*scan:done"))
+
         def disturb(kill):
             if server_dies and kill % 2:
                 server.kill()
                 time.sleep(0.1)
                 server.start()
 
-        assert kill_at_random(command, disturb) >= KILLS // 2
+        kill_at_random(command, count_done, disturb)
         assert_same(published(tmp_path), whole, exact=False)
