@@ -4,7 +4,7 @@ import json
 import logging
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -32,19 +32,29 @@ class ParameterRecorder:
     def __init__(self, scanner: ParameterTensorScanner, writer: MscanWriter, source: str) -> None:
         """Both are closed by `record_parameters`."""
         self._scanner, self._writer, self._source = scanner, writer, source
+        self._records: list[ScanRecord] = []
 
     def expect(self, names: Sequence[str]) -> None:
         """Name the samples of the pass to come."""
         self._scanner.name_samples(names, self._source)
 
-    def drop(self) -> None:
-        """Forget the last pass: it is made again with another loss scale."""
-        with suppress(NumericsError):  # which is why
-            self._scanner.collect()
+    def take(self, *, last: bool) -> bool:
+        """Take over the pass just made; whether its numbers can be used.
+
+        Raises:
+            NumericsError: they cannot, and this was the `last` try.
+        """
+        try:
+            self._records = self._scanner.collect()
+        except NumericsError:
+            if last:
+                raise
+            return False
+        return True
 
     def keep(self, first: int, loss_scale: float) -> None:
-        """Write the last pass; its samples are number `first` and following of the scan."""
-        for record in self._scanner.collect():
+        """Write the pass taken over; its samples are number `first` and following of the scan."""
+        for record in self._records:
             self._writer.add(_unscale(record, loss_scale), range(first, first + len(record.sequences)))
 
     def seal(self) -> None:

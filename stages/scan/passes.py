@@ -50,10 +50,8 @@ class Scanner:
         found = self._measure(batch, slots_BT, loss_scale)
         check_losses(found.losses_B, batch, self.model)
         # Too large for float16. Every batch starts anew, so that its sums depend on nothing but itself.
-        while loss_scale > 1 and not found.totals_B.isfinite().all():
+        while not self._is_usable(found, last=loss_scale == 1):
             loss_scale /= 16
-            if self.parameters:
-                self.parameters.drop()
             found = self._measure(batch, slots_BT, loss_scale)
         if self.gradients:
             check_gradients(found.totals_B, found.losses_B, batch, self.model)
@@ -65,6 +63,11 @@ class Scanner:
             "loss_sum": float(found.losses_B.double().sum()),
         }
         found.add_to(sums, number=number, counters=counters, loss_scale=loss_scale)
+
+    def _is_usable(self, found: HostBatch, *, last: bool) -> bool:
+        """Whether every gradient fitted the number format; the last try is used as it is, and checked afterwards."""
+        recorded = self.parameters is None or self.parameters.take(last=last)
+        return last or (recorded and bool(found.totals_B.isfinite().all()))
 
     def _in_half_precision(self) -> bool:
         # 4-bit layers compute in the format of the embeddings, too.

@@ -1,16 +1,19 @@
 """What a scan can be asked for beside the plain one, through the command."""
 
 import json
+import shutil
 
+import numpy as np
 import pytest
 import torch
 from integration.forked import start
 from integration.redis_server import running
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from models.mscan.reader import read_mscan
 from models.pico import write_pico
 from pipeline.cli import run_command
+from stages.scan.passes import Scanner
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +82,28 @@ def test_the_parameter_level_record_stands_beside_unchanged_statistics(scan, tmp
     record = read_mscan(recorded / "parameters.mscan")
     assert len(record.parameters.names) == 2 * 7 + 1
     assert sum(sequence.tokens for sequence in record.sequences) == 600
+
+
+def test_float16_overflow_lowers_the_loss_scale_of_both_records(source, tmp_path, monkeypatch):
+    scales, measure = set(), Scanner._measure
+
+    def watched(scanner, batch, slots_BT, loss_scale):
+        scales.add(loss_scale)
+        return measure(scanner, batch, slots_BT, loss_scale)
+
+    monkeypatch.setattr(Scanner, "_measure", watched)
+    model = shutil.copytree(source / "pico", tmp_path / "steep")
+    weights = load_file(model / "model.safetensors")
+    weights["lm_head.weight"] *= 1000
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    found = {}
+    for dtype in ("float32", "float16"):
+        words = [*command(source), f"model.path={model}", f"model.dtype={dtype}", "scan=parameters"]
+        assert run_command([*words, f"output_dir={tmp_path / dtype}"]) == 0
+        found[dtype] = read_mscan(published(tmp_path / dtype) / "parameters.mscan").gradient()
+    error = abs(found["float16"] - found["float32"]) / found["float32"]
+    assert np.median(error) < 0.02
+    assert len(scales - {1.0}) > 1, "nothing overflowed"
 
 
 def test_only_what_matches_is_recorded(scan):
