@@ -107,8 +107,7 @@ def test_gradients_that_are_all_zero(failed, source, text):
     assert failed(*words_for(source, text)) == message(
         "all gradients are zero in 2 of 2 samples",
         f"0: {text}:1, 1: {text}:1",
-        "check that the checkpoint's FFN weights are not all zero, and that float16 does not underflow: "
-        "model.dtype=float32",
+        "check that the checkpoint's FFN weights are not all zero",
     )
 
 
