@@ -20,8 +20,8 @@ from stages.scan.token_sums import UnitRule
 _SPAN = 128
 # All bits of a float but its sign: as integers they are ordered as the magnitudes are. The smallest normal float.
 _MAGNITUDE, _SMALLEST = np.int32(0x7FFFFFFF), np.int32(0x00800000)
-# A quarter of an octave: neighbouring tokens' limits seldom differ by more.
-_STRIDE = np.int32(1 << 21)
+# A sixteenth of an octave: neighbouring tokens' limits often differ by no more.
+_STEP = np.int32(1 << 19)
 
 
 def sum_tokens_compiled(
@@ -61,28 +61,30 @@ def _count_from(bits: NDArray[np.int32], limit: np.int32) -> np.int32:
 
 
 def _find_limit(bits: NDArray[np.int32], count: np.int32, top: np.int32, guess: np.int32) -> np.int32:
-    """A value that `count` of the bits reach, or the largest that more reach; `guess` is where to look first."""
+    """A value that `count` of the bits reach, or the largest that more reach; `guess` is where to look first.
+
+    From there in growing steps until the value lies between two looks; then by turns where a straight line between them
+    would have it, and halfway.
+    """
     low, high = np.int32(0), top + np.int32(1)  # enough reach low, too few reach high
-    stride, limit = _STRIDE, guess
-    while low < limit < high:
-        reached = _count_from(bits, limit)
-        if reached == count:
-            return limit
-        if reached > count:
-            low, limit = limit, limit + stride if limit < _MAGNITUDE - stride else _MAGNITUDE
-        else:
-            high, limit = limit, limit - stride
-        if high - low <= stride:
-            break
+    reach_low, reach_high = len(bits), 0
+    limit, step, halfway = guess, _STEP, False
     while high - low > 1:
-        limit = low + (high - low) // np.int32(2)
+        if not low < limit < high:
+            limit = low + (high - low) // np.int32(2)
         reached = _count_from(bits, limit)
         if reached == count:
             return limit
         if reached > count:
-            low = limit
+            low, reach_low = limit, reached
         else:
-            high = limit
+            high, reach_high = limit, reached
+        if low == 0 or reach_high == 0:
+            limit += step if reached > count else -step
+            step *= np.int32(2)
+        else:
+            share = 0.5 if halfway else (reach_low - count + 0.5) / (reach_low - reach_high)
+            limit, halfway = low + np.int32((high - low) * share), not halfway
     return low
 
 
