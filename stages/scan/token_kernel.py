@@ -67,7 +67,7 @@ def _find_limit(bits: NDArray[np.int32], count: np.int32, top: np.int32, guess: 
     would have it, and halfway.
     """
     low, high = np.int32(0), top + np.int32(1)  # enough reach low, too few reach high
-    reach_low, reach_high = len(bits), 0
+    reach_low, reach_high = np.int32(len(bits)), np.int32(0)
     limit, step, halfway = guess, _STEP, False
     while high - low > 1:
         if not low < limit < high:
