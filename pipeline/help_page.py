@@ -20,6 +20,7 @@ Examples
   python -m pipeline model=qwen2_5_0_5b data=ultrachat  a model and a dataset of the Hugging Face hub
   python -m pipeline model=local model.path=/my/qwen data=text data.path=/my/texts
   python -m pipeline -m active=0.25,0.5 score=s_p,wanda a sweep: every combination, below outputs/sweeps/
+  torchrun --nproc-per-node=8 -m pipeline stage=scan    one scan by eight processes
 
 Stages
   scan      read the dense model on text: activations, frequency, gradients of every FFN unit
@@ -39,6 +40,8 @@ Groups (group=option; * is the default)
 Settings inside a group: group.setting=value, such as data.tokens=16384. The files under conf/ explain each.
   python -m pipeline --cfg job      print all settings and their values
   python -m pipeline --hydra-help   Hydra's own flags
+  python -m pipeline.mscan FILE     what a parameter-level scan found
+  python -m pipeline.store --help   sums of a scan, between Redis and files
 """
 
 
