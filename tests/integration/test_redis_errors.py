@@ -34,7 +34,8 @@ def refusal(url, **settings):
     return caught
 
 
-def test_a_local_store_asks_no_server():
+def test_a_local_store_asks_no_server(monkeypatch):
+    monkeypatch.setattr("stages.stores.redis_connection.connect", lambda _store: pytest.fail("a server was asked"))
     check_store(StoreConfig())
 
 

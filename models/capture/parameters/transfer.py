@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from models.capture.host import to_host
 from models.capture.parameters.layout import Layout
 from models.capture.parameters.scan_pass import ScanPass, Squares
 from models.capture.records import ScannedSequence, ScanRecord
@@ -85,18 +86,10 @@ def _fetch(measured: Measured) -> tuple[Squares, Tensor, Tensor | None]:
     for name, known in (("mask", facts.mask_BT), ("supervised", facts.supervised_B)):
         if known is not None:
             wanted.append((call, name, known.to(device, torch.float32)))
-    for device in {tensor.device for *_, tensor in wanted}:
-        _bring([one for one in wanted if one[2].device == device])
+    for (target, key, _), tensor in zip(wanted, to_host([tensor for *_, tensor in wanted]), strict=True):
+        target[key] = tensor
     mask_BT = call["mask"] > 0 if "mask" in call else torch.ones(facts.samples, facts.length, dtype=torch.bool)
     return squares, mask_BT, call.get("supervised")
-
-
-def _bring(wanted: Sequence[tuple[dict[Any, Tensor], Any, Tensor]]) -> None:
-    """Put copies of the tensors of one device where they are wanted, moved in one piece."""
-    flat = torch.cat([tensor.flatten() for *_, tensor in wanted]).cpu()
-    sizes = [tensor.numel() for *_, tensor in wanted]
-    for (target, key, tensor), part in zip(wanted, flat.split(sizes), strict=True):
-        target[key] = part.view(tensor.shape)
 
 
 def _check(gradient_BP: Tensor, measured: Sequence[int], names: Sequence[str]) -> None:
