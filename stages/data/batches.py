@@ -20,6 +20,11 @@ class TokenBatch:
     labels: Int64[Tensor, "B T"]  # not shifted; -100 where the token does not count in the loss
     names: list[str]
 
+    @property
+    def tokens(self) -> int:
+        """Tokens, padding left out."""
+        return int(self.attention_mask.sum())
+
 
 def batch_sequences(sequences: Sequence[TokenSequence], batch_tokens: int, pad_id: int) -> list[TokenBatch]:
     """Batch sequences in their order, B·T <= batch_tokens, padding included.

@@ -69,7 +69,7 @@ def gradients_of(
         if wanted <= 0:
             break
         chosen.append(batch)
-        wanted -= int(batch.attention_mask.sum())
+        wanted -= batch.tokens
     # The experts are cut from the stored weights, whatever the scan computed with: they get those weights' gradients.
     dense = load_dense(replace(model, quantization="none"), folder)
     save_memory(dense, asked=False)

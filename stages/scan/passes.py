@@ -58,7 +58,7 @@ class Scanner:
         if self.parameters:
             self.parameters.keep(first_sample, loss_scale)
         counters = {
-            "tokens": int(batch.attention_mask.sum()),
+            "tokens": batch.tokens,
             "samples": len(batch.names),
             "loss_sum": float(found.losses_B.double().sum()),
         }

@@ -60,8 +60,7 @@ def scan_shares(
         workers: who shares the work.
         after_batch: called with the number of tokens just read.
     """
-    counts = [int(batch.attention_mask.sum()) for batch in batches]
-    first_tokens = [0, *accumulate(counts)]
+    first_tokens = [0, *accumulate(batch.tokens for batch in batches)]
     first_samples = [0, *accumulate(len(batch.names) for batch in batches)]
     while missing := sorted(set(range(len(batches))) - agree_on_done(store, workers)):
         done: set[int] = set()
@@ -71,7 +70,7 @@ def scan_shares(
             batch = batches[number]
             slots_BT = slots_of_batch(slots_M, first_tokens[number], batch.attention_mask.bool())
             scanner.scan(batch, slots_BT, store.sums, number=number, first_sample=first_samples[number])
-            after_batch(counts[number])
+            after_batch(batch.tokens)
             if store.due():
                 _flush(store, scanner)
                 done = store.done() if store.shared else done

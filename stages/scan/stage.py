@@ -59,9 +59,8 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, store: StoreConfig, s
         rule = UnitRule(scan.active_share, scan.active_threshold, scan.norm_product)
         scanner = Scanner(dense, mlps, rule, scan.gradients, parameters)
         slots_M = draw_reservoir(text.tokens, scan.reservoir_tokens, seed)
-        counts = [int(batch.attention_mask.sum()) for batch in batches]
         done = agree_on_done(keeper, workers)
-        resumed_at = sum(counts[number] for number in done)
+        resumed_at = sum(batches[number].tokens for number in done)
         if scan.parameters and workers.leads:
             require_recorded(parts, number_samples(batches, done))
         with show_progress(text.tokens, resumed_at, workers) as progress:
