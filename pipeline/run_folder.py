@@ -10,6 +10,8 @@ from pathlib import Path
 from omegaconf import OmegaConf
 from tabulate import tabulate
 
+from pipeline.report.page import FILE, Source, write_page
+from pipeline.report.run_record import RunRecord, StageRun
 from pipeline.schema import Settings
 from stages.contracts.job import Table
 
@@ -17,13 +19,19 @@ OWN_LOGGERS = ("pipeline", "stages", "models", "py.warnings")
 
 
 class RunFolder:
-    """`outputs/runs/<time>/`: config.yaml, run.log, report.md and, once there is one, a link to the checkpoint."""
+    """`outputs/runs/<time>/`: config.yaml, run.log, report.md, stages.json.
+
+    Once there are any: a link to the checkpoint, and report.html.
+    """
 
     def __init__(self, folder: Path, settings: Settings, overrides: Sequence[str]) -> None:
         """Create the folder and write what is known before the first stage."""
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        self.latest = Path(settings.output_dir).absolute() / "latest"
+        self.label, self.output_dir = settings.model.label, Path(settings.output_dir).absolute()
+        self.latest = self.output_dir / "latest"
+        self.record = RunRecord.start(overrides)
+        self.record.write(folder)
         OmegaConf.save(OmegaConf.structured(settings), folder / "config.yaml")
         self.report = folder / "report.md"
         self.append(f"# {settings.model.label}\n\n    {' '.join(['python -m pipeline', *overrides])}\n")
@@ -36,6 +44,18 @@ class RunFolder:
     def append_stage(self, name: str, headline: str, table: Table) -> None:
         """Add one stage to the report."""
         self.append(f"\n## {name}\n\n{headline}\n\n{render(table, 'github')}\n")
+
+    def record_stage(
+        self, name: str, fingerprint: str, seconds: float | None = None, peak_bytes: int | None = None
+    ) -> None:
+        """Add one stage to `stages.json`; one that was kept has no figures."""
+        self.record.stages.append(StageRun(name, fingerprint, seconds, peak_bytes))
+        self.record.write(self.folder)
+
+    def write_page(self, evaluation: Path) -> Path:
+        """Write report.html about a published evaluation. Raises UserError: it cannot be read."""
+        config = (self.folder / "config.yaml").read_text(encoding="utf-8")
+        return write_page(Source(self.label, self.record, config, evaluation, self.output_dir), self.folder / FILE)
 
     def link_checkpoint(self, checkpoint: Path) -> Path:
         """Point `checkpoint` in this folder at the published one, and `outputs/latest` at this folder.

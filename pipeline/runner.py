@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from models.errors import UserError
 from pipeline.artifact import Manifest, is_complete, verify
 from pipeline.command import command_line
 from pipeline.disk import explain_os_error, in_mib
@@ -54,6 +55,7 @@ class Runner:
     def keep(self, step: Step) -> None:
         """Say that a published result is used again, and clean up beside it."""
         remove_leftovers(step.folder.parent)
+        self.run_folder.record_stage(step.stage.name, step.fingerprint)
         log.info("%-9s kept from an earlier run: %s", step.stage.name, shown(step.folder))
 
     def run_step(self, step: Step) -> None:
@@ -84,9 +86,11 @@ class Runner:
 
     def tell(self, step: Step, table: Table, seconds: float) -> None:
         """Print what a stage found, and add it to the report."""
-        headline = f"{seconds:.1f} s, peak memory {in_mib(peak_bytes())}, {shown(step.folder)}"
+        peak = peak_bytes()
+        headline = f"{seconds:.1f} s, peak memory {in_mib(peak)}, {shown(step.folder)}"
         log.info("\n%s\n\n%-9s done in %s\n", render(table, "simple"), step.stage.name, headline)
         self.run_folder.append_stage(step.stage.name, headline, table)
+        self.run_folder.record_stage(step.stage.name, step.fingerprint, seconds, peak)
 
     def close(self, steps: Sequence[Step]) -> None:
         """Repeat the table of a last stage that was kept, point at the checkpoint and at the report."""
@@ -100,7 +104,16 @@ class Runner:
         if checkpoints:
             link = self.run_folder.link_checkpoint(checkpoints[-1])
             log.info("checkpoint %s\n           %s", shown(checkpoints[-1]), shown(link))
-        log.info("report     %s", shown(self.run_folder.report))
+        log.info("report     %s", shown(self.write_page(steps) or self.run_folder.report))
+
+    def write_page(self, steps: Sequence[Step]) -> Path | None:
+        """The page of a run that has an evaluation; a run is no failure because it cannot be drawn."""
+        evaluations = [step.folder for step in steps if step.stage.name == "evaluate"]
+        try:
+            return self.run_folder.write_page(evaluations[0]) if evaluations else None
+        except (UserError, OSError) as error:
+            log.warning("no report.html: %s", error)
+            return None
 
 
 def shown(path: Path) -> str:

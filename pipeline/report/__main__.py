@@ -1,0 +1,59 @@
+"""`python -m pipeline.report RUN_FOLDER|latest`: the page of a run that was made earlier."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from models.errors import ConfigError, UserError
+from pipeline.disk import explain_os_error
+from pipeline.layout import REPOSITORY
+from pipeline.report.page import FILE, write_page
+from pipeline.report.run_source import find_source
+
+FAILED, INVALID, INTERRUPTED = 1, 2, 130
+LATEST = REPOSITORY / "outputs" / "latest"
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Do what the command line says; returns the exit code.
+
+    0 done, 1 something cannot be read or written, 2 the command line is wrong, 130 interrupted.
+    """
+    wanted = _parser().parse_args(words)
+    folder = LATEST if str(wanted.run) == "latest" and not wanted.run.is_dir() else wanted.run
+    out = wanted.out or folder / FILE
+    try:
+        _check(folder, out)
+        write_page(find_source(folder), out)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except UserError as error:
+        sys.stderr.write(f"{error}\n")
+        return INVALID if isinstance(error, ConfigError) else FAILED
+    except OSError as error:
+        sys.stderr.write(f"{explain_os_error(error, where=str(out), folder=out.parent) or error}\n")
+        return FAILED
+    sys.stdout.write(f"{out}\n")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m pipeline.report", description="Write the report of a run.")
+    parser.add_argument("run", type=Path, metavar="RUN_FOLDER|latest", help="a folder under outputs/runs, or latest")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where to; report.html in the run's folder")
+    return parser
+
+
+def _check(folder: Path, out: Path) -> None:
+    """Before anything is read. Raises ConfigError."""
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}", where="command line", do="ls outputs/runs, or latest")
+    if not out.parent.is_dir():
+        raise ConfigError(f"there is no folder {out.parent}", where="--out", do=f"mkdir -p {out.parent}")
+    if out.is_dir():
+        raise ConfigError(f"{out} is a folder", where="--out", do="name a file")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""Evaluations of one carve under several seeds as one figure, and carves of several widths as curves."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from models.shape import Shape
+from pipeline.report.evaluations import Evaluation
+from pipeline.report.methods import method_of
+from stages.plots.curves import Curve, Point
+
+
+@dataclass(frozen=True)
+class Group:
+    """Evaluations that differ in nothing but the seed."""
+
+    members: Sequence[Evaluation]
+
+    @property
+    def shape(self) -> Shape:
+        """The shape they share."""
+        return self.members[0].shape
+
+    @property
+    def settings(self) -> Mapping[str, object]:
+        """The settings they share."""
+        return self.members[0].settings
+
+    @property
+    def seeds(self) -> list[int]:
+        """Their seeds, ascending."""
+        return sorted({member.seed for member in self.members})
+
+    def point(self, name: str) -> Point | None:
+        """Mean gap of a model over the seeds, with its extremes."""
+        gaps = [gap for member in self.members if (gap := member.gap(name)) is not None]
+        if not gaps:
+            return None
+        return Point(self.members[0].share, sum(gaps) / len(gaps), min(gaps), max(gaps), len(gaps))
+
+
+def group_by_seed(evaluations: Iterable[Evaluation]) -> list[Group]:
+    """Groups, from the widest carve to the narrowest. Of several with the same seed the one first met counts."""
+    groups: list[list[Evaluation]] = []
+    for evaluation in evaluations:
+        same = next((group for group in groups if _same_carve(group[0], evaluation)), None)
+        if same is None:
+            groups.append([evaluation])
+        elif evaluation.seed not in {member.seed for member in same}:
+            same.append(evaluation)
+    return sorted((Group(group) for group in groups), key=lambda group: -group.members[0].share)
+
+
+def _same_carve(first: Evaluation, second: Evaluation) -> bool:
+    return first.shape == second.shape and first.settings == second.settings
+
+
+def same_method(group: Group, wanted: Evaluation) -> bool:
+    """Whether the group is that carve at some width: the same settings, the same number and size of experts."""
+    sizes = (group.shape.experts, group.shape.n) == (wanted.shape.experts, wanted.shape.n)
+    return sizes and group.settings == wanted.settings
+
+
+def curves_of(groups: Sequence[Group], names: Sequence[str]) -> list[Curve]:
+    """A curve for each model, from wide to narrow; the dense model is where they start."""
+    curves = []
+    for name in names:
+        method = method_of(name, names)
+        points = [point for group in groups if (point := group.point(name)) is not None]
+        if name != "dense" and points:
+            curves.append(Curve(method.name, method.kind, method.marker, points))
+    return curves

@@ -1,0 +1,97 @@
+"""Sections on single layers: routing, error, scores and maps."""
+
+from base64 import b64encode
+from pathlib import Path
+
+from pipeline.report.distributions import describe_distributions, read_scores
+from pipeline.report.evaluations import Evaluation
+from pipeline.report.numbers import percent
+from pipeline.report.sections import figure, section
+from stages.plots.by_layer import LayerChart, draw_by_layer
+from stages.plots.chart import at_both_widths
+from stages.plots.load_map import draw_load_map
+from stages.plots.markup import Markup, element
+from stages.plots.ridges import draw_ridges
+
+LARGEST_PICTURE = 8 << 20  # bytes; a larger one would make the page unwieldy
+
+
+def layer_section(evaluation: Evaluation) -> Markup:
+    """How closely every carved FFN follows the dense one, and how its router works."""
+    return section(
+        "layers",
+        "Layer by layer",
+        element("div", _errors(evaluation), _agreement(evaluation), _loads(evaluation), class_="pair"),
+    )
+
+
+def _errors(evaluation: Evaluation) -> Markup:
+    values = [float(layer["error"]) for layer in evaluation.layers]
+    if not values:
+        return Markup()
+    title = "Reconstruction error"
+    chart = LayerChart(f"{title} of every layer", "Σ‖dense − MoE‖² / Σ‖dense‖²", values)
+    caption = "Of each FFN's output, on the carved model's own inputs; 0 is the dense FFN."
+    return figure(title, at_both_widths(lambda width: draw_by_layer(chart, width), wide=520), caption)
+
+
+def _agreement(evaluation: Evaluation) -> Markup:
+    values = [float(layer["agreement"]) for layer in evaluation.layers]
+    if not values:
+        return Markup()
+    chance = evaluation.shape.top_k / evaluation.shape.experts
+    title = "Router's agreement with the oracle"
+    chart = LayerChart(
+        f"{title} in every layer", "share of choices", values, (chance, f"chance {percent(chance)}"), 1.0, percent
+    )
+    caption = "Share of the chosen experts that would be chosen by looking at their outputs, too."
+    return figure(title, at_both_widths(lambda width: draw_by_layer(chart, width), wide=520), caption)
+
+
+def _loads(evaluation: Evaluation) -> Markup:
+    loads = [[float(load) for load in layer.get("load", [])] for layer in evaluation.layers]
+    if not loads or not all(loads):
+        return Markup()
+    title = "Expert load"
+    drawing = at_both_widths(lambda width: draw_load_map(f"{title} by layer", loads, width), wide=520)
+    return figure(title, drawing, "One row a layer, its experts side by side from the busiest to the idlest.")
+
+
+def unit_section(evaluation: Evaluation) -> Markup:
+    """How the units score, and the maps that the cluster stage drew of them."""
+    return section("units", "Units", _scores(evaluation), *_maps(evaluation))
+
+
+def _scores(evaluation: Evaluation) -> Markup:
+    published = evaluation.chain.get("score")
+    scores_LF = None if published is None else read_scores(published.folder)
+    if scores_LF is None:
+        return Markup()
+    ridges, ends = describe_distributions(scores_LF)
+    title = "S_p by layer"
+    drawing = at_both_widths(
+        lambda width: draw_ridges("Distribution of S_p in every layer", "S_p", ridges, ends, width), wide=760
+    )
+    caption = (
+        "Each ridge is one layer's units; the dark line spans their middle half, the tick is the median. "
+        "S_p is comparable within a layer only."
+    )
+    return figure(title, drawing, caption, kind="full")
+
+
+def _maps(evaluation: Evaluation) -> list[Markup]:
+    """The pictures of the cluster stage, embedded."""
+    published = evaluation.chain.get("cluster")
+    if published is None:
+        return []
+    paths = [published.folder / name for name in sorted(published.manifest.files) if name.endswith(".png")]
+    return [_map(path) for path in paths if path.is_file() and path.stat().st_size <= LARGEST_PICTURE]
+
+
+def _map(path: Path) -> Markup:
+    data = b64encode(path.read_bytes()).decode()
+    name = path.stem.replace("_", " ")
+    layer = path.stem.rpartition("_")[2]
+    title = f"Map of layer {int(layer)}" if layer.isdecimal() else name.capitalize()
+    picture = element("img", src=f"data:image/png;base64,{data}", alt=f"{title}: units by expert, score and frequency")
+    return figure(title, element("div", picture, class_="scroll picture", tabindex="0"), kind="full")
