@@ -36,7 +36,7 @@ class Stage:
 CHAIN = (
     Stage("scan", parents=(), nodes=("model", "data", "store", "scan", "seed"), shared=True),
     Stage("score", parents=("scan",), nodes=("score", "seed")),
-    Stage("cluster", parents=("scan", "score"), nodes=("model", "cluster", "shape", "seed")),
+    Stage("cluster", parents=("scan", "score"), nodes=("model", "data", "cluster", "shape", "seed")),
     Stage("extract", parents=("score", "cluster"), nodes=("model", "extract", "shape")),
     Stage("assemble", parents=("cluster", "extract"), nodes=("model", "data", "assemble", "shape", "seed")),
     Stage("project", parents=("cluster", "assemble"), nodes=("model", "data", "project", "shape", "seed")),

@@ -4,6 +4,13 @@ from dataclasses import dataclass, field
 
 VERSION = 1
 
+# What units can be compared by.
+VIEWS = ("coactivation", "gate_rows", "contribution")
+# Views, methods and ways to choose always-on units that want a pass of the dense model over the calibration text.
+STREAMED_VIEWS = frozenset({"contribution"})
+STREAMED_METHODS = frozenset[str]()
+STREAMED_CHOICES = frozenset[str]()
+
 
 @dataclass
 class ClusterConfig:
@@ -13,13 +20,20 @@ class ClusterConfig:
     method: str = field(
         default="balanced_kmeans", metadata={"choices": ("balanced_kmeans", "rank", "random", "contiguous")}
     )
-    # What balanced_kmeans compares, and the map shows: coactivation (on which tokens a unit fires) or gate_rows (its
-    # gate weights).
-    features: str = field(default="coactivation", metadata={"choices": ("coactivation", "gate_rows")})
-    # Directions kept of those features.
+    # What balanced_kmeans compares, and the map shows: coactivation (on which tokens a unit fires), gate_rows (its gate
+    # weights), contribution (how much it adds on which tokens; one more pass over the text), or joint (all of
+    # joint_views).
+    features: str = field(default="coactivation", metadata={"choices": (*VIEWS, "joint")})
+    # features=joint: the views that are compared together, each with equal weight.
+    joint_views: list[str] = field(default_factory=lambda: ["coactivation", "gate_rows"], metadata={"choices": VIEWS})
+    # Directions kept of each view.
     feature_dims: int = field(default=64, metadata={"minimum": 1})
     # Most rounds of k-means; it stops earlier when no unit moves.
     iterations: int = field(default=20, metadata={"minimum": 1})
+    # Times k-means is started, each time from other centroids; the grouping of the highest similarity is kept.
+    restarts: int = field(default=1, metadata={"minimum": 1})
+    # Tokens per forward batch, where the features are made of a pass over the calibration text.
+    batch_tokens: int = field(default=4096, metadata={"minimum": 1})
     # Which units stay on for every token: the highest by contribution, frequency or score (the chosen score).
     always_on_by: str = field(default="contribution", metadata={"choices": ("contribution", "frequency", "score")})
     # Map of a layer's units as a picture: umap, tsne or none.
@@ -30,3 +44,19 @@ class ClusterConfig:
     map_neighbors: int = field(default=15, metadata={"minimum": 2})
     # Most units drawn; a wider layer shows an even sample.
     map_units: int = field(default=8192, metadata={"minimum": 10})
+
+    @property
+    def views(self) -> list[str]:
+        """The views that `features` stands for."""
+        return self.joint_views if self.features == "joint" else [self.features]
+
+    @property
+    def compares(self) -> bool:
+        """Whether anything looks at features: the method, or the map."""
+        return self.method == "balanced_kmeans" or self.map != "none"
+
+    @property
+    def needs_pass(self) -> bool:
+        """Whether a pass of the dense model over the calibration text is made."""
+        viewed = self.compares and not STREAMED_VIEWS.isdisjoint(self.views)
+        return viewed or self.method in STREAMED_METHODS or self.always_on_by in STREAMED_CHOICES

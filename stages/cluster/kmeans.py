@@ -10,7 +10,13 @@ from stages.cluster.balance import assign_balanced
 
 
 def fit_balanced_kmeans(
-    features_UC: Float[Tensor, "U C"], sizes_E: Int[Tensor, "E"], *, iterations: int, rng: np.random.Generator
+    features_UC: Float[Tensor, "U C"],
+    sizes_E: Int[Tensor, "E"],
+    *,
+    iterations: int,
+    rng: np.random.Generator,
+    restarts: int = 1,
+    start: Int[Tensor, "U"] | None = None,
 ) -> Int[Tensor, "U"]:
     """Group units by cosine similarity into clusters of exactly the given sizes.
 
@@ -22,19 +28,41 @@ def fit_balanced_kmeans(
         sizes_E: ``(E,)`` units per cluster; sums to U, zeros allowed.
         iterations: most rounds, at least 1.
         rng: draws the first centroids.
+        restarts: times the loop is run, at least 1; the clusters of the highest total are kept.
+        start: ``(U,)`` clusters whose means are the first centroids of the first run, of any sizes; None draws them.
     Returns:
         ``(U,)`` int64 cluster of each unit.
     Source: spherical k-means (Dhillon, Modha 2001) with the assignment step constrained to sizes.
     """
     directions_UC = normalize(features_UC, dim=1)
-    centroids_EC = seed_centroids(directions_UC, len(sizes_E), rng)
-    labels_U = torch.full((len(features_UC),), -1)
+    clusters = len(sizes_E)
+    best_U, best_total = torch.full((len(features_UC),), -1), -torch.inf
+    for number in range(restarts):
+        if start is not None and number == 0:
+            centroids_EC = mean_directions(directions_UC, start, clusters)
+        else:
+            centroids_EC = seed_centroids(directions_UC, clusters, rng)
+        labels_U = _improve(directions_UC, centroids_EC, sizes_E, iterations)
+        total = total_similarity(directions_UC, labels_U, clusters)
+        if total > best_total:
+            best_U, best_total = labels_U, total
+    return best_U
+
+
+def _improve(directions_UC: Tensor, centroids_EC: Tensor, sizes_E: Tensor, iterations: int) -> Tensor:
+    """Rounds of assigning units and moving centroids until no unit moves."""
+    labels_U = torch.full((len(directions_UC),), -1)
     for _ in range(iterations):
         previous_U, labels_U = labels_U, assign_balanced(directions_UC @ centroids_EC.T, sizes_E)
         if torch.equal(labels_U, previous_U):
             break
         centroids_EC = mean_directions(directions_UC, labels_U, len(sizes_E))
     return labels_U
+
+
+def total_similarity(directions_UC: Float[Tensor, "U C"], labels_U: Int[Tensor, "U"], clusters: int) -> float:
+    """Σ of every unit's cosine to the mean direction of its cluster: what k-means makes large."""
+    return float((directions_UC * mean_directions(directions_UC, labels_U, clusters)[labels_U]).double().sum())
 
 
 def mean_directions(

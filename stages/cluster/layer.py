@@ -9,8 +9,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from models.shape import Shape
+from stages.cluster.evidence import LayerEvidence
 from stages.cluster.fill import fill_experts
-from stages.cluster.methods import Method, group_units
+from stages.cluster.methods import Method, RoutedUnits, group_units
 from stages.cluster.roles import Roles, split_units
 from stages.plots.unit_map import ALWAYS_ON, DROPPED
 
@@ -40,6 +41,8 @@ def partition_layer(
     method: Method,
     iterations: int,
     rng: np.random.Generator,
+    restarts: int = 1,
+    evidence: LayerEvidence | None = None,
 ) -> LayerPartition:
     """Choose the always-on units, group the others into experts, and fill the experts to N units each.
 
@@ -51,16 +54,12 @@ def partition_layer(
         method: how units are grouped.
         iterations: most rounds of k-means.
         rng: of this layer alone.
+        restarts: times k-means is started.
+        evidence: all else that is known of the layer, for the methods that look at it.
     Returns:
         Indices into the layer's F units, ascending within every expert.
     """
     roles = split_units(measure_F, scores_F, always_on=shape.always_on, slots=shape.experts * shape.n)
-    labels_U, affinity_UE = group_units(
-        method,
-        scores_F[roles.routed_U],
-        shape.experts,
-        features_UC=lambda: features()[roles.routed_U],
-        iterations=iterations,
-        rng=rng,
-    )
+    units = RoutedUnits(roles.routed_U, scores_F[roles.routed_U], lambda: features()[roles.routed_U], evidence)
+    labels_U, affinity_UE = group_units(method, units, shape.experts, iterations=iterations, restarts=restarts, rng=rng)
     return LayerPartition(roles, labels_U, roles.routed_U[fill_experts(affinity_UE, labels_U, shape.n)])

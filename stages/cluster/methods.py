@@ -1,6 +1,7 @@
 """Ways to group units into experts. Each gives every unit a home and every pair of unit and expert an affinity."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -9,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from stages.cluster.evidence import LayerEvidence
 from stages.cluster.fill import group_sizes
 from stages.cluster.kmeans import fit_balanced_kmeans, mean_directions
 
@@ -22,33 +24,43 @@ class Grouping(NamedTuple):
     affinity_UE: Float[Tensor, "U E"]
 
 
+@dataclass(frozen=True)
+class RoutedUnits:
+    """The units to be grouped. Features are computed only for the method that compares them."""
+
+    indices_U: Int[Tensor, "U"]  # among the layer's F
+    scores_U: Float[Tensor, "U"]
+    features_UC: Callable[[], Tensor]
+    evidence: LayerEvidence | None = None  # of the whole layer
+
+
 def group_units(
-    method: Method,
-    scores_U: Float[Tensor, "U"],
-    experts: int,
-    *,
-    features_UC: Callable[[], Float[Tensor, "U C"]],
-    iterations: int,
-    rng: np.random.Generator,
+    method: Method, units: RoutedUnits, experts: int, *, rng: np.random.Generator, iterations: int, restarts: int = 1
 ) -> Grouping:
-    """Group the routed units of a layer; features are computed only for the method that compares them."""
+    """Group the routed units of a layer."""
     match method:
         case "balanced_kmeans":
-            return group_by_similarity(features_UC(), experts, iterations=iterations, rng=rng)
+            return group_by_similarity(units.features_UC(), experts, iterations=iterations, restarts=restarts, rng=rng)
         case "rank":
-            return deal_by_rank(scores_U, experts)
+            return deal_by_rank(units.scores_U, experts)
         case "random":
-            return group_at_random(len(scores_U), experts, rng=rng)
+            return group_at_random(len(units.scores_U), experts, rng=rng)
         case "contiguous":
-            return group_as_stored(len(scores_U), experts)
+            return group_as_stored(len(units.scores_U), experts)
 
 
 def group_by_similarity(
-    features_UC: Float[Tensor, "U C"], experts: int, *, iterations: int, rng: np.random.Generator
+    features_UC: Float[Tensor, "U C"],
+    experts: int,
+    *,
+    iterations: int,
+    rng: np.random.Generator,
+    restarts: int = 1,
+    start: Int[Tensor, "U"] | None = None,
 ) -> Grouping:
     """Balanced k-means; the affinity is the cosine to the expert's mean direction."""
     sizes_E = group_sizes(len(features_UC), experts)
-    labels_U = fit_balanced_kmeans(features_UC, sizes_E, iterations=iterations, rng=rng)
+    labels_U = fit_balanced_kmeans(features_UC, sizes_E, iterations=iterations, rng=rng, restarts=restarts, start=start)
     directions_UC = normalize(features_UC, dim=1)
     return Grouping(labels_U, directions_UC @ mean_directions(directions_UC, labels_U, experts).T)
 

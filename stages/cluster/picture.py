@@ -11,11 +11,11 @@ from models.errors import ConfigError
 from stages.cluster.config import ClusterConfig
 from stages.cluster.layer import LayerPartition
 from stages.cluster.map import place_units
+from stages.cluster.views import name_views
 from stages.contracts.scores import Scores
 from stages.plots.unit_map import UnitMap, draw_unit_map
 
 MAP_NAMES = {"umap": "UMAP", "tsne": "t-SNE"}
-FEATURE_NAMES = {"coactivation": "co-activation", "gate_rows": "gate rows"}
 
 
 def layers_to_draw(cluster: ClusterConfig, layers: int) -> list[int]:
@@ -61,6 +61,6 @@ def draw_layer(
         picture,
         folder / name,
         title=f"Layer {layer}: {units}, {experts} experts of {size}{copies} "
-        f"({MAP_NAMES[cluster.map]} of {FEATURE_NAMES[cluster.features]})",
+        f"({MAP_NAMES[cluster.map]} of {name_views(cluster)})",
     )
     return name

@@ -78,7 +78,7 @@ def tabulate_layers(
 
 def describe(cluster: ClusterConfig, score: str) -> str:
     """How the units were grouped, in a sentence."""
-    how = f" on {cluster.features}" if cluster.method == "balanced_kmeans" else ""
+    how = f" on {' and '.join(cluster.views)}" if cluster.method == "balanced_kmeans" else ""
     return f"experts by {cluster.method}{how}; always-on units by {cluster.always_on_by}; units ranked by {score}"
 
 

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from stages.cluster.fill import fill_experts
-from stages.cluster.methods import group_units
+from stages.cluster.methods import RoutedUnits, group_units
 
 UNITS, E = 14, 4
 SCORES = torch.tensor([0.3, 0.9, 0.1, 0.8, 0.2, 0.7, 0.6, 0.5, 0.4, 1.0, 1.1, 1.2, 1.3, 1.4])
@@ -13,14 +13,8 @@ def group(method, *, seed=0, features=None):
     def unwanted():
         raise AssertionError("features of a method that compares none")
 
-    return group_units(
-        method,
-        SCORES,
-        E,
-        features_UC=unwanted if features is None else lambda: features,
-        iterations=9,
-        rng=np.random.default_rng(seed),
-    )
+    units = RoutedUnits(torch.arange(UNITS), SCORES, unwanted if features is None else lambda: features)
+    return group_units(method, units, E, iterations=9, rng=np.random.default_rng(seed))
 
 
 def test_rank_deals_in_score_order():

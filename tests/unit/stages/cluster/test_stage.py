@@ -10,6 +10,7 @@ from stages.cluster.stage import run
 from stages.contracts.job import Job
 from stages.contracts.partition import Partition
 from stages.contracts.scores import Scores
+from stages.data.config import DataConfig
 
 L, F = 2, 24
 SHAPE = Shape(experts=3, n=6, top_k=2, always_on=5)
@@ -38,8 +39,8 @@ def planted(plant, job, scores):
     return planted
 
 
-def cluster(job, config=NO_MAP, *, model=None, shape=SHAPE, seed=0):
-    table = run(job, model=model or ModelConfig(), cluster=config, shape=shape, seed=seed)
+def cluster(job, config=NO_MAP, *, model=None, data=None, shape=SHAPE, seed=0):
+    table = run(job, model=model or ModelConfig(), data=data or DataConfig(), cluster=config, shape=shape, seed=seed)
     return table, Partition.load(job.out)
 
 

@@ -1,0 +1,63 @@
+"""What a layer's FFN sees and does on the calibration text."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor
+
+from models.config import ModelConfig
+from models.ffn import DenseFFN
+from models.loading import load_tokenizer, resolve_device
+from models.source import resolve_folder
+from models.stream import LayerStream
+from stages.calibration.batches import calibration_batches
+from stages.calibration.token_stream import TokenStream
+from stages.data.batches import TokenBatch
+from stages.data.config import DataConfig
+
+
+@dataclass(frozen=True)
+class LayerActivity:
+    """One layer's FFN and its inputs, (T, D) for every batch, real tokens only; valid until the next layer comes.
+
+    Unit activations are computed when they are asked for: all of them, T × F, would not fit.
+    """
+
+    ffn: DenseFFN
+    inputs: Sequence[Tensor]
+
+    @property
+    def tokens(self) -> int:
+        """T of all batches."""
+        return sum(map(len, self.inputs))
+
+    def hidden(self, batch: int) -> Float[Tensor, "T F"]:
+        """Unit activations h on one batch."""
+        return self.ffn.hidden(self.inputs[batch])
+
+    def hiddens(self) -> Iterator[Tensor]:
+        """Unit activations h, (T, F), batch by batch."""
+        return map(self.hidden, range(len(self.inputs)))
+
+
+@contextmanager
+def open_activities(model: ModelConfig, data: DataConfig, batch_tokens: int) -> Iterator[Iterator[LayerActivity]]:
+    """One pass of the dense model over the calibration text: the activity of every layer in order.
+
+    Memory: the hidden states of all tokens and one layer.
+    """
+    folder = resolve_folder(model)
+    batches = calibration_batches(data, load_tokenizer(folder), batch_tokens)
+    with LayerStream(folder, device=resolve_device(model)) as stream:
+        yield stream_activities(stream, batches)
+
+
+def stream_activities(stream: LayerStream, batches: Sequence[TokenBatch]) -> Iterator[LayerActivity]:
+    """The activity of every layer in order; asking for the next one passes this one's FFN."""
+    tokens = TokenStream(stream, batches)
+    for layer in stream.layers():
+        tokens.enter(layer)
+        yield LayerActivity(layer.ffn, tokens.inputs)
+        tokens.leave([layer.ffn(x_TD) for x_TD in tokens.inputs])

@@ -1,0 +1,41 @@
+"""What is known of one layer when its units are given roles and experts."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from models.config import ModelConfig
+from models.errors import ConfigError
+from stages.cluster.activity import LayerActivity
+from stages.contracts.scores import Scores
+from stages.contracts.statistics import UnitStatistics
+
+FEATURES, GROUPING, LAYOUT, CONTROL = range(4)  # what a layer's streams of random numbers are for
+
+
+@dataclass(frozen=True)
+class LayerEvidence:
+    """The layer's rows of all that earlier stages found, and its activity where the settings ask for a pass."""
+
+    layer: int
+    model: ModelConfig
+    statistics: UnitStatistics  # of all layers, as the scores
+    scores: Scores
+    seed: int
+    pass_activity: LayerActivity | None = None
+
+    @property
+    def activity(self) -> LayerActivity:
+        """Inputs and activations on the calibration text, for what config.py names as streamed."""
+        assert self.pass_activity is not None, "no pass was made: name what asked among the streamed in config.py"
+        return self.pass_activity
+
+    def draw(self, purpose: int) -> np.random.Generator:
+        """Random numbers of this layer and purpose alone, from their beginning."""
+        return np.random.default_rng((self.seed, self.layer, purpose))
+
+
+def require(found: object, what: str, do: str) -> None:
+    """Raise ConfigError unless the scan found what the features are made of."""
+    if not found:
+        raise ConfigError(what, where="stage=cluster, setting cluster.features", do=do)
