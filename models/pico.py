@@ -11,6 +11,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from models.source import EMBEDDED
 
 
+# Families whose heads are as wide as hidden / heads, in one of transformers' generations or in their MoE.
+_DERIVED_HEAD_DIM = {"qwen2", "granite", "phi3"}
+
+
 def write_pico(
     folder: Path,
     model_type: str,
@@ -30,7 +34,7 @@ def write_pico(
 
     Args:
         folder: made if it is not there.
-        model_type: llama, mistral, qwen2 or qwen3; any causal model of transformers that takes these sizes.
+        model_type: of a supported family; any causal model of transformers that takes these sizes.
         layers: L.
         hidden: D, a multiple of 4 heads times 2.
         intermediate: F.
@@ -59,7 +63,7 @@ def write_pico(
         "eos_token_id": 0,
         "pad_token_id": 0,
     }
-    if model_type != "qwen2":
+    if model_type not in _DERIVED_HEAD_DIM:
         # Wider than hidden / heads: whoever derives it instead of reading it fails.
         sizes["head_dim"] = 8
     with torch.random.fork_rng(devices=[]):

@@ -5,6 +5,7 @@ with its own FFN. Memory is the hidden states plus one layer, whatever the model
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,14 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from models.checkpoint.reader import ShardReader
-from models.errors import ConfigError
+from models.families.dense import dense_family
+from models.families.fused_reading import read_part
+from models.families.shell import DecoderShell
 from models.ffn import DenseFFN
+from models.source import read_config
+
+# Lengths whose masks and rotations are kept: every layer and stream asks for them again.
+_LENGTHS_KEPT = 64
 
 
 class _CaptureFFN(nn.Module):
@@ -31,27 +38,45 @@ class _CaptureFFN(nn.Module):
 class StreamLayer:
     """One decoder layer: attention by transformers' own code, FFN by whoever streams."""
 
-    def __init__(self, module: nn.Module, ffn: DenseFFN, rotary: nn.Module) -> None:
-        """Replace the layer's FFN by one that only shows its input."""
+    def __init__(self, module: nn.Module, ffn: DenseFFN, arguments: Callable[[int], dict[str, Any]]) -> None:
+        """Replace the layer's FFN by one that only shows its input.
+
+        Args:
+            module: of transformers, weights in place.
+            ffn: the weights of its FFN.
+            arguments: tokens of a sequence → what the decoder calls the layer with beside them.
+        """
         self.ffn = ffn
         self._capture = _CaptureFFN()
         module.mlp = self._capture
-        self._module, self._rotary = module, rotary
+        self._module, self._arguments = module, arguments
+        self._norm: nn.Module | None = getattr(module, "post_feedforward_layernorm", None)
+        self._multiplier: float = getattr(module, "residual_multiplier", 1.0)
+
+    @property
+    def plain_residual(self) -> bool:
+        """Whether the layer's output is the residual stream plus the FFN's output, nothing between."""
+        return self._norm is None and self._multiplier == 1.0
 
     @torch.no_grad()
     def attend(self, hidden_BTD: Float[Tensor, "B T D"]) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "B T D"]]:
-        """Residual stream after attention, and the FFN's input; the layer's output is residual + FFN(input).
+        """Residual stream after attention, and the FFN's input; the layer's output is `add(residual, FFN(input))`.
 
         Right padding needs no mask: under causal attention no real token sees it.
         """
-        positions = torch.arange(hidden_BTD.shape[1], device=hidden_BTD.device)[None]
-        residual = self._module(
-            hidden_BTD,
-            attention_mask=None,
-            position_ids=positions,
-            position_embeddings=self._rotary(hidden_BTD, positions),
-        )
+        residual = self._module(hidden_BTD, **self._arguments(hidden_BTD.shape[1]))
         return (residual[0] if isinstance(residual, tuple) else residual), self._capture.x
+
+    @torch.no_grad()
+    def add(
+        self, residual: Float[Tensor, "*T D"], ffn_output: Float[Tensor, "*T D"]
+    ) -> Float[Tensor, "*T D"]:
+        """The layer's output, for the residual stream after attention and what an FFN gave: normed or scaled first
+        where the family does that.
+        """
+        if self._norm is not None:
+            ffn_output = self._norm(ffn_output)
+        return residual + ffn_output * self._multiplier
 
 
 class LayerStream:
@@ -59,14 +84,15 @@ class LayerStream:
 
     def __init__(self, folder: Path, *, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         """Read the configuration; weights are read when they are needed."""
+        source = read_config(folder)
         self.config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        self.config._attn_implementation = "sdpa"
         self.device, self.dtype = device, dtype
-        self._reader = ShardReader(folder)
+        self._reader, self._family = ShardReader(folder), dense_family(source)
+        self._kept = [self._family.kept(layer, source) for layer in range(self.depth)]
         with torch.device("meta"):
             self._skeleton = AutoModelForCausalLM.from_config(self.config, dtype=dtype).eval()
-        decoder = self._skeleton.get_decoder()
-        self._rotary = type(decoder.rotary_emb)(self.config).to(device)
+        self._shell = DecoderShell(self._skeleton, device=device, dtype=dtype)
+        self._arguments = lru_cache(_LENGTHS_KEPT)(self._layer_arguments)
 
     def __enter__(self) -> "LayerStream":
         """Keep the shards open."""
@@ -84,51 +110,49 @@ class LayerStream:
 
     def embed(self, batches: Sequence[Tensor]) -> list[Tensor]:
         """Hidden states (B, T, D) before the first layer, for token ids (B, T); B and T differ from batch to batch."""
-        self._check_window(max((ids.shape[1] for ids in batches), default=0))
-        table_VD = self._reader.tensor("model.embed_tokens.weight")
-        return [table_VD[ids].to(self.device, self.dtype) for ids in batches]
+        table_VD = self._reader.tensor(self._family.embedding)
+        hidden = []
+        for ids_BT in batches:
+            # Only the rows in use are cast and moved.
+            used, rows_BT = ids_BT.cpu().unique(return_inverse=True)
+            hidden.append(self._shell.embed(rows_BT.to(self.device), table_VD[used].to(self.device, self.dtype)))
+        return hidden
 
     def layers(self) -> Iterator[StreamLayer]:
         """Every decoder layer in order; the one before is freed."""
         for index, module in enumerate(self._skeleton.get_decoder().layers):
-            act = module.mlp.act_fn
-            weights = self._layer_weights(index)
-            gate_FD, up_FD, down_DF = (weights.pop(f"mlp.{name}_proj.weight") for name in ("gate", "up", "down"))
-            ffn = DenseFFN(gate_FD, up_FD, down_DF, act)
+            ffn = DenseFFN(*map(self._tensor, self._family.ffn(index)), _activation(module.mlp))
             attention = _without_ffn(module)
-            attention.load_state_dict(weights, assign=True)
-            yield StreamLayer(attention, ffn, self._rotary)
+            attention.load_state_dict(self._attention_weights(index), assign=True)
+
+            def arguments(length: int, index: int = index) -> dict[str, Any]:
+                return self._arguments(length)[index]
+
+            yield StreamLayer(attention, ffn, arguments)
             attention.to("meta")
 
     def head(self) -> Callable[[Float[Tensor, "B T D"]], Float[Tensor, "B T V"]]:
         """Final norm and output embedding, as a function from hidden states to logits."""
-        norm: nn.Module = self._skeleton.get_decoder().norm
-        norm.load_state_dict({"weight": self._tensor("model.norm.weight")}, assign=True)
-        tied = self.config.tie_word_embeddings or "lm_head.weight" not in self._reader.names
-        output_VD = self._tensor("model.embed_tokens.weight" if tied else "lm_head.weight")
-
-        def logits(hidden_BTD: Tensor) -> Tensor:
-            result: Tensor = norm(hidden_BTD) @ output_VD.T
-            return result
-
-        return torch.no_grad()(logits)
+        tied = self.config.tie_word_embeddings or self._family.head not in self._reader.names
+        output_VD = self._tensor(self._family.embedding if tied else self._family.head)
+        self._shell.set_head(self._tensor(self._family.final_norm), output_VD)
+        return self._shell.logits
 
     def _tensor(self, name: str) -> Tensor:
-        return self._reader.tensor(name).to(self.device, self.dtype)
+        return read_part(self._reader, name).to(self.device, self.dtype)
 
-    def _layer_weights(self, index: int) -> dict[str, Tensor]:
+    def _attention_weights(self, index: int) -> dict[str, Tensor]:
         prefix = f"model.layers.{index}."
-        names = [name for name in self._reader.names if name.startswith(prefix)]
-        return {name.removeprefix(prefix): self._tensor(name) for name in names}
+        return {name.removeprefix(prefix): self._tensor(name) for name in self._family.stored(self._kept[index])}
 
-    def _check_window(self, length: int) -> None:
-        window: Any = getattr(self.config, "sliding_window", None)
-        if window and getattr(self.config, "use_sliding_window", True) and length > window:
-            raise ConfigError(
-                f"sequences of {length} tokens are longer than the model's attention window of {window}",
-                where="data.max_length",
-                do=f"data.max_length={window}",
-            )
+    def _layer_arguments(self, length: int) -> list[dict[str, Any]]:
+        like_1TD = torch.zeros(1, length, self.config.hidden_size, device=self.device, dtype=self.dtype)
+        return self._shell.layer_arguments(like_1TD)
+
+
+def _activation(mlp: nn.Module) -> Callable[[Tensor], Tensor]:
+    act: Callable[[Tensor], Tensor] = mlp.activation_fn if hasattr(mlp, "activation_fn") else mlp.act_fn
+    return act
 
 
 def _without_ffn(module: nn.Module) -> nn.Module:

@@ -10,7 +10,7 @@ from typing import Any
 from models.families.dense import DENSE_FAMILIES
 from models.families.fold import gate_fold
 from models.families.moe import MoETarget
-from models.families.width import expert_width, shared_width
+from models.families.width import ALIGNMENT, expert_width, shared_width
 from models.shape import Shape
 
 _DEFAULT_THETA = 10000.0
@@ -29,7 +29,9 @@ _CARRIED_OR_DEFAULT = {
 }
 
 
-def emit_config(source: Mapping[str, Any], target: MoETarget, shape: Shape, dtype: str) -> dict[str, Any]:
+def emit_config(
+    source: Mapping[str, Any], target: MoETarget, shape: Shape, dtype: str, pad_to: int = ALIGNMENT
+) -> dict[str, Any]:
     """The MoE's config.json.
 
     Args:
@@ -37,6 +39,7 @@ def emit_config(source: Mapping[str, Any], target: MoETarget, shape: Shape, dtyp
         target: the architecture to write.
         shape: E, N, K, S.
         dtype: float32, bfloat16 or float16.
+        pad_to: widths are rounded up to a multiple of this.
     """
     family = DENSE_FAMILIES[str(source["model_type"])]
     dense = {"hidden_act": "silu", **family.defaults, **source}
@@ -60,7 +63,7 @@ def emit_config(source: Mapping[str, Any], target: MoETarget, shape: Shape, dtyp
     if "transformers_version" in dense:
         # Tokenizer fixes of transformers depend on who wrote the checkpoint.
         config["transformers_version"] = dense["transformers_version"]
-    return config | _particular(dense, target, shape)
+    return config | _particular(dense, target, shape, pad_to)
 
 
 def source_dtype(source: Mapping[str, Any]) -> str | None:
@@ -69,35 +72,48 @@ def source_dtype(source: Mapping[str, Any]) -> str | None:
     return None if named is None else str(named).removeprefix("torch.")
 
 
-def _particular(dense: Mapping[str, Any], target: MoETarget, shape: Shape) -> dict[str, Any]:
+def _particular(dense: Mapping[str, Any], target: MoETarget, shape: Shape, pad_to: int) -> dict[str, Any]:
     fold = gate_fold(target, shape)
+    width, shared = expert_width(shape, pad_to), shared_width(target, shape, pad_to)
     match target.model_type:
         case "mixtral":
             return {
-                "intermediate_size": expert_width(shape),
+                "intermediate_size": width,
                 "num_local_experts": shape.experts,
-                "sliding_window": dense.get("sliding_window") if dense["model_type"] == "mistral" else None,
+                "sliding_window": dense.get("sliding_window") if dense["model_type"] in {"mistral", "phi3"} else None,
             }
         case "qwen3_moe":
-            return _qwen(shape) | {
+            return _qwen(shape, width) | {
                 "attention_bias": bool(dense.get("attention_bias")),
                 "norm_topk_prob": fold.norm_topk_prob,
             }
         case "qwen2_moe":
-            return _qwen(shape) | {
+            return _qwen(shape, width) | {
                 "qkv_bias": dense["model_type"] == "qwen2",
-                "shared_expert_intermediate_size": shared_width(target, shape),
+                "shared_expert_intermediate_size": shared,
                 "norm_topk_prob": fold.norm_topk_prob,
             }
         case "glm4_moe":
-            return _glm(dense, target, shape)
+            return _glm(dense, shape, width, shared) | {
+                "routed_scaling_factor": fold.routed_scaling_factor,
+                "norm_topk_prob": fold.norm_topk_prob,
+            }
+        case "flex_olmo":
+            return {
+                "intermediate_size": width,
+                "num_experts": shape.experts,
+                "attention_bias": bool(dense.get("attention_bias")),
+                "norm_topk_prob": fold.norm_topk_prob,
+            }
+        case "granitemoe" | "granitemoeshared":
+            return _granite(dense, shape, width, shared)
     raise AssertionError(f"no config for {target.model_type}")
 
 
-def _qwen(shape: Shape) -> dict[str, Any]:
+def _qwen(shape: Shape, width: int) -> dict[str, Any]:
     return {
         "num_experts": shape.experts,
-        "moe_intermediate_size": expert_width(shape),
+        "moe_intermediate_size": width,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
         "use_sliding_window": False,
@@ -105,14 +121,23 @@ def _qwen(shape: Shape) -> dict[str, Any]:
     }
 
 
-def _glm(dense: Mapping[str, Any], target: MoETarget, shape: Shape) -> dict[str, Any]:
-    fold = gate_fold(target, shape)
+def _granite(dense: Mapping[str, Any], shape: Shape, width: int, shared: int) -> dict[str, Any]:
+    multipliers = ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier")
+    return {
+        "intermediate_size": width,
+        "num_local_experts": shape.experts,
+        # granitemoe has none and ignores it.
+        "shared_intermediate_size": shared,
+        "attention_bias": bool(dense.get("attention_bias")),
+        **{name: dense.get(name, 1.0) for name in multipliers},
+    }
+
+
+def _glm(dense: Mapping[str, Any], shape: Shape, width: int, shared: int) -> dict[str, Any]:
     return {
         "n_routed_experts": shape.experts,
-        "moe_intermediate_size": expert_width(shape),
-        "n_shared_experts": shared_width(target, shape) // expert_width(shape),
-        "routed_scaling_factor": fold.routed_scaling_factor,
-        "norm_topk_prob": fold.norm_topk_prob,
+        "moe_intermediate_size": width,
+        "n_shared_experts": shared // width,
         "n_group": 1,
         "topk_group": 1,
         "first_k_dense_replace": 0,
@@ -129,8 +154,23 @@ def _rope(dense: Mapping[str, Any]) -> dict[str, Any]:
     """Position encoding in the spelling of both generations."""
     stored = dict(dense.get("rope_parameters") or dense.get("rope_scaling") or {})
     theta = stored.pop("rope_theta", None) or dense.get("rope_theta") or _DEFAULT_THETA
-    legacy_type = stored.pop("type", "default")
-    scaling = {"rope_type": legacy_type, **stored}
+    # Sources that rotate part of each head are refused, so it is 1.
+    stored.pop("partial_rotary_factor", None)
+    kind = stored.pop("type", "default")
+    scaling = {"rope_type": _LONG.get(kind, kind), **stored}
+    if scaling["rope_type"] != "longrope":
+        return _both(theta, scaling)
+    original = stored.get("original_max_position_embeddings") or dense["original_max_position_embeddings"]
+    scaling["original_max_position_embeddings"] = original
+    # transformers 4 reads it beside the scaling, transformers 5 within.
+    return _both(theta, scaling) | {"original_max_position_embeddings": original}
+
+
+# What early Phi-3 checkpoints call it.
+_LONG = {"su": "longrope"}
+
+
+def _both(theta: float, scaling: dict[str, Any]) -> dict[str, Any]:
     return {
         "rope_theta": theta,
         "rope_scaling": None if scaling["rope_type"] == "default" else scaling,

@@ -1,12 +1,16 @@
 """Dense families: weight names, configuration defaults, and what of them can be carved."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from models.errors import CheckpointError
+from models.families.fused import fused_name
 
 _LAYER = "model.layers.{layer}."
+_PRE_NORMS = ("input_layernorm", "post_attention_layernorm")
+_POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
+_PRE_AND_POST_NORMS = (*_PRE_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 
 @dataclass(frozen=True)
@@ -28,12 +32,12 @@ class DenseFamily:
     head: str = "lm_head.weight"
     # Buffers that old checkpoints hold and no model reads.
     ignored: tuple[str, ...] = (_LAYER + "self_attn.rotary_emb.inv_freq",)
-    norms: tuple[str, ...] = field(
-        default=(_LAYER + "input_layernorm.weight", _LAYER + "post_attention_layernorm.weight")
-    )
+    norms: tuple[str, ...] = _PRE_NORMS
+    # q, k, v are one tensor on disk, gate and up another; all names here are those of the parts.
+    fused: bool = False
 
     def ffn(self, layer: int) -> tuple[str, str, str]:
-        """Names of gate, up and down."""
+        """Names of gate, up and down; `read_part` of `models.families.fused_reading` finds them where they are fused."""
         return self.gate.format(layer=layer), self.up.format(layer=layer), self.down.format(layer=layer)
 
     def attention_biases(self, config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -47,8 +51,12 @@ class DenseFamily:
         attention = [f"{letter}_proj.weight" for letter in "qkvo"]
         attention += [f"{letter}_proj.bias" for letter in self.attention_biases(config)]
         attention += ["q_norm.weight", "k_norm.weight"] if self.qk_norm else []
-        templates = [*self.norms, *(_LAYER + "self_attn." + name for name in attention)]
-        return [template.format(layer=layer) for template in templates]
+        names = [*(f"{norm}.weight" for norm in self.norms), *(f"self_attn.{name}" for name in attention)]
+        return [_LAYER.format(layer=layer) + name for name in names]
+
+    def stored(self, names: Iterable[str]) -> list[str]:
+        """The tensors on disk that hold these, each once."""
+        return list(dict.fromkeys(map(fused_name, names))) if self.fused else list(names)
 
 
 _LLAMA_DEFAULTS = {"bos_token_id": 1, "eos_token_id": 2, "rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
@@ -58,6 +66,36 @@ _MISTRAL_DEFAULTS = _LLAMA_DEFAULTS | {
     "sliding_window": 4096,
 }
 _QWEN_DEFAULTS = {"num_key_value_heads": 32, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768}
+_OLMO2_DEFAULTS = {"pad_token_id": 1, "eos_token_id": 50279, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048}
+_PHI3_DEFAULTS = {
+    "bos_token_id": 1,
+    "eos_token_id": 32000,
+    "pad_token_id": 32000,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 4096,
+    "original_max_position_embeddings": 4096,
+    "sliding_window": None,
+}
+_GEMMA_DEFAULTS = {
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rms_norm_eps": 1e-6,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
+_SMOLLM3_DEFAULTS = {
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "pad_token_id": 128004,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+}
 
 DENSE_FAMILIES = {
     family.model_type: family
@@ -66,6 +104,23 @@ DENSE_FAMILIES = {
         DenseFamily("mistral", _MISTRAL_DEFAULTS),
         DenseFamily("qwen2", _QWEN_DEFAULTS, qkv_bias=True),
         DenseFamily("qwen3", _QWEN_DEFAULTS | {"head_dim": 128}, qk_norm=True, qkv_bias="attention_bias"),
+        DenseFamily("olmo2", _OLMO2_DEFAULTS, qk_norm=True, qkv_bias="attention_bias", norms=_POST_NORMS),
+        DenseFamily("granite", _LLAMA_DEFAULTS, qkv_bias="attention_bias"),
+        DenseFamily("phi3", _PHI3_DEFAULTS, fused=True),
+        DenseFamily(
+            "gemma2",
+            _GEMMA_DEFAULTS | {"max_position_embeddings": 8192},
+            qkv_bias="attention_bias",
+            norms=_PRE_AND_POST_NORMS,
+        ),
+        DenseFamily(
+            "gemma3_text",
+            _GEMMA_DEFAULTS | {"max_position_embeddings": 131072},
+            qk_norm=True,
+            qkv_bias="attention_bias",
+            norms=_PRE_AND_POST_NORMS,
+        ),
+        DenseFamily("smollm3", _SMOLLM3_DEFAULTS, qkv_bias="attention_bias"),
     )
 }
 
@@ -112,7 +167,9 @@ def check_features(config: Mapping[str, Any], family: DenseFamily) -> list[Check
     found = []
     if config.get("mlp_bias"):
         found.append(("an FFN with biases has no MoE counterpart", "mlp_bias", "choose a model without them"))
-    if any(isinstance(value, dict) for value in (config.get("rope_parameters") or {}).values()):
+    # Gemma 3 turns positions in layers with a window another way than in those without.
+    per_layer = any(isinstance(value, dict) for value in (config.get("rope_parameters") or {}).values())
+    if per_layer and family.model_type != "gemma3_text":
         found.append(
             ("a position encoding of its own per layer has no MoE counterpart", "rope_parameters",
              "choose a model with one for all layers")
@@ -137,13 +194,12 @@ def check_tensors(
 ) -> list[CheckpointError]:
     """Tensors that are missing, unknown, or of another shape than config.json says."""
     layers = range(int(config["num_hidden_layers"]))
-    width, hidden = int(config["intermediate_size"]), int(config["hidden_size"])
     expected = {family.embedding, family.final_norm}
     wrong = []
     for layer in layers:
-        names = family.ffn(layer)
-        expected |= {*names, *family.kept(layer, config)}
-        for name, shape in zip(names, ((width, hidden), (width, hidden), (hidden, width)), strict=True):
+        wanted = _ffn_shapes(config, family, layer)
+        expected |= {*wanted, *family.stored(family.kept(layer, config))}
+        for name, shape in wanted.items():
             if name in shapes and shapes[name] != shape:
                 wrong.append(f"{name} is {shapes[name]}, not {shape}")
     ignored = {template.format(layer=layer) for template in family.ignored for layer in layers} | {family.head}
@@ -152,6 +208,15 @@ def check_tensors(
         *_problem("tensors are unknown to this architecture", shapes.keys() - expected - ignored),
         *_problem("tensors do not have the shape that config.json says", wrong),
     ]
+
+
+def _ffn_shapes(config: Mapping[str, Any], family: DenseFamily, layer: int) -> dict[str, tuple[int, int]]:
+    """The FFN's tensors on disk."""
+    width, hidden = int(config["intermediate_size"]), int(config["hidden_size"])
+    names = family.stored(family.ffn(layer))
+    rows = (2 * width,) if family.fused else (width, width)
+    shapes = [*((count, hidden) for count in rows), (hidden, width)]
+    return dict(zip(names, shapes, strict=True))
 
 
 def _problem(what: str, names: Iterable[str]) -> list[CheckpointError]:

@@ -18,10 +18,13 @@ from models.families.companions import copy_companions
 from models.families.config import emit_config, source_dtype
 from models.families.dense import DenseFamily, dense_family
 from models.families.fold import gate_fold
+from models.families.fused_reading import read_part
 from models.families.moe import AlwaysOn, MoETarget
-from models.families.width import expert_width, shared_width
+from models.families.own_class import keeps_tied, own_config
+from models.families.width import ALIGNMENT, expert_width, shared_width
 from models.shape import Shape
 from models.source import read_config
+from models.tiny_onn.own_code import copy_code
 
 
 def emit_checkpoint(
@@ -33,8 +36,9 @@ def emit_checkpoint(
     routers: Callable[[int], Tensor],
     experts: Callable[[int], LayerExperts],
     dtype: str = "source",
+    pad_to: int = ALIGNMENT,
 ) -> None:
-    """Write a Hugging Face folder that transformers loads without remote code.
+    """Write a Hugging Face folder that transformers loads; without remote code, unless it is the project's own class.
 
     Args:
         source_folder: the dense checkpoint.
@@ -45,6 +49,7 @@ def emit_checkpoint(
         experts: layer → its experts, unscaled; the fold of `gate_fold` is applied here.
         dtype: float32, bfloat16, float16, or source: every tensor keeps its own, and the router takes the one that
             config.json names.
+        pad_to: experts and always-on units are filled up with zero units to a multiple of this.
     Raises:
         CheckpointError: the source cannot be read, or the output not written.
         ContractError: routers or experts do not have the shape.
@@ -58,18 +63,25 @@ def emit_checkpoint(
     with ShardReader(source_folder) as reader, ShardWriter(out_folder) as writer:
         main_dtype = _main_dtype(config, family, reader, dtype)
         cast = None if dtype == "source" else main_dtype
-        emission = _Emission(reader, writer, family, target, shape, main_dtype, cast)
+        emission = _Emission(reader, writer, target, shape, pad_to, main_dtype, cast)
         emission.copy(family.embedding)
         for layer in tqdm(range(config["num_hidden_layers"]), desc="write checkpoint", unit="layer"):
-            for name in family.kept(layer, config):
+            names = family.kept(layer, config)
+            for name in family.stored(names) if target.own else names:
                 emission.copy(name)
             emission.add_router(layer, routers(layer))
             emission.add_experts(layer, experts(layer))
         emission.copy(family.final_norm)
-        # Some runtimes do not tie what config.json says is tied.
-        emission.copy(family.head if family.head in reader.names else family.embedding, family.head)
+        if not (target.own and keeps_tied(config)):
+            # Some runtimes do not tie what config.json says is tied.
+            emission.copy(family.head if family.head in reader.names else family.embedding, family.head)
     copy_companions(source_folder, out_folder)
-    moe_config = emit_config(config, target, shape, str(main_dtype).removeprefix("torch."))
+    dtype_name = str(main_dtype).removeprefix("torch.")
+    if target.own:
+        copy_code(out_folder)
+        moe_config = own_config(config, target, shape, dtype_name, pad_to)
+    else:
+        moe_config = emit_config(config, target, shape, dtype_name, pad_to)
     (out_folder / "config.json").write_text(json.dumps(moe_config, indent=2) + "\n", encoding="utf-8")
 
 
@@ -83,9 +95,12 @@ def checkpoint_dtype(source_folder: Path, asked: str) -> torch.dtype:
 def _main_dtype(config: dict[str, Any], family: DenseFamily, reader: ShardReader, asked: str) -> torch.dtype:
     name = source_dtype(config) if asked == "source" else asked
     if name is None:
-        return reader.dtype(family.ffn(0)[0])
+        return reader.dtype(family.ffn(0)[2])
     dtype: torch.dtype = getattr(torch, name)
     return dtype
+
+
+Projections = tuple[Tensor, Tensor, Tensor]  # gate and up (..., N, D), down (..., D, N)
 
 
 class _Emission:
@@ -95,19 +110,19 @@ class _Emission:
         self,
         reader: ShardReader,
         writer: ShardWriter,
-        family: DenseFamily,
         target: MoETarget,
         shape: Shape,
+        pad_to: int,
         main_dtype: torch.dtype,
         cast: torch.dtype | None,
     ) -> None:
         self._reader, self._writer = reader, writer
-        self._family, self._target, self._shape = family, target, shape
+        self._target, self._shape, self._pad_to = target, shape, pad_to
         self._main_dtype, self._cast = main_dtype, cast
         self._fold = gate_fold(target, shape)
 
     def copy(self, name: str, out_name: str | None = None) -> None:
-        self._add(out_name or name, self._reader.tensor(name))
+        self._add(out_name or name, read_part(self._reader, name))
 
     def add_router(self, layer: int, router_ED: Tensor) -> None:
         if router_ED.ndim != 2 or len(router_ED) != self._shape.experts:
@@ -121,34 +136,50 @@ class _Emission:
 
     def add_experts(self, layer: int, experts: LayerExperts) -> None:
         _check_shape(layer, experts, self._shape)
-        width = expert_width(self._shape)
-        for e, weights in enumerate(zip(experts.gate_END, experts.up_END, experts.down_EDN, strict=True)):
-            self._add_ffn(self._target.ffn(layer, e), weights, width, self._fold.down_scale)
-        if self._target.always_on is not AlwaysOn.NONE:
-            self._add_shared(layer, experts)
+        routed = (experts.gate_END, experts.up_END, experts.down_EDN)
+        width = expert_width(self._shape, self._pad_to)
+        if self._target.packed:
+            self._add_packed(self._target.packed, layer, _widened(routed, width), self._fold.down_scale)
+        else:
+            for e, weights in enumerate(zip(*routed, strict=True)):
+                self._add_ffn(self._target.ffn(layer, e), _widened(weights, width), self._fold.down_scale)
+        if shared := shared_width(self._target, self._shape, self._pad_to):
+            self._add_shared(layer, experts, shared)
 
-    def _add_shared(self, layer: int, experts: LayerExperts) -> None:
-        weights = (experts.shared_gate_SD, experts.shared_up_SD, experts.shared_down_DS)
-        width = shared_width(self._target, self._shape)
-        self._add_ffn(self._target.shared_ffn(layer), weights, width, self._fold.shared_down_scale)
+    def _add_shared(self, layer: int, experts: LayerExperts, width: int) -> None:
+        weights = _widened((experts.shared_gate_SD, experts.shared_up_SD, experts.shared_down_DS), width)
+        if self._target.packed_shared:
+            self._add_packed(self._target.packed_shared, layer, weights, self._fold.shared_down_scale)
+        else:
+            self._add_ffn(self._target.shared_ffn(layer), weights, self._fold.shared_down_scale)
         if self._target.shared_router:
             row_1D = torch.full((1, experts.gate_END.shape[2]), _tiny(self._main_dtype), dtype=self._main_dtype)
             self._writer.add(self._target.shared_router.format(layer=layer), row_1D)
 
-    def _add_ffn(
-        self, names: tuple[str, str, str], weights: tuple[Tensor, Tensor, Tensor], width: int, down_scale: float
-    ) -> None:
-        zero_units = width - len(weights[0])
-        if zero_units:
-            rows, columns = (0, 0, 0, zero_units), (0, zero_units)
-            weights = pad(weights[0], rows), pad(weights[1], rows), pad(weights[2], columns)
+    def _add_ffn(self, names: tuple[str, str, str], weights: Projections, down_scale: float) -> None:
         for name, weight, scale in zip(names, weights, (1.0, 1.0, down_scale), strict=True):
             self._add(name, weight, scale)
+
+    def _add_packed(self, names: tuple[str, str], layer: int, weights: Projections, down_scale: float) -> None:
+        """Gate above up in one tensor, down in another."""
+        gate, up, down = weights
+        self._add(names[0].format(layer=layer), torch.cat([gate, up], dim=-2))
+        self._add(names[1].format(layer=layer), down, down_scale)
 
     def _add(self, name: str, tensor: Tensor, scale: float = 1.0) -> None:
         # Cast first: a wider format holds products that the narrower one rounds.
         cast = tensor if self._cast is None else tensor.to(self._cast)
         self._writer.add(name, _scaled(name, cast, scale))
+
+
+def _widened(weights: Projections, width: int) -> Projections:
+    """With zero units up to `width`."""
+    gate, up, down = weights
+    zero_units = width - gate.shape[-2]
+    if not zero_units:
+        return weights
+    rows, columns = (0, 0, 0, zero_units), (0, zero_units)
+    return pad(gate, rows), pad(up, rows), pad(down, columns)
 
 
 def _tiny(dtype: torch.dtype) -> float:

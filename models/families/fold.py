@@ -29,7 +29,7 @@ def gate_fold(target: MoETarget, shape: Shape) -> GateFold:
     match target.model_type:
         case "qwen3_moe":
             return GateFold(top_k, 1.0, norm_topk_prob=True, routed_scaling_factor=None)
-        case "mixtral":
+        case "mixtral" | "granitemoe" | "granitemoeshared":
             return GateFold(top_k, 1.0, norm_topk_prob=None, routed_scaling_factor=None)
         case "qwen2_moe":
             # σ(0) = ½ halves the shared expert. Without renormalisation a gate is 1/E: the family's own habit, and what
@@ -37,7 +37,11 @@ def gate_fold(target: MoETarget, shape: Shape) -> GateFold:
             normalised = not is_power_of_two(shape.experts)
             scale = top_k if normalised else float(shape.experts)
             return GateFold(scale, 2.0, norm_topk_prob=normalised, routed_scaling_factor=None)
-        case "glm4_moe":
+        case "flex_olmo":
+            normalised = not is_power_of_two(shape.experts)
+            scale = top_k if normalised else float(shape.experts)
+            return GateFold(scale, 1.0, norm_topk_prob=normalised, routed_scaling_factor=None)
+        case "glm4_moe" | "tiny_onn":
             return GateFold(1.0, 1.0, norm_topk_prob=True, routed_scaling_factor=top_k)
     raise AssertionError(f"no fold for {target.model_type}")
 

@@ -1,6 +1,6 @@
 """MoE targets: weight names, what each can say, and which one a carve becomes."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -22,7 +22,7 @@ class AlwaysOn(StrEnum):
 
 @dataclass(frozen=True)
 class MoETarget:
-    """One MoE architecture of transformers. Names hold `{layer}`, `{expert}` and `{part}`."""
+    """One MoE architecture. Names hold `{layer}`, `{expert}` and `{part}`."""
 
     model_type: str
     architecture: str
@@ -30,12 +30,19 @@ class MoETarget:
     always_on: AlwaysOn
     experts: str = _LAYER + "mlp.experts.{expert}.{part}.weight"
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    # Where all experts of a layer are one tensor: (E, 2N, D) with gate above up, and (E, D, N).
+    packed: tuple[str, str] | None = None
     router: str = _LAYER + "mlp.gate.weight"
     shared: str | None = None
+    packed_shared: tuple[str, str] | None = None  # (2S, D) and (D, S)
     shared_router: str | None = None
     selection_bias: str | None = None
     output_bias: bool = False  # attention's o_proj may have a bias
     sliding_window: bool = False
+    least_experts: int = 1
+    head_dim: bool = True  # heads may be wider or narrower than hidden_size / heads
+    # The project's own class: the source's decoder as it is, with its own weight names and tied or untied head.
+    own: bool = False
 
     def ffn(self, layer: int, expert: int) -> tuple[str, str, str]:
         """Names of an expert's gate, up and down."""
@@ -49,6 +56,9 @@ class MoETarget:
         return gate, up, down
 
 
+_LLAMA_LIKE = frozenset({"llama", "mistral", "phi3"})
+_GRANITE_PACKED = (_LAYER + "block_sparse_moe.input_linear.weight", _LAYER + "block_sparse_moe.output_linear.weight")
+
 MOE_TARGETS = {
     target.model_type: target
     for target in (
@@ -56,15 +66,16 @@ MOE_TARGETS = {
         MoETarget(
             "qwen2_moe",
             "Qwen2MoeForCausalLM",
-            frozenset({"qwen2", "llama", "mistral"}),
+            _LLAMA_LIKE | {"qwen2"},
             AlwaysOn.SIGMOID_GATED,
             shared=_LAYER + "mlp.shared_expert.{part}.weight",
             shared_router=_LAYER + "mlp.shared_expert_gate.weight",
+            head_dim=False,  # of transformers 4
         ),
         MoETarget(
             "mixtral",
             "MixtralForCausalLM",
-            frozenset({"llama", "mistral"}),
+            _LLAMA_LIKE,
             AlwaysOn.NONE,
             experts=_LAYER + "block_sparse_moe.experts.{expert}.{part}.weight",
             parts=("w1", "w3", "w2"),
@@ -74,16 +85,59 @@ MOE_TARGETS = {
         MoETarget(
             "glm4_moe",
             "Glm4MoeForCausalLM",
-            frozenset({"qwen3", "qwen2", "llama", "mistral"}),
+            _LLAMA_LIKE | {"qwen3", "qwen2"},
             AlwaysOn.UNGATED,
             shared=_LAYER + "mlp.shared_experts.{part}.weight",
             selection_bias=_LAYER + "mlp.gate.e_score_correction_bias",
+            least_experts=2,
+        ),
+        MoETarget("flex_olmo", "FlexOlmoForCausalLM", frozenset({"olmo2"}), AlwaysOn.NONE, output_bias=True),
+        MoETarget(
+            "granitemoe",
+            "GraniteMoeForCausalLM",
+            frozenset({"granite"}),
+            AlwaysOn.NONE,
+            packed=_GRANITE_PACKED,
+            router=_LAYER + "block_sparse_moe.router.layer.weight",
+            output_bias=True,
+            head_dim=False,
+        ),
+        MoETarget(
+            "granitemoeshared",
+            "GraniteMoeSharedForCausalLM",
+            frozenset({"granite"}),
+            AlwaysOn.UNGATED,
+            packed=_GRANITE_PACKED,
+            router=_LAYER + "block_sparse_moe.router.layer.weight",
+            packed_shared=(_LAYER + "shared_mlp.input_linear.weight", _LAYER + "shared_mlp.output_linear.weight"),
+            output_bias=True,
+            head_dim=False,
+        ),
+        MoETarget(
+            "tiny_onn",
+            "TinyONNForCausalLM",
+            frozenset(DENSE_FAMILIES),
+            AlwaysOn.UNGATED,
+            packed=(_LAYER + "mlp.experts.gate_up_proj", _LAYER + "mlp.experts.down_proj"),
+            shared=_LAYER + "mlp.shared_experts.{part}.weight",
+            selection_bias=_LAYER + "mlp.gate.e_score_correction_bias",
+            output_bias=True,
+            sliding_window=True,
+            own=True,
         ),
     )
 }
 
-# The target of the same family, where it can say the shape.
-_OWN = {"qwen3": "qwen3_moe", "qwen2": "qwen2_moe", "llama": "mixtral", "mistral": "mixtral"}
+# The native targets of a source, best first; without one it becomes the project's own class.
+_OWN_FAMILY = {
+    "qwen3": ("qwen3_moe", "glm4_moe"),
+    "qwen2": ("qwen2_moe",),
+    "llama": ("mixtral", "glm4_moe"),
+    "mistral": ("mixtral", "glm4_moe"),
+    "phi3": ("mixtral", "glm4_moe"),
+    "olmo2": ("flex_olmo",),
+    "granite": ("granitemoe", "granitemoeshared"),
+}
 
 
 def select_target(source_model_type: str, requested: str, always_on: int) -> MoETarget:
@@ -91,14 +145,16 @@ def select_target(source_model_type: str, requested: str, always_on: int) -> MoE
 
     Args:
         source_model_type: model_type of the dense checkpoint.
-        requested: a name of MOE_TARGETS, or auto: the same family, or glm4_moe where that has no always-on units.
+        requested: a name of MOE_TARGETS, or auto: the same family where that can say always-on units if there are any,
+            else glm4_moe or tiny_onn.
         always_on: S.
     Raises:
         ConfigError: unknown name, or a target that cannot say this source or always-on units.
     """
     if requested == "auto":
-        own = MOE_TARGETS[_OWN[source_model_type]]
-        return own if always_on == 0 or own.always_on is not AlwaysOn.NONE else MOE_TARGETS["glm4_moe"]
+        native = [MOE_TARGETS[name] for name in _OWN_FAMILY.get(source_model_type, ())]
+        able = [target for target in native if not always_on or target.always_on is not AlwaysOn.NONE]
+        return able[0] if able else MOE_TARGETS["tiny_onn"]
     if requested not in MOE_TARGETS:
         raise _refusal(f"unknown target {requested!r}", source_model_type, always_on)
     target = MOE_TARGETS[requested]
@@ -128,22 +184,45 @@ def check_target(config: Mapping[str, Any], target: MoETarget, shape: Shape) -> 
     """
     family = DENSE_FAMILIES[str(config["model_type"])]
     source = {**family.defaults, **config}
-    name = target.model_type
-    found = []
-    if "o" in family.attention_biases(source) and not target.output_bias:
-        do = "choose a source without attention biases"
-        found.append((f"{name} has no bias on o_proj", "attention_bias in config.json", do))
-    if family.model_type == "mistral" and source["sliding_window"] is not None and not target.sliding_window:
-        do = "assemble.target=mixtral always_on=0"
-        found.append((f"{name} has no sliding window", "sliding_window in config.json", do))
-    if name == "qwen2_moe" and "head_dim" in source and source["head_dim"] != _derived_head_dim(source):
-        # transformers 4 refuses it.
-        found.append(
-            (f"{name} cannot say head_dim={source['head_dim']}", "head_dim in config.json", "assemble.target=auto")
-        )
-    if target.selection_bias and shape.experts < 2:
-        found.append((f"{name} needs at least 2 experts", f"experts={shape.experts}", "experts=2"))
-    return [ConfigError(what, where=where, do=do) for what, where, do in found]
+    do = f"assemble.target={' or '.join(_able_targets(source, shape)) or 'auto'}"
+    return [
+        ConfigError(what, where=where, do="experts=2" if where.startswith("experts=") else do)
+        for what, where in _problems(source, target, shape)
+    ]
+
+
+def _able_targets(source: Mapping[str, Any], shape: Shape) -> list[str]:
+    return [
+        target.model_type
+        for target in MOE_TARGETS.values()
+        if source["model_type"] in target.sources
+        and not (shape.always_on and target.always_on is AlwaysOn.NONE)
+        and not any(_problems(source, target, shape))
+    ]
+
+
+def _problems(source: Mapping[str, Any], target: MoETarget, shape: Shape) -> Iterator[tuple[str, str]]:
+    """What the target cannot say, and where that stands."""
+    name, head_dim, share = target.model_type, source.get("head_dim"), _rotated_share(source)
+    if "o" in DENSE_FAMILIES[source["model_type"]].attention_biases(source) and not target.output_bias:
+        yield f"{name} has no bias on o_proj", "attention_bias in config.json"
+    if source["model_type"] in _WINDOWED and source["sliding_window"] is not None and not target.sliding_window:
+        yield f"{name} has no sliding window", "sliding_window in config.json"
+    if not target.head_dim and head_dim not in {None, _derived_head_dim(source)}:
+        yield f"{name} cannot say head_dim={head_dim}", "head_dim in config.json"
+    if not target.own and share != 1.0:
+        yield f"{name} rotates whole heads, not {share:g} of each", "partial_rotary_factor in config.json"
+    if shape.experts < target.least_experts:
+        yield f"{name} needs at least {target.least_experts} experts", f"experts={shape.experts}"
+
+
+# Families whose layers all share one window.
+_WINDOWED = frozenset({"mistral", "phi3"})
+
+
+def _rotated_share(source: Mapping[str, Any]) -> float:
+    stored = (source.get("rope_parameters") or {}).get("partial_rotary_factor")
+    return float(stored or source.get("partial_rotary_factor") or 1.0)
 
 
 def _derived_head_dim(source: Mapping[str, Any]) -> int:

@@ -6,6 +6,7 @@ from torch import Tensor
 from models.checkpoint.reader import ShardReader
 from models.experts import LayerExperts
 from models.families.dense import DenseFamily
+from models.families.fused_reading import read_part
 
 
 def slice_experts(
@@ -20,9 +21,9 @@ def slice_experts(
     Memory: one dense projection beside the slices.
     """
     gate, up, down = family.ffn(layer)
-    gate_END, shared_gate_SD = _rows(reader.tensor(gate), units_EN, always_on_S)
-    up_END, shared_up_SD = _rows(reader.tensor(up), units_EN, always_on_S)
-    down_EDN, shared_down_DS = _columns(reader.tensor(down), units_EN, always_on_S)
+    gate_END, shared_gate_SD = _rows(read_part(reader, gate), units_EN, always_on_S)
+    up_END, shared_up_SD = _rows(read_part(reader, up), units_EN, always_on_S)
+    down_EDN, shared_down_DS = _columns(read_part(reader, down), units_EN, always_on_S)
     return LayerExperts(gate_END, up_END, down_EDN, shared_gate_SD, shared_up_SD, shared_down_DS)
 
 

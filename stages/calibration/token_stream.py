@@ -24,19 +24,21 @@ class TokenStream:
         self.masks: list[Tensor] = [batch.attention_mask.bool().to(stream.device) for batch in batches]
         self.hidden = stream.embed([batch.input_ids for batch in batches])
         self.inputs = []
+        self._layer: StreamLayer | None = None
 
     def enter(self, layer: StreamLayer) -> None:
         """Pass the layer's attention."""
-        self.inputs = []
+        self.inputs, self._layer = [], layer
         for index, mask_BT in enumerate(self.masks):
             self.hidden[index], x_BTD = layer.attend(self.hidden[index])
             self.inputs.append(x_BTD[mask_BT])
 
     def leave(self, outputs: Iterable[Tensor]) -> None:
-        """Add the FFN's outputs, (T, D) for every batch of `inputs`, to the residual stream."""
+        """Add the FFN's outputs, (T, D) for every batch of `inputs`, to the residual stream as the layer adds them."""
+        assert self._layer is not None, "enter a layer first"
         for hidden_BTD, mask_BT, output_TD in zip(self.hidden, self.masks, outputs, strict=True):
-            hidden_BTD[mask_BT] += output_TD
-        self.inputs = []
+            hidden_BTD[mask_BT] = self._layer.add(hidden_BTD[mask_BT], output_TD)
+        self.inputs, self._layer = [], None
 
     @torch.no_grad()
     def loss(self, stream: LayerStream, batches: Sequence[TokenBatch]) -> MeanLoss:

@@ -9,6 +9,7 @@ import json
 import logging
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -30,18 +31,27 @@ def main() -> None:
 
 @torch.no_grad()
 def reload(case: Path) -> dict[str, object]:
-    model, info = AutoModelForCausalLM.from_pretrained(case / "moe", dtype=torch.float32, output_loading_info=True)
     dense = load_file(case / "dense_logits.safetensors")
-    ids = dense["ids"]
-    prompt = ids[:1, :3]
+    model, info = load(case / "moe", dtype=torch.float32, output_loading_info=True)
+    logits = model(dense["ids"]).logits
+    model.save_pretrained(case / "again")
+    prompt = dense["ids"][:1, :3]
     generated = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4, min_new_tokens=4)
     return {
         "architecture": type(model).__name__,
-        "difference": float((model(ids).logits - dense["logits"]).abs().max()),
+        "difference": float((logits - dense["logits"]).abs().max()),
+        "scale": float(dense["logits"].std()),
+        "saved_again": float((load(case / "again")(dense["ids"]).logits - logits).abs().max()),
         "loading": {name: str(found) for name, found in info.items() if found},
         "generated": generated.shape[1] - prompt.shape[1],
-        "own_dtype": str(AutoModelForCausalLM.from_pretrained(case / "moe", dtype="auto").dtype),
+        "own_dtype": str(load(case / "moe", dtype="auto").dtype),
     }
+
+
+def load(folder: Path, **arguments: Any):
+    """As a user does: remote code only for the project's own class."""
+    own = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"] == "tiny_onn"
+    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=own, **arguments)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,44 @@
+"""config.json of the project's own class, from config.json of the dense model."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from models.families.dense import DENSE_FAMILIES
+from models.families.fold import gate_fold
+from models.families.moe import MoETarget
+from models.families.width import ALIGNMENT, expert_width, shared_width
+from models.shape import Shape
+from models.tiny_onn.keys import tiny_onn_keys
+
+
+def own_config(
+    source: Mapping[str, Any], target: MoETarget, shape: Shape, dtype: str, pad_to: int = ALIGNMENT
+) -> dict[str, Any]:
+    """config.json of a `TinyONNForCausalLM`.
+
+    Args:
+        source: config.json of the dense checkpoint; it is kept whole, for the decoder is built from it.
+        target: tiny_onn.
+        shape: E, N, K, S.
+        dtype: float32, bfloat16 or float16.
+        pad_to: widths are rounded up to a multiple of this.
+    """
+    scale = gate_fold(target, shape).routed_scaling_factor
+    assert scale is not None, "the own class carries the scale in its config"
+    keys = tiny_onn_keys(
+        source,
+        experts=shape.experts,
+        top_k=shape.top_k,
+        expert_width=expert_width(shape, pad_to),
+        shared_width=shared_width(target, shape, pad_to),
+        routed_scaling_factor=scale,
+        dtype=dtype,
+    )
+    tied = {"tie_word_embeddings": keeps_tied(source)}
+    return keys | tied | {"dense": keys["dense"] | tied}
+
+
+def keeps_tied(source: Mapping[str, Any]) -> bool:
+    """Whether input and output embedding are one tensor, which the own class leaves as it is."""
+    defaults = DENSE_FAMILIES[str(source["model_type"])].defaults
+    return bool(source.get("tie_word_embeddings", defaults.get("tie_word_embeddings", False)))
