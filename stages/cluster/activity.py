@@ -60,4 +60,4 @@ def stream_activities(stream: LayerStream, batches: Sequence[TokenBatch]) -> Ite
     for layer in stream.layers():
         tokens.enter(layer)
         yield LayerActivity(layer.ffn, tokens.inputs)
-        tokens.leave([layer.ffn(x_TD) for x_TD in tokens.inputs])
+        tokens.leave(map(layer.ffn, tokens.inputs))

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -141,3 +143,32 @@ def test_no_bitmaps_to_compare(job, plant, scores):
     )
     table, _partition = cluster(job, ClusterConfig(map="none", method="rank"))
     assert [row[1:4] for row in table.rows] == [["–", "–", "–"]] * L
+
+
+def test_a_pass_is_made_only_where_something_asks_for_it():
+    plain = ClusterConfig(map="none")
+    assert not plain.needs_pass
+    assert not replace(plain, features="joint").needs_pass
+    assert not replace(plain, method="rank", features="contribution").needs_pass
+    assert replace(plain, features="contribution").needs_pass
+    assert replace(plain, method="rank", features="contribution", map="umap").needs_pass
+    assert replace(plain, features="joint", joint_views=["gate_rows", "contribution"]).needs_pass
+
+
+@pytest.fixture
+def dense(tmp_path):
+    return ModelConfig(
+        kind="local", path=str(write_pico(tmp_path / "dense", "llama", layers=L, intermediate=F, tokenizer=True))
+    )
+
+
+@pytest.mark.parametrize("features", ["contribution", "joint"])
+def test_units_are_compared_on_the_calibration_text(job, planted, dense, features):
+    config = ClusterConfig(map="none", features=features, joint_views=["coactivation", "contribution"], batch_tokens=70)
+    data = DataConfig(tokens=96, max_length=32)
+    table, partition = cluster(job, config, model=dense, data=data)
+    _table, again = cluster(job, replace(config, batch_tokens=32), model=dense, data=data)
+    assert partition.units.shape == (L, 3, 6)
+    assert torch.equal(partition.units, again.units)
+    how = "contribution" if features == "contribution" else "coactivation and contribution"
+    assert table.notes[0].startswith(f"experts by balanced_kmeans on {how}; ")
