@@ -6,13 +6,15 @@ from pathlib import Path
 from pipeline.report.distributions import describe_distributions, read_scores
 from pipeline.report.evaluations import Evaluation
 from pipeline.report.numbers import percent
-from pipeline.report.sections import figure, section
+from pipeline.report.sections import figure, folded, section
+from pipeline.report.tables import draw_table
 from stages.plots.by_layer import LayerChart, draw_by_layer
-from stages.plots.chart import at_both_widths
+from stages.plots.chart import FULL, HALF, MIDDLE, NARROW, draw_for
 from stages.plots.load_map import draw_load_map
 from stages.plots.markup import Markup, element
 from stages.plots.ridges import draw_ridges
 
+HALVES, WHOLE = (NARROW, HALF), (NARROW, MIDDLE, FULL)
 LARGEST_PICTURE = 8 << 20  # bytes; a larger one would make the page unwieldy
 
 
@@ -21,31 +23,29 @@ def layer_section(evaluation: Evaluation) -> Markup:
     return section(
         "layers",
         "Layer by layer",
-        element("div", _errors(evaluation), _agreement(evaluation), _loads(evaluation), class_="pair"),
+        element("div", _errors(evaluation), _agreement(evaluation), class_="pair") if evaluation.layers else "",
+        _loads(evaluation),
+        folded("The numbers", _numbers(evaluation)) if evaluation.layers else "",
     )
 
 
 def _errors(evaluation: Evaluation) -> Markup:
     values = [float(layer["error"]) for layer in evaluation.layers]
-    if not values:
-        return Markup()
     title = "Reconstruction error"
     chart = LayerChart(f"{title} of every layer", "Σ‖dense − MoE‖² / Σ‖dense‖²", values)
     caption = "Of each FFN's output, on the carved model's own inputs; 0 is the dense FFN."
-    return figure(title, at_both_widths(lambda width: draw_by_layer(chart, width), wide=520), caption)
+    return figure(title, draw_for(HALVES, lambda width: draw_by_layer(chart, width)), caption)
 
 
 def _agreement(evaluation: Evaluation) -> Markup:
     values = [float(layer["agreement"]) for layer in evaluation.layers]
-    if not values:
-        return Markup()
     chance = evaluation.shape.top_k / evaluation.shape.experts
     title = "Router's agreement with the oracle"
     chart = LayerChart(
         f"{title} in every layer", "share of choices", values, (chance, f"chance {percent(chance)}"), 1.0, percent
     )
     caption = "Share of the chosen experts that would be chosen by looking at their outputs, too."
-    return figure(title, at_both_widths(lambda width: draw_by_layer(chart, width), wide=520), caption)
+    return figure(title, draw_for(HALVES, lambda width: draw_by_layer(chart, width)), caption)
 
 
 def _loads(evaluation: Evaluation) -> Markup:
@@ -53,8 +53,16 @@ def _loads(evaluation: Evaluation) -> Markup:
     if not loads or not all(loads):
         return Markup()
     title = "Expert load"
-    drawing = at_both_widths(lambda width: draw_load_map(f"{title} by layer", loads, width), wide=520)
-    return figure(title, drawing, "One row a layer, its experts side by side from the busiest to the idlest.")
+    drawing = draw_for(WHOLE, lambda width: draw_load_map(f"{title} by layer", loads, width))
+    caption = "One row a layer, its experts side by side from the busiest to the idlest."
+    return figure(title, drawing, caption, kind="full")
+
+
+def _numbers(evaluation: Evaluation) -> Markup:
+    """All figures of every layer that are single numbers."""
+    keys = [key for key, value in evaluation.layers[0].items() if isinstance(value, int | float)]
+    rows = [[str(index), *(layer.get(key) for key in keys)] for index, layer in enumerate(evaluation.layers)]
+    return draw_table(["layer", *(key.replace("_", " ") for key in keys)], rows)
 
 
 def unit_section(evaluation: Evaluation) -> Markup:
@@ -69,8 +77,9 @@ def _scores(evaluation: Evaluation) -> Markup:
         return Markup()
     ridges, ends = describe_distributions(scores_LF)
     title = "S_p by layer"
-    drawing = at_both_widths(
-        lambda width: draw_ridges("Distribution of S_p in every layer", "S_p", ridges, ends, width), wide=760
+    drawing = draw_for(
+        WHOLE,
+        lambda width: draw_ridges("Distribution of S_p in every layer", "S_p", ridges, ends, width),
     )
     caption = (
         "Each ridge is one layer's units; the dark line spans their middle half, the tick is the median. "

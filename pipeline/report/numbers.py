@@ -7,9 +7,9 @@ def nats(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Whole percents; one decimal below ten."""
+    """Whole percents, one decimal below ten; the space does not break."""
     value = 100 * share
-    return (f"{value:.0f} %" if abs(value) >= 9.95 or not value else f"{value:.1f} %").replace("-", "−")
+    return f"{value:.{0 if abs(value) >= 9.95 or not value else 1}f}\N{NO-BREAK SPACE}%".replace("-", "−")
 
 
 def duration(seconds: float | None) -> str:

@@ -9,7 +9,7 @@ from pipeline.report.numbers import nats, percent, plain
 from pipeline.report.sections import figure, folded, paragraph, section
 from pipeline.report.tables import draw_stage_table, draw_table
 from stages.plots.bars import Bar, draw_bars
-from stages.plots.chart import at_both_widths
+from stages.plots.chart import FULL, MIDDLE, NARROW, draw_for
 from stages.plots.curves import Axes, draw_curves
 from stages.plots.markup import Markup
 
@@ -31,7 +31,7 @@ def quality_section(evaluation: Evaluation) -> Markup:
         method, gap = method_of(name, names), evaluation.gap(name) or 0.0
         if name != "dense":
             bars.append(Bar(method.name, gap, nats(gap), method.kind))
-    drawing = at_both_widths(lambda width: draw_bars("Loss gap of every model measured", bars, width))
+    drawing = draw_for((NARROW, MIDDLE, FULL), lambda width: draw_bars("Loss gap of every model measured", bars, width))
     strong = names.index("carved") if len(names) == len(evaluation.published.manifest.table.rows) else None
     return section(
         "quality",
@@ -52,7 +52,7 @@ def width_section(evaluation: Evaluation, comparable: Sequence[Evaluation]) -> M
     others = [group for group in groups if group not in mine]
     curves = curves_of(mine, list(evaluation.models))
     strays = [point for group in others if (point := group.point("carved")) is not None]
-    drawing = at_both_widths(lambda width: draw_curves(AXES, curves, strays, width), wide=760)
+    drawing = draw_for((NARROW, MIDDLE, FULL), lambda width: draw_curves(AXES, curves, strays, width))
     return section(
         "width",
         "Gap against active width",
@@ -81,7 +81,8 @@ def _numbers(groups: Sequence[Group], names: Sequence[str]) -> Markup:
         points = [group.point(name) for group in groups]
         rows.append([method_of(name, names).name, *(nats(point.mean) if point else "–" for point in points)])
     seeds = ["seeds", *(", ".join(map(str, group.seeds)) for group in groups)]
-    return draw_table(columns, [*rows, seeds])
+    strong = names.index("carved") if "carved" in names else None
+    return draw_table(columns, [*rows, seeds], strong=strong)
 
 
 def _others(groups: Sequence[Group], wanted: Evaluation) -> Markup:

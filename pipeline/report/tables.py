@@ -20,9 +20,12 @@ def draw_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, stro
 
 
 def draw_stage_table(table: Table, *, strong: int | None = None) -> Markup:
-    """A stage's own table with its notes below."""
+    """A stage's own table with its notes below; a column that no row fills is left out."""
     notes = [element("p", note, class_="note") for note in table.notes]
-    return join(draw_table(table.columns, table.rows, strong=strong), *notes)
+    filled = [place for place in range(len(table.columns)) if any(row[place] != "" for row in table.rows)]
+    columns = [table.columns[place] for place in filled]
+    rows = [[row[place] for place in filled] for row in table.rows]
+    return join(draw_table(columns, rows, strong=strong), *notes)
 
 
 def _name(cell: object) -> Markup:

@@ -32,8 +32,7 @@ def draw_bars(title: str, bars: Sequence[Bar], width: int) -> Markup:
     x = Scale(low, high if high > low else low + 1.0, left + before, width - ROOM_FOR_VALUES)
     pieces = [_draw_bar(bar, x, index * row, aside=aside) for index, bar in enumerate(bars)]
     height = len(bars) * row + 4
-    zero = element("line", x1=x(0.0), x2=x(0.0), y1=0, y2=height, class_="axis")
-    return sheet(width, height, title, *pieces, zero)
+    return sheet(width, height, title, *pieces)
 
 
 def _draw_bar(bar: Bar, x: Scale, top: float, *, aside: bool) -> Markup:
@@ -51,4 +50,5 @@ def _draw_bar(bar: Bar, x: Scale, top: float, *, aside: bool) -> Markup:
         if bar.value >= 0
         else text(start - 6, y, bar.shown, anchor="end", kind="value")
     )
-    return join(name, body, value)
+    zero = element("line", x1=x(0.0), x2=x(0.0), y1=y - ROW / 2, y2=y + ROW / 2, class_="axis")
+    return join(name, body, zero, value)

@@ -9,17 +9,16 @@ from collections.abc import Callable, Sequence
 from stages.plots.markup import Markup, element, join
 from stages.plots.scale import Scale, tick_label
 
-NARROW, WIDE = 340, 600
+# Widths of the figure on a telephone, in half of the page and in all of it; beside them what lies between.
+NARROW, HALF, MIDDLE, FULL = 340, 500, 600, 1080
 LINE = 16  # pixels from one line of letters to the next
 Draw = Callable[[int], Markup]
 
 
-def at_both_widths(draw: Draw, *, wide: int = WIDE) -> Markup:
-    """The chart for telephones and for desks; the style sheet shows one of them."""
-    return join(
-        element("div", draw(NARROW), class_="narrow"),
-        element("div", draw(wide), class_="wide"),
-    )
+def draw_for(widths: Sequence[int], draw: Draw) -> Markup:
+    """The chart once for each width, ascending; the style sheet shows the widest that fits its figure."""
+    drawn = [element("div", draw(width), class_=f"at-{width}") for width in widths]
+    return element("div", *drawn, class_="fitting")
 
 
 def sheet(width: float, height: float, title: str, *children: str) -> Markup:

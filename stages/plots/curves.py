@@ -49,7 +49,7 @@ def draw_curves(axes: Axes, curves: Sequence[Curve], strays: Sequence[Point], wi
     """The chart; `strays` are single points that belong to no curve."""
     drawn = [curve for curve in curves if curve.points]
     aside = width >= LETTERS_FIT
-    plot = 300 if aside else 240
+    plot = 340 if width > 800 else 300 if aside else 240
     height = TOP + plot + BOTTOM + (0 if aside else LINE * len(drawn) + 8)
     points = [*(point for curve in drawn for point in curve.points), *strays]
     ticks = round_range([value for point in points for value in (point.low, point.high)])
@@ -62,8 +62,8 @@ def draw_curves(axes: Axes, curves: Sequence[Curve], strays: Sequence[Point], wi
         height,
         axes.title,
         _draw_frame(axes, x, y, ticks, points, right),
-        *(draw_marker("circle", "other", x(point.x), y(point.mean), size=3) for point in strays),
         *(_draw_curve(curve, x, y) for curve in drawn),
+        *(draw_marker("circle", "other", x(point.x), y(point.mean), size=3) for point in strays),
         _name_at_ends(drawn, x, y, right) if aside else _name_below(drawn, TOP + plot + BOTTOM),
     )
 
@@ -74,7 +74,7 @@ def _draw_frame(axes: Axes, x: Scale, y: Scale, ticks: list[float], points: Sequ
     labels: list[tuple[float, str]] = []
     for place in places:
         if not labels or x(place) - x(labels[-1][0]) > 34:
-            labels.append((place, f"{place:.0%}"))
+            labels.append((place, f"{100 * place:.0f}\N{NO-BREAK SPACE}%"))
     origin = min(x.start, right)
     return join(
         draw_y_axis(y, ticks, LEFT, right),
@@ -106,7 +106,7 @@ def _draw_whisker(kind: str, x: float, low: float, high: float) -> Markup:
 
 def _hint(curve: Curve, point: Point) -> str:
     spread = f", {point.low:+.4f} to {point.high:+.4f} over {point.count}" if point.count > 1 else ""
-    return f"{curve.name}, {point.x:.0%}: {point.mean:+.4f}{spread}".replace("-", "−")
+    return f"{curve.name}, {100 * point.x:.0f}\N{NO-BREAK SPACE}%: {point.mean:+.4f}{spread}".replace("-", "−")
 
 
 def _name_at_ends(curves: Sequence[Curve], x: Scale, y: Scale, right: float) -> Markup:

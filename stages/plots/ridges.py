@@ -21,7 +21,7 @@ class Ridge:
 
 def draw_ridges(title: str, x_name: str, ridges: Sequence[Ridge], ends: tuple[float, float], width: int) -> Markup:
     """One row a distribution, numbered from 0 at the top; each is scaled to the tallest bin of all."""
-    row = 30 if len(ridges) <= 12 else 17
+    row = 46 if len(ridges) <= 6 else 30 if len(ridges) <= 12 else 17
     bottom = TOP + row * (len(ridges) + 1)
     x = Scale(*ends, LEFT, width - RIGHT)
     tallest = max((max(ridge.shares) for ridge in ridges), default=1.0) or 1.0
