@@ -161,6 +161,8 @@ def _rope(dense: Mapping[str, Any]) -> dict[str, Any]:
     if scaling["rope_type"] != "longrope":
         return _both(theta, scaling)
     original = stored.get("original_max_position_embeddings") or dense["original_max_position_embeddings"]
+    # Phi3's own class knows the factor from the two lengths; the others warn where it is not said.
+    scaling = {"factor": dense["max_position_embeddings"] / original, **scaling}
     scaling["original_max_position_embeddings"] = original
     # transformers 4 reads it beside the scaling, transformers 5 within.
     return _both(theta, scaling) | {"original_max_position_embeddings": original}

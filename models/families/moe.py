@@ -184,21 +184,19 @@ def check_target(config: Mapping[str, Any], target: MoETarget, shape: Shape) -> 
     """
     family = DENSE_FAMILIES[str(config["model_type"])]
     source = {**family.defaults, **config}
-    do = f"assemble.target={' or '.join(_able_targets(source, shape)) or 'auto'}"
-    return [
-        ConfigError(what, where=where, do="experts=2" if where.startswith("experts=") else do)
-        for what, where in _problems(source, target, shape)
-    ]
+    do = f"assemble.target={_able_target(source, shape).model_type}"
+    return [ConfigError(what, where=where, do=do) for what, where in _problems(source, target, shape)]
 
 
-def _able_targets(source: Mapping[str, Any], shape: Shape) -> list[str]:
-    return [
-        target.model_type
+def _able_target(source: Mapping[str, Any], shape: Shape) -> MoETarget:
+    """The first that can say all of it; the own class, which is last, says everything."""
+    return next(
+        target
         for target in MOE_TARGETS.values()
         if source["model_type"] in target.sources
         and not (shape.always_on and target.always_on is AlwaysOn.NONE)
         and not any(_problems(source, target, shape))
-    ]
+    )
 
 
 def _problems(source: Mapping[str, Any], target: MoETarget, shape: Shape) -> Iterator[tuple[str, str]]:

@@ -9,6 +9,7 @@ from transformers import AutoConfig
 
 from models.families.config import emit_config, source_dtype
 from models.families.moe import MOE_TARGETS
+from models.families.own_class import own_config
 from models.shape import Shape
 
 SHAPE = Shape(experts=6, n=16, top_k=2, always_on=20)
@@ -42,6 +43,10 @@ PAIRS = [
     ("llama", "mixtral"),
     ("mistral", "mixtral"),
     ("llama", "glm4_moe"),
+    ("olmo2", "flex_olmo"),
+    ("granite", "granitemoe"),
+    ("granite", "granitemoeshared"),
+    ("phi3", "mixtral"),
 ]
 
 
@@ -113,7 +118,7 @@ def test_qwen2_moe_renormalises_unless_experts_are_a_power_of_two() -> None:
 
 
 def test_shared_experts_are_wide_enough_for_the_always_on_units() -> None:
-    assert emitted("qwen2", "qwen2_moe")["shared_expert_intermediate_size"] == 20
+    assert emitted("qwen2", "qwen2_moe")["shared_expert_intermediate_size"] == 24
     # 20 units fill two shared experts as wide as a routed one.
     assert emitted("qwen2", "glm4_moe")["n_shared_experts"] == 2
     none = Shape(experts=6, n=16, top_k=2, always_on=0)
@@ -126,6 +131,61 @@ def test_experts_are_rounded_up_to_what_grouped_kernels_take() -> None:
     source = {"model_type": "llama", **SIZES}
     config = emit_config(source, MOE_TARGETS["mixtral"], Shape(6, 17, 2, 0), "float32")
     assert config["intermediate_size"] == 24
+
+
+@pytest.mark.parametrize(
+    ("target", "source", "expected"),
+    [
+        ("mixtral", "llama", {"intermediate_size": 128}),
+        ("qwen2_moe", "qwen2", {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 256}),
+        ("glm4_moe", "qwen2", {"moe_intermediate_size": 128, "n_shared_experts": 2}),
+        ("granitemoeshared", "granite", {"intermediate_size": 128, "shared_intermediate_size": 256}),
+        ("flex_olmo", "olmo2", {"intermediate_size": 128}),
+    ],
+)
+def test_experts_and_always_on_units_are_rounded_up_as_asked(
+    target: str, source: str, expected: dict[str, int]
+) -> None:
+    dense, shape = {"model_type": source, **SIZES}, Shape(6, 17, 2, 130)
+    assert emit_config(dense, MOE_TARGETS[target], shape, "float32", 128).items() >= expected.items()
+    own = own_config(dense, MOE_TARGETS["tiny_onn"], shape, "float32", 128)
+    assert (own["moe_intermediate_size"], own["shared_intermediate_size"]) == (128, 256)
+
+
+def test_granite_keeps_its_multipliers() -> None:
+    given = {"embedding_multiplier": 12.0, "logits_scaling": 8.0, "attention_multiplier": 0.1}
+    config = emitted("granite", "granitemoe", **given)
+    assert config.items() >= (given | {"residual_multiplier": 1.0}).items()
+
+
+def test_longrope_is_said_for_both_generations() -> None:
+    scaling = {"type": "su", "short_factor": [1.0], "long_factor": [2.0]}
+    config = emitted("phi3", "mixtral", rope_scaling=scaling, original_max_position_embeddings=128)
+    expected = {
+        "factor": 4.0, "rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0],
+        "original_max_position_embeddings": 128,
+    }  # fmt: skip
+    assert config["rope_scaling"] == expected
+    assert config["rope_parameters"] == {"rope_theta": 1e4} | expected
+    assert config["original_max_position_embeddings"] == 128
+
+
+def test_phi3_keeps_its_window() -> None:
+    assert emitted("phi3", "mixtral", sliding_window=2047)["sliding_window"] == 2047
+    assert emitted("phi3", "mixtral")["sliding_window"] is None
+
+
+@pytest.mark.parametrize(
+    ("source", "stored", "tied"),
+    [("gemma2", {}, True), ("gemma2", {"tie_word_embeddings": False}, False), ("olmo2", {}, False)],
+)
+def test_the_own_class_ties_what_its_source_ties(source: str, stored: dict[str, bool], tied: bool) -> None:
+    dense = {key: SIZES[key] for key in SIZES.keys() - {"tie_word_embeddings"}} | stored
+    config = own_config({"model_type": source, **dense}, MOE_TARGETS["tiny_onn"], SHAPE, "bfloat16")
+    assert config["tie_word_embeddings"] is config["dense"]["tie_word_embeddings"] is tied
+    assert config["model_type"] == "tiny_onn"
+    assert config["dense"]["model_type"] == source
+    assert config["routed_scaling_factor"] == 2.0
 
 
 def test_glm4_scales_by_its_config_rotates_whole_heads_and_predicts_one_token(tmp_path: Path) -> None:

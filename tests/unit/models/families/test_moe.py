@@ -19,6 +19,15 @@ from models.shape import Shape
         ("llama", 5, "glm4_moe"),
         ("mistral", 0, "mixtral"),
         ("mistral", 5, "glm4_moe"),
+        ("phi3", 0, "mixtral"),
+        ("phi3", 5, "glm4_moe"),
+        ("olmo2", 0, "flex_olmo"),
+        ("olmo2", 5, "tiny_onn"),
+        ("granite", 0, "granitemoe"),
+        ("granite", 5, "granitemoeshared"),
+        ("gemma2", 0, "tiny_onn"),
+        ("gemma3_text", 5, "tiny_onn"),
+        ("smollm3", 5, "tiny_onn"),
     ],
 )
 def test_auto_stays_in_the_family_where_it_can(source: str, always_on: int, target: str) -> None:
@@ -29,10 +38,14 @@ def test_auto_stays_in_the_family_where_it_can(source: str, always_on: int, targ
 @pytest.mark.parametrize(
     ("source", "requested", "always_on", "text"),
     [
-        ("llama", "mixtrel", 0, "unknown target 'mixtrel'\n{where}qwen2_moe, mixtral, glm4_moe"),
-        ("qwen2", "mixtral", 0, "mixtral cannot hold the attention of qwen2\n{where}qwen2_moe, glm4_moe"),
-        ("qwen3", "qwen3_moe", 64, "qwen3_moe has no always-on units, 64 are wanted\n{where}glm4_moe"),
-        ("llama", "mixtral", 1, "mixtral has no always-on units, 1 are wanted\n{where}qwen2_moe, glm4_moe"),
+        ("llama", "mixtrel", 0, "unknown target 'mixtrel'\n{where}qwen2_moe, mixtral, glm4_moe, tiny_onn"),
+        ("qwen2", "mixtral", 0, "mixtral cannot hold the attention of qwen2\n{where}qwen2_moe, glm4_moe, tiny_onn"),
+        ("qwen3", "qwen3_moe", 64, "qwen3_moe has no always-on units, 64 are wanted\n{where}glm4_moe, tiny_onn"),
+        ("llama", "mixtral", 1, "mixtral has no always-on units, 1 are wanted\n{where}qwen2_moe, glm4_moe, tiny_onn"),
+        ("gemma2", "mixtral", 0, "mixtral cannot hold the attention of gemma2\n{where}tiny_onn"),
+        ("olmo2", "flex_olmo", 3, "flex_olmo has no always-on units, 3 are wanted\n{where}tiny_onn"),
+        ("granite", "granitemoe", 3, "granitemoe has no always-on units, 3 are wanted\n"
+         "{where}granitemoeshared, tiny_onn"),
     ],
 )
 def test_targets_that_cannot_say_it(source: str, requested: str, always_on: int, text: str) -> None:
@@ -65,19 +78,31 @@ def test_plain_sources_can_be_said() -> None:
             "mixtral",
             "mixtral has no bias on o_proj\n"
             "  where: attention_bias in config.json\n"
-            "  do:    choose a source without attention biases",
+            "  do:    assemble.target=tiny_onn",
         ),
         (
             {"model_type": "mistral"},
             "glm4_moe",
             "glm4_moe has no sliding window\n"
             "  where: sliding_window in config.json\n"
-            "  do:    assemble.target=mixtral always_on=0",
+            "  do:    assemble.target=mixtral",
         ),
         (
             {"model_type": "llama", "head_dim": 8},
             "qwen2_moe",
-            "qwen2_moe cannot say head_dim=8\n  where: head_dim in config.json\n  do:    assemble.target=auto",
+            "qwen2_moe cannot say head_dim=8\n  where: head_dim in config.json\n  do:    assemble.target=mixtral",
+        ),
+        (
+            {"model_type": "granite", "head_dim": 8},
+            "granitemoe",
+            "granitemoe cannot say head_dim=8\n  where: head_dim in config.json\n  do:    assemble.target=tiny_onn",
+        ),
+        (
+            {"model_type": "phi3", "rope_parameters": {"partial_rotary_factor": 0.75}},
+            "mixtral",
+            "mixtral rotates whole heads, not 0.75 of each\n"
+            "  where: partial_rotary_factor in config.json\n"
+            "  do:    assemble.target=tiny_onn",
         ),
     ],
 )
@@ -88,9 +113,15 @@ def test_sources_a_target_cannot_say(config: dict[str, Any], target: str, text: 
 def test_one_expert_is_too_few_for_glm4() -> None:
     one = Shape(experts=1, n=16, top_k=1, always_on=0)
     assert faults({"model_type": "llama"}, "glm4_moe", one) == [
-        "glm4_moe needs at least 2 experts\n  where: experts=1\n  do:    experts=2"
+        "glm4_moe needs at least 2 experts\n  where: experts=1\n  do:    assemble.target=qwen2_moe"
     ]
     assert faults({"model_type": "llama"}, "mixtral", one) == []
+
+
+def test_a_window_beside_always_on_units_needs_the_own_class() -> None:
+    shape = Shape(experts=6, n=16, top_k=2, always_on=8)
+    (fault,) = faults({"model_type": "mistral"}, "glm4_moe", shape)
+    assert fault.endswith("  do:    assemble.target=tiny_onn")
 
 
 def test_several_faults_are_found_at_once() -> None:
@@ -106,6 +137,11 @@ def test_several_faults_are_found_at_once() -> None:
         ("qwen2_moe", 6, GateFold(4.0, 2.0, norm_topk_prob=True, routed_scaling_factor=None)),
         ("qwen2_moe", 16, GateFold(16.0, 2.0, norm_topk_prob=False, routed_scaling_factor=None)),
         ("glm4_moe", 6, GateFold(1.0, 1.0, norm_topk_prob=True, routed_scaling_factor=4.0)),
+        ("tiny_onn", 6, GateFold(1.0, 1.0, norm_topk_prob=True, routed_scaling_factor=4.0)),
+        ("flex_olmo", 6, GateFold(4.0, 1.0, norm_topk_prob=True, routed_scaling_factor=None)),
+        ("flex_olmo", 16, GateFold(16.0, 1.0, norm_topk_prob=False, routed_scaling_factor=None)),
+        ("granitemoe", 6, GateFold(4.0, 1.0, norm_topk_prob=None, routed_scaling_factor=None)),
+        ("granitemoeshared", 6, GateFold(4.0, 1.0, norm_topk_prob=None, routed_scaling_factor=None)),
     ],
 )
 def test_who_carries_the_scale(target: str, experts: int, fold: GateFold) -> None:
