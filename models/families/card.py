@@ -5,7 +5,7 @@ from pathlib import Path
 
 from models.families.fold import gate_fold, is_power_of_two
 from models.families.moe import AlwaysOn, MoETarget
-from models.families.width import expert_width
+from models.families.width import ALIGNMENT, expert_width, shared_width
 from models.shape import Shape
 
 
@@ -23,6 +23,7 @@ class CarveFacts:
     partition: str  # how units were grouped
     router: str
     projection: str  # what stage=project did, or that it has not run
+    pad_to: int = ALIGNMENT
 
 
 def write_card(folder: Path, facts: CarveFacts) -> None:
@@ -33,7 +34,8 @@ def write_card(folder: Path, facts: CarveFacts) -> None:
 def render_card(facts: CarveFacts) -> str:
     """The card as Markdown with the front matter hubs read."""
     shape = facts.shape
-    runtimes = "\n".join(f"- {line}" for line in suitable_runtimes(facts.target, shape))
+    remote_code = ", trust_remote_code=True" if facts.target.own else ""
+    runtimes = "\n".join(f"- {line}" for line in suitable_runtimes(facts.target, shape, facts.pad_to))
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -59,7 +61,7 @@ A Mixture-of-Experts cut out of the dense model `{facts.source}` with Tiny-ONN: 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("path/of/this/folder")
+model = AutoModelForCausalLM.from_pretrained("path/of/this/folder"{remote_code})
 tokenizer = AutoTokenizer.from_pretrained("path/of/this/folder")
 ```
 
@@ -69,28 +71,68 @@ tokenizer = AutoTokenizer.from_pretrained("path/of/this/folder")
 """
 
 
-def suitable_runtimes(target: MoETarget, shape: Shape) -> list[str]:
+# Serving runtimes that know the architecture by name.
+_SERVED = {
+    "qwen3_moe": ("vLLM", "SGLang", "llama.cpp"),
+    "qwen2_moe": ("vLLM", "SGLang", "llama.cpp"),
+    "mixtral": ("vLLM", "SGLang", "llama.cpp"),
+    "glm4_moe": ("vLLM", "SGLang", "llama.cpp"),
+    "flex_olmo": ("vLLM",),
+    "granitemoe": ("vLLM", "SGLang", "llama.cpp"),
+    "granitemoeshared": ("vLLM", "llama.cpp"),
+    "tiny_onn": (),
+}
+
+
+def suitable_runtimes(target: MoETarget, shape: Shape, pad_to: int = ALIGNMENT) -> list[str]:
     """What is known about the kernels of each runtime and this E, N and target."""
-    lines = ['transformers 4.57 and 5: loads without remote code; train with `experts_implementation="grouped_mm"`.']
-    if (width := expert_width(shape)) != shape.n:
-        lines.append(
-            f"Experts are padded with zero units to {width}, which grouped kernels want; the output is the same."
-        )
-    if is_power_of_two(shape.experts) and shape.n % 128 == 0:
-        lines.append("vLLM, SGLang: expert count and width suit the fused kernels.")
-    else:
-        lines.append(
-            f"vLLM, SGLang: E = {shape.experts}, N = {shape.n} take a slower path; fast are E a power of two and "
-            "N % 128 == 0."
-        )
-    lines.append(_llama_cpp(target, shape))
+    width = expert_width(shape, pad_to)
+    lines = [_transformers(target), *_padding(target, shape, pad_to)]
+    served = _SERVED[target.model_type]
+    lines += [_fused_kernels(shape, width, served)] if "vLLM" in served else []
+    lines += [_llama_cpp(target, shape, width)] if "llama.cpp" in served else []
+    if absent := [name for name in ("vLLM", "SGLang", "llama.cpp") if name not in served]:
+        lines.append(f"{', '.join(absent)}: {'do' if len(absent) > 1 else 'does'} not know this architecture.")
     return lines
 
 
-def _llama_cpp(target: MoETarget, shape: Shape) -> str:
+def _transformers(target: MoETarget) -> str:
+    if target.own:
+        return (
+            "transformers 4.57 and 5: needs `trust_remote_code=True` (the code lies in this folder), or Tiny-ONN "
+            "installed and `import models.tiny_onn.register`."
+        )
+    return 'transformers 4.57 and 5: loads without remote code; train with `experts_implementation="grouped_mm"`.'
+
+
+def _padding(target: MoETarget, shape: Shape, pad_to: int) -> list[str]:
+    width, shared = expert_width(shape, pad_to), shared_width(target, shape, pad_to)
+    why = "which grouped kernels want" if pad_to == ALIGNMENT else f"a multiple of {pad_to}"
+    lines = []
+    if width != shape.n:
+        lines.append(f"Experts are padded with zero units to {width}, {why}; the output is the same.")
+    if shared > shape.always_on:
+        lines.append(f"{shape.always_on} always-on neurons are padded with zero units to {shared}.")
+    return lines
+
+
+def _fused_kernels(shape: Shape, width: int, served: tuple[str, ...]) -> str:
+    runtimes = ", ".join(name for name in served if name != "llama.cpp")
+    if is_power_of_two(shape.experts) and width % 128 == 0:
+        return f"{runtimes}: expert count and width suit the fused kernels."
+    wanted = "" if width % 128 == 0 else " (`assemble.pad_to=128` gives that)"
+    return (
+        f"{runtimes}: E = {shape.experts}, N = {width} take a slower path; fast are E a power of two and "
+        f"N % 128 == 0{wanted}."
+    )
+
+
+def _llama_cpp(target: MoETarget, shape: Shape, width: int) -> str:
     fold = gate_fold(target, shape)
     if target.always_on is AlwaysOn.SIGMOID_GATED and fold.norm_topk_prob:
         return "llama.cpp: does not renormalise this architecture's gates; choose E a power of two for it."
-    if shape.n % 256:
-        return f"llama.cpp: K-quants want N % 256 == 0, N is {shape.n}; other formats convert."
+    if width % 256:
+        return (
+            f"llama.cpp: K-quants want N % 256 == 0, N is {width}; other formats convert, or use `assemble.pad_to=256`."
+        )
     return "llama.cpp: N suits the K-quants."

@@ -174,19 +174,7 @@ def check_features(config: Mapping[str, Any], family: DenseFamily) -> list[Check
             ("a position encoding of its own per layer has no MoE counterpart", "rope_parameters",
              "choose a model with one for all layers")
         )  # fmt: skip
-    if family.model_type.startswith("qwen") and config.get("use_sliding_window") and _sliding_layers(config):
-        found.append(
-            ("layers with and without a sliding window cannot be told apart in the MoE", "use_sliding_window",
-             "set use_sliding_window to false in config.json and stay below sliding_window tokens")
-        )  # fmt: skip
     return [CheckpointError(what, where=f"{key} in config.json", do=do) for what, key, do in found]
-
-
-def _sliding_layers(config: Mapping[str, Any]) -> bool:
-    kinds = config.get("layer_types")
-    if kinds is not None:
-        return "sliding_attention" in kinds
-    return int(config.get("max_window_layers", 28)) < int(config["num_hidden_layers"])
 
 
 def check_tensors(

@@ -206,6 +206,8 @@ def _problems(source: Mapping[str, Any], target: MoETarget, shape: Shape) -> Ite
         yield f"{name} has no bias on o_proj", "attention_bias in config.json"
     if source["model_type"] in _WINDOWED and source["sliding_window"] is not None and not target.sliding_window:
         yield f"{name} has no sliding window", "sliding_window in config.json"
+    if not target.own and source.get("use_sliding_window") and _sliding_layers(source):
+        yield f"{name} has one window for all layers or none", "use_sliding_window in config.json"
     if not target.head_dim and head_dim not in {None, _derived_head_dim(source)}:
         yield f"{name} cannot say head_dim={head_dim}", "head_dim in config.json"
     if not target.own and share != 1.0:
@@ -216,6 +218,13 @@ def _problems(source: Mapping[str, Any], target: MoETarget, shape: Shape) -> Ite
 
 # Families whose layers all share one window.
 _WINDOWED = frozenset({"mistral", "phi3"})
+
+
+def _sliding_layers(source: Mapping[str, Any]) -> bool:
+    kinds = source.get("layer_types")
+    if kinds is not None:
+        return "sliding_attention" in kinds
+    return int(source.get("max_window_layers", 28)) < int(source["num_hidden_layers"])
 
 
 def _rotated_share(source: Mapping[str, Any]) -> float:

@@ -28,7 +28,16 @@ def test_the_card_says_what_was_carved_from_what():
     ("target", "shape", "expected"),
     [
         ("qwen3_moe", Shape(64, 256, 8, 0), "vLLM, SGLang: expert count and width suit the fused kernels."),
-        ("qwen3_moe", Shape(100, 256, 8, 0), "E = 100, N = 256 take a slower path"),
+        ("qwen3_moe", Shape(100, 256, 8, 0), "E = 100, N = 256 take a slower path; fast are E a power of two and N % 128 == 0."),
+        ("qwen3_moe", Shape(64, 64, 8, 0), "fast are E a power of two and N % 128 == 0 (`assemble.pad_to=128` gives"),
+        ("qwen3_moe", Shape(64, 64, 8, 0), "\nllama.cpp: K-quants want"),
+        ("granitemoe", Shape(64, 256, 8, 0), "vLLM, SGLang: expert count and width suit"),
+        ("granitemoeshared", Shape(64, 256, 8, 12), "12 always-on neurons are padded with zero units to 16."),
+        ("granitemoeshared", Shape(64, 256, 8, 12), "vLLM: expert count and width suit"),
+        ("granitemoeshared", Shape(64, 256, 8, 12), "\nSGLang: does not know this architecture."),
+        ("flex_olmo", Shape(64, 256, 8, 0), "\nSGLang, llama.cpp: do not know this architecture."),
+        ("tiny_onn", Shape(64, 256, 8, 0), "needs `trust_remote_code=True`"),
+        ("tiny_onn", Shape(64, 256, 8, 0), "\nvLLM, SGLang, llama.cpp: do not know this architecture."),
         ("qwen3_moe", Shape(64, 100, 8, 0), "padded with zero units to 104"),
         ("qwen3_moe", Shape(64, 64, 8, 0), "K-quants want N % 256 == 0, N is 64"),
         ("qwen2_moe", Shape(100, 256, 8, 0), "llama.cpp: does not renormalise this architecture's gates"),
@@ -36,3 +45,21 @@ def test_the_card_says_what_was_carved_from_what():
 )
 def test_runtimes_are_judged_by_shape_and_target(target, shape, expected):
     assert expected in "\n".join(suitable_runtimes(MOE_TARGETS[target], shape))
+
+
+def test_padding_that_was_asked_for_is_said_and_judged():
+    text = "\n".join(suitable_runtimes(MOE_TARGETS["qwen2_moe"], Shape(64, 100, 8, 20), 256))
+    assert "Experts are padded with zero units to 256, a multiple of 256; the output is the same." in text
+    assert "20 always-on neurons are padded with zero units to 256." in text
+    assert "suit the fused kernels" in text
+    assert "N suits the K-quants" in text
+
+
+def test_the_card_of_the_own_class_shows_how_to_load_it():
+    facts = CarveFacts("org/dense", MOE_TARGETS["tiny_onn"], Shape(16, 64, 4, 0), 1024, 4, 0, 1, "", "", "")
+    assert 'from_pretrained("path/of/this/folder", trust_remote_code=True)' in render_card(facts)
+
+
+@pytest.mark.parametrize("target", MOE_TARGETS)
+def test_every_target_has_its_runtimes(target):
+    assert suitable_runtimes(MOE_TARGETS[target], Shape(8, 128, 2, 0))[0].startswith("transformers 4.57 and 5: ")

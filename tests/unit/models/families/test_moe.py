@@ -98,6 +98,20 @@ def test_plain_sources_can_be_said() -> None:
             "granitemoe cannot say head_dim=8\n  where: head_dim in config.json\n  do:    assemble.target=tiny_onn",
         ),
         (
+            {"model_type": "qwen3", "use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]},
+            "qwen3_moe",
+            "qwen3_moe has one window for all layers or none\n"
+            "  where: use_sliding_window in config.json\n"
+            "  do:    assemble.target=tiny_onn",
+        ),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1, "num_hidden_layers": 2},
+            "qwen2_moe",
+            "qwen2_moe has one window for all layers or none\n"
+            "  where: use_sliding_window in config.json\n"
+            "  do:    assemble.target=tiny_onn",
+        ),
+        (
             {"model_type": "phi3", "rope_parameters": {"partial_rotary_factor": 0.75}},
             "mixtral",
             "mixtral rotates whole heads, not 0.75 of each\n"
