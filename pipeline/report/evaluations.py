@@ -76,13 +76,14 @@ def read_evaluation(folder: Path) -> Evaluation:
 
 
 def find_comparable(wanted: Evaluation) -> list[Evaluation]:
-    """Every published evaluation of the same source on the same held-out text, `wanted` among them.
+    """Every published evaluation of the same source on the same held-out text, `wanted` among them, newest first.
 
     What cannot be read is left out: an old or damaged result says nothing about this one.
     """
     artifacts = wanted.published.folder.parents[2]
     found = []
-    for manifest in sorted(artifacts.glob("*/evaluate/*/manifest.json")):
+    manifests = artifacts.glob("*/evaluate/*/manifest.json")
+    for manifest in sorted(manifests, key=lambda path: (-path.stat().st_mtime_ns, path)):
         try:
             evaluation = read_evaluation(manifest.parent)
             comparable = evaluation.text == wanted.text

@@ -1,0 +1,86 @@
+"""The page of a real run, and how a browser shows it."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from pipeline.report.__main__ import main
+from pipeline.report.run_record import read_run_record
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+LIGHT, DARK = (0xFC, 0xFC, 0xFB), (0x15, 0x17, 0x1B)  # --paper of pipeline/report/page.css
+
+
+@pytest.fixture(scope="module")
+def run(carves) -> Path:
+    """The folder of the run that carved the model in the repository."""
+    evaluation = carves["embedded"].evaluation
+    fingerprint = json.loads((evaluation / "manifest.json").read_text())["fingerprint"]
+    for folder in evaluation.parents[3].glob("runs/*"):
+        stage = read_run_record(folder).find("evaluate")
+        if stage is not None and stage.fingerprint == fingerprint:
+            return folder
+    pytest.fail("no run has that evaluation")
+
+
+def test_a_run_with_an_evaluation_ends_with_a_page(run, carves):
+    page = (run / "report.html").read_text()
+    models = json.loads((carves["embedded"].evaluation / "evaluation.json").read_text())["models"]
+    for name in models:
+        assert f"{models[name]['gap']:+.4f}" in page
+    assert f"report     {run / 'report.html'}" in (run / "run.log").read_text()
+
+
+def test_a_run_without_evaluation_has_none(carves):
+    outputs = carves["embedded"].evaluation.parents[3]
+    with_page = {path.parent for path in outputs.glob("runs/*/report.html")}
+    evaluated = {path for path in outputs.glob("runs/*") if read_run_record(path).find("evaluate")}
+    assert with_page == evaluated
+    assert len(evaluated) < len(carves)
+
+
+def test_the_record_says_what_report_md_says(run):
+    record = read_run_record(run)
+    report = (run / "report.md").read_text()
+    assert [stage.stage for stage in record.stages] == re.findall(r"^## (\w+)$", report, re.M)
+    for stage in record.stages:
+        assert f"{stage.seconds:.1f} s, peak memory {stage.peak_bytes / 2**20:,.1f} MiB, " in report
+        assert stage.fingerprint[:16] in report
+
+
+def test_the_page_of_an_old_run_can_still_be_made(run, tmp_path, capsys):
+    """Before there was a stages.json; beside the report.md of another run that has nothing to say."""
+    old = shutil.copytree(run, tmp_path / "old", symlinks=True, ignore=shutil.ignore_patterns("stages.json", "*.html"))
+    assert main([str(old)]) == 0
+    assert "kept</td>" not in (old / "report.html").read_text()
+    assert capsys.readouterr().out == f"{old / 'report.html'}\n"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium to show the page in: apt install chromium")
+@pytest.mark.parametrize(("theme", "paper"), [("light", LIGHT), ("dark", DARK)])
+@pytest.mark.parametrize("width", [380, 1600])
+def test_a_browser_shows_it_without_complaint(run, tmp_path, theme, paper, width):
+    """In a frame of that width, as a window is never as narrow as a telephone."""
+    page = (run / "report.html").read_text().replace('id="theme-auto" checked', 'id="theme-auto"')
+    chosen = page.replace(f'id="theme-{theme}"', f'id="theme-{theme}" checked')
+    (tmp_path / "page.html").write_text(chosen)
+    frame = f"<iframe src='page.html' style='position:fixed;inset:0;border:0;width:{width}px;height:2000px'></iframe>"
+    (tmp_path / "frame.html").write_text(frame)
+    picture = tmp_path / "picture.png"
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--hide-scrollbars"]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},2000", f"--screenshot={picture}"]
+    done = subprocess.run(
+        [*command, (tmp_path / "frame.html").as_uri()], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert "CONSOLE" not in done.stderr
+    pixels = np.round(imread(picture)[:, :width, :3] * 255).astype(int)
+    edges = np.concatenate([pixels[:, :8].reshape(-1, 3), pixels[:, width - 8 : width].reshape(-1, 3)])
+    assert (edges == paper).all()  # nothing runs over the margins
+    assert (pixels != paper).any(-1).mean() > 0.05

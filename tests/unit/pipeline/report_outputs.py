@@ -1,0 +1,106 @@
+"""An output folder as runs leave it, made of what the report reads: manifests, evaluations, scores, a picture."""
+
+import json
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+import yaml
+from safetensors.numpy import save_file
+
+from pipeline.artifact import Manifest
+from pipeline.layout import artifact_folder
+from pipeline.report.run_record import RunRecord
+from pipeline.stages_table import STAGES
+from stages.contracts.job import Table
+
+LAYERS, WIDTH = 3, 40
+GAPS = {"dense": 0.0, "carved": 0.05, "static_mask": 0.2, "static_mask_aligned": 0.1, "oracle_aligned": 0.04}
+PIXEL = b"\x89PNG\r\n\x1a\n not much of a picture"
+
+
+class Outputs:
+    """Publishes whole chains below one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def carve(self, *, label="pico", seed=0, top_k=2, always_on=4, gaps=GAPS, identity="a", load=True, **settings):
+        """Publish every stage of one carve; returns the folder of its evaluation."""
+        shape = {"experts": 5, "n": 8, "top_k": top_k, "always_on": always_on}
+        nodes = {
+            "model": {"label": label, "path": f"/models/{label}"},
+            "data": {"kind": "text", "tokens": settings.pop("tokens", 900), "path": "text.txt", "heldout_tokens": 300},
+            "assemble": {"router": settings.pop("router", "ridge")},
+            "cluster": {"method": "rank", "map": settings.pop("map", "none")},
+            "shape": shape,
+            "seed": seed,
+        }
+        fingerprints, folder = {}, Path()
+        for name, stage in STAGES.items():
+            recipe = {
+                "stage": name,
+                "version": 1,
+                "settings": {node: nodes[node] for node in stage.nodes if node in nodes},
+                "identity": {"model": {"config": identity}, "data": {"files": ["1234"]}},
+                "parents": {parent: fingerprints[parent] for parent in stage.parents},
+            }
+            fingerprints[name] = sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
+            folder = artifact_folder(self.folder, label, name, fingerprints[name])
+            folder.mkdir(parents=True, exist_ok=True)
+            files = self.fill(name, folder, shape, gaps, load=load)
+            Manifest(fingerprints[name], recipe, {key: {} for key in files}, self.table(name, gaps)).write(folder)
+        return folder
+
+    def fill(self, name, folder, shape, gaps, *, load):
+        """Write what the report reads of a stage; returns the names."""
+        rng = np.random.default_rng(0)
+        if name == "score":
+            save_file({"s_p": rng.normal(size=(LAYERS, WIDTH)).astype(np.float32)}, folder / "scores.safetensors")
+            return ["scores.safetensors"]
+        if name == "cluster":
+            (folder / "unit_map_layer_002.png").write_bytes(PIXEL)
+            return ["unit_map_layer_002.png"]
+        if name != "evaluate":
+            return []
+        layer = {"error": 0.01, "agreement": 0.7, "imbalance": 1.5, "unused_experts": 1}
+        layer |= {"load": [2.0, 1.5, 1.0, 0.5, 0.0]} if load else {}
+        record = {
+            "shape": shape,
+            "dense_width": WIDTH,
+            "heldout_tokens": 290,
+            "models": {
+                model: {"loss": 3 + gap, "perplexity": 20 * 2.7**gap, "gap": gap} for model, gap in gaps.items()
+            },
+            "layers": [layer] * LAYERS,
+        }
+        (folder / "evaluation.json").write_text(json.dumps(record))
+        return ["evaluation.json"]
+
+    def table(self, name, gaps):
+        if name != "evaluate":
+            return Table(name, ["layer", "figure"], [[layer, f"{name} {layer}"] for layer in range(LAYERS)], ["a note"])
+        rows = [[model, f"{gap:+.4f}", ""] for model, gap in gaps.items()]
+        return Table("evaluate", ["model", "loss gap (nats)", "tokens/s"], rows, ["290 held-out tokens"])
+
+    def run(self, evaluation, *, name="2026-01-02", label="pico", overrides=("stage=all",), kept=("scan",)):
+        """A run's folder with its settings and stages.json, in which the stages `kept` were not computed."""
+        folder = self.folder / "runs" / name
+        folder.mkdir(parents=True)
+        config = {"model": {"label": label}, "output_dir": str(self.folder), "seed": 0}
+        (folder / "config.yaml").write_text(yaml.safe_dump(config))
+        (folder / "report.md").write_text(f"# {label}\n")
+        record = RunRecord.start(overrides)
+        record.stages = list(stage_runs(evaluation, kept))
+        record.write(folder)
+        return folder
+
+
+def stage_runs(evaluation, kept):
+    """One record for each stage of the chain that ends in an evaluation."""
+    from pipeline.report.evaluations import read_evaluation
+    from pipeline.report.run_record import StageRun
+
+    for seconds, (name, published) in enumerate(read_evaluation(evaluation).chain.items(), 1):
+        figures = (None, None) if name in kept else (float(seconds), seconds << 20)
+        yield StageRun(name, published.manifest.fingerprint, *figures)

@@ -1,0 +1,83 @@
+"""Which evaluations are held against each other, and how they become curves."""
+
+import json
+
+import pytest
+from unit.pipeline.report_outputs import GAPS, Outputs
+
+from models.errors import ContractError
+from pipeline.report.evaluations import find_comparable, read_evaluation
+from pipeline.report.groups import curves_of, group_by_seed, same_method
+from stages.plots.curves import Point
+
+
+@pytest.fixture
+def outputs(tmp_path):
+    return Outputs(tmp_path)
+
+
+def gaps(carved):
+    return GAPS | {"carved": carved}
+
+
+def test_an_evaluation_knows_its_shape_and_its_chain(outputs):
+    evaluation = read_evaluation(outputs.carve(seed=3))
+    assert (evaluation.share, evaluation.seed) == ((4 + 2 * 8) / 40, 3)
+    assert list(evaluation.chain) == ["scan", "score", "cluster", "extract", "assemble", "project", "evaluate"]
+    assert (evaluation.gap("carved"), evaluation.gap("random_router")) == (0.05, None)
+    assert evaluation.settings["assemble.router"] == "ridge"
+    assert not {"seed", "shape.n", "model.path", "cluster.map", "data.heldout_tokens"} & set(evaluation.settings)
+
+
+def test_a_chain_with_a_gap_is_read_as_far_as_it_is_there(outputs):
+    evaluation = read_evaluation(outputs.carve())
+    (evaluation.chain["cluster"].folder / "manifest.json").unlink()
+    assert "cluster" not in read_evaluation(evaluation.published.folder).chain
+
+
+def test_a_damaged_evaluation_is_refused(outputs):
+    folder = outputs.carve()
+    (folder / "evaluation.json").write_text("{}")
+    with pytest.raises(ContractError) as error:
+        read_evaluation(folder)
+    assert str(error.value) == (
+        "no readable evaluation: KeyError('shape')\n"
+        f"  where: {folder / 'evaluation.json'}\n"
+        "  do:    run the stage again, with fresh=true"
+    )
+
+
+def test_only_the_same_source_on_the_same_text_is_comparable(outputs):
+    wanted = outputs.carve()
+    same = {wanted, outputs.carve(seed=1), outputs.carve(top_k=1), outputs.carve(label="renamed", router="random")}
+    outputs.carve(identity="another model")
+    other_text = outputs.carve(seed=5)
+    record = json.loads((other_text / "evaluation.json").read_text())
+    (other_text / "evaluation.json").write_text(json.dumps(record | {"heldout_tokens": 291}))
+    (outputs.carve(seed=6) / "evaluation.json").write_text("damaged")
+    found = find_comparable(read_evaluation(wanted))
+    assert {evaluation.published.folder for evaluation in found} == same
+
+
+def test_seeds_become_one_point_and_widths_a_curve(outputs):
+    wanted = read_evaluation(outputs.carve(gaps=gaps(0.05)))
+    outputs.carve(seed=1, gaps=gaps(0.07))
+    outputs.carve(seed=1, map="umap", gaps=gaps(9.0))  # the same carve with a picture: counted once
+    outputs.carve(top_k=3, gaps=gaps(0.01))
+    outputs.carve(router="random", gaps=gaps(0.3))
+    groups = group_by_seed([wanted, *find_comparable(wanted)])
+    mine = [group for group in groups if same_method(group, wanted)]
+    assert [(group.members[0].share, group.seeds) for group in mine] == [(0.7, [0]), (0.5, [0, 1])]
+    curves = {curve.name: curve for curve in curves_of(mine, list(wanted.models))}
+    assert list(curves) == ["this MoE", "static mask", "static mask, aligned", "output oracle, aligned"]
+    wide, narrow = curves["this MoE"].points
+    assert wide == Point(0.7, 0.01, 0.01, 0.01, 1)
+    assert (narrow.low, narrow.count) == (0.05, 2)
+    assert len(groups) == 3
+
+
+def test_more_calibration_text_is_another_carve(outputs):
+    wanted = read_evaluation(outputs.carve())
+    outputs.carve(tokens=1800)
+    groups = group_by_seed([wanted, *find_comparable(wanted)])
+    assert [same_method(group, wanted) for group in groups] == [True, False]

@@ -1,0 +1,206 @@
+"""The page: whole, harmless, and honest about what is not there."""
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+from unit.pipeline.report_outputs import GAPS, PIXEL, Outputs
+
+from models.errors import ContractError
+from pipeline.report.__main__ import main
+from pipeline.report.costs import costs_of
+from pipeline.report.evaluations import read_evaluation
+from pipeline.report.page import Source, draw_page
+from pipeline.report.run_record import read_run_record
+from pipeline.report.run_source import find_source
+
+OPEN_ENDED = {"meta", "img", "input"}
+
+
+class Nesting(HTMLParser):
+    """Fails where elements are not closed in order; gathers names, ids and words."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.names, self.ids, self.words = [], set(), [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.names.add(tag)
+        self.ids += [value for key, value in attrs if key == "id"]
+        assert not [key for key, _value in attrs if key.startswith("on")]
+        if tag not in OPEN_ENDED:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.names.add(tag)
+        self.ids += [value for key, value in attrs if key == "id"]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+def read(page):
+    nesting = Nesting()
+    nesting.feed(page)
+    assert nesting.open == []
+    assert len(nesting.ids) == len(set(nesting.ids))
+    return nesting
+
+
+@pytest.fixture
+def outputs(tmp_path):
+    return Outputs(tmp_path)
+
+
+def test_a_page_has_all_its_sections_and_asks_for_nothing(outputs):
+    page = draw_page(find_source(outputs.run(outputs.carve())))
+    found = read(page)
+    assert {"quality", "width", "layers", "units", "cost", "making"} <= set(found.ids)
+    assert "script" not in found.names
+    assert not re.search(r"""(?:src|href)=["'](?!data:)|url\(|@import|https?:""", page)
+    for words in ("pico", "+0.0500", "Expert load", "S_p by layer", "Map of layer 2", "busiest expert"):
+        assert words in page
+    assert "tokens/s" not in page  # no row fills that column
+
+
+def test_what_is_not_there_is_left_out(outputs):
+    evaluation = outputs.carve(load=False, gaps={"dense": 0.0, "carved": 0.05})
+    for name in ("score", "cluster"):
+        for file in read_evaluation(evaluation).chain[name].folder.iterdir():
+            if file.name != "manifest.json":
+                file.unlink()
+    found = read(draw_page(find_source(outputs.run(evaluation))))
+    assert {"quality", "width", "layers", "cost"} <= set(found.ids)
+    assert "units" not in found.ids
+    assert "Expert load" not in found.words
+
+
+def test_a_damaged_score_file_is_no_obstacle(outputs):
+    evaluation = outputs.carve()
+    (read_evaluation(evaluation).chain["score"].folder / "scores.safetensors").write_bytes(b"damaged")
+    assert "S_p by layer" not in draw_page(find_source(outputs.run(evaluation)))
+
+
+def test_foreign_words_stay_words(outputs):
+    evil = "<script>alert(1)</script>\"'&"
+    gaps = GAPS | {evil: 0.3}
+    run = outputs.run(outputs.carve(gaps=gaps), overrides=[f"model.label={evil}"])
+    source = find_source(run)
+    page = draw_page(Source(evil, source.run, evil, source.evaluation, source.output_dir))
+    found = read(page)
+    assert "script" not in found.names
+    assert evil in "".join(found.words)
+
+
+def test_passwords_are_left_out(outputs):
+    run = outputs.run(outputs.carve(), overrides=["store.url=redis://me:word@host/0"])
+    config = (run / "config.yaml").read_text() + "store: {url: 'redis://me:word@host/0'}\n"
+    (run / "config.yaml").write_text(config)
+    page = draw_page(find_source(run))
+    assert "word@" not in page
+    assert "redis://…@host/0" in page
+
+
+def test_kept_stages_cost_what_they_cost_the_run_that_made_them(outputs):
+    evaluation = outputs.carve()
+    outputs.run(evaluation, name="1", kept=())
+    (outputs.folder / "runs" / "1" / "report.md").write_text("# pico\n")
+    run = outputs.run(evaluation, name="2", kept=("scan", "score"))
+    chain = read_evaluation(evaluation).chain
+    costs = costs_of(chain, read_run_record(run), outputs.folder)
+    assert [(cost.stage, cost.seconds, cost.here) for cost in costs][:3] == [
+        ("scan", 1.0, False),
+        ("score", 2.0, False),
+        ("cluster", 3.0, True),
+    ]
+    assert [cost.tokens for cost in costs[:2]] == [900, None]
+
+
+def test_costs_of_which_there_is_no_record_are_unknown(outputs):
+    evaluation = outputs.carve()
+    run = outputs.run(evaluation, kept=("scan",))
+    cost = costs_of(read_evaluation(evaluation).chain, read_run_record(run), outputs.folder)[0]
+    assert (cost.seconds, cost.peak_bytes, cost.here) == (None, None, False)
+
+
+def test_the_pictures_are_in_the_page(outputs):
+    from base64 import b64encode
+
+    page = draw_page(find_source(outputs.run(outputs.carve())))
+    assert f"data:image/png;base64,{b64encode(PIXEL).decode()}" in page
+
+
+def test_the_command_writes_beside_the_run_or_where_it_is_told(outputs, tmp_path, capsys):
+    run = outputs.run(outputs.carve())
+    assert main([str(run)]) == 0
+    assert main([str(run), "--out", str(tmp_path / "there.html")]) == 0
+    assert capsys.readouterr().out == f"{run / 'report.html'}\n{tmp_path / 'there.html'}\n"
+    assert (run / "report.html").stat().st_size == (tmp_path / "there.html").stat().st_size
+
+
+def test_the_command_finds_the_latest_run(outputs, monkeypatch, tmp_path, capsys):
+    run = outputs.run(outputs.carve())
+    (tmp_path / "latest").symlink_to(run)
+    monkeypatch.setattr("pipeline.report.__main__.LATEST", tmp_path / "latest")
+    monkeypatch.chdir("/")
+    assert main(["latest"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'latest' / 'report.html'}\n"
+    assert (run / "report.html").is_file()
+
+
+def test_outputs_that_were_moved_are_found(outputs, tmp_path):
+    run = outputs.run(outputs.carve())
+    moved = tmp_path.with_name(f"{tmp_path.name}-moved")
+    outputs.folder.rename(moved)
+    source = find_source(moved / run.relative_to(tmp_path))
+    assert source.output_dir == moved
+
+
+def test_a_run_without_evaluation_is_refused(outputs, capsys):
+    run = outputs.run(outputs.carve())
+    record = read_run_record(run)
+    record.stages.pop()
+    record.write(run)
+    assert main([str(run)]) == 2
+    assert capsys.readouterr().err == (
+        "this run evaluated nothing, and the report is of an evaluation\n"
+        f"  where: {run}\n"
+        "  do:    python -m pipeline with the run's settings and stage=evaluate\n"
+    )
+
+
+def test_an_evaluation_that_was_removed_is_said(outputs):
+    evaluation = outputs.carve()
+    run = outputs.run(evaluation)
+    (evaluation / "manifest.json").unlink()
+    with pytest.raises(ContractError) as error:
+        find_source(run)
+    assert str(error.value) == (
+        f"the evaluation {evaluation.name} of this run was removed\n"
+        f"  where: {evaluation}\n"
+        "  do:    run the command at the head of its report.md again"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere"], "there is no folder nowhere\n  where: command line\n  do:    ls outputs/runs, or latest\n"),
+        ([".", "--out", "no/x"], "there is no folder no\n  where: --out\n  do:    mkdir -p no\n"),
+        ([".", "--out", "."], ". is a folder\n  where: --out\n  do:    name a file\n"),
+    ],
+)
+def test_mistakes_on_the_command_line(tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    assert capsys.readouterr().err == message
+
+
+def test_settings_that_cannot_be_read_are_said(outputs, capsys):
+    run = outputs.run(outputs.carve())
+    (run / "config.yaml").write_text("a: [")
+    assert main([str(run)]) == 1
+    assert capsys.readouterr().err.startswith("cannot read the settings of the run: ")

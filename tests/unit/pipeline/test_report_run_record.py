@@ -1,0 +1,66 @@
+"""What a run did, as programs read it."""
+
+import pytest
+
+from models.errors import ContractError
+from pipeline.report.run_record import RunRecord, StageRun, installed_versions, read_run_record
+
+OLD = """# embedded
+
+    python -m pipeline stage=all data.tokens=8192
+
+## scan
+
+1,217.8 s, peak memory 2,839.5 MiB, outputs/artifacts/embedded/scan/6caf990d51dbfa05
+
+scan
+
+| layer |
+|-------|
+
+## evaluate
+
+kept, /tmp/a b/artifacts/embedded/evaluate/6beda7006ccfa7b4
+"""
+
+
+def test_what_is_written_is_read(tmp_path):
+    record = RunRecord.start(["stage=scan"])
+    record.stages += [StageRun("scan", "ab" * 32, 1.5, 7), StageRun("score", "cd" * 32)]
+    record.write(tmp_path)
+    assert read_run_record(tmp_path) == record
+    assert [path.name for path in tmp_path.iterdir()] == ["stages.json"]
+
+
+def test_the_run_of_a_stage_is_found():
+    run = StageRun("scan", "ab")
+    assert RunRecord([], {}, [run]).find("scan") is run
+    assert RunRecord([], {}, [run]).find("score") is None
+
+
+def test_an_old_run_is_read_from_its_report(tmp_path):
+    (tmp_path / "report.md").write_text(OLD)
+    record = read_run_record(tmp_path)
+    assert (record.overrides, record.versions) == (["stage=all", "data.tokens=8192"], {})
+    peak = int(2839.5 * 2**20)
+    assert record.stages == [
+        StageRun("scan", "6caf990d51dbfa05", 1217.8, peak),
+        StageRun("evaluate", "6beda7006ccfa7b4"),
+    ]
+
+
+@pytest.mark.parametrize("content", [None, "no JSON", "[]", '{"stages": [{"stge": 1}]}'])
+def test_a_folder_of_no_run_is_refused(tmp_path, content):
+    if content is not None:
+        (tmp_path / "stages.json").write_text(content)
+    with pytest.raises(ContractError) as error:
+        read_run_record(tmp_path)
+    assert error.value.what.startswith("no record of a run: ")
+    assert error.value.where == str(tmp_path)
+    assert error.value.do == "name a folder under outputs/runs, or latest"
+
+
+def test_versions_are_those_installed():
+    versions = installed_versions()
+    assert versions["python"].startswith("3.")
+    assert {"torch", "transformers", "numpy"} < set(versions)
