@@ -1,0 +1,131 @@
+"""Configuration of TinyONN: the dense model's own, and what its FFNs became.
+
+This file goes into the checkpoint's folder: it needs nothing but transformers, 4.57 or later.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import transformers
+from transformers import AutoConfig, PretrainedConfig
+
+TOPOLOGIES = ("per_layer", "global_pool")
+SCORINGS = ("softmax", "sigmoid")
+
+# Kept once, in `dense`; generate(), Trainer and resize_token_embeddings() look for them at the top.
+_SHARED = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "max_position_embeddings", "layer_types", "sliding_window", "initializer_range", "tie_word_embeddings", "use_cache",
+    "bos_token_id", "eos_token_id", "pad_token_id",
+)  # fmt: skip
+
+
+class TinyONNConfig(PretrainedConfig):  # type: ignore[misc] - transformers has no types
+    """Configuration of a TinyONNForCausalLM."""
+
+    model_type = "tiny_onn"
+    has_no_defaults_at_init = True
+    keys_to_ignore_at_inference = ("past_key_values", "router_logits")
+
+    def __init__(
+        self,
+        dense: Mapping[str, Any] | PretrainedConfig | None = None,
+        num_experts: int = 1,
+        num_experts_per_tok: int = 1,
+        moe_intermediate_size: int = 8,
+        shared_intermediate_size: int = 0,
+        routed_scaling_factor: float = 1.0,
+        norm_topk_prob: bool = True,
+        scoring: str = "softmax",
+        topology: str = "per_layer",
+        router_aux_loss_coef: float = 0.001,
+        output_router_logits: bool = False,
+        **kwargs: Any,  # noqa: ANN401 - whatever else config.json holds
+    ) -> None:
+        """Say how the FFNs are made.
+
+        Args:
+            dense: config.json of the dense model, of either transformers generation; None is a small Llama.
+            num_experts: E.
+            num_experts_per_tok: K.
+            moe_intermediate_size: N, the width of an expert.
+            shared_intermediate_size: S, the width of the FFN that every token passes; 0: there is none.
+            routed_scaling_factor: gates are multiplied by it.
+            norm_topk_prob: the K chosen gates sum to 1 before they are multiplied.
+            scoring: gates are the softmax or the sigmoid of the router's logits.
+            topology: per_layer, E experts in every layer; or global_pool, E experts in all, shared by every layer.
+            router_aux_loss_coef: weight of the load balancing loss.
+            output_router_logits: return them, and add that loss to the loss.
+            kwargs: keys of `dense` that are to be something else, and what transformers keeps in every config.json.
+
+        Raises:
+            ValueError: an unknown scoring or topology, or K is not in 1 ... E.
+        """
+        if scoring not in SCORINGS or topology not in TOPOLOGIES:
+            raise ValueError(
+                f"scoring={scoring!r}, topology={topology!r}: scoring is one of {', '.join(SCORINGS)}, "
+                f"topology one of {', '.join(TOPOLOGIES)}"
+            )
+        if not 1 <= num_experts_per_tok <= num_experts:
+            raise ValueError(f"num_experts_per_tok={num_experts_per_tok} is not in 1 ... num_experts={num_experts}")
+        self.dense = dense if isinstance(dense, PretrainedConfig) else _dense_config(dense or {"model_type": "llama"})
+        self.num_experts = num_experts
+        self.num_experts_per_tok = num_experts_per_tok
+        self.moe_intermediate_size = moe_intermediate_size
+        self.shared_intermediate_size = shared_intermediate_size
+        self.routed_scaling_factor = routed_scaling_factor
+        self.norm_topk_prob = norm_topk_prob
+        self.scoring = scoring
+        self.topology = topology
+        self.router_aux_loss_coef = router_aux_loss_coef
+        self.output_router_logits = output_router_logits
+        super().__init__(**self._shared() | kwargs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As config.json has it: with the shared keys at the top, too."""
+        described: dict[str, Any] = super().to_dict()
+        return described | self._shared()
+
+    def _shared(self) -> dict[str, Any]:
+        return {key: getattr(self.dense, key) for key in _SHARED if hasattr(self.dense, key)}
+
+
+def _share(key: str) -> property:
+    """An attribute that lives in `dense`."""
+
+    def read(self: TinyONNConfig) -> Any:  # noqa: ANN401
+        return getattr(self.dense, key)
+
+    def write(self: TinyONNConfig, value: Any) -> None:  # noqa: ANN401
+        setattr(self.dense, key, value)
+
+    return property(read, write)
+
+
+for _key in _SHARED:
+    setattr(TinyONNConfig, _key, _share(_key))
+
+
+def _dense_config(stored: Mapping[str, Any]) -> PretrainedConfig:
+    keys = dict(stored)
+    if int(transformers.__version__.split(".")[0]) < 5:
+        keys |= _rope_of_version_4(keys.get("rope_parameters") or {})
+    return AutoConfig.for_model(keys.pop("model_type"), **keys)
+
+
+def _rope_of_version_4(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Position encoding in the keys of transformers 4, which does not read `rope_parameters` and would not say so."""
+    if not rope:
+        return {}
+    if "full_attention" not in rope:
+        return _flat_rope(rope)
+    keys = _flat_rope(rope["full_attention"])
+    if "sliding_attention" in rope:
+        keys["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+    return keys
+
+
+def _flat_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    plain = scaling.get("rope_type", "default") == "default"
+    return {"rope_theta": rope["rope_theta"], "rope_scaling": None if plain else scaling}

@@ -1,0 +1,57 @@
+"""config.json of a TinyONN checkpoint."""
+
+from collections.abc import Mapping
+from typing import Any
+
+# About the dense checkpoint's files, not about the model.
+_NOT_CARRIED = frozenset({"_name_or_path", "auto_map", "dtype", "quantization_config", "torch_dtype"})
+
+
+def tiny_onn_keys(
+    source: Mapping[str, Any],
+    *,
+    experts: int,
+    top_k: int,
+    expert_width: int,
+    shared_width: int,
+    routed_scaling_factor: float,
+    dtype: str,
+    topology: str = "per_layer",
+) -> dict[str, Any]:
+    """All of config.json.
+
+    Args:
+        source: config.json of the dense checkpoint, of either transformers generation.
+        experts: E.
+        top_k: K.
+        expert_width: N as it is on disk.
+        shared_width: S as it is on disk; 0: no shared FFN is there.
+        routed_scaling_factor: what K gates of 1/K are multiplied by; K makes each of them 1.
+        dtype: float32, bfloat16 or float16.
+        topology: per_layer or global_pool.
+    """
+    dense = {key: value for key, value in source.items() if key not in _NOT_CARRIED}
+    kept = ("transformers_version",) if "transformers_version" in source else ()
+    return {
+        "architectures": ["TinyONNForCausalLM"],
+        "model_type": "tiny_onn",
+        "auto_map": {
+            "AutoConfig": "configuration_tiny_onn.TinyONNConfig",
+            "AutoModelForCausalLM": "modeling_tiny_onn.TinyONNForCausalLM",
+        },
+        "num_experts": experts,
+        "num_experts_per_tok": top_k,
+        "moe_intermediate_size": expert_width,
+        "shared_intermediate_size": shared_width,
+        "routed_scaling_factor": routed_scaling_factor,
+        "norm_topk_prob": True,
+        "scoring": "softmax",
+        "topology": topology,
+        "router_aux_loss_coef": 0.001,
+        "output_router_logits": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": dtype,
+        "dtype": dtype,
+        **{key: source[key] for key in kept},
+        "dense": dense | {"tie_word_embeddings": False},
+    }

@@ -1,0 +1,170 @@
+"""TinyONN: a dense family's own decoder, by transformers' own code, with a sparse FFN in every layer.
+
+This file goes into the checkpoint's folder: it needs nothing but torch and transformers, 4.57 or later.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+from transformers.utils import can_return_tuple
+
+from .configuration_tiny_onn import TinyONNConfig
+from .load_balance import measure_imbalance
+from .sparse_ffn import TinyONNExperts, TinyONNRouter, TinyONNSparseFFN
+
+try:
+    # Knows which parameters a checkpoint has filled.
+    from transformers import initialization as init
+except ImportError:  # transformers 4
+    from torch.nn import init
+
+
+class TinyONNForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc] - transformers has no types
+    """A language model of any dense family, with experts."""
+
+    config_class = TinyONNConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _skip_keys_device_placement = ("past_key_values",)
+
+    def __init__(self, config: TinyONNConfig) -> None:
+        """Make the dense model, and put sparse FFNs in the place of its own."""
+        attention = config._attn_implementation
+        if attention is None and getattr(config.dense, "attn_logit_softcapping", None):
+            # transformers 4 would take sdpa, which leaves the cap out.
+            attention = "eager"
+        super().__init__(config)
+        if attention is not None:
+            config.dense._attn_implementation = attention
+        dense = MODEL_FOR_CAUSAL_LM_MAPPING[type(config.dense)](config.dense)
+        config._attn_implementation_internal = config.dense._attn_implementation
+        self._no_split_modules = dense._no_split_modules
+        self._tied_weights_keys = dense._tied_weights_keys
+        self.model, self.lm_head = dense.model, dense.lm_head
+        self._install_experts()
+        # The dense model computes with this model's modules, whatever they are replaced by; not being one of them, it
+        # is neither saved nor counted.
+        dense._modules = self._modules
+        object.__setattr__(self, "_dense", dense)
+        self.post_init()
+        # Only now: transformers 4 refuses to hear of a buffer before.
+        kept: set[str] = set(self._keep_in_fp32_modules_strict or ())  # type: ignore[has-type]
+        self._keep_in_fp32_modules_strict = kept | {"e_score_correction_bias"}
+
+    def _install_experts(self) -> None:
+        layers, pool = self.model.layers, None
+        if self.config.topology == "global_pool":
+            pool = self.experts = TinyONNExperts(self.config, _activation(layers[0].mlp))
+        for layer in layers:
+            layer.mlp = TinyONNSparseFFN(self.config, _activation(layer.mlp), pool)
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,  # noqa: ANN401 - a cache of transformers
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_router_logits: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,  # noqa: ANN401 - whatever the dense family takes
+    ) -> MoeCausalLMOutputWithPast:
+        """Next-token logits, as the dense family computes them, from what the dense family takes.
+
+        With `output_router_logits` (None: as the configuration says) there are each layer's ``(T, E)`` router logits,
+        too, and the load balancing loss, which is added to the loss.
+        """
+        wanted = self.config.output_router_logits if output_router_logits is None else output_router_logits
+        with self._watch_routers(enabled=wanted) as routed:
+            outputs = self._dense(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                inputs_embeds=inputs_embeds,
+                labels=labels,
+                use_cache=use_cache,
+                logits_to_keep=logits_to_keep,
+                **kwargs,
+            )
+        described = MoeCausalLMOutputWithPast(**outputs)
+        if wanted:
+            described.router_logits = tuple(logits_TE for logits_TE, _, _ in routed)
+            described.aux_loss = self._aux_loss(routed, attention_mask)
+            if described.loss is not None:
+                described.loss = described.loss + self.config.router_aux_loss_coef * described.aux_loss.to(
+                    described.loss.device
+                )
+        return described
+
+    def _aux_loss(self, routed: list[tuple[Tensor, Tensor, Tensor]], attention_mask: Tensor | None) -> Tensor:
+        router = self.model.layers[0].mlp.gate
+        if torch.is_grad_enabled() and router.weight.requires_grad and not routed[0][0].requires_grad:
+            raise ValueError(
+                "reentrant gradient checkpointing hides the routers from the load balancing loss; pass "
+                'gradient_checkpointing_kwargs={"use_reentrant": False}, or output_router_logits=False'
+            )
+        return measure_imbalance(
+            [logits_TE for logits_TE, _, _ in routed],
+            [chosen_TK for _, _, chosen_TK in routed],
+            scoring=self.config.scoring,
+            pooled=self.config.topology == "global_pool",
+            attention_mask=attention_mask,
+        )
+
+    @contextmanager
+    def _watch_routers(self, *, enabled: bool) -> Iterator[list[tuple[Tensor, Tensor, Tensor]]]:
+        """Gathers what every router returns, in layer order."""
+        routed: list[tuple[Tensor, Tensor, Tensor]] = []
+        gates = [layer.mlp.gate for layer in self.model.layers] if enabled else []
+        hooks = [gate.register_forward_hook(lambda _gate, _inputs, output: routed.append(output)) for gate in gates]
+        try:
+            yield routed
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # noqa: ANN401
+        """The dense family's own way."""
+        inputs: dict[str, Any] = self._dense.prepare_inputs_for_generation(*args, **kwargs)
+        return inputs
+
+    def initialize_weights(self) -> None:
+        """Fill what no checkpoint has filled."""
+        # First those that the decoder's own rules would pass over.
+        for module in self.modules():
+            if isinstance(module, TinyONNRouter | TinyONNExperts):
+                self._initialize_weights(module)
+        super().initialize_weights()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if not isinstance(module, TinyONNRouter | TinyONNExperts):
+            super()._init_weights(module)
+            return
+        for parameter in module.parameters(recurse=False):
+            init.normal_(parameter, std=self.config.initializer_range)
+        for buffer in module.buffers(recurse=False):
+            init.zeros_(buffer)
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        # transformers 5 looks for its decorator in this file; it stands in sparse_ffn.py.
+        return True
+
+
+def _activation(ffn: Any) -> nn.Module:  # noqa: ANN401 - a family's own class
+    """What families call act_fn, or activation_fn."""
+    activation: nn.Module = ffn.act_fn if hasattr(ffn, "act_fn") else ffn.activation_fn
+    return activation

@@ -1,0 +1,142 @@
+"""The sparse FFN of one layer: a router, its experts, and the FFN that every token passes.
+
+This file goes into the checkpoint's folder: it needs nothing but torch and transformers, 4.57 or later.
+Shapes: T tokens, D hidden size, E experts, N neurons per expert, K experts per token, S always-on neurons.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from .configuration_tiny_onn import TinyONNConfig
+
+try:
+    from transformers.integrations.moe import use_experts_implementation
+except ImportError:  # transformers 4 has no kernels to choose from
+
+    def use_experts_implementation(experts_class: type) -> type:
+        """Leave the class as it is."""
+        return experts_class
+
+
+class TinyONNRouter(nn.Module):
+    """Chooses K experts per token, and how much each of them weighs."""
+
+    e_score_correction_bias: Tensor
+
+    def __init__(self, config: TinyONNConfig) -> None:
+        """Weights are left uninitialised, the selection bias is 0."""
+        super().__init__()
+        self.top_k = config.num_experts_per_tok
+        self.scoring = config.scoring
+        self.norm_topk_prob = config.norm_topk_prob
+        self.routed_scaling_factor = config.routed_scaling_factor
+        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+        self.register_buffer("e_score_correction_bias", torch.zeros(config.num_experts, dtype=torch.float32))
+
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Route tokens.
+
+        Returns:
+            ``(T, E)`` logits; ``(T, K)`` gates; ``(T, K)`` experts, those of highest logit + selection bias.
+        Numerics: fp32 (fp64 for fp64 inputs), autocast or not.
+        """
+        # Autocast knows no meta device; any other will do for it.
+        device = "cpu" if x_TD.device.type == "meta" else x_TD.device.type
+        with torch.autocast(device, enabled=False):
+            wide = torch.promote_types(x_TD.dtype, torch.float32)
+            logits_TE = linear(x_TD.to(wide), self.weight.to(wide))
+            biased_TE = logits_TE.detach() + self.e_score_correction_bias
+            chosen_TK = biased_TE.topk(self.top_k, dim=-1, sorted=False).indices
+            return logits_TE, self._gates(logits_TE, chosen_TK), chosen_TK
+
+    def _gates(self, logits_TE: Tensor, chosen_TK: Tensor) -> Tensor:
+        gates_TK = score_logits(logits_TE, self.scoring).gather(1, chosen_TK)
+        if self.norm_topk_prob:
+            gates_TK = gates_TK / (gates_TK.sum(-1, keepdim=True) + 1e-20)
+        return gates_TK * self.routed_scaling_factor
+
+
+def score_logits(logits_TE: Tensor, scoring: str) -> Tensor:
+    """(T, E) in 0 ... 1."""
+    return logits_TE.softmax(-1) if scoring == "softmax" else logits_TE.sigmoid()
+
+
+@use_experts_implementation
+class TinyONNExperts(nn.Module):
+    """E gated FFNs of N neurons as two 3-D parameters."""
+
+    def __init__(self, config: TinyONNConfig, act_fn: Callable[[Tensor], Tensor]) -> None:
+        """Weights are left uninitialised."""
+        super().__init__()
+        experts, n, hidden = config.num_experts, config.moe_intermediate_size, config.hidden_size
+        self.num_experts = experts
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * n, hidden))  # rows of gate, then rows of up
+        self.down_proj = nn.Parameter(torch.empty(experts, hidden, n))
+        self.act_fn = act_fn
+
+    def forward(self, x_TD: Tensor, chosen_TK: Tensor, gates_TK: Tensor) -> Tensor:
+        """Σ over the chosen experts of gate · expert(x), expert by expert.
+
+        This is experts_implementation="eager", and the only one there is with transformers 4.
+        """
+        output_TD = torch.zeros_like(x_TD, dtype=gates_TK.dtype)
+        # One unbind for all: indexing in the loop would make the backward pass quadratic in E.
+        for e, (gate_up, down) in enumerate(zip(self.gate_up_proj.unbind(), self.down_proj.unbind(), strict=True)):
+            tokens, slots = torch.where(chosen_TK == e)
+            if len(tokens):
+                gate_tN, up_tN = linear(x_TD[tokens], gate_up).chunk(2, dim=-1)
+                expert_tD = linear(self.act_fn(gate_tN) * up_tN, down)
+                output_TD = output_TD.index_add(0, tokens, expert_tD * gates_TK[tokens, slots, None])
+        return output_TD.to(x_TD.dtype)
+
+
+class TinyONNSharedFFN(nn.Module):
+    """The gated FFN of the always-on neurons."""
+
+    def __init__(self, config: TinyONNConfig, act_fn: Callable[[Tensor], Tensor]) -> None:
+        """Three Linear layers without bias."""
+        super().__init__()
+        hidden, width = config.hidden_size, config.shared_intermediate_size
+        self.gate_proj = nn.Linear(hidden, width, bias=False)
+        self.up_proj = nn.Linear(hidden, width, bias=False)
+        self.down_proj = nn.Linear(width, hidden, bias=False)
+        self.act_fn = act_fn
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What every token gets."""
+        output: Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return output
+
+
+class TinyONNSparseFFN(nn.Module):
+    """Stands where a dense decoder layer has its FFN."""
+
+    def __init__(
+        self, config: TinyONNConfig, act_fn: Callable[[Tensor], Tensor], pool: TinyONNExperts | None = None
+    ) -> None:
+        """Make the layer's own parts.
+
+        Args:
+            config: of the whole model.
+            act_fn: the dense FFN's activation.
+            pool: experts that this layer only borrows; None: it has its own.
+        """
+        super().__init__()
+        self.gate = TinyONNRouter(config)
+        if pool is None:
+            self.experts = TinyONNExperts(config, act_fn)
+        self.shared_experts = TinyONNSharedFFN(config, act_fn) if config.shared_intermediate_size else None
+        # In a tuple, the pool's parameters are not this layer's: each is counted, saved and trained once.
+        self._pool = () if pool is None else (pool,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The FFN's output for (..., D)."""
+        experts = self._pool[0] if self._pool else self.experts
+        x_TD = x.reshape(-1, x.shape[-1])
+        _, gates_TK, chosen_TK = self.gate(x_TD)
+        # A pool may live on another device than the layer that borrows it.
+        output: Tensor = experts(x_TD, chosen_TK, gates_TK).to(x.device).view(x.shape)
+        return output if self.shared_experts is None else output + self.shared_experts(x)
