@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,11 +14,21 @@ from stages.cluster.prices import fit_prices
 
 STEPS = 2**30  # integer steps across the range of affinities
 FAR = 2**60
+MISPLACED_SHARE = 0.02  # of the units; fitted prices leave about as many out of place
 
 Integers = NDArray[np.int64]
 
 
-def assign_balanced(affinity_UE: Float[Tensor, "U E"], sizes_E: Int[Tensor, "E"]) -> Int[Tensor, "U"]:
+class Assignment(NamedTuple):
+    """The expert of every unit, and prices that prove it the best: no unit would rather be elsewhere."""
+
+    labels_U: Int[Tensor, "U"]
+    prices_E: Float[Tensor, "E"]  # float64, in units of affinity
+
+
+def assign_balanced(
+    affinity_UE: Float[Tensor, "U E"], sizes_E: Int[Tensor, "E"], *, prices_E: Float[Tensor, "E"] | None = None
+) -> Assignment:
     """Give every unit an expert so that expert e gets exactly `sizes_E[e]` and the summed affinity is the highest.
 
     Units first choose by affinity − price. Experts that got too many then pass units on along the cheapest chain of
@@ -27,22 +38,32 @@ def assign_balanced(affinity_UE: Float[Tensor, "U E"], sizes_E: Int[Tensor, "E"]
     Args:
         affinity_UE: ``(U, E)`` how well each unit fits each expert; finite.
         sizes_E: ``(E,)`` units each expert takes; sums to U.
+        prices_E: ``(E,)`` those of a like problem, where prices start if they serve better than fitted ones would; they
+            change the time taken, not the total.
     Returns:
-        ``(U,)`` int64 expert of each unit.
+        Experts and prices.
     Numerics: the exact optimum of affinities rounded to 2⁻³⁰ of their range; in integers, so nothing drifts.
     Source: successive shortest paths with potentials (Ahuja, Magnanti, Orlin, Network Flows, 1993, section 9.7).
     """
     low, high = affinity_UE.min(), affinity_UE.max()
     scale = STEPS / max((high - low).item(), torch.finfo(torch.float32).tiny)
     cost_UE = _in_steps(high - affinity_UE, scale)
-    market = _Market(cost_UE, _in_steps(fit_prices(affinity_UE, sizes_E), scale))
+    if prices_E is None or _misplaced(affinity_UE, sizes_E, prices_E) > MISPLACED_SHARE * len(affinity_UE):
+        prices_E = fit_prices(affinity_UE, sizes_E)
+    market = _Market(cost_UE, _in_steps(prices_E, scale))
     surplus_E = np.bincount(market.labels_U, minlength=len(sizes_E)) - sizes_E.numpy()
     while (surplus_E > 0).any():
         chain = market.find_chain(int(surplus_E.argmax()), surplus_E < 0)
         moved = market.shift(chain, at_most=int(min(surplus_E[chain[0]], -surplus_E[chain[-1]])))
         surplus_E[chain[0]] -= moved
         surplus_E[chain[-1]] += moved
-    return torch.from_numpy(market.labels_U)
+    return Assignment(torch.from_numpy(market.labels_U), torch.from_numpy(market.prices_E) / scale)
+
+
+def _misplaced(affinity_UE: Tensor, sizes_E: Tensor, prices_E: Tensor) -> int:
+    """How many units have to move after all have chosen by affinity − price."""
+    demand_E = (affinity_UE - prices_E.to(affinity_UE)).argmax(1).bincount(minlength=len(sizes_E))
+    return int((demand_E - sizes_E).clamp_min(0).sum())
 
 
 def _in_steps(values: Tensor, scale: float) -> Integers:

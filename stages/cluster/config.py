@@ -6,6 +6,8 @@ VERSION = 1
 
 # What units can be compared by.
 VIEWS = ("coactivation", "gate_rows", "contribution")
+# Methods that compare units in these views.
+COMPARING_METHODS = frozenset({"balanced_kmeans"})
 # Views, methods and ways to choose always-on units that want a pass of the dense model over the calibration text.
 STREAMED_VIEWS = frozenset({"contribution"})
 STREAMED_METHODS = frozenset[str]()
@@ -51,12 +53,17 @@ class ClusterConfig:
         return self.joint_views if self.features == "joint" else [self.features]
 
     @property
-    def compares(self) -> bool:
-        """Whether anything looks at features: the method, or the map."""
-        return self.method == "balanced_kmeans" or self.map != "none"
+    def groups_by_features(self) -> bool:
+        """Whether the method looks at features."""
+        return self.method in COMPARING_METHODS
+
+    @property
+    def looks_at_features(self) -> bool:
+        """Whether the method or the map does."""
+        return self.groups_by_features or self.map != "none"
 
     @property
     def needs_pass(self) -> bool:
         """Whether a pass of the dense model over the calibration text is made."""
-        viewed = self.compares and not STREAMED_VIEWS.isdisjoint(self.views)
+        viewed = self.looks_at_features and not STREAMED_VIEWS.isdisjoint(self.views)
         return viewed or self.method in STREAMED_METHODS or self.always_on_by in STREAMED_CHOICES

@@ -51,9 +51,10 @@ def fit_balanced_kmeans(
 
 def _improve(directions_UC: Tensor, centroids_EC: Tensor, sizes_E: Tensor, iterations: int) -> Tensor:
     """Rounds of assigning units and moving centroids until no unit moves."""
-    labels_U = torch.full((len(directions_UC),), -1)
+    labels_U, prices_E = torch.full((len(directions_UC),), -1), None
     for _ in range(iterations):
-        previous_U, labels_U = labels_U, assign_balanced(directions_UC @ centroids_EC.T, sizes_E)
+        previous_U = labels_U
+        labels_U, prices_E = assign_balanced(directions_UC @ centroids_EC.T, sizes_E, prices_E=prices_E)
         if torch.equal(labels_U, previous_U):
             break
         centroids_EC = mean_directions(directions_UC, labels_U, len(sizes_E))

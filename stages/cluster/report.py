@@ -7,10 +7,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from stages.cluster.config import ClusterConfig
+from stages.cluster.evidence import CONTROL, LayerEvidence
 from stages.cluster.layer import LayerPartition
+from stages.cluster.objective import Objective, measure_objective
 from stages.cluster.summary import Coactivation, measure_coactivation, share_of
 from stages.contracts.job import Table
-from stages.contracts.statistics import UnitStatistics
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,7 @@ class LayerFigures:
     """What the partition of one layer looks like."""
 
     coactivation: Coactivation
+    objective: Objective | None  # None for methods that compare nothing
     always_on_share: float
     dropped: int
     dropped_share: float
@@ -25,12 +27,18 @@ class LayerFigures:
 
 
 def measure_layer(
-    partition: LayerPartition, statistics: UnitStatistics, contribution_F: Float[Tensor, "F"], layer: int
+    partition: LayerPartition, evidence: LayerEvidence, features_FC: Float[Tensor, "F C"] | None
 ) -> LayerFigures:
-    """What the table says about one layer."""
-    roles = partition.roles
+    """What the table says about one layer; `features_FC` are those that the method compared, if it did."""
+    roles, statistics, layer = partition.roles, evidence.statistics, evidence.layer
+    contribution_F, experts = evidence.scores.contribution[layer], len(partition.units_EN)
+    objective = None
+    if features_FC is not None:
+        compared_UC = features_FC[roles.routed_U]
+        objective = measure_objective(compared_UC, partition.labels_U, experts, rng=evidence.draw(CONTROL))
     return LayerFigures(
         measure_coactivation(statistics.active_bits[layer], statistics.reservoir_tokens, partition.units_EN),
+        objective,
         always_on_share=share_of(contribution_F, roles.always_on_S),
         dropped=len(roles.dropped_X),
         dropped_share=share_of(contribution_F, roles.dropped_X),
@@ -43,6 +51,9 @@ COLUMNS = [
     "fire together within",
     "between experts",
     "ratio",
+    "similarity",
+    "by chance",
+    "gap",
     "always-on share",
     "dropped units",
     "dropped share",
@@ -60,6 +71,7 @@ def tabulate_layers(
             _percent(figure.coactivation.within),
             _percent(figure.coactivation.between),
             "–" if figure.coactivation.ratio is None else f"{figure.coactivation.ratio:.2f}×",
+            *_show_objective(figure.objective),
             f"{figure.always_on_share:.1%}",
             figure.dropped,
             f"{figure.dropped_share:.1%}",
@@ -71,6 +83,11 @@ def tabulate_layers(
         describe(cluster, score),
         "fire together: chance that two units are both active on a token; shares are of the layer's mean |h|·‖d‖",
     ]
+    if any(figure.objective for figure in figures):
+        notes.append(
+            "similarity: mean cosine of a unit to its expert's mean, beside that of random experts; gap: what the best "
+            "assignment to these means would add"
+        )
     if pictures:
         notes.append(f"maps: {', '.join(pictures)}")
     return Table("cluster", COLUMNS, rows, notes)
@@ -80,6 +97,12 @@ def describe(cluster: ClusterConfig, score: str) -> str:
     """How the units were grouped, in a sentence."""
     how = f" on {' and '.join(cluster.views)}" if cluster.method == "balanced_kmeans" else ""
     return f"experts by {cluster.method}{how}; always-on units by {cluster.always_on_by}; units ranked by {score}"
+
+
+def _show_objective(objective: Objective | None) -> list[str]:
+    if objective is None:
+        return ["–"] * 3
+    return [f"{objective.similarity:.4f}", f"{objective.by_chance:.4f}", f"{objective.gap:.2%}"]
 
 
 def _percent(chance: float | None) -> str:

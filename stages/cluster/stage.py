@@ -48,7 +48,7 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, cluster: ClusterConfi
                 evidence=evidence,
             )
             partitions.append(partition)
-            figures.append(measure_layer(partition, statistics, scores.contribution[layer], layer))
+            figures.append(measure_layer(partition, evidence, features() if cluster.groups_by_features else None))
             if layer in drawn:
                 rng = evidence.draw(LAYOUT)
                 pictures.append(draw_layer(job.out, layer, partition, features(), scores, cluster, rng))

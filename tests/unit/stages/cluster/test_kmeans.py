@@ -89,7 +89,7 @@ def test_first_centroids_lie_apart():
         assert sorted(centroids_EC.argmax(1).tolist()) == [0, 1, 2, 3]
 
 
-def hard(seed=1):
+def hard(seed=2):
     """No groups at all, so that where k-means starts matters."""
     return torch.randn(240, C, generator=torch.Generator().manual_seed(seed))
 
