@@ -20,7 +20,7 @@ _SHARED = (
 )  # fmt: skip
 
 
-class TinyONNConfig(PretrainedConfig):  # type: ignore[misc] - transformers has no types
+class TinyONNConfig(PretrainedConfig):  # type: ignore[misc]  # transformers is not typed
     """Configuration of a TinyONNForCausalLM."""
 
     model_type = "tiny_onn"

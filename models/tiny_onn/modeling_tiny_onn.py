@@ -24,7 +24,7 @@ except ImportError:  # transformers 4
     from torch.nn import init
 
 
-class TinyONNForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc] - transformers has no types
+class TinyONNForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]  # transformers is not typed
     """A language model of any dense family, with experts."""
 
     config_class = TinyONNConfig

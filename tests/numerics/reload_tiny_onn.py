@@ -1,0 +1,69 @@
+"""Run in a fresh process by test_tiny_onn_checkpoints: load every carve and say what it gave.
+
+    python -W error reload_tiny_onn.py <folder of cases> registered|remote
+
+`registered` imports the project; `remote` has only what lies beside the weights. Reads `<case>/moe` and the dense
+logits in `<case>/dense_logits.safetensors`, writes `report.json`. Runs with transformers 4.57 and 5.
+"""
+
+import importlib
+import json
+import logging
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+
+def main() -> None:
+    folder, remote = Path(sys.argv[1]), sys.argv[2] == "remote"
+    if not remote:
+        importlib.import_module("models.tiny_onn.register")
+    warned: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("transformers").addHandler(handler)
+    report = {}
+    for case in sorted(path.parent for path in folder.glob("*/moe")):
+        warned.clear()
+        report[case.name] = reload(case, trust_remote_code=remote) | {"warnings": list(warned)}
+    (folder / "report.json").write_text(json.dumps(report), encoding="utf-8")
+
+
+@torch.no_grad()
+def reload(case: Path, *, trust_remote_code: bool) -> dict[str, object]:
+    remote = {"trust_remote_code": True} if trust_remote_code else {}
+    model, info = AutoModelForCausalLM.from_pretrained(
+        case / "moe", dtype=torch.float32, output_loading_info=True, **remote
+    )
+    dense = load_file(case / "dense_logits.safetensors")
+    ids = dense["ids"]
+    logits = model(ids).logits
+    model.save_pretrained(case / "again")
+    again = AutoModelForCausalLM.from_pretrained(case / "again", dtype=torch.float32, **remote)
+    half = AutoModelForCausalLM.from_pretrained(case / "moe", dtype=torch.bfloat16, **remote)
+    return {
+        "module": type(model).__module__.split(".")[0],
+        "difference": float((logits - dense["logits"]).abs().max()),
+        "again": float((again(ids).logits - logits).abs().max()),
+        "loading": {name: str(found) for name, found in info.items() if found},
+        "cached": generate(model, ids, use_cache=True),
+        "uncached": generate(model, ids, use_cache=False),
+        "bias_dtypes": sorted({str(b.dtype) for n, b in half.named_buffers() if n.endswith("correction_bias")}),
+        "tied": model.lm_head.weight is model.get_input_embeddings().weight,
+    }
+
+
+def generate(model: torch.nn.Module, ids: torch.Tensor, *, use_cache: bool) -> list[list[int]]:
+    prompt = ids[:2, :5]
+    generated = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=9, min_new_tokens=9, do_sample=False,
+        use_cache=use_cache,
+    )  # fmt: skip
+    return generated[:, 5:].tolist()
+
+
+if __name__ == "__main__":
+    main()

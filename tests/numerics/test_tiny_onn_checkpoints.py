@@ -1,0 +1,81 @@
+"""All experts on, router of zeros: TinyONN gives the dense model's logits in a fresh process, with the project and
+with nothing but what lies beside the weights.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from numerics.tiny_onn_carves import write_carve
+
+ROOT = Path(__file__).parents[2]
+TOLERANCE = 1e-5
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 3e3}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 5e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+GEMMA3_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 3e2},
+    "full_attention": {"rope_type": "linear", "rope_theta": 5e3, "factor": 4.0},
+}
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+CASES = {
+    "qwen3": {"source": "qwen3", "rope_parameters": PLAIN_ROPE},
+    "qwen3-tied": {"source": "qwen3", "tie": True},
+    "qwen2": {"source": "qwen2", "rope_parameters": PLAIN_ROPE},
+    "llama": {"source": "llama", "rope_parameters": LLAMA3_ROPE},
+    "none-always-on": {"source": "llama", "always_on": 0},
+    "mistral": {"source": "mistral", "sliding_window": 4},
+    "gemma2": {"source": "gemma2", "tie": True, "sliding_window": 4, "layer_types": MIXED, "attn_logit_softcapping": 0.9,
+               "final_logit_softcapping": 2.0, "query_pre_attn_scalar": 5},
+    "gemma3": {"source": "gemma3_text", "tie": True, "sliding_window": 4, "layer_types": MIXED,
+               "rope_parameters": GEMMA3_ROPE, "query_pre_attn_scalar": 5},
+    "smollm3": {"source": "smollm3", "no_rope_layers": [1, 0, 1], "rope_parameters": PLAIN_ROPE},
+    "olmo2": {"source": "olmo2", "rope_parameters": PLAIN_ROPE},
+    "granite": {"source": "granite", "embedding_multiplier": 3.0, "residual_multiplier": 0.3, "logits_scaling": 0.7,
+                "attention_multiplier": 0.2},
+    "phi3": {"source": "phi3", "rope_parameters": PLAIN_ROPE},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny_onn")
+    for name, case in CASES.items():
+        write_carve(folder / name, **case)
+    return folder
+
+
+@pytest.fixture(scope="module", params=["registered", "remote"])
+def report(cases: Path, request: pytest.FixtureRequest) -> dict[str, dict[str, object]]:
+    script = Path(__file__).with_name("reload_tiny_onn.py")
+    path = str(ROOT) if request.param == "registered" else ""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", script, cases, request.param], capture_output=True, text=True, check=False,
+        cwd=cases, env=os.environ | {"PYTHONPATH": path, "HF_MODULES_CACHE": str(cases / "modules")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    module = "models" if request.param == "registered" else "transformers_modules"
+    return json.loads((cases / "report.json").read_text()) | {"module": module}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_experts_on_equals_dense_in_a_fresh_process(report: dict[str, dict[str, object]], name: str) -> None:
+    found = report[name]
+    assert found["module"] == report["module"]
+    assert found["difference"] <= TOLERANCE
+    assert found["again"] == 0.0, "save_pretrained, then from_pretrained"
+    assert found["loading"] == {}, "missing or unexpected keys"
+    assert found["warnings"] == []
+    assert found["cached"] == found["uncached"]
+    assert len(found["cached"][0]) == 9
+    assert found["bias_dtypes"] == ["torch.float32"]
+    assert found["tied"] == CASES[name].get("tie", False)

@@ -1,0 +1,73 @@
+"""TinyONN checkpoints of pico dense models, written by hand from what the class says it reads."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from models.pico import write_pico
+from models.tiny_onn.keys import tiny_onn_keys
+from models.tiny_onn.own_code import copy_code
+
+LAYERS, HIDDEN = 3, 24
+EXPERTS, N, ALWAYS_ON = 5, 8, 3
+
+
+def write_carve(
+    folder: Path, source: str, *, always_on: int = ALWAYS_ON, top_k: int = EXPERTS, tie: bool = False, **pico: Any
+) -> Path:
+    """`folder/dense`, `folder/moe` with a router of zeros, and the dense logits in `folder/dense_logits.safetensors`."""
+    width = EXPERTS * N + always_on
+    dense = write_pico(
+        folder / "dense", source, layers=LAYERS, hidden=HIDDEN, intermediate=width, tie=tie, **pico
+    )
+    ids = torch.arange(39).view(3, 13)
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32).eval()(ids).logits
+    assert logits.std() > 0.3
+    save_file({"ids": ids, "logits": logits}, folder / "dense_logits.safetensors")
+    tensors = load_file(dense / "model.safetensors")
+    moe = {name: tensor for name, tensor in tensors.items() if ".mlp." not in name}
+    for layer in range(LAYERS):
+        prefix = f"model.layers.{layer}.mlp."
+        ffn = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        order_F = torch.randperm(width, generator=torch.Generator().manual_seed(layer))
+        moe |= {prefix + name: tensor for name, tensor in sparse_tensors(ffn, order_F, always_on).items()}
+    save(folder / "moe", moe, dense, always_on=always_on, top_k=top_k, tie=tie)
+    return folder
+
+
+def sparse_tensors(ffn: dict[str, Tensor], order_F: Tensor, always_on: int) -> dict[str, Tensor]:
+    """The tensors of a layer's sparse FFN."""
+    if "gate_up_proj.weight" in ffn:
+        gate_FD, up_FD = ffn["gate_up_proj.weight"].chunk(2)
+    else:
+        gate_FD, up_FD = ffn["gate_proj.weight"], ffn["up_proj.weight"]
+    down_DF = ffn["down_proj.weight"]
+    always_S, units_EN = order_F[:always_on], order_F[always_on:].view(EXPERTS, N)
+    shared = {"gate_proj": gate_FD[always_S], "up_proj": up_FD[always_S], "down_proj": down_DF[:, always_S]}
+    return {
+        "gate.weight": torch.zeros(EXPERTS, HIDDEN),
+        "gate.e_score_correction_bias": torch.zeros(EXPERTS),
+        "experts.gate_up_proj": torch.cat([gate_FD[units_EN], up_FD[units_EN]], dim=1),
+        "experts.down_proj": down_DF[:, units_EN].movedim(1, 0).contiguous(),
+        **({f"shared_experts.{name}.weight": part.contiguous() for name, part in shared.items()} if always_on else {}),
+    }
+
+
+def save(folder: Path, moe: dict[str, Tensor], dense: Path, *, always_on: int, top_k: int, tie: bool) -> None:
+    """Weights, config.json and code."""
+    folder.mkdir()
+    save_file(moe, folder / "model.safetensors", metadata={"format": "pt"})
+    keys = tiny_onn_keys(
+        json.loads((dense / "config.json").read_text()), experts=EXPERTS, top_k=top_k, expert_width=N,
+        shared_width=always_on, routed_scaling_factor=float(top_k), dtype="float32",
+    )  # fmt: skip
+    if tie:
+        keys |= {"tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(keys))
+    copy_code(folder)
