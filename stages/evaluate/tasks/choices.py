@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 
-def load_choices(**_settings: Any) -> dict[str, Any]:
+def load_choices(**_settings: object) -> dict[str, Any]:
     """The one split, from the file beside this one: whatever the working folder, and without a network."""
     from datasets import Dataset  # noqa: PLC0415 - an optional extra brings it
 

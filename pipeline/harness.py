@@ -1,0 +1,103 @@
+"""`python -m pipeline.harness CHECKPOINT ...`: multiple-choice accuracy of checkpoints, side by side."""
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tabulate import tabulate
+
+from models.errors import CheckpointError, ConfigError, UserError
+from stages.evaluate.harness import Answers, Share, answer_choices, compare_answers
+
+FAILED, INVALID, INTERRUPTED = 1, 2, 130
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Do what the command line says; returns the exit code.
+
+    0 done, 1 a checkpoint cannot be read, 2 the command line is wrong or the harness is missing, 130 interrupted.
+    """
+    wanted = _parser().parse_args(words)
+    # Everything asked for lies on this machine.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    try:
+        _check_folders(wanted.checkpoints)
+        answers = {str(folder): _answer(folder, wanted) for folder in wanted.checkpoints}
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except UserError as error:
+        sys.stderr.write(f"{error}\n")
+        return INVALID if isinstance(error, ConfigError) else FAILED
+    sys.stdout.write(show_answers(answers))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m pipeline.harness",
+        description="Ask checkpoints the multiple-choice set of this project through lm-evaluation-harness.",
+    )
+    parser.add_argument("checkpoints", nargs="+", type=Path, metavar="CHECKPOINT", help="folders, the dense one first")
+    parser.add_argument("--device", default="cpu", help="cpu (default), cuda ...")
+    parser.add_argument("--dtype", default="float32", help="float32 (default), bfloat16 ...")
+    parser.add_argument("--batch-size", type=int, default=16, help="answers a forward pass")
+    parser.add_argument("--limit", type=int, help="only the first so many items")
+    return parser
+
+
+def _answer(folder: Path, wanted: argparse.Namespace) -> Answers:
+    try:
+        return answer_choices(
+            folder, device=wanted.device, dtype=wanted.dtype, batch_size=wanted.batch_size, limit=wanted.limit
+        )
+    except (OSError, ValueError) as error:  # what transformers raises for a checkpoint it cannot load
+        raise CheckpointError(f"the harness cannot use this checkpoint: {error}", where=str(folder)) from error
+
+
+def _check_folders(folders: Sequence[Path]) -> None:
+    missing = [str(folder) for folder in folders if not (folder / "config.json").is_file()]
+    if missing:
+        raise ConfigError(
+            "no config.json, so no checkpoint",
+            where=", ".join(missing),
+            do="python -m pipeline, which leaves one in outputs/latest/checkpoint",
+        )
+
+
+def show_answers(answers: Mapping[str, Answers]) -> str:
+    """The table of all items, and that of every kind.
+
+    Args:
+        answers: by name; differences are taken from the first.
+    """
+    first = next(iter(answers.values()))
+    rows = [
+        [
+            name,
+            _percent(Share.of(found.right.values())),
+            _percent(Share.of(found.right_by_length.values())),
+            "" if found is first else _percent(compare_answers(first, found), "+.1f"),
+        ]
+        for name, found in answers.items()
+    ]
+    kinds = list(dict.fromkeys(first.kinds.values()))
+    headers = ["accuracy, %", *(f"{kind} ({len(first.of_kind(kind))})" for kind in kinds)]
+    by_kind = [
+        [name, *(f"{100 * Share.of(found.of_kind(kind)).mean:.1f}" for kind in kinds)]
+        for name, found in answers.items()
+    ]
+    overall = ["checkpoint", "accuracy, %", "by length, %", "above the first, points"]
+    return (
+        f"{tabulate(rows, overall, disable_numparse=True)}\n\n{tabulate(by_kind, headers, disable_numparse=True)}\n\n"
+        f"{len(first.right)} items; ± is one standard error, that of a difference taken item by item\n"
+    )
+
+
+def _percent(share: Share, form: str = ".1f") -> str:
+    return f"{100 * share.mean:{form}} ± {100 * share.error:.1f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

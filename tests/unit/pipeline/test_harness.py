@@ -1,0 +1,48 @@
+"""The comparison of checkpoints as a table, and what it says where something is missing."""
+
+import sys
+
+from pipeline.harness import main, show_answers
+from stages.evaluate.harness import Answers
+
+KINDS = {"value-1": "value", "text-1": "text", "text-2": "text"}
+DENSE = Answers({"value-1": 1.0, "text-1": 0.0, "text-2": 1.0}, {"value-1": 1.0, "text-1": 1.0, "text-2": 1.0}, KINDS)
+CARVED = Answers({"value-1": 0.0, "text-1": 0.0, "text-2": 1.0}, {"value-1": 1.0, "text-1": 0.0, "text-2": 0.0}, KINDS)
+TABLE = """\
+checkpoint    accuracy, %    by length, %    above the first, points
+------------  -------------  --------------  -------------------------
+dense         66.7 ± 33.3    100.0 ± 0.0
+carved        33.3 ± 33.3    33.3 ± 33.3     -33.3 ± 33.3
+
+accuracy, %    value (1)    text (2)
+-------------  -----------  ----------
+dense          100.0        50.0
+carved         0.0          50.0
+
+3 items; ± is one standard error, that of a difference taken item by item
+"""
+
+
+def test_the_table():
+    assert show_answers({"dense": DENSE, "carved": CARVED}) == TABLE
+
+
+def test_folders_without_a_checkpoint_are_all_named(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    assert main([str(tmp_path / "none"), str(tmp_path / "empty")]) == 2
+    assert capsys.readouterr().err == (
+        "no config.json, so no checkpoint\n"
+        f"  where: {tmp_path / 'none'}, {tmp_path / 'empty'}\n"
+        "  do:    python -m pipeline, which leaves one in outputs/latest/checkpoint\n"
+    )
+
+
+def test_a_missing_harness_is_said(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    (tmp_path / "config.json").write_text("{}")
+    assert main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err == (
+        "lm-evaluation-harness is not installed (lm_eval is missing)\n"
+        "  where: python -m pipeline.harness\n"
+        "  do:    pip install -e '.[harness]'\n"
+    )

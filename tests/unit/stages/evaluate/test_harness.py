@@ -1,0 +1,104 @@
+"""Answers of two models, item by item; and the items themselves."""
+
+import json
+import math
+from collections import Counter, defaultdict
+
+import pytest
+
+from stages.evaluate.harness import TASK, TASKS, Answers, Share, collect_answers, compare_answers
+
+ITEMS = [json.loads(line) for line in (TASKS / f"{TASK}.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def answers(*right):
+    names = [f"item-{number}" for number in range(len(right))]
+    kinds = ["even" if number % 2 == 0 else "odd" for number in range(len(right))]
+    by_name = dict(zip(names, map(float, right), strict=True))
+    return Answers(by_name, dict(by_name), dict(zip(names, kinds, strict=True)))
+
+
+def test_a_share_has_the_error_of_its_mean():
+    share = Share.of([1, 0, 0, 1, 1])
+    assert share.mean == pytest.approx(0.6)
+    assert share.error == pytest.approx(math.sqrt(0.6 * 0.4 / 4))
+    assert math.isnan(Share.of([1.0]).error)
+
+
+def test_the_difference_is_taken_item_by_item():
+    difference = compare_answers(answers(1, 0, 1, 0, 1), answers(1, 0, 1, 1, 1))
+    assert difference.mean == pytest.approx(0.2)
+    assert difference.error == pytest.approx(0.2)
+    same = compare_answers(answers(1, 0, 1), answers(1, 0, 1))
+    assert (same.mean, same.error) == (0, 0)
+
+
+def test_items_of_a_kind():
+    assert answers(1, 0, 1, 0, 0).of_kind("even") == [1, 1, 0]
+
+
+def test_the_harness_log_is_read():
+    logged = [
+        {"doc": {"id": "value-01a", "kind": "value"}, "acc": 1.0, "acc_norm": 0.0},
+        {"doc": {"id": "text-02b", "kind": "text"}, "acc": 0.0, "acc_norm": 1.0},
+    ]
+    found = collect_answers(logged)
+    assert found.right == {"value-01a": 1.0, "text-02b": 0.0}
+    assert found.right_by_length == {"value-01a": 0.0, "text-02b": 1.0}
+    assert found.kinds == {"value-01a": "value", "text-02b": "text"}
+
+
+def test_items_are_well_formed():
+    assert len({item["id"] for item in ITEMS}) == len(ITEMS) == 310
+    for item in ITEMS:
+        assert item.keys() == {"id", "kind", "prompt", "choices", "answer"}
+        assert item["id"].startswith(f"{item['kind']}-")
+        assert item["prompt"].strip()
+        assert len(set(item["choices"])) == 4
+        assert all(choice.strip() for choice in item["choices"])
+
+
+def test_questions_are_asked_once():
+    assert len({(item["prompt"], item["choices"][item["answer"]]) for item in ITEMS}) == len(ITEMS)
+
+
+def test_every_place_is_right_equally_often():
+    places = Counter(item["answer"] for item in ITEMS)
+    assert max(places.values()) - min(places.values()) <= 2
+
+
+def test_the_question_alone_decides_in_a_group():
+    """Four items share their answers, each right once: liking an answer for itself gains nothing."""
+    groups = defaultdict(list)
+    for item in ITEMS:
+        if item["id"][-1].isalpha():
+            groups[item["id"][:-1]].append(item)
+    assert len(groups) == 65
+    for items in groups.values():
+        assert sorted(item["answer"] for item in items) == [0, 1, 2, 3]
+        assert len({tuple(item["choices"]) for item in items}) == 1
+        assert len({item["prompt"] for item in items}) == 4
+
+
+def test_the_order_of_words_alone_decides_elsewhere():
+    """All four answers hold the same characters."""
+    ordered = [item for item in ITEMS if item["kind"] in {"sentence", "line"}]
+    assert len(ordered) == 50
+    for item in ordered:
+        assert len({"".join(sorted(choice)) for choice in item["choices"]}) == 1
+
+
+def test_lines_of_python_are_python():
+    """The right answers compile, with what they lie in put around them."""
+    for item in ITEMS:
+        if item["kind"] == "line":
+            text = item["prompt"] + item["choices"][item["answer"]]
+            compile(framed(text), item["id"], "exec")
+
+
+def framed(text):
+    """Indented lines as the body of a loop in a function; an except after its try."""
+    if not text.startswith("    "):
+        return text
+    head = "def frame(self):\n  while True:\n"
+    return f"{head}    try:\n        pass\n{text}" if text.startswith("    except") else head + text
