@@ -1,12 +1,14 @@
 """Evaluations of one carve under several seeds as one figure, and carves of several widths as curves."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from models.shape import Shape
 from pipeline.report.evaluations import Evaluation
 from pipeline.report.methods import method_of
 from stages.plots.curves import Curve, Point
+
+TINY = 1e-6  # nats; below it there is no ratio to speak of
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,21 @@ def same_method(group: Group, wanted: Evaluation) -> bool:
     """Whether the group is that carve at some width: the same settings, the same number and size of experts."""
     sizes = (group.shape.experts, group.shape.n) == (wanted.shape.experts, wanted.shape.n)
     return sizes and group.settings == wanted.settings
+
+
+def relative_to(groups: Sequence[Group], reference: str, names: Sequence[str], most: float) -> list[Curve]:
+    """The curves as parts of the gap of `reference` at the same width; without those that ever exceed `most`."""
+    gaps = {point.x: point.mean for group in groups if (point := group.point(reference)) is not None}
+    curves = []
+    for curve in curves_of(groups, names):
+        points = [_divided(point, gaps[point.x]) for point in curve.points if gaps.get(point.x, 0.0) > TINY]
+        if points and max(point.mean for point in points) <= most:
+            curves.append(replace(curve, points=points))
+    return curves
+
+
+def _divided(point: Point, by: float) -> Point:
+    return replace(point, mean=point.mean / by, low=point.low / by, high=point.high / by)
 
 
 def curves_of(groups: Sequence[Group], names: Sequence[str]) -> list[Curve]:

@@ -1,9 +1,10 @@
 """Sections on the carve as a whole: what it lost, and what it loses at other widths."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from pipeline.report.evaluations import Evaluation
-from pipeline.report.groups import Group, curves_of, group_by_seed, same_method
+from pipeline.report.groups import Group, curves_of, group_by_seed, relative_to, same_method
 from pipeline.report.methods import method_of
 from pipeline.report.numbers import nats, percent, plain
 from pipeline.report.sections import figure, folded, paragraph, section
@@ -21,6 +22,13 @@ AXES = Axes(
     start=1.0,
     start_name="dense",
 )
+PARTS = Axes(
+    title="Loss gap as a part of the static mask's, one curve per method",
+    x_name="FFN units active per token",
+    y_name="gap ÷ gap of the static mask",
+    start=1.0,
+)
+MASK, MOST = "static_mask", 1.6
 
 
 def quality_section(evaluation: Evaluation) -> Markup:
@@ -50,16 +58,29 @@ def width_section(evaluation: Evaluation, comparable: Sequence[Evaluation]) -> M
     groups = group_by_seed([evaluation, *comparable])
     mine = [group for group in groups if same_method(group, evaluation)]
     others = [group for group in groups if group not in mine]
-    curves = curves_of(mine, list(evaluation.models))
+    names = list(evaluation.models)
+    curves = curves_of(mine, names)
     strays = [point for group in others if (point := group.point("carved")) is not None]
     drawing = draw_for((NARROW, MIDDLE, FULL), lambda width: draw_curves(AXES, curves, strays, width))
     return section(
         "width",
         "Gap against active width",
         figure("What fewer active units cost", drawing, _caption(mine, others), kind="full"),
-        folded("The numbers", _numbers(mine, list(evaluation.models))),
+        _parts(mine, names) if len(mine) > 1 else "",
+        folded("The numbers", _numbers(mine, names)),
         folded(f"Other carves of this model ({len(others)})", _others(others, evaluation)) if others else "",
     )
+
+
+def _parts(groups: Sequence[Group], names: Sequence[str]) -> Markup:
+    """The same gaps as parts of the static mask's: on one scale, however wide the carve."""
+    curves = relative_to(groups, MASK, names, MOST)
+    if not curves:
+        return Markup()
+    axes = replace(PARTS, start=max(point.x for curve in curves for point in curve.points))
+    drawing = draw_for((NARROW, MIDDLE, FULL), lambda width: draw_curves(axes, curves, [], width))
+    caption = f"1 is the static mask of that width. Methods that cost more than {MOST} times as much are left out."
+    return figure("Against a static mask of the same width", drawing, caption, kind="full")
 
 
 def _caption(mine: Sequence[Group], others: Sequence[Group]) -> str:

@@ -25,7 +25,7 @@ def cost_section(costs: Sequence[Cost]) -> Markup:
     peaks = [cost.peak_bytes for cost in costs if cost.peak_bytes is not None]
     if known:
         rows.append(["together", None, duration(sum(known)), size(max(peaks, default=None)), ""])
-    columns = ["stage", "calibration tokens", "time", "peak memory", "computed in"]
+    columns = ["stage", "calibration tokens, at most", "time", "peak memory", "computed in"]
     note = "Time and memory of a kept stage are those of the run that computed it, where that is on record."
     kept = any(not cost.here for cost in costs)
     strong = len(rows) - 1 if known else None

@@ -1,6 +1,7 @@
 """What came of the carve, in a sentence and four figures."""
 
 from pipeline.report.evaluations import Evaluation
+from pipeline.report.groups import TINY
 from pipeline.report.numbers import nats, percent
 
 RIVALS = {
@@ -8,7 +9,6 @@ RIVALS = {
     "static_mask_aligned": "the aligned static mask",
     "random_router": "a random router",
 }
-TINY = 1e-6  # nats; below it there is no ratio to speak of
 
 
 def verdict(evaluation: Evaluation) -> str:
@@ -50,7 +50,7 @@ def key_figures(evaluation: Evaluation) -> list[tuple[str, str]]:
     figures = [
         (nats(gap), "nats of loss per token above the dense model"),
         (f"{models['carved']['perplexity']:,.4g}", f"perplexity; dense {models['dense']['perplexity']:,.4g}"),
-        (percent(evaluation.share), f"of {evaluation.width:,} FFN units active per token: {shape.always_on} always "
+        (percent(evaluation.share), f"of {evaluation.width:,} FFN units active per token: {shape.always_on:,} always "
          f"on, {shape.top_k} of {shape.experts} experts of {shape.n}"),
     ]  # fmt: skip
     if mask is not None and mask > TINY:

@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stages.plots.chart import LINE, sheet, text
+from stages.plots.chart import LINE, fitted, room_for, sheet, text
 from stages.plots.markup import Markup, element, join
 from stages.plots.scale import Scale
 
 ROW, THICKNESS = 26, 14
-ROOM_FOR_NAMES, ROOM_FOR_VALUES = 172, 62
+ROOM_FOR_VALUES = 62
+MOST_FOR_NAMES = 0.4  # of the width
 LETTERS_FIT = 480  # narrower sheets name each bar above it
 
 
@@ -26,22 +27,23 @@ def draw_bars(title: str, bars: Sequence[Bar], width: int) -> Markup:
     """The chart; bars of negative values run to the left of the zero line."""
     aside = width >= LETTERS_FIT
     row = ROW if aside else ROW + LINE
-    left = ROOM_FOR_NAMES if aside else 0
+    room = room_for([bar.name for bar in bars], MOST_FOR_NAMES * width if aside else width)
+    left = room + 10 if aside else 0
     low, high = min([0.0, *(bar.value for bar in bars)]), max([0.0, *(bar.value for bar in bars)])
     before = ROOM_FOR_VALUES if low < 0 else 2
     x = Scale(low, high if high > low else low + 1.0, left + before, width - ROOM_FOR_VALUES)
-    pieces = [_draw_bar(bar, x, index * row, aside=aside) for index, bar in enumerate(bars)]
+    pieces = [_draw_bar(bar, x, index * row, room, aside=aside) for index, bar in enumerate(bars)]
     height = len(bars) * row + 4
     return sheet(width, height, title, *pieces)
 
 
-def _draw_bar(bar: Bar, x: Scale, top: float, *, aside: bool) -> Markup:
+def _draw_bar(bar: Bar, x: Scale, top: float, room: float, *, aside: bool) -> Markup:
     y = top + (ROW / 2 if aside else LINE + ROW / 2 - 3)
     start, end = sorted((x(0.0), x(bar.value)))
     name = (
-        text(ROOM_FOR_NAMES - 10, y, bar.name, anchor="end", kind="label")
+        text(room, y, fitted(bar.name, room), anchor="end", kind="label")
         if aside
-        else text(0, top + LINE / 2 + 2, bar.name, kind="label")
+        else text(0, top + LINE / 2 + 2, fitted(bar.name, room), kind="label")
     )
     body = element("rect", x=start, y=y - THICKNESS / 2, width=max(end - start, 1), height=THICKNESS,
                    class_=f"bar {bar.kind}")  # fmt: skip

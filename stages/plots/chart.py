@@ -12,6 +12,7 @@ from stages.plots.scale import Scale, tick_label
 # Widths of the figure on a telephone, in half of the page and in all of it; beside them what lies between.
 NARROW, HALF, MIDDLE, FULL = 340, 500, 600, 1080
 LINE = 16  # pixels from one line of letters to the next
+LETTER = 7.2  # pixels of a letter of 13 pixels' height, on average
 Draw = Callable[[int], Markup]
 
 
@@ -32,6 +33,17 @@ def sheet(width: float, height: float, title: str, *children: str) -> Markup:
 def text(x: float, y: float, words: str, *, anchor: str = "start", kind: str = "") -> Markup:
     """Letters whose middle height is at `y`."""
     return element("text", words, x=x, y=y, text_anchor=anchor, class_=kind or None, dominant_baseline="central")
+
+
+def room_for(names: Sequence[str], most: float) -> float:
+    """Pixels for the longest of the names, but no more than `most`."""
+    return min(max(map(len, names), default=0) * LETTER, most)
+
+
+def fitted(name: str, room: float) -> str:
+    """The name, cut where there is no room for more."""
+    letters = max(1, int(room / LETTER + 1e-6))
+    return name if len(name) <= letters else f"{name[: letters - 1].rstrip()}…"
 
 
 def draw_y_axis(scale: Scale, ticks: list[float], left: float, right: float) -> Markup:

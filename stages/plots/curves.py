@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stages.plots.chart import LINE, draw_x_labels, draw_y_axis, sheet, text
+from stages.plots.chart import LINE, draw_x_labels, draw_y_axis, fitted, room_for, sheet, text
 from stages.plots.markers import draw_marker
 from stages.plots.markup import Markup, element, join
 from stages.plots.scale import Scale, round_range, spread_apart
 
 TOP, BOTTOM, LEFT = 30, 46, 46
-ROOM_FOR_NAMES = 158
+MOST_FOR_NAMES = 0.36  # of the width
 LETTERS_FIT = 480  # narrower sheets name the curves below the plot
 
 
@@ -36,13 +36,16 @@ class Curve:
 
 @dataclass(frozen=True)
 class Axes:
-    """What the axes say; x runs from `start` on the left to the smallest value on the right."""
+    """What the axes say; x runs from `start` on the left to the smallest value on the right.
+
+    `start_name` is what stands at `start` and 0, if anything does.
+    """
 
     title: str
     x_name: str
     y_name: str
     start: float
-    start_name: str
+    start_name: str = ""
 
 
 def draw_curves(axes: Axes, curves: Sequence[Curve], strays: Sequence[Point], width: int) -> Markup:
@@ -54,9 +57,9 @@ def draw_curves(axes: Axes, curves: Sequence[Curve], strays: Sequence[Point], wi
     points = [*(point for curve in drawn for point in curve.points), *strays]
     ticks = round_range([value for point in points for value in (point.low, point.high)])
     y = Scale(ticks[0], ticks[-1], TOP + plot, TOP)
-    right = width - (ROOM_FOR_NAMES if aside else 16)
-    last = min([point.x for point in points], default=0.5 * axes.start)
-    x = Scale(axes.start, last if last < axes.start else 0.0, LEFT + 14, right - 6)
+    room = room_for([curve.name for curve in drawn], MOST_FOR_NAMES * width)
+    right = width - (room + 22 if aside else 16)
+    x = Scale(*_ends(axes.start, [point.x for point in points]), LEFT + 14, right - 6)
     return sheet(
         width,
         height,
@@ -64,25 +67,34 @@ def draw_curves(axes: Axes, curves: Sequence[Curve], strays: Sequence[Point], wi
         _draw_frame(axes, x, y, ticks, points, right),
         *(_draw_curve(curve, x, y) for curve in drawn),
         *(draw_marker("circle", "other", x(point.x), y(point.mean), size=3) for point in strays),
-        _name_at_ends(drawn, x, y, right) if aside else _name_below(drawn, TOP + plot + BOTTOM),
+        _name_at_ends(drawn, x, y, right, room) if aside else _name_below(drawn, TOP + plot + BOTTOM),
     )
+
+
+def _ends(start: float, places: Sequence[float]) -> tuple[float, float]:
+    """Ends of the x axis: from `start`, unless all points stand far from it and close together."""
+    first, last = max(places, default=start), min(places, default=start / 2)
+    if first > last and start - first > 2 * (first - last):
+        return first + 0.1 * (first - last), last
+    return start, last if last < start else 0.0
 
 
 def _draw_frame(axes: Axes, x: Scale, y: Scale, ticks: list[float], points: Sequence[Point], right: float) -> Markup:
     bottom = max(y(ticks[0]), y(ticks[-1]))
-    places = sorted({axes.start, *(point.x for point in points)}, reverse=True)
+    places = sorted({*([axes.start] if x.low == axes.start else []), *(point.x for point in points)}, reverse=True)
     labels: list[tuple[float, str]] = []
     for place in places:
         if not labels or x(place) - x(labels[-1][0]) > 34:
             labels.append((place, f"{100 * place:.0f}\N{NO-BREAK SPACE}%"))
-    origin = min(x.start, right)
+    origin = x.start
+    starts = bool(axes.start_name) and x.low == axes.start
     return join(
         draw_y_axis(y, ticks, LEFT, right),
         draw_x_labels(x, labels, bottom + 14),
         text(LEFT - 40, TOP - 18, axes.y_name, kind="name"),
         text(right, bottom + 33, axes.x_name, anchor="end", kind="name"),
-        draw_marker("circle", "dense", origin, y(0.0), size=4.5),
-        text(origin - 2, y(0.0) - 14, axes.start_name, kind="tick"),
+        draw_marker("circle", "dense", origin, y(0.0), size=4.5) if starts else "",
+        text(origin - 2, y(0.0) - 14, axes.start_name, kind="tick") if starts else "",
     )
 
 
@@ -109,7 +121,7 @@ def _hint(curve: Curve, point: Point) -> str:
     return f"{curve.name}, {100 * point.x:.0f}\N{NO-BREAK SPACE}%: {point.mean:+.4f}{spread}".replace("-", "−")
 
 
-def _name_at_ends(curves: Sequence[Curve], x: Scale, y: Scale, right: float) -> Markup:
+def _name_at_ends(curves: Sequence[Curve], x: Scale, y: Scale, right: float, room: float) -> Markup:
     """Names beside the last points, pushed apart where they would overlap, with a thin line to the point."""
     ends = [y(curve.points[-1].mean) for curve in curves]
     places = spread_apart(ends, LINE, min(y.start, y.end), max(y.start, y.end) + LINE)
@@ -119,7 +131,7 @@ def _name_at_ends(curves: Sequence[Curve], x: Scale, y: Scale, right: float) -> 
         pieces += [
             element("polyline", points=f"{start:.1f},{end:.1f} {right + 4:.1f},{end:.1f} {right + 12:.1f},{place:.1f}",
                     class_="leader"),
-            text(right + 16, place, curve.name, kind=f"label {curve.kind}"),
+            text(right + 16, place, fitted(curve.name, room), kind=f"label {curve.kind}"),
         ]  # fmt: skip
     return join(*pieces)
 

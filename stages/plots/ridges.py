@@ -28,11 +28,13 @@ def draw_ridges(title: str, x_name: str, ridges: Sequence[Ridge], ends: tuple[fl
     ticks = [tick for tick in round_range(ends, count=5) if ends[0] <= tick <= ends[1]]
     labelled = thinned(len(ridges), bottom - TOP, each=16)
     pieces = [_draw_grid(x, tick, TOP, bottom) for tick in ticks]
-    for index, ridge in enumerate(ridges):
-        base = TOP + row * (index + 1.6)
+    bases = [TOP + row * (index + 1.6) for index in range(len(ridges))]
+    for index, (ridge, base) in enumerate(zip(ridges, bases, strict=True)):
         pieces.append(_draw_ridge(ridge, x, base, row * TALLEST / tallest, f"layer {index}"))
         if index in labelled:
             pieces.append(text(LEFT - 8, base - 3, str(index), anchor="end", kind="tick"))
+    # On top of all ridges, or the next one would hide them.
+    pieces += [_draw_middle(ridge, x, base) for ridge, base in zip(ridges, bases, strict=True)]
     labels = [(tick, tick_label(tick, ticks)) for tick in ticks] if len(ticks) > 1 else []
     return sheet(
         width,
@@ -57,8 +59,13 @@ def _draw_ridge(ridge: Ridge, x: Scale, base: float, height: float, name: str) -
     path = f"M{x.start:.1f} {base:.1f}L{'L'.join(tops)}L{x.end:.1f} {base:.1f}Z"
     low, median, high = ridge.quartiles
     hint = f"{name}: median {median:.3g}, middle half {low:.3g} to {high:.3g}".replace("-", "−")
+    return element("path", element("title", hint), d=path, class_="ridge")
+
+
+def _draw_middle(ridge: Ridge, x: Scale, base: float) -> Markup:
+    """The middle half of the units, and the median."""
+    low, median, high = ridge.quartiles
     return join(
-        element("path", element("title", hint), d=path, class_="ridge"),
         element("line", x1=x(low), x2=x(high), y1=base, y2=base, class_="middle"),
         element("line", x1=x(median), x2=x(median), y1=base - 5, y2=base + 2, class_="median"),
     )

@@ -7,7 +7,7 @@ from unit.pipeline.report_outputs import GAPS, Outputs
 
 from models.errors import ContractError
 from pipeline.report.evaluations import find_comparable, read_evaluation
-from pipeline.report.groups import curves_of, group_by_seed, same_method
+from pipeline.report.groups import curves_of, group_by_seed, relative_to, same_method
 from stages.plots.curves import Point
 
 
@@ -74,6 +74,19 @@ def test_seeds_become_one_point_and_widths_a_curve(outputs):
     assert wide == Point(0.7, 0.01, 0.01, 0.01, 1)
     assert (narrow.low, narrow.count) == (0.05, 2)
     assert len(groups) == 3
+
+
+def test_gaps_as_parts_of_the_static_masks(outputs):
+    gaps = {"dense": 0.0, "carved": 0.05, "static_mask": 0.2, "random_router": 0.9}
+    wanted = read_evaluation(outputs.carve(gaps=gaps))
+    outputs.carve(seed=1, gaps=gaps | {"carved": 0.07})
+    outputs.carve(top_k=4, gaps=gaps | {"carved": 0.0, "static_mask": 0.0})
+    groups = group_by_seed(find_comparable(wanted))
+    ours, mask = relative_to(groups, "static_mask", list(gaps), 1.6)
+    assert (ours.name, mask.name) == ("this MoE", "static mask")
+    (point,) = ours.points  # where the mask costs nothing there is no ratio
+    assert (point.x, point.mean, point.low, point.high) == pytest.approx((0.5, 0.3, 0.25, 0.35))
+    assert relative_to(groups, "published", list(gaps), 1.6) == []
 
 
 def test_more_calibration_text_is_another_carve(outputs):

@@ -7,7 +7,7 @@ import pytest
 
 from stages.plots.bars import Bar, draw_bars
 from stages.plots.by_layer import LayerChart, draw_by_layer
-from stages.plots.chart import FULL, HALF, MIDDLE, NARROW, draw_for, thinned
+from stages.plots.chart import FULL, HALF, MIDDLE, NARROW, draw_for, fitted, room_for, thinned
 from stages.plots.curves import Axes, Curve, Point, draw_curves
 from stages.plots.load_map import draw_load_map, load_class
 from stages.plots.markers import MARKERS, draw_marker
@@ -64,6 +64,19 @@ def test_no_curve_at_all_is_an_empty_chart():
     assert "dense" in words(read(draw_curves(AXES, [], [], MIDDLE), MIDDLE))
 
 
+def test_points_far_from_the_start_get_the_whole_width():
+    far = Curve("far", "moe", "circle", [Point(0.3, 0.1, 0.1, 0.1), Point(0.25, 0.2, 0.2, 0.2)])
+    shown = words(read(draw_curves(AXES, [far], [], MIDDLE), MIDDLE))
+    assert "30\N{NO-BREAK SPACE}%" in shown
+    assert not {"100\N{NO-BREAK SPACE}%", "dense"} & set(shown)
+
+
+def test_long_names_are_cut_to_the_room_there_is():
+    assert fitted("a router of that name", room_for(["a router of that name"], 1000)) == "a router of that name"
+    assert fitted("a router of that name", 72) == "a router…"
+    assert fitted("abc", 1) == "…"
+
+
 def test_names_of_close_ends_do_not_overlap():
     ends = [Curve(f"curve {place}", "moe", "circle", [Point(0.5, 0.1 + place / 1000, 0, 1)]) for place in range(9)]
     tree = read(draw_curves(AXES, ends, [], MIDDLE), MIDDLE)
@@ -102,6 +115,8 @@ def test_ridges_stand_on_one_axis(layers):
     ridges = [Ridge([0.1, 0.6, 0.3], (-0.5, 0.0, 0.5))] * layers
     tree = read(draw_ridges("scores", "S_p", ridges, (-1.5, 2.0), MIDDLE), MIDDLE)
     assert len([piece for piece in tree.iter("path") if piece.get("class") == "ridge"]) == layers
+    pieces = [piece.get("class") for piece in tree if piece.get("class") in {"ridge", "median"}]
+    assert pieces == ["ridge"] * layers + ["median"] * layers  # or a ridge would hide the median above it
     hint = next(tree.iter("title")).text
     assert hint == "layer 0: median 0, middle half −0.5 to 0.5"
     assert "0" in words(tree)
