@@ -10,7 +10,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from models.source import EMBEDDED
 
-
 # Families whose heads are as wide as hidden / heads, in one of transformers' generations or in their MoE.
 _DERIVED_HEAD_DIM = {"qwen2", "granite", "phi3"}
 

@@ -68,12 +68,8 @@ class StreamLayer:
         return (residual[0] if isinstance(residual, tuple) else residual), self._capture.x
 
     @torch.no_grad()
-    def add(
-        self, residual: Float[Tensor, "*T D"], ffn_output: Float[Tensor, "*T D"]
-    ) -> Float[Tensor, "*T D"]:
-        """The layer's output, for the residual stream after attention and what an FFN gave: normed or scaled first
-        where the family does that.
-        """
+    def add(self, residual: Float[Tensor, "*T D"], ffn_output: Float[Tensor, "*T D"]) -> Float[Tensor, "*T D"]:
+        """The layer's output: the residual stream and what an FFN gave, normed or scaled where the family does that."""
         if self._norm is not None:
             ffn_output = self._norm(ffn_output)
         return residual + ffn_output * self._multiplier
@@ -114,14 +110,15 @@ class LayerStream:
         hidden = []
         for ids_BT in batches:
             # Only the rows in use are cast and moved.
-            used, rows_BT = ids_BT.cpu().unique(return_inverse=True)
+            used, rows_BT = torch.unique(ids_BT.cpu(), return_inverse=True)
             hidden.append(self._shell.embed(rows_BT.to(self.device), table_VD[used].to(self.device, self.dtype)))
         return hidden
 
     def layers(self) -> Iterator[StreamLayer]:
         """Every decoder layer in order; the one before is freed."""
         for index, module in enumerate(self._skeleton.get_decoder().layers):
-            ffn = DenseFFN(*map(self._tensor, self._family.ffn(index)), _activation(module.mlp))
+            gate_FD, up_FD, down_DF = map(self._tensor, self._family.ffn(index))
+            ffn = DenseFFN(gate_FD, up_FD, down_DF, _activation(module.mlp))
             attention = _without_ffn(module)
             attention.load_state_dict(self._attention_weights(index), assign=True)
 
@@ -151,8 +148,7 @@ class LayerStream:
 
 
 def _activation(mlp: nn.Module) -> Callable[[Tensor], Tensor]:
-    act: Callable[[Tensor], Tensor] = mlp.activation_fn if hasattr(mlp, "activation_fn") else mlp.act_fn
-    return act
+    return mlp.get_submodule("activation_fn" if hasattr(mlp, "activation_fn") else "act_fn")
 
 
 def _without_ffn(module: nn.Module) -> nn.Module:

@@ -37,7 +37,7 @@ class DenseFamily:
     fused: bool = False
 
     def ffn(self, layer: int) -> tuple[str, str, str]:
-        """Names of gate, up and down; `read_part` of `models.families.fused_reading` finds them where they are fused."""
+        """Names of gate, up and down; `read_part` finds them where they are fused."""
         return self.gate.format(layer=layer), self.up.format(layer=layer), self.down.format(layer=layer)
 
     def attention_biases(self, config: Mapping[str, Any]) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from models.families.config import emit_config, source_dtype
 from models.families.dense import DenseFamily, dense_family
 from models.families.fold import gate_fold
 from models.families.fused_reading import read_part
-from models.families.moe import AlwaysOn, MoETarget
+from models.families.moe import MoETarget
 from models.families.own_class import keeps_tied, own_config
 from models.families.width import ALIGNMENT, expert_width, shared_width
 from models.shape import Shape

@@ -13,10 +13,10 @@ class SeparateFFN(nn.Module):
     def __init__(self, fused: nn.Module) -> None:
         """Take over the weights of an FFN with gate_up_proj, down_proj and activation_fn."""
         super().__init__()
-        gate_FD, up_FD = fused.gate_up_proj.weight.chunk(2)
+        gate_FD, up_FD = fused.get_parameter("gate_up_proj.weight").chunk(2)
         self.gate_proj, self.up_proj = _linear(gate_FD), _linear(up_FD)
-        self.down_proj = fused.down_proj
-        self.act_fn = fused.activation_fn
+        self.down_proj = fused.get_submodule("down_proj")
+        self.act_fn = fused.get_submodule("activation_fn")
 
     def forward(self, x: Tensor) -> Tensor:
         """FFN(x)."""

@@ -35,7 +35,26 @@ def own_config(
         dtype=dtype,
     )
     tied = {"tie_word_embeddings": keeps_tied(source)}
-    return keys | tied | {"dense": keys["dense"] | tied}
+    return keys | tied | {"dense": _legacy_rope(keys["dense"]) | tied}
+
+
+def _legacy_rope(dense: dict[str, Any]) -> dict[str, Any]:
+    """Phi-3's position encoding as its hub checkpoints spell it, which both generations of transformers read.
+
+    transformers 4 takes no other keys in its scaling, and does not look for the rotated share of a head within it.
+    """
+    stored = dense.get("rope_parameters")
+    if dense["model_type"] != "phi3" or not stored:
+        return dense
+    rest = {key: value for key, value in dense.items() if key != "rope_parameters"}
+    apart = {key: stored[key] for key in _BESIDE_SCALING if key in stored}
+    if stored.get("rope_type") != "longrope":
+        return rest | apart | {"rope_scaling": None}
+    factors = {key: stored[key] for key in ("short_factor", "long_factor")}
+    return rest | apart | {"rope_scaling": {"type": "longrope", **factors}}
+
+
+_BESIDE_SCALING = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
 
 
 def keeps_tied(source: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Run in a fresh process by test_emission: load every emitted checkpoint with transformers alone and say what it gave.
+"""Run in a fresh process: load every emitted checkpoint with transformers alone and say what it gave.
 
     python -W error reload_checkpoints.py <folder of cases>
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -38,6 +39,7 @@ def reload(case: Path) -> dict[str, object]:
     prompt = dense["ids"][:1, :3]
     generated = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4, min_new_tokens=4)
     return {
+        "transformers": transformers.__version__,
         "architecture": type(model).__name__,
         "difference": float((logits - dense["logits"]).abs().max()),
         "scale": float(dense["logits"].std()),

@@ -6,7 +6,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from models.errors import ConfigError
 from models.pico import write_pico
 from models.stream import LayerStream
 from stages.calibration.token_stream import TokenStream

@@ -28,7 +28,11 @@ def test_the_card_says_what_was_carved_from_what():
     ("target", "shape", "expected"),
     [
         ("qwen3_moe", Shape(64, 256, 8, 0), "vLLM, SGLang: expert count and width suit the fused kernels."),
-        ("qwen3_moe", Shape(100, 256, 8, 0), "E = 100, N = 256 take a slower path; fast are E a power of two and N % 128 == 0."),
+        (
+            "qwen3_moe",
+            Shape(100, 256, 8, 0),
+            "E = 100, N = 256 take a slower path; fast are E a power of two and N % 128 == 0.",
+        ),
         ("qwen3_moe", Shape(64, 64, 8, 0), "fast are E a power of two and N % 128 == 0 (`assemble.pad_to=128` gives"),
         ("qwen3_moe", Shape(64, 64, 8, 0), "\nllama.cpp: K-quants want"),
         ("granitemoe", Shape(64, 256, 8, 0), "vLLM, SGLang: expert count and width suit"),

@@ -44,8 +44,12 @@ def test_auto_stays_in_the_family_where_it_can(source: str, always_on: int, targ
         ("llama", "mixtral", 1, "mixtral has no always-on units, 1 are wanted\n{where}qwen2_moe, glm4_moe, tiny_onn"),
         ("gemma2", "mixtral", 0, "mixtral cannot hold the attention of gemma2\n{where}tiny_onn"),
         ("olmo2", "flex_olmo", 3, "flex_olmo has no always-on units, 3 are wanted\n{where}tiny_onn"),
-        ("granite", "granitemoe", 3, "granitemoe has no always-on units, 3 are wanted\n"
-         "{where}granitemoeshared, tiny_onn"),
+        (
+            "granite",
+            "granitemoe",
+            3,
+            "granitemoe has no always-on units, 3 are wanted\n{where}granitemoeshared, tiny_onn",
+        ),
     ],
 )
 def test_targets_that_cannot_say_it(source: str, requested: str, always_on: int, text: str) -> None:
@@ -76,16 +80,12 @@ def test_plain_sources_can_be_said() -> None:
         (
             {"model_type": "llama", "attention_bias": True},
             "mixtral",
-            "mixtral has no bias on o_proj\n"
-            "  where: attention_bias in config.json\n"
-            "  do:    assemble.target=tiny_onn",
+            "mixtral has no bias on o_proj\n  where: attention_bias in config.json\n  do:    assemble.target=tiny_onn",
         ),
         (
             {"model_type": "mistral"},
             "glm4_moe",
-            "glm4_moe has no sliding window\n"
-            "  where: sliding_window in config.json\n"
-            "  do:    assemble.target=mixtral",
+            "glm4_moe has no sliding window\n  where: sliding_window in config.json\n  do:    assemble.target=mixtral",
         ),
         (
             {"model_type": "llama", "head_dim": 8},

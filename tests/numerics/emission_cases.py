@@ -1,0 +1,197 @@
+"""Pico checkpoints of every family, emitted for a target that can say it, beside the dense model's logits."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from models.checkpoint.reader import ShardReader
+from models.families.dense import DENSE_FAMILIES
+from models.families.emit import emit_checkpoint
+from models.families.moe import MOE_TARGETS, check_target
+from models.families.slicing import slice_experts
+from models.pico import write_pico
+from models.shape import Shape
+from models.source import read_config
+
+TOLERANCE = 1e-5
+LAYERS, HIDDEN = 2, 24
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 5e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 2e4, "factor": 4.0, "original_max_position_embeddings": 128}
+# A base other than any architecture's default: whoever does not read it fails.
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 3e3}
+LONG = [1.0, 1.5, 2.5]
+LONGROPE = {
+    "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 3e3, "short_factor": LONG, "long_factor": [2 * f for f in LONG],
+    },
+    "original_max_position_embeddings": 8,  # fewer than the test's tokens
+}  # fmt: skip
+PARTIAL_ROPE = PLAIN_ROPE | {"partial_rotary_factor": 0.67}
+MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 0.5,
+    "residual_multiplier": 0.7,
+    "attention_multiplier": 0.3,
+}
+# Windows shorter than the test's text, in one of two layers.
+WINDOWS = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+GEMMA = WINDOWS | {"final_logit_softcapping": 2.0, "attn_logit_softcapping": 1.5, "query_pre_attn_scalar": 5}
+GEMMA3 = GEMMA | {
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 3e3},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+    }
+}
+NO_ROTATION = {"no_rope_layers": [1, 0]}
+
+
+@dataclass(frozen=True)
+class Case:
+    source: str
+    target: str
+    always_on: int = 0
+    experts: int = 5
+    n: int = 7
+    copies: bool = False  # E·N > F: the last expert holds units of the others
+    dtype: torch.dtype = torch.float32
+    pad_to: int = 8
+    warned: int = 0  # transformers 5 says something of the dense checkpoint, and says it of this one
+    pico: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.experts, self.n, self.experts, self.always_on)
+
+    @property
+    def width(self) -> int:
+        """F: with copies the last expert is made of the others' units."""
+        return (self.experts - self.copies) * self.n + self.always_on
+
+
+CASES = {
+    "qwen3": Case("qwen3", "qwen3_moe", pico={"tie": True}),
+    "qwen3-biased": Case("qwen3", "qwen3_moe", pico={"attention_bias": True}),
+    "qwen2": Case("qwen2", "qwen2_moe"),
+    "qwen2-always-on": Case("qwen2", "qwen2_moe", always_on=5),
+    "qwen2-power-of-two": Case("qwen2", "qwen2_moe", always_on=5, experts=4),
+    "qwen2-yarn": Case("qwen2", "qwen2_moe", always_on=5, pico={"rope_parameters": YARN_ROPE}),
+    "llama": Case("llama", "mixtral"),
+    "llama-llama3-rope": Case("llama", "mixtral", pico={"rope_parameters": LLAMA3_ROPE}),
+    "llama-qwen2_moe": Case("llama", "qwen2_moe", always_on=5, pico={"head_dim": 6}),
+    "mistral": Case("mistral", "mixtral", pico={"sliding_window": 4}),
+    "qwen3-glm4": Case("qwen3", "glm4_moe", always_on=5),
+    "qwen2-glm4": Case("qwen2", "glm4_moe", always_on=11),
+    "llama-glm4": Case("llama", "glm4_moe", always_on=5),
+    "llama-glm4-llama3-rope": Case("llama", "glm4_moe", always_on=5, pico={"rope_parameters": LLAMA3_ROPE}),
+    "glm4-none-always-on": Case("qwen3", "glm4_moe"),
+    "qwen3-copies": Case("qwen3", "qwen3_moe", copies=True),
+    "qwen2-copies": Case("qwen2", "qwen2_moe", always_on=5, copies=True),
+    "llama-copies": Case("llama", "mixtral", copies=True),
+    "llama-glm4-copies": Case("llama", "glm4_moe", always_on=5, copies=True),
+    "qwen3-bfloat16": Case("qwen3", "qwen3_moe", experts=4, n=8, dtype=torch.bfloat16),
+    "qwen2-bfloat16": Case("qwen2", "qwen2_moe", always_on=5, experts=4, n=8, dtype=torch.bfloat16),
+    "qwen3-shards": Case("qwen3", "qwen3_moe", pico={"max_shard_size": "8KB"}),
+    "phi3": Case("phi3", "mixtral", pico={"sliding_window": 4}),
+    "phi3-longrope": Case("phi3", "mixtral", pico=LONGROPE),
+    "phi3-qwen2_moe": Case("phi3", "qwen2_moe", always_on=5),
+    "phi3-glm4": Case("phi3", "glm4_moe", always_on=5),
+    "olmo2": Case("olmo2", "flex_olmo", pico={"tie": True}),
+    "olmo2-biased": Case("olmo2", "flex_olmo", experts=4, pico={"attention_bias": True}),
+    "granite": Case("granite", "granitemoe", pico=MULTIPLIERS | {"tie": True}),
+    "granite-shared": Case("granite", "granitemoeshared", always_on=5, pico=MULTIPLIERS),
+    "granite-shared-biased": Case("granite", "granitemoeshared", always_on=5, pico={"attention_bias": True}),
+    "granite-shared-none-always-on": Case("granite", "granitemoeshared"),
+    "granite-copies": Case("granite", "granitemoeshared", always_on=5, copies=True),
+    "granite-bfloat16": Case("granite", "granitemoe", experts=4, n=8, dtype=torch.bfloat16),
+    "gemma2": Case("gemma2", "tiny_onn", always_on=5, pico=GEMMA | {"tie": True}),
+    "gemma2-untied": Case("gemma2", "tiny_onn", pico=GEMMA),
+    "gemma3_text": Case("gemma3_text", "tiny_onn", always_on=5, pico=GEMMA3 | {"tie": True}),
+    "gemma3_text-untied": Case("gemma3_text", "tiny_onn", pico=GEMMA3),
+    "smollm3": Case("smollm3", "tiny_onn", always_on=5, pico=NO_ROTATION | {"tie": True}),
+    "smollm3-biased": Case("smollm3", "tiny_onn", pico=NO_ROTATION | {"attention_bias": True}),
+    "qwen3-tiny_onn": Case("qwen3", "tiny_onn", always_on=5, pico=WINDOWS | {"use_sliding_window": True}),
+    "qwen2-tiny_onn": Case("qwen2", "tiny_onn", always_on=5, pico={"rope_parameters": YARN_ROPE}),
+    "llama-tiny_onn": Case("llama", "tiny_onn", pico={"attention_bias": True, "rope_parameters": LLAMA3_ROPE}),
+    "mistral-tiny_onn": Case("mistral", "tiny_onn", always_on=5, pico={"sliding_window": 4}),
+    "phi3-tiny_onn": Case("phi3", "tiny_onn", always_on=5, pico={"rope_parameters": PARTIAL_ROPE}),
+    "phi3-longrope-tiny_onn": Case("phi3", "tiny_onn", warned=1, pico=LONGROPE | {"tie": True}),
+    "olmo2-tiny_onn": Case("olmo2", "tiny_onn", always_on=5),
+    "granite-tiny_onn": Case("granite", "tiny_onn", always_on=5, pico=MULTIPLIERS),
+    "gemma2-copies": Case("gemma2", "tiny_onn", always_on=5, copies=True, pico=GEMMA),
+    "olmo2-bfloat16": Case("olmo2", "tiny_onn", always_on=5, dtype=torch.bfloat16),
+    "qwen3-padded": Case("qwen3", "qwen3_moe", pad_to=128),
+    "qwen2-padded": Case("qwen2", "qwen2_moe", always_on=5, pad_to=128),
+    "glm4-padded": Case("qwen3", "glm4_moe", always_on=5, pad_to=128),
+    "granite-padded": Case("granite", "granitemoeshared", always_on=5, pad_to=128),
+    "smollm3-padded": Case("smollm3", "tiny_onn", always_on=5, pad_to=128),
+}
+
+
+def write_case(folder: Path, case: Case) -> None:
+    """Dense checkpoint, its logits, and the MoE emitted from it."""
+    pico = {"rope_parameters": PLAIN_ROPE} | case.pico
+    dense = write_pico(
+        folder / "dense", case.source, layers=LAYERS, hidden=HIDDEN, intermediate=case.width, dtype=case.dtype, **pico
+    )
+    ids = torch.arange(33).view(3, 11)
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)(ids).logits
+    assert logits.std() > 0.5
+    save_file({"ids": ids, "logits": logits}, folder / "dense_logits.safetensors")
+    family, target = DENSE_FAMILIES[case.source], MOE_TARGETS[case.target]
+    assert not check_target(read_config(dense), target, case.shape)
+    with ShardReader(dense) as reader:
+
+        def experts(layer: int):
+            units_EN, always_on_S = units_of(case, layer)
+            slices = slice_experts(reader, family, layer, units_EN, always_on_S)
+            copies = units_EN.flatten().bincount(minlength=case.width)[units_EN]
+            return replace(slices, down_EDN=slices.down_EDN / copies[:, None, :])
+
+        emit_checkpoint(
+            dense,
+            folder / "moe",
+            target=target,
+            shape=case.shape,
+            routers=lambda _layer: torch.zeros(case.experts, HIDDEN),
+            experts=experts,
+            pad_to=case.pad_to,
+        )
+
+
+def units_of(case: Case, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(E, N) units and (S,) always-on units of a layer: shuffled, and another way in every layer."""
+    order = torch.randperm(case.width, generator=torch.Generator().manual_seed(layer)).int()
+    always_on, routed = order[: case.always_on], order[case.always_on :]
+    if case.copies:
+        routed = torch.cat([routed, routed[:: case.experts - 1][: case.n]])
+    return routed.view(case.experts, case.n), always_on
+
+
+def reload_all(folder: Path, *, path: Path | None = None) -> dict[str, dict[str, Any]]:
+    """What a fresh process says of every case in a folder, with the packages in `path` before the installed ones."""
+    script = Path(__file__).with_name("reload_checkpoints.py")
+    environment = os.environ | ({"PYTHONPATH": str(path)} if path else {})
+    # What other releases deprecate is their own affair.
+    strict = [] if path else ["-W", "error"]
+    done = subprocess.run(
+        [sys.executable, *strict, script, folder], capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    report: dict[str, dict[str, Any]] = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    return report
