@@ -10,7 +10,6 @@ from pathlib import Path
 from omegaconf import OmegaConf
 from tabulate import tabulate
 
-from pipeline.report.page import FILE, Source, write_page
 from pipeline.report.run_record import RunRecord, StageRun
 from pipeline.schema import Settings
 from stages.contracts.job import Table
@@ -54,6 +53,8 @@ class RunFolder:
 
     def write_page(self, evaluation: Path) -> Path:
         """Write report.html about a published evaluation. Raises UserError: it cannot be read."""
+        from pipeline.report.page import FILE, Source, write_page  # noqa: PLC0415 - loads numpy, which errors do without
+
         config = (self.folder / "config.yaml").read_text(encoding="utf-8")
         return write_page(Source(self.label, self.record, config, evaluation, self.output_dir), self.folder / FILE)
 

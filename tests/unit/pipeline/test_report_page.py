@@ -2,6 +2,7 @@
 
 import re
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import pytest
 from unit.pipeline.report_outputs import GAPS, PIXEL, Outputs
@@ -13,6 +14,9 @@ from pipeline.report.evaluations import read_evaluation
 from pipeline.report.page import Source, draw_page
 from pipeline.report.run_record import read_run_record
 from pipeline.report.run_source import find_source
+from pipeline.run_folder import RunFolder
+from pipeline.runner import Runner
+from pipeline.schema import Settings
 
 OPEN_ENDED = {"meta", "img", "input"}
 
@@ -183,6 +187,20 @@ def test_an_evaluation_that_was_removed_is_said(outputs):
         f"  where: {evaluation}\n"
         "  do:    run the command at the head of its report.md again"
     )
+
+
+def test_a_run_whose_page_cannot_be_drawn_is_no_failure(outputs, caplog):
+    evaluation = outputs.carve()
+    run_folder = RunFolder(
+        outputs.folder / "runs" / "now", Settings(experts=5, n=8, output_dir=str(outputs.folder)), []
+    )
+    steps = [SimpleNamespace(stage=SimpleNamespace(name="evaluate"), folder=evaluation)]
+    assert Runner(run_folder, []).write_page(steps) == run_folder.folder / "report.html"
+    assert Runner(run_folder, []).write_page([]) is None
+    (evaluation / "evaluation.json").write_text("damaged")
+    assert Runner(run_folder, []).write_page(steps) is None
+    (said,) = caplog.messages
+    assert said.startswith("no report.html: no readable evaluation: JSONDecodeError(")
 
 
 @pytest.mark.parametrize(

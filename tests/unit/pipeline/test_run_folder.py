@@ -6,6 +6,7 @@ import warnings
 import pytest
 import yaml
 
+from pipeline.report.run_record import StageRun, read_run_record
 from pipeline.run_folder import RunFolder, render, replace_link
 from pipeline.schema import Settings
 from stages.contracts.job import Table
@@ -33,6 +34,14 @@ def test_the_report_grows_stage_by_stage(run):
         "| 0       |  1.235 |   12,345 |\n| 1       |      2 |        7 |\n"
         "\na note\nanother\n"
     )
+
+
+def test_programs_read_what_was_done(run):
+    run.record_stage("scan", "ab" * 32, 1.5, 7)
+    run.record_stage("score", "cd" * 32)
+    record = read_run_record(run.folder)
+    assert record.overrides == ["stage=scan", "experts=3"]
+    assert record.stages == [StageRun("scan", "ab" * 32, 1.5, 7), StageRun("score", "cd" * 32)]
 
 
 def test_what_a_stage_has_formatted_stays():
