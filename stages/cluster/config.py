@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 VERSION = 1
 
 # What units can be compared by.
-VIEWS = ("coactivation", "gate_rows", "contribution")
+VIEWS = ("coactivation", "gate_rows", "contribution", "taylor_profile")
 # Methods that compare units in these views.
 COMPARING_METHODS = frozenset({"balanced_kmeans"})
 # Views, methods and ways to choose always-on units that want a pass of the dense model over the calibration text.
@@ -23,8 +23,8 @@ class ClusterConfig:
         default="balanced_kmeans", metadata={"choices": ("balanced_kmeans", "rank", "random", "contiguous")}
     )
     # What balanced_kmeans compares, and the map shows: coactivation (on which tokens a unit fires), gate_rows (its gate
-    # weights), contribution (how much it adds on which tokens; one more pass over the text), or joint (all of
-    # joint_views).
+    # weights), contribution (how much it adds on which tokens; one more pass over the text), taylor_profile (to which
+    # text domains it is important; needs scan.domains=true), or joint (all of joint_views).
     features: str = field(default="coactivation", metadata={"choices": (*VIEWS, "joint")})
     # features=joint: the views that are compared together, each with equal weight.
     joint_views: list[str] = field(default_factory=lambda: ["coactivation", "gate_rows"], metadata={"choices": VIEWS})

@@ -8,7 +8,7 @@ from models.config import ModelConfig
 from models.errors import ConfigError
 from stages.cluster.activity import LayerActivity
 from stages.contracts.scores import Scores
-from stages.contracts.statistics import UnitStatistics
+from stages.contracts.statistics import DomainStatistics, UnitStatistics
 
 FEATURES, GROUPING, LAYOUT, CONTROL = range(4)  # what a layer's streams of random numbers are for
 
@@ -23,6 +23,7 @@ class LayerEvidence:
     scores: Scores
     seed: int
     pass_activity: LayerActivity | None = None
+    domains: DomainStatistics | None = None  # where the scan kept them
 
     @property
     def activity(self) -> LayerActivity:

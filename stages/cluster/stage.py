@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from itertools import repeat
+from pathlib import Path
 
 import torch
 from tqdm import tqdm
@@ -22,19 +23,20 @@ from stages.cluster.views import view_units
 from stages.contracts.job import Job, Table
 from stages.contracts.partition import Partition
 from stages.contracts.scores import Scores
-from stages.contracts.statistics import UnitStatistics
+from stages.contracts.statistics import DomainStatistics, UnitStatistics
 from stages.data.config import DataConfig
 
 
 def run(job: Job, *, model: ModelConfig, data: DataConfig, cluster: ClusterConfig, shape: Shape, seed: int) -> Table:
     """Group the units of every layer into experts; no layer's draws depend on another layer."""
     statistics, scores = UnitStatistics.load(job.parents["scan"]), Scores.load(job.parents["score"])
+    domains = load_domains(job.parents["scan"])
     layers, width = scores.chosen.shape
     drawn = layers_to_draw(cluster, layers)
     partitions, figures, pictures = [], [], []
     with open_pass(model, data, cluster, layers) as activities:
         for layer, activity in enumerate(tqdm(activities, total=layers, desc="cluster", unit="layer")):
-            evidence = LayerEvidence(layer, model, statistics, scores, seed, activity)
+            evidence = LayerEvidence(layer, model, statistics, scores, seed, activity, domains)
             features = lru_cache(maxsize=1)(partial(view_units, cluster, evidence))
             partition = partition_layer(
                 measure_by(cluster.always_on_by, evidence),
@@ -60,6 +62,11 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, cluster: ClusterConfi
         description=describe(cluster, scores.method),
     ).save(job.out)
     return tabulate_layers(figures, cluster, scores.method, pictures)
+
+
+def load_domains(folder: Path) -> DomainStatistics | None:
+    """What the scan found by text domain, if it was asked to."""
+    return DomainStatistics.load(folder) if (folder / DomainStatistics.FILE).exists() else None
 
 
 @contextmanager

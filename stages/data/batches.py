@@ -1,7 +1,7 @@
 """Sequences to padded batches."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Int64
@@ -19,6 +19,7 @@ class TokenBatch:
     attention_mask: Int64[Tensor, "B T"]  # 1 = token, 0 = padding
     labels: Int64[Tensor, "B T"]  # not shifted; -100 where the token does not count in the loss
     names: list[str]
+    domains: list[str] = field(default_factory=list)  # of every sequence; only the scan asks for them
 
     @property
     def tokens(self) -> int:
@@ -55,4 +56,10 @@ def _pad(group: Sequence[TokenSequence], pad_id: int) -> TokenBatch:
         input_ids[row, :length] = torch.tensor(sequence.ids)
         attention_mask[row, :length] = 1
         labels[row, :length] = torch.tensor(sequence.labels)
-    return TokenBatch(input_ids, attention_mask, labels, [sequence.name for sequence in group])
+    return TokenBatch(
+        input_ids,
+        attention_mask,
+        labels,
+        [sequence.name for sequence in group],
+        [sequence.domain for sequence in group],
+    )

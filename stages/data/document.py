@@ -11,11 +11,15 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Document:
-    """Plain text, or a conversation (`messages`, then `text` is empty). `name` says where it came from."""
+    """Plain text, or a conversation (`messages`, then `text` is empty).
+
+    `name` says where it came from, `domain` what it is about: its file, dataset or module, or what a record says.
+    """
 
     name: str
     text: str = ""
     messages: tuple[Message, ...] = ()
+    domain: str = ""
 
     @property
     def digest(self) -> bytes:

@@ -21,6 +21,7 @@ class EncodedDocument:
     name: str
     ids: list[int]
     labels: list[int]
+    domain: str = ""
 
 
 def encode_document(document: Document, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> EncodedDocument:
@@ -32,9 +33,9 @@ def encode_document(document: Document, tokenizer: PreTrainedTokenizerBase, data
     if document.messages:
         ids, supervised = encode_conversation(document, tokenizer, completion=data.labels in ANSWERS_COUNT)
         labels = [id_ if counts else IGNORED for id_, counts in zip(ids, supervised, strict=True)]
-        return EncodedDocument(document.name, ids, labels)
+        return EncodedDocument(document.name, ids, labels, document.domain)
     ids = encode_text(document.text, tokenizer, data.separator)
-    return EncodedDocument(document.name, ids, ids)
+    return EncodedDocument(document.name, ids, ids, document.domain)
 
 
 def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, separator: str) -> list[int]:

@@ -108,7 +108,8 @@ def _label(prompts: LoadedText, written: Written, ends: Collection[int], wanted:
             if _is_silent(tokens, ends):
                 silent.append(prompt.name)
             else:
-                yield TokenSequence(prompt.name, prompt.ids + tokens, [IGNORED] * len(prompt.ids) + tokens)
+                labels = [IGNORED] * len(prompt.ids) + tokens
+                yield TokenSequence(prompt.name, prompt.ids + tokens, labels, prompt.domain)
 
     text = select_usable(join(), wanted)
     for note in describe_skipped({NOTHING_WRITTEN: silent}):

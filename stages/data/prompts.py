@@ -58,7 +58,7 @@ def _read_prompts(
         elif len(ids) + data.max_new_tokens > data.max_length:
             skipped[NO_ROOM].append(document.name)
         else:
-            yield TokenSequence(document.name, ids, [IGNORED] * len(ids))
+            yield TokenSequence(document.name, ids, [IGNORED] * len(ids), document.domain)
 
 
 def _encode(document: Document, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> list[int]:

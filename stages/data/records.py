@@ -7,13 +7,14 @@ from stages.data.config import DataConfig
 from stages.data.document import Document, Message
 
 
-def read_record(record: object, where: str, data: DataConfig) -> Document | None:
+def read_record(record: object, where: str, data: DataConfig, domain: str = "") -> Document | None:
     """Read the conversation or the text of one record.
 
     Args:
         record: what the file or the dataset holds.
         where: its name, e.g. `file:line`.
         data: the names of the columns.
+        domain: of records that name none of their own.
 
     Returns:
         The document; None where the text or the conversation is empty or null.
@@ -27,9 +28,11 @@ def read_record(record: object, where: str, data: DataConfig) -> Document | None
             where=where,
             do=f'one JSON object a line: {{"{data.text_column}": "..."}}',
         )
+    if data.domain_field:
+        domain = _read_domain(record, where, data.domain_field)
     if record.get(data.messages_column) is not None:
         messages = _read_messages(record[data.messages_column], f"{where}, column {data.messages_column}")
-        return Document(where, messages=messages) if messages else None
+        return Document(where, messages=messages, domain=domain) if messages else None
     if data.text_column not in record:
         raise DataError(
             f"a record has neither column {data.messages_column!r} nor column {data.text_column!r}",
@@ -45,7 +48,20 @@ def read_record(record: object, where: str, data: DataConfig) -> Document | None
             where=where,
             do="name a column of text: data.text_column=",
         )
-    return Document(where, _mend_surrogates(text)) if text.strip() else None
+    return Document(where, _mend_surrogates(text), domain=domain) if text.strip() else None
+
+
+def _read_domain(record: Mapping[str, object], where: str, field: str) -> str:
+    value = record.get(field)
+    if isinstance(value, str | int) and not isinstance(value, bool):
+        return str(value)
+    raise DataError(
+        f"column {field!r} holds {_kind(value)}, not a name"
+        if field in record
+        else f"a record has no column {field!r}",
+        where=f"{where}; its columns: {', '.join(map(str, record)) or 'none'}",
+        do="data.domain_field= a column that every record has, or null",
+    )
 
 
 def _read_messages(value: object, where: str) -> tuple[Message, ...]:

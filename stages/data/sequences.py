@@ -1,7 +1,7 @@
 """Documents to the token sequences the model reads."""
 
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -27,10 +27,11 @@ class TokenSequence:
     name: str
     ids: list[int]
     labels: list[int]
+    domain: str = ""  # that most of its tokens are of
 
     def cut(self, length: int) -> "TokenSequence":
         """The first `length` tokens."""
-        return TokenSequence(self.name, self.ids[:length], self.labels[:length])
+        return TokenSequence(self.name, self.ids[:length], self.labels[:length], self.domain)
 
 
 @dataclass(frozen=True)
@@ -90,25 +91,31 @@ def pack_documents(documents: Iterable[EncodedDocument], max_length: int) -> Ite
     """
     ids: list[int] = []
     labels: list[int] = []
+    domains: list[str] = []  # of every token
     name, number = "", 0
     for document in documents:
         name = name if ids else document.name
         ids += document.ids
         labels += document.labels
+        domains += [document.domain] * len(document.ids)
         whole = len(ids) - len(ids) % max_length
         for start in range(0, whole, max_length):
             end = start + max_length
-            yield TokenSequence(f"{number}: {name}", ids[start:end], labels[start:end])
+            yield TokenSequence(f"{number}: {name}", ids[start:end], labels[start:end], _most(domains[start:end]))
             name, number = document.name, number + 1
-        ids, labels = ids[whole:], labels[whole:]
+        ids, labels, domains = ids[whole:], labels[whole:], domains[whole:]
     if ids:
-        yield TokenSequence(f"{number}: {name}", ids, labels)
+        yield TokenSequence(f"{number}: {name}", ids, labels, _most(domains))
+
+
+def _most(domains: list[str]) -> str:
+    return Counter(domains).most_common(1)[0][0]
 
 
 def truncate_documents(documents: Iterable[EncodedDocument], max_length: int) -> Iterator[TokenSequence]:
     """One sequence per document: its first `max_length` tokens."""
     for document in documents:
-        yield TokenSequence(document.name, document.ids[:max_length], document.labels[:max_length])
+        yield TokenSequence(document.name, document.ids[:max_length], document.labels[:max_length], document.domain)
 
 
 def select_usable(sequences: Iterable[TokenSequence], wanted: int) -> LoadedText:

@@ -77,7 +77,7 @@ def read_file(file: Path, data: DataConfig) -> Iterator[Document]:
     if file.suffix.lower() == ".jsonl":
         return _read_records(file, data)
     passages = cut_passages(_read_lines(file), SHORTEST_PASSAGE, LONGEST_PASSAGE)
-    return (Document(f"{file}:{number}", text) for number, text in passages)
+    return (Document(f"{file}:{number}", text, domain=file.stem) for number, text in passages)
 
 
 def _read_records(file: Path, data: DataConfig) -> Iterator[Document]:
@@ -92,7 +92,7 @@ def _read_records(file: Path, data: DataConfig) -> Iterator[Document]:
                 where=f"{file}:{number}, character {error.pos + 1}",
                 do="mend or remove the line",
             ) from error
-        if document := read_record(record, f"{file}:{number}", data):
+        if document := read_record(record, f"{file}:{number}", data, domain=file.stem):
             yield document
 
 

@@ -9,9 +9,10 @@ from torch import Tensor
 from models.capture.ffn_norms import unit_norms
 from models.capture.ffn_probe import FFNGradients
 from models.capture.host import to_host
+from stages.scan.domains import sum_taylor_by_domain
 from stages.scan.token_kernel import sum_tokens_compiled
 from stages.scan.token_sums import UnitRule, pack_bits, sum_tokens
-from stages.stores.sums import ScanSums
+from stages.stores.sums import ScanSums, domain_sum
 
 # Sums of the forward pass, then of the backward pass: one row each in a layer's buffer.
 FORWARD = ("sum_abs", "sum_sq", "max_abs", "active_count")
@@ -19,11 +20,14 @@ BACKWARD = ("sum_taylor", "grad_norm_gate", "grad_norm_up", "grad_norm_down")
 ROWS = {name: row for row, name in enumerate(FORWARD + BACKWARD)}
 
 
-def sum_shapes(layers: int, width: int, reservoir: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def sum_shapes(
+    layers: int, width: int, reservoir: int, domains: int = 0
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shapes and number formats of a scan's sums: float64, so that neither batch size nor length costs precision."""
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         name: ((layers, width), torch.int64 if name == "active_count" else torch.float64) for name in ROWS
     }
+    shapes |= {domain_sum(number): ((layers, width), torch.float64) for number in range(domains)}
     # Token-major while scanning, so that a batch writes whole rows.
     shapes["bits_LRf"] = ((layers, reservoir, (width + 7) // 8), torch.uint8)
     return shapes
@@ -36,14 +40,27 @@ class LayerSums:
     rows_8F: Tensor  # float64, in the order of ROWS
     bits_Rf: Tensor  # reservoir rows in token order
     totals_B: Tensor  # every sample's Σ‖∇‖
+    domains_PF: Tensor  # float64, Taylor sums of the batch's P domains
 
 
 class BatchSums:
     """One batch while it passes the model. Nothing waits for the device before `to_host`."""
 
-    def __init__(self, layers: int, mask_BT: Bool[Tensor, "B T"], slots_BT: Int[Tensor, "B T"], rule: UnitRule) -> None:
-        """Prepare on the CPU which tokens count (`mask_BT`) and which keep their bits (`slots_BT` >= 0)."""
+    def __init__(
+        self,
+        layers: int,
+        mask_BT: Bool[Tensor, "B T"],
+        slots_BT: Int[Tensor, "B T"],
+        rule: UnitRule,
+        domains_B: Int[Tensor, "B"] | None = None,
+    ) -> None:
+        """Prepare on the CPU which tokens count (`mask_BT`) and which keep their bits (`slots_BT` >= 0).
+
+        With `domains_B`, the number of every sample's text domain, Taylor scores are summed up by domain, too.
+        """
         self.rule = rule
+        by_number = torch.empty(0, dtype=torch.int64) if domains_B is None else domains_B
+        self.domains_P, self.domain_rows_B = torch.unique(by_number, return_inverse=True)
         self.layers: list[LayerSums | None] = [None] * layers
         self.rows: dict[torch.device, Tensor] = {}
         self.real_T = mask_BT.flatten().nonzero()[:, 0]
@@ -61,6 +78,10 @@ class BatchSums:
         for name, norms_BF in unit_norms(record, self.rule.norm_product).items():
             sums.rows_8F[ROWS[f"grad_norm_{name}"]] = norms_BF.double().sum(0)
             sums.totals_B += norms_BF.sum(1)
+        if len(self.domains_P):
+            sums.domains_PF = sum_taylor_by_domain(
+                record.h_BTF, record.h_grad_BTF, self.domain_rows_B, len(self.domains_P)
+            )
 
     def _add_tokens(self, layer: int, h_BTF: Tensor, grad_BTF: Tensor | None) -> LayerSums:
         sum_up = sum_tokens_compiled if h_BTF.device.type == "cpu" else sum_tokens
@@ -71,7 +92,7 @@ class BatchSums:
         drawn_R = self.drawn_R.to(h_MF.device, non_blocking=True)
         drawn_RF = h_MF[self._rows_on(h_BTF.device)[drawn_R]].float().abs() >= limits_T[drawn_R, None]
         self.layers[layer] = sums = LayerSums(
-            rows_8F, pack_bits(drawn_RF), torch.zeros(len(h_BTF), device=h_BTF.device)
+            rows_8F, pack_bits(drawn_RF), torch.zeros(len(h_BTF), device=h_BTF.device), rows_8F[:0]
         )
         return sums
 
@@ -79,11 +100,14 @@ class BatchSums:
         """Everything on the CPU, with the batch's losses, by one transfer for each device that holds layers."""
         parts = [part for part in self.layers if part is not None]
         assert len(parts) == len(self.layers), "a layer did not run"
-        groups = [part.rows_8F for part in parts], [part.bits_Rf for part in parts], [part.totals_B for part in parts]
+        kinds = ("rows_8F", "bits_Rf", "totals_B", "domains_PF")
+        groups = [[getattr(part, kind) for part in parts] for kind in kinds]
         found = iter(to_host([losses_B, *(tensor for group in groups for tensor in group)]))
         losses_B = next(found)
-        rows_L8F, bits_LRf, totals_LB = (torch.stack([next(found) for _ in parts]) for _ in groups)
-        return HostBatch(losses_B, rows_L8F, bits_LRf, totals_LB.sum(0), self.slots_R)
+        rows_L8F, bits_LRf, totals_LB, domains_LPF = (torch.stack([next(found) for _ in parts]) for _ in groups)
+        return HostBatch(
+            losses_B, rows_L8F, bits_LRf, totals_LB.sum(0), self.slots_R, domains_LPF, self.domains_P.tolist()
+        )
 
     def _rows_on(self, device: torch.device) -> Tensor:
         if device not in self.rows:
@@ -100,6 +124,8 @@ class HostBatch:
     bits_LRf: Tensor
     totals_B: Tensor  # every sample's Σ‖∇‖ over all layers; zero after a forward-only pass
     slots_R: Tensor
+    domains_LPF: Tensor
+    domains: list[int]  # their numbers
 
     def add_to(self, sums: ScanSums, *, number: int, counters: dict[str, float], loss_scale: float = 1.0) -> None:
         """Add the batch to running sums, as batch `number`; gradients are divided by the scale their loss had."""
@@ -111,6 +137,8 @@ class HostBatch:
                 torch.maximum(total, values_LF, out=total)
             else:
                 total += values_LF.to(total.dtype)
+        for domain, values_LF in zip(self.domains, self.domains_LPF.unbind(1), strict=True):
+            sums.tensors[domain_sum(domain)] += values_LF / loss_scale
         sums.tensors["bits_LRf"][:, self.slots_R] = self.bits_LRf
         for name, count in counters.items():
             sums.counters[name] = sums.counters.get(name, 0) + count

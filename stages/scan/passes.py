@@ -12,6 +12,7 @@ from stages.calibration.forward import forward_losses
 from stages.data.batches import TokenBatch
 from stages.scan.batch_sums import BatchSums, HostBatch
 from stages.scan.checks import check_gradients, check_losses
+from stages.scan.domains import Domains
 from stages.scan.parameters import ParameterRecorder
 from stages.scan.token_sums import UnitRule
 from stages.stores.sums import ScanSums
@@ -29,6 +30,7 @@ class Scanner:
     rule: UnitRule
     gradients: bool  # run the backward pass
     parameters: ParameterRecorder | None = None  # also record every weight
+    domains: Domains | None = None  # also sum up Taylor scores by text domain
 
     def scan(self, batch: TokenBatch, slots_BT: Tensor, sums: ScanSums, *, number: int, first_sample: int = 0) -> None:
         """Add batch `number` to `sums`, or nothing where it fails.
@@ -76,7 +78,8 @@ class Scanner:
     def _measure(self, batch: TokenBatch, slots_BT: Tensor, loss_scale: float) -> HostBatch:
         if self.parameters:
             self.parameters.expect(batch.names)
-        sums = BatchSums(len(self.mlps), batch.attention_mask.bool(), slots_BT, self.rule)
+        domains_B = self.domains.number(batch) if self.domains else None
+        sums = BatchSums(len(self.mlps), batch.attention_mask.bool(), slots_BT, self.rule, domains_B)
         if self.gradients:
             with probe_gradients(self.mlps, sums.add_gradients), torch.enable_grad():
                 losses_B = forward_losses(self.model, batch)

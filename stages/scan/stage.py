@@ -23,6 +23,7 @@ from stages.data.skipped import describe_skipped
 from stages.data.sources import describe_source
 from stages.scan.batch_sums import sum_shapes
 from stages.scan.config import ScanConfig
+from stages.scan.domains import find_domains, make_domain_statistics
 from stages.scan.finish import make_statistics, summarise
 from stages.scan.identity import sums_identity
 from stages.scan.parameters import PartsPlace, publish_parameters, record_parameters, require_recorded
@@ -47,9 +48,14 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, store: StoreConfig, s
         )  # fmt: skip
     save_memory(dense, asked=scan.gradient_checkpointing)
     batches = batch_sequences(text.sequences, scan.batch_tokens, tokenizer.pad_token_id or 0)
-    mlps = ffn_modules(dense)
-    shapes = sum_shapes(len(mlps), mlps[0].down_proj.in_features, min(scan.reservoir_tokens, text.tokens))
+    mlps, domains = ffn_modules(dense), find_domains(batches, scan)
+    shapes = sum_shapes(
+        len(mlps), mlps[0].down_proj.in_features, min(scan.reservoir_tokens, text.tokens),
+        domains=len(domains.names) if domains else 0,
+    )  # fmt: skip
     identity = sums_identity(job.fingerprint, batches, dense.dtype)
+    if domains:
+        identity["domains"] = domains.digest(batches)
     place = StorePlace(job.scratch, model.label, identity, ffn_weight_names(dense), workers, job.fresh)
     parts = PartsPlace(job.scratch, identity)
     recording = record_parameters(
@@ -57,7 +63,7 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, store: StoreConfig, s
     )
     with open_store(store, place, shapes) as keeper, recording as parameters:
         rule = UnitRule(scan.active_share, scan.active_threshold, scan.norm_product)
-        scanner = Scanner(dense, mlps, rule, scan.gradients, parameters)
+        scanner = Scanner(dense, mlps, rule, scan.gradients, parameters, domains)
         slots_M = draw_reservoir(text.tokens, scan.reservoir_tokens, seed)
         done = agree_on_done(keeper, workers)
         resumed_at = sum(batches[number].tokens for number in done)
@@ -68,6 +74,8 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, store: StoreConfig, s
         sums = collect_sums(keeper, workers)
     if sums is None:
         return Table("scan", [], [])
+    if domains:
+        make_domain_statistics(sums, domains, batches).save(job.out)
     statistics = make_statistics(sums, mlps, gradients=scan.gradients)
     statistics.save(job.out)
     if scan.parameters:

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from models.errors import NumericsError
-from stages.stores.redis_layout import BITS, Keys, WeightNames
+from stages.stores.redis_layout import BITS, Keys, WeightNames, places_of
 from stages.stores.sums import ScanSums
 
-# About 6,000 increments: the server answers nobody else for 20 to 50 ms.
-UNITS_PER_CHUNK = 512
+# At most; the server answers nobody else for 20 to 50 ms.
+UNITS_PER_CHUNK, INCREMENTS_PER_CHUNK = 512, 6144
 BYTES_PER_CHUNK = 2**20
 
 
@@ -27,12 +27,14 @@ def pack_chunks(part: ScanSums, columns: Sequence[str], keys: Keys, weights: Wei
         NumericsError: a sum is not finite.
     """
     _check_finite(part, columns)
+    increments = sum(len(places_of(name)) for name in columns)
+    step = min(UNITS_PER_CHUNK, max(1, INCREMENTS_PER_CHUNK // increments))
     for layer, names in enumerate(weights):
         rows_FC = np.stack([part.tensors[name][layer].double().numpy() for name in columns], axis=1, dtype="<f8")
         prefixes = b"".join(prefix.encode() + b"\0" for prefix in keys.layer_rows(names))
-        for first in range(0, len(rows_FC), UNITS_PER_CHUNK):
+        for first in range(0, len(rows_FC), step):
             head = struct.pack("<III", 0, first, len(columns))
-            yield head + prefixes + rows_FC[first : first + UNITS_PER_CHUNK].tobytes()
+            yield head + prefixes + rows_FC[first : first + step].tobytes()
     if BITS in part.tensors:
         yield from _pack_bits(part.tensors[BITS], keys)
 

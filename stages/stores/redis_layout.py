@@ -12,6 +12,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from stages.stores.sums import DOMAIN
+
 LAYOUT_VERSION = 1
 PROJECTIONS = ("gate", "up", "down")
 # Sum of the scan → where it stands. Read from the first place; the others repeat it for readers of single rows.
@@ -86,9 +88,15 @@ def columns_of(names: Mapping[str, object] | Sequence[str]) -> list[str]:
     Raises:
         KeyError: one has no place in Redis.
     """
-    if unknown := set(names) - set(FIELDS) - {BITS}:
+    domains = sorted(name for name in names if name.startswith(DOMAIN))
+    if unknown := set(names) - set(FIELDS) - {BITS, *domains}:
         raise KeyError(f"no place in Redis for {', '.join(sorted(unknown))}")
-    return [name for name in FIELDS if name in names]
+    return [*(name for name in FIELDS if name in names), *domains]
+
+
+def places_of(column: str) -> list[tuple[str, str]]:
+    """Where a sum stands; that of a text domain beside sum_taylor, under its own name."""
+    return [("gate", column)] if column.startswith(DOMAIN) else FIELDS[column]
 
 
 def entries_to_add(columns: Sequence[str]) -> list[str | int]:
@@ -97,7 +105,7 @@ def entries_to_add(columns: Sequence[str]) -> list[str | int]:
         word
         for projection in PROJECTIONS
         for number, column in enumerate(columns)
-        for place, field in FIELDS[column]
+        for place, field in places_of(column)
         if place == projection
         for word in (PROJECTIONS.index(place) + 1, field, number + 1, int(column in GREATEST))
     ]
@@ -105,7 +113,7 @@ def entries_to_add(columns: Sequence[str]) -> list[str | int]:
 
 def entries_to_read(columns: Sequence[str]) -> list[str | int]:
     """Script arguments: for every column the projection and name of its first field."""
-    places = [FIELDS[column][0] for column in columns]
+    places = [places_of(column)[0] for column in columns]
     return [word for place, field in places for word in (PROJECTIONS.index(place) + 1, field)]
 
 

@@ -12,6 +12,7 @@ from stages.cluster.stage import run
 from stages.contracts.job import Job
 from stages.contracts.partition import Partition
 from stages.contracts.scores import Scores
+from stages.contracts.statistics import DomainStatistics
 from stages.data.config import DataConfig
 
 L, F = 2, 24
@@ -175,3 +176,36 @@ def test_units_are_compared_on_the_calibration_text(job, planted, dense, feature
     assert torch.equal(partition.units, again.units)
     how = "contribution" if features == "contribution" else "coactivation and contribution"
     assert table.notes[0].startswith(f"experts by balanced_kmeans on {how}; ")
+
+
+def profile(names):
+    generator = torch.Generator().manual_seed(0)
+    return DomainStatistics(names, [3] * len(names), torch.rand(len(names), L, F, generator=generator).double())
+
+
+def test_units_of_one_domain_share_an_expert(job, planted):
+    """Two domains; even units are important to the first, odd ones to the second."""
+    domains = profile(["a", "b"])
+    kind_F = torch.arange(F) % 2
+    domains.sum_taylor[:] *= torch.where(kind_F == torch.arange(2)[:, None], 1, 0.01)[:, None]
+    domains.save(job.parents["scan"])
+    table, partition = cluster(job, ClusterConfig(map="none", features="taylor_profile"), shape=Shape(2, F // 2, 1, 0))
+    assert sorted(kind_F[partition.units[1].long()].unique(dim=1).flatten().tolist()) == [0, 1]
+    assert table.notes[0].startswith("experts by balanced_kmeans on taylor_profile; ")
+
+
+NO_DOMAINS = """the scan kept no Taylor sums by text domain
+  where: stage=cluster, setting cluster.features
+  do:    scan.domains=true"""
+ONE_DOMAIN = """the calibration text has one domain only (a)
+  where: stage=cluster, setting cluster.features
+  do:    data.domain_field=, files of several domains, or cluster.features=coactivation"""
+
+
+@pytest.mark.parametrize(("names", "message"), [([], NO_DOMAINS), (["a"], ONE_DOMAIN)])
+def test_a_profile_needs_domains(job, planted, names, message):
+    if names:
+        profile(names).save(job.parents["scan"])
+    with pytest.raises(ConfigError) as error:
+        cluster(job, ClusterConfig(map="none", features="taylor_profile"))
+    assert str(error.value) == message

@@ -217,3 +217,14 @@ def test_empty_heldout_text(write_jsonl, tokenizer):
     assert str(caught.value) == (
         f"the text is empty\n  where: heldout text of {heldout}\n  do:    name text that holds something"
     )
+
+
+def test_a_sequence_is_of_the_domain_of_most_of_its_tokens():
+    first, second = (
+        EncodedDocument(name, list(range(length)), list(range(length)), f"domain {name}")
+        for name, length in (("a", 5), ("b", 8))
+    )
+    packed = list(pack_documents([first, second], max_length=4))
+    assert [sequence.domain for sequence in packed] == ["domain a", "domain b", "domain b", "domain b"]
+    assert packed[0].cut(2).domain == "domain a"
+    assert [sequence.domain for sequence in truncate_documents([second], 3)] == ["domain b"]
