@@ -52,5 +52,6 @@ def _draw_bar(bar: Bar, x: Scale, top: float, room: float, *, aside: bool) -> Ma
         if bar.value >= 0
         else text(start - 6, y, bar.shown, anchor="end", kind="value")
     )
-    zero = element("line", x1=x(0.0), x2=x(0.0), y1=y - ROW / 2, y2=y + ROW / 2, class_="axis")
+    reach = ROW / 2 if aside else THICKNESS / 2 + 1  # where names stand above the bars, clear of them
+    zero = element("line", x1=x(0.0), x2=x(0.0), y1=y - reach, y2=y + reach, class_="axis")
     return join(name, body, zero, value)
