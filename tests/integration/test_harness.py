@@ -43,7 +43,7 @@ def test_the_harness_own_command_runs_from_any_folder(carved, tmp_path):
     run([sys.executable, "-m", "lm_eval", *words], tmp_path)
     (found,) = (tmp_path / "found").rglob("results_*.json")
     record = json.loads(found.read_text())
-    assert record["n-samples"][TASK] == {"original": 310, "effective": 24}
+    assert record["n-samples"][TASK] == {"original": 306, "effective": 24}
     assert record["results"][TASK].keys() >= {"acc,none", "acc_stderr,none", "acc_norm,none", "acc_norm_stderr,none"}
 
 
@@ -51,7 +51,7 @@ def test_dense_and_carved_are_above_chance_and_close_to_each_other(carved):
     table = run([sys.executable, "-m", "pipeline.harness", str(EMBEDDED), str(carved)], REPOSITORY)
     dense, moe = (line.split() for line in table.splitlines()[2:4])
     # Chance is 25 with an error of 2.5.
-    assert float(dense[1]) == pytest.approx(40.6, abs=0.4)
+    assert float(dense[1]) == pytest.approx(39.5, abs=0.4)
     assert float(moe[1]) > 33
     assert abs(float(moe[-3])) < 8
 
