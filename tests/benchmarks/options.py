@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 # Rows are measured by group; redis wants a redis-server on the PATH.
-GROUPS = ("scan", "forward", "scanner", "memory", "products", "mscan", "startup", "redis")
+GROUPS = ("scan", "forward", "scanner", "memory", "products", "mscan", "startup", "redis", "moe")
 
 
 def read_options(words: Sequence[str] | None = None) -> Namespace:
@@ -20,6 +20,9 @@ def read_options(words: Sequence[str] | None = None) -> Namespace:
     parser.add_argument("--length", type=int, default=256, help="of a sequence")
     parser.add_argument("--longest", type=int, default=4096, help="up to which Gram and direct product are compared")
     parser.add_argument("--repetitions", type=int, default=7, help="of every measurement, after one that warms up")
+    parser.add_argument("--experts", type=int, default=16, help="of the MoE timed against the dense model")
+    parser.add_argument("--active", type=float, nargs="+", default=[0.5, 0.25], help="its shares of active neurons")
+    parser.add_argument("--steps", type=int, default=16, help="tokens decoded after each sequence")
     parser.add_argument("--only", nargs="+", choices=GROUPS, default=GROUPS, metavar="GROUP", help=", ".join(GROUPS))
     parser.add_argument("--json", type=Path, help="also write every single measurement here")
     return parser.parse_args(words)

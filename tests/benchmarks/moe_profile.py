@@ -1,0 +1,76 @@
+"""Where the MoE's time goes, by kind of operator."""
+
+from collections import defaultdict
+from typing import Protocol
+
+import torch
+from benchmarks.rows import Row
+from torch.profiler import ProfilerActivity, profile
+
+# The first kind whose word an operator's name holds; operators called by another one count for themselves.
+KINDS = {
+    "experts' matrix products": ("grouped_mm", "bmm"),
+    "attention": ("scaled_dot_product", "flash", "attention"),
+    "other matrix products": ("mm", "linear", "matmul"),
+    "choosing experts, moving tokens": (
+        "topk",
+        "sort",
+        "index",
+        "gather",
+        "scatter",
+        "histc",
+        "bincount",
+        "cumsum",
+        "softmax",
+        "sigmoid",
+    ),
+    "copies": ("copy", "cat", "clone", "_to_copy", "fill", "zero"),
+    "products by element, sums, norms": ("mul", "add", "silu", "sum", "mean", "pow", "rsqrt", "div", "neg"),
+}
+
+
+class Phases(Protocol):
+    """What is profiled."""
+
+    def prefill(self) -> None:
+        """Many tokens at once."""
+
+    def decode(self) -> None:
+        """One token at a time, after a prefill."""
+
+
+def profile_shares(name: str, runner: Phases, device: torch.device) -> list[Row]:
+    """Each kind's share of the operators' time, and the time outside operators where the CPU does all.
+
+    Args:
+        name: of the model, for the rows.
+        runner: warmed up.
+        device: whose time counts.
+    """
+    rows = []
+    for phase in ("prefill", "decode"):
+        shares = measure_shares(runner, phase, device)
+        rows += [Row(f"  {phase}, MoE {name}: {kind}", [share]) for kind, share in shares.items()]
+    return rows
+
+
+def measure_shares(runner: Phases, phase: str, device: torch.device) -> dict[str, float]:
+    """Kind → share of the summed self time."""
+    if phase == "decode":
+        runner.prefill()
+    cuda = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    with profile(activities=activities, acc_events=True) as found:
+        getattr(runner, phase)()
+        if cuda:
+            torch.cuda.synchronize(device)
+    spent: dict[str, float] = defaultdict(float)
+    for event in found.key_averages():
+        spent[kind_of(event.key)] += event.self_device_time_total if cuda else event.self_cpu_time_total
+    total = sum(spent.values())
+    return {kind: spent[kind] / total for kind in (*KINDS, "the rest")}
+
+
+def kind_of(operator: str) -> str:
+    """Of an operator's or a kernel's name."""
+    return next((kind for kind, words in KINDS.items() if any(word in operator for word in words)), "the rest")

@@ -1,0 +1,151 @@
+"""Tokens per second of the MoE against the dense model it came from: prefill, and decoding with a KV cache."""
+
+import tempfile
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks.moe_checkpoint import shape_of, write_moe
+from benchmarks.moe_profile import profile_shares
+from benchmarks.rows import Row
+from benchmarks.timing import Task, divide, take_turns
+from benchmarks.workbench import Workbench
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from models.shape import Shape
+from models.source import EMBEDDED
+
+# Gathers each token's own experts: meant for the few tokens of a decoding step; a prefill would fill the memory.
+PREFILL, DECODE = ("grouped_mm", "eager"), ("grouped_mm", "batched_mm", "eager")
+DENSE = "dense"
+
+
+@dataclass
+class Runner:
+    """A model and the batch it is timed on."""
+
+    model: PreTrainedModel
+    ids_BT: Tensor
+    steps: int
+    implementation: str | None = None  # of the experts; None for a dense model
+    state: dict[str, Any] = field(default_factory=dict)
+
+    def choose(self) -> None:
+        """One model serves all its implementations in turn."""
+        if self.implementation:
+            self.model.set_experts_implementation(self.implementation)
+
+    @torch.no_grad()
+    def prefill(self) -> None:
+        """The whole batch into a new cache, and the next token."""
+        found = self.model(input_ids=self.ids_BT, use_cache=True, logits_to_keep=1)
+        self.state = {"cache": found.past_key_values, "ids": found.logits[:, -1:].argmax(-1)}
+
+    @torch.no_grad()
+    def decode(self) -> None:
+        """`steps` tokens a sequence, one by one."""
+        ids_B1 = self.state["ids"]
+        for _ in range(self.steps):
+            found = self.model(input_ids=ids_B1, past_key_values=self.state["cache"], use_cache=True)
+            ids_B1 = found.logits[:, -1:].argmax(-1)
+
+    def prefill_task(self) -> Task:
+        """The cache is dropped untimed."""
+        return Task(self.prefill, self.choose, self.state.clear)
+
+    def decode_task(self) -> Task:
+        """The cache is filled untimed, in the way that is fast for many tokens."""
+
+        def fill() -> None:
+            if self.implementation:
+                self.model.set_experts_implementation("grouped_mm")
+            self.prefill()
+            self.choose()
+
+        return Task(self.decode, fill, self.state.clear)
+
+
+def measure_moe(bench: Workbench, options: Namespace) -> list[Row]:
+    """The dense model's tokens/s, and what the MoE's are of it at every share of active neurons.
+
+    The models take turns; their checkpoints are written and read as a user's would be.
+    """
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder, dense_folder(bench, options, Path(folder)) as dense:
+        shapes = {share: shape_of(bench.width, options.experts, share) for share in options.active}
+        dtype = str(bench.model.dtype).removeprefix("torch.")
+        carved = {
+            share: load_moe(write_moe(dense, Path(folder) / f"moe-{share}", shape, dtype), bench)
+            for share, shape in shapes.items()
+        }
+        rows += compare_speed("prefill", bench, carved, shapes, options)
+        rows += compare_speed("decode", bench, carved, shapes, options)
+        for share, model in carved.items():
+            model.set_experts_implementation("grouped_mm")
+            rows += profile_shares(share_name(share), Runner(model, ids_of(bench), options.steps), bench.device)
+    return rows
+
+
+def compare_speed(
+    phase: str,
+    bench: Workbench,
+    carved: Mapping[float, PreTrainedModel],
+    shapes: Mapping[float, Shape],
+    options: Namespace,
+) -> list[Row]:
+    """Rows of prefill or decode."""
+    ids_BT = ids_of(bench)
+    runners = {DENSE: Runner(bench.model, ids_BT, options.steps)}
+    for share, model in carved.items():
+        for name in PREFILL if phase == "prefill" else DECODE:
+            runners[f"{share_name(share)}, {name}"] = Runner(model, ids_BT, options.steps, name)
+    tasks: dict[str, Task] = {
+        name: runner.prefill_task() if phase == "prefill" else runner.decode_task() for name, runner in runners.items()
+    }
+    seconds = take_turns(tasks, options.repetitions, bench.device)
+    tokens = ids_BT.numel() if phase == "prefill" else len(ids_BT) * options.steps
+    speed = {name: [tokens / spent for spent in found] for name, found in seconds.items()}
+    rows = [Row(f"{phase}, dense", speed.pop(DENSE), unit="tokens/s")]
+    for name, found in speed.items():
+        shape = shapes[next(share for share in shapes if name.startswith(share_name(share)))]
+        note = f"{sorted(found)[len(found) // 2]:,.0f} tokens/s; {describe(shape)}"
+        rows.append(Row(f"{phase}, MoE {name} ÷ dense, tokens/s", divide(found, rows[0].values), note=note))
+    return rows
+
+
+@contextmanager
+def dense_folder(bench: Workbench, options: Namespace, scratch: Path) -> Iterator[Path]:
+    """The dense checkpoint; weights that were drawn are saved first."""
+    if not (options.shape or options.random):
+        yield options.model or EMBEDDED
+        return
+    bench.model.save_pretrained(scratch / "dense")
+    yield scratch / "dense"
+
+
+def load_moe(folder: Path, bench: Workbench) -> PreTrainedModel:
+    """As a user loads it."""
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=bench.model.dtype, experts_implementation="grouped_mm", attn_implementation="sdpa"
+    )
+    return model.to(bench.device).requires_grad_(False).eval()
+
+
+def ids_of(bench: Workbench) -> Tensor:
+    """The batch, where the model is."""
+    return bench.batch.input_ids.to(bench.device)
+
+
+def share_name(share: float) -> str:
+    """As in a row."""
+    return f"{100 * share:g} % active"
+
+
+def describe(shape: Shape) -> str:
+    """In a row's note."""
+    return f"{shape.top_k} of {shape.experts} × {shape.n} + {shape.always_on}"
