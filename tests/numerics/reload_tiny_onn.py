@@ -1,6 +1,6 @@
 """Run in a fresh process by test_tiny_onn_checkpoints: load every carve and say what it gave.
 
-    python -W error reload_tiny_onn.py <folder of cases> registered|remote
+    python -W error reload_tiny_onn.py <folder of cases> registered|remote <case>...
 
 `registered` imports the project; `remote` has only what lies beside the weights. Reads `<case>/moe` and the dense
 logits in `<case>/dense_logits.safetensors`, writes `report.json`. Runs with transformers 4.57 and 5.
@@ -26,9 +26,9 @@ def main() -> None:
     handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("transformers").addHandler(handler)
     report = {}
-    for case in sorted(path.parent for path in folder.glob("*/moe")):
+    for name in sys.argv[3:]:
         warned.clear()
-        report[case.name] = reload(case, trust_remote_code=remote) | {"warnings": list(warned)}
+        report[name] = reload(folder / name, trust_remote_code=remote) | {"warnings": list(warned)}
     (folder / "report.json").write_text(json.dumps(report), encoding="utf-8")
 
 

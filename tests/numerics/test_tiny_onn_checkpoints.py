@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -34,8 +35,8 @@ CASES = {
     "llama": {"source": "llama", "rope_parameters": LLAMA3_ROPE},
     "none-always-on": {"source": "llama", "always_on": 0},
     "mistral": {"source": "mistral", "sliding_window": 4},
-    "gemma2": {"source": "gemma2", "tie": True, "sliding_window": 4, "layer_types": MIXED, "attn_logit_softcapping": 0.9,
-               "final_logit_softcapping": 2.0, "query_pre_attn_scalar": 5},
+    "gemma2": {"source": "gemma2", "tie": True, "sliding_window": 4, "layer_types": MIXED,
+               "attn_logit_softcapping": 0.9, "final_logit_softcapping": 2.0, "query_pre_attn_scalar": 5},
     "gemma3": {"source": "gemma3_text", "tie": True, "sliding_window": 4, "layer_types": MIXED,
                "rope_parameters": GEMMA3_ROPE, "query_pre_attn_scalar": 5},
     "smollm3": {"source": "smollm3", "no_rope_layers": [1, 0, 1], "rope_parameters": PLAIN_ROPE},
@@ -44,6 +45,7 @@ CASES = {
                 "attention_multiplier": 0.2},
     "phi3": {"source": "phi3", "rope_parameters": PLAIN_ROPE},
 }  # fmt: skip
+REMOTE = ("gemma3", "phi3")
 
 
 @pytest.fixture(scope="module")
@@ -54,23 +56,39 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["registered", "remote"])
-def report(cases: Path, request: pytest.FixtureRequest) -> dict[str, dict[str, object]]:
+@pytest.fixture(scope="module")
+def registered(cases: Path) -> dict[str, dict[str, object]]:
+    return reload(cases, "registered", CASES)
+
+
+@pytest.fixture(scope="module")
+def remote(cases: Path) -> dict[str, dict[str, object]]:
+    return reload(cases, "remote", REMOTE)
+
+
+def reload(cases: Path, how: str, names: Iterable[str]) -> dict[str, dict[str, object]]:
     script = Path(__file__).with_name("reload_tiny_onn.py")
-    path = str(ROOT) if request.param == "registered" else ""
+    path = str(ROOT) if how == "registered" else ""
     done = subprocess.run(
-        [sys.executable, "-W", "error", script, cases, request.param], capture_output=True, text=True, check=False,
+        [sys.executable, "-W", "error", script, cases, how, *names], capture_output=True, text=True, check=False,
         cwd=cases, env=os.environ | {"PYTHONPATH": path, "HF_MODULES_CACHE": str(cases / "modules")},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    module = "models" if request.param == "registered" else "transformers_modules"
-    return json.loads((cases / "report.json").read_text()) | {"module": module}
+    return json.loads((cases / "report.json").read_text())
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_all_experts_on_equals_dense_in_a_fresh_process(report: dict[str, dict[str, object]], name: str) -> None:
-    found = report[name]
-    assert found["module"] == report["module"]
+def test_all_experts_on_equals_dense_in_a_fresh_process(registered, name: str) -> None:
+    check(registered[name], name, module="models")
+
+
+@pytest.mark.parametrize("name", REMOTE)
+def test_the_code_beside_the_weights_is_enough(remote, name: str) -> None:
+    check(remote[name], name, module="transformers_modules")
+
+
+def check(found: dict[str, object], name: str, *, module: str) -> None:
+    assert found["module"] == module
     assert found["difference"] <= TOLERANCE
     assert found["again"] == 0.0, "save_pretrained, then from_pretrained"
     assert found["loading"] == {}, "missing or unexpected keys"

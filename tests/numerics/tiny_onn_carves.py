@@ -20,11 +20,9 @@ EXPERTS, N, ALWAYS_ON = 5, 8, 3
 def write_carve(
     folder: Path, source: str, *, always_on: int = ALWAYS_ON, top_k: int = EXPERTS, tie: bool = False, **pico: Any
 ) -> Path:
-    """`folder/dense`, `folder/moe` with a router of zeros, and the dense logits in `folder/dense_logits.safetensors`."""
+    """`dense`, `moe` with a router of zeros, and the dense logits in `dense_logits.safetensors`; all in `folder`."""
     width = EXPERTS * N + always_on
-    dense = write_pico(
-        folder / "dense", source, layers=LAYERS, hidden=HIDDEN, intermediate=width, tie=tie, **pico
-    )
+    dense = write_pico(folder / "dense", source, layers=LAYERS, hidden=HIDDEN, intermediate=width, tie=tie, **pico)
     ids = torch.arange(39).view(3, 13)
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32).eval()(ids).logits
