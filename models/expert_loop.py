@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from models.experts import LayerExperts
-from models.routing import choose_experts
+from models.routing import LinearRouter
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class ExpertLoop:
     experts: LayerExperts
     units_EN: Int[Tensor, "E N"]
     always_S: Int[Tensor, "S"]
-    rows_ED: Float[Tensor, "E D"]
+    router: LinearRouter
     top_k: int
     width: int  # F
     act: Callable[[Tensor], Tensor]
@@ -53,19 +53,33 @@ class ExpertLoop:
             ),
         )
 
+    def always_on_output(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
+        """What the always-on units give."""
+        experts = self.experts
+        return self.hidden(x_TD, experts.shared_gate_SD, experts.shared_up_SD) @ experts.shared_down_DS.T
+
+    def expert_outputs(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T E D"]:
+        """What every expert would give for every token."""
+        experts = self.experts
+        output_TED = x_TD.new_empty(len(x_TD), len(experts.gate_END), x_TD.shape[1])
+        for index, down_DN in enumerate(experts.down_EDN):
+            output_TED[:, index] = self.hidden(x_TD, experts.gate_END[index], experts.up_END[index]) @ down_DN.T
+        return output_TED
+
     # Neither tokens nor units repeat within an expert, so `x[index] += y` loses nothing; index_add_ goes row by row.
     def _parts(self, x_TD: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
         """Tokens, units, activations and down columns of the always-on units and of every expert that is chosen."""
         experts = self.experts
         everyone = torch.arange(len(x_TD), device=x_TD.device)
         if len(self.always_S):
-            shared_TS = self._hidden(x_TD, experts.shared_gate_SD, experts.shared_up_SD)
+            shared_TS = self.hidden(x_TD, experts.shared_gate_SD, experts.shared_up_SD)
             yield everyone, self.always_S.long(), shared_TS, experts.shared_down_DS
-        chosen_TK = choose_experts(x_TD @ self.rows_ED.T, self.top_k)
+        chosen_TK = self.router.choose(x_TD, self.top_k)
         for index, units_N in enumerate(self.units_EN.long()):
             tokens = everyone[(chosen_TK == index).any(1)]
-            h_tN = self._hidden(x_TD[tokens], experts.gate_END[index], experts.up_END[index])
+            h_tN = self.hidden(x_TD[tokens], experts.gate_END[index], experts.up_END[index])
             yield tokens, units_N, h_tN, experts.down_EDN[index]
 
-    def _hidden(self, x_tD: Tensor, gate_ND: Tensor, up_ND: Tensor) -> Tensor:
+    def hidden(self, x_tD: Tensor, gate_ND: Tensor, up_ND: Tensor) -> Tensor:
+        """Activations of an expert's units."""
         return self.act(x_tD @ gate_ND.T) * (x_tD @ up_ND.T)

@@ -35,6 +35,7 @@ def emit_checkpoint(
     shape: Shape,
     routers: Callable[[int], Tensor],
     experts: Callable[[int], LayerExperts],
+    selection_bias: Callable[[int], Tensor] | None = None,
     dtype: str = "source",
     pad_to: int = ALIGNMENT,
 ) -> None:
@@ -47,6 +48,7 @@ def emit_checkpoint(
         shape: E, N, K, S.
         routers: layer → ``(E, D)`` router rows, written as they are.
         experts: layer → its experts, unscaled; the fold of `gate_fold` is applied here.
+        selection_bias: layer → ``(E,)`` what is added to the logits to choose by, for targets that have it; None: 0.
         dtype: float32, bfloat16, float16, or source: every tensor keeps its own, and the router takes the one that
             config.json names.
         pad_to: experts and always-on units are filled up with zero units to a multiple of this.
@@ -69,7 +71,7 @@ def emit_checkpoint(
             names = family.kept(layer, config)
             for name in family.stored(names) if target.own else names:
                 emission.copy(name)
-            emission.add_router(layer, routers(layer))
+            emission.add_router(layer, routers(layer), selection_bias(layer) if selection_bias else None)
             emission.add_experts(layer, experts(layer))
         emission.copy(family.final_norm)
         if not (target.own and keeps_tied(config)):
@@ -124,15 +126,18 @@ class _Emission:
     def copy(self, name: str, out_name: str | None = None) -> None:
         self._add(out_name or name, read_part(self._reader, name))
 
-    def add_router(self, layer: int, router_ED: Tensor) -> None:
+    def add_router(self, layer: int, router_ED: Tensor, bias_E: Tensor | None = None) -> None:
         if router_ED.ndim != 2 or len(router_ED) != self._shape.experts:
             raise ContractError(
                 f"router of shape {tuple(router_ED.shape)} for {self._shape.experts} experts", where=f"layer {layer}"
             )
         self._writer.add(self._target.router.format(layer=layer), router_ED.to(self._main_dtype))
         if self._target.selection_bias:
-            bias_E = torch.zeros(self._shape.experts, dtype=torch.float32)
-            self._writer.add(self._target.selection_bias.format(layer=layer), bias_E)
+            bias_E = torch.zeros(self._shape.experts) if bias_E is None else bias_E
+            scaled_E = bias_E.float() * self._fold.selection_bias_scale
+            self._writer.add(self._target.selection_bias.format(layer=layer), scaled_E)
+        elif bias_E is not None and bias_E.any():
+            raise ContractError(f"{self._target.model_type} has no selection bias", where=f"layer {layer}")
 
     def add_experts(self, layer: int, experts: LayerExperts) -> None:
         _check_shape(layer, experts, self._shape)

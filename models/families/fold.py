@@ -18,6 +18,7 @@ class GateFold:
     shared_down_scale: float  # always-on units' down
     norm_topk_prob: bool | None  # None: the architecture has no such key
     routed_scaling_factor: float | None  # None: the architecture has no such key
+    selection_bias_scale: float = 1.0  # of a bias that is added to logits, where the architecture adds it elsewhere
 
 
 def gate_fold(target: MoETarget, shape: Shape) -> GateFold:
@@ -41,7 +42,10 @@ def gate_fold(target: MoETarget, shape: Shape) -> GateFold:
             normalised = not is_power_of_two(shape.experts)
             scale = top_k if normalised else float(shape.experts)
             return GateFold(scale, 1.0, norm_topk_prob=normalised, routed_scaling_factor=None)
-        case "glm4_moe" | "tiny_onn":
+        case "glm4_moe":
+            # It chooses by σ(z) + bias, and σ(z) = ½ + z/4 for the small logits of constant gates.
+            return GateFold(1.0, 1.0, norm_topk_prob=True, routed_scaling_factor=top_k, selection_bias_scale=0.25)
+        case "tiny_onn":
             return GateFold(1.0, 1.0, norm_topk_prob=True, routed_scaling_factor=top_k)
     raise AssertionError(f"no fold for {target.model_type}")
 

@@ -2,26 +2,47 @@
 
 from dataclasses import dataclass, field
 
-VERSION = 1
+VERSION = 2
+
+ROUTERS = ("error", "logistic", "ridge", "centroid", "representative", "gate_rows", "random")
+TRAINED_ROUTERS = ("error", "logistic")
+TARGETS = (
+    "auto", "qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe", "flex_olmo", "granitemoe", "granitemoeshared", "tiny_onn",
+)  # fmt: skip
 
 
 @dataclass
 class AssembleConfig:
     """How experts and a router become a checkpoint."""
 
-    # Target architecture: auto (the source's own family where it can say the shape), qwen3_moe, qwen2_moe, mixtral or
-    # glm4_moe.
-    target: str = field(default="auto", metadata={"choices": ("auto", "qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe")})
-    # ridge: regress each expert's contribution on the FFN input; centroid: mean input of the tokens an expert serves
-    # best; random: seeded normal rows, the plain control.
-    router: str = field(default="ridge", metadata={"choices": ("ridge", "centroid", "random")})
+    # Target architecture: auto (the source's own family where it can say the shape), qwen3_moe, qwen2_moe, mixtral,
+    # glm4_moe, flex_olmo, granitemoe, granitemoeshared, or tiny_onn (the project's own class, for what none of them can
+    # say).
+    target: str = field(default="auto", metadata={"choices": TARGETS})
+    # error: trained on the output error that its choice of experts leaves; logistic: trained to choose the experts of
+    # largest contribution; ridge: regress each expert's contribution on the FFN input, in closed form (the other two
+    # start from it); centroid: mean input of the tokens an expert serves best; representative: gate row of the unit
+    # that follows its expert best; gate_rows: mean gate row of the expert's units; random: seeded normal rows.
+    router: str = field(default="error", metadata={"choices": ROUTERS})
     # Ridge penalty, relative to the mean diagonal of the input's second moment.
     ridge_penalty: float = field(default=1e-3, metadata={"above": 0})
+    # Steps of a trained router.
+    router_steps: int = field(default=200, metadata={"minimum": 1})
+    # Its learning rate at the first step; it falls linearly.
+    router_rate: float = field(default=0.02, metadata={"above": 0})
+    # Tokens it is trained on, at most; E² numbers are kept of each.
+    router_tokens: int = field(default=16384, metadata={"minimum": 1})
+    # What a trained router pays for uneven load: this times the variance of the experts' load, beside the relative
+    # error (0.01: variance 1 costs as much as one percent of error). What it costs in error stands in the table.
+    balance: float = field(default=0.0, metadata={"minimum": 0})
     # parity: router logits shrunk so that gates are all but constant; train: logits of unit spread, ready to learn.
     mode: str = field(default="parity", metadata={"choices": ("parity", "train")})
     # Spread (standard deviation) of the router's logits on the calibration text in parity mode; 0 makes gates exactly
     # constant and the choice of experts meaningless, which is right when all are chosen.
     parity_spread: float = field(default=0.001, metadata={"minimum": 0})
+    # Experts are filled up with zero units to a multiple of this; kernels want 8 (grouped_mm), 128 (vLLM, SGLang) or
+    # 256 (llama.cpp's K-quants).
+    pad_to: int = field(default=8, metadata={"minimum": 1})
     # Tokens per forward batch while calibrating the router.
     batch_tokens: int = field(default=4096, metadata={"minimum": 1})
     # Number format of the checkpoint: source (as the dense one), float32, bfloat16, float16.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from models.families.moe import MoETarget
+from models.routing import LinearRouter
 from models.shape import Shape
 from stages.contracts.job import Table
 from stages.contracts.partition import Partition
@@ -15,15 +16,22 @@ from stages.contracts.partition import Partition
 class RouterReport:
     """One layer's router and how it routes the calibration text."""
 
-    rows_ED: Tensor
+    router: LinearRouter
     load_E: Tensor  # 1 = even share
     agreement: float  # share of the oracle's experts it chooses
+    error: float  # of the layer's output, relative, before alignment
 
 
 def summarise(reports: Sequence[RouterReport], target: MoETarget, shape: Shape, partition: Partition) -> Table:
     """One row per layer; the chance level stands in the notes."""
     rows = [
-        [layer, f"{report.agreement:.3f}", f"{report.load_E.max():.2f}", int((report.load_E == 0).sum())]
+        [
+            layer,
+            f"{report.agreement:.3f}",
+            f"{report.error:.4f}",
+            f"{report.load_E.max():.2f}",
+            int((report.load_E == 0).sum()),
+        ]
         for layer, report in enumerate(reports)
     ]
     share = shape.active_width / partition.width
@@ -34,4 +42,8 @@ def summarise(reports: Sequence[RouterReport], target: MoETarget, shape: Shape, 
     ]
     if shape.top_k < shape.experts and int(partition.multiplicity.max()) > 1:
         notes.append("units stand in several experts; their slices are unscaled here, stage=project scales them")
-    return Table("assemble", ["layer", "agreement with the oracle", "load max/mean", "unused experts"], rows, notes)
+    unused = sum(int((report.load_E == 0).sum()) for report in reports)
+    if unused:
+        notes.append(f"{unused} experts are chosen by no calibration token: assemble.balance=0.01, or fewer experts")
+    columns = ["layer", "agreement with the oracle", "output error", "load max/mean", "unused experts"]
+    return Table("assemble", columns, rows, notes)

@@ -8,7 +8,7 @@ from tqdm import tqdm
 from models.config import ModelConfig
 from models.experts import LayerExperts
 from models.families.emit import checkpoint_dtype, emit_checkpoint
-from models.families.moe import MoETarget, select_target
+from models.families.moe import MOE_TARGETS, MoETarget, select_target
 from models.loading import load_tokenizer, resolve_device
 from models.memory import release_freed_memory
 from models.shape import Shape
@@ -17,7 +17,6 @@ from models.stream import LayerStream
 from stages.assemble.config import AssembleConfig
 from stages.assemble.replicas import divide_by_multiplicity
 from stages.assemble.report import RouterReport, summarise
-from stages.assemble.router import fit_router, load_balance, oracle_agreement, set_spread, watch_experts
 from stages.calibration.batches import calibration_batches
 from stages.calibration.card import write_carve_card
 from stages.calibration.layer_seed import layer_seed
@@ -28,6 +27,10 @@ from stages.contracts.partition import Partition
 from stages.contracts.routers import Routers
 from stages.data.batches import TokenBatch
 from stages.data.config import DataConfig
+from stages.routing.descent import DescentSettings
+from stages.routing.fit import RouterSettings, fit_router
+from stages.routing.measure import load_balance, oracle_agreement, relative_output_error, set_spread
+from stages.routing.task import watch_experts
 
 
 def run(job: Job, *, model: ModelConfig, data: DataConfig, assemble: AssembleConfig, shape: Shape, seed: int) -> Table:
@@ -37,16 +40,33 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, assemble: AssembleCon
     target = select_target(source["model_type"], assemble.target, shape.always_on)
     partition = Partition.load(job.parents["cluster"])
     batches = calibration_batches(data, load_tokenizer(folder), assemble.batch_tokens)
+    biased = target.selection_bias is not None and assemble.mode == "parity"
     with LayerStream(folder, device=resolve_device(model)) as stream:
-        reports = fit_all(stream, batches, partition, assemble, shape, seed)
+        reports = fit_all(stream, batches, partition, assemble, shape, seed, biased=biased)
     release_freed_memory()
     dtype = checkpoint_dtype(folder, assemble.dtype)
-    rows_LED = torch.stack([report.rows_ED for report in reports]).to(dtype).float()
-    routers = Routers(assemble.router, target.model_type, assemble.dtype, str(dtype).removeprefix("torch."), rows_LED)
+    routers = Routers(
+        assemble.router,
+        target.model_type,
+        assemble.dtype,
+        str(dtype).removeprefix("torch."),
+        assemble.ridge_penalty,
+        assemble.balance,
+        router_spread(assemble),
+        biased,
+        assemble.pad_to,
+        rows=torch.empty(0),
+        bias=torch.empty(0),
+    ).with_layers([report.router for report in reports])
     routers.save(job.out)
-    checkpoint = emit(job, folder, target, shape, partition, routers)
+    checkpoint = emit(job, folder, shape, partition, routers)
     write_carve_card(checkpoint, model, shape, partition, routers, "none: experts are the dense slices")
     return summarise(reports, target, shape, partition)
+
+
+def router_spread(assemble: AssembleConfig) -> float:
+    """Standard deviation of a token's logits: next to nothing for constant gates, 1 for training."""
+    return assemble.parity_spread if assemble.mode == "parity" else 1.0
 
 
 @torch.no_grad()
@@ -57,31 +77,32 @@ def fit_all(
     assemble: AssembleConfig,
     shape: Shape,
     seed: int,
+    *,
+    biased: bool,
 ) -> list[RouterReport]:
     """Pass the dense model's layers once, fitting each router on the inputs its FFN sees."""
     tokens = TokenStream(stream, batches)
-    spread = assemble.parity_spread if assemble.mode == "parity" else 1.0
     reports = []
     for index, layer in enumerate(tqdm(stream.layers(), total=stream.depth, desc="assemble", unit="layer")):
         tokens.enter(layer)
-        units_EN = partition.units[index].to(stream.device)
-        task, outputs = watch_experts(layer.ffn, units_EN, tokens.inputs, shape.top_k)
-        rows_ED = fit_router(assemble.router, task, penalty=assemble.ridge_penalty, seed=layer_seed(seed, index))
-        rows_ED = set_spread(rows_ED, tokens.inputs, spread)
-        load_E = load_balance(rows_ED, tokens.inputs, shape.top_k)
-        reports.append(RouterReport(rows_ED.cpu(), load_E.cpu(), oracle_agreement(rows_ED, task)))
+        units_EN, always_S = partition.units[index].to(stream.device), partition.always_on[index].to(stream.device)
+        task, outputs = watch_experts(layer.ffn, units_EN, always_S, tokens.inputs, shape.top_k, biased=biased)
+        router = fit_router(task, router_settings(assemble, layer_seed(seed, index)))
+        router = set_spread(router, tokens.inputs, router_spread(assemble))
+        load_E = load_balance(router, tokens.inputs, shape.top_k)
+        error = relative_output_error(router, task)
+        reports.append(RouterReport(router.to("cpu"), load_E.cpu(), oracle_agreement(router, task), error))
         tokens.leave(outputs)
     return reports
 
 
-def emit(
-    job: Job,
-    folder: Path,
-    target: MoETarget,
-    shape: Shape,
-    partition: Partition,
-    routers: Routers,
-) -> Path:
+def router_settings(assemble: AssembleConfig, seed: int) -> RouterSettings:
+    """What decides the router of one layer."""
+    descent = DescentSettings(assemble.router_steps, assemble.router_rate, assemble.balance, seed)
+    return RouterSettings(assemble.router, assemble.ridge_penalty, descent, assemble.router_tokens)
+
+
+def emit(job: Job, folder: Path, shape: Shape, partition: Partition, routers: Routers) -> Path:
     """Write the checkpoint from the extracted experts, a layer at a time."""
     multiplicity_LF = partition.multiplicity
 
@@ -92,13 +113,16 @@ def emit(
         return divide_by_multiplicity(slices, partition.units[layer], multiplicity_LF[layer])
 
     checkpoint = job.out / "checkpoint"
+    target: MoETarget = MOE_TARGETS[routers.target]
     emit_checkpoint(
         folder,
         checkpoint,
         target=target,
         shape=shape,
         routers=lambda layer: routers.rows[layer],
+        selection_bias=(lambda layer: routers.bias[layer]) if routers.biased else None,
         experts=experts,
         dtype=routers.dtype_asked,
+        pad_to=routers.pad_to,
     )
     return checkpoint

@@ -11,6 +11,7 @@ from typing import Generic, Protocol, Self, TypeVar
 import torch
 from torch import Tensor
 
+from stages.calibration.guard import split_guard
 from stages.calibration.normal_equations import NormalEquations
 
 Target = Callable[[int, Tensor], Tensor]
@@ -65,14 +66,6 @@ def relative_error(
         missed += float((wanted_TD - carved(inputs[index])).double().square().sum())
         total += float(wanted_TD.double().square().sum())
     return missed / total if total else 0.0
-
-
-def split_guard(batches: int, share: float) -> tuple[list[int], list[int]]:
-    """Batches to fit on and batches to judge by, the latter spread evenly; at least one of each where there are two."""
-    guards = min(max(1, round(share * batches)), max(0, batches - 1))
-    held = {round((index + 0.5) * batches / guards - 0.5) for index in range(guards)} if guards else set()
-    fitted = [index for index in range(batches) if index not in held]
-    return fitted, sorted(held) or fitted
 
 
 @torch.no_grad()

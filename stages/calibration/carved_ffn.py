@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from models.ffn import DenseFFN
-from models.routing import active_copies, choose_experts, membership
+from models.routing import LinearRouter, active_copies, choose_experts, membership
 
 Copies = Callable[[Tensor, Tensor], Tensor]
 
@@ -53,11 +53,11 @@ def static_copies(kept_J: Int[Tensor, "J"], width: int) -> Copies:
 
 
 def routed_copies(
-    units_EN: Int[Tensor, "E N"], always_S: Int[Tensor, "S"], width: int, top_k: int, rows_ED: Float[Tensor, "E D"]
+    units_EN: Int[Tensor, "E N"], always_S: Int[Tensor, "S"], width: int, top_k: int, router: LinearRouter
 ) -> Copies:
     """The K experts of highest router logit, and the always-on units."""
     member_EF = membership(units_EN, width)
-    return lambda x_TD, _h: active_copies(choose_experts(x_TD @ rows_ED.T, top_k), member_EF, always_S)
+    return lambda x_TD, _h: active_copies(router.choose(x_TD, top_k), member_EF, always_S)
 
 
 def oracle_copies(ffn: DenseFFN, units_EN: Int[Tensor, "E N"], always_S: Int[Tensor, "S"], top_k: int) -> Copies:

@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from models.ffn import DenseFFN
-from models.routing import has_copies
+from models.routing import LinearRouter, has_copies
 from models.shape import Shape
 from stages.calibration.carved_ffn import CarvedFFN, Copies, oracle_copies, replica_scale, routed_copies, static_copies
 
@@ -19,7 +19,7 @@ class LayerFacts:
     ffn: DenseFFN
     units_EN: Int[Tensor, "E N"]
     always_S: Int[Tensor, "S"]
-    rows_ED: Float[Tensor, "E D"]
+    router: LinearRouter
     contribution_F: Float[Tensor, "F"]
     shape: Shape
     seed: int
@@ -34,14 +34,14 @@ def copies_of(method: str, facts: LayerFacts) -> Copies:
     width, top_k = facts.ffn.width, facts.shape.top_k
     match method:
         case "unaligned":
-            return routed_copies(facts.units_EN, facts.always_S, width, top_k, facts.rows_ED)
+            return routed_copies(facts.units_EN, facts.always_S, width, top_k, facts.router)
         case "static_mask":
             kept = facts.contribution_F.topk(min(width, facts.shape.active_width)).indices
             return static_copies(kept, width)
         case "random_router":
             generator = torch.Generator().manual_seed(facts.seed)
-            rows_ED = torch.randn(facts.rows_ED.shape, generator=generator).to(facts.rows_ED)
-            return routed_copies(facts.units_EN, facts.always_S, width, top_k, rows_ED)
+            rows_ED = torch.randn(facts.router.rows_ED.shape, generator=generator).to(facts.router.rows_ED)
+            return routed_copies(facts.units_EN, facts.always_S, width, top_k, LinearRouter.without_bias(rows_ED))
         case "oracle":
             return oracle_copies(facts.ffn, facts.units_EN, facts.always_S, top_k)
     raise AssertionError(f"no baseline {method}")

@@ -26,7 +26,7 @@ class LayerFidelity:
     @classmethod
     def start(cls, facts: LayerFacts) -> "LayerFidelity":
         """Nothing seen yet."""
-        load_E = torch.zeros(len(facts.units_EN), device=facts.rows_ED.device)
+        load_E = torch.zeros(len(facts.units_EN), device=facts.router.rows_ED.device)
         return cls(facts.shape.top_k, load_E, expert_grams(facts.ffn, facts.units_EN))
 
     def add(
@@ -45,7 +45,7 @@ class LayerFidelity:
         wanted_TD = facts.ffn.output(h_TF)
         self.missed += float((wanted_TD - output_BTD[mask_BT]).double().square().sum())
         self.wanted += float(wanted_TD.double().square().sum())
-        chosen_TK = choose_experts(x_TD.float() @ facts.rows_ED.T, self.top_k)
+        chosen_TK = facts.router.choose(x_TD.float(), self.top_k)
         self.load_E += torch.bincount(chosen_TK.flatten(), minlength=len(self.load_E))
         best_TK = choose_experts(output_norms(self.grams_ENN, h_TF, facts.units_EN), self.top_k)
         self.agreed += int((chosen_TK[:, :, None] == best_TK[:, None, :]).sum())

@@ -45,15 +45,16 @@ def run(
     """Write `evaluation.json` and `evaluation.md`."""
     folder = resolve_folder(model)
     partition = Partition.load(job.parents["cluster"])
-    facts_of = read_facts(job, partition, shape, seed)
+    carved_facts = read_facts(job, Routers.load(job.parents["project"]), partition, shape, seed)
+    plain_facts = read_facts(job, Routers.load(job.parents["assemble"]), partition, shape, seed)
     text = load_text(data, load_tokenizer(folder), evaluate.batch_tokens)
-    comparison = compare_models(job, model, text, facts_of, evaluate, shape)
+    comparison = compare_models(job, model, text, carved_facts, evaluate, shape)
     with LayerStream(folder, device=resolve_device(model)) as stream:
         baselines = run_baselines(
             evaluate.baselines,
             stream,
             text,
-            lambda index, layer: facts_of(index, layer.ffn),
+            lambda index, layer: plain_facts(index, layer.ffn),
             project,
             replicated=int(partition.multiplicity.max()) > 1,
         )
@@ -85,9 +86,8 @@ def load_text(data: DataConfig, tokenizer: PreTrainedTokenizerBase, batch_tokens
     return Text(calibration_batches(data, tokenizer, batch_tokens), heldout)
 
 
-def read_facts(job: Job, partition: Partition, shape: Shape, seed: int) -> FactsOf:
+def read_facts(job: Job, routers: Routers, partition: Partition, shape: Shape, seed: int) -> FactsOf:
     """What earlier stages found and decided, layer by layer."""
-    routers = Routers.load(job.parents["assemble"])
     statistics = UnitStatistics.load(job.parents["scan"])
     contribution_LF: Tensor = statistics.sum_abs / statistics.tokens * statistics.weight_norm_down
 
@@ -97,7 +97,7 @@ def read_facts(job: Job, partition: Partition, shape: Shape, seed: int) -> Facts
             ffn,
             partition.units[index].to(device).long(),
             partition.always_on[index].to(device).long(),
-            routers.rows[index].to(device),
+            routers.layer(index).to(device),
             contribution_LF[index].to(device),
             shape,
             # Away from the seeds of assembly, or the random router of the baseline would repeat that of a random carve.

@@ -1,8 +1,8 @@
-"""Settings of the projection: gradient projection and behaviour alignment."""
+"""Settings of the projection: gradient projection, behaviour alignment, and the routers' second look."""
 
 from dataclasses import dataclass, field
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass
@@ -10,7 +10,7 @@ class ProjectConfig:
     """How the extracted experts are bent towards the dense model's behaviour."""
 
     # Gradient projection: W_small = W_base + sign·β·α·∇W / (‖∇W‖₂ + ε), per expert. Undone where it hurts, if `guard`.
-    gradient_projection: bool = True
+    gradient_projection: bool = False
     alpha: float = 0.8
     beta: float = 0.3
     # 1 adds the gradient, as the formula is written; -1 goes down it.
@@ -20,6 +20,8 @@ class ProjectConfig:
     base: str = field(default="extracted", metadata={"choices": ("extracted", "random")})
     # Which of gate, up, down are projected.
     matrices: list[str] = field(default_factory=lambda: ["gate", "down"], metadata={"choices": ("gate", "up", "down")})
+    # before or after the alignment.
+    gradient_order: str = field(default="before", metadata={"choices": ("before", "after")})
     # Calibration tokens for the mean gradient.
     gradient_tokens: int = field(default=8192, metadata={"minimum": 1})
     # Memory for the mean gradients, in GiB; layers are taken in as many passes as that needs.
@@ -31,7 +33,20 @@ class ProjectConfig:
     alignment_target: str = field(default="local", metadata={"choices": ("local", "residual")})
     # Penalties tried, relative to the mean diagonal, each pulling to the extracted weights; the best on held-out tokens
     # wins.
-    penalties: list[float] = field(default_factory=lambda: [1e-3, 1e-2, 1e-1], metadata={"above": 0})
+    penalties: list[float] = field(default_factory=lambda: [1e-3, 1e-2, 1e-1, 1.0], metadata={"above": 0})
+    # Rounds of fitting the router anew, to the aligned experts on the carved model's inputs, and aligning again; a
+    # round that does not lower the held-out error ends them. Routers that are fitted to nothing (random, say) stay.
+    rounds: int = field(default=1, metadata={"minimum": 0})
+    # Steps, first learning rate and tokens of a trained router in these rounds.
+    router_steps: int = field(default=200, metadata={"minimum": 1})
+    router_rate: float = field(default=0.01, metadata={"above": 0})
+    router_tokens: int = field(default=16384, metadata={"minimum": 1})
+    # Steps of layer-wise gradient descent on gate, up and down after the alignment; 0 trains nothing.
+    descent_steps: int = field(default=0, metadata={"minimum": 0})
+    # Its learning rate at the first step, relative to the size of each matrix's weights; it falls linearly.
+    descent_rate: float = field(default=0.01, metadata={"above": 0})
+    # Tokens in one of its steps.
+    descent_tokens: int = field(default=1024, metadata={"minimum": 1})
     # Share of the calibration sequences held out to choose the penalty and to judge every step.
     guard_share: float = field(default=0.125, metadata={"above": 0, "maximum": 0.5})
     # Drop, layer by layer, a step that makes the held-out alignment worse.

@@ -1,6 +1,6 @@
 """One layer's projection: each step is tried, judged on held-out tokens, and kept or dropped."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,12 +9,17 @@ from torch import Tensor
 from models.expert_loop import ExpertLoop
 from models.experts import LayerExperts
 from models.ffn import DenseFFN
-from models.routing import has_copies
+from models.routing import LinearRouter, has_copies
 from models.shape import Shape
-from stages.calibration.alignment import Target, align_down, relative_error, split_guard
+from stages.calibration.alignment import Target, align_down, relative_error
 from stages.calibration.carved_ffn import replica_scale, routed_copies
+from stages.calibration.guard import split_guard
 from stages.project.config import ProjectConfig
-from stages.project.gradient_projection import draw_experts, project_experts, slice_ffn
+from stages.project.descent import train_experts
+from stages.project.gradient_projection import draw_experts, project_experts
+from stages.routing.fit import RouterSettings, refit_router
+from stages.routing.measure import set_spread
+from stages.routing.task import RouterTask, make_loop, watch_contributions
 
 
 @dataclass(frozen=True)
@@ -24,19 +29,32 @@ class LayerCarve:
     ffn: DenseFFN
     units_EN: Tensor
     always_S: Tensor
-    rows_ED: Tensor
+    router: LinearRouter
     shape: Shape
+    refit: RouterSettings
+    spread: float  # of the router's logits
+    biased: bool  # the router may have a bias
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A layer after projection; errors are relative, on guard tokens, of the step named."""
+    """A layer after projection; errors are relative, on guard tokens, after the step named."""
 
     error_start: float
-    error_projected: float | None  # None: gradient projection is off
-    projected: bool
-    error_end: float
-    penalty: float | None  # None: not aligned
+    error_projected: float | None = None  # None: gradient projection is off
+    projected: bool = False
+    error_aligned: float | None = None  # None: alignment is off
+    penalty: float | None = None  # None: not aligned
+    rounds: int = 0  # of router and alignment that were kept
+    error_end: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Guarded:
+    """A layer on its way through the steps, and its error on the guard tokens."""
+
+    loop: ExpertLoop
+    error: float
 
 
 @torch.no_grad()
@@ -48,7 +66,7 @@ def project_layer(
     settings: ProjectConfig,
     seed: int,
 ) -> tuple[ExpertLoop, Outcome]:
-    """Base, gradient projection, alignment.
+    """Base, gradient projection, alignment, rounds of router and alignment, descent.
 
     Args:
         carve: the layer.
@@ -56,42 +74,84 @@ def project_layer(
         target: what the layer should give, see `align_down`.
         gradients: matrix name → the dense layer's mean gradient; empty without gradient projection.
         settings: of the stage.
-        seed: of a random base.
+        seed: of a random base and of whatever is trained.
     """
-    loop = start(carve, inputs, settings.base, seed)
     _, guard = split_guard(len(inputs), settings.guard_share)
-    before = relative_error(loop, inputs, target, guard)
-    error_projected, projected = None, False
-    if gradients:
-        candidate = replace(loop, experts=step_along(loop, gradients, settings))
-        error_projected = relative_error(candidate, inputs, target, guard)
-        projected = not settings.guard or error_projected < before
-        loop = candidate if projected else loop
-    end, penalty = error_projected if projected and error_projected is not None else before, None
+
+    def judge(loop: ExpertLoop) -> _Guarded:
+        return _Guarded(loop, relative_error(loop, inputs, target, guard))
+
+    state = judge(start(carve, carve.router, inputs, settings.base, seed))
+    outcome = Outcome(state.error)
+    if gradients and settings.gradient_order == "before":
+        state, outcome = try_gradients(state, judge, gradients, settings, outcome)
+    base = state.loop
     if settings.alignment == "ridge":
-        aligned = align_down(loop, inputs, target, settings)
-        loop, end, penalty = aligned.carved, aligned.error_after, aligned.penalty
-    return loop, Outcome(before, error_projected, projected, end, penalty)
+        aligned = align_down(base, inputs, target, settings)
+        state = _Guarded(aligned.carved, aligned.error_after)
+        outcome = replace(outcome, error_aligned=state.error, penalty=aligned.penalty)
+        state, rounds = alternate(carve, base, state, inputs, target, settings)
+        outcome = replace(outcome, rounds=rounds)
+    if gradients and settings.gradient_order == "after":
+        state, outcome = try_gradients(state, judge, gradients, settings, outcome)
+    if settings.descent_steps:
+        trained = judge(train_experts(state.loop, inputs, target, settings, seed))
+        state = trained if not settings.guard or trained.error < state.error else state
+    return state.loop, replace(outcome, error_end=state.error)
 
 
-def start(carve: LayerCarve, inputs: Sequence[Tensor], base: str, seed: int) -> ExpertLoop:
+def start(carve: LayerCarve, router: LinearRouter, inputs: Sequence[Tensor], base: str, seed: int) -> ExpertLoop:
     """The layer before any step: dense slices or seeded noise, copies of a unit sharing its weight."""
-    experts = slice_ffn(carve.ffn, carve.units_EN, carve.always_S)
+    loop = make_loop(carve.ffn, carve.units_EN, carve.always_S, router, carve.shape.top_k)
     if base == "random":
-        experts = draw_experts(experts, seed)
-    copies = routed_copies(carve.units_EN, carve.always_S, carve.ffn.width, carve.shape.top_k, carve.rows_ED)
-    if has_copies(carve.units_EN):
-        scale_F = replica_scale(copies, carve.ffn, inputs)
-        experts = replace(experts, down_EDN=experts.down_EDN * scale_F[carve.units_EN.long()][:, None])
-    return ExpertLoop(
-        experts,
-        carve.units_EN,
-        carve.always_S,
-        carve.rows_ED,
-        carve.shape.top_k,
-        carve.ffn.width,
-        carve.ffn.act,
-    )
+        loop = replace(loop, experts=draw_experts(loop.experts, seed))
+    return share_copies(loop, carve.ffn, inputs)
+
+
+def share_copies(loop: ExpertLoop, ffn: DenseFFN, inputs: Sequence[Tensor]) -> ExpertLoop:
+    """Scale the columns of units that stand in several experts by how often these are chosen together."""
+    if not has_copies(loop.units_EN):
+        return loop
+    copies = routed_copies(loop.units_EN, loop.always_S, ffn.width, loop.top_k, loop.router)
+    scale_EN = replica_scale(copies, ffn, inputs)[loop.units_EN.long()]
+    return replace(loop, experts=replace(loop.experts, down_EDN=loop.experts.down_EDN * scale_EN[:, None]))
+
+
+def try_gradients(
+    state: _Guarded,
+    judge: Callable[[ExpertLoop], _Guarded],
+    gradients: Mapping[str, Tensor],
+    settings: ProjectConfig,
+    outcome: Outcome,
+) -> tuple[_Guarded, Outcome]:
+    """One gradient projection, kept where it does not hurt or is not guarded."""
+    candidate = judge(replace(state.loop, experts=step_along(state.loop, gradients, settings)))
+    kept = not settings.guard or candidate.error < state.error
+    outcome = replace(outcome, error_projected=candidate.error, projected=kept)
+    return (candidate if kept else state), outcome
+
+
+def alternate(
+    carve: LayerCarve,
+    base: ExpertLoop,
+    state: _Guarded,
+    inputs: Sequence[Tensor],
+    target: Target,
+    settings: ProjectConfig,
+) -> tuple[_Guarded, int]:
+    """Fit the router to the aligned experts, align the unaligned ones to the new routing, as long as it helps."""
+    contributions: list[Tensor] = []
+    for kept in range(settings.rounds):
+        contributions = contributions or watch_contributions(carve.ffn, carve.units_EN, inputs)
+        router = refit_router(RouterTask(state.loop, target, carve.biased, inputs, contributions), carve.refit)
+        if router is None:
+            return state, kept
+        rerouted = replace(base, router=set_spread(router, inputs, carve.spread))
+        aligned = align_down(rerouted, inputs, target, settings)
+        if settings.guard and aligned.error_after >= state.error:
+            return state, kept
+        state = _Guarded(aligned.carved, aligned.error_after)
+    return state, settings.rounds
 
 
 def step_along(loop: ExpertLoop, gradients: Mapping[str, Tensor], settings: ProjectConfig) -> LayerExperts:

@@ -15,12 +15,23 @@ def summarise(outcomes: Sequence[Outcome], project: ProjectConfig) -> Table:
             f"{outcome.error_start:.4f}",
             "-" if outcome.error_projected is None else f"{outcome.error_projected:.4f}",
             "yes" if outcome.projected else "no",
-            f"{outcome.error_end:.4f}",
+            "-" if outcome.error_aligned is None else f"{outcome.error_aligned:.4f}",
             "-" if outcome.penalty is None else f"{outcome.penalty:g}",
+            outcome.rounds,
+            f"{outcome.error_end:.4f}",
         ]
         for layer, outcome in enumerate(outcomes)
     ]
-    columns = ["layer", "error as cut", "after gradient projection", "applied", "error at the end", "ridge penalty"]
+    columns = [
+        "layer",
+        "error as cut",
+        "after gradient projection",
+        "applied",
+        "after alignment",
+        "ridge penalty",
+        "router rounds",
+        "error at the end",
+    ]
     return Table("project", columns, rows, [describe(outcomes, project)])
 
 
@@ -32,4 +43,8 @@ def describe(outcomes: Sequence[Outcome], project: ProjectConfig) -> str:
     if project.gradient_projection and project.guard and kept < len(outcomes):
         gradient += " (dropped where it made the held-out alignment worse)"
     alignment = f"ridge in {aligned} of {len(outcomes)} layers" if project.alignment == "ridge" else "off"
-    return f"base {project.base}; gradient projection {gradient}; alignment {alignment}"
+    rounds = sum(outcome.rounds for outcome in outcomes)
+    said = [f"base {project.base}", f"gradient projection {gradient}", f"alignment {alignment}"]
+    said += [f"{rounds} rounds of router and alignment kept"] if rounds else []
+    said += [f"{project.descent_steps} steps of layer-wise descent"] if project.descent_steps else []
+    return "; ".join(said)

@@ -16,6 +16,7 @@ from models.families.emit import emit_checkpoint
 from models.families.moe import MOE_TARGETS
 from models.ffn import ffn_modules
 from models.loading import load_dense, load_tokenizer, resolve_device
+from models.routing import LinearRouter, rounded
 from models.shape import Shape
 from models.source import resolve_folder
 from models.stream import LayerStream
@@ -34,6 +35,8 @@ from stages.project.config import ProjectConfig
 from stages.project.layer import LayerCarve, Outcome, project_layer
 from stages.project.mean_gradient import Gradients, mean_gradients
 from stages.project.report import describe, summarise
+from stages.routing.descent import DescentSettings
+from stages.routing.fit import RouterSettings
 
 
 def run(job: Job, *, model: ModelConfig, data: DataConfig, project: ProjectConfig, shape: Shape, seed: int) -> Table:
@@ -43,7 +46,10 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, project: ProjectConfi
     batches = calibration_batches(data, load_tokenizer(folder), project.batch_tokens)
     gradients = gradients_of(model, folder, batches, project)
     with LayerStream(folder, device=resolve_device(model)) as stream:
-        outcomes = project_all(stream, batches, partition, routers, gradients, project, shape, job.scratch, seed)
+        layers = project_all(stream, batches, partition, routers, gradients, project, shape, job.scratch, seed)
+    outcomes = [outcome for _, outcome in layers]
+    routers = routers.with_layers([router for router, _ in layers])
+    routers.save(job.out)
     checkpoint = job.out / "checkpoint"
     emit_checkpoint(
         folder,
@@ -51,8 +57,10 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, project: ProjectConfi
         target=MOE_TARGETS[routers.target],
         shape=shape,
         routers=lambda layer: routers.rows[layer],
+        selection_bias=(lambda layer: routers.bias[layer]) if routers.biased else None,
         experts=lambda layer: LayerExperts(**load_file(layer_file(job.scratch, layer))),
         dtype=routers.dtype_asked,
+        pad_to=routers.pad_to,
     )
     write_carve_card(checkpoint, model, shape, partition, routers, describe(outcomes, project))
     return summarise(outcomes, project)
@@ -87,12 +95,12 @@ def project_all(
     shape: Shape,
     scratch: Path,
     seed: int,
-) -> list[Outcome]:
+) -> list[tuple[LinearRouter, Outcome]]:
     """Layers in order, each on the inputs that the layers before it give once carved."""
     tokens = TokenStream(stream, batches)
     target = AlignmentTarget(project.alignment_target, stream, batches)
     dtype: torch.dtype = getattr(torch, routers.dtype)
-    outcomes = []
+    done = []
     for index, layer in enumerate(tqdm(stream.layers(), total=stream.depth, desc="project", unit="layer")):
         tokens.enter(layer)
         target.enter(layer, tokens)
@@ -100,15 +108,26 @@ def project_all(
             layer.ffn,
             partition.units[index].to(stream.device),
             partition.always_on[index].to(stream.device),
-            routers.rows[index].to(stream.device),
+            routers.layer(index).to(stream.device),
             shape,
+            refit_settings(routers, project, layer_seed(seed, index)),
+            routers.spread,
+            routers.biased,
         )
         gradient = {name: matrix.to(stream.device) for name, matrix in next(gradients).items()}
         loop, outcome = project_layer(carve, tokens.inputs, target, gradient, project, layer_seed(seed, index))
         save_file(tensors_of(loop.experts, dtype), layer_file(scratch, index))
-        outcomes.append(outcome)
+        # The layers to come see the choice that the checkpoint's rounded rows will make.
+        loop = replace(loop, router=rounded(loop.router, dtype))
+        done.append((loop.router.to("cpu"), outcome))
         tokens.leave(map(loop, tokens.inputs))
-    return outcomes
+    return done
+
+
+def refit_settings(routers: Routers, project: ProjectConfig, seed: int) -> RouterSettings:
+    """How a layer's router is fitted anew: as it was made, with this stage's patience."""
+    descent = DescentSettings(project.router_steps, project.router_rate, routers.balance, seed)
+    return RouterSettings(routers.method, routers.ridge_penalty, descent, project.router_tokens)
 
 
 def layer_file(scratch: Path, layer: int) -> Path:

@@ -1,7 +1,8 @@
 import torch
 
 from models.ffn import DenseFFN
-from stages.project.gradient_projection import draw_experts, project_experts, project_matrix, slice_ffn
+from stages.calibration.slices import slice_ffn
+from stages.project.gradient_projection import draw_experts, project_experts, project_matrix
 
 D, F, E, N = 6, 12, 3, 2
 UNITS_EN, ALWAYS_S = torch.tensor([[0, 5], [5, 7], [2, 3]]), torch.tensor([11])

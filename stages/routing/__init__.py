@@ -1,0 +1,1 @@
+"""Routers of one layer: what they are fitted on, ways to fit them, and how they spread tokens."""

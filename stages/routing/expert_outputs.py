@@ -1,0 +1,33 @@
+"""What every expert gives for every token, as far as the choice between them depends on it."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from models.expert_loop import ExpertLoop
+from stages.routing.objectives import OutputError
+
+NUMBERS = 2**26  # of expert outputs in memory at a time: 256 MiB
+
+
+def output_error(loop: ExpertLoop, x_TD: Float[Tensor, "T D"], target_TD: Float[Tensor, "T D"]) -> OutputError:
+    """The objective of choosing experts on these tokens, so that the layer's output meets the target."""
+    wanted_TD = target_TD - loop.always_on_output(x_TD)
+    chunk = max(1, NUMBERS // (len(loop.units_EN) * x_TD.shape[1]))
+    gains, overlaps = [], []
+    for x_tD, wanted_tD in zip(torch.split(x_TD, chunk), torch.split(wanted_TD, chunk), strict=True):
+        output_tED = loop.expert_outputs(x_tD)
+        gains.append((output_tED @ wanted_tD[:, :, None])[:, :, 0])
+        overlaps.append(output_tED @ output_tED.mT)
+    return OutputError(torch.cat(gains), torch.cat(overlaps), wanted_TD.square().sum(1))
+
+
+def join(parts: Sequence[OutputError]) -> OutputError:
+    """The objective on the tokens of all parts."""
+    return OutputError(
+        torch.cat([part.gains_TE for part in parts]),
+        torch.cat([part.overlaps_TEE for part in parts]),
+        torch.cat([part.wanted_T for part in parts]),
+    )

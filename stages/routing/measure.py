@@ -1,0 +1,47 @@
+"""How a router spreads tokens, and how far it chooses what is best."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from models.routing import LinearRouter, chosen_mask
+from stages.calibration.alignment import relative_error
+from stages.routing.task import RouterTask
+
+
+def set_spread(router: LinearRouter, inputs: Sequence[Tensor], spread: float) -> LinearRouter:
+    """Scale the router so that a token's logits have the standard deviation `spread` over experts, on average.
+
+    Rows and bias are centred first: a shift common to all experts changes neither softmax nor choice.
+    """
+    centred_ED = router.rows_ED - router.rows_ED.mean(0)
+    squares = sum(float((x_TD @ centred_ED.T).double().square().mean(1).sum()) for x_TD in inputs)
+    deviation = (squares / sum(len(x_TD) for x_TD in inputs)) ** 0.5
+    scale = spread / deviation if deviation > 0 else 1.0
+    return LinearRouter(centred_ED * scale, (router.bias_E - router.bias_E.mean()) * scale)
+
+
+def load_balance(router: LinearRouter, inputs: Sequence[Tensor], top_k: int) -> Float[Tensor, "E"]:
+    """Each expert's share of the routed tokens, relative to an even share (1 = even)."""
+    counts_E = torch.zeros(router.experts, device=router.rows_ED.device)
+    for x_TD in inputs:
+        counts_E += torch.bincount(router.choose(x_TD, top_k).flatten(), minlength=router.experts)
+    return counts_E / counts_E.mean()
+
+
+def oracle_agreement(router: LinearRouter, task: RouterTask) -> float:
+    """Mean share of the K experts of largest contribution that the router also chooses."""
+    agreed, total = 0, 0
+    for index, x_TD in enumerate(task.inputs):
+        chosen_TE = chosen_mask(router.choose(x_TD, task.top_k), router.experts)
+        best_TK = task.best_experts(index)
+        agreed += int(chosen_TE.gather(1, best_TK).sum())
+        total += best_TK.numel()
+    return agreed / total
+
+
+def relative_output_error(router: LinearRouter, task: RouterTask) -> float:
+    """Σ‖target − output‖² / Σ‖target‖² of the layer with the router's choice, on all of the task's tokens."""
+    return relative_error(task.routed(router), task.inputs, task.target, range(len(task.inputs)))

@@ -1,0 +1,47 @@
+"""The expanded objective against the output itself."""
+
+import pytest
+import torch
+
+from models.ffn import DenseFFN
+from models.routing import LinearRouter, chosen_mask
+from stages.routing import expert_outputs
+from stages.routing.expert_outputs import output_error
+from stages.routing.relaxed import load_variance, relaxed_mask
+from stages.routing.task import make_loop
+
+D, F, K, T = 6, 13, 2, 29
+UNITS_EN, ALWAYS_S = torch.tensor([[0, 1, 2], [2, 3, 4], [5, 6, 7], [8, 9, 10]]), torch.tensor([11, 12])
+
+
+@pytest.fixture
+def loop():
+    generator = torch.Generator().manual_seed(3)
+    draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    ffn = DenseFFN(draw(F, D), draw(F, D), draw(D, F), torch.nn.functional.silu)
+    return make_loop(ffn, UNITS_EN, ALWAYS_S, LinearRouter(draw(4, D), draw(4)), K), ffn, draw(T, D)
+
+
+@pytest.mark.parametrize("numbers", [2**26, 100])
+def test_cost_of_a_choice_is_the_relative_error_of_the_layer(loop, numbers, monkeypatch):
+    monkeypatch.setattr(expert_outputs, "NUMBERS", numbers)
+    loop, ffn, x_TD = loop
+    target_TD = ffn(x_TD)
+    objective = output_error(loop, x_TD, target_TD)
+    cost = objective.cost(chosen_mask(loop.router.choose(x_TD, K), 4))
+    wanted = (target_TD - loop.always_on_output(x_TD)).square().sum()
+    torch.testing.assert_close(cost, float((target_TD - loop(x_TD)).square().sum() / wanted), rtol=1e-4, atol=0)
+    some_t = torch.tensor([3, 5])
+    torch.testing.assert_close(objective.at(some_t).wanted_T, objective.wanted_T[some_t])
+
+
+def test_a_cold_soft_choice_is_the_hard_one():
+    logits_TE = torch.randn(T, 5, generator=torch.Generator().manual_seed(0))
+    hard_TE = chosen_mask(logits_TE.topk(K).indices, 5)
+    torch.testing.assert_close(relaxed_mask(logits_TE, K, 1e-5), hard_TE, atol=1e-3, rtol=0)
+    assert torch.equal(relaxed_mask(logits_TE, 5, 0.5), torch.ones(T, 5))
+
+
+def test_load_variance_is_zero_for_an_even_load():
+    assert float(load_variance(torch.ones(T, 3))) == 0
+    assert float(load_variance(torch.tensor([[1.0, 0, 0], [1, 0, 0]]))) == pytest.approx(2.0)

@@ -1,0 +1,124 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from models.ffn import DenseFFN
+from models.routing import LinearRouter, active_copies, membership
+from stages.routing.descent import DescentSettings
+from stages.routing.fit import RouterSettings, fit_router, refit_router
+from stages.routing.measure import load_balance, oracle_agreement, relative_output_error, set_spread
+from stages.routing.task import watch_experts
+
+D, F, E, N, K = 6, 12, 3, 4, 1
+NO_UNITS = torch.empty(0, dtype=torch.long)
+
+
+def settings(method, **changes):
+    descent = DescentSettings(**({"steps": 60, "rate": 0.05, "balance": 0.0, "seed": 1} | changes))
+    return RouterSettings(method, 1e-3, descent, tokens=1000)
+
+
+def make_task(*, biased=False, shift=0.0, tokens=40, loud=1.0):
+    """Three groups of units, each answering to its own direction of the input."""
+    generator = torch.Generator().manual_seed(0)
+    gate_FD = torch.eye(D)[torch.arange(F) // N] * 3 + 0.1 * torch.randn(F, D, generator=generator)
+    down_DF = torch.randn(D, F, generator=generator)
+    down_DF[:, -N:] *= loud
+    ffn = DenseFFN(gate_FD, gate_FD.clone(), down_DF, torch.nn.functional.silu)
+    inputs = [shift + torch.randn(tokens + index, D, generator=generator) for index in range(8)]
+    return watch_experts(ffn, torch.arange(F).view(E, N), NO_UNITS, inputs, K, biased=biased)[0]
+
+
+@pytest.fixture
+def task():
+    return make_task()
+
+
+@pytest.mark.parametrize("method", ["ridge", "centroid", "representative", "gate_rows", "logistic", "error"])
+def test_fitted_routers_beat_chance(task, method):
+    router = fit_router(task, settings(method))
+    assert router.rows_ED.shape == (E, D)
+    assert not router.bias_E.any()
+    assert oracle_agreement(router, task) > 0.5 > K / E
+
+
+def test_a_random_router_is_seeded_and_fitted_to_nothing(task):
+    router = fit_router(task, settings("random"))
+    assert torch.equal(router.rows_ED, fit_router(task, settings("random")).rows_ED)
+    assert not torch.equal(router.rows_ED, fit_router(task, settings("random", seed=2)).rows_ED)
+    assert refit_router(task, settings("random")) is None
+
+
+def test_training_lowers_the_output_error_on_its_own_objective():
+    task = make_task(tokens=200)
+    errors = {
+        method: relative_output_error(fit_router(task, settings(method, steps=200)), task)
+        for method in ("ridge", "logistic", "error")
+    }
+    assert errors["error"] < 0.98 * errors["ridge"]
+    assert errors["error"] <= errors["logistic"]
+
+
+def test_descent_never_gives_back_worse_than_it_got(task):
+    start = replace(task, loop=task.routed(fit_router(task, settings("ridge"))))
+    wild = refit_router(start, settings("error", rate=1e6, steps=8))
+    torch.testing.assert_close(oracle_agreement(wild, task), oracle_agreement(start.loop.router, task))
+
+
+def test_a_bias_serves_an_expert_that_is_worth_more_for_every_token():
+    plain, biased = (make_task(biased=biased, loud=4.0, tokens=200) for biased in (False, True))
+    without, router = (fit_router(task, settings("error", steps=200)) for task in (plain, biased))
+    assert int(router.bias_E.argmax()) == E - 1
+    assert relative_output_error(router, biased) < 0.98 * relative_output_error(without, plain)
+
+
+def test_balance_evens_the_load_and_costs_error():
+    task = make_task(shift=torch.tensor([0.8, 0, 0, 0, 0, 0]), tokens=200)
+    uneven, even = (fit_router(task, settings("error", balance=balance, steps=200)) for balance in (0.0, 1.0))
+    loads = [float(load_balance(router, task.inputs, K).max()) for router in (uneven, even)]
+    assert loads[1] < 0.9 * loads[0]
+    assert relative_output_error(even, task) > relative_output_error(uneven, task)
+
+
+def test_ridge_recovers_contributions_that_are_linear():
+    """With |h| linear in x (all gates open, inputs positive) the router's order is the oracle's."""
+    generator = torch.Generator().manual_seed(0)
+    gate_FD = torch.ones(F, D)
+    up_FD = torch.rand(F, D, generator=generator)
+    ffn = DenseFFN(gate_FD, up_FD, torch.randn(D, F, generator=generator), torch.ones_like)
+    inputs = [torch.rand(60, D, generator=generator)]
+    task, outputs = watch_experts(ffn, torch.arange(F).view(E, N), NO_UNITS, inputs, K, biased=False)
+    torch.testing.assert_close(outputs[0], ffn(inputs[0]))
+    assert oracle_agreement(fit_router(task, replace(settings("ridge"), penalty=1e-9)), task) == 1.0
+
+
+def test_spread_sets_the_deviation_and_keeps_the_choice():
+    task = make_task(shift=0.5)
+    router = replace(fit_router(task, settings("ridge")), bias_E=torch.arange(float(E)))
+    scaled = set_spread(router, task.inputs, 0.25)
+    x_TD = torch.cat(list(task.inputs))
+    logits_TE = x_TD @ scaled.rows_ED.T
+    assert float((logits_TE - logits_TE.mean(1, keepdim=True)).square().mean().sqrt()) == pytest.approx(0.25, rel=1e-4)
+    assert torch.equal(scaled.choose(x_TD, K), router.choose(x_TD, K))
+
+
+def test_spread_zero_gives_constant_gates(task):
+    router = set_spread(fit_router(task, settings("ridge")), task.inputs, 0.0)
+    assert not router.rows_ED.any()
+    assert not router.bias_E.any()
+
+
+def test_load_is_relative_to_an_even_share(task):
+    rows_ED = torch.zeros(E, D)
+    rows_ED[2, 0] = 100.0  # serves every token whose first feature is positive
+    load_E = load_balance(LinearRouter.without_bias(rows_ED), task.inputs, 1)
+    x_TD = torch.cat(list(task.inputs))
+    assert float(load_E[2]) == pytest.approx(E * float((x_TD[:, 0] > 0).float().mean()), abs=1e-6)
+    assert float(load_E.mean()) == pytest.approx(1.0)
+
+
+def test_active_copies_count_replicas_and_always_on_units():
+    units_EN = torch.tensor([[0, 1], [1, 2], [3, 4]])
+    copies_TF = active_copies(torch.tensor([[0, 1], [2, 0]]), membership(units_EN, 7), torch.tensor([6]))
+    assert copies_TF.tolist() == [[1, 2, 1, 0, 0, 0, 1], [1, 1, 0, 1, 1, 0, 1]]
