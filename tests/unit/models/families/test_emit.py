@@ -156,3 +156,61 @@ def test_the_source_is_never_overwritten(dense: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         emit(dense, dense / ".")
     assert caught.value.what == "the MoE would overwrite its source"
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "names"),
+    [
+        (
+            "granite",
+            "granitemoeshared",
+            (
+                "block_sparse_moe.input_linear.weight",
+                "block_sparse_moe.output_linear.weight",
+                "shared_mlp.input_linear.weight",
+                "shared_mlp.output_linear.weight",
+            ),
+        ),
+        ("smollm3", "tiny_onn", ("mlp.experts.gate_up_proj", "mlp.experts.down_proj", None, None)),
+    ],
+)
+def test_packed_layouts(source: str, target: str, names: tuple[str | None, ...], tmp_path: Path) -> None:
+    """Gate above up, each with its zero units; always-on units 5 → 16, experts 8 → 16."""
+    dense = write_pico(tmp_path / "dense", source, layers=1)
+    given, scale = random_experts(0), SHAPE.top_k if target == "granitemoeshared" else 1
+    emit_checkpoint(
+        dense,
+        tmp_path / "moe",
+        target=MOE_TARGETS[target],
+        shape=SHAPE,
+        routers=lambda _layer: torch.ones(3, 24),
+        experts=lambda _layer: given,
+        pad_to=16,
+    )
+    with ShardReader(tmp_path / "moe") as reader:
+        packed = [reader.tensor(f"model.layers.0.{name}") if name else None for name in names]
+    gate_up, down, shared_gate_up, shared_down = packed
+    assert gate_up is not None
+    assert down is not None
+    assert gate_up.shape == (3, 32, 24)
+    assert torch.equal(gate_up[:, :8], given.gate_END)
+    assert torch.equal(gate_up[:, 16:24], given.up_END)
+    assert torch.equal(down[:, :, :8], given.down_EDN * scale)
+    assert not gate_up[:, 8:16].any()
+    assert not gate_up[:, 24:].any()
+    assert not down[:, :, 8:].any()
+    if shared_gate_up is not None and shared_down is not None:
+        assert torch.equal(shared_gate_up[:5], given.shared_gate_SD)
+        assert torch.equal(shared_gate_up[16:21], given.shared_up_SD)
+        assert torch.equal(shared_down[:, :5], given.shared_down_DS)
+        assert shared_gate_up.count_nonzero() == 10 * 24
+
+
+def test_the_own_class_keeps_fused_projections_and_the_tied_head(tmp_path: Path) -> None:
+    dense = write_pico(tmp_path / "dense", "phi3", layers=1, tie=True)
+    out = emit(dense, tmp_path / "moe", target="tiny_onn", experts=random_experts)
+    with ShardReader(dense) as before, ShardReader(out) as after:
+        name = "model.layers.0.self_attn.qkv_proj.weight"
+        assert torch.equal(before.tensor(name), after.tensor(name))
+        assert "lm_head.weight" not in after.names
+    assert (out / "modeling_tiny_onn.py").exists()
