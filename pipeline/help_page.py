@@ -81,6 +81,6 @@ def default_options() -> dict[str, str | None]:
 
 
 def summary(path: Path) -> str:
-    """The first comment of a file that says something."""
+    """The first comment of a file that says something; of an experiment, what it asks."""
     lines = (line[2:] for line in path.read_text().splitlines() if line.startswith("# "))
-    return next(line for line in lines if not line.startswith("@"))
+    return next(line for line in lines if not line.startswith("@")).removeprefix("Question: ")
