@@ -48,7 +48,7 @@ class TinyONNConfig(PretrainedConfig):  # type: ignore[misc]  # transformers is 
             dense: config.json of the dense model, of either transformers generation; None is a small Llama.
             num_experts: E.
             num_experts_per_tok: K.
-            moe_intermediate_size: N, the width of an expert.
+            moe_intermediate_size: N, the width of an expert; grouped kernels want a multiple of 8.
             shared_intermediate_size: S, the width of the FFN that every token passes; 0: there is none.
             routed_scaling_factor: gates are multiplied by it.
             norm_topk_prob: the K chosen gates sum to 1 before they are multiplied.
@@ -61,11 +61,10 @@ class TinyONNConfig(PretrainedConfig):  # type: ignore[misc]  # transformers is 
         Raises:
             ValueError: an unknown scoring or topology, or K is not in 1 ... E.
         """
-        if scoring not in SCORINGS or topology not in TOPOLOGIES:
-            raise ValueError(
-                f"scoring={scoring!r}, topology={topology!r}: scoring is one of {', '.join(SCORINGS)}, "
-                f"topology one of {', '.join(TOPOLOGIES)}"
-            )
+        if scoring not in SCORINGS:
+            raise ValueError(f"scoring={scoring!r} is not one of {', '.join(SCORINGS)}")
+        if topology not in TOPOLOGIES:
+            raise ValueError(f"topology={topology!r} is not one of {', '.join(TOPOLOGIES)}")
         if not 1 <= num_experts_per_tok <= num_experts:
             raise ValueError(f"num_experts_per_tok={num_experts_per_tok} is not in 1 ... num_experts={num_experts}")
         self.dense = dense if isinstance(dense, PretrainedConfig) else _dense_config(dense or {"model_type": "llama"})

@@ -171,7 +171,8 @@ def test_missing_weights_are_filled_like_any_other(folder, tmp_path) -> None:
 
 
 def test_layers_that_are_placed_apart_compute_the_same(folder, model, tmp_path) -> None:
-    places = {"model.layers.1": "disk", "model": "cpu", "lm_head": "cpu"}
+    parts = ["model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"]
+    places = dict.fromkeys([*parts, "model.layers.0", "model.layers.2"], "cpu") | {"model.layers.1": "disk"}
     placed = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, device_map=places, offload_folder=tmp_path
     )

@@ -1,0 +1,77 @@
+import subprocess
+import sys
+from pathlib import Path
+
+from models.tiny_onn.configuration_tiny_onn import TinyONNConfig
+from models.tiny_onn.keys import tiny_onn_keys
+from models.tiny_onn.own_code import CODE_FILES, copy_code
+
+SOURCE = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 24,
+    "vocab_size": 61,
+    "tie_word_embeddings": True,
+    "torch_dtype": "float16",
+    "transformers_version": "4.51.0",
+    "quantization_config": {"quant_method": "bitsandbytes"},
+}
+SIZES = {"experts": 5, "top_k": 2, "expert_width": 8, "shared_width": 3, "routed_scaling_factor": 2.0}
+
+
+def test_config_json_says_the_whole_model() -> None:
+    keys = tiny_onn_keys(SOURCE, **SIZES, dtype="bfloat16")
+    assert keys == {
+        "architectures": ["TinyONNForCausalLM"],
+        "model_type": "tiny_onn",
+        "auto_map": {
+            "AutoConfig": "configuration_tiny_onn.TinyONNConfig",
+            "AutoModelForCausalLM": "modeling_tiny_onn.TinyONNForCausalLM",
+        },
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+        "shared_intermediate_size": 3,
+        "routed_scaling_factor": 2.0,
+        "norm_topk_prob": True,
+        "scoring": "softmax",
+        "topology": "per_layer",
+        "router_aux_loss_coef": 0.001,
+        "output_router_logits": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "dtype": "bfloat16",
+        "transformers_version": "4.51.0",
+        "dense": {
+            "model_type": "qwen3",
+            "architectures": ["Qwen3ForCausalLM"],
+            "hidden_size": 24,
+            "vocab_size": 61,
+            "tie_word_embeddings": False,
+            "transformers_version": "4.51.0",
+        },
+    }
+    assert not TinyONNConfig(**keys).dense.tie_word_embeddings
+
+
+def test_the_source_is_left_as_it_is() -> None:
+    before = dict(SOURCE)
+    tiny_onn_keys(SOURCE, **SIZES, dtype="float32", topology="global_pool")
+    assert before == SOURCE
+
+
+def test_all_the_code_that_is_imported_is_copied(tmp_path) -> None:
+    copy_code(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == set(CODE_FILES)
+    for path in tmp_path.iterdir():
+        lines = path.read_text().splitlines()
+        wanted = [line.split()[1].removeprefix(".") + ".py" for line in lines if line.startswith("from .")]
+        assert set(wanted) <= set(CODE_FILES)
+        assert not [line for line in lines if line.startswith(("from models", "import models", "from jaxtyping"))]
+
+
+def test_writing_a_checkpoint_needs_no_torch() -> None:
+    script = "import sys, models.tiny_onn.keys, models.tiny_onn.own_code; print({'torch'} & set(sys.modules))"
+    root = Path(__file__).parents[4]
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
