@@ -22,10 +22,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_scaling": 2.0},
     "phi3": {"sliding_window": 16},
 }
-WORDS = (
-    "debug=tiny data.tokens=512 data.heldout_tokens=256 data.max_length=64 experts=4 n=8 top_k=4 always_on=8 "
-    "assemble.parity_spread=0 project=none"
-).split()
+WORDS = [
+    "debug=tiny",
+    "data.tokens=512",
+    "data.heldout_tokens=256",
+    "data.max_length=64",
+    "experts=4",
+    "n=8",
+    "top_k=4",
+    "always_on=8",
+    "assemble.parity_spread=0",
+    "project=none",
+]
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
