@@ -2,26 +2,30 @@
 
 from dataclasses import dataclass, field
 
-VERSION = 1
+VERSION = 2
 
 # What units can be compared by.
 VIEWS = ("coactivation", "gate_rows", "contribution", "taylor_profile")
 # Methods that compare units in these views.
-COMPARING_METHODS = frozenset({"balanced_kmeans"})
+COMPARING_METHODS = frozenset({"captured", "balanced_kmeans"})
 # Views, methods and ways to choose always-on units that want a pass of the dense model over the calibration text.
 STREAMED_VIEWS = frozenset({"contribution"})
-STREAMED_METHODS = frozenset[str]()
-STREAMED_CHOICES = frozenset[str]()
+STREAMED_METHODS = frozenset({"captured"})
+STREAMED_CHOICES = frozenset({"alignment"})
 
 
 @dataclass
 class ClusterConfig:
     """How units are grouped into experts, and the map drawn of them."""
 
-    # balanced_kmeans (units that fire together), rank (dealt out in score order), random, or contiguous (as stored).
+    # captured (from balanced_kmeans on, partition and router in turn, so that the chosen experts hold most of what a
+    # token needs), balanced_kmeans (units that fire together), rank (dealt out in score order), random, or contiguous
+    # (as stored).
     method: str = field(
-        default="balanced_kmeans", metadata={"choices": ("balanced_kmeans", "rank", "random", "contiguous")}
+        default="captured", metadata={"choices": ("captured", "balanced_kmeans", "rank", "random", "contiguous")}
     )
+    # method=captured: calibration tokens it looks at, at most; one number is kept of each token and unit.
+    captured_tokens: int = field(default=8192, metadata={"minimum": 1})
     # What balanced_kmeans compares, and the map shows: coactivation (on which tokens a unit fires), gate_rows (its gate
     # weights), contribution (how much it adds on which tokens; one more pass over the text), taylor_profile (to which
     # text domains it is important; needs scan.domains=true), or joint (all of joint_views).
@@ -30,14 +34,18 @@ class ClusterConfig:
     joint_views: list[str] = field(default_factory=lambda: ["coactivation", "gate_rows"], metadata={"choices": VIEWS})
     # Directions kept of each view.
     feature_dims: int = field(default=64, metadata={"minimum": 1})
-    # Most rounds of k-means; it stops earlier when no unit moves.
+    # Most rounds of k-means, and of captured; each stops earlier when no unit moves.
     iterations: int = field(default=20, metadata={"minimum": 1})
     # Times k-means is started, each time from other centroids; the grouping of the highest similarity is kept.
     restarts: int = field(default=1, metadata={"minimum": 1})
-    # Tokens per forward batch, where the features are made of a pass over the calibration text.
+    # Tokens per forward batch, where something needs a pass over the calibration text.
     batch_tokens: int = field(default=4096, metadata={"minimum": 1})
-    # Which units stay on for every token: the highest by contribution, frequency or score (the chosen score).
-    always_on_by: str = field(default="contribution", metadata={"choices": ("contribution", "frequency", "score")})
+    # Which units stay on for every token, and which are dropped where experts have no room for all: alignment (by what
+    # the aligned output loses without them), or by contribution, frequency or score (the chosen score; units are then
+    # dropped by score).
+    always_on_by: str = field(
+        default="alignment", metadata={"choices": ("alignment", "contribution", "frequency", "score")}
+    )
     # Map of a layer's units as a picture: umap, tsne or none.
     map: str = field(default="umap", metadata={"choices": ("umap", "tsne", "none")})
     # Layers to draw, negative from the end; empty draws the first, the middle and the last.

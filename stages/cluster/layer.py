@@ -1,6 +1,7 @@
 """The partition of one layer."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -9,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from models.shape import Shape
+from stages.cluster.captured import TokenEnergy, measure_energy
 from stages.cluster.evidence import LayerEvidence
 from stages.cluster.fill import fill_experts
 from stages.cluster.methods import Method, RoutedUnits, group_units
@@ -43,6 +45,7 @@ def partition_layer(
     rng: np.random.Generator,
     restarts: int = 1,
     evidence: LayerEvidence | None = None,
+    tokens: int = 8192,
 ) -> LayerPartition:
     """Choose the always-on units, group the others into experts, and fill the experts to N units each.
 
@@ -56,10 +59,24 @@ def partition_layer(
         rng: of this layer alone.
         restarts: times k-means is started.
         evidence: all else that is known of the layer, for the methods that look at it.
+        tokens: calibration tokens that the method `captured` looks at, at most.
     Returns:
         Indices into the layer's F units, ascending within every expert.
     """
     roles = split_units(measure_F, scores_F, always_on=shape.always_on, slots=shape.experts * shape.n)
-    units = RoutedUnits(roles.routed_U, scores_F[roles.routed_U], lambda: features()[roles.routed_U], evidence)
+    units = RoutedUnits(
+        roles.routed_U,
+        scores_F[roles.routed_U],
+        lambda: features()[roles.routed_U],
+        evidence,
+        partial(measure_routed, evidence, roles, shape, tokens),
+        shape.n,
+    )
     labels_U, affinity_UE = group_units(method, units, shape.experts, iterations=iterations, restarts=restarts, rng=rng)
     return LayerPartition(roles, labels_U, roles.routed_U[fill_experts(affinity_UE, labels_U, shape.n)])
+
+
+def measure_routed(evidence: LayerEvidence | None, roles: Roles, shape: Shape, tokens: int) -> TokenEnergy:
+    """The energy of the routed units on calibration tokens."""
+    assert evidence is not None, "the layer's evidence is needed"
+    return measure_energy(evidence.activity, roles.routed_U, roles.always_on_S, top_k=shape.top_k, tokens=tokens)

@@ -10,11 +10,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from stages.cluster.captured import TokenEnergy, members, place_copies, regroup
 from stages.cluster.evidence import LayerEvidence
 from stages.cluster.fill import group_sizes
 from stages.cluster.kmeans import fit_balanced_kmeans, mean_directions
 
-Method = Literal["balanced_kmeans", "rank", "random", "contiguous"]
+Method = Literal["captured", "balanced_kmeans", "rank", "random", "contiguous"]
 
 
 class Grouping(NamedTuple):
@@ -32,6 +33,8 @@ class RoutedUnits:
     scores_U: Float[Tensor, "U"]
     features_UC: Callable[[], Tensor]
     evidence: LayerEvidence | None = None  # of the whole layer
+    energy: Callable[[], TokenEnergy] | None = None  # of the units, for the method that routes tokens
+    size: int = 0  # N, for the method that places copies
 
 
 def group_units(
@@ -39,6 +42,8 @@ def group_units(
 ) -> Grouping:
     """Group the routed units of a layer."""
     match method:
+        case "captured":
+            return group_by_captured(units, experts, iterations=iterations, restarts=restarts, rng=rng)
         case "balanced_kmeans":
             return group_by_similarity(units.features_UC(), experts, iterations=iterations, restarts=restarts, rng=rng)
         case "rank":
@@ -63,6 +68,20 @@ def group_by_similarity(
     labels_U = fit_balanced_kmeans(features_UC, sizes_E, iterations=iterations, rng=rng, restarts=restarts, start=start)
     directions_UC = normalize(features_UC, dim=1)
     return Grouping(labels_U, directions_UC @ mean_directions(directions_UC, labels_U, experts).T)
+
+
+def group_by_captured(
+    units: RoutedUnits, experts: int, *, iterations: int, rng: np.random.Generator, restarts: int = 1
+) -> Grouping:
+    """From balanced k-means on to what a router can capture; copies, where there is room, go where they are missed."""
+    start = group_by_similarity(units.features_UC(), experts, iterations=iterations, restarts=restarts, rng=rng)
+    assert units.energy is not None, "captured is streamed in config.py"
+    energy = units.energy()
+    sizes_E = group_sizes(len(start.labels_U), experts)
+    labels_U = regroup(energy, start.labels_U, sizes_E, iterations=iterations)
+    if experts * units.size <= len(labels_U):
+        return Grouping(labels_U, members(labels_U, experts, energy.energy_TU).T.cpu())
+    return Grouping(labels_U, place_copies(energy, labels_U, experts, units.size).T.cpu())
 
 
 def deal_by_rank(scores_U: Float[Tensor, "U"], experts: int) -> Grouping:

@@ -1,0 +1,134 @@
+"""Partition and router in turn: units go where the tokens that need them are routed, tokens where their units went.
+
+The measure is captured energy: what the chosen experts hold of Σ_j (h_j·‖d_j‖)², where h_j is taken without the part
+that the always-on units foretell, since alignment lets these make up for it. A partition is as good as a linear router
+can route it: the tokens' experts come from a ridge regression, not from an oracle.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from models.routing import choose_experts, chosen_mask
+from stages.cluster.activity import LayerActivity
+from stages.cluster.balance import assign_balanced
+
+ROUTER_PENALTY = 1e-3
+FORETOLD_PENALTY = 1e-2
+SWEEPS = 2  # over the experts, when copies are placed
+
+
+@dataclass(frozen=True)
+class TokenEnergy:
+    """What every routed unit adds for every token, and a way to route tokens by their inputs."""
+
+    energy_TU: Tensor
+    x_TD: Tensor
+    factor_DD: Tensor  # Cholesky factor of the inputs' second moment with the ridge
+    top_k: int
+
+    def route(self, member_EU: Float[Tensor, "E U"]) -> Float[Tensor, "T E"]:
+        """1 where a linear router, fitted to what the experts would capture, sends the token."""
+        wanted_TE = (self.energy_TU @ member_EU.T).sqrt_()
+        wanted_TE -= wanted_TE.mean(1, keepdim=True)
+        rows_DE = torch.cholesky_solve(self.x_TD.T @ wanted_TE, self.factor_DD)
+        return chosen_mask(choose_experts(self.x_TD @ rows_DE, self.top_k), len(member_EU))
+
+    def captured(self, mask_TE: Float[Tensor, "T E"], member_EU: Float[Tensor, "E U"]) -> float:
+        """Share of the energy in units that some chosen expert holds."""
+        held_TU = (mask_TE @ member_EU).clamp_max_(1)
+        return float((held_TU * self.energy_TU).sum() / self.energy_TU.sum().clamp_min(1e-30))
+
+
+def measure_energy(
+    activity: LayerActivity, routed_U: Int[Tensor, "U"], always_on_S: Int[Tensor, "S"], *, top_k: int, tokens: int
+) -> TokenEnergy:
+    """The energy of the routed units on at most `tokens` calibration tokens, spread evenly over the text.
+
+    Memory: tokens × U.
+    """
+    x_TD = sample_tokens(activity, tokens)
+    hidden_TF = activity.ffn.hidden(x_TD)
+    kept_TS, hidden_TU = hidden_TF[:, always_on_S], hidden_TF[:, routed_U]
+    del hidden_TF
+    if len(always_on_S):
+        foretold_SU = torch.cholesky_solve(kept_TS.T @ hidden_TU, ridge_factor(kept_TS, FORETOLD_PENALTY))
+        hidden_TU.addmm_(kept_TS, foretold_SU, alpha=-1)
+    energy_TU = hidden_TU.mul_(activity.ffn.down_DF.norm(dim=0)[routed_U]).square_()
+    return TokenEnergy(energy_TU, x_TD, ridge_factor(x_TD, ROUTER_PENALTY), top_k)
+
+
+def sample_tokens(activity: LayerActivity, tokens: int) -> Float[Tensor, "T D"]:
+    """At most `tokens` FFN inputs, spread evenly."""
+    x_TD = torch.cat(list(activity.inputs))
+    if len(x_TD) <= tokens:
+        return x_TD
+    return x_TD[torch.linspace(0, len(x_TD) - 1, tokens).round().long()]
+
+
+def ridge_factor(a_TA: Float[Tensor, "T A"], penalty: float) -> Float[Tensor, "A A"]:
+    """Cholesky factor of aᵀa with a ridge relative to its mean diagonal; factored in fp64."""
+    gram_AA = (a_TA.T @ a_TA).double()
+    gram_AA.diagonal().add_(penalty * gram_AA.diagonal().mean() + 1e-30)
+    factor_AA: Tensor = torch.linalg.cholesky(gram_AA).float()
+    return factor_AA
+
+
+def regroup(
+    energy: TokenEnergy, labels_U: Int[Tensor, "U"], sizes_E: Int[Tensor, "E"], *, iterations: int
+) -> Int[Tensor, "U"]:
+    """Improve a partition: route the tokens, assign units to the experts whose tokens need them most, and again.
+
+    Args:
+        energy: of the units on tokens.
+        labels_U: ``(U,)`` the partition to start from.
+        sizes_E: ``(E,)`` units each expert takes; sums to U.
+        iterations: most rounds.
+    Returns:
+        ``(U,)`` the labels of the round that captured most; those it started from at worst.
+    """
+    best_U, most, prices_E = labels_U, -1.0, None
+    for _ in range(iterations + 1):
+        member_EU = members(labels_U, len(sizes_E), energy.energy_TU)
+        mask_TE = energy.route(member_EU)
+        captured = energy.captured(mask_TE, member_EU)
+        if captured > most:
+            best_U, most = labels_U, captured
+        next_U, prices_E = assign_balanced((energy.energy_TU.T @ mask_TE).cpu(), sizes_E, prices_E=prices_E)
+        if torch.equal(next_U, labels_U):
+            break
+        labels_U = next_U
+    return best_U
+
+
+def members(labels_U: Int[Tensor, "U"], experts: int, like: Tensor) -> Float[Tensor, "E U"]:
+    """1 where the expert is the unit's home."""
+    labels_U = labels_U.to(like.device)
+    return like.new_zeros(experts, len(labels_U)).scatter_(0, labels_U[None], 1.0)
+
+
+def place_copies(energy: TokenEnergy, labels_U: Int[Tensor, "U"], experts: int, size: int) -> Float[Tensor, "E U"]:
+    """Fill every expert to `size` units with those whose energy its tokens would otherwise miss.
+
+    Every unit keeps its home. Expert by expert, a unit is worth what it adds for the tokens that go there and get it
+    from no other chosen expert; the tokens are routed anew after each sweep.
+
+    Returns:
+        ``(E, U)`` 1 where the expert holds the unit, `size` in each row.
+    """
+    home_EU = members(labels_U, experts, energy.energy_TU)
+    member_EU = home_EU.clone()
+    for _ in range(SWEEPS):
+        mask_TE = energy.route(member_EU)
+        for expert in range(experts):
+            tokens_t = mask_TE[:, expert].nonzero()[:, 0]
+            others_tE = mask_TE[tokens_t]
+            others_tE[:, expert] = 0
+            missing_tU = (others_tE @ member_EU) == 0
+            worth_U = (energy.energy_TU[tokens_t] * missing_tU).sum(0)
+            worth_U[home_EU[expert] > 0] = torch.inf
+            member_EU[expert] = 0
+            member_EU[expert, worth_U.topk(size).indices] = 1
+    return member_EU

@@ -1,0 +1,79 @@
+"""Which units an FFN can best do without, when the down columns of those that stay are fitted anew."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from stages.cluster.activity import LayerActivity
+
+PENALTY = 1e-2  # of the refit, relative to the mean diagonal of the second moment
+SHARE = 32  # one in so many of the units that are left goes at a time
+
+
+def rank_by_alignment(activity: LayerActivity, keep: int) -> Float[Tensor, "F"]:
+    """The order in which units are worth keeping, higher is better, by what the aligned output loses without them."""
+    if keep >= activity.ffn.width:
+        return torch.ones(activity.ffn.width)
+    return rank_by_elimination(second_moment(activity), activity.ffn.down_DF, keep)
+
+
+def second_moment(activity: LayerActivity) -> Float[Tensor, "F F"]:
+    """Σ_t h hᵀ over the calibration tokens."""
+    gram_FF = activity.ffn.down_DF.new_zeros(activity.ffn.width, activity.ffn.width)
+    for hidden_TF in activity.hiddens():
+        gram_FF.addmm_(hidden_TF.T, hidden_TF)
+    return gram_FF
+
+
+def rank_by_elimination(gram_FF: Float[Tensor, "F F"], down_DF: Float[Tensor, "D F"], keep: int) -> Float[Tensor, "F"]:
+    """Backward elimination: drop the units whose loss, once the others' columns are refitted, is least, and again.
+
+    Without unit j the error Σ_t‖Σ_i h_i·d_i − Σ_{i≠j} h_i·w_i‖² rises by ‖w_j‖² / [G⁻¹]_jj at the best columns w.
+
+    Args:
+        gram_FF: ``(F, F)`` second moment of the activations.
+        down_DF: ``(D, F)`` the columns.
+        keep: units at which to stop, at least 1.
+    Returns:
+        ``(F,)`` 0 for the first that went, up; the units that stay come last, in the order of their loss.
+    Numerics: inverse in fp64, downdates in fp32; the ridge keeps them stable.
+    Source: the optimal brain surgeon (Hassibi, Stork 1993) for whole units, as in ZipLM, arXiv:2302.04089.
+    """
+    inverse_UU, columns_UD = _inverse(gram_FF), down_DF.T.clone()
+    left_U = torch.arange(len(gram_FF), device=gram_FF.device)
+    gone: list[Tensor] = []
+    while len(left_U) > max(1, keep):
+        count = min(max(1, len(left_U) // SHARE), len(left_U) - max(1, keep))
+        out_u = _losses(columns_UD, inverse_UU).topk(count, largest=False).indices
+        gone.append(left_U[out_u])
+        stay = torch.ones(len(left_U), dtype=torch.bool, device=left_U.device)
+        stay[out_u] = False
+        inverse_UU, columns_UD = _without(inverse_UU, columns_UD, out_u, stay)
+        left_U = left_U[stay]
+    gone.append(left_U[_losses(columns_UD, inverse_UU).argsort()])
+    order_F = torch.cat(gone)
+    ranks_F = torch.empty(len(order_F))
+    ranks_F[order_F.cpu()] = torch.arange(len(order_F), dtype=torch.float32)
+    return ranks_F
+
+
+def _inverse(gram_FF: Tensor) -> Tensor:
+    system_FF = gram_FF.double()
+    system_FF.diagonal().add_(PENALTY * system_FF.diagonal().mean() + 1e-30)
+    inverse_FF: Tensor = torch.cholesky_inverse(torch.linalg.cholesky(system_FF)).float()
+    return inverse_FF
+
+
+def _losses(columns_UD: Tensor, inverse_UU: Tensor) -> Tensor:
+    losses_U: Tensor = columns_UD.square().sum(1) / inverse_UU.diagonal().clamp_min(1e-30)
+    return losses_U
+
+
+def _without(inverse_UU: Tensor, columns_UD: Tensor, out_u: Tensor, stay: Tensor) -> tuple[Tensor, Tensor]:
+    """Inverse and refitted columns of the units that stay."""
+    block_uu = inverse_UU[out_u][:, out_u].double()
+    joint = torch.cat([inverse_UU[out_u][:, stay], columns_UD[out_u]], 1)
+    solved = torch.linalg.solve(block_uu, joint.double()).float()
+    across_Uu, kept = inverse_UU[stay][:, out_u], int(stay.sum())
+    smaller_UU = inverse_UU[stay][:, stay].addmm_(across_Uu, solved[:, :kept], alpha=-1)
+    return smaller_UU, columns_UD[stay].addmm_(across_Uu, solved[:, kept:], alpha=-1)

@@ -1,0 +1,68 @@
+"""Partition and router in turn."""
+
+import pytest
+import torch
+
+from models.ffn import DenseFFN
+from stages.cluster.activity import LayerActivity
+from stages.cluster.captured import measure_energy, members, place_copies, regroup
+
+D, F, E, K, T = 6, 27, 4, 1, 600
+ALWAYS_S, ROUTED_U = torch.tensor([24, 25, 26]), torch.arange(24)
+HOME_U = ROUTED_U % E
+
+
+@pytest.fixture
+def activity():
+    """Unit j answers to direction j mod 4 of the input, whatever its place; the always-on ones to another."""
+    generator = torch.Generator().manual_seed(0)
+    direction_F = torch.arange(F) % E
+    direction_F[ALWAYS_S] = 5
+    gate_FD = 3 * torch.eye(D)[direction_F] + 0.1 * torch.randn(F, D, generator=generator)
+    down_DF = torch.randn(D, F, generator=generator)
+    inputs = [torch.randn(T // 2, D, generator=generator), torch.randn(T // 2, D, generator=generator)]
+    return LayerActivity(DenseFFN(gate_FD, gate_FD.clone(), down_DF, torch.nn.functional.silu), inputs)
+
+
+def energy_of(activity, **changes):
+    return measure_energy(activity, ROUTED_U, ALWAYS_S, **({"top_k": K, "tokens": T} | changes))
+
+
+def test_a_bad_start_ends_at_the_groups_that_belong_together(activity):
+    energy, sizes_E = energy_of(activity), torch.full((E,), 6)
+    start_U = torch.arange(24) // 6
+    labels_U = regroup(energy, start_U, sizes_E, iterations=20)
+    assert labels_U.bincount().tolist() == [6] * E
+
+    def captured(labels_U):
+        member_EU = members(labels_U, E, energy.energy_TU)
+        return energy.captured(energy.route(member_EU), member_EU)
+
+    assert captured(start_U) < captured(labels_U)
+    assert captured(labels_U) > 0.98 * captured(HOME_U)
+    assert torch.equal(regroup(energy, HOME_U, sizes_E, iterations=0), HOME_U)
+
+
+def test_energy_leaves_out_what_always_on_units_foretell(activity):
+    copied = activity.ffn.gate_FD.clone()
+    copied[24] = copied[0]
+    twin = DenseFFN(copied, copied.clone(), activity.ffn.down_DF, activity.ffn.act)
+    plain, foretold = (energy_of(LayerActivity(ffn, activity.inputs)) for ffn in (activity.ffn, twin))
+    assert float(foretold.energy_TU[:, 0].sum()) < 0.1 * float(plain.energy_TU[:, 0].sum())
+
+
+def test_tokens_are_spread_over_the_text(activity):
+    energy = energy_of(activity, tokens=100)
+    assert energy.energy_TU.shape == (100, 24)
+    assert torch.equal(energy.x_TD[-1], activity.inputs[1][-1])
+
+
+def test_copies_go_where_they_are_missed(activity):
+    energy = energy_of(activity)
+    labels_U = torch.cat([torch.tensor([1, 0]), HOME_U[2:]])  # units 0 and 1 in each other's home
+    member_EU = place_copies(energy, labels_U, E, 8)
+    assert member_EU.sum(1).tolist() == [8.0] * E
+    assert (member_EU >= members(labels_U, E, member_EU)).all()
+    assert member_EU[0, 0] == member_EU[1, 1] == 1
+    before = members(labels_U, E, member_EU)
+    assert energy.captured(energy.route(member_EU), member_EU) > energy.captured(energy.route(before), before)
