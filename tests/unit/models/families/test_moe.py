@@ -150,7 +150,11 @@ def test_several_faults_are_found_at_once() -> None:
         ("mixtral", 6, GateFold(4.0, 1.0, norm_topk_prob=None, routed_scaling_factor=None)),
         ("qwen2_moe", 6, GateFold(4.0, 2.0, norm_topk_prob=True, routed_scaling_factor=None)),
         ("qwen2_moe", 16, GateFold(16.0, 2.0, norm_topk_prob=False, routed_scaling_factor=None)),
-        ("glm4_moe", 6, GateFold(1.0, 1.0, norm_topk_prob=True, routed_scaling_factor=4.0)),
+        (
+            "glm4_moe",
+            6,
+            GateFold(1.0, 1.0, norm_topk_prob=True, routed_scaling_factor=4.0, selection_bias_scale=0.25),
+        ),
         ("tiny_onn", 6, GateFold(1.0, 1.0, norm_topk_prob=True, routed_scaling_factor=4.0)),
         ("flex_olmo", 6, GateFold(4.0, 1.0, norm_topk_prob=True, routed_scaling_factor=None)),
         ("flex_olmo", 16, GateFold(16.0, 1.0, norm_topk_prob=False, routed_scaling_factor=None)),
