@@ -1,13 +1,16 @@
 """Where the MoE's time goes, by kind of operator."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from benchmarks.rows import Row
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
-# The first kind whose word an operator's name holds; operators called by another one count for themselves.
+# The first kind whose word the name of an operator, or of one that called it, holds.
 KINDS = {
     "experts' matrix products": ("grouped_mm", "bmm"),
     "attention": ("scaled_dot_product", "flash", "attention"),
@@ -65,12 +68,25 @@ def measure_shares(runner: Phases, phase: str, device: torch.device) -> dict[str
         if cuda:
             torch.cuda.synchronize(device)
     spent: dict[str, float] = defaultdict(float)
-    for event in found.key_averages():
-        spent[kind_of(event.key)] += event.self_device_time_total if cuda else event.self_cpu_time_total
+    for event in found.events():
+        if event.device_type == DeviceType.CPU:  # which carries the time of the kernels it started
+            spent[kind_of(callers(event))] += event.self_device_time_total if cuda else event.self_cpu_time_total
     total = sum(spent.values())
     return {kind: spent[kind] / total for kind in (*KINDS, "the rest")}
 
 
-def kind_of(operator: str) -> str:
-    """Of an operator's or a kernel's name."""
-    return next((kind for kind, words in KINDS.items() if any(word in operator for word in words)), "the rest")
+def callers(event: FunctionEvent) -> list[str]:
+    """Names of an operator and of those that called it: a grouped product may be a row of plain ones."""
+    names = []
+    while event is not None:
+        names.append(event.name)
+        event = event.cpu_parent
+    return names
+
+
+def kind_of(operators: Sequence[str]) -> str:
+    """Of an operator and those that called it."""
+    return next(
+        (kind for kind, words in KINDS.items() if any(word in name for word in words for name in operators)),
+        "the rest",
+    )
