@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from models.config import ModelConfig
 from models.errors import CheckpointError, ConfigError
 from models.families.config import source_dtype
+from models.families.fused_modules import separate_fused
 from models.placement import placement
 from models.quantization import bitsandbytes_config, explained_offload, prepare_quantised, require_bitsandbytes
 from models.quantization_rules import stored_quantization
@@ -90,9 +91,9 @@ def _load(model: ModelConfig, folder: Path, dtype: torch.dtype | None, arguments
     dense: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=dtype or "auto",
-        attn_implementation="sdpa",
         local_files_only=True,
         trust_remote_code=model.trust_remote_code,
         **arguments,
     )
+    separate_fused(dense)
     return dense.requires_grad_(False).eval()

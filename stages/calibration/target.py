@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from jaxtyping import Float
 from torch import Tensor
 
+from models.errors import ConfigError
 from models.ffn import DenseFFN
 from models.stream import LayerStream, StreamLayer
 from stages.calibration.token_stream import TokenStream
@@ -25,6 +26,13 @@ class AlignmentTarget:
 
     def enter(self, layer: StreamLayer, carved: TokenStream) -> None:
         """Go on to a layer that the carved stream has entered and not yet left."""
+        if self._dense is not None and not layer.plain_residual:
+            raise ConfigError(
+                "this family norms or scales an FFN's output before it adds it: no output can be read off the residual "
+                "stream",
+                where="project.alignment_target=residual",
+                do="project.alignment_target=local",
+            )
         self._ffn, self._carved = layer.ffn, carved
         if self._dense is not None:
             self._dense.enter(layer)

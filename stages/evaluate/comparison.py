@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from models.capture.ffn_output import watch_ffns
 from models.ffn import DenseFFN, GatedFFN, ffn_modules
 from models.shape import Shape
 from stages.data.batches import TokenBatch
 from stages.evaluate.baselines import LayerFacts
 from stages.evaluate.fidelity import LayerFidelity
-from stages.evaluate.native import count_parameters, measure_loss, measure_speed, watch_ffns
+from stages.evaluate.native import count_parameters, measure_loss, measure_speed
 from stages.evaluate.report import LayerResult, ModelCost
 from stages.metrics.loss import MeanLoss
 

@@ -1,15 +1,15 @@
 """The carved checkpoint as transformers runs it, beside the dense model it came from."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+import models.tiny_onn.register  # noqa: F401 - transformers then knows the project's own class
 from models.config import ModelConfig
 from models.loading import resolve_device
 from models.placement import input_device, placement
@@ -51,23 +51,6 @@ def measure_loss(model: PreTrainedModel, batches: Sequence[TokenBatch], name: st
         total += float(token_losses(logits, labels_BT).double().sum())
         count += int(supervised_tokens(labels_BT).sum())
     return MeanLoss(total, count)
-
-
-@contextmanager
-def watch_ffns(model: PreTrainedModel, on_ffn: Callable[[int, Tensor, Tensor], None]) -> Iterator[None]:
-    """Call `on_ffn(layer, inputs, outputs)` for every FFN of a forward pass; leaves no hook behind."""
-    handles = []
-    try:
-        for layer, module in enumerate(model.get_decoder().layers):
-
-            def watch(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor, layer: int = layer) -> None:
-                on_ffn(layer, args[0], output[0] if isinstance(output, tuple) else output)
-
-            handles.append(module.mlp.register_forward_hook(watch))
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @torch.no_grad()

@@ -12,7 +12,10 @@ from safetensors.torch import load_file, save_file
 from pipeline.cli import run_command
 
 SHARD = "model-0000{}-of-00003.safetensors"
-FAMILIES = "choose a dense model of one of these: llama, mistral, qwen2, qwen3"
+FAMILIES = (
+    "choose a dense model of one of these: "
+    "gemma2, gemma3_text, granite, llama, mistral, olmo2, phi3, qwen2, qwen3, smollm3"
+)
 GIVE_FOLDER = "model.path=<folder with config.json and model.safetensors>"
 RESTORE = "download or copy the file again"
 

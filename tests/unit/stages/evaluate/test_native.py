@@ -2,13 +2,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2MoeConfig
 
+from models.capture.ffn_output import watch_ffns
 from models.config import ModelConfig
 from models.loading import load_dense
 from models.pico import write_pico
 from models.placement import is_offloaded
 from models.shape import Shape
 from stages.data.batches import TokenBatch
-from stages.evaluate.native import count_parameters, load_carved, measure_loss, measure_speed, watch_ffns
+from stages.evaluate.native import count_parameters, load_carved, measure_loss, measure_speed
 
 L, D, V, E, N, K, S = 2, 24, 61, 5, 8, 2, 16
 
