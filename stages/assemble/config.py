@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 VERSION = 2
 
-ROUTERS = ("error", "logistic", "ridge", "centroid", "representative", "gate_rows", "random")
+ROUTERS = ("error", "logistic", "log_ridge", "ridge", "centroid", "representative", "gate_rows", "random")
 TRAINED_ROUTERS = ("error", "logistic")
 TARGETS = (
     "auto", "qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe", "flex_olmo", "granitemoe", "granitemoeshared", "tiny_onn",
@@ -19,17 +19,20 @@ class AssembleConfig:
     # glm4_moe, flex_olmo, granitemoe, granitemoeshared, or tiny_onn (the project's own class, for what none of them can
     # say).
     target: str = field(default="auto", metadata={"choices": TARGETS})
-    # error: trained on the output error that its choice of experts leaves; logistic: trained to choose the experts of
-    # largest contribution; ridge: regress each expert's contribution on the FFN input, in closed form (the other two
-    # start from it); centroid: mean input of the tokens an expert serves best; representative: gate row of the unit
-    # that follows its expert best; gate_rows: mean gate row of the expert's units; random: seeded normal rows.
+    # error: the best of several log_ridge routers by the output error that their choice leaves on held-out tokens,
+    # trained on as long as that falls; log_ridge: regress the logarithm of each expert's output norm on the FFN input,
+    # in closed form; ridge: the same with each expert's contribution; logistic: from ridge on, trained to choose the
+    # experts of largest contribution; centroid: mean input of the tokens an expert serves best; representative: gate
+    # row of the unit that follows its expert best; gate_rows: mean gate row of the expert's units; random: seeded
+    # normal rows.
     router: str = field(default="error", metadata={"choices": ROUTERS})
-    # Ridge penalty, relative to the mean diagonal of the input's second moment.
-    ridge_penalty: float = field(default=1e-3, metadata={"above": 0})
-    # Steps of a trained router.
-    router_steps: int = field(default=200, metadata={"minimum": 1})
+    # Ridge penalty, relative to the mean diagonal of the input's second moment; error tries a tenth and ten times it,
+    # too.
+    ridge_penalty: float = field(default=0.1, metadata={"above": 0})
+    # Steps of a trained router; 0 leaves it as the regression made it.
+    router_steps: int = field(default=200, metadata={"minimum": 0})
     # Its learning rate at the first step; it falls linearly.
-    router_rate: float = field(default=0.02, metadata={"above": 0})
+    router_rate: float = field(default=0.01, metadata={"above": 0})
     # Tokens it is trained on, at most; E² numbers are kept of each.
     router_tokens: int = field(default=16384, metadata={"minimum": 1})
     # What a trained router pays for uneven load: this times the variance of the experts' load, beside the relative

@@ -91,9 +91,13 @@ def align_down(
         moments.add(features_TF, target(index, inputs[index]) - output_TD)
     before = relative_error(carved, inputs, target, held_out)
     best = Alignment(carved, before, before if settings.guard else float("inf"), None)
-    for penalty in settings.penalties:
+    last = float("inf")
+    for penalty in sorted(settings.penalties, reverse=True):
         candidate = carved.with_change(moments.solve(penalty))
         error = relative_error(candidate, inputs, target, held_out)
         if error < best.error_after:
             best = Alignment(candidate, before, error, penalty)
+        if error > last:
+            break  # less penalty fits the tokens at hand ever closer, and the held-out ones ever worse
+        last = error
     return best

@@ -39,12 +39,16 @@ class NormalEquations:
         if scale == 0:
             # Inputs that are all zero (a pruned layer) ask for nothing.
             return torch.zeros_like(self.cross_AY.T).float()
-        system_AA = self.gram_AA.clone()
-        system_AA.diagonal().add_(penalty * scale)
-        factor_AA, failed = torch.linalg.cholesky_ex(system_AA)
+        # Inputs that are always zero (units of no active expert) keep a zero weight, and cost nothing.
+        used_a = self.gram_AA.diagonal().nonzero()[:, 0]
+        system_aa = self.gram_AA[used_a][:, used_a]
+        system_aa.diagonal().add_(penalty * scale)
+        factor_aa, failed = torch.linalg.cholesky_ex(system_aa)
         if failed:
             raise NumericsError(
-                f"{self.rows} calibration tokens do not determine {len(system_AA)} coefficients",
+                f"{self.rows} calibration tokens do not determine {len(system_aa)} coefficients",
                 do="more tokens (data.tokens=) or a larger penalty",
             )
-        return torch.cholesky_solve(self.cross_AY, factor_AA).T.float()
+        weight_AY = torch.zeros_like(self.cross_AY)
+        weight_AY[used_a] = torch.cholesky_solve(self.cross_AY[used_a], factor_aa)
+        return weight_AY.T.float()

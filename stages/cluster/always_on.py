@@ -4,15 +4,16 @@ from jaxtyping import Float
 from torch import Tensor
 
 from models.shape import Shape
-from stages.cluster.elimination import rank_by_alignment
+from stages.calibration.elimination import rank_by_alignment
 from stages.cluster.evidence import LayerEvidence
 
 
 def measure_by(name: str, evidence: LayerEvidence, shape: Shape) -> Float[Tensor, "F"]:
     """The measure that `cluster.always_on_by` names, of one layer."""
     if name == "alignment":
+        activity = evidence.activity
         # Without always-on units only those that find no slot need be told from the rest.
-        return rank_by_alignment(evidence.activity, shape.always_on or shape.experts * shape.n)
+        return rank_by_alignment(activity.ffn, activity.inputs, shape.always_on or shape.experts * shape.n)
     scores = evidence.scores
     measure_LF = {"contribution": scores.contribution, "frequency": scores.frequency, "score": scores.chosen}[name]
     return measure_LF[evidence.layer]

@@ -15,7 +15,7 @@ from models.routing import choose_experts, chosen_mask
 from stages.cluster.activity import LayerActivity
 from stages.cluster.balance import assign_balanced
 
-ROUTER_PENALTY = 1e-3
+ROUTER_PENALTY = 0.1
 FORETOLD_PENALTY = 1e-2
 SWEEPS = 2  # over the experts, when copies are placed
 
@@ -31,7 +31,7 @@ class TokenEnergy:
 
     def route(self, member_EU: Float[Tensor, "E U"]) -> Float[Tensor, "T E"]:
         """1 where a linear router, fitted to what the experts would capture, sends the token."""
-        wanted_TE = (self.energy_TU @ member_EU.T).sqrt_()
+        wanted_TE = (self.energy_TU @ member_EU.T).clamp_min_(1e-20).log_()
         wanted_TE -= wanted_TE.mean(1, keepdim=True)
         rows_DE = torch.cholesky_solve(self.x_TD.T @ wanted_TE, self.factor_DD)
         return chosen_mask(choose_experts(self.x_TD @ rows_DE, self.top_k), len(member_EU))

@@ -34,7 +34,8 @@ class BaselineRun:
         """Embed the splits; calibration text only where something is fitted on it."""
         self.method, self.aligned = name.removesuffix(ALIGNED), name.endswith(ALIGNED)
         self._settings = settings
-        calibration = text.calibration if self.aligned or replicated else []
+        fitted = self.aligned or replicated or self.method == "best_mask"
+        calibration = text.calibration if fitted else []
         self._calibration = TokenStream(stream, calibration)
         self._heldout = TokenStream(stream, text.heldout)
         self._target = AlignmentTarget(settings.alignment_target if self.aligned else "local", stream, calibration)

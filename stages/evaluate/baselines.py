@@ -1,5 +1,6 @@
 """What the carve is compared with, each as active copies of units: masks, routers, oracles."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,8 @@ from torch import Tensor
 from models.ffn import DenseFFN
 from models.routing import LinearRouter, has_copies
 from models.shape import Shape
-from stages.calibration.carved_ffn import CarvedFFN, Copies, oracle_copies, replica_scale, routed_copies, static_copies
+from stages.calibration.carved_ffn import CarvedFFN, Copies, oracle_copies, replica_scale, routed_copies
+from stages.calibration.elimination import rank_by_alignment
 
 
 @dataclass(frozen=True)
@@ -28,16 +30,13 @@ class LayerFacts:
 def copies_of(method: str, facts: LayerFacts) -> Copies:
     """Active copies of the baseline `method`, without its `_aligned`.
 
-    unaligned: the carve's own router on plain slices. static_mask: the S + K·N units of highest mean contribution, for
-    every token. random_router: seeded normal rows. oracle: the experts of largest output norm.
+    unaligned: the carve's own router on plain slices. random_router: seeded normal rows. oracle: the experts of largest
+    output norm.
     """
     width, top_k = facts.ffn.width, facts.shape.top_k
     match method:
         case "unaligned":
             return routed_copies(facts.units_EN, facts.always_S, width, top_k, facts.router)
-        case "static_mask":
-            kept = facts.contribution_F.topk(min(width, facts.shape.active_width)).indices
-            return static_copies(kept, width)
         case "random_router":
             generator = torch.Generator().manual_seed(facts.seed)
             rows_ED = torch.randn(facts.router.rows_ED.shape, generator=generator).to(facts.router.rows_ED)
@@ -49,8 +48,26 @@ def copies_of(method: str, facts: LayerFacts) -> Copies:
 
 def start_baseline(method: str, facts: LayerFacts, inputs: list[Tensor]) -> CarvedFFN:
     """The baseline before alignment; copies of a unit share its weight as in the carve."""
+    if method in MASKS:
+        return mask_units(facts, MASKS[method](facts, inputs))
     copies = copies_of(method, facts)
     down_DF = facts.ffn.down_DF
-    if method != "static_mask" and has_copies(facts.units_EN):
+    if has_copies(facts.units_EN):
         down_DF = down_DF * replica_scale(copies, facts.ffn, inputs)
     return CarvedFFN(facts.ffn, copies, down_DF)
+
+
+# What the units of a static mask are the highest of. best_mask: of what alignment cannot make up for, see
+# `rank_by_alignment`; the strongest mask there is here.
+MASKS: dict[str, Callable[[LayerFacts, list[Tensor]], Tensor]] = {
+    "static_mask": lambda facts, _: facts.contribution_F,
+    "best_mask": lambda facts, inputs: rank_by_alignment(facts.ffn, inputs, facts.shape.active_width),
+}
+
+
+def mask_units(facts: LayerFacts, measure_F: Float[Tensor, "F"]) -> CarvedFFN:
+    """The S + K·N units of highest measure for every token, as a narrower FFN: no routing, no other unit's cost."""
+    ffn = facts.ffn
+    kept = measure_F.topk(min(ffn.width, facts.shape.active_width)).indices.sort().values.to(ffn.down_DF.device)
+    narrow = DenseFFN(ffn.gate_FD[kept], ffn.up_FD[kept], ffn.down_DF[:, kept], ffn.act)
+    return CarvedFFN(narrow, lambda _x_TD, h_TF: torch.ones_like(h_TF), narrow.down_DF)

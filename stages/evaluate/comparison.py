@@ -78,4 +78,5 @@ def follow_ffns(
 def result_of(fidelity: LayerFidelity) -> LayerResult:
     """The figures of one layer."""
     unused = int((fidelity.load_E == 0).sum())
-    return LayerResult(fidelity.error, fidelity.agreement, fidelity.imbalance, unused)
+    load_E = fidelity.load_E / fidelity.load_E.mean()
+    return LayerResult(fidelity.error, fidelity.agreement, fidelity.imbalance, unused, load_E.tolist())

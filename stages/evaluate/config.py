@@ -8,6 +8,7 @@ BASELINES = (
     "unaligned",
     "static_mask",
     "static_mask_aligned",
+    "best_mask_aligned",
     "random_router",
     "random_router_aligned",
     "oracle",
@@ -20,12 +21,13 @@ class EvaluateConfig:
     """Which models are compared on held-out text."""
 
     # Beside the dense model and the carved one: unaligned (the carve before projection), static_mask,
-    # static_mask_aligned, random_router, random_router_aligned, oracle, oracle_aligned.
+    # static_mask_aligned, best_mask_aligned, random_router, random_router_aligned, oracle, oracle_aligned.
     baselines: list[str] = field(
         default_factory=lambda: [
             "unaligned",
             "static_mask",
             "static_mask_aligned",
+            "best_mask_aligned",
             "random_router",
             "oracle",
             "oracle_aligned",

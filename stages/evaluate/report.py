@@ -17,6 +17,7 @@ DESCRIPTIONS = {
     "unaligned": "this MoE before projection",
     "static_mask": "static mask of the same width",
     "static_mask_aligned": "static mask, aligned like this MoE",
+    "best_mask_aligned": "best static mask (units by what alignment loses least), aligned",
     "random_router": "random router, same experts before projection",
     "random_router_aligned": "random router, aligned to its own routing",
     "oracle": "output oracle, before projection",
@@ -41,6 +42,7 @@ class LayerResult:
     agreement: float
     imbalance: float
     unused_experts: int
+    load: Sequence[float] = ()  # of every expert, 1 = an even share
 
 
 @dataclass(frozen=True)

@@ -31,14 +31,14 @@ class ProjectConfig:
     # What down_proj is aligned to: local (the dense FFN on the carved model's own inputs) or residual (the dense
     # model's residual stream, which also corrects what earlier layers got wrong).
     alignment_target: str = field(default="local", metadata={"choices": ("local", "residual")})
-    # Penalties tried, relative to the mean diagonal, each pulling to the extracted weights; the best on held-out tokens
-    # wins.
-    penalties: list[float] = field(default_factory=lambda: [1e-3, 1e-2, 1e-1, 1.0], metadata={"above": 0})
+    # Penalties tried, relative to the mean diagonal, each pulling to the extracted weights, from the largest down as
+    # long as held-out tokens gain by it.
+    penalties: list[float] = field(default_factory=lambda: [1e-3, 1e-2, 1e-1, 1.0, 10.0], metadata={"above": 0})
     # Rounds of fitting the router anew, to the aligned experts on the carved model's inputs, and aligning again; a
     # round that does not lower the held-out error ends them. Routers that are fitted to nothing (random, say) stay.
     rounds: int = field(default=1, metadata={"minimum": 0})
     # Steps, first learning rate and tokens of a trained router in these rounds.
-    router_steps: int = field(default=200, metadata={"minimum": 1})
+    router_steps: int = field(default=200, metadata={"minimum": 0})
     router_rate: float = field(default=0.01, metadata={"above": 0})
     router_tokens: int = field(default=16384, metadata={"minimum": 1})
     # Steps of layer-wise gradient descent on gate, up and down after the alignment; 0 trains nothing.

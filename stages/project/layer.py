@@ -144,7 +144,7 @@ def alternate(
     for kept in range(settings.rounds):
         contributions = contributions or watch_contributions(carve.ffn, carve.units_EN, inputs)
         router = refit_router(RouterTask(state.loop, target, carve.biased, inputs, contributions), carve.refit)
-        if router is None:
+        if router is None or chooses_alike(router, state.loop, inputs):
             return state, kept
         rerouted = replace(base, router=set_spread(router, inputs, carve.spread))
         aligned = align_down(rerouted, inputs, target, settings)
@@ -152,6 +152,15 @@ def alternate(
             return state, kept
         state = _Guarded(aligned.carved, aligned.error_after)
     return state, settings.rounds
+
+
+def chooses_alike(router: LinearRouter, loop: ExpertLoop, inputs: Sequence[Tensor]) -> bool:
+    """Whether the layer's own router sends every token to the same experts."""
+    choices = (
+        (router.choose(x_TD, loop.top_k).sort(1).values, loop.router.choose(x_TD, loop.top_k).sort(1).values)
+        for x_TD in inputs
+    )
+    return all(torch.equal(new_TK, old_TK) for new_TK, old_TK in choices)
 
 
 def step_along(loop: ExpertLoop, gradients: Mapping[str, Tensor], settings: ProjectConfig) -> LayerExperts:

@@ -24,6 +24,12 @@ def output_error(loop: ExpertLoop, x_TD: Float[Tensor, "T D"], target_TD: Float[
     return OutputError(torch.cat(gains), torch.cat(overlaps), wanted_TD.square().sum(1))
 
 
+def output_norms(loop: ExpertLoop, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T E"]:
+    """‖y_e‖ of every expert for every token."""
+    chunk = max(1, NUMBERS // (len(loop.units_EN) * x_TD.shape[1]))
+    return torch.cat([loop.expert_outputs(x_tD).norm(dim=2) for x_tD in torch.split(x_TD, chunk)])
+
+
 def join(parts: Sequence[OutputError]) -> OutputError:
     """The objective on the tokens of all parts."""
     return OutputError(

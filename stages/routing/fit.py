@@ -1,6 +1,6 @@
 """A router of one layer, by the name of its method."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,10 +12,11 @@ from stages.routing.descent import DescentSettings, Sample, descend
 from stages.routing.expert_outputs import join, output_error
 from stages.routing.objectives import Imitation
 from stages.routing.plain import average_gate_rows, draw_random, fit_centroid, take_representatives
-from stages.routing.ridge import fit_ridge
+from stages.routing.ridge import fit_ridge, regress_log_norms
 from stages.routing.task import RouterTask
 
 GUARD_SHARE = 0.125
+PENALTY_FACTORS = (0.1, 1.0, 10.0)  # of the ridge penalty, tried by the method that searches
 
 
 @dataclass(frozen=True)
@@ -27,41 +28,56 @@ class RouterSettings:
     descent: DescentSettings
     tokens: int  # at most so many are trained on
 
-    @property
-    def trained(self) -> bool:
-        """By gradient descent."""
-        return self.method in {"logistic", "error"}
+
+# Rows that are computed, not searched for.
+_ROWS: dict[str, Callable[[RouterTask, RouterSettings], Tensor]] = {
+    "random": lambda task, settings: draw_random(task, settings.descent.seed),
+    "gate_rows": lambda task, _: average_gate_rows(task),
+    "representative": lambda task, _: take_representatives(task),
+    "centroid": lambda task, _: fit_centroid(task),
+    "ridge": lambda task, settings: fit_ridge(task, settings.penalty).rows_ED,
+    "log_ridge": lambda task, settings: (
+        regress_log_norms(task, range(len(task.inputs))).router(settings.penalty).rows_ED
+    ),
+}
 
 
 def fit_router(task: RouterTask, settings: RouterSettings) -> LinearRouter:
-    """random, gate_rows, representative, centroid, ridge; logistic and error go on from ridge by gradient descent."""
-    match settings.method:
-        case "random":
-            return LinearRouter.without_bias(draw_random(task, settings.descent.seed))
-        case "gate_rows":
-            return LinearRouter.without_bias(average_gate_rows(task))
-        case "representative":
-            return LinearRouter.without_bias(take_representatives(task))
-        case "centroid":
-            return LinearRouter.without_bias(fit_centroid(task))
-    start = fit_ridge(task, settings.penalty)
-    return train_router(start, task, settings) if settings.trained else start
+    """The router that `settings.method` names, see `stages/assemble/config.py`."""
+    if settings.method in _ROWS:
+        return LinearRouter.without_bias(_ROWS[settings.method](task, settings))
+    if settings.method == "logistic":
+        return train_router([fit_ridge(task, settings.penalty)], task, settings)
+    return search_router([], task, settings)
 
 
 def refit_router(task: RouterTask, settings: RouterSettings) -> LinearRouter | None:
     """The router of the same method for experts or inputs that have changed; None for methods that fit nothing."""
-    if settings.trained:
-        return train_router(task.loop.router, task, settings)
-    return fit_ridge(task, settings.penalty) if settings.method == "ridge" else None
+    if settings.method == "error":
+        return search_router([task.loop.router], task, settings)
+    if settings.method in {"ridge", "log_ridge", "logistic"}:
+        return fit_router(task, settings)
+    return None
 
 
-def train_router(start: LinearRouter, task: RouterTask, settings: RouterSettings) -> LinearRouter:
-    """Gradient descent on the task's objective, judged on an eighth of the batches."""
+def search_router(others: Sequence[LinearRouter], task: RouterTask, settings: RouterSettings) -> LinearRouter:
+    """From the best of several regressions, and of `others`, on by gradient descent; the output error is the judge."""
+    fitted, _ = split_guard(len(task.inputs), GUARD_SHARE)
+    regression = regress_log_norms(task, fitted)
+    starts = [regression.router(settings.penalty * factor) for factor in PENALTY_FACTORS]
+    return train_router([*starts, *others], task, settings)
+
+
+def train_router(starts: Sequence[LinearRouter], task: RouterTask, settings: RouterSettings) -> LinearRouter:
+    """Gradient descent on the task's objective from the best start, judged on an eighth of the batches."""
     fitted, guard = split_guard(len(task.inputs), GUARD_SHARE)
     make = imitation_sample if settings.method == "logistic" else error_sample
     share = settings.tokens / max(1, sum(len(x_TD) for x_TD in task.inputs))
-    samples = make(task, fitted, share), make(task, guard, share)
-    return descend(start, *samples, task.top_k, settings.descent, biased=task.biased)
+    judge = make(task, guard, share)
+    best = min(starts, key=lambda router: judge.cost(router, task.top_k, settings.descent.balance))
+    if not settings.descent.steps:
+        return best
+    return descend(best, make(task, fitted, share), judge, task.top_k, settings.descent, biased=task.biased)
 
 
 def imitation_sample(task: RouterTask, batches: Sequence[int], share: float) -> Sample:

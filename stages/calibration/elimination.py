@@ -1,26 +1,28 @@
 """Which units an FFN can best do without, when the down columns of those that stay are fitted anew."""
 
+from collections.abc import Iterable
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from stages.cluster.activity import LayerActivity
+from models.ffn import DenseFFN
 
 PENALTY = 1e-2  # of the refit, relative to the mean diagonal of the second moment
 SHARE = 32  # one in so many of the units that are left goes at a time
 
 
-def rank_by_alignment(activity: LayerActivity, keep: int) -> Float[Tensor, "F"]:
+def rank_by_alignment(ffn: DenseFFN, inputs: Iterable[Tensor], keep: int) -> Float[Tensor, "F"]:
     """The order in which units are worth keeping, higher is better, by what the aligned output loses without them."""
-    if keep >= activity.ffn.width:
-        return torch.ones(activity.ffn.width)
-    return rank_by_elimination(second_moment(activity), activity.ffn.down_DF, keep)
+    if keep >= ffn.width:
+        return torch.ones(ffn.width)
+    return rank_by_elimination(second_moment(ffn, inputs), ffn.down_DF, keep)
 
 
-def second_moment(activity: LayerActivity) -> Float[Tensor, "F F"]:
-    """Σ_t h hᵀ over the calibration tokens."""
-    gram_FF = activity.ffn.down_DF.new_zeros(activity.ffn.width, activity.ffn.width)
-    for hidden_TF in activity.hiddens():
+def second_moment(ffn: DenseFFN, inputs: Iterable[Tensor]) -> Float[Tensor, "F F"]:
+    """Σ_t h hᵀ over the tokens of all inputs."""
+    gram_FF = ffn.down_DF.new_zeros(ffn.width, ffn.width)
+    for hidden_TF in map(ffn.hidden, inputs):
         gram_FF.addmm_(hidden_TF.T, hidden_TF)
     return gram_FF
 

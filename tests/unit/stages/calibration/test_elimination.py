@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from models.ffn import DenseFFN
-from stages.cluster import elimination
-from stages.cluster.activity import LayerActivity
-from stages.cluster.elimination import rank_by_alignment, rank_by_elimination
+from stages.calibration import elimination
+from stages.calibration.elimination import rank_by_alignment, rank_by_elimination
 
 D, F, T = 5, 14, 400
 
@@ -63,8 +62,10 @@ def test_blocks_leave_the_exact_refit_of_what_stays(hidden_TF, down_DF):
     torch.testing.assert_close(columns_UD.double(), exact_UD, rtol=1e-3, atol=1e-4)
 
 
-def test_nothing_to_choose_costs_nothing():
+def test_ranking_sums_over_batches_and_costs_nothing_where_all_stay():
     generator = torch.Generator().manual_seed(2)
     draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
-    activity = LayerActivity(DenseFFN(draw(F, D), draw(F, D), draw(D, F), torch.nn.functional.silu), [draw(T, D)])
-    assert torch.equal(rank_by_alignment(activity, F), torch.ones(F))
+    ffn, x_TD = DenseFFN(draw(F, D), draw(F, D), draw(D, F), torch.nn.functional.silu), draw(T, D)
+    whole_F, parts_F = (rank_by_alignment(ffn, inputs, 4) for inputs in ([x_TD], x_TD.split(150)))
+    assert torch.equal(whole_F, parts_F)
+    assert torch.equal(rank_by_alignment(ffn, [], F), torch.ones(F))
