@@ -2,18 +2,20 @@
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any
 
 from models.errors import ConfigError
 from pipeline.schema import Settings
 from pipeline.stages_table import ALL, STAGES, asked_stages, with_ancestors
+from stages.assemble.config import TRAINED_ROUTERS
 from stages.contracts.workers import find_workers
 
 logger = logging.getLogger(__name__)
 
-# Settings of scan that mean something to scan.parameters=true alone, and of store to kind=redis.
+# Settings that mean something to scan.parameters=true alone, to a trained router, and to store.kind=redis.
 RECORD_FIELDS = ("parameter_patterns", "block_width", "per_token", "parameter_encoding")
+TRAINING_FIELDS = ("router_steps", "router_rate", "router_tokens", "balance")
 REDIS_FIELDS = ("url", "namespace")
 
 
@@ -25,6 +27,7 @@ def contradictions(settings: Settings) -> Iterator[ConfigError]:
             where="settings score.method and scan.gradients",
             do="scan.gradients=true, or score.method=contribution",
         )
+    yield from domain_contradictions(settings)
     workers = find_workers().world
     if workers > 1 and settings.model.device_map != "none":
         yield ConfigError(
@@ -35,16 +38,42 @@ def contradictions(settings: Settings) -> Iterator[ConfigError]:
         )
 
 
+def domain_contradictions(settings: Settings) -> Iterator[ConfigError]:
+    """Importance by text domain: sums of gradients, which the scan keeps where it is asked to."""
+    if settings.scan.domains and not settings.scan.gradients:
+        yield ConfigError(
+            "scan.domains=true sums Taylor scores by text domain, and scan.gradients=false computes none",
+            where="settings scan.domains and scan.gradients",
+            do="scan.gradients=true, or scan.domains=false",
+        )
+    cluster = settings.cluster
+    profiled = cluster.looks_at_features and "taylor_profile" in cluster.views
+    if involves(settings, "cluster") and profiled and not settings.scan.domains:
+        yield ConfigError(
+            "taylor_profile compares units by text domain, and scan.domains=false keeps no such sums",
+            where="settings cluster.features and scan.domains",
+            do="scan.domains=true, or cluster.features=coactivation",
+        )
+
+
 def warn_of_ignored(settings: Settings) -> None:
     """Say in the log which settings have no effect beside the others."""
     if not settings.scan.parameters:
         _warn_where_set("scan", settings.scan, RECORD_FIELDS, "scan.parameters=false")
+    if not settings.scan.domains:
+        _warn_where_set("data", settings.data, ("domain_field",), "scan.domains=false")
+    if settings.cluster.features != "joint":
+        _warn_where_set("cluster", settings.cluster, ("joint_views",), f"cluster.features={settings.cluster.features}")
+    if settings.assemble.router not in TRAINED_ROUTERS:
+        _warn_where_set("assemble", settings.assemble, TRAINING_FIELDS, f"assemble.router={settings.assemble.router}")
     if settings.store.kind != "redis":
         _warn_where_set("store", settings.store, REDIS_FIELDS, f"store.kind={settings.store.kind}")
 
 
 def _warn_where_set(group: str, node: Any, names: Sequence[str], reason: str) -> None:  # noqa: ANN401 - any dataclass
-    defaults = {spec.name: spec.default for spec in fields(node)}
+    defaults = {
+        spec.name: spec.default if spec.default_factory is MISSING else spec.default_factory() for spec in fields(node)
+    }
     for name in names:
         if (value := getattr(node, name)) != defaults[name]:
             logger.warning("%s.%s=%s is ignored: %s", group, name, value, reason)

@@ -41,6 +41,8 @@ Settings inside a group: group.setting=value, such as data.tokens=16384. The fil
   python -m pipeline --cfg job      print all settings and their values
   python -m pipeline --hydra-help   Hydra's own flags
   python -m pipeline.mscan FILE     what a parameter-level scan found
+  python -m pipeline.report latest  a run's report.html, made again
+  python -m pipeline.harness A B    multiple-choice accuracy of checkpoints, by lm-evaluation-harness
   python -m pipeline.store --help   sums of a scan, between Redis and files
 """
 

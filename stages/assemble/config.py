@@ -34,7 +34,7 @@ class AssembleConfig:
     # Its learning rate at the first step; it falls linearly.
     router_rate: float = field(default=0.01, metadata={"above": 0})
     # Tokens it is trained on, at most; E² numbers are kept of each.
-    router_tokens: int = field(default=16384, metadata={"minimum": 1})
+    router_tokens: int = field(default=8192, metadata={"minimum": 1})
     # What a trained router pays for uneven load: this times the variance of the experts' load, beside the relative
     # error (0.01: variance 1 costs as much as one percent of error). What it costs in error stands in the table.
     balance: float = field(default=0.0, metadata={"minimum": 0})

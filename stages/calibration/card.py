@@ -29,5 +29,6 @@ def write_carve_card(
             partition=partition.description,
             router=routers.method,
             projection=projection,
+            pad_to=routers.pad_to,
         ),
     )

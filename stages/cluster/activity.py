@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -32,6 +33,13 @@ class LayerActivity:
     def tokens(self) -> int:
         """T of all batches."""
         return sum(map(len, self.inputs))
+
+    def sample(self, tokens: int) -> Float[Tensor, "T D"]:
+        """At most `tokens` of the inputs, spread evenly over the text."""
+        x_TD = torch.cat(list(self.inputs))
+        if len(x_TD) <= tokens:
+            return x_TD
+        return x_TD[torch.linspace(0, len(x_TD) - 1, tokens).round().long()]
 
     def hidden(self, batch: int) -> Float[Tensor, "T F"]:
         """Unit activations h on one batch."""

@@ -49,7 +49,7 @@ def measure_energy(
 
     Memory: tokens × U.
     """
-    x_TD = sample_tokens(activity, tokens)
+    x_TD = activity.sample(tokens)
     hidden_TF = activity.ffn.hidden(x_TD)
     kept_TS, hidden_TU = hidden_TF[:, always_on_S], hidden_TF[:, routed_U]
     del hidden_TF
@@ -58,14 +58,6 @@ def measure_energy(
         hidden_TU.addmm_(kept_TS, foretold_SU, alpha=-1)
     energy_TU = hidden_TU.mul_(activity.ffn.down_DF.norm(dim=0)[routed_U]).square_()
     return TokenEnergy(energy_TU, x_TD, ridge_factor(x_TD, ROUTER_PENALTY), top_k)
-
-
-def sample_tokens(activity: LayerActivity, tokens: int) -> Float[Tensor, "T D"]:
-    """At most `tokens` FFN inputs, spread evenly."""
-    x_TD = torch.cat(list(activity.inputs))
-    if len(x_TD) <= tokens:
-        return x_TD
-    return x_TD[torch.linspace(0, len(x_TD) - 1, tokens).round().long()]
 
 
 def ridge_factor(a_TA: Float[Tensor, "T A"], penalty: float) -> Float[Tensor, "A A"]:

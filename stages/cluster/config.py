@@ -24,8 +24,9 @@ class ClusterConfig:
     method: str = field(
         default="captured", metadata={"choices": ("captured", "balanced_kmeans", "rank", "random", "contiguous")}
     )
-    # method=captured: calibration tokens it looks at, at most; one number is kept of each token and unit.
-    captured_tokens: int = field(default=8192, metadata={"minimum": 1})
+    # Calibration tokens that method=captured and always_on_by=alignment look at, at most; one number is kept of each
+    # token and unit.
+    sample_tokens: int = field(default=8192, metadata={"minimum": 1})
     # What balanced_kmeans compares, and the map shows: coactivation (on which tokens a unit fires), gate_rows (its gate
     # weights), contribution (how much it adds on which tokens; one more pass over the text), taylor_profile (to which
     # text domains it is important; needs scan.domains=true), or joint (all of joint_views).

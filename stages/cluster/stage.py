@@ -38,7 +38,7 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, cluster: ClusterConfi
         for layer, activity in enumerate(tqdm(activities, total=layers, desc="cluster", unit="layer")):
             evidence = LayerEvidence(layer, model, statistics, scores, seed, activity, domains)
             features = lru_cache(maxsize=1)(partial(view_units, cluster, evidence))
-            measure_F = measure_by(cluster.always_on_by, evidence, shape)
+            measure_F = measure_by(cluster.always_on_by, evidence, shape, cluster.sample_tokens)
             partition = partition_layer(
                 measure_F,
                 measure_F if cluster.always_on_by == "alignment" else scores.chosen[layer],
@@ -49,7 +49,7 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, cluster: ClusterConfi
                 restarts=cluster.restarts,
                 rng=evidence.draw(GROUPING),
                 evidence=evidence,
-                tokens=cluster.captured_tokens,
+                tokens=cluster.sample_tokens,
             )
             partitions.append(partition)
             figures.append(measure_layer(partition, evidence, features() if cluster.groups_by_features else None))

@@ -40,7 +40,7 @@ class ProjectConfig:
     # Steps, first learning rate and tokens of a trained router in these rounds.
     router_steps: int = field(default=200, metadata={"minimum": 0})
     router_rate: float = field(default=0.01, metadata={"above": 0})
-    router_tokens: int = field(default=16384, metadata={"minimum": 1})
+    router_tokens: int = field(default=8192, metadata={"minimum": 1})
     # Steps of layer-wise gradient descent on gate, up and down after the alignment; 0 trains nothing.
     descent_steps: int = field(default=0, metadata={"minimum": 0})
     # Its learning rate at the first step, relative to the size of each matrix's weights; it falls linearly.

@@ -12,7 +12,7 @@ from stages.routing.descent import DescentSettings, Sample, descend
 from stages.routing.expert_outputs import join, output_error
 from stages.routing.objectives import Imitation
 from stages.routing.plain import average_gate_rows, draw_random, fit_centroid, take_representatives
-from stages.routing.ridge import fit_ridge, regress_log_norms
+from stages.routing.ridge import evenly, fit_ridge, regress_log_norms
 from stages.routing.task import RouterTask
 
 GUARD_SHARE = 0.125
@@ -63,7 +63,7 @@ def refit_router(task: RouterTask, settings: RouterSettings) -> LinearRouter | N
 def search_router(others: Sequence[LinearRouter], task: RouterTask, settings: RouterSettings) -> LinearRouter:
     """From the best of several regressions, and of `others`, on by gradient descent; the output error is the judge."""
     fitted, _ = split_guard(len(task.inputs), GUARD_SHARE)
-    regression = regress_log_norms(task, fitted)
+    regression = regress_log_norms(task, fitted, token_share(task, settings))
     starts = [regression.router(settings.penalty * factor) for factor in PENALTY_FACTORS]
     return train_router([*starts, *others], task, settings)
 
@@ -72,12 +72,17 @@ def train_router(starts: Sequence[LinearRouter], task: RouterTask, settings: Rou
     """Gradient descent on the task's objective from the best start, judged on an eighth of the batches."""
     fitted, guard = split_guard(len(task.inputs), GUARD_SHARE)
     make = imitation_sample if settings.method == "logistic" else error_sample
-    share = settings.tokens / max(1, sum(len(x_TD) for x_TD in task.inputs))
+    share = token_share(task, settings)
     judge = make(task, guard, share)
     best = min(starts, key=lambda router: judge.cost(router, task.top_k, settings.descent.balance))
     if not settings.descent.steps:
         return best
     return descend(best, make(task, fitted, share), judge, task.top_k, settings.descent, biased=task.biased)
+
+
+def token_share(task: RouterTask, settings: RouterSettings) -> float:
+    """The part of every batch that keeps all of them together within `settings.tokens`."""
+    return min(1.0, settings.tokens / max(1, sum(len(x_TD) for x_TD in task.inputs)))
 
 
 def imitation_sample(task: RouterTask, batches: Sequence[int], share: float) -> Sample:
@@ -99,9 +104,3 @@ def error_sample(task: RouterTask, batches: Sequence[int], share: float) -> Samp
         inputs.append(x_TD[rows_t])
         parts.append(output_error(task.loop, x_TD[rows_t], task.target(index, x_TD)[rows_t]))
     return Sample(torch.cat(inputs), join(parts))
-
-
-def evenly(count: int, share: float) -> Tensor:
-    """Indices of about `share` of `count`, spread evenly, at least one."""
-    wanted = max(1, min(count, round(count * share)))
-    return torch.linspace(0, count - 1, wanted).round().long()

@@ -13,17 +13,24 @@ from stages.routing.task import RouterTask
 
 def fit_ridge(task: RouterTask, penalty: float) -> LinearRouter:
     """Regress each expert's contribution Σ|h_i|·‖d_i‖ on the FFN input."""
-    return regress(task, task.contributions, range(len(task.inputs))).router(penalty)
+    regression = RouterRegression(task.inputs[0].shape[1], task.experts, task.inputs[0].device)
+    for x_TD, wanted_TE in zip(task.inputs, task.contributions, strict=True):
+        regression.add(x_TD, wanted_TE)
+    return regression.router(penalty)
 
 
-def regress_log_norms(task: RouterTask, batches: Sequence[int]) -> "RouterRegression":
+def regress_log_norms(task: RouterTask, batches: Sequence[int], share: float = 1.0) -> "RouterRegression":
     """Regress the logarithm of each expert's output norm ‖y_e‖ on the FFN input.
 
     Of a token's experts the larger ones are to be chosen, by whatever factor: on the scale of the norms themselves a
-    few loud tokens would decide the fit, and a linear function foretells ratios better than sums.
+    few loud tokens would decide the fit, and a linear function foretells ratios better than sums. `share` of each
+    batch's tokens are looked at.
     """
-    targets = {index: output_norms(task.loop, task.inputs[index]).clamp_min(1e-20).log() for index in batches}
-    return regress(task, targets, batches)
+    regression = RouterRegression(task.inputs[0].shape[1], task.experts, task.inputs[0].device)
+    for index in batches:
+        x_tD = task.inputs[index][evenly(len(task.inputs[index]), share)]
+        regression.add(x_tD, output_norms(task.loop, x_tD).clamp_min(1e-20).log())
+    return regression
 
 
 class RouterRegression:
@@ -46,11 +53,7 @@ class RouterRegression:
         return LinearRouter.without_bias(self._moments.solve(penalty))
 
 
-def regress(
-    task: RouterTask, targets: Sequence[Tensor] | dict[int, Tensor], batches: Sequence[int]
-) -> RouterRegression:
-    """The regression of targets (T, E) on the inputs of the given batches."""
-    regression = RouterRegression(task.inputs[0].shape[1], task.experts, task.inputs[0].device)
-    for index in batches:
-        regression.add(task.inputs[index], targets[index])
-    return regression
+def evenly(count: int, share: float) -> Tensor:
+    """Indices of about `share` of `count`, spread evenly, at least one."""
+    wanted = max(1, min(count, round(count * share)))
+    return torch.linspace(0, count - 1, wanted).round().long()

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from benchmarks.break_even import measure_products
+from benchmarks.cluster_speed import measure_cluster
 from benchmarks.moe_speed import measure_moe
 from benchmarks.mscan_speed import measure_mscan
 from benchmarks.options import read_options
@@ -64,6 +65,7 @@ def _measurements(bench: Workbench, options: Namespace, words: Sequence[str]) ->
         "startup": lambda: measure_start_up(rounds),
         "redis": lambda: measure_redis(rounds),
         "moe": lambda: measure_moe(bench, options),
+        "cluster": lambda: measure_cluster(rounds),
     }
     missing = {
         "memory": bench.device.type != "cuda" and platform.system() != "Linux" and "it reads /proc",

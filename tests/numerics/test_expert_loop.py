@@ -11,10 +11,11 @@ from models.families.emit import emit_checkpoint
 from models.families.moe import MOE_TARGETS
 from models.ffn import DenseFFN
 from models.pico import write_pico
+from models.routing import LinearRouter
 from models.shape import Shape
 from models.stream import LayerStream
 from stages.calibration.carved_ffn import CarvedFFN, replica_scale, routed_copies
-from stages.project.gradient_projection import slice_ffn
+from stages.calibration.slices import slice_ffn
 
 T, D, F, E, N, K, S = 7, 6, 17, 3, 4, 2, 2
 SILU = torch.nn.functional.silu
@@ -37,7 +38,7 @@ def make_loop(ffn, units_EN, always_S, top_k, rows_ED=None, scale_F=None):
         experts = replace(experts, down_EDN=experts.down_EDN * scale_F[units_EN.long()][:, None])
     if rows_ED is None:
         rows_ED = torch.randn(len(units_EN), D, generator=torch.Generator().manual_seed(7))
-    return ExpertLoop(experts, units_EN, always_S, rows_ED, top_k, ffn.width, ffn.act)
+    return ExpertLoop(experts, units_EN, always_S, LinearRouter.without_bias(rows_ED), top_k, ffn.width, ffn.act)
 
 
 def draw_x():
@@ -52,7 +53,8 @@ def test_all_experts_of_a_partition_are_the_dense_ffn(ffn):
 
 def test_all_experts_of_a_replicated_partition_are_the_dense_ffn(ffn):
     units_EN = torch.stack([torch.arange(first, first + 9) % F for first in (0, 6, 12)])
-    copies = routed_copies(units_EN, torch.empty(0, dtype=torch.int64), F, 3, torch.randn(3, D))
+    router = LinearRouter.without_bias(torch.randn(3, D))
+    copies = routed_copies(units_EN, torch.empty(0, dtype=torch.int64), F, 3, router)
     scale_F = replica_scale(copies, ffn, [draw_x()])
     assert scale_F.unique().tolist() == [0.5, 1.0]
     loop = make_loop(ffn, units_EN, torch.empty(0, dtype=torch.int64), top_k=3, scale_F=scale_F)
@@ -63,7 +65,7 @@ def test_the_loop_equals_the_carve_in_unit_space(ffn):
     # Units 3 and 8 stand in two experts; 15 and 16 are always on; 14 is dropped.
     units_EN, always_S = torch.tensor([[0, 1, 3, 8], [3, 4, 5, 6], [7, 8, 9, 10]]), torch.tensor([15, 16])
     loop = make_loop(ffn, units_EN, always_S, K)
-    carved = CarvedFFN(ffn, routed_copies(units_EN, always_S, F, K, loop.rows_ED), ffn.down_DF)
+    carved = CarvedFFN(ffn, routed_copies(units_EN, always_S, F, K, loop.router), ffn.down_DF)
     features_TF, output_TD = loop.run(draw_x())
     expected_TF, expected_TD = carved.run(draw_x())
     torch.testing.assert_close(features_TF, expected_TF, rtol=1e-5, atol=1e-6)
@@ -87,7 +89,8 @@ def test_renaming_units_changes_nothing(ffn):
 
 
 @pytest.mark.parametrize(
-    ("source", "target", "always_on"), [("qwen3", "qwen3_moe", 0), ("llama", "mixtral", 0), ("qwen2", "glm4_moe", 5)]
+    ("source", "target", "always_on"),
+    [("qwen3", "qwen3_moe", 0), ("llama", "mixtral", 0), ("qwen2", "glm4_moe", 5), ("llama", "tiny_onn", 3)],
 )
 def test_the_loop_equals_the_emitted_checkpoint(source, target, always_on, tmp_path):
     """Routed, not all on: gates are constant to the parity spread, so the outputs agree that closely."""
@@ -95,16 +98,18 @@ def test_the_loop_equals_the_emitted_checkpoint(source, target, always_on, tmp_p
     shape = Shape(experts=4, n=8, top_k=2, always_on=always_on)
     units_EN, always_S = torch.arange(32).view(4, 8), torch.arange(40 - always_on, 40)
     rows_ED = torch.randn(4, 24, generator=torch.Generator().manual_seed(8)) * 1e-4
+    biased = MOE_TARGETS[target].selection_bias is not None
+    bias_E = torch.tensor([0.0, 3e-4, -3e-4, 0.0]) if biased else torch.zeros(4)
     with LayerStream(folder, device=torch.device("cpu")) as stream:
         ffn = next(stream.layers()).ffn
     experts = slice_ffn(ffn, units_EN, always_S)
     emit_checkpoint(
         folder, tmp_path / "moe", target=MOE_TARGETS[target], shape=shape, routers=lambda _: rows_ED,
-        experts=lambda _: experts,
+        experts=lambda _: experts, selection_bias=lambda _: bias_E,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "moe", dtype=torch.float32).eval()
     x_TD = torch.randn(T, 24, generator=torch.Generator().manual_seed(9))
-    loop = ExpertLoop(experts, units_EN, always_S, rows_ED, 2, 40, ffn.act)
+    loop = ExpertLoop(experts, units_EN, always_S, LinearRouter(rows_ED, bias_E), 2, 40, ffn.act)
     with torch.no_grad():
         output = model.model.layers[0].mlp(x_TD[None])
     native_TD = (output[0] if isinstance(output, tuple) else output)[0]

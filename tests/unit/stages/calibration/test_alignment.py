@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from models.ffn import DenseFFN
+from models.routing import LinearRouter
 from stages.calibration.alignment import align_down, relative_error
 from stages.calibration.carved_ffn import CarvedFFN, oracle_copies, replica_scale, routed_copies, static_copies
 from stages.calibration.guard import split_guard
@@ -75,9 +76,9 @@ def test_replica_scale_is_the_least_squares_constant(ffn):
     units_EN = torch.tensor([[0, 1, 2], [0, 3, 4]])
     always_S = torch.tensor([11])
     x_TD = [torch.randn(9, D, generator=torch.Generator().manual_seed(1))]
-    rows_ED = torch.randn(2, D, generator=torch.Generator().manual_seed(2))
-    single = replica_scale(routed_copies(units_EN, always_S, F, 1, rows_ED), ffn, x_TD)
-    both = replica_scale(routed_copies(units_EN, always_S, F, 2, rows_ED), ffn, x_TD)
+    router = LinearRouter.without_bias(torch.randn(2, D, generator=torch.Generator().manual_seed(2)))
+    single = replica_scale(routed_copies(units_EN, always_S, F, 1, router), ffn, x_TD)
+    both = replica_scale(routed_copies(units_EN, always_S, F, 2, router), ffn, x_TD)
     assert (single == 1).all()
     assert both[0] == 0.5
     assert (both[1:] == 1).all()

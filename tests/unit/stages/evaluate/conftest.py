@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from models.ffn import DenseFFN
+from models.routing import LinearRouter
 from models.shape import Shape
 from stages.evaluate.baselines import LayerFacts
 
@@ -21,7 +22,7 @@ def facts() -> LayerFacts:
         ffn=DenseFFN(draw(F, D), draw(F, D), draw(D, F), torch.nn.functional.silu),
         units_EN=order[: E * N].view(E, N),
         always_S=order[E * N :],
-        rows_ED=draw(E, D),
+        router=LinearRouter.without_bias(draw(E, D)),
         contribution_F=draw(F).abs(),
         shape=Shape(E, N, K, S),
         seed=5,

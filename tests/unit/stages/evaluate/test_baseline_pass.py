@@ -5,6 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from models.pico import write_pico
+from models.routing import LinearRouter
 from models.shape import Shape
 from models.stream import LayerStream
 from stages.data.batches import batch_sequences
@@ -49,13 +50,14 @@ def run(folder, text, *names, settings=None, top_k=K, always_on=S):
         order = torch.randperm(F, generator=generator)
         rows_ED = torch.randn(E, D, generator=generator)
         contribution_F = torch.rand(F, generator=generator)
-        return LayerFacts(layer.ffn, order[S:].view(E, N), order[:S], rows_ED, contribution_F, shape, seed=index)
+        router = LinearRouter.without_bias(rows_ED)
+        return LayerFacts(layer.ffn, order[S:].view(E, N), order[:S], router, contribution_F, shape, seed=index)
 
     with LayerStream(folder, device=torch.device("cpu")) as stream:
         return run_baselines(names, stream, text, facts_of, settings or Settings(), replicated=False)
 
 
-@pytest.mark.parametrize("name", ["unaligned", "static_mask", "random_router", "oracle"])
+@pytest.mark.parametrize("name", ["unaligned", "static_mask", "best_mask", "random_router", "oracle"])
 def test_with_every_unit_on_each_baseline_is_the_dense_model(folder, text, name):
     dense = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     loss = run(folder, text, name, top_k=E)[name]

@@ -5,11 +5,12 @@ import pytest
 import torch
 
 from models.expert_loop import ExpertLoop
+from models.routing import LinearRouter
 from models.shape import Shape
+from stages.calibration.slices import slice_ffn
 from stages.evaluate.baselines import copies_of, start_baseline
-from stages.project.gradient_projection import slice_ffn
 
-METHODS = ("unaligned", "static_mask", "random_router", "oracle")
+METHODS = ("unaligned", "random_router", "oracle")
 
 
 def copies(method, facts, x_TD):
@@ -24,9 +25,21 @@ def test_every_baseline_has_the_active_width_of_the_carve(facts, x_TD, method):
 
 
 def test_the_static_mask_keeps_the_units_of_highest_contribution(facts, x_TD):
-    kept = copies("static_mask", facts, x_TD).bool()
-    assert (kept == kept[0]).all()
-    assert facts.contribution_F[kept[0]].min() > facts.contribution_F[~kept[0]].max()
+    carved = start_baseline("static_mask", facts, [])
+    kept = facts.contribution_F >= facts.contribution_F.topk(facts.shape.active_width).values.min()
+    assert carved.width == facts.shape.active_width == int(kept.sum())
+    wanted_TD = (facts.ffn.hidden(x_TD) * kept) @ facts.ffn.down_DF.T
+    torch.testing.assert_close(carved(x_TD), wanted_TD)
+
+
+def test_the_best_mask_keeps_what_other_units_cannot_say(facts, x_TD):
+    """A twin of a kept unit is worth nothing, however loud."""
+    gate_FD, up_FD = 3 * facts.ffn.gate_FD, facts.ffn.up_FD.clone()
+    gate_FD[3], up_FD[3] = gate_FD[0], up_FD[0]
+    facts = replace(facts, ffn=replace(facts.ffn, gate_FD=gate_FD, up_FD=up_FD), shape=Shape(4, 3, 4, 1))
+    carved = start_baseline("best_mask", facts, [torch.randn(400, 6, generator=torch.Generator().manual_seed(3))])
+    assert carved.width == 13
+    assert sum(bool((row_D == gate_FD[0]).all()) for row_D in carved.ffn.gate_FD) == 1
 
 
 def test_a_mask_as_wide_as_the_ffn_is_the_ffn(facts, x_TD):
@@ -44,7 +57,8 @@ def test_the_random_router_is_seeded(facts, x_TD):
 
 def test_the_random_router_does_not_follow_the_carves_own(facts, x_TD):
     assert torch.equal(
-        copies("random_router", facts, x_TD), copies("random_router", replace(facts, rows_ED=-facts.rows_ED), x_TD)
+        copies("random_router", facts, x_TD),
+        copies("random_router", replace(facts, router=LinearRouter.without_bias(-facts.router.rows_ED)), x_TD),
     )
 
 
@@ -71,7 +85,7 @@ def test_unaligned_is_a_loop_over_the_chosen_experts(facts, x_TD, copied):
         half_EN = torch.tensor([0.5, 1.0, 1.0, 0.5])[:, None, None]
         experts = replace(experts, down_EDN=experts.down_EDN * half_EN)
     loop = ExpertLoop(
-        experts, facts.units_EN, facts.always_S, facts.rows_ED, facts.shape.top_k, facts.ffn.width, facts.ffn.act
+        experts, facts.units_EN, facts.always_S, facts.router, facts.shape.top_k, facts.ffn.width, facts.ffn.act
     )
     torch.testing.assert_close(start_baseline("unaligned", facts, [x_TD])(x_TD), loop(x_TD))
 
@@ -80,4 +94,4 @@ def test_a_mask_has_no_copies_to_share(facts, x_TD):
     units_EN = facts.units_EN.clone()
     units_EN[3] = facts.units_EN[0]
     carved = start_baseline("static_mask", replace(facts, units_EN=units_EN), [x_TD])
-    assert carved.down_DF is facts.ffn.down_DF
+    torch.testing.assert_close(carved(x_TD), start_baseline("static_mask", facts, [x_TD])(x_TD))

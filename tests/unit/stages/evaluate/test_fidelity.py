@@ -64,7 +64,7 @@ def test_load_and_agreement_against_a_count_token_by_token(facts, x_BTD, mask_BT
     fidelity.add(facts, x_BTD, dense_output(facts, x_BTD), mask_BT)
     load, agreed = [0] * 4, 0
     for x_D in x_BTD[mask_BT]:
-        chosen = set((facts.rows_ED @ x_D).argsort(descending=True)[:2].tolist())
+        chosen = set((facts.router.rows_ED @ x_D).argsort(descending=True)[:2].tolist())
         h_F = facts.ffn.hidden(x_D[None])[0]
         norms_E = torch.stack([(facts.ffn.down_DF[:, units_N] @ h_F[units_N]).norm() for units_N in facts.units_EN])
         agreed += len(chosen & set(norms_E.argsort(descending=True)[:2].tolist()))

@@ -67,7 +67,7 @@ def test_the_record(evaluation, tmp_path):
         "tokens_per_second": None,
     }
     assert record["models"]["static_mask"].keys() == {"loss", "perplexity", "gap"}
-    assert record["layers"][1] == {"error": 0.25, "agreement": 0.5, "imbalance": 2.5, "unused_experts": 1}
+    assert record["layers"][1] == {"error": 0.25, "agreement": 0.5, "imbalance": 2.5, "unused_experts": 1, "load": []}
 
 
 def test_the_table_for_the_console_is_that_of_the_page(evaluation):
