@@ -1,6 +1,6 @@
 """One MoE layer as an obvious loop over experts: the reference the fast paths are held against.
 
-y(x) = Σ_{s always on} h_s·d_s + Σ_{e chosen} Σ_{i∈e} h_i·d_i, every gate being 1.
+y(x) = Σ_{s always on} h_s·d_s + Σ_{e chosen} g_e·Σ_{i∈e} h_i·d_i, with gates relative to equal logits.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from models.experts import LayerExperts
+from models.gating import GateKind, relative_gates
 from models.routing import LinearRouter
 
 
@@ -25,6 +26,7 @@ class ExpertLoop:
     top_k: int
     width: int  # F
     act: Callable[[Tensor], Tensor]
+    gate: GateKind = GateKind.CONSTANT
 
     def __call__(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
         """The layer's output."""
@@ -75,10 +77,11 @@ class ExpertLoop:
             shared_TS = self.hidden(x_TD, experts.shared_gate_SD, experts.shared_up_SD)
             yield everyone, self.always_S.long(), shared_TS, experts.shared_down_DS
         chosen_TK = self.router.choose(x_TD, self.top_k)
+        gates_TK = relative_gates(self.gate, x_TD @ self.router.rows_ED.T, chosen_TK)
         for index, units_N in enumerate(self.units_EN.long()):
-            tokens = everyone[(chosen_TK == index).any(1)]
+            tokens, slots = (chosen_TK == index).nonzero().unbind(1)
             h_tN = self.hidden(x_TD[tokens], experts.gate_END[index], experts.up_END[index])
-            yield tokens, units_N, h_tN, experts.down_EDN[index]
+            yield tokens, units_N, h_tN * gates_TK[tokens, slots, None], experts.down_EDN[index]
 
     def hidden(self, x_tD: Tensor, gate_ND: Tensor, up_ND: Tensor) -> Tensor:
         """Activations of an expert's units."""

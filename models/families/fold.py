@@ -50,6 +50,13 @@ def gate_fold(target: MoETarget, shape: Shape) -> GateFold:
     raise AssertionError(f"no fold for {target.model_type}")
 
 
+def gate_kind(target: MoETarget, shape: Shape) -> str:
+    """How the target turns logits into gates: a value of `models.gating.GateKind`, which loads torch."""
+    if target.model_type == "glm4_moe":
+        return "sigmoid_of_chosen"
+    return "softmax_of_all" if gate_fold(target, shape).norm_topk_prob is False else "softmax_of_chosen"
+
+
 def is_power_of_two(number: int) -> bool:
     """1, 2, 4, 8 ..."""
     return number > 0 and number & (number - 1) == 0

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from models.errors import NumericsError
 from models.stream import LayerStream, StreamLayer
 from stages.data.batches import TokenBatch
 from stages.metrics.loss import MeanLoss, supervised_tokens, token_losses
@@ -24,14 +25,26 @@ class TokenStream:
         self.masks: list[Tensor] = [batch.attention_mask.bool().to(stream.device) for batch in batches]
         self.hidden = stream.embed([batch.input_ids for batch in batches])
         self.inputs = []
+        self.entered = 0  # layers so far
         self._layer: StreamLayer | None = None
 
     def enter(self, layer: StreamLayer) -> None:
-        """Pass the layer's attention."""
+        """Pass the layer's attention.
+
+        Raises:
+            NumericsError: an FFN input is not finite.
+        """
         self.inputs, self._layer = [], layer
+        self.entered += 1
         for index, mask_BT in enumerate(self.masks):
             self.hidden[index], x_BTD = layer.attend(self.hidden[index])
             self.inputs.append(x_BTD[mask_BT])
+        if not all(bool(x_TD.isfinite().all()) for x_TD in self.inputs):
+            raise NumericsError(
+                "hidden states are not finite",
+                where=f"FFN input of layer {self.entered - 1}",
+                do="check the weights of the layers before it; in another precision, if that is narrow",
+            )
 
     def leave(self, outputs: Iterable[Tensor]) -> None:
         """Add the FFN's outputs, (T, D) for every batch of `inputs`, to the residual stream as the layer adds them."""

@@ -37,6 +37,9 @@ class ProjectConfig:
     # Rounds of fitting the router anew, to the aligned experts on the carved model's inputs, and aligning again; a
     # round that does not lower the held-out error ends them. Routers that are fitted to nothing (random, say) stay.
     rounds: int = field(default=1, metadata={"minimum": 0})
+    # constant: gates stay as assemble.mode made them; fitted: larger spreads of the logits are tried, layer by layer,
+    # and the columns aligned to what the gates then weigh; the best on held-out tokens stays.
+    gates: str = field(default="constant", metadata={"choices": ("constant", "fitted")})
     # Steps, first learning rate and tokens of a trained router in these rounds.
     router_steps: int = field(default=200, metadata={"minimum": 0})
     router_rate: float = field(default=0.01, metadata={"above": 0})

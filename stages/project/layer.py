@@ -9,6 +9,7 @@ from torch import Tensor
 from models.expert_loop import ExpertLoop
 from models.experts import LayerExperts
 from models.ffn import DenseFFN
+from models.gating import GateKind
 from models.routing import LinearRouter, has_copies
 from models.shape import Shape
 from stages.calibration.alignment import Target, align_down, relative_error
@@ -20,6 +21,8 @@ from stages.project.gradient_projection import draw_experts, project_experts
 from stages.routing.fit import RouterSettings, refit_router
 from stages.routing.measure import set_spread
 from stages.routing.task import RouterTask, make_loop, watch_contributions
+
+GATE_SPREADS = (0.1, 0.3, 1.0)  # standard deviations of the logits that are tried for fitted gates
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class LayerCarve:
     refit: RouterSettings
     spread: float  # of the router's logits
     biased: bool  # the router may have a bias
+    gate: GateKind = GateKind.CONSTANT
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class Outcome:
     error_aligned: float | None = None  # None: alignment is off
     penalty: float | None = None  # None: not aligned
     rounds: int = 0  # of router and alignment that were kept
+    gate_spread: float | None = None  # None: gates stay as the router's mode made them
     error_end: float = 0.0
 
 
@@ -92,6 +97,9 @@ def project_layer(
         outcome = replace(outcome, error_aligned=state.error, penalty=aligned.penalty)
         state, rounds = alternate(carve, base, state, inputs, target, settings)
         outcome = replace(outcome, rounds=rounds)
+        if settings.gates == "fitted":
+            state, spread = fit_gates(base, state, inputs, target, settings)
+            outcome = replace(outcome, gate_spread=spread)
     if gradients and settings.gradient_order == "after":
         state, outcome = try_gradients(state, judge, gradients, settings, outcome)
     if settings.descent_steps:
@@ -103,6 +111,7 @@ def project_layer(
 def start(carve: LayerCarve, router: LinearRouter, inputs: Sequence[Tensor], base: str, seed: int) -> ExpertLoop:
     """The layer before any step: dense slices or seeded noise, copies of a unit sharing its weight."""
     loop = make_loop(carve.ffn, carve.units_EN, carve.always_S, router, carve.shape.top_k)
+    loop = replace(loop, gate=carve.gate)
     if base == "random":
         loop = replace(loop, experts=draw_experts(loop.experts, seed))
     return share_copies(loop, carve.ffn, inputs)
@@ -152,6 +161,22 @@ def alternate(
             return state, kept
         state = _Guarded(aligned.carved, aligned.error_after)
     return state, settings.rounds
+
+
+def fit_gates(
+    base: ExpertLoop, state: _Guarded, inputs: Sequence[Tensor], target: Target, settings: ProjectConfig
+) -> tuple[_Guarded, float | None]:
+    """Let the gates speak: align to logits of several spreads, and keep what the guard tokens like best.
+
+    A selection bias is written for small logits alone and is left out.
+    """
+    best, kept = state, None
+    for spread in GATE_SPREADS:
+        router = set_spread(LinearRouter.without_bias(state.loop.router.rows_ED), inputs, spread)
+        aligned = align_down(replace(base, router=router), inputs, target, settings)
+        if aligned.error_after < best.error:
+            best, kept = _Guarded(aligned.carved, aligned.error_after), spread
+    return best, kept
 
 
 def chooses_alike(router: LinearRouter, loop: ExpertLoop, inputs: Sequence[Tensor]) -> bool:

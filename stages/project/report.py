@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 
+from models.shape import Shape
 from stages.contracts.job import Table
 from stages.project.config import ProjectConfig
 from stages.project.layer import Outcome
 
 
-def summarise(outcomes: Sequence[Outcome], project: ProjectConfig) -> Table:
+def summarise(outcomes: Sequence[Outcome], project: ProjectConfig, shape: Shape, width: int, tokens: int) -> Table:
     """One row per layer: relative error of the FFN's output on held-out calibration tokens after each step."""
     rows = [
         [
@@ -32,7 +33,23 @@ def summarise(outcomes: Sequence[Outcome], project: ProjectConfig) -> Table:
         "router rounds",
         "error at the end",
     ]
-    return Table("project", columns, rows, [describe(outcomes, project)])
+    notes = [describe(outcomes, project), *alignment_needs(project, shape, width, tokens)]
+    return Table("project", columns, rows, notes)
+
+
+def alignment_needs(project: ProjectConfig, shape: Shape, width: int, tokens: int) -> list[str]:
+    """What the alignment would want of calibration text, where there is less.
+
+    A routed unit is seen on the share K/E of the tokens, and its column wants as many of them as there are columns.
+    """
+    columns = min(width, shape.always_on + shape.experts * shape.n)
+    wanted = round(columns / (1 - project.guard_share) * max(1.0, shape.experts / shape.top_k))
+    if project.alignment == "none" or tokens >= wanted:
+        return []
+    return [
+        f"{tokens:,} calibration tokens for {columns:,} columns a layer, routed to {shape.top_k} of {shape.experts} "
+        f"experts: the alignment leans on its penalty; {wanted:,} would determine it (data.tokens={wanted})"
+    ]
 
 
 def describe(outcomes: Sequence[Outcome], project: ProjectConfig) -> str:
@@ -46,5 +63,7 @@ def describe(outcomes: Sequence[Outcome], project: ProjectConfig) -> str:
     rounds = sum(outcome.rounds for outcome in outcomes)
     said = [f"base {project.base}", f"gradient projection {gradient}", f"alignment {alignment}"]
     said += [f"{rounds} rounds of router and alignment kept"] if rounds else []
+    gated = sum(outcome.gate_spread is not None for outcome in outcomes)
+    said += [f"gates fitted in {gated} layers"] if project.gates == "fitted" else []
     said += [f"{project.descent_steps} steps of layer-wise descent"] if project.descent_steps else []
     return "; ".join(said)

@@ -13,8 +13,10 @@ from tqdm import tqdm
 from models.config import ModelConfig
 from models.experts import LayerExperts
 from models.families.emit import emit_checkpoint
+from models.families.fold import gate_kind
 from models.families.moe import MOE_TARGETS
 from models.ffn import ffn_modules
+from models.gating import GateKind
 from models.loading import load_dense, load_tokenizer, resolve_device
 from models.routing import LinearRouter, rounded
 from models.shape import Shape
@@ -63,7 +65,8 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, project: ProjectConfi
         pad_to=routers.pad_to,
     )
     write_carve_card(checkpoint, model, shape, partition, routers, describe(outcomes, project))
-    return summarise(outcomes, project)
+    tokens = sum(batch.tokens for batch in batches)
+    return summarise(outcomes, project, shape, partition.width, tokens)
 
 
 def gradients_of(
@@ -113,6 +116,7 @@ def project_all(
             refit_settings(routers, project, layer_seed(seed, index)),
             routers.spread,
             routers.biased,
+            GateKind(gate_kind(MOE_TARGETS[routers.target], shape)),
         )
         gradient = {name: matrix.to(stream.device) for name, matrix in next(gradients).items()}
         loop, outcome = project_layer(carve, tokens.inputs, target, gradient, project, layer_seed(seed, index))

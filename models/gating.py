@@ -1,0 +1,33 @@
+"""What a router's gate multiplies an expert by, relative to equal logits: 1 where all chosen experts weigh the same."""
+
+from enum import StrEnum
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+class GateKind(StrEnum):
+    """How an architecture turns router logits into gates."""
+
+    CONSTANT = "constant"  # whatever the logits: no architecture, an idealisation
+    SOFTMAX_OF_CHOSEN = "softmax_of_chosen"  # over the K chosen, or over all and renormalised: the same
+    SOFTMAX_OF_ALL = "softmax_of_all"  # over all E, not renormalised
+    SIGMOID_OF_CHOSEN = "sigmoid_of_chosen"  # renormalised over the K chosen
+
+
+def relative_gates(
+    kind: GateKind, logits_TE: Float[Tensor, "T E"], chosen_TK: Int[Tensor, "T K"]
+) -> Float[Tensor, "T K"]:
+    """Gates of the chosen experts times the scale that a checkpoint folds in: 1 each where logits are equal."""
+    chosen_logits_TK = logits_TE.gather(1, chosen_TK)
+    match kind:
+        case GateKind.CONSTANT:
+            gates_TK = chosen_logits_TK.new_ones(chosen_logits_TK.shape)
+        case GateKind.SOFTMAX_OF_CHOSEN:
+            gates_TK = chosen_logits_TK.softmax(1) * chosen_TK.shape[1]
+        case GateKind.SOFTMAX_OF_ALL:
+            gates_TK = logits_TE.softmax(1).gather(1, chosen_TK) * logits_TE.shape[1]
+        case GateKind.SIGMOID_OF_CHOSEN:
+            scores_TK = chosen_logits_TK.sigmoid()
+            gates_TK = scores_TK / scores_TK.sum(1, keepdim=True) * chosen_TK.shape[1]
+    return gates_TK
