@@ -72,7 +72,7 @@ def group_lines() -> Iterator[str]:
         yield f"  {group}"
         for option in options[group]:
             star = "*" if option == default else " "
-            yield f"    {star} {option:18}{summary(CONF / group / f'{option}.yaml')}"
+            yield f"    {star} {option:20}{summary(CONF / group / f'{option}.yaml')}"
 
 
 def default_options() -> dict[str, str | None]:

@@ -13,8 +13,8 @@ from pipeline.schema import register_schema
 
 FOLDER = CONF / "experiment"
 EXPERIMENTS = sorted(path.stem for path in FOLDER.glob("*.yaml"))
-# A line of the help page is 120 columns; the option's name takes 24 of them.
-LONGEST = 96
+# A line of the help page is 120 columns; the option's name takes 26 of them.
+LONGEST = 94
 
 
 def entry(name):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import models.tiny_onn.register  # noqa: F401 - from_pretrained is to know the class
 from models.expert_loop import ExpertLoop
 from models.families.emit import emit_checkpoint
 from models.families.fold import gate_kind
