@@ -29,7 +29,8 @@ class AssembleConfig:
     # Ridge penalty, relative to the mean diagonal of the input's second moment; error tries a tenth and ten times it,
     # too.
     ridge_penalty: float = field(default=0.1, metadata={"above": 0})
-    # Steps of a trained router; 0 leaves it as the regression made it (stage=project goes on, with the aligned experts).
+    # Steps of a trained router; 0 leaves it as the regression made it (stage=project goes on, with the aligned
+    # experts).
     router_steps: int = field(default=0, metadata={"minimum": 0})
     # Its learning rate at the first step; it falls linearly.
     router_rate: float = field(default=0.01, metadata={"above": 0})

@@ -18,7 +18,7 @@ from stages.calibration.guard import split_guard
 from stages.project.config import ProjectConfig
 from stages.project.descent import train_experts
 from stages.project.gradient_projection import draw_experts, project_experts
-from stages.routing.fit import RouterSettings, refit_router
+from stages.routing.fit import IMITATING_METHODS, RouterSettings, refit_router
 from stages.routing.measure import set_spread
 from stages.routing.task import RouterTask, make_loop, watch_contributions
 
@@ -149,9 +149,9 @@ def alternate(
     settings: ProjectConfig,
 ) -> tuple[_Guarded, int]:
     """Fit the router to the aligned experts, align the unaligned ones to the new routing, as long as it helps."""
-    contributions: list[Tensor] = []
+    imitates = settings.rounds > 0 and carve.refit.method in IMITATING_METHODS
+    contributions = watch_contributions(carve.ffn, carve.units_EN, inputs) if imitates else []
     for kept in range(settings.rounds):
-        contributions = contributions or watch_contributions(carve.ffn, carve.units_EN, inputs)
         router = refit_router(RouterTask(state.loop, target, carve.biased, inputs, contributions), carve.refit)
         if router is None or chooses_alike(router, state.loop, inputs):
             return state, kept

@@ -16,6 +16,7 @@ from stages.routing.ridge import evenly, fit_ridge, regress_log_norms
 from stages.routing.task import RouterTask
 
 GUARD_SHARE = 0.125
+IMITATING_METHODS = frozenset({"centroid", "ridge", "logistic"})  # look at what every expert contributes
 PENALTY_FACTORS = (0.1, 1.0, 10.0)  # of the ridge penalty, tried by the method that searches
 
 

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from models.errors import NumericsError
+from stages.calibration import normal_equations
 from stages.calibration.normal_equations import NormalEquations
 
 T, A, Y = 31, 5, 3
@@ -54,3 +55,25 @@ def test_a_non_finite_input_is_an_error():
     moments.add(a_TA, y_TY)
     with pytest.raises(NumericsError, match="the calibration moments are not finite"):
         moments.solve(0.1)
+
+
+def test_large_sound_systems_are_solved_in_fp32_and_agree(monkeypatch):
+    generator = torch.Generator().manual_seed(4)
+    a_TA = torch.randn(300, 40, generator=generator) * torch.logspace(0, 2, 40)
+    moments = NormalEquations(40, 3)
+    moments.add(a_TA, torch.randn(300, 3, generator=generator))
+    exact = moments.solve(0.1)
+    monkeypatch.setattr(normal_equations, "LARGE", 40)
+    assert normal_equations.solving_dtype(40, 0.1) == torch.float32
+    assert normal_equations.solving_dtype(40, 1e-4) == normal_equations.solving_dtype(39, 0.1) == torch.float64
+    torch.testing.assert_close(moments.solve(0.1), exact, rtol=1e-3, atol=1e-6)
+
+
+def test_inputs_that_are_never_active_get_no_weight():
+    a_TA = torch.randn(50, 6, generator=torch.Generator().manual_seed(5))
+    a_TA[:, 2] = 0
+    moments = NormalEquations(6, 2)
+    moments.add(a_TA, a_TA[:, :2])
+    weight_YA = moments.solve(1e-9)
+    assert not weight_YA[:, 2].any()
+    torch.testing.assert_close(weight_YA[:, :2], torch.eye(2), rtol=1e-4, atol=1e-5)
