@@ -21,6 +21,7 @@ class AlignmentTarget:
     def __init__(self, kind: str, stream: LayerStream, batches: Sequence[TokenBatch]) -> None:
         """Start a dense stream where one is needed."""
         self._dense = TokenStream(stream, batches) if kind == "residual" else None
+        self._wanted: dict[int, Tensor] = {}  # of this layer: computed once, asked for many times
         self._ffn: DenseFFN | None = None
         self._carved: TokenStream | None = None
 
@@ -33,13 +34,18 @@ class AlignmentTarget:
                 where="project.alignment_target=residual",
                 do="project.alignment_target=local",
             )
-        self._ffn, self._carved = layer.ffn, carved
+        self._ffn, self._carved, self._wanted = layer.ffn, carved, {}
         if self._dense is not None:
             self._dense.enter(layer)
             self._dense.leave(map(layer.ffn, self._dense.inputs))
 
     def __call__(self, index: int, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
         """Wanted output of batch `index`, whose inputs are `x_TD`."""
+        if index not in self._wanted:
+            self._wanted[index] = self._compute(index, x_TD)
+        return self._wanted[index]
+
+    def _compute(self, index: int, x_TD: Tensor) -> Tensor:
         assert self._ffn is not None, "enter a layer first"
         assert self._carved is not None, "enter a layer first"
         if self._dense is None:

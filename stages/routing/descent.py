@@ -1,6 +1,7 @@
 """Routers trained by gradient descent: a few hundred steps on one D × E matrix, held-out tokens decide."""
 
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -15,12 +16,15 @@ WARM, COLD = 0.5, 0.1  # temperature of the soft choice at the first and at the 
 LOOKS = 8  # times that the held-out tokens are asked
 
 
+Wanted_co = TypeVar("Wanted_co", bound=Objective, covariant=True)
+
+
 @dataclass(frozen=True)
-class Sample:
+class Sample(Generic[Wanted_co]):
     """Tokens and what is wanted of them."""
 
     x_TD: Tensor
-    objective: Objective
+    objective: Wanted_co
 
     def cost(self, router: LinearRouter, top_k: int, balance: float) -> float:
         """Of the router's hard choice."""
@@ -60,7 +64,13 @@ class _Whitened:
 
 
 def descend(
-    start: LinearRouter, fitted: Sample, guard: Sample, top_k: int, settings: DescentSettings, *, biased: bool
+    start: LinearRouter,
+    fitted: Sample[Objective],
+    guard: Sample[Objective],
+    top_k: int,
+    settings: DescentSettings,
+    *,
+    biased: bool,
 ) -> LinearRouter:
     """Improve a router until held-out tokens see no more of it; at worst, `start` comes back.
 

@@ -10,9 +10,9 @@ from models.routing import LinearRouter, chosen_mask
 from stages.calibration.guard import split_guard
 from stages.routing.descent import DescentSettings, Sample, descend
 from stages.routing.expert_outputs import join, output_error
-from stages.routing.objectives import Imitation
+from stages.routing.objectives import Imitation, Objective, OutputError
 from stages.routing.plain import average_gate_rows, draw_random, fit_centroid, take_representatives
-from stages.routing.ridge import evenly, fit_ridge, regress_log_norms
+from stages.routing.ridge import evenly, fit_ridge, regress_log_norms, regress_logs
 from stages.routing.task import RouterTask
 
 GUARD_SHARE = 0.125
@@ -37,9 +37,7 @@ _ROWS: dict[str, Callable[[RouterTask, RouterSettings], Tensor]] = {
     "representative": lambda task, _: take_representatives(task),
     "centroid": lambda task, _: fit_centroid(task),
     "ridge": lambda task, settings: fit_ridge(task, settings.penalty).rows_ED,
-    "log_ridge": lambda task, settings: (
-        regress_log_norms(task, range(len(task.inputs))).router(settings.penalty).rows_ED
-    ),
+    "log_ridge": lambda task, settings: regress_log_norms(task).router(settings.penalty).rows_ED,
 }
 
 
@@ -48,7 +46,7 @@ def fit_router(task: RouterTask, settings: RouterSettings) -> LinearRouter:
     if settings.method in _ROWS:
         return LinearRouter.without_bias(_ROWS[settings.method](task, settings))
     if settings.method == "logistic":
-        return train_router([fit_ridge(task, settings.penalty)], task, settings)
+        return imitate(task, settings)
     return search_router([], task, settings)
 
 
@@ -63,22 +61,34 @@ def refit_router(task: RouterTask, settings: RouterSettings) -> LinearRouter | N
 
 def search_router(others: Sequence[LinearRouter], task: RouterTask, settings: RouterSettings) -> LinearRouter:
     """From the best of several regressions, and of `others`, on by gradient descent; the output error is the judge."""
-    fitted, _ = split_guard(len(task.inputs), GUARD_SHARE)
-    regression = regress_log_norms(task, fitted, token_share(task, settings))
-    starts = [regression.router(settings.penalty * factor) for factor in PENALTY_FACTORS]
-    return train_router([*starts, *others], task, settings)
-
-
-def train_router(starts: Sequence[LinearRouter], task: RouterTask, settings: RouterSettings) -> LinearRouter:
-    """Gradient descent on the task's objective from the best start, judged on an eighth of the batches."""
     fitted, guard = split_guard(len(task.inputs), GUARD_SHARE)
-    make = imitation_sample if settings.method == "logistic" else error_sample
     share = token_share(task, settings)
-    judge = make(task, guard, share)
+    sample, judge = error_sample(task, fitted, share), error_sample(task, guard, share)
+    regression = regress_logs(sample.x_TD, sample.objective.norms)
+    starts = [regression.router(settings.penalty * factor) for factor in PENALTY_FACTORS]
+    return train_from([*starts, *others], sample, judge, task, settings)
+
+
+def imitate(task: RouterTask, settings: RouterSettings) -> LinearRouter:
+    """From ridge on by gradient descent; the judge is how many of the best experts are missed."""
+    fitted, guard = split_guard(len(task.inputs), GUARD_SHARE)
+    share = token_share(task, settings)
+    samples = imitation_sample(task, fitted, share), imitation_sample(task, guard, share)
+    return train_from([fit_ridge(task, settings.penalty)], *samples, task, settings)
+
+
+def train_from(
+    starts: Sequence[LinearRouter],
+    sample: Sample[Objective],
+    judge: Sample[Objective],
+    task: RouterTask,
+    settings: RouterSettings,
+) -> LinearRouter:
+    """The best start by the judge, trained on as long as the judge gains."""
     best = min(starts, key=lambda router: judge.cost(router, task.top_k, settings.descent.balance))
     if not settings.descent.steps:
         return best
-    return descend(best, make(task, fitted, share), judge, task.top_k, settings.descent, biased=task.biased)
+    return descend(best, sample, judge, task.top_k, settings.descent, biased=task.biased)
 
 
 def token_share(task: RouterTask, settings: RouterSettings) -> float:
@@ -86,7 +96,7 @@ def token_share(task: RouterTask, settings: RouterSettings) -> float:
     return min(1.0, settings.tokens / max(1, sum(len(x_TD) for x_TD in task.inputs)))
 
 
-def imitation_sample(task: RouterTask, batches: Sequence[int], share: float) -> Sample:
+def imitation_sample(task: RouterTask, batches: Sequence[int], share: float) -> Sample[Imitation]:
     """Tokens with the experts of largest contribution."""
     inputs, best = [], []
     for index in batches:
@@ -96,7 +106,7 @@ def imitation_sample(task: RouterTask, batches: Sequence[int], share: float) -> 
     return Sample(torch.cat(inputs), Imitation(torch.cat(best)))
 
 
-def error_sample(task: RouterTask, batches: Sequence[int], share: float) -> Sample:
+def error_sample(task: RouterTask, batches: Sequence[int], share: float) -> Sample[OutputError]:
     """Tokens with what every expert would give for them."""
     inputs, parts = [], []
     for index in batches:

@@ -57,6 +57,11 @@ class OutputError:
     overlaps_TEE: Tensor  # y_e·y_f
     wanted_T: Tensor  # ‖r‖²
 
+    @property
+    def norms(self) -> Float[Tensor, "T E"]:
+        """‖y_e‖."""
+        return self.overlaps_TEE.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt()
+
     def at(self, tokens_t: Int[Tensor, "t"]) -> "OutputError":
         """The same on some of the tokens."""
         return OutputError(self.gains_TE[tokens_t], self.overlaps_TEE[tokens_t], self.wanted_T[tokens_t])

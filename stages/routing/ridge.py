@@ -1,7 +1,5 @@
 """Ridge regression on the FFN input: the router in closed form."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -19,18 +17,28 @@ def fit_ridge(task: RouterTask, penalty: float) -> LinearRouter:
     return regression.router(penalty)
 
 
-def regress_log_norms(task: RouterTask, batches: Sequence[int], share: float = 1.0) -> "RouterRegression":
-    """Regress the logarithm of each expert's output norm ‖y_e‖ on the FFN input.
-
-    Of a token's experts the larger ones are to be chosen, by whatever factor: on the scale of the norms themselves a
-    few loud tokens would decide the fit, and a linear function foretells ratios better than sums. `share` of each
-    batch's tokens are looked at.
-    """
+def regress_log_norms(task: RouterTask) -> "RouterRegression":
+    """Regress the logarithm of each expert's output norm ‖y_e‖ on the FFN input."""
     regression = RouterRegression(task.inputs[0].shape[1], task.experts, task.inputs[0].device)
-    for index in batches:
-        x_tD = task.inputs[index][evenly(len(task.inputs[index]), share)]
-        regression.add(x_tD, output_norms(task.loop, x_tD).clamp_min(1e-20).log())
+    for x_TD in task.inputs:
+        regression.add(x_TD, logs(output_norms(task.loop, x_TD)))
     return regression
+
+
+def regress_logs(x_TD: Tensor, norms_TE: Tensor) -> "RouterRegression":
+    """The same from norms that are at hand."""
+    regression = RouterRegression(x_TD.shape[1], norms_TE.shape[1], x_TD.device)
+    regression.add(x_TD, logs(norms_TE))
+    return regression
+
+
+def logs(norms_TE: Tensor) -> Tensor:
+    """Of a token's experts the larger ones are to be chosen, by whatever factor.
+
+    On the scale of the norms themselves a few loud tokens would decide the fit, and a linear function foretells ratios
+    better than sums.
+    """
+    return norms_TE.clamp_min(1e-20).log()
 
 
 class RouterRegression:

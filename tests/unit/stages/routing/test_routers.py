@@ -6,7 +6,7 @@ import torch
 from models.ffn import DenseFFN
 from models.routing import LinearRouter, active_copies, membership
 from stages.routing.descent import DescentSettings
-from stages.routing.fit import RouterSettings, fit_router, refit_router, train_router
+from stages.routing.fit import RouterSettings, error_sample, fit_router, refit_router, train_from
 from stages.routing.measure import load_balance, oracle_agreement, relative_output_error, set_spread
 from stages.routing.task import watch_experts
 
@@ -64,9 +64,9 @@ def test_training_lowers_the_output_error_on_its_own_objective():
 
 
 def test_descent_never_gives_back_worse_than_it_got(task):
-    start = fit_router(task, settings("log_ridge"))
-    wild = train_router([start], task, settings("error", rate=1e6, steps=8))
-    x_TD = torch.cat(list(task.inputs))
+    start, x_TD = fit_router(task, settings("log_ridge")), torch.cat(list(task.inputs))
+    sample, judge = error_sample(task, [0, 1, 2], 1.0), error_sample(task, [3], 1.0)
+    wild = train_from([start], sample, judge, task, settings("error", rate=1e6, steps=8))
     assert torch.equal(wild.choose(x_TD, K), start.choose(x_TD, K))
 
 
