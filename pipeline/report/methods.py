@@ -21,6 +21,7 @@ KNOWN = {
     "unaligned": Method("this MoE, not aligned", "moe before", "circle"),
     "static_mask": Method("static mask", "mask before", "square"),
     "static_mask_aligned": Method("static mask, aligned", "mask", "square"),
+    "best_mask_aligned": Method("best static mask, aligned", "extra-0", "square"),
     "random_router": Method("random router", "random before", "triangle"),
     "random_router_aligned": Method("random router, aligned", "random", "triangle"),
     "oracle": Method("output oracle", "oracle before", "diamond"),

@@ -7,6 +7,7 @@ from pipeline.report.numbers import nats, percent
 RIVALS = {
     "static_mask": "a static mask of the same width",
     "static_mask_aligned": "the aligned static mask",
+    "best_mask_aligned": "the best static mask, aligned",
     "random_router": "a random router",
 }
 

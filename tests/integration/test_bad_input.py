@@ -21,7 +21,7 @@ SHAPE = "shape, model=embedded with F=1024 units a layer"
         ),
         (
             ["cluster=kmeans"],
-            "cluster=kmeans is none of balanced_kmeans, contiguous, random, rank",
+            "cluster=kmeans is none of balanced_kmeans, captured, contiguous, random, rank",
             "setting cluster",
             "cluster=balanced_kmeans",
         ),

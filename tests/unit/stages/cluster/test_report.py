@@ -16,7 +16,9 @@ def test_the_table_reads_well():
         ),
         LayerFigures(Coactivation(0.01, None), None, always_on_share=0.0, dropped=0, dropped_share=0.0, copies=25),
     ]
-    table = tabulate_layers(figures, ClusterConfig(), "s_p", ["unit_map_layer_000.png"])
+    table = tabulate_layers(
+        figures, ClusterConfig(method="balanced_kmeans", always_on_by="contribution"), "s_p", ["unit_map_layer_000.png"]
+    )
     assert table.title == "cluster"
     assert table.columns == COLUMNS
     assert table.rows == [

@@ -17,7 +17,14 @@ from stages.data.config import DataConfig
 
 L, F = 2, 24
 SHAPE = Shape(experts=3, n=6, top_k=2, always_on=5)
-NO_MAP = ClusterConfig(map="none")
+
+
+def grouped(**changes):
+    """k-means on what the scan found: no pass of a model."""
+    return ClusterConfig(**({"map": "none", "method": "balanced_kmeans", "always_on_by": "contribution"} | changes))
+
+
+NO_MAP = grouped()
 
 
 @pytest.fixture
@@ -49,7 +56,7 @@ def cluster(job, config=NO_MAP, *, model=None, data=None, shape=SHAPE, seed=0):
 
 @pytest.mark.parametrize(("by", "measure"), [("contribution",) * 2, ("frequency",) * 2, ("score", "s_p")])
 def test_always_on_units_are_the_highest_by_what_was_asked(job, planted, scores, by, measure):
-    _table, partition = cluster(job, ClusterConfig(map="none", always_on_by=by))
+    _table, partition = cluster(job, grouped(always_on_by=by))
     assert partition.width == F
     assert partition.units.dtype == partition.always_on.dtype == torch.int32
     assert torch.equal(partition.always_on.long(), getattr(scores, measure).topk(5).indices.sort().values)
@@ -73,7 +80,7 @@ def test_experts_hold_what_fires_together_and_the_table_says_so(job, planted, sc
 
 @pytest.mark.parametrize("method", ["rank", "random", "contiguous"])
 def test_controls_find_no_structure(job, planted, method):
-    table, partition = cluster(job, ClusterConfig(map="none", method=method), shape=Shape(3, 8, 2, 0))
+    table, partition = cluster(job, grouped(method=method), shape=Shape(3, 8, 2, 0))
     assert all(float(row[3].removesuffix("×")) < 1.5 for row in table.rows)
     assert (partition.multiplicity == 1).all()
 
@@ -86,7 +93,7 @@ def test_a_hundred_experts_share_few_units(job, planted):
 
 
 def test_layers_do_not_depend_on_each_other(job, planted, scores):
-    config = ClusterConfig(map="none", method="random")
+    config = grouped(method="random")
     _table, both = cluster(job, config)
     first = {name: tensor[:1] for name, tensor in vars(scores).items() if name != "method"}
     Scores(method="s_p", **first).save(job.parents["score"])
@@ -96,14 +103,14 @@ def test_layers_do_not_depend_on_each_other(job, planted, scores):
 
 
 def test_the_seed_decides(job, planted):
-    config = ClusterConfig(map="none", method="random")
+    config = grouped(method="random")
     first, again, other = (cluster(job, config, seed=seed)[1] for seed in (0, 0, 1))
     assert torch.equal(first.units, again.units)
     assert not torch.equal(first.units, other.units)
 
 
 def test_maps_of_chosen_layers(job, planted):
-    config = ClusterConfig(map="tsne", map_layers=[-1], map_units=20)
+    config = grouped(map="tsne", map_layers=[-1], map_units=20)
     table, with_map = cluster(job, config)
     picture = job.out / "unit_map_layer_001.png"
     assert sorted(path.name for path in job.out.iterdir()) == [Partition.FILE, picture.name]
@@ -126,7 +133,7 @@ def test_gate_rows_group_units_that_listen_alike(job, planted, tmp_path):
     kind_F = torch.arange(F) % 2
     tensors[name] = tensors[name][kind_F] + 0.01 * tensors[name]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = ClusterConfig(map="none", features="gate_rows")
+    config = grouped(features="gate_rows")
     table, partition = cluster(
         job, config, model=ModelConfig(kind="local", path=str(folder)), shape=Shape(2, F // 2, 1, 0)
     )
@@ -145,12 +152,12 @@ def test_no_bitmaps_to_compare(job, plant, scores):
         "  where: stage=cluster, setting cluster.features\n"
         "  do:    scan.reservoir_tokens=4096, or cluster.features=gate_rows"
     )
-    table, _partition = cluster(job, ClusterConfig(map="none", method="rank"))
+    table, _partition = cluster(job, grouped(method="rank"))
     assert [row[1:7] for row in table.rows] == [["–"] * 6] * L
 
 
 def test_a_pass_is_made_only_where_something_asks_for_it():
-    plain = ClusterConfig(map="none")
+    plain = grouped()
     assert not plain.needs_pass
     assert not replace(plain, features="joint").needs_pass
     assert not replace(plain, method="rank", features="contribution").needs_pass
@@ -168,7 +175,7 @@ def dense(tmp_path):
 
 @pytest.mark.parametrize("features", ["contribution", "joint"])
 def test_units_are_compared_on_the_calibration_text(job, planted, dense, features):
-    config = ClusterConfig(map="none", features=features, joint_views=["coactivation", "contribution"], batch_tokens=70)
+    config = grouped(features=features, joint_views=["coactivation", "contribution"], batch_tokens=70)
     data = DataConfig(tokens=96, max_length=32)
     table, partition = cluster(job, config, model=dense, data=data)
     _table, again = cluster(job, replace(config, batch_tokens=32), model=dense, data=data)
@@ -189,7 +196,7 @@ def test_units_of_one_domain_share_an_expert(job, planted):
     kind_F = torch.arange(F) % 2
     domains.sum_taylor[:] *= torch.where(kind_F == torch.arange(2)[:, None], 1, 0.01)[:, None]
     domains.save(job.parents["scan"])
-    table, partition = cluster(job, ClusterConfig(map="none", features="taylor_profile"), shape=Shape(2, F // 2, 1, 0))
+    table, partition = cluster(job, grouped(features="taylor_profile"), shape=Shape(2, F // 2, 1, 0))
     assert sorted(kind_F[partition.units[1].long()].unique(dim=1).flatten().tolist()) == [0, 1]
     assert table.notes[0].startswith("experts by balanced_kmeans on taylor_profile; ")
 
@@ -207,5 +214,5 @@ def test_a_profile_needs_domains(job, planted, names, message):
     if names:
         profile(names).save(job.parents["scan"])
     with pytest.raises(ConfigError) as error:
-        cluster(job, ClusterConfig(map="none", features="taylor_profile"))
+        cluster(job, grouped(features="taylor_profile"))
     assert str(error.value) == message
