@@ -149,6 +149,8 @@ def alternate(
     settings: ProjectConfig,
 ) -> tuple[_Guarded, int]:
     """Fit the router to the aligned experts, align the unaligned ones to the new routing, as long as it helps."""
+    if carve.shape.top_k == carve.shape.experts:
+        return state, 0
     imitates = settings.rounds > 0 and carve.refit.method in IMITATING_METHODS
     contributions = watch_contributions(carve.ffn, carve.units_EN, inputs) if imitates else []
     for kept in range(settings.rounds):

@@ -86,7 +86,7 @@ def train_from(
 ) -> LinearRouter:
     """The best start by the judge, trained on as long as the judge gains."""
     best = min(starts, key=lambda router: judge.cost(router, task.top_k, settings.descent.balance))
-    if not settings.descent.steps:
+    if not settings.descent.steps or task.top_k == task.experts:  # where all are chosen there is nothing to learn
         return best
     return descend(best, sample, judge, task.top_k, settings.descent, biased=task.biased)
 
