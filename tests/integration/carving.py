@@ -35,7 +35,16 @@ SPARSE = {
     "embedded": (None, "stage=all", "project.penalties=[0.1]", "evaluate.baselines=[static_mask,random_router]"),
     "embedded-routed": (None, "stage=assemble", "always_on=0"),
     "qwen2-chain": ("qwen2", "stage=all", "experts=4", "n=8", "top_k=2", "always_on=8"),
-    "llama-dropped": ("llama", "stage=project", "experts=4", "n=8", "top_k=2", "always_on=0", "assemble.mode=train"),
+    "llama-dropped": (
+        "llama",
+        "stage=project",
+        "experts=4",
+        "n=8",
+        "top_k=2",
+        "always_on=0",
+        "assemble.mode=train",
+        "cluster.always_on_by=score",
+    ),
     "qwen3-hundred": ("qwen3", "stage=assemble", "experts=100", "n=3", "top_k=2", "always_on=0"),
 }
 CARVES = EXACT | SPARSE

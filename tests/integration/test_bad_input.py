@@ -106,7 +106,7 @@ def test_errors_that_depend_on_each_other_are_told_at_once(refused):
             message(
                 "mixtral cannot hold the attention of qwen3",
                 "assemble.target",
-                "assemble.target=auto, or one of glm4_moe",
+                "assemble.target=auto, or one of glm4_moe, tiny_onn",
             ),
         ]
     )

@@ -101,7 +101,7 @@ def test_units_are_grouped_by_their_domains(words, outputs, whole, views):
 def test_gradients_are_needed(words, tmp_path, capsys):
     assert run_command([*words, "stage=scan", "scan.gradients=false", f"output_dir={tmp_path}"]) != 0
     assert (
-        "scan.domains=true sums up gradients, and scan.gradients=false computes none\n"
+        "scan.domains=true sums Taylor scores by text domain, and scan.gradients=false computes none\n"
         "  where: settings scan.domains and scan.gradients\n"
         "  do:    scan.gradients=true, or scan.domains=false"
     ) in capsys.readouterr().err

@@ -61,7 +61,8 @@ def test_the_table_shows_the_numbers_of_the_record(carves, name):
 
 
 def test_all_baselines_asked_for_are_there(carves):
-    asked = ["unaligned", "static_mask", "static_mask_aligned", "random_router", "oracle", "oracle_aligned"]
+    masks = ["static_mask", "static_mask_aligned", "best_mask_aligned"]
+    asked = ["unaligned", *masks, "random_router", "oracle", "oracle_aligned"]
     assert list(read_losses(carves["qwen2-chain"])) == ["dense", "carved", *asked]
 
 

@@ -71,7 +71,7 @@ def test_a_forward_only_scan_with_layers_on_disk(source, text, whole, tmp_path):
 def evaluate(source, text, outputs, *words):
     """What the whole chain reports, times aside."""
     sparse = ["stage=all", "experts=4", "n=8", "top_k=2", "always_on=8", "cluster.map=none", "evaluate.speed_tokens=0"]
-    sparse += ["evaluate.baselines=[unaligned]", "project.penalties=[0.1]"]
+    sparse += ["evaluate.baselines=[unaligned]", "project.penalties=[0.1]", "project.gradient_projection=true"]
     assert run_command([*words_of_pico(source, text), *sparse, f"output_dir={outputs}", *words]) == 0
     (found,) = outputs.glob("artifacts/*/evaluate/*/evaluation.json")
     return json.loads(found.read_text())
