@@ -14,6 +14,7 @@ from models.loading import load_tokenizer, resolve_device
 from models.source import resolve_folder
 from models.stream import LayerStream
 from stages.calibration.batches import calibration_batches
+from stages.calibration.spread import spread_evenly
 from stages.calibration.token_stream import TokenStream
 from stages.data.batches import TokenBatch
 from stages.data.config import DataConfig
@@ -37,9 +38,7 @@ class LayerActivity:
     def sample(self, tokens: int) -> Float[Tensor, "T D"]:
         """At most `tokens` of the inputs, spread evenly over the text."""
         x_TD = torch.cat(list(self.inputs))
-        if len(x_TD) <= tokens:
-            return x_TD
-        return x_TD[torch.linspace(0, len(x_TD) - 1, tokens).round().long()]
+        return x_TD[spread_evenly(len(x_TD), tokens)]
 
     def hidden(self, batch: int) -> Float[Tensor, "T F"]:
         """Unit activations h on one batch."""

@@ -131,7 +131,7 @@ def project_all(
 def refit_settings(routers: Routers, project: ProjectConfig, seed: int) -> RouterSettings:
     """How a layer's router is fitted anew: as it was made, with this stage's patience."""
     descent = DescentSettings(project.router_steps, project.router_rate, routers.balance, seed)
-    return RouterSettings(routers.method, routers.ridge_penalty, descent, project.router_tokens)
+    return RouterSettings(routers.method, routers.ridge_penalty, descent, project.router_tokens, project.guard_share)
 
 
 def layer_file(scratch: Path, layer: int) -> Path:

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from models.routing import LinearRouter, chosen_mask
 from stages.calibration.guard import split_guard
+from stages.calibration.spread import spread_evenly
 from stages.routing.descent import DescentSettings, Sample, descend
 from stages.routing.expert_outputs import join, output_error
 from stages.routing.objectives import Imitation, Objective, OutputError
 from stages.routing.plain import average_gate_rows, draw_random, fit_centroid, take_representatives
-from stages.routing.ridge import evenly, fit_ridge, regress_log_norms, regress_logs
+from stages.routing.ridge import fit_ridge, regress_log_norms, regress_logs
 from stages.routing.task import RouterTask
 
-GUARD_SHARE = 0.125
 IMITATING_METHODS = frozenset({"centroid", "ridge", "logistic"})  # look at what every expert contributes
 PENALTY_FACTORS = (0.1, 1.0, 10.0)  # of the ridge penalty, tried by the method that searches
 
@@ -28,6 +28,11 @@ class RouterSettings:
     penalty: float  # of the ridge, relative to the mean diagonal of the input's second moment
     descent: DescentSettings
     tokens: int  # at most so many are trained on
+    guard_share: float = 0.125  # of the batches: held out, nothing is fitted on them
+
+    def split(self, task: RouterTask) -> tuple[list[int], list[int]]:
+        """Batches to fit on, and batches to judge by."""
+        return split_guard(len(task.inputs), self.guard_share)
 
 
 # Rows that are computed, not searched for.
@@ -36,8 +41,10 @@ _ROWS: dict[str, Callable[[RouterTask, RouterSettings], Tensor]] = {
     "gate_rows": lambda task, _: average_gate_rows(task),
     "representative": lambda task, _: take_representatives(task),
     "centroid": lambda task, _: fit_centroid(task),
-    "ridge": lambda task, settings: fit_ridge(task, settings.penalty).rows_ED,
-    "log_ridge": lambda task, settings: regress_log_norms(task).router(settings.penalty).rows_ED,
+    "ridge": lambda task, settings: fit_ridge(task, settings.split(task)[0], settings.penalty).rows_ED,
+    "log_ridge": lambda task, settings: (
+        regress_log_norms(task, settings.split(task)[0]).router(settings.penalty).rows_ED
+    ),
 }
 
 
@@ -61,7 +68,7 @@ def refit_router(task: RouterTask, settings: RouterSettings) -> LinearRouter | N
 
 def search_router(others: Sequence[LinearRouter], task: RouterTask, settings: RouterSettings) -> LinearRouter:
     """From the best of several regressions, and of `others`, on by gradient descent; the output error is the judge."""
-    fitted, guard = split_guard(len(task.inputs), GUARD_SHARE)
+    fitted, guard = settings.split(task)
     share = token_share(task, settings)
     sample, judge = error_sample(task, fitted, share), error_sample(task, guard, share)
     regression = regress_logs(sample.x_TD, sample.objective.norms)
@@ -71,10 +78,10 @@ def search_router(others: Sequence[LinearRouter], task: RouterTask, settings: Ro
 
 def imitate(task: RouterTask, settings: RouterSettings) -> LinearRouter:
     """From ridge on by gradient descent; the judge is how many of the best experts are missed."""
-    fitted, guard = split_guard(len(task.inputs), GUARD_SHARE)
+    fitted, guard = settings.split(task)
     share = token_share(task, settings)
     samples = imitation_sample(task, fitted, share), imitation_sample(task, guard, share)
-    return train_from([fit_ridge(task, settings.penalty)], *samples, task, settings)
+    return train_from([fit_ridge(task, fitted, settings.penalty)], *samples, task, settings)
 
 
 def train_from(
@@ -100,7 +107,7 @@ def imitation_sample(task: RouterTask, batches: Sequence[int], share: float) -> 
     """Tokens with the experts of largest contribution."""
     inputs, best = [], []
     for index in batches:
-        rows_t = evenly(len(task.inputs[index]), share)
+        rows_t = spread_evenly(len(task.inputs[index]), round(len(task.inputs[index]) * share))
         inputs.append(task.inputs[index][rows_t])
         best.append(chosen_mask(task.best_experts(index)[rows_t], task.experts))
     return Sample(torch.cat(inputs), Imitation(torch.cat(best)))
@@ -111,7 +118,7 @@ def error_sample(task: RouterTask, batches: Sequence[int], share: float) -> Samp
     inputs, parts = [], []
     for index in batches:
         x_TD = task.inputs[index]
-        rows_t = evenly(len(x_TD), share)
+        rows_t = spread_evenly(len(x_TD), round(len(x_TD) * share))
         inputs.append(x_TD[rows_t])
         parts.append(output_error(task.loop, x_TD[rows_t], task.target(index, x_TD)[rows_t]))
     return Sample(torch.cat(inputs), join(parts))

@@ -1,5 +1,7 @@
 """Ridge regression on the FFN input: the router in closed form."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -9,19 +11,19 @@ from stages.routing.expert_outputs import output_norms
 from stages.routing.task import RouterTask
 
 
-def fit_ridge(task: RouterTask, penalty: float) -> LinearRouter:
-    """Regress each expert's contribution Σ|h_i|·‖d_i‖ on the FFN input."""
+def fit_ridge(task: RouterTask, batches: Sequence[int], penalty: float) -> LinearRouter:
+    """Regress each expert's contribution Σ|h_i|·‖d_i‖ on the FFN input, on the given batches."""
     regression = RouterRegression(task.inputs[0].shape[1], task.experts, task.inputs[0].device)
-    for x_TD, wanted_TE in zip(task.inputs, task.contributions, strict=True):
-        regression.add(x_TD, wanted_TE)
+    for index in batches:
+        regression.add(task.inputs[index], task.contributions[index])
     return regression.router(penalty)
 
 
-def regress_log_norms(task: RouterTask) -> "RouterRegression":
-    """Regress the logarithm of each expert's output norm ‖y_e‖ on the FFN input."""
+def regress_log_norms(task: RouterTask, batches: Sequence[int]) -> "RouterRegression":
+    """Regress the logarithm of each expert's output norm ‖y_e‖ on the FFN input, on the given batches."""
     regression = RouterRegression(task.inputs[0].shape[1], task.experts, task.inputs[0].device)
-    for x_TD in task.inputs:
-        regression.add(x_TD, logs(output_norms(task.loop, x_TD)))
+    for index in batches:
+        regression.add(task.inputs[index], logs(output_norms(task.loop, task.inputs[index])))
     return regression
 
 
@@ -59,9 +61,3 @@ class RouterRegression:
     def router(self, penalty: float) -> LinearRouter:
         """The router at one ridge penalty, relative to the mean diagonal of the input's second moment."""
         return LinearRouter.without_bias(self._moments.solve(penalty))
-
-
-def evenly(count: int, share: float) -> Tensor:
-    """Indices of about `share` of `count`, spread evenly, at least one."""
-    wanted = max(1, min(count, round(count * share)))
-    return torch.linspace(0, count - 1, wanted).round().long()

@@ -9,7 +9,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from models.errors import ConfigError
 from stages.contracts.statistics import DomainStatistics
 from stages.data.batches import TokenBatch
 from stages.scan.config import ScanConfig
@@ -36,19 +35,9 @@ class Domains:
 
 
 def find_domains(batches: Iterable[TokenBatch], scan: ScanConfig) -> Domains | None:
-    """The domains of all samples, where the settings ask for them.
-
-    Raises:
-        ConfigError: the scan computes no gradients.
-    """
+    """The domains of all samples, where the settings ask for them."""
     if not scan.domains:
         return None
-    if not scan.gradients:
-        raise ConfigError(
-            "scan.domains=true sums up gradients, and scan.gradients=false computes none",
-            where="settings scan.domains and scan.gradients",
-            do="scan.gradients=true, or scan.domains=false",
-        )
     tokens: Counter[str] = Counter()
     for batch in batches:
         tokens.update(dict.fromkeys(batch.domains, 0))

@@ -10,19 +10,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from numerics.emission_cases import LLAMA3_ROPE, PLAIN_ROPE, TOLERANCE
 from numerics.tiny_onn_carves import write_carve
 
 ROOT = Path(__file__).parents[2]
-TOLERANCE = 1e-5
-PLAIN_ROPE = {"rope_type": "default", "rope_theta": 3e3}
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 5e4,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
 GEMMA3_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 3e2},
     "full_attention": {"rope_type": "linear", "rope_theta": 5e3, "factor": 4.0},
