@@ -10,6 +10,7 @@ from pipeline.schema import Settings
 from pipeline.stages_table import ALL, STAGES, asked_stages, with_ancestors
 from stages.assemble.config import TRAINED_ROUTERS
 from stages.contracts.workers import find_workers
+from stages.train.config import TrainConfig
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,8 @@ def contradictions(settings: Settings) -> Iterator[ConfigError]:
         )
     yield from domain_contradictions(settings)
     workers = find_workers().world
+    if involves(settings, "train"):
+        yield from training_contradictions(settings.train, workers)
     if workers > 1 and settings.model.device_map != "none":
         yield ConfigError(
             f"model.device_map={settings.model.device_map} spreads one model over all devices; torchrun started "
@@ -53,6 +56,31 @@ def domain_contradictions(settings: Settings) -> Iterator[ConfigError]:
             "taylor_profile compares units by text domain, and scan.domains=false keeps no such sums",
             where="settings cluster.features and scan.domains",
             do="scan.domains=true, or cluster.features=coactivation",
+        )
+
+
+def training_contradictions(train: TrainConfig, workers: int) -> Iterator[ConfigError]:
+    """Phases that make no whole, a loss of nothing, a batch that cannot be shared out."""
+    shares = train.router_share + train.experts_share + train.all_share
+    if abs(shares - 1) > 1e-6:
+        yield ConfigError(
+            f"the phases' shares add up to {shares:g}, not 1",
+            where="settings train.router_share, train.experts_share and train.all_share",
+            do=f"train.experts_share={max(0.0, 1 - train.router_share - train.all_share):g}",
+        )
+    if not (train.language_model or train.logits or train.hidden):
+        yield ConfigError(
+            "nothing is minimised: the weights of all three losses are 0",
+            where="settings train.language_model, train.logits and train.hidden",
+            do="train.language_model=1",
+        )
+    at_once = train.micro_batch * workers
+    if train.batch % at_once:
+        processes = f" x {workers} processes" if workers > 1 else ""
+        yield ConfigError(
+            f"train.batch={train.batch} is no multiple of train.micro_batch={train.micro_batch}{processes}",
+            where="settings train.batch and train.micro_batch",
+            do=f"train.batch={at_once * max(1, round(train.batch / at_once))}",
         )
 
 
@@ -82,7 +110,9 @@ def _warn_where_set(group: str, node: Any, names: Sequence[str], reason: str) ->
 def involves(settings: Settings, stage: str) -> bool:
     """Whether `stage` is to be run, or a result of it used; of an unknown stage nothing is known."""
     known = settings.stage in {ALL, *STAGES}
-    return known and any(other.name == stage for other in with_ancestors(asked_stages(settings.stage)))
+    return known and any(
+        other.name == stage for other in with_ancestors(asked_stages(settings.stage, settings.evaluate.checkpoint))
+    )
 
 
 def map_errors(settings: Settings, source: Mapping[str, Any]) -> Iterator[ConfigError]:

@@ -23,7 +23,7 @@ def expected_bytes(stage: str, config: Mapping[str, Any], shape: Shape | None) -
         config: the source's config.json.
         shape: the carve, None where the stage does not depend on it.
     """
-    if shape is None or stage not in {"extract", "assemble", "project"}:
+    if shape is None or stage not in {"extract", "assemble", "project", "train"}:
         return 0
     width = BYTES.get(str(config.get("dtype") or config.get("torch_dtype")), 2)
     hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])

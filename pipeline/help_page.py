@@ -29,6 +29,7 @@ Stages
   extract   slice the experts out of the weights
   assemble  put them behind a router, as a checkpoint that transformers loads
   project   bend the experts towards the dense model's behaviour
+  train     continued pretraining: the routers learn to schedule the experts
   evaluate  compare with the dense model and plain baselines on held-out text
 
 Dials

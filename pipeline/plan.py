@@ -1,6 +1,6 @@
 """Which stages have to run: those asked for and not yet published, and what they start from."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from pipeline.artifact import is_complete
 from pipeline.disk import expected_bytes, free_bytes, in_mib
 from pipeline.fingerprint import fingerprint, make_recipe
 from pipeline.layout import artifact_folder
-from pipeline.stages_table import STAGES, Stage, asked_stages, with_ancestors
+from pipeline.stages_table import CHAIN, Stage, asked_stages, with_ancestors
 from pipeline.validation import Checked
 from stages.data.identity import data_identity
 
@@ -38,10 +38,10 @@ def make_plan(checked: Checked) -> list[Step]:
         ConfigError: the disk has no room for what the due steps will publish.
     """
     steps = make_steps(checked)
-    asked = {stage.name for stage in asked_stages(checked.settings.stage)}
+    asked = {stage.name for stage in asked_stages(checked.settings.stage, checked.settings.evaluate.checkpoint)}
     fresh = asked if checked.settings.fresh else set()
     complete = {name for name, step in steps.items() if is_complete(step.folder)} - fresh
-    used, due = select_stages(asked, complete)
+    used, due = select_stages(asked, complete, [step.stage for step in steps.values()])
     plan = [replace(steps[name], due=name in due, fresh=name in fresh) for name in steps if name in used]
     require_room(plan, Path(checked.settings.output_dir))
     return plan
@@ -54,7 +54,7 @@ def make_steps(checked: Checked) -> dict[str, Step]:
     identities = {"model": source_identity(settings.model), "data": data_identity(settings.data)}
     output_dir = Path(settings.output_dir).absolute()
     steps: dict[str, Step] = {}
-    for stage in with_ancestors(asked_stages(settings.stage)):
+    for stage in with_ancestors(asked_stages(settings.stage, settings.evaluate.checkpoint)):
         recipe = make_recipe(stage, nodes, identities, {name: steps[name].fingerprint for name in stage.parents})
         address = fingerprint(recipe)
         steps[stage.name] = Step(
@@ -69,13 +69,13 @@ def make_steps(checked: Checked) -> dict[str, Step]:
     return steps
 
 
-def select_stages(asked: set[str], complete: set[str]) -> tuple[set[str], set[str]]:
+def select_stages(asked: set[str], complete: set[str], stages: Sequence[Stage] = CHAIN) -> tuple[set[str], set[str]]:
     """Which stages are used, and which of them are due.
 
     Used are the asked stages and the parents of due ones; due are the used ones that are not complete.
     """
     used, due = set(asked), set()
-    for stage in reversed(STAGES.values()):
+    for stage in reversed(stages):
         if stage.name in used and stage.name not in complete:
             due.add(stage.name)
             used.update(stage.parents)

@@ -18,7 +18,7 @@ from stages.contracts.workers import ALONE, Workers
 
 log = logging.getLogger(__name__)
 
-CHECKPOINT_STAGES = ("assemble", "project")
+CHECKPOINT_STAGES = ("assemble", "project", "train")
 
 
 class Runner:

@@ -17,6 +17,7 @@ from stages.project.config import ProjectConfig
 from stages.scan.config import ScanConfig
 from stages.score.config import ScoreConfig
 from stages.stores.config import StoreConfig
+from stages.train.config import TrainConfig
 
 
 @dataclass
@@ -42,6 +43,7 @@ class Settings:
     extract: ExtractConfig = field(default_factory=ExtractConfig)
     assemble: AssembleConfig = field(default_factory=AssembleConfig)
     project: ProjectConfig = field(default_factory=ProjectConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
 
 

@@ -1,7 +1,7 @@
 """The chain as data: what each stage starts from and which settings it reads."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 
 from stages.contracts.job import Table
@@ -40,6 +40,7 @@ CHAIN = (
     Stage("extract", parents=("score", "cluster"), nodes=("model", "extract", "shape")),
     Stage("assemble", parents=("cluster", "extract"), nodes=("model", "data", "assemble", "shape", "seed")),
     Stage("project", parents=("cluster", "assemble"), nodes=("model", "data", "project", "shape", "seed")),
+    Stage("train", parents=("project",), nodes=("model", "data", "train", "shape", "seed"), shared=True),
     Stage(
         "evaluate",
         parents=("scan", "cluster", "assemble", "project"),
@@ -50,15 +51,33 @@ STAGES = {stage.name: stage for stage in CHAIN}
 ALL = "all"
 
 
-def asked_stages(name: str) -> tuple[Stage, ...]:
-    """The stages that `stage=name` asks for."""
-    return CHAIN if name == ALL else (STAGES[name],)
+# What evaluate can look at; training is no part of stage=all unless it is what is evaluated.
+PROJECTED, TRAINED = "project", "train"
+
+
+def asked_stages(name: str, evaluated: str = PROJECTED) -> tuple[Stage, ...]:
+    """The stages that `stage=name` asks for, where evaluate looks at the checkpoint of `evaluated`."""
+    chosen = [
+        stage for stage in CHAIN if name == stage.name or (name == ALL and stage.name in {evaluated, *_UNTRAINED})
+    ]
+    return tuple(reading(stage, evaluated) for stage in chosen)
+
+
+_UNTRAINED = frozenset(STAGES) - {TRAINED}
+
+
+def reading(stage: Stage, evaluated: str) -> Stage:
+    """The stage with the parents it needs: evaluate also starts from what it evaluates."""
+    if stage.name == "evaluate" and evaluated not in stage.parents:
+        return replace(stage, parents=(*stage.parents, evaluated))
+    return stage
 
 
 def with_ancestors(asked: tuple[Stage, ...]) -> tuple[Stage, ...]:
     """The asked stages and all they start from, in the order of the chain."""
+    stages = STAGES | {stage.name: stage for stage in asked}
     wanted = {stage.name for stage in asked}
-    for stage in reversed(CHAIN):
+    for stage in reversed(stages.values()):
         if stage.name in wanted:
             wanted.update(stage.parents)
-    return tuple(stage for stage in CHAIN if stage.name in wanted)
+    return tuple(stage for stage in stages.values() if stage.name in wanted)

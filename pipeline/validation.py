@@ -117,7 +117,9 @@ def dials_of(settings: Settings) -> Dials:
 
 def carves(settings: Settings) -> bool:
     """Whether any stage to be run or used depends on the shape."""
-    return any("shape" in stage.nodes for stage in with_ancestors(asked_stages(settings.stage)))
+    return any(
+        "shape" in stage.nodes for stage in with_ancestors(asked_stages(settings.stage, settings.evaluate.checkpoint))
+    )
 
 
 def stage_errors(settings: Settings) -> Iterator[ConfigError]:

@@ -26,9 +26,20 @@ class CarveFacts:
     pad_to: int = ALIGNMENT
 
 
+NO_TRAINING = "none: no weights were trained"
+_TRAINING = "| training | {} |"
+
+
 def write_card(folder: Path, facts: CarveFacts) -> None:
     """Write `folder/README.md`."""
     (folder / "README.md").write_text(render_card(facts), encoding="utf-8")
+
+
+def copy_card(source: Path, folder: Path, training: str) -> None:
+    """Write the card of a checkpoint that was trained on from that in `source`; `training` says how."""
+    card = (source / "README.md").read_text(encoding="utf-8")
+    card = card.replace(_TRAINING.format(NO_TRAINING), _TRAINING.format(training))
+    (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def render_card(facts: CarveFacts) -> str:
@@ -44,7 +55,7 @@ base_model: {facts.source}
 ---
 # {facts.source}, carved into experts
 
-A Mixture-of-Experts cut out of the dense model `{facts.source}` with Tiny-ONN: no weights were trained.
+A Mixture-of-Experts cut out of the dense model `{facts.source}` with Tiny-ONN.
 
 | | |
 |---|---|
@@ -57,6 +68,7 @@ A Mixture-of-Experts cut out of the dense model `{facts.source}` with Tiny-ONN: 
 | partition | {facts.partition} |
 | router | {facts.router} |
 | projection | {facts.projection} |
+{_TRAINING.format(NO_TRAINING)}
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer

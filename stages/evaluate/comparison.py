@@ -12,9 +12,10 @@ from models.shape import Shape
 from stages.data.batches import TokenBatch
 from stages.evaluate.baselines import LayerFacts
 from stages.evaluate.fidelity import LayerFidelity
-from stages.evaluate.native import count_parameters, measure_loss, measure_speed
+from stages.evaluate.native import count_parameters, measure_speed
 from stages.evaluate.report import LayerResult, ModelCost
 from stages.metrics.loss import MeanLoss
+from stages.metrics.model_loss import measure_loss
 
 
 @dataclass(frozen=True)

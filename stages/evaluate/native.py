@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import models.tiny_onn.register  # noqa: F401 - transformers then knows the project's own class
@@ -15,7 +14,6 @@ from models.loading import resolve_device
 from models.placement import input_device, placement
 from models.shape import Shape
 from stages.data.batches import TokenBatch
-from stages.metrics.loss import MeanLoss, supervised_tokens, token_losses
 
 
 def load_carved(folder: Path, model: ModelConfig, dtype: torch.dtype, offload_folder: Path) -> PreTrainedModel:
@@ -37,20 +35,6 @@ def load_carved(folder: Path, model: ModelConfig, dtype: torch.dtype, offload_fo
         **placement(model, resolve_device(model)),
     )
     return carved.eval().requires_grad_(False)
-
-
-@torch.no_grad()
-def measure_loss(model: PreTrainedModel, batches: Sequence[TokenBatch], name: str) -> MeanLoss:
-    """Next-token loss over all supervised tokens."""
-    total, count, device = 0.0, 0, input_device(model)
-    for batch in tqdm(batches, desc=f"loss of the {name} model", unit="batch"):
-        logits = model(
-            input_ids=batch.input_ids.to(device), attention_mask=batch.attention_mask.to(device), use_cache=False
-        ).logits
-        labels_BT = batch.labels.to(logits.device)
-        total += float(token_losses(logits, labels_BT).double().sum())
-        count += int(supervised_tokens(labels_BT).sum())
-    return MeanLoss(total, count)
 
 
 @torch.no_grad()

@@ -45,7 +45,7 @@ def run(
     """Write `evaluation.json` and `evaluation.md`."""
     folder = resolve_folder(model)
     partition = Partition.load(job.parents["cluster"])
-    carved_facts = read_facts(job, Routers.load(job.parents["project"]), partition, shape, seed)
+    carved_facts = read_facts(job, Routers.load(job.parents[evaluate.checkpoint]), partition, shape, seed)
     plain_facts = read_facts(job, Routers.load(job.parents["assemble"]), partition, shape, seed)
     text = load_text(data, load_tokenizer(folder), evaluate.batch_tokens)
     comparison = compare_models(job, model, text, carved_facts, evaluate, shape)
@@ -76,7 +76,7 @@ def compare_models(
     """Dense and carved model side by side; both are freed before the baselines run."""
     # The MoE is cut from the stored weights, whatever the scan computed with: it is held against the stored model.
     dense = load_dense(replace(model, quantization="none"), resolve_folder(model))
-    carved = load_carved(job.parents["project"] / "checkpoint", model, dense.dtype, job.scratch / "offloaded")
+    carved = load_carved(job.parents[evaluate.checkpoint] / "checkpoint", model, dense.dtype, job.scratch / "offloaded")
     return compare(dense, carved, text.heldout, facts_of, shape, evaluate.speed_tokens)
 
 

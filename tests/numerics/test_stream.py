@@ -11,7 +11,7 @@ from models.stream import LayerStream
 from stages.calibration.token_stream import TokenStream
 from stages.data.batches import batch_sequences
 from stages.data.sequences import TokenSequence
-from stages.evaluate.native import measure_loss
+from stages.metrics.model_loss import measure_loss
 
 CPU = torch.device("cpu")
 

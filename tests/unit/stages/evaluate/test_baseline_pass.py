@@ -12,7 +12,7 @@ from stages.data.batches import batch_sequences
 from stages.data.sequences import TokenSequence
 from stages.evaluate.baseline_pass import Text, run_baselines
 from stages.evaluate.baselines import LayerFacts
-from stages.evaluate.native import measure_loss
+from stages.metrics.model_loss import measure_loss
 
 L, D, F, V, E, N, K, S = 2, 24, 40, 61, 4, 8, 2, 8
 

@@ -9,7 +9,8 @@ from models.pico import write_pico
 from models.placement import is_offloaded
 from models.shape import Shape
 from stages.data.batches import TokenBatch
-from stages.evaluate.native import count_parameters, load_carved, measure_loss, measure_speed
+from stages.evaluate.native import count_parameters, load_carved, measure_speed
+from stages.metrics.model_loss import measure_loss
 
 L, D, V, E, N, K, S = 2, 24, 61, 5, 8, 2, 16
 

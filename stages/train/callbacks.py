@@ -1,0 +1,122 @@
+"""What Trainer calls between steps: the load, the log, the held-out text, the mark of a whole checkpoint."""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+from transformers import TrainerCallback
+
+from stages.train.phases import Phase
+from stages.train.record import Record
+from stages.train.resume import mark_whole
+
+if TYPE_CHECKING:
+    from stages.train.trainer import MoETrainer
+
+# Of Trainer's own figures.
+_KEPT = {"loss": "loss", "grad_norm": "gradient_norm"}
+
+
+class AfterStep(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
+    """Lets the trainer even out the load and stretch the routers before anything is saved."""
+
+    trainer: "MoETrainer"
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:  # noqa: ANN401 - the signature of Trainer
+        """After the optimizer."""
+        self.trainer.after_step()
+
+
+class Log(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
+    """A line of the record and of the console for every log of Trainer, and now and then the held-out loss."""
+
+    def __init__(
+        self,
+        record: Record | None,
+        phase: Phase,
+        *,
+        total: int,
+        seen: int,
+        heldout: Callable[[], float],
+        heldout_steps: int,
+        spread: Callable[[int], float],
+    ) -> None:
+        """Of one phase.
+
+        Args:
+            record: None in processes that do not lead.
+            phase: its steps are counted on from those of earlier phases.
+            total: steps of all phases.
+            seen: tokens that were trained on before.
+            heldout: measures the held-out loss; called by all processes.
+            heldout_steps: every so many; 0: never before the end of the phase.
+            spread: that of the router logits by step.
+        """
+        self.record, self.phase, self.total, self.tokens = record, phase, total, seen
+        self.heldout, self.heldout_steps, self.spread = heldout, heldout_steps, spread
+        self.bar: tqdm[Any] | None = None
+        self._time = time.perf_counter()
+
+    def on_train_begin(self, _args: Any, state: Any, *_: Any, **__: Any) -> None:  # noqa: ANN401
+        """The bar goes over all phases."""
+        done = self.phase.first + state.global_step
+        if self.record is not None:
+            self.bar = tqdm(total=self.total, initial=done, desc=f"train {self.phase.name}", unit="step")
+        self._time = time.perf_counter()
+
+    def on_step_end(self, _args: Any, state: Any, control: Any, **__: Any) -> None:  # noqa: ANN401
+        """Look at the held-out text; log the last step whatever its number."""
+        if self.bar is not None:
+            self.bar.update()
+        over = state.global_step == self.phase.steps
+        control.should_log |= over
+        if over or (self.heldout_steps and state.global_step % self.heldout_steps == 0):
+            nats = self.heldout()
+            self._write(self.phase.first + state.global_step, {"heldout_loss": nats})
+
+    def on_log(self, _args: Any, state: Any, _control: Any, logs: Mapping[str, float], **__: Any) -> None:  # noqa: ANN401
+        """Trainer's figures and ours."""
+        if "loss" not in logs or "tokens" not in logs:
+            return  # the summary at the end
+        ours = {name: value for name, value in logs.items() if name not in {*_KEPT, "learning_rate", "epoch", "tokens"}}
+        self.tokens += int(logs["tokens"])
+        step, now = self.phase.first + state.global_step, time.perf_counter()
+        figures = {_KEPT[name]: logs[name] for name in _KEPT if name in logs} | ours
+        figures |= {
+            "perplexity": math.exp(min(700.0, logs["language_model"])),
+            "tokens": self.tokens,
+            "tokens_per_second": logs["tokens"] / (now - self._time),
+            "router_spread": self.spread(step),
+        }
+        self._time = now
+        self._write(step, figures)
+        if self.bar is not None:
+            self.bar.set_postfix_str(
+                f"loss {figures['loss']:.4f}, load {figures['load_max_over_mean']:.2f}, "
+                f"{figures['tokens_per_second']:,.0f} tok/s"
+            )
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:  # noqa: ANN401
+        """The bar is done."""
+        if self.bar is not None:
+            self.bar.close()
+
+    def _write(self, step: int, figures: Mapping[str, float]) -> None:
+        if self.record is not None:
+            self.record.write(step, self.phase.name, figures)
+
+
+class MarkSaved(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
+    """Marks a checkpoint once every process has written its part."""
+
+    trainer: "MoETrainer"
+
+    def on_save(self, args: Any, state: Any, *_: Any, **__: Any) -> None:  # noqa: ANN401
+        """After Trainer saved."""
+        self.trainer.accelerator.wait_for_everyone()
+        if args.should_save:
+            mark_whole(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+        self.trainer.accelerator.wait_for_everyone()

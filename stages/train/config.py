@@ -1,0 +1,63 @@
+"""Settings of continued pretraining."""
+
+from dataclasses import dataclass, field
+
+VERSION = 1
+
+
+@dataclass
+class TrainConfig:
+    """How the projected checkpoint is trained."""
+
+    # Tokens trained on, all phases together; the text is read again, in another order, where it is shorter.
+    tokens: int = field(default=2_000_000, metadata={"minimum": 1})
+    # Share of the tokens in each phase. router: only routers learn; experts: routers and experts; all: everything.
+    router_share: float = field(default=0.1, metadata={"minimum": 0, "maximum": 1})
+    experts_share: float = field(default=0.9, metadata={"minimum": 0, "maximum": 1})
+    all_share: float = field(default=0.0, metadata={"minimum": 0, "maximum": 1})
+    # Peak learning rates (AdamW). That of the routers is of logits that spread by 1, and follows the spread.
+    router_rate: float = field(default=1e-3, metadata={"minimum": 0})
+    expert_rate: float = field(default=3e-4, metadata={"minimum": 0})
+    rest_rate: float = field(default=1e-4, metadata={"minimum": 0})
+    # Share of a phase in which rates rise from 0, and what they end at, as a share of the peak.
+    warmup_share: float = field(default=0.05, metadata={"minimum": 0, "maximum": 1})
+    final_rate: float = field(default=0.1, metadata={"minimum": 0, "maximum": 1})
+    weight_decay: float = field(default=0.0, metadata={"minimum": 0})
+    # Gradients of a larger norm are scaled down to it.
+    gradient_norm: float = field(default=1.0, metadata={"above": 0})
+    # What is minimised: language_model · next-token loss + logits · KL of the dense model's predictions + hidden · its
+    # hidden states' relative squared distance.
+    language_model: float = field(default=1.0, metadata={"minimum": 0})
+    logits: float = field(default=0.0, metadata={"minimum": 0})
+    hidden: float = field(default=0.0, metadata={"minimum": 0})
+    # Temperature of both predictions in the KL.
+    temperature: float = field(default=1.0, metadata={"above": 0})
+    # Even load. auto: selection_bias where the architecture has one, else loss; loss adds balance_weight · load
+    # balancing loss; selection_bias moves each expert's bias by bias_rate a step against its load.
+    balance: str = field(default="auto", metadata={"choices": ("auto", "loss", "selection_bias", "none")})
+    balance_weight: float = field(default=0.01, metadata={"minimum": 0})
+    bias_rate: float = field(default=0.01, metadata={"minimum": 0})
+    # Weight of the squared log-partition of the router's logits.
+    z_weight: float = field(default=1e-4, metadata={"minimum": 0})
+    # Standard deviation of a token's router logits at the end; gates are constant while it is next to 0. It grows
+    # linearly over the first spread_share of the tokens, from what the checkpoint has. 0 leaves it as it is.
+    spread: float = field(default=0.5, metadata={"minimum": 0})
+    spread_share: float = field(default=0.5, metadata={"above": 0, "maximum": 1})
+    # Sequences per optimizer step, over all processes, and per forward pass of one process.
+    batch: int = field(default=16, metadata={"minimum": 1})
+    micro_batch: int = field(default=8, metadata={"minimum": 1, "fingerprint": False})
+    # float32, or bfloat16: weights in float32, matrix products in bfloat16 (autocast).
+    precision: str = field(default="float32", metadata={"choices": ("float32", "bfloat16")})
+    # Recompute activations in the backward pass: less memory, a third more time.
+    gradient_checkpointing: bool = field(default=False, metadata={"fingerprint": False})
+    # Shard weights over the processes of torchrun: a value of transformers' own fsdp setting; empty keeps copies.
+    fsdp: str = field(default="", metadata={"fingerprint": False})
+    # Steps between two log lines, between two looks at the held-out text (0: at the ends of phases), and between two
+    # checkpoints to go on from after a kill.
+    log_steps: int = field(default=10, metadata={"minimum": 1, "fingerprint": False})
+    heldout_steps: int = field(default=50, metadata={"minimum": 0, "fingerprint": False})
+    save_steps: int = field(default=100, metadata={"minimum": 1, "fingerprint": False})
+    # Sequences of held-out text that are looked at.
+    heldout_sequences: int = field(default=64, metadata={"minimum": 1, "fingerprint": False})
+    # TensorBoard events beside metrics.jsonl (pip install tensorboard).
+    tensorboard: bool = field(default=True, metadata={"fingerprint": False})

@@ -1,0 +1,75 @@
+"""Which parts learn when, and how fast."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from models.parameter_groups import Part
+from stages.train.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A run of optimizer steps in which the same parts learn."""
+
+    name: str
+    first: int  # steps of earlier phases
+    steps: int
+    learns: frozenset[Part]
+
+    @property
+    def last(self) -> int:
+        """Steps when it has ended."""
+        return self.first + self.steps
+
+
+_LEARNS = {
+    "router": frozenset({Part.ROUTER}),
+    "experts": frozenset({Part.ROUTER, Part.EXPERTS}),
+    "all": frozenset(Part),
+}
+
+
+def make_phases(settings: TrainConfig, step_tokens: float) -> list[Phase]:
+    """The phases that have a share, each of at least one step.
+
+    Args:
+        settings: of the training.
+        step_tokens: tokens of one optimizer step.
+    """
+    shares = {"router": settings.router_share, "experts": settings.experts_share, "all": settings.all_share}
+    phases: list[Phase] = []
+    for name, share in shares.items():
+        if share > 0:
+            first = phases[-1].last if phases else 0
+            phases.append(Phase(name, first, max(1, round(share * settings.tokens / step_tokens)), _LEARNS[name]))
+    return phases
+
+
+def total_steps(phases: list[Phase]) -> int:
+    """Steps of all of them."""
+    return phases[-1].last
+
+
+def rate_factor(step: int, phase: Phase, settings: TrainConfig) -> float:
+    """Share of the peak rate at a phase's step (from 0): a linear rise, then half a cosine down to `final_rate`."""
+    warmup = math.ceil(settings.warmup_share * phase.steps)
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    progress = (step - warmup) / max(1, phase.steps - warmup)
+    return settings.final_rate + (1 - settings.final_rate) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def rates_of(phase: Phase, settings: TrainConfig) -> dict[str, float]:
+    """Peak rates as `parameter_groups` takes them; 0 for what does not learn."""
+    peaks = {
+        Part.ROUTER: ("router_rate", settings.router_rate),
+        Part.EXPERTS: ("expert_rate", settings.expert_rate),
+        Part.REST: ("rest_rate", settings.rest_rate),
+    }
+    return {name: rate if part in phase.learns else 0.0 for part, (name, rate) in peaks.items()}
+
+
+def running(phases: list[Phase], done: int) -> Iterator[Phase]:
+    """The phases that are not over after `done` steps."""
+    return (phase for phase in phases if phase.last > done)

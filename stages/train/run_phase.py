@@ -1,0 +1,131 @@
+"""One phase from start to end: Trainer set up, taken up where a kill left it, and its result kept."""
+
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, TrainingArguments
+
+from models.capture.router_watch import RouterWatch
+from models.memory import explained_memory
+from stages.contracts.workers import Workers
+from stages.train.callbacks import AfterStep, Log, MarkSaved
+from stages.train.config import TrainConfig
+from stages.train.objective import Objective
+from stages.train.phases import Phase
+from stages.train.record import Record
+from stages.train.resume import find_latest, mark_whole
+from stages.train.sequences import Collator, OrderedSequences
+from stages.train.spread import SpreadSchedule
+from stages.train.teacher import Teacher
+from stages.train.text import TrainingText
+from stages.train.trainer import MoETrainer
+
+
+@dataclass(frozen=True)
+class Course:
+    """What all phases share."""
+
+    settings: TrainConfig
+    text: TrainingText
+    schedule: SpreadSchedule
+    total: int  # steps
+    balance: str  # loss, selection_bias or none
+    pooled: bool
+    teacher: Teacher | None
+    heldout: Callable[[PreTrainedModel], float]
+    seed: int
+    workers: Workers
+    device: torch.device
+
+
+def run_phase(
+    model: PreTrainedModel, phase: Phase, course: Course, folder: Path, record: Record | None, seen: int
+) -> None:
+    """Train, and leave the model as a native checkpoint in `folder/final`.
+
+    Args:
+        model: where the phase starts, on any device.
+        phase: which.
+        course: what all phases share.
+        folder: of this phase; checkpoints of an earlier run in it are gone on from.
+        record: where figures go; None in processes that do not lead.
+        seen: tokens trained on before.
+    """
+    watch = RouterWatch(model)
+    if course.settings.gradient_checkpointing:
+        # Reentrant, it would hide the routers from their own losses.
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    objective = Objective(course.settings, watch, course.teacher, balance=course.balance, pooled=course.pooled)
+    after, saved = AfterStep(), MarkSaved()
+    log = Log(
+        record,
+        phase,
+        total=course.total,
+        seen=seen,
+        heldout=lambda: course.heldout(trainer.model),
+        heldout_steps=whole_logs(course.settings.heldout_steps, course.settings),
+        spread=course.schedule.at,
+    )
+    batch = course.settings.batch
+    trainer = MoETrainer(
+        model,
+        phase=phase,
+        settings=course.settings,
+        schedule=course.schedule,
+        objective=objective,
+        args=training_arguments(course, phase, folder),
+        train_dataset=OrderedSequences(course.text.sequences, phase.first * batch, phase.steps * batch, course.seed),
+        data_collator=Collator(course.text.pad_id),
+        callbacks=[after, log, saved],
+    )
+    after.trainer = saved.trainer = trainer
+    for spoken in (PrinterCallback, ProgressCallback):
+        trainer.remove_callback(spoken)
+    found = find_latest(folder)
+    lowered = "train.micro_batch= or data.max_length=, or set train.gradient_checkpointing=true"
+    with explained_memory(f"stage=train, phase {phase.name}", f"lower {lowered}"):
+        trainer.train(resume_from_checkpoint=str(found[0]) if found else None)
+    watch.remove()
+    trainer.save_model(str(folder / "final"))
+    trainer.accelerator.wait_for_everyone()
+    if course.workers.leads:
+        mark_whole(folder / "final")
+        for path in folder.glob("checkpoint-*"):
+            shutil.rmtree(path)
+    trainer.accelerator.wait_for_everyone()
+
+
+def training_arguments(course: Course, phase: Phase, folder: Path) -> TrainingArguments:
+    """Trainer's own settings."""
+    settings = course.settings
+    return TrainingArguments(
+        output_dir=str(folder),
+        max_steps=phase.steps,
+        per_device_train_batch_size=settings.micro_batch,
+        gradient_accumulation_steps=settings.batch // (settings.micro_batch * course.workers.world),
+        max_grad_norm=settings.gradient_norm,
+        bf16=settings.precision == "bfloat16",
+        use_cpu=course.device.type == "cpu",
+        ddp_backend="gloo" if course.device.type == "cpu" and course.workers.world > 1 else None,
+        ddp_find_unused_parameters=False,
+        fsdp=settings.fsdp,
+        logging_steps=settings.log_steps,
+        logging_nan_inf_filter=False,
+        save_steps=whole_logs(settings.save_steps, settings),
+        save_total_limit=2,
+        save_strategy="steps",
+        report_to=[],
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        seed=course.seed,
+        dataloader_pin_memory=course.device.type != "cpu",
+    )
+
+
+def whole_logs(steps: int, settings: TrainConfig) -> int:
+    """Up to a log line: figures are sums between two of them, and nothing is to be counted by halves."""
+    return math.ceil(steps / settings.log_steps) * settings.log_steps

@@ -1,0 +1,61 @@
+import pytest
+import torch
+from torch import nn
+
+from models.capture.router_watch import Routing
+from stages.train.balance import balance_loss, count_load, entropy, move_biases, z_loss
+
+
+def routing(logits, top_k=2):
+    logits = torch.tensor(logits)
+    return Routing(logits, logits.topk(top_k, dim=1).indices)
+
+
+@pytest.fixture
+def uneven():
+    return [routing([[3.0, 2.0, 0.0], [4.0, 1.0, 0.0], [0.0, 9.0, 8.0]])]
+
+
+def test_padding_loads_nobody(uneven):
+    assert count_load(uneven, torch.tensor([True, True, False])).tolist() == [[2, 2, 0]]
+    assert count_load(uneven, torch.tensor([True, True, True])).tolist() == [[2, 3, 1]]
+
+
+def test_even_load_costs_1_whatever_the_number_of_experts():
+    even = [routing([[0.0, 0.0, 0.0, 0.0]] * 4, top_k=1)]
+    even = [Routing(even[0].logits_TE, torch.tensor([[0], [1], [2], [3]]))]
+    mask = torch.ones(4, dtype=torch.bool)
+    assert balance_loss(even, count_load(even, mask), mask) == pytest.approx(1.0)
+
+
+def test_balance_loss_is_its_formula_and_pushes_down_the_loaded(uneven):
+    logits = uneven[0].logits_TE.clone().requires_grad_()
+    routed, mask = [Routing(logits, uneven[0].chosen_TK)], torch.ones(3, dtype=torch.bool)
+    loss = balance_loss(routed, count_load(routed, mask), mask)
+    share = torch.tensor([2.0, 3.0, 1.0]) / 6
+    torch.testing.assert_close(loss, 3 * (share * logits.softmax(1).mean(0)).sum())
+    (gradient,) = torch.autograd.grad(loss, logits)
+    assert gradient[:, 1].sum() > 0 > gradient[:, 2].sum()
+
+
+def test_layers_of_a_pool_balance_each_other():
+    first, second = routing([[9.0, 0.0]], top_k=1), routing([[0.0, 9.0]], top_k=1)
+    mask, both = torch.ones(1, dtype=torch.bool), [first, second]
+    load = count_load(both, mask)
+    assert balance_loss(both, load, mask) == pytest.approx(2.0, rel=1e-3)
+    assert balance_loss(both, load, mask, pooled=True) == pytest.approx(1.0)
+
+
+def test_z_loss_and_entropy_of_equal_logits():
+    equal, mask = [routing([[0.0] * 5] * 2)], torch.ones(2, dtype=torch.bool)
+    assert z_loss(equal, mask) == pytest.approx(torch.tensor(5.0).log().square().item())
+    assert entropy(equal, mask) == pytest.approx(torch.tensor(5.0).log().item())
+
+
+def test_biases_move_against_the_load_and_keep_their_mean():
+    router = nn.Module()
+    router.register_buffer("e_score_correction_bias", torch.zeros(4))
+    move_biases([router], torch.tensor([[9, 1, 4, 2]]), 0.5)
+    bias = router.e_score_correction_bias
+    assert bias.sum() == 0
+    assert bias[0] < bias[2] < bias[1] == bias[3]

@@ -1,0 +1,42 @@
+import pytest
+
+from models.parameter_groups import Part
+from stages.train.config import TrainConfig
+from stages.train.phases import make_phases, rate_factor, rates_of, total_steps
+
+
+def test_phases_follow_each_other_and_have_their_share():
+    settings = TrainConfig(tokens=1000, router_share=0.2, experts_share=0.5, all_share=0.3)
+    phases = make_phases(settings, step_tokens=10)
+    assert [(phase.name, phase.first, phase.steps) for phase in phases] == [
+        ("router", 0, 20),
+        ("experts", 20, 50),
+        ("all", 70, 30),
+    ]
+    assert total_steps(phases) == 100
+
+
+def test_a_phase_without_a_share_is_none_and_a_small_one_has_a_step():
+    settings = TrainConfig(tokens=100, router_share=0.001, experts_share=0.0, all_share=0.9)
+    assert [(phase.name, phase.steps) for phase in make_phases(settings, 10.0)] == [("router", 1), ("all", 9)]
+
+
+def test_parts_that_do_not_learn_have_no_rate():
+    settings = TrainConfig(tokens=300, router_share=0.3, experts_share=0.3, all_share=0.4, router_rate=3.0,
+                           expert_rate=2.0, rest_rate=1.0)  # fmt: skip
+    router, experts, everything = make_phases(settings, 10.0)
+    assert rates_of(router, settings) == {"router_rate": 3.0, "expert_rate": 0.0, "rest_rate": 0.0}
+    assert rates_of(experts, settings) == {"router_rate": 3.0, "expert_rate": 2.0, "rest_rate": 0.0}
+    assert rates_of(everything, settings) == {"router_rate": 3.0, "expert_rate": 2.0, "rest_rate": 1.0}
+    assert everything.learns == frozenset(Part)
+
+
+def test_rates_rise_and_fall_within_a_phase():
+    settings = TrainConfig(tokens=1000, router_share=1.0, experts_share=0.0, warmup_share=0.1, final_rate=0.2)
+    (phase,) = make_phases(settings, 10.0)
+    factors = [rate_factor(step, phase, settings) for step in range(phase.steps + 1)]
+    assert factors[0] == pytest.approx(1 / 11)
+    assert max(factors) == factors[10] == pytest.approx(1.0)
+    assert factors[:11] == sorted(factors[:11])
+    assert factors[10:] == sorted(factors[10:], reverse=True)
+    assert factors[-1] == pytest.approx(0.2)

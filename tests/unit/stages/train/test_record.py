@@ -1,0 +1,54 @@
+from stages.train.phases import Phase
+from stages.train.record import Record, read_record, tokens_at
+from stages.train.report import describe, summarise
+from stages.train.resume import drop_unfinished, find_latest, mark_whole
+
+
+def test_lines_after_the_step_that_is_gone_on_from_are_forgotten(tmp_path):
+    record = Record.open(tmp_path, done=0, tensorboard=False)
+    for step in (2, 4, 6):
+        record.write(step, "router", {"tokens": 10 * step})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 8, "pha')  # cut short by a kill
+    record = Record.open(tmp_path, done=4, tensorboard=False)
+    record.write(6, "experts", {"tokens": 61})
+    assert [(line["step"], line["tokens"]) for line in read_record(tmp_path)] == [(2, 20), (4, 40), (6, 61)]
+    assert [tokens_at(tmp_path, step) for step in (0, 2, 5, 9)] == [0, 20, 40, 61]
+
+
+def test_only_whole_checkpoints_are_gone_on_from(tmp_path):
+    for step in (9, 10, 20):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "weights").write_text("w")
+    assert find_latest(tmp_path) is None
+    mark_whole(tmp_path / "checkpoint-9")
+    mark_whole(tmp_path / "checkpoint-10")
+    assert find_latest(tmp_path) == (tmp_path / "checkpoint-10", 10)
+    drop_unfinished(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-10", "checkpoint-9"]
+
+
+LINES = [
+    {"step": 0, "phase": "start", "dense_heldout_loss": 2.0, "heldout_loss": 2.4},
+    {"step": 5, "phase": "router", "tokens": 500, "load_max_over_mean": 1.25, "dead_experts": 3, "router_entropy": 1.5,
+     "tokens_per_second": 100.0},
+    {"step": 5, "phase": "router", "heldout_loss": 2.3},
+    {"step": 9, "phase": "experts", "tokens": 900, "load_max_over_mean": 1.5, "dead_experts": 0, "router_entropy": 1.0,
+     "tokens_per_second": 200.0},
+    {"step": 9, "phase": "experts", "heldout_loss": 2.1},
+]  # fmt: skip
+
+
+def test_table_has_a_row_for_the_start_and_every_phase():
+    phases = [Phase("router", 0, 5, frozenset()), Phase("experts", 5, 4, frozenset())]
+    table = summarise(LINES, phases)
+    assert [list(row) for row in table.rows] == [
+        ["start", 0, 0, "2.4000", "+0.4000", "+49.2%", "-", "-", "-", "-"],
+        ["router", 5, 500, "2.3000", "+0.3000", "+35.0%", "1.25", 3, "1.500", "100"],
+        ["experts", 4, 900, "2.1000", "+0.1000", "+10.5%", "1.50", 0, "1.000", "200"],
+    ]
+    assert table.notes == ["dense model: held-out loss 2.0000", "training closed 75% of the gap"]
+
+
+def test_card_says_what_training_did():
+    assert describe(LINES) == "900 tokens; held-out loss over the dense model's +0.4000 before, +0.1000 after"
