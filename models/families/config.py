@@ -53,13 +53,14 @@ def emit_config(
         "head_dim": dense.get("head_dim") or dense["hidden_size"] // heads,
         "intermediate_size": dense["intermediate_size"],
         "num_experts_per_tok": shape.top_k,
-        "output_router_logits": False,
-        "router_aux_loss_coef": 0.001,
         "tie_word_embeddings": False,
         "torch_dtype": dtype,
         "dtype": dtype,
         **_rope(dense),
     }
+    if not target.selection_bias:
+        # Balanced by a bias, an architecture has no such loss, and trainers would ask for it where the key stands.
+        config |= {"output_router_logits": False, "router_aux_loss_coef": 0.001}
     if "transformers_version" in dense:
         # Tokenizer fixes of transformers depend on who wrote the checkpoint.
         config["transformers_version"] = dense["transformers_version"]

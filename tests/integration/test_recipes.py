@@ -1,0 +1,75 @@
+"""The recipes of stages/train/RECIPES.md, run as they stand."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from models.pico import write_pico
+from pipeline.cli import run_command
+
+RECIPES = Path(__file__).parents[2] / "stages/train/RECIPES.md"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A carve made for training."""
+    folder = tmp_path_factory.mktemp("recipes")
+    write_pico(folder / "pico", "qwen3", tokenizer=True)
+    (folder / "text.txt").write_text("\n\n".join(f"{number} larks met {number % 9} swifts." for number in range(200)))
+    words = [
+        *("model=local", f"model.path={folder / 'pico'}", "model.label=pico", "data=text", "cluster.map=none"),
+        *(f"data.path={folder / 'text.txt'}", "data.tokens=500", "data.max_length=50", f"output_dir={folder}"),
+        *("experts=4", "n=8", "top_k=2", "always_on=8", "assemble.mode=train", "stage=assemble"),
+    ]
+    assert run_command(words) == 0
+    return str((folder / "latest/checkpoint").resolve())
+
+
+def recipe(title):
+    section = RECIPES.read_text().split(f"## {title}\n")[1]
+    return re.search(r"```python\n(.*?)```", section, re.DOTALL)[1]
+
+
+def cook(title, checkpoint, output):
+    torch.manual_seed(0)
+    texts = [f"{number} finches met {number % 5} wrens near the house." for number in range(8)]
+    given = {"checkpoint": checkpoint, "texts": texts, "output": str(output)}
+    exec(compile(recipe(title), title, "exec"), given)  # noqa: S102 - our own words
+    return given
+
+
+def weights(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+
+
+def assert_trained(folder, checkpoint):
+    before, after = weights(checkpoint), weights(folder)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    expected = {name for name, tensor in before.items() if ".mlp." in name and "correction_bias" not in name}
+    assert changed == expected
+
+
+def test_a_loop(checkpoint, tmp_path):
+    cook("A loop in PyTorch", checkpoint, tmp_path)
+    assert_trained(tmp_path, checkpoint)
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator is found:UserWarning")
+def test_trainer_and_how_it_goes_on(checkpoint, tmp_path):
+    cook("Trainer", checkpoint, tmp_path / "whole")
+    assert_trained(tmp_path / "whole/checkpoint-6", checkpoint)
+    shutil.copytree(tmp_path / "whole/checkpoint-3", tmp_path / "again/checkpoint-3")
+    cook("Trainer", checkpoint, tmp_path / "again")
+    whole, again = (weights(tmp_path / name / "checkpoint-6") for name in ("whole", "again"))
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+
+
+@pytest.mark.filterwarnings("default")  # of TRL's own
+def test_trl(checkpoint, tmp_path):
+    pytest.importorskip("trl")
+    cook("TRL", checkpoint, tmp_path)
+    assert_trained(tmp_path, checkpoint)
