@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Tra
 
 from models.capture.router_watch import RouterWatch
 from models.memory import explained_memory
+from stages.calibration.recomputation import enable_gradient_checkpointing
 from stages.contracts.workers import Workers
 from stages.train.callbacks import AfterStep, Log, MarkSaved
 from stages.train.config import TrainConfig
@@ -58,7 +59,7 @@ def run_phase(
     watch = RouterWatch(model)
     if course.settings.gradient_checkpointing:
         # Reentrant, it would hide the routers from their own losses.
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        enable_gradient_checkpointing(model)
     objective = Objective(course.settings, watch, course.teacher, balance=course.balance, pooled=course.pooled)
     after, saved = AfterStep(), MarkSaved()
     log = Log(
