@@ -11,7 +11,7 @@ from pipeline.plan import Step, make_plan
 from pipeline.run_folder import RunFolder
 from pipeline.runner import Runner
 from pipeline.schema import Settings
-from pipeline.shape import saving_warning
+from pipeline.shape import pool_warning, saving_warning
 from pipeline.validation import Checked, validate
 from stages.contracts.workers import Workers, find_workers
 
@@ -53,12 +53,17 @@ def introduce(checked: Checked) -> None:
         log.info("%s\n", source)
         return
     log.info(
-        "%s -> %d experts of %d, %d per token, and %d always on\n",
+        "%s -> %d experts of %d%s, %d per token, and %d always on\n",
         source,
         shape.experts,
         shape.n,
+        " in all, shared by every layer" if shape.pooled else "",
         shape.top_k,
         shape.always_on,
     )
-    if warning := saving_warning(shape, checked.width):
+    warnings = (
+        saving_warning(shape, checked.width),
+        pool_warning(shape, checked.width, int(checked.source["num_hidden_layers"])),
+    )
+    for warning in filter(None, warnings):
         log.warning("%s\n", warning)

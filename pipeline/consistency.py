@@ -6,9 +6,10 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from models.errors import ConfigError
+from models.shape import GLOBAL_POOL
 from pipeline.schema import Settings
 from pipeline.stages_table import ALL, STAGES, asked_stages, with_ancestors
-from stages.assemble.config import TRAINED_ROUTERS
+from stages.assemble.config import POOL_ROUTERS, ROUTERS, TRAINED_ROUTERS
 from stages.contracts.workers import find_workers
 from stages.train.config import TrainConfig
 
@@ -18,6 +19,10 @@ logger = logging.getLogger(__name__)
 RECORD_FIELDS = ("parameter_patterns", "block_width", "per_token", "parameter_encoding")
 TRAINING_FIELDS = ("router_steps", "router_rate", "router_tokens", "balance")
 REDIS_FIELDS = ("url", "namespace")
+# Settings that mean something to one topology alone.
+POOL_CLUSTER_FIELDS, POOL_PROJECT_FIELDS = ("allocation",), ("pool_tokens", "pool_sweeps")
+LAYER_ASSEMBLE_FIELDS = ("balance",)
+LAYER_PROJECT_FIELDS = ("alignment_target", "gates", "descent_steps", "descent_rate", "descent_tokens")
 
 
 def contradictions(settings: Settings) -> Iterator[ConfigError]:
@@ -29,6 +34,8 @@ def contradictions(settings: Settings) -> Iterator[ConfigError]:
             do="scan.gradients=true, or score.method=contribution",
         )
     yield from domain_contradictions(settings)
+    if settings.topology == GLOBAL_POOL and involves(settings, "assemble"):
+        yield from pool_contradictions(settings)
     workers = find_workers().world
     if involves(settings, "train"):
         yield from training_contradictions(settings.train, workers)
@@ -56,6 +63,16 @@ def domain_contradictions(settings: Settings) -> Iterator[ConfigError]:
             "taylor_profile compares units by text domain, and scan.domains=false keeps no such sums",
             where="settings cluster.features and scan.domains",
             do="scan.domains=true, or cluster.features=coactivation",
+        )
+
+
+def pool_contradictions(settings: Settings) -> Iterator[ConfigError]:
+    """Routers that know an expert by its own weights or the size of its output, which is no use to foreign layers."""
+    if (router := settings.assemble.router) in {*ROUTERS} - POOL_ROUTERS:
+        yield ConfigError(
+            f"assemble.router={router} does not ask what an expert does for the layer that borrows it",
+            where="settings assemble.router and topology=global_pool",
+            do="assemble.router=error, or random",
         )
 
 
@@ -94,6 +111,12 @@ def warn_of_ignored(settings: Settings) -> None:
         _warn_where_set("cluster", settings.cluster, ("joint_views",), f"cluster.features={settings.cluster.features}")
     if settings.assemble.router not in TRAINED_ROUTERS:
         _warn_where_set("assemble", settings.assemble, TRAINING_FIELDS, f"assemble.router={settings.assemble.router}")
+    if settings.topology == GLOBAL_POOL:
+        _warn_where_set("assemble", settings.assemble, LAYER_ASSEMBLE_FIELDS, "topology=global_pool")
+        _warn_where_set("project", settings.project, LAYER_PROJECT_FIELDS, "topology=global_pool")
+    else:
+        _warn_where_set("cluster", settings.cluster, POOL_CLUSTER_FIELDS, f"topology={settings.topology}")
+        _warn_where_set("project", settings.project, POOL_PROJECT_FIELDS, f"topology={settings.topology}")
     if settings.store.kind != "redis":
         _warn_where_set("store", settings.store, REDIS_FIELDS, f"store.kind={settings.store.kind}")
 

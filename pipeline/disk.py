@@ -27,7 +27,7 @@ def expected_bytes(stage: str, config: Mapping[str, Any], shape: Shape | None) -
         return 0
     width = BYTES.get(str(config.get("dtype") or config.get("torch_dtype")), 2)
     hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
-    units = layers * 3 * hidden * (shape.experts * shape.n + shape.always_on)
+    units = 3 * hidden * shape.neurons(layers)
     if stage == "extract":
         return units * width
     attention = layers * 4 * hidden * hidden

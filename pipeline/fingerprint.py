@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import Field, fields, is_dataclass
 from hashlib import sha256
 from typing import Any
 
@@ -38,15 +38,17 @@ def make_recipe(
 def plain_settings(node: object) -> object:
     """A node as JSON values, without the fields marked `metadata={"fingerprint": False}`.
 
-    Such a field changes where, how fast or how safely a stage works, never what comes out.
+    Such a field changes where, how fast or how safely a stage works, never what comes out. One that is marked
+    `"unless default"` came later, with what was done before as its default: what was published then is found again.
     """
     if not is_dataclass(node):
         return node
-    return {
-        field.name: plain_settings(getattr(node, field.name))
-        for field in fields(node)
-        if field.metadata.get("fingerprint", True)
-    }
+    return {spec.name: plain_settings(getattr(node, spec.name)) for spec in fields(node) if _counts(spec, node)}
+
+
+def _counts(spec: Field[Any], node: Any) -> bool:  # noqa: ANN401 - any dataclass
+    mark = spec.metadata.get("fingerprint", True)
+    return bool(getattr(node, spec.name) != spec.default if mark == "unless default" else mark)
 
 
 def fingerprint(recipe: Mapping[str, Any]) -> str:

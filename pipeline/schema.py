@@ -6,6 +6,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from models.config import ModelConfig
+from models.shape import PER_LAYER, TOPOLOGIES
 from pipeline.layout import REPOSITORY
 from pipeline.stages_table import ALL
 from stages.assemble.config import AssembleConfig
@@ -25,6 +26,7 @@ class Settings:
     """The dials, and one node per configuration group. conf/config.yaml says what each dial means."""
 
     stage: str = ALL
+    topology: str = field(default=PER_LAYER, metadata={"choices": TOPOLOGIES})
     experts: int = field(default=MISSING, metadata={"minimum": 1})
     n: int = field(default=MISSING, metadata={"minimum": 1})
     top_k: int | None = field(default=None, metadata={"minimum": 1})

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from models.errors import ConfigError
-from models.shape import Shape
+from models.shape import PER_LAYER, Shape
 
 
 @dataclass(frozen=True)
@@ -15,26 +15,29 @@ class Dials:
     top_k: int | None
     always_on: int | None
     active: float
+    topology: str = PER_LAYER
 
 
 def resolve_shape(dials: Dials, width: int) -> Shape:
     """Fill in what was not asked for, so that about `active`·F neurons serve each token.
 
     Half of them are routed: top_k is the largest power of two (which keeps a folded scale exact in bf16) with
-    K·N <= active·F/2, at least 2, at most E. Always-on neurons fill the rest.
+    K·N <= active·F/2, at least 2, at most E. Always-on neurons fill the rest. In a global pool all of them are routed:
+    neurons of a layer's own would make the pool the smaller part of the model.
 
     Args:
         dials: the request.
         width: F of the source.
     """
-    top_k = dials.top_k
+    pooled, top_k, always_on = dials.topology != PER_LAYER, dials.top_k, dials.always_on
+    if pooled and always_on is None:
+        always_on = 0
     if top_k is None:
-        affordable = int(dials.active * width / 2) // dials.n
-        top_k = min(max(2, largest_power_of_two(affordable)), dials.experts)
-    always_on = dials.always_on
+        routed = dials.active * width - (always_on or 0) if pooled else dials.active * width / 2
+        top_k = min(max(2, largest_power_of_two(int(routed) // dials.n)), dials.experts)
     if always_on is None:
         always_on = max(0, round(dials.active * width) - top_k * dials.n)
-    return Shape(dials.experts, dials.n, top_k, always_on)
+    return Shape(dials.experts, dials.n, top_k, always_on, dials.topology)
 
 
 def largest_power_of_two(bound: int) -> int:
@@ -84,4 +87,14 @@ def saving_warning(shape: Shape, width: int) -> str | None:
     return (
         f"no saving: top_k={shape.top_k} x n={shape.n} + always_on={shape.always_on} = {shape.active_width} neurons "
         f"serve each token, the dense FFN has {width}; lower n= or top_k="
+    )
+
+
+def pool_warning(shape: Shape, width: int, layers: int) -> str | None:
+    """Why this pool is no smaller than the FFNs it stands for, or None."""
+    if not shape.pooled or shape.neurons(layers) < width * layers:
+        return None
+    return (
+        f"no smaller: the pool's {shape.experts} x {shape.n} neurons and {layers} x {shape.always_on} always-on ones "
+        f"are {shape.neurons(layers):,}, the dense FFNs have {width * layers:,}; lower experts= or n="
     )

@@ -98,7 +98,9 @@ def carve_errors(settings: Settings, source: Mapping[str, Any]) -> Iterator[User
     shape = resolve_shape(dials_of(settings), width)
     yield from shape_errors(shape, width, settings.model.label)
     try:
-        target = select_target(str(source["model_type"]), settings.assemble.target, shape.always_on)
+        target = select_target(
+            str(source["model_type"]), settings.assemble.target, shape.always_on, pooled=shape.pooled
+        )
     except UserError as error:
         yield error
     else:
@@ -112,7 +114,8 @@ def width_of(source: Mapping[str, Any]) -> int:
 
 def dials_of(settings: Settings) -> Dials:
     """The dials of the shape."""
-    return Dials(settings.experts, settings.n, settings.top_k, settings.always_on, settings.active)
+    dials = settings.experts, settings.n, settings.top_k, settings.always_on, settings.active, settings.topology
+    return Dials(*dials)
 
 
 def carves(settings: Settings) -> bool:

@@ -60,7 +60,7 @@ A Mixture-of-Experts cut out of the dense model `{facts.source}` with Tiny-ONN.
 | | |
 |---|---|
 | architecture | `{facts.target.architecture}` |
-| experts | {shape.experts} of {shape.n} neurons in each of {facts.layers} layers, {shape.top_k} per token |
+| experts | {_experts(facts)} |
 | always-on neurons | {shape.always_on} |
 | active FFN width | {shape.active_width} of the dense model's {facts.width} ({shape.active_width / facts.width:.0%}) |
 | neurons left out | {facts.dropped} in all layers together |
@@ -81,6 +81,16 @@ tokenizer = AutoTokenizer.from_pretrained("path/of/this/folder")
 
 {runtimes}
 """
+
+
+def _experts(facts: CarveFacts) -> str:
+    shape = facts.shape
+    if shape.pooled:
+        return (
+            f"{shape.experts} of {shape.n} neurons in all, one pool shared by {facts.layers} layers; each layer's "
+            f"router sends a token to {shape.top_k}"
+        )
+    return f"{shape.experts} of {shape.n} neurons in each of {facts.layers} layers, {shape.top_k} per token"
 
 
 # Serving runtimes that know the architecture by name.

@@ -45,9 +45,10 @@ def emit_checkpoint(
         source_folder: the dense checkpoint.
         out_folder: made if it is not there; config.json comes last, so that a broken write is no checkpoint.
         target: the architecture to write; must pass `check_target`.
-        shape: E, N, K, S.
+        shape: E, N, K, S, and whether all layers share the experts.
         routers: layer → ``(E, D)`` router rows, written as they are.
-        experts: layer → its experts, unscaled; the fold of `gate_fold` is applied here.
+        experts: layer → its experts, unscaled; the fold of `gate_fold` is applied here. Of a pool, the experts that the
+            layer gives: the pool holds those of the first layer, then those of the second, and so on.
         selection_bias: layer → ``(E,)`` what is added to the logits to choose by, for targets that have it; None: 0.
         dtype: float32, bfloat16, float16, or source: every tensor keeps its own, and the router takes the one that
             config.json names.
@@ -56,7 +57,7 @@ def emit_checkpoint(
         CheckpointError: the source cannot be read, or the output not written.
         ContractError: routers or experts do not have the shape.
         NumericsError: folded weights overflow the number format.
-    Memory: one shard, one layer's experts, and the largest tensor.
+    Memory: one shard, one layer's experts (of a pool, all), and the largest tensor.
     """
     config = read_config(source_folder)
     family = dense_family(config)
@@ -73,6 +74,8 @@ def emit_checkpoint(
                 emission.copy(name)
             emission.add_router(layer, routers(layer), selection_bias(layer) if selection_bias else None)
             emission.add_experts(layer, experts(layer))
+        if shape.pooled:
+            emission.add_pool()
         emission.copy(family.final_norm)
         if not (target.own and keeps_tied(config)):
             # Some runtimes do not tie what config.json says is tied.
@@ -122,6 +125,7 @@ class _Emission:
         self._target, self._shape, self._pad_to = target, shape, pad_to
         self._main_dtype, self._cast = main_dtype, cast
         self._fold = gate_fold(target, shape)
+        self._pool: list[Projections] = []
 
     def copy(self, name: str, out_name: str | None = None) -> None:
         self._add(out_name or name, read_part(self._reader, name))
@@ -143,13 +147,26 @@ class _Emission:
         _check_shape(layer, experts, self._shape)
         routed = (experts.gate_END, experts.up_END, experts.down_EDN)
         width = expert_width(self._shape, self._pad_to)
-        if self._target.packed:
+        if self._shape.pooled:
+            self._pool += [_widened(routed, width)] if len(experts.gate_END) else []
+        elif self._target.packed:
             self._add_packed(self._target.packed, layer, _widened(routed, width), self._fold.down_scale)
         else:
             for e, weights in enumerate(zip(*routed, strict=True)):
                 self._add_ffn(self._target.ffn(layer, e), _widened(weights, width), self._fold.down_scale)
         if shared := shared_width(self._target, self._shape, self._pad_to):
             self._add_shared(layer, experts, shared)
+
+    def add_pool(self) -> None:
+        """The experts of all layers as the one pool that every layer borrows."""
+        assert self._target.packed_pool is not None, "checked by check_target"
+        gate, up, down = (torch.cat(parts) for parts in zip(*self._pool, strict=True))
+        if len(gate) != self._shape.experts:
+            raise ContractError(
+                f"the layers give {len(gate)} experts, not {self._shape.experts}", do="stage=extract fresh=true"
+            )
+        self._pool = []
+        self._add_packed(self._target.packed_pool, 0, (gate, up, down), self._fold.down_scale)
 
     def _add_shared(self, layer: int, experts: LayerExperts, width: int) -> None:
         weights = _widened((experts.shared_gate_SD, experts.shared_up_SD, experts.shared_down_DS), width)
@@ -206,8 +223,11 @@ def _scaled(name: str, weight: Tensor, scale: float) -> Tensor:
 
 
 def _check_shape(layer: int, experts: LayerExperts, shape: Shape) -> None:
-    found = (*experts.gate_END.shape[:2], len(experts.shared_gate_SD))
+    count, n = experts.gate_END.shape[:2]
+    found = (count, n, len(experts.shared_gate_SD))
     wanted = (shape.experts, shape.n, shape.always_on)
+    if shape.pooled:  # a layer gives as many as it likes, none included; the sum is looked at in the end
+        wanted = (count, shape.n if count else n, shape.always_on)
     if found != wanted:
         described = "{} experts of {} neurons and {} always-on units"
         raise ContractError(

@@ -32,6 +32,8 @@ class MoETarget:
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     # Where all experts of a layer are one tensor: (E, 2N, D) with gate above up, and (E, D, N).
     packed: tuple[str, str] | None = None
+    # The same, where one pool of experts is shared by all layers.
+    packed_pool: tuple[str, str] | None = None
     router: str = _LAYER + "mlp.gate.weight"
     shared: str | None = None
     packed_shared: tuple[str, str] | None = None  # (2S, D) and (D, S)
@@ -119,6 +121,7 @@ MOE_TARGETS = {
             frozenset(DENSE_FAMILIES),
             AlwaysOn.UNGATED,
             packed=(_LAYER + "mlp.experts.gate_up_proj", _LAYER + "mlp.experts.down_proj"),
+            packed_pool=("experts.gate_up_proj", "experts.down_proj"),
             shared=_LAYER + "mlp.shared_experts.{part}.weight",
             selection_bias=_LAYER + "mlp.gate.e_score_correction_bias",
             output_bias=True,
@@ -140,7 +143,7 @@ _OWN_FAMILY = {
 }
 
 
-def select_target(source_model_type: str, requested: str, always_on: int) -> MoETarget:
+def select_target(source_model_type: str, requested: str, always_on: int, *, pooled: bool = False) -> MoETarget:
     """The architecture a carve becomes.
 
     Args:
@@ -148,9 +151,13 @@ def select_target(source_model_type: str, requested: str, always_on: int) -> MoE
         requested: a name of MOE_TARGETS, or auto: the same family where that can say always-on units if there are any,
             else glm4_moe or tiny_onn.
         always_on: S.
+        pooled: all layers share their experts, which tiny_onn alone can say; asked for by another name, that is left to
+            `check_target`.
     Raises:
         ConfigError: unknown name, or a target that cannot say this source or always-on units.
     """
+    if requested == "auto" and pooled:
+        return MOE_TARGETS["tiny_onn"]
     if requested == "auto":
         native = [MOE_TARGETS[name] for name in _OWN_FAMILY.get(source_model_type, ())]
         able = [target for target in native if not always_on or target.always_on is not AlwaysOn.NONE]
@@ -212,6 +219,8 @@ def _problems(source: Mapping[str, Any], target: MoETarget, shape: Shape) -> Ite
         yield f"{name} cannot say head_dim={head_dim}", "head_dim in config.json"
     if not target.own and share != 1.0:
         yield f"{name} rotates whole heads, not {share:g} of each", "partial_rotary_factor in config.json"
+    if shape.pooled and target.packed_pool is None:
+        yield f"{name} has experts of every layer's own, no pool that all layers share", "topology=global_pool"
     if shape.experts < target.least_experts:
         yield f"{name} needs at least {target.least_experts} experts", f"experts={shape.experts}"
 

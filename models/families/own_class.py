@@ -33,6 +33,7 @@ def own_config(
         shared_width=shared_width(target, shape, pad_to),
         routed_scaling_factor=scale,
         dtype=dtype,
+        topology=shape.topology,
     )
     tied = {"tie_word_embeddings": keeps_tied(source)}
     return keys | tied | {"dense": _legacy_rope(keys["dense"]) | tied}

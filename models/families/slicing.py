@@ -29,7 +29,7 @@ def slice_experts(
 
 def _rows(weight_FD: Tensor, units_EN: Tensor, always_on_S: Tensor) -> tuple[Tensor, Tensor]:
     rows = weight_FD.index_select(0, units_EN.flatten())
-    return rows.view(*units_EN.shape, -1), weight_FD.index_select(0, always_on_S)
+    return rows.view(*units_EN.shape, weight_FD.shape[1]), weight_FD.index_select(0, always_on_S)
 
 
 def _columns(weight_DF: Tensor, units_EN: Tensor, always_on_S: Tensor) -> tuple[Tensor, Tensor]:

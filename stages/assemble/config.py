@@ -6,6 +6,8 @@ VERSION = 2
 
 ROUTERS = ("error", "logistic", "log_ridge", "ridge", "centroid", "representative", "gate_rows", "random")
 TRAINED_ROUTERS = ("error", "logistic")
+# Those that a pool's experts can be chosen by: fitted to what each does for the layer, or to nothing.
+POOL_ROUTERS = frozenset({"error", "logistic", "ridge", "centroid", "random"})
 TARGETS = (
     "auto", "qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe", "flex_olmo", "granitemoe", "granitemoeshared", "tiny_onn",
 )  # fmt: skip
@@ -24,7 +26,8 @@ class AssembleConfig:
     # in closed form; ridge: the same with each expert's contribution; logistic: from ridge on, trained to choose the
     # experts of largest contribution; centroid: mean input of the tokens an expert serves best; representative: gate
     # row of the unit that follows its expert best; gate_rows: mean gate row of the expert's units; random: seeded
-    # normal rows.
+    # normal rows. With topology=global_pool an expert's contribution is what it takes off the layer's output error, and
+    # log_ridge, representative and gate_rows, which ask for something else, are refused.
     router: str = field(default="error", metadata={"choices": ROUTERS})
     # Ridge penalty, relative to the mean diagonal of the input's second moment; error tries a tenth and ten times it,
     # too.

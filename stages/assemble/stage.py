@@ -15,6 +15,8 @@ from models.shape import Shape
 from models.source import read_config, resolve_folder
 from models.stream import LayerStream
 from stages.assemble.config import AssembleConfig
+from stages.assemble.fitting import Fit, over_own, over_pool
+from stages.assemble.pool_report import summarise_pool
 from stages.assemble.replicas import divide_by_multiplicity
 from stages.assemble.report import RouterReport, summarise
 from stages.calibration.batches import calibration_batches
@@ -24,25 +26,28 @@ from stages.calibration.token_stream import TokenStream
 from stages.contracts.experts import load_layer
 from stages.contracts.job import Job, Table
 from stages.contracts.partition import Partition
+from stages.contracts.pool_partition import PoolPartition, load_partition
 from stages.contracts.routers import Routers
 from stages.data.batches import TokenBatch
 from stages.data.config import DataConfig
-from stages.routing.descent import DescentSettings
-from stages.routing.fit import RouterSettings, fit_router
 from stages.routing.measure import load_balance, oracle_agreement, relative_output_error, set_spread
-from stages.routing.task import watch_experts
 
 
 def run(job: Job, *, model: ModelConfig, data: DataConfig, assemble: AssembleConfig, shape: Shape, seed: int) -> Table:
     """Write `checkpoint/` and the routers."""
     folder = resolve_folder(model)
     source = read_config(folder)
-    target = select_target(source["model_type"], assemble.target, shape.always_on)
-    partition = Partition.load(job.parents["cluster"])
+    target = select_target(source["model_type"], assemble.target, shape.always_on, pooled=shape.pooled)
+    partition = load_partition(job.parents["cluster"], shape)
     batches = calibration_batches(data, load_tokenizer(folder), assemble.batch_tokens)
     biased = target.selection_bias is not None and assemble.mode == "parity"
     with LayerStream(folder, device=resolve_device(model)) as stream:
-        reports = fit_all(stream, batches, partition, assemble, shape, seed, biased=biased)
+        fit = (
+            over_pool(folder, partition, assemble, shape, stream.device, biased=biased)
+            if isinstance(partition, PoolPartition)
+            else over_own(partition, assemble, shape, stream.device, biased=biased)
+        )
+        reports = fit_all(stream, batches, fit, assemble, shape, seed)
     release_freed_memory()
     dtype = checkpoint_dtype(folder, assemble.dtype)
     routers = Routers(
@@ -51,7 +56,7 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, assemble: AssembleCon
         assemble.dtype,
         str(dtype).removeprefix("torch."),
         assemble.ridge_penalty,
-        assemble.balance,
+        0.0 if shape.pooled else assemble.balance,
         router_spread(assemble),
         biased,
         assemble.pad_to,
@@ -61,6 +66,8 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, assemble: AssembleCon
     routers.save(job.out)
     checkpoint = emit(job, folder, shape, partition, routers)
     write_carve_card(checkpoint, model, shape, partition, routers, "none: experts are the dense slices")
+    if isinstance(partition, PoolPartition):
+        return summarise_pool(reports, partition, shape)
     return summarise(reports, target, shape, partition)
 
 
@@ -71,23 +78,14 @@ def router_spread(assemble: AssembleConfig) -> float:
 
 @torch.no_grad()
 def fit_all(
-    stream: LayerStream,
-    batches: list[TokenBatch],
-    partition: Partition,
-    assemble: AssembleConfig,
-    shape: Shape,
-    seed: int,
-    *,
-    biased: bool,
+    stream: LayerStream, batches: list[TokenBatch], fit: Fit, assemble: AssembleConfig, shape: Shape, seed: int
 ) -> list[RouterReport]:
     """Pass the dense model's layers once, fitting each router on the inputs its FFN sees."""
     tokens = TokenStream(stream, batches)
     reports = []
     for index, layer in enumerate(tqdm(stream.layers(), total=stream.depth, desc="assemble", unit="layer")):
         tokens.enter(layer)
-        units_EN, always_S = partition.units[index].to(stream.device), partition.always_on[index].to(stream.device)
-        task, outputs = watch_experts(layer.ffn, units_EN, always_S, tokens.inputs, shape.top_k, biased=biased)
-        router = fit_router(task, router_settings(assemble, layer_seed(seed, index)))
+        task, router, outputs = fit(index, layer.ffn, tokens.inputs, layer_seed(seed, index))
         router = set_spread(router, tokens.inputs, router_spread(assemble))
         load_E = load_balance(router, tokens.inputs, shape.top_k)
         error = relative_output_error(router, task)
@@ -96,21 +94,15 @@ def fit_all(
     return reports
 
 
-def router_settings(assemble: AssembleConfig, seed: int) -> RouterSettings:
-    """What decides the router of one layer."""
-    descent = DescentSettings(assemble.router_steps, assemble.router_rate, assemble.balance, seed)
-    return RouterSettings(assemble.router, assemble.ridge_penalty, descent, assemble.router_tokens)
-
-
-def emit(job: Job, folder: Path, shape: Shape, partition: Partition, routers: Routers) -> Path:
+def emit(job: Job, folder: Path, shape: Shape, partition: Partition | PoolPartition, routers: Routers) -> Path:
     """Write the checkpoint from the extracted experts, a layer at a time."""
     multiplicity_LF = partition.multiplicity
 
     def experts(layer: int) -> LayerExperts:
         slices = load_layer(job.parents["extract"], layer)
-        if shape.top_k < shape.experts:
+        if shape.pooled or shape.top_k < shape.experts:
             return slices
-        return divide_by_multiplicity(slices, partition.units[layer], multiplicity_LF[layer])
+        return divide_by_multiplicity(slices, partition.units_of(layer), multiplicity_LF[layer])
 
     checkpoint = job.out / "checkpoint"
     target: MoETarget = MOE_TARGETS[routers.target]

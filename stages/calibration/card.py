@@ -7,14 +7,20 @@ from models.families.card import CarveFacts, write_card
 from models.families.moe import MOE_TARGETS
 from models.shape import Shape
 from stages.contracts.partition import Partition
+from stages.contracts.pool_partition import PoolPartition
 from stages.contracts.routers import Routers
 
 
 def write_carve_card(
-    checkpoint: Path, model: ModelConfig, shape: Shape, partition: Partition, routers: Routers, projection: str
+    checkpoint: Path,
+    model: ModelConfig,
+    shape: Shape,
+    partition: Partition | PoolPartition,
+    routers: Routers,
+    projection: str,
 ) -> None:
     """Write the card into the checkpoint's folder."""
-    layers = len(partition.units)
+    layers = partition.layers
     multiplicity_LF = partition.multiplicity
     write_card(
         checkpoint,

@@ -47,6 +47,13 @@ class ClusterConfig:
     always_on_by: str = field(
         default="alignment", metadata={"choices": ("alignment", "contribution", "frequency", "score")}
     )
+    # topology=global_pool: how many experts each layer gives to the pool. s_p: as its share of the E·N units that stand
+    # highest by S_p, in standard deviations of their own layer (S_p itself is comparable within a layer only);
+    # contribution: as its share of the mean |h|·‖d‖ of all layers; equal: as many as any other, what is left over going
+    # to the layers of the largest share by s_p. Which units of a layer these are, its chosen score decides.
+    allocation: str = field(
+        default="s_p", metadata={"choices": ("s_p", "contribution", "equal"), "fingerprint": "unless default"}
+    )
     # Map of a layer's units as a picture: umap, tsne or none.
     map: str = field(default="umap", metadata={"choices": ("umap", "tsne", "none")})
     # Layers to draw, negative from the end; empty draws the first, the middle and the last.

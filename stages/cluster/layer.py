@@ -53,7 +53,7 @@ def partition_layer(
         measure_F: ``(F,)`` what always-on units are chosen by.
         scores_F: ``(F,)`` what the other units are ranked, dropped and dealt by.
         features: what units are compared by; called only by the method that does.
-        shape: E, N and S, with N ≤ F − S.
+        shape: E, N, K and S, with N ≤ F − S; of a pool, as `layer_shapes` gives it.
         method: how units are grouped.
         iterations: most rounds of k-means.
         rng: of this layer alone.
@@ -64,6 +64,8 @@ def partition_layer(
         Indices into the layer's F units, ascending within every expert.
     """
     roles = split_units(measure_F, scores_F, always_on=shape.always_on, slots=shape.experts * shape.n)
+    if not shape.experts:  # of a pool to which this layer gives none
+        return LayerPartition(roles, roles.routed_U, roles.routed_U.new_empty(0, shape.n))
     units = RoutedUnits(
         roles.routed_U,
         scores_F[roles.routed_U],

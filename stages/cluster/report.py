@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
+from models.shape import Shape
 from stages.cluster.config import ClusterConfig
 from stages.cluster.evidence import CONTROL, LayerEvidence
 from stages.cluster.layer import LayerPartition
@@ -33,7 +34,7 @@ def measure_layer(
     roles, statistics, layer = partition.roles, evidence.statistics, evidence.layer
     contribution_F, experts = evidence.scores.contribution[layer], len(partition.units_EN)
     objective = None
-    if features_FC is not None:
+    if features_FC is not None and experts:
         compared_UC = features_FC[roles.routed_U]
         objective = measure_objective(compared_UC, partition.labels_U, experts, rng=evidence.draw(CONTROL))
     return LayerFigures(
@@ -42,7 +43,7 @@ def measure_layer(
         always_on_share=share_of(contribution_F, roles.always_on_S),
         dropped=len(roles.dropped_X),
         dropped_share=share_of(contribution_F, roles.dropped_X),
-        copies=int(partition.units_EN.flatten().bincount().max()),
+        copies=int(partition.units_EN.flatten().bincount(minlength=1).max()),
     )
 
 
@@ -62,9 +63,13 @@ COLUMNS = [
 
 
 def tabulate_layers(
-    figures: Sequence[LayerFigures], cluster: ClusterConfig, score: str, pictures: Sequence[str]
+    figures: Sequence[LayerFigures],
+    cluster: ClusterConfig,
+    score: str,
+    pictures: Sequence[str],
+    shapes: Sequence[Shape] = (),
 ) -> Table:
-    """One row per layer, and how it was done."""
+    """One row per layer, and how it was done; `shapes` are those of the layers of a pool."""
     rows = [
         [
             layer,
@@ -87,6 +92,11 @@ def tabulate_layers(
         notes.append(
             "similarity: mean cosine of a unit to its expert's mean, beside that of random experts; gap: what the best "
             "assignment to these means would add"
+        )
+    if shapes:
+        notes.append(
+            f"experts that the layers give to the pool, by {cluster.allocation}: "
+            f"{', '.join(str(shape.experts) for shape in shapes)}"
         )
     if pictures:
         notes.append(f"maps: {', '.join(pictures)}")

@@ -1,6 +1,6 @@
 """cluster: read statistics and scores, write the partition and maps of chosen layers."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from itertools import repeat
@@ -13,15 +13,17 @@ from models.config import ModelConfig
 from models.memory import release_freed_memory
 from models.shape import Shape
 from stages.cluster.activity import LayerActivity, open_activities
-from stages.cluster.always_on import measure_by
+from stages.cluster.allocation import layer_shapes
+from stages.cluster.always_on import rank_units
 from stages.cluster.config import ClusterConfig
 from stages.cluster.evidence import GROUPING, LAYOUT, LayerEvidence
-from stages.cluster.layer import partition_layer
+from stages.cluster.layer import LayerPartition, partition_layer
 from stages.cluster.picture import draw_layer, layers_to_draw
 from stages.cluster.report import describe, measure_layer, tabulate_layers
 from stages.cluster.views import view_units
 from stages.contracts.job import Job, Table
 from stages.contracts.partition import Partition
+from stages.contracts.pool_partition import PoolPartition
 from stages.contracts.scores import Scores
 from stages.contracts.statistics import DomainStatistics, UnitStatistics
 from stages.data.config import DataConfig
@@ -33,17 +35,16 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, cluster: ClusterConfi
     domains = load_domains(job.parents["scan"])
     layers, width = scores.chosen.shape
     drawn = layers_to_draw(cluster, layers)
+    shapes = layer_shapes(shape, cluster.allocation, scores) if shape.pooled else [shape] * layers
     partitions, figures, pictures = [], [], []
     with open_pass(model, data, cluster, layers) as activities:
         for layer, activity in enumerate(tqdm(activities, total=layers, desc="cluster", unit="layer")):
             evidence = LayerEvidence(layer, model, statistics, scores, seed, activity, domains)
             features = lru_cache(maxsize=1)(partial(view_units, cluster, evidence))
-            measure_F = measure_by(cluster.always_on_by, evidence, shape, cluster.sample_tokens)
             partition = partition_layer(
-                measure_F,
-                measure_F if cluster.always_on_by == "alignment" else scores.chosen[layer],
+                *rank_units(cluster, evidence, shapes[layer]),
                 features,
-                shape,
+                shapes[layer],
                 method=cluster.method,  # type: ignore[arg-type] # checked against the choices beside the field
                 iterations=cluster.iterations,
                 restarts=cluster.restarts,
@@ -53,17 +54,25 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, cluster: ClusterConfi
             )
             partitions.append(partition)
             figures.append(measure_layer(partition, evidence, features() if cluster.groups_by_features else None))
-            if layer in drawn:
+            if layer in drawn and shapes[layer].experts:
                 rng = evidence.draw(LAYOUT)
                 pictures.append(draw_layer(job.out, layer, partition, features(), scores, cluster, rng))
     release_freed_memory()
-    Partition(
-        width=width,
-        units=torch.stack([partition.units_EN.int() for partition in partitions]),
-        always_on=torch.stack([partition.roles.always_on_S.int() for partition in partitions]),
-        description=describe(cluster, scores.method),
-    ).save(job.out)
-    return tabulate_layers(figures, cluster, scores.method, pictures)
+    save_partition(job.out, partitions, shape, width, describe(cluster, scores.method))
+    return tabulate_layers(figures, cluster, scores.method, pictures, shapes if shape.pooled else ())
+
+
+def save_partition(
+    folder: Path, partitions: Sequence[LayerPartition], shape: Shape, width: int, description: str
+) -> None:
+    """Write the partitions of all layers as the contract of their topology."""
+    units = [partition.units_EN.int() for partition in partitions]
+    always_on_LS = torch.stack([partition.roles.always_on_S.int() for partition in partitions])
+    if shape.pooled:
+        home_E = torch.arange(len(units), dtype=torch.int32).repeat_interleave(torch.tensor([*map(len, units)]))
+        PoolPartition(width, torch.cat(units), home_E, always_on_LS, description).save(folder)
+    else:
+        Partition(width, torch.stack(units), always_on_LS, description).save(folder)
 
 
 def load_domains(folder: Path) -> DomainStatistics | None:

@@ -111,6 +111,11 @@ def load_expert(folder: Path, layer: int, expert: int) -> TinyONNExpert:
 
 def _stack(reader: ShardReader, experts: int, name: str) -> Tensor:
     """Experts side by side, filled one at a time so that no second copy is held."""
+    if not experts:  # of a pool to which the layer gives none
+        like = reader.tensor(f"always_on.{name}")
+        sizes = list(like.shape)
+        sizes[1 if name == _DOWN else 0] = 0
+        return like.new_empty(0, *sizes)
     first = reader.tensor(f"experts.0.{name}")
     stacked = first.new_empty(experts, *first.shape)
     for e in range(experts):

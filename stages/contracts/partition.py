@@ -31,13 +31,22 @@ class Partition:
         if self.units.ndim != 3 or self.always_on.ndim != 2 or len(self.units) != len(self.always_on):
             raise ContractError(f"partition shapes {tuple(self.units.shape)} and {tuple(self.always_on.shape)}")
         for layer, (units_EN, always_S) in enumerate(zip(self.units, self.always_on, strict=True)):
-            used = torch.cat([units_EN.flatten(), always_S])
-            if len(used) and (used.min() < 0 or used.max() >= self.width):
-                raise ContractError(f"unit index outside 0..{self.width - 1}", where=f"partition, layer {layer}")
-            if any(len(row.unique()) != len(row) for row in units_EN) or len(always_S.unique()) != len(always_S):
-                raise ContractError("a unit stands twice in one expert", where=f"partition, layer {layer}")
-            if torch.isin(units_EN, always_S).any():
-                raise ContractError("an always-on unit is also in an expert", where=f"partition, layer {layer}")
+            check_layer(units_EN, always_S, self.width, f"partition, layer {layer}")
+
+    @property
+    def layers(self) -> int:
+        """L."""
+        return len(self.units)
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """L, E, N, S, F."""
+        layers, experts, n = self.units.shape
+        return layers, experts, n, self.always_on.shape[1], self.width
+
+    def units_of(self, layer: int) -> Tensor:
+        """(E, N) units of the layer's experts."""
+        return self.units[layer]
 
     @property
     def multiplicity(self) -> Tensor:
@@ -54,3 +63,14 @@ class Partition:
     def load(cls, folder: Path) -> "Partition":
         """Read what `save` wrote. Raises ContractError."""
         return load_contract(cls, folder / cls.FILE, version=cls.VERSION)
+
+
+def check_layer(units_EN: Tensor, always_S: Tensor, width: int, where: str) -> None:
+    """Refuse experts and always-on units of a layer that are no partition. Raises ContractError."""
+    used = torch.cat([units_EN.flatten(), always_S])
+    if len(used) and (used.min() < 0 or used.max() >= width):
+        raise ContractError(f"unit index outside 0..{width - 1}", where=where)
+    if any(len(row.unique()) != len(row) for row in units_EN) or len(torch.unique(always_S)) != len(always_S):
+        raise ContractError("a unit stands twice in one expert", where=where)
+    if torch.isin(units_EN, always_S).any():
+        raise ContractError("an always-on unit is also in an expert", where=where)

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from models.expert_loop import ExpertLoop
 from models.ffn import DenseFFN
 from models.routing import LinearRouter, has_copies
 from models.shape import Shape
@@ -25,6 +26,9 @@ class LayerFacts:
     contribution_F: Float[Tensor, "F"]
     shape: Shape
     seed: int
+    pool: ExpertLoop | None = (
+        None  # of a global pool: the layer as its checkpoint holds it; `units_EN` are of all layers
+    )
 
 
 def copies_of(method: str, facts: LayerFacts) -> Copies:

@@ -9,6 +9,7 @@ from torch import Tensor
 from models.routing import choose_experts
 from stages.calibration.carved_ffn import expert_grams, output_norms
 from stages.evaluate.baselines import LayerFacts
+from stages.routing.expert_outputs import error_drops
 
 
 @dataclass
@@ -17,7 +18,7 @@ class LayerFidelity:
 
     top_k: int
     load_E: Tensor
-    grams_ENN: Tensor
+    grams_ENN: Tensor | None  # None: of a global pool, whose oracle looks at what each expert takes off the error
     missed: float = 0.0
     wanted: float = 0.0
     agreed: int = 0
@@ -27,7 +28,7 @@ class LayerFidelity:
     def start(cls, facts: LayerFacts) -> "LayerFidelity":
         """Nothing seen yet."""
         load_E = torch.zeros(len(facts.units_EN), device=facts.router.rows_ED.device)
-        return cls(facts.shape.top_k, load_E, expert_grams(facts.ffn, facts.units_EN))
+        return cls(facts.shape.top_k, load_E, None if facts.pool else expert_grams(facts.ffn, facts.units_EN))
 
     def add(
         self,
@@ -47,9 +48,22 @@ class LayerFidelity:
         self.wanted += float(wanted_TD.double().square().sum())
         chosen_TK = facts.router.choose(x_TD.float(), self.top_k)
         self.load_E += torch.bincount(chosen_TK.flatten(), minlength=len(self.load_E))
-        best_TK = choose_experts(output_norms(self.grams_ENN, h_TF, facts.units_EN), self.top_k)
+        best_TK = choose_experts(self.oracle(facts, x_TD.float(), h_TF, wanted_TD.float()), self.top_k)
         self.agreed += int((chosen_TK[:, :, None] == best_TK[:, None, :]).sum())
         self.chosen += chosen_TK.numel()
+
+    def oracle(
+        self,
+        facts: LayerFacts,
+        x_TD: Float[Tensor, "T D"],
+        h_TF: Float[Tensor, "T F"],
+        wanted_TD: Float[Tensor, "T D"],
+    ) -> Float[Tensor, "T E"]:
+        """How much every expert gives: the norm of its output, or in a pool what it alone takes off the error."""
+        if self.grams_ENN is not None:
+            return output_norms(self.grams_ENN, h_TF, facts.units_EN)
+        assert facts.pool is not None, "see start"
+        return error_drops(facts.pool, x_TD, wanted_TD)
 
     @property
     def error(self) -> float:

@@ -66,10 +66,14 @@ def time_forward(model: PreTrainedModel, batch: TokenBatch) -> float:
 
 
 def count_parameters(model: PreTrainedModel, shape: Shape) -> tuple[int, int]:
-    """All parameters, and those a token passes: without the experts it is not sent to."""
+    """All parameters, and those a token passes: without the experts it is not sent to.
+
+    Experts that all layers share are passed, and counted, once in every layer.
+    """
     sizes = {name: count_numbers(parameter) for name, parameter in model.named_parameters()}
-    total, experts = sum(sizes.values()), sum(size for name, size in sizes.items() if ".experts." in name)
-    return total, total - experts * (shape.experts - shape.top_k) // shape.experts
+    total, experts = sum(sizes.values()), sum(size for name, size in sizes.items() if ".experts." in f".{name}")
+    times = model.config.num_hidden_layers if shape.pooled else 1
+    return total, total - experts + experts * shape.top_k * times // shape.experts
 
 
 def count_numbers(parameter: nn.Parameter) -> int:

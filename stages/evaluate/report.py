@@ -85,12 +85,17 @@ def notes(evaluation: Evaluation) -> list[str]:
     shape, layers = evaluation.shape, evaluation.layers
     mean_error = sum(layer.error for layer in layers) / len(layers)
     agreement = sum(layer.agreement for layer in layers) / len(layers)
+    pooled = (
+        "one pool of experts for all layers: active parameters are counted in every layer that uses them; masks and "
+        "oracles, which choose among one layer's units, are left out"
+    )
     return [
         f"{evaluation.heldout_tokens:,} held-out tokens; {shape.active_width} of {evaluation.width} FFN units "
         f"active per token ({shape.always_on} always on + {shape.top_k} of {shape.experts} experts of {shape.n})",
         f"mean reconstruction error of the FFN outputs {mean_error:.3f}; router agrees with the output oracle on "
         f"{agreement:.0%} of its choices (chance {shape.top_k / shape.experts:.0%}); load max/mean "
         f"{max(layer.imbalance for layer in layers):.2f} in the worst layer",
+        *([pooled] if shape.pooled else []),
     ]
 
 

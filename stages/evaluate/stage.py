@@ -7,8 +7,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from models.config import ModelConfig
+from models.expert_loop import ExpertLoop
+from models.families.emit import checkpoint_dtype
 from models.ffn import DenseFFN
-from models.loading import load_dense, load_tokenizer, resolve_device
+from models.loading import load_dense, load_tokenizer, resolve_device, resolve_dtype
 from models.shape import Shape
 from models.source import resolve_folder
 from models.stream import LayerStream
@@ -17,6 +19,7 @@ from stages.calibration.batches import calibration_batches
 from stages.calibration.layer_seed import layer_seed
 from stages.contracts.job import Job, Table
 from stages.contracts.partition import Partition
+from stages.contracts.pool_partition import PoolPartition, load_partition
 from stages.contracts.routers import Routers
 from stages.contracts.statistics import UnitStatistics
 from stages.data.batches import batch_sequences
@@ -27,6 +30,7 @@ from stages.evaluate.baselines import LayerFacts
 from stages.evaluate.comparison import Comparison, compare
 from stages.evaluate.config import EvaluateConfig
 from stages.evaluate.native import load_carved
+from stages.evaluate.pool import read_pool, run_pool_baselines
 from stages.evaluate.report import Evaluation, summarise, write_report
 
 FactsOf = Callable[[int, DenseFFN], LayerFacts]
@@ -44,20 +48,25 @@ def run(
 ) -> Table:
     """Write `evaluation.json` and `evaluation.md`."""
     folder = resolve_folder(model)
-    partition = Partition.load(job.parents["cluster"])
-    carved_facts = read_facts(job, Routers.load(job.parents[evaluate.checkpoint]), partition, shape, seed)
-    plain_facts = read_facts(job, Routers.load(job.parents["assemble"]), partition, shape, seed)
+    partition = load_partition(job.parents["cluster"], shape)
     text = load_text(data, load_tokenizer(folder), evaluate.batch_tokens)
+    carved_facts = read_facts(job, evaluate.checkpoint, model, partition, shape, seed)
     comparison = compare_models(job, model, text, carved_facts, evaluate, shape)
-    with LayerStream(folder, device=resolve_device(model)) as stream:
-        baselines = run_baselines(
-            evaluate.baselines,
-            stream,
-            text,
-            lambda index, layer: plain_facts(index, layer.ffn),
-            project,
-            replicated=int(partition.multiplicity.max()) > 1,
-        )
+    if shape.pooled:
+        dtype = resolve_dtype(model, resolve_device(model)) or checkpoint_dtype(folder, "source")
+        assembled = load_carved(job.parents["assemble"] / "checkpoint", model, dtype, job.scratch / "assembled")
+        baselines = run_pool_baselines(evaluate.baselines, assembled, text.heldout, seed)
+    else:
+        plain_facts = read_facts(job, "assemble", model, partition, shape, seed)
+        with LayerStream(folder, device=resolve_device(model)) as stream:
+            baselines = run_baselines(
+                evaluate.baselines,
+                stream,
+                text,
+                lambda index, layer: plain_facts(index, layer.ffn),
+                project,
+                replicated=int(partition.multiplicity.max()) > 1,
+            )
     evaluation = Evaluation(
         shape,
         partition.width,
@@ -86,22 +95,28 @@ def load_text(data: DataConfig, tokenizer: PreTrainedTokenizerBase, batch_tokens
     return Text(calibration_batches(data, tokenizer, batch_tokens), heldout)
 
 
-def read_facts(job: Job, routers: Routers, partition: Partition, shape: Shape, seed: int) -> FactsOf:
-    """What earlier stages found and decided, layer by layer."""
-    statistics = UnitStatistics.load(job.parents["scan"])
+def read_facts(
+    job: Job, stage: str, model: ModelConfig, partition: Partition | PoolPartition, shape: Shape, seed: int
+) -> FactsOf:
+    """What earlier stages found and decided, layer by layer; the routers, and of a pool the experts, are `stage`'s."""
+    statistics, routers = UnitStatistics.load(job.parents["scan"]), Routers.load(job.parents[stage])
     contribution_LF: Tensor = statistics.sum_abs / statistics.tokens * statistics.weight_norm_down
+    pool = read_pool(job.parents[stage] / "checkpoint", resolve_device(model)) if shape.pooled else None
 
     def facts_of(index: int, ffn: DenseFFN) -> LayerFacts:
         device = ffn.gate_FD.device
+        units_EN = (partition.units if pool else partition.units_of(index)).to(device).long()
+        always_S, router = partition.always_on[index].to(device).long(), routers.layer(index).to(device)
         return LayerFacts(
             ffn,
-            partition.units[index].to(device).long(),
-            partition.always_on[index].to(device).long(),
-            routers.layer(index).to(device),
+            units_EN,
+            always_S,
+            router,
             contribution_LF[index].to(device),
             shape,
             # Away from the seeds of assembly, or the random router of the baseline would repeat that of a random carve.
             layer_seed(seed, 5_000 + index),
+            pool and ExpertLoop(pool(index), units_EN, always_S, router, shape.top_k, ffn.width, ffn.act),
         )
 
     return facts_of

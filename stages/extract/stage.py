@@ -14,6 +14,7 @@ from models.source import read_config, resolve_folder
 from stages.contracts.experts import Provenance, save_layer, verify_layer
 from stages.contracts.job import Job, Table
 from stages.contracts.partition import Partition
+from stages.contracts.pool_partition import PoolPartition, load_partition
 from stages.contracts.scores import Scores
 from stages.extract.config import ExtractConfig
 
@@ -22,13 +23,13 @@ def run(job: Job, *, model: ModelConfig, extract: ExtractConfig, shape: Shape) -
     """Copy the units that the partition names, with their scores, into one file a layer."""
     folder = resolve_folder(model)
     config = read_config(folder)
-    partition = Partition.load(job.parents["cluster"])
+    partition = load_partition(job.parents["cluster"], shape)
     scores_LF = Scores.load(job.parents["score"]).chosen
     check_partition(partition, shape, layers=config["num_hidden_layers"], width=config["intermediate_size"])
     started, size = perf_counter(), 0
     with ShardReader(folder) as reader:
-        for layer in tqdm(range(len(partition.units)), desc="extract", unit="layer"):
-            units_EN, always_on_S = partition.units[layer], partition.always_on[layer]
+        for layer in tqdm(range(partition.layers), desc="extract", unit="layer"):
+            units_EN, always_on_S = partition.units_of(layer), partition.always_on[layer]
             experts = slice_experts(reader, dense_family(config), layer, units_EN, always_on_S)
             scores_F = scores_LF[layer]
             provenance = Provenance(units_EN, scores_F[units_EN.long()], always_on_S, scores_F[always_on_S.long()])
@@ -38,29 +39,27 @@ def run(job: Job, *, model: ModelConfig, extract: ExtractConfig, shape: Shape) -
     return summarise(partition, size, perf_counter() - started)
 
 
-def check_partition(partition: Partition, shape: Shape, *, layers: int, width: int) -> None:
+def check_partition(partition: Partition | PoolPartition, shape: Shape, *, layers: int, width: int) -> None:
     """Refuse a partition of another shape or another model. Raises ContractError."""
-    units, always_on = tuple(partition.units.shape), tuple(partition.always_on.shape)
-    found = (*units, always_on[1], partition.width)
     wanted = (layers, shape.experts, shape.n, shape.always_on, width)
-    if found != wanted:
+    if partition.sizes != wanted:
         raise ContractError(
-            f"the partition has (layers, experts, n, always_on, width) = {found}, not {wanted}",
+            f"the partition has (layers, experts, n, always_on, width) = {partition.sizes}, not {wanted}",
             where="stage=cluster",
             do="stage=cluster fresh=true",
         )
 
 
-def summarise(partition: Partition, size: int, seconds: float) -> Table:
+def summarise(partition: Partition | PoolPartition, size: int, seconds: float) -> Table:
     """The closing table."""
-    layers, experts, n = partition.units.shape
+    layers, experts, n, always_on, _width = partition.sizes
     multiplicity_LF = partition.multiplicity
-    dropped = partition.width - partition.always_on.shape[1] - (multiplicity_LF > 0).sum(dim=1)
+    dropped = partition.width - always_on - (multiplicity_LF > 0).sum(dim=1)
     rows = [
         ("layers", layers),
-        ("experts a layer", experts),
+        ("experts in all" if isinstance(partition, PoolPartition) else "experts a layer", experts),
         ("neurons an expert", n),
-        ("always-on units a layer", partition.always_on.shape[1]),
+        ("always-on units a layer", always_on),
         ("units dropped a layer", f"{dropped.double().mean():.0f} of {partition.width}"),
         ("most copies of a unit", int(multiplicity_LF.max())),
         ("written", f"{size / 2**20:.1f} MiB"),

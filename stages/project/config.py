@@ -50,6 +50,11 @@ class ProjectConfig:
     descent_rate: float = field(default=0.01, metadata={"above": 0})
     # Tokens in one of its steps.
     descent_tokens: int = field(default=1024, metadata={"minimum": 1})
+    # topology=global_pool: calibration tokens that the pool is aligned to and judged on, at most; 2·L·D numbers are
+    # kept of each.
+    pool_tokens: int = field(default=8192, metadata={"minimum": 1, "fingerprint": "unless default"})
+    # topology=global_pool: times that alignment goes over all experts, one at a time.
+    pool_sweeps: int = field(default=2, metadata={"minimum": 1, "fingerprint": "unless default"})
     # Share of the calibration sequences held out to choose the penalty and to judge every step.
     guard_share: float = field(default=0.125, metadata={"above": 0, "maximum": 0.5})
     # Drop, layer by layer, a step that makes the held-out alignment worse.

@@ -36,6 +36,7 @@ from stages.data.config import DataConfig
 from stages.project.config import ProjectConfig
 from stages.project.layer import LayerCarve, Outcome, project_layer
 from stages.project.mean_gradient import Gradients, mean_gradients
+from stages.project.pool_stage import run_pool
 from stages.project.report import describe, summarise
 from stages.routing.descent import DescentSettings
 from stages.routing.fit import RouterSettings
@@ -44,9 +45,14 @@ from stages.routing.fit import RouterSettings
 def run(job: Job, *, model: ModelConfig, data: DataConfig, project: ProjectConfig, shape: Shape, seed: int) -> Table:
     """Write `checkpoint/`; every step is judged on held-out calibration tokens."""
     folder = resolve_folder(model)
-    partition, routers = Partition.load(job.parents["cluster"]), Routers.load(job.parents["assemble"])
+    routers = Routers.load(job.parents["assemble"])
     batches = calibration_batches(data, load_tokenizer(folder), project.batch_tokens)
     gradients = gradients_of(model, folder, batches, project)
+    if shape.pooled:
+        refit = [refit_settings(routers, project, layer_seed(seed, layer)) for layer in range(len(routers.rows))]
+        asked = gradients if project.gradient_projection else None
+        return run_pool(job, folder, batches, asked, refit, model=model, project=project, shape=shape, seed=seed)
+    partition = Partition.load(job.parents["cluster"])
     with LayerStream(folder, device=resolve_device(model)) as stream:
         layers = project_all(stream, batches, partition, routers, gradients, project, shape, job.scratch, seed)
     outcomes = [outcome for _, outcome in layers]

@@ -13,7 +13,7 @@ from stages.routing.descent import DescentSettings, Sample, descend
 from stages.routing.expert_outputs import join, output_error
 from stages.routing.objectives import Imitation, Objective, OutputError
 from stages.routing.plain import average_gate_rows, draw_random, fit_centroid, take_representatives
-from stages.routing.ridge import fit_ridge, regress_log_norms, regress_logs
+from stages.routing.ridge import fit_ridge, regress_contributions, regress_log_norms, regress_logs
 from stages.routing.task import RouterTask
 
 IMITATING_METHODS = frozenset({"centroid", "ridge", "logistic"})  # look at what every expert contributes
@@ -57,6 +57,21 @@ def fit_router(task: RouterTask, settings: RouterSettings) -> LinearRouter:
     return search_router([], task, settings)
 
 
+def fit_pool_router(task: RouterTask, settings: RouterSettings, others: Sequence[LinearRouter] = ()) -> LinearRouter:
+    """The same over a pool, see `watch_pool`: the search also starts from what each expert takes off the error.
+
+    Args:
+        task: of one layer.
+        settings: of the router; the method is one of `POOL_ROUTERS` in stages/assemble/config.py.
+        others: routers from which the search starts, too.
+    """
+    if settings.method != "error":
+        return fit_router(task, settings)
+    regression = regress_contributions(task, settings.split(task)[0])
+    starts = [regression.router(settings.penalty * factor) for factor in PENALTY_FACTORS]
+    return search_router([*starts, *others], task, settings)
+
+
 def refit_router(task: RouterTask, settings: RouterSettings) -> LinearRouter | None:
     """The router of the same method for experts or inputs that have changed; None for methods that fit nothing."""
     if settings.method == "error":
@@ -64,6 +79,13 @@ def refit_router(task: RouterTask, settings: RouterSettings) -> LinearRouter | N
     if settings.method in {"ridge", "log_ridge", "logistic"}:
         return fit_router(task, settings)
     return None
+
+
+def refit_pool_router(task: RouterTask, settings: RouterSettings) -> LinearRouter | None:
+    """The same over a pool whose experts have changed; None for methods that fit nothing."""
+    if settings.method == "random":
+        return None
+    return fit_pool_router(task, settings, others=[task.loop.router])
 
 
 def search_router(others: Sequence[LinearRouter], task: RouterTask, settings: RouterSettings) -> LinearRouter:

@@ -12,11 +12,16 @@ from stages.routing.task import RouterTask
 
 
 def fit_ridge(task: RouterTask, batches: Sequence[int], penalty: float) -> LinearRouter:
-    """Regress each expert's contribution Σ|h_i|·‖d_i‖ on the FFN input, on the given batches."""
+    """Regress each expert's contribution on the FFN input, on the given batches."""
+    return regress_contributions(task, batches).router(penalty)
+
+
+def regress_contributions(task: RouterTask, batches: Sequence[int]) -> "RouterRegression":
+    """Regress each expert's contribution on the FFN input, on the given batches."""
     regression = RouterRegression(task.inputs[0].shape[1], task.experts, task.inputs[0].device)
     for index in batches:
         regression.add(task.inputs[index], task.contributions[index])
-    return regression.router(penalty)
+    return regression
 
 
 def regress_log_norms(task: RouterTask, batches: Sequence[int]) -> "RouterRegression":

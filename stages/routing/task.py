@@ -12,6 +12,7 @@ from models.routing import LinearRouter, choose_experts, membership
 from stages.calibration.alignment import Target
 from stages.calibration.contributions import expert_contributions
 from stages.calibration.slices import slice_ffn
+from stages.routing.expert_outputs import error_drops
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class RouterTask:
     target: Target  # the whole layer's wanted output
     biased: bool  # the MoE's architecture has a selection bias, so the router may have an intercept
     inputs: Sequence[Tensor]  # (T, D) FFN inputs
-    contributions: Sequence[Tensor]  # (T, E) Σ_{i∈e} |h_i|·‖d_i‖ of every expert
+    contributions: Sequence[Tensor]  # (T, E) Σ_{i∈e} |h_i|·‖d_i‖ of every expert; in a pool what it takes off the error
 
     @property
     def experts(self) -> int:
@@ -76,3 +77,12 @@ def watch_experts(
         outputs.append(ffn.output(h_TF))
     loop = make_loop(ffn, units_EN, always_S, None, top_k)
     return RouterTask(loop, lambda batch, _: outputs[batch], biased, inputs, contributions), outputs
+
+
+def watch_pool(loop: ExpertLoop, target: Target, inputs: Sequence[Tensor], *, biased: bool) -> RouterTask:
+    """The task of a layer's router over a pool of which most experts were cut from other layers.
+
+    How large a foreign expert's output is says nothing of its use, so that contributions are the drops of the error.
+    """
+    drops = [error_drops(loop, x_TD, target(index, x_TD)) for index, x_TD in enumerate(inputs)]
+    return RouterTask(loop, target, biased, inputs, drops)

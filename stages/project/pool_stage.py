@@ -1,0 +1,101 @@
+"""project for a global pool: sample the dense model once, bend the pool, write the router-ready checkpoint."""
+
+from collections.abc import Iterable
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+
+from models.config import ModelConfig
+from models.expert_loop import ExpertLoop
+from models.experts import LayerExperts
+from models.families.emit import emit_checkpoint
+from models.families.fold import gate_kind
+from models.families.moe import MOE_TARGETS
+from models.gating import GateKind
+from models.loading import resolve_device
+from models.shape import Shape
+from models.stream import LayerStream
+from stages.calibration.card import write_carve_card
+from stages.calibration.layer_samples import sample_layers
+from stages.calibration.layer_seed import layer_seed
+from stages.calibration.pool import cut_pool, join_pool
+from stages.contracts.job import Job, Table
+from stages.contracts.pool_partition import PoolPartition
+from stages.contracts.routers import Routers
+from stages.data.batches import TokenBatch
+from stages.project.config import ProjectConfig
+from stages.project.mean_gradient import Gradients
+from stages.project.pool import PoolCarve, project_pool, split_pool, start_pool
+from stages.project.pool_report import describe_pool, summarise_pool
+from stages.routing.fit import RouterSettings
+
+
+@torch.no_grad()
+def run_pool(
+    job: Job,
+    folder: Path,
+    batches: list[TokenBatch],
+    gradients: Iterable[Gradients] | None,
+    refit: list[RouterSettings],
+    *,
+    model: ModelConfig,
+    project: ProjectConfig,
+    shape: Shape,
+    seed: int,
+) -> Table:
+    """Write `checkpoint/` and the routers.
+
+    Args:
+        job: of the stage.
+        folder: the dense checkpoint.
+        batches: calibration text.
+        gradients: the dense model's mean gradients, layer by layer; None without gradient projection.
+        refit: how each layer's router is fitted anew.
+        model: the source.
+        project: settings of the stage.
+        shape: of the pool.
+        seed: of the run.
+    """
+    partition, routers = PoolPartition.load(job.parents["cluster"]), Routers.load(job.parents["assemble"])
+    with LayerStream(folder, device=resolve_device(model)) as stream:
+        samples = sample_layers(stream, batches, project.pool_tokens)
+    seeds = [layer_seed(seed, layer) for layer in range(partition.layers)]
+    parts = start_pool(cut_pool(folder, partition, stream.device), project.base, seeds)
+    loops = [
+        ExpertLoop(
+            experts,
+            partition.units.to(stream.device),
+            partition.always_on[layer].to(stream.device),
+            routers.layer(layer).to(stream.device),
+            shape.top_k,
+            partition.width,
+            samples[layer].act,
+            GateKind(gate_kind(MOE_TARGETS[routers.target], shape)),
+        )
+        for layer, experts in enumerate(join_pool(parts))
+    ]
+    carve = PoolCarve(partition, samples, refit, routers.spread, routers.biased)
+    projected, outcome = project_pool(carve, loops, gradients, project)
+    routers = routers.with_layers([loop.router for loop in projected])
+    routers.save(job.out)
+    checkpoint = job.out / "checkpoint"
+    given, dtype = split_pool(projected, partition), getattr(torch, routers.dtype)
+    emit_checkpoint(
+        folder,
+        checkpoint,
+        target=MOE_TARGETS[routers.target],
+        shape=shape,
+        routers=lambda layer: routers.rows[layer],
+        selection_bias=(lambda layer: routers.bias[layer]) if routers.biased else None,
+        experts=lambda layer: in_dtype(given[layer], dtype),
+        dtype=routers.dtype_asked,
+        pad_to=routers.pad_to,
+    )
+    write_carve_card(checkpoint, model, shape, partition, routers, describe_pool(outcome, project))
+    return summarise_pool(outcome, project, partition)
+
+
+def in_dtype(experts: LayerExperts, dtype: torch.dtype) -> LayerExperts:
+    """The same on the CPU in the checkpoint's number format."""
+    return LayerExperts(**{spec.name: getattr(experts, spec.name).to("cpu", dtype) for spec in fields(experts)})
