@@ -114,6 +114,7 @@ def training_arguments(course: Course, phase: Phase, folder: Path) -> TrainingAr
         ddp_backend="gloo" if course.device.type == "cpu" and course.workers.world > 1 else None,
         ddp_find_unused_parameters=False,
         fsdp=settings.fsdp,
+        fsdp_config=settings.fsdp_config,
         logging_steps=settings.log_steps,
         logging_nan_inf_filter=False,
         save_steps=whole_logs(settings.save_steps, settings),
