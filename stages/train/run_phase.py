@@ -13,6 +13,7 @@ from models.capture.router_watch import RouterWatch
 from models.memory import explained_memory
 from stages.calibration.recomputation import enable_gradient_checkpointing
 from stages.contracts.workers import Workers
+from stages.train.balance import Balance
 from stages.train.callbacks import AfterStep, Log, MarkSaved
 from stages.train.config import TrainConfig
 from stages.train.objective import Objective
@@ -34,7 +35,7 @@ class Course:
     text: TrainingText
     schedule: SpreadSchedule
     total: int  # steps
-    balance: str  # loss, selection_bias or none
+    balance: Balance
     pooled: bool
     teacher: Teacher | None
     heldout: Callable[[PreTrainedModel], float]
