@@ -110,7 +110,9 @@ def warn_of_ignored(settings: Settings) -> None:
     if settings.cluster.features != "joint":
         _warn_where_set("cluster", settings.cluster, ("joint_views",), f"cluster.features={settings.cluster.features}")
     if settings.assemble.router not in TRAINED_ROUTERS:
-        _warn_where_set("assemble", settings.assemble, TRAINING_FIELDS, f"assemble.router={settings.assemble.router}")
+        # Of a pool every router is fitted on router_tokens, and none pays for balance, see below.
+        unused = TRAINING_FIELDS[:2] if settings.topology == GLOBAL_POOL else TRAINING_FIELDS
+        _warn_where_set("assemble", settings.assemble, unused, f"assemble.router={settings.assemble.router}")
     if settings.topology == GLOBAL_POOL:
         _warn_where_set("assemble", settings.assemble, LAYER_ASSEMBLE_FIELDS, "topology=global_pool")
         _warn_where_set("project", settings.project, LAYER_PROJECT_FIELDS, "topology=global_pool")

@@ -74,7 +74,7 @@ A Mixture-of-Experts cut out of the dense model `{facts.source}` with Tiny-ONN.
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("path/of/this/folder"{remote_code})
-tokenizer = AutoTokenizer.from_pretrained("path/of/this/folder")
+tokenizer = AutoTokenizer.from_pretrained("path/of/this/folder"{remote_code})
 ```
 
 ## Where this shape runs

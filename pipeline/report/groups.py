@@ -57,9 +57,9 @@ def _same_carve(first: Evaluation, second: Evaluation) -> bool:
 
 
 def same_method(group: Group, wanted: Evaluation) -> bool:
-    """Whether the group is that carve at some width: the same settings, the same number and size of experts."""
-    sizes = (group.shape.experts, group.shape.n) == (wanted.shape.experts, wanted.shape.n)
-    return sizes and group.settings == wanted.settings
+    """Whether the group is that carve at some width: the same settings and topology, as many experts as large."""
+    mine, theirs = ((shape.experts, shape.n, shape.topology) for shape in (group.shape, wanted.shape))
+    return mine == theirs and group.settings == wanted.settings
 
 
 def relative_to(groups: Sequence[Group], reference: str, names: Sequence[str], most: float) -> list[Curve]:

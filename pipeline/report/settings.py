@@ -63,4 +63,5 @@ def shape_words(evaluation: Evaluation) -> str:
     """What it became."""
     shape = evaluation.shape
     always = f" and {plain(shape.always_on)} always-on units" if shape.always_on else ""
-    return f"{shape.experts} experts of {shape.n}, {shape.top_k} per token{always}"
+    pooled = " in one pool for all layers" if shape.pooled else ""
+    return f"{shape.experts} experts of {shape.n}{pooled}, {shape.top_k} per token{always}"

@@ -37,7 +37,7 @@ class AssembleConfig:
     router_steps: int = field(default=0, metadata={"minimum": 0})
     # Its learning rate at the first step; it falls linearly.
     router_rate: float = field(default=0.01, metadata={"above": 0})
-    # Tokens it is trained on, at most; E² numbers are kept of each.
+    # Tokens it is trained on (of a pool: any router is fitted and judged on), at most; E² numbers are kept of each.
     router_tokens: int = field(default=8192, metadata={"minimum": 1})
     # What a trained router pays for uneven load: this times the variance of the experts' load, beside the relative
     # error (0.01: variance 1 costs as much as one percent of error). What it costs in error stands in the table.

@@ -13,6 +13,7 @@ from models.routing import LinearRouter
 from models.shape import Shape
 from stages.assemble.config import AssembleConfig
 from stages.calibration.pool import cut_pool, join_pool
+from stages.calibration.spread import pick_tokens, take_tokens
 from stages.contracts.partition import Partition
 from stages.contracts.pool_partition import PoolPartition
 from stages.routing.descent import DescentSettings
@@ -56,7 +57,8 @@ def over_pool(
 ) -> Fit:
     """Each layer chooses among all experts, whichever layer they were cut from.
 
-    No layer is to use all of them alike, so that nothing is paid for uneven load.
+    No layer is to use all of them alike, so that nothing is paid for uneven load. What all experts would give is looked
+    at on `router_tokens` tokens alone: it costs E·N / F times the dense FFN.
     """
     pool, units_EN = join_pool(cut_pool(source, partition, device)), partition.units.to(device)
 
@@ -65,7 +67,9 @@ def over_pool(
         unrouted = LinearRouter.without_bias(ffn.gate_FD.new_zeros(shape.experts, ffn.gate_FD.shape[1]))
         always_S = partition.always_on[layer].to(device)
         loop = ExpertLoop(pool[layer], units_EN, always_S, unrouted, shape.top_k, ffn.width, ffn.act)
-        task = watch_pool(loop, lambda batch, _: outputs[batch], inputs, biased=biased)
+        picks = pick_tokens([len(x_TD) for x_TD in inputs], assemble.router_tokens)
+        seen, wanted = take_tokens(inputs, picks), take_tokens(outputs, picks)
+        task = watch_pool(loop, lambda batch, _: wanted[batch], seen, biased=biased)
         return Fitted(task, fit_pool_router(task, router_settings(assemble, seed, balance=0.0)), outputs)
 
     return fit

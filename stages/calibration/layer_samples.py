@@ -8,7 +8,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from models.stream import LayerStream
-from stages.calibration.spread import spread_evenly
+from stages.calibration.spread import pick_tokens, take_tokens
 from stages.calibration.token_stream import TokenStream
 from stages.data.batches import TokenBatch
 
@@ -28,22 +28,16 @@ class LayerSample:
 
 @torch.no_grad()
 def sample_layers(stream: LayerStream, batches: Sequence[TokenBatch], tokens: int) -> list[LayerSample]:
-    """One pass of the dense model: the same tokens in every layer, at most so many, spread evenly over each batch.
+    """One pass of the dense model: the same tokens in every layer, about so many, spread evenly over each batch.
 
     Memory: 2·L·D numbers a token.
     """
-    share = min(1.0, tokens / max(1, sum(batch.tokens for batch in batches)))
     passing, samples = TokenStream(stream, batches), []
     for layer in tqdm(stream.layers(), total=stream.depth, desc="sample", unit="layer"):
         passing.enter(layer)
-        outputs = [layer.ffn(x_TD) for x_TD in passing.inputs]
-        picks = [spread_evenly(len(x_TD), round(len(x_TD) * share)) for x_TD in passing.inputs]
-        samples.append(
-            LayerSample(
-                [x_TD[pick_t] for x_TD, pick_t in zip(passing.inputs, picks, strict=True)],
-                [y_TD[pick_t] for y_TD, pick_t in zip(outputs, picks, strict=True)],
-                layer.ffn.act,
-            )
-        )
-        passing.leave(outputs)
+        given = [layer.ffn(x_TD) for x_TD in passing.inputs]
+        picks = pick_tokens([len(x_TD) for x_TD in passing.inputs], tokens)
+        inputs, outputs = take_tokens(passing.inputs, picks), take_tokens(given, picks)
+        samples.append(LayerSample(inputs, outputs, layer.ffn.act))
+        passing.leave(given)
     return samples

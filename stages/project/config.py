@@ -51,7 +51,7 @@ class ProjectConfig:
     # Tokens in one of its steps.
     descent_tokens: int = field(default=1024, metadata={"minimum": 1})
     # topology=global_pool: calibration tokens that the pool is aligned to and judged on, at most; 2·L·D numbers are
-    # kept of each.
+    # kept of each, and as many again while aligning.
     pool_tokens: int = field(default=8192, metadata={"minimum": 1, "fingerprint": "unless default"})
     # topology=global_pool: times that alignment goes over all experts, one at a time.
     pool_sweeps: int = field(default=2, metadata={"minimum": 1, "fingerprint": "unless default"})

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,17 @@ def random_layer(always_on: int = S) -> tuple[LayerExperts, Provenance]:
 def folder(tmp_path: Path) -> Path:
     save_layer(tmp_path, 7, *random_layer(), "silu")
     return tmp_path
+
+
+def test_a_layer_that_gives_no_expert_to_a_pool(tmp_path: Path) -> None:
+    experts, provenance = random_layer()
+    none = {name: getattr(experts, name)[:0] for name in ("gate_END", "up_END", "down_EDN")}
+    origin = {name: getattr(provenance, name)[:0] for name in ("units_EN", "scores_EN")}
+    save_layer(tmp_path, 0, replace(experts, **none), replace(provenance, **origin), "silu")
+    read = load_layer(tmp_path, 0)
+    assert torch.equal(read.shared_down_DS, experts.shared_down_DS)
+    assert (read.gate_END.shape, read.up_END.shape, read.down_EDN.shape) == ((0, 0, D), (0, 0, D), (0, D, 0))
+    assert load_provenance(tmp_path, 0).units_EN.shape == (0, 0)
 
 
 @pytest.mark.parametrize("always_on", [S, 0])

@@ -2,7 +2,8 @@
 
     python -W error reopen_carves.py <folder>
 
-Reads `cases.json`, {carve: {dense, checkpoints, sequences}}; writes `report.json`, {carve: {dense or stage: findings}}.
+Reads `cases.json`, {carve: {dense, checkpoints, sequences, remote?}}; writes `report.json`, {carve: {dense or stage:
+findings}}.
 """
 
 import json
@@ -28,20 +29,26 @@ def main() -> None:
     (folder / "report.json").write_text(json.dumps(report))
 
 
-def reopen(dense: str, checkpoints: dict[str, str], sequences: list[list[int]]) -> dict[str, dict[str, object]]:
+def reopen(
+    dense: str, checkpoints: dict[str, str], sequences: list[list[int]], *, remote: bool = False
+) -> dict[str, dict[str, object]]:
+    """What is found; `remote` trusts the code beside the weights."""
+    code = {"trust_remote_code": True} if remote else {}
     ids = [torch.tensor([sequence]) for sequence in sequences]
     model = load_dense(dense)
     wanted = logits_of(model, ids[0])
     report: dict[str, dict[str, object]] = {"dense": {"loss": loss_of(model, ids)}}
     for stage, checkpoint in checkpoints.items():
         WARNED.clear()
-        model, info = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, output_loading_info=True)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            checkpoint, dtype=torch.float32, output_loading_info=True, **code
+        )
         report[stage] = {
             "architecture": type(model).__name__,
             "loading": {name: str(found) for name, found in info.items() if found},
             "difference": float((logits_of(model, ids[0]) - wanted).abs().max()),
             "loss": loss_of(model, ids),
-            **speak(model, checkpoint),
+            **speak(model, checkpoint, code),
             **train(model, ids[0]),
             "warnings": list(WARNED),
         }
@@ -65,9 +72,9 @@ def loss_of(model: PreTrainedModel, sequences: list[Tensor]) -> float:
     return total / sum(ids.shape[1] - 1 for ids in sequences)
 
 
-def speak(model: PreTrainedModel, checkpoint: str) -> dict[str, object]:
+def speak(model: PreTrainedModel, checkpoint: str, code: dict[str, bool]) -> dict[str, object]:
     """Generate after a prompt, with the checkpoint's own tokenizer."""
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint, **code)
     prompt = tokenizer("three sparrows met", return_tensors="pt")
     answer = model.generate(**prompt, max_new_tokens=5, min_new_tokens=5, do_sample=False)[0]
     length = prompt["input_ids"].shape[1]

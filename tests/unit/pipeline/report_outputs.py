@@ -27,7 +27,7 @@ class Outputs:
 
     def carve(self, *, label="pico", seed=0, top_k=2, always_on=4, gaps=GAPS, identity="a", load=True, **settings):
         """Publish every stage of one carve; returns the folder of its evaluation."""
-        shape = {"experts": 5, "n": 8, "top_k": top_k, "always_on": always_on}
+        shape = {"experts": 5, "n": 8, "top_k": top_k, "always_on": always_on} | settings.pop("shape", {})
         nodes = {
             "model": {"label": label, "path": f"/models/{label}"},
             "data": {"kind": "text", "tokens": settings.pop("tokens", 900), "path": "text.txt", "heldout_tokens": 300},

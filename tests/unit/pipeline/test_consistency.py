@@ -67,6 +67,53 @@ def test_settings_without_effect_are_said(texts, caplog):
     assert caplog.messages == []
 
 
+POOL = "topology=global_pool"
+
+
+def test_all_that_is_wrong_with_a_pool_is_said_at_once(texts):
+    words = ["top_k=17", "n=1025", "assemble.router=log_ridge", "assemble.target=glm4_moe"]
+    assert texts(POOL, *words) == [
+        "assemble.router=log_ridge does not ask what an expert does for the layer that borrows it\n"
+        "  where: settings assemble.router and topology=global_pool\n"
+        "  do:    assemble.router=error, or random",
+        "top_k=17 is more than experts=16\n  where: shape, model=embedded with F=1024 units a layer\n  do:    top_k=16",
+        "n=1025 needs at least 1025 units a layer that are not always on; there are 1024\n"
+        "  where: shape, model=embedded with F=1024 units a layer, 0 of them always on\n"
+        "  do:    n=256, or a model with wider FFNs",
+        "glm4_moe has experts of every layer's own, no pool that all layers share\n"
+        "  where: topology=global_pool\n"
+        "  do:    assemble.target=tiny_onn",
+    ]
+
+
+def test_a_pool_is_carved_by_the_settings_of_any_carve(texts, caplog):
+    for words in ([], ["assemble.target=tiny_onn", "experts=3"], ["experts=100", "n=256"], ["always_on=64"]):
+        assert texts(POOL, *words) == []
+    assert texts(POOL, "stage=extract", "assemble.router=gate_rows") == []
+    assert caplog.messages == []
+
+
+def test_settings_of_the_other_topology_are_ignored_with_a_word(texts, caplog):
+    assert texts("cluster.allocation=equal", "project.pool_sweeps=3") == []
+    assert caplog.messages == [
+        "cluster.allocation=equal is ignored: topology=per_layer",
+        "project.pool_sweeps=3 is ignored: topology=per_layer",
+    ]
+    caplog.clear()
+    assert texts(POOL, "cluster.allocation=equal", "assemble.balance=0.1", "project.gates=fitted") == []
+    assert caplog.messages == [
+        "assemble.balance=0.1 is ignored: topology=global_pool",
+        "project.gates=fitted is ignored: topology=global_pool",
+    ]
+
+
+def test_an_unknown_topology(texts):
+    (error,) = texts("topology=pool")
+    assert error == (
+        "topology=pool is none of per_layer, global_pool\n  where: setting topology\n  do:    topology=global_pool"
+    )
+
+
 def test_maps_are_drawn_of_layers_that_there_are(texts):
     assert texts("cluster.map_layers=[4,3,-4,-5]") == [NO_LAYER]
     assert texts("cluster.map_layers=[3,-4]") == []

@@ -34,6 +34,8 @@ def test_what_a_stage_will_write():
     units = 2 * 3 * 6 * (3 * 4 + 5)
     assert expected_bytes("extract", CONFIG, shape) == 4 * units
     assert expected_bytes("assemble", CONFIG, shape) == 4 * (units + 2 * 4 * 6 * 6 + 2 * 11 * 6)
+    pool = Shape(experts=3, n=4, top_k=2, always_on=5, topology="global_pool")
+    assert expected_bytes("extract", CONFIG, pool) == 4 * 3 * 6 * (3 * 4 + 2 * 5)
     assert expected_bytes("scan", CONFIG, shape) == 0
     assert expected_bytes("assemble", CONFIG, None) == 0
 

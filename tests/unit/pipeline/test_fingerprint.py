@@ -17,6 +17,7 @@ class Inner:
 class Outer:
     tokens: int = 3
     label: str = field(default="here", metadata={"fingerprint": False})
+    later: str = field(default="as ever", metadata={"fingerprint": "unless default"})
     inner: Inner = field(default_factory=Inner)
 
 
@@ -61,6 +62,11 @@ def test_parents_reach_down():
 
 def test_fields_marked_so_stay_out():
     assert plain_settings(Outer(label="there")) == plain_settings(Outer())
+
+
+def test_a_setting_that_came_later_leaves_what_was_published_where_it_is():
+    assert "later" not in plain_settings(Outer())
+    assert plain_settings(Outer(later="anew"))["later"] == "anew"
 
 
 def test_the_order_of_keys_does_not_matter():

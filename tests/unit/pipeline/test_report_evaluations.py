@@ -8,6 +8,7 @@ from unit.pipeline.report_outputs import GAPS, Outputs
 from models.errors import ContractError
 from pipeline.report.evaluations import find_comparable, read_evaluation
 from pipeline.report.groups import curves_of, group_by_seed, relative_to, same_method
+from pipeline.report.settings import shape_words
 from stages.plots.curves import Point
 
 
@@ -94,3 +95,11 @@ def test_more_calibration_text_is_another_carve(outputs):
     outputs.carve(tokens=1800)
     groups = group_by_seed([wanted, *find_comparable(wanted)])
     assert [same_method(group, wanted) for group in groups] == [True, False]
+
+
+def test_a_pool_is_another_carve_and_says_so(outputs):
+    wanted = read_evaluation(outputs.carve())
+    pool = read_evaluation(outputs.carve(shape={"topology": "global_pool"}))
+    assert shape_words(pool) == "5 experts of 8 in one pool for all layers, 2 per token and 4 always-on units"
+    groups = group_by_seed([wanted, pool])
+    assert sorted(same_method(group, wanted) for group in groups) == [False, True]

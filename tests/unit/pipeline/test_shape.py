@@ -3,7 +3,7 @@
 import pytest
 
 from models.shape import Shape
-from pipeline.shape import Dials, largest_power_of_two, resolve_shape, saving_warning, shape_errors
+from pipeline.shape import Dials, largest_power_of_two, pool_warning, resolve_shape, saving_warning, shape_errors
 
 
 @pytest.mark.parametrize(
@@ -17,6 +17,11 @@ from pipeline.shape import Dials, largest_power_of_two, resolve_shape, saving_wa
         (Dials(16, 64, 3, None, 0.5), 1024, Shape(16, 64, 3, 320)),
         (Dials(16, 64, None, 0, 0.5), 1024, Shape(16, 64, 4, 0)),
         (Dials(16, 64, 16, 0, 0.5), 1024, Shape(16, 64, 16, 0)),
+        # Of a pool all active neurons are routed, but for those asked to be always on.
+        (Dials(16, 64, None, None, 0.5, "global_pool"), 1024, Shape(16, 64, 8, 0, "global_pool")),
+        (Dials(100, 256, None, None, 0.5, "global_pool"), 4864, Shape(100, 256, 8, 0, "global_pool")),
+        (Dials(16, 64, None, 200, 0.5, "global_pool"), 1024, Shape(16, 64, 4, 200, "global_pool")),
+        (Dials(3, 64, 2, None, 0.5, "global_pool"), 1024, Shape(3, 64, 2, 0, "global_pool")),
     ],
 )
 def test_open_dials_fill_the_active_share(dials, width, expected):
@@ -60,3 +65,17 @@ def test_a_shape_that_saves_nothing_is_said_so():
         "no saving: top_k=16 x n=64 + always_on=0 = 1024 neurons serve each token, the dense FFN has 1024; "
         "lower n= or top_k="
     )
+
+
+def test_a_pool_no_smaller_than_the_dense_ffns_is_said_so():
+    assert pool_warning(Shape(63, 64, 4, 0, "global_pool"), 1024, 4) is None
+    assert pool_warning(Shape(100, 256, 4, 0), 1024, 4) is None
+    assert pool_warning(Shape(100, 256, 2, 3, "global_pool"), 1024, 4) == (
+        "no smaller: the pool's 100 x 256 neurons and 4 x 3 always-on ones are 25,612, the dense FFNs have 4,096; "
+        "lower experts= or n="
+    )
+
+
+def test_neurons_of_a_pool_are_counted_once():
+    assert Shape(3, 4, 2, 5).neurons(7) == 7 * (3 * 4 + 5)
+    assert Shape(3, 4, 2, 5, "global_pool").neurons(7) == 3 * 4 + 7 * 5

@@ -24,6 +24,18 @@ def test_the_card_says_what_was_carved_from_what():
         assert row in card
 
 
+def test_the_card_of_a_pool_says_that_all_layers_share_it():
+    shape = Shape(100, 256, 8, 0, "global_pool")
+    card = render_card(
+        CarveFacts("org/dense", MOE_TARGETS["tiny_onn"], shape, 4864, 24, 12, 1, "by hand", "error", "none")
+    )
+    assert (
+        "| experts | 100 of 256 neurons in all, one pool shared by 24 layers; each layer's router sends a token to 8 |"
+        in card
+    )
+    assert card.count("trust_remote_code=True)") == 2
+
+
 @pytest.mark.parametrize(
     ("target", "shape", "expected"),
     [

@@ -214,3 +214,26 @@ def test_the_own_class_keeps_fused_projections_and_the_tied_head(tmp_path: Path)
         assert torch.equal(before.tensor(name), after.tensor(name))
         assert "lm_head.weight" not in after.names
     assert (out / "modeling_tiny_onn.py").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"), [((2, 0), "the layers give 2 experts, not 3"), ((3, 1), "the layers give 4")]
+)
+def test_a_pool_is_what_the_layers_give(dense: Path, tmp_path: Path, given: tuple[int, int], message: str) -> None:
+    def experts(layer: int) -> LayerExperts:
+        whole = random_experts(layer)
+        wider = {
+            name: torch.cat([getattr(whole, name)] * 2)[: given[layer]] for name in ("gate_END", "up_END", "down_EDN")
+        }
+        return replace(whole, **wider)
+
+    with pytest.raises(ContractError, match=message):
+        emit_checkpoint(
+            dense,
+            tmp_path,
+            target=MOE_TARGETS["tiny_onn"],
+            shape=replace(SHAPE, topology="global_pool"),
+            routers=lambda _layer: torch.ones(3, 24),
+            experts=experts,
+        )
+    assert not (tmp_path / "config.json").exists()

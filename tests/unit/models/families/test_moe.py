@@ -132,6 +132,12 @@ def test_one_expert_is_too_few_for_glm4() -> None:
     assert faults({"model_type": "llama"}, "mixtral", one) == []
 
 
+@pytest.mark.parametrize("source", ["qwen3", "olmo2", "smollm3"])
+def test_only_the_own_class_says_a_pool(source: str) -> None:
+    assert select_target(source, "auto", 0, pooled=True).model_type == "tiny_onn"
+    assert [target.model_type for target in MOE_TARGETS.values() if target.packed_pool] == ["tiny_onn"]
+
+
 def test_a_window_beside_always_on_units_needs_the_own_class() -> None:
     shape = Shape(experts=6, n=16, top_k=2, always_on=8)
     (fault,) = faults({"model_type": "mistral"}, "glm4_moe", shape)

@@ -11,6 +11,7 @@ from stages.cluster.config import ClusterConfig
 from stages.cluster.stage import run
 from stages.contracts.job import Job
 from stages.contracts.partition import Partition
+from stages.contracts.pool_partition import PoolPartition
 from stages.contracts.scores import Scores
 from stages.contracts.statistics import DomainStatistics
 from stages.data.config import DataConfig
@@ -107,6 +108,29 @@ def test_the_seed_decides(job, planted):
     first, again, other = (cluster(job, config, seed=seed)[1] for seed in (0, 0, 1))
     assert torch.equal(first.units, again.units)
     assert not torch.equal(first.units, other.units)
+
+
+@pytest.mark.parametrize(("experts", "always_on"), [(1, 0), (3, 5), (5, 0)])
+def test_a_pool_takes_the_units_of_highest_score_from_every_layer(job, planted, scores, experts, always_on):
+    shape = Shape(experts, 6, 2, always_on, "global_pool")
+    table = run(job, model=ModelConfig(), data=DataConfig(), cluster=NO_MAP, shape=shape, seed=0)
+    partition = PoolPartition.load(job.out)
+    assert partition.sizes == (L, experts, 6, always_on, F)
+    assert (min(partition.given) == 0) == (experts < L)
+    assert partition.multiplicity.max() == 1
+    for layer, given in enumerate(partition.given):
+        left_F = scores.s_p[layer].clone()
+        left_F[partition.always_on[layer].long()] = -1
+        assert set(partition.units_of(layer).flatten().tolist()) == set(left_F.topk(given * 6).indices.tolist())
+    given = ", ".join(map(str, partition.given))
+    assert f"experts that the layers give to the pool, by s_p: {given}" in table.notes
+
+
+def test_a_pool_of_more_places_than_units_holds_all_of_them(job, planted):
+    run(job, model=ModelConfig(), data=DataConfig(), cluster=NO_MAP, shape=Shape(11, 6, 2, 0, "global_pool"), seed=0)
+    partition = PoolPartition.load(job.out)
+    assert sorted(partition.given) == [5, 6]
+    assert (partition.multiplicity >= 1).all()
 
 
 def test_maps_of_chosen_layers(job, planted):

@@ -2,12 +2,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2MoeConfig
 
+import models.tiny_onn.register  # noqa: F401 - from_config is to know the class
 from models.capture.ffn_output import watch_ffns
 from models.config import ModelConfig
 from models.loading import load_dense
 from models.pico import write_pico
 from models.placement import is_offloaded
 from models.shape import Shape
+from models.tiny_onn.configuration_tiny_onn import TinyONNConfig
 from stages.data.batches import TokenBatch
 from stages.evaluate.native import count_parameters, load_carved, measure_speed
 from stages.metrics.model_loss import measure_loss
@@ -86,6 +88,16 @@ def test_a_token_passes_everything_but_the_experts_it_is_not_sent_to(dense, moe)
     assert total - active == L * (E - K) * 3 * N * D
     total, active = count_parameters(dense, Shape(E, N, K, S))
     assert total == active
+
+
+def test_a_pool_is_held_once_and_passed_in_every_layer(dense):
+    keys = {"moe_intermediate_size": N, "shared_intermediate_size": S, "topology": "global_pool"}
+    pool = AutoModelForCausalLM.from_config(TinyONNConfig(dense.config, E, K, **keys))
+    total, active = count_parameters(pool, Shape(E, N, K, S, "global_pool"))
+    experts = sum(parameter.numel() for parameter in pool.experts.parameters())
+    assert experts == E * 3 * N * D
+    assert total == sum(parameter.numel() for parameter in pool.parameters())
+    assert active == total - experts + L * K * 3 * N * D
 
 
 @pytest.mark.parametrize("quantization", ["nf4", "int8"])

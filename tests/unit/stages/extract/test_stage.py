@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from models.shape import Shape
 from stages.contracts.experts import load_expert, load_layer, load_provenance
 from stages.contracts.job import Job
 from stages.contracts.partition import Partition
+from stages.contracts.pool_partition import PoolPartition
 from stages.contracts.scores import Scores
 from stages.extract.config import ExtractConfig
 from stages.extract.stage import run
@@ -89,3 +91,20 @@ def test_damage_while_writing_is_seen(dense: Path, job: Job, monkeypatch: pytest
     with pytest.raises(ContractError, match=r"^experts\.0\.up_proj\.weight on disk differs from the dense weights"):
         run(job, model=model, extract=ExtractConfig(), shape=SHAPE)
     run(job, model=model, extract=ExtractConfig(verify=False), shape=SHAPE)
+
+
+def test_a_pool_is_extracted_from_the_layers_that_give_to_it(dense: Path, job: Job) -> None:
+    """Layer 0 gives none, and keeps its always-on units."""
+    units = torch.randperm(WIDTH - 5, generator=torch.Generator().manual_seed(3))[:24].view(3, 8).int() + 5
+    always_on = torch.arange(5).expand(LAYERS, 5).int()
+    PoolPartition(WIDTH, units, torch.ones(3, dtype=torch.int32), always_on).save(job.parents["cluster"])
+    shape = replace(SHAPE, topology="global_pool")
+    table = run(job, model=ModelConfig(kind="local", path=str(dense)), extract=ExtractConfig(), shape=shape)
+    assert dict(table.rows)["experts in all"] == 3
+    weights = load_file(dense / "model.safetensors")
+    gate_FD, down_DF = (weights[f"model.layers.1.mlp.{part}_proj.weight"] for part in ("gate", "down"))
+    experts = load_layer(job.out, 1)
+    assert torch.equal(experts.gate_END, gate_FD[units.long()])
+    assert torch.equal(experts.down_EDN, down_DF[:, units.long()].transpose(0, 1))
+    assert len(load_layer(job.out, 0).gate_END) == 0
+    assert torch.equal(load_layer(job.out, 0).shared_gate_SD, weights["model.layers.0.mlp.gate_proj.weight"][:5])

@@ -1,0 +1,163 @@
+"""topology=global_pool through the whole chain: one pool for all layers, read again by transformers alone."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from integration.carving import Carve, describe
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
+
+from models.pico import write_pico
+from pipeline.cli import FAILED, INVALID, run_command
+from stages.contracts.pool_partition import PoolPartition
+from stages.contracts.routers import Routers
+from stages.data.config import DataConfig
+
+L, D, F, E, N, K, S = 3, 24, 40, 7, 6, 2, 4
+QUICK = (
+    *("data.tokens=1200", "data.heldout_tokens=300", "data.max_length=50", "data.heldout_share=0.3"),
+    *("scan.batch_tokens=100", "cluster.map=none", "evaluate.speed_tokens=0", "project.router_steps=20"),
+    *("topology=global_pool", f"experts={E}", f"n={N}", f"top_k={K}", f"always_on={S}"),
+)
+GRADIENTS = ("project=gradient_align", "project.guard=false", "project.gradient_tokens=400")
+
+
+@pytest.fixture(scope="module")
+def words(text, tmp_path_factory):
+    """The command for a pico model, without its dials."""
+    folder = tmp_path_factory.mktemp("pool")
+    write_pico(folder / "pico", "qwen3", layers=L, hidden=D, intermediate=F, tokenizer=True)
+    source = ("model=local", f"model.path={folder / 'pico'}", "model.label=pico")
+    return [*source, "data=text", f"data.path={text}", *QUICK, f"output_dir={folder / 'outputs'}"]
+
+
+@pytest.fixture(scope="module")
+def carve(words):
+    assert run_command([*words, *GRADIENTS]) == 0
+    return last_carve(words)
+
+
+def last_carve(words):
+    latest = Path(words[-1].partition("=")[2]) / "latest"
+    data = DataConfig(**OmegaConf.load(latest / "config.yaml").data)
+    return Carve(Path(words[1].partition("=")[2]), (latest / "checkpoint").resolve().parent, data)
+
+
+def test_experts_are_the_units_of_highest_score_cut_from_their_layers(carve):
+    partition = PoolPartition.load(carve.stage("cluster"))
+    assert partition.sizes == (L, E, N, S, F)
+    assert min(partition.given) >= 1
+    dense = load_file(carve.dense / "model.safetensors")
+    moe = load_file(carve.checkpoints["assemble"] / "model.safetensors")
+    gate_up, down = moe["experts.gate_up_proj"], moe["experts.down_proj"]
+    assert (gate_up.shape, down.shape) == ((E, 16, D), (E, D, 8))
+    for expert, (units_N, layer) in enumerate(zip(partition.units.long(), partition.home.tolist(), strict=True)):
+        ffn = {part: dense[f"model.layers.{layer}.mlp.{part}_proj.weight"] for part in ("gate", "up", "down")}
+        assert torch.equal(gate_up[expert, :N], ffn["gate"][units_N])
+        assert torch.equal(gate_up[expert, 8 : 8 + N], ffn["up"][units_N])
+        assert torch.equal(down[expert, :, :N], ffn["down"][:, units_N])
+    for layer, always_S in enumerate(partition.always_on.long()):
+        shared = moe[f"model.layers.{layer}.mlp.shared_experts.up_proj.weight"]
+        assert torch.equal(shared[:S], dense[f"model.layers.{layer}.mlp.up_proj.weight"][always_S])
+    assert {name for name in dense if ".mlp." not in name} <= moe.keys()
+
+
+def test_projection_moves_the_pool_and_the_routers_follow(carve):
+    before, after = (load_file(carve.checkpoints[stage] / "model.safetensors") for stage in ("assemble", "project"))
+    for name in ("experts.gate_up_proj", "experts.down_proj"):
+        assert not torch.equal(before[name], after[name])
+    routers = Routers.load(carve.stage("project"))
+    assert routers.rows.shape == (L, E, D)
+    for layer in range(L):
+        assert torch.equal(after[f"model.layers.{layer}.mlp.gate.weight"], routers.rows[layer])
+
+
+@pytest.fixture(scope="module")
+def reopened(carve, tmp_path_factory):
+    """What transformers finds in the checkpoints in a fresh process."""
+    folder = tmp_path_factory.mktemp("reopened")
+    (folder / "cases.json").write_text(json.dumps({"pool": describe(carve) | {"remote": True}}))
+    script = Path(__file__).with_name("reopen_carves.py")
+    done = subprocess.run(
+        [sys.executable, "-W", "error", script, folder], capture_output=True, text=True, check=False,
+        env=os.environ | {"HF_MODULES_CACHE": str(folder / "modules")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / "report.json").read_text())["pool"]
+
+
+def test_checkpoints_load_speak_and_learn(carve, reopened):
+    for stage in ("assemble", "project"):
+        found = reopened[stage]
+        assert (found["loading"], found["warnings"], found["generated"]) == ({}, [], 5)
+        assert len(found["router_gradients"]) == L
+        assert found["losses"][1] < found["losses"][0]
+    card = (carve.checkpoints["project"] / "README.md").read_text()
+    assert f"{E} of {N} neurons in all, one pool shared by {L} layers" in card
+    assert "gradient projection applied; alignment ridge, 2 sweeps" in card
+
+
+def test_the_evaluation_measures_what_transformers_measures(carve, reopened):
+    record = json.loads((carve.evaluation / "evaluation.json").read_text())
+    models = record["models"]
+    assert models.keys() == {"dense", "carved", "unaligned", "random_router"}
+    for name, stage in (("dense", "dense"), ("carved", "project"), ("unaligned", "assemble")):
+        assert models[name]["loss"] == pytest.approx(reopened[stage]["loss"], abs=1e-5)
+    experts, always_on = E * 3 * 8 * D, L * 3 * 8 * D
+    rest = models["dense"]["parameters"] - L * 3 * F * D
+    routers = L * E * D
+    assert models["carved"]["parameters"] == rest + experts + always_on + routers
+    assert models["carved"]["active_parameters"] == rest + L * K * 3 * 8 * D + always_on + routers
+    assert record["shape"]["topology"] == "global_pool"
+    assert all(0 <= layer["agreement"] <= 1 and layer["error"] > 0 for layer in record["layers"])
+    assert (Path(carve.evaluation).parents[3] / "latest" / "report.html").exists()
+
+
+def test_fewer_experts_than_layers_and_another_allocation(words, capsys):
+    """One expert for three layers: two give none."""
+    few = ["experts=1", "top_k=1", "always_on=0", "cluster.allocation=contribution", "project=none"]
+    assert run_command([*words, *few, "stage=project"]) == 0
+    found = last_carve(words)
+    partition = PoolPartition.load(found.stage("cluster"))
+    assert sorted(partition.given) == [0, 0, 1]
+    moe = load_file(found.checkpoints["project"] / "model.safetensors")
+    assert moe["experts.down_proj"].shape == (1, D, 8)
+    assert not any("shared" in name for name in moe)
+    assert "experts that the layers give to the pool, by contribution" in capsys.readouterr().out
+
+
+def test_random_experts_are_the_control_of_cut_ones(words, carve):
+    assert run_command([*words, "stage=project", "project.base=random", "project.alignment=none"]) == 0
+    drawn = load_file(last_carve(words).checkpoints["project"] / "model.safetensors")
+    cut = load_file(carve.checkpoints["assemble"] / "model.safetensors")
+    assert drawn.keys() == cut.keys()
+    changed = {name for name in cut if not torch.equal(cut[name], drawn[name])}
+    assert changed == {"experts.gate_up_proj", "experts.down_proj"}
+    assert drawn["experts.down_proj"].std() == pytest.approx(float(cut["experts.down_proj"].std()), rel=0.2)
+
+
+def test_a_pool_is_trained_like_any_checkpoint(words, carve):
+    quick = ("train.tokens=1000", "train.batch=4", "train.micro_batch=2", "train.tensorboard=false")
+    assert run_command([*words, *GRADIENTS, *quick, "train.heldout_sequences=3", "stage=train"]) == 0
+    trained = last_carve(words).folder / "checkpoint"
+    before, after = (load_file(path / "model.safetensors") for path in (carve.checkpoints["project"], trained))
+    assert before.keys() == after.keys()
+    assert not torch.equal(before["experts.down_proj"], after["experts.down_proj"])
+    assert Routers.load(trained.parent).rows.shape == (L, E, D)
+
+
+def test_a_partition_of_another_topology_is_refused(words, carve, capsys):
+    folder = carve.stage("cluster")
+    (folder / PoolPartition.FILE).rename(folder / "hidden")
+    try:
+        assert run_command([*words, "stage=extract", "fresh=true"]) == FAILED
+    finally:
+        (folder / "hidden").rename(folder / PoolPartition.FILE)
+    assert "is missing" in capsys.readouterr().err
+    assert run_command([*words, "assemble.target=qwen3_moe", "always_on=0"]) == INVALID
+    assert "no pool that all layers share" in capsys.readouterr().err

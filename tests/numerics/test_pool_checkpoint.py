@@ -1,0 +1,142 @@
+"""An emitted global pool against an obvious loop over experts, and as others load, train and speak with it."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+import models.tiny_onn.register  # noqa: F401 - from_pretrained is to know the class
+from models.checkpoint.reader import ShardReader
+from models.expert_loop import ExpertLoop
+from models.experts import LayerExperts
+from models.families.emit import emit_checkpoint
+from models.families.moe import MOE_TARGETS
+from models.gating import GateKind
+from models.pico import write_pico
+from models.routing import LinearRouter
+from models.shape import Shape
+from stages.calibration.pool import cut_pool, join_pool
+from stages.contracts.pool_partition import PoolPartition
+
+L, D, F, E, N, K, S = 3, 24, 40, 5, 7, 2, 3
+SHAPE = Shape(E, N, K, S, "global_pool")
+SILU = torch.nn.functional.silu
+IDS = torch.arange(39).view(3, 13)
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory):
+    """A pool to which layer 1 gives nothing; experts are padded from 7 to 8 neurons, always-on units from 3."""
+    folder = tmp_path_factory.mktemp("pool")
+    dense = write_pico(folder / "dense", "qwen3", layers=L, hidden=D, intermediate=F)
+    orders = torch.stack(
+        [torch.randperm(F, generator=torch.Generator().manual_seed(layer)) for layer in range(L)]
+    ).int()
+    units = torch.stack([orders[0, 3:10], orders[0, 10:17], orders[2, 3:10], orders[2, 10:17], orders[2, 17:24]])
+    partition = PoolPartition(F, units, torch.tensor([0, 0, 2, 2, 2], dtype=torch.int32), orders[:, :S].contiguous())
+    rows_LED = torch.randn(L, E, D, generator=torch.Generator().manual_seed(8))
+    bias_LE = torch.randn(L, E, generator=torch.Generator().manual_seed(9)) / 10
+    parts = cut_pool(dense, partition, torch.device("cpu"))
+    emit_checkpoint(
+        dense, folder / "moe", target=MOE_TARGETS["tiny_onn"], shape=SHAPE, routers=lambda layer: rows_LED[layer],
+        experts=lambda layer: parts[layer], selection_bias=lambda layer: bias_LE[layer],
+    )  # fmt: skip
+    loops = [
+        ExpertLoop(
+            experts, partition.units, partition.always_on[layer], LinearRouter(rows_LED[layer], bias_LE[layer]), K, F,
+            SILU, GateKind.SOFTMAX_OF_CHOSEN,
+        )
+        for layer, experts in enumerate(join_pool(parts))
+    ]  # fmt: skip
+    return folder, loops
+
+
+@pytest.fixture
+def model(case):
+    return AutoModelForCausalLM.from_pretrained(case[0] / "moe", dtype=torch.float32).eval()
+
+
+def test_the_pool_stands_in_the_checkpoint_once(case):
+    with ShardReader(case[0] / "moe") as reader:
+        experts = sorted(name for name in reader.names if "experts" in name and "shared" not in name)
+        assert experts == ["experts.down_proj", "experts.gate_up_proj"]
+        assert reader.tensor("experts.gate_up_proj").shape == (E, 16, D)
+        assert reader.tensor("experts.down_proj").shape == (E, D, 8)
+        assert not reader.tensor("experts.down_proj")[:, :, N:].any()
+        for layer in range(L):
+            assert reader.tensor(f"model.layers.{layer}.mlp.gate.weight").shape == (E, D)
+            assert reader.tensor(f"model.layers.{layer}.mlp.shared_experts.down_proj.weight").shape == (D, 8)
+    config = json.loads((case[0] / "moe" / "config.json").read_text())
+    assert (config["topology"], config["num_experts"], config["num_experts_per_tok"]) == ("global_pool", E, K)
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
+def test_every_layer_equals_the_loop_and_so_do_the_gradients(case, model, implementation):
+    """Of all layers together: experts learn from every layer that uses them."""
+    model.set_experts_implementation(implementation)
+    _folder, loops = case
+    draw = torch.Generator().manual_seed(3)
+    inputs, wanted = torch.randn(2, L, 1, 17, D, generator=draw)
+    sum((layer.mlp(x) * y).sum() for layer, x, y in zip(model.model.layers, inputs, wanted, strict=True)).backward()
+    weights = {
+        spec.name: getattr(loops[0].experts, spec.name).clone().requires_grad_() for spec in fields(LayerExperts)
+    }
+    routed = {name: weight for name, weight in weights.items() if not name.startswith("shared")}
+    rows = [loop.router.rows_ED.clone().requires_grad_() for loop in loops]
+    total = 0
+    for loop, rows_ED, layer, x, y in zip(loops, rows, model.model.layers, inputs, wanted, strict=True):
+        trained = replace(
+            loop, experts=replace(loop.experts, **routed), router=LinearRouter(rows_ED, loop.router.bias_E)
+        )
+        output_TD = trained(x[0])
+        torch.testing.assert_close(layer.mlp(x)[0], output_TD, rtol=1e-4, atol=1e-4)
+        total = total + (output_TD * y[0]).sum()
+    total.backward()
+    gate_EnD, up_EnD = model.experts.gate_up_proj.grad.chunk(2, dim=1)
+    down_EDn = model.experts.down_proj.grad
+    for found, name in ((gate_EnD[:, :N], "gate_END"), (up_EnD[:, :N], "up_END"), (down_EDn[..., :N], "down_EDN")):
+        assert routed[name].grad.abs().max() > 0
+        torch.testing.assert_close(found, routed[name].grad, rtol=1e-3, atol=1e-3)
+    assert not gate_EnD[:, N:].any()
+    for layer, rows_ED in zip(model.model.layers, rows, strict=True):
+        torch.testing.assert_close(layer.mlp.gate.weight.grad, rows_ED.grad, rtol=1e-3, atol=1e-3)
+
+
+def test_gradient_checkpointing_changes_no_gradient(model):
+    model.train()
+    found = []
+    for recompute in (False, True):
+        if recompute:
+            model.activation_checkpointing_enable()
+        model.zero_grad()
+        model(IDS, labels=IDS, output_router_logits=True).loss.backward()
+        found.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-6, msg=lambda text, n=name: n + text)
+
+
+@pytest.mark.parametrize("how", ["registered", "remote"])
+def test_it_loads_in_a_fresh_process_and_speaks(case, model, how):
+    """With this project imported, and with what lies beside the weights alone."""
+    folder, _loops = case
+    with torch.no_grad():
+        save_file({"ids": IDS, "logits": model(IDS).logits}, folder / "dense_logits.safetensors")
+    script = Path(__file__).with_name("reload_tiny_onn.py")
+    path = str(Path(__file__).parents[2]) if how == "registered" else ""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", script, folder.parent, how, folder.name], capture_output=True, text=True,
+        check=False, cwd=folder, env=os.environ | {"PYTHONPATH": path, "HF_MODULES_CACHE": str(folder / "modules")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads((folder.parent / "report.json").read_text())[folder.name]
+    assert found["difference"] < 1e-6
+    assert found["again"] == 0
+    assert (found["loading"], found["warnings"]) == ({}, [])
+    assert found["cached"] == found["uncached"]

@@ -1,0 +1,91 @@
+"""How many experts each layer gives to a pool."""
+
+import pytest
+import torch
+
+from models.shape import Shape
+from stages.cluster.allocation import count_best, layer_shapes, share_experts, weigh_layers
+from stages.contracts.scores import Scores
+
+L, F = 3, 40
+
+
+@pytest.fixture
+def scores():
+    """Layer 0 has a few outstanding units, layer 1 many, layer 2 none; S_p of layer 2 is on a far larger scale."""
+    noise_LF = 0.1 * torch.rand(L, F, generator=torch.Generator().manual_seed(0))
+    s_p_LF = noise_LF.clone()
+    s_p_LF[0, :4] += 1
+    s_p_LF[1, :16] += 1
+    s_p_LF[2] = 1000 + 50 * noise_LF[2]
+    contribution_LF = torch.tensor([[3.0], [1.0], [2.0]]).expand(L, F)
+    names = ("taylor", "wanda", "frequency", "random")
+    return Scores("s_p", s_p=s_p_LF, contribution=contribution_LF, **{name: noise_LF for name in names})
+
+
+@pytest.mark.parametrize(
+    ("weights", "experts", "least", "most", "expected"),
+    [
+        ([1.0, 1.0, 1.0], 6, 1, 9, [2, 2, 2]),
+        ([1.0, 1.0, 1.0], 5, 1, 9, [2, 2, 1]),
+        ([6.0, 3.0, 1.0], 10, 1, 9, [6, 3, 1]),
+        ([6.0, 3.0, 0.0], 10, 1, 9, [6, 3, 1]),
+        ([6.0, 3.0, 0.0], 9, 0, 9, [6, 3, 0]),
+        ([98.0, 1.0, 1.0], 9, 1, 4, [4, 3, 2]),
+        ([98.0, 1.0, 1.0], 12, 1, 4, [4, 4, 4]),
+        ([1.0, 5.0, 2.0], 2, 0, 9, [0, 1, 1]),
+        ([0.0, 0.0, 0.0], 4, 1, 2, [2, 1, 1]),
+    ],
+)
+def test_experts_are_dealt_in_proportion_and_within_bounds(weights, experts, least, most, expected):
+    given_L = share_experts(torch.tensor(weights).double(), experts, least=least, most=most)
+    assert given_L.tolist() == expected
+
+
+def test_units_are_told_apart_within_their_own_layer(scores):
+    """A layer whose scores are all large is not favoured; one with few outstanding units has the most outstanding."""
+    assert count_best(scores.s_p, 4).tolist() == [4, 0, 0]
+    assert count_best(scores.s_p, L * F).tolist() == [F] * L
+    shifted_LF = scores.s_p * torch.tensor([[2.0], [30.0], [0.1]]) + torch.tensor([[5.0], [-7.0], [0.0]])
+    assert torch.equal(count_best(shifted_LF, 30), count_best(scores.s_p, 30))
+    assert count_best(torch.ones(L, F), 30).sum() == 30
+
+
+def test_shares_by_each_measure(scores):
+    shape = Shape(12, 5, 4, 0, "global_pool")
+    given = {
+        name: [own.experts for own in layer_shapes(shape, name, scores)] for name in ("equal", "contribution", "s_p")
+    }
+    assert given["equal"] == [4, 4, 4]
+    assert given["contribution"] == [6, 2, 4]
+    assert sum(given["s_p"]) == 12
+    assert given["s_p"] != given["equal"]
+
+
+def test_what_is_left_over_goes_where_the_best_units_are(scores):
+    best_L = count_best(scores.s_p, 20)
+    given = [own.experts for own in layer_shapes(Shape(4, 5, 2, 0, "global_pool"), "equal", scores)]
+    assert sorted(given) == [1, 1, 2]
+    assert given.index(2) == int(best_L.argmax())
+
+
+def test_every_layer_gives_one_where_there_are_as_many(scores):
+    assert weigh_layers("s_p", scores, 4).tolist() == [4, 0, 0]
+    for experts, least in ((3, 1), (4, 1), (2, 0)):
+        given = [own.experts for own in layer_shapes(Shape(experts, 1, 1, 0, "global_pool"), "s_p", scores)]
+        assert sum(given) == experts
+        assert min(given) == least
+
+
+def test_a_layer_chooses_among_its_own_as_a_part_of_them(scores):
+    shapes = layer_shapes(Shape(12, 5, 4, 3, "global_pool"), "contribution", scores)
+    assert [(own.experts, own.top_k) for own in shapes] == [(6, 3), (2, 1), (4, 2)]
+    assert {(own.n, own.always_on, own.pooled) for own in shapes} == {(5, 3, True)}
+
+
+def test_no_copies_where_the_model_has_units_enough(scores):
+    """Layer 0 would be given 9 of 15 experts, and has units for 8."""
+    shapes = layer_shapes(Shape(16, 5, 4, 0, "global_pool"), "contribution", scores)
+    assert max(own.experts for own in shapes) == 8
+    crowded = layer_shapes(Shape(30, 5, 4, 0, "global_pool"), "contribution", scores)
+    assert [own.experts for own in crowded] == [10, 10, 10]

@@ -1,0 +1,177 @@
+"""The projection of a pool that all layers share."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from models.expert_loop import ExpertLoop
+from models.experts import LayerExperts
+from models.gating import GateKind
+from models.routing import LinearRouter
+from stages.calibration.layer_samples import LayerSample
+from stages.calibration.pool import join_pool
+from stages.contracts.pool_partition import PoolPartition
+from stages.project.config import ProjectConfig
+from stages.project.pool import PoolCarve, project_pool, split_pool, start_pool, step_along_homes
+from stages.project.pool_alignment import layer_errors, mean_error, sweep_experts
+from stages.routing.descent import DescentSettings
+from stages.routing.fit import RouterSettings
+
+L, D, F, E, N, K, S = 3, 6, 20, 4, 5, 2, 2
+SILU = torch.nn.functional.silu
+PARTITION = PoolPartition(
+    F,
+    torch.stack([torch.arange(start, start + N) for start in (0, 5, 2, 9)]).int(),
+    torch.tensor([0, 0, 2, 2], dtype=torch.int32),
+    torch.tensor([[18, 19]] * L, dtype=torch.int32),
+)
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def part(layer):
+    count = PARTITION.given[layer]
+    sizes = ((count, N, D), (count, N, D), (count, D, N), (S, D), (S, D), (D, S))
+    return LayerExperts(*(draw(*size, seed=10 * layer + seed) for seed, size in enumerate(sizes)))
+
+
+@pytest.fixture
+def parts():
+    return [part(layer) for layer in range(L)]
+
+
+@pytest.fixture
+def loops(parts):
+    return [
+        ExpertLoop(
+            experts, PARTITION.units, PARTITION.always_on[layer],
+            LinearRouter.without_bias(draw(E, D, seed=50 + layer)), K, F, SILU, GateKind.SOFTMAX_OF_CHOSEN,
+        )
+        for layer, experts in enumerate(join_pool(parts))
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def samples():
+    """Outputs that are linear in the inputs, of very different sizes by layer."""
+    found = []
+    for layer in range(L):
+        inputs = [draw(40, D, seed=100 + 10 * layer + batch) for batch in range(5)]
+        matrix_DD = draw(D, D, seed=200 + layer) * 10.0**layer
+        found.append(LayerSample(inputs, [x_TD @ matrix_DD for x_TD in inputs], SILU))
+    return found
+
+
+def carve(samples, method="random"):
+    refit = RouterSettings(method, 0.1, DescentSettings(20, 0.02, 0.0, 3), tokens=3000)
+    return PoolCarve(PARTITION, samples, [refit] * L, 1.0, biased=False)
+
+
+def test_what_is_joined_comes_apart_again(parts, loops):
+    assert loops[0].experts.gate_END is loops[2].experts.gate_END
+    for before, after in zip(parts, split_pool(loops, PARTITION), strict=True):
+        assert all(torch.equal(getattr(after, name), tensor) for name, tensor in vars(before).items())
+
+
+def test_sweeps_end_at_the_joint_least_squares_solution(loops, samples):
+    """One expert at a time, many times, is all experts at once."""
+    loops = [replace(loop, gate=GateKind.CONSTANT) for loop in loops]
+    fitted = range(5)
+    down_EDN = sweep_experts(loops, samples, fitted, penalty=1e-6, sweeps=200)
+    features, wanted = [], []
+    for loop, sample in zip(loops, samples, strict=True):
+        x_TD, y_TD = torch.cat(sample.inputs), torch.cat(sample.outputs)
+        chosen_TK = loop.router.choose(x_TD, K)
+        columns = []
+        for expert in range(E):
+            h_TN = loop.hidden(x_TD, loop.experts.gate_END[expert], loop.experts.up_END[expert])
+            columns.append(h_TN * (chosen_TK == expert).any(1, keepdim=True))
+        scale = y_TD.square().sum(1).mean().rsqrt()
+        features.append(torch.cat(columns, 1) * scale)
+        wanted.append((y_TD - loop.always_on_output(x_TD)) * scale)
+    best = torch.linalg.lstsq(torch.cat(features).double(), torch.cat(wanted).double()).solution
+    torch.testing.assert_close(down_EDN.movedim(2, 1).reshape(E * N, D).double(), best, rtol=1e-2, atol=1e-2)
+
+
+def test_each_sweep_lowers_the_error_on_what_is_fitted(loops, samples):
+    errors = [mean_error(loops, samples, range(5))]
+    for sweeps in (1, 2, 4):
+        down_EDN = sweep_experts(loops, samples, range(5), penalty=1e-3, sweeps=sweeps)
+        swept = [replace(loop, experts=replace(loop.experts, down_EDN=down_EDN)) for loop in loops]
+        errors.append(mean_error(swept, samples, range(5)))
+    assert errors == sorted(errors, reverse=True)
+    assert errors[1] < 0.9 * errors[0]
+
+
+def test_an_expert_that_nobody_chooses_stays(loops, samples):
+    down_EDN = loops[0].experts.down_EDN
+    away = torch.zeros(E)
+    away[1] = -1e9
+    shunning = [replace(loop, router=LinearRouter(loop.router.rows_ED, away)) for loop in loops]
+    swept_EDN = sweep_experts(shunning, samples, range(5), penalty=1e-2, sweeps=1)
+    assert torch.equal(swept_EDN[1], down_EDN[1])
+    assert not torch.equal(swept_EDN[0], down_EDN[0])
+
+
+def test_random_experts_are_of_the_size_of_those_they_replace(parts):
+    assert start_pool(parts, "extracted", [1, 2, 3]) == parts
+    drawn, again, other = (start_pool(parts, "random", seeds) for seeds in ([1, 2, 3], [1, 2, 3], [4, 5, 6]))
+    assert torch.equal(drawn[2].gate_END, again[2].gate_END)
+    assert not torch.equal(drawn[2].gate_END, other[2].gate_END)
+    assert drawn[0].up_END.std() == pytest.approx(float(parts[0].up_END.std()), rel=0.5)
+    assert drawn[1].gate_END.shape == (0, N, D)
+    assert torch.equal(drawn[2].shared_up_SD, parts[2].shared_up_SD)
+
+
+def test_every_expert_steps_along_the_gradient_of_its_home(parts):
+    gradients = [{"gate": draw(F, D, seed=300 + layer), "down": draw(D, F, seed=400 + layer)} for layer in range(L)]
+    settings = ProjectConfig(alpha=0.5, beta=0.4, sign=-1)
+    stepped = step_along_homes(parts, iter(gradients), PARTITION, settings)
+    for layer in (0, 2):
+        units_EN = PARTITION.units_of(layer).long()
+        for expert, units_N in enumerate(units_EN):
+            step_ND = stepped[layer].gate_END[expert] - parts[layer].gate_END[expert]
+            gradient_ND = gradients[layer]["gate"][units_N]
+            torch.testing.assert_close(step_ND, -0.2 * gradient_ND / gradient_ND.norm(), rtol=1e-4, atol=1e-5)
+            step_DN = stepped[layer].down_EDN[expert] - parts[layer].down_EDN[expert]
+            gradient_DN = gradients[layer]["down"][:, units_N]
+            torch.testing.assert_close(step_DN, -0.2 * gradient_DN / gradient_DN.norm(), rtol=1e-4, atol=1e-5)
+        assert torch.equal(stepped[layer].up_END, parts[layer].up_END)
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_steps_that_hurt_are_dropped_and_those_that_help_are_kept(loops, samples, order):
+    gradients = [{"down": 1e6 * torch.ones(D, F)}] * L
+    settings = ProjectConfig(gradient_projection=True, alpha=1e6, gradient_order=order, guard_share=0.2)
+    projected, outcome = project_pool(carve(samples), loops, gradients, settings)
+    assert not outcome.projected
+    assert outcome.penalty in settings.penalties
+    assert outcome.rounds == 0
+    guard = [2]
+    ends = layer_errors(projected, samples, guard)
+    assert outcome.errors["at the end"] == ends
+    assert sum(ends) < sum(outcome.errors["as cut"]) < sum(outcome.errors["after gradient projection"])
+    assert torch.equal(projected[0].experts.gate_END, loops[0].experts.gate_END)
+    unguarded = replace(settings, guard=False, alignment="none")
+    moved, outcome = project_pool(carve(samples), loops, gradients, unguarded)
+    assert outcome.projected
+    assert not torch.equal(moved[0].experts.down_EDN, loops[0].experts.down_EDN)
+
+
+def test_routers_are_fitted_to_the_aligned_experts(loops, samples):
+    still, plain = project_pool(carve(samples), loops, None, ProjectConfig(guard_share=0.2, rounds=0))
+    moved, fitted = project_pool(carve(samples, "ridge"), loops, None, ProjectConfig(guard_share=0.2, rounds=2))
+    assert all(torch.equal(a.router.rows_ED, b.router.rows_ED) for a, b in zip(still, loops, strict=True))
+    assert fitted.rounds > 0
+    assert sum(fitted.errors["at the end"]) < sum(plain.errors["at the end"])
+    assert not torch.equal(moved[0].router.rows_ED, loops[0].router.rows_ED)
+
+
+def test_nothing_is_done_where_nothing_is_asked_for(loops, samples):
+    projected, outcome = project_pool(carve(samples), loops, None, ProjectConfig(alignment="none"))
+    assert projected is loops
+    assert outcome.errors["at the end"] == outcome.errors["as cut"]
+    assert (outcome.projected, outcome.penalty, outcome.rounds) == (False, None, 0)

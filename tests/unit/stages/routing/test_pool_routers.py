@@ -1,0 +1,89 @@
+"""Routers over experts of which most were cut from other layers."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from models.expert_loop import ExpertLoop
+from models.experts import LayerExperts
+from models.routing import LinearRouter
+from stages.routing import expert_outputs
+from stages.routing.descent import DescentSettings
+from stages.routing.expert_outputs import error_drops
+from stages.routing.fit import RouterSettings, fit_pool_router, refit_pool_router
+from stages.routing.measure import oracle_agreement, relative_output_error
+from stages.routing.task import watch_pool
+
+T, D, E, N, K, S = 29, 6, 4, 3, 1, 2
+SILU = torch.nn.functional.silu
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def loop():
+    sizes = ((E, N, D), (E, N, D), (E, D, N), (S, D), (S, D), (D, S))
+    experts = LayerExperts(*(draw(*size, seed=seed) for seed, size in enumerate(sizes)))
+    unrouted = LinearRouter.without_bias(torch.zeros(E, D))
+    return ExpertLoop(experts, torch.arange(E * N).view(E, N), torch.arange(S), unrouted, K, 20, SILU)
+
+
+@pytest.mark.parametrize("numbers", [2**26, 100])
+def test_what_an_expert_takes_off_the_error(loop, numbers, monkeypatch):
+    monkeypatch.setattr(expert_outputs, "NUMBERS", numbers)
+    x_TD, target_TD = draw(T, D, seed=7), draw(T, D, seed=8)
+    missing_TD = target_TD - loop.always_on_output(x_TD)
+    drops_TE = error_drops(loop, x_TD, target_TD)
+    for expert in range(E):
+        left_TD = missing_TD - loop.expert_outputs(x_TD)[:, expert]
+        wanted_T = 1 - left_TD.square().sum(1) / missing_TD.square().sum(1)
+        torch.testing.assert_close(drops_TE[:, expert], wanted_T.clamp_min(-1), rtol=1e-4, atol=1e-4)
+    assert (drops_TE == -1).any()
+
+
+def make_task(loop):
+    """Each token wants what one expert gives, which one a linear function says; expert 3 is loud and of no use."""
+    loud = loop.experts.down_EDN.clone()
+    loud[3] *= 10
+    loop = replace(loop, experts=replace(loop.experts, down_EDN=loud))
+    inputs = [draw(200, D, seed=seed) for seed in range(20, 36)]
+    true_DE = draw(D, 3, seed=5)
+    targets = []
+    for x_TD in inputs:
+        outputs_TED = loop.expert_outputs(x_TD)
+        best_T = (x_TD @ true_DE).argmax(1)
+        targets.append(outputs_TED[torch.arange(len(x_TD)), best_T] + loop.always_on_output(x_TD))
+    return watch_pool(loop, lambda batch, _: targets[batch], inputs, biased=True)
+
+
+def settings(method, steps=0):
+    return RouterSettings(method, 0.1, DescentSettings(steps, 0.02, 0.0, 3), tokens=3000)
+
+
+def test_contributions_name_the_expert_that_helps(loop):
+    task = make_task(loop)
+    assert task.best_experts(0).shape == (200, K)
+    assert all(float(drops_TE.max()) == pytest.approx(1, abs=1e-4) for drops_TE in task.contributions)
+
+
+@pytest.mark.parametrize("method", ["error", "ridge", "logistic", "centroid"])
+def test_fitted_routers_choose_what_helps_and_random_ones_do_not(loop, method):
+    task = make_task(loop)
+    chance = oracle_agreement(fit_pool_router(task, settings("random")), task)
+    assert oracle_agreement(fit_pool_router(task, settings(method, steps=40)), task) > max(0.5, chance + 0.2)
+
+
+def test_the_search_is_no_worse_than_any_of_its_starts(loop):
+    task = make_task(loop)
+    found, ridge = (
+        relative_output_error(fit_pool_router(task, settings(method)), task) for method in ("error", "ridge")
+    )
+    assert found <= ridge * 1.05
+    again = refit_pool_router(
+        replace(task, loop=replace(loop, router=fit_pool_router(task, settings("error")))), settings("error")
+    )
+    assert again is not None
+    assert refit_pool_router(task, settings("random")) is None
