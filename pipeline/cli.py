@@ -68,6 +68,8 @@ def start(words: Sequence[str]) -> None:
         errors: list[UserError] = [error for found in faults.values() for error in found]
         raise InvalidSettingsError(errors if flags else [*errors, *further_errors(words, faults)])
     if flags:
+        # Hydra wants all settings beside each other.
+        sys.argv[1:] = [*(word for word in words if word not in settings), *settings]
         run_hydra(carve)
     else:
         carve(*compose(words), words)

@@ -35,7 +35,7 @@ class Workers:
 
     @contextmanager
     def connected(self) -> Iterator[None]:
-        """Meet the other processes, on the CPU (sums travel once, at the end), and take leave of them.
+        """Meet the other processes, and take leave of them.
 
         Raises:
             UserError: they cannot be met.
@@ -46,7 +46,7 @@ class Workers:
         import torch.distributed as dist  # noqa: PLC0415 - settings are checked without torch
 
         try:
-            dist.init_process_group("gloo", rank=self.rank, world_size=self.world, timeout=_PATIENCE)
+            dist.init_process_group(_backend(), rank=self.rank, world_size=self.world, timeout=_PATIENCE)
         except (RuntimeError, ValueError) as error:
             places = (f"{name}={os.environ.get(name, 'unset')}" for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
             raise UserError(
@@ -94,6 +94,13 @@ class Workers:
 
         with _lost_workers():
             dist.reduce(tensor, 0, dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM)
+
+
+def _backend() -> str:
+    """Sums of a scan travel on the CPU, gradients of a training wherever they are."""
+    import torch  # noqa: PLC0415 - settings are checked without torch
+
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
 @contextmanager

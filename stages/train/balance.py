@@ -1,11 +1,21 @@
 """Even load: a loss that gradients follow, or a selection bias that moves against the load."""
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from models.capture.router_watch import Routing, selection_bias
+
+
+@dataclass(frozen=True)
+class Balance:
+    """How load is evened out."""
+
+    kind: str  # loss, selection_bias or none
+    bias_step: float  # of a selection bias, per step and unit of the logits' spread, in the bias's own units
 
 
 def count_load(routings: list[Routing], mask_T: Tensor) -> Int[Tensor, "L E"]:

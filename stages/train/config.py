@@ -36,7 +36,7 @@ class TrainConfig:
     # balancing loss; selection_bias moves each expert's bias by bias_rate a step against its load.
     balance: str = field(default="auto", metadata={"choices": ("auto", "loss", "selection_bias", "none")})
     balance_weight: float = field(default=0.01, metadata={"minimum": 0})
-    bias_rate: float = field(default=0.01, metadata={"minimum": 0})
+    bias_rate: float = field(default=0.02, metadata={"minimum": 0})
     # Weight of the squared log-partition of the router's logits.
     z_weight: float = field(default=1e-4, metadata={"minimum": 0})
     # Standard deviation of a token's router logits at the end; gates are constant while it is next to 0. It grows
@@ -50,8 +50,10 @@ class TrainConfig:
     precision: str = field(default="float32", metadata={"choices": ("float32", "bfloat16")})
     # Recompute activations in the backward pass: less memory, a third more time.
     gradient_checkpointing: bool = field(default=False, metadata={"fingerprint": False})
-    # Shard weights over the processes of torchrun: a value of transformers' own fsdp setting; empty keeps copies.
-    fsdp: str = field(default="", metadata={"fingerprint": False})
+    # Shard weights, gradients and optimizer over the processes of torchrun (FSDP), instead of a copy in each.
+    fsdp: bool = field(default=False, metadata={"fingerprint": False})
+    # JSON file of what transformers calls fsdp_config; null takes its defaults.
+    fsdp_config: str | None = field(default=None, metadata={"fingerprint": False})
     # Steps between two log lines, between two looks at the held-out text (0: at the ends of phases), and between two
     # checkpoints to go on from after a kill.
     log_steps: int = field(default=10, metadata={"minimum": 1, "fingerprint": False})

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from models.capture.router_watch import RouterWatch, Routing
 from stages.metrics.loss import supervised_tokens
-from stages.train.balance import add_up, balance_loss, count_load, entropy, z_loss
+from stages.train.balance import Balance, add_up, balance_loss, count_load, entropy, z_loss
 from stages.train.config import TrainConfig
 from stages.train.losses import hidden_distance, next_token_loss, prediction_distance, predicts
 from stages.train.teacher import Teacher
@@ -62,7 +62,7 @@ class Objective:
     """The loss of a micro-batch."""
 
     def __init__(
-        self, settings: TrainConfig, watch: RouterWatch, teacher: Teacher | None, *, balance: str, pooled: bool
+        self, settings: TrainConfig, watch: RouterWatch, teacher: Teacher | None, *, balance: Balance, pooled: bool
     ) -> None:
         """Compose it.
 
@@ -70,7 +70,7 @@ class Objective:
             settings: of the training.
             watch: of the routers of the model that will be passed to `loss`.
             teacher: None where nothing is distilled.
-            balance: loss, selection_bias or none.
+            balance: how load is evened out.
             pooled: all layers share the experts.
         """
         self.settings, self.watch, self.teacher = settings, watch, teacher
@@ -137,7 +137,7 @@ class Objective:
     ) -> dict[str, tuple[float, Tensor]]:
         """Means over tokens, with the weight of each."""
         settings, means = self.settings, {}
-        if self.balance == "loss" and settings.balance_weight:
+        if self.balance.kind == "loss" and settings.balance_weight:
             everywhere_LE = add_up(load_LE.clone())
             even = balance_loss(routings, everywhere_LE, mask_T, pooled=self.pooled)
             means["balance"] = (settings.balance_weight, even)

@@ -14,13 +14,16 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def summarise(lines: Lines, phases: Sequence[Phase]) -> Table:
-    """A row for the start and one for the end of every phase."""
+def summarise(lines: Lines, phases: Sequence[Phase], text_tokens: int) -> Table:
+    """A row for the start and one for the end of every phase, of a training on a text of so many tokens."""
     dense = float(lines[0]["dense_heldout_loss"])
     parts = [("start", 0), *((phase.name, phase.steps) for phase in phases)]
     rows = [_row(name, steps, [line for line in lines if line["phase"] == name], dense) for name, steps in parts]
     gaps = [float(line["heldout_loss"]) - dense for line in lines if "heldout_loss" in line]
-    notes = [f"dense model: held-out loss {dense:.4f}"]
+    seen = max(int(line.get("tokens", 0)) for line in lines)
+    notes = [
+        f"dense model: held-out loss {dense:.4f}; {text_tokens:,} tokens of text, read {seen / text_tokens:.1f} times"
+    ]
     if gaps[0] > 0:
         notes.append(f"training closed {1 - gaps[-1] / gaps[0]:.0%} of the gap")
     return Table("continued pretraining", _COLUMNS, rows, notes)

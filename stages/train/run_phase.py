@@ -11,7 +11,9 @@ from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Tra
 
 from models.capture.router_watch import RouterWatch
 from models.memory import explained_memory
+from stages.calibration.recomputation import enable_gradient_checkpointing
 from stages.contracts.workers import Workers
+from stages.train.balance import Balance
 from stages.train.callbacks import AfterStep, Log, MarkSaved
 from stages.train.config import TrainConfig
 from stages.train.objective import Objective
@@ -33,7 +35,7 @@ class Course:
     text: TrainingText
     schedule: SpreadSchedule
     total: int  # steps
-    balance: str  # loss, selection_bias or none
+    balance: Balance
     pooled: bool
     teacher: Teacher | None
     heldout: Callable[[PreTrainedModel], float]
@@ -58,7 +60,7 @@ def run_phase(
     watch = RouterWatch(model)
     if course.settings.gradient_checkpointing:
         # Reentrant, it would hide the routers from their own losses.
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        enable_gradient_checkpointing(model)
     objective = Objective(course.settings, watch, course.teacher, balance=course.balance, pooled=course.pooled)
     after, saved = AfterStep(), MarkSaved()
     log = Log(
@@ -113,6 +115,7 @@ def training_arguments(course: Course, phase: Phase, folder: Path) -> TrainingAr
         ddp_backend="gloo" if course.device.type == "cpu" and course.workers.world > 1 else None,
         ddp_find_unused_parameters=False,
         fsdp=settings.fsdp,
+        fsdp_config=settings.fsdp_config,
         logging_steps=settings.log_steps,
         logging_nan_inf_filter=False,
         save_steps=whole_logs(settings.save_steps, settings),

@@ -3,14 +3,18 @@
 from dataclasses import replace
 from pathlib import Path
 
+from transformers import PreTrainedModel
+
 from models.config import ModelConfig
-from models.families.moe import MOE_TARGETS
+from models.families.fold import gate_fold
+from models.families.moe import MOE_TARGETS, MoETarget
 from models.loading import load_dense, load_tokenizer, resolve_device
 from models.shape import Shape
 from models.source import read_config, resolve_folder
 from stages.contracts.job import Job, Table
 from stages.contracts.routers import Routers
 from stages.data.config import DataConfig
+from stages.train.balance import Balance
 from stages.train.checkpoint import load_trainable
 from stages.train.config import TrainConfig
 from stages.train.heldout import heldout_loss
@@ -31,19 +35,18 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, train: TrainConfig, s
     A killed run goes on from its last checkpoint; every process of torchrun takes part.
     """
     model = replace(model, device=job.workers.pick_device(model.device), quantization="none")
-    source, start = resolve_folder(model), job.parents["project"] / "checkpoint"
+    source, checkpoint = resolve_folder(model), job.parents["project"] / "checkpoint"
     routers = Routers.load(job.parents["project"])
     text = read_text(data, train, load_tokenizer(source))
     phases = make_phases(train, train.batch * text.mean_length)
-    total = total_steps(phases)
     dense = load_dense(model, source)
     course = Course(
         settings=train,
         text=text,
-        schedule=make_schedule(routers.spread, train.spread, round(train.spread_share * total)),
-        total=total,
-        balance=kind_of_balance(train.balance, biased=MOE_TARGETS[routers.target].selection_bias is not None),
-        pooled=read_config(start).get("topology") == "global_pool",
+        schedule=make_schedule(routers.spread, train.spread, round(train.spread_share * total_steps(phases))),
+        total=total_steps(phases),
+        balance=balance_of(train, MOE_TARGETS[routers.target], shape),
+        pooled=read_config(checkpoint).get("topology") == "global_pool",
         teacher=Teacher(dense, train.hidden > 0) if train.logits or train.hidden else None,
         heldout=lambda trained: heldout_loss(trained, text.heldout, job.workers, train.precision),
         seed=seed,
@@ -53,30 +56,43 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, train: TrainConfig, s
     done = steps_done(job, phases)
     record = Record.open(job.scratch, done=done, tensorboard=train.tensorboard) if job.workers.leads else None
     if not done:
-        losses = {"dense_heldout_loss": course.heldout(dense)}
-        losses["heldout_loss"] = course.heldout(load_trainable(start).to(course.device))
-        if record is not None:
-            record.write(0, "start", losses)
+        measure_start(course, record, dense, checkpoint)
     del dense
-    for phase in phases:
-        folder = phase_folder(job.scratch, phase)
-        if not is_whole(folder / "final"):
-            run_phase(
-                load_trainable(start), phase, course, folder, record, tokens_at(job.scratch, max(done, phase.first))
-            )
-        start = folder / "final"
+    trained = run_phases(job.scratch, phases, course, record, checkpoint, done)
     if record is not None:
         record.close()
-        keep_result(job, start, routers, shape, course.schedule.at(total))
+        keep_result(job, trained, routers, shape, course.schedule.at(course.total))
     job.workers.follow(None)  # nobody leaves before the result is kept
-    return summarise(read_record(job.scratch), phases)
+    return summarise(read_record(job.scratch), phases, text.tokens) if job.workers.leads else Table("", (), ())
 
 
-def kind_of_balance(asked: str, *, biased: bool) -> str:
+def measure_start(course: Course, record: Record | None, dense: PreTrainedModel, checkpoint: Path) -> None:
+    """The first line of the record: what is to be reached, and where it begins."""
+    losses = {"dense_heldout_loss": course.heldout(dense)}
+    losses["heldout_loss"] = course.heldout(load_trainable(checkpoint).to(course.device))
+    if record is not None:
+        record.write(0, "start", losses)
+
+
+def run_phases(
+    scratch: Path, phases: list[Phase], course: Course, record: Record | None, start: Path, done: int
+) -> Path:
+    """Every phase from the checkpoint that the one before it left; gives that of the last."""
+    for phase in phases:
+        folder = phase_folder(scratch, phase)
+        if not is_whole(folder / "final"):
+            seen = tokens_at(scratch, max(done, phase.first))
+            run_phase(load_trainable(start), phase, course, folder, record, seen)
+        start = folder / "final"
+    return start
+
+
+def balance_of(train: TrainConfig, target: MoETarget, shape: Shape) -> Balance:
     """What `auto` stands for: the selection bias where the architecture has one."""
+    asked = train.balance
     if asked == "auto":
-        return "selection_bias" if biased else "loss"
-    return asked
+        asked = "loss" if target.selection_bias is None else "selection_bias"
+    return Balance(asked, train.bias_rate * gate_fold(target, shape).selection_bias_scale)
 
 
 def steps_done(job: Job, phases: list[Phase]) -> int:

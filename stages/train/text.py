@@ -19,9 +19,14 @@ class TrainingText:
     pad_id: int
 
     @property
+    def tokens(self) -> int:
+        """There are to learn from."""
+        return sum(len(sequence.ids) for sequence in self.sequences)
+
+    @property
     def mean_length(self) -> float:
         """Tokens of a sequence."""
-        return sum(len(sequence.ids) for sequence in self.sequences) / len(self.sequences)
+        return self.tokens / len(self.sequences)
 
 
 def read_text(data: DataConfig, train: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> TrainingText:

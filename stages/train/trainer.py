@@ -113,9 +113,9 @@ class MoETrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
         """Even out the load, and let the routers' logits grow; what is saved afterwards has both."""
         step = self.phase.first + self.state.global_step
         load_LE = self.objective.take_load()
-        if self.objective.balance == "selection_bias":
-            # A sigmoid is four times flatter than its argument.
-            distance = self.settings.bias_rate * self.schedule.at(step - 1) / 4
+        balance = self.objective.balance
+        if balance.kind == "selection_bias":
+            distance = balance.bias_step * self.schedule.at(step - 1)
             move_biases(self.routers, load_LE, distance, pooled=self.objective.pooled)
         stretch(self.routers, self.schedule.factor(step))
 

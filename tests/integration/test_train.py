@@ -146,13 +146,14 @@ def test_killed_and_taken_up_again_it_takes_the_same_way(projected, trained, tmp
         assert file.read_bytes() == (again / "checkpoint" / file.name).read_bytes()
 
 
-def test_two_processes_train_like_one(projected, trained, tmp_path):
+@pytest.mark.parametrize("how", ["copies", "shards"])
+def test_two_processes_train_like_one(how, projected, trained, tmp_path):
     (outputs,) = [word.partition("=")[2] for word in projected if word.startswith("output_dir=")]
     subprocess.run(["cp", "-r", outputs, tmp_path / "outputs"], check=True)
     for folder in (tmp_path / "outputs/artifacts/pico/train").glob("[!.]*"):
         subprocess.run(["rm", "-r", folder], check=True)
     words = [word for word in projected if not word.startswith("output_dir=")]
-    words = [*words, *QUICK, f"output_dir={tmp_path / 'outputs'}", "stage=train"]
+    words = [*words, *QUICK, f"output_dir={tmp_path / 'outputs'}", "stage=train", f"train.fsdp={how == 'shards'}"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "pipeline"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run([*command, *words], capture_output=True, text=True, check=False, cwd=REPOSITORY,

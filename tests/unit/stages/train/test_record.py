@@ -41,13 +41,16 @@ LINES = [
 
 def test_table_has_a_row_for_the_start_and_every_phase():
     phases = [Phase("router", 0, 5, frozenset()), Phase("experts", 5, 4, frozenset())]
-    table = summarise(LINES, phases)
+    table = summarise(LINES, phases, 600)
     assert [list(row) for row in table.rows] == [
         ["start", 0, 0, "2.4000", "+0.4000", "+49.2%", "-", "-", "-", "-"],
         ["router", 5, 500, "2.3000", "+0.3000", "+35.0%", "1.25", 3, "1.500", "100"],
         ["experts", 4, 900, "2.1000", "+0.1000", "+10.5%", "1.50", 0, "1.000", "200"],
     ]
-    assert table.notes == ["dense model: held-out loss 2.0000", "training closed 75% of the gap"]
+    assert table.notes == [
+        "dense model: held-out loss 2.0000; 600 tokens of text, read 1.5 times",
+        "training closed 75% of the gap",
+    ]
 
 
 def test_card_says_what_training_did():
