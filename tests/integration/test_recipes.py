@@ -38,7 +38,7 @@ def cook(title, checkpoint, output):
     torch.manual_seed(0)
     texts = [f"{number} finches met {number % 5} wrens near the house." for number in range(8)]
     given = {"checkpoint": checkpoint, "texts": texts, "output": str(output)}
-    exec(compile(recipe(title), title, "exec"), given)  # noqa: S102 - our own words
+    exec(compile(recipe(title), title, "exec"), given)
     return given
 
 

@@ -160,3 +160,29 @@ def test_one_worker_has_all_devices(texts, monkeypatch, environment):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert texts("model.device_map=auto") == []
+
+
+def test_a_training_must_add_up(texts):
+    words = ("train.router_share=0.5", "train.language_model=0", "train.batch=9", "train.micro_batch=4")
+    assert texts("stage=train", *words) == [
+        "the phases' shares add up to 1.4, not 1\n"
+        "  where: settings train.router_share, train.experts_share and train.all_share\n"
+        "  do:    train.experts_share=0.5",
+        "nothing is minimised: the weights of all three losses are 0\n"
+        "  where: settings train.language_model, train.logits and train.hidden\n"
+        "  do:    train.language_model=1",
+        "train.batch=9 is no multiple of train.micro_batch=4\n"
+        "  where: settings train.batch and train.micro_batch\n"
+        "  do:    train.batch=8",
+    ]
+    assert texts("stage=project", *words) == []
+    assert len(texts("stage=evaluate", "evaluate.checkpoint=train", *words)) == 3
+
+
+@pytest.mark.usefixtures("torchrun")
+def test_processes_share_a_batch(texts):
+    assert texts("stage=train", "train.batch=16", "train.micro_batch=2") == [
+        "train.batch=16 is no multiple of train.micro_batch=2 x 3 processes\n"
+        "  where: settings train.batch and train.micro_batch\n"
+        "  do:    train.batch=18"
+    ]
