@@ -11,6 +11,7 @@ from pipeline.report.quality import quality_section, width_section
 from pipeline.report.run_record import RunRecord
 from pipeline.report.sections import paragraph
 from pipeline.report.settings import cost_section, making_section, shape_words
+from pipeline.report.training import training_section
 from pipeline.report.verdict import key_figures, verdict
 from stages.plots.markup import Markup, element, join
 
@@ -93,6 +94,7 @@ def draw_main(source: Source, evaluation: Evaluation) -> Markup:
         "main",
         quality_section(evaluation),
         width_section(evaluation, find_comparable(evaluation)),
+        training_section(evaluation),
         layer_section(evaluation),
         unit_section(evaluation),
         cost_section(costs_of(evaluation.chain, source.run, source.output_dir)),

@@ -11,11 +11,18 @@ from safetensors.numpy import save_file
 from pipeline.artifact import Manifest
 from pipeline.layout import artifact_folder
 from pipeline.report.run_record import RunRecord
-from pipeline.stages_table import STAGES
+from pipeline.stages_table import PROJECTED, STAGES, TRAINED, reading
 from stages.contracts.job import Table
 
 LAYERS, WIDTH = 3, 40
 GAPS = {"dense": 0.0, "carved": 0.05, "static_mask": 0.2, "static_mask_aligned": 0.1, "oracle_aligned": 0.04}
+TRAINING = [
+    {"step": 0, "phase": "start", "dense_heldout_loss": 2.0, "heldout_loss": 2.25},
+    {"step": 5, "phase": "router", "tokens": 500, "load_max_over_mean": 3.5, "load_max_over_mean_average": 2.5},
+    {"step": 5, "phase": "router", "heldout_loss": 2.125},
+    {"step": 9, "phase": "experts", "tokens": 900, "load_max_over_mean": 1.5, "load_max_over_mean_average": 1.25},
+    {"step": 9, "phase": "experts", "heldout_loss": 1.9375},
+]
 PIXEL = b"\x89PNG\r\n\x1a\n not much of a picture"
 
 
@@ -25,7 +32,19 @@ class Outputs:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def carve(self, *, label="pico", seed=0, top_k=2, always_on=4, gaps=GAPS, identity="a", load=True, **settings):
+    def carve(
+        self,
+        *,
+        label="pico",
+        seed=0,
+        top_k=2,
+        always_on=4,
+        gaps=GAPS,
+        identity="a",
+        load=True,
+        trained=False,
+        **settings,
+    ):
         """Publish every stage of one carve; returns the folder of its evaluation."""
         shape = {"experts": 5, "n": 8, "top_k": top_k, "always_on": always_on} | settings.pop("shape", {})
         nodes = {
@@ -36,14 +55,14 @@ class Outputs:
             "shape": shape,
             "seed": seed,
         }
-        fingerprints, folder = {}, Path()
+        fingerprints, folder, evaluated = {}, Path(), TRAINED if trained else PROJECTED
         for name, stage in STAGES.items():
             recipe = {
                 "stage": name,
                 "version": 1,
                 "settings": {node: nodes[node] for node in stage.nodes if node in nodes},
                 "identity": {"model": {"config": identity}, "data": {"files": ["1234"]}},
-                "parents": {parent: fingerprints[parent] for parent in stage.parents},
+                "parents": {parent: fingerprints[parent] for parent in reading(stage, evaluated).parents},
             }
             fingerprints[name] = sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
             folder = artifact_folder(self.folder, label, name, fingerprints[name])
@@ -61,6 +80,9 @@ class Outputs:
         if name == "cluster":
             (folder / "unit_map_layer_002.png").write_bytes(PIXEL)
             return ["unit_map_layer_002.png"]
+        if name == "train":
+            (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in TRAINING))
+            return ["metrics.jsonl"]
         if name != "evaluate":
             return []
         layer = {"error": 0.01, "agreement": 0.7, "imbalance": 1.5, "unused_experts": 1}

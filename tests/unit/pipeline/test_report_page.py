@@ -222,3 +222,21 @@ def test_settings_that_cannot_be_read_are_said(outputs, capsys):
     (run / "config.yaml").write_text("a: [")
     assert main([str(run)]) == 1
     assert capsys.readouterr().err.startswith("cannot read the settings of the run: ")
+
+
+def test_a_trained_checkpoint_shows_how_it_was_trained(tmp_path):
+    outputs = Outputs(tmp_path)
+    trained, plain = (draw_page(find_source(outputs.run(outputs.carve(trained=trained), name=str(trained))))
+                      for trained in (True, False))  # fmt: skip
+    nesting = read(trained)
+    assert "training" in nesting.ids
+    assert {"500 tokens: 0.1250", "900 tokens: -0.0625", "500 tokens: 3.5000"} <= set(nesting.words)
+    assert "training" not in read(plain).ids
+
+
+def test_a_record_that_cannot_be_read_leaves_the_section_out(tmp_path):
+    outputs = Outputs(tmp_path)
+    source = find_source(outputs.run(outputs.carve(trained=True)))
+    (path,) = tmp_path.rglob("metrics.jsonl")
+    path.write_text("no record\n")
+    assert "training" not in read(draw_page(source)).ids

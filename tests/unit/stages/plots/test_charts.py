@@ -11,6 +11,7 @@ from stages.plots.chart import FULL, HALF, MIDDLE, NARROW, draw_for, fitted, roo
 from stages.plots.curves import Axes, Curve, Point, draw_curves
 from stages.plots.load_map import draw_load_map, load_class
 from stages.plots.markers import MARKERS, draw_marker
+from stages.plots.over_tokens import Course, draw_over_tokens
 from stages.plots.ridges import Ridge, draw_ridges
 
 AXES = Axes("gap against width", "active", "gap", 1.0, "dense")
@@ -157,3 +158,29 @@ def test_numbers_are_thinned_to_the_room_there_is():
 
 def test_a_chart_is_drawn_for_every_width():
     assert draw_for((NARROW, FULL), lambda width: draw_marker("circle", "moe", width, 0)).count("<circle") == 2
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(("last", "ticks"), [(900.0, "0 200"), (250_000.0, "0 50k"), (2_000_000.0, "0 0.5M")])
+def test_values_over_tokens(width, last, ticks):
+    courses = [
+        Course("ours", "moe", [(0.0, 0.25), (last / 2, 0.125), (last, -0.0625)]),
+        Course("theirs", "mask", [(0.0, 0.5), (last, 0.5)]),
+        Course("nothing yet", "oracle", []),
+    ]
+    tree = read(draw_over_tokens("gap", "nats", courses, width), width)
+    words = [piece.text for piece in tree.iter("text")]
+    assert {"ours", "theirs", "tokens seen", "nats", "0"} <= set(words)
+    assert "nothing yet" not in words
+    hints = [piece.text for piece in tree.iter("title")]
+    assert f"{last:,.0f} tokens: -0.0625" in hints
+    if width == FULL:
+        return
+    if width == HALF:
+        assert set(ticks.split()) <= set(words)
+
+
+def test_one_course_needs_no_legend():
+    one = [Course("ours", "moe", [(0.0, 0.5), (100.0, 0.25)])]
+    words = [piece.text for piece in read(draw_over_tokens("gap", "nats", one, HALF), HALF).iter("text")]
+    assert "ours" not in words
