@@ -30,6 +30,6 @@ def explained_memory(where: str, remedy: str) -> Iterator[None]:
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise UserError(f"out of memory: {str(error).splitlines()[0][:160]}", where=where, do=remedy) from error
     except RuntimeError as error:
-        if "not enough memory" not in str(error):  # how the CPU allocator says it
+        if "DefaultCPUAllocator" not in str(error):
             raise
         raise UserError(f"out of memory: {str(error).splitlines()[0][:160]}", where=where, do=remedy) from error

@@ -1,0 +1,31 @@
+import pytest
+import torch
+
+from models.errors import UserError
+from models.memory import explained_memory
+
+WORDS = "out of memory: {}\n  where: stage=train\n  do:    lower it"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore"),
+        MemoryError("too much"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes."),
+    ],
+)
+def test_too_little_memory_says_what_to_lower(error):
+    with pytest.raises(UserError) as caught, explained_memory("stage=train", "lower it"):
+        raise error
+    assert str(caught.value) == WORDS.format(str(error).splitlines()[0])
+
+
+def test_a_real_allocation_that_cannot_be_met():
+    with pytest.raises(UserError, match="out of memory"), explained_memory("here", "lower it"):
+        torch.empty(1 << 60, dtype=torch.uint8)
+
+
+def test_other_errors_pass():
+    with pytest.raises(RuntimeError, match="shapes"), explained_memory("here", "lower it"):
+        raise RuntimeError("shapes do not match")
