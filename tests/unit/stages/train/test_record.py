@@ -1,3 +1,5 @@
+import pytest
+
 from stages.train.phases import Phase
 from stages.train.record import Record, read_record, tokens_at
 from stages.train.report import describe, summarise
@@ -55,3 +57,18 @@ def test_table_has_a_row_for_the_start_and_every_phase():
 
 def test_card_says_what_training_did():
     assert describe(LINES) == "900 tokens; held-out loss over the dense model's +0.4000 before, +0.1000 after"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of TensorBoard's own
+def test_tensorboard_reads_the_figures_and_forgets_what_a_kill_undid(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    record = Record.open(tmp_path, done=0, tensorboard=True)
+    for step in (2, 4, 6):
+        record.write(step, "router", {"loss": step / 2})
+    record.close()
+    record = Record.open(tmp_path, done=4, tensorboard=True)
+    record.write(6, "router", {"loss": 7.0})
+    record.close()
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(2, 1.0), (4, 2.0), (6, 7.0)]
