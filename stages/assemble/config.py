@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-VERSION = 2
+VERSION = 3
 
 ROUTERS = ("error", "logistic", "log_ridge", "ridge", "centroid", "representative", "gate_rows", "random")
 TRAINED_ROUTERS = ("error", "logistic")
