@@ -17,8 +17,12 @@ from stages.train.teacher import Teacher
 
 @dataclass
 class Tally:
-    """Sums since the last log line of this process; on the device, so that nothing waits for them."""
+    """Sums since the last log line of this process; on the device, so that nothing waits for them.
 
+    Where experts are `pooled`, their load is that of all layers together.
+    """
+
+    pooled: bool = False
     sums: dict[str, Tensor] = field(default_factory=dict)
     load_LE: Tensor | None = None
 
@@ -37,7 +41,7 @@ class Tally:
         totals = dict(zip(names, add_up(torch.stack([self.sums[name] for name in names])).tolist(), strict=True))
         load_LE = add_up(self.load_LE.clone()).double()
         self.sums, self.load_LE = {}, None
-        return figures(totals, load_LE)
+        return figures(totals, load_LE.sum(0, keepdim=True) if self.pooled else load_LE)
 
 
 def figures(totals: Mapping[str, float], load_LE: Tensor) -> dict[str, float]:
@@ -75,7 +79,7 @@ class Objective:
         """
         self.settings, self.watch, self.teacher = settings, watch, teacher
         self.balance, self.pooled = balance, pooled
-        self.tally = Tally()
+        self.tally = Tally(pooled)
         self.load_LE: Tensor | None = None  # since the last optimizer step, of this process
 
     def loss(self, model: nn.Module, inputs: Mapping[str, Tensor], items: Tensor, parts: int, world: int) -> Tensor:
