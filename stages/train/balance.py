@@ -65,10 +65,12 @@ def entropy(routings: list[Routing], mask_T: Tensor) -> Float[Tensor, ""]:
 
 
 def add_up(tensor: Tensor) -> Tensor:
-    """The sum over all processes, in place; of one process alone what it was."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(tensor)
-    return tensor
+    """The sum over all processes; `tensor` stays this process's own."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return tensor
+    total = tensor.clone()
+    dist.all_reduce(total)
+    return total
 
 
 @torch.no_grad()

@@ -39,7 +39,7 @@ class Tally:
             return {}
         names = sorted(self.sums)
         totals = dict(zip(names, add_up(torch.stack([self.sums[name] for name in names])).tolist(), strict=True))
-        load_LE = add_up(self.load_LE.clone()).double()
+        load_LE = add_up(self.load_LE).double()
         self.sums, self.load_LE = {}, None
         return figures(totals, load_LE.sum(0, keepdim=True) if self.pooled else load_LE)
 
@@ -142,8 +142,7 @@ class Objective:
         """Means over tokens, with the weight of each."""
         settings, means = self.settings, {}
         if self.balance.kind == "loss" and settings.balance_weight:
-            everywhere_LE = add_up(load_LE.clone())
-            even = balance_loss(routings, everywhere_LE, mask_T, pooled=self.pooled)
+            even = balance_loss(routings, add_up(load_LE), mask_T, pooled=self.pooled)
             means["balance"] = (settings.balance_weight, even)
         if settings.z_weight:
             means["router_z"] = (settings.z_weight, z_loss(routings, mask_T))

@@ -23,7 +23,16 @@ def checkpoint(tmp_path_factory):
     words = [
         *("model=local", f"model.path={folder / 'pico'}", "model.label=pico", "data=text", "cluster.map=none"),
         *(f"data.path={folder / 'text.txt'}", "data.tokens=500", "data.max_length=50", f"output_dir={folder}"),
-        *("experts=4", "n=8", "top_k=2", "always_on=8", "assemble.mode=train", "stage=assemble"),
+        *(
+            "experts=4",
+            "n=8",
+            "top_k=2",
+            "always_on=8",
+            "assemble.mode=train",
+            "stage=assemble",
+            "cluster=rank",
+            "assemble=ridge",
+        ),
     ]
     assert run_command(words) == 0
     return str((folder / "latest/checkpoint").resolve())
@@ -68,7 +77,8 @@ def test_trainer_and_how_it_goes_on(checkpoint, tmp_path):
     assert all(torch.equal(whole[name], again[name]) for name in whole)
 
 
-@pytest.mark.filterwarnings("default")  # of TRL's own
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")  # of TRL's own
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator is found:UserWarning")
 def test_trl(checkpoint, tmp_path):
     pytest.importorskip("trl")
     cook("TRL", checkpoint, tmp_path)

@@ -38,6 +38,7 @@ def projected(tmp_path_factory):
         *("model=local", f"model.path={folder / 'pico'}", "model.label=pico", "data=text"),
         *(f"data.path={folder / 'text.txt'}", f"data.heldout_path={folder / 'heldout.txt'}", "data.tokens=900"),
         *("data.heldout_tokens=200", "data.max_length=50", "cluster.map=none", "experts=4", "n=8", "top_k=2"),
+        *("cluster=rank", "assemble=ridge"),
         *("always_on=6", f"output_dir={folder / 'outputs'}", "evaluate.speed_tokens=0", "evaluate.baselines=[]"),
     ]
     assert run_command([*words, "stage=project"]) == 0
@@ -146,27 +147,30 @@ def test_killed_and_taken_up_again_it_takes_the_same_way(projected, trained, tmp
         assert file.read_bytes() == (again / "checkpoint" / file.name).read_bytes()
 
 
-@pytest.mark.parametrize("how", ["copies", "shards"])
-def test_two_processes_train_like_one(how, projected, trained, tmp_path):
+@pytest.mark.parametrize("how", ["copies", pytest.param("shards", marks=pytest.mark.slow)])
+def test_two_processes_train_like_one(how, projected, tmp_path):
     (outputs,) = [word.partition("=")[2] for word in projected if word.startswith("output_dir=")]
+    # A bias turns around where sums in another order flip a single choice.
+    words = [*projected, *QUICK, "stage=train", "train.balance=loss"]
+    # At once, too, is what both see of a step.
+    assert run_command([*(word for word in words if "micro_batch" not in word), "train.micro_batch=4"]) == 0
+    alone = lines_of(published(words))
     subprocess.run(["cp", "-r", outputs, tmp_path / "outputs"], check=True)
     for folder in (tmp_path / "outputs/artifacts/pico/train").glob("[!.]*"):
         subprocess.run(["rm", "-r", folder], check=True)
-    words = [word for word in projected if not word.startswith("output_dir=")]
-    words = [*words, *QUICK, f"output_dir={tmp_path / 'outputs'}", "stage=train", f"train.fsdp={how == 'shards'}"]
+    words = [word for word in words if not word.startswith("output_dir=")]
+    words = [*words, f"output_dir={tmp_path / 'outputs'}", f"train.fsdp={how == 'shards'}"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "pipeline"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run([*command, *words], capture_output=True, text=True, check=False, cwd=REPOSITORY,
                           env=environment)  # fmt: skip
     assert done.returncode == 0, done.stderr
-    mine, theirs = lines_of(published(words)), lines_of(trained)
-    assert len(mine) == len(theirs)
-    for one, other in zip(mine, theirs, strict=True):
+    together = lines_of(published(words))
+    assert [line["phase"] for line in together] == [line["phase"] for line in alone]
+    for one, other in zip(together, alone, strict=True):
         assert one.keys() == other.keys()
-        assert one.pop("phase") == other.pop("phase")
-        # Sums in another order flip a choice now and then, and a flip may turn a bias around.
-        for name, value in one.items():
-            assert value == pytest.approx(other[name], rel=5e-2 if "load" in name else 2e-3), (one["step"], name)
+        for name in one.keys() - {"phase"}:
+            assert one[name] == pytest.approx(other[name], rel=1e-2 if "load" in name else 2e-3), (one["step"], name)
 
 
 def test_what_is_not_finite_is_named_and_stops_before_harm(projected, capsys):
