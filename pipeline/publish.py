@@ -1,6 +1,5 @@
 """From a private workshop to a published folder, in one rename."""
 
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -8,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from models.checkpoint.durable import sync, sync_tree
 from pipeline.artifact import Manifest, describe_files
 from pipeline.lock import LockedError, hold_lock
 from stages.contracts.job import Table
@@ -110,19 +110,3 @@ def publish(workshop: Workshop, *, fingerprint: str, recipe: Mapping[str, Any], 
     sync(workshop.final.parent)
     remove(workshop.root)
     return manifest
-
-
-def sync_tree(folder: Path) -> None:
-    """Flush every file and folder to the disk, inner ones first."""
-    for path in sorted(folder.rglob("*"), reverse=True):
-        sync(path)
-    sync(folder)
-
-
-def sync(path: Path) -> None:
-    """Flush one file or folder to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,7 +1,6 @@
 """A checkpoint written tensor by tensor, in shards."""
 
 import json
-import os
 from pathlib import Path
 from types import TracebackType
 
@@ -10,6 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from models.checkpoint.dtypes import TORCH_DTYPES
+from models.checkpoint.durable import sync
 from models.checkpoint.folder import INDEX, SINGLE
 from models.checkpoint.header import read_header
 from models.errors import CheckpointError
@@ -75,7 +75,7 @@ class ShardWriter:
             _verify(final, specs)
         if len(finals) > 1:
             self._write_index(finals)
-        _fsync(self._folder)
+        sync(self._folder)
 
     def _flush(self) -> None:
         if not self._pending:
@@ -89,7 +89,7 @@ class ShardWriter:
             raise CheckpointError(
                 f"cannot write a shard: {error}", where=str(path), do="free disk space or choose another output_dir"
             ) from error
-        _fsync(path)
+        sync(path)
         self._pending, self._pending_bytes, self._pointers = {}, 0, set()
 
     def _final_name(self, number: int) -> Path:
@@ -104,7 +104,7 @@ class ShardWriter:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         path = self._folder / INDEX
         path.write_text(json.dumps(index, indent=2), encoding="utf-8")
-        _fsync(path)
+        sync(path)
 
 
 _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
@@ -119,11 +119,3 @@ def _verify(path: Path, specs: dict[str, _Spec]) -> None:
     if found != specs:
         wrong = sorted(name for name in found.keys() | specs.keys() if found.get(name) != specs.get(name))
         raise CheckpointError(f"what was written is not what was given: {', '.join(wrong[:3])}", where=str(path))
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -7,8 +7,8 @@ from tqdm import tqdm
 
 from models.config import ModelConfig
 from models.experts import LayerExperts
-from models.families.emit import checkpoint_dtype, emit_checkpoint
-from models.families.moe import MOE_TARGETS, MoETarget, select_target
+from models.families.emit import checkpoint_dtype
+from models.families.moe import select_target
 from models.loading import load_tokenizer, resolve_device
 from models.memory import release_freed_memory
 from models.shape import Shape
@@ -21,6 +21,7 @@ from stages.assemble.replicas import divide_by_multiplicity
 from stages.assemble.report import RouterReport, summarise
 from stages.calibration.batches import calibration_batches
 from stages.calibration.card import write_carve_card
+from stages.calibration.emission import emit_carve
 from stages.calibration.layer_seed import layer_seed
 from stages.calibration.token_stream import TokenStream
 from stages.contracts.experts import load_layer
@@ -105,16 +106,5 @@ def emit(job: Job, folder: Path, shape: Shape, partition: Partition | PoolPartit
         return divide_by_multiplicity(slices, partition.units_of(layer), multiplicity_LF[layer])
 
     checkpoint = job.out / "checkpoint"
-    target: MoETarget = MOE_TARGETS[routers.target]
-    emit_checkpoint(
-        folder,
-        checkpoint,
-        target=target,
-        shape=shape,
-        routers=lambda layer: routers.rows[layer],
-        selection_bias=(lambda layer: routers.bias[layer]) if routers.biased else None,
-        experts=experts,
-        dtype=routers.dtype_asked,
-        pad_to=routers.pad_to,
-    )
+    emit_carve(folder, checkpoint, shape, routers, experts)
     return checkpoint

@@ -9,7 +9,6 @@ import torch
 from models.config import ModelConfig
 from models.expert_loop import ExpertLoop
 from models.experts import LayerExperts
-from models.families.emit import emit_checkpoint
 from models.families.fold import gate_kind
 from models.families.moe import MOE_TARGETS
 from models.gating import GateKind
@@ -17,6 +16,7 @@ from models.loading import resolve_device
 from models.shape import Shape
 from models.stream import LayerStream
 from stages.calibration.card import write_carve_card
+from stages.calibration.emission import emit_carve
 from stages.calibration.layer_samples import sample_layers
 from stages.calibration.layer_seed import layer_seed
 from stages.calibration.pool import cut_pool, join_pool
@@ -81,17 +81,7 @@ def run_pool(
     routers.save(job.out)
     checkpoint = job.out / "checkpoint"
     given, dtype = split_pool(projected, partition), getattr(torch, routers.dtype)
-    emit_checkpoint(
-        folder,
-        checkpoint,
-        target=MOE_TARGETS[routers.target],
-        shape=shape,
-        routers=lambda layer: routers.rows[layer],
-        selection_bias=(lambda layer: routers.bias[layer]) if routers.biased else None,
-        experts=lambda layer: in_dtype(given[layer], dtype),
-        dtype=routers.dtype_asked,
-        pad_to=routers.pad_to,
-    )
+    emit_carve(folder, checkpoint, shape, routers, lambda layer: in_dtype(given[layer], dtype))
     write_carve_card(checkpoint, model, shape, partition, routers, describe_pool(outcome, project))
     return summarise_pool(outcome, project, partition)
 

@@ -12,7 +12,6 @@ from tqdm import tqdm
 
 from models.config import ModelConfig
 from models.experts import LayerExperts
-from models.families.emit import emit_checkpoint
 from models.families.fold import gate_kind
 from models.families.moe import MOE_TARGETS
 from models.ffn import ffn_modules
@@ -24,6 +23,7 @@ from models.source import resolve_folder
 from models.stream import LayerStream
 from stages.calibration.batches import calibration_batches
 from stages.calibration.card import write_carve_card
+from stages.calibration.emission import emit_carve
 from stages.calibration.layer_seed import layer_seed
 from stages.calibration.recomputation import save_memory
 from stages.calibration.target import AlignmentTarget
@@ -59,16 +59,8 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, project: ProjectConfi
     routers = routers.with_layers([router for router, _ in layers])
     routers.save(job.out)
     checkpoint = job.out / "checkpoint"
-    emit_checkpoint(
-        folder,
-        checkpoint,
-        target=MOE_TARGETS[routers.target],
-        shape=shape,
-        routers=lambda layer: routers.rows[layer],
-        selection_bias=(lambda layer: routers.bias[layer]) if routers.biased else None,
-        experts=lambda layer: LayerExperts(**load_file(layer_file(job.scratch, layer))),
-        dtype=routers.dtype_asked,
-        pad_to=routers.pad_to,
+    emit_carve(
+        folder, checkpoint, shape, routers, lambda layer: LayerExperts(**load_file(layer_file(job.scratch, layer)))
     )
     write_carve_card(checkpoint, model, shape, partition, routers, describe(outcomes, project))
     tokens = sum(batch.tokens for batch in batches)

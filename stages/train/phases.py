@@ -1,7 +1,6 @@
 """Which parts learn when, and how fast."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from models.parameter_groups import Part
@@ -68,8 +67,3 @@ def rates_of(phase: Phase, settings: TrainConfig) -> dict[str, float]:
         Part.REST: ("rest_rate", settings.rest_rate),
     }
     return {name: rate if part in phase.learns else 0.0 for part, (name, rate) in peaks.items()}
-
-
-def running(phases: list[Phase], done: int) -> Iterator[Phase]:
-    """The phases that are not over after `done` steps."""
-    return (phase for phase in phases if phase.last > done)

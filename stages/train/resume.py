@@ -1,8 +1,9 @@
 """Where a killed training goes on."""
 
-import os
 import shutil
 from pathlib import Path
+
+from models.checkpoint.durable import sync, sync_tree
 
 WHOLE = "whole"  # marks a folder in which nothing is missing
 _PREFIX = "checkpoint-"
@@ -10,10 +11,9 @@ _PREFIX = "checkpoint-"
 
 def mark_whole(folder: Path) -> None:
     """Say that everything in the folder has been written, once it is on the disk."""
-    for path in folder.rglob("*"):
-        _sync(path)
+    sync_tree(folder)
     (folder / WHOLE).touch()
-    _sync(folder)
+    sync(folder)
 
 
 def is_whole(folder: Path) -> bool:
@@ -35,11 +35,3 @@ def drop_unfinished(folder: Path) -> None:
     for path in folder.glob("*"):
         if path.is_dir() and not is_whole(path):
             shutil.rmtree(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -10,7 +10,7 @@ from models.families.fold import gate_fold
 from models.families.moe import MOE_TARGETS, MoETarget
 from models.loading import load_dense, load_tokenizer, resolve_device
 from models.shape import Shape
-from models.source import read_config, resolve_folder
+from models.source import resolve_folder
 from stages.contracts.job import Job, Table
 from stages.contracts.routers import Routers
 from stages.data.config import DataConfig
@@ -46,7 +46,7 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, train: TrainConfig, s
         schedule=make_schedule(routers.spread, train.spread, round(train.spread_share * total_steps(phases))),
         total=total_steps(phases),
         balance=balance_of(train, MOE_TARGETS[routers.target], shape),
-        pooled=read_config(checkpoint).get("topology") == "global_pool",
+        pooled=shape.pooled,
         teacher=Teacher(dense, train.hidden > 0) if train.logits or train.hidden else None,
         heldout=lambda trained: heldout_loss(trained, text.heldout, job.workers, train.precision),
         seed=seed,

@@ -21,7 +21,7 @@ from stages.train.objective import Objective
 from stages.train.phases import Phase, rate_factor, rates_of
 from stages.train.spread import SpreadSchedule, stretch
 
-# Half of what the family's own training found good; second moments forget in some twenty steps.
+# Second moments that forget in some twenty steps, as language models are trained.
 BETAS = (0.9, 0.95)
 
 

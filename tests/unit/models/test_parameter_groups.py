@@ -1,35 +1,15 @@
 import pytest
 import torch
+from pico_moes import MOES, SIZES, make_moe
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from models.errors import CheckpointError
 from models.parameter_groups import Part, parameter_groups, part_of
 
-SIZES = {
-    "num_hidden_layers": 2, "hidden_size": 24, "intermediate_size": 40, "vocab_size": 61, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "moe_intermediate_size": 8, "num_experts_per_tok": 2, "head_dim": 6,
-    "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
-}  # fmt: skip
-MOES = {
-    "qwen3_moe": {"num_experts": 5},
-    "qwen2_moe": {"num_experts": 5, "shared_expert_intermediate_size": 16},
-    "mixtral": {"num_local_experts": 5},
-    "glm4_moe": {"n_routed_experts": 5, "n_shared_experts": 2, "first_k_dense_replace": 0, "n_group": 1,
-                 "topk_group": 1},
-    "flex_olmo": {"num_experts": 5},
-    "granitemoe": {"num_local_experts": 5},
-    "granitemoeshared": {"num_local_experts": 5, "shared_intermediate_size": 16},
-}  # fmt: skip
-
-
-def make(model_type, **extra):
-    config = AutoConfig.for_model(model_type, **(SIZES | extra))
-    return AutoModelForCausalLM.from_config(config)
-
 
 @pytest.fixture(params=MOES)
 def moe(request):
-    return make(request.param, **MOES[request.param])
+    return make_moe(request.param)
 
 
 def test_every_parameter_of_every_architecture_has_its_part(moe):
@@ -53,14 +33,14 @@ def test_groups_hold_what_learns_and_freeze_the_rest(moe):
 
 
 def test_a_part_that_was_frozen_learns_again():
-    moe = make("qwen3_moe", **MOES["qwen3_moe"])
+    moe = make_moe("qwen3_moe")
     parameter_groups(moe, expert_rate=0.0)
     parameter_groups(moe, expert_rate=1e-4, rest_rate=1e-5)
     assert all(parameter.requires_grad for parameter in moe.parameters())
 
 
 def test_norms_and_biases_do_not_decay():
-    moe = make("qwen2_moe", **MOES["qwen2_moe"])
+    moe = make_moe("qwen2_moe")
     groups = parameter_groups(moe, rest_rate=1e-5, weight_decay=0.1)
     kept = [p for group in groups if not group["weight_decay"] for p in group["params"]]
     assert {p.ndim for p in kept} == {1, 2}
@@ -69,7 +49,7 @@ def test_norms_and_biases_do_not_decay():
 
 def test_a_dense_model_is_refused():
     with pytest.raises(CheckpointError) as caught:
-        parameter_groups(make("qwen3"))
+        parameter_groups(AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **SIZES)))
     assert str(caught.value) == (
         "the model has no routers: it is not a Mixture-of-Experts, or one of an unknown architecture\n"
         "  where: names of its parameters\n"

@@ -1,0 +1,24 @@
+"""Sizes of tiny random Mixtures-of-Experts of every architecture: model type → what its configuration wants."""
+
+from transformers import AutoConfig, AutoModelForCausalLM
+
+SIZES = {
+    "num_hidden_layers": 2, "hidden_size": 24, "intermediate_size": 40, "vocab_size": 61, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "moe_intermediate_size": 8, "num_experts_per_tok": 2, "head_dim": 6,
+    "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+MOES = {
+    "qwen3_moe": {"num_experts": 5},
+    "qwen2_moe": {"num_experts": 5, "shared_expert_intermediate_size": 16},
+    "mixtral": {"num_local_experts": 5},
+    "glm4_moe": {"n_routed_experts": 5, "n_shared_experts": 2, "first_k_dense_replace": 0, "n_group": 1,
+                 "topk_group": 1},
+    "flex_olmo": {"num_experts": 5},
+    "granitemoe": {"num_local_experts": 5},
+    "granitemoeshared": {"num_local_experts": 5, "shared_intermediate_size": 16},
+}  # fmt: skip
+
+
+def make_moe(model_type):
+    """5 experts of 8 in each of 2 layers, 2 per token, hidden size 24; random weights."""
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES, **MOES[model_type]))
