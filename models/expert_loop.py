@@ -3,8 +3,9 @@
 y(x) = Σ_{s always on} h_s·d_s + Σ_{e chosen} g_e·Σ_{i∈e} h_i·d_i, with gates relative to equal logits.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -13,6 +14,22 @@ from torch import Tensor
 from models.experts import LayerExperts
 from models.gating import GateKind, relative_gates
 from models.routing import LinearRouter
+
+
+class Block(NamedTuple):
+    """Units that are active together, on the tokens where they are; neither repeats."""
+
+    tokens_t: Int[Tensor, "t"]
+    units_N: Int[Tensor, "N"]
+    hidden_tN: Float[Tensor, "t N"]  # weighed by the gates
+
+
+def sum_blocks(blocks: Sequence[Block], tokens: int, width: int) -> Float[Tensor, "T F"]:
+    """Per unit, the sum of its active copies' activations; at least one block is needed."""
+    features_TF = blocks[0].hidden_tN.new_zeros(tokens, width)
+    for tokens_t, units_N, hidden_tN in blocks:
+        features_TF[tokens_t[:, None], units_N] += hidden_tN
+    return features_TF
 
 
 @dataclass(frozen=True)
@@ -31,18 +48,17 @@ class ExpertLoop:
     def __call__(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
         """The layer's output."""
         output_TD = torch.zeros_like(x_TD)
-        for tokens, _, h_tN, down_DN in self._parts(x_TD):
-            output_TD[tokens] += h_tN @ down_DN.T
+        for block, down_DN in self._parts(x_TD):
+            output_TD[block.tokens_t] += block.hidden_tN @ down_DN.T
         return output_TD
 
-    def run(self, x_TD: Float[Tensor, "T D"]) -> tuple[Float[Tensor, "T F"], Float[Tensor, "T D"]]:
-        """Per dense unit, the sum of its active copies' activations; and the output."""
-        features_TF = x_TD.new_zeros(len(x_TD), self.width)
-        output_TD = torch.zeros_like(x_TD)
-        for tokens, units_N, h_tN, down_DN in self._parts(x_TD):
-            features_TF[tokens[:, None], units_N] += h_tN
-            output_TD[tokens] += h_tN @ down_DN.T
-        return features_TF, output_TD
+    def run(self, x_TD: Float[Tensor, "T D"]) -> tuple[list[Block], Float[Tensor, "T D"]]:
+        """The activations of the always-on units and of every expert; and the output."""
+        blocks, output_TD = [], torch.zeros_like(x_TD)
+        for block, down_DN in self._parts(x_TD):
+            blocks.append(block)
+            output_TD[block.tokens_t] += block.hidden_tN @ down_DN.T
+        return blocks, output_TD
 
     def with_change(self, change_DF: Float[Tensor, "D F"]) -> "ExpertLoop":
         """Add to every unit's down column, in all its copies."""
@@ -68,20 +84,20 @@ class ExpertLoop:
             output_TED[:, index] = self.hidden(x_TD, experts.gate_END[index], experts.up_END[index]) @ down_DN.T
         return output_TED
 
-    # Neither tokens nor units repeat within an expert, so `x[index] += y` loses nothing; index_add_ goes row by row.
-    def _parts(self, x_TD: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """Tokens, units, activations and down columns of the always-on units and of every expert that is chosen."""
+    # Nothing repeats within a block, so `x[index] += y` loses nothing; index_add_ goes row by row.
+    def _parts(self, x_TD: Tensor) -> Iterator[tuple[Block, Tensor]]:
+        """Activations and down columns of the always-on units and of every expert."""
         experts = self.experts
         everyone = torch.arange(len(x_TD), device=x_TD.device)
         if len(self.always_S):
             shared_TS = self.hidden(x_TD, experts.shared_gate_SD, experts.shared_up_SD)
-            yield everyone, self.always_S.long(), shared_TS, experts.shared_down_DS
+            yield Block(everyone, self.always_S.long(), shared_TS), experts.shared_down_DS
         chosen_TK = self.router.choose(x_TD, self.top_k)
         gates_TK = relative_gates(self.gate, x_TD @ self.router.rows_ED.T, chosen_TK)
         for index, units_N in enumerate(self.units_EN.long()):
             tokens, slots = (chosen_TK == index).nonzero().unbind(1)
             h_tN = self.hidden(x_TD[tokens], experts.gate_END[index], experts.up_END[index])
-            yield tokens, units_N, h_tN * gates_TK[tokens, slots, None], experts.down_EDN[index]
+            yield Block(tokens, units_N, h_tN * gates_TK[tokens, slots, None]), experts.down_EDN[index]
 
     def hidden(self, x_tD: Tensor, gate_ND: Tensor, up_ND: Tensor) -> Tensor:
         """Activations of an expert's units."""

@@ -11,6 +11,7 @@ from typing import Generic, Protocol, Self, TypeVar
 import torch
 from torch import Tensor
 
+from models.expert_loop import Block
 from stages.calibration.guard import split_guard
 from stages.calibration.normal_equations import NormalEquations
 
@@ -27,8 +28,8 @@ class Alignable(Protocol):
     def __call__(self, x_TD: Tensor) -> Tensor:
         """Output (T, D)."""
 
-    def run(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """What the columns are multiplied with (T, F), and the output (T, D)."""
+    def run(self, x_TD: Tensor) -> tuple[list[Block], Tensor]:
+        """What the columns are multiplied with, wherever it is not zero, and the output (T, D)."""
 
     def with_change(self, change_DF: Tensor) -> Self:
         """The same with something added to the columns."""
@@ -87,8 +88,8 @@ def align_down(
     fitted, held_out = split_guard(len(inputs), settings.guard_share)
     moments = NormalEquations(carved.width, inputs[0].shape[1], device=inputs[0].device)
     for index in fitted:
-        features_TF, output_TD = carved.run(inputs[index])
-        moments.add(features_TF, target(index, inputs[index]) - output_TD)
+        blocks, output_TD = carved.run(inputs[index])
+        moments.add_blocks(blocks, target(index, inputs[index]) - output_TD)
     before = relative_error(carved, inputs, target, held_out)
     best = Alignment(carved, before, before if settings.guard else float("inf"), None)
     last = float("inf")

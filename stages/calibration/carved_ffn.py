@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from models.expert_loop import Block
 from models.ffn import DenseFFN
 from models.routing import LinearRouter, active_copies, choose_experts, membership
 
@@ -30,15 +31,20 @@ class CarvedFFN:
         """F."""
         return self.ffn.width
 
-    def run(self, x_TD: Float[Tensor, "T D"]) -> tuple[Float[Tensor, "T F"], Float[Tensor, "T D"]]:
-        """c_j(x)·h_j(x) of every unit, and the output."""
-        h_TF = self.ffn.hidden(x_TD)
-        features_TF = h_TF * self.copies(x_TD, h_TF)
-        return features_TF, features_TF @ self.down_DF.T
+    def run(self, x_TD: Float[Tensor, "T D"]) -> tuple[list[Block], Float[Tensor, "T D"]]:
+        """c_j(x)·h_j(x) of the units that any token sees, and the output."""
+        features_TF = self._features(x_TD)
+        seen_U = features_TF.any(0).nonzero()[:, 0]
+        everyone = torch.arange(len(x_TD), device=x_TD.device)
+        return [Block(everyone, seen_U, features_TF[:, seen_U])], features_TF @ self.down_DF.T
 
     def __call__(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
         """The carved FFN's output."""
-        return self.run(x_TD)[1]
+        return self._features(x_TD) @ self.down_DF.T
+
+    def _features(self, x_TD: Tensor) -> Float[Tensor, "T F"]:
+        h_TF = self.ffn.hidden(x_TD)
+        return h_TF * self.copies(x_TD, h_TF)
 
     def with_change(self, change_DF: Float[Tensor, "D F"]) -> "CarvedFFN":
         """The same with other down columns."""

@@ -10,6 +10,7 @@ from models.ffn import DenseFFN
 
 PENALTY = 1e-2  # of the refit, relative to the mean diagonal of the second moment
 SHARE = 32  # one in so many of the units that are left goes at a time
+PACKED = 0.8  # of the rows at hand are those of units that are left; below that they are copied together
 
 
 def rank_by_alignment(ffn: DenseFFN, inputs: Iterable[Tensor], keep: int) -> Float[Tensor, "F"]:
@@ -43,17 +44,22 @@ def rank_by_elimination(gram_FF: Float[Tensor, "F F"], down_DF: Float[Tensor, "D
     """
     inverse_UU, columns_UD = _inverse(gram_FF), down_DF.T.clone()
     left_U = torch.arange(len(gram_FF), device=gram_FF.device)
-    gone: list[Tensor] = []
-    while len(left_U) > max(1, keep):
-        count = min(max(1, len(left_U) // SHARE), len(left_U) - max(1, keep))
-        out_u = _losses(columns_UD, inverse_UU).topk(count, largest=False).indices
+    alive_U = torch.ones_like(left_U, dtype=torch.bool)
+    gone, alive = [], len(left_U)
+    while alive > max(1, keep):
+        count = min(max(1, alive // SHARE), alive - max(1, keep))
+        losses_U = _losses(columns_UD, inverse_UU).masked_fill_(~alive_U, torch.inf)
+        out_u = losses_U.topk(count, largest=False).indices
         gone.append(left_U[out_u])
-        stay = torch.ones(len(left_U), dtype=torch.bool, device=left_U.device)
-        stay[out_u] = False
-        inverse_UU, columns_UD = _without(inverse_UU, columns_UD, out_u, stay)
-        left_U = left_U[stay]
-    gone.append(left_U[_losses(columns_UD, inverse_UU).argsort()])
-    order_F = torch.cat(gone)
+        _drop(inverse_UU, columns_UD, out_u)
+        alive_U[out_u] = False
+        alive -= count
+        if alive < PACKED * len(left_U):
+            stay = alive_U.nonzero()[:, 0]
+            inverse_UU, columns_UD = inverse_UU[stay[:, None], stay], columns_UD[stay]
+            left_U, alive_U = left_U[stay], alive_U[stay]
+    order = _losses(columns_UD, inverse_UU).masked_fill_(~alive_U, torch.inf).argsort()[:alive]
+    order_F = torch.cat([*gone, left_U[order]])
     ranks_F = torch.empty(len(order_F))
     ranks_F[order_F.cpu()] = torch.arange(len(order_F), dtype=torch.float32)
     return ranks_F
@@ -71,11 +77,10 @@ def _losses(columns_UD: Tensor, inverse_UU: Tensor) -> Tensor:
     return losses_U
 
 
-def _without(inverse_UU: Tensor, columns_UD: Tensor, out_u: Tensor, stay: Tensor) -> tuple[Tensor, Tensor]:
-    """Inverse and refitted columns of the units that stay."""
-    block_uu = inverse_UU[out_u][:, out_u].double()
-    joint = torch.cat([inverse_UU[out_u][:, stay], columns_UD[out_u]], 1)
-    solved = torch.linalg.solve(block_uu, joint.double()).float()
-    across_Uu, kept = inverse_UU[stay][:, out_u], int(stay.sum())
-    smaller_UU = inverse_UU[stay][:, stay].addmm_(across_Uu, solved[:, :kept], alpha=-1)
-    return smaller_UU, columns_UD[stay].addmm_(across_Uu, solved[:, kept:], alpha=-1)
+def _drop(inverse_UU: Tensor, columns_UD: Tensor, out_u: Tensor) -> None:
+    """Refit inverse and columns of the units that stay, in place; rows and columns of those that go become noise."""
+    across_uU = inverse_UU[out_u]
+    joint = torch.cat([across_uU, columns_UD[out_u]], 1)
+    solved = torch.linalg.solve(across_uU[:, out_u].double(), joint.double()).float()
+    inverse_UU.addmm_(across_uU.T, solved[:, : len(inverse_UU)], alpha=-1)
+    columns_UD.addmm_(across_uU.T, solved[:, len(inverse_UU) :], alpha=-1)

@@ -1,10 +1,13 @@
 """Streamed ridge regression: only second moments are kept, never all the tokens."""
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from models.errors import NumericsError
+from models.expert_loop import Block, sum_blocks
 
 LARGE = 2048  # inputs
 SOUND = 1e5  # condition number
@@ -27,6 +30,20 @@ class NormalEquations:
         self.gram_AA += (a_TA.T @ a_TA).to(self.gram_AA)
         self.cross_AY += (a_TA.T @ y_TY).to(self.cross_AY)
         self.rows += len(a_TA)
+
+    def add_blocks(self, blocks: Sequence[Block], y_TY: Float[Tensor, "T Y"]) -> None:
+        """Add one batch of rows that are zero outside blocks of them; blocks that meet are summed.
+
+        Σ aᵀa goes block by block over the block's own rows, so that the arithmetic falls with the share of what is not
+        zero.
+        """
+        a_TA = sum_blocks(blocks, len(y_TY), len(self.gram_AA))
+        for tokens_t, units_N, hidden_tN in blocks:
+            everyone = len(tokens_t) == len(y_TY)
+            a_tA, y_tY = (a_TA, y_TY) if everyone else (a_TA[tokens_t], y_TY[tokens_t])
+            self.gram_AA[units_N] += (hidden_tN.T @ a_tA).to(self.gram_AA)
+            self.cross_AY[units_N] += (hidden_tN.T @ y_tY).to(self.cross_AY)
+        self.rows += len(y_TY)
 
     def solve(self, penalty: float) -> Float[Tensor, "Y A"]:
         """W of the ridge regression, fp32.

@@ -29,17 +29,16 @@ class TokenEnergy:
     factor_DD: Tensor  # Cholesky factor of the inputs' second moment with the ridge
     top_k: int
 
-    def route(self, member_EU: Float[Tensor, "E U"]) -> Float[Tensor, "T E"]:
-        """1 where a linear router, fitted to what the experts would capture, sends the token."""
-        wanted_TE = (self.energy_TU @ member_EU.T).clamp_min_(1e-20).log_()
+    def held(self, member_EU: Float[Tensor, "E U"]) -> Float[Tensor, "T E"]:
+        """What every expert holds of a token's energy."""
+        return self.energy_TU @ member_EU.T
+
+    def route(self, held_TE: Float[Tensor, "T E"]) -> Float[Tensor, "T E"]:
+        """1 where a linear router, fitted to what the experts hold, sends the token."""
+        wanted_TE = held_TE.clamp_min(1e-20).log_()
         wanted_TE -= wanted_TE.mean(1, keepdim=True)
         rows_DE = torch.cholesky_solve(self.x_TD.T @ wanted_TE, self.factor_DD)
-        return chosen_mask(choose_experts(self.x_TD @ rows_DE, self.top_k), len(member_EU))
-
-    def captured(self, mask_TE: Float[Tensor, "T E"], member_EU: Float[Tensor, "E U"]) -> float:
-        """Share of the energy in units that some chosen expert holds."""
-        held_TU = (mask_TE @ member_EU).clamp_max_(1)
-        return float((held_TU * self.energy_TU).sum() / self.energy_TU.sum().clamp_min(1e-30))
+        return chosen_mask(choose_experts(self.x_TD @ rows_DE, self.top_k), held_TE.shape[1])
 
 
 def measure_energy(
@@ -83,9 +82,9 @@ def regroup(
     """
     best_U, most, prices_E = labels_U, -1.0, None
     for _ in range(iterations + 1):
-        member_EU = members(labels_U, len(sizes_E), energy.energy_TU)
-        mask_TE = energy.route(member_EU)
-        captured = energy.captured(mask_TE, member_EU)
+        held_TE = energy.held(members(labels_U, len(sizes_E), energy.energy_TU))
+        mask_TE = energy.route(held_TE)
+        captured = float((mask_TE * held_TE).sum())
         if captured > most:
             best_U, most = labels_U, captured
         next_U, prices_E = assign_balanced((energy.energy_TU.T @ mask_TE).cpu(), sizes_E, prices_E=prices_E)
@@ -113,7 +112,7 @@ def place_copies(energy: TokenEnergy, labels_U: Int[Tensor, "U"], experts: int, 
     home_EU = members(labels_U, experts, energy.energy_TU)
     member_EU = home_EU.clone()
     for _ in range(SWEEPS):
-        mask_TE = energy.route(member_EU)
+        mask_TE = energy.route(energy.held(member_EU))
         for expert in range(experts):
             tokens_t = mask_TE[:, expert].nonzero()[:, 0]
             others_tE = mask_TE[tokens_t]

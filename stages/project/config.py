@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-VERSION = 3
+VERSION = 4
 
 
 @dataclass

@@ -95,10 +95,12 @@ def project_layer(
         aligned = align_down(base, inputs, target, settings)
         state = _Guarded(aligned.carved, aligned.error_after)
         outcome = replace(outcome, error_aligned=state.error, penalty=aligned.penalty)
-        state, rounds = alternate(carve, base, state, inputs, target, settings)
+        # The penalty depends on tokens and units, hardly on the routing: it is searched once.
+        again = replace(settings, penalties=[aligned.penalty]) if aligned.penalty is not None else settings
+        state, rounds = alternate(carve, base, state, inputs, target, again)
         outcome = replace(outcome, rounds=rounds)
         if settings.gates == "fitted":
-            state, spread = fit_gates(base, state, inputs, target, settings)
+            state, spread = fit_gates(base, state, inputs, target, again)
             outcome = replace(outcome, gate_spread=spread)
     if gradients and settings.gradient_order == "after":
         state, outcome = try_gradients(state, judge, gradients, settings, outcome)

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import models.tiny_onn.register  # noqa: F401 - from_pretrained is to know the class
-from models.expert_loop import ExpertLoop
+from models.expert_loop import ExpertLoop, sum_blocks
 from models.families.emit import emit_checkpoint
 from models.families.fold import gate_kind
 from models.families.moe import MOE_TARGETS
@@ -69,8 +69,8 @@ def test_the_loop_equals_the_carve_in_unit_space(ffn):
     units_EN, always_S = torch.tensor([[0, 1, 3, 8], [3, 4, 5, 6], [7, 8, 9, 10]]), torch.tensor([15, 16])
     loop = make_loop(ffn, units_EN, always_S, K)
     carved = CarvedFFN(ffn, routed_copies(units_EN, always_S, F, K, loop.router), ffn.down_DF)
-    features_TF, output_TD = loop.run(draw_x())
-    expected_TF, expected_TD = carved.run(draw_x())
+    (blocks, output_TD), (expected, expected_TD) = loop.run(draw_x()), carved.run(draw_x())
+    features_TF, expected_TF = (sum_blocks(found, len(output_TD), F) for found in (blocks, expected))
     torch.testing.assert_close(features_TF, expected_TF, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(output_TD, expected_TD, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(loop(draw_x()), output_TD)

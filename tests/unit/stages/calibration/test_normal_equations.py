@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from models.errors import NumericsError
+from models.expert_loop import Block
 from stages.calibration import normal_equations
 from stages.calibration.normal_equations import NormalEquations
 
@@ -22,6 +23,25 @@ def test_streamed_ridge_equals_the_textbook_solution():
     penalty = 0.1 * gram.diagonal().mean() * torch.eye(A)
     expected = torch.linalg.solve(gram + penalty, a_TA.double().T @ y_TY.double()).T
     torch.testing.assert_close(moments.solve(0.1).double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_blocks_add_what_their_rows_add_in_full():
+    a_TA, y_TY = draw()
+    blocks = [
+        Block(torch.arange(T), torch.tensor([4]), a_TA[:, 4:]),
+        Block(torch.tensor([3, 7, 20]), torch.tensor([0, 2]), a_TA[:3, :2]),
+        Block(torch.tensor([7, 8]), torch.tensor([2, 1]), a_TA[3:5, :2]),  # meets the one before at token 7, input 2
+        Block(torch.empty(0, dtype=torch.int64), torch.tensor([3]), torch.empty(0, 1)),
+    ]
+    sparse, full = NormalEquations(A, Y), NormalEquations(A, Y)
+    sparse.add_blocks(blocks, y_TY)
+    rows_TA = torch.zeros(T, A)
+    for block in blocks:
+        rows_TA[block.tokens_t[:, None], block.units_N] += block.hidden_tN
+    full.add(rows_TA, y_TY)
+    torch.testing.assert_close(sparse.gram_AA, full.gram_AA, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(sparse.cross_AY, full.cross_AY, rtol=1e-5, atol=1e-5)
+    assert sparse.rows == T
 
 
 def test_a_vanishing_penalty_gives_least_squares():
