@@ -101,6 +101,8 @@ class _LinearHook:
         self._watched, self._recorder = watched, recorder
         self._by_column = isinstance(watched.module, ColumnParallelLinear)
         self._calls: list[Call] = []
+        # Gate and up are one layer: each process has its share of both.
+        self._pieces = int(getattr(getattr(watched.module, "weight", None), "partition_stride", 1))
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._calls.clear()
@@ -113,7 +115,7 @@ class _LinearHook:
         weight: Tensor = module.weight if given is None else given  # type: ignore[assignment]
         self._recorder.take(call, "input", inputs, self._input_part(module, inputs))
         axis = 0 if self._by_column else 1
-        self._recorder.take(call, "weight", weight, Part.of_axis(weight, axis, *_group(), None))
+        self._recorder.take(call, "weight", weight, Part.of_axis(weight, axis, *_group(), None, self._pieces))
 
     def after(self, module: nn.Module, _args: tuple[Any, ...], output: tuple[Tensor, Tensor | None]) -> None:
         if self._calls:
@@ -123,19 +125,19 @@ class _LinearHook:
     def _input_part(self, module: nn.Module, inputs: Tensor) -> Part:
         if not self._by_column:
             split = module.input_is_parallel
-            return _cut(inputs, -1) if split else Part.whole(inputs, _TOKENS)
+            return _cut(inputs, -1, self._pieces) if split else Part.whole(inputs, _TOKENS)
         return _cut(inputs, _TOKENS) if module.sequence_parallel else Part.whole(inputs, _TOKENS)
 
     def _output_part(self, module: nn.Module, output: Tensor) -> Part:
         if self._by_column:
             # Whole where it was gathered, whether the layer or the call asked for that.
             cut = output.shape[-1] != module.output_size
-            return _cut(output, -1) if cut else Part.whole(output, _TOKENS)
+            return _cut(output, -1, self._pieces) if cut else Part.whole(output, _TOKENS)
         return _cut(output, _TOKENS) if module.sequence_parallel else Part.whole(output, _TOKENS)
 
 
-def _cut(tensor: Tensor, axis: int) -> Part:
-    return Part.of_axis(tensor, axis % tensor.ndim, *_group(), _TOKENS)
+def _cut(tensor: Tensor, axis: int, pieces: int = 1) -> Part:
+    return Part.of_axis(tensor, axis % tensor.ndim, *_group(), _TOKENS, pieces)
 
 
 def _group() -> tuple[int, int]:

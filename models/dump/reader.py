@@ -1,6 +1,6 @@
 """Tensors of a dump, read when they are asked for, and joined where processes held parts of them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from models.checkpoint.reader import ShardReader
 from models.dump.listing import Listing, list_dump
-from models.dump.records import STORED, TensorRecord
+from models.dump.records import STORED, Placement, TensorRecord
 from models.errors import CheckpointError, ContractError
 
 
@@ -81,11 +81,9 @@ class DumpReader:
         joined = torch.empty(record.placement.global_shape, dtype=getattr(torch, record.dtype))
         covered = torch.zeros(record.placement.global_shape, dtype=torch.bool)
         for part in parts:
-            area = tuple(
-                slice(begin, begin + length) for begin, length in zip(part.placement.offset, part.shape, strict=True)
-            )
-            joined[area] = self.load(part)
-            covered[area] = True
+            for area, piece in _lay_out(self.load(part), part.placement):
+                joined[area] = piece
+                covered[area] = True
         if not covered.all():
             ranks = ", ".join(str(part.rank) for part in parts)
             raise ContractError(
@@ -108,3 +106,13 @@ class DumpReader:
             and {name: place for name, place in other.parallel.items() if name != "tp"} == group
             and (other.rank == record.rank or "tp" in record.parallel)
         ]
+
+
+def _lay_out(tensor: Tensor, placement: Placement) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
+    """Where each piece of a part belongs."""
+    axis, count = placement.pieces or (0, 1)
+    for number, piece in enumerate(tensor.chunk(count, axis) if count > 1 else [tensor]):
+        begins = list(placement.offset)
+        if count > 1:
+            begins[axis] += number * placement.global_shape[axis] // count
+        yield tuple(slice(begin, begin + size) for begin, size in zip(begins, piece.shape, strict=True)), piece

@@ -31,7 +31,9 @@ class Placement:
     """Where a process's part lies in the tensor that all processes hold together."""
 
     global_shape: tuple[int, ...]
-    offset: tuple[int, ...]
+    offset: tuple[int, ...]  # of the first piece
+    # Axis along which the part is made of so many pieces of the whole, evenly spread over it; None: it is one piece.
+    pieces: tuple[int, int] | None = None
     tokens: tuple[int, int, int] | None = None  # first position, distance, number kept; None: all of them
 
 
@@ -94,16 +96,12 @@ class TensorRecord:
     def from_row(cls, row: Mapping[str, Any]) -> "TensorRecord":
         """What `to_row` made. Raises ContractError."""
         try:
-            placement = row["placement"]
-            tokens = placement["tokens"]
             return cls(
                 **{
                     **row,
                     "source": Source(**row["source"]),
                     "parallel": {name: (at, of) for name, (at, of) in row["parallel"].items()},
-                    "placement": Placement(
-                        tuple(placement["global_shape"]), tuple(placement["offset"]), tokens and tuple(tokens)
-                    ),
+                    "placement": Placement(**{name: axes and tuple(axes) for name, axes in row["placement"].items()}),
                     "shape": tuple(row["shape"]),
                     "statistics": row["statistics"] and Statistics(**row["statistics"]),
                     "rounding": row["rounding"] and RoundingError(**row["rounding"]),
