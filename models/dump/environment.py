@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from models.dump.config import QUANT_TYPES, DumpConfig
+from models.dump.rules import contradictions
 from models.errors import ConfigError
 
 ENABLED, FOLDER, QUANT_TYPE = "TENSOR_SAVE_ENABLED", "TENSOR_SAVE_DIR", "CUSTOM_QUANT_TYPE"
@@ -65,12 +66,8 @@ def _check(config: DumpConfig) -> None:
                 raise _wrong(spec.name, item, f"is none of {', '.join(rules['choices'])}", rules["choices"][0])
             if "minimum" in rules and item < rules["minimum"]:
                 raise _wrong(spec.name, item, f"is below {rules['minimum']}", rules["minimum"])
-    if config.fake_quant and config.quant_type is None:
-        raise ConfigError(
-            "fake_quant=true rounds into quant_type, and there is none",
-            where="settings quant_type and fake_quant",
-            do="quant_type=mxfp8, or fake_quant=false",
-        )
+    for error in contradictions(config):
+        raise error
 
 
 def _wrong(name: str, value: object, what: str, remedy: object) -> ConfigError:
