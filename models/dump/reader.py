@@ -54,8 +54,7 @@ class DumpReader:
                 do="dump with keep=tensors, when_full=block or more memory_mib",
             )
         try:
-            shard = self._shards.setdefault(record.file, ShardReader(self.listing.folder / record.file))
-            tensor = shard.tensor(record.key)
+            tensor = self._open(record.file).tensor(record.key)
         except CheckpointError as error:
             raise ContractError(
                 f"{record.name} cannot be read: {error.what}",
@@ -70,6 +69,14 @@ class DumpReader:
                 do="copy the whole dump again",
             )
         return tensor
+
+    def _open(self, name: str) -> ShardReader:
+        path = self.listing.folder / name
+        if name not in self._shards:
+            if not path.is_file():
+                raise CheckpointError(f"{name} is missing", where=str(path))
+            self._shards[name] = ShardReader(path)
+        return self._shards[name]
 
     def join(self, record: TensorRecord) -> Tensor:
         """The tensor of which a tensor-parallel process held a part, put together from all of its group.
