@@ -19,7 +19,7 @@ _SHOWN = 5
 class Manifest:
     """What was to be captured by one process, and what was."""
 
-    steps: int  # that ended
+    steps: int  # that were dumped
     expected: dict[str, list[str]]  # module → tensors
     captured: dict[str, dict[str, int]]  # module → tensor → times
     never_fired: list[str]  # modules that gave nothing
@@ -46,7 +46,7 @@ class Manifest:
             steps=steps,
             expected=expected,
             captured=captured,
-            never_fired=[name for name, found in captured.items() if not found],
+            never_fired=[name for name, found in captured.items() if not found] if steps else [],
             missing={name: tensors for name, tensors in missing.items() if tensors and captured[name]},
             zero_gradients=findings.zero_gradients,
             nonfinite=findings.nonfinite,
@@ -70,7 +70,8 @@ class Manifest:
             "gradients are zero everywhere": self.zero_gradients,
             "tensors hold values that are not finite": self.nonfinite,
         }
-        said = [f"{len(names)} {what}: {_some(names)}" for what, names in found.items() if names]
+        said = [] if self.steps else ["no step was dumped: see first_step and every_steps"]
+        said += [f"{len(names)} {what}: {_some(names)}" for what, names in found.items() if names]
         if self.dropped:
             said.append(f"{self.dropped} tensors dropped: the memory of {config.memory_mib} MiB was full")
         if self.statistics_only and config.keep == "tensors":

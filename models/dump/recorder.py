@@ -13,7 +13,7 @@ from torch.utils.weak import TensorWeakRef
 from models.dump.capture import Capture, Facts, Held
 from models.dump.config import BACKWARD, FORWARD, DumpConfig
 from models.dump.host_copy import copy_to_slot
-from models.dump.records import STATISTICS, STORED, Placement, Source, now
+from models.dump.records import DROPPED, STATISTICS, STORED, Placement, Source, now
 from models.dump.ring import HostRing, Slot
 from models.dump.statistics import exact_moments, measure
 from models.dump.tokens import Part, keep_tokens
@@ -51,6 +51,7 @@ class Recorder:
         self._rank, self._world = rank, world
         self._lock = Lock()
         self._captured = 0
+        self.dumped_steps = 0  # that were on the schedule
         self._open = True
         self._kept: deque[list[Capture]] = deque([[]])  # of the last steps; only with last_steps
         self._begin_step(0)
@@ -90,7 +91,7 @@ class Recorder:
         with self._lock, torch.no_grad():
             kept, placement = keep_tokens(tensor.detach(), part, self._config)
             held = self._recall(tensor, placement) or self._hold(kept)
-            if held.status == STORED:
+            if held.status != DROPPED:
                 self._remember(tensor, placement, held)
             counter = self._captured * self._world + self._rank
             self._captured += 1
@@ -109,18 +110,15 @@ class Recorder:
             self._kept.append([])
             while len(self._kept) > self._config.last_steps:
                 self._forget_oldest()
+        self.dumped_steps += self._active
         self._begin_step(self._step + 1)
 
     def close(self) -> None:
         """Take nothing more; what waits for a loss that is not finite is forgotten."""
+        self.dumped_steps += self._active and self._microbatch >= 0
         self._open = False
         while self._kept:
             self._forget_oldest()
-
-    @property
-    def steps(self) -> int:
-        """Steps that have ended."""
-        return self._step
 
     def _begin_step(self, number: int) -> None:
         config = self._config

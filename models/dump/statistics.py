@@ -10,6 +10,8 @@ from models.dump.records import Statistics
 
 # Below this share of mean², the difference of two sums no longer tells the variance.
 _CANCELLATION = 0.01
+# Values at a time: what a pass has brought into the cache is there for the next.
+_PIECE = 2**18
 
 
 @torch.no_grad()
@@ -22,16 +24,27 @@ def measure(tensor: Shaped[Tensor, "..."]) -> Statistics:
     """
     if not tensor.numel():
         return Statistics(None, None, None, None, 0)
-    values = tensor if tensor.dtype == torch.float32 else tensor.float()
-    low, high = (float(end) for end in torch.aminmax(values))
-    if not (math.isfinite(low) and math.isfinite(high)):
-        return read_moments(exact_moments(values), values.numel())
-    mean = float(values.sum()) / values.numel()
-    square = float(torch.linalg.vector_norm(values)) ** 2 / values.numel()
-    variance = square - mean**2
-    if not math.isfinite(square) or variance < _CANCELLATION * mean**2:
-        return read_moments(exact_moments(values), values.numel())
+    flat = _flatten(tensor)
+    low, high, total, square = math.inf, -math.inf, 0.0, 0.0
+    for piece in flat.split(_PIECE):
+        values = piece if piece.dtype == torch.float32 else piece.float()
+        ends = torch.aminmax(values)
+        total += float(values.sum())
+        square += float(torch.linalg.vector_norm(values)) ** 2
+        if not math.isfinite(total + square):
+            return read_moments(exact_moments(flat), flat.numel())
+        low, high = min(low, float(ends.min)), max(high, float(ends.max))
+    mean = total / flat.numel()
+    variance = square / flat.numel() - mean**2
+    if variance < _CANCELLATION * mean**2:
+        return read_moments(exact_moments(flat), flat.numel())
     return Statistics(low, high, mean, math.sqrt(variance), 0)
+
+
+def _flatten(tensor: Shaped[Tensor, "..."]) -> Shaped[Tensor, "size"]:
+    """All values in the order of the memory, without a copy where there is no gap; statistics know no order."""
+    axes = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+    return tensor.permute(axes).reshape(-1)
 
 
 @torch.no_grad()

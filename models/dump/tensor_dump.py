@@ -145,7 +145,7 @@ class TensorDump:
         writer.close()
         index.close()
         self.manifest = Manifest.of(
-            self.watched, writer.findings, self.config, steps=recorder.steps, unseen=self._unseen
+            self.watched, writer.findings, self.config, steps=recorder.dumped_steps, unseen=self._unseen
         )
         warn_of(self.manifest, self.config, self.folder)
         if kind is None:

@@ -63,3 +63,19 @@ def test_zeros_are_told():
 
 def test_packed_weights_are_numbers_too():
     assert measure(torch.arange(7, dtype=torch.uint8)).maximum == 6
+
+
+def test_the_order_of_the_axes_does_not_matter():
+    tensor = torch.randn(5, 300, 7, generator=torch.Generator().manual_seed(3))
+    assert measure(tensor.permute(2, 0, 1)) == measure(tensor)
+    assert measure(tensor[:, ::3]).maximum == float(tensor[:, ::3].max())
+    assert measure(tensor.expand(4, 5, 300, 7)).mean == pytest.approx(float(tensor.mean()), abs=1e-6)
+    assert measure(torch.tensor(3.0)).std == 0
+
+
+def test_more_values_than_are_looked_at_at_once():
+    tensor = torch.randn(700, 1000, generator=torch.Generator().manual_seed(4))
+    low, high, mean, std = expected(tensor)
+    found = measure(tensor)
+    assert (found.minimum, found.maximum) == (low, high)
+    assert (found.mean, found.std) == pytest.approx((mean, std), abs=1e-5)

@@ -10,6 +10,7 @@ from unit.models.dump.small_model import D, F, Small, inputs, run
 from models.dump.config import DumpConfig
 from models.dump.listing import list_dump
 from models.dump.reader import DumpReader
+from models.dump.statistics import measure
 from models.dump.tensor_dump import TensorDump
 from models.errors import ConfigError
 
@@ -202,6 +203,24 @@ def test_what_never_fired_and_what_is_wrong_is_reported(folder, caplog):
     assert "2 gradients are zero everywhere" in caplog.text
     assert "2 tensors hold values that are not finite" in caplog.text
     assert list_dump(folder).manifests()[0]["never_fired"] == ["unused"]
+
+
+def test_a_schedule_that_never_came(folder, caplog):
+    dump = run(folder, DumpConfig(first_step=9))
+    assert (dump.manifest.steps, dump.manifest.never_fired) == (0, [])
+    assert "no step was dumped: see first_step and every_steps" in caplog.text
+
+
+def test_shared_inputs_are_measured_once(folder, monkeypatch):
+    class Twin(Small):
+        def forward(self, x):
+            return self.layers[0](x).sum() + self.layers[1](x).sum()
+
+    measured = []
+    monkeypatch.setattr("models.dump.recorder.measure", lambda tensor: measured.append(tensor.shape) or measure(tensor))
+    run(folder, DumpConfig(keep="statistics", tensors=["input"]), steps=1, model=Twin(D, D))
+    assert len(measured) == 1
+    assert len(list_dump(folder).records) == 2
 
 
 def test_gradients_nobody_asked_for_are_missing(folder, caplog):
