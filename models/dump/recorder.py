@@ -1,13 +1,13 @@
 """What the hooks speak to: which step and microbatch it is, and what is to become of a tensor."""
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
 from models.dump.capture import Capture, Facts, Held
@@ -56,17 +56,17 @@ class Recorder:
         self._kept: deque[list[Capture]] = deque([[]])  # of the last steps; only with last_steps
         self._begin_step(0)
 
-    def begin_microbatch(self) -> None:
+    def begin_microbatch(self, chunk: int) -> None:
         """The model's forward pass begins."""
         if not in_backward():
-            self._microbatch += 1
+            self._microbatches[chunk] += 1
 
     def begin_call(self, watched: Watched) -> Call | None:
         """A watched module is called; None where nothing of it is wanted."""
         if not (self._active and self._open):
             return None
         recompute = in_backward()
-        microbatch = max(self._microbatch, 0)
+        microbatch = max(self._microbatches[watched.chunk] - 1, 0)
         if recompute:
             # Passes are run again in the order in which they were run first.
             order, turn = self._calls[watched], self._recomputed[watched]
@@ -115,7 +115,7 @@ class Recorder:
 
     def close(self) -> None:
         """Take nothing more; what waits for a loss that is not finite is forgotten."""
-        self.dumped_steps += self._active and self._microbatch >= 0
+        self.dumped_steps += self._active and bool(self._calls)
         self._open = False
         while self._kept:
             self._forget_oldest()
@@ -123,7 +123,8 @@ class Recorder:
     def _begin_step(self, number: int) -> None:
         config = self._config
         turn, rest = divmod(number - config.first_step, config.every_steps)
-        self._step, self._microbatch = number, -1
+        self._step = number
+        self._microbatches: Counter[int] = Counter()  # chunk → forward passes so far
         self._active = turn >= 0 and rest == 0 and (config.max_steps is None or turn < config.max_steps)
         self._calls: defaultdict[Watched, list[int]] = defaultdict(list)  # microbatches, in the order of the calls
         self._recomputed: Counter[Watched] = Counter()
@@ -205,6 +206,6 @@ def _version(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def watch_microbatches(root: nn.Module, begin: Callable[[], None]) -> torch.utils.hooks.RemovableHandle:
-    """Call `begin` before each forward pass of the model."""
-    return root.register_forward_pre_hook(lambda _module, _args: begin())
+def watch_microbatches(root: nn.Module, chunk: int, recorder: Recorder) -> RemovableHandle:
+    """Count the forward passes of a model, or of a chunk of one."""
+    return root.register_forward_pre_hook(lambda _module, _args: recorder.begin_microbatch(chunk))

@@ -13,7 +13,7 @@ be recomputed, the processes of a job each write their own part into the same fo
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -101,7 +101,7 @@ class TensorDump:
         recorder = Recorder(self.config, writer, ring, rank=self.identity.rank, world=self.identity.world)
         self._running, self._ring = (recorder, writer, index), ring
         _DUMPED.update(modules)
-        self._handles = [watch_microbatches(root, recorder.begin_microbatch) for root in self._roots]
+        self._handles = [watch_microbatches(root, number, recorder) for number, root in enumerate(self._roots)]
         for one in self.watched:
             self._handles += watch(one, recorder)
         if self.config.quant_type is not None:
@@ -164,11 +164,12 @@ def find_modules(roots: Sequence[nn.Module]) -> list[Watched]:
     found: list[Watched] = []
     for number, root in enumerate(roots):
         prefix = f"chunk{number}" if len(roots) > 1 else ""
-        found += [*find_linears(root, prefix), *find_attentions(root, prefix)]
+        mine = [*find_linears(root, prefix), *find_attentions(root, prefix)]
         if "megatron.core" in sys.modules:
             from models.dump.megatron_modules import find_megatron  # noqa: PLC0415 - an optional extra
 
-            found += find_megatron(root, prefix)
+            mine += find_megatron(root, prefix)
+        found += [replace(one, chunk=number) for one in mine]
     return found
 
 

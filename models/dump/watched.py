@@ -19,6 +19,7 @@ class Watched:
     module: nn.Module
     layer_type: str  # linear or attention
     layer: int | None  # of the decoder, from 0
+    chunk: int = 0  # of the pipeline, where a process has several
 
     def expected(self, config: DumpConfig) -> tuple[str, ...]:
         """The tensors it is to give."""

@@ -10,9 +10,11 @@ from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from models.config import ModelConfig
 from models.dump.config import DumpConfig
 from models.dump.reader import DumpReader
 from models.dump.tensor_dump import TensorDump
+from models.loading import load_dense
 from models.pico import write_pico
 from stages.calibration.recomputation import enable_gradient_checkpointing
 
@@ -195,8 +197,12 @@ def test_a_tensor_changed_in_between_is_stored_again(tmp_path, read):
     assert torch.equal(second, before * 2)
 
 
-def test_microbatches_of_one_step_are_told_apart(load, passes, tmp_path, read):
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_microbatches_of_one_step_are_told_apart(recomputed, load, passes, tmp_path, read):
     model = load()
+    if recomputed:
+        enable_gradient_checkpointing(model, reentrant=True)
+        model.enable_input_require_grads()
     with TensorDump(model, tmp_path / "dump", DumpConfig(tensors=["input", "weight", "grad_output"])) as dumped:
         losses = [model(**inputs).loss for inputs in passes]
         for loss in losses:  # as a pipeline does: backward passes after other forward passes
@@ -233,3 +239,28 @@ def test_autocast_is_recorded_beside_the_real_format(load, passes, tmp_path, rea
         dumped.step()
     reader = read(tmp_path / "dump")
     assert {(record.quant_type, record.autocast) for record in reader.select(module="*.q_proj")} == {("fp32", "bf16")}
+
+
+@pytest.mark.parametrize(("quantization", "stored"), [("nf4", torch.uint8), ("fp4", torch.uint8), ("int8", torch.int8)])
+def test_packed_weights_are_called_what_they_are(tmp_path, read, caplog, quantization, stored):
+    folder = write_pico(tmp_path / "pico", "qwen3", hidden=64, intermediate=64)
+    model = load_dense(ModelConfig(kind="local", path=str(folder), device="cpu", quantization=quantization), folder)
+    with TensorDump(model, tmp_path / "dump", DumpConfig(tensors=["input", "weight"], quant_type="mxfp8")) as dumped:
+        model(input_ids=torch.arange(5)[None])
+        dumped.step()
+    reader = read(tmp_path / "dump")
+    for record in reader.select(module="model.layers.*", tensor="weight"):
+        assert (record.quant_type, record.label) == (quantization, "mxfp8")
+        assert reader.load(record).dtype == stored
+    assert f"14 in {quantization}" in caplog.text
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_everything_is_what_plain_hooks_give(load, passes, dump):
+    """Copies run beside the kernels, through pinned memory that is too small for a step."""
+    moved = [{name: tensor.cuda() for name, tensor in inputs.items()} for inputs in passes]
+    expected, losses = run_plainly(load().cuda(), moved)
+    reader, dumped_losses, _ = dump(load().cuda(), moved, memory_mib=1, shard_mib=1)
+    assert_same(contents(reader), {key: value.cpu() for key, value in expected.items()})
+    assert torch.equal(dumped_losses, losses)
+    assert {record.device for record in reader.records} == {"cuda:0"}

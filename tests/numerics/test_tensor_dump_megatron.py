@@ -1,6 +1,7 @@
 """A dump of real megatron-core, alone and with two processes of tensor parallelism over gloo."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from megatron_on_cpu import GROUPS, HEADS, B, D, F, L, T, V, make_batches, make_
 from safetensors.torch import load_file
 
 from models.dump.reader import DumpReader
+from models.errors import ContractError
 
 REPOSITORY = Path(__file__).parents[2]
 pytestmark = pytest.mark.filterwarnings("ignore:.*tp_group is None:DeprecationWarning")  # of megatron-core to itself
@@ -154,3 +156,17 @@ def test_sequence_parallel_parts_are_joined_along_the_tokens(job):
                 "input",
             ):
                 assert torch.equal(joined, expected)
+
+
+def test_a_process_whose_files_are_not_there_is_said(halves, tmp_path):
+    folder = shutil.copytree(halves / "dump", tmp_path / "dump")
+    (folder / "index-00001.jsonl").unlink()
+    with DumpReader(folder) as reader:
+        (record,) = reader.select(step=0, module="*layers.0.mlp.linear_fc1", tensor="weight")
+        with pytest.raises(ContractError) as error:
+            reader.join(record)
+    assert str(error.value) == (
+        f"decoder.layers.0.mlp.linear_fc1 weight: the parts of ranks 0 are not the whole of {[2 * F, D]}\n"
+        f"  where: {folder}\n"
+        "  do:    copy the indices and files of all processes into one folder, or dump with ranks=null"
+    )

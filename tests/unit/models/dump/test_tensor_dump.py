@@ -350,3 +350,17 @@ def test_one_model_is_dumped_once_at_a_time(folder, tmp_path):
             TensorDump(model, tmp_path / "other", environment={}).__enter__()
         model(inputs(0)).backward()
     run(tmp_path / "third", model=model, steps=1)
+
+
+def test_chunks_of_a_pipeline_are_dumped_together(folder):
+    chunks = [Small(), Small(F, D)]
+    with TensorDump(chunks, folder, DumpConfig(tensors=["input"]), environment={}) as dump:
+        for microbatch in (0, 1):
+            chunks[0](inputs(microbatch))
+            chunks[1](inputs(microbatch, features=F))
+        dump.step()
+    found = [(record.source.module, record.source.microbatch) for record in list_dump(folder).records]
+    assert set(found) == {
+        (f"chunk{one}.layers.{layer}", number) for one in (0, 1) for layer in (0, 1) for number in (0, 1)
+    }
+    assert dump.manifest.complaints(dump.config) == []
