@@ -116,6 +116,22 @@ def test_nothing_the_model_computes_changes_and_nothing_is_left_behind(load, pas
     assert hooks == []
 
 
+def test_two_models_are_dumped_at_a_time_and_end_in_any_order(load, passes, tmp_path, read):
+    untouched = AttentionInterface.__dict__["get_interface"]
+    models = [load("qwen3"), load("llama")]
+    dumps = [TensorDump(model, tmp_path / str(number)) for number, model in enumerate(models)]
+    for one in dumps:
+        one.__enter__()
+    for model in models:
+        model(**passes[0]).loss.backward()
+    for one in dumps:  # the first one first
+        one.__exit__(None, None, None)
+    assert AttentionInterface.__dict__["get_interface"] is untouched
+    for number, family in enumerate(("qwen3", "llama")):
+        expected, _ = run_plainly(load(family), passes[:1])
+        assert_same(contents(read(tmp_path / str(number))), expected)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputed_layers_are_dumped_once(load, passes, reentrant, dump):
     expected, losses = run_plainly(load(), passes)
