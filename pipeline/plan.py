@@ -13,6 +13,7 @@ from pipeline.fingerprint import fingerprint, make_recipe
 from pipeline.layout import artifact_folder
 from pipeline.stages_table import CHAIN, Stage, asked_stages, with_ancestors
 from pipeline.validation import Checked
+from stages.data.config import calibration_only
 from stages.data.identity import data_identity
 
 
@@ -52,10 +53,12 @@ def make_steps(checked: Checked) -> dict[str, Step]:
     settings = checked.settings
     nodes = {spec.name: getattr(settings, spec.name) for spec in fields(settings)} | {"shape": checked.shape}
     identities = {"model": source_identity(settings.model), "data": data_identity(settings.data)}
+    calibrating = nodes | {"data": calibration_only(settings.data)}
     output_dir = Path(settings.output_dir).absolute()
     steps: dict[str, Step] = {}
     for stage in with_ancestors(asked_stages(settings.stage, settings.evaluate.checkpoint)):
-        recipe = make_recipe(stage, nodes, identities, {name: steps[name].fingerprint for name in stage.parents})
+        counted = nodes if stage.reads_heldout else calibrating
+        recipe = make_recipe(stage, counted, identities, {name: steps[name].fingerprint for name in stage.parents})
         address = fingerprint(recipe)
         steps[stage.name] = Step(
             stage=stage,

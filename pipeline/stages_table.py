@@ -12,13 +12,15 @@ class Stage:
     """One stage; its code lies in `stages/<name>/`.
 
     `nodes` are the keyword arguments of its `run`, and the only settings that enter its fingerprint. Where it is
-    `shared`, every process that torchrun started takes part; the others are run by the leading one alone.
+    `shared`, every process that torchrun started takes part; the others are run by the leading one alone. How much
+    held-out text there is counts only for one that `reads_heldout`: the others are found again.
     """
 
     name: str
     parents: tuple[str, ...]
     nodes: tuple[str, ...]
     shared: bool = False
+    reads_heldout: bool = False
 
     @property
     def version(self) -> int:
@@ -40,11 +42,18 @@ CHAIN = (
     Stage("extract", parents=("score", "cluster"), nodes=("model", "extract", "shape")),
     Stage("assemble", parents=("cluster", "extract"), nodes=("model", "data", "assemble", "shape", "seed")),
     Stage("project", parents=("cluster", "assemble"), nodes=("model", "data", "project", "shape", "seed")),
-    Stage("train", parents=("project",), nodes=("model", "data", "train", "shape", "seed"), shared=True),
+    Stage(
+        "train",
+        parents=("project",),
+        nodes=("model", "data", "train", "shape", "seed"),
+        shared=True,
+        reads_heldout=True,
+    ),
     Stage(
         "evaluate",
         parents=("scan", "cluster", "assemble", "project"),
         nodes=("model", "data", "project", "evaluate", "shape", "seed"),
+        reads_heldout=True,
     ),
     Stage("dump", parents=(), nodes=("model", "data", "dump")),
 )

@@ -1,6 +1,6 @@
 """Settings of the text."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass
@@ -57,3 +57,13 @@ class DataConfig:
     heldout_tokens: int = 32768
     # Share of the documents (python_stdlib: of the modules) that is held out where no held-out text is named.
     heldout_share: float = 0.1
+
+
+def calibration_only(data: DataConfig) -> DataConfig:
+    """The settings as far as the calibration text goes.
+
+    How much held-out text is read has no part in it; a local file that holds it has: its documents are left out.
+    """
+    named = {"text": data.heldout_path, "hub": data.heldout_split}.get(data.kind) is not None
+    share = 0.0 if named else data.heldout_share
+    return replace(data, heldout_split=None, heldout_tokens=0, heldout_share=share)

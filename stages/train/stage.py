@@ -39,7 +39,9 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, train: TrainConfig, s
     routers = Routers.load(job.parents["project"])
     text = read_text(data, train, load_tokenizer(source))
     phases = make_phases(train, train.batch * text.mean_length)
-    dense = load_dense(model, source)
+    done, teaches = steps_done(job, phases), bool(train.logits or train.hidden)
+    # Needed by a teacher to the end, and by nobody else once the start has been measured.
+    dense = load_dense(model, source) if teaches or not done else None
     course = Course(
         settings=train,
         text=text,
@@ -47,15 +49,14 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, train: TrainConfig, s
         total=total_steps(phases),
         balance=balance_of(train, MOE_TARGETS[routers.target], shape),
         pooled=shape.pooled,
-        teacher=Teacher(dense, train.hidden > 0) if train.logits or train.hidden else None,
+        teacher=Teacher(dense, train.hidden > 0) if teaches and dense is not None else None,
         heldout=lambda trained: heldout_loss(trained, text.heldout, job.workers, train.precision),
         seed=seed,
         workers=job.workers,
         device=resolve_device(model),
     )
-    done = steps_done(job, phases)
     record = Record.open(job.scratch, done=done, tensorboard=train.tensorboard) if job.workers.leads else None
-    if not done:
+    if dense is not None and not done:
         measure_start(course, record, dense, checkpoint)
     del dense
     trained = run_phases(job.scratch, phases, course, record, checkpoint, done)

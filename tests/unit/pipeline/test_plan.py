@@ -116,6 +116,8 @@ def test_what_changes_no_result_changes_no_fingerprint(steps, word):
         ("assemble=centroid", {"scan", "score", "cluster", "extract"}),
         ("project=none", {"scan", "score", "cluster", "extract", "assemble"}),
         ("evaluate.speed_tokens=0", ALL - {"evaluate"}),
+        ("data.heldout_tokens=1000", ALL - {"evaluate"}),
+        ("data.heldout_share=0.2", set()),
     ],
 )
 def test_a_setting_reaches_its_stage_and_all_below(steps, word, unchanged):

@@ -1,8 +1,9 @@
 import subprocess
 import sys
+from dataclasses import replace
 
 from models.errors import ConfigError
-from stages.data.config import DataConfig
+from stages.data.config import DataConfig, calibration_only
 from stages.data.identity import check_data, data_identity
 
 
@@ -53,3 +54,15 @@ def test_checks_need_no_torch():
     code = "import sys, stages.data.identity; print({'torch', 'transformers', 'datasets', 'numpy'} & set(sys.modules))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout == "set()\n"
+
+
+def test_held_out_text_that_is_named_leaves_only_its_own_documents_out():
+    plain = DataConfig(kind="hub", name="a/b")
+    assert calibration_only(replace(plain, heldout_tokens=5)) == calibration_only(plain)
+    assert calibration_only(replace(plain, heldout_share=0.5)) != calibration_only(plain)
+    named = replace(plain, heldout_split="test")
+    assert calibration_only(named) != calibration_only(plain)
+    assert calibration_only(replace(named, heldout_split="validation", heldout_share=0.5)) == calibration_only(named)
+    local = DataConfig(kind="text", path="texts", heldout_path="a.txt")
+    assert calibration_only(replace(local, heldout_path="b.txt")) != calibration_only(local)
+    assert calibration_only(replace(local, heldout_share=0.5)) == calibration_only(local)
