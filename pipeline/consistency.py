@@ -5,12 +5,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any
 
+from models.dump.rules import contradictions as of_dump
 from models.errors import ConfigError
 from models.shape import GLOBAL_POOL
 from pipeline.schema import Settings
 from pipeline.stages_table import ALL, STAGES, asked_stages, with_ancestors
 from stages.assemble.config import POOL_ROUTERS, ROUTERS, TRAINED_ROUTERS
 from stages.contracts.workers import find_workers
+from stages.dump.config import DumpStageConfig
 from stages.train.config import TrainConfig
 
 logger = logging.getLogger(__name__)
@@ -34,6 +36,8 @@ def contradictions(settings: Settings) -> Iterator[ConfigError]:
             do="scan.gradients=true, or score.method=contribution",
         )
     yield from domain_contradictions(settings)
+    if involves(settings, "dump"):
+        yield from dump_contradictions(settings.dump)
     if settings.topology == GLOBAL_POOL and involves(settings, "assemble"):
         yield from pool_contradictions(settings)
     workers = find_workers().world
@@ -45,6 +49,17 @@ def contradictions(settings: Settings) -> Iterator[ConfigError]:
             f"{workers} workers, and each loads its own",
             where="setting model.device_map",
             do="model.device_map=none, or python -m pipeline without torchrun",
+        )
+
+
+def dump_contradictions(dump: DumpStageConfig) -> Iterator[ConfigError]:
+    """Of the dump itself, and gradients that nobody computes."""
+    yield from of_dump(dump, "dump.")
+    if not dump.gradients and all(tensor.startswith("grad_") for tensor in dump.tensors):
+        yield ConfigError(
+            "dump.gradients=false computes no gradient, and dump.tensors asks for nothing else",
+            where="settings dump.gradients and dump.tensors",
+            do="dump.gradients=true, or dump.tensors=[input,weight]",
         )
 
 

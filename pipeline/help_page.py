@@ -31,6 +31,7 @@ Stages
   project   bend the experts towards the dense model's behaviour
   train     continued pretraining: the routers learn to schedule the experts
   evaluate  compare with the dense model and plain baselines on held-out text
+  dump      write what attention and Linear layers of the dense model compute, for a study of number formats
 
 Dials
 {dials}
@@ -42,6 +43,7 @@ Settings inside a group: group.setting=value, such as data.tokens=16384. The fil
   python -m pipeline --cfg job      print all settings and their values
   python -m pipeline --hydra-help   Hydra's own flags
   python -m pipeline.mscan FILE     what a parameter-level scan found
+  python -m pipeline.dump --help    what a tensor dump holds, its pictures, two dumps compared
   python -m pipeline.report latest  a run's report.html, made again
   python -m pipeline.harness A B    multiple-choice accuracy of checkpoints, by lm-evaluation-harness
   python -m pipeline.store --help   sums of a scan, between Redis and files

@@ -12,6 +12,7 @@ from pipeline.stages_table import ALL
 from stages.assemble.config import AssembleConfig
 from stages.cluster.config import ClusterConfig
 from stages.data.config import DataConfig
+from stages.dump.config import DumpStageConfig
 from stages.evaluate.config import EvaluateConfig
 from stages.extract.config import ExtractConfig
 from stages.project.config import ProjectConfig
@@ -47,6 +48,7 @@ class Settings:
     project: ProjectConfig = field(default_factory=ProjectConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    dump: DumpStageConfig = field(default_factory=DumpStageConfig)
 
 
 def register_schema() -> None:

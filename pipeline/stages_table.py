@@ -55,24 +55,23 @@ CHAIN = (
         nodes=("model", "data", "project", "evaluate", "shape", "seed"),
         reads_heldout=True,
     ),
+    Stage("dump", parents=(), nodes=("model", "data", "dump")),
 )
 STAGES = {stage.name: stage for stage in CHAIN}
 ALL = "all"
 
 
-# What evaluate can look at; training is no part of stage=all unless it is what is evaluated.
-PROJECTED, TRAINED = "project", "train"
+# What evaluate can look at; training is no part of stage=all unless it is what is evaluated, and a dump never is.
+PROJECTED, TRAINED, DUMPED = "project", "train", "dump"
 
 
 def asked_stages(name: str, evaluated: str = PROJECTED) -> tuple[Stage, ...]:
     """The stages that `stage=name` asks for, where evaluate looks at the checkpoint of `evaluated`."""
-    chosen = [
-        stage for stage in CHAIN if name == stage.name or (name == ALL and stage.name in {evaluated, *_UNTRAINED})
-    ]
+    chosen = [stage for stage in CHAIN if name == stage.name or (name == ALL and stage.name in {evaluated, *_ALWAYS})]
     return tuple(reading(stage, evaluated) for stage in chosen)
 
 
-_UNTRAINED = frozenset(STAGES) - {TRAINED}
+_ALWAYS = frozenset(STAGES) - {TRAINED, DUMPED}
 
 
 def reading(stage: Stage, evaluated: str) -> Stage:

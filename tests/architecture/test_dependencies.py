@@ -11,6 +11,7 @@ HEAVY = ("torch", "transformers", "sklearn", "umap", "matplotlib", "datasets")
 LIGHT = [
     "pipeline.cli",
     "pipeline.mscan",
+    "pipeline.dump",
     "models.source",
     "models.mscan.reader",
     "models.checkpoint.header",

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 from benchmarks.break_even import measure_products
 from benchmarks.cluster_speed import measure_cluster
+from benchmarks.dump_speed import measure_dump
 from benchmarks.moe_speed import measure_moe
 from benchmarks.mscan_speed import measure_mscan
 from benchmarks.options import read_options
@@ -66,6 +67,7 @@ def _measurements(bench: Workbench, options: Namespace, words: Sequence[str]) ->
         "redis": lambda: measure_redis(rounds),
         "moe": lambda: measure_moe(bench, options),
         "cluster": lambda: measure_cluster(rounds),
+        "dump": lambda: measure_dump(bench, rounds),
     }
     missing = {
         "memory": bench.device.type != "cuda" and platform.system() != "Linux" and "it reads /proc",

@@ -46,8 +46,23 @@ ROWS = [
     ".mscan write of a sequence, f32 ÷ its scan",
     ".mscan write of a sequence, log16 ÷ its scan",
     "start-up of python -m pipeline --help",
+    *(
+        f"training step with the dump, {how} ÷ without"
+        for how in (
+            "disabled",
+            "between two dumped steps",
+            "statistics only",
+            "every tensor",
+            "every tensor, until it is on the disk",
+        )
+    ),
+    "memory for tensors on their way, most used",
+    "dump ÷ plain copying of the same bytes to the disk",
+    "dump ÷ one .pt a tensor, written",
+    "dump ÷ plain bytes, read",
+    "dump ÷ one .pt a tensor, read",
 ]
-GROUPS = ["scan", "forward", "scanner", "memory", "products", "mscan", "startup"]
+GROUPS = ["scan", "forward", "scanner", "memory", "products", "mscan", "startup", "dump"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")

@@ -1,0 +1,1 @@
+"""Number formats under study: tensors rounded into them, in software."""

@@ -1,0 +1,125 @@
+"""Tensors of a dump, read when they are asked for, and joined where processes held parts of them."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from models.checkpoint.reader import ShardReader
+from models.dump.listing import Listing, list_dump
+from models.dump.records import STORED, Placement, TensorRecord
+from models.errors import CheckpointError, ContractError
+
+
+class DumpReader:
+    """A dump that was written, or is being written: what it lists is whole."""
+
+    def __init__(self, folder: Path | str) -> None:
+        """Read the indices. Raises ContractError."""
+        self.listing: Listing = list_dump(Path(folder))
+        self._shards: dict[str, ShardReader] = {}
+
+    def __enter__(self) -> "DumpReader":
+        """Files are opened when they are needed."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close them."""
+        for shard in self._shards.values():
+            shard.close()
+
+    @property
+    def records(self) -> Sequence[TensorRecord]:
+        """All of them, in the order in which they were captured."""
+        return self.listing.records
+
+    def select(self, *, rounded: bool = False, **wanted: object) -> list[TensorRecord]:
+        """As `Listing.select`: `reader.select(module="*.q_proj", tensor="input", step={0, 5})`."""
+        return self.listing.select(rounded=rounded, **wanted)
+
+    def load(self, record: TensorRecord) -> Tensor:
+        """A private copy of one tensor, on the CPU.
+
+        Raises:
+            ContractError: its bytes were not kept, its file is missing or is not what was written.
+        """
+        if record.status != STORED or record.file is None or record.key is None:
+            raise ContractError(
+                f"{record.name} has no bytes: its status is {record.status}",
+                where=str(self.listing.folder),
+                do="dump with keep=tensors, when_full=block or more memory_mib",
+            )
+        try:
+            tensor = self._open(record.file).tensor(record.key)
+        except CheckpointError as error:
+            raise ContractError(
+                f"{record.name} cannot be read: {error.what}",
+                where=str(self.listing.folder / record.file),
+                do="copy that file here again; all other tensors can be read",
+            ) from error
+        if (tuple(tensor.shape), tensor.dtype) != (record.shape, getattr(torch, record.dtype)):
+            raise ContractError(
+                f"{record.name} is {tensor.dtype} {list(tensor.shape)} in its file, the index says {record.dtype} "
+                f"{list(record.shape)}",
+                where=str(self.listing.folder / record.file),
+                do="copy the whole dump again",
+            )
+        return tensor
+
+    def _open(self, name: str) -> ShardReader:
+        path = self.listing.folder / name
+        if name not in self._shards:
+            if not path.is_file():
+                raise CheckpointError(f"{name} is missing", where=str(path))
+            self._shards[name] = ShardReader(path)
+        return self._shards[name]
+
+    def join(self, record: TensorRecord) -> Tensor:
+        """The tensor of which a tensor-parallel process held a part, put together from all of its group.
+
+        Raises:
+            ContractError: a process's part is not there.
+        """
+        parts = self.parts_of(record)
+        joined = torch.empty(record.placement.global_shape, dtype=getattr(torch, record.dtype))
+        covered = torch.zeros(record.placement.global_shape, dtype=torch.bool)
+        for part in parts:
+            for area, piece in _lay_out(self.load(part), part.placement):
+                joined[area] = piece
+                covered[area] = True
+        if not covered.all():
+            ranks = ", ".join(str(part.rank) for part in parts)
+            raise ContractError(
+                f"{record.source.module} {record.source.tensor}: the parts of ranks {ranks} are not the whole of "
+                f"{list(record.placement.global_shape)}",
+                where=str(self.listing.folder),
+                do="copy the indices and files of all processes into one folder, or dump with ranks=null",
+            )
+        return joined
+
+    def parts_of(self, record: TensorRecord) -> list[TensorRecord]:
+        """The records of the same tensor at all processes of its tensor-parallel group."""
+        group = {name: place for name, place in record.parallel.items() if name != "tp"}
+        return [
+            other
+            for other in self.records
+            if other.source == record.source
+            and other.quant_type == record.quant_type
+            and (other.rounded_from is None) == (record.rounded_from is None)
+            and {name: place for name, place in other.parallel.items() if name != "tp"} == group
+            and (other.rank == record.rank or "tp" in record.parallel)
+        ]
+
+
+def _lay_out(tensor: Tensor, placement: Placement) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
+    """Where each piece of a part belongs."""
+    axis, count = placement.pieces or (0, 1)
+    for number, piece in enumerate(tensor.chunk(count, axis) if count > 1 else [tensor]):
+        begins = list(placement.offset)
+        if count > 1:
+            begins[axis] += number * placement.global_shape[axis] // count
+        yield tuple(slice(begin, begin + size) for begin, size in zip(begins, piece.shape, strict=True)), piece

@@ -1,0 +1,211 @@
+"""What the hooks speak to: which step and microbatch it is, and what is to become of a tensor."""
+
+from collections import Counter, defaultdict, deque
+from dataclasses import dataclass
+from functools import partial
+from threading import Lock
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import TensorWeakRef
+
+from models.dump.capture import Capture, Facts, Held
+from models.dump.config import BACKWARD, FORWARD, DumpConfig
+from models.dump.host_copy import copy_to_slot
+from models.dump.records import DROPPED, STATISTICS, STORED, Placement, Source, now
+from models.dump.ring import HostRing, Slot
+from models.dump.statistics import exact_moments, measure
+from models.dump.tokens import Part, keep_tokens
+from models.dump.watched import Watched
+from models.dump.writer import DumpWriter
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a watched module."""
+
+    watched: Watched
+    step: int
+    microbatch: int
+    number: int  # among the module's calls in the microbatch
+    recompute: bool
+
+
+@dataclass(frozen=True, eq=False)
+class _Seen:
+    """A tensor that was captured in this step, while it lives."""
+
+    tensor: TensorWeakRef
+    version: int
+    placement: Placement
+    held: Held
+
+
+class Recorder:
+    """Turns what hooks see into captures. Hooks may run in several threads of the autograd engine."""
+
+    def __init__(self, config: DumpConfig, writer: DumpWriter, ring: HostRing, *, rank: int, world: int) -> None:
+        """`writer` gets the captures; `ring` is where their bytes wait."""
+        self._config, self._writer, self._ring = config, writer, ring
+        self._rank, self._world = rank, world
+        self._lock = Lock()
+        self._captured = 0
+        self.dumped_steps = 0  # that were on the schedule
+        self._open = True
+        self._kept: deque[list[Capture]] = deque([[]])  # of the last steps; only with last_steps
+        self._begin_step(0)
+
+    def begin_microbatch(self, chunk: int) -> None:
+        """The model's forward pass begins."""
+        if not in_backward():
+            self._microbatches[chunk] += 1
+
+    def begin_call(self, watched: Watched) -> Call | None:
+        """A watched module is called; None where nothing of it is wanted."""
+        if not (self._active and self._open):
+            return None
+        recompute = in_backward()
+        microbatch = max(self._microbatches[watched.chunk] - 1, 0)
+        if recompute:
+            # Passes are run again in the order in which they were run first.
+            order, turn = self._calls[watched], self._recomputed[watched]
+            microbatch = order[turn] if turn < len(order) else microbatch
+            self._recomputed[watched] += 1
+            return Call(watched, self._step, microbatch, 0, recompute=True)
+        number = self._calls[watched].count(microbatch)
+        self._calls[watched].append(microbatch)
+        return Call(watched, self._step, microbatch, number, recompute=False)
+
+    def take(self, call: Call, tensor_name: str, tensor: Tensor, part: Part, direction: str = FORWARD) -> None:
+        """Keep a tensor as it is now."""
+        if tensor_name not in self._config.tensors or not self._open or tensor.is_meta:
+            return
+        if call.recompute and direction == FORWARD and not self._config.recomputed:
+            return
+        watched = call.watched
+        source = Source(
+            call.step, call.microbatch, call.number, direction, call.recompute,
+            watched.name, watched.layer, watched.layer_type, tensor_name,
+        )  # fmt: skip
+        with self._lock, torch.no_grad():
+            kept, placement = keep_tokens(tensor.detach(), part, self._config)
+            held = self._recall(tensor, placement) or self._hold(kept)
+            if held.status != DROPPED:
+                self._remember(tensor, placement, held)
+            counter = self._captured * self._world + self._rank
+            self._captured += 1
+            self._deliver(Capture(counter, now(), source, placement, Facts.of(tensor, kept), held))
+
+    def take_gradient(self, call: Call, tensor_name: str, tensor: Tensor, part: Part) -> None:
+        """Keep the gradient of a tensor, once it is known; a tensor that asks for none has none."""
+        if tensor_name in self._config.tensors and tensor.requires_grad:
+            tensor.register_hook(partial(self._on_gradient, call, tensor_name, part))
+
+    def end_step(self, *, finite: bool) -> None:
+        """The next step begins; with last_steps, what was kept is written where the loss was not finite."""
+        if self._config.last_steps is not None:
+            if not finite:
+                self._write_kept()
+            self._kept.append([])
+            while len(self._kept) > self._config.last_steps:
+                self._forget_oldest()
+        self.dumped_steps += self._active
+        self._begin_step(self._step + 1)
+
+    def close(self) -> None:
+        """Take nothing more; what waits for a loss that is not finite is forgotten."""
+        self.dumped_steps += self._active and bool(self._calls)
+        self._open = False
+        while self._kept:
+            self._forget_oldest()
+
+    def _begin_step(self, number: int) -> None:
+        config = self._config
+        turn, rest = divmod(number - config.first_step, config.every_steps)
+        self._step = number
+        self._microbatches: Counter[int] = Counter()  # chunk → forward passes so far
+        self._active = turn >= 0 and rest == 0 and (config.max_steps is None or turn < config.max_steps)
+        self._calls: defaultdict[Watched, list[int]] = defaultdict(list)  # microbatches, in the order of the calls
+        self._recomputed: Counter[Watched] = Counter()
+        self._seen: dict[int, _Seen] = {}
+
+    def _on_gradient(self, call: Call, tensor_name: str, part: Part, gradient: Tensor) -> None:
+        self.take(call, tensor_name, gradient, part, BACKWARD)
+
+    def _recall(self, tensor: Tensor, placement: Placement) -> Held | None:
+        """What was kept of the same tensor, if it has not changed since."""
+        seen = self._seen.get(id(tensor))
+        if seen is None or seen.tensor() is not tensor or seen.version != _version(tensor):
+            return None
+        return seen.held if seen.placement == placement else None
+
+    def _remember(self, tensor: Tensor, placement: Placement, held: Held) -> None:
+        if (version := _version(tensor)) is not None:
+            self._seen[id(tensor)] = _Seen(TensorWeakRef(tensor), version, placement, held)
+
+    def _hold(self, kept: Tensor) -> Held:
+        """Copy or measure, as the settings and the room ask for."""
+        if self._config.keep == "statistics":
+            return self._measure(kept)
+        slot = self._find_room(kept.nbytes)
+        if slot is not None:
+            data, wait = copy_to_slot(kept, slot)
+            return Held(STORED, data, slot, wait)
+        return Held.dropped() if self._config.when_full == "drop" else self._measure(kept)
+
+    def _measure(self, kept: Tensor) -> Held:
+        if not kept.is_cuda:
+            return Held.measured(measure(kept))
+        moments = exact_moments(kept)
+        slot = self._find_room(moments.nbytes)
+        if slot is None:
+            return Held.dropped()
+        data, wait = copy_to_slot(moments, slot)
+        return Held(STATISTICS, data, slot, wait)
+
+    def _find_room(self, size: int) -> Slot | None:
+        """Memory for so many bytes, or None where the settings say not to wait for it."""
+        if size > self._ring.capacity:
+            return None
+        slot = self._ring.reserve(size)
+        while slot is None and self._config.last_steps is not None and len(self._kept) > 1:
+            self._forget_oldest()
+            slot = self._ring.reserve(size)
+        if slot is None and self._config.last_steps is None and self._config.when_full == "block":
+            self._writer.flush()  # or the writer might wait for more, before it frees anything
+            return self._ring.wait(size)
+        return slot
+
+    def _deliver(self, capture: Capture) -> None:
+        if self._config.last_steps is None:
+            self._writer.put(capture)
+        else:
+            self._kept[-1].append(capture)
+
+    def _write_kept(self) -> None:
+        for captures in self._kept:
+            for capture in captures:
+                self._writer.put(capture)
+            captures.clear()
+
+    def _forget_oldest(self) -> None:
+        for capture in self._kept.popleft():
+            if capture.held.slot is not None:
+                if capture.held.wait is not None:
+                    capture.held.wait()
+                self._ring.release(capture.held.slot)
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass, as it does while a checkpointed forward pass is run again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def watch_microbatches(root: nn.Module, chunk: int, recorder: Recorder) -> RemovableHandle:
+    """Count the forward passes of a model, or of a chunk of one."""
+    return root.register_forward_pre_hook(lambda _module, _args: recorder.begin_microbatch(chunk))

@@ -1,0 +1,194 @@
+"""The thread that measures what was captured and brings it to the disk."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Event, Thread
+from typing import Any
+
+from torch import Tensor
+
+from models.dump.capture import Capture, Facts, Held, Rounded
+from models.dump.config import DumpConfig
+from models.dump.findings import Findings
+from models.dump.index import IndexFile
+from models.dump.quantise.fake import round_into
+from models.dump.records import TensorRecord, make_name
+from models.dump.ring import HostRing, Slot
+from models.dump.shard import save_shard, shard_name
+from models.dump.statistics import measure, read_moments
+
+# Rows that wait for a file to be closed, at most; those without bytes would wait forever.
+_ROWS = 1000
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Which process this is."""
+
+    rank: int
+    world: int
+    parallel: Mapping[str, tuple[int, int]]  # tp, pp ...: coordinate and how many there are
+
+
+class DumpWriter:
+    """Takes captures in their order; `close` waits until all are on the disk."""
+
+    def __init__(
+        self,
+        folder: Path,
+        index: IndexFile,
+        ring: HostRing,
+        config: DumpConfig,
+        identity: Identity,
+        metadata: Mapping[str, Any],
+    ) -> None:
+        """Start the thread."""
+        self.findings = Findings()
+        self.failure: BaseException | None = None  # of the thread; what comes after it is counted as lost
+        self.told = False  # whether the thread that trains knows of it
+        self._folder, self._index, self._ring = folder, index, ring
+        self._config, self._identity, self._metadata = config, identity, dict(metadata)
+        self._queue: SimpleQueue[Capture | Event] = SimpleQueue()
+        # Of the file to come: its tensors, their bytes, the rows that wait for it and the memory that it will free.
+        self._tensors: dict[str, Tensor] = {}
+        self._bytes = 0
+        self._rows: list[TensorRecord] = []
+        self._slots: list[Slot] = []
+        self._shards = 0
+        self._closing = False
+        self._thread = Thread(target=self._work, name="tensor dump", daemon=True)
+        self._thread.start()
+
+    def put(self, capture: Capture) -> None:
+        """Hand over a capture."""
+        self._queue.put(capture)
+
+    def flush(self) -> Event:
+        """Close the file after what was put so far; the event is set when that is on the disk."""
+        done = Event()
+        self._queue.put(done)
+        return done
+
+    def close(self) -> None:
+        """Write what is left and end the thread."""
+        self._closing = True
+        self.flush()
+        self._thread.join()
+
+    def _work(self) -> None:
+        while True:
+            item = self._queue.get()
+            try:
+                self._take_up(item)
+            except BaseException as error:  # noqa: BLE001 - raised again in the thread that trains
+                self.failure = error
+                self._lose()
+            if isinstance(item, Event):
+                item.set()
+                if self._closing and self._queue.empty():
+                    return
+
+    def _take_up(self, item: Capture | Event) -> None:
+        if isinstance(item, Capture):
+            if item.held.slot is not None:
+                self._slots.append(item.held.slot)
+            if self.failure is None:
+                self._add(item)
+            else:
+                self.findings.lost += 1
+        full = len(self._rows) >= _ROWS or self._bytes >= self._config.shard_mib * 2**20
+        if full or isinstance(item, Event) or self.failure is not None:
+            self._seal()
+
+    def _add(self, capture: Capture) -> None:
+        held, facts = capture.held, capture.facts
+        name = make_name(capture.timestamp, capture.counter, capture.source, facts.quant_type)
+        self._fill_in(held, name, facts)
+        self.findings.add(name, capture)
+        record = self._record(name, capture)
+        self._rows.append(record)
+        if held.rounded is not None:
+            self._rows.append(_rounded_record(record, capture, held.rounded))
+
+    def _fill_in(self, held: Held, name: str, facts: Facts) -> None:
+        """Measure the content and give it a place in the file; once for all who share it."""
+        if held.statistics is not None or held.data is None:
+            return
+        if held.wait is not None:
+            held.wait()
+        if not held.stored:
+            held.statistics = read_moments(held.data, prod(facts.shape))
+            return
+        held.statistics = measure(held.data)
+        held.file, held.key = self._keep(name, held.data), name
+        wanted = self._config.quant_type
+        if self._config.fake_quant and wanted not in {None, facts.quant_type} and held.data.is_floating_point():
+            rounded, error = round_into(held.data, str(wanted))
+            key = f"{name}.{wanted}"
+            held.rounded = Rounded(str(wanted), measure(rounded), error, self._keep(key, rounded), key, rounded.dtype)
+
+    def _keep(self, key: str, tensor: Tensor) -> str:
+        self._tensors[key] = tensor
+        self._bytes += tensor.nbytes
+        return shard_name(self._identity.rank, self._shards)
+
+    def _record(self, name: str, capture: Capture) -> TensorRecord:
+        held, facts = capture.held, capture.facts
+        return TensorRecord(
+            name=name,
+            counter=capture.counter,
+            timestamp=capture.timestamp,
+            rank=self._identity.rank,
+            source=capture.source,
+            parallel=self._identity.parallel,
+            placement=capture.placement,
+            shape=facts.shape,
+            dtype=facts.dtype,
+            device=facts.device,
+            requires_grad=facts.requires_grad,
+            quant_type=facts.quant_type,
+            label=self._config.quant_type,
+            autocast=facts.autocast,
+            status=held.status,
+            statistics=held.statistics,
+            file=held.file,
+            key=held.key,
+            metadata=self._metadata,
+        )
+
+    def _seal(self) -> None:
+        """Bytes first, then the rows that speak of them."""
+        if self._tensors:
+            save_shard(self._folder / shard_name(self._identity.rank, self._shards), self._tensors)
+            self._shards += 1
+        if self._rows:
+            self._index.add(self._rows)
+        self._release()
+
+    def _release(self) -> None:
+        self._tensors, self._rows, self._bytes = {}, [], 0
+        for slot in self._slots:
+            self._ring.release(slot)
+        self._slots = []
+
+    def _lose(self) -> None:
+        """After a failure: nobody must wait for memory, and what is lost is counted."""
+        self.findings.lost += len(self._rows)
+        self._release()
+
+
+def _rounded_record(record: TensorRecord, capture: Capture, rounded: Rounded) -> TensorRecord:
+    return replace(
+        record,
+        name=make_name(capture.timestamp, capture.counter, capture.source, rounded.quant_type),
+        dtype=str(rounded.dtype).removeprefix("torch."),
+        quant_type=rounded.quant_type,
+        statistics=rounded.statistics,
+        file=rounded.file,
+        key=rounded.key,
+        rounded_from=record.name,
+        rounding=rounded.error,
+    )

@@ -1,0 +1,288 @@
+"""Dumps that are killed, run out of disk, meet another one or lose a file; the stage and the viewer."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from unit.models.dump.small_model import Small, inputs, run
+
+from models.dump.config import DumpConfig
+from models.dump.listing import list_dump
+from models.dump.reader import DumpReader
+from models.dump.tensor_dump import TensorDump
+from models.errors import ContractError
+from pipeline.cli import INVALID, run_command
+from pipeline.dump import main
+
+REPOSITORY = Path(__file__).parents[2]
+ENVIRONMENT = os.environ | {
+    "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests'}:{os.environ.get('PYTHONPATH', '')}",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def start(folder, *words):
+    script = Path(__file__).with_name("dumping.py")
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, script, folder, *words], env=ENVIRONMENT, **pipes)
+
+
+def assert_whole(folder):
+    """Every listed tensor can be read, and is what the step put in."""
+    with DumpReader(folder) as reader:
+        assert reader.listing.missing_files == ()
+        for record in reader.records:
+            tensor = reader.load(record)
+            if (record.source.module, record.source.tensor) == ("layers.0", "input"):
+                assert torch.equal(tensor, inputs(record.source.step, 256, 512))
+        return len(reader.records)
+
+
+@pytest.mark.parametrize("steps", [1, 8, 31])
+def test_a_killed_dump_lists_only_what_is_whole(tmp_path, steps):
+    process = start(tmp_path / "dump")
+    for line in process.stdout:
+        if int(line) == steps:
+            break
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    found = assert_whole(tmp_path / "dump")
+    assert found >= 6 * (steps - 2)
+    assert list_dump(tmp_path / "dump").manifests() == {}
+
+
+def test_a_folder_that_fills_up(tmp_path):
+    # No file may grow beyond half a MiB: the first shard cannot be written.
+    process = start(tmp_path / "dump", str(2**19))
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 1, said
+    first, where, remedy = said.strip().splitlines()[-3:]
+    assert first.startswith("the dump ended early, ")
+    assert "File too large" in first
+    assert where == f"  where: {tmp_path / 'dump'}; what its index lists is whole"
+    assert remedy.startswith("  do:    free some space or dump into another folder")
+    assert assert_whole(tmp_path / "dump") == 0
+    assert list((tmp_path / "dump").glob("*.partial")) == []
+
+
+def test_two_processes_and_one_folder(tmp_path):
+    process = start(tmp_path / "dump")
+    process.stdout.readline()
+    try:
+        with pytest.raises(ContractError) as error:
+            TensorDump(Small(), tmp_path / "dump", environment={}).__enter__()
+    finally:
+        process.kill()
+        process.communicate()
+    assert str(error.value) == (
+        "another process is dumping into this folder as rank 0\n"
+        f"  where: {tmp_path / 'dump' / 'index-00000.jsonl'}\n"
+        "  do:    give every dump a folder of its own; processes of one job need torch.distributed to tell ranks"
+    )
+    with pytest.raises(ContractError, match="the folder holds a dump already"):
+        run(tmp_path / "dump", steps=1)
+
+
+REPLICA = """
+import sys
+import torch.distributed as dist
+from unit.models.dump.small_model import run
+folder, rank = sys.argv[1], int(sys.argv[2])
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+run(f"{folder}/dump", steps=2)
+dist.destroy_process_group()
+"""
+
+
+def test_processes_of_one_job_share_a_folder(tmp_path):
+    words = [[sys.executable, "-c", REPLICA, tmp_path, str(rank)] for rank in (0, 1)]
+    running = [subprocess.Popen(one, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) for one in words]
+    said = [process.communicate(timeout=120)[1] for process in running]
+    assert [process.returncode for process in running] == [0, 0], said
+    listing = list_dump(tmp_path / "dump")
+    assert {record.rank for record in listing.records} == {0, 1}
+    assert len({record.name for record in listing.records}) == len(listing.records) == 24
+    assert sorted(record.counter for record in listing.records) == list(range(24))
+    assert listing.manifests().keys() == {0, 1}
+
+
+@pytest.fixture
+def dump(tmp_path):
+    folder = tmp_path / "dump"
+    config = DumpConfig(shard_mib=1)
+    run(folder, config, steps=3, model=Small(features=512, hidden=300), rows=256)
+    return folder
+
+
+def test_a_missing_file(dump, capsys):
+    names = [path.name for path in sorted(dump.glob("*.safetensors"))]
+    assert len(names) > 1
+    (dump / names[1]).unlink()
+    with DumpReader(dump) as reader:
+        assert reader.listing.missing_files == (names[1],)
+        gone = next(record for record in reader.records if record.file == names[1])
+        with pytest.raises(ContractError) as error:
+            reader.load(gone)
+        for record in reader.records:
+            if record.file != names[1]:
+                reader.load(record)
+    assert str(error.value) == (
+        f"{gone.name} cannot be read: {names[1]} is missing\n  where: {dump / names[1]}\n"
+        "  do:    copy that file here again; all other tensors can be read"
+    )
+    assert main(["show", str(dump)]) == 0
+    assert f"1 files that the index names are missing: {names[1]}" in capsys.readouterr().out
+
+
+def test_a_file_cut_short(dump):
+    path = sorted(dump.glob("*.safetensors"))[0]
+    path.write_bytes(path.read_bytes()[:-5])
+    with DumpReader(dump) as reader, pytest.raises(ContractError, match="is damaged: truncated"):
+        reader.load(next(record for record in reader.records if record.file == path.name))
+
+
+def test_an_index_with_a_torn_end(dump, capsys):
+    path = dump / "index-00000.jsonl"
+    whole = len(list_dump(dump).records)
+    with path.open("ab") as file:
+        file.write(b'{"name": "half a r')
+    assert (len(list_dump(dump).records), list_dump(dump).torn) == (whole, 18)
+    assert main(["show", str(dump)]) == 0
+    assert "18 bytes at the end of an index were left by a killed process" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", [b"", b"{}\n", b'{"format": "tiny-onn tensor dump", "version": 9}\n', b"[1\n"])
+def test_an_index_that_is_none(tmp_path, content):
+    (tmp_path / "index-00000.jsonl").write_bytes(content)
+    with pytest.raises(ContractError, match=r"index-00000.jsonl is (no index|damaged)"):
+        DumpReader(tmp_path)
+
+
+def test_a_folder_without_a_dump(tmp_path, capsys):
+    assert main(["show", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.startswith("no tensor dump here: no index-*.jsonl\n")
+
+
+def test_show(dump, capsys, tmp_path):
+    pictures = tmp_path / "values.png", tmp_path / "channels.png"
+    assert main(["show", str(dump), "--histogram", str(pictures[0]), "--channels", str(pictures[1])]) == 0
+    out = capsys.readouterr().out
+    assert "records    18 of 18, 2 modules" in out
+    row = next(line for line in out.splitlines() if line.startswith("layers.*  grad_output"))
+    assert row.split()[2] == "6"
+    assert "256×300 256×512" in row
+    for picture in pictures:
+        assert picture.read_bytes().startswith(b"\x89PNG")
+    assert main(["show", str(dump), "--list", "--tensor", "weight", "--step", "1"]) == 0
+    names = capsys.readouterr().out.split()
+    assert [name.split("_", 2)[2] for name in names] == [
+        "linear_L0_forward_fp32_weight",
+        "linear_L1_forward_fp32_weight",
+    ]
+    assert main(["show", str(dump), "--module", "*.q_proj"]) == 2
+    assert capsys.readouterr().err.startswith("none of 18 records fits\n")
+
+
+def test_compare_finds_the_first_divergence(dump, tmp_path, capsys):
+    other = tmp_path / "other"
+    model = Small(features=512, hidden=300)
+    with torch.no_grad():
+        model.layers[1].weight[3, 5] += 1e-3
+    run(other, steps=3, model=model, rows=256)
+    assert main(["compare", str(dump), str(dump)]) == 0
+    assert capsys.readouterr().out == "18 tensors compared, 0 differ\n"
+    assert main(["compare", str(dump), str(other)]) == 3
+    out = capsys.readouterr().out
+    first = out.split("first divergence, in the order of capture\n")[1].splitlines()[2]
+    assert first.split()[:3] == ["layers.1", "weight", "0"]
+    assert main(["compare", str(dump), str(other), "--tolerance", "10"]) == 0
+    run(tmp_path / "third", DumpConfig(modules=["layers.0"], tensors=["weight"], first_step=2), steps=3)
+    assert main(["compare", str(dump), str(tmp_path / "third")]) == 3
+    assert "only in" in capsys.readouterr().out
+
+
+def test_export_writes_what_old_readers_open(dump, tmp_path, capsys):
+    assert main(["export", str(dump), str(tmp_path / "pt")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'pt'}: 18 files\n"
+    with DumpReader(dump) as reader:
+        for record in reader.records:
+            path = tmp_path / "pt" / f"{record.name}.pt"
+            found = torch.load(path, weights_only=True)  # noqa: TID251 - a file this test wrote
+            assert torch.equal(found["tensor"], reader.load(record))
+            assert found["source"]["module"] == record.source.module
+
+
+def test_the_viewer_lists_without_torch(dump):
+    code = (
+        "import sys; from pipeline.dump import main; code = main(sys.argv[1:]);"
+        "assert not {'torch', 'transformers', 'matplotlib'} & set(sys.modules); sys.exit(code)"
+    )
+    words = [sys.executable, "-c", code, "show", str(dump)]
+    done = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.fixture
+def words(sound, text, tmp_path):
+    source = ["model=local", f"model.path={sound}", "model.label=pico", "data=text", f"data.path={text}"]
+    return ["stage=dump", *source, "data.tokens=900", "dump.batch_tokens=256", f"output_dir={tmp_path / 'outputs'}"]
+
+
+def published(tmp_path):
+    (folder,) = (tmp_path / "outputs" / "artifacts" / "pico" / "dump").iterdir()
+    return folder
+
+
+def test_the_stage_dumps_the_configured_model(words, tmp_path, capsys):
+    assert run_command([*words, "dump.steps=2", "dump.quant_type=mxfp8", "dump.fake_quant=true"]) == 0
+    said = capsys.readouterr()
+    assert "Tensors dumped" in said.out + said.err
+    with DumpReader(published(tmp_path)) as reader:
+        assert {record.source.step for record in reader.records} == {0, 1}
+        assert {record.source.tensor for record in reader.records} == set(DumpConfig().tensors)
+        assert {record.metadata["model"] for record in reader.records} == {"pico"}
+        assert len(reader.select(rounded=True)) == len(reader.select())
+        assert load_file(published(tmp_path) / reader.records[0].file)
+    assert json.loads((published(tmp_path) / "manifest-00000.json").read_text())["missing"] == {}
+    assert run_command([*words, "dump.steps=2", "dump.quant_type=mxfp8", "dump.fake_quant=true"]) == 0
+
+
+def test_the_stage_without_gradients_and_with_recomputed_layers(words, tmp_path):
+    assert run_command([*words, "dump.gradients=false", 'dump.modules=["*layers.1.*"]']) == 0
+    directions = {record.source.direction for record in list_dump(published(tmp_path)).records}
+    assert directions == {"forward"}
+
+
+def test_the_stage_with_recomputed_layers_dumps_the_same(words, tmp_path, capsys):
+    assert run_command(words) == 0
+    plain = published(tmp_path)
+    assert run_command([*words, "dump.gradient_checkpointing=true"]) == 0
+    (other,) = set((tmp_path / "outputs" / "artifacts" / "pico" / "dump").iterdir()) - {plain}
+    assert main(["compare", str(plain), str(other)]) == 0
+
+
+def test_the_stage_names_its_settings_in_errors(words, capsys, tmp_path):
+    assert run_command([*words, 'dump.modules=["*.nothing"]']) == INVALID
+    said = capsys.readouterr().err
+    assert "no module matches *.nothing; they are called down_proj, " in said
+    assert "where: setting dump.modules\n  do:    dump.modules=['*." in said
+    assert run_command([*words, "dump.fake_quant=true", "dump.quant_type=fp3"]) == INVALID
+    assert "dump.quant_type=fp3 is none of hifp8, mxfp8, mxfp4, bf16, fp16" in capsys.readouterr().err
+    assert run_command([*words, "dump.gradients=false", "dump.tensors=[grad_output]"]) == INVALID
+    assert "dump.gradients=false computes no gradient" in capsys.readouterr().err
+
+
+def test_the_stage_says_that_the_environment_is_ignored(words, monkeypatch, capsys):
+    monkeypatch.setenv("CUSTOM_QUANT_TYPE", "mxfp8")
+    assert run_command([*words, "dump.keep=statistics"]) == 0
+    said = capsys.readouterr()
+    assert (
+        "environment variable CUSTOM_QUANT_TYPE is ignored by stage=dump: use dump.quant_type=" in said.out + said.err
+    )

@@ -1,0 +1,34 @@
+"""One process of a Megatron job that dumps: python megatron_dump.py FOLDER RANK WORLD CASE."""
+
+import sys
+from pathlib import Path
+
+import torch
+from megatron_on_cpu import make_batches, make_gpt, megatron_group
+
+from models.dump.config import DumpConfig
+from models.dump.tensor_dump import TensorDump
+
+CASES = {
+    "plain": {},
+    "recompute": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+
+
+def run(folder, rank, world, case):
+    with megatron_group(rank, world, folder / "store"):
+        model, losses = make_gpt(world, **CASES[case]), []
+        with TensorDump(model, folder / "dump", DumpConfig()) as dumped:
+            for batch in make_batches():
+                loss = model(**batch).mean()
+                loss.backward()
+                losses.append(loss.detach())
+                dumped.step(loss)
+        complaints = dumped.manifest.complaints(dumped.config)
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert complaints == [], complaints
+    torch.save({"losses": torch.stack(losses), "gradients": gradients}, folder / f"run-{rank}.pt")
+
+
+if __name__ == "__main__":
+    run(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

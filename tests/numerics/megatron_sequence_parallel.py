@@ -1,0 +1,55 @@
+"""Two layers with sequence parallelism, one process of two: python megatron_sequence_parallel.py FOLDER RANK WORLD."""
+
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+from megatron_on_cpu import B, D, F, T, megatron_group
+
+from models.dump.tensor_dump import TensorDump
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from megatron.core.model_parallel_config import ModelParallelConfig
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+
+class Ffn(torch.nn.Module):
+    """Column-parallel into row-parallel, twice over, so that a gather buffer is used again."""
+
+    def __init__(self, world):
+        super().__init__()
+        config = ModelParallelConfig(
+            tensor_model_parallel_size=world,
+            sequence_parallel=world > 1,
+            use_cpu_initialization=True,
+            gradient_accumulation_fusion=False,
+        )
+        shared = {"config": config, "init_method": torch.nn.init.xavier_normal_, "bias": False, "skip_bias_add": True}
+        layers = []
+        for _ in range(2):
+            layers += [ColumnParallelLinear(D, F, gather_output=False, **shared)]
+            layers += [RowParallelLinear(F, D, input_is_parallel=True, **shared)]
+        self.layers = torch.nn.ModuleList(layers)
+
+    def forward(self, hidden):
+        for layer in self.layers:
+            hidden = layer(torch.tanh(hidden))[0]
+        return hidden
+
+
+def run(folder, rank, world):
+    with megatron_group(rank, world, folder / "store"):
+        torch.manual_seed(0)
+        model = Ffn(world)
+        hidden = torch.randn(T, B, D, generator=torch.Generator().manual_seed(1))
+        mine = hidden.chunk(world)[rank].clone().requires_grad_()
+        with TensorDump(model, folder / "dump") as dumped:
+            model(mine).square().sum().backward()
+            dumped.step()
+    assert dumped.manifest.missing == {}
+
+
+if __name__ == "__main__":
+    run(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

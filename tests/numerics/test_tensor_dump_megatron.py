@@ -1,0 +1,172 @@
+"""A dump of real megatron-core, alone and with two processes of tensor parallelism over gloo."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from megatron_on_cpu import GROUPS, HEADS, B, D, F, L, T, V, make_batches, make_gpt, megatron_group
+from safetensors.torch import load_file
+
+from models.dump.reader import DumpReader
+from models.errors import ContractError
+
+REPOSITORY = Path(__file__).parents[2]
+pytestmark = pytest.mark.filterwarnings("ignore:.*tp_group is None:DeprecationWarning")  # of megatron-core to itself
+ATTENTION = ("query", "key", "value")
+
+
+def run_plainly():
+    """{(step, module, tensor): value}, losses and gradients of one process, by plain hooks and autograd."""
+    model, found, kept, losses = make_gpt(), {}, [], []
+    names = {module: name for name, module in model.named_modules()}
+
+    def keep(step, module, name, tensor):
+        tensor.retain_grad()
+        kept.append((step, names[module], name, tensor))
+
+    def on_linear(module, args, kwargs, output):
+        found[step, names[module], "input"] = args[0].detach().clone()
+        found[step, names[module], "weight"] = module.weight.detach().clone()
+        keep(step, module, "grad_output", output[0])
+
+    def on_attention(module, args, kwargs):
+        for name, tensor in zip(ATTENTION, args, strict=False):
+            found[step, names[module], name] = tensor.detach().clone()
+            keep(step, module, f"grad_{name}", tensor)
+
+    for module, name in names.items():
+        if name.endswith("core_attention"):
+            module.register_forward_pre_hook(on_attention, with_kwargs=True)
+        elif "linear_" in name or name == "output_layer":
+            module.register_forward_hook(on_linear, with_kwargs=True)
+    for step, batch in enumerate(make_batches()):  # noqa: B007 - which step it is, for the hooks
+        loss = model(**batch).mean()
+        loss.backward()
+        losses.append(loss.detach())
+    found |= {(step, module, name): tensor.grad.clone() for step, module, name, tensor in kept}
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return found, torch.stack(losses), gradients
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    with megatron_group(store=tmp_path_factory.mktemp("store") / "store"):
+        return run_plainly()
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """Run a case in so many processes of their own; gives the folder."""
+
+    def start(world, case="plain", script="megatron_dump.py"):
+        folder = tmp_path_factory.mktemp(f"{case}{world}")
+        paths = [str(REPOSITORY), str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", "")]
+        environment = os.environ | {"PYTHONPATH": ":".join(paths)}
+        words = [
+            [sys.executable, Path(__file__).with_name(script), folder, str(rank), str(world), case]
+            for rank in range(world)
+        ]
+        running = [subprocess.Popen(one, env=environment, stderr=subprocess.PIPE, text=True) for one in words]
+        said = [process.communicate(timeout=300)[1] for process in running]
+        assert [process.returncode for process in running] == [0] * world, "\n".join(said)
+        return folder
+
+    return start
+
+
+@pytest.mark.parametrize("case", ["plain", "recompute"])
+def test_one_process_gives_what_plain_hooks_give(plain, job, case):
+    expected, losses, gradients = plain
+    folder = job(1, case)
+    with DumpReader(folder / "dump") as reader:
+        found = {(r.source.step, r.source.module, r.source.tensor): reader.load(r) for r in reader.records}
+        assert len(found) == len(reader.records)
+        recomputed = {r.source.recompute for r in reader.select(direction="backward", module="decoder.*")}
+    assert recomputed == {case == "recompute"}
+    assert found.keys() == expected.keys()
+    assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
+    run = torch.load(folder / "run-0.pt", weights_only=True)  # noqa: TID251 - a file this test wrote
+    assert torch.equal(run["losses"], losses)
+    assert [name for name in gradients if not torch.equal(run["gradients"][name], gradients[name])] == []
+
+
+@pytest.fixture(scope="module")
+def halves(job):
+    return job(2)
+
+
+def test_each_process_holds_its_own_part(halves):
+    with DumpReader(halves / "dump") as reader:
+        for rank in range(2):
+            mine = {(r.source.module, r.source.tensor): r for r in reader.select(rank=rank, step=1)}
+            qkv = mine["decoder.layers.1.self_attention.linear_qkv", "weight"]
+            assert qkv.shape == ((D + 2 * D * GROUPS // HEADS) // 2, D)
+            assert qkv.parallel["tp"] == (rank, 2)
+            fc2 = mine["decoder.layers.1.mlp.linear_fc2", "input"]
+            assert (fc2.shape, fc2.placement.offset) == ((T, B, F // 2), (0, 0, rank * F // 2))
+            query = mine["decoder.layers.1.self_attention.core_attention", "query"]
+            assert (query.shape, query.placement.offset) == ((T, B, HEADS // 2, D // HEADS), (0, 0, 2 * rank, 0))
+            assert mine["output_layer", "grad_output"].shape == (T, B, V // 2)
+        layers = {record.source.layer for record in reader.select(module="decoder.*")}
+        assert layers == set(range(L))
+        names = [record.name for record in reader.records]
+        assert len(set(names)) == len(names)
+
+
+def test_joined_parts_are_what_one_process_computes(plain, halves):
+    """Sums over two processes differ in their last bits; whatever is a part alone does not, given the same inputs."""
+    expected, losses, _ = plain
+    run = torch.load(halves / "run-0.pt", weights_only=True)  # noqa: TID251 - a file this test wrote
+    torch.testing.assert_close(run["losses"], losses, rtol=1e-6, atol=0)
+    with DumpReader(halves / "dump") as reader:
+        for record in reader.select(rank=0):
+            source, joined = record.source, reader.join(record)
+            whole = expected[source.step, source.module, source.tensor]
+            torch.testing.assert_close(joined, whole, rtol=1e-4, atol=1e-7)
+            if source.tensor == "weight":
+                assert torch.equal(joined, whole)
+
+
+def test_a_part_is_bit_for_bit_in_the_file_of_its_process(halves):
+    with DumpReader(halves / "dump") as reader:
+        (record,) = reader.select(rank=1, step=0, module="*layers.0.mlp.linear_fc1", tensor="weight")
+        (other,) = reader.select(rank=0, step=0, module="*layers.0.mlp.linear_fc1", tensor="weight")
+        gate, up = load_file(halves / "dump" / record.file)[record.key].chunk(2)
+        assert torch.equal(reader.join(record)[F // 2 : F], gate)
+        assert torch.equal(reader.join(record)[F + F // 2 :], up)
+        assert torch.equal(reader.join(other), reader.join(record))
+
+
+def test_sequence_parallel_parts_are_joined_along_the_tokens(job):
+    """A gather buffer that Megatron uses again for the next layer leaves no trace in what was captured before."""
+    folders = {world: job(world, "sequence", "megatron_sequence_parallel.py") for world in (1, 2)}
+    with DumpReader(folders[1] / "dump") as whole, DumpReader(folders[2] / "dump") as parts:
+        assert {record.shape for record in parts.select(module="layers.2", tensor="input")} == {(T // 2, B, D)}
+        assert {record.shape for record in parts.select(module="layers.1", tensor="grad_output")} == {(T // 2, B, D)}
+        for record in parts.select(rank=0):
+            (other,) = whole.select(module=record.source.module, tensor=record.source.tensor)
+            joined, expected = parts.join(record), whole.load(other)
+            torch.testing.assert_close(joined, expected, rtol=1e-5, atol=1e-6)
+            if record.source.tensor == "weight" or (record.source.module, record.source.tensor) == (
+                "layers.0",
+                "input",
+            ):
+                assert torch.equal(joined, expected)
+
+
+def test_a_process_whose_files_are_not_there_is_said(halves, tmp_path):
+    folder = shutil.copytree(halves / "dump", tmp_path / "dump")
+    (folder / "index-00001.jsonl").unlink()
+    with DumpReader(folder) as reader:
+        (record,) = reader.select(step=0, module="*layers.0.mlp.linear_fc1", tensor="weight")
+        with pytest.raises(ContractError) as error:
+            reader.join(record)
+    assert str(error.value) == (
+        f"decoder.layers.0.mlp.linear_fc1 weight: the parts of ranks 0 are not the whole of {[2 * F, D]}\n"
+        f"  where: {folder}\n"
+        "  do:    copy the indices and files of all processes into one folder, or dump with ranks=null"
+    )
