@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 from pipeline.artifact import Manifest
 from pipeline.layout import artifact_folder
 from pipeline.report.run_record import RunRecord
-from pipeline.stages_table import PROJECTED, STAGES, TRAINED, reading
+from pipeline.stages_table import DUMPED, PROJECTED, STAGES, TRAINED, reading
 from stages.contracts.job import Table
 
 LAYERS, WIDTH = 3, 40
@@ -57,6 +57,8 @@ class Outputs:
         }
         fingerprints, folder, evaluated = {}, Path(), TRAINED if trained else PROJECTED
         for name, stage in STAGES.items():
+            if name == DUMPED:
+                continue
             recipe = {
                 "stage": name,
                 "version": 1,
