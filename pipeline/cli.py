@@ -9,12 +9,12 @@ from time import sleep
 from models.errors import ConfigError, UserError
 from pipeline.carve import carve
 from pipeline.composition import compose, run_hydra
+from pipeline.exit_code import FAILED, INTERRUPTED, INVALID
 from pipeline.overrides import first_word, override_errors
 from pipeline.schema import register_schema
 from pipeline.validation import InvalidSettingsError, find_errors
 from stages.contracts.workers import LostWorkerError, find_workers
 
-FAILED, INVALID, INTERRUPTED = 1, 2, 130
 # Seconds. Most faults in the settings are found by all workers; torchrun ends everybody when the first one leaves, and
 # the leading one has told them by then. A worker that is still there has found a fault of its own machine.
 HEAD_START = 3

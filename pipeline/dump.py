@@ -7,10 +7,11 @@ from pathlib import Path
 
 from models.dump.listing import Listing, list_dump
 from models.dump.records import STORED, TensorRecord
-from models.errors import ConfigError, UserError
+from models.errors import ConfigError
 from pipeline.dump_summary import summarise
+from pipeline.exit_code import exit_code
+from pipeline.output_file import check_output
 
-FAILED, INVALID, INTERRUPTED = 1, 2, 130
 DIFFERENT = 3
 MOST_PANELS = 12
 
@@ -22,16 +23,7 @@ def main(words: Sequence[str] | None = None) -> int:
     different, 130 interrupted.
     """
     wanted = _parser().parse_args(words)
-    try:
-        return int(wanted.act(wanted))
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except UserError as error:
-        sys.stderr.write(f"{error}\n")
-        return INVALID if isinstance(error, ConfigError) else FAILED
-    except BrokenPipeError:  # `| head` has seen enough
-        sys.stderr.close()
-        return 0
+    return exit_code(lambda: wanted.act(wanted))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -63,8 +55,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _show(wanted: argparse.Namespace) -> int:
     for out in filter(None, (wanted.histogram, wanted.channels)):
-        if not out.parent.is_dir():
-            raise ConfigError(f"there is no folder {out.parent}", where=str(out), do=f"mkdir -p {out.parent}")
+        check_output(out)
     listing = list_dump(wanted.folder)
     step = {} if wanted.step is None else {"step": wanted.step}
     chosen = listing.select(rounded=wanted.rounded, module=wanted.module, tensor=wanted.tensor, **step)

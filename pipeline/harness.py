@@ -8,10 +8,9 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from models.errors import CheckpointError, ConfigError, UserError
+from models.errors import CheckpointError, ConfigError
+from pipeline.exit_code import exit_code
 from stages.evaluate.harness import Answers, Share, answer_choices, compare_answers
-
-FAILED, INVALID, INTERRUPTED = 1, 2, 130
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -22,16 +21,13 @@ def main(words: Sequence[str] | None = None) -> int:
     wanted = _parser().parse_args(words)
     # Everything asked for lies on this machine.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    try:
+
+    def work() -> None:
         _check_folders(wanted.checkpoints)
         answers = {str(folder): _answer(folder, wanted) for folder in wanted.checkpoints}
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except UserError as error:
-        sys.stderr.write(f"{error}\n")
-        return INVALID if isinstance(error, ConfigError) else FAILED
-    sys.stdout.write(show_answers(answers))
-    return 0
+        sys.stdout.write(show_answers(answers))
+
+    return exit_code(work)
 
 
 def _parser() -> argparse.ArgumentParser:

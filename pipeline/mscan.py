@@ -5,13 +5,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from models.errors import ConfigError, ContractError, UserError
+from models.errors import ConfigError, ContractError
 from models.mscan.delta_sc import delta_sc, grid_by_layer
 from models.mscan.reader import Mscan, read_mscan
 from models.mscan.version1 import MscanVersion1
+from pipeline.exit_code import exit_code
 from pipeline.mscan_summary import summarise, summarise_version1
-
-FAILED, INVALID, INTERRUPTED = 1, 2, 130
+from pipeline.output_file import check_output
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -20,16 +20,7 @@ def main(words: Sequence[str] | None = None) -> int:
     0 done, 1 a file cannot be read or written, 2 the command line is wrong, 130 interrupted.
     """
     wanted = _parser().parse_args(words)
-    try:
-        _run(wanted)
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except UserError as error:
-        sys.stderr.write(f"{error}\n")
-        return INVALID if isinstance(error, ConfigError) else FAILED
-    except BrokenPipeError:  # `| head` has seen enough
-        sys.stderr.close()
-    return 0
+    return exit_code(lambda: _run(wanted))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -104,11 +95,9 @@ def _draw(scan: Mscan, sequence: int | None, out: Path) -> None:
 
 def _check_writable(out: Path, source: Path) -> None:
     """Before anything is computed. Raises ConfigError."""
-    if not out.parent.is_dir():
-        raise ConfigError(f"there is no folder {out.parent}", where=str(out), do=f"mkdir -p {out.parent}")
-    if out.is_dir() or (out.exists() and source.exists() and out.samefile(source)):
-        what = "is a folder" if out.is_dir() else "is the .mscan file itself"
-        raise ConfigError(f"{out} {what}", where="command line", do="name another output file")
+    check_output(out)
+    if out.exists() and source.exists() and out.samefile(source):
+        raise ConfigError(f"{out} is the .mscan file itself", where="command line", do="name another output file")
 
 
 if __name__ == "__main__":

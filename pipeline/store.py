@@ -9,9 +9,8 @@ from safetensors import SafetensorError
 
 from models.errors import ConfigError, UserError
 from pipeline.disk import explain_os_error
+from pipeline.exit_code import exit_code
 from stages.stores.config import StoreConfig
-
-FAILED, INVALID, INTERRUPTED = 1, 2, 130
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -20,14 +19,11 @@ def main(words: Sequence[str] | None = None) -> int:
     0 done, 1 the server or a file refuses, 2 the settings are wrong, 130 interrupted.
     """
     wanted = _parser().parse_args(words)
-    try:
+
+    def work() -> None:
         sys.stdout.write(_run(wanted))
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except UserError as error:
-        sys.stderr.write(f"{error}\n")
-        return INVALID if isinstance(error, ConfigError) else FAILED
-    return 0
+
+    return exit_code(work)
 
 
 def _parser() -> argparse.ArgumentParser:

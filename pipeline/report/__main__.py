@@ -7,11 +7,11 @@ from pathlib import Path
 
 from models.errors import ConfigError, UserError
 from pipeline.disk import explain_os_error
+from pipeline.exit_code import exit_code
 from pipeline.layout import REPOSITORY
 from pipeline.report.page import FILE, write_page
 from pipeline.report.run_source import find_source
 
-FAILED, INVALID, INTERRUPTED = 1, 2, 130
 LATEST = REPOSITORY / "outputs" / "latest"
 
 
@@ -23,19 +23,16 @@ def main(words: Sequence[str] | None = None) -> int:
     wanted = _parser().parse_args(words)
     folder = LATEST if str(wanted.run) == "latest" and not wanted.run.is_dir() else wanted.run
     out = wanted.out or folder / FILE
-    try:
+
+    def work() -> None:
         _check(folder, out)
-        write_page(find_source(folder), out)
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except UserError as error:
-        sys.stderr.write(f"{error}\n")
-        return INVALID if isinstance(error, ConfigError) else FAILED
-    except OSError as error:
-        sys.stderr.write(f"{explain_os_error(error, where=str(out), folder=out.parent) or error}\n")
-        return FAILED
-    sys.stdout.write(f"{out}\n")
-    return 0
+        try:
+            write_page(find_source(folder), out)
+        except OSError as error:
+            raise explain_os_error(error, where=str(out), folder=out.parent) or UserError(str(error)) from error
+        sys.stdout.write(f"{out}\n")
+
+    return exit_code(work)
 
 
 def _parser() -> argparse.ArgumentParser:

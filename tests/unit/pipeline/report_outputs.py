@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 from pipeline.artifact import Manifest
 from pipeline.layout import artifact_folder
 from pipeline.report.run_record import RunRecord
-from pipeline.stages_table import DUMPED, PROJECTED, STAGES, TRAINED, reading
+from pipeline.stages_table import PROJECTED, TRAINED, asked_stages, with_ancestors
 from stages.contracts.job import Table
 
 LAYERS, WIDTH = 3, 40
@@ -56,15 +56,14 @@ class Outputs:
             "seed": seed,
         }
         fingerprints, folder, evaluated = {}, Path(), TRAINED if trained else PROJECTED
-        for name, stage in STAGES.items():
-            if name == DUMPED:
-                continue
+        for stage in with_ancestors(asked_stages("evaluate", evaluated)):
+            name = stage.name
             recipe = {
                 "stage": name,
                 "version": 1,
                 "settings": {node: nodes[node] for node in stage.nodes if node in nodes},
                 "identity": {"model": {"config": identity}, "data": {"files": ["1234"]}},
-                "parents": {parent: fingerprints[parent] for parent in reading(stage, evaluated).parents},
+                "parents": {parent: fingerprints[parent] for parent in stage.parents},
             }
             fingerprints[name] = sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
             folder = artifact_folder(self.folder, label, name, fingerprints[name])
