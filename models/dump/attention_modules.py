@@ -69,7 +69,7 @@ def _run_watched(
     **kwargs: Any,  # noqa: ANN401
 ) -> Any:  # noqa: ANN401
     watched, recorder = _watchers.get(module, (None, None))
-    call = recorder.begin_call(watched) if watched and recorder else None
+    call = recorder.begin_call(watched, query) if watched and recorder else None
     if call and recorder:
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             part = Part.whole(tensor, _TOKEN_AXIS)

@@ -2,14 +2,15 @@
 
 from dataclasses import dataclass, field
 
-LINEAR, ATTENTION = "linear", "attention"
+LINEAR, ATTENTION, EXPERTS = "linear", "attention", "experts"
 FORWARD, BACKWARD = "forward", "backward"
 # Tensors by the kind of module that has them; those of the backward pass begin with grad.
 TENSORS = {
     LINEAR: ("input", "weight", "grad_output"),
     ATTENTION: ("query", "key", "value", "grad_query", "grad_key", "grad_value"),
+    EXPERTS: ("input", "weight", "grad_output", "expert"),
 }
-ALL_TENSORS = (*TENSORS[LINEAR], *TENSORS[ATTENTION])
+ALL_TENSORS = (*TENSORS[LINEAR], *TENSORS[ATTENTION], "expert")
 QUANT_TYPES = ("hifp8", "mxfp8", "mxfp4", "bf16", "fp16")
 
 
@@ -17,10 +18,11 @@ QUANT_TYPES = ("hifp8", "mxfp8", "mxfp4", "bf16", "fp16")
 class DumpConfig:
     """Which tensors of which modules, steps, processes and tokens; where they wait, and what is kept of them."""
 
-    # Modules, by glob on their names, as in ["*.layers.3.*", "*.q_proj"]; ["*"] takes every Linear and attention.
+    # Modules, by glob on their names, as in ["*.layers.3.*", "*.q_proj"]; ["*"] takes every Linear, attention and
+    # experts' layer.
     modules: list[str] = field(default_factory=lambda: ["*"])
     # What is kept. Of Linear layers: input, weight, grad_output; of attention, as its kernel gets them: query, key,
-    # value, grad_query, grad_key, grad_value.
+    # value, grad_query, grad_key, grad_value. Of the experts' fused layers also expert: which one each row goes to.
     tensors: list[str] = field(default_factory=lambda: list(ALL_TENSORS), metadata={"choices": ALL_TENSORS})
     # Steps that are dumped: first_step, and every so many after it ...
     first_step: int = field(default=0, metadata={"minimum": 0})

@@ -25,11 +25,11 @@ def watch_linear(watched: Watched, recorder: Recorder) -> list[RemovableHandle]:
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls.clear()
-        call = recorder.begin_call(watched)
+        inputs: Tensor = args[0] if args else kwargs["input"]
+        call = recorder.begin_call(watched, inputs)
         if call is None:
             return
         calls.append(call)
-        inputs: Tensor = args[0] if args else kwargs["input"]
         recorder.take(call, "input", inputs, Part.whole(inputs, token_axis(inputs)))
         weight = module.weight
         assert isinstance(weight, Tensor)

@@ -76,7 +76,7 @@ class _AttentionHook:
         self._heads = {"query": config.num_attention_heads, "key": groups, "value": groups}
 
     def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        call = self._recorder.begin_call(self._watched)
+        call = self._recorder.begin_call(self._watched, args[0] if args else kwargs["query"])
         if call is None:
             return
         for position, (name, heads) in enumerate(self._heads.items()):
@@ -106,11 +106,11 @@ class _LinearHook:
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._calls.clear()
-        call = self._recorder.begin_call(self._watched)
+        inputs: Tensor = args[0] if args else kwargs["input_"]
+        call = self._recorder.begin_call(self._watched, inputs)
         if call is None:
             return
         self._calls.append(call)
-        inputs: Tensor = args[0] if args else kwargs["input_"]
         given = args[1] if len(args) > 1 else kwargs.get("weight")
         weight: Tensor = module.weight if given is None else given  # type: ignore[assignment]
         self._recorder.take(call, "input", inputs, self._input_part(module, inputs))

@@ -39,7 +39,8 @@ def autocast_type_of(tensor: Tensor) -> str | None:
 
 def warn_of_label(label: str, watched: Sequence[Watched]) -> None:
     """Say where weights are not what they are said to be; records hold both."""
-    real = Counter(quant_type_of(weight) for one in watched for weight in one.module.parameters(recurse=False))
+    weights = {id(weight): weight for one in watched for weight in one.module.parameters(recurse=False)}
+    real = Counter(quant_type_of(weight) for weight in weights.values())
     others = {kind: count for kind, count in real.items() if kind != label}
     if others:
         found = ", ".join(f"{count} in {kind}" for kind, count in sorted(others.items()))

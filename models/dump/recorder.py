@@ -1,6 +1,6 @@
 """What the hooks speak to: which step and microbatch it is, and what is to become of a tensor."""
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
@@ -13,6 +13,7 @@ from torch.utils.weak import TensorWeakRef
 from models.dump.capture import Capture, Facts, Held
 from models.dump.config import BACKWARD, FORWARD, DumpConfig
 from models.dump.host_copy import copy_to_slot
+from models.dump.recomputation import CallOrder, Turn
 from models.dump.records import DROPPED, STATISTICS, STORED, Placement, Source, now
 from models.dump.ring import HostRing, Slot
 from models.dump.statistics import exact_moments, measure
@@ -27,8 +28,7 @@ class Call:
 
     watched: Watched
     step: int
-    microbatch: int
-    number: int  # among the module's calls in the microbatch
+    turn: Turn
     recompute: bool
 
 
@@ -61,21 +61,15 @@ class Recorder:
         if not in_backward():
             self._microbatches[chunk] += 1
 
-    def begin_call(self, watched: Watched) -> Call | None:
+    def begin_call(self, watched: Watched, first_input: Tensor) -> Call | None:
         """A watched module is called; None where nothing of it is wanted."""
         if not (self._active and self._open):
             return None
-        recompute = in_backward()
         microbatch = max(self._microbatches[watched.chunk] - 1, 0)
-        if recompute:
-            # Passes are run again in the order in which they were run first.
-            order, turn = self._calls[watched], self._recomputed[watched]
-            microbatch = order[turn] if turn < len(order) else microbatch
-            self._recomputed[watched] += 1
-            return Call(watched, self._step, microbatch, 0, recompute=True)
-        number = self._calls[watched].count(microbatch)
-        self._calls[watched].append(microbatch)
-        return Call(watched, self._step, microbatch, number, recompute=False)
+        if in_backward():
+            turn = self._calls.repeat(watched, first_input) or Turn(microbatch, 0)
+            return Call(watched, self._step, turn, recompute=True)
+        return Call(watched, self._step, self._calls.begin(watched, microbatch, first_input), recompute=False)
 
     def take(self, call: Call, tensor_name: str, tensor: Tensor, part: Part, direction: str = FORWARD) -> None:
         """Keep a tensor as it is now."""
@@ -85,7 +79,7 @@ class Recorder:
             return
         watched = call.watched
         source = Source(
-            call.step, call.microbatch, call.number, direction, call.recompute,
+            call.step, call.turn.microbatch, call.turn.number, direction, call.recompute,
             watched.name, watched.layer, watched.layer_type, tensor_name,
         )  # fmt: skip
         with self._lock, torch.no_grad():
@@ -126,8 +120,7 @@ class Recorder:
         self._step = number
         self._microbatches: Counter[int] = Counter()  # chunk → forward passes so far
         self._active = turn >= 0 and rest == 0 and (config.max_steps is None or turn < config.max_steps)
-        self._calls: defaultdict[Watched, list[int]] = defaultdict(list)  # microbatches, in the order of the calls
-        self._recomputed: Counter[Watched] = Counter()
+        self._calls = CallOrder()
         self._seen: dict[int, _Seen] = {}
 
     def _on_gradient(self, call: Call, tensor_name: str, part: Part, gradient: Tensor) -> None:

@@ -23,7 +23,7 @@ class Source:
     recompute: bool  # of a forward pass that was run again for the backward pass
     module: str  # as the model names it
     layer: int | None  # of the decoder, from 0; None outside it
-    layer_type: str  # linear or attention
+    layer_type: str  # linear, attention or experts
     tensor: str  # input, weight, grad_output, query ...
 
 

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from models.dump.attention_modules import AttentionWatch, find_attentions
-from models.dump.config import ATTENTION, DumpConfig
+from models.dump.config import ATTENTION, EXPERTS, DumpConfig
 from models.dump.environment import read_control
+from models.dump.experts_modules import find_experts, watch_experts
 from models.dump.failure import explain_failure
 from models.dump.index import IndexFile
 from models.dump.linear_modules import find_linears, watch_linear
@@ -164,7 +165,7 @@ def find_modules(roots: Sequence[nn.Module]) -> list[Watched]:
     found: list[Watched] = []
     for number, root in enumerate(roots):
         prefix = f"chunk{number}" if len(roots) > 1 else ""
-        mine = [*find_linears(root, prefix), *find_attentions(root, prefix)]
+        mine = [*find_linears(root, prefix), *find_attentions(root, prefix), *find_experts(root, prefix)]
         if "megatron.core" in sys.modules:
             from models.dump.megatron_modules import find_megatron  # noqa: PLC0415 - an optional extra
 
@@ -177,6 +178,8 @@ def watch(one: Watched, recorder: Recorder) -> Sequence[_Handle]:
     """Put the adapter's hooks on a module."""
     if isinstance(one.module, nn.Linear):
         return watch_linear(one, recorder)
+    if one.layer_type == EXPERTS:
+        return watch_experts(one, recorder)
     if "megatron.core" in sys.modules:
         from models.dump.megatron_modules import is_megatron, watch_megatron  # noqa: PLC0415
 

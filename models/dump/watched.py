@@ -17,9 +17,10 @@ class Watched:
 
     name: str
     module: nn.Module
-    layer_type: str  # linear or attention
+    layer_type: str  # linear, attention or experts
     layer: int | None  # of the decoder, from 0
     chunk: int = 0  # of the pipeline, where a process has several
+    parameter: str = ""  # of the module, where that holds several layers
 
     def expected(self, config: DumpConfig) -> tuple[str, ...]:
         """The tensors it is to give."""
@@ -64,7 +65,7 @@ def _nothing_matched(unmatched: Sequence[str], found: Sequence[Watched]) -> Conf
 
 
 def unseen_weights(roots: Sequence[nn.Module], found: Sequence[Watched]) -> Iterator[str]:
-    """Names of weight matrices that no Linear layer known here holds: embeddings, fused experts, foreign layers."""
+    """Names of weight matrices that no layer known here holds: embeddings, foreign layers."""
     seen = {id(parameter) for one in found for parameter in one.module.parameters()}
     for root in roots:
         for name, parameter in root.named_parameters():

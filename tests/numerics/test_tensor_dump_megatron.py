@@ -99,6 +99,20 @@ def halves(job):
     return job(2)
 
 
+@pytest.mark.parametrize(("world", "case"), [(1, "plain"), (1, "recompute"), (2, "plain"), (2, "recompute")])
+def test_weight_gradients_follow_from_inputs_and_output_gradients(job, world, case):
+    folder = job(world, case)
+    with DumpReader(folder / "dump") as reader:
+        for rank in range(world):
+            run = torch.load(folder / f"run-{rank}.pt", weights_only=True)  # noqa: TID251 - a file this test wrote
+            for name in {record.source.module for record in reader.select(layer_type="linear")}:
+                gradient, rebuilt = run["gradients"][f"{name}.weight"], 0
+                for one in reader.select(module=name, tensor="grad_output", rank=rank):
+                    (other,) = reader.select(module=name, tensor="input", rank=rank, step=one.source.step)
+                    rebuilt = rebuilt + reader.load(one).flatten(0, 1).T @ reader.load(other).flatten(0, 1)
+                assert torch.equal(rebuilt, gradient), (rank, name)
+
+
 def test_each_process_holds_its_own_part(halves):
     with DumpReader(halves / "dump") as reader:
         for rank in range(2):
