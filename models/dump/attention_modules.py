@@ -15,12 +15,11 @@ from transformers import AttentionInterface
 
 from models.dump.config import ATTENTION
 from models.dump.recorder import Recorder
-from models.dump.tokens import Part
+from models.dump.sharded_weights import part_of_heads
 from models.dump.watched import Watched, layer_of
 
 Kernel = Callable[..., Any]
 _LOOK_UP = "get_interface"
-_TOKEN_AXIS = 2  # of (batch, heads, tokens, head_dim), which every kernel of the interface is given
 
 _watchers: dict[nn.Module, tuple[Watched, Recorder]] = {}
 _original: list[Kernel] = []
@@ -72,7 +71,7 @@ def _run_watched(
     call = recorder.begin_call(watched, query) if watched and recorder else None
     if call and recorder:
         for name, tensor in (("query", query), ("key", key), ("value", value)):
-            part = Part.whole(tensor, _TOKEN_AXIS)
+            part = part_of_heads(tensor, module, name)
             recorder.take(call, name, tensor, part)
             recorder.take_gradient(call, f"grad_{name}", tensor, part)
     return kernel(module, query, key, value, *args, **kwargs)

@@ -8,7 +8,7 @@ from torch.utils.hooks import RemovableHandle
 
 from models.dump.config import LINEAR
 from models.dump.recorder import Call, Recorder
-from models.dump.tokens import Part
+from models.dump.sharded_weights import part_of_features, take_local
 from models.dump.watched import Watched, layer_of
 
 
@@ -23,21 +23,20 @@ def watch_linear(watched: Watched, recorder: Recorder) -> list[RemovableHandle]:
     """Hooks that give the input and the weight before the layer runs, and the gradient of what it gives."""
     calls: list[Call] = []  # of the layer that is running: one, or none
 
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before(module: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls.clear()
         inputs: Tensor = args[0] if args else kwargs["input"]
         call = recorder.begin_call(watched, inputs)
         if call is None:
             return
         calls.append(call)
-        recorder.take(call, "input", inputs, Part.whole(inputs, token_axis(inputs)))
-        weight = module.weight
-        assert isinstance(weight, Tensor)
-        recorder.take(call, "weight", weight, Part.whole(weight, None))
+        recorder.take(call, "input", inputs, part_of_features(inputs, module, 1, token_axis(inputs)))
+        recorder.take(call, "weight", *take_local(module.weight))
 
-    def after(_module: nn.Module, _args: tuple[Any, ...], output: Tensor) -> None:
+    def after(module: nn.Linear, _args: tuple[Any, ...], output: Tensor) -> None:
         if calls:
-            recorder.take_gradient(calls.pop(), "grad_output", output, Part.whole(output, token_axis(output)))
+            part = part_of_features(output, module, 0, token_axis(output))
+            recorder.take_gradient(calls.pop(), "grad_output", output, part)
 
     module = watched.module
     return [module.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after)]

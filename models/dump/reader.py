@@ -82,8 +82,14 @@ class DumpReader:
         """The tensor of which a tensor-parallel process held a part, put together from all of its group.
 
         Raises:
-            ContractError: a process's part is not there.
+            ContractError: a process's part is not there, or the tokens are spread by context parallelism.
         """
+        if record.parallel.get("cp", (0, 1))[1] > 1 and record.source.tensor != "weight":
+            raise ContractError(
+                f"{record.source.module} {record.source.tensor}: tokens of context-parallel processes are not joined",
+                where=str(self.listing.folder),
+                do="reader.load(record): what each process has, in its own order of tokens",
+            )
         parts = self.parts_of(record)
         joined = torch.empty(record.placement.global_shape, dtype=getattr(torch, record.dtype))
         covered = torch.zeros(record.placement.global_shape, dtype=torch.bool)

@@ -34,6 +34,7 @@ from models.dump.number_formats import warn_of_label
 from models.dump.recorder import Recorder, watch_microbatches
 from models.dump.records import now
 from models.dump.ring import HostRing
+from models.dump.sharded_weights import find_mesh_coordinates
 from models.dump.watched import Watched, select, unseen_weights
 from models.dump.writer import DumpWriter, Identity
 from models.errors import ConfigError
@@ -73,10 +74,10 @@ class TensorDump:
         control = read_control(None if folder is None else Path(folder), config or DumpConfig(), environment)
         self.config, self.folder, self.metadata = control.config, control.folder, dict(metadata or {})
         self.manifest: Manifest | None = None  # when it has ended
-        self.identity = find_identity()
+        self._roots = [model] if isinstance(model, nn.Module) else list(model)
+        self.identity = find_identity(self._roots)
         ranks = self.config.ranks
         self.enabled = control.enabled and (ranks is None or self.identity.rank in ranks)
-        self._roots = [model] if isinstance(model, nn.Module) else list(model)
         found = find_modules(self._roots) if self.enabled else []
         self.watched = select(found, self.config) if self.enabled else []
         self._unseen = list(unseen_weights(self._roots, found)) if self.enabled else []
@@ -189,13 +190,14 @@ def watch(one: Watched, recorder: Recorder) -> Sequence[_Handle]:
     return [AttentionWatch(one, recorder)]
 
 
-def find_identity() -> Identity:
-    """This process among those of its job: torch.distributed's rank, and Megatron's coordinates where it has any."""
+def find_identity(roots: Sequence[nn.Module]) -> Identity:
+    """This process among those of its job: torch.distributed's rank, and coordinates where there are any."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return Identity(0, 1, {})
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     if "megatron.core" in sys.modules:
         from models.dump.megatron_modules import find_coordinates  # noqa: PLC0415
 
-        return Identity(rank, world, find_coordinates())
-    return Identity(rank, world, {})
+        if found := find_coordinates():
+            return Identity(rank, world, found)
+    return Identity(rank, world, find_mesh_coordinates(roots))

@@ -12,7 +12,8 @@ from models.dump.listing import list_dump
 from models.dump.reader import DumpReader
 from models.dump.statistics import measure
 from models.dump.tensor_dump import TensorDump
-from models.errors import ConfigError
+from models.dump.writer import Identity
+from models.errors import ConfigError, ContractError
 
 NAMES = {"input", "weight", "grad_output"}
 
@@ -364,3 +365,19 @@ def test_chunks_of_a_pipeline_are_dumped_together(folder):
         (f"chunk{one}.layers.{layer}", number) for one in (0, 1) for layer in (0, 1) for number in (0, 1)
     }
     assert dump.manifest.complaints(dump.config) == []
+
+
+def test_tokens_of_context_parallel_processes_are_not_joined(folder, monkeypatch):
+    identity = Identity(0, 1, {"tp": (0, 1), "cp": (0, 2)})
+    monkeypatch.setattr("models.dump.tensor_dump.find_identity", lambda _roots: identity)
+    model = Small()
+    run(folder, model=model, steps=1)
+    with DumpReader(folder) as reader:
+        record, weight = (reader.select(module="layers.0", tensor=name)[0] for name in ("input", "weight"))
+        assert torch.equal(reader.join(weight), model.layers[0].weight)
+        with pytest.raises(ContractError) as error:
+            reader.join(record)
+    assert str(error.value) == (
+        f"layers.0 input: tokens of context-parallel processes are not joined\n  where: {folder}\n"
+        "  do:    reader.load(record): what each process has, in its own order of tokens"
+    )

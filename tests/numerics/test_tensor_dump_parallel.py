@@ -1,0 +1,73 @@
+"""A dump of a transformers model that two processes share by its own plan, over gloo."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from numerics.plain_hooks import run_plainly
+from numerics.transformers_parallel_dump import IDS
+from transformers import AutoModelForCausalLM
+
+from models.dump.reader import DumpReader
+from models.pico import write_pico
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("parallel")
+    write_pico(folder / "pico", "qwen3", vocab=62, intermediate=36)
+    paths = [str(REPOSITORY), str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": ":".join(paths), "OMP_NUM_THREADS": "1"}
+    script = Path(__file__).with_name("transformers_parallel_dump.py")
+    words = [[sys.executable, script, folder, str(rank)] for rank in range(2)]
+    running = [subprocess.Popen(one, env=environment, stderr=subprocess.PIPE, text=True) for one in words]
+    said = [process.communicate(timeout=300)[1] for process in running]
+    assert [process.returncode for process in running] == [0, 0], "\n".join(said)
+    return folder
+
+
+def test_joined_parts_are_what_one_process_computes(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder / "pico", dtype=torch.float32).train()
+    expected, losses = run_plainly(model, [{"input_ids": IDS, "labels": IDS}])
+    run = torch.load(folder / "run-0.pt", weights_only=True)  # noqa: TID251 - a file this test wrote
+    torch.testing.assert_close(run["loss"], losses[0], rtol=1e-6, atol=0)
+    with DumpReader(folder / "dump") as reader:
+        mine = reader.select(rank=0)
+        assert len(mine) == len(expected)
+        for record in mine:
+            joined = reader.join(record)
+            whole = expected[0, record.source.module, record.source.tensor]
+            torch.testing.assert_close(joined, whole, rtol=1e-4, atol=1e-6)
+            if record.source.tensor == "weight":
+                assert torch.equal(joined, whole)
+
+
+def test_each_process_holds_its_own_part(folder):
+    with DumpReader(folder / "dump") as reader:
+        for rank in range(2):
+            mine = {(r.source.module.rpartition(".")[2], r.source.tensor): r for r in reader.select(rank=rank, layer=1)}
+            assert mine["down_proj", "input"].parallel == {"tp": (rank, 2)}
+            assert (mine["down_proj", "input"].shape, mine["down_proj", "input"].placement.offset[-1]) == (
+                (2, 7, 18),
+                18 * rank,
+            )
+            assert (mine["self_attn", "key"].shape, mine["self_attn", "key"].placement.offset) == (
+                (2, 1, 7, 8),
+                (0, rank, 0, 0),
+            )
+            assert mine["up_proj", "input"].placement.global_shape == mine["up_proj", "input"].shape
+
+
+def test_weight_gradients_follow_from_the_parts(folder):
+    with DumpReader(folder / "dump") as reader:
+        for rank in range(2):
+            run = torch.load(folder / f"run-{rank}.pt", weights_only=True)  # noqa: TID251 - a file this test wrote
+            for record in reader.select(rank=rank, tensor="grad_output", module="model.layers.*"):
+                (inputs,) = reader.select(rank=rank, tensor="input", module=record.source.module)
+                rebuilt = reader.load(record).flatten(0, 1).T @ reader.load(inputs).flatten(0, 1)
+                assert torch.equal(rebuilt, run["gradients"][f"{record.source.module}.weight"])
