@@ -11,39 +11,31 @@ be recomputed, the processes of a job each write their own part into the same fo
 """
 
 import os
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
-from models.dump.attention_modules import AttentionWatch, find_attentions
-from models.dump.config import ATTENTION, EXPERTS, DumpConfig
+from models.dump.adapters import Handle, find_identity, find_modules, watch
+from models.dump.config import DumpConfig
 from models.dump.environment import read_control
-from models.dump.experts_modules import find_experts, watch_experts
 from models.dump.failure import explain_failure
 from models.dump.index import IndexFile
-from models.dump.linear_modules import find_linears, watch_linear
 from models.dump.manifest import Manifest, warn_of
 from models.dump.number_formats import warn_of_label
 from models.dump.recorder import Recorder, watch_microbatches
 from models.dump.records import now
 from models.dump.ring import HostRing
-from models.dump.sharded_weights import find_mesh_coordinates
-from models.dump.watched import Watched, select, unseen_weights
-from models.dump.writer import DumpWriter, Identity
+from models.dump.watched import select, unseen_weights
+from models.dump.writer import DumpWriter
 from models.errors import ConfigError
 
 _DUMPED: WeakSet[nn.Module] = WeakSet()
-
-
-class _Handle(Protocol):
-    def remove(self) -> None: ...
 
 
 class TensorDump:
@@ -81,7 +73,7 @@ class TensorDump:
         found = find_modules(self._roots) if self.enabled else []
         self.watched = select(found, self.config) if self.enabled else []
         self._unseen = list(unseen_weights(self._roots, found)) if self.enabled else []
-        self._handles: list[_Handle] = []
+        self._handles: list[Handle] = []
         self._running: tuple[Recorder, DumpWriter, IndexFile] | None = None
 
     def __enter__(self) -> "TensorDump":
@@ -159,45 +151,3 @@ class TensorDump:
     def peak_memory(self) -> int:
         """Most bytes of the memory for tensors that were in use at once."""
         return self._ring.most_used if self.enabled else 0
-
-
-def find_modules(roots: Sequence[nn.Module]) -> list[Watched]:
-    """All that can be watched, by every adapter that knows a part of the model."""
-    found: list[Watched] = []
-    for number, root in enumerate(roots):
-        prefix = f"chunk{number}" if len(roots) > 1 else ""
-        mine = [*find_linears(root, prefix), *find_attentions(root, prefix), *find_experts(root, prefix)]
-        if "megatron.core" in sys.modules:
-            from models.dump.megatron_modules import find_megatron  # noqa: PLC0415 - an optional extra
-
-            mine += find_megatron(root, prefix)
-        found += [replace(one, chunk=number) for one in mine]
-    return found
-
-
-def watch(one: Watched, recorder: Recorder) -> Sequence[_Handle]:
-    """Put the adapter's hooks on a module."""
-    if isinstance(one.module, nn.Linear):
-        return watch_linear(one, recorder)
-    if one.layer_type == EXPERTS:
-        return watch_experts(one, recorder)
-    if "megatron.core" in sys.modules:
-        from models.dump.megatron_modules import is_megatron, watch_megatron  # noqa: PLC0415
-
-        if is_megatron(one.module):
-            return watch_megatron(one, recorder)
-    assert one.layer_type == ATTENTION
-    return [AttentionWatch(one, recorder)]
-
-
-def find_identity(roots: Sequence[nn.Module]) -> Identity:
-    """This process among those of its job: torch.distributed's rank, and coordinates where there are any."""
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return Identity(0, 1, {})
-    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    if "megatron.core" in sys.modules:
-        from models.dump.megatron_modules import find_coordinates  # noqa: PLC0415
-
-        if found := find_coordinates():
-            return Identity(rank, world, found)
-    return Identity(rank, world, find_mesh_coordinates(roots))

@@ -1,6 +1,19 @@
 """HiFloat8: 8 bits whose mantissa is the wider, the nearer a magnitude is to 1.
 
-Source: arXiv:2409.16626, sections 2 (definition) and 3 (rounding half away from zero, there called TA).
+The dot field, a prefix code, says how wide the exponent is (a sign and a magnitude whose first 1 is not stored), and so
+what is left for the mantissa:
+
+    dot   exponent bits  exponents     mantissa bits
+    0001  0              0             3
+    001   1              ±1            3
+    01    2              ±2, ±3        3
+    10    3              ±4 … ±7       2
+    11    4              ±8 … ±15      1; the largest code, 1.5·2^15, stands for infinity
+    0000  denormal       −22 … −16     0: 2^(m − 23) for m = 1 … 7; m = 0 is zero, and with a sign NaN
+
+Source: arXiv:2409.16626 for the format and for rounding half away from zero (there TA). All 256 codes, and rounding
+between and at the middles of all neighbours, agree with the PyPI package en-dtypes 0.0.4, but for one value: exactly
+2^-23, which it makes 0. Half away from zero makes it 2^-22, as here; the paper was not at hand to decide that.
 """
 
 import math
