@@ -13,9 +13,9 @@ from models.dump.config import ATTENTION, EXPERTS
 from models.dump.experts_modules import find_experts, watch_experts
 from models.dump.linear_modules import find_linears, watch_linear
 from models.dump.recorder import Recorder
+from models.dump.rows import Identity
 from models.dump.sharded_weights import find_mesh_coordinates
 from models.dump.watched import Watched
-from models.dump.writer import Identity
 
 
 class Handle(Protocol):

@@ -1,7 +1,6 @@
 """The thread that measures what was captured and brings it to the disk."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from queue import SimpleQueue
@@ -17,20 +16,12 @@ from models.dump.index import IndexFile
 from models.dump.quantise.fake import round_into
 from models.dump.records import TensorRecord, make_name
 from models.dump.ring import HostRing, Slot
+from models.dump.rows import Identity, make_record, make_rounded_record
 from models.dump.shard import save_shard, shard_name
 from models.dump.statistics import measure, read_moments
 
 # Rows that wait for a file to be closed, at most; those without bytes would wait forever.
 _ROWS = 1000
-
-
-@dataclass(frozen=True)
-class Identity:
-    """Which process this is."""
-
-    rank: int
-    world: int
-    parallel: Mapping[str, tuple[int, int]]  # tp, pp ...: coordinate and how many there are
 
 
 class DumpWriter:
@@ -108,10 +99,10 @@ class DumpWriter:
         name = make_name(capture.timestamp, capture.counter, capture.source, facts.quant_type)
         self._fill_in(held, name, facts)
         self.findings.add(name, capture)
-        record = self._record(name, capture)
+        record = make_record(name, capture, self._identity, self._config.quant_type, self._metadata)
         self._rows.append(record)
         if held.rounded is not None:
-            self._rows.append(_rounded_record(record, capture, held.rounded))
+            self._rows.append(make_rounded_record(record, capture, held.rounded))
 
     def _fill_in(self, held: Held, name: str, facts: Facts) -> None:
         """Measure the content and give it a place in the file; once for all who share it."""
@@ -135,30 +126,6 @@ class DumpWriter:
         self._bytes += tensor.nbytes
         return shard_name(self._identity.rank, self._shards)
 
-    def _record(self, name: str, capture: Capture) -> TensorRecord:
-        held, facts = capture.held, capture.facts
-        return TensorRecord(
-            name=name,
-            counter=capture.counter,
-            timestamp=capture.timestamp,
-            rank=self._identity.rank,
-            source=capture.source,
-            parallel=self._identity.parallel,
-            placement=capture.placement,
-            shape=facts.shape,
-            dtype=facts.dtype,
-            device=facts.device,
-            requires_grad=facts.requires_grad,
-            quant_type=facts.quant_type,
-            label=self._config.quant_type,
-            autocast=facts.autocast,
-            status=held.status,
-            statistics=held.statistics,
-            file=held.file,
-            key=held.key,
-            metadata=self._metadata,
-        )
-
     def _seal(self) -> None:
         """Bytes first, then the rows that speak of them."""
         if self._tensors:
@@ -178,17 +145,3 @@ class DumpWriter:
         """After a failure: nobody must wait for memory, and what is lost is counted."""
         self.findings.lost += len(self._rows)
         self._release()
-
-
-def _rounded_record(record: TensorRecord, capture: Capture, rounded: Rounded) -> TensorRecord:
-    return replace(
-        record,
-        name=make_name(capture.timestamp, capture.counter, capture.source, rounded.quant_type),
-        dtype=str(rounded.dtype).removeprefix("torch."),
-        quant_type=rounded.quant_type,
-        statistics=rounded.statistics,
-        file=rounded.file,
-        key=rounded.key,
-        rounded_from=record.name,
-        rounding=rounded.error,
-    )

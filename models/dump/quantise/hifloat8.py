@@ -12,8 +12,9 @@ what is left for the mantissa:
     0000  denormal       −22 … −16     0: 2^(m − 23) for m = 1 … 7; m = 0 is zero, and with a sign NaN
 
 Source: arXiv:2409.16626 for the format and for rounding half away from zero (there TA). All 256 codes, and rounding
-between and at the middles of all neighbours, agree with the PyPI package en-dtypes 0.0.4, but for one value: exactly
-2^-23, which it makes 0. Half away from zero makes it 2^-22, as here; the paper was not at hand to decide that.
+between and at the middles of all neighbours, agree with the PyPI package en-dtypes 0.0.4, but for one value: +2^-23,
+which it makes 0 while −2^-23 becomes −2^-22 as here. Half away from zero asks for that; the paper's own words on the
+smallest magnitudes were not at hand.
 """
 
 import math

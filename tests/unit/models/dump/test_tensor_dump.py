@@ -10,9 +10,9 @@ from unit.models.dump.small_model import D, F, Small, inputs, run
 from models.dump.config import DumpConfig
 from models.dump.listing import list_dump
 from models.dump.reader import DumpReader
+from models.dump.rows import Identity
 from models.dump.statistics import measure
 from models.dump.tensor_dump import TensorDump
-from models.dump.writer import Identity
 from models.errors import ConfigError, ContractError
 
 NAMES = {"input", "weight", "grad_output"}
