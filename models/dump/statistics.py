@@ -1,4 +1,4 @@
-"""Range, mean and deviation of a tensor, in a few passes over it."""
+"""Range, mean and deviation of a tensor, in one pass over it where numbers allow."""
 
 import math
 
@@ -6,11 +6,12 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from models.dump.moments_kernel import sum_moments
 from models.dump.records import Statistics
 
 # Below this share of mean², the difference of two sums no longer tells the variance.
 _CANCELLATION = 0.01
-# Values at a time, half a MiB: what the first pass has brought into the cache is there for the other two.
+# Values that are widened at a time, half a MiB: they are still in the cache when they are read.
 _PIECE = 2**17
 
 
@@ -25,20 +26,13 @@ def measure(tensor: Shaped[Tensor, "..."]) -> Statistics:
     if not tensor.numel():
         return Statistics(None, None, None, None, 0)
     flat = _flatten(tensor)
-    low, high, total, square = math.inf, -math.inf, 0.0, 0.0
-    for piece in flat.split(_PIECE):
-        values = piece if piece.dtype == torch.float32 else piece.float()
-        ends = torch.aminmax(values)
-        total += float(values.sum())
-        square += float(torch.dot(values, values))
-        if not math.isfinite(total + square):
-            return read_moments(exact_moments(flat), flat.numel())
-        low, high = min(low, float(ends.min)), max(high, float(ends.max))
-    mean = total / flat.numel()
-    variance = square / flat.numel() - mean**2
-    if variance < _CANCELLATION * mean**2:
+    parts = [sum_moments(piece.float()) for piece in (flat.split(_PIECE) if flat.dtype != torch.float32 else [flat])]
+    lows, highs, totals, squares = zip(*parts, strict=True)
+    mean, square = sum(totals) / flat.numel(), sum(squares) / flat.numel()
+    variance = square - mean**2
+    if not math.isfinite(square) or variance < _CANCELLATION * mean**2:
         return read_moments(exact_moments(flat), flat.numel())
-    return Statistics(low, high, mean, math.sqrt(variance), 0)
+    return Statistics(min(lows), max(highs), mean, math.sqrt(variance), 0)
 
 
 def _flatten(tensor: Shaped[Tensor, "..."]) -> Shaped[Tensor, "size"]:
