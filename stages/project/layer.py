@@ -19,7 +19,7 @@ from stages.project.config import ProjectConfig
 from stages.project.descent import train_experts
 from stages.project.gradient_projection import draw_experts, project_experts
 from stages.routing.fit import IMITATING_METHODS, RouterSettings, refit_router
-from stages.routing.measure import set_spread
+from stages.routing.measure import load_balance, set_spread
 from stages.routing.task import RouterTask, make_loop, watch_contributions
 
 GATE_SPREADS = (0.1, 0.3, 1.0)  # standard deviations of the logits that are tried for fitted gates
@@ -150,7 +150,10 @@ def alternate(
     target: Target,
     settings: ProjectConfig,
 ) -> tuple[_Guarded, int]:
-    """Fit the router to the aligned experts, align the unaligned ones to the new routing, as long as it helps."""
+    """Fit the router to the aligned experts, align the unaligned ones to the new routing, as long as it helps.
+
+    Where the routers pay for uneven load, so does the round that is judged.
+    """
     if carve.shape.top_k == carve.shape.experts:
         return state, 0
     imitates = settings.rounds > 0 and carve.refit.method in IMITATING_METHODS
@@ -161,10 +164,20 @@ def alternate(
             return state, kept
         rerouted = replace(base, router=set_spread(router, inputs, carve.spread))
         aligned = align_down(rerouted, inputs, target, settings)
-        if settings.guard and aligned.error_after >= state.error:
+        before, after = (load_cost(loop, inputs, carve.refit) for loop in (state.loop, aligned.carved))
+        if settings.guard and aligned.error_after + after >= state.error + before:
             return state, kept
         state = _Guarded(aligned.carved, aligned.error_after)
     return state, settings.rounds
+
+
+def load_cost(loop: ExpertLoop, inputs: Sequence[Tensor], refit: RouterSettings) -> float:
+    """What an uneven load counts for beside the error: the router's price times the variance on the guard tokens."""
+    if not refit.descent.balance:
+        return 0.0
+    _, guard = split_guard(len(inputs), refit.guard_share)
+    load_E = load_balance(loop.router, [inputs[index] for index in guard], loop.top_k)
+    return refit.descent.balance * float((load_E - 1).square().mean())
 
 
 def fit_gates(
