@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 VERSION = 1
-CHECKS = ("auto_diff",)
+CHECKS = ("auto_diff", "analyze_tensor")
 
 
 @dataclass
@@ -21,6 +21,23 @@ class AutoDiffConfig:
 
 
 @dataclass
+class AnalyzeTensorConfig:
+    """What a tensor would lose."""
+
+    # A .safetensors or .pt file of tensors; null: activations of the model.
+    file: str | None = None
+    # Of a file, which tensors, by glob on their names.
+    tensors: list[str] = field(default_factory=lambda: ["*"])
+    # Of the model, outputs of which modules, by glob on their names, as in ["*.layers.3.mlp.down_proj"].
+    modules: list[str] = field(default_factory=lambda: ["*.down_proj"])
+    # The formats: bfloat16, float16, float8_e4m3fn, float8_e5m2.
+    formats: list[str] = field(
+        default_factory=lambda: ["bfloat16", "float16"],
+        metadata={"choices": ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")},
+    )
+
+
+@dataclass
 class DiagnoseConfig:
     """What is looked at; below it, a node for each check."""
 
@@ -29,3 +46,4 @@ class DiagnoseConfig:
     # Tokens of calibration text that the model reads.
     tokens: int = field(default=64, metadata={"minimum": 2})
     auto_diff: AutoDiffConfig = field(default_factory=AutoDiffConfig)
+    analyze_tensor: AnalyzeTensorConfig = field(default_factory=AnalyzeTensorConfig)

@@ -3,12 +3,13 @@
 from models.config import ModelConfig
 from stages.contracts.job import Job, Table
 from stages.data.config import DataConfig
+from stages.diagnose.analyze_tensor import analyze_tensors
 from stages.diagnose.auto_diff import diff_model
 from stages.diagnose.config import DiagnoseConfig
 from stages.diagnose.request import Request
 
 # By name of the check, as in stages/diagnose/config.py.
-_CHECKS = {"auto_diff": diff_model}
+_CHECKS = {"auto_diff": diff_model, "analyze_tensor": analyze_tensors}
 
 
 def run(job: Job, *, model: ModelConfig, data: DataConfig, check: str, diagnose: DiagnoseConfig, seed: int) -> Table:
