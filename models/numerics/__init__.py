@@ -1,0 +1,1 @@
+"""Where low precision goes wrong: checks of models, tensors and training code, each usable alone."""
