@@ -1,0 +1,26 @@
+"""check=auto_diff: the model in FP32 against itself in low precision."""
+
+import json
+from dataclasses import asdict
+
+import torch
+
+from models.numerics.auto_diff import auto_diff
+from models.numerics.low_precision import CAST
+from stages.contracts.job import Table
+from stages.diagnose.request import Request
+from stages.diagnose.subject import load_model, load_sample
+
+
+def diff_model(request: Request) -> Table:
+    """Write `auto_diff.json`; the table shows the worst."""
+    settings = request.settings.auto_diff
+    reference = load_model(request, torch.float32)
+    low = load_model(request, getattr(torch, settings.precision)) if settings.mode == CAST else None
+    diff = auto_diff(
+        reference, load_sample(request, reference), precision=settings.precision, mode=settings.mode, low=low,
+        modules=settings.modules, memory_mib=settings.memory_mib, seed=request.seed,
+    )  # fmt: skip
+    (request.job.out / "auto_diff.json").write_text(json.dumps(asdict(diff)) + "\n")
+    rows = [(output.name, str(output.verdict)) for output in diff.ranked()[:20]]
+    return Table(f"FP32 against {diff.precision}: {diff.verdict}", ("output", "verdict"), rows)
