@@ -25,7 +25,11 @@ def evaluate_call(node: ast.Call, base: Value, arguments: list[Value], state: St
     cast = read_cast(node, frame)
     if cast is not None:
         check_cast(node, cast, frame)
-        if isinstance(node.func, ast.Attribute) and (text := text_of(node.func.value)) and frame.report.definitions.is_model(node.func.value):
+        if (
+            isinstance(node.func, ast.Attribute)
+            and (text := text_of(node.func.value))
+            and frame.report.definitions.is_model(node.func.value)
+        ):
             state.values[text] = Value(cast)  # modules are cast in place
         return Value(cast, scaled=base.scaled)
     local = _local_function(node, frame)
@@ -33,7 +37,9 @@ def evaluate_call(node: ast.Call, base: Value, arguments: list[Value], state: St
         return frame.call(frame, state, local[0], local[1], node, arguments)
     operation = find_operation(node, frame)
     if operation is not None:
-        method = isinstance(node.func, ast.Attribute) and dotted_name(node.func, frame.report.definitions.imports) is None
+        method = (
+            isinstance(node.func, ast.Attribute) and dotted_name(node.func, frame.report.definitions.imports) is None
+        )
         inputs = [base, *arguments] if method and not _is_object(node, frame) else arguments
         return check_operation(node, operation, inputs, frame)
     return _unknown(node, base, arguments, state, frame)
@@ -54,7 +60,7 @@ def read_cast(node: ast.Call, frame: Frame) -> str | None:
 
 
 def find_operation(node: ast.Call, frame: Frame) -> str | None:
-    """torch's name of what is called: a function, a method of a tensor, a loss module."""
+    """What torch calls what is called: a function, a method of a tensor, a loss module."""
     definitions = frame.report.definitions
     full = dotted_name(node.func, definitions.imports)
     if full is not None:
@@ -108,5 +114,3 @@ def _unknown(node: ast.Call, base: Value, arguments: list[Value], state: State, 
         mixed = mix(arguments)
         return Value(mixed.precision) if len(arguments) == 1 else UNKNOWN
     return UNKNOWN
-
-

@@ -53,7 +53,9 @@ def find_files(paths: Iterable[Path | str]) -> Iterable[Path]:
             raise ConfigError(f"there is no {path}", where="paths", do="name files or folders of Python code")
         if path.is_dir():
             below = (file for file in sorted(path.rglob("*.py")) if file.is_file())
-            yield from (file for file in below if not any(part.startswith(".") for part in file.relative_to(path).parts))
+            yield from (
+                file for file in below if not any(part.startswith(".") for part in file.relative_to(path).parts)
+            )
         else:
             yield path
 

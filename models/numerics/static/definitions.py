@@ -1,4 +1,4 @@
-"""What a file defines: functions, classes, and the objects that names are bound to, wherever in the file that happens."""
+"""What a file defines: functions, classes, and what names are bound to, wherever in the file that happens."""
 
 import ast
 from dataclasses import dataclass, field
@@ -92,7 +92,11 @@ class Definitions:
 
     def is_module(self, name: str) -> bool:
         """Whether a class of this file is an nn.Module."""
-        return any(last_word(base).endswith("Module") or self.is_module(base) for base in self.bases.get(name, []) if base != name)
+        return any(
+            last_word(base).endswith("Module") or self.is_module(base)
+            for base in self.bases.get(name, [])
+            if base != name
+        )
 
     def method(self, class_name: str, name: str) -> Function | None:
         """Of the class or one of its bases in this file."""

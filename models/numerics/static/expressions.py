@@ -11,7 +11,7 @@ from models.numerics.static.state import UNKNOWN, State, Value, mix
 _FACTS = {"shape", "device", "dtype", "grad", "ndim", "itemsize", "config", "loss"}
 
 
-def evaluate(node: ast.expr, state: State, frame: Frame) -> Value:
+def evaluate(node: ast.expr, state: State, frame: Frame) -> Value:  # noqa: C901, PLR0911, PLR0912 - a case a kind
     """Its value; everything inside is looked at on the way, once."""
     match node:
         case ast.Call():

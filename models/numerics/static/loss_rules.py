@@ -15,8 +15,18 @@ def check_cast(node: ast.Call, cast: str, frame: Frame) -> None:
     """LP101: weights that learn are kept in 16 bits although autocast or a GradScaler is there."""
     definitions = frame.report.definitions
     assert isinstance(node.func, ast.Attribute)
+    if _is_evaluated(node.func.value, frame):
+        return
     if cast == FLOAT16 and definitions.trains and definitions.mixes_precision and definitions.is_model(node.func.value):
         frame.report.add("LP101", node, f"{ast.unparse(node)}: the weights of a model that is trained")
+
+
+def _is_evaluated(model: ast.expr, frame: Frame) -> bool:
+    """Whether the function that casts it also calls its `eval()`."""
+    around = frame.stack[-1] if frame.stack else frame.report.source.tree
+    calls = (node.func for node in ast.walk(around) if isinstance(node, ast.Call))
+    evaluated = {ast.unparse(func.value) for func in calls if isinstance(func, ast.Attribute) and func.attr == "eval"}
+    return ast.unparse(model) in evaluated
 
 
 def check_operation(node: ast.Call, operation: str, inputs: list[Value], frame: Frame) -> Value:

@@ -58,8 +58,8 @@ def probe_autocast(device: str) -> dict[str, str]:
     """What becomes of every operation under autocast on a kind of device.
 
     Returns:
-        By name: lowered (16-bit of float32 inputs), float32 (of 16-bit inputs), kept (in the type of its inputs), refused
-        (raises).
+        By name: lowered (16-bit of float32 inputs), float32 (of 16-bit inputs), kept (in the type of its inputs),
+        refused (raises).
     Raises:
         ConfigError: torch has no autocast for such a device.
     """
@@ -81,7 +81,7 @@ def probe_autocast(device: str) -> dict[str, str]:
 def _presence_of(device: str) -> AbstractContextManager[object]:
     if device == "cpu":
         return nullcontext()
-    from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415, PLC2701 - the only way without a device
+    from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415 - the only way without a device
 
     return FakeTensorMode()
 

@@ -39,7 +39,11 @@ def read_region(node: ast.expr, imports: dict[str, str]) -> Region | None:
         else:
             device = _device(first)
         return Region(_is_on(enabled), device, _dtype(arguments.get("dtype"), device, given="dtype" in arguments))
-    if call and last_word(text_of(callee)) in {"autocast", "compute_loss_context_manager", "autocast_smart_context_manager"}:
+    if call and last_word(text_of(callee)) in {
+        "autocast",
+        "compute_loss_context_manager",
+        "autocast_smart_context_manager",
+    }:
         return Region(certain=False)  # of accelerate, Lightning Fabric, transformers' Trainer: mixed_precision decides
     return None
 

@@ -36,7 +36,7 @@ RULES = {
     ),
     "LP104": Rule(
         SEVERE,
-        "a probability next to 1 rounds to 1 in 16 bits and its logarithm is lost; where autocast knows that, it raises",
+        "a probability next to 1 rounds to 1 in 16 bits and its logarithm is lost; where autocast knows it, it raises",
         "use binary_cross_entropy_with_logits (BCEWithLogitsLoss) on the logits, without the sigmoid",
     ),
     "LP105": Rule(

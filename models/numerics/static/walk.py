@@ -52,7 +52,13 @@ def call_function(
     if owner is not None and names[:1] in (["self"], ["cls"]):
         names = names[1:]
     words = [word.arg or "" for word in node.keywords]
-    bound = dict(zip([*names[: len(node.args)], *words], [*arguments[: len(node.args)], *arguments[len(node.args) :]], strict=False))
+    bound = dict(
+        zip(
+            [*names[: len(node.args)], *words],
+            [*arguments[: len(node.args)], *arguments[len(node.args) :]],
+            strict=False,
+        )
+    )
     start = state.copy()
     start.values = {name: value for name, value in state.values.items() if name.startswith("self.")} | bound
     start.returned, start.facts = None, dict(state.facts)
@@ -84,7 +90,7 @@ def walk_body(body: Sequence[ast.stmt], ways: list[State], frame: Frame) -> list
     return ways
 
 
-def walk_statement(statement: ast.stmt, way: State, frame: Frame) -> list[State]:
+def walk_statement(statement: ast.stmt, way: State, frame: Frame) -> list[State]:  # noqa: PLR0911 - a case a kind
     """The ways that go on from here."""
     match statement:
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():

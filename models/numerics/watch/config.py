@@ -13,7 +13,7 @@ class WatchConfig:
     exploding: float = field(default=100.0, metadata={"above": 0})
     # A layer is dead whose gradient norm is no more than this share of the median layer's.
     dead: float = field(default=1e-6, metadata={"minimum": 0, "maximum": 1})
-    # Look at the outputs of modules: where the first NaN or inf comes from, and how close values are to the format's end.
+    # Look at the outputs of modules: where the first NaN or inf is, how close values are to the end of their format.
     activations: bool = True
     # Share of the largest number of an output's format (float16: 65504) above which its values are too close to it.
     near_limit: float = field(default=0.5, metadata={"above": 0, "maximum": 1})

@@ -18,8 +18,8 @@ _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.
 def gradient_norms(parameters: Sequence[nn.Parameter]) -> Float[Tensor, "P"]:
     """L2 norm of each parameter's gradient, `MISSING` where there is none, on the first parameter's device.
 
-    Nothing waits for the device. Shards of a DTensor are added up over the processes that hold them; all of them have to
-    call. Numerics: fp32 sums of squares, which overflow for finite gradients above 1e19.
+    Nothing waits for the device. Shards of a DTensor are added up over the processes that hold them; all of them have
+    to call. Numerics: fp32 sums of squares, which overflow for finite gradients above 1e19.
     """
     device = parameters[0].device
     norms_P = torch.full((len(parameters),), MISSING, device=device)
@@ -48,15 +48,15 @@ def _add_shards(parameters: Sequence[nn.Parameter], norms_P: Tensor) -> Tensor:
                 if part.is_shard():
                     meshes[parameter.device_mesh, number].append(place)
     for (mesh, number), places in meshes.items():
-        part = norms_P[places]
-        squares = torch.stack([part.clamp_min(0).square(), (part >= 0).float()])
+        mine = norms_P[places]
+        squares = torch.stack([mine.clamp_min(0).square(), (mine != MISSING).float()])
         torch.distributed.all_reduce(squares, group=mesh.get_group(number))
         norms_P[places] = torch.where(squares[1] > 0, squares[0].sqrt(), MISSING)
     return norms_P
 
 
 def refuse_flat_shards(model: nn.Module) -> None:
-    """Raises ConfigError: FSDP's first generation flattens parameters, so that layers have no gradients of their own."""
+    """Raises ConfigError: FSDP's first generation flattens parameters; layers have no gradients of their own."""
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         raise ConfigError(
             "the model is sharded by FullyShardedDataParallel, whose flat parameters hide the layers",

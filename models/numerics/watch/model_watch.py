@@ -8,8 +8,8 @@
             optimizer.step()
             optimizer.zero_grad()
 
-With `optimizer=` there is no `watch.step`: gradients are looked at when `scaler.unscale_` is done with them, or else when
-the optimizer takes its step, after clipping.
+With `optimizer=` there is no `watch.step`: gradients are looked at when `scaler.unscale_` is done with them, or else
+when the optimizer takes its step, after clipping.
 """
 
 from collections.abc import Callable
@@ -67,7 +67,7 @@ class ModelWatch:
         self._loss = loss.detach().reshape(()) if isinstance(loss, Tensor) else loss
 
     def step(self, loss: Tensor | float | None = None) -> StepReport:
-        """Gradients are there, unscaled and not yet clipped: look at them. Raises ConfigError: the optimizer is followed."""
+        """Look at gradients that are unscaled and not yet clipped. Raises ConfigError: the optimizer is followed."""
         if self.optimizer is not None:
             raise ConfigError(
                 "the optimizer tells when a step is: step() would look at its gradients twice",
@@ -169,5 +169,3 @@ def watch_model(
     if not watch.measurement.parameters:
         logger.warning("no parameter asks for a gradient: only outputs and the loss are watched")
     return watch
-
-

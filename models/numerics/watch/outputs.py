@@ -1,6 +1,6 @@
 """The largest absolute value that every module puts out, in the order they run; left on the device."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from models.numerics.outputs import find_tensors
 from models.numerics.watch.gradients import layer_of
 
 
@@ -30,8 +31,7 @@ class OutputWatch:
             module.register_forward_hook(self._hook(name)) for name, module in find_leaves(model)
         ]
 
-    def _hook(self, name: str) -> Any:  # noqa: ANN401 - a hook
-        @torch.compiler.disable
+    def _hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def look(_module: nn.Module, _inputs: Any, output: Any) -> None:  # noqa: ANN401 - whatever a module returns
             # Not held-out text, nor what is computed once more in the backward pass.
             if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
@@ -60,13 +60,13 @@ def find_leaves(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def largest(tensor: Tensor) -> Tensor:
-    """max |x|, NaN where there is any; two passes that copy nothing."""
+    """Of absolute values, in one pass that copies nothing; NaN where there is any."""
     low, high = torch.aminmax(tensor.detach())
     return torch.maximum(-low, high).float()
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:  # noqa: ANN401
-    parts = output if isinstance(output, tuple | list) else output.values() if isinstance(output, dict) else [output]
+    parts = [output] if isinstance(output, Tensor) else find_tensors(output).values()
     for part in parts:
-        if isinstance(part, Tensor) and part.is_floating_point() and part.numel() and not part.is_sparse:
+        if part.is_floating_point() and part.numel() and not part.is_sparse:
             yield part

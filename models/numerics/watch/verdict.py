@@ -88,7 +88,7 @@ def judge_norms(layers: Mapping[str, float], config: WatchConfig) -> list[Anomal
 
 def judge_range(outputs: Sequence[Output], config: WatchConfig) -> list[Anomaly]:
     """Outputs next to the largest number of their format."""
-    shares = {}
+    shares: dict[str, float] = {}
     for output in outputs:
         share = output.value / torch.finfo(output.dtype).max
         if math.isfinite(share) and share > max(config.near_limit, shares.get(output.module, 0)):
@@ -105,8 +105,10 @@ def _finite_outputs(outputs: Sequence[Output]) -> str:
         return ""
     largest = max(outputs, key=lambda output: output.value)
     where = f"{largest.value:.3g} in {largest.module}, {_name(largest.dtype)}"
-    return f", while all outputs of the model are finite (largest {where}; last {outputs[-1].module}, "\
+    return (
+        f", while all outputs of the model are finite (largest {where}; last {outputs[-1].module}, "
         f"{_name(outputs[-1].dtype)})"
+    )
 
 
 def _with_norms(names: Sequence[str], layers: Mapping[str, float]) -> str:
