@@ -43,8 +43,8 @@ class Frame:
 
     @property
     def device(self) -> str:
-        """Of the region."""
-        return self.region.device or self.report.device
+        """Of the region; one that torch cannot be asked about counts as the device of whoever checks."""
+        return self.region.device if self.region.device in {"cuda", "cpu", "xpu", "mps"} else self.report.device
 
     def fate(self, operation: str) -> str:
         """What autocast does to it here; kept outside."""

@@ -63,7 +63,7 @@ def probe_autocast(device: str) -> dict[str, str]:
     Raises:
         ConfigError: torch has no autocast for such a device.
     """
-    if not device.isalpha() or not torch.amp.is_autocast_available(device):
+    if not _has_autocast(device):
         raise ConfigError(
             f"torch {torch.__version__} has no autocast for {device!r}", where="device", do="device=cuda, or device=cpu"
         )
@@ -76,6 +76,13 @@ def probe_autocast(device: str) -> dict[str, str]:
             return {name: _ask(operation, device, low) for name, operation in _OPERATIONS.items()}
         finally:
             torch.set_autocast_enabled(device, was)
+
+
+def _has_autocast(device: str) -> bool:
+    try:
+        return torch.amp.is_autocast_available(device)
+    except RuntimeError:  # torch knows no such device at all
+        return False
 
 
 def _presence_of(device: str) -> AbstractContextManager[object]:

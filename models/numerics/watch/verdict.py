@@ -66,7 +66,7 @@ def judge_norms(layers: Mapping[str, float], config: WatchConfig) -> list[Anomal
         return []
     total, typical = math.hypot(*layers.values()), median(layers.values())
     found = []
-    dead = [name for name, norm in layers.items() if norm <= config.dead * typical and typical > 0]
+    dead = [name for name, norm in layers.items() if norm <= config.dead * typical] if 0 < typical < math.inf else []
     low = [name for name, norm in layers.items() if norm < config.vanishing and name not in dead]
     high = sorted((name for name in layers if layers[name] > config.exploding), key=lambda name: -layers[name])
     if dead:
