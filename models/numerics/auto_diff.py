@@ -29,6 +29,8 @@ from models.numerics.reference import arguments_of, device_of, reference_of
 from models.numerics.session import Session
 
 PRECISIONS = ("bfloat16", "float16")
+# Perturbed runs; one alone may meet the border between two discrete choices by luck, or miss it.
+DRAWS = 3
 
 
 @torch.no_grad()
@@ -75,7 +77,9 @@ def auto_diff(
         while session.begin_window():
             LowPass(session, diff).run(args, kwargs)
             ReferencePass(session, diff).run(args, kwargs)
-            PerturbedPass(session, diff).run(args, kwargs)
+            for draw in range(DRAWS):
+                PerturbedPass(session, draw).run(args, kwargs)
+        diff.passes = session.windows * (2 + DRAWS)
         session.finish(diff)
     diff.seconds = perf_counter() - started
     return diff

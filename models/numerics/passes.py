@@ -11,8 +11,9 @@ from models.numerics.calls import Arguments, Call, Ear, listen
 from models.numerics.choices import AlikeRows, Choices, is_choice
 from models.numerics.comparison import measure_distance
 from models.numerics.diff import ChoiceDiff, Diff, OutputDiff
+from models.numerics.drowned import find_drowned, sums_up
 from models.numerics.low_precision import AUTOCAST
-from models.numerics.outputs import find_tensors
+from models.numerics.outputs import find_tensors, map_tensors
 from models.numerics.ranges import axis_ranges
 from models.numerics.session import Session
 
@@ -77,6 +78,7 @@ class ReferencePass:
         self._window = {call for call, _ in session.waiting}
         self._alike = AlikeRows()
         self._trials: dict[Call, tuple[_Trial, _Trial]] = {}
+        self._arguments: dict[Call, Arguments] = {}  # of modules that are running
         self._ear: Ear
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -88,6 +90,7 @@ class ReferencePass:
         """Try the module."""
         if call in self._window:
             self._trials[call] = self._in_low_precision(call, arguments), self._perturbed(call, module, arguments)
+            self._arguments[call] = arguments
 
     def after(self, call: Call, module: nn.Module, output: Any) -> None:  # noqa: ANN401 - whatever it returns
         """Compare, and let the reference wait for the perturbed run."""
@@ -97,12 +100,14 @@ class ReferencePass:
         if not tensors and session.windows == 1:
             self.diff.silent.append(str(call))
         trials = self._trials.pop(call, None)
+        drowned = self._drowned(call, module, output)
         for path, tensor in tensors.items():
             if is_choice(tensor):
                 self._choose(call, path, tensor, trials)
         for path, tensor in tensors.items():
             if (call, path) in session.waiting and trials is not None:
                 session.outputs[call, path] = self._compare(call, path, module, tensor, trials)
+                session.outputs[call, path].drowned = drowned
                 session.waiting[call, path] = tensor.to("cpu", copy=True)
 
     def _choose(self, call: Call, path: str, chosen: Tensor, trials: tuple[_Trial, _Trial] | None) -> None:
@@ -133,8 +138,21 @@ class ReferencePass:
             if tensor is not None and tensor.shape == exact.shape:
                 alike = AlikeRows.between(self.session.reference_choices, trial.choices.made).of(exact)
                 distance = measure_distance(exact, tensor.to(exact.device), alike)
-                setattr(found, name, distance if trial is own else distance.normalised_l2)
+                setattr(found, name, distance if trial is own else self.session.floor(distance))
         return found
+
+    def _drowned(self, call: Call, module: nn.Module, output: Any) -> str:  # noqa: ANN401 - whatever it returns
+        arguments = self._arguments.pop(call, None)
+        if arguments is None or not sums_up(module, arguments, output):
+            return ""
+
+        def exact(given: Arguments) -> Mapping[str, Tensor]:
+            return self._try(call, module, map_tensors(Tensor.clone, given)).outputs
+
+        def rounded(given: Arguments) -> Mapping[str, Tensor]:
+            return self._in_low_precision(call, given).outputs
+
+        return find_drowned(arguments, self.session.low.low, exact, rounded)
 
     def _in_low_precision(self, call: Call, arguments: Arguments) -> _Trial:
         low = self.session.low
@@ -144,6 +162,7 @@ class ReferencePass:
 
     def _perturbed(self, call: Call, module: nn.Module, arguments: Arguments) -> _Trial:
         perturbation = self.session.perturbation
+        perturbation.restart()
         with perturbation.on_outputs(module):
             return self._try(call, module, perturbation.of(arguments))
 
@@ -161,14 +180,15 @@ class ReferencePass:
 class PerturbedPass:
     """All in FP32, every tensor that a module returns off by one unit in the last place: how far that leads."""
 
-    def __init__(self, session: Session, diff: Diff) -> None:
-        """`diff` is filled by the other passes."""
-        self.session = session
+    def __init__(self, session: Session, draw: int) -> None:
+        """`draw` says which series of coins is thrown."""
+        self.session, self.draw = session, draw
         self._alike = AlikeRows()
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """One forward pass."""
         session = self.session
+        session.perturbation.restart(self.draw)
         args, kwargs = session.perturbation.of((args, kwargs))
         with session.seeded(), session.perturbation.on_outputs(session.reference), listen(session.reference, self):
             session.reference(*args, **kwargs)
@@ -177,15 +197,16 @@ class PerturbedPass:
         """Nothing to do."""
 
     def after(self, call: Call, module: nn.Module, output: Any) -> None:  # noqa: ANN401 - whatever it returns
-        """Compare with the reference, and forget that."""
+        """Compare with the reference; of several draws the farthest counts."""
         tensors = find_tensors(output)
         for path, tensor in tensors.items():
             if is_choice(tensor) and (call, path) in self.session.choices:
                 changed = self._alike.update(self.session.reference_choices[call, path], tensor)
                 self.session.choices[call, path].floor = changed
         for path, tensor in tensors.items():
-            exact = self.session.waiting.pop((call, path), None)
+            exact = self.session.waiting.get((call, path))
             found = self.session.outputs.get((call, path))
             if exact is not None and found is not None and exact.shape == tensor.shape:
                 exact = exact.to(tensor.device)
-                found.propagated_floor = measure_distance(exact, tensor, self._alike.of(tensor)).normalised_l2
+                floor = self.session.floor(measure_distance(exact, tensor, self._alike.of(tensor)))
+                found.propagated_floor = max(floor, found.propagated_floor or 0.0)

@@ -23,7 +23,7 @@ class Perturbation:
 
     def __init__(self, low: NumberFormat, seed: int) -> None:
         """`seed` decides every coin."""
-        self.low, self.seed = low, seed
+        self.low, self.seed, self._series = low, seed, seed
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def __call__(self, values: Shaped[Tensor, "*shape"]) -> Shaped[Tensor, "*shape"]:
@@ -32,11 +32,16 @@ class Perturbation:
             return values
         generator = self._generators.get(values.device)
         if generator is None:
-            generator = torch.Generator(values.device).manual_seed(self.seed)
+            generator = torch.Generator(values.device).manual_seed(self._series)
             self._generators[values.device] = generator
         coins = torch.randint(0, 2, values.shape, generator=generator, device=values.device).mul_(2).sub_(1)
         moved = values + coins * self.low.ulp(values.float()).to(values.dtype)
         return torch.where(values.isfinite(), moved, values)
+
+    def restart(self, draw: int = 0) -> None:
+        """Begin again with the first coin, of another series for every draw."""
+        self._generators.clear()
+        self._series = self.seed + draw
 
     def of(self, value: Any) -> Any:  # noqa: ANN401 - whatever a module takes or returns
         """The same with all its tensors perturbed."""

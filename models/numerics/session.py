@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from models.numerics.calls import Call
 from models.numerics.choices import Key
+from models.numerics.comparison import Distance
 from models.numerics.diff import ChoiceDiff, Diff, OutputDiff
 from models.numerics.low_precision import LowPrecision
 from models.numerics.perturbation import Perturbation
@@ -57,6 +58,13 @@ class Session:
         self._seen.add(key)
         self.waiting[key] = low.to("cpu", copy=True)
 
+    def floor(self, perturbed: Distance) -> float:
+        """What a perturbed run says of an output, at least half a unit in the last place.
+
+        An output that consists of one huge value nearly is off by as much, whichever way the coins fell.
+        """
+        return max(perturbed.normalised_l2, self.low.low.epsilon / 2)
+
     @contextmanager
     def seeded(self) -> Iterator[None]:
         """Whatever is drawn within begins at the same place, and moves nobody else's generator."""
@@ -72,7 +80,6 @@ class Session:
         called = {call.module for call in self.order}
         diff.unused = list(_never_called(self.reference, called))
         diff.only_one = [str(call) for call in self.types.keys() ^ self.order.keys()]
-        diff.passes = 3 * self.windows
 
 
 def _never_called(model: nn.Module, called: set[str]) -> Iterator[str]:

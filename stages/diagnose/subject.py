@@ -1,5 +1,6 @@
 """The model that is looked at, and the text it reads."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -33,9 +34,9 @@ def load_model(request: Request, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def load_sample(request: Request, model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The first so many tokens of the calibration text, of one sequence."""
+    """The first so many tokens of the calibration text, as one batch."""
+    tokens, device = request.settings.tokens, input_device(model)
     tokenizer = load_tokenizer(resolve_folder(request.model), trust_remote_code=request.model.trust_remote_code)
-    sequences = load_sequences(request.data, tokenizer, "calibration")
-    longest = max(sequences, key=lambda sequence: min(len(sequence.ids), request.settings.tokens))
-    batch = batch_sequences([longest], len(longest.ids), tokenizer.pad_token_id or 0)[0]
-    return {"input_ids": batch.input_ids[:, : request.settings.tokens].to(input_device(model))}
+    data = replace(request.data, tokens=tokens, max_length=min(tokens, request.data.max_length))
+    batch = batch_sequences(load_sequences(data, tokenizer, "calibration"), tokens, tokenizer.pad_token_id or 0)[0]
+    return {"input_ids": batch.input_ids.to(device), "attention_mask": batch.attention_mask.to(device)}
