@@ -43,7 +43,7 @@ def _run(wanted: argparse.Namespace) -> None:
 def read_lines(path: Path) -> list[Mapping[str, Any]]:
     """All lines of the log. Raises ContractError."""
     try:
-        lines = read_step_log(path)
+        lines: list[Mapping[str, Any]] = [*read_step_log(path)]
     except (OSError, ValueError) as error:
         raise ContractError(f"cannot be read: {error}", where=str(path), do="name a log of watch_model") from error
     if not any(isinstance(line, dict) and {"loss", "gradient_norm"} & line.keys() for line in lines):
@@ -55,7 +55,8 @@ def describe(lines: Sequence[Mapping[str, Any]]) -> str:
     """How many steps, and every kind of finding with its first place and words."""
     found = [(line["step"], one["kind"], one["message"]) for line in lines for one in line.get("anomalies", ())]
     found += [(line["step"], "warning", words) for line in lines for words in line.get("warnings", ())]
-    counts, first = Counter(kind for _step, kind, _message in found), {}
+    counts = Counter(kind for _step, kind, _message in found)
+    first: dict[str, str] = {}
     for step, kind, message in found:
         first.setdefault(kind, f"first at step {step}: {message}")
     steps = {line["step"] for line in lines}

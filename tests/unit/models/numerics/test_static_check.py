@@ -96,7 +96,8 @@ def test_each_fault_of_a_step_is_found_where_it_stands(check, remove, put, expec
         ("loss = criterion(x.half(), y)", [(1, "LP102")]),
         ("with autocast('cuda'):\n    z = model(x)\nloss = criterion(z.float(), y)", []),
         (
-            "with autocast('cuda'):\n    z = model(x)\n    with autocast('cuda', enabled=False):\n        F.mse_loss(z, y)",
+            "with autocast('cuda'):\n    z = model(x)\n"
+            "    with autocast('cuda', enabled=False):\n        F.mse_loss(z, y)",
             [(4, "LP102")],
         ),
         ("with autocast('cuda', dtype=torch.float16):\n    loss = model(x).sum()\nloss.backward()", []),
