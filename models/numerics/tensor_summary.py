@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from models.numerics.analyze_tensor import TensorAnalysis
 from models.numerics.diff_summary import plain_json
 from models.numerics.rounding import FormatLoss
+from models.numerics.tensor_analysis import TensorAnalysis
 from models.numerics.verdict import Verdict, worst
 
 COLUMNS = (

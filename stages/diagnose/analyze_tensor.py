@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from models.numerics.analyze_tensor import analyze_tensor
+from models.numerics.tensor_analysis import analyze_tensor
 from models.numerics.tensor_summary import COLUMNS, notes_of, rows_of, to_json
 from stages.contracts.job import Table
 from stages.diagnose.activations import read_activations

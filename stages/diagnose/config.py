@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass, field
 
+from models.numerics.watch.config import WatchConfig
+
 VERSION = 1
-CHECKS = ("auto_diff", "analyze_tensor")
+CHECKS = ("auto_diff", "analyze_tensor", "static_check", "watch")
 
 
 @dataclass
@@ -38,6 +40,28 @@ class AnalyzeTensorConfig:
 
 
 @dataclass
+class StaticCheckConfig:
+    """Training code, read and not run."""
+
+    # Files, or folders whose *.py are checked.
+    paths: list[str] = field(default_factory=lambda: ["."])
+    # Device of autocast where a file does not say.
+    device: str = "cuda"
+
+
+@dataclass
+class WatchStageConfig:
+    """Forward and backward passes, watched; weights stay as they are."""
+
+    # Passes, each over one sequence of calibration text, cut to `tokens`.
+    steps: int = field(default=8, metadata={"minimum": 1})
+    # float32; or the type of autocast: bfloat16, or float16 with a GradScaler.
+    precision: str = field(default="bfloat16", metadata={"choices": ("float32", "bfloat16", "float16")})
+    # What gradients, outputs and the loss scale are held to.
+    limits: WatchConfig = field(default_factory=WatchConfig)
+
+
+@dataclass
 class DiagnoseConfig:
     """What is looked at; below it, a node for each check."""
 
@@ -47,3 +71,5 @@ class DiagnoseConfig:
     tokens: int = field(default=64, metadata={"minimum": 2})
     auto_diff: AutoDiffConfig = field(default_factory=AutoDiffConfig)
     analyze_tensor: AnalyzeTensorConfig = field(default_factory=AnalyzeTensorConfig)
+    static_check: StaticCheckConfig = field(default_factory=StaticCheckConfig)
+    watch: WatchStageConfig = field(default_factory=WatchStageConfig)

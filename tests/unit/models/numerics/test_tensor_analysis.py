@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from models.errors import ConfigError
-from models.numerics.analyze_tensor import FIRST_OCTAVE, analyze_tensor
+from models.numerics.tensor_analysis import FIRST_OCTAVE, analyze_tensor
 from models.numerics.tensor_summary import notes_of, rows_of, to_json
 from models.numerics.verdict import Verdict
 

@@ -9,8 +9,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from models.errors import ConfigError, NumericsError
-from models.numerics.auto_diff import auto_diff
 from models.numerics.diff_summary import notes_of, reason, rows_of, to_json
+from models.numerics.model_diff import auto_diff
 from models.numerics.verdict import Verdict
 
 B, T, D, F = 2, 7, 96, 700
