@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from jaxtyping import Bool, Shaped
 from torch import Tensor, nn
 
@@ -41,6 +42,7 @@ class AlikeRows:
     def __init__(self) -> None:
         """All of them."""
         self._by_count: dict[int, Tensor] = {}
+        self._sorted: set[int] = set()
 
     @classmethod
     def between(cls, reference: Mapping[Key, Tensor], low: Mapping[Key, Tensor]) -> "AlikeRows":
@@ -56,10 +58,16 @@ class AlikeRows:
         if reference.shape != low.shape:
             return None
         changed = changed_rows(reference, low.to(reference.device))
+        if not torch.equal(reference, low.to(reference.device)):  # the order, too, decides how a sort breaks ties
+            self._sorted.add(reference.numel())
         if len(changed) > 1:
             known = self._by_count.get(len(changed))
             self._by_count[len(changed)] = ~changed if known is None else known.to(changed.device) & ~changed
         return float(changed.double().mean())
+
+    def comparable(self, tensor: Shaped[Tensor, "..."]) -> bool:
+        """False for a row each for every expert of every token: sorted by expert, one other choice moves them all."""
+        return not tensor.ndim or not tensor.numel() or tensor.numel() // tensor.shape[-1] not in self._sorted
 
     def of(self, tensor: Shaped[Tensor, "..."]) -> Bool[Tensor, "rows"] | None:
         """Which vectors of its last axis count; None: all, or there is none left."""

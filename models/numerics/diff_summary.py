@@ -165,15 +165,16 @@ def to_json(diff: Diff) -> dict[str, Any]:
            "propagated_verdict": output.propagated_verdict}
         for output in diff.outputs
     ]  # fmt: skip
-    found: dict[str, Any] = _plain(
+    found: dict[str, Any] = plain_json(
         asdict(diff) | {"verdict": diff.verdict, "outputs": outputs, "notes": notes_of(diff)}
     )
     return found
 
 
-def _plain(value: Any) -> Any:  # noqa: ANN401 - anything that JSON holds, or nearly
+def plain_json(value: Any) -> Any:  # noqa: ANN401 - anything that JSON holds, or nearly
+    """The same as JSON holds it: figures that are not finite as text."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain_json(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -76,6 +76,8 @@ class ReferencePass:
         """`diff` is where calls without tensors are noted."""
         self.session, self.diff = session, diff
         self._window = {call for call, _ in session.waiting}
+        if session.windows == 1:  # modules that do nothing but choose
+            self._window |= {call for call, _ in session.low_choices if call.module in session.wanted}
         self._alike = AlikeRows()
         self._trials: dict[Call, tuple[_Trial, _Trial]] = {}
         self._arguments: dict[Call, Arguments] = {}  # of modules that are running
@@ -130,15 +132,17 @@ class ReferencePass:
         )  # fmt: skip
         arrived = self.session.waiting[call, path].to(exact.device)
         found.dtype = str(arrived.dtype).removeprefix("torch.")
-        if arrived.shape == exact.shape:
+        if arrived.shape == exact.shape and self._alike.comparable(exact):
             found.propagated = measure_distance(exact, arrived, self._alike.of(exact))
             found.unaligned = measure_distance(exact, arrived).normalised_l2
         for trial, name in ((own, "own"), (perturbed, "own_floor")):
             tensor = trial.outputs.get(path)
-            if tensor is not None and tensor.shape == exact.shape:
-                alike = AlikeRows.between(self.session.reference_choices, trial.choices.made).of(exact)
-                distance = measure_distance(exact, tensor.to(exact.device), alike)
-                setattr(found, name, distance if trial is own else self.session.floor(distance))
+            alike = AlikeRows.between(self.session.reference_choices, trial.choices.made)
+            if tensor is not None and tensor.shape == exact.shape and alike.comparable(exact):
+                distance = measure_distance(exact, tensor.to(exact.device), alike.of(exact))
+                setattr(
+                    found, name, distance if trial is own else self.session.floor(distance, chained=found.parts > 0)
+                )
         return found
 
     def _drowned(self, call: Call, module: nn.Module, output: Any) -> str:  # noqa: ANN401 - whatever it returns
@@ -206,7 +210,8 @@ class PerturbedPass:
         for path, tensor in tensors.items():
             exact = self.session.waiting.get((call, path))
             found = self.session.outputs.get((call, path))
-            if exact is not None and found is not None and exact.shape == tensor.shape:
+            alike = exact is not None and exact.shape == tensor.shape and self._alike.comparable(tensor)
+            if exact is not None and found is not None and alike:
                 exact = exact.to(tensor.device)
-                floor = self.session.floor(measure_distance(exact, tensor, self._alike.of(tensor)))
+                floor = self.session.floor(measure_distance(exact, tensor, self._alike.of(tensor)), chained=True)
                 found.propagated_floor = max(floor, found.propagated_floor or 0.0)

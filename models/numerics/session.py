@@ -58,12 +58,13 @@ class Session:
         self._seen.add(key)
         self.waiting[key] = low.to("cpu", copy=True)
 
-    def floor(self, perturbed: Distance) -> float:
-        """What a perturbed run says of an output, at least half a unit in the last place.
+    def floor(self, perturbed: Distance, *, chained: bool) -> float:
+        """What a perturbed run says of an output, at least half a unit in the last place; `chained`: a whole one.
 
-        An output that consists of one huge value nearly is off by as much, whichever way the coins fell.
+        An output that consists of one huge value nearly is off by as much, whichever way the coins fell, and by more
+        where it has gone through several modules.
         """
-        return max(perturbed.normalised_l2, self.low.low.epsilon / 2)
+        return max(perturbed.normalised_l2, self.low.low.epsilon * (1.0 if chained else 0.5))
 
     @contextmanager
     def seeded(self) -> Iterator[None]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from models.numerics.watch.config import WatchConfig
 
 VERSION = 1
-CHECKS = ("auto_diff", "static_check", "watch")
+CHECKS = ("auto_diff", "analyze_tensor", "static_check", "watch")
 
 
 @dataclass
@@ -20,6 +20,23 @@ class AutoDiffConfig:
     modules: list[str] = field(default_factory=lambda: ["*"])
     # MiB of host memory for outputs that wait to be compared; where they need more, the model runs several times.
     memory_mib: int = field(default=2048, metadata={"minimum": 1})
+
+
+@dataclass
+class AnalyzeTensorConfig:
+    """What a tensor would lose."""
+
+    # A .safetensors or .pt file of tensors; null: activations of the model.
+    file: str | None = None
+    # Of a file, which tensors, by glob on their names.
+    tensors: list[str] = field(default_factory=lambda: ["*"])
+    # Of the model, outputs of which modules, by glob on their names, as in ["*.layers.3.mlp.down_proj"].
+    modules: list[str] = field(default_factory=lambda: ["*.down_proj"])
+    # The formats: bfloat16, float16, float8_e4m3fn, float8_e5m2.
+    formats: list[str] = field(
+        default_factory=lambda: ["bfloat16", "float16"],
+        metadata={"choices": ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")},
+    )
 
 
 @dataclass
@@ -53,5 +70,6 @@ class DiagnoseConfig:
     # Tokens of calibration text that the model reads.
     tokens: int = field(default=64, metadata={"minimum": 2})
     auto_diff: AutoDiffConfig = field(default_factory=AutoDiffConfig)
+    analyze_tensor: AnalyzeTensorConfig = field(default_factory=AnalyzeTensorConfig)
     static_check: StaticCheckConfig = field(default_factory=StaticCheckConfig)
     watch: WatchStageConfig = field(default_factory=WatchStageConfig)

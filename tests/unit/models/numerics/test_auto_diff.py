@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from pico_moes import MOES, make_moe
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -218,3 +219,45 @@ def test_settings_and_models_that_do_not_work():
     assert "the model does not run in bfloat16: 'expected m1 and m2 to have the same dtype" in str(error.value)
     assert error.value.where == "mode=cast, in (model)"
     assert auto_diff(Fussy(), sample()).verdict is Verdict.OK
+
+
+@pytest.mark.parametrize("model_type", MOES)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_healthy_moe_is_left_alone_though_tokens_change_experts(model_type, seed):
+    torch.manual_seed(seed)
+    ids = torch.randint(0, 61, (2, 37), generator=torch.Generator().manual_seed(seed))
+    diff = auto_diff(make_moe(model_type), {"input_ids": ids})
+    assert diff.verdict is Verdict.OK, notes_of(diff)
+
+
+class Router(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).topk(2, dim=-1).indices
+
+
+class Choosing(nn.Module):
+    """Two experts of nine for each token, by a router whose logits lie close together."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.after = Router(D, 9), nn.LayerNorm(D)
+        self.experts = nn.Parameter(torch.randn(9, D))
+
+    def forward(self, x):
+        return self.after(x + self.experts[self.router(x)].sum(-2))
+
+
+def test_other_choices_are_counted_and_not_taken_for_errors():
+    torch.manual_seed(0)
+    model = Choosing()
+    x = torch.randn(3, 401, D, generator=torch.Generator().manual_seed(1))
+    diff = auto_diff(model, {"x": x})
+    (choice,) = diff.choices
+    assert (str(choice.call), choice.rows) == ("router", 1203)
+    assert 0 < choice.propagated < 0.05
+    assert choice.own == choice.propagated
+    assert choice.floor > choice.propagated
+    after = next(output for output in diff.outputs if output.name == "after")
+    assert after.unaligned > 5 * after.propagated.normalised_l2
+    assert diff.verdict is Verdict.OK, notes_of(diff)
+    assert any(note.startswith("discrete choices (experts of a token): ") for note in notes_of(diff))
