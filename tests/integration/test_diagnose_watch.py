@@ -14,10 +14,15 @@ TEXT = " ".join(f"{number} larks met {number * 7 % 31} swifts near house {number
 
 @pytest.fixture
 def diagnose(tmp_path):
-    (tmp_path / "text.txt").write_text("\n\n".join(TEXT[start : start + 300] for start in range(0, len(TEXT), 300)))
+    documents = [TEXT[start : start + 300] for start in range(0, len(TEXT), 300)]
+    (tmp_path / "text.txt").write_text("\n\n".join(documents[::2]))
+    (tmp_path / "heldout.txt").write_text("\n\n".join(documents[1::2]))
 
     def run(*words):
-        text = ("data=text", f"data.path={tmp_path / 'text.txt'}", "data.tokens=400", "data.heldout_tokens=100")
+        text = [
+            *("data=text", f"data.path={tmp_path / 'text.txt'}", f"data.heldout_path={tmp_path / 'heldout.txt'}"),
+            *("data.tokens=400", "data.heldout_tokens=100", "data.max_length=60"),
+        ]
         code = run_command([*text, "stage=diagnose", f"output_dir={tmp_path / 'out'}", *words])
         if code:
             return code
