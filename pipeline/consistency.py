@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Any
 
 from models.dump.rules import contradictions as of_dump
@@ -12,6 +13,7 @@ from pipeline.schema import Settings
 from pipeline.stages_table import ALL, STAGES, asked_stages, with_ancestors
 from stages.assemble.config import POOL_ROUTERS, ROUTERS, TRAINED_ROUTERS
 from stages.contracts.workers import find_workers
+from stages.diagnose.config import DiagnoseConfig
 from stages.dump.config import DumpStageConfig
 from stages.train.config import TrainConfig
 
@@ -38,6 +40,8 @@ def contradictions(settings: Settings) -> Iterator[ConfigError]:
     yield from domain_contradictions(settings)
     if involves(settings, "dump"):
         yield from dump_contradictions(settings.dump)
+    if involves(settings, "diagnose"):
+        yield from missing_files(settings.diagnose)
     if settings.topology == GLOBAL_POOL and involves(settings, "assemble"):
         yield from pool_contradictions(settings)
     workers = find_workers().world
@@ -60,6 +64,23 @@ def dump_contradictions(dump: DumpStageConfig) -> Iterator[ConfigError]:
             "dump.gradients=false computes no gradient, and dump.tensors asks for nothing else",
             where="settings dump.gradients and dump.tensors",
             do="dump.gradients=true, or dump.tensors=[input,weight]",
+        )
+
+
+def missing_files(diagnose: DiagnoseConfig) -> Iterator[ConfigError]:
+    """What is to be looked at and is not there."""
+    checkpoint, file = diagnose.checkpoint, diagnose.analyze_tensor.file
+    if checkpoint is not None and not (Path(checkpoint) / "config.json").is_file():
+        yield ConfigError(
+            f"{checkpoint} holds no config.json, so no checkpoint",
+            where="setting diagnose.checkpoint",
+            do="diagnose.checkpoint=outputs/latest/checkpoint, or null for the dense model",
+        )
+    if file is not None and not Path(file).is_file():
+        yield ConfigError(
+            f"there is no file {file}",
+            where="setting diagnose.analyze_tensor.file",
+            do="diagnose.analyze_tensor.file=null for activations of the model",
         )
 
 

@@ -32,6 +32,7 @@ Stages
   train     continued pretraining: the routers learn to schedule the experts
   evaluate  compare with the dense model and plain baselines on held-out text
   dump      write what attention and Linear layers of the dense model compute, for a study of number formats
+  diagnose  find where low precision goes wrong; check= says how
 
 Dials
 {dials}

@@ -39,8 +39,9 @@ def make_plan(checked: Checked) -> list[Step]:
         ConfigError: the disk has no room for what the due steps will publish.
     """
     steps = make_steps(checked)
-    asked = {stage.name for stage in asked_stages(checked.settings.stage, checked.settings.evaluate.checkpoint)}
-    fresh = asked if checked.settings.fresh else set()
+    wanted = asked_stages(checked.settings.stage, checked.settings.evaluate.checkpoint)
+    asked = {stage.name for stage in wanted}
+    fresh = {stage.name for stage in wanted if checked.settings.fresh or not stage.kept}
     complete = {name for name, step in steps.items() if is_complete(step.folder)} - fresh
     used, due = select_stages(asked, complete, [step.stage for step in steps.values()])
     plan = [replace(steps[name], due=name in due, fresh=name in fresh) for name in steps if name in used]

@@ -12,6 +12,7 @@ from pipeline.stages_table import ALL
 from stages.assemble.config import AssembleConfig
 from stages.cluster.config import ClusterConfig
 from stages.data.config import DataConfig
+from stages.diagnose.config import CHECKS, DiagnoseConfig
 from stages.dump.config import DumpStageConfig
 from stages.evaluate.config import EvaluateConfig
 from stages.extract.config import ExtractConfig
@@ -27,6 +28,7 @@ class Settings:
     """The dials, and one node per configuration group. conf/config.yaml says what each dial means."""
 
     stage: str = ALL
+    check: str = field(default=CHECKS[0], metadata={"choices": CHECKS})
     topology: str = field(default=PER_LAYER, metadata={"choices": TOPOLOGIES})
     experts: int = field(default=MISSING, metadata={"minimum": 1})
     n: int = field(default=MISSING, metadata={"minimum": 1})
@@ -49,6 +51,7 @@ class Settings:
     train: TrainConfig = field(default_factory=TrainConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     dump: DumpStageConfig = field(default_factory=DumpStageConfig)
+    diagnose: DiagnoseConfig = field(default_factory=DiagnoseConfig)
 
 
 def register_schema() -> None:

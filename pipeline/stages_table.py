@@ -13,7 +13,8 @@ class Stage:
 
     `nodes` are the keyword arguments of its `run`, and the only settings that enter its fingerprint. Where it is
     `shared`, every process that torchrun started takes part; the others are run by the leading one alone. How much
-    held-out text there is counts only for one that `reads_heldout`: the others are found again.
+    held-out text there is counts only for one that `reads_heldout`: the others are found again. One that is not
+    `kept` looks at what no fingerprint covers, such as files of the user's, and is run whenever it is asked for.
     """
 
     name: str
@@ -21,6 +22,7 @@ class Stage:
     nodes: tuple[str, ...]
     shared: bool = False
     reads_heldout: bool = False
+    kept: bool = True
 
     @property
     def version(self) -> int:
@@ -56,13 +58,15 @@ CHAIN = (
         reads_heldout=True,
     ),
     Stage("dump", parents=(), nodes=("model", "data", "dump")),
+    Stage("diagnose", parents=(), nodes=("model", "data", "check", "diagnose", "seed"), kept=False),
 )
 STAGES = {stage.name: stage for stage in CHAIN}
 ALL = "all"
 
 
-# What evaluate can look at; training is no part of stage=all unless it is what is evaluated, and a dump never is.
-PROJECTED, TRAINED, DUMPED = "project", "train", "dump"
+# What evaluate can look at; training is no part of stage=all unless it is what is evaluated, and what looks into a
+# model never is.
+PROJECTED, TRAINED, LOOKING = "project", "train", ("dump", "diagnose")
 
 
 def asked_stages(name: str, evaluated: str = PROJECTED) -> tuple[Stage, ...]:
@@ -71,7 +75,7 @@ def asked_stages(name: str, evaluated: str = PROJECTED) -> tuple[Stage, ...]:
     return tuple(reading(stage, evaluated) for stage in chosen)
 
 
-_ALWAYS = frozenset(STAGES) - {TRAINED, DUMPED}
+_ALWAYS = frozenset(STAGES) - {TRAINED, *LOOKING}
 
 
 def reading(stage: Stage, evaluated: str) -> Stage:

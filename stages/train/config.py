@@ -6,6 +6,21 @@ VERSION = 1
 
 
 @dataclass
+class TrainWatchConfig:
+    """The monitor of gradients and outputs; what it finds goes to the log and to metrics.jsonl."""
+
+    # Look at every step.
+    enabled: bool = True
+    # L2 norm below which a layer's gradient vanishes, and above which it explodes; before clipping.
+    vanishing: float = field(default=1e-6, metadata={"minimum": 0})
+    exploding: float = field(default=100.0, metadata={"above": 0})
+    # A layer is dead whose gradient norm is no more than this share of the median layer's.
+    dead: float = field(default=1e-6, metadata={"minimum": 0, "maximum": 1})
+    # Also look at the outputs of modules, to name the first one with NaN or inf.
+    outputs: bool = True
+
+
+@dataclass
 class TrainConfig:
     """How the projected checkpoint is trained."""
 
@@ -54,6 +69,8 @@ class TrainConfig:
     fsdp: bool = field(default=False, metadata={"fingerprint": False})
     # JSON file of what transformers calls fsdp_config; null takes its defaults.
     fsdp_config: str | None = field(default=None, metadata={"fingerprint": False})
+    # The monitor of gradients and outputs.
+    watch: TrainWatchConfig = field(default_factory=TrainWatchConfig, metadata={"fingerprint": False})
     # Steps between two log lines, between two looks at the held-out text (0: at the ends of phases), and between two
     # checkpoints to go on from after a kill.
     log_steps: int = field(default=10, metadata={"minimum": 1, "fingerprint": False})

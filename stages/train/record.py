@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,18 @@ class Record:
 
     def write(self, step: int, phase: str, figures: Mapping[str, float]) -> None:
         """Add a line."""
-        with (self.folder / FILE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, "phase": phase, **figures}) + "\n")
+        self._append({"step": step, "phase": phase, **figures})
         if self.events is not None:
             for name, value in figures.items():
                 self.events.add_scalar(name, value, step)
+
+    def warn(self, step: int, phase: str, warnings: Sequence[str]) -> None:
+        """Add a line of words, of what is wrong with a step."""
+        self._append({"step": step, "phase": phase, "warnings": list(warnings)})
+
+    def _append(self, line: Mapping[str, Any]) -> None:
+        with (self.folder / FILE).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
 
     def close(self) -> None:
         """Let TensorBoard finish."""

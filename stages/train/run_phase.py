@@ -16,6 +16,7 @@ from stages.contracts.workers import Workers
 from stages.train.balance import Balance
 from stages.train.callbacks import AfterStep, Log, MarkSaved
 from stages.train.config import TrainConfig
+from stages.train.monitor import Monitor
 from stages.train.objective import Objective
 from stages.train.phases import Phase
 from stages.train.record import Record
@@ -63,6 +64,7 @@ def run_phase(
         enable_gradient_checkpointing(model)
     objective = Objective(course.settings, watch, course.teacher, balance=course.balance, pooled=course.pooled)
     after, saved = AfterStep(), MarkSaved()
+    monitor = Monitor(course.settings.watch, phase, record)
     log = Log(
         record,
         phase,
@@ -79,12 +81,13 @@ def run_phase(
         settings=course.settings,
         schedule=course.schedule,
         objective=objective,
+        look=monitor.look,
         args=training_arguments(course, phase, folder),
         train_dataset=OrderedSequences(course.text.sequences, phase.first * batch, phase.steps * batch, course.seed),
         data_collator=Collator(course.text.pad_id),
-        callbacks=[after, log, saved],
+        callbacks=[after, log, saved, monitor],
     )
-    after.trainer = saved.trainer = trainer
+    after.trainer = saved.trainer = monitor.trainer = trainer
     for spoken in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(spoken)
     found = find_latest(folder)

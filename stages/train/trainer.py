@@ -39,9 +39,11 @@ class MoETrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
         settings: TrainConfig,
         schedule: SpreadSchedule,
         objective: Objective,
+        look: Callable[[int], object],
         **arguments: Any,  # noqa: ANN401 - of Trainer
     ) -> None:
-        """Everything that Trainer wants, and the phase."""
+        """Everything that Trainer wants, the phase, and what looks at gradients before they are clipped."""
+        self._look = look
         self.phase, self.settings, self.schedule, self.objective = phase, settings, schedule, objective
         self.routers = objective.watch.routers
         self._last_inputs: Mapping[str, Tensor] = {}
@@ -103,9 +105,10 @@ class MoETrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
         return self.objective.loss(model, inputs, num_items_in_batch, parts, self.args.world_size)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:  # noqa: ANN401 - a tensor, or what a plugin makes of it
+        step = self.phase.first + self.state.global_step + 1
+        self._look(step)
         norm = super()._clip_grad_norm(model)
         if not torch.as_tensor(norm).isfinite():
-            step = self.phase.first + self.state.global_step + 1
             raise explain_not_finite(self.model, self._last_inputs, step, Path(self.args.output_dir))
         return norm
 

@@ -26,6 +26,7 @@ from benchmarks.rows import Row, show_rows
 from benchmarks.scan_speed import measure_forward, measure_scan
 from benchmarks.scanner_speed import measure_scanner
 from benchmarks.start_up import measure_start_up
+from benchmarks.watch_speed import measure_watch
 from benchmarks.workbench import Workbench, make_workbench
 
 from models.errors import UserError
@@ -68,6 +69,7 @@ def _measurements(bench: Workbench, options: Namespace, words: Sequence[str]) ->
         "moe": lambda: measure_moe(bench, options),
         "cluster": lambda: measure_cluster(rounds),
         "dump": lambda: measure_dump(bench, rounds),
+        "watch": lambda: measure_watch(bench, rounds),
     }
     missing = {
         "memory": bench.device.type != "cuda" and platform.system() != "Linux" and "it reads /proc",

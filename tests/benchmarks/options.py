@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 # Rows are measured by group; redis wants a redis-server on the PATH.
-GROUPS = ("scan", "forward", "scanner", "memory", "products", "mscan", "startup", "redis", "moe", "cluster", "dump")
+GROUPS = (
+    "scan", "forward", "scanner", "memory", "products", "mscan", "startup", "redis", "moe", "cluster", "dump", "watch",
+)  # fmt: skip
 
 
 def read_options(words: Sequence[str] | None = None) -> Namespace:

@@ -15,7 +15,8 @@ SHAPE = "shape, model=embedded with F=1024 units a layer"
     [
         (
             ["stage=evalute"],
-            "stage=evalute is none of all, scan, score, cluster, extract, assemble, project, train, evaluate, dump",
+            "stage=evalute is none of all, scan, score, cluster, extract, assemble, project, train, evaluate, dump, "
+            "diagnose",
             "setting stage",
             "stage=evaluate",
         ),
@@ -81,7 +82,8 @@ def test_everything_wrong_is_told_at_once(refused, source, tmp_path):
                 "score=contribution",
             ),
             message(
-                "stage=scam is none of all, scan, score, cluster, extract, assemble, project, train, evaluate, dump",
+                "stage=scam is none of all, scan, score, cluster, extract, assemble, project, train, evaluate, dump, "
+                "diagnose",
                 "setting stage",
                 "stage=scan",
             ),

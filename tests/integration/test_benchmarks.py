@@ -62,7 +62,7 @@ ROWS = [
     "dump ÷ plain bytes, read",
     "dump ÷ one .pt a tensor, read",
 ]
-GROUPS = ["scan", "forward", "scanner", "memory", "products", "mscan", "startup", "dump"]
+GROUPS = ["scan", "forward", "scanner", "memory", "products", "mscan", "startup", "dump", "watch"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")

@@ -23,7 +23,8 @@ def command(tmp_path, monkeypatch, capsys):
     [
         (
             ["stage=scam"],
-            "stage=scam is none of all, scan, score, cluster, extract, assemble, project, train, evaluate, dump\n"
+            "stage=scam is none of all, scan, score, cluster, extract, assemble, project, train, evaluate, dump, "
+            "diagnose\n"
             "  where: setting stage\n"
             "  do:    stage=scan\n",
         ),
@@ -76,7 +77,7 @@ def test_all_mistakes_at_once(command, tmp_path):
     assert [block.splitlines()[0] for block in text.split("\n\n")] == [
         "there is no setting expert",
         "cluster=foo is none of balanced_kmeans, captured, contiguous, random, rank",
-        "stage=scam is none of all, scan, score, cluster, extract, assemble, project, train, evaluate, dump",
+        "stage=scam is none of all, scan, score, cluster, extract, assemble, project, train, evaluate, dump, diagnose",
         "active=2.0 must be at most 1",
         "seed=-1 must be at least 0",
         "no file and no folder nowhere",

@@ -10,7 +10,7 @@ from pipeline.stages_table import CHAIN, STAGES, asked_stages, with_ancestors
 from pipeline.validation import validate
 from stages.contracts.job import Table
 
-ON_REQUEST = {"train", "dump"}
+ON_REQUEST = {"train", "dump", "diagnose"}
 ALL = set(STAGES) - ON_REQUEST
 
 
@@ -68,7 +68,7 @@ def test_training_is_planned_where_it_is_asked_for_or_evaluated(steps):
     assert list(steps("stage=train")) == ["scan", "score", "cluster", "extract", "assemble", "project", "train"]
     assert "train" not in steps() | steps("stage=evaluate")
     whole = steps("evaluate.checkpoint=train")
-    assert whole.keys() == set(STAGES) - {"dump"}
+    assert whole.keys() == set(STAGES) - {"dump", "diagnose"}
     assert tuple(whole["evaluate"].parents) == ("scan", "cluster", "assemble", "project", "train")
     assert steps("stage=evaluate", "evaluate.checkpoint=train").keys() == whole.keys()
 

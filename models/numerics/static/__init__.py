@@ -1,0 +1,1 @@
+"""Static check: where training code loses precision, found without running it."""

@@ -1,0 +1,77 @@
+"""What is known on one way through a function: the precision of its values, and how far its gradients are scaled."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from models.numerics.static.region import BFLOAT16, FLOAT16, LOW
+
+LOWS = frozenset({FLOAT16, BFLOAT16, LOW})
+
+
+@dataclass(frozen=True)
+class Value:
+    """Of an expression."""
+
+    precision: str | None = None  # float16, bfloat16, low, float32; None: not known
+    scaled: bool = False  # a loss times the loss scale
+    constant: bool = False
+
+    @property
+    def is_low(self) -> bool:
+        """Surely in 16 bits."""
+        return self.precision in LOWS
+
+
+UNKNOWN = Value()
+
+
+@dataclass
+class State:
+    """On one way through the code."""
+
+    values: dict[str, Value] = field(default_factory=dict)
+    facts: dict[str, bool] = field(default_factory=dict)  # conditions that were met or not on this way
+    scaled: bool = False  # gradients are multiplied by the loss scale
+    unscaled: frozenset[str] = frozenset()  # optimizers whose gradients may have been unscaled since
+    surely_unscaled: frozenset[str] = frozenset()
+    float16_forward: bool = False
+    returned: Value | None = None
+    ended: bool = False  # by return, raise, continue or break
+
+    def copy(self) -> "State":
+        """Of which nothing is shared that changes."""
+        return replace(self, values=dict(self.values), facts=dict(self.facts))
+
+    def forget_scale(self) -> None:
+        """Gradients are no longer those of a scaled loss."""
+        self.scaled, self.unscaled, self.surely_unscaled = False, frozenset(), frozenset()
+
+    def adopt(self, other: "State") -> None:
+        """Become what another is, in place."""
+        self.__dict__.update(other.copy().__dict__)
+
+
+def join(states: Sequence[State]) -> State:
+    """What is so on all of the ways; optimizers that may have been unscaled on any."""
+    first = states[0].copy()
+    for other in states[1:]:
+        first.values = {name: value for name, value in first.values.items() if other.values.get(name) == value}
+        first.facts = {fact: met for fact, met in first.facts.items() if other.facts.get(fact) == met}
+        first.scaled &= other.scaled
+        first.unscaled |= other.unscaled
+        first.surely_unscaled &= other.surely_unscaled
+        first.float16_forward |= other.float16_forward
+        first.ended &= other.ended
+        if first.returned != other.returned:
+            first.returned = None
+    return first
+
+
+def mix(values: Sequence[Value]) -> Value:
+    """Of an operation without a rule of its own: what torch's type promotion gives, as far as all parts are known."""
+    precisions = {value.precision for value in values if not value.constant}
+    if "float32" in precisions:
+        return Value("float32")
+    if not precisions or None in precisions:
+        return Value(constant=not precisions)
+    return Value(precisions.pop()) if len(precisions) == 1 else Value(LOW)

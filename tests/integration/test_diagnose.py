@@ -1,0 +1,95 @@
+"""stage=diagnose: what it writes, what it runs again, and what it cannot look at."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from pipeline.cli import FAILED, INVALID, run_command
+
+WORDS = ("stage=diagnose", "diagnose.tokens=24")
+
+
+def diagnose(tmp_path, *words):
+    code = run_command([*WORDS, f"output_dir={tmp_path}", *words])
+    folders = sorted(tmp_path.glob("artifacts/*/diagnose/*"))
+    return code, folders
+
+
+def test_the_embedded_model_is_healthy_in_bf16(tmp_path, capsys):
+    code, (folder,) = diagnose(tmp_path)
+    said = capsys.readouterr().out
+    assert code == 0, said
+    assert "FP32 against bfloat16 (autocast): ok" in said
+    assert "67 outputs; 5 passes" in said
+    found = json.loads((folder / "auto_diff.json").read_text())
+    assert found["verdict"] == "ok"
+    assert [output["name"] for output in found["outputs"]][-2:] == ["lm_head", "(model)['logits']"]
+    assert (folder / "auto_diff.png").read_bytes().startswith(b"\x89PNG")
+    # What is looked at may have changed behind the settings: it is run again, in the same place.
+    code, folders = diagnose(tmp_path)
+    assert (code, folders) == (0, [folder])
+    assert "kept from an earlier run" not in capsys.readouterr().out
+
+
+def test_a_cast_model_is_loaded_as_for_use(tmp_path, capsys):
+    words = ("diagnose.auto_diff.mode=cast", "diagnose.auto_diff.modules=[*.layers.1.*]")
+    code, (folder,) = diagnose(tmp_path, *words)
+    assert code == 0
+    assert "FP32 against bfloat16 (cast): ok" in capsys.readouterr().out
+    outputs = json.loads((folder / "auto_diff.json").read_text())["outputs"]
+    assert all(".layers.1." in output["name"] for output in outputs)
+    assert {output["dtype"] for output in outputs} == {"bfloat16"}
+
+
+def test_activations_are_analysed(tmp_path, capsys):
+    code, (folder,) = diagnose(tmp_path, "check=analyze_tensor", "diagnose.analyze_tensor.modules=[*.layers.0.*]")
+    said = capsys.readouterr().out
+    assert code == 0, said
+    found = json.loads((folder / "analyze_tensor.json").read_text())
+    assert {loss["format"] for tensor in found for loss in tensor["losses"]} == {"bfloat16", "float16"}
+    assert len([*folder.glob("tensor_*.png")]) == 12
+    assert "pictures of the first 12 of" in said
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+def test_tensors_of_a_file_are_analysed(tmp_path, capsys, suffix):
+    tensors = {"points": torch.randn(13, 2) * torch.tensor([1000.0, 1.0]), "ids": torch.arange(5)}
+    file = tmp_path / f"kept{suffix}"
+    if suffix == ".pt":
+        torch.save({"state": tensors}, file)
+    else:
+        save_file({f"state.{name}": tensor for name, tensor in tensors.items()}, file)
+    words = ("check=analyze_tensor", f"diagnose.analyze_tensor.file={file}")
+    code, _folders = diagnose(tmp_path, *words)
+    said = capsys.readouterr().out
+    assert code == 0, said
+    assert "state.points: dim -1 holds up to" in said
+    assert "state.ids holds int64: not analysed" in said
+    code, _folders = diagnose(tmp_path, *words, "diagnose.analyze_tensor.tensors=[weights]")
+    assert code == FAILED
+    assert "none of 2 tensors is called weights" in capsys.readouterr().err
+
+
+def test_a_file_without_tensors(tmp_path, capsys):
+    (tmp_path / "bad.pt").write_text("no tensors")
+    words = ("check=analyze_tensor", f"diagnose.analyze_tensor.file={tmp_path / 'bad.pt'}")
+    assert diagnose(tmp_path, *words)[0] == FAILED
+    assert "no tensors can be read: " in capsys.readouterr().err
+
+
+def test_what_is_not_there(tmp_path, capsys):
+    words = ("check=analyse", "diagnose.checkpoint=nowhere", "diagnose.analyze_tensor.file=nothing.pt")
+    assert diagnose(tmp_path, *words) == (INVALID, [])
+    said = capsys.readouterr().err
+    assert "check=analyse is none of auto_diff" in said
+    assert "nowhere holds no config.json, so no checkpoint" in said
+    assert "there is no file nothing.pt" in said
+
+
+def test_a_pattern_that_no_module_fits(tmp_path, capsys):
+    assert diagnose(tmp_path, "diagnose.auto_diff.modules=[h.*]")[0] == INVALID
+    assert "no module is called h.*" in capsys.readouterr().err
+    assert diagnose(tmp_path, "check=analyze_tensor", "diagnose.analyze_tensor.modules=[h.*]")[0] == INVALID
+    assert "no module that ran is called h.*" in capsys.readouterr().err

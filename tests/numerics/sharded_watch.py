@@ -1,0 +1,38 @@
+"""Two processes, each with a half of every parameter: the monitor sees what one process sees."""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from models.numerics.watch.model_watch import watch_model
+
+
+def report_of(model):
+    """A step on a batch that is the same everywhere."""
+    with watch_model(model) as watch:
+        loss = model(torch.randn(7, 6, generator=torch.Generator().manual_seed(1))).square().mean()
+        loss.backward()
+        return watch.step(loss)
+
+
+def main(rank, port):
+    """Compare; the exit code tells."""
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3, bias=False))
+    whole = report_of(model)
+    model.zero_grad()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    shards = report_of(model)
+    assert shards.layers.keys() == whole.layers.keys()
+    for name, norm in whole.layers.items():
+        assert abs(shards.layers[name] - norm) < 1e-5 * norm, (name, shards.layers[name], norm)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,63 @@
+"""The log of a monitored training as text and picture."""
+
+import json
+from xml.etree import ElementTree
+
+import pytest
+
+from models.numerics.watch.anomalies import Anomaly, StepReport
+from pipeline.watch_log import main
+
+
+@pytest.fixture
+def log(tmp_path):
+    path = tmp_path / "log.jsonl"
+    with path.open("w") as file:
+        for step in range(6):
+            lost = (Anomaly("not_finite", "severe", "NaN first in head", ("head",)),) if step >= 4 else ()
+            report = StepReport(
+                step,
+                float("nan") if step >= 4 else 5.0 - step,
+                float("inf") if step >= 4 else 1.0,
+                2.0**step,
+                {},
+                None,
+                lost,
+            )
+            file.write(json.dumps(report.record(layers=False)) + "\n")
+        file.write('{"step": 6, "los')
+    return path
+
+
+def test_it_is_told_and_drawn(log, tmp_path, capsys):
+    assert main([str(log), "--plot", str(tmp_path / "a.png")]) == 0
+    assert capsys.readouterr().out == (
+        f"6 steps, 0 to 5; 2 findings\nnot_finite (2 times), first at step 4: NaN first in head\n{tmp_path}/a.png\n"
+    )
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert main([str(log), "--plot", str(tmp_path / "a.svg")]) == 0
+    drawn = ElementTree.parse(tmp_path / "a.svg").getroot()
+    axes = [node for node in drawn.iter() if node.get("id", "").startswith("axes_")]
+    assert len(axes) == 3
+    assert "not finite" in (tmp_path / "a.svg").read_text()
+
+
+def test_metrics_of_a_training_will_do(tmp_path, capsys):
+    lines = [
+        {"step": 0, "heldout_loss": 3.0},
+        {"step": 2, "loss": 2.0, "gradient_norm": 0.5},
+        {"step": 3, "warnings": ["x"]},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main([str(tmp_path / "metrics.jsonl"), "--plot", str(tmp_path / "a.png")]) == 0
+    assert "warning (1 times), first at step 3: x" in capsys.readouterr().out
+
+
+def test_what_is_no_log_is_explained(tmp_path, capsys):
+    (tmp_path / "other.jsonl").write_text('{"a": 1}\n')
+    (tmp_path / "text").write_text("words\n")
+    assert main([str(tmp_path / "other.jsonl")]) == 1
+    assert main([str(tmp_path / "text")]) == 1
+    assert main([str(tmp_path / "nowhere")]) == 1
+    assert main([str(tmp_path / "text"), "--plot", str(tmp_path / "no/a.png")]) == 2
+    assert "holds neither losses nor gradient norms" in capsys.readouterr().err
