@@ -5,8 +5,8 @@ from typing import Any
 
 # Imported when asked for: static_check needs no torch.
 _PLACES = {
-    "analyze_tensor": "models.numerics.tensor_analysis",
-    "auto_diff": "models.numerics.model_diff",
+    "analyze_tensor": "models.numerics.tensor.analysis",
+    "auto_diff": "models.numerics.diff.model_diff",
     "check_loss_scale": "models.numerics.watch.loss_scale",
     "static_check": "models.numerics.static.check",
     "watch_model": "models.numerics.watch.model_watch",

@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from models.numerics.tensor_analysis import analyze_tensor
-from models.numerics.tensor_summary import COLUMNS, notes_of, rows_of, to_json
+from models.numerics.tensor.analysis import analyze_tensor
+from models.numerics.tensor.summary import COLUMNS, notes_of, rows_of, to_json
 from stages.contracts.job import Table
 from stages.diagnose.activations import read_activations
 from stages.diagnose.request import Request

@@ -4,9 +4,9 @@ import json
 
 import torch
 
-from models.numerics.diff_summary import COLUMNS, notes_of, rows_of, to_json
-from models.numerics.low_precision import CAST
-from models.numerics.model_diff import auto_diff
+from models.numerics.diff.low_precision import CAST
+from models.numerics.diff.model_diff import auto_diff
+from models.numerics.diff.summary import COLUMNS, notes_of, rows_of, to_json
 from stages.contracts.job import Table
 from stages.diagnose.request import Request
 from stages.diagnose.subject import load_model, load_sample

@@ -8,9 +8,9 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from models.numerics.comparison import Distance
-from models.numerics.diff import Diff, OutputDiff
-from models.numerics.verdict import SEVERE_L2, WARNING_L2, WARNING_RATIO, Verdict
+from models.numerics.diff.comparison import Distance
+from models.numerics.diff.findings import Diff, OutputDiff
+from models.numerics.diff.verdict import SEVERE_L2, WARNING_L2, WARNING_RATIO, Verdict
 
 _COLOURS = {Verdict.OK: "#2b6ca3", Verdict.WARNING: "#d69900", Verdict.SEVERE: "#c62828"}
 _NAMED = 8  # findings whose names fit

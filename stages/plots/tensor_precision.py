@@ -8,7 +8,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from models.numerics.formats import FORMATS
-from models.numerics.tensor_analysis import FIRST_OCTAVE, TensorAnalysis
+from models.numerics.tensor.analysis import FIRST_OCTAVE, TensorAnalysis
 
 _COLOURS = ("#2b6ca3", "#d69900", "#c62828", "#70378f")
 

@@ -9,9 +9,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from models.errors import ConfigError, NumericsError
-from models.numerics.diff_summary import notes_of, reason, rows_of, to_json
-from models.numerics.model_diff import auto_diff
-from models.numerics.verdict import Verdict
+from models.numerics.diff.model_diff import auto_diff
+from models.numerics.diff.summary import notes_of, reason, rows_of, to_json
+from models.numerics.diff.verdict import Verdict
 
 B, T, D, F = 2, 7, 96, 700
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from models.errors import ConfigError
-from models.numerics.tensor_analysis import FIRST_OCTAVE, analyze_tensor
-from models.numerics.tensor_summary import notes_of, rows_of, to_json
-from models.numerics.verdict import Verdict
+from models.numerics.diff.verdict import Verdict
+from models.numerics.tensor.analysis import FIRST_OCTAVE, analyze_tensor
+from models.numerics.tensor.summary import notes_of, rows_of, to_json
 
 FORMATS = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 

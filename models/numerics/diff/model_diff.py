@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from models.errors import ConfigError
-from models.numerics.diff import Diff
+from models.numerics.diff.findings import Diff
+from models.numerics.diff.low_precision import AUTOCAST, LowPrecision
+from models.numerics.diff.passes import LowPass, PerturbedPass, ReferencePass
+from models.numerics.diff.perturbation import Perturbation
+from models.numerics.diff.reference import arguments_of, device_of, reference_of
+from models.numerics.diff.session import Session
 from models.numerics.formats import find_format
-from models.numerics.low_precision import AUTOCAST, LowPrecision
-from models.numerics.passes import LowPass, PerturbedPass, ReferencePass
-from models.numerics.perturbation import Perturbation
-from models.numerics.reference import arguments_of, device_of, reference_of
-from models.numerics.session import Session
 
 PRECISIONS = ("bfloat16", "float16")
 # Perturbed runs; one alone may meet the border between two discrete choices by luck, or miss it.

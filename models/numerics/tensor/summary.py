@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from models.numerics.diff_summary import plain_json
-from models.numerics.rounding import FormatLoss
-from models.numerics.tensor_analysis import TensorAnalysis
-from models.numerics.verdict import Verdict, worst
+from models.numerics.diff.summary import plain_json
+from models.numerics.diff.verdict import Verdict, worst
+from models.numerics.tensor.analysis import TensorAnalysis
+from models.numerics.tensor.rounding import FormatLoss
 
 COLUMNS = (
     "tensor", "format", "verdict", "underflow", "to zero", "overflow", "L2", "SQNR dB", "sum one by one", "sum fp32",

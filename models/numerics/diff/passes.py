@@ -7,15 +7,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from models.errors import NumericsError
-from models.numerics.calls import Arguments, Call, Ear, listen
-from models.numerics.choices import AlikeRows, Choices, is_choice
-from models.numerics.comparison import measure_distance
-from models.numerics.diff import ChoiceDiff, Diff, OutputDiff
-from models.numerics.drowned import find_drowned, sums_up
-from models.numerics.low_precision import AUTOCAST
-from models.numerics.outputs import find_tensors, map_tensors
+from models.numerics.diff.calls import Arguments, Call, Ear, listen
+from models.numerics.diff.choices import AlikeRows, Choices, is_choice
+from models.numerics.diff.comparison import measure_distance
+from models.numerics.diff.drowned import find_drowned, sums_up
+from models.numerics.diff.findings import ChoiceDiff, Diff, OutputDiff
+from models.numerics.diff.low_precision import AUTOCAST
+from models.numerics.diff.outputs import find_tensors, map_tensors
+from models.numerics.diff.session import Session
 from models.numerics.ranges import axis_ranges
-from models.numerics.session import Session
 
 # What a module may raise for a number format that it was not written for.
 _FAILURES = (RuntimeError, TypeError, ValueError, AssertionError)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.numerics.calls import Arguments
-from models.numerics.outputs import find_tensors, map_tensors
+from models.numerics.diff.calls import Arguments
+from models.numerics.diff.outputs import find_tensors, map_tensors
 
 
 @contextmanager

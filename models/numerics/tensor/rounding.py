@@ -6,9 +6,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from models.numerics.comparison import measure_distance
+from models.numerics.diff.comparison import measure_distance
+from models.numerics.diff.verdict import Verdict
 from models.numerics.formats import NumberFormat
-from models.numerics.verdict import Verdict
 
 # Shares of the values above 0 in size.
 WARNING_SHARE, SEVERE_SHARE = 0.01, 0.10

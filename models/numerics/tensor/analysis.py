@@ -12,11 +12,11 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from models.errors import ConfigError
+from models.numerics.diff.verdict import Verdict
 from models.numerics.formats import FORMATS, NumberFormat, find_format
 from models.numerics.ranges import AxisRange, axis_ranges
-from models.numerics.reduction import ReductionLoss, measure_reductions
-from models.numerics.rounding import FormatLoss, measure_loss
-from models.numerics.verdict import Verdict
+from models.numerics.tensor.reduction import ReductionLoss, measure_reductions
+from models.numerics.tensor.rounding import FormatLoss, measure_loss
 
 FIRST_OCTAVE, _LAST_OCTAVE = -150, 129  # of the histogram; what lies outside stands in the first or last one
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from models.numerics.calls import Call
-from models.numerics.choices import Key
-from models.numerics.comparison import Distance
-from models.numerics.diff import ChoiceDiff, Diff, OutputDiff
-from models.numerics.low_precision import LowPrecision
-from models.numerics.perturbation import Perturbation
+from models.numerics.diff.calls import Call
+from models.numerics.diff.choices import Key
+from models.numerics.diff.comparison import Distance
+from models.numerics.diff.findings import ChoiceDiff, Diff, OutputDiff
+from models.numerics.diff.low_precision import LowPrecision
+from models.numerics.diff.perturbation import Perturbation
 
 
 @dataclass

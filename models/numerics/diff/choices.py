@@ -7,9 +7,9 @@ import torch
 from jaxtyping import Bool, Shaped
 from torch import Tensor, nn
 
-from models.numerics.calls import Arguments, Call
-from models.numerics.comparison import changed_rows
-from models.numerics.outputs import find_tensors
+from models.numerics.diff.calls import Arguments, Call
+from models.numerics.diff.comparison import changed_rows
+from models.numerics.diff.outputs import find_tensors
 
 Key = tuple[Call, str]
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from models.numerics.comparison import Distance
-from models.numerics.diff import ChoiceDiff, Diff, OutputDiff
+from models.numerics.diff.comparison import Distance
+from models.numerics.diff.findings import ChoiceDiff, Diff, OutputDiff
+from models.numerics.diff.verdict import WARNING_RATIO, Verdict
 from models.numerics.ranges import AxisRange
-from models.numerics.verdict import WARNING_RATIO, Verdict
 
 COLUMNS = (
     "output", "verdict", "own L2", "÷ floor", "propagated L2", "÷ floor", "max rel.", "cosine", "SQNR dB",

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from models.numerics.calls import Call
-from models.numerics.comparison import Distance
+from models.numerics.diff.calls import Call
+from models.numerics.diff.comparison import Distance
+from models.numerics.diff.verdict import Verdict, judge, worst
 from models.numerics.ranges import AxisRange
-from models.numerics.verdict import Verdict, judge, worst
 
 
 @dataclass

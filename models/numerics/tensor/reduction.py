@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from models.numerics.comparison import measure_distance
+from models.numerics.diff.comparison import measure_distance
 from models.numerics.formats import NumberFormat
 
 # Additions one by one that are tried out; of a longer axis the first so many.

@@ -1,0 +1,1 @@
+"""FP32 against low precision, module by module."""

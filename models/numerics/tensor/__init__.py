@@ -1,0 +1,1 @@
+"""What a tensor loses in low precision."""
