@@ -9,35 +9,16 @@ from torch import Tensor
 from models.expert_loop import ExpertLoop
 from models.experts import LayerExperts
 from models.ffn import DenseFFN
-from models.gating import GateKind
 from models.routing import LinearRouter, has_copies
-from models.shape import Shape
 from stages.calibration.alignment import Target, align_down, relative_error
 from stages.calibration.carved_ffn import replica_scale, routed_copies
 from stages.calibration.guard import split_guard
 from stages.project.config import ProjectConfig
 from stages.project.descent import train_experts
 from stages.project.gradient_projection import draw_experts, project_experts
-from stages.routing.fit import IMITATING_METHODS, RouterSettings, refit_router
-from stages.routing.measure import load_balance, set_spread
-from stages.routing.task import RouterTask, make_loop, watch_contributions
-
-GATE_SPREADS = (0.1, 0.3, 1.0)  # standard deviations of the logits that are tried for fitted gates
-
-
-@dataclass(frozen=True)
-class LayerCarve:
-    """What the earlier stages decided for one layer."""
-
-    ffn: DenseFFN
-    units_EN: Tensor
-    always_S: Tensor
-    router: LinearRouter
-    shape: Shape
-    refit: RouterSettings
-    spread: float  # of the router's logits
-    biased: bool  # the router may have a bias
-    gate: GateKind = GateKind.CONSTANT
+from stages.project.layer_carve import Guarded, LayerCarve
+from stages.project.rounds import alternate, fit_gates
+from stages.routing.task import make_loop
 
 
 @dataclass(frozen=True)
@@ -52,14 +33,6 @@ class Outcome:
     rounds: int = 0  # of router and alignment that were kept
     gate_spread: float | None = None  # None: gates stay as the router's mode made them
     error_end: float = 0.0
-
-
-@dataclass(frozen=True)
-class _Guarded:
-    """A layer on its way through the steps, and its error on the guard tokens."""
-
-    loop: ExpertLoop
-    error: float
 
 
 @torch.no_grad()
@@ -83,8 +56,8 @@ def project_layer(
     """
     _, guard = split_guard(len(inputs), settings.guard_share)
 
-    def judge(loop: ExpertLoop) -> _Guarded:
-        return _Guarded(loop, relative_error(loop, inputs, target, guard))
+    def judge(loop: ExpertLoop) -> Guarded:
+        return Guarded(loop, relative_error(loop, inputs, target, guard))
 
     state = judge(start(carve, carve.router, inputs, settings.base, seed))
     outcome = Outcome(state.error)
@@ -93,7 +66,7 @@ def project_layer(
     base = state.loop
     if settings.alignment == "ridge":
         aligned = align_down(base, inputs, target, settings)
-        state = _Guarded(aligned.carved, aligned.error_after)
+        state = Guarded(aligned.carved, aligned.error_after)
         outcome = replace(outcome, error_aligned=state.error, penalty=aligned.penalty)
         # The penalty depends on tokens and units, hardly on the routing: it is searched once.
         again = replace(settings, penalties=[aligned.penalty]) if aligned.penalty is not None else settings
@@ -129,80 +102,17 @@ def share_copies(loop: ExpertLoop, ffn: DenseFFN, inputs: Sequence[Tensor]) -> E
 
 
 def try_gradients(
-    state: _Guarded,
-    judge: Callable[[ExpertLoop], _Guarded],
+    state: Guarded,
+    judge: Callable[[ExpertLoop], Guarded],
     gradients: Mapping[str, Tensor],
     settings: ProjectConfig,
     outcome: Outcome,
-) -> tuple[_Guarded, Outcome]:
+) -> tuple[Guarded, Outcome]:
     """One gradient projection, kept where it does not hurt or is not guarded."""
     candidate = judge(replace(state.loop, experts=step_along(state.loop, gradients, settings)))
     kept = not settings.guard or candidate.error < state.error
     outcome = replace(outcome, error_projected=candidate.error, projected=kept)
     return (candidate if kept else state), outcome
-
-
-def alternate(
-    carve: LayerCarve,
-    base: ExpertLoop,
-    state: _Guarded,
-    inputs: Sequence[Tensor],
-    target: Target,
-    settings: ProjectConfig,
-) -> tuple[_Guarded, int]:
-    """Fit the router to the aligned experts, align the unaligned ones to the new routing, as long as it helps.
-
-    Where the routers pay for uneven load, so does the round that is judged.
-    """
-    if carve.shape.top_k == carve.shape.experts:
-        return state, 0
-    imitates = settings.rounds > 0 and carve.refit.method in IMITATING_METHODS
-    contributions = watch_contributions(carve.ffn, carve.units_EN, inputs) if imitates else []
-    for kept in range(settings.rounds):
-        router = refit_router(RouterTask(state.loop, target, carve.biased, inputs, contributions), carve.refit)
-        if router is None or chooses_alike(router, state.loop, inputs):
-            return state, kept
-        rerouted = replace(base, router=set_spread(router, inputs, carve.spread))
-        aligned = align_down(rerouted, inputs, target, settings)
-        before, after = (load_cost(loop, inputs, carve.refit) for loop in (state.loop, aligned.carved))
-        if settings.guard and aligned.error_after + after >= state.error + before:
-            return state, kept
-        state = _Guarded(aligned.carved, aligned.error_after)
-    return state, settings.rounds
-
-
-def load_cost(loop: ExpertLoop, inputs: Sequence[Tensor], refit: RouterSettings) -> float:
-    """What an uneven load counts for beside the error: the router's price times the variance on the guard tokens."""
-    if not refit.descent.balance:
-        return 0.0
-    _, guard = split_guard(len(inputs), refit.guard_share)
-    load_E = load_balance(loop.router, [inputs[index] for index in guard], loop.top_k)
-    return refit.descent.balance * float((load_E - 1).square().mean())
-
-
-def fit_gates(
-    base: ExpertLoop, state: _Guarded, inputs: Sequence[Tensor], target: Target, settings: ProjectConfig
-) -> tuple[_Guarded, float | None]:
-    """Let the gates speak: align to logits of several spreads, and keep what the guard tokens like best.
-
-    A selection bias is written for small logits alone and is left out.
-    """
-    best, kept = state, None
-    for spread in GATE_SPREADS:
-        router = set_spread(LinearRouter.without_bias(state.loop.router.rows_ED), inputs, spread)
-        aligned = align_down(replace(base, router=router), inputs, target, settings)
-        if aligned.error_after < best.error:
-            best, kept = _Guarded(aligned.carved, aligned.error_after), spread
-    return best, kept
-
-
-def chooses_alike(router: LinearRouter, loop: ExpertLoop, inputs: Sequence[Tensor]) -> bool:
-    """Whether the layer's own router sends every token to the same experts."""
-    choices = (
-        (router.choose(x_TD, loop.top_k).sort(1).values, loop.router.choose(x_TD, loop.top_k).sort(1).values)
-        for x_TD in inputs
-    )
-    return all(torch.equal(new_TK, old_TK) for new_TK, old_TK in choices)
 
 
 def step_along(loop: ExpertLoop, gradients: Mapping[str, Tensor], settings: ProjectConfig) -> LayerExperts:

@@ -34,7 +34,8 @@ from stages.contracts.routers import Routers
 from stages.data.batches import TokenBatch
 from stages.data.config import DataConfig
 from stages.project.config import ProjectConfig
-from stages.project.layer import LayerCarve, Outcome, project_layer
+from stages.project.layer import Outcome, project_layer
+from stages.project.layer_carve import LayerCarve
 from stages.project.mean_gradient import Gradients, mean_gradients
 from stages.project.pool_stage import run_pool
 from stages.project.report import describe, summarise

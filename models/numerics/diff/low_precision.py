@@ -14,6 +14,8 @@ from models.numerics.formats import NumberFormat
 
 AUTOCAST, CAST = "autocast", "cast"
 MODES = (AUTOCAST, CAST)
+# What a module may raise for a number format that it was not written for.
+FAILURES = (RuntimeError, TypeError, ValueError, AssertionError)
 
 
 class LowPrecision:

@@ -21,10 +21,12 @@ from torch import Tensor, nn
 
 from models.errors import ConfigError
 from models.numerics.diff.findings import Diff
+from models.numerics.diff.low_pass import LowPass
 from models.numerics.diff.low_precision import AUTOCAST, LowPrecision
-from models.numerics.diff.passes import LowPass, PerturbedPass, ReferencePass
 from models.numerics.diff.perturbation import Perturbation
+from models.numerics.diff.perturbed_pass import PerturbedPass
 from models.numerics.diff.reference import arguments_of, device_of, reference_of
+from models.numerics.diff.reference_pass import ReferencePass
 from models.numerics.diff.session import Session
 from models.numerics.formats import find_format
 

@@ -5,7 +5,8 @@ import torch
 from models.ffn import DenseFFN
 from models.shape import Shape
 from stages.project.config import ProjectConfig
-from stages.project.layer import LayerCarve, project_layer
+from stages.project.layer import project_layer
+from stages.project.layer_carve import LayerCarve
 from stages.routing.descent import DescentSettings
 from stages.routing.fit import RouterSettings, fit_router
 from stages.routing.measure import load_balance

@@ -1,4 +1,4 @@
-"""The three runs of a comparison: low precision, the FP32 reference, and FP32 off by one unit in the last place."""
+"""The FP32 reference run, in which every module is tried on the side."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,58 +6,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from models.errors import NumericsError
 from models.numerics.diff.calls import Arguments, Call, Ear, listen
 from models.numerics.diff.choices import AlikeRows, Choices, is_choice
 from models.numerics.diff.comparison import measure_distance
 from models.numerics.diff.drowned import find_drowned, sums_up
 from models.numerics.diff.findings import ChoiceDiff, Diff, OutputDiff
-from models.numerics.diff.low_precision import AUTOCAST
+from models.numerics.diff.low_precision import FAILURES
 from models.numerics.diff.outputs import find_tensors, map_tensors
 from models.numerics.diff.session import Session
 from models.numerics.ranges import axis_ranges
-
-# What a module may raise for a number format that it was not written for.
-_FAILURES = (RuntimeError, TypeError, ValueError, AssertionError)
-
-
-class LowPass:
-    """All in low precision: keeps the outputs of this window, and which number formats modules are given."""
-
-    def __init__(self, session: Session, diff: Diff) -> None:
-        """`diff` is where calls without tensors are noted."""
-        self.session, self.diff = session, diff
-        self._running: list[Call] = []
-
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raises NumericsError: the model does not run in this precision."""
-        low = self.session.low
-        args, kwargs = low.convert((args, kwargs), None)
-        try:
-            with self.session.seeded(), listen(low.model, self), low.active(self.session.device):
-                low.model(*args, **kwargs)
-        except _FAILURES as error:
-            place = str(self._running[-1]) if self._running else "the model"
-            raise NumericsError(
-                f"the model does not run in {low.low.name}: {str(error).splitlines()[0] if str(error) else error!r}",
-                where=f"mode={low.mode}, in {place}",
-                do="the other mode, or keep this module in fp32" if low.mode == AUTOCAST else f"mode={AUTOCAST}",
-            ) from error
-
-    def before(self, call: Call, module: nn.Module, arguments: Arguments) -> None:
-        """Note what it is given."""
-        self._running.append(call)
-        self.session.types[call] = self.session.low.types_of(arguments)
-
-    def after(self, call: Call, module: nn.Module, output: Any) -> None:  # noqa: ANN401 - whatever it returns
-        """Keep what it gives."""
-        self._running.pop()
-        for path, tensor in find_tensors(output).items():
-            if is_choice(tensor):
-                self.session.choosers.add(call.module)
-                self.session.low_choices[call, path] = tensor.clone()
-            elif tensor.is_floating_point():
-                self.session.keep((call, path), tensor)
 
 
 @dataclass
@@ -177,41 +134,5 @@ class ReferencePass:
         try:
             with self._ear.closed(), self.session.seeded(), inside:
                 return _Trial(find_tensors(module(*args, **kwargs)), choices)
-        except _FAILURES as error:
+        except FAILURES as error:
             return _Trial({}, choices, str(error).partition("\n")[0] or type(error).__name__)
-
-
-class PerturbedPass:
-    """All in FP32, every tensor that a module returns off by one unit in the last place: how far that leads."""
-
-    def __init__(self, session: Session, draw: int) -> None:
-        """`draw` says which series of coins is thrown."""
-        self.session, self.draw = session, draw
-        self._alike = AlikeRows()
-
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """One forward pass."""
-        session = self.session
-        session.perturbation.restart(self.draw)
-        args, kwargs = session.perturbation.of((args, kwargs))
-        with session.seeded(), session.perturbation.on_outputs(session.reference), listen(session.reference, self):
-            session.reference(*args, **kwargs)
-
-    def before(self, call: Call, module: nn.Module, arguments: Arguments) -> None:
-        """Nothing to do."""
-
-    def after(self, call: Call, module: nn.Module, output: Any) -> None:  # noqa: ANN401 - whatever it returns
-        """Compare with the reference; of several draws the farthest counts."""
-        tensors = find_tensors(output)
-        for path, tensor in tensors.items():
-            if is_choice(tensor) and (call, path) in self.session.choices:
-                changed = self._alike.update(self.session.reference_choices[call, path], tensor)
-                self.session.choices[call, path].floor = changed
-        for path, tensor in tensors.items():
-            exact = self.session.waiting.get((call, path))
-            found = self.session.outputs.get((call, path))
-            alike = exact is not None and exact.shape == tensor.shape and self._alike.comparable(tensor)
-            if exact is not None and found is not None and alike:
-                exact = exact.to(tensor.device)
-                floor = self.session.floor(measure_distance(exact, tensor, self._alike.of(tensor)), chained=True)
-                found.propagated_floor = max(floor, found.propagated_floor or 0.0)
