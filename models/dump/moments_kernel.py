@@ -24,12 +24,12 @@ def sum_moments(values_N: Float[Tensor, "N"]) -> tuple[float, float, float, floa
     Where one is not finite, or a square overflows, the last two are not finite and the first two mean nothing.
     """
     values = values_N.numpy()
-    spans = np.array_split(values, max(1, min(torch.get_num_threads(), len(values) // _SPAN)))
-    if len(spans) == 1:
-        parts = [_sum_span(values)]
-    else:
-        with ThreadPoolExecutor(len(spans)) as threads:
-            parts = list(threads.map(_sum_span, spans))
+    count = min(torch.get_num_threads(), len(values) // _SPAN)
+    if count <= 1:
+        low, high, total, square = _sum_span(values)
+        return low, high, total, square
+    with ThreadPoolExecutor(count) as threads:
+        parts = list(threads.map(_sum_span, np.array_split(values, count)))
     lows, highs, totals, squares = zip(*parts, strict=True)
     return min(lows), max(highs), sum(totals), sum(squares)
 

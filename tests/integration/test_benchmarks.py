@@ -61,6 +61,8 @@ ROWS = [
     "dump ÷ one .pt a tensor, written",
     "dump ÷ plain bytes, read",
     "dump ÷ one .pt a tensor, read",
+    "training step with the monitor, gradients alone ÷ without",
+    "training step with the monitor, gradients and outputs ÷ without",
 ]
 GROUPS = ["scan", "forward", "scanner", "memory", "products", "mscan", "startup", "dump", "watch"]
 
