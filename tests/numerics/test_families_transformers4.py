@@ -11,21 +11,26 @@ from numerics.emission_cases import CASES, TOLERANCE, reload_all, write_case
 from models.families.moe import MOE_TARGETS
 
 pytestmark = pytest.mark.slow
-PACKAGES = ("transformers==4.57.6", "huggingface-hub>=0.34,<1", "tokenizers>=0.22,<=0.23")
+PACKAGES = (
+    "transformers==4.57.6", "huggingface-hub>=0.34,<1", "tokenizers>=0.22,<=0.23",
+    # Of that hub; ours asks in another way.
+    "requests", "urllib3", "charset-normalizer", "idna", "certifi",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def transformers4(pytestconfig: pytest.Config) -> Path:
-    """A folder with transformers 4.57 and the two packages it wants older than ours; kept in pytest's cache."""
+    """A folder with transformers 4.57 and the packages it wants older than ours, or besides; kept in pytest's cache."""
     assert pytestconfig.cache is not None
     folder = pytestconfig.cache.mkdir("transformers-4.57.6")
-    if (folder / "complete").exists():
+    complete = folder / "complete"
+    if complete.exists() and complete.read_text() == repr(PACKAGES):
         return folder
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade", "--target", folder]
     done = subprocess.run([*command, *PACKAGES], capture_output=True, text=True, check=False)
     if done.returncode:
         pytest.skip(f"transformers 4.57 cannot be installed: {done.stderr.strip().splitlines()[-1]}")
-    (folder / "complete").touch()
+    complete.write_text(repr(PACKAGES))
     return folder
 
 
