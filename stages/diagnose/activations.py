@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from models.errors import ConfigError
 from models.numerics.diff.calls import Arguments, Call, listen
-from models.numerics.diff.outputs import find_tensors
+from models.numerics.nested import find_tensors
 from stages.diagnose.request import Request
 from stages.diagnose.subject import load_model, load_sample
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from models.numerics.diff.calls import Arguments, Call
 from models.numerics.diff.comparison import changed_rows
-from models.numerics.diff.outputs import find_tensors
+from models.numerics.nested import find_tensors
 
 Key = tuple[Call, str]
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from models.numerics.diff.calls import Arguments
-from models.numerics.diff.outputs import find_tensors, map_tensors
 from models.numerics.formats import NumberFormat
+from models.numerics.nested import find_tensors, map_tensors
 from models.numerics.ranges import AxisRange, axis_ranges
 
 _Run = Callable[[Arguments], Mapping[str, Tensor]]

@@ -9,8 +9,8 @@ from models.numerics.diff.calls import Arguments, Call, listen
 from models.numerics.diff.choices import is_choice
 from models.numerics.diff.findings import Diff
 from models.numerics.diff.low_precision import AUTOCAST, FAILURES
-from models.numerics.diff.outputs import find_tensors
 from models.numerics.diff.session import Session
+from models.numerics.nested import find_tensors
 
 
 class LowPass:

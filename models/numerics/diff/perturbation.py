@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
-from models.numerics.diff.outputs import map_tensors
 from models.numerics.formats import NumberFormat
+from models.numerics.nested import map_tensors
 
 
 class Perturbation:

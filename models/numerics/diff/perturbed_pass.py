@@ -7,8 +7,8 @@ from torch import nn
 from models.numerics.diff.calls import Arguments, Call, listen
 from models.numerics.diff.choices import AlikeRows, is_choice
 from models.numerics.diff.comparison import measure_distance
-from models.numerics.diff.outputs import find_tensors
 from models.numerics.diff.session import Session
+from models.numerics.nested import find_tensors
 
 
 class PerturbedPass:

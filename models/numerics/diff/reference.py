@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from models.numerics.diff.calls import Arguments
-from models.numerics.diff.outputs import find_tensors, map_tensors
+from models.numerics.nested import find_tensors, map_tensors
 
 
 @contextmanager

@@ -12,8 +12,8 @@ from models.numerics.diff.comparison import measure_distance
 from models.numerics.diff.drowned import find_drowned, sums_up
 from models.numerics.diff.findings import ChoiceDiff, Diff, OutputDiff
 from models.numerics.diff.low_precision import FAILURES
-from models.numerics.diff.outputs import find_tensors, map_tensors
 from models.numerics.diff.session import Session
+from models.numerics.nested import find_tensors, map_tensors
 from models.numerics.ranges import axis_ranges
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from models.numerics.diff.outputs import find_tensors
+from models.numerics.nested import find_tensors
 from models.numerics.watch.gradients import layer_of
 
 
