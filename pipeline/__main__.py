@@ -1,8 +1,12 @@
 """`python -m pipeline`."""
 
+import logging
+import os
 import sys
+from typing import NoReturn
 
 from pipeline.help_page import help_page
+from stages.contracts.workers import find_workers
 
 
 def main() -> int:
@@ -16,5 +20,19 @@ def main() -> int:
     return run_command(words)
 
 
+def leave(code: int) -> NoReturn:
+    """End the process; one of several workers ends it at once.
+
+    Its process group outlives its own destruction, since DistributedDataParallel keeps hold of it: a thread of gloo
+    that lets go of a tensor while Python shuts down aborts the process, and torchrun then calls a whole job failed.
+    """
+    if find_workers().world > 1:
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())
