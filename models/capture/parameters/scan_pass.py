@@ -7,6 +7,7 @@ from torch import Tensor
 
 from models.capture.parameters.call import CallFacts
 from models.capture.parameters.embedding_norms import HeadPart
+from models.capture.parameters.inputs import InputSquares
 from models.capture.parameters.layout import Layout
 
 
@@ -42,8 +43,9 @@ class ScanPass:
     used: set[str] = field(default_factory=set)  # modules that have run
     squares: Squares = field(default_factory=Squares)
     head: HeadPart | None = None  # what a tied output embedding has contributed to the backward pass under way
+    last_input: InputSquares | None = None  # of the module measured last
 
     def take(self) -> Squares:
         """What was measured; the next backward pass through the same graph begins anew."""
-        taken, self.squares, self.head = self.squares, Squares(), None
+        taken, self.squares, self.head, self.last_input = self.squares, Squares(), None, None
         return taken
