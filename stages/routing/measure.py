@@ -8,7 +8,10 @@ from torch import Tensor
 
 from models.routing import LinearRouter, chosen_mask
 from stages.calibration.alignment import relative_error
+from stages.calibration.spread import pick_tokens, take_tokens
 from stages.routing.task import RouterTask
+
+MEASURED = 4096  # tokens, spread over the text: a figure for the report, at the price of the whole layer on each
 
 
 def set_spread(router: LinearRouter, inputs: Sequence[Tensor], spread: float) -> LinearRouter:
@@ -42,6 +45,11 @@ def oracle_agreement(router: LinearRouter, task: RouterTask) -> float:
     return agreed / total
 
 
-def relative_output_error(router: LinearRouter, task: RouterTask) -> float:
-    """Σ‖target − output‖² / Σ‖target‖² of the layer with the router's choice, on all of the task's tokens."""
-    return relative_error(task.routed(router), task.inputs, task.target, range(len(task.inputs)))
+def relative_output_error(router: LinearRouter, task: RouterTask, tokens: int = MEASURED) -> float:
+    """Σ‖target − output‖² / Σ‖target‖² of the layer with the router's choice, on `tokens` of the task's at most."""
+    picks = pick_tokens([len(x_TD) for x_TD in task.inputs], tokens)
+    seen = take_tokens(task.inputs, picks)
+    wanted = [
+        task.target(index, x_TD)[pick_t] for index, (x_TD, pick_t) in enumerate(zip(task.inputs, picks, strict=True))
+    ]
+    return relative_error(task.routed(router), seen, lambda index, _: wanted[index], range(len(seen)))
