@@ -97,7 +97,7 @@ def descend(
         with torch.enable_grad():
             logits_tE = torch.addmm(bias_E, inputs_TD[tokens_t], white_ED.T)
             temperature = WARM * (COLD / WARM) ** (step / settings.steps)
-            loss = fitted.objective.at(tokens_t).loss(logits_tE, top_k, temperature)
+            loss = fitted.objective.loss(tokens_t, logits_tE, top_k, temperature)
             if settings.balance:
                 loss = loss + settings.balance * load_variance(relaxed_mask(logits_tE, top_k, temperature))
             optimizer.zero_grad()

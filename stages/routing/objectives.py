@@ -1,22 +1,22 @@
 """What a trained router is to minimise, on a sample of tokens held in memory."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from stages.routing.relaxed import relaxed_mask
 
+GATHERED = 2**20  # numbers: 4 MiB
+
 
 class Objective(Protocol):
     """Relative to its scale: 0.01 is one percent of what is to be gained."""
 
-    def at(self, tokens_t: Tensor) -> "Objective":
-        """The same on some of the tokens."""
-
-    def loss(self, logits_TE: Tensor, top_k: int, temperature: float) -> Tensor:
-        """Differentiable, mean over tokens."""
+    def loss(self, tokens_t: Tensor, logits_tE: Tensor, top_k: int, temperature: float) -> Tensor:
+        """Differentiable, mean over some of the tokens."""
 
     def cost(self, mask_TE: Tensor) -> float:
         """Of a hard choice, lower is better."""
@@ -31,14 +31,12 @@ class Imitation:
 
     best_TE: Tensor  # 1 where the expert is among the K of largest contribution
 
-    def at(self, tokens_t: Int[Tensor, "t"]) -> "Imitation":
-        """The same on some of the tokens."""
-        return Imitation(self.best_TE[tokens_t])
-
-    def loss(self, logits_TE: Float[Tensor, "T E"], top_k: int, temperature: float) -> Float[Tensor, ""]:
+    def loss(
+        self, tokens_t: Int[Tensor, "t"], logits_tE: Float[Tensor, "t E"], top_k: int, temperature: float
+    ) -> Float[Tensor, ""]:
         """−Σ_{e best} log softmax(z)_e / K; knows no temperature."""
         del temperature
-        likelihood: Tensor = (logits_TE.log_softmax(1) * self.best_TE).sum(1)
+        likelihood: Tensor = (logits_tE.log_softmax(1) * self.best_TE[tokens_t]).sum(1)
         return -likelihood.mean() / top_k
 
     def cost(self, mask_TE: Float[Tensor, "T E"]) -> float:
@@ -62,19 +60,39 @@ class OutputError:
         """‖y_e‖."""
         return self.overlaps_TEE.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt()
 
-    def at(self, tokens_t: Int[Tensor, "t"]) -> "OutputError":
-        """The same on some of the tokens."""
-        return OutputError(self.gains_TE[tokens_t], self.overlaps_TEE[tokens_t], self.wanted_T[tokens_t])
-
-    def loss(self, logits_TE: Float[Tensor, "T E"], top_k: int, temperature: float) -> Float[Tensor, ""]:
+    def loss(
+        self, tokens_t: Int[Tensor, "t"], logits_tE: Float[Tensor, "t E"], top_k: int, temperature: float
+    ) -> Float[Tensor, ""]:
         """Relative error of a soft choice."""
-        return self._error(relaxed_mask(logits_TE, top_k, temperature))
+        return self._error(relaxed_mask(logits_tE, top_k, temperature), tokens_t)
 
     def cost(self, mask_TE: Float[Tensor, "T E"]) -> float:
-        """Relative error of a hard choice."""
-        return float(self._error(mask_TE))
+        """Relative error of a hard choice, on all tokens."""
+        return float(self._error(mask_TE, torch.arange(len(mask_TE), device=mask_TE.device)))
 
-    def _error(self, mask_TE: Tensor) -> Tensor:
-        together_TE = (self.overlaps_TEE @ mask_TE[:, :, None])[:, :, 0]
-        missed_T = self.wanted_T + (mask_TE * (together_TE - 2 * self.gains_TE)).sum(1)
-        return missed_T.mean() / self.wanted_T.mean().clamp_min(1e-30)
+    def _error(self, mask_tE: Tensor, tokens_t: Tensor) -> Tensor:
+        change_t: Tensor = _Change.apply(mask_tE, tokens_t, self.overlaps_TEE, self.gains_TE[tokens_t])  # type: ignore[no-untyped-call]
+        wanted_t = self.wanted_T[tokens_t]
+        return (wanted_t + change_t).mean() / wanted_t.mean().clamp_min(1e-30)
+
+
+class _Change(torch.autograd.Function):
+    """mᵀ·O·m − 2·g·m of every token, O symmetric: read once, for by then its gradient 2·(O·m − g) is at hand.
+
+    O is gathered a few tokens at a time: all of them at once are a copy that no cache holds.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, mask_tE: Tensor, tokens_t: Tensor, overlaps_TEE: Tensor, gains_tE: Tensor) -> Tensor:  # noqa: ANN401 - autograd's context
+        few = max(1, GATHERED // overlaps_TEE[0].numel())
+        parts = zip(torch.split(tokens_t, few), torch.split(mask_tE, few), strict=True)
+        together_tE = torch.cat(
+            [torch.bmm(overlaps_TEE[some], mask_sE[:, :, None])[:, :, 0] for some, mask_sE in parts]
+        )
+        ctx.save_for_backward(together_tE - gains_tE)
+        return (mask_tE * (together_tE - 2 * gains_tE)).sum(1)
+
+    @staticmethod
+    def backward(ctx: Any, grad_t: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: ANN401 - autograd's context
+        (missing_tE,) = ctx.saved_tensors
+        return 2 * grad_t[:, None] * missing_tE, None, None, None

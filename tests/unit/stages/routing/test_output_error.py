@@ -5,7 +5,7 @@ import torch
 
 from models.ffn import DenseFFN
 from models.routing import LinearRouter, chosen_mask
-from stages.routing import expert_outputs
+from stages.routing import expert_outputs, objectives
 from stages.routing.expert_outputs import output_error
 from stages.routing.relaxed import load_variance, relaxed_mask
 from stages.routing.task import make_loop
@@ -31,8 +31,24 @@ def test_cost_of_a_choice_is_the_relative_error_of_the_layer(loop, numbers, monk
     cost = objective.cost(chosen_mask(loop.router.choose(x_TD, K), 4))
     wanted = (target_TD - loop.always_on_output(x_TD)).square().sum()
     torch.testing.assert_close(cost, float((target_TD - loop(x_TD)).square().sum() / wanted), rtol=1e-4, atol=0)
-    some_t = torch.tensor([3, 5])
-    torch.testing.assert_close(objective.at(some_t).wanted_T, objective.wanted_T[some_t])
+
+
+@pytest.mark.parametrize("numbers", [2**20, 40])
+def test_loss_of_some_tokens_and_its_gradient(loop, numbers, monkeypatch):
+    monkeypatch.setattr(objectives, "GATHERED", numbers)
+    loop, ffn, x_TD = loop
+    objective, some_t = output_error(loop, x_TD, ffn(x_TD)), torch.tensor([3, 5, 5, 28])
+    logits_tE = (x_TD[some_t] @ loop.router.rows_ED.T).requires_grad_()
+    loss = objective.loss(some_t, logits_tE, K, 0.3)
+    (gradient_tE,) = torch.autograd.grad(loss, logits_tE)
+
+    mask_tE = relaxed_mask(logits_tE, K, 0.3)
+    wanted_tD = (ffn(x_TD) - loop.always_on_output(x_TD))[some_t]
+    missed_tD = wanted_tD - torch.einsum("te,ted->td", mask_tE, loop.expert_outputs(x_TD[some_t]))
+    plain = missed_tD.square().sum() / wanted_tD.square().sum()
+    torch.testing.assert_close(loss, plain, rtol=1e-4, atol=0)
+    (plain_tE,) = torch.autograd.grad(plain, logits_tE)
+    torch.testing.assert_close(gradient_tE, plain_tE, rtol=1e-3, atol=1e-5)
 
 
 def test_a_cold_soft_choice_is_the_hard_one():
