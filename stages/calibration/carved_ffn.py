@@ -32,11 +32,10 @@ class CarvedFFN:
         return self.ffn.width
 
     def run(self, x_TD: Float[Tensor, "T D"]) -> tuple[list[Block], Float[Tensor, "T D"]]:
-        """c_j(x)·h_j(x) of the units that any token sees, and the output."""
+        """c_j(x)·h_j(x) of all units, and the output."""
         features_TF = self._features(x_TD)
-        seen_U = features_TF.any(0).nonzero()[:, 0]
-        everyone = torch.arange(len(x_TD), device=x_TD.device)
-        return [Block(everyone, seen_U, features_TF[:, seen_U])], features_TF @ self.down_DF.T
+        everyone, units_F = (torch.arange(count, device=x_TD.device) for count in features_TF.shape)
+        return [Block(everyone, units_F, features_TF)], features_TF @ self.down_DF.T
 
     def __call__(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
         """The carved FFN's output."""

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from models.errors import NumericsError
@@ -16,13 +16,14 @@ SOUND = 1e5  # condition number
 class NormalEquations:
     """Moments of min_W Σ_t ‖y_t − W a_t‖² + λ‖W‖², with λ = penalty × the mean diagonal of Σ a aᵀ.
 
-    Products run in fp32, sums are kept in fp64.
+    Products run in fp32, sums are kept in fp64. Of `gram_AA` the upper triangle counts, in the order of `order_A`.
     """
 
     def __init__(self, inputs: int, outputs: int, *, device: torch.device | None = None) -> None:
         """Start from nothing: A inputs, Y outputs."""
         self.gram_AA = torch.zeros(inputs, inputs, dtype=torch.float64, device=device)
         self.cross_AY = torch.zeros(inputs, outputs, dtype=torch.float64, device=device)
+        self.order_A = torch.arange(inputs, device=device)  # the input that each row of the moments is of
         self.rows = 0
 
     def add(self, a_TA: Float[Tensor, "T A"], y_TY: Float[Tensor, "T Y"]) -> None:
@@ -32,18 +33,40 @@ class NormalEquations:
         self.rows += len(a_TA)
 
     def add_blocks(self, blocks: Sequence[Block], y_TY: Float[Tensor, "T Y"]) -> None:
-        """Add one batch of rows that are zero outside blocks of them; blocks that meet are summed.
+        """Add one batch of rows that are zero outside blocks of them, blocks of the same units every time.
 
-        Σ aᵀa goes block by block over the block's own rows, so that the arithmetic falls with the share of what is not
-        zero.
+        Arithmetic falls with the share of what is not zero.
         """
+        units_P = torch.cat([block.units_N for block in blocks])
+        if bool((torch.bincount(units_P) > 1).any()):
+            self._add_overlapping(blocks, y_TY)
+        else:
+            self._add_disjoint(blocks, units_P, y_TY)
+        self.rows += len(y_TY)
+
+    def _add_disjoint(self, blocks: Sequence[Block], units_P: Int[Tensor, "P"], y_TY: Float[Tensor, "T Y"]) -> None:
+        """Each block meets itself and those after it, on its own rows: half of the products, in one piece each."""
+        if not self.rows:
+            others = torch.isin(self.order_A, units_P, invert=True)
+            self.order_A = torch.cat([units_P, self.order_A[others]])
+        assert torch.equal(self.order_A[: len(units_P)], units_P), "blocks of other units than before"
+        ends = torch.tensor([len(block.units_N) for block in blocks]).cumsum(0).tolist()
+        a_TP = y_TY.new_zeros(len(y_TY), len(units_P))
+        for (tokens_t, units_N, hidden_tN), end in zip(blocks, ends, strict=True):
+            a_TP[:, end - len(units_N) : end].index_copy_(0, tokens_t, hidden_tN)
+        for (tokens_t, units_N, hidden_tN), end in zip(blocks, ends, strict=True):
+            start = end - len(units_N)
+            everyone = len(tokens_t) == len(y_TY)
+            a_tP, y_tY = (a_TP[:, start:], y_TY) if everyone else (a_TP[:, start:][tokens_t], y_TY[tokens_t])
+            self.gram_AA[start:end, start : len(units_P)] += (hidden_tN.T @ a_tP).to(self.gram_AA)
+            self.cross_AY[start:end] += (hidden_tN.T @ y_tY).to(self.cross_AY)
+
+    def _add_overlapping(self, blocks: Sequence[Block], y_TY: Float[Tensor, "T Y"]) -> None:
+        """Blocks that share units are summed."""
         a_TA = sum_blocks(blocks, len(y_TY), len(self.gram_AA))
         for tokens_t, units_N, hidden_tN in blocks:
-            everyone = len(tokens_t) == len(y_TY)
-            a_tA, y_tY = (a_TA, y_TY) if everyone else (a_TA[tokens_t], y_TY[tokens_t])
-            self.gram_AA[units_N] += (hidden_tN.T @ a_tA).to(self.gram_AA)
-            self.cross_AY[units_N] += (hidden_tN.T @ y_tY).to(self.cross_AY)
-        self.rows += len(y_TY)
+            self.gram_AA[units_N] += (hidden_tN.T @ a_TA[tokens_t]).to(self.gram_AA)
+            self.cross_AY[units_N] += (hidden_tN.T @ y_TY[tokens_t]).to(self.cross_AY)
 
     def solve(self, penalty: float) -> Float[Tensor, "Y A"]:
         """W of the ridge regression, fp32.
@@ -64,14 +87,15 @@ class NormalEquations:
         dtype = solving_dtype(len(used_a), penalty)
         system_aa = self.gram_AA[used_a][:, used_a]
         system_aa.diagonal().add_(penalty * scale)
-        factor_aa, failed = torch.linalg.cholesky_ex(system_aa.to(dtype))
+        factor_aa, failed = torch.linalg.cholesky_ex(system_aa.to(dtype), upper=True)
         if failed:
             raise NumericsError(
                 f"{self.rows} calibration tokens do not determine {len(system_aa)} coefficients",
                 do="more tokens (data.tokens=) or a larger penalty",
             )
         weight_AY = torch.zeros_like(self.cross_AY, dtype=torch.float32)
-        weight_AY[used_a] = torch.cholesky_solve(self.cross_AY[used_a].to(dtype), factor_aa).float()
+        solved_aY = torch.cholesky_solve(self.cross_AY[used_a].to(dtype), factor_aa, upper=True)
+        weight_AY[self.order_A[used_a]] = solved_aY.float()
         return weight_AY.T
 
 

@@ -25,23 +25,29 @@ def test_streamed_ridge_equals_the_textbook_solution():
     torch.testing.assert_close(moments.solve(0.1).double(), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_blocks_add_what_their_rows_add_in_full():
-    a_TA, y_TY = draw()
-    blocks = [
-        Block(torch.arange(T), torch.tensor([4]), a_TA[:, 4:]),
-        Block(torch.tensor([3, 7, 20]), torch.tensor([0, 2]), a_TA[:3, :2]),
-        Block(torch.tensor([7, 8]), torch.tensor([2, 1]), a_TA[3:5, :2]),  # meets the one before at token 7, input 2
-        Block(torch.empty(0, dtype=torch.int64), torch.tensor([3]), torch.empty(0, 1)),
-    ]
+# At token 7 blocks meet, in the second case also in input 2; input 0 is in no block of the first.
+DISJOINT = [([4], range(T)), ([2], [3, 7, 20]), ([3, 1], [7, 8])]
+OVERLAPPING = [([4], range(T)), ([0, 2], [3, 7, 20]), ([2, 1], [7, 8]), ([3], [])]
+
+
+@pytest.mark.parametrize("parts", [DISJOINT, OVERLAPPING])
+def test_blocks_add_what_their_rows_add_in_full(parts):
     sparse, full = NormalEquations(A, Y), NormalEquations(A, Y)
-    sparse.add_blocks(blocks, y_TY)
-    rows_TA = torch.zeros(T, A)
-    for block in blocks:
-        rows_TA[block.tokens_t[:, None], block.units_N] += block.hidden_tN
-    full.add(rows_TA, y_TY)
-    torch.testing.assert_close(sparse.gram_AA, full.gram_AA, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(sparse.cross_AY, full.cross_AY, rtol=1e-5, atol=1e-5)
-    assert sparse.rows == T
+    for seed in (0, 1):
+        a_TA, y_TY = draw(seed)
+        tensors = [(torch.tensor(tokens, dtype=torch.int64), torch.tensor(units)) for units, tokens in parts]
+        blocks = [Block(tokens_t, units_N, a_TA[tokens_t][:, units_N]) for tokens_t, units_N in tensors]
+        sparse.add_blocks(blocks, y_TY)
+        rows_TA = torch.zeros(T, A)
+        for block in blocks:
+            rows_TA[block.tokens_t[:, None], block.units_N] += block.hidden_tN
+        full.add(rows_TA, y_TY)
+    order_A = sparse.order_A
+    expected_AA, expected_AY = full.gram_AA[order_A][:, order_A], full.cross_AY[order_A]
+    torch.testing.assert_close(sparse.gram_AA.triu(), expected_AA.triu(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(sparse.cross_AY, expected_AY, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(sparse.solve(0.1), full.solve(0.1), rtol=1e-4, atol=1e-5)
+    assert sparse.rows == 2 * T
 
 
 def test_a_vanishing_penalty_gives_least_squares():
