@@ -7,7 +7,7 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from models.errors import ConfigError, UserError
-from models.families.moe import check_target, select_target
+from models.families.target_choice import check_target, select_target
 from models.shape import Shape
 from models.source import check_source, read_source_config
 from pipeline.consistency import contradictions, map_errors, warn_of_ignored

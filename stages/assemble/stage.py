@@ -8,7 +8,7 @@ from tqdm import tqdm
 from models.config import ModelConfig
 from models.experts import LayerExperts
 from models.families.emit import checkpoint_dtype
-from models.families.moe import select_target
+from models.families.target_choice import select_target
 from models.loading import load_tokenizer, resolve_device
 from models.memory import release_freed_memory
 from models.shape import Shape

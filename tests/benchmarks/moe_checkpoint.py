@@ -7,8 +7,8 @@ import torch
 from models.checkpoint.reader import ShardReader
 from models.families.dense import dense_family
 from models.families.emit import emit_checkpoint
-from models.families.moe import select_target
 from models.families.slicing import slice_experts
+from models.families.target_choice import select_target
 from models.shape import Shape
 from models.source import read_config
 from pipeline.shape import Dials, resolve_shape

@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM
 from models.checkpoint.reader import ShardReader
 from models.families.dense import DENSE_FAMILIES
 from models.families.emit import emit_checkpoint
-from models.families.moe import MOE_TARGETS, check_target
+from models.families.moe import MOE_TARGETS
 from models.families.slicing import slice_experts
+from models.families.target_choice import check_target
 from models.pico import write_pico
 from models.shape import Shape
 from models.source import read_config

@@ -4,7 +4,8 @@ import pytest
 
 from models.errors import ConfigError
 from models.families.fold import GateFold, gate_fold
-from models.families.moe import MOE_TARGETS, check_target, select_target
+from models.families.moe import MOE_TARGETS
+from models.families.target_choice import check_target, select_target
 from models.shape import Shape
 
 
