@@ -52,6 +52,12 @@ class ExpertLoop:
             output_TD[block.tokens_t] += block.hidden_tN @ down_DN.T
         return output_TD
 
+    def differentiable(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
+        """The output for autograd: one sum of all parts; adding one by one would copy the gradient for each."""
+        parts = [(block.tokens_t, block.hidden_tN @ down_DN.T) for block, down_DN in self._parts(x_TD)]
+        tokens, outputs = zip(*parts, strict=True)
+        return torch.zeros_like(x_TD).index_add(0, torch.cat(tokens), torch.cat(outputs))
+
     def run(self, x_TD: Float[Tensor, "T D"]) -> tuple[list[Block], Float[Tensor, "T D"]]:
         """The activations of the always-on units and of every expert; and the output."""
         blocks, output_TD = [], torch.zeros_like(x_TD)
@@ -94,10 +100,14 @@ class ExpertLoop:
             yield Block(everyone, self.always_S.long(), shared_TS), experts.shared_down_DS
         chosen_TK = self.router.choose(x_TD, self.top_k)
         gates_TK = relative_gates(self.gate, x_TD @ self.router.rows_ED.T, chosen_TK)
-        for index, units_N in enumerate(self.units_EN.long()):
+        # Unbound: the gradient of `gate_END[index]` would be as large as all experts, for each of them.
+        matrices = zip(
+            *(matrix.unbind() for matrix in (experts.gate_END, experts.up_END, experts.down_EDN)), strict=True
+        )
+        for index, (units_N, (gate_ND, up_ND, down_DN)) in enumerate(zip(self.units_EN.long(), matrices, strict=True)):
             tokens, slots = (chosen_TK == index).nonzero().unbind(1)
-            h_tN = self.hidden(x_TD[tokens], experts.gate_END[index], experts.up_END[index])
-            yield Block(tokens, units_N, h_tN * gates_TK[tokens, slots, None]), experts.down_EDN[index]
+            h_tN = self.hidden(x_TD[tokens], gate_ND, up_ND)
+            yield Block(tokens, units_N, h_tN * gates_TK[tokens, slots, None]), down_DN
 
     def hidden(self, x_tD: Tensor, gate_ND: Tensor, up_ND: Tensor) -> Tensor:
         """Activations of an expert's units."""

@@ -14,12 +14,18 @@ from stages.contracts.partition import Partition
 
 @dataclass(frozen=True)
 class RouterReport:
-    """One layer's router and how it routes the calibration text."""
+    """One layer's router and how it routes the calibration text, on the CPU."""
 
-    router: LinearRouter
+    rows_ED: Tensor
+    bias_E: Tensor
     load_E: Tensor  # 1 = even share
     agreement: float  # share of the oracle's experts it chooses
     error: float  # of the layer's output, relative, before alignment
+
+    @property
+    def router(self) -> LinearRouter:
+        """The router."""
+        return LinearRouter(self.rows_ED, self.bias_E)
 
 
 def summarise(reports: Sequence[RouterReport], target: MoETarget, shape: Shape, partition: Partition) -> Table:

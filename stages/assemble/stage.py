@@ -1,8 +1,10 @@
 """assemble: fit a router per layer on the dense model's inputs, write experts and routers as a native checkpoint."""
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from models.config import ModelConfig
@@ -11,6 +13,7 @@ from models.families.emit import checkpoint_dtype
 from models.families.target_choice import select_target
 from models.loading import load_tokenizer, resolve_device
 from models.memory import release_freed_memory
+from models.routing import LinearRouter
 from models.shape import Shape
 from models.source import read_config, resolve_folder
 from models.stream import LayerStream
@@ -25,6 +28,7 @@ from stages.calibration.emission import emit_carve
 from stages.calibration.layer_seed import layer_seed
 from stages.calibration.token_stream import TokenStream
 from stages.contracts.experts import load_layer
+from stages.contracts.finished_layers import find_layer, keep_layer
 from stages.contracts.job import Job, Table
 from stages.contracts.partition import Partition
 from stages.contracts.pool_partition import PoolPartition, load_partition
@@ -32,6 +36,7 @@ from stages.contracts.routers import Routers
 from stages.data.batches import TokenBatch
 from stages.data.config import DataConfig
 from stages.routing.measure import load_balance, oracle_agreement, relative_output_error, set_spread
+from stages.routing.task import RouterTask
 
 
 def run(job: Job, *, model: ModelConfig, data: DataConfig, assemble: AssembleConfig, shape: Shape, seed: int) -> Table:
@@ -48,7 +53,7 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, assemble: AssembleCon
             if isinstance(partition, PoolPartition)
             else over_own(partition, assemble, shape, stream.device, biased=biased)
         )
-        reports = fit_all(stream, batches, fit, assemble, shape, seed)
+        reports = fit_all(stream, batches, fit, assemble, shape, seed, job.scratch)
     release_freed_memory()
     dtype = checkpoint_dtype(folder, assemble.dtype)
     routers = Routers(
@@ -79,20 +84,35 @@ def router_spread(assemble: AssembleConfig) -> float:
 
 @torch.no_grad()
 def fit_all(
-    stream: LayerStream, batches: list[TokenBatch], fit: Fit, assemble: AssembleConfig, shape: Shape, seed: int
+    stream: LayerStream,
+    batches: list[TokenBatch],
+    fit: Fit,
+    assemble: AssembleConfig,
+    shape: Shape,
+    seed: int,
+    scratch: Path,
 ) -> list[RouterReport]:
-    """Pass the dense model's layers once, fitting each router on the inputs its FFN sees."""
+    """Pass the dense model's layers once, fitting each router on the inputs its FFN sees; each is kept in `scratch`."""
     tokens = TokenStream(stream, batches)
     reports = []
     for index, layer in enumerate(tqdm(stream.layers(), total=stream.depth, desc="assemble", unit="layer")):
         tokens.enter(layer)
-        task, router, outputs = fit(index, layer.ffn, tokens.inputs, layer_seed(seed, index))
-        router = set_spread(router, tokens.inputs, router_spread(assemble))
-        load_E = load_balance(router, tokens.inputs, shape.top_k)
-        error = relative_output_error(router, task)
-        reports.append(RouterReport(router.to("cpu"), load_E.cpu(), oracle_agreement(router, task), error))
+        report = find_layer(scratch, index, RouterReport)
+        outputs: Iterable[Tensor] = map(layer.ffn, tokens.inputs)
+        if report is None:
+            task, router, outputs = fit(index, layer.ffn, tokens.inputs, layer_seed(seed, index))
+            report = measure_router(set_spread(router, tokens.inputs, router_spread(assemble)), task, tokens.inputs)
+            keep_layer(scratch, index, report)
+        reports.append(report)
         tokens.leave(outputs)
     return reports
+
+
+def measure_router(router: LinearRouter, task: RouterTask, inputs: Sequence[Tensor]) -> RouterReport:
+    """How a layer's router does on the calibration text."""
+    load_E, agreement = load_balance(router, inputs, task.top_k), oracle_agreement(router, task)
+    error, kept = relative_output_error(router, task), router.to("cpu")
+    return RouterReport(kept.rows_ED, kept.bias_E, load_E.cpu(), agreement, error)
 
 
 def emit(job: Job, folder: Path, shape: Shape, partition: Partition | PoolPartition, routers: Routers) -> Path:

@@ -1,8 +1,8 @@
 """The partition of one layer."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,12 +18,20 @@ from stages.cluster.roles import Roles, split_units
 from stages.plots.unit_map import ALWAYS_ON, DROPPED
 
 
-class LayerPartition(NamedTuple):
+@dataclass(frozen=True)
+class LayerPartition:
     """Roles of all units, and the units of every expert."""
 
-    roles: Roles
+    always_on_S: Int[Tensor, "S"]
+    routed_U: Int[Tensor, "U"]
+    dropped_X: Int[Tensor, "X"]
     labels_U: Int[Tensor, "U"]  # the expert a routed unit was grouped into, before copies filled the others
     units_EN: Int[Tensor, "E N"]
+
+    @property
+    def roles(self) -> Roles:
+        """Every unit in one of three roles."""
+        return Roles(self.always_on_S, self.routed_U, self.dropped_X)
 
     @property
     def home_F(self) -> Int[Tensor, "F"]:
@@ -65,7 +73,7 @@ def partition_layer(
     """
     roles = split_units(measure_F, scores_F, always_on=shape.always_on, slots=shape.experts * shape.n)
     if not shape.experts:  # of a pool to which this layer gives none
-        return LayerPartition(roles, roles.routed_U, roles.routed_U.new_empty(0, shape.n))
+        return LayerPartition(*roles, roles.routed_U.clone(), roles.routed_U.new_empty(0, shape.n))
     units = RoutedUnits(
         roles.routed_U,
         scores_F[roles.routed_U],
@@ -75,7 +83,7 @@ def partition_layer(
         shape.n,
     )
     labels_U, affinity_UE = group_units(method, units, shape.experts, iterations=iterations, restarts=restarts, rng=rng)
-    return LayerPartition(roles, labels_U, roles.routed_U[fill_experts(affinity_UE, labels_U, shape.n)])
+    return LayerPartition(*roles, labels_U, roles.routed_U[fill_experts(affinity_UE, labels_U, shape.n)])
 
 
 def measure_routed(evidence: LayerEvidence | None, roles: Roles, shape: Shape, tokens: int) -> TokenEnergy:

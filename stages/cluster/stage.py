@@ -21,6 +21,7 @@ from stages.cluster.layer import LayerPartition, partition_layer
 from stages.cluster.picture import draw_layer, layers_to_draw
 from stages.cluster.report import describe, measure_layer, tabulate_layers
 from stages.cluster.views import view_units
+from stages.contracts.finished_layers import find_layer, keep_layer
 from stages.contracts.job import Job, Table
 from stages.contracts.partition import Partition
 from stages.contracts.pool_partition import PoolPartition
@@ -41,17 +42,20 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, cluster: ClusterConfi
         for layer, activity in enumerate(tqdm(activities, total=layers, desc="cluster", unit="layer")):
             evidence = LayerEvidence(layer, model, statistics, scores, seed, activity, domains)
             features = lru_cache(maxsize=1)(partial(view_units, cluster, evidence))
-            partition = partition_layer(
-                *rank_units(cluster, evidence, shapes[layer]),
-                features,
-                shapes[layer],
-                method=cluster.method,  # type: ignore[arg-type] # checked against the choices beside the field
-                iterations=cluster.iterations,
-                restarts=cluster.restarts,
-                rng=evidence.draw(GROUPING),
-                evidence=evidence,
-                tokens=cluster.sample_tokens,
-            )
+            partition = find_layer(job.scratch, layer, LayerPartition)
+            if partition is None:
+                partition = partition_layer(
+                    *rank_units(cluster, evidence, shapes[layer]),
+                    features,
+                    shapes[layer],
+                    method=cluster.method,  # type: ignore[arg-type] # checked against the choices beside the field
+                    iterations=cluster.iterations,
+                    restarts=cluster.restarts,
+                    rng=evidence.draw(GROUPING),
+                    evidence=evidence,
+                    tokens=cluster.sample_tokens,
+                )
+                keep_layer(job.scratch, layer, partition)
             partitions.append(partition)
             figures.append(measure_layer(partition, evidence, features() if cluster.groups_by_features else None))
             if layer in drawn and shapes[layer].experts:

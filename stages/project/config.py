@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-VERSION = 5
+VERSION = 6
 
 
 @dataclass

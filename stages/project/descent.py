@@ -44,7 +44,7 @@ def train_experts(
         tokens_t = torch.randint(len(x_TD), (min(settings.descent_tokens, len(x_TD)),), generator=generator)
         tokens_t = tokens_t.to(x_TD.device)
         with torch.enable_grad():
-            output_tD = replace(loop, experts=LayerExperts(**weights))(x_TD[tokens_t])
+            output_tD = replace(loop, experts=LayerExperts(**weights)).differentiable(x_TD[tokens_t])
             loss = (output_tD - wanted_TD[tokens_t]).square().mean() / scale
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]

@@ -6,18 +6,14 @@ from itertools import repeat
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 from tqdm import tqdm
 
 from models.config import ModelConfig
-from models.experts import LayerExperts
 from models.families.fold import gate_kind
 from models.families.moe import MOE_TARGETS
 from models.ffn import ffn_modules
 from models.gating import GateKind
 from models.loading import load_dense, load_tokenizer, resolve_device
-from models.routing import LinearRouter, rounded
 from models.shape import Shape
 from models.source import resolve_folder
 from models.stream import LayerStream
@@ -28,16 +24,18 @@ from stages.calibration.layer_seed import layer_seed
 from stages.calibration.recomputation import save_memory
 from stages.calibration.target import AlignmentTarget
 from stages.calibration.token_stream import TokenStream
+from stages.contracts.finished_layers import find_layer, keep_layer
 from stages.contracts.job import Job, Table
 from stages.contracts.partition import Partition
 from stages.contracts.routers import Routers
 from stages.data.batches import TokenBatch
 from stages.data.config import DataConfig
 from stages.project.config import ProjectConfig
-from stages.project.layer import Outcome, project_layer
+from stages.project.layer import project_layer
 from stages.project.layer_carve import LayerCarve
 from stages.project.mean_gradient import Gradients, mean_gradients
 from stages.project.pool_stage import run_pool
+from stages.project.projected_layer import ProjectedLayer
 from stages.project.report import describe, summarise
 from stages.routing.descent import DescentSettings
 from stages.routing.fit import RouterSettings
@@ -55,14 +53,13 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, project: ProjectConfi
         return run_pool(job, folder, batches, asked, refit, model=model, project=project, shape=shape, seed=seed)
     partition = Partition.load(job.parents["cluster"])
     with LayerStream(folder, device=resolve_device(model)) as stream:
-        layers = project_all(stream, batches, partition, routers, gradients, project, shape, job.scratch, seed)
-    outcomes = [outcome for _, outcome in layers]
-    routers = routers.with_layers([router for router, _ in layers])
+        project_all(stream, batches, partition, routers, gradients, project, shape, job.scratch, seed)
+    depth = len(routers.rows)
+    outcomes = [projected(job.scratch, layer).outcome for layer in range(depth)]
+    routers = routers.with_layers([projected(job.scratch, layer).router for layer in range(depth)])
     routers.save(job.out)
     checkpoint = job.out / "checkpoint"
-    emit_carve(
-        folder, checkpoint, shape, routers, lambda layer: LayerExperts(**load_file(layer_file(job.scratch, layer)))
-    )
+    emit_carve(folder, checkpoint, shape, routers, lambda layer: projected(job.scratch, layer).experts)
     write_carve_card(checkpoint, model, shape, partition, routers, describe(outcomes, project))
     tokens = sum(batch.tokens for batch in batches)
     return summarise(outcomes, project, shape, partition.width, tokens)
@@ -97,12 +94,11 @@ def project_all(
     shape: Shape,
     scratch: Path,
     seed: int,
-) -> list[tuple[LinearRouter, Outcome]]:
-    """Layers in order, each on the inputs that the layers before it give once carved."""
+) -> None:
+    """Layers in order, each on the inputs that the layers before it give once carved; each is kept in `scratch`."""
     tokens = TokenStream(stream, batches)
     target = AlignmentTarget(project.alignment_target, stream, batches)
     dtype: torch.dtype = getattr(torch, routers.dtype)
-    done = []
     for index, layer in enumerate(tqdm(stream.layers(), total=stream.depth, desc="project", unit="layer")):
         tokens.enter(layer)
         target.enter(layer, tokens)
@@ -118,12 +114,19 @@ def project_all(
             GateKind(gate_kind(MOE_TARGETS[routers.target], shape)),
         )
         gradient = {name: matrix.to(stream.device) for name, matrix in next(gradients).items()}
-        loop, outcome = project_layer(carve, tokens.inputs, target, gradient, project, layer_seed(seed, index))
-        save_file(tensors_of(loop.experts, dtype), layer_file(scratch, index))
-        # The layers to come see the choice that the checkpoint's rounded rows will make.
-        loop = replace(loop, router=rounded(loop.router, dtype))
-        done.append((loop.router.to("cpu"), outcome))
-        tokens.leave(map(loop, tokens.inputs))
+        done = find_layer(scratch, index, ProjectedLayer)
+        if done is None:
+            loop, outcome = project_layer(carve, tokens.inputs, target, gradient, project, layer_seed(seed, index))
+            done = ProjectedLayer.of(loop, outcome, dtype)
+            keep_layer(scratch, index, done)
+        # The layers to come see what the checkpoint will compute, rounded as it is there.
+        tokens.leave(map(done.loop(carve), tokens.inputs))
+
+
+def projected(scratch: Path, layer: int) -> ProjectedLayer:
+    """A layer that is done."""
+    done = find_layer(scratch, layer, ProjectedLayer)
+    assert done is not None, "project_all keeps every layer"
     return done
 
 
@@ -131,13 +134,3 @@ def refit_settings(routers: Routers, project: ProjectConfig, seed: int) -> Route
     """How a layer's router is fitted anew: as it was made, with this stage's patience."""
     descent = DescentSettings(project.router_steps, project.router_rate, routers.balance, seed)
     return RouterSettings(routers.method, routers.ridge_penalty, descent, project.router_tokens, project.guard_share)
-
-
-def layer_file(scratch: Path, layer: int) -> Path:
-    """Where a finished layer waits for the checkpoint to be written."""
-    return scratch / f"projected-{layer:05}.safetensors"
-
-
-def tensors_of(experts: LayerExperts, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Contiguous fields on the CPU, in the checkpoint's number format."""
-    return {name: tensor.to("cpu", dtype).contiguous() for name, tensor in vars(experts).items()}

@@ -6,6 +6,7 @@ import resource
 import signal
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from pipeline.stages_table import asked_stages
 
 REPOSITORY = Path(__file__).parents[2]
 WHOLE = [stage.name for stage in asked_stages("all")]
+LAYERS = 2  # of the model below
 
 # Runs the command and kills it, as the kernel would, at the n-th call of a function.
 KILLED = """
@@ -193,6 +195,26 @@ def test_a_scan_killed_between_checkpoints_goes_on_to_the_same_statistics(output
     assert in_process(outputs, words, "stage=scan") == 0
     assert hashes(outputs, "scan") == before
     assert hidden(outputs, "scan") == []
+
+
+@pytest.mark.parametrize(
+    ("stage", "work"),
+    [
+        ("project", "project_layer"),
+        pytest.param("cluster", "partition_layer", marks=pytest.mark.slow),
+        pytest.param("assemble", "measure_router", marks=pytest.mark.slow),
+    ],
+)
+def test_a_kill_between_layers_costs_no_layer_that_is_done(outputs, words, stage, work, monkeypatch):
+    before = hashes(outputs, stage)
+    forget(outputs, stage)
+    run_killed(outputs, words, f"stage={stage}", at=f"stages.{stage}.stage:{work}", calls=2)
+    module, done = import_module(f"stages.{stage}.stage"), []
+    original = getattr(module, work)
+    monkeypatch.setattr(module, work, lambda *args, **kwargs: done.append(1) or original(*args, **kwargs))
+    assert in_process(outputs, words, f"stage={stage}") == 0
+    assert len(done) == LAYERS - 1
+    assert hashes(outputs, stage) == before
 
 
 @pytest.mark.parametrize(

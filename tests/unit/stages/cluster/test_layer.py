@@ -44,7 +44,8 @@ def planted(plant):
     ids=["equal", "below", "above", "full", "many", "one", "single"],
 )
 def test_every_method_obeys_the_shape(method, shape, planted):
-    roles, labels_U, units_EN = partition(shape, planted, method=method)
+    found = partition(shape, planted, method=method)
+    roles, labels_U, units_EN = found.roles, found.labels_U, found.units_EN
     routable = F - shape.always_on
     assert units_EN.shape == (shape.experts, shape.n)
     assert (units_EN.diff(dim=1) > 0).all()
@@ -78,7 +79,8 @@ def test_dead_units_are_placed_like_all_others(plant):
 
 
 def test_homes_name_the_role_of_every_unit(planted):
-    roles, labels_U, _units = result = partition(Shape(experts=4, n=5, top_k=2, always_on=3), planted)
+    result = partition(Shape(experts=4, n=5, top_k=2, always_on=3), planted)
+    roles, labels_U = result.roles, result.labels_U
     assert (result.home_F[roles.always_on_S] == ALWAYS_ON).all()
     assert (result.home_F[roles.dropped_X] == DROPPED).all()
     assert torch.equal(result.home_F[roles.routed_U], labels_U)

@@ -1,0 +1,70 @@
+"""One layer as it will stand in the checkpoint, and what was found on the way there."""
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.expert_loop import ExpertLoop
+from models.experts import LayerExperts
+from models.routing import LinearRouter, rounded
+from stages.project.layer import Outcome
+from stages.project.layer_carve import LayerCarve
+
+
+@dataclass(frozen=True)
+class ProjectedLayer:
+    """Experts and router on the CPU, in the checkpoint's number format."""
+
+    gate_END: Tensor
+    up_END: Tensor
+    down_EDN: Tensor
+    shared_gate_SD: Tensor
+    shared_up_SD: Tensor
+    shared_down_DS: Tensor
+    rows_ED: Tensor
+    bias_E: Tensor
+    found: dict[str, Any]  # fields of the outcome
+
+    @classmethod
+    def of(cls, loop: ExpertLoop, outcome: Outcome, dtype: torch.dtype) -> "ProjectedLayer":
+        """Round a layer to the number format of its checkpoint."""
+        router = rounded(loop.router.to("cpu"), dtype)
+        return cls(
+            **{name: tensor.to("cpu", dtype).contiguous() for name, tensor in vars(loop.experts).items()},
+            rows_ED=router.rows_ED,
+            bias_E=router.bias_E,
+            found=asdict(outcome),
+        )
+
+    @property
+    def experts(self) -> LayerExperts:
+        """The experts."""
+        return LayerExperts(**{spec.name: getattr(self, spec.name) for spec in fields(LayerExperts)})
+
+    @property
+    def router(self) -> LinearRouter:
+        """The router."""
+        return LinearRouter(self.rows_ED, self.bias_E)
+
+    @property
+    def outcome(self) -> Outcome:
+        """What the steps of the projection came to."""
+        return Outcome(**self.found)
+
+    def loop(self, carve: LayerCarve) -> ExpertLoop:
+        """What the checkpoint will compute, in fp32."""
+        device = carve.ffn.gate_FD.device
+        experts = LayerExperts(**{name: tensor.to(device).float() for name, tensor in vars(self.experts).items()})
+        router = self.router.to(device)
+        return ExpertLoop(
+            experts,
+            carve.units_EN,
+            carve.always_S,
+            router,
+            carve.shape.top_k,
+            carve.ffn.width,
+            carve.ffn.act,
+            carve.gate,
+        )
