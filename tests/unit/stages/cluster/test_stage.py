@@ -51,6 +51,8 @@ def planted(plant, job, scores):
 
 
 def cluster(job, config=NO_MAP, *, model=None, data=None, shape=SHAPE, seed=0):
+    for kept in job.scratch.iterdir():
+        kept.unlink()  # another recipe has another scratch
     table = run(job, model=model or ModelConfig(), data=data or DataConfig(), cluster=config, shape=shape, seed=seed)
     return table, Partition.load(job.out)
 
