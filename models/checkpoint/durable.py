@@ -1,6 +1,8 @@
 """What is written reaches the disk before anyone relies on it."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -18,3 +20,17 @@ def sync_tree(folder: Path) -> None:
     for path in sorted(folder.rglob("*"), reverse=True):
         sync(path)
     sync(folder)
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A path to write to, which takes the name `path` when it is on the disk; after an error or a kill nothing does."""
+    unfinished = path.with_suffix(".partial")
+    try:
+        yield unfinished
+        sync(unfinished)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+    unfinished.rename(path)
+    sync(path.parent)

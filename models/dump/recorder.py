@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
+from models.backward import in_backward
 from models.dump.capture import Capture, Facts, Held
 from models.dump.config import BACKWARD, FORWARD, DumpConfig
 from models.dump.host_copy import copy_to_slot
@@ -188,11 +189,6 @@ class Recorder:
                 if capture.held.wait is not None:
                     capture.held.wait()
                 self._ring.release(capture.held.slot)
-
-
-def in_backward() -> bool:
-    """Whether this thread runs a backward pass, as it does while a checkpointed forward pass is run again."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _version(tensor: Tensor) -> int | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from models.checkpoint.durable import sync
+from models.checkpoint.durable import whole_file
 
 
 def shard_name(rank: int, number: int) -> str:
@@ -20,12 +20,5 @@ def save_shard(path: Path, tensors: Mapping[str, Tensor]) -> None:
     Raises:
         OSError, SafetensorError: the disk is full or forbids it.
     """
-    unfinished = path.with_suffix(".partial")
-    try:
+    with whole_file(path) as unfinished:
         save_file(dict(tensors), unfinished, metadata={"format": "pt"})
-        sync(unfinished)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
-    unfinished.rename(path)
-    sync(path.parent)

@@ -56,17 +56,16 @@ class NormalEquations:
             a_TP[:, end - len(units_N) : end].index_copy_(0, tokens_t, hidden_tN)
         for (tokens_t, units_N, hidden_tN), end in zip(blocks, ends, strict=True):
             start = end - len(units_N)
-            everyone = len(tokens_t) == len(y_TY)
-            a_tP, y_tY = (a_TP[:, start:], y_TY) if everyone else (a_TP[:, start:][tokens_t], y_TY[tokens_t])
-            self.gram_AA[start:end, start : len(units_P)] += (hidden_tN.T @ a_tP).to(self.gram_AA)
-            self.cross_AY[start:end] += (hidden_tN.T @ y_tY).to(self.cross_AY)
+            later_tP = _rows(a_TP[:, start:], tokens_t)
+            self.gram_AA[start:end, start : len(units_P)] += (hidden_tN.T @ later_tP).to(self.gram_AA)
+            self.cross_AY[start:end] += (hidden_tN.T @ _rows(y_TY, tokens_t)).to(self.cross_AY)
 
     def _add_overlapping(self, blocks: Sequence[Block], y_TY: Float[Tensor, "T Y"]) -> None:
         """Blocks that share units are summed."""
         a_TA = sum_blocks(blocks, len(y_TY), len(self.gram_AA))
         for tokens_t, units_N, hidden_tN in blocks:
-            self.gram_AA[units_N] += (hidden_tN.T @ a_TA[tokens_t]).to(self.gram_AA)
-            self.cross_AY[units_N] += (hidden_tN.T @ y_TY[tokens_t]).to(self.cross_AY)
+            self.gram_AA[units_N] += (hidden_tN.T @ _rows(a_TA, tokens_t)).to(self.gram_AA)
+            self.cross_AY[units_N] += (hidden_tN.T @ _rows(y_TY, tokens_t)).to(self.cross_AY)
 
     def solve(self, penalty: float) -> Float[Tensor, "Y A"]:
         """W of the ridge regression, fp32.
@@ -97,6 +96,11 @@ class NormalEquations:
         solved_aY = torch.cholesky_solve(self.cross_AY[used_a].to(dtype), factor_aa, upper=True)
         weight_AY[self.order_A[used_a]] = solved_aY.float()
         return weight_AY.T
+
+
+def _rows(a_TA: Tensor, tokens_t: Tensor) -> Tensor:
+    """Those rows; all of them are not copied."""
+    return a_TA if len(tokens_t) == len(a_TA) else a_TA[tokens_t]
 
 
 def solving_dtype(inputs: int, penalty: float) -> torch.dtype:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, TypeVar
 
-from models.checkpoint.durable import sync
+from models.checkpoint.durable import whole_file
 from stages.contracts.tensor_file import load_contract, save_contract
 
 Layer = TypeVar("Layer")
@@ -13,11 +13,8 @@ _VERSION = 1  # scratch belongs to one fingerprint, and with it to one version o
 
 def keep_layer(scratch: Path, index: int, layer: Any) -> None:  # noqa: ANN401 - any dataclass of tensors and plain values
     """Write what a stage found for a layer, whole or not at all."""
-    path = _file(scratch, index)
-    unfinished = path.with_suffix(".part")
-    save_contract(layer, unfinished, version=_VERSION)
-    sync(unfinished)
-    unfinished.rename(path)
+    with whole_file(_file(scratch, index)) as unfinished:
+        save_contract(layer, unfinished, version=_VERSION)
 
 
 def find_layer(scratch: Path, index: int, kind: type[Layer]) -> Layer | None:

@@ -9,11 +9,13 @@ import torch
 from tqdm import tqdm
 
 from models.config import ModelConfig
+from models.experts import LayerExperts
 from models.families.fold import gate_kind
 from models.families.moe import MOE_TARGETS
 from models.ffn import ffn_modules
 from models.gating import GateKind
 from models.loading import load_dense, load_tokenizer, resolve_device
+from models.routing import LinearRouter
 from models.shape import Shape
 from models.source import resolve_folder
 from models.stream import LayerStream
@@ -31,7 +33,7 @@ from stages.contracts.routers import Routers
 from stages.data.batches import TokenBatch
 from stages.data.config import DataConfig
 from stages.project.config import ProjectConfig
-from stages.project.layer import project_layer
+from stages.project.layer import Outcome, project_layer
 from stages.project.layer_carve import LayerCarve
 from stages.project.mean_gradient import Gradients, mean_gradients
 from stages.project.pool_stage import run_pool
@@ -53,13 +55,12 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, project: ProjectConfi
         return run_pool(job, folder, batches, asked, refit, model=model, project=project, shape=shape, seed=seed)
     partition = Partition.load(job.parents["cluster"])
     with LayerStream(folder, device=resolve_device(model)) as stream:
-        project_all(stream, batches, partition, routers, gradients, project, shape, job.scratch, seed)
-    depth = len(routers.rows)
-    outcomes = [projected(job.scratch, layer).outcome for layer in range(depth)]
-    routers = routers.with_layers([projected(job.scratch, layer).router for layer in range(depth)])
+        layers = project_all(stream, batches, partition, routers, gradients, project, shape, job.scratch, seed)
+    outcomes = [outcome for _, outcome in layers]
+    routers = routers.with_layers([router for router, _ in layers])
     routers.save(job.out)
     checkpoint = job.out / "checkpoint"
-    emit_carve(folder, checkpoint, shape, routers, lambda layer: projected(job.scratch, layer).experts)
+    emit_carve(folder, checkpoint, shape, routers, lambda layer: projected_experts(job.scratch, layer))
     write_carve_card(checkpoint, model, shape, partition, routers, describe(outcomes, project))
     tokens = sum(batch.tokens for batch in batches)
     return summarise(outcomes, project, shape, partition.width, tokens)
@@ -94,11 +95,12 @@ def project_all(
     shape: Shape,
     scratch: Path,
     seed: int,
-) -> None:
+) -> list[tuple[LinearRouter, Outcome]]:
     """Layers in order, each on the inputs that the layers before it give once carved; each is kept in `scratch`."""
     tokens = TokenStream(stream, batches)
     target = AlignmentTarget(project.alignment_target, stream, batches)
     dtype: torch.dtype = getattr(torch, routers.dtype)
+    found = []
     for index, layer in enumerate(tqdm(stream.layers(), total=stream.depth, desc="project", unit="layer")):
         tokens.enter(layer)
         target.enter(layer, tokens)
@@ -121,13 +123,15 @@ def project_all(
             keep_layer(scratch, index, done)
         # The layers to come see what the checkpoint will compute, rounded as it is there.
         tokens.leave(map(done.loop(carve), tokens.inputs))
+        found.append((done.router, done.outcome))
+    return found
 
 
-def projected(scratch: Path, layer: int) -> ProjectedLayer:
-    """A layer that is done."""
+def projected_experts(scratch: Path, layer: int) -> LayerExperts:
+    """The experts of a layer that is done."""
     done = find_layer(scratch, layer, ProjectedLayer)
     assert done is not None, "project_all keeps every layer"
-    return done
+    return done.experts
 
 
 def refit_settings(routers: Routers, project: ProjectConfig, seed: int) -> RouterSettings:

@@ -30,10 +30,11 @@ def test_a_layer_that_was_not_kept_is_none(tmp_path):
 
 
 def test_a_layer_half_written_is_none(tmp_path, monkeypatch):
-    monkeypatch.setattr("stages.contracts.finished_layers.sync", lambda _path: (_ for _ in ()).throw(OSError("killed")))
+    monkeypatch.setattr("models.checkpoint.durable.sync", lambda _path: (_ for _ in ()).throw(OSError("killed")))
     with pytest.raises(OSError, match="killed"):
         keep_layer(tmp_path, 0, Found(torch.ones(1), torch.ones(1), {}))
     assert find_layer(tmp_path, 0, Found) is None
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_damaged_layer_says_what_to_do(tmp_path):

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from models.backward import in_backward
 from models.capture.parameters.scan_pass import ScanPass
 from models.capture.parameters.transfer import Measured
 from models.errors import NumericsError
@@ -24,7 +25,7 @@ class Passes:
 
     def recomputed(self) -> bool:
         """Whether a forward pass that begins now is a backward pass's own: checkpointing of the whole model."""
-        if self._reached and not _inside_backward():
+        if self._reached and not in_backward():
             self._reached = []  # of a backward pass that failed
         return bool(self._reached)
 
@@ -86,7 +87,3 @@ def _differentiable(output: object) -> list[Tensor]:
     if isinstance(output, (list, tuple)):
         return [tensor for value in output for tensor in _differentiable(value)]
     return []
-
-
-def _inside_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1

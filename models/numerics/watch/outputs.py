@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from models.backward import in_backward
 from models.numerics.nested import find_tensors
 from models.numerics.watch.gradients import layer_of
 
@@ -34,7 +35,7 @@ class OutputWatch:
     def _hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def look(_module: nn.Module, _inputs: Any, output: Any) -> None:  # noqa: ANN401 - whatever a module returns
             # Not held-out text, nor what is computed once more in the backward pass.
-            if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            if torch.is_grad_enabled() and not in_backward():
                 for tensor in _tensors(output):
                     value = largest(tensor)
                     self.peaks.append(Peak(name, tensor.dtype, value))
