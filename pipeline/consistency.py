@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 # Settings that mean something to scan.parameters=true alone, to a trained router, and to store.kind=redis.
 RECORD_FIELDS = ("parameter_patterns", "block_width", "per_token", "parameter_encoding")
-TRAINING_FIELDS = ("router_steps", "router_rate", "router_tokens", "balance")
+TRAINING_FIELDS = ("router_steps", "router_rate")
 REDIS_FIELDS = ("url", "namespace")
 # Settings that mean something to one topology alone.
 POOL_CLUSTER_FIELDS, POOL_PROJECT_FIELDS = ("allocation",), ("pool_tokens", "pool_sweeps")
@@ -146,8 +146,10 @@ def warn_of_ignored(settings: Settings) -> None:
     if settings.cluster.features != "joint":
         _warn_where_set("cluster", settings.cluster, ("joint_views",), f"cluster.features={settings.cluster.features}")
     if settings.assemble.router not in TRAINED_ROUTERS:
-        # Of a pool every router is fitted on router_tokens, and none pays for balance, see below.
-        unused = TRAINING_FIELDS[:2] if settings.topology == GLOBAL_POOL else TRAINING_FIELDS
+        unused = [*TRAINING_FIELDS]
+        if settings.topology != GLOBAL_POOL:
+            # Of a pool every router is fitted on router_tokens, and none pays for balance, see below.
+            unused += ["balance"] if settings.assemble.router == "residual_ridge" else ["router_tokens", "balance"]
         _warn_where_set("assemble", settings.assemble, unused, f"assemble.router={settings.assemble.router}")
     if settings.topology == GLOBAL_POOL:
         _warn_where_set("assemble", settings.assemble, LAYER_ASSEMBLE_FIELDS, "topology=global_pool")

@@ -2,9 +2,19 @@
 
 from dataclasses import dataclass, field
 
-VERSION = 3
+VERSION = 4
 
-ROUTERS = ("error", "logistic", "log_ridge", "ridge", "centroid", "representative", "gate_rows", "random")
+ROUTERS = (
+    "error",
+    "logistic",
+    "residual_ridge",
+    "log_ridge",
+    "ridge",
+    "centroid",
+    "representative",
+    "gate_rows",
+    "random",
+)
 TRAINED_ROUTERS = ("error", "logistic")
 # Those that a pool's experts can be chosen by: fitted to what each does for the layer, or to nothing.
 POOL_ROUTERS = frozenset({"error", "logistic", "ridge", "centroid", "random"})
@@ -21,23 +31,25 @@ class AssembleConfig:
     # glm4_moe, flex_olmo, granitemoe, granitemoeshared, or tiny_onn (the project's own class, for what none of them can
     # say).
     target: str = field(default="auto", metadata={"choices": TARGETS})
-    # error: the best of several log_ridge routers by the output error that their choice leaves on held-out tokens,
-    # trained on as long as that falls; log_ridge: regress the logarithm of each expert's output norm on the FFN input,
-    # in closed form; ridge: the same with each expert's contribution; logistic: from ridge on, trained to choose the
-    # experts of largest contribution; centroid: mean input of the tokens an expert serves best; representative: gate
-    # row of the unit that follows its expert best; gate_rows: mean gate row of the expert's units; random: seeded
-    # normal rows. With topology=global_pool an expert's contribution is what it takes off the layer's output error, and
-    # log_ridge, representative and gate_rows, which ask for something else, are refused.
+    # residual_ridge: regress on the FFN input, in closed form, the logarithm of what each expert adds beyond what the
+    # always-on units foretell of it, for that much alignment gives without routing; error: from there on by gradient
+    # descent, as long as the output error falls on held-out tokens; log_ridge: regress each expert's whole output norm;
+    # ridge: its contribution; logistic: from ridge on, trained to choose the experts of largest contribution; centroid:
+    # mean input of the tokens an expert serves best; representative: gate row of the unit that follows its expert best;
+    # gate_rows: mean gate row of the expert's units; random: seeded normal rows. With topology=global_pool an expert's
+    # contribution is what it takes off the layer's output error, and residual_ridge, log_ridge, representative and
+    # gate_rows, which ask for something else, are refused.
     router: str = field(default="error", metadata={"choices": ROUTERS})
-    # Ridge penalty, relative to the mean diagonal of the input's second moment; error tries a tenth and ten times it,
-    # too.
+    # Ridge penalty, relative to the mean diagonal of the input's second moment; of a pool, error tries a tenth and ten
+    # times it, too.
     ridge_penalty: float = field(default=0.1, metadata={"above": 0})
     # Steps of a trained router; 0 leaves it as the regression made it (stage=project goes on, with the aligned
     # experts).
     router_steps: int = field(default=0, metadata={"minimum": 0})
     # Its learning rate at the first step; it falls linearly.
     router_rate: float = field(default=0.01, metadata={"above": 0})
-    # Tokens it is trained on (of a pool: any router is fitted and judged on), at most; E² numbers are kept of each.
+    # Tokens it is trained on, and residual_ridge is fitted on (of a pool: any router is fitted and judged on), at most;
+    # a trained one keeps E² numbers of each.
     router_tokens: int = field(default=8192, metadata={"minimum": 1})
     # What a trained router pays for uneven load: this times the variance of the experts' load, beside the relative
     # error (0.01: variance 1 costs as much as one percent of error). What it costs in error stands in the table.

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-VERSION = 6
+VERSION = 7
 
 
 @dataclass

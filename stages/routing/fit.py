@@ -13,11 +13,13 @@ from stages.routing.descent import DescentSettings, Sample, descend
 from stages.routing.expert_outputs import join, output_error
 from stages.routing.objectives import Imitation, Objective, OutputError
 from stages.routing.plain import average_gate_rows, draw_random, fit_centroid, take_representatives
-from stages.routing.ridge import fit_ridge, regress_contributions, regress_log_norms, regress_logs
+from stages.routing.residual import regress_residual_norms
+from stages.routing.ridge import fit_ridge, regress_contributions, regress_log_norms
 from stages.routing.task import RouterTask
 
 IMITATING_METHODS = frozenset({"centroid", "ridge", "logistic"})  # look at what every expert contributes
-PENALTY_FACTORS = (0.1, 1.0, 10.0)  # of the ridge penalty, tried by the method that searches
+REFITTED_METHODS = frozenset({"error", "residual_ridge", "log_ridge", "ridge", "logistic"})
+PENALTY_FACTORS = (0.1, 1.0, 10.0)  # of the ridge penalty, tried where routers are judged before they are trained
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ _ROWS: dict[str, Callable[[RouterTask, RouterSettings], Tensor]] = {
     "log_ridge": lambda task, settings: (
         regress_log_norms(task, settings.split(task)[0]).router(settings.penalty).rows_ED
     ),
+    "residual_ridge": lambda task, settings: regress_residuals(task, settings).rows_ED,
 }
 
 
@@ -54,31 +57,34 @@ def fit_router(task: RouterTask, settings: RouterSettings) -> LinearRouter:
         return LinearRouter.without_bias(_ROWS[settings.method](task, settings))
     if settings.method == "logistic":
         return imitate(task, settings)
-    return search_router([], task, settings)
+    return lower_error([regress_residuals(task, settings)], task, settings)
+
+
+def regress_residuals(task: RouterTask, settings: RouterSettings) -> LinearRouter:
+    """The ridge regression of what each expert adds beyond what the always-on units foretell."""
+    regression = regress_residual_norms(task, settings.split(task)[0], settings.tokens, settings.penalty)
+    return regression.router(settings.penalty)
 
 
 def fit_pool_router(task: RouterTask, settings: RouterSettings, others: Sequence[LinearRouter] = ()) -> LinearRouter:
-    """The same over a pool, see `watch_pool`: the search also starts from what each expert takes off the error.
+    """The same over a pool, see `watch_pool`: error starts from what each expert takes off it, or adds in size.
 
     Args:
         task: of one layer.
         settings: of the router; the method is one of `POOL_ROUTERS` in stages/assemble/config.py.
-        others: routers from which the search starts, too.
+        others: routers that error may start from, too.
     """
     if settings.method != "error":
         return fit_router(task, settings)
-    regression = regress_contributions(task, settings.split(task)[0])
-    starts = [regression.router(settings.penalty * factor) for factor in PENALTY_FACTORS]
-    return search_router([*starts, *others], task, settings)
+    fitted, _ = settings.split(task)
+    regressions = regress_contributions(task, fitted), regress_log_norms(task, fitted)
+    starts = [found.router(settings.penalty * factor) for found in regressions for factor in PENALTY_FACTORS]
+    return lower_error([*starts, *others], task, settings)
 
 
 def refit_router(task: RouterTask, settings: RouterSettings) -> LinearRouter | None:
     """The router of the same method for experts or inputs that have changed; None for methods that fit nothing."""
-    if settings.method == "error":
-        return search_router([task.loop.router], task, settings)
-    if settings.method in {"ridge", "log_ridge", "logistic"}:
-        return fit_router(task, settings)
-    return None
+    return fit_router(task, settings) if settings.method in REFITTED_METHODS else None
 
 
 def refit_pool_router(task: RouterTask, settings: RouterSettings) -> LinearRouter | None:
@@ -88,14 +94,14 @@ def refit_pool_router(task: RouterTask, settings: RouterSettings) -> LinearRoute
     return fit_pool_router(task, settings, others=[task.loop.router])
 
 
-def search_router(others: Sequence[LinearRouter], task: RouterTask, settings: RouterSettings) -> LinearRouter:
-    """From the best of several regressions, and of `others`, on by gradient descent; the output error is the judge."""
+def lower_error(starts: Sequence[LinearRouter], task: RouterTask, settings: RouterSettings) -> LinearRouter:
+    """From the best of several routers on by gradient descent; the output error is the judge."""
+    if len(starts) == 1 and not settings.descent.steps:  # what experts give need not be looked at
+        return starts[0]
     fitted, guard = settings.split(task)
     share = token_share(task, settings)
     sample, judge = error_sample(task, fitted, share), error_sample(task, guard, share)
-    regression = regress_logs(sample.x_TD, sample.objective.norms)
-    starts = [regression.router(settings.penalty * factor) for factor in PENALTY_FACTORS]
-    return train_from([*starts, *others], sample, judge, task, settings)
+    return train_from(starts, sample, judge, task, settings)
 
 
 def imitate(task: RouterTask, settings: RouterSettings) -> LinearRouter:

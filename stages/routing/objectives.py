@@ -55,11 +55,6 @@ class OutputError:
     overlaps_TEE: Tensor  # y_e·y_f
     wanted_T: Tensor  # ‖r‖²
 
-    @property
-    def norms(self) -> Float[Tensor, "T E"]:
-        """‖y_e‖."""
-        return self.overlaps_TEE.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt()
-
     def loss(
         self, tokens_t: Int[Tensor, "t"], logits_tE: Float[Tensor, "t E"], top_k: int, temperature: float
     ) -> Float[Tensor, ""]:

@@ -32,13 +32,6 @@ def regress_log_norms(task: RouterTask, batches: Sequence[int]) -> "RouterRegres
     return regression
 
 
-def regress_logs(x_TD: Tensor, norms_TE: Tensor) -> "RouterRegression":
-    """The same from norms that are at hand."""
-    regression = RouterRegression(x_TD.shape[1], norms_TE.shape[1], x_TD.device)
-    regression.add(x_TD, logs(norms_TE))
-    return regression
-
-
 def logs(norms_TE: Tensor) -> Tensor:
     """Of a token's experts the larger ones are to be chosen, by whatever factor.
 

@@ -1,0 +1,89 @@
+"""What an expert adds beyond what the always-on units foretell."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from models.ffn import DenseFFN
+from stages.calibration.alignment import align_down
+from stages.project.config import ProjectConfig
+from stages.routing import residual
+from stages.routing.descent import DescentSettings
+from stages.routing.fit import RouterSettings, fit_router
+from stages.routing.residual import activations, expert_norms, regress_on_always_on
+from stages.routing.task import watch_experts
+
+D, S, E, N = 6, 2, 3, 4
+F = S + E * N
+SETTINGS = RouterSettings("residual_ridge", 1e-6, DescentSettings(0, 0.05, 0.0, 1), tokens=10_000)
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def make_task(*, echo):
+    """Units of three directions; with `echo` those of expert 0 do, ten times as loud, what the always-on units do."""
+    gate_FD = draw(F, D, seed=1)
+    up_FD = draw(F, D, seed=2)
+    gate_FD[:, 0] = 1  # most are open
+    if echo:
+        for unit in range(S, S + N):
+            gate_FD[unit], up_FD[unit] = gate_FD[unit % S], 10 * up_FD[unit % S]
+    ffn = DenseFFN(gate_FD, up_FD, draw(D, F, seed=3), torch.nn.functional.silu)
+    # Rows without a bias can tell experts apart for all tokens only by what the inputs have in common.
+    inputs = [draw(60, D, seed=seed) + 3 * torch.eye(D)[0] for seed in range(10, 18)]
+    units_EN, always_S = torch.arange(S, F).view(E, N), torch.arange(S)
+    return watch_experts(ffn, units_EN, always_S, inputs, 1, biased=False)[0]
+
+
+@pytest.mark.parametrize("numbers", [2**26, 50])
+def test_the_residual_is_that_of_least_squares(numbers, monkeypatch):
+    monkeypatch.setattr(residual, "NUMBERS", numbers)
+    task = make_task(echo=False)
+    x_TD = torch.cat(list(task.inputs))
+    _, always, hidden = (torch.cat(parts) for parts in zip(*activations(task.loop, x_TD), strict=True))
+    assert hidden.shape == (len(x_TD), E * N)
+    wanted = torch.linalg.lstsq(always.double(), hidden.double()).solution
+    torch.testing.assert_close(regress_on_always_on(task.loop, x_TD, 1e-9).double().T, wanted, rtol=1e-3, atol=1e-3)
+    norms = torch.stack(
+        [
+            (hidden[:, expert * N : (expert + 1) * N] * task.loop.experts.down_EDN[expert].norm(dim=0)).norm(dim=1)
+            for expert in range(E)
+        ],
+        dim=1,
+    )
+    torch.testing.assert_close(expert_norms(task.loop, hidden), norms)
+
+
+def test_what_is_always_there_is_not_routed_for():
+    """The loudest expert is of no use where alignment gives what it does: it is chosen by norm, not by residual."""
+    task = make_task(echo=True)
+    x_TD = torch.cat(list(task.inputs))
+    settings = ProjectConfig(penalties=[1e-4])
+    errors, shares = {}, {}
+    for method in ("log_ridge", "residual_ridge"):
+        router = fit_router(task, replace(SETTINGS, method=method))
+        shares[method] = float((router.choose(x_TD, 1) == 0).float().mean())
+        errors[method] = align_down(task.routed(router), task.inputs, task.target, settings).error_after
+    assert shares["residual_ridge"] < 0.1 < 0.6 < shares["log_ridge"]
+    assert errors["residual_ridge"] < 0.5 * errors["log_ridge"]
+
+
+def test_without_always_on_units_the_residual_is_all_of_it():
+    ffn = DenseFFN(draw(E * N, D, seed=1), draw(E * N, D, seed=2), draw(D, E * N, seed=3), torch.nn.functional.silu)
+    inputs = [draw(60, D, seed=seed) for seed in range(10, 18)]
+    nobody = torch.empty(0, dtype=torch.long)
+    task, _ = watch_experts(ffn, torch.arange(E * N).view(E, N), nobody, inputs, 1, biased=False)
+    assert regress_on_always_on(task.loop, inputs[0], 0.1).shape == (E * N, 0)
+    assert fit_router(task, SETTINGS).rows_ED.isfinite().all()
+
+
+def test_it_looks_at_as_many_tokens_as_it_is_told(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        residual, "activations", lambda loop, x_TD: seen.append(len(x_TD)) or iter(activations(loop, x_TD))
+    )
+    fit_router(make_task(echo=False), replace(SETTINGS, tokens=100))
+    assert seen == [100, 100]
