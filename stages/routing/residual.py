@@ -60,5 +60,5 @@ def activations(loop: ExpertLoop, x_TD: Float[Tensor, "T D"]) -> Iterator[tuple[
 def expert_norms(loop: ExpertLoop, hidden_tP: Float[Tensor, "t P"]) -> Float[Tensor, "t E"]:
     """sqrt(Σ_i h_i²·‖d_i‖²) over the units of every expert."""
     weight_EN = loop.experts.down_EDN.norm(dim=1)
-    norms_tE: Tensor = (hidden_tP.unflatten(1, weight_EN.shape) * weight_EN).norm(dim=2)
+    norms_tE: Tensor = (hidden_tP.view(-1, *weight_EN.shape) * weight_EN).norm(dim=2)
     return norms_tE
