@@ -14,18 +14,22 @@ from pipeline.cli import run_command
 
 REPOSITORY = Path(__file__).parents[2]
 
-# The command, but worker 1 kills itself, as the kernel would, before its n-th batch.
+# The command, but worker 1 kills itself, as the kernel would, before its n-th batch, once worker 0 has flushed, too.
 DYING = """
-import os, signal, sys
+import os, signal, sys, time
+from pathlib import Path
 from unittest.mock import patch
 from stages.scan.passes import Scanner
 
 calls, *words = sys.argv[1:]
 original, left = Scanner.scan, [int(calls)]
+outputs = Path(words[-1].removeprefix("output_dir="))
 
 def counted(*args, **kwargs):
     left[0] -= 1
     if not left[0] and os.environ["RANK"] == "1":
+        while not [*outputs.glob("artifacts/pico/scan/.*/scratch/sums.0.safetensors")]:
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     return original(*args, **kwargs)
 
