@@ -28,7 +28,7 @@ def regress_residual_norms(task: RouterTask, batches: Sequence[int], tokens: int
         penalty: of the regression on the always-on units, relative to the mean diagonal of their second moment.
     """
     x_TD = torch.cat([task.inputs[index] for index in batches])
-    x_TD = x_TD[spread_evenly(len(x_TD), min(tokens, len(x_TD)))]
+    x_TD = x_TD[spread_evenly(len(x_TD), tokens)]
     foretold_PS = regress_on_always_on(task.loop, x_TD, penalty)
     regression = RouterRegression(x_TD.shape[1], task.experts, x_TD.device)
     for x_tD, always_tS, hidden_tP in activations(task.loop, x_TD):
