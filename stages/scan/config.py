@@ -4,13 +4,18 @@ from dataclasses import dataclass, field
 
 VERSION = 2
 
+# Tokens per batch where the settings leave it open. Few sequences keep a CPU busy, and its larger tensors are fresh
+# memory every time; writing token by token is faster the more sequences write at once, on any device.
+SMALL_BATCH, LARGE_BATCH = 1024, 2048
+
 
 @dataclass
 class ScanConfig:
     """How the dense model is read on text."""
 
-    # Tokens per batch, padding included. Does not change the statistics, only speed and memory.
-    batch_tokens: int = field(default=2048, metadata={"minimum": 1})
+    # Tokens per batch, padding included; null: 1024 on a CPU, 2048 on a GPU. Does not change the statistics, only speed
+    # and memory.
+    batch_tokens: int | None = field(default=None, metadata={"minimum": 1})
     # Also run the backward pass: Taylor scores and exact per-sample weight-gradient norms.
     gradients: bool = True
     # A unit is active for a token when |h| is in the token's top share of units ...
@@ -37,3 +42,11 @@ class ScanConfig:
     per_token: bool = False
     # How numbers are kept: log16 (2 bytes; models/mscan/SPECIFICATION.md states the error) or f32.
     parameter_encoding: str = field(default="log16", metadata={"choices": ("log16", "f32")})
+
+    def read_batch(self, device_type: str) -> int:
+        """Tokens that are read at once."""
+        return self.batch_tokens or (SMALL_BATCH if device_type == "cpu" else LARGE_BATCH)
+
+    def written_batch(self) -> int:
+        """Tokens that are written at once, their prompts included."""
+        return self.batch_tokens or LARGE_BATCH

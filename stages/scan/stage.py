@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from models.config import ModelConfig
 from models.ffn import ffn_modules, ffn_weight_names
 from models.loading import load_dense, load_tokenizer
+from models.placement import input_device
 from models.source import resolve_folder
 from stages.calibration.recomputation import save_memory
 from stages.contracts.job import Job, Table
@@ -43,11 +44,11 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, store: StoreConfig, s
     dense = load_dense(replace(model, device=workers.pick_device(model.device)), folder)
     if data.labels == "generated":
         text = continue_prompts(
-            dense, tokenizer, text, data, seed=seed, batch_tokens=scan.batch_tokens,
+            dense, tokenizer, text, data, seed=seed, batch_tokens=scan.written_batch(),
             resume_file=job.scratch / "written.jsonl", workers=workers,
         )  # fmt: skip
     save_memory(dense, asked=scan.gradient_checkpointing)
-    batches = batch_sequences(text.sequences, scan.batch_tokens, tokenizer.pad_token_id or 0)
+    batches = batch_sequences(text.sequences, scan.read_batch(input_device(dense).type), tokenizer.pad_token_id or 0)
     mlps, domains = ffn_modules(dense), find_domains(batches, scan)
     shapes = sum_shapes(
         len(mlps), mlps[0].down_proj.in_features, min(scan.reservoir_tokens, text.tokens),
