@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from models.routing import choose_experts, chosen_mask
+from stages.calibration.normal_equations import NormalEquations
 from stages.cluster.activity import LayerActivity
 from stages.cluster.balance import assign_balanced
 
@@ -53,8 +54,9 @@ def measure_energy(
     kept_TS, hidden_TU = hidden_TF[:, always_on_S], hidden_TF[:, routed_U]
     del hidden_TF
     if len(always_on_S):
-        foretold_SU = torch.cholesky_solve(kept_TS.T @ hidden_TU, ridge_factor(kept_TS, FORETOLD_PENALTY))
-        hidden_TU.addmm_(kept_TS, foretold_SU, alpha=-1)
+        moments = NormalEquations(len(always_on_S), len(routed_U), device=x_TD.device)
+        moments.add(kept_TS, hidden_TU)
+        hidden_TU.addmm_(kept_TS, moments.solve(FORETOLD_PENALTY).T, alpha=-1)
     energy_TU = hidden_TU.mul_(activity.ffn.down_DF.norm(dim=0)[routed_U]).square_()
     return TokenEnergy(energy_TU, x_TD, ridge_factor(x_TD, ROUTER_PENALTY), top_k)
 
