@@ -224,33 +224,41 @@ def contributions(embedding, ids, delta, head):
     return torch.stack(norms)
 
 
-def half_agreement(folder, dtype, *, autocast=False):
-    """Largest relative difference of whole-parameter norms from those of true gradients in the same format."""
-    batch, worst = draw_batch(), 0.0
+def half_errors(folder, dtype, *, autocast=False):
+    """Worst relative differences of whole-parameter norms from those in fp32: of the scanner, and of true gradients.
+
+    Both in the same format, which each kind of processor rounds in its own places.
+    """
+    batch, worst = draw_batch(), torch.zeros(2, dtype=torch.float64)
 
     def run(model, batch):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             backward(model, batch)
 
-    model, twin = load(folder, dtype).requires_grad_(False), load(folder, dtype)
+    model, twin, exact = load(folder, dtype).requires_grad_(False), load(folder, dtype), load(folder, torch.float32)
+    exact.load_state_dict(model.state_dict())
     with ParameterTensorScanner(model, block_width=WIDTH) as scanner:
         run(model, batch)
         (record,) = scanner.collect()
-    weights = dict(twin.named_parameters())
+    halves, wholes = dict(twin.named_parameters()), dict(exact.named_parameters())
     for row in range(len(LENGTHS)):
         twin.zero_grad()
+        exact.zero_grad()
         run(twin, one_sample(batch, row))
+        backward(exact, one_sample(batch, row))
         for column, parameter in enumerate(scanner.parameters):
-            truth = weights[parameter.name].grad.double().norm()
-            worst = max(worst, float(abs(record.gradient_BP[row, column] - truth) / truth))
-    return worst
+            found = torch.stack([record.gradient_BP[row, column], halves[parameter.name].grad.float().norm()])
+            truth = wholes[parameter.name].grad.double().norm()
+            worst = torch.maximum(worst, (found.double() - truth).abs() / truth)
+    return worst.tolist()
 
 
-# Rounded to 8 (11) bits after every operation, a padded and an unpadded pass differ by more than the norms' own error.
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
-def test_half_precision_is_within_its_rounding(folder, dtype, bound):
-    assert half_agreement(folder, dtype) <= bound
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_within_its_rounding(folder, dtype):
+    found, plain = half_errors(folder, dtype)
+    assert 0 < found <= 2 * plain
 
 
 def test_autocast_is_within_the_rounding_of_bfloat16(folder):
-    assert half_agreement(folder, torch.float32, autocast=True) <= 2e-2
+    found, plain = half_errors(folder, torch.float32, autocast=True)
+    assert 0 < found <= 2 * plain
