@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, Self, TypeVar
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from models.expert_loop import Block
@@ -91,47 +90,15 @@ def align_down(
     for index in fitted:
         blocks, output_TD = carved.run(inputs[index])
         moments.add_blocks(blocks, target(index, inputs[index]) - output_TD)
-    judge = Judge.of(carved, inputs, target, held_out)
-    before = judge.error(None)
+    before = relative_error(carved, inputs, target, held_out)
     best = Alignment(carved, before, before if settings.guard else float("inf"), None)
     last = float("inf")
     for penalty in sorted(settings.penalties, reverse=True):
-        change_DF = moments.solve(penalty)
-        error = judge.error(change_DF)
+        candidate = carved.with_change(moments.solve(penalty))
+        error = relative_error(candidate, inputs, target, held_out)
         if error < best.error_after:
-            best = Alignment(carved.with_change(change_DF), before, error, penalty)
+            best = Alignment(candidate, before, error, penalty)
         if error > last:
             break  # less penalty fits the tokens at hand ever closer, and the held-out ones ever worse
         last = error
     return best
-
-
-@dataclass(frozen=True)
-class Judge:
-    """What a layer misses on held-out tokens, and would still miss with other columns: its activations stay."""
-
-    parts: Sequence[tuple[list[Block], Tensor]]  # of every batch: activations, and what is missing (T, D)
-    total: float  # Σ‖target‖²
-
-    @classmethod
-    def of(cls, carved: Alignable, inputs: Sequence[Tensor], target: Target, batches: Sequence[int]) -> Self:
-        """Look at the given batches once."""
-        parts, total = [], 0.0
-        for index in batches:
-            blocks, output_TD = carved.run(inputs[index])
-            wanted_TD = target(index, inputs[index])
-            parts.append((blocks, wanted_TD - output_TD))
-            total += float(wanted_TD.double().square().sum())
-        return cls(parts, total)
-
-    def error(self, change_DF: Float[Tensor, "D F"] | None) -> float:
-        """`relative_error` with this added to the columns."""
-        missed = 0.0
-        for blocks, missing_TD in self.parts:
-            left_TD = missing_TD
-            if change_DF is not None:
-                left_TD = missing_TD.clone()
-                for tokens_t, units_N, hidden_tN in blocks:
-                    left_TD[tokens_t] -= hidden_tN @ change_DF[:, units_N].T
-            missed += float(left_TD.double().square().sum())
-        return missed / self.total if self.total else 0.0
