@@ -10,6 +10,7 @@ from models.shape import PER_LAYER, TOPOLOGIES
 from pipeline.layout import REPOSITORY
 from pipeline.stages_table import ALL
 from stages.assemble.config import AssembleConfig
+from stages.calibration.config import VocabularyConfig
 from stages.cluster.config import ClusterConfig
 from stages.data.config import DataConfig
 from stages.diagnose.config import CHECKS, DiagnoseConfig
@@ -41,6 +42,7 @@ class Settings:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    vocabulary: VocabularyConfig = field(default_factory=VocabularyConfig)
     store: StoreConfig = field(default_factory=StoreConfig)
     scan: ScanConfig = field(default_factory=ScanConfig)
     score: ScoreConfig = field(default_factory=ScoreConfig)

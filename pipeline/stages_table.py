@@ -40,10 +40,14 @@ class Stage:
 CHAIN = (
     Stage("scan", parents=(), nodes=("model", "data", "store", "scan", "seed"), shared=True),
     Stage("score", parents=("scan",), nodes=("score", "seed")),
-    Stage("cluster", parents=("scan", "score"), nodes=("model", "data", "cluster", "shape", "seed")),
+    Stage("cluster", parents=("scan", "score"), nodes=("model", "data", "vocabulary", "cluster", "shape", "seed")),
     Stage("extract", parents=("score", "cluster"), nodes=("model", "extract", "shape")),
-    Stage("assemble", parents=("cluster", "extract"), nodes=("model", "data", "assemble", "shape", "seed")),
-    Stage("project", parents=("cluster", "assemble"), nodes=("model", "data", "project", "shape", "seed")),
+    Stage(
+        "assemble", parents=("cluster", "extract"), nodes=("model", "data", "vocabulary", "assemble", "shape", "seed")
+    ),
+    Stage(
+        "project", parents=("cluster", "assemble"), nodes=("model", "data", "vocabulary", "project", "shape", "seed")
+    ),
     Stage(
         "train",
         parents=("project",),
@@ -54,7 +58,7 @@ CHAIN = (
     Stage(
         "evaluate",
         parents=("scan", "cluster", "assemble", "project"),
-        nodes=("model", "data", "project", "evaluate", "shape", "seed"),
+        nodes=("model", "data", "vocabulary", "project", "evaluate", "shape", "seed"),
         reads_heldout=True,
     ),
     Stage("dump", parents=(), nodes=("model", "data", "dump")),

@@ -1,6 +1,7 @@
 """assemble: fit a router per layer on the dense model's inputs, write experts and routers as a native checkpoint."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,8 +23,9 @@ from stages.assemble.fitting import Fit, over_own, over_pool
 from stages.assemble.pool_report import summarise_pool
 from stages.assemble.replicas import divide_by_multiplicity
 from stages.assemble.report import RouterReport, summarise
-from stages.calibration.batches import calibration_batches
+from stages.calibration.batches import calibration_batches, text_only
 from stages.calibration.card import write_carve_card
+from stages.calibration.config import VocabularyConfig
 from stages.calibration.emission import emit_carve
 from stages.calibration.layer_seed import layer_seed
 from stages.calibration.token_stream import TokenStream
@@ -39,13 +41,24 @@ from stages.routing.measure import load_balance, oracle_agreement, relative_outp
 from stages.routing.task import RouterTask
 
 
-def run(job: Job, *, model: ModelConfig, data: DataConfig, assemble: AssembleConfig, shape: Shape, seed: int) -> Table:
+def run(
+    job: Job,
+    *,
+    model: ModelConfig,
+    data: DataConfig,
+    vocabulary: VocabularyConfig,
+    assemble: AssembleConfig,
+    shape: Shape,
+    seed: int,
+) -> Table:
     """Write `checkpoint/` and the routers."""
     folder = resolve_folder(model)
     source = read_config(folder)
     target = select_target(source["model_type"], assemble.target, shape.always_on, pooled=shape.pooled)
     partition = load_partition(job.parents["cluster"], shape)
-    batches = calibration_batches(data, load_tokenizer(folder), assemble.batch_tokens)
+    batches = calibration_batches(
+        data, None if shape.pooled else vocabulary, load_tokenizer(folder), assemble.batch_tokens
+    )
     biased = target.selection_bias is not None and assemble.mode == "parity"
     with LayerStream(folder, device=resolve_device(model)) as stream:
         fit = (
@@ -93,7 +106,7 @@ def fit_all(
     scratch: Path,
 ) -> list[RouterReport]:
     """Pass the dense model's layers once, fitting each router on the inputs its FFN sees; each is kept in `scratch`."""
-    tokens = TokenStream(stream, batches)
+    tokens, text = TokenStream(stream, batches), len(text_only(batches))
     reports = []
     for index, layer in enumerate(tqdm(stream.layers(), total=stream.depth, desc="assemble", unit="layer")):
         tokens.enter(layer)
@@ -101,16 +114,17 @@ def fit_all(
         outputs: Iterable[Tensor] = map(layer.ffn, tokens.inputs)
         if report is None:
             task, router, outputs = fit(index, layer.ffn, tokens.inputs, layer_seed(seed, index))
-            report = measure_router(set_spread(router, tokens.inputs, router_spread(assemble)), task, tokens.inputs)
+            report = measure_router(set_spread(router, tokens.inputs, router_spread(assemble)), task, text)
             keep_layer(scratch, index, report)
         reports.append(report)
         tokens.leave(outputs)
     return reports
 
 
-def measure_router(router: LinearRouter, task: RouterTask, inputs: Sequence[Tensor]) -> RouterReport:
-    """How a layer's router does on the calibration text."""
-    load_E, agreement = load_balance(router, inputs, task.top_k), oracle_agreement(router, task)
+def measure_router(router: LinearRouter, task: RouterTask, text: int) -> RouterReport:
+    """How a layer's router does on the calibration text, the first batches of the task."""
+    task = replace(task, inputs=task.inputs[:text], contributions=task.contributions[:text])
+    load_E, agreement = load_balance(router, task.inputs, task.top_k), oracle_agreement(router, task)
     error, kept = relative_output_error(router, task), router.to("cpu")
     return RouterReport(kept.rows_ED, kept.bias_E, load_E.cpu(), agreement, error)
 

@@ -1,7 +1,12 @@
-"""Calibration text as batches that can be split into a fitted and a guarding part."""
+"""Calibration text, and random tokens beside it, as batches that can be split into a fitted and a guarding part."""
+
+from collections.abc import Sequence
+from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
+from stages.calibration.config import VocabularyConfig
+from stages.calibration.vocabulary import draw_sequences
 from stages.data.batches import TokenBatch, batch_sequences
 from stages.data.config import DataConfig
 from stages.data.sequences import load_sequences
@@ -10,8 +15,23 @@ from stages.data.sequences import load_sequences
 LEAST_BATCHES = 16
 
 
-def calibration_batches(data: DataConfig, tokenizer: PreTrainedTokenizerBase, batch_tokens: int) -> list[TokenBatch]:
-    """The calibration split in batches of at most `batch_tokens`, smaller where that would give fewer than 16."""
+def calibration_batches(
+    data: DataConfig, vocabulary: VocabularyConfig | None, tokenizer: PreTrainedTokenizerBase, batch_tokens: int
+) -> list[TokenBatch]:
+    """The calibration split, then what is drawn from the vocabulary, if anything is to be.
+
+    Batches hold at most `batch_tokens`, fewer where that would give less than 16 of the text.
+    """
     sequences = load_sequences(data, tokenizer, "calibration")
-    total = sum(len(sequence.ids) for sequence in sequences)
-    return batch_sequences(sequences, min(batch_tokens, max(1, total // LEAST_BATCHES)), tokenizer.pad_token_id or 0)
+    size = min(batch_tokens, max(1, sum(len(sequence.ids) for sequence in sequences) // LEAST_BATCHES))
+    pad_id = tokenizer.pad_token_id or 0
+    batches = batch_sequences(sequences, size, pad_id)
+    if vocabulary is None or not vocabulary.tokens:
+        return batches
+    drawn = batch_sequences(draw_sequences(tokenizer, vocabulary.tokens, data.max_length), size, pad_id)
+    return [*batches, *(replace(batch, layers=vocabulary.layers, is_text=False) for batch in drawn)]
+
+
+def text_only(batches: Sequence[TokenBatch]) -> list[TokenBatch]:
+    """Without those drawn from the vocabulary."""
+    return [batch for batch in batches if batch.is_text]

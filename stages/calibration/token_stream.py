@@ -16,6 +16,8 @@ class TokenStream:
 
     Between `enter` and `leave`, `inputs` holds the FFN inputs of every batch, real tokens only, (T, D) each. Memory:
     two hidden states per token.
+
+    Batches that pass some layers only come last, so that those before keep their places when these are gone.
     """
 
     inputs: list[Tensor]
@@ -24,6 +26,7 @@ class TokenStream:
         """Embed the tokens."""
         self.masks: list[Tensor] = [batch.attention_mask.bool().to(stream.device) for batch in batches]
         self.hidden = stream.embed([batch.input_ids for batch in batches])
+        self._layers = [batch.layers for batch in batches]  # that each passes; None: all
         self.inputs = []
         self.entered = 0  # layers so far
         self._layer: StreamLayer | None = None
@@ -35,6 +38,8 @@ class TokenStream:
             NumericsError: an FFN input is not finite.
         """
         self.inputs, self._layer = [], layer
+        while self._layers and self._layers[-1] is not None and self._layers[-1] <= self.entered:
+            del self._layers[-1], self.masks[-1], self.hidden[-1]
         self.entered += 1
         for index, mask_BT in enumerate(self.masks):
             self.hidden[index], x_BTD = layer.attend(self.hidden[index])

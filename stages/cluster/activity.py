@@ -14,6 +14,7 @@ from models.loading import load_tokenizer, resolve_device
 from models.source import resolve_folder
 from models.stream import LayerStream
 from stages.calibration.batches import calibration_batches
+from stages.calibration.config import VocabularyConfig
 from stages.calibration.spread import spread_evenly
 from stages.calibration.token_stream import TokenStream
 from stages.data.batches import TokenBatch
@@ -50,13 +51,15 @@ class LayerActivity:
 
 
 @contextmanager
-def open_activities(model: ModelConfig, data: DataConfig, batch_tokens: int) -> Iterator[Iterator[LayerActivity]]:
+def open_activities(
+    model: ModelConfig, data: DataConfig, vocabulary: VocabularyConfig | None, batch_tokens: int
+) -> Iterator[Iterator[LayerActivity]]:
     """One pass of the dense model over the calibration text: the activity of every layer in order.
 
     Memory: the hidden states of all tokens and one layer.
     """
     folder = resolve_folder(model)
-    batches = calibration_batches(data, load_tokenizer(folder), batch_tokens)
+    batches = calibration_batches(data, vocabulary, load_tokenizer(folder), batch_tokens)
     with LayerStream(folder, device=resolve_device(model)) as stream:
         yield stream_activities(stream, batches)
 

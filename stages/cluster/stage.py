@@ -12,6 +12,7 @@ from tqdm import tqdm
 from models.config import ModelConfig
 from models.memory import release_freed_memory
 from models.shape import Shape
+from stages.calibration.config import VocabularyConfig
 from stages.cluster.activity import LayerActivity, open_activities
 from stages.cluster.allocation import layer_shapes
 from stages.cluster.always_on import rank_units
@@ -30,7 +31,16 @@ from stages.contracts.statistics import DomainStatistics, UnitStatistics
 from stages.data.config import DataConfig
 
 
-def run(job: Job, *, model: ModelConfig, data: DataConfig, cluster: ClusterConfig, shape: Shape, seed: int) -> Table:
+def run(
+    job: Job,
+    *,
+    model: ModelConfig,
+    data: DataConfig,
+    vocabulary: VocabularyConfig,
+    cluster: ClusterConfig,
+    shape: Shape,
+    seed: int,
+) -> Table:
     """Group the units of every layer into experts; no layer's draws depend on another layer."""
     statistics, scores = UnitStatistics.load(job.parents["scan"]), Scores.load(job.parents["score"])
     domains = load_domains(job.parents["scan"])
@@ -38,7 +48,7 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, cluster: ClusterConfi
     drawn = layers_to_draw(cluster, layers)
     shapes = layer_shapes(shape, cluster.allocation, scores) if shape.pooled else [shape] * layers
     partitions, figures, pictures = [], [], []
-    with open_pass(model, data, cluster, layers) as activities:
+    with open_pass(model, data, None if shape.pooled else vocabulary, cluster, layers) as activities:
         for layer, activity in enumerate(tqdm(activities, total=layers, desc="cluster", unit="layer")):
             evidence = LayerEvidence(layer, model, statistics, scores, seed, activity, domains)
             features = lru_cache(maxsize=1)(partial(view_units, cluster, evidence))
@@ -86,11 +96,11 @@ def load_domains(folder: Path) -> DomainStatistics | None:
 
 @contextmanager
 def open_pass(
-    model: ModelConfig, data: DataConfig, cluster: ClusterConfig, layers: int
+    model: ModelConfig, data: DataConfig, vocabulary: VocabularyConfig | None, cluster: ClusterConfig, layers: int
 ) -> Iterator[Iterable[LayerActivity | None]]:
     """The activity of every layer in order, or None for each where no setting asks for a pass."""
     if not cluster.needs_pass:
         yield repeat(None, layers)
         return
-    with open_activities(model, data, cluster.batch_tokens) as activities:
+    with open_activities(model, data, vocabulary, cluster.batch_tokens) as activities:
         yield activities

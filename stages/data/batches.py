@@ -20,6 +20,8 @@ class TokenBatch:
     labels: Int64[Tensor, "B T"]  # not shifted; -100 where the token does not count in the loss
     names: list[str]
     domains: list[str] = field(default_factory=list)  # of every sequence; only the scan asks for them
+    is_text: bool = True  # False: drawn at random
+    layers: int | None = None  # it passes, from the first on; None: all
 
     @property
     def tokens(self) -> int:

@@ -16,6 +16,7 @@ from models.source import resolve_folder
 from models.stream import LayerStream
 from stages.calibration.alignment import AlignmentSettings
 from stages.calibration.batches import calibration_batches
+from stages.calibration.config import VocabularyConfig
 from stages.calibration.layer_seed import layer_seed
 from stages.contracts.job import Job, Table
 from stages.contracts.partition import Partition
@@ -41,6 +42,7 @@ def run(
     *,
     model: ModelConfig,
     data: DataConfig,
+    vocabulary: VocabularyConfig,
     project: AlignmentSettings,
     evaluate: EvaluateConfig,
     shape: Shape,
@@ -49,7 +51,8 @@ def run(
     """Write `evaluation.json` and `evaluation.md`."""
     folder = resolve_folder(model)
     partition = load_partition(job.parents["cluster"], shape)
-    text = load_text(data, load_tokenizer(folder), evaluate.batch_tokens)
+    drawn = None if shape.pooled else vocabulary
+    text = load_text(data, drawn, load_tokenizer(folder), evaluate.batch_tokens)
     carved_facts = read_facts(job, evaluate.checkpoint, model, partition, shape, seed)
     comparison = compare_models(job, model, text, carved_facts, evaluate, shape)
     if shape.pooled:
@@ -89,10 +92,12 @@ def compare_models(
     return compare(dense, carved, text.heldout, facts_of, shape, evaluate.speed_tokens)
 
 
-def load_text(data: DataConfig, tokenizer: PreTrainedTokenizerBase, batch_tokens: int) -> Text:
-    """Both splits."""
+def load_text(
+    data: DataConfig, vocabulary: VocabularyConfig | None, tokenizer: PreTrainedTokenizerBase, batch_tokens: int
+) -> Text:
+    """Both splits; baselines are fitted on what the carve was fitted on."""
     heldout = batch_sequences(load_sequences(data, tokenizer, "heldout"), batch_tokens, tokenizer.pad_token_id or 0)
-    return Text(calibration_batches(data, tokenizer, batch_tokens), heldout)
+    return Text(calibration_batches(data, vocabulary, tokenizer, batch_tokens), heldout)
 
 
 def read_facts(

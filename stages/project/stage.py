@@ -19,8 +19,9 @@ from models.routing import LinearRouter
 from models.shape import Shape
 from models.source import resolve_folder
 from models.stream import LayerStream
-from stages.calibration.batches import calibration_batches
+from stages.calibration.batches import calibration_batches, text_only
 from stages.calibration.card import write_carve_card
+from stages.calibration.config import VocabularyConfig
 from stages.calibration.emission import emit_carve
 from stages.calibration.layer_seed import layer_seed
 from stages.calibration.recomputation import save_memory
@@ -43,12 +44,23 @@ from stages.routing.descent import DescentSettings
 from stages.routing.fit import RouterSettings
 
 
-def run(job: Job, *, model: ModelConfig, data: DataConfig, project: ProjectConfig, shape: Shape, seed: int) -> Table:
+def run(
+    job: Job,
+    *,
+    model: ModelConfig,
+    data: DataConfig,
+    vocabulary: VocabularyConfig,
+    project: ProjectConfig,
+    shape: Shape,
+    seed: int,
+) -> Table:
     """Write `checkpoint/`; every step is judged on held-out calibration tokens."""
     folder = resolve_folder(model)
     routers = Routers.load(job.parents["assemble"])
-    batches = calibration_batches(data, load_tokenizer(folder), project.batch_tokens)
-    gradients = gradients_of(model, folder, batches, project)
+    drawn = None if shape.pooled else vocabulary
+    batches = calibration_batches(data, drawn, load_tokenizer(folder), project.batch_tokens)
+    text = text_only(batches)
+    gradients = gradients_of(model, folder, text, project)
     if shape.pooled:
         refit = [refit_settings(routers, project, layer_seed(seed, layer)) for layer in range(len(routers.rows))]
         asked = gradients if project.gradient_projection else None
@@ -62,7 +74,7 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, project: ProjectConfi
     checkpoint = job.out / "checkpoint"
     emit_carve(folder, checkpoint, shape, routers, lambda layer: projected_experts(job.scratch, layer))
     write_carve_card(checkpoint, model, shape, partition, routers, describe(outcomes, project))
-    tokens = sum(batch.tokens for batch in batches)
+    tokens = sum(batch.tokens for batch in text)
     return summarise(outcomes, project, shape, partition.width, tokens)
 
 
