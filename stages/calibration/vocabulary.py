@@ -24,5 +24,5 @@ def draw_sequences(tokenizer: PreTrainedTokenizerBase, tokens: int, length: int)
     drawn_T = ids_V[torch.searchsorted(cumulative_V, uniform_T * cumulative_V[-1]).clamp_max(len(ids_V) - 1)]
     return [
         TokenSequence(f"vocabulary {number}", ids_T.tolist(), [IGNORED] * len(ids_T))
-        for number, ids_T in enumerate(drawn_T.split(length))
+        for number, ids_T in enumerate(torch.split(drawn_T, length))
     ]

@@ -4,6 +4,7 @@ from transformers import AutoModelForCausalLM
 
 from models.config import ModelConfig
 from models.pico import write_pico
+from stages.calibration.config import VocabularyConfig
 from stages.cluster.activity import open_activities, stream_activities
 from stages.data.batches import TokenBatch
 
@@ -60,5 +61,8 @@ def test_the_pass_reads_the_calibration_text(tmp_path):
 
     folder = write_pico(tmp_path / "pico", "qwen3", layers=L, hidden=D, intermediate=F, tokenizer=True)
     data = DataConfig(tokens=96, max_length=32)
-    with open_activities(ModelConfig(kind="local", path=str(folder), device="cpu"), data, 64) as activities:
+    model, vocabulary = ModelConfig(kind="local", path=str(folder), device="cpu"), VocabularyConfig(tokens=40, layers=2)
+    with open_activities(model, data, None, 64) as activities:
         assert [(activity.tokens, activity.ffn.width) for activity in activities] == [(96, F)] * L
+    with open_activities(model, data, vocabulary, 64) as activities:
+        assert [activity.tokens for activity in activities] == [96 + 40, 96 + 40, 96]

@@ -7,6 +7,7 @@ from models.config import ModelConfig
 from models.errors import ConfigError
 from models.pico import write_pico
 from models.shape import Shape
+from stages.calibration.config import VocabularyConfig
 from stages.cluster.config import ClusterConfig
 from stages.cluster.stage import run
 from stages.contracts.job import Job
@@ -25,6 +26,7 @@ def grouped(**changes):
     return ClusterConfig(**({"map": "none", "method": "balanced_kmeans", "always_on_by": "contribution"} | changes))
 
 
+NOTHING = VocabularyConfig(tokens=0)
 NO_MAP = grouped()
 
 
@@ -53,7 +55,15 @@ def planted(plant, job, scores):
 def cluster(job, config=NO_MAP, *, model=None, data=None, shape=SHAPE, seed=0):
     for kept in job.scratch.iterdir():
         kept.unlink()  # another recipe has another scratch
-    table = run(job, model=model or ModelConfig(), data=data or DataConfig(), cluster=config, shape=shape, seed=seed)
+    table = run(
+        job,
+        model=model or ModelConfig(),
+        data=data or DataConfig(),
+        vocabulary=NOTHING,
+        cluster=config,
+        shape=shape,
+        seed=seed,
+    )
     return table, Partition.load(job.out)
 
 
@@ -115,7 +125,7 @@ def test_the_seed_decides(job, planted):
 @pytest.mark.parametrize(("experts", "always_on"), [(1, 0), (3, 5), (5, 0)])
 def test_a_pool_takes_the_units_of_highest_score_from_every_layer(job, planted, scores, experts, always_on):
     shape = Shape(experts, 6, 2, always_on, "global_pool")
-    table = run(job, model=ModelConfig(), data=DataConfig(), cluster=NO_MAP, shape=shape, seed=0)
+    table = run(job, model=ModelConfig(), data=DataConfig(), vocabulary=NOTHING, cluster=NO_MAP, shape=shape, seed=0)
     partition = PoolPartition.load(job.out)
     assert partition.sizes == (L, experts, 6, always_on, F)
     assert (min(partition.given) == 0) == (experts < L)
@@ -129,7 +139,8 @@ def test_a_pool_takes_the_units_of_highest_score_from_every_layer(job, planted, 
 
 
 def test_a_pool_of_more_places_than_units_holds_all_of_them(job, planted):
-    run(job, model=ModelConfig(), data=DataConfig(), cluster=NO_MAP, shape=Shape(11, 6, 2, 0, "global_pool"), seed=0)
+    shape = Shape(11, 6, 2, 0, "global_pool")
+    run(job, model=ModelConfig(), data=DataConfig(), vocabulary=NOTHING, cluster=NO_MAP, shape=shape, seed=0)
     partition = PoolPartition.load(job.out)
     assert sorted(partition.given) == [5, 6]
     assert (partition.multiplicity >= 1).all()
