@@ -18,18 +18,21 @@ LEAST_BATCHES = 16
 def calibration_batches(
     data: DataConfig, vocabulary: VocabularyConfig | None, tokenizer: PreTrainedTokenizerBase, batch_tokens: int
 ) -> list[TokenBatch]:
-    """The calibration split, then what is drawn from the vocabulary, if anything is to be.
+    """The calibration split, then words that it has not, if any are to be drawn, and never more of them than of it.
 
     Batches hold at most `batch_tokens`, fewer where that would give less than 16 of the text.
     """
     sequences = load_sequences(data, tokenizer, "calibration")
-    size = min(batch_tokens, max(1, sum(len(sequence.ids) for sequence in sequences) // LEAST_BATCHES))
+    total = sum(len(sequence.ids) for sequence in sequences)
+    size = min(batch_tokens, max(1, total // LEAST_BATCHES))
     pad_id = tokenizer.pad_token_id or 0
     batches = batch_sequences(sequences, size, pad_id)
     if vocabulary is None or not vocabulary.tokens:
         return batches
-    drawn = batch_sequences(draw_sequences(tokenizer, vocabulary.tokens, data.max_length), size, pad_id)
-    return [*batches, *(replace(batch, layers=vocabulary.layers, is_text=False) for batch in drawn)]
+    met = {id_ for sequence in sequences for id_ in sequence.ids}
+    drawn = draw_sequences(tokenizer, met, min(vocabulary.tokens, total), data.max_length)
+    marked = (replace(batch, layers=vocabulary.layers, is_text=False) for batch in batch_sequences(drawn, size, pad_id))
+    return [*batches, *marked]
 
 
 def text_only(batches: Sequence[TokenBatch]) -> list[TokenBatch]:

@@ -10,7 +10,7 @@ class VocabularyConfig:
     The first layers know little more of a token than which one it is, and the text has met few of them.
     """
 
-    # Tokens drawn from the tokenizer's vocabulary, in sequences of data.max_length; 0 draws none.
+    # Tokens drawn from those of the vocabulary that the text has not, at most as many as it has; 0 draws none.
     tokens: int = field(default=16384, metadata={"minimum": 0})
     # They pass so many layers, from the first on; unset: all. A pool sees none of them.
     layers: int | None = field(default=4, metadata={"minimum": 1})

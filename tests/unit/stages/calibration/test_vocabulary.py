@@ -1,7 +1,5 @@
 """Random tokens beside the text: which are drawn, and how long they stay."""
 
-from collections import Counter
-
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -19,27 +17,36 @@ from stages.data.encoding import IGNORED
 DATA = DataConfig(tokens=640, max_length=32)
 
 
+def ids_of(sequences):
+    return {id_ for sequence in sequences for id_ in sequence.ids}
+
+
 @pytest.fixture(scope="module")
 def tokenizer():
     return AutoTokenizer.from_pretrained(EMBEDDED)
 
 
-def test_as_many_tokens_as_asked_and_always_the_same(tokenizer):
-    drawn = draw_sequences(tokenizer, 1000, 64)
+def test_as_many_tokens_as_asked_none_twice_and_always_the_same(tokenizer):
+    drawn = draw_sequences(tokenizer, (), 1000, 64)
     assert [len(sequence.ids) for sequence in drawn] == [64] * 15 + [40]
-    assert drawn == draw_sequences(tokenizer, 1000, 64)
+    assert len(ids_of(drawn)) == 1000
+    assert drawn == draw_sequences(tokenizer, (), 1000, 64)
     assert all(set(sequence.labels) == {IGNORED} for sequence in drawn)
 
 
-def test_no_special_token_is_drawn_and_common_ones_are_drawn_more_often(tokenizer):
-    counts = Counter(id_ for sequence in draw_sequences(tokenizer, 200_000, 512) for id_ in sequence.ids)
-    ids = sorted(set(tokenizer.get_vocab().values()) - set(tokenizer.added_tokens_decoder))
-    assert set(counts) == set(ids)
-    quarter = len(ids) // 4
-    first, last = (sum(counts[id_] for id_ in part) for part in (ids[:quarter], ids[-quarter:]))
-    ranks = torch.arange(len(ids), dtype=torch.float64)
-    weights = 1 / (ranks + 1000)
-    assert first / last == pytest.approx(float(weights[:quarter].sum() / weights[-quarter:].sum()), rel=0.05)
+def test_all_that_are_left_and_no_special_token(tokenizer):
+    ids = set(tokenizer.get_vocab().values())
+    left = ids - set(tokenizer.added_tokens_decoder)
+    assert ids_of(draw_sequences(tokenizer, (), 10**6, 512)) == left
+    met = sorted(left)[7:]
+    assert ids_of(draw_sequences(tokenizer, met, 10**6, 512)) == set(sorted(left)[:7])
+    assert draw_sequences(tokenizer, ids, 10**6, 512) == []
+
+
+def test_the_common_are_drawn_first(tokenizer):
+    ids = torch.tensor(sorted(set(tokenizer.get_vocab().values())))
+    drawn = torch.tensor(sorted(ids_of(draw_sequences(tokenizer, (), len(ids) // 4, 512))))
+    assert drawn.double().mean() < 0.95 * ids.double().mean()
 
 
 def test_the_text_comes_first_and_is_what_it_was(tokenizer):
@@ -52,6 +59,16 @@ def test_the_text_comes_first_and_is_what_it_was(tokenizer):
     assert sum(batch.tokens for batch in drawn) == 320
     assert {batch.layers for batch in drawn} == {2}
     assert max(batch.input_ids.numel() for batch in mixed) <= 640 // 16
+
+
+def test_no_more_are_drawn_than_the_text_has_and_none_that_it_has(tokenizer):
+    batches = calibration_batches(DATA, VocabularyConfig(tokens=10**6), tokenizer, 4096)
+    assert sum(batch.tokens for batch in batches if not batch.is_text) == 640
+    met, drawn = (
+        {int(id_) for batch in batches if batch.is_text == text for id_ in batch.input_ids[batch.attention_mask.bool()]}
+        for text in (True, False)
+    )
+    assert not met & drawn
 
 
 def test_none_are_drawn_where_none_are_asked_for(tokenizer):
