@@ -114,7 +114,8 @@ def fit_all(
         outputs: Iterable[Tensor] = map(layer.ffn, tokens.inputs)
         if report is None:
             task, router, outputs = fit(index, layer.ffn, tokens.inputs, layer_seed(seed, index))
-            report = measure_router(set_spread(router, tokens.inputs, router_spread(assemble)), task, text)
+            router = set_spread(router, tokens.inputs[:text], router_spread(assemble))
+            report = measure_router(router, task, text)
             keep_layer(scratch, index, report)
         reports.append(report)
         tokens.leave(outputs)

@@ -22,9 +22,10 @@ class LayerCarve:
     router: LinearRouter
     shape: Shape
     refit: RouterSettings
-    spread: float  # of the router's logits
+    spread: float  # of the router's logits on the text
     biased: bool  # the router may have a bias
     gate: GateKind = GateKind.CONSTANT
+    text: int | None = None  # batches of text, the first of the inputs; None: all
 
 
 @dataclass(frozen=True)

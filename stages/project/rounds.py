@@ -39,7 +39,7 @@ def alternate(
         router = refit_router(RouterTask(state.loop, target, carve.biased, inputs, contributions), carve.refit)
         if router is None or chooses_alike(router, state.loop, inputs):
             return state, kept
-        rerouted = replace(base, router=set_spread(router, inputs, carve.spread))
+        rerouted = replace(base, router=set_spread(router, inputs[: carve.text], carve.spread))
         aligned = align_down(rerouted, inputs, target, settings)
         before, after = (load_cost(loop, inputs, carve.refit) for loop in (state.loop, aligned.carved))
         if settings.guard and aligned.error_after + after >= state.error + before:

@@ -126,6 +126,7 @@ def project_all(
             routers.spread,
             routers.biased,
             GateKind(gate_kind(MOE_TARGETS[routers.target], shape)),
+            len(text_only(batches)),
         )
         gradient = {name: matrix.to(stream.device) for name, matrix in next(gradients).items()}
         done = find_layer(scratch, index, ProjectedLayer)
