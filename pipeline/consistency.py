@@ -154,9 +154,13 @@ def warn_of_ignored(settings: Settings) -> None:
     if settings.topology == GLOBAL_POOL:
         _warn_where_set("assemble", settings.assemble, LAYER_ASSEMBLE_FIELDS, "topology=global_pool")
         _warn_where_set("project", settings.project, LAYER_PROJECT_FIELDS, "topology=global_pool")
+        if settings.vocabulary.tokens:
+            _warn_where_set("vocabulary", settings.vocabulary, ("tokens", "layers"), "topology=global_pool")
     else:
         _warn_where_set("cluster", settings.cluster, POOL_CLUSTER_FIELDS, f"topology={settings.topology}")
         _warn_where_set("project", settings.project, POOL_PROJECT_FIELDS, f"topology={settings.topology}")
+    if not settings.vocabulary.tokens:
+        _warn_where_set("vocabulary", settings.vocabulary, ("layers",), "vocabulary.tokens=0")
     if settings.store.kind != "redis":
         _warn_where_set("store", settings.store, REDIS_FIELDS, f"store.kind={settings.store.kind}")
 

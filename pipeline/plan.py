@@ -13,6 +13,7 @@ from pipeline.fingerprint import fingerprint, make_recipe
 from pipeline.layout import artifact_folder
 from pipeline.stages_table import CHAIN, Stage, asked_stages, with_ancestors
 from pipeline.validation import Checked
+from stages.calibration.config import without_random_tokens
 from stages.data.config import calibration_only
 from stages.data.identity import data_identity
 
@@ -53,6 +54,8 @@ def make_steps(checked: Checked) -> dict[str, Step]:
     """A step for each asked stage and each of their ancestors, in the order of the chain."""
     settings = checked.settings
     nodes = {spec.name: getattr(settings, spec.name) for spec in fields(settings)} | {"shape": checked.shape}
+    if checked.shape is not None and checked.shape.pooled:
+        nodes["vocabulary"] = without_random_tokens()
     identities = {"model": source_identity(settings.model), "data": data_identity(settings.data)}
     calibrating = nodes | {"data": calibration_only(settings.data)}
     output_dir = Path(settings.output_dir).absolute()

@@ -56,9 +56,7 @@ def run(
     source = read_config(folder)
     target = select_target(source["model_type"], assemble.target, shape.always_on, pooled=shape.pooled)
     partition = load_partition(job.parents["cluster"], shape)
-    batches = calibration_batches(
-        data, None if shape.pooled else vocabulary, load_tokenizer(folder), assemble.batch_tokens
-    )
+    batches = calibration_batches(data, vocabulary, load_tokenizer(folder), assemble.batch_tokens)
     biased = target.selection_bias is not None and assemble.mode == "parity"
     with LayerStream(folder, device=resolve_device(model)) as stream:
         fit = (

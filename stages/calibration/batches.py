@@ -16,7 +16,7 @@ LEAST_BATCHES = 16
 
 
 def calibration_batches(
-    data: DataConfig, vocabulary: VocabularyConfig | None, tokenizer: PreTrainedTokenizerBase, batch_tokens: int
+    data: DataConfig, vocabulary: VocabularyConfig, tokenizer: PreTrainedTokenizerBase, batch_tokens: int
 ) -> list[TokenBatch]:
     """The calibration split, then words that it has not, if any are to be drawn, and never more of them than of it.
 
@@ -27,7 +27,7 @@ def calibration_batches(
     size = min(batch_tokens, max(1, total // LEAST_BATCHES))
     pad_id = tokenizer.pad_token_id or 0
     batches = batch_sequences(sequences, size, pad_id)
-    if vocabulary is None or not vocabulary.tokens:
+    if not vocabulary.tokens:
         return batches
     met = {id_ for sequence in sequences for id_ in sequence.ids}
     drawn = draw_sequences(tokenizer, met, min(vocabulary.tokens, total), data.max_length)

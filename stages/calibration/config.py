@@ -10,7 +10,12 @@ class VocabularyConfig:
     The first layers know little more of a token than which one it is, and the text has met few of them.
     """
 
-    # Tokens drawn from those of the vocabulary that the text has not, at most as many as it has; 0 draws none.
+    # Drawn from what the text has not, at most as many as it has; 0 draws none, nor does a pool, whatever stands here.
     tokens: int = field(default=16384, metadata={"minimum": 0})
-    # They pass so many layers, from the first on; unset: all. A pool sees none of them.
+    # They pass so many layers, from the first on; unset: all.
     layers: int | None = field(default=4, metadata={"minimum": 1})
+
+
+def without_random_tokens() -> VocabularyConfig:
+    """What a pool's stages are given: its experts serve every layer, and the first would be served at their cost."""
+    return VocabularyConfig(tokens=0)

@@ -52,7 +52,7 @@ class LayerActivity:
 
 @contextmanager
 def open_activities(
-    model: ModelConfig, data: DataConfig, vocabulary: VocabularyConfig | None, batch_tokens: int
+    model: ModelConfig, data: DataConfig, vocabulary: VocabularyConfig, batch_tokens: int
 ) -> Iterator[Iterator[LayerActivity]]:
     """One pass of the dense model over the calibration text: the activity of every layer in order.
 

@@ -48,7 +48,7 @@ def run(
     drawn = layers_to_draw(cluster, layers)
     shapes = layer_shapes(shape, cluster.allocation, scores) if shape.pooled else [shape] * layers
     partitions, figures, pictures = [], [], []
-    with open_pass(model, data, None if shape.pooled else vocabulary, cluster, layers) as activities:
+    with open_pass(model, data, vocabulary, cluster, layers) as activities:
         for layer, activity in enumerate(tqdm(activities, total=layers, desc="cluster", unit="layer")):
             evidence = LayerEvidence(layer, model, statistics, scores, seed, activity, domains)
             features = lru_cache(maxsize=1)(partial(view_units, cluster, evidence))
@@ -96,7 +96,7 @@ def load_domains(folder: Path) -> DomainStatistics | None:
 
 @contextmanager
 def open_pass(
-    model: ModelConfig, data: DataConfig, vocabulary: VocabularyConfig | None, cluster: ClusterConfig, layers: int
+    model: ModelConfig, data: DataConfig, vocabulary: VocabularyConfig, cluster: ClusterConfig, layers: int
 ) -> Iterator[Iterable[LayerActivity | None]]:
     """The activity of every layer in order, or None for each where no setting asks for a pass."""
     if not cluster.needs_pass:

@@ -51,8 +51,7 @@ def run(
     """Write `evaluation.json` and `evaluation.md`."""
     folder = resolve_folder(model)
     partition = load_partition(job.parents["cluster"], shape)
-    drawn = None if shape.pooled else vocabulary
-    text = load_text(data, drawn, load_tokenizer(folder), evaluate.batch_tokens)
+    text = load_text(data, vocabulary, load_tokenizer(folder), evaluate.batch_tokens)
     carved_facts = read_facts(job, evaluate.checkpoint, model, partition, shape, seed)
     comparison = compare_models(job, model, text, carved_facts, evaluate, shape)
     if shape.pooled:
@@ -93,7 +92,7 @@ def compare_models(
 
 
 def load_text(
-    data: DataConfig, vocabulary: VocabularyConfig | None, tokenizer: PreTrainedTokenizerBase, batch_tokens: int
+    data: DataConfig, vocabulary: VocabularyConfig, tokenizer: PreTrainedTokenizerBase, batch_tokens: int
 ) -> Text:
     """Both splits; baselines are fitted on what the carve was fitted on."""
     heldout = batch_sequences(load_sequences(data, tokenizer, "heldout"), batch_tokens, tokenizer.pad_token_id or 0)

@@ -57,8 +57,7 @@ def run(
     """Write `checkpoint/`; every step is judged on held-out calibration tokens."""
     folder = resolve_folder(model)
     routers = Routers.load(job.parents["assemble"])
-    drawn = None if shape.pooled else vocabulary
-    batches = calibration_batches(data, drawn, load_tokenizer(folder), project.batch_tokens)
+    batches = calibration_batches(data, vocabulary, load_tokenizer(folder), project.batch_tokens)
     text = text_only(batches)
     gradients = gradients_of(model, folder, text, project)
     if shape.pooled:

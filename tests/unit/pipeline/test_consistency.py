@@ -107,6 +107,17 @@ def test_settings_of_the_other_topology_are_ignored_with_a_word(texts, caplog):
     ]
 
 
+def test_random_tokens_that_nobody_sees_are_said(texts, caplog):
+    assert texts(POOL, "vocabulary.tokens=99") == texts("vocabulary=none", "vocabulary.layers=2") == []
+    assert caplog.messages == [
+        "vocabulary.tokens=99 is ignored: topology=global_pool",
+        "vocabulary.layers=2 is ignored: vocabulary.tokens=0",
+    ]
+    caplog.clear()
+    assert texts(POOL, "vocabulary=none") == texts("vocabulary=none") == []
+    assert caplog.messages == []
+
+
 def test_an_unknown_topology(texts):
     (error,) = texts("topology=pool")
     assert error == (

@@ -123,3 +123,14 @@ def test_what_changes_no_result_changes_no_fingerprint(steps, word):
 def test_a_setting_reaches_its_stage_and_all_below(steps, word, unchanged):
     before, after = steps(), steps(word)
     assert {name for name in ALL if before[name].fingerprint == after[name].fingerprint} == unchanged
+
+
+def test_random_tokens_decide_a_carve_and_no_pool(steps):
+    def addresses(*words):
+        return {name: step.fingerprint for name, step in steps(*words).items()}
+
+    carve, without = addresses(), addresses("vocabulary=none")
+    assert {name for name in carve if carve[name] != without[name]} == ALL - {"scan", "score"}
+    pool = "topology=global_pool"
+    assert addresses(pool) == addresses(pool, "vocabulary=none") == addresses(pool, "vocabulary.layers=2")
+    assert steps(pool)["cluster"].inputs["vocabulary"].tokens == 0
