@@ -50,7 +50,7 @@ def test_the_common_are_drawn_first(tokenizer):
 
 
 def test_the_text_comes_first_and_is_what_it_was(tokenizer):
-    plain = calibration_batches(DATA, None, tokenizer, 4096)
+    plain = calibration_batches(DATA, VocabularyConfig(tokens=0), tokenizer, 4096)
     mixed = calibration_batches(DATA, VocabularyConfig(tokens=320, layers=2), tokenizer, 4096)
     assert sum(batch.tokens for batch in plain) == 640
     assert [batch.names for batch in text_only(mixed)] == [batch.names for batch in plain]
