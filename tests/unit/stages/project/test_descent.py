@@ -1,0 +1,105 @@
+"""Layer-wise descent: what it moves, how far, and what it may look at."""
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from models.ffn import DenseFFN
+from models.routing import LinearRouter
+from models.shape import Shape
+from stages.calibration.alignment import relative_error
+from stages.calibration.guard import split_guard
+from stages.project.config import ProjectConfig
+from stages.project.descent import train_experts
+from stages.project.layer import project_layer, start
+from stages.project.layer_carve import LayerCarve
+from stages.routing.descent import DescentSettings
+from stages.routing.fit import RouterSettings
+
+D, F, E, N, K, S = 6, 16, 4, 3, 2, 4
+REFIT = RouterSettings("log_ridge", 1e-3, DescentSettings(0, 0.05, 0.0, 1), tokens=1000)
+DESCENT = ProjectConfig(descent_steps=60, descent_tokens=64, rounds=0)
+
+
+def draw(*shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+FFN = DenseFFN(draw(F, D, seed=1), draw(F, D, seed=2), draw(D, F, seed=3), torch.nn.functional.silu)
+INPUTS = [draw(90 + index, D, seed=10 + index) for index in range(8)]
+
+
+def target(_, x_TD):
+    return FFN(x_TD)
+
+
+def carve(units_EN):
+    router = LinearRouter.without_bias(draw(E, D, seed=4))
+    return LayerCarve(FFN, units_EN, torch.arange(S), router, Shape(E, N, K, S), REFIT, 0.001, biased=False)
+
+
+def loop_of(units_EN=None):
+    units_EN = torch.arange(S, F).view(E, N) if units_EN is None else units_EN
+    return start(carve(units_EN), carve(units_EN).router, INPUTS, "extracted", 0)
+
+
+def train(loop, inputs=INPUTS, settings=DESCENT, seed=5):
+    return train_experts(loop, inputs, target, settings, seed)
+
+
+def matrices(loop):
+    return {spec.name: getattr(loop.experts, spec.name) for spec in fields(loop.experts)}
+
+
+def test_the_output_for_autograd_is_the_output():
+    loop = loop_of()
+    torch.testing.assert_close(loop.differentiable(INPUTS[0]), loop(INPUTS[0]))
+
+
+def test_it_lowers_the_error_on_tokens_it_has_not_seen_and_leaves_the_routing():
+    before, after = loop_of(), train(loop_of())
+    _, guard = split_guard(len(INPUTS), DESCENT.guard_share)
+    errors = [relative_error(loop, INPUTS, target, guard) for loop in (before, after)]
+    assert errors[1] < 0.8 * errors[0]
+    assert torch.equal(after.router.rows_ED, before.router.rows_ED)
+    assert not any(matrix.requires_grad for matrix in matrices(after).values())
+
+
+def test_a_first_step_is_the_rate_times_the_size_of_each_matrix():
+    settings = replace(DESCENT, descent_steps=1, descent_rate=0.03)
+    before, after = matrices(loop_of()), matrices(train(loop_of(), settings=settings))
+    for name, matrix in before.items():
+        moved = (after[name] - matrix).abs()
+        assert moved.median() == pytest.approx(0.03 * float(matrix.square().mean().sqrt()), rel=1e-2), name
+
+
+def test_guard_tokens_are_not_looked_at():
+    _, guard = split_guard(len(INPUTS), DESCENT.guard_share)
+    others = [x_TD * 7 if index in guard else x_TD for index, x_TD in enumerate(INPUTS)]
+    assert guard
+    for name, matrix in matrices(train(loop_of())).items():
+        assert torch.equal(matrix, matrices(train(loop_of(), others))[name]), name
+
+
+def test_the_order_of_the_tokens_is_the_seeds():
+    down_EDN = train(loop_of()).experts.down_EDN
+    assert torch.equal(down_EDN, train(loop_of()).experts.down_EDN)
+    assert not torch.equal(down_EDN, train(loop_of(), seed=6).experts.down_EDN)
+
+
+def test_copies_of_a_unit_go_their_own_ways():
+    units_EN = torch.arange(S, F).view(E, N)
+    units_EN[1, 0] = units_EN[0, 0]
+    before, after = loop_of(units_EN).experts, train(loop_of(units_EN)).experts
+    assert torch.equal(before.gate_END[0, 0], before.gate_END[1, 0])
+    assert not torch.allclose(after.gate_END[0, 0], after.gate_END[1, 0])
+
+
+@pytest.mark.parametrize(("rate", "kept"), [(0.01, True), (30.0, False)])
+def test_descent_that_makes_held_out_tokens_worse_is_not_kept(rate, kept):
+    layer = carve(torch.arange(S, F).view(E, N))
+    plain, plainly = project_layer(layer, INPUTS, target, {}, replace(DESCENT, descent_steps=0), seed=5)
+    trained, outcome = project_layer(layer, INPUTS, target, {}, replace(DESCENT, descent_rate=rate), seed=5)
+    assert (outcome.error_end < plainly.error_end) == kept
+    assert torch.equal(trained.experts.gate_END, plain.experts.gate_END) != kept
