@@ -108,7 +108,7 @@ def project_all(
     seed: int,
 ) -> list[tuple[LinearRouter, Outcome]]:
     """Layers in order, each on the inputs that the layers before it give once carved; each is kept in `scratch`."""
-    tokens = TokenStream(stream, batches)
+    tokens, text = TokenStream(stream, batches), len(text_only(batches))
     target = AlignmentTarget(project.alignment_target, stream, batches)
     dtype: torch.dtype = getattr(torch, routers.dtype)
     found = []
@@ -125,7 +125,7 @@ def project_all(
             routers.spread,
             routers.biased,
             GateKind(gate_kind(MOE_TARGETS[routers.target], shape)),
-            len(text_only(batches)),
+            text,
         )
         gradient = {name: matrix.to(stream.device) for name, matrix in next(gradients).items()}
         done = find_layer(scratch, index, ProjectedLayer)

@@ -8,7 +8,7 @@ import pytest
 from stages.evaluate.report import DESCRIPTIONS
 
 # Gates in parity mode differ from constant ones by the spread of the logits, 1e-3, but not in their sum.
-PARITY = 5e-4  # gates are within 0.1 % of equal ones, and softmax rounds logits that are nearly equal
+PARITY = 5e-4
 
 
 @pytest.fixture(params=["embedded", "qwen2-chain"])
