@@ -13,6 +13,7 @@ class GateKind(StrEnum):
     SOFTMAX_OF_CHOSEN = "softmax_of_chosen"  # over the K chosen, or over all and renormalised: the same
     SOFTMAX_OF_ALL = "softmax_of_all"  # over all E, not renormalised
     SIGMOID_OF_CHOSEN = "sigmoid_of_chosen"  # renormalised over the K chosen
+    SIGMOID = "sigmoid"  # not renormalised
 
 
 def relative_gates(
@@ -30,4 +31,6 @@ def relative_gates(
         case GateKind.SIGMOID_OF_CHOSEN:
             scores_TK = chosen_logits_TK.sigmoid()
             gates_TK = scores_TK / scores_TK.sum(1, keepdim=True) * chosen_TK.shape[1]
+        case GateKind.SIGMOID:
+            gates_TK = chosen_logits_TK.sigmoid() * 2
     return gates_TK

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from models.families.fold import gate_fold, is_power_of_two
+from models.families.fold import gate_fold, gate_kind, is_power_of_two
 from models.families.moe import AlwaysOn, MoETarget
 from models.families.width import ALIGNMENT, expert_width, shared_width
 from models.shape import Shape
@@ -109,7 +109,7 @@ _SERVED = {
 def suitable_runtimes(target: MoETarget, shape: Shape, pad_to: int = ALIGNMENT) -> list[str]:
     """What is known about the kernels of each runtime and this E, N and target."""
     width = expert_width(shape, pad_to)
-    lines = [_transformers(target), *_padding(target, shape, pad_to)]
+    lines = [_transformers(target), *_training(target, shape), *_padding(target, shape, pad_to)]
     served = _SERVED[target.model_type]
     lines += [_fused_kernels(shape, width, served)] if "vLLM" in served else []
     lines += [_llama_cpp(target, shape, width)] if "llama.cpp" in served else []
@@ -125,6 +125,12 @@ def _transformers(target: MoETarget) -> str:
             "installed and `import models.tiny_onn.register`."
         )
     return 'transformers 4.57 and 5: loads without remote code; train with `experts_implementation="grouped_mm"`.'
+
+
+def _training(target: MoETarget, shape: Shape) -> list[str]:
+    if shape.top_k > 1 or shape.experts == 1 or gate_kind(target, shape) != "softmax_of_chosen":
+        return []
+    return ["Training: the gate of one chosen expert is always 1 here, so that a router learns from its load alone."]
 
 
 def _padding(target: MoETarget, shape: Shape, pad_to: int) -> list[str]:

@@ -24,9 +24,13 @@ class GateFold:
 def gate_fold(target: MoETarget, shape: Shape) -> GateFold:
     """The fold of one target: with equal router logits the chosen experts weigh 1 each, the always-on units 1.
 
+    Renormalised over one chosen expert, a gate is 1 whatever the logits, and a router learns from its load alone: with
+    K = 1 gates are left as they are, where the architecture lets them.
+
     Numerics: exact in every number format when `down_scale` is a power of two.
     """
-    top_k = float(shape.top_k)
+    top_k, experts = float(shape.top_k), float(shape.experts)
+    several = shape.top_k > 1
     match target.model_type:
         case "qwen3_moe":
             return GateFold(top_k, 1.0, norm_topk_prob=True, routed_scaling_factor=None)
@@ -35,26 +39,25 @@ def gate_fold(target: MoETarget, shape: Shape) -> GateFold:
         case "qwen2_moe":
             # σ(0) = ½ halves the shared expert. Without renormalisation a gate is 1/E: the family's own habit, and what
             # llama.cpp assumes; renormalised it is 1/K, which keeps the scale a power of two when E is none.
-            normalised = not is_power_of_two(shape.experts)
-            scale = top_k if normalised else float(shape.experts)
-            return GateFold(scale, 2.0, norm_topk_prob=normalised, routed_scaling_factor=None)
+            normalised = several and not is_power_of_two(shape.experts)
+            return GateFold(top_k if normalised else experts, 2.0, normalised, routed_scaling_factor=None)
         case "flex_olmo":
-            normalised = not is_power_of_two(shape.experts)
-            scale = top_k if normalised else float(shape.experts)
-            return GateFold(scale, 1.0, norm_topk_prob=normalised, routed_scaling_factor=None)
+            normalised = several and not is_power_of_two(shape.experts)
+            return GateFold(top_k if normalised else experts, 1.0, normalised, routed_scaling_factor=None)
         case "glm4_moe":
             # It chooses by σ(z) + bias, and σ(z) = ½ + z/4 for the small logits of constant gates.
-            return GateFold(1.0, 1.0, norm_topk_prob=True, routed_scaling_factor=top_k, selection_bias_scale=0.25)
+            return GateFold(1.0, 1.0, several, top_k if several else 2.0, selection_bias_scale=0.25)
         case "tiny_onn":
-            return GateFold(1.0, 1.0, norm_topk_prob=True, routed_scaling_factor=top_k)
+            return GateFold(1.0, 1.0, several, top_k if several else experts)
     raise AssertionError(f"no fold for {target.model_type}")
 
 
 def gate_kind(target: MoETarget, shape: Shape) -> str:
     """How the target turns logits into gates: a value of `models.gating.GateKind`, which loads torch."""
+    normalised = gate_fold(target, shape).norm_topk_prob is not False
     if target.model_type == "glm4_moe":
-        return "sigmoid_of_chosen"
-    return "softmax_of_all" if gate_fold(target, shape).norm_topk_prob is False else "softmax_of_chosen"
+        return "sigmoid_of_chosen" if normalised else "sigmoid"
+    return "softmax_of_chosen" if normalised else "softmax_of_all"
 
 
 def is_power_of_two(number: int) -> bool:

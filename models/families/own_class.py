@@ -23,8 +23,10 @@ def own_config(
         dtype: float32, bfloat16 or float16.
         pad_to: widths are rounded up to a multiple of this.
     """
-    scale = gate_fold(target, shape).routed_scaling_factor
+    fold = gate_fold(target, shape)
+    scale, normalised = fold.routed_scaling_factor, fold.norm_topk_prob
     assert scale is not None, "the own class carries the scale in its config"
+    assert normalised is not None, "and says whether gates are renormalised"
     keys = tiny_onn_keys(
         source,
         experts=shape.experts,
@@ -32,6 +34,7 @@ def own_config(
         expert_width=expert_width(shape, pad_to),
         shared_width=shared_width(target, shape, pad_to),
         routed_scaling_factor=scale,
+        norm_topk_prob=normalised,
         dtype=dtype,
         topology=shape.topology,
     )

@@ -15,6 +15,7 @@ def tiny_onn_keys(
     expert_width: int,
     shared_width: int,
     routed_scaling_factor: float,
+    norm_topk_prob: bool,
     dtype: str,
     topology: str = "per_layer",
 ) -> dict[str, Any]:
@@ -26,7 +27,9 @@ def tiny_onn_keys(
         top_k: K.
         expert_width: N as it is on disk.
         shared_width: S as it is on disk; 0: no shared FFN is there.
-        routed_scaling_factor: what K gates of 1/K are multiplied by; K makes each of them 1.
+        routed_scaling_factor: gates are multiplied by it. With equal logits they are 1/K, or 1/E where they are not
+            renormalised, and this is its inverse.
+        norm_topk_prob: the K chosen gates sum to 1 before they are multiplied.
         dtype: float32, bfloat16 or float16.
         topology: per_layer or global_pool.
     """
@@ -44,7 +47,7 @@ def tiny_onn_keys(
         "moe_intermediate_size": expert_width,
         "shared_intermediate_size": shared_width,
         "routed_scaling_factor": routed_scaling_factor,
-        "norm_topk_prob": True,
+        "norm_topk_prob": norm_topk_prob,
         "scoring": "softmax",
         "topology": topology,
         "router_aux_loss_coef": 0.001,

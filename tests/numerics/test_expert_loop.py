@@ -113,11 +113,12 @@ CARVES = [
 
 
 @pytest.mark.parametrize("spread", [1e-4, 0.1])
+@pytest.mark.parametrize("top_k", [1, 2])
 @pytest.mark.parametrize(("source", "target", "always_on"), CARVES)
-def test_the_loop_equals_the_emitted_checkpoint(source, target, always_on, spread, tmp_path):
+def test_the_loop_equals_the_emitted_checkpoint(source, target, always_on, top_k, spread, tmp_path):
     """Routed, not all on, with gates all but constant and with gates that tell the experts apart."""
     folder = write_pico(tmp_path / "dense", source, layers=1, hidden=24, intermediate=40)
-    shape = Shape(experts=4, n=8, top_k=2, always_on=always_on)
+    shape = Shape(experts=4, n=8, top_k=top_k, always_on=always_on)
     units_EN, always_S = torch.arange(32).view(4, 8), torch.arange(40 - always_on, 40)
     rows_ED = torch.randn(4, 24, generator=torch.Generator().manual_seed(8)) * spread
     biased = MOE_TARGETS[target].selection_bias is not None and spread < 1e-2
@@ -132,7 +133,7 @@ def test_the_loop_equals_the_emitted_checkpoint(source, target, always_on, sprea
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "moe", dtype=torch.float32).eval()
     x_TD = torch.randn(T, 24, generator=torch.Generator().manual_seed(9))
     gate = GateKind(gate_kind(MOE_TARGETS[target], shape))
-    loop = ExpertLoop(experts, units_EN, always_S, LinearRouter(rows_ED, bias_E), 2, 40, ffn.act, gate)
+    loop = ExpertLoop(experts, units_EN, always_S, LinearRouter(rows_ED, bias_E), top_k, 40, ffn.act, gate)
     with torch.no_grad():
         output = model.model.layers[0].mlp(x_TD[None])
     native_TD = (output[0] if isinstance(output, tuple) else output)[0]

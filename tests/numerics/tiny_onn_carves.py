@@ -63,7 +63,7 @@ def save(folder: Path, moe: dict[str, Tensor], dense: Path, *, always_on: int, t
     save_file(moe, folder / "model.safetensors", metadata={"format": "pt"})
     keys = tiny_onn_keys(
         json.loads((dense / "config.json").read_text()), experts=EXPERTS, top_k=top_k, expert_width=N,
-        shared_width=always_on, routed_scaling_factor=float(top_k), dtype="float32",
+        shared_width=always_on, routed_scaling_factor=float(top_k), norm_topk_prob=True, dtype="float32",
     )  # fmt: skip
     if tie:
         keys |= {"tie_word_embeddings": True}

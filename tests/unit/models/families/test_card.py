@@ -63,6 +63,17 @@ def test_runtimes_are_judged_by_shape_and_target(target, shape, expected):
     assert expected in "\n".join(suitable_runtimes(MOE_TARGETS[target], shape))
 
 
+def test_a_gate_that_cannot_speak_is_said():
+    said = [
+        target.model_type
+        for target in MOE_TARGETS.values()
+        if any("always 1" in line for line in suitable_runtimes(target, Shape(100, 256, 1, 0)))
+    ]
+    assert said == ["qwen3_moe", "mixtral", "granitemoe", "granitemoeshared"]
+    assert not any("always 1" in line for line in suitable_runtimes(MOE_TARGETS["mixtral"], Shape(100, 256, 2, 0)))
+    assert not any("always 1" in line for line in suitable_runtimes(MOE_TARGETS["mixtral"], Shape(1, 256, 1, 0)))
+
+
 def test_padding_that_was_asked_for_is_said_and_judged():
     text = "\n".join(suitable_runtimes(MOE_TARGETS["qwen2_moe"], Shape(64, 100, 8, 20), 256))
     assert "Experts are padded with zero units to 256, a multiple of 256; the output is the same." in text

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from models.errors import ConfigError
-from models.families.fold import GateFold, gate_fold
+from models.families.fold import GateFold, gate_fold, gate_kind
 from models.families.moe import MOE_TARGETS
 from models.families.target_choice import check_target, select_target
 from models.shape import Shape
@@ -171,3 +171,26 @@ def test_several_faults_are_found_at_once() -> None:
 )
 def test_who_carries_the_scale(target: str, experts: int, fold: GateFold) -> None:
     assert gate_fold(MOE_TARGETS[target], Shape(experts, 16, 4, 0)) == fold
+
+
+@pytest.mark.parametrize(
+    ("target", "kind", "down_scale", "routed_scaling_factor"),
+    [
+        ("qwen2_moe", "softmax_of_all", 100.0, None),
+        ("flex_olmo", "softmax_of_all", 100.0, None),
+        ("tiny_onn", "softmax_of_all", 1.0, 100.0),
+        ("glm4_moe", "sigmoid", 1.0, 2.0),
+        ("qwen3_moe", "softmax_of_chosen", 1.0, None),
+        ("mixtral", "softmax_of_chosen", 1.0, None),
+        ("granitemoe", "softmax_of_chosen", 1.0, None),
+        ("granitemoeshared", "softmax_of_chosen", 1.0, None),
+    ],
+)
+def test_the_gate_of_one_expert_depends_on_its_logit_where_it_can(
+    target: str, kind: str, down_scale: float, routed_scaling_factor: float | None
+) -> None:
+    shape = Shape(experts=100, n=16, top_k=1, always_on=8)
+    fold = gate_fold(MOE_TARGETS[target], shape)
+    assert (fold.down_scale, fold.routed_scaling_factor) == (down_scale, routed_scaling_factor)
+    assert (fold.norm_topk_prob is False) is (kind in {"softmax_of_all", "sigmoid"})
+    assert gate_kind(MOE_TARGETS[target], shape) == kind

@@ -16,7 +16,14 @@ SOURCE = {
     "transformers_version": "4.51.0",
     "quantization_config": {"quant_method": "bitsandbytes"},
 }
-SIZES = {"experts": 5, "top_k": 2, "expert_width": 8, "shared_width": 3, "routed_scaling_factor": 2.0}
+SIZES = {
+    "experts": 5,
+    "top_k": 2,
+    "expert_width": 8,
+    "shared_width": 3,
+    "routed_scaling_factor": 2.0,
+    "norm_topk_prob": False,
+}
 
 
 def test_config_json_says_the_whole_model() -> None:
@@ -33,7 +40,7 @@ def test_config_json_says_the_whole_model() -> None:
         "moe_intermediate_size": 8,
         "shared_intermediate_size": 3,
         "routed_scaling_factor": 2.0,
-        "norm_topk_prob": True,
+        "norm_topk_prob": False,
         "scoring": "softmax",
         "topology": "per_layer",
         "router_aux_loss_coef": 0.001,
