@@ -1,6 +1,7 @@
 """What an expert adds beyond what the always-on units foretell of it: alignment gives the rest without routing."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
@@ -29,36 +30,60 @@ def regress_residual_norms(task: RouterTask, batches: Sequence[int], tokens: int
     """
     x_TD = torch.cat([task.inputs[index] for index in batches])
     x_TD = x_TD[spread_evenly(len(x_TD), tokens)]
-    foretold_PS = regress_on_always_on(task.loop, x_TD, penalty)
+    routed = distinct_units(task.loop)
+    foretold_RS = regress_on_always_on(task.loop, routed, x_TD, penalty)
     regression = RouterRegression(x_TD.shape[1], task.experts, x_TD.device)
-    for x_tD, always_tS, hidden_tP in activations(task.loop, x_TD):
-        hidden_tP.addmm_(always_tS, foretold_PS.T, alpha=-1)
-        regression.add(x_tD, logs(expert_norms(task.loop, hidden_tP)))
+    for x_tD, always_tS, hidden_tR in activations(task.loop, routed, x_TD):
+        hidden_tR.addmm_(always_tS, foretold_RS.T, alpha=-1)
+        regression.add(x_tD, logs(routed.expert_norms(hidden_tR)))
     return regression
 
 
-def regress_on_always_on(loop: ExpertLoop, x_TD: Float[Tensor, "T D"], penalty: float) -> Float[Tensor, "P S"]:
-    """Coefficients of every expert's units, P = E·N, on the always-on units."""
-    experts, units, _ = loop.experts.gate_END.shape
-    moments = NormalEquations(len(loop.always_S), experts * units, device=x_TD.device)
+@dataclass(frozen=True)
+class RoutedUnits:
+    """The experts' units, R in all: a unit with copies in several experts is looked at once."""
+
+    gate_RD: Float[Tensor, "R D"]
+    up_RD: Float[Tensor, "R D"]
+    energy_RE: Float[Tensor, "R E"]  # ‖d_i‖² in the experts that have the unit, else 0
+
+    def expert_norms(self, hidden_tR: Float[Tensor, "t R"]) -> Float[Tensor, "t E"]:
+        """sqrt(Σ_i h_i²·‖d_i‖²) over the units of every expert."""
+        norms_tE: Tensor = (hidden_tR.square() @ self.energy_RE).sqrt()
+        return norms_tE
+
+
+def distinct_units(loop: ExpertLoop) -> RoutedUnits:
+    """The units of all experts; copies whose gate or up rows differ are units of their own."""
+    gate_PD, up_PD = loop.experts.gate_END.flatten(0, 1), loop.experts.up_END.flatten(0, 1)
+    units_R, row_EN = torch.unique(loop.units_EN, return_inverse=True)
+    every_P = torch.arange(len(gate_PD), device=gate_PD.device)
+    copy_R = every_P.new_empty(len(units_R)).index_copy_(0, row_EN.flatten(), every_P)
+    if not all(torch.equal(rows_PD[copy_R][row_EN.flatten()], rows_PD) for rows_PD in (gate_PD, up_PD)):
+        copy_R, row_EN = every_P, every_P.view_as(row_EN)
+    energy_EN = loop.experts.down_EDN.square().sum(1)
+    energy_RE = energy_EN.new_zeros(len(copy_R), len(energy_EN))
+    energy_RE[row_EN, torch.arange(len(energy_EN), device=row_EN.device)[:, None]] = energy_EN
+    return RoutedUnits(gate_PD[copy_R], up_PD[copy_R], energy_RE)
+
+
+def regress_on_always_on(
+    loop: ExpertLoop, routed: RoutedUnits, x_TD: Float[Tensor, "T D"], penalty: float
+) -> Float[Tensor, "R S"]:
+    """Coefficients of the routed units on the always-on ones."""
+    moments = NormalEquations(len(loop.always_S), len(routed.gate_RD), device=x_TD.device)
     if not len(loop.always_S):
         return moments.cross_AY.T.float()
-    for _, always_tS, hidden_tP in activations(loop, x_TD):
-        moments.add(always_tS, hidden_tP)
+    for _, always_tS, hidden_tR in activations(loop, routed, x_TD):
+        moments.add(always_tS, hidden_tR)
     return moments.solve(penalty)
 
 
-def activations(loop: ExpertLoop, x_TD: Float[Tensor, "T D"]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Inputs (t, D), activations of the always-on units (t, S) and of the experts' (t, E·N), some tokens at once."""
+def activations(
+    loop: ExpertLoop, routed: RoutedUnits, x_TD: Float[Tensor, "T D"]
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Inputs (t, D), activations of the always-on units (t, S) and of the routed ones (t, R), some tokens at once."""
     experts = loop.experts
-    gate_PD, up_PD = experts.gate_END.flatten(0, 1), experts.up_END.flatten(0, 1)
-    for x_tD in torch.split(x_TD, max(1, NUMBERS // max(1, len(gate_PD)))):
+    for x_tD in torch.split(x_TD, max(1, NUMBERS // max(1, len(routed.gate_RD)))):
         always_tS = loop.hidden(x_tD, experts.shared_gate_SD, experts.shared_up_SD)
-        yield x_tD, always_tS, loop.hidden(x_tD, gate_PD, up_PD)
-
-
-def expert_norms(loop: ExpertLoop, hidden_tP: Float[Tensor, "t P"]) -> Float[Tensor, "t E"]:
-    """sqrt(Σ_i h_i²·‖d_i‖²) over the units of every expert."""
-    weight_EN = loop.experts.down_EDN.norm(dim=1)
-    norms_tE: Tensor = (hidden_tP.view(-1, *weight_EN.shape) * weight_EN).norm(dim=2)
-    return norms_tE
+        yield x_tD, always_tS, loop.hidden(x_tD, routed.gate_RD, routed.up_RD)

@@ -11,7 +11,7 @@ from stages.project.config import ProjectConfig
 from stages.routing import residual
 from stages.routing.descent import DescentSettings
 from stages.routing.fit import RouterSettings, fit_router
-from stages.routing.residual import activations, expert_norms, regress_on_always_on
+from stages.routing.residual import activations, distinct_units, regress_on_always_on
 from stages.routing.task import watch_experts
 
 D, S, E, N = 6, 2, 3, 4
@@ -23,7 +23,7 @@ def draw(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def make_task(*, echo):
+def make_task(*, echo, units_EN=None):
     """Units of three directions; with `echo` those of expert 0 do, ten times as loud, what the always-on units do."""
     gate_FD = draw(F, D, seed=1)
     up_FD = draw(F, D, seed=2)
@@ -34,7 +34,7 @@ def make_task(*, echo):
     ffn = DenseFFN(gate_FD, up_FD, draw(D, F, seed=3), torch.nn.functional.silu)
     # Rows without a bias can tell experts apart for all tokens only by what the inputs have in common.
     inputs = [draw(60, D, seed=seed) + 3 * torch.eye(D)[0] for seed in range(10, 18)]
-    units_EN, always_S = torch.arange(S, F).view(E, N), torch.arange(S)
+    units_EN, always_S = torch.arange(S, F).view(E, N) if units_EN is None else units_EN, torch.arange(S)
     return watch_experts(ffn, units_EN, always_S, inputs, 1, biased=False)[0]
 
 
@@ -42,19 +42,39 @@ def make_task(*, echo):
 def test_the_residual_is_that_of_least_squares(numbers, monkeypatch):
     monkeypatch.setattr(residual, "NUMBERS", numbers)
     task = make_task(echo=False)
-    x_TD = torch.cat(list(task.inputs))
-    _, always, hidden = (torch.cat(parts) for parts in zip(*activations(task.loop, x_TD), strict=True))
+    x_TD, routed = torch.cat(list(task.inputs)), distinct_units(task.loop)
+    _, always, hidden = (torch.cat(parts) for parts in zip(*activations(task.loop, routed, x_TD), strict=True))
     assert hidden.shape == (len(x_TD), E * N)
     wanted = torch.linalg.lstsq(always.double(), hidden.double()).solution
-    torch.testing.assert_close(regress_on_always_on(task.loop, x_TD, 1e-9).double().T, wanted, rtol=1e-3, atol=1e-3)
-    norms = torch.stack(
-        [
-            (hidden[:, expert * N : (expert + 1) * N] * task.loop.experts.down_EDN[expert].norm(dim=0)).norm(dim=1)
-            for expert in range(E)
-        ],
-        dim=1,
-    )
-    torch.testing.assert_close(expert_norms(task.loop, hidden), norms)
+    found_RS = regress_on_always_on(task.loop, routed, x_TD, 1e-9)
+    torch.testing.assert_close(found_RS.double().T, wanted, rtol=1e-3, atol=1e-3)
+
+
+COPIES = torch.tensor([[2, 3, 4, 5], [5, 2, 6, 7], [7, 9, 2, 10]])  # 8 units, 4 more copies
+
+
+@pytest.mark.parametrize(
+    ("units_EN", "untied", "rows"),
+    [(torch.arange(S, F).view(E, N), None, 12), (COPIES, None, 8), (COPIES, "down_EDN", 8), (COPIES, "up_END", 12)],
+)
+def test_the_norms_of_experts_are_those_of_their_own_units(units_EN, untied, rows):
+    """Copies are looked at once, unless their rows differ; each weighs what its own column does."""
+    task = make_task(echo=False, units_EN=units_EN)
+    loop = task.loop
+    if untied:
+        changed = getattr(loop.experts, untied).clone()
+        changed[1] *= 2
+        loop = replace(loop, experts=replace(loop.experts, **{untied: changed}))
+    x_TD, routed = task.inputs[0], distinct_units(loop)
+    _, _, hidden_tR = next(activations(loop, routed, x_TD))
+    assert hidden_tR.shape == (len(x_TD), rows)
+    norms = [
+        (loop.hidden(x_TD, gate_ND, up_ND) * down_DN.norm(dim=0)).norm(dim=1)
+        for gate_ND, up_ND, down_DN in zip(
+            loop.experts.gate_END, loop.experts.up_END, loop.experts.down_EDN, strict=True
+        )
+    ]
+    torch.testing.assert_close(routed.expert_norms(hidden_tR), torch.stack(norms, dim=1))
 
 
 def test_what_is_always_there_is_not_routed_for():
@@ -77,14 +97,16 @@ def test_without_always_on_units_the_residual_is_all_of_it():
     inputs = [draw(60, D, seed=seed) for seed in range(10, 18)]
     nobody = torch.empty(0, dtype=torch.long)
     task, _ = watch_experts(ffn, torch.arange(E * N).view(E, N), nobody, inputs, 1, biased=False)
-    assert regress_on_always_on(task.loop, inputs[0], 0.1).shape == (E * N, 0)
+    assert regress_on_always_on(task.loop, distinct_units(task.loop), inputs[0], 0.1).shape == (E * N, 0)
     assert fit_router(task, SETTINGS).rows_ED.isfinite().all()
 
 
 def test_it_looks_at_as_many_tokens_as_it_is_told(monkeypatch):
     seen = []
     monkeypatch.setattr(
-        residual, "activations", lambda loop, x_TD: seen.append(len(x_TD)) or iter(activations(loop, x_TD))
+        residual,
+        "activations",
+        lambda loop, routed, x_TD: seen.append(len(x_TD)) or iter(activations(loop, routed, x_TD)),
     )
     fit_router(make_task(echo=False), replace(SETTINGS, tokens=100))
     assert seen == [100, 100]
