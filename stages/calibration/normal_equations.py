@@ -11,6 +11,7 @@ from models.expert_loop import Block, sum_blocks
 
 LARGE = 2048  # inputs
 SOUND = 1e5  # condition number
+PANEL = 512  # rows of the upper triangle that are added at a time
 
 
 class NormalEquations:
@@ -35,7 +36,7 @@ class NormalEquations:
     def add_blocks(self, blocks: Sequence[Block], y_TY: Float[Tensor, "T Y"]) -> None:
         """Add one batch of rows that are zero outside blocks of them, blocks of the same units every time.
 
-        Arithmetic falls with the share of what is not zero.
+        Where blocks are disjoint, arithmetic falls with the share of what is not zero.
         """
         units_P = torch.cat([block.units_N for block in blocks])
         if bool((torch.bincount(units_P) > 1).any()):
@@ -61,11 +62,12 @@ class NormalEquations:
             self.cross_AY[start:end] += (hidden_tN.T @ _rows(y_TY, tokens_t)).to(self.cross_AY)
 
     def _add_overlapping(self, blocks: Sequence[Block], y_TY: Float[Tensor, "T Y"]) -> None:
-        """Blocks that share units are summed."""
+        """Blocks that share units are summed, and what is zero is multiplied: few pieces cost less than few products."""
         a_TA = sum_blocks(blocks, len(y_TY), len(self.gram_AA))
-        for tokens_t, units_N, hidden_tN in blocks:
-            self.gram_AA[units_N] += (hidden_tN.T @ _rows(a_TA, tokens_t)).to(self.gram_AA)
-            self.cross_AY[units_N] += (hidden_tN.T @ _rows(y_TY, tokens_t)).to(self.cross_AY)
+        for start in range(0, len(self.gram_AA), PANEL):
+            rows = slice(start, start + PANEL)
+            self.gram_AA[rows, start:] += (a_TA[:, rows].T @ a_TA[:, start:]).to(self.gram_AA)
+        self.cross_AY += (a_TA.T @ y_TY).to(self.cross_AY)
 
     def solve(self, penalty: float) -> Float[Tensor, "Y A"]:
         """W of the ridge regression, fp32.
