@@ -21,9 +21,10 @@ class Dials:
 def resolve_shape(dials: Dials, width: int) -> Shape:
     """Fill in what was not asked for, so that about `active`·F neurons serve each token.
 
-    Half of them are routed: top_k is the largest power of two (which keeps a folded scale exact in bf16) with
-    K·N <= active·F/2, at least 2, at most E. Always-on neurons fill the rest. In a global pool all of them are routed:
-    neurons of a layer's own would make the pool the smaller part of the model.
+    Disjoint experts are to do half of it: top_k is the largest power of two (which keeps a folded scale exact in bf16)
+    that fits, at least 2, at most E; always-on neurons fill the rest. Of experts that overlap (E·N > F) one is chosen:
+    what several share would be computed twice. Where always_on is given, and in a global pool, where neurons of a
+    layer's own would make the pool the smaller part of the model, experts do all the rest.
 
     Args:
         dials: the request.
@@ -32,8 +33,10 @@ def resolve_shape(dials: Dials, width: int) -> Shape:
     pooled, top_k, always_on = dials.topology != PER_LAYER, dials.top_k, dials.always_on
     if pooled and always_on is None:
         always_on = 0
+    if top_k is None and always_on is None and dials.experts * dials.n > width:
+        top_k = 1
     if top_k is None:
-        routed = dials.active * width - (always_on or 0) if pooled else dials.active * width / 2
+        routed = dials.active * width / 2 if always_on is None else dials.active * width - always_on
         top_k = min(max(2, largest_power_of_two(int(routed) // dials.n)), dials.experts)
     if always_on is None:
         always_on = max(0, round(dials.active * width) - top_k * dials.n)

@@ -112,11 +112,8 @@ CARVES = [
 ]
 
 
-@pytest.mark.parametrize("spread", [1e-4, 0.1])
-@pytest.mark.parametrize("top_k", [1, 2])
-@pytest.mark.parametrize(("source", "target", "always_on"), CARVES)
-def test_the_loop_equals_the_emitted_checkpoint(source, target, always_on, top_k, spread, tmp_path):
-    """Routed, not all on, with gates all but constant and with gates that tell the experts apart."""
+def emit_routed(source, target, always_on, top_k, spread, tmp_path):
+    """A layer as a loop and as transformers has it."""
     folder = write_pico(tmp_path / "dense", source, layers=1, hidden=24, intermediate=40)
     shape = Shape(experts=4, n=8, top_k=top_k, always_on=always_on)
     units_EN, always_S = torch.arange(32).view(4, 8), torch.arange(40 - always_on, 40)
@@ -131,10 +128,34 @@ def test_the_loop_equals_the_emitted_checkpoint(source, target, always_on, top_k
         experts=lambda _: experts, selection_bias=lambda _: bias_E,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "moe", dtype=torch.float32).eval()
-    x_TD = torch.randn(T, 24, generator=torch.Generator().manual_seed(9))
     gate = GateKind(gate_kind(MOE_TARGETS[target], shape))
     loop = ExpertLoop(experts, units_EN, always_S, LinearRouter(rows_ED, bias_E), top_k, 40, ffn.act, gate)
+    return loop, model.model.layers[0].mlp
+
+
+def native_output(mlp, x_TD):
+    output = mlp(x_TD[None])
+    return (output[0] if isinstance(output, tuple) else output)[0]
+
+
+@pytest.mark.parametrize("spread", [1e-4, 0.1])
+@pytest.mark.parametrize("top_k", [1, 2])
+@pytest.mark.parametrize(("source", "target", "always_on"), CARVES)
+def test_the_loop_equals_the_emitted_checkpoint(source, target, always_on, top_k, spread, tmp_path):
+    """Routed, not all on, with gates all but constant and with gates that tell the experts apart."""
+    loop, mlp = emit_routed(source, target, always_on, top_k, spread, tmp_path)
+    x_TD = torch.randn(T, 24, generator=torch.Generator().manual_seed(9))
     with torch.no_grad():
-        output = model.model.layers[0].mlp(x_TD[None])
-    native_TD = (output[0] if isinstance(output, tuple) else output)[0]
+        native_TD = native_output(mlp, x_TD)
     torch.testing.assert_close(native_TD, loop(x_TD), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+@pytest.mark.parametrize(("source", "target", "always_on"), CARVES)
+def test_a_router_learns_from_the_loss_where_its_architecture_lets_it(source, target, always_on, top_k, tmp_path):
+    """One gate renormalised over itself is 1 whatever the logits; where that can be left out, it is."""
+    _, mlp = emit_routed(source, target, always_on, top_k, 0.1, tmp_path)
+    x_TD = torch.randn(T, 24, generator=torch.Generator().manual_seed(9))
+    native_output(mlp, x_TD).square().sum().backward()
+    learns = float(mlp.gate.weight.grad.abs().max()) > 1e-4 * float(x_TD.norm())
+    assert learns is (top_k == 2 or target in {"qwen2_moe", "glm4_moe", "tiny_onn"})

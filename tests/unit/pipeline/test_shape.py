@@ -11,11 +11,16 @@ from pipeline.shape import Dials, largest_power_of_two, pool_warning, resolve_sh
     [
         (Dials(16, 64, None, None, 0.5), 1024, Shape(16, 64, 4, 256)),
         (Dials(16, 64, None, None, 0.25), 1024, Shape(16, 64, 2, 128)),
-        (Dials(100, 256, None, None, 0.5), 1024, Shape(100, 256, 2, 0)),
-        (Dials(100, 256, None, None, 0.5), 4864, Shape(100, 256, 4, 1408)),
+        # Of experts that overlap one is chosen, unless always-on neurons leave room for more.
+        (Dials(100, 256, None, None, 0.5), 1024, Shape(100, 256, 1, 256)),
+        (Dials(100, 256, None, None, 0.25), 1024, Shape(100, 256, 1, 0)),
+        (Dials(100, 256, None, None, 0.5), 4864, Shape(100, 256, 1, 2176)),
+        (Dials(17, 64, None, None, 0.5), 1024, Shape(17, 64, 1, 448)),
+        (Dials(100, 256, None, 0, 0.5), 1024, Shape(100, 256, 2, 0)),
         (Dials(1, 64, None, None, 0.5), 1024, Shape(1, 64, 1, 448)),
         (Dials(16, 64, 3, None, 0.5), 1024, Shape(16, 64, 3, 320)),
-        (Dials(16, 64, None, 0, 0.5), 1024, Shape(16, 64, 4, 0)),
+        (Dials(16, 64, None, 0, 0.5), 1024, Shape(16, 64, 8, 0)),
+        (Dials(16, 64, None, 500, 0.5), 1024, Shape(16, 64, 2, 500)),
         (Dials(16, 64, 16, 0, 0.5), 1024, Shape(16, 64, 16, 0)),
         # Of a pool all active neurons are routed, but for those asked to be always on.
         (Dials(16, 64, None, None, 0.5, "global_pool"), 1024, Shape(16, 64, 8, 0, "global_pool")),
