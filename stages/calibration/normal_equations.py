@@ -62,7 +62,7 @@ class NormalEquations:
             self.cross_AY[start:end] += (hidden_tN.T @ _rows(y_TY, tokens_t)).to(self.cross_AY)
 
     def _add_overlapping(self, blocks: Sequence[Block], y_TY: Float[Tensor, "T Y"]) -> None:
-        """Blocks that share units are summed; what is zero is multiplied too: few pieces cost less than few products."""
+        """Blocks that share units are summed; what is zero is multiplied too: few pieces are worth it."""
         a_TA = sum_blocks(blocks, len(y_TY), len(self.gram_AA))
         for start in range(0, len(self.gram_AA), PANEL):
             rows = slice(start, start + PANEL)
