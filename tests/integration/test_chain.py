@@ -14,7 +14,7 @@ TOLERANCE = 1e-5
 # By hand: what the experts' down is multiplied by so that the gates of those chosen add up to K; and the shared one's.
 FOLDS = {
     "embedded": (1, 1),  # glm4_moe: in config.json
-    "embedded-routed": (4, None),  # qwen3_moe: K
+    "embedded-routed": (8, None),  # qwen3_moe: K
     "qwen2-chain": (4, 2),  # qwen2_moe: E, for gates that are not renormalised; and σ(0) = ½
     "llama-dropped": (2, None),  # mixtral: K
     "qwen3-hundred": (2, None),  # qwen3_moe: K
