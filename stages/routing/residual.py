@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from models.expert_loop import ExpertLoop
@@ -45,12 +45,16 @@ class RoutedUnits:
 
     gate_RD: Float[Tensor, "R D"]
     up_RD: Float[Tensor, "R D"]
-    energy_RE: Float[Tensor, "R E"]  # ‖d_i‖² in the experts that have the unit, else 0
+    row_EN: Int[Tensor, "E N"]  # where each expert's units stand among them
+    weight_EN: Float[Tensor, "E N"]  # ‖d_i‖
 
     def expert_norms(self, hidden_tR: Float[Tensor, "t R"]) -> Float[Tensor, "t E"]:
-        """sqrt(Σ_i h_i²·‖d_i‖²) over the units of every expert."""
-        norms_tE: Tensor = (hidden_tR.square() @ self.energy_RE).sqrt()
-        return norms_tE
+        """sqrt(Σ_i h_i²·‖d_i‖²) over the units of every expert.
+
+        No matrix product: for some sizes two processes would differ in its last bits, and routers with them.
+        """
+        experts = zip(self.row_EN, self.weight_EN, strict=True)
+        return torch.stack([(hidden_tR[:, row_N] * weight_N).norm(dim=1) for row_N, weight_N in experts], dim=1)
 
 
 def distinct_units(loop: ExpertLoop) -> RoutedUnits:
@@ -61,10 +65,7 @@ def distinct_units(loop: ExpertLoop) -> RoutedUnits:
     copy_R = every_P.new_empty(len(units_R)).index_copy_(0, row_EN.flatten(), every_P)
     if not all(torch.equal(rows_PD[copy_R][row_EN.flatten()], rows_PD) for rows_PD in (gate_PD, up_PD)):
         copy_R, row_EN = every_P, every_P.view_as(row_EN)
-    energy_EN = loop.experts.down_EDN.square().sum(1)
-    energy_RE = energy_EN.new_zeros(len(copy_R), len(energy_EN))
-    energy_RE[row_EN, torch.arange(len(energy_EN), device=row_EN.device)[:, None]] = energy_EN
-    return RoutedUnits(gate_PD[copy_R], up_PD[copy_R], energy_RE)
+    return RoutedUnits(gate_PD[copy_R], up_PD[copy_R], row_EN, loop.experts.down_EDN.norm(dim=1))
 
 
 def regress_on_always_on(
