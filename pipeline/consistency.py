@@ -1,5 +1,6 @@
 """Settings that are sound alone and contradict each other, the source model, or the way the command was started."""
 
+import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
@@ -135,6 +136,23 @@ def training_contradictions(train: TrainConfig, workers: int) -> Iterator[Config
             where="settings train.batch and train.micro_batch",
             do=f"train.batch={at_once * max(1, round(train.batch / at_once))}",
         )
+    if train.fsdp_config is not None and (fault := json_fault(Path(train.fsdp_config))):
+        yield ConfigError(
+            fault,
+            where="setting train.fsdp_config",
+            do="train.fsdp_config=null for the defaults of transformers, or a file that holds one JSON object",
+        )
+
+
+def json_fault(path: Path) -> str | None:
+    """Why this is no file with one JSON object, or None."""
+    try:
+        held = json.loads(path.read_text())
+    except OSError as error:
+        return f"cannot read {path}: {error.strerror}"
+    except ValueError as error:
+        return f"{path} is not JSON: {error}"
+    return None if isinstance(held, dict) else f"{path} holds no JSON object"
 
 
 def warn_of_ignored(settings: Settings) -> None:
@@ -151,6 +169,16 @@ def warn_of_ignored(settings: Settings) -> None:
             # Of a pool every router is fitted on router_tokens, and none pays for balance, see below.
             unused += ["balance"] if settings.assemble.router == "residual_ridge" else ["router_tokens", "balance"]
         _warn_where_set("assemble", settings.assemble, unused, f"assemble.router={settings.assemble.router}")
+    _warn_of_topology(settings)
+    if not settings.vocabulary.tokens:
+        _warn_where_set("vocabulary", settings.vocabulary, ("layers",), "vocabulary.tokens=0")
+    if not settings.train.fsdp:
+        _warn_where_set("train", settings.train, ("fsdp_config",), "train.fsdp=false")
+    if settings.store.kind != "redis":
+        _warn_where_set("store", settings.store, REDIS_FIELDS, f"store.kind={settings.store.kind}")
+
+
+def _warn_of_topology(settings: Settings) -> None:
     if settings.topology == GLOBAL_POOL:
         _warn_where_set("assemble", settings.assemble, LAYER_ASSEMBLE_FIELDS, "topology=global_pool")
         _warn_where_set("project", settings.project, LAYER_PROJECT_FIELDS, "topology=global_pool")
@@ -159,10 +187,6 @@ def warn_of_ignored(settings: Settings) -> None:
     else:
         _warn_where_set("cluster", settings.cluster, POOL_CLUSTER_FIELDS, f"topology={settings.topology}")
         _warn_where_set("project", settings.project, POOL_PROJECT_FIELDS, f"topology={settings.topology}")
-    if not settings.vocabulary.tokens:
-        _warn_where_set("vocabulary", settings.vocabulary, ("layers",), "vocabulary.tokens=0")
-    if settings.store.kind != "redis":
-        _warn_where_set("store", settings.store, REDIS_FIELDS, f"store.kind={settings.store.kind}")
 
 
 def _warn_where_set(group: str, node: Any, names: Sequence[str], reason: str) -> None:  # noqa: ANN401 - any dataclass

@@ -197,3 +197,22 @@ def test_processes_share_a_batch(texts):
         "  where: settings train.batch and train.micro_batch\n"
         "  do:    train.batch=18"
     ]
+
+
+@pytest.mark.parametrize(
+    ("held", "fault"), [(None, "cannot read {}: No such"), ("{", "{} is not JSON: "), ("[]", "{} holds no JSON object")]
+)
+def test_shards_are_set_up_by_a_file_that_can_be_read(texts, tmp_path, held, fault):
+    file = tmp_path / "fsdp.json"
+    if held is not None:
+        file.write_text(held)
+    (error,) = texts("stage=train", "train.fsdp=true", f"train.fsdp_config={file}")
+    assert error.startswith(fault.format(file))
+    file.write_text("{}")
+    assert texts("stage=train", "train.fsdp=true", f"train.fsdp_config={file}") == []
+
+
+def test_what_shards_are_set_up_by_is_ignored_without_any(texts, tmp_path, caplog):
+    (tmp_path / "fsdp.json").write_text("{}")
+    assert texts("stage=train", f"train.fsdp_config={tmp_path / 'fsdp.json'}") == []
+    assert caplog.messages == [f"train.fsdp_config={tmp_path / 'fsdp.json'} is ignored: train.fsdp=false"]

@@ -1,0 +1,31 @@
+"""What Trainer is told of a phase."""
+
+import torch
+
+from stages.contracts.workers import Workers
+from stages.train.balance import Balance
+from stages.train.config import TrainConfig
+from stages.train.phases import Phase
+from stages.train.run_phase import Course, training_arguments
+from stages.train.spread import SpreadSchedule
+from stages.train.text import TrainingText
+
+
+def test_shards_are_set_up_as_the_file_says(tmp_path):
+    (tmp_path / "fsdp.json").write_text('{"reshard_after_forward": false}')
+    course = Course(
+        settings=TrainConfig(fsdp=True, fsdp_config=str(tmp_path / "fsdp.json")),
+        text=TrainingText([], [], 0),
+        schedule=SpreadSchedule(1.0, 1.0, 1),
+        total=1,
+        balance=Balance("none", 0.0),
+        pooled=False,
+        teacher=None,
+        heldout=lambda _model: 0.0,
+        seed=0,
+        workers=Workers(),
+        device=torch.device("cpu"),
+    )
+    arguments = training_arguments(course, Phase("all", 0, 1, frozenset()), tmp_path)
+    assert arguments.fsdp
+    assert arguments.fsdp_config["reshard_after_forward"] is False
