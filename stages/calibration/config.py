@@ -13,7 +13,7 @@ class VocabularyConfig:
     # Drawn from what the text has not, at most as many as it has; 0 draws none, nor does a pool, whatever stands here.
     tokens: int = field(default=16384, metadata={"minimum": 0})
     # They pass so many layers, from the first on; unset: all.
-    layers: int | None = field(default=4, metadata={"minimum": 1})
+    layers: int | None = field(default=12, metadata={"minimum": 1})
 
 
 def without_random_tokens() -> VocabularyConfig:
