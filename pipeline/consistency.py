@@ -147,7 +147,7 @@ def training_contradictions(train: TrainConfig, workers: int) -> Iterator[Config
 def json_fault(path: Path) -> str | None:
     """Why this is no file with one JSON object, or None."""
     try:
-        held = json.loads(path.read_text())
+        held = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         return f"cannot read {path}: {error.strerror}"
     except ValueError as error:

@@ -161,7 +161,7 @@ def test_two_processes_train_like_one(how, projected, tmp_path):
     words = [word for word in words if not word.startswith("output_dir=")]
     words = [*words, f"output_dir={tmp_path / 'outputs'}", f"train.fsdp={how == 'shards'}"]
     if how == "shards":
-        # Its only setting that changes nothing but memory.
+        # Costs memory and changes no figure.
         (tmp_path / "fsdp.json").write_text('{"reshard_after_forward": false}')
         words.append(f"train.fsdp_config={tmp_path / 'fsdp.json'}")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "pipeline"]
