@@ -55,7 +55,7 @@ def accumulate_gradients(
 
     with probe_gradients([mlps[index] for index in group], add), torch.enable_grad():
         for batch in tqdm(batches, desc=f"gradients of layers {group.start}-{group.stop - 1}", unit="batch"):
-            forward_losses(model, batch).sum().backward()  # type: ignore[no-untyped-call]
+            forward_losses(model, batch, spend_logits=True).sum().backward()  # type: ignore[no-untyped-call]
     samples = sum(len(batch.names) for batch in batches)
     return [{name: total / samples for name, total in layer.items()} for layer in sums]
 

@@ -82,7 +82,7 @@ class Scanner:
         sums = BatchSums(len(self.mlps), batch.attention_mask.bool(), slots_BT, self.rule, domains_B)
         if self.gradients:
             with probe_gradients(self.mlps, sums.add_gradients), torch.enable_grad():
-                losses_B = forward_losses(self.model, batch)
+                losses_B = forward_losses(self.model, batch, spend_logits=True)
                 (losses_B.sum() * loss_scale).backward()  # type: ignore[no-untyped-call]
         else:
             with probe_hidden(self.mlps, sums.add_hidden), torch.no_grad():
