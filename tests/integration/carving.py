@@ -1,7 +1,11 @@
-"""Which carves the tests of this folder read, and how one is made."""
+"""Which carves the tests of this folder read, how one is made, and what a fresh process finds in it."""
 
 import gc
 import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,6 +107,25 @@ def words_of_pico(source: Path, text: Path) -> list[str]:
         *("data=text", f"data.path={text}", "data.tokens=900", "data.heldout_tokens=300"),
         *("data.max_length=50", "data.heldout_share=0.3", "scan.batch_tokens=100"),
     ]
+
+
+def reopen(carves: Mapping[str, Carve], folder: Path, *, remote: bool = False) -> dict[str, dict[str, dict]]:
+    """What transformers alone finds in every checkpoint, in one fresh process: carve → dense or stage → findings.
+
+    Args:
+        carves: To be read, by name.
+        folder: An empty one to work in.
+        remote: Trust the code beside the weights.
+    """
+    cases = {name: describe(carve) | {"remote": remote} for name, carve in carves.items()}
+    (folder / "cases.json").write_text(json.dumps(cases))
+    script = Path(__file__).with_name("reopen_carves.py")
+    environment = os.environ | {"HF_MODULES_CACHE": str(folder / "modules")}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", script, folder], capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / "report.json").read_text())
 
 
 def describe(carve: Carve) -> dict[str, object]:

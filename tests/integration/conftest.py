@@ -1,13 +1,10 @@
 """Carves that are made once for all tests to read, and the command as it refuses bad input."""
 
-import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from integration.carving import CARVES, Carve, describe, make_carve
+from integration.carving import CARVES, Carve, make_carve
 
 from models.checkpoint.reader import ShardReader
 from models.pico import write_pico
@@ -23,25 +20,24 @@ def text(tmp_path_factory) -> Path:
     return path
 
 
+class Carves(dict[str, Carve]):
+    """Carves by name, each made when it is first asked for. Not to be written to."""
+
+    def __init__(self, folder: Path, text: Path) -> None:
+        self.folder, self.text = folder, text
+
+    def __missing__(self, name: str) -> Carve:
+        self[name] = make_carve(self.folder, self.text, *CARVES[name])
+        return self[name]
+
+
 @pytest.fixture(scope="session")
-def carves(text, tmp_path_factory) -> dict[str, Carve]:
-    """All carves, of every family and of the model in the repository. Not to be written to."""
+def carves(text, tmp_path_factory) -> Carves:
+    """Carves of every family and of the model in the repository."""
     folder = tmp_path_factory.mktemp("carves")
     for source in ("qwen3", "qwen2", "llama"):
         write_pico(folder / source, source, layers=2, hidden=24, intermediate=40, tie=source == "qwen3", tokenizer=True)
-    return {name: make_carve(folder, text, *case) for name, case in CARVES.items()}
-
-
-@pytest.fixture(scope="session")
-def reopened(carves, tmp_path_factory) -> dict[str, dict[str, dict]]:
-    """What transformers alone finds in every checkpoint, in one fresh process: carve → dense or stage → findings."""
-    folder = tmp_path_factory.mktemp("reopened")
-    cases = {name: describe(carve) for name, carve in carves.items()}
-    (folder / "cases.json").write_text(json.dumps(cases))
-    script = Path(__file__).with_name("reopen_carves.py")
-    done = subprocess.run([sys.executable, "-W", "error", script, folder], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads((folder / "report.json").read_text())
+    return Carves(folder, text)
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from integration.carving import CARVES, EXACT
+from integration.carving import CARVES, EXACT, reopen
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -28,6 +28,11 @@ NAMES = {
 }
 PARTS = ("gate", "up", "down")
 MIXTRAL_PARTS = {"gate": "w1", "up": "w3", "down": "w2"}
+
+
+@pytest.fixture(scope="module")
+def reopened(carves, tmp_path_factory):
+    return reopen({name: carves[name] for name in CARVES}, tmp_path_factory.mktemp("reopened"))
 
 
 @pytest.mark.parametrize("name", EXACT)

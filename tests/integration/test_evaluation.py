@@ -4,16 +4,24 @@ import json
 import math
 
 import pytest
+from integration.carving import reopen
 
 from stages.evaluate.report import DESCRIPTIONS
 
 # Gates in parity mode differ from constant ones by the spread of the logits, 1e-3, but not in their sum.
 PARITY = 5e-4
 
+NAMES = ("embedded", "qwen2-chain")
 
-@pytest.fixture(params=["embedded", "qwen2-chain"])
+
+@pytest.fixture(params=NAMES)
 def name(request):
     return request.param
+
+
+@pytest.fixture(scope="module")
+def reopened(carves, tmp_path_factory):
+    return reopen({name: carves[name] for name in NAMES}, tmp_path_factory.mktemp("reopened"))
 
 
 def read_losses(carve):

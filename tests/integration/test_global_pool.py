@@ -1,14 +1,11 @@
 """topology=global_pool through the whole chain: one pool for all layers, read again by transformers alone."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from integration.carving import Carve, describe
+from integration.carving import Carve, reopen
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
@@ -79,16 +76,7 @@ def test_projection_moves_the_pool_and_the_routers_follow(carve):
 
 @pytest.fixture(scope="module")
 def reopened(carve, tmp_path_factory):
-    """What transformers finds in the checkpoints in a fresh process."""
-    folder = tmp_path_factory.mktemp("reopened")
-    (folder / "cases.json").write_text(json.dumps({"pool": describe(carve) | {"remote": True}}))
-    script = Path(__file__).with_name("reopen_carves.py")
-    done = subprocess.run(
-        [sys.executable, "-W", "error", script, folder], capture_output=True, text=True, check=False,
-        env=os.environ | {"HF_MODULES_CACHE": str(folder / "modules")},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return json.loads((folder / "report.json").read_text())["pool"]
+    return reopen({"pool": carve}, tmp_path_factory.mktemp("reopened"), remote=True)["pool"]
 
 
 def test_checkpoints_load_speak_and_learn(carve, reopened):

@@ -54,15 +54,17 @@ def kill_at_random(command, count_done, disturb=lambda kill: None):
 
     Kills must have hit it alive, and between batches that count: `count_done` says how many are flushed.
     """
-    draw, hits, done = random.Random(3), 0, set()
+    draw, hits, done, longest = random.Random(3), 0, {0}, 4.0
     for kill in range(KILLS):
         child = start(command)
-        child.join(draw.uniform(0.5, 4.0))
+        child.join(draw.uniform(0.5, longest))
         disturb(kill)
         os.kill(child.pid, signal.SIGKILL)
         child.join()
         hits += child.exitcode == -signal.SIGKILL
-        done.add(count_done())
+        flushed = count_done()
+        longest = longest + 2 if flushed in done else 4.0  # seconds; a slow disk needs longer to begin
+        done.add(flushed)
     assert hits >= KILLS // 2, "the scan is too short to be killed that often"
     assert len(done - {0}) >= 5, f"too few kills came after further flushes: {sorted(done)}"
     last = start(command)
