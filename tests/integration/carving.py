@@ -98,7 +98,10 @@ def make_carve(folder: Path, text: Path, source: str | None, *words: str) -> Car
 
 
 def words_of_embedded() -> list[str]:
-    return ["model=embedded", "data.tokens=4096", "data.heldout_tokens=1024", "project.gradient_tokens=512"]
+    return [
+        *("model=embedded", "data.tokens=2048", "data.heldout_tokens=1024", "vocabulary.tokens=1024"),
+        "project.gradient_tokens=512",
+    ]
 
 
 def words_of_pico(source: Path, text: Path) -> list[str]:
