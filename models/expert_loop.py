@@ -49,7 +49,7 @@ class ExpertLoop:
         """The layer's output."""
         output_TD = torch.zeros_like(x_TD)
         for block, down_DN in self._parts(x_TD):
-            output_TD[block.tokens_t] += block.hidden_tN @ down_DN.T
+            output_TD.index_add_(0, block.tokens_t, block.hidden_tN @ down_DN.T)
         return output_TD
 
     def differentiable(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
@@ -63,7 +63,7 @@ class ExpertLoop:
         blocks, output_TD = [], torch.zeros_like(x_TD)
         for block, down_DN in self._parts(x_TD):
             blocks.append(block)
-            output_TD[block.tokens_t] += block.hidden_tN @ down_DN.T
+            output_TD.index_add_(0, block.tokens_t, block.hidden_tN @ down_DN.T)
         return blocks, output_TD
 
     def with_change(self, change_DF: Float[Tensor, "D F"]) -> "ExpertLoop":
@@ -90,7 +90,6 @@ class ExpertLoop:
             output_TED[:, index] = self.hidden(x_TD, experts.gate_END[index], experts.up_END[index]) @ down_DN.T
         return output_TED
 
-    # Nothing repeats within a block, so `x[index] += y` loses nothing; index_add_ goes row by row.
     def _parts(self, x_TD: Tensor) -> Iterator[tuple[Block, Tensor]]:
         """Activations and down columns of the always-on units and of every expert."""
         experts = self.experts
@@ -106,7 +105,7 @@ class ExpertLoop:
         )
         for index, (units_N, (gate_ND, up_ND, down_DN)) in enumerate(zip(self.units_EN.long(), matrices, strict=True)):
             tokens, slots = (chosen_TK == index).nonzero().unbind(1)
-            h_tN = self.hidden(x_TD[tokens], gate_ND, up_ND)
+            h_tN = self.hidden(x_TD.index_select(0, tokens), gate_ND, up_ND)
             yield Block(tokens, units_N, h_tN * gates_TK[tokens, slots, None]), down_DN
 
     def hidden(self, x_tD: Tensor, gate_ND: Tensor, up_ND: Tensor) -> Tensor:

@@ -75,7 +75,8 @@ class NormalEquations:
         Raises:
             NumericsError: the moments are not finite, or not positive definite even with the penalty.
         """
-        if not (self.gram_AA.isfinite().all() and self.cross_AY.isfinite().all()):
+        # A sum is finite if all are, and makes no tensor as large as they.
+        if not (self.gram_AA.sum().isfinite() and self.cross_AY.sum().isfinite()):
             raise NumericsError(
                 "the calibration moments are not finite", do="calibrate in float32: model.dtype=float32"
             )
@@ -86,9 +87,9 @@ class NormalEquations:
         # Inputs that are always zero (units of no active expert) keep a zero weight, and cost nothing.
         used_a = self.gram_AA.diagonal().nonzero()[:, 0]
         dtype = solving_dtype(len(used_a), penalty)
-        system_aa = self.gram_AA[used_a][:, used_a]
-        system_aa.diagonal().add_(penalty * scale)
-        factor_aa, failed = torch.linalg.cholesky_ex(system_aa.to(dtype), upper=True)
+        system_aa = self._system(used_a, dtype)
+        system_aa.diagonal().copy_(self.gram_AA.diagonal()[used_a] + penalty * scale)
+        factor_aa, failed = torch.linalg.cholesky_ex(system_aa, upper=True)
         if failed:
             raise NumericsError(
                 f"{self.rows} calibration tokens do not determine {len(system_aa)} coefficients",
@@ -99,10 +100,16 @@ class NormalEquations:
         weight_AY[self.order_A[used_a]] = solved_aY.float()
         return weight_AY.T
 
+    def _system(self, used_a: Int[Tensor, "a"], dtype: torch.dtype) -> Float[Tensor, "a a"]:
+        """A copy of the used inputs' moments."""
+        if len(used_a) == len(self.gram_AA):
+            return self.gram_AA.to(dtype, copy=True)
+        return self.gram_AA[used_a][:, used_a].to(dtype)
+
 
 def _rows(a_TA: Tensor, tokens_t: Tensor) -> Tensor:
     """Those rows; all of them are not copied."""
-    return a_TA if len(tokens_t) == len(a_TA) else a_TA[tokens_t]
+    return a_TA if len(tokens_t) == len(a_TA) else a_TA.index_select(0, tokens_t)
 
 
 def solving_dtype(inputs: int, penalty: float) -> torch.dtype:

@@ -31,11 +31,12 @@ def regress_residual_norms(task: RouterTask, batches: Sequence[int], tokens: int
     x_TD = torch.cat([task.inputs[index] for index in batches])
     x_TD = x_TD[spread_evenly(len(x_TD), tokens)]
     routed = distinct_units(task.loop)
-    foretold_RS = regress_on_always_on(task.loop, routed, x_TD, penalty)
+    parts = Activations(task.loop, routed, x_TD)
+    foretold_RS = regress_on_always_on(parts, penalty)
     regression = RouterRegression(x_TD.shape[1], task.experts, x_TD.device)
-    for x_tD, always_tS, hidden_tR in activations(task.loop, routed, x_TD):
-        hidden_tR.addmm_(always_tS, foretold_RS.T, alpha=-1)
-        regression.add(x_tD, logs(routed.expert_norms(hidden_tR)))
+    for x_tD, always_tS, hidden_tR in parts:
+        left_tR = torch.addmm(hidden_tR, always_tS, foretold_RS.T, alpha=-1)
+        regression.add(x_tD, logs(routed.expert_norms(left_tR)))
     return regression
 
 
@@ -68,23 +69,38 @@ def distinct_units(loop: ExpertLoop) -> RoutedUnits:
     return RoutedUnits(gate_PD[copy_R], up_PD[copy_R], row_EN, loop.experts.down_EDN.norm(dim=1))
 
 
-def regress_on_always_on(
-    loop: ExpertLoop, routed: RoutedUnits, x_TD: Float[Tensor, "T D"], penalty: float
-) -> Float[Tensor, "R S"]:
+class Activations:
+    """Inputs (t, D), activations of the always-on units (t, S) and of the routed ones (t, R), some tokens at a time.
+
+    Where all tokens are one piece it is computed once, else every time.
+    """
+
+    def __init__(self, loop: ExpertLoop, routed: RoutedUnits, x_TD: Float[Tensor, "T D"]) -> None:
+        """Compute nothing yet."""
+        self.loop, self.routed = loop, routed
+        self._pieces = torch.split(x_TD, max(1, NUMBERS // max(1, len(routed.gate_RD))))
+        self._only: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """One piece after the other."""
+        if len(self._pieces) > 1:
+            yield from map(self._compute, self._pieces)
+            return
+        self._only = self._only or self._compute(self._pieces[0])
+        yield self._only
+
+    def _compute(self, x_tD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        experts = self.loop.experts
+        always_tS = self.loop.hidden(x_tD, experts.shared_gate_SD, experts.shared_up_SD)
+        return x_tD, always_tS, self.loop.hidden(x_tD, self.routed.gate_RD, self.routed.up_RD)
+
+
+def regress_on_always_on(parts: Activations, penalty: float) -> Float[Tensor, "R S"]:
     """Coefficients of the routed units on the always-on ones."""
-    moments = NormalEquations(len(loop.always_S), len(routed.gate_RD), device=x_TD.device)
-    if not len(loop.always_S):
+    gate_RD, always_S = parts.routed.gate_RD, parts.loop.always_S
+    moments = NormalEquations(len(always_S), len(gate_RD), device=gate_RD.device)
+    if not len(always_S):
         return moments.cross_AY.T.float()
-    for _, always_tS, hidden_tR in activations(loop, routed, x_TD):
+    for _, always_tS, hidden_tR in parts:
         moments.add(always_tS, hidden_tR)
     return moments.solve(penalty)
-
-
-def activations(
-    loop: ExpertLoop, routed: RoutedUnits, x_TD: Float[Tensor, "T D"]
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Inputs (t, D), activations of the always-on units (t, S) and of the routed ones (t, R), some tokens at once."""
-    experts = loop.experts
-    for x_tD in torch.split(x_TD, max(1, NUMBERS // max(1, len(routed.gate_RD)))):
-        always_tS = loop.hidden(x_tD, experts.shared_gate_SD, experts.shared_up_SD)
-        yield x_tD, always_tS, loop.hidden(x_tD, routed.gate_RD, routed.up_RD)

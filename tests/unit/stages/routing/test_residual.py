@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from models.expert_loop import ExpertLoop
 from models.ffn import DenseFFN
 from stages.calibration.alignment import align_down
 from stages.project.config import ProjectConfig
 from stages.routing import residual
 from stages.routing.descent import DescentSettings
 from stages.routing.fit import RouterSettings, fit_router
-from stages.routing.residual import activations, distinct_units, regress_on_always_on
+from stages.routing.residual import Activations, distinct_units, regress_on_always_on
 from stages.routing.task import watch_experts
 
 D, S, E, N = 6, 2, 3, 4
@@ -42,11 +43,12 @@ def make_task(*, echo, units_EN=None):
 def test_the_residual_is_that_of_least_squares(numbers, monkeypatch):
     monkeypatch.setattr(residual, "NUMBERS", numbers)
     task = make_task(echo=False)
-    x_TD, routed = torch.cat(list(task.inputs)), distinct_units(task.loop)
-    _, always, hidden = (torch.cat(parts) for parts in zip(*activations(task.loop, routed, x_TD), strict=True))
+    x_TD = torch.cat(list(task.inputs))
+    found = Activations(task.loop, distinct_units(task.loop), x_TD)
+    _, always, hidden = (torch.cat(parts) for parts in zip(*found, strict=True))
     assert hidden.shape == (len(x_TD), E * N)
     wanted = torch.linalg.lstsq(always.double(), hidden.double()).solution
-    found_RS = regress_on_always_on(task.loop, routed, x_TD, 1e-9)
+    found_RS = regress_on_always_on(found, 1e-9)
     torch.testing.assert_close(found_RS.double().T, wanted, rtol=1e-3, atol=1e-3)
 
 
@@ -66,7 +68,7 @@ def test_the_norms_of_experts_are_those_of_their_own_units(units_EN, untied, row
         changed[1] *= 2
         loop = replace(loop, experts=replace(loop.experts, **{untied: changed}))
     x_TD, routed = task.inputs[0], distinct_units(loop)
-    _, _, hidden_tR = next(activations(loop, routed, x_TD))
+    ((_, _, hidden_tR),) = Activations(loop, routed, x_TD)
     assert hidden_tR.shape == (len(x_TD), rows)
     norms = [
         (loop.hidden(x_TD, gate_ND, up_ND) * down_DN.norm(dim=0)).norm(dim=1)
@@ -97,16 +99,26 @@ def test_without_always_on_units_the_residual_is_all_of_it():
     inputs = [draw(60, D, seed=seed) for seed in range(10, 18)]
     nobody = torch.empty(0, dtype=torch.long)
     task, _ = watch_experts(ffn, torch.arange(E * N).view(E, N), nobody, inputs, 1, biased=False)
-    assert regress_on_always_on(task.loop, distinct_units(task.loop), inputs[0], 0.1).shape == (E * N, 0)
+    found = Activations(task.loop, distinct_units(task.loop), inputs[0])
+    assert regress_on_always_on(found, 0.1).shape == (E * N, 0)
     assert fit_router(task, SETTINGS).rows_ED.isfinite().all()
 
 
-def test_it_looks_at_as_many_tokens_as_it_is_told(monkeypatch):
-    seen = []
+@pytest.mark.parametrize(("numbers", "seen"), [(2**26, [100]), (60 * E * N, [60, 40, 60, 40])])
+def test_it_looks_at_as_many_tokens_as_it_is_told(numbers, seen, monkeypatch):
+    """Once where they are one piece, else twice: for what the always-on units foretell, and for what is left."""
+    monkeypatch.setattr(residual, "NUMBERS", numbers)
+    task, tokens = make_task(echo=False), []
+    hidden = ExpertLoop.hidden
     monkeypatch.setattr(
-        residual,
-        "activations",
-        lambda loop, routed, x_TD: seen.append(len(x_TD)) or iter(activations(loop, routed, x_TD)),
+        ExpertLoop, "hidden", lambda *given: (len(given[2]) == E * N and tokens.append(len(given[1]))) or hidden(*given)
     )
-    fit_router(make_task(echo=False), replace(SETTINGS, tokens=100))
-    assert seen == [100, 100]
+    fit_router(task, replace(SETTINGS, tokens=100))
+    assert tokens == seen
+
+
+def test_pieces_do_not_change_what_is_found(monkeypatch):
+    task = make_task(echo=False)
+    whole = fit_router(task, SETTINGS).rows_ED
+    monkeypatch.setattr(residual, "NUMBERS", 50 * E * N)
+    torch.testing.assert_close(fit_router(task, SETTINGS).rows_ED, whole, rtol=1e-3, atol=1e-4)
