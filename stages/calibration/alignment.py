@@ -4,7 +4,7 @@ With routing fixed, E‖target − MoE(x)‖² is a least-squares problem in the
 as they are.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, Self, TypeVar
 
@@ -14,8 +14,6 @@ from torch import Tensor
 from models.expert_loop import Block
 from stages.calibration.guard import split_guard
 from stages.calibration.normal_equations import NormalEquations
-
-TOGETHER = 4096  # tokens whose moments are added at once: the sums are as large for few of them
 
 Target = Callable[[int, Tensor], Tensor]
 
@@ -71,18 +69,6 @@ def relative_error(
     return missed / total if total else 0.0
 
 
-def join_batches(indices: Iterable[int], inputs: Sequence[Tensor], tokens: int) -> Iterator[list[int]]:
-    """The same indices in groups that come to at least so many tokens each, but for the last."""
-    group: list[int] = []
-    for index in indices:
-        group.append(index)
-        if sum(len(inputs[member]) for member in group) >= tokens:
-            yield group
-            group = []
-    if group:
-        yield group
-
-
 @torch.no_grad()
 def align_down(
     carved: Carved,
@@ -101,9 +87,9 @@ def align_down(
     """
     fitted, held_out = split_guard(len(inputs), settings.guard_share)
     moments = NormalEquations(carved.width, inputs[0].shape[1], device=inputs[0].device)
-    for group in join_batches(fitted, inputs, TOGETHER):
-        blocks, output_TD = carved.run(torch.cat([inputs[index] for index in group]))
-        moments.add_blocks(blocks, torch.cat([target(index, inputs[index]) for index in group]) - output_TD)
+    for index in fitted:
+        blocks, output_TD = carved.run(inputs[index])
+        moments.add_blocks(blocks, target(index, inputs[index]) - output_TD)
     before = relative_error(carved, inputs, target, held_out)
     best = Alignment(carved, before, before if settings.guard else float("inf"), None)
     last = float("inf")

@@ -5,7 +5,6 @@ import torch
 
 from models.ffn import DenseFFN
 from models.routing import LinearRouter
-from stages.calibration import alignment
 from stages.calibration.alignment import align_down, relative_error
 from stages.calibration.carved_ffn import CarvedFFN, oracle_copies, replica_scale, routed_copies, static_copies
 from stages.calibration.guard import split_guard
@@ -41,21 +40,6 @@ def test_alignment_helps_a_mask_on_tokens_it_was_not_fitted_on(ffn, inputs):
     assert aligned.error_after < 0.9 * aligned.error_before
     _, guard = split_guard(len(inputs), 0.25)
     assert relative_error(aligned.carved, inputs, lambda _i, x_TD: ffn(x_TD), guard) == aligned.error_after
-
-
-def test_batches_are_added_together_and_each_once(ffn, inputs, monkeypatch):
-    carved = CarvedFFN(ffn, static_copies(torch.arange(7), F), ffn.down_DF)
-    asked, found = [], []
-    for tokens in (1, 120, 10**6):  # one by one, in groups with a rest, all at once
-        monkeypatch.setattr(alignment, "TOGETHER", tokens)
-        asked.append([])
-        target = lambda index, x_TD: (asked[-1].append(index), ffn(x_TD))[1]  # noqa: E731
-        found.append(align_down(carved, inputs, target, Settings(penalties=[0.1])).carved.down_DF)
-    assert asked[0] == asked[1] == asked[2]
-    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(found[2], found[0], rtol=1e-5, atol=1e-6)
-    _, guard = split_guard(len(inputs), 0.25)
-    assert len(asked[0]) == len(inputs) + len(guard)  # and the guard's, before and after
 
 
 def test_nothing_to_gain_changes_nothing(ffn, inputs):
