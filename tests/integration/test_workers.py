@@ -1,6 +1,7 @@
 """Several processes scan together: the same sums as one, and nothing lost when one of them dies."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -100,16 +101,23 @@ def test_two_processes_equal_one(words, alone, tmp_path):
     assert not list((tmp_path / "artifacts" / "pico" / "scan").glob(".*"))
 
 
-@pytest.mark.parametrize("later", [1, 3])
-def test_a_lost_worker_stops_the_job_and_another_team_finishes_it(words, alone, tmp_path, later):
-    script = tmp_path / "dying.py"
+@pytest.fixture(scope="module")
+def lost(words, tmp_path_factory):
+    """What a job leaves behind that lost a worker."""
+    outputs = tmp_path_factory.mktemp("lost")
+    script = tmp_path_factory.mktemp("script") / "dying.py"
     script.write_text(DYING)
-    died = torchrun(2, tmp_path, words, program=(script, "3"))
+    died = torchrun(2, outputs, words, program=(script, "3"))
     assert died.returncode != 0
     assert "the same command again: it goes on from what was flushed" in died.stderr
-    scratch = next((tmp_path / "artifacts" / "pico" / "scan").glob(".*/scratch"))
+    scratch = next((outputs / "artifacts" / "pico" / "scan").glob(".*/scratch"))
     assert {path.name for path in scratch.glob("*.safetensors")} == {"sums.0.safetensors", "sums.1.safetensors"}
+    return outputs
 
+
+@pytest.mark.parametrize("later", [1, 3])
+def test_a_lost_worker_stops_the_job_and_another_team_finishes_it(words, alone, lost, tmp_path, later):
+    shutil.copytree(lost, tmp_path, dirs_exist_ok=True)
     done = torchrun(later, tmp_path, words)
     assert done.returncode == 0, done.stderr
     assert "went on from an earlier run at token" in done.stdout

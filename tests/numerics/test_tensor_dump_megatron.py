@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -60,8 +61,9 @@ def plain(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
-    """Run a case in so many processes of their own; gives the folder."""
+    """Run a case in so many processes of their own, once; gives the folder."""
 
+    @cache
     def start(world, case="plain", script="megatron_dump.py"):
         folder = tmp_path_factory.mktemp(f"{case}{world}")
         paths = [str(REPOSITORY), str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", "")]
@@ -96,7 +98,7 @@ def test_one_process_gives_what_plain_hooks_give(plain, job, case):
 
 @pytest.fixture(scope="module")
 def halves(job):
-    return job(2)
+    return job(2, "plain")
 
 
 @pytest.mark.parametrize(("world", "case"), [(1, "plain"), (1, "recompute"), (2, "plain"), (2, "recompute")])
