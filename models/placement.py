@@ -35,7 +35,10 @@ def is_offloaded(model: nn.Module) -> bool:
 
 def input_device(model: PreTrainedModel) -> torch.device:
     """Where token ids, masks and labels are to go: the device that looks embeddings up; logits come back there."""
-    embedding = model.get_input_embeddings()
-    hook = getattr(embedding, "_hf_hook", None)
-    device = getattr(hook, "execution_device", None)
-    return embedding.weight.device if device is None else torch.device(device)
+    return execution_device(model.get_input_embeddings())
+
+
+def execution_device(module: nn.Module) -> torch.device:
+    """Where a module with a weight computes, also if that weight comes from elsewhere each time."""
+    device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+    return module.weight.device if device is None else torch.device(device)  # type: ignore[return-value]

@@ -1,7 +1,7 @@
 """Sequences to padded batches."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Int64
@@ -36,6 +36,23 @@ def batch_sequences(sequences: Sequence[TokenSequence], batch_tokens: int, pad_i
     """
     groups = group_lengths([len(sequence.ids) for sequence in sequences], batch_tokens)
     return [_pad(sequences[group.start : group.stop], pad_id) for group in groups]
+
+
+def split_batch(batch: TokenBatch, batch_tokens: int) -> list[TokenBatch]:
+    """The same sequences in batches of B·T <= batch_tokens, of one sequence at least."""
+    rows = max(1, batch_tokens // batch.input_ids.shape[1])
+    parts = (slice(start, start + rows) for start in range(0, len(batch.names), rows))
+    return [
+        replace(
+            batch,
+            input_ids=batch.input_ids[part],
+            attention_mask=batch.attention_mask[part],
+            labels=batch.labels[part],
+            names=batch.names[part],
+            domains=batch.domains[part],
+        )
+        for part in parts
+    ]
 
 
 def group_lengths(lengths: Sequence[int], batch_tokens: int) -> list[range]:

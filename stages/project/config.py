@@ -2,30 +2,32 @@
 
 from dataclasses import dataclass, field
 
-VERSION = 7
+VERSION = 8
 
 
 @dataclass
 class ProjectConfig:
     """How the extracted experts are bent towards the dense model's behaviour."""
 
-    # Gradient projection: W_small = W_base + sign·β·α·∇W / (‖∇W‖₂ + ε), per expert. Undone where it hurts, if `guard`.
-    gradient_projection: bool = False
-    alpha: float = 0.8
-    beta: float = 0.3
-    # 1 adds the gradient, as the formula is written; -1 goes down it.
-    sign: int = field(default=1, metadata={"choices": (1, -1)})
+    # Gradient projection, after the alignment: W_small = W_base + sign·β·α·λ·∇W / (‖∇W‖₂ + ε) for every neuron of every
+    # expert, always-on ones included. ∇W is the gradient of the carved model's distance from the dense one (KL of the
+    # next-token distributions), through the routing; λ and what is kept are decided on validation tokens.
+    gradient_projection: bool = True
+    alpha: float = field(default=0.8, metadata={"above": 0})
+    beta: float = field(default=0.3, metadata={"above": 0})
+    # -1 goes down the gradient, 1 up it.
+    sign: int = field(default=-1, metadata={"choices": (1, -1)})
     epsilon: float = field(default=1e-8, metadata={"above": 0})
-    # W_base: extracted (the dense slices) or random (seeded normal of the same standard deviation).
-    base: str = field(default="extracted", metadata={"choices": ("extracted", "random")})
     # Which of gate, up, down are projected.
-    matrices: list[str] = field(default_factory=lambda: ["gate", "down"], metadata={"choices": ("gate", "up", "down")})
-    # before or after the alignment.
-    gradient_order: str = field(default="before", metadata={"choices": ("before", "after")})
-    # Calibration tokens for the mean gradient.
-    gradient_tokens: int = field(default=8192, metadata={"minimum": 1})
-    # Memory for the mean gradients, in GiB; layers are taken in as many passes as that needs.
-    gradient_memory: float = field(default=8.0, metadata={"above": 0})
+    matrices: list[str] = field(
+        default_factory=lambda: ["gate", "up", "down"], metadata={"choices": ("gate", "up", "down")}
+    )
+    # Calibration tokens whose gradient is taken, at most; each once.
+    gradient_tokens: int = field(default=65536, metadata={"minimum": 1})
+    # Tokens of one round: gradient, average with those before, step.
+    round_tokens: int = field(default=1024, metadata={"minimum": 1})
+    # What alignment starts from: extracted (the dense slices) or random (seeded normal of the same standard deviation).
+    base: str = field(default="extracted", metadata={"choices": ("extracted", "random")})
     # Behaviour alignment: ridge (closed form, down_proj) or none.
     alignment: str = field(default="ridge", metadata={"choices": ("ridge", "none")})
     # What down_proj is aligned to: local (the dense FFN on the carved model's own inputs) or residual (the dense
@@ -57,7 +59,7 @@ class ProjectConfig:
     pool_sweeps: int = field(default=2, metadata={"minimum": 1, "fingerprint": "unless default"})
     # Share of the calibration sequences held out to choose the penalty and to judge every step.
     guard_share: float = field(default=0.125, metadata={"above": 0, "maximum": 0.5})
-    # Drop, layer by layer, a step that makes the held-out alignment worse.
+    # Drop a step that makes validation tokens worse: of alignment layer by layer, of gradient projection as a whole.
     guard: bool = True
     # Tokens per forward batch.
     batch_tokens: int = field(default=4096, metadata={"minimum": 1})

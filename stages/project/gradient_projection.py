@@ -1,66 +1,56 @@
-"""Gradient projection: W_small = W_base + sign·β·α·∇W / (‖∇W‖₂ + ε), for each expert's own matrices."""
+"""Gradient projection: W_small = W_base + sign·β·α·λ·∇W / (‖∇W‖₂ + ε), for every neuron's own weights."""
 
-from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from models.experts import LayerExperts
-from stages.calibration.slices import slice_matrix
 
-# Matrix of the config → field of LayerExperts.
-FIELDS = {"gate": "gate_END", "up": "up_END", "down": "down_EDN"}
+# Matrix of the settings → fields of LayerExperts: routed experts, always-on neurons.
+FIELDS = {
+    "gate": ("gate_END", "shared_gate_SD"),
+    "up": ("up_END", "shared_up_SD"),
+    "down": ("down_EDN", "shared_down_DS"),
+}
 
 
-def project_matrix(
-    weight: Float[Tensor, "E P Q"], gradient: Float[Tensor, "E P Q"], *, strength: float, epsilon: float
-) -> Float[Tensor, "E P Q"]:
-    """Step along each expert's own normalised gradient.
+def project_neurons(
+    weight: Float[Tensor, "*E P Q"], gradient: Float[Tensor, "*E P Q"], *, length: float, epsilon: float, dim: int
+) -> Float[Tensor, "*E P Q"]:
+    """Move every neuron along its own normalised gradient.
+
+    Normalised per neuron, those that few tokens reach move as far as the busy ones; with one norm for each expert the
+    loss fell less (conf/experiment/LOG or gradient_projection.yaml).
 
     Args:
-        weight: one matrix per expert.
-        gradient: its mean gradient, sliced like the expert; any scale.
-        strength: sign·β·α, the Frobenius norm of the step.
+        weight: gate or up, a neuron in each row, or down, a neuron in each column; with or without a leading E.
+        gradient: of the loss, of the same shape and any scale.
+        length: sign·β·α·λ, the L2 norm of each neuron's step; negative goes down the gradient.
         epsilon: keeps a vanishing gradient from being blown up.
+        dim: along which a neuron's numbers lie, -1 for rows and -2 for columns.
     """
-    norms_E = gradient.flatten(1).norm(dim=1)
-    step: Tensor = strength * gradient / (norms_E + epsilon)[:, None, None]
-    return weight + step
+    norms = gradient.norm(dim=dim, keepdim=True)
+    return torch.addcdiv(weight, gradient, norms + epsilon, value=length)
 
 
-def project_experts(
-    experts: LayerExperts,
-    gradients: Mapping[str, Tensor],
-    units_EN: Int[Tensor, "E N"],
-    *,
-    strength: float,
-    epsilon: float,
-) -> LayerExperts:
-    """Project every matrix a gradient is given for; always-on units stay as they are.
-
-    Args:
-        experts: W_base.
-        gradients: name of the matrix → the dense layer's mean gradient, shaped like the dense weight.
-        units_EN: the units of each expert.
-        strength: sign·β·α.
-        epsilon: see `project_matrix`.
-    """
-    changed = {
-        FIELDS[name]: project_matrix(
-            getattr(experts, FIELDS[name]), slice_matrix(name, gradient, units_EN), strength=strength, epsilon=epsilon
-        )
-        for name, gradient in gradients.items()
-    }
-    return replace(experts, **changed)
+def neuron_dim(field: str) -> int:
+    """Along which dimension of that field of LayerExperts a neuron's numbers lie."""
+    return -2 if "down" in field else -1
 
 
-def draw_experts(experts: LayerExperts, seed: int) -> LayerExperts:
-    """Seeded normal experts with the standard deviation of the extracted ones; always-on units are kept."""
+def sample_experts(experts: LayerExperts, seed: int) -> LayerExperts:
+    """Seeded normal experts with the standard deviation of the extracted ones; always-on neurons are kept."""
     generator = torch.Generator().manual_seed(seed)
 
-    def draw(weight: Tensor) -> Tensor:
+    def sample(weight: Tensor) -> Tensor:
         return torch.randn(weight.shape, generator=generator).to(weight) * weight.std()
 
-    return replace(experts, **{field: draw(getattr(experts, field)) for field in FIELDS.values()})
+    return replace(experts, **{routed: sample(getattr(experts, routed)) for routed, _ in FIELDS.values()})
+
+
+def projected_fields(matrices: list[str]) -> list[str]:
+    """Fields of LayerExperts that the named matrices stand for, in the order of its fields."""
+    named = {field for matrix in matrices for field in FIELDS[matrix]}
+    return [spec.name for spec in fields(LayerExperts) if spec.name in named]

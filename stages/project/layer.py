@@ -1,13 +1,12 @@
 """One layer's projection: each step is tried, judged on held-out tokens, and kept or dropped."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from models.expert_loop import ExpertLoop
-from models.experts import LayerExperts
 from models.ffn import DenseFFN
 from models.routing import LinearRouter, has_copies
 from stages.calibration.alignment import Target, align_down, relative_error
@@ -15,7 +14,7 @@ from stages.calibration.carved_ffn import replica_scale, routed_copies
 from stages.calibration.guard import split_guard
 from stages.project.config import ProjectConfig
 from stages.project.descent import train_experts
-from stages.project.gradient_projection import draw_experts, project_experts
+from stages.project.gradient_projection import sample_experts
 from stages.project.layer_carve import Guarded, LayerCarve
 from stages.project.rounds import alternate, fit_gates
 from stages.routing.task import make_loop
@@ -26,8 +25,6 @@ class Outcome:
     """A layer after projection; errors are relative, on guard tokens, after the step named."""
 
     error_start: float
-    error_projected: float | None = None  # None: gradient projection is off
-    projected: bool = False
     error_aligned: float | None = None  # None: alignment is off
     penalty: float | None = None  # None: not aligned
     rounds: int = 0  # of router and alignment that were kept
@@ -40,17 +37,15 @@ def project_layer(
     carve: LayerCarve,
     inputs: Sequence[Tensor],
     target: Target,
-    gradients: Mapping[str, Tensor],
     settings: ProjectConfig,
     seed: int,
 ) -> tuple[ExpertLoop, Outcome]:
-    """Base, gradient projection, alignment, rounds of router and alignment, descent.
+    """Base, alignment, rounds of router and alignment, descent.
 
     Args:
         carve: the layer.
         inputs: FFN inputs of the already-carved model, a batch each.
         target: what the layer should give, see `align_down`.
-        gradients: matrix name → the dense layer's mean gradient; empty without gradient projection.
         settings: of the stage.
         seed: of a random base and of whatever is trained.
     """
@@ -61,8 +56,6 @@ def project_layer(
 
     state = judge(start(carve, carve.router, inputs, settings.base, seed))
     outcome = Outcome(state.error)
-    if gradients and settings.gradient_order == "before":
-        state, outcome = try_gradients(state, judge, gradients, settings, outcome)
     base = state.loop
     if settings.alignment == "ridge":
         aligned = align_down(base, inputs, target, settings)
@@ -75,8 +68,6 @@ def project_layer(
         if settings.gates == "fitted":
             state, spread = fit_gates(base, state, inputs, target, again)
             outcome = replace(outcome, gate_spread=spread)
-    if gradients and settings.gradient_order == "after":
-        state, outcome = try_gradients(state, judge, gradients, settings, outcome)
     if settings.descent_steps:
         trained = judge(train_experts(state.loop, inputs, target, settings, seed))
         state = trained if not settings.guard or trained.error < state.error else state
@@ -88,7 +79,7 @@ def start(carve: LayerCarve, router: LinearRouter, inputs: Sequence[Tensor], bas
     loop = make_loop(carve.ffn, carve.units_EN, carve.always_S, router, carve.shape.top_k)
     loop = replace(loop, gate=carve.gate)
     if base == "random":
-        loop = replace(loop, experts=draw_experts(loop.experts, seed))
+        loop = replace(loop, experts=sample_experts(loop.experts, seed))
     return share_copies(loop, carve.ffn, inputs)
 
 
@@ -99,23 +90,3 @@ def share_copies(loop: ExpertLoop, ffn: DenseFFN, inputs: Sequence[Tensor]) -> E
     copies = routed_copies(loop.units_EN, loop.always_S, ffn.width, loop.top_k, loop.router)
     scale_EN = replica_scale(copies, ffn, inputs)[loop.units_EN.long()]
     return replace(loop, experts=replace(loop.experts, down_EDN=loop.experts.down_EDN * scale_EN[:, None]))
-
-
-def try_gradients(
-    state: Guarded,
-    judge: Callable[[ExpertLoop], Guarded],
-    gradients: Mapping[str, Tensor],
-    settings: ProjectConfig,
-    outcome: Outcome,
-) -> tuple[Guarded, Outcome]:
-    """One gradient projection, kept where it does not hurt or is not guarded."""
-    candidate = judge(replace(state.loop, experts=step_along(state.loop, gradients, settings)))
-    kept = not settings.guard or candidate.error < state.error
-    outcome = replace(outcome, error_projected=candidate.error, projected=kept)
-    return (candidate if kept else state), outcome
-
-
-def step_along(loop: ExpertLoop, gradients: Mapping[str, Tensor], settings: ProjectConfig) -> LayerExperts:
-    """The experts after one gradient projection."""
-    strength = settings.sign * settings.beta * settings.alpha
-    return project_experts(loop.experts, gradients, loop.units_EN, strength=strength, epsilon=settings.epsilon)

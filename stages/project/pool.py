@@ -4,7 +4,7 @@ The layers share their experts, so that no layer can be finished before the next
 looks at what the layers see in the dense model, not in the carved one.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -14,12 +14,10 @@ from models.experts import LayerExperts
 from models.routing import LinearRouter
 from stages.calibration.guard import split_guard
 from stages.calibration.layer_samples import LayerSample
-from stages.calibration.pool import join_pool
 from stages.contracts.pool_partition import PoolPartition
 from stages.project.config import ProjectConfig
-from stages.project.gradient_projection import draw_experts, project_experts
-from stages.project.mean_gradient import Gradients
-from stages.project.pool_alignment import align_pool, layer_errors, mean_error
+from stages.project.gradient_projection import sample_experts
+from stages.project.pool_alignment import align_pool, layer_errors
 from stages.routing.fit import RouterSettings, refit_pool_router
 from stages.routing.measure import set_spread
 from stages.routing.task import watch_pool
@@ -41,7 +39,6 @@ class PoolOutcome:
     """Relative errors of every layer on guard tokens, after the step named; and what became of the steps."""
 
     errors: dict[str, list[float]] = field(default_factory=dict)
-    projected: bool = False
     penalty: float | None = None  # None: not aligned
     rounds: int = 0  # of routers and alignment that were kept
 
@@ -50,66 +47,30 @@ def start_pool(parts: Sequence[LayerExperts], base: str, seeds: Sequence[int]) -
     """What every layer gives to the pool: the dense slices, or seeded noise of their size."""
     if base == "extracted":
         return list(parts)
-    return [draw_experts(part, seed) if len(part.gate_END) else part for part, seed in zip(parts, seeds, strict=True)]
-
-
-def step_along_homes(
-    parts: Sequence[LayerExperts], gradients: Iterable[Gradients], partition: PoolPartition, settings: ProjectConfig
-) -> list[LayerExperts]:
-    """One gradient projection, each expert along the mean gradient of the layer it was cut from."""
-    strength = settings.sign * settings.beta * settings.alpha
-    stepped = []
-    for layer, (part, gradient) in enumerate(zip(parts, gradients, strict=False)):
-        near = {name: matrix.to(part.gate_END) for name, matrix in gradient.items()}
-        units_EN = partition.units_of(layer).to(part.gate_END.device)
-        stepped.append(project_experts(part, near, units_EN, strength=strength, epsilon=settings.epsilon))
-    return stepped
+    return [sample_experts(part, seed) if len(part.gate_END) else part for part, seed in zip(parts, seeds, strict=True)]
 
 
 @torch.no_grad()
 def project_pool(
-    carve: PoolCarve, loops: Sequence[ExpertLoop], gradients: Iterable[Gradients] | None, settings: ProjectConfig
+    carve: PoolCarve, loops: Sequence[ExpertLoop], settings: ProjectConfig
 ) -> tuple[Sequence[ExpertLoop], PoolOutcome]:
-    """Gradient projection, alignment, rounds of routers and alignment.
+    """Alignment, and rounds of routers and alignment.
 
     Args:
         carve: the pool and what its layers see.
         loops: the layers over the pool as it starts.
-        gradients: layer by layer; None without gradient projection.
         settings: of the stage.
     """
     _, guard = split_guard(len(carve.samples[0].inputs), settings.guard_share)
     outcome = PoolOutcome({"as cut": layer_errors(loops, carve.samples, guard)})
-    steps = [gradient_step, alignment_step]
-    for step in steps if settings.gradient_order == "before" else reversed(steps):
-        loops, outcome = step(carve, loops, gradients, settings, outcome)
+    loops, outcome = alignment_step(carve, loops, settings, outcome)
     outcome.errors["at the end"] = layer_errors(loops, carve.samples, guard)
     return loops, outcome
-
-
-def gradient_step(
-    carve: PoolCarve,
-    loops: Sequence[ExpertLoop],
-    gradients: Iterable[Gradients] | None,
-    settings: ProjectConfig,
-    outcome: PoolOutcome,
-) -> tuple[Sequence[ExpertLoop], PoolOutcome]:
-    """One gradient projection, kept where it does not hurt or is not guarded."""
-    if gradients is None:
-        return loops, outcome
-    _, guard = split_guard(len(carve.samples[0].inputs), settings.guard_share)
-    stepped = join_pool(step_along_homes(split_pool(loops, carve.partition), gradients, carve.partition, settings))
-    candidate = [replace(loop, experts=experts) for loop, experts in zip(loops, stepped, strict=True)]
-    before, after = (mean_error(tried, carve.samples, guard) for tried in (loops, candidate))
-    kept = not settings.guard or after < before
-    errors = outcome.errors | {"after gradient projection": layer_errors(candidate, carve.samples, guard)}
-    return (candidate if kept else loops), replace(outcome, errors=errors, projected=kept)
 
 
 def alignment_step(
     carve: PoolCarve,
     loops: Sequence[ExpertLoop],
-    _gradients: Iterable[Gradients] | None,
     settings: ProjectConfig,
     outcome: PoolOutcome,
 ) -> tuple[Sequence[ExpertLoop], PoolOutcome]:

@@ -1,5 +1,6 @@
 """One layer as it will stand in the checkpoint, and what was found on the way there."""
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -8,9 +9,9 @@ from torch import Tensor
 
 from models.expert_loop import ExpertLoop
 from models.experts import LayerExperts
+from models.gating import GateKind
 from models.routing import LinearRouter, rounded
 from stages.project.layer import Outcome
-from stages.project.layer_carve import LayerCarve
 
 
 @dataclass(frozen=True)
@@ -53,18 +54,18 @@ class ProjectedLayer:
         """What the steps of the projection came to."""
         return Outcome(**self.found)
 
-    def loop(self, carve: LayerCarve) -> ExpertLoop:
+    def loop(
+        self,
+        units_EN: Tensor,
+        always_S: Tensor,
+        act: Callable[[Tensor], Tensor],
+        *,
+        top_k: int,
+        width: int,
+        gate: GateKind,
+        device: torch.device,
+    ) -> ExpertLoop:
         """What the checkpoint will compute, in fp32."""
-        device = carve.ffn.gate_FD.device
         experts = LayerExperts(**{name: tensor.to(device).float() for name, tensor in vars(self.experts).items()})
-        router = self.router.to(device)
-        return ExpertLoop(
-            experts,
-            carve.units_EN,
-            carve.always_S,
-            router,
-            carve.shape.top_k,
-            carve.ffn.width,
-            carve.ffn.act,
-            carve.gate,
-        )
+        units_EN, always_S = units_EN.to(device), always_S.to(device)
+        return ExpertLoop(experts, units_EN, always_S, self.router.to(device), top_k, width, act, gate)

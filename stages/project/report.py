@@ -5,17 +5,23 @@ from collections.abc import Sequence
 from models.shape import Shape
 from stages.contracts.job import Table
 from stages.project.config import ProjectConfig
+from stages.project.gradient_rounds import ProjectionOutcome
 from stages.project.layer import Outcome
 
 
-def summarise(outcomes: Sequence[Outcome], project: ProjectConfig, shape: Shape, width: int, tokens: int) -> Table:
+def summarise(
+    outcomes: Sequence[Outcome],
+    project: ProjectConfig,
+    gradients: ProjectionOutcome | None,
+    shape: Shape,
+    width: int,
+    tokens: int,
+) -> Table:
     """One row per layer: relative error of the FFN's output on held-out calibration tokens after each step."""
     rows = [
         [
             layer,
             f"{outcome.error_start:.4f}",
-            "-" if outcome.error_projected is None else f"{outcome.error_projected:.4f}",
-            "yes" if outcome.projected else "no",
             "-" if outcome.error_aligned is None else f"{outcome.error_aligned:.4f}",
             "-" if outcome.penalty is None else f"{outcome.penalty:g}",
             outcome.rounds,
@@ -26,14 +32,12 @@ def summarise(outcomes: Sequence[Outcome], project: ProjectConfig, shape: Shape,
     columns = [
         "layer",
         "error as cut",
-        "after gradient projection",
-        "applied",
         "after alignment",
         "ridge penalty",
         "router rounds",
-        "error at the end",
+        "error at the end of alignment",
     ]
-    notes = [describe(outcomes, project), *alignment_needs(project, shape, width, tokens)]
+    notes = [describe(outcomes, project, gradients), *alignment_needs(project, shape, width, tokens)]
     return Table("project", columns, rows, notes)
 
 
@@ -52,18 +56,26 @@ def alignment_needs(project: ProjectConfig, shape: Shape, width: int, tokens: in
     ]
 
 
-def describe(outcomes: Sequence[Outcome], project: ProjectConfig) -> str:
+def describe(outcomes: Sequence[Outcome], project: ProjectConfig, gradients: ProjectionOutcome | None) -> str:
     """The projection in a sentence."""
-    kept = sum(outcome.projected for outcome in outcomes)
     aligned = sum(outcome.penalty is not None for outcome in outcomes)
-    gradient = f"applied in {kept} of {len(outcomes)} layers" if project.gradient_projection else "off"
-    if project.gradient_projection and project.guard and kept < len(outcomes):
-        gradient += " (dropped where it made the held-out alignment worse)"
     alignment = f"ridge in {aligned} of {len(outcomes)} layers" if project.alignment == "ridge" else "off"
     rounds = sum(outcome.rounds for outcome in outcomes)
-    said = [f"base {project.base}", f"gradient projection {gradient}", f"alignment {alignment}"]
+    said = [f"base {project.base}", f"alignment {alignment}"]
     said += [f"{rounds} rounds of router and alignment kept"] if rounds else []
     gated = sum(outcome.gate_spread is not None for outcome in outcomes)
     said += [f"gates fitted in {gated} layers"] if project.gates == "fitted" else []
     said += [f"{project.descent_steps} steps of layer-wise descent"] if project.descent_steps else []
-    return "; ".join(said)
+    return "; ".join([*said, describe_gradients(gradients)])
+
+
+def describe_gradients(outcome: ProjectionOutcome | None) -> str:
+    """What gradient projection came to."""
+    if outcome is None:
+        return "gradient projection off"
+    if not outcome.rounds:
+        return "gradient projection tried and undone: no step lowered the KL on validation tokens"
+    return (
+        f"gradient projection in {outcome.rounds} rounds ({outcome.tokens:,} tokens): KL to the dense model on "
+        f"validation tokens {outcome.before:.4f} → {outcome.after:.4f}"
+    )

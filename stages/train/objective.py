@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from models.capture.router_watch import RouterWatch, Routing
+from stages.metrics.divergence import prediction_distance
 from stages.metrics.loss import supervised_tokens
 from stages.train.balance import Balance, add_up, balance_loss, count_load, entropy, z_loss
 from stages.train.config import TrainConfig
-from stages.train.losses import hidden_distance, next_token_loss, prediction_distance, predicts
+from stages.train.losses import hidden_distance, next_token_loss, predicts
 from stages.train.teacher import Teacher
 
 

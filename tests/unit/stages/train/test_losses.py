@@ -3,7 +3,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from stages.train import losses
-from stages.train.losses import hidden_distance, next_token_loss, prediction_distance, predicts
+from stages.metrics.divergence import prediction_distance
+from stages.train.losses import hidden_distance, next_token_loss, predicts
 
 
 @pytest.fixture

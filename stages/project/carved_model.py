@@ -1,0 +1,147 @@
+"""The carved model with a gradient: the dense model of transformers, its FFNs replaced by experts behind a router."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from models.expert_loop import ExpertLoop
+from models.experts import LayerExperts
+from models.placement import input_device
+from stages.data.batches import TokenBatch
+from stages.metrics.divergence import prediction_distance
+
+
+@dataclass(frozen=True)
+class TaughtBatch:
+    """Tokens, and the dense model's last hidden states for them."""
+
+    tokens: TokenBatch
+    hidden_BTD: Float[Tensor, "B T D"]
+
+
+class _CarvedFFN(nn.Module):
+    """A layer's experts in the place of its FFN."""
+
+    def __init__(self, loop: ExpertLoop) -> None:
+        super().__init__()
+        self.loop = loop
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        run = self.loop.differentiable if torch.is_grad_enabled() else self.loop
+        return run(x_BTD.flatten(0, -2).float()).view(x_BTD.shape).to(x_BTD.dtype)
+
+
+class _GivenHidden(nn.Module):
+    """Stands in for the decoder: its last hidden states are known."""
+
+    def forward(self, inputs_embeds: Tensor, **_arguments: object) -> BaseModelOutputWithPast:
+        return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
+
+
+class CarvedModel:
+    """Attention, norms, embeddings and head by transformers' own code; every FFN by an `ExpertLoop`.
+
+    The loops route as the emitted checkpoint does, and the loss is the distance of its predictions from the dense
+    model's. Weights that several layers share (a pool's) are one tensor, with one gradient.
+
+    Memory: the dense model, the experts in fp32, and one gradient for each of their numbers.
+    """
+
+    def __init__(self, dense: PreTrainedModel, loops: Sequence[ExpertLoop]) -> None:
+        """Take over a frozen dense model; `loops` are of its layers in order."""
+        self.model = dense
+        self._layers = list(dense.get_decoder().layers)
+        self._dense = [layer.mlp for layer in self._layers]
+        self._carved = [_CarvedFFN(loop) for loop in loops]
+
+    @property
+    def loops(self) -> list[ExpertLoop]:
+        """The carved layers as they are."""
+        return [module.loop for module in self._carved]
+
+    def weights(self, names: Sequence[str]) -> list[tuple[str, Tensor]]:
+        """Field and tensor of every weight in those fields of `LayerExperts`, shared ones once; none is empty."""
+        tensors = ((name, getattr(loop.experts, name)) for loop in self.loops for name in names)
+        return list({id(tensor): (name, tensor) for name, tensor in tensors if tensor.numel()}.values())
+
+    def put(self, names: Sequence[str], new: Sequence[Tensor]) -> None:
+        """Replace what `weights` gives for the same names, in every layer that holds it."""
+        by_identity = {id(old): tensor for (_, old), tensor in zip(self.weights(names), new, strict=True)}
+        for module in self._carved:
+            held = {spec.name: getattr(module.loop.experts, spec.name) for spec in fields(LayerExperts)}
+            experts = LayerExperts(**{name: by_identity.get(id(tensor), tensor) for name, tensor in held.items()})
+            module.loop = replace(module.loop, experts=experts)
+
+    @torch.no_grad()
+    def teach(self, batches: Sequence[TokenBatch]) -> list[TaughtBatch]:
+        """What the dense model makes of some batches. Memory: D numbers a token."""
+        return [TaughtBatch(batch, self._last_hidden(batch)) for batch in batches]
+
+    @torch.no_grad()
+    def divergence(self, batches: Sequence[TaughtBatch]) -> float:
+        """Mean KL(dense ‖ carved) of the next-token distributions, nats per token."""
+        with self._as_carved():
+            total = sum(float(self._distance(batch)) for batch in batches)
+        return total / count_tokens(batches)
+
+    def gradients(self, batches: Sequence[TaughtBatch], names: Sequence[str]) -> list[Tensor]:
+        """∂(mean KL) / ∂W in the order of `weights`, through the routing as it is emitted."""
+        originals = [tensor for _, tensor in self.weights(names)]
+        leaves = [tensor.detach().requires_grad_() for tensor in originals]
+        self.put(names, leaves)
+        try:
+            with self._as_carved(), torch.enable_grad():
+                for batch in batches:
+                    (self._distance(batch) / count_tokens(batches)).backward()  # type: ignore[no-untyped-call]
+        finally:
+            self.put(names, originals)
+        # A pool's expert that no layer sends a token to has none.
+        return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+
+    def _distance(self, batch: TaughtBatch) -> Tensor:
+        tokens, device = batch.tokens, input_device(self.model)
+        mask_BT = tokens.attention_mask.to(device)
+        logits = self.model(input_ids=tokens.input_ids.to(device), attention_mask=mask_BT, use_cache=False).logits
+        with torch.no_grad():
+            wanted = self._logits(batch.hidden_BTD)
+        return prediction_distance(logits, wanted.to(logits.device), mask_BT.bool().to(logits.device))
+
+    def _last_hidden(self, batch: TokenBatch) -> Tensor:
+        device = input_device(self.model)
+        hidden_BTD: Tensor = self.model.base_model(
+            input_ids=batch.input_ids.to(device), attention_mask=batch.attention_mask.to(device), use_cache=False
+        ).last_hidden_state
+        return hidden_BTD
+
+    def _logits(self, hidden_BTD: Tensor) -> Tensor:
+        """By the model's own head, which may scale or cap them."""
+        prefix, decoder = self.model.base_model_prefix, self.model.base_model
+        setattr(self.model, prefix, _GivenHidden())
+        try:
+            logits: Tensor = self.model(inputs_embeds=hidden_BTD, use_cache=False).logits
+        finally:
+            setattr(self.model, prefix, decoder)
+        return logits
+
+    @contextmanager
+    def _as_carved(self) -> Iterator[None]:
+        self._put(self._carved)
+        try:
+            yield
+        finally:
+            self._put(self._dense)
+
+    def _put(self, ffns: Sequence[nn.Module]) -> None:
+        for layer, ffn in zip(self._layers, ffns, strict=True):
+            layer.mlp = ffn
+
+
+def count_tokens(batches: Sequence[TaughtBatch]) -> int:
+    """Tokens, padding left out."""
+    return sum(batch.tokens.tokens for batch in batches)
