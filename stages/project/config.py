@@ -25,7 +25,7 @@ class ProjectConfig:
     # Calibration tokens whose gradient is taken, at most; each once.
     gradient_tokens: int = field(default=65536, metadata={"minimum": 1})
     # Tokens of one round: gradient, average with those before, step.
-    round_tokens: int = field(default=1024, metadata={"minimum": 1})
+    round_tokens: int = field(default=512, metadata={"minimum": 1})
     # What alignment starts from: extracted (the dense slices) or random (seeded normal of the same standard deviation).
     base: str = field(default="extracted", metadata={"choices": ("extracted", "random")})
     # Behaviour alignment: ridge (closed form, down_proj) or none.

@@ -22,7 +22,7 @@ def project_neurons(
     """Move every neuron along its own normalised gradient.
 
     Normalised per neuron, those that few tokens reach move as far as the busy ones; with one norm for each expert the
-    loss fell less (conf/experiment/LOG or gradient_projection.yaml).
+    loss fell less (conf/experiment/gradient_projection.yaml).
 
     Args:
         weight: gate or up, a neuron in each row, or down, a neuron in each column; with or without a leading E.
@@ -38,6 +38,11 @@ def project_neurons(
 def neuron_dim(field: str) -> int:
     """Along which dimension of that field of LayerExperts a neuron's numbers lie."""
     return -2 if "down" in field else -1
+
+
+def rms_neuron(weight: Float[Tensor, "*E P Q"], dim: int) -> float:
+    """Root mean square of the neurons' norms; `dim` as of `project_neurons`."""
+    return float(weight.norm(dim=dim).square().mean().sqrt())
 
 
 def sample_experts(experts: LayerExperts, seed: int) -> LayerExperts:

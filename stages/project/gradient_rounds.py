@@ -12,11 +12,12 @@ from stages.calibration.guard import split_guard
 from stages.data.batches import TokenBatch, split_batch
 from stages.project.carved_model import CarvedModel, TaughtBatch
 from stages.project.config import ProjectConfig
-from stages.project.gradient_projection import neuron_dim, project_neurons, projected_fields
+from stages.project.gradient_projection import neuron_dim, project_neurons, projected_fields, rms_neuron
 
 MOMENTUM = 0.8  # of the gradient from round to round
 SECTIONS = 8  # of the rounds; after each, validation tokens decide
-LENGTHS = (0.04, 0.02, 0.01, 0.005, 0.0025)  # λ that are tried in the first section, from the largest down
+# λ that are tried in the first section, from the largest down, in units of a matrix's root-mean-square neuron.
+LENGTHS = (0.04, 0.02, 0.01, 0.005, 0.0025)
 GRADIENT_SEED = 9_000  # in the place of a layer's number, beyond all layers
 PATIENCE = 2  # sections in a row that may be undone before the rounds end
 
@@ -56,6 +57,9 @@ class GradientRounds:
         fitted, held_out = split_guard(len(text), settings.guard_share)
         self._model, self._settings = model, settings
         self._names = projected_fields(settings.matrices)
+        weights = model.weights(self._names)
+        self._dims = [neuron_dim(name) for name, _ in weights]
+        self._units = [rms_neuron(weight, dim) for (_, weight), dim in zip(weights, self._dims, strict=True)]
         self._rounds = shuffle_rounds([text[index] for index in fitted], settings, seed)
         self._validation = model.teach([text[index] for index in held_out])
 
@@ -102,15 +106,14 @@ class GradientRounds:
         """One round for each batch."""
         settings = self._settings
         weights, velocity = state.weights, state.velocity
-        dims = [neuron_dim(name) for name, _ in self._model.weights(self._names)]
         for number, batch in zip(section, taught, strict=True):
             self._model.put(self._names, weights)
             gradients = self._model.gradients([batch], self._names)
             velocity = [MOMENTUM * old + new for old, new in zip(velocity, gradients, strict=True)]
             strength = settings.sign * settings.beta * settings.alpha * length * (1 - number / len(self._rounds))
             weights = [
-                project_neurons(weight, direction, length=strength, epsilon=settings.epsilon, dim=dim)
-                for weight, direction, dim in zip(weights, velocity, dims, strict=True)
+                project_neurons(weight, direction, length=strength * unit, epsilon=settings.epsilon, dim=dim)
+                for weight, direction, unit, dim in zip(weights, velocity, self._units, self._dims, strict=True)
             ]
         self._model.put(self._names, weights)
         return _State(weights, velocity, self._model.divergence(self._validation))

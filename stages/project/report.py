@@ -76,6 +76,6 @@ def describe_gradients(outcome: ProjectionOutcome | None) -> str:
     if not outcome.rounds:
         return "gradient projection tried and undone: no step lowered the KL on validation tokens"
     return (
-        f"gradient projection in {outcome.rounds} rounds ({outcome.tokens:,} tokens): KL to the dense model on "
-        f"validation tokens {outcome.before:.4f} → {outcome.after:.4f}"
+        f"gradient projection in {outcome.rounds} rounds ({outcome.tokens:,} tokens, λ {outcome.length:g}): KL to the "
+        f"dense model on validation tokens {outcome.before:.4f} → {outcome.after:.4f}"
     )

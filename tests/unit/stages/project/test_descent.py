@@ -99,7 +99,7 @@ def test_copies_of_a_unit_go_their_own_ways():
 @pytest.mark.parametrize(("rate", "kept"), [(0.01, True), (30.0, False)])
 def test_descent_that_makes_held_out_tokens_worse_is_not_kept(rate, kept):
     layer = carve(torch.arange(S, F).view(E, N))
-    plain, plainly = project_layer(layer, INPUTS, target, {}, replace(DESCENT, descent_steps=0), seed=5)
-    trained, outcome = project_layer(layer, INPUTS, target, {}, replace(DESCENT, descent_rate=rate), seed=5)
+    plain, plainly = project_layer(layer, INPUTS, target, replace(DESCENT, descent_steps=0), seed=5)
+    trained, outcome = project_layer(layer, INPUTS, target, replace(DESCENT, descent_rate=rate), seed=5)
     assert (outcome.error_end < plainly.error_end) == kept
     assert torch.equal(trained.experts.gate_END, plain.experts.gate_END) != kept

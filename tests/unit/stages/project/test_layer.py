@@ -28,7 +28,7 @@ def project(balance):
     refit = RouterSettings("error", 1e-3, DescentSettings(200, 0.05, balance, 1), tokens=1000)
     router = fit_router(watch_experts(ffn, units_EN, NONE, inputs, K, biased=False)[0], start)
     carve = LayerCarve(ffn, units_EN, NONE, router, Shape(E, N, K, 0), refit, 0.001, biased=False)
-    loop, outcome = project_layer(carve, inputs, lambda _, x_TD: ffn(x_TD), {}, ProjectConfig(), seed=3)
+    loop, outcome = project_layer(carve, inputs, lambda _, x_TD: ffn(x_TD), ProjectConfig(), seed=3)
     return float(load_balance(loop.router, inputs, K).max()), outcome
 
 

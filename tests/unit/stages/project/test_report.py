@@ -2,7 +2,8 @@ import pytest
 
 from models.shape import Shape
 from stages.project.config import ProjectConfig
-from stages.project.report import alignment_needs
+from stages.project.gradient_rounds import ProjectionOutcome
+from stages.project.report import alignment_needs, describe_gradients
 
 
 def test_too_few_tokens_are_told_with_the_number_that_would_do():
@@ -17,3 +18,14 @@ def test_too_few_tokens_are_told_with_the_number_that_would_do():
 def test_enough_is_enough(alignment, tokens):
     settings = ProjectConfig(guard_share=0.5, alignment=alignment)
     assert alignment_needs(settings, Shape(experts=6, n=20, top_k=2, always_on=30), 200, tokens) == []
+
+
+def test_what_gradient_projection_came_to():
+    assert describe_gradients(None) == "gradient projection off"
+    undone = describe_gradients(ProjectionOutcome(0.5, 0.5, rounds=0, tokens=0, length=0.01))
+    assert undone == "gradient projection tried and undone: no step lowered the KL on validation tokens"
+    kept = describe_gradients(ProjectionOutcome(0.5, 0.25, rounds=7, tokens=3584, length=0.02))
+    assert kept == (
+        "gradient projection in 7 rounds (3,584 tokens, λ 0.02): KL to the dense model on validation tokens "
+        "0.5000 → 0.2500"
+    )

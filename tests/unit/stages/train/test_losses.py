@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from stages.train import losses
 from stages.metrics.divergence import prediction_distance
+from stages.train import losses
 from stages.train.losses import hidden_distance, next_token_loss, predicts
 
 

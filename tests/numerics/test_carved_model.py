@@ -1,0 +1,136 @@
+"""The gradient of the carved model's distance from the dense one, against the emitted checkpoint's by autograd."""
+
+from dataclasses import fields
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import models.tiny_onn.register  # noqa: F401 - from_pretrained is to know the class
+from models.expert_loop import ExpertLoop
+from models.experts import LayerExperts
+from models.families.emit import emit_checkpoint
+from models.families.fold import gate_fold, gate_kind
+from models.families.moe import MOE_TARGETS
+from models.ffn import DenseFFN, ffn_modules
+from models.gating import GateKind
+from models.pico import write_pico
+from models.routing import LinearRouter
+from models.shape import Shape
+from stages.calibration.slices import slice_ffn
+from stages.data.batches import batch_sequences
+from stages.data.sequences import TokenSequence
+from stages.project.carved_model import CarvedModel
+
+E, N, K, F, D, L = 4, 8, 2, 40, 24, 3
+LENGTHS = (9, 5, 7)
+# The emitted parameter of each field: routed gate and up are one, and so are down projections of all experts.
+CASES = [("qwen3", "qwen3_moe", 0), ("qwen3", "glm4_moe", 4), ("qwen2", "qwen2_moe", 4), ("gemma2", "tiny_onn", 4)]
+
+
+def read_batches():
+    generator = torch.Generator().manual_seed(3)
+    ids = [torch.randint(1, 61, (length,), generator=generator).tolist() for length in LENGTHS]
+    return batch_sequences([TokenSequence(f"sample {index}", row, row) for index, row in enumerate(ids)], 18, 0)
+
+
+def load(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
+
+
+def cut_loops(dense, shape, gate):
+    generator, order = torch.Generator().manual_seed(0), torch.randperm(F, generator=torch.Generator().manual_seed(4))
+    units_EN, always_S = order[: E * N].view(E, N).sort(1).values, order[E * N : E * N + shape.always_on].sort().values
+    loops = []
+    for mlp in ffn_modules(dense):
+        ffn = DenseFFN.of(mlp)
+        rows_ED = torch.randn(E, D, generator=generator) / 3
+        experts = slice_ffn(ffn, units_EN, always_S)
+        loops.append(ExpertLoop(experts, units_EN, always_S, LinearRouter.without_bias(rows_ED), K, F, ffn.act, gate))
+    return loops
+
+
+@pytest.mark.parametrize(("source", "target", "always_on"), CASES)
+def test_gradients_are_those_of_the_emitted_checkpoint(tmp_path, source, target, always_on):
+    folder = write_pico(tmp_path / "dense", source, layers=L, hidden=D, intermediate=F)
+    dense, shape, moe = load(folder), Shape(E, N, K, always_on), MOE_TARGETS[target]
+    loops = cut_loops(dense, shape, GateKind(gate_kind(moe, shape)))
+    emit_checkpoint(
+        folder,
+        tmp_path / "moe",
+        target=moe,
+        shape=shape,
+        routers=lambda layer: loops[layer].router.rows_ED,
+        experts=lambda layer: loops[layer].experts,
+    )
+    batches, names = read_batches(), [spec.name for spec in fields(LayerExperts)]
+    carved = CarvedModel(dense, loops)
+    taught = carved.teach(batches)
+    found = carved.gradients(taught, names)
+    weights = carved.weights(names)
+
+    emitted, teacher = load(tmp_path / "moe").requires_grad_(True), load(folder)
+    losses = []
+    for batch in batches:
+        mask_BT = batch.attention_mask.bool()
+        arguments = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+        ours, theirs = (model(**arguments).logits[mask_BT].log_softmax(-1) for model in (emitted, teacher))
+        losses.append((theirs.detach().exp() * (theirs.detach() - ours)).sum())
+    loss = sum(losses) / sum(LENGTHS)
+    loss.backward()
+    assert carved.divergence(taught) == pytest.approx(loss.item(), rel=1e-4)
+    assert loss.item() > 1e-4
+
+    expected = [gradient for layer in emitted.get_decoder().layers for gradient in gradients_of(layer, moe, shape)]
+    assert len(found) == len(expected) == len(weights) == L * (6 if always_on else 3)
+    for (name, weight), gradient, wanted in zip(weights, found, expected, strict=True):
+        assert gradient.shape == weight.shape
+        assert gradient.any()
+        torch.testing.assert_close(gradient, wanted, rtol=2e-3, atol=1e-6 + 1e-4 * float(wanted.abs().max()), msg=name)
+
+
+def gradients_of(layer, moe, shape):
+    """Of one emitted layer, in the order of the fields of LayerExperts, without the scale that was folded in."""
+    fold = gate_fold(moe, shape)
+    gate_up, down = layer.mlp.experts.gate_up_proj.grad, layer.mlp.experts.down_proj.grad
+    yield from (*gate_up.chunk(2, dim=1), down * fold.down_scale)
+    if shape.always_on:
+        shared = getattr(layer.mlp, "shared_expert", None) or layer.mlp.shared_experts
+        down = shared.down_proj.weight.grad * fold.shared_down_scale
+        # Widths that a target rounds up are filled with zero units.
+        yield from (shared.gate_proj.weight.grad[: shape.always_on], shared.up_proj.weight.grad[: shape.always_on])
+        yield down[:, : shape.always_on]
+
+
+def test_nothing_of_the_model_has_changed_afterwards(tmp_path):
+    folder = write_pico(tmp_path, "qwen3", layers=L, hidden=D, intermediate=F)
+    dense, shape = load(folder), Shape(E, N, K, 4)
+    loops = cut_loops(dense, shape, GateKind.SIGMOID_OF_CHOSEN)
+    ids = torch.arange(1, 8)[None]
+    before, ffns = dense(input_ids=ids).logits, [layer.mlp for layer in dense.model.layers]
+    carved = CarvedModel(dense, loops)
+    carved.gradients(carved.teach(read_batches()), ["gate_END", "shared_down_DS"])
+    assert torch.equal(dense(input_ids=ids).logits, before)
+    assert all(layer.mlp is ffn for layer, ffn in zip(dense.model.layers, ffns, strict=True))
+    assert all(parameter.grad is None and not parameter.requires_grad for parameter in dense.parameters())
+    for loop, original in zip(carved.loops, loops, strict=True):
+        assert all(
+            getattr(loop.experts, spec.name) is getattr(original.experts, spec.name) for spec in fields(LayerExperts)
+        )
+
+
+def test_experts_that_layers_share_have_one_gradient(tmp_path):
+    folder = write_pico(tmp_path, "qwen3", layers=L, hidden=D, intermediate=F)
+    dense = load(folder)
+    loops = cut_loops(dense, Shape(E, N, K, 0), GateKind.SOFTMAX_OF_CHOSEN)
+    own = CarvedModel(dense, [loops[0], loops[1], loops[2]])
+    pool = [type(loop)(loops[0].experts, *[getattr(loop, spec.name) for spec in fields(loop)[1:]]) for loop in loops]
+    shared = CarvedModel(dense, pool)
+    names = ["gate_END", "down_EDN"]
+    assert len(own.weights(names)) == 2 * L
+    assert [name for name, _ in shared.weights(names)] == names
+    found = shared.gradients(shared.teach(read_batches()), names)
+    assert [tensor.shape for tensor in found] == [(E, N, D), (E, D, N)]
+    moved = [tensor + 1 for _, tensor in shared.weights(names)]
+    shared.put(names, moved)
+    assert all(loop.experts.gate_END is moved[0] for loop in shared.loops)

@@ -1,0 +1,113 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from models.expert_loop import ExpertLoop
+from models.ffn import DenseFFN, ffn_modules
+from models.gating import GateKind
+from models.pico import write_pico
+from models.routing import LinearRouter
+from stages.calibration.slices import slice_ffn
+from stages.data.batches import batch_sequences
+from stages.data.sequences import TokenSequence
+from stages.project.carved_model import CarvedModel
+from stages.project.config import ProjectConfig
+from stages.project.gradient_rounds import SECTIONS, GradientRounds, divide, shuffle_rounds
+
+D, F, E, N, K = 24, 20, 4, 3, 2
+SETTINGS = ProjectConfig(round_tokens=14, guard_share=0.25)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_pico(tmp_path_factory.mktemp("pico"), "qwen3", layers=2, hidden=D, intermediate=F)
+
+
+@pytest.fixture(scope="module")
+def text():
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(1, 61, (7,), generator=generator).tolist() for _ in range(64)]
+    return batch_sequences([TokenSequence(f"sample {index}", row, row) for index, row in enumerate(ids)], 28, 0)
+
+
+@pytest.fixture
+def carved(folder):
+    dense = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
+    # Weights as large as a trained model's: those of a fresh one make next to no difference to its predictions.
+    with torch.no_grad():
+        for parameter in (p for mlp in ffn_modules(dense) for p in mlp.parameters()):
+            parameter.mul_(30)
+    units_EN, always_S = torch.arange(E * N).view(E, N), torch.arange(E * N, E * N + 4)
+    loops = []
+    for mlp in ffn_modules(dense):
+        ffn = DenseFFN.of(mlp)
+        rows_ED = torch.randn(E, D, generator=torch.Generator().manual_seed(len(loops)))
+        experts, router = slice_ffn(ffn, units_EN, always_S), LinearRouter.without_bias(rows_ED)
+        loops.append(ExpertLoop(experts, units_EN, always_S, router, K, F, ffn.act, GateKind.SOFTMAX_OF_CHOSEN))
+    return CarvedModel(dense, loops)
+
+
+def test_the_model_comes_nearer_to_the_dense_one_and_says_by_how_much(carved, text):
+    started = [loop.experts for loop in carved.loops]
+    rounds = GradientRounds(carved, text, SETTINGS, seed=0)
+    validation = rounds._validation
+    outcome = rounds.run()
+    assert outcome.before > 1e-3
+    assert outcome.after < 0.98 * outcome.before
+    assert carved.divergence(validation) == pytest.approx(outcome.after, rel=1e-6)
+    assert outcome.rounds == 24  # a quarter of 64 sequences of 7 is for validation, the rest comes two a round
+    assert outcome.tokens == 48 * 7
+    assert 0 < outcome.length <= 0.04
+    for before, loop in zip(started, carved.loops, strict=True):
+        for name in ("gate_END", "up_END", "down_EDN", "shared_gate_SD", "shared_up_SD", "shared_down_DS"):
+            assert not torch.equal(getattr(before, name), getattr(loop.experts, name))
+
+
+def test_two_runs_are_one(folder, carved, text):
+    first = GradientRounds(carved, text, SETTINGS, seed=0)
+    start = [loop.experts for loop in carved.loops]
+    first.run()
+    ends = [loop.experts for loop in carved.loops]
+    again = CarvedModel(carved.model, [replace(loop, experts=e) for loop, e in zip(carved.loops, start, strict=True)])
+    GradientRounds(again, text, SETTINGS, seed=0).run()
+    assert all(torch.equal(a.gate_END, b.experts.gate_END) for a, b in zip(ends, again.loops, strict=True))
+
+
+def test_steps_up_the_gradient_are_undone(carved, text):
+    start = [loop.experts for loop in carved.loops]
+    outcome = GradientRounds(carved, text, replace(SETTINGS, sign=1), seed=0).run()
+    assert (outcome.rounds, outcome.tokens) == (0, 0)
+    assert outcome.after == outcome.before
+    assert all(loop.experts.gate_END is experts.gate_END for loop, experts in zip(carved.loops, start, strict=True))
+
+
+def test_unguarded_steps_are_kept(carved, text):
+    outcome = GradientRounds(carved, text, replace(SETTINGS, sign=1, guard=False), seed=0).run()
+    assert outcome.rounds == 24
+    assert outcome.after > outcome.before
+
+
+def test_only_named_matrices_move(carved, text):
+    start = [loop.experts for loop in carved.loops]
+    GradientRounds(carved, text, replace(SETTINGS, matrices=["down"]), seed=0).run()
+    for before, loop in zip(start, carved.loops, strict=True):
+        assert torch.equal(before.gate_END, loop.experts.gate_END)
+        assert not torch.equal(before.down_EDN, loop.experts.down_EDN)
+
+
+def test_rounds_take_every_sequence_once_and_no_more_tokens_than_asked(text):
+    rounds = shuffle_rounds(text, SETTINGS, seed=2)
+    names = [name for batch in rounds for name in batch.names]
+    assert sorted(names) == sorted(name for batch in text for name in batch.names)
+    assert names != sorted(names)
+    assert {batch.tokens for batch in rounds} == {14}
+    assert sum(batch.tokens for batch in shuffle_rounds(text, replace(SETTINGS, gradient_tokens=20), seed=2)) == 28
+    assert len(shuffle_rounds(text, replace(SETTINGS, round_tokens=1), seed=2)) == 64
+
+
+def test_sections_are_of_nearly_equal_length():
+    assert [len(part) for part in divide(56, SECTIONS)] == [7] * 8
+    assert [list(part) for part in divide(3, 8)] == [[0], [1], [2]]
+    assert [index for part in divide(19, 8) for index in part] == [*range(19)]
