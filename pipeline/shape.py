@@ -110,7 +110,7 @@ def round_to_step(n: float, at_most: int) -> int:
     stepped = round(n / WIDTH_STEP) * WIDTH_STEP
     if stepped > at_most:
         stepped -= WIDTH_STEP
-    return stepped or max(1, int(n))
+    return stepped or max(1, min(round(n), at_most))
 
 
 def largest_power_of_two(bound: int) -> int:
