@@ -128,7 +128,7 @@ def close_shapes(dials: Dials, width: int, layers: int) -> list[Shape]:
     """
     # Where all neurons are to be active, nothing is saved.
     asked = replace(dials, top_k=None, active=dials.active if dials.active < 1 else 0.5)
-    n = fill_experts(dials, width)[1]
+    experts, n = fill_experts(dials, width)
     sizes = dict.fromkeys([min(n, EXPERT_WIDTH), n, 64, 128, 256, 32, 16, 8, 4, 2, 1])
     tried = [asked, replace(asked, always_on=None)]
     if dials.pooled:
@@ -140,7 +140,10 @@ def close_shapes(dials: Dials, width: int, layers: int) -> list[Shape]:
         for n in sizes:
             tried.append(replace(asked, experts=None, n=n, always_on=None))
             tried.append(replace(asked, experts=-(-width // n), n=n, always_on=0))
-    return [resolve_shape(candidate, width) for candidate in tried]
+    shapes = [resolve_shape(candidate, width) for candidate in tried]
+    if dials.top_k is not None and dials.always_on is None and not dials.pooled:
+        shapes.insert(0, Shape(experts, n, dials.top_k, max(0, width - experts * n)))
+    return shapes
 
 
 def shape_faults(shape: Shape, width: int) -> list[tuple[str, str]]:
