@@ -133,15 +133,16 @@ def close_shapes(dials: Dials, width: int, layers: int) -> list[Shape]:
     tried = [asked, replace(asked, always_on=None)]
     if dials.pooled:
         # Half of the dense FFNs' neurons.
-        tried += [replace(asked, experts=max(1, layers * width // 2 // n), n=n, always_on=None) for n in sizes]
-    else:
-        if dials.experts and fill_experts(parts := replace(asked, n=None, always_on=None), width)[1] >= EXPERT_WIDTH:
-            tried.append(parts)
-        for n in sizes:
-            tried.append(replace(asked, experts=None, n=n, always_on=None))
-            tried.append(replace(asked, experts=-(-width // n), n=n, always_on=0))
+        half = layers * width // 2
+        tried += [replace(asked, experts=max(1, half // size), n=size, always_on=None) for size in sizes]
+        return [resolve_shape(candidate, width) for candidate in tried]
+    if dials.experts and fill_experts(parts := replace(asked, n=None, always_on=None), width)[1] >= EXPERT_WIDTH:
+        tried.append(parts)
+    for size in sizes:
+        tried.append(replace(asked, experts=None, n=size, always_on=None))
+        tried.append(replace(asked, experts=-(-width // size), n=size, always_on=0))
     shapes = [resolve_shape(candidate, width) for candidate in tried]
-    if dials.top_k is not None and dials.always_on is None and not dials.pooled:
+    if dials.top_k is not None and dials.always_on is None:
         shapes.insert(0, Shape(experts, n, dials.top_k, max(0, width - experts * n)))
     return shapes
 
