@@ -96,7 +96,7 @@ WARNED = [
     ("embedded", ["top_k=16", "always_on=0"], {"no saving", "no routing"}),
     ("embedded", ["top_k=12", "always_on=256"], {"no saving"}),
     ("embedded", ["active=1"], {"no saving", "larger"}),
-    ("embedded", ["experts=1"], {"no routing", "dropped"}),
+    ("embedded", ["experts=1", "assemble.target=tiny_onn"], {"no routing", "dropped"}),
     ("embedded", ["experts=2", "n=500", "always_on=0"], {"dropped"}),
     ("embedded", ["experts=8"], {"dropped"}),
     ("embedded", ["n=8"], {"little routing", "dropped"}),
