@@ -36,6 +36,6 @@ class ModelConfig:
     cpu_memory: str | None = field(default=None, metadata={"fingerprint": False})
     # Run Python code that comes with the checkpoint. Never needed for the supported families.
     trust_remote_code: bool = False
-    # Default shape of a carve of this model; the root dials experts= and n= override it.
-    experts: int = field(default=100, metadata={"fingerprint": False})
-    n: int = field(default=256, metadata={"fingerprint": False})
+    # Default shape of a carve of this model; the root dials experts= and n= override it. None: what suits its width.
+    experts: int | None = field(default=None, metadata={"fingerprint": False})
+    n: int | None = field(default=None, metadata={"fingerprint": False})

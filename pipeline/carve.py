@@ -11,7 +11,7 @@ from pipeline.plan import Step, make_plan
 from pipeline.run_folder import RunFolder
 from pipeline.runner import Runner
 from pipeline.schema import Settings
-from pipeline.shape import pool_warning, saving_warning
+from pipeline.shape_advice import describe_shape, find_remedy, shape_warnings
 from pipeline.validation import Checked, validate
 from stages.contracts.workers import Workers, find_workers
 
@@ -46,14 +46,14 @@ def agree_on_plan(steps: Sequence[Step], workers: Workers) -> list[Step]:
 
 
 def introduce(checked: Checked) -> None:
-    """Say what is carved into what."""
-    source = f"{checked.settings.model.label}: {checked.source['num_hidden_layers']} layers of {checked.width} units"
+    """Say what is carved into what, what that comes to, and what speaks against it."""
+    source = f"{checked.settings.model.label}: {checked.source['num_hidden_layers']} layers of {checked.width} neurons"
     shape = checked.shape
     if shape is None:
         log.info("%s\n", source)
         return
     log.info(
-        "%s -> %d experts of %d%s, %d per token, and %d always on\n",
+        "%s -> %d experts of %d%s, %d per token, and %d always on",
         source,
         shape.experts,
         shape.n,
@@ -61,9 +61,7 @@ def introduce(checked: Checked) -> None:
         shape.top_k,
         shape.always_on,
     )
-    warnings = (
-        saving_warning(shape, checked.width),
-        pool_warning(shape, checked.width, int(checked.source["num_hidden_layers"])),
-    )
-    for warning in filter(None, warnings):
-        log.warning("%s\n", warning)
+    log.info("%s\n", "\n".join(f"  {line}" for line in describe_shape(checked.request, shape)))
+    if warnings := shape_warnings(checked.request, shape):
+        remedy = find_remedy(checked.request)
+        log.warning("%s\n", "\n".join([*warnings, *([f"  do:    {remedy}"] if remedy else [])]))

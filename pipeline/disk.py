@@ -8,31 +8,33 @@ from pathlib import Path
 from typing import Any
 
 from models.errors import UserError
+from models.families.config import source_dtype
+from models.families.parameters import count_carved
+from models.families.target_choice import select_target
 from models.shape import Shape
+from stages.assemble.config import AssembleConfig
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def expected_bytes(stage: str, config: Mapping[str, Any], shape: Shape | None) -> int:
-    """About how many bytes a stage publishes, to within a tenth or so; 0 for stages that write little.
+def expected_bytes(stage: str, source: Mapping[str, Any], shape: Shape | None, assemble: AssembleConfig) -> int:
+    """About how many bytes a stage publishes, to within a hundredth or so; 0 for stages that write little.
 
     Args:
         stage: its name.
-        config: the source's config.json.
+        source: config.json of the dense model, one that can be carved.
         shape: the carve, None where the stage does not depend on it.
+        assemble: target, number format and filling of the checkpoint.
     """
     if shape is None or stage not in {"extract", "assemble", "project", "train"}:
         return 0
-    width = BYTES.get(str(config.get("dtype") or config.get("torch_dtype")), 2)
-    hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
-    units = 3 * hidden * shape.neurons(layers)
+    width = BYTES.get(source_dtype(source) or "", 2)
     if stage == "extract":
-        return units * width
-    attention = layers * 4 * hidden * hidden
-    embeddings = 2 * int(config.get("vocab_size", 0)) * hidden
-    return (units + attention + embeddings) * width
+        return 3 * int(source["hidden_size"]) * shape.neurons(int(source["num_hidden_layers"])) * width
+    target = select_target(str(source["model_type"]), assemble.target, shape.always_on, pooled=shape.pooled)
+    return count_carved(source, target, shape, assemble.pad_to).total * BYTES.get(assemble.dtype, width)
 
 
 def free_bytes(folder: Path) -> int:

@@ -71,7 +71,7 @@ def make_steps(checked: Checked) -> dict[str, Step]:
             folder=artifact_folder(output_dir, settings.model.label, stage.name, address),
             inputs={node: nodes[node] for node in stage.nodes},
             parents={name: steps[name].folder for name in stage.parents},
-            expected_bytes=expected_bytes(stage.name, checked.source, checked.shape),
+            expected_bytes=expected_bytes(stage.name, checked.source, checked.shape, settings.assemble),
         )
     return steps
 

@@ -31,8 +31,8 @@ class Settings:
     stage: str = ALL
     check: str = field(default=CHECKS[0], metadata={"choices": CHECKS})
     topology: str = field(default=PER_LAYER, metadata={"choices": TOPOLOGIES})
-    experts: int = field(default=MISSING, metadata={"minimum": 1})
-    n: int = field(default=MISSING, metadata={"minimum": 1})
+    experts: int | None = field(default=MISSING, metadata={"minimum": 1})
+    n: int | None = field(default=MISSING, metadata={"minimum": 1})
     top_k: int | None = field(default=None, metadata={"minimum": 1})
     always_on: int | None = field(default=None, metadata={"minimum": 0})
     active: float = field(default=0.5, metadata={"above": 0, "maximum": 1})

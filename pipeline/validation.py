@@ -15,7 +15,8 @@ from pipeline.disk import nearest_existing
 from pipeline.field_rules import field_errors, unknown_choice
 from pipeline.layout import OVERLAYS, groups
 from pipeline.schema import Settings
-from pipeline.shape import Dials, resolve_shape, shape_errors
+from pipeline.shape import Dials, resolve_shape
+from pipeline.shape_advice import Request, shape_errors
 from pipeline.stages_table import ALL, STAGES, asked_stages, with_ancestors
 from stages.data.identity import check_data
 from stages.data.settings import check_length
@@ -44,8 +45,13 @@ class Checked:
 
     @property
     def width(self) -> int:
-        """F, units in one FFN of the source."""
+        """F, neurons in one FFN of the source."""
         return width_of(self.source)
+
+    @property
+    def request(self) -> Request:
+        """What was asked for, to judge its shape by."""
+        return Request(dials_of(self.settings), self.settings.assemble, self.source)
 
 
 def validate(settings: Settings) -> Checked:
@@ -96,7 +102,7 @@ def carve_errors(settings: Settings, source: Mapping[str, Any]) -> Iterator[User
     """A shape that the source does not allow, or a target that cannot say it."""
     width = width_of(source)
     shape = resolve_shape(dials_of(settings), width)
-    yield from shape_errors(shape, width, settings.model.label)
+    yield from shape_errors(Request(dials_of(settings), settings.assemble, source), shape, settings.model.label)
     try:
         target = select_target(
             str(source["model_type"]), settings.assemble.target, shape.always_on, pooled=shape.pooled

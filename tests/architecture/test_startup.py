@@ -43,7 +43,7 @@ def test_help_is_light_and_complete(tmp_path):
     [
         (["stage=scam"], ["stage=scam is none of all, scan"]),
         (["expert=3", "cluster=foo"], ["there is no setting expert", "cluster=foo is none of"]),
-        (["n=2048", "data=text", "data.path=nowhere"], ["n=2048 needs at least 2048 units", "nowhere"]),
+        (["n=2048", "data=text", "data.path=nowhere"], ["n=2048 needs at least 2048 neurons", "nowhere"]),
     ],
 )
 def test_errors_in_the_settings_are_light(tmp_path, words, messages):

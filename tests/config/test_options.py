@@ -1,5 +1,6 @@
 """Every file under conf/ composes, is documented, and spells the schema out."""
 
+import re
 from dataclasses import fields, is_dataclass
 from itertools import pairwise
 from typing import get_type_hints
@@ -9,8 +10,11 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from models.shape import Shape
 from pipeline.layout import CONF, groups
 from pipeline.schema import Settings, register_schema, to_settings
+from pipeline.shape import resolve_shape
+from pipeline.validation import dials_of
 
 OPTIONS = [(group, option) for group, options in groups().items() for option in options]
 NODES = {name: kind for name, kind in get_type_hints(Settings).items() if is_dataclass(kind)}
@@ -26,7 +30,7 @@ def compose(*overrides):
 def test_every_option_composes(group, option):
     settings = to_settings(compose(f"{group}={option}"))
     assert isinstance(settings, Settings)
-    assert isinstance(settings.experts, int)
+    assert group == "experiment" or settings.experts == settings.model.experts
 
 
 def test_the_plain_command_carves_the_embedded_model():
@@ -37,10 +41,24 @@ def test_the_plain_command_carves_the_embedded_model():
 
 
 @pytest.mark.parametrize("preset", ["qwen1_5_4b", "qwen2_5_0_5b", "qwen3_1_7b", "llama3_2_1b", "hub", "local"])
-def test_real_models_are_carved_into_a_hundred_experts(preset):
+def test_the_shape_of_a_real_model_follows_from_its_width(preset):
     settings = to_settings(compose(f"model={preset}"))
-    assert (settings.experts, settings.n) == (100, 256)
+    assert (settings.experts, settings.n, settings.top_k, settings.always_on) == (None, None, None, None)
     assert settings.model.trust_remote_code is False
+    typed = to_settings(compose(f"model={preset}", "experts=100", "n=256"))
+    assert (typed.experts, typed.n) == (100, 256)
+
+
+@pytest.mark.parametrize("preset", ["qwen1_5_4b", "qwen2_5_0_5b", "qwen3_1_7b", "llama3_2_1b"])
+def test_the_shape_that_a_preset_names_is_the_one_it_gets(preset):
+    """In its first line: layers, F, E, N, K, S; of E·N + S = F about a quarter always on."""
+    line = (CONF / "model" / f"{preset}.yaml").read_text().splitlines()[0]
+    width, experts, n, top_k, always_on = map(int, re.findall(r" (\d+)(?= neurons| experts|, | per| always)", line))
+    shape = resolve_shape(dials_of(to_settings(compose(f"model={preset}"))), width)
+    assert shape == Shape(experts, n, top_k, always_on)
+    assert experts * n + always_on == width
+    assert always_on % 64 == 0
+    assert 0.23 < always_on / width < 0.25
 
 
 @pytest.mark.parametrize("group", sorted(NODES))

@@ -7,7 +7,7 @@ from integration.wording import message
 
 from pipeline.cli import FAILED, run_command
 
-SHAPE = "shape, model=embedded with F=1024 units a layer"
+SHAPE = "shape, model=embedded with F=1024 neurons a layer"
 
 
 @pytest.mark.parametrize(
@@ -46,22 +46,22 @@ SHAPE = "shape, model=embedded with F=1024 units a layer"
         ),
         (
             ["n=1025", "always_on=0"],
-            "n=1025 needs at least 1025 units a layer that are not always on; there are 1024",
+            "n=1025 needs at least 1025 neurons a layer that are not always on; there are 1024",
             f"{SHAPE}, 0 of them always on",
-            "n=256, or a model with wider FFNs",
+            "experts=12 n=64 top_k=4 always_on=256",
         ),
         (
             ["always_on=1000"],
-            "n=64 needs at least 64 units a layer that are not always on; there are 24",
+            "n=64 needs at least 64 neurons a layer that are not always on; there are 24",
             f"{SHAPE}, 1000 of them always on",
-            "n=4, or a model with wider FFNs",
+            "top_k=4 always_on=256",
         ),
-        (["top_k=17"], "top_k=17 is more than experts=16", SHAPE, "top_k=16"),
+        (["top_k=17"], "top_k=17 is more than experts=16", SHAPE, "top_k=4 always_on=256"),
         (
             ["always_on=1024"],
-            "always_on=1024 leaves no unit to route; at most 1023 of 1024 can be always on",
+            "always_on=1024 leaves no neuron to route; at most 1023 of 1024 can be always on",
             SHAPE,
-            "always_on=256",
+            "top_k=4 always_on=256",
         ),
     ],
 )
@@ -99,12 +99,11 @@ def test_everything_wrong_is_told_at_once(refused, source, tmp_path):
 
 
 def test_errors_that_depend_on_each_other_are_told_at_once(refused):
+    better = "top_k=4 always_on=256 assemble.target=auto"
     assert refused("top_k=17", "always_on=1024", "assemble.target=mixtral") == "\n".join(
         [
-            message("top_k=17 is more than experts=16", SHAPE, "top_k=16"),
-            message(
-                "always_on=1024 leaves no unit to route; at most 1023 of 1024 can be always on", SHAPE, "always_on=256"
-            ),
+            message("top_k=17 is more than experts=16", SHAPE, better),
+            message("always_on=1024 leaves no neuron to route; at most 1023 of 1024 can be always on", SHAPE, better),
             message(
                 "mixtral cannot hold the attention of qwen3",
                 "assemble.target",

@@ -30,21 +30,21 @@ def command(tmp_path, monkeypatch, capsys):
         ),
         (
             ["n=2048"],
-            "n=2048 needs at least 2048 units a layer that are not always on; there are 1024\n"
-            "  where: shape, model=embedded with F=1024 units a layer, 0 of them always on\n"
-            "  do:    n=256, or a model with wider FFNs\n",
+            "n=2048 needs at least 2048 neurons a layer that are not always on; there are 1024\n"
+            "  where: shape, model=embedded with F=1024 neurons a layer, 0 of them always on\n"
+            "  do:    experts=12 n=64 top_k=4 always_on=256\n",
         ),
         (
             ["experts=3", "top_k=4"],
             "top_k=4 is more than experts=3\n"
-            "  where: shape, model=embedded with F=1024 units a layer\n"
-            "  do:    top_k=3\n",
+            "  where: shape, model=embedded with F=1024 neurons a layer\n"
+            "  do:    n=256 top_k=1 always_on=256\n",
         ),
         (
             ["always_on=1024"],
-            "always_on=1024 leaves no unit to route; at most 1023 of 1024 can be always on\n"
-            "  where: shape, model=embedded with F=1024 units a layer\n"
-            "  do:    always_on=256\n",
+            "always_on=1024 leaves no neuron to route; at most 1023 of 1024 can be always on\n"
+            "  where: shape, model=embedded with F=1024 neurons a layer\n"
+            "  do:    top_k=4 always_on=256\n",
         ),
         (["experts=0"], "experts=0 must be at least 1\n  where: setting experts\n  do:    experts=1\n"),
         (["active=0"], "active=0.0 must be above 0\n  where: setting active\n  do:    active=0.5\n"),
@@ -88,7 +88,7 @@ def test_all_mistakes_at_once(command, tmp_path):
 def test_what_depends_on_an_unread_word_is_not_complained_about(command):
     code, text = command("experts=many", "top_k=20")
     assert code == 2
-    assert text == "experts=many should be a whole number\n  where: command line\n  do:    experts=16\n"
+    assert text == "experts=many should be a whole number or null\n  where: command line\n  do:    experts=16\n"
 
 
 def test_an_output_folder_that_is_a_file(command, tmp_path):

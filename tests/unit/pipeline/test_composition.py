@@ -34,14 +34,15 @@ def test_a_failing_job_of_a_sweep_ends_with_its_message(tmp_path, monkeypatch, c
     monkeypatch.setattr(sys, "argv", ["pipeline", *words])
     assert cli.run_command(words) == 2
     error = capsys.readouterr().err
-    assert "always_on=1024 leaves no unit to route" in error
+    assert "always_on=1024 leaves no neuron to route" in error
     assert "Traceback" not in error
 
 
 def test_a_faulty_sweep_starts_nothing(tmp_path, capsys):
     assert cli.run_command(["-m", "experts=2,many", f"output_dir={tmp_path}"]) == 2
     assert (
-        capsys.readouterr().err == "experts=many should be a whole number\n  where: command line\n  do:    experts=16\n"
+        capsys.readouterr().err
+        == "experts=many should be a whole number or null\n  where: command line\n  do:    experts=16\n"
     )
     assert list(tmp_path.iterdir()) == []
 

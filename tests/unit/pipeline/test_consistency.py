@@ -72,14 +72,17 @@ POOL = "topology=global_pool"
 
 def test_all_that_is_wrong_with_a_pool_is_said_at_once(texts):
     words = ["top_k=17", "n=1025", "assemble.router=log_ridge", "assemble.target=glm4_moe"]
+    better = "experts=32 n=64 top_k=8 always_on=0 assemble.target=auto"
     assert texts(POOL, *words) == [
         "assemble.router=log_ridge does not ask what an expert does for the layer that borrows it\n"
         "  where: settings assemble.router and topology=global_pool\n"
         "  do:    assemble.router=error, or random",
-        "top_k=17 is more than experts=16\n  where: shape, model=embedded with F=1024 units a layer\n  do:    top_k=16",
-        "n=1025 needs at least 1025 units a layer that are not always on; there are 1024\n"
-        "  where: shape, model=embedded with F=1024 units a layer, 0 of them always on\n"
-        "  do:    n=256, or a model with wider FFNs",
+        "top_k=17 is more than experts=16\n"
+        "  where: shape, model=embedded with F=1024 neurons a layer\n"
+        f"  do:    {better}",
+        "n=1025 needs at least 1025 neurons a layer that are not always on; there are 1024\n"
+        "  where: shape, model=embedded with F=1024 neurons a layer, 0 of them always on\n"
+        f"  do:    {better}",
         "glm4_moe has experts of every layer's own, no pool that all layers share\n"
         "  where: topology=global_pool\n"
         "  do:    assemble.target=tiny_onn",

@@ -5,12 +5,29 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from safetensors import SafetensorError
 
+from models.checkpoint.reader import ShardReader
+from models.families.dense import dense_family
+from models.families.emit import emit_checkpoint
+from models.families.moe import MOE_TARGETS
+from models.families.slicing import slice_experts
+from models.pico import write_pico
 from models.shape import Shape
+from models.source import read_config
 from pipeline.disk import expected_bytes, explain_os_error, free_bytes, nearest_existing
+from stages.assemble.config import AssembleConfig
 
-CONFIG = {"hidden_size": 6, "num_hidden_layers": 2, "vocab_size": 11, "dtype": "float32"}
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 24,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 61,
+    "dtype": "float32",
+}
 
 # A limit on the size of files is the one full disk that needs no root.
 FILL = """
@@ -30,14 +47,38 @@ for write in (Path.write_bytes, lambda path, data: save_file({"a": torch.frombuf
 
 
 def test_what_a_stage_will_write():
-    shape = Shape(experts=3, n=4, top_k=2, always_on=5)
-    units = 2 * 3 * 6 * (3 * 4 + 5)
-    assert expected_bytes("extract", CONFIG, shape) == 4 * units
-    assert expected_bytes("assemble", CONFIG, shape) == 4 * (units + 2 * 4 * 6 * 6 + 2 * 11 * 6)
-    pool = Shape(experts=3, n=4, top_k=2, always_on=5, topology="global_pool")
-    assert expected_bytes("extract", CONFIG, pool) == 4 * 3 * 6 * (3 * 4 + 2 * 5)
-    assert expected_bytes("scan", CONFIG, shape) == 0
-    assert expected_bytes("assemble", CONFIG, None) == 0
+    shape, as_it_is, half = Shape(3, 8, 2, 16), AssembleConfig(), AssembleConfig(dtype="bfloat16")
+    neurons = 3 * 24 * (3 * 8 + 16)
+    layer = neurons + 3 * 24 + 4 * 24 * 24 + 2 * 24  # experts, router, attention, norms
+    assert expected_bytes("extract", CONFIG, shape, half) == 4 * 2 * neurons
+    for stage in ("assemble", "project", "train"):
+        assert expected_bytes(stage, CONFIG, shape, as_it_is) == 4 * (2 * layer + 24 + 2 * 61 * 24)
+        assert expected_bytes(stage, CONFIG, shape, half) == 2 * (2 * layer + 24 + 2 * 61 * 24)
+    pool = Shape(3, 8, 2, 16, "global_pool")
+    assert expected_bytes("extract", CONFIG, pool, as_it_is) == 4 * 3 * 24 * (3 * 8 + 2 * 16)
+    assert expected_bytes("scan", CONFIG, shape, as_it_is) == 0
+    assert expected_bytes("assemble", CONFIG, None, as_it_is) == 0
+
+
+@pytest.mark.parametrize(("target", "pad_to", "dtype"), [("glm4_moe", 8, "source"), ("tiny_onn", 48, "bfloat16")])
+def test_a_checkpoint_on_disk_is_as_large_as_was_said(tmp_path, target, pad_to, dtype):
+    folder = write_pico(tmp_path / "dense", "llama", intermediate=4864, tie=True)
+    shape, config = Shape(58, 64, 20, 1152), read_config(folder)
+    units_EN = torch.arange(1152, 4864).view(58, 64)
+    with ShardReader(folder) as reader:
+        emit_checkpoint(
+            folder,
+            tmp_path / "moe",
+            target=MOE_TARGETS[target],
+            shape=shape,
+            routers=lambda _layer: torch.zeros(58, 24),
+            experts=lambda layer: slice_experts(reader, dense_family(config), layer, units_EN, torch.arange(1152)),
+            dtype=dtype,
+            pad_to=pad_to,
+        )
+    written = sum(path.stat().st_size for path in (tmp_path / "moe").glob("*.safetensors"))
+    said = expected_bytes("assemble", config, shape, AssembleConfig(target=target, pad_to=pad_to, dtype=dtype))
+    assert said < written < 1.02 * said
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_good_words_pass(word):
             "store={'kind': 'x'} is none of local, redis\n  where: setting store\n  do:    store=local",
         ),
         ("store=null", "store=None is none of local, redis\n  where: setting store\n  do:    store=local"),
-        ("experts=many", "experts=many should be a whole number\n  where: command line\n  do:    experts=16"),
+        ("experts=many", "experts=many should be a whole number or null\n  where: command line\n  do:    experts=16"),
         ("top_k=2.5", "top_k=2.5 should be a whole number or null\n  where: command line\n  do:    top_k=16"),
         ("fresh=maybe", "fresh=maybe should be true or false\n  where: command line\n  do:    fresh=true"),
         ("active=half", "active=half should be a number\n  where: command line\n  do:    active=0.5"),
@@ -98,6 +98,6 @@ def test_all_slips_are_found_at_once():
 def test_every_value_of_a_sweep_is_checked():
     assert texts("experts=8,16", "score=s_p,wanda", sweep=True) == []
     assert texts("experts=8,many,few", "seed=range(0,3)", sweep=True) == [
-        "experts=many should be a whole number\n  where: command line\n  do:    experts=16",
-        "experts=few should be a whole number\n  where: command line\n  do:    experts=16",
+        "experts=many should be a whole number or null\n  where: command line\n  do:    experts=16",
+        "experts=few should be a whole number or null\n  where: command line\n  do:    experts=16",
     ]

@@ -1,0 +1,183 @@
+"""What is said of a shape before anything starts, and that each advice does what it says."""
+
+import logging
+import re
+
+import pytest
+
+from models.families.parameters import count_carved, count_dense
+from models.pico import write_pico
+from models.shape import Shape
+from models.source import EMBEDDED, read_config
+from pipeline.carve import introduce
+from pipeline.composition import compose
+from pipeline.schema import register_schema
+from pipeline.shape import Dials
+from pipeline.shape_advice import Request, find_remedy, shape_warnings
+from pipeline.validation import InvalidSettingsError, validate
+from stages.assemble.config import AssembleConfig
+
+POOL = "topology=global_pool"
+DO = re.compile(r"^  do:    (.+)$", re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """One layer as wide as those of Qwen2.5-0.5B."""
+    return write_pico(tmp_path_factory.mktemp("wide"), "qwen2", layers=1, intermediate=4864)
+
+
+@pytest.fixture
+def said(tmp_path, caplog, wide):
+    """What a command line is answered with before anything starts: its lines, its warning (None: nothing is wrong)."""
+    register_schema()
+    caplog.set_level(logging.INFO)
+
+    def say(*words):
+        models = {"wide": ["model=local", f"model.path={wide}"], "embedded": ["model=embedded"]}
+        model, *rest = words
+        caplog.clear()
+        settings, _folder = compose([*models[model], *rest, "data.max_length=256", f"output_dir={tmp_path}"])
+        introduce(validate(settings))
+        lines = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+        warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        assert len(warnings) <= 1
+        return "\n".join(lines), warnings[0] if warnings else None
+
+    return say
+
+
+def test_what_the_default_comes_to(said):
+    lines, warning = said("embedded")
+    assert warning is None
+    assert lines == (
+        "embedded: 4 layers of 1024 neurons -> 16 experts of 64, 4 per token, and 256 always on\n"
+        "  neurons     512 of 1,024 serve a token (50% active), 256 of them chosen for it (50% routed)\n"
+        "  parameters  6.83 M (1.37 x the dense model's 4.98 M), 4.48 M active per token (0.90 x)\n"
+        "              1.05 M of both are the output embedding, in the dense model the input's\n"
+        "  checkpoint  about 13.0 MiB on disk\n"
+    )
+
+
+def test_a_scan_has_no_shape(said):
+    assert said("embedded", "stage=scan") == ("embedded: 4 layers of 1024 neurons\n", None)
+
+
+@pytest.mark.parametrize(
+    ("words", "shape"),
+    [
+        ([], "58 experts of 64, 20 per token, and 1152 always on"),
+        (["active=0.25"], "67 experts of 64, 10 per token, and 576 always on"),
+        (["active=0.05"], "148 experts of 32, 3 per token, and 128 always on"),
+        (["experts=16"], "16 experts of 232, 5 per token, and 1152 always on"),
+        (["n=32"], "116 experts of 32, 40 per token, and 1152 always on"),
+        (["experts=58", "n=64", "top_k=39", "always_on=1152"], "58 experts of 64, 39 per token, and 1152 always on"),
+        ([POOL, "experts=8"], "8 experts of 256 in all, shared by every layer, 8 per token, and 0 always on"),
+    ],
+)
+def test_shapes_of_a_wide_model(said, words, shape):
+    lines, warning = said("wide", *words)
+    assert f"local: 1 layers of 4864 neurons -> {shape}\n" in lines
+    assert (warning is None) == (POOL not in words)
+
+
+def test_experts_that_are_typed_stay_as_typed(said):
+    lines, warning = said("wide", "experts=100", "n=256")
+    assert "100 experts of 256, 1 per token, and 2176 always on" in lines
+    little, larger, do = warning.rstrip().splitlines()
+    assert little == (
+        "little routing: 256 of 2,432 active neurons are chosen for a token (11%), the others are always on"
+    )
+    assert larger == "larger: 2.01 M parameters, 5.7 x the dense model's 0.35 M"
+    assert do == "  do:    experts=58 n=64 top_k=20 always_on=1152"
+
+
+WARNED = [
+    ("embedded", ["top_k=16", "always_on=0"], {"no saving", "no routing"}),
+    ("embedded", ["top_k=12", "always_on=256"], {"no saving"}),
+    ("embedded", ["active=1"], {"no saving", "larger"}),
+    ("embedded", ["experts=1", "assemble.target=tiny_onn"], {"no routing", "dropped"}),
+    ("embedded", ["experts=2", "n=500", "always_on=0"], {"dropped"}),
+    ("embedded", ["experts=8"], {"dropped"}),
+    ("embedded", ["n=8"], {"little routing", "dropped"}),
+    ("embedded", ["experts=17"], {"little routing", "larger"}),
+    ("embedded", ["experts=100", "n=256"], {"larger"}),
+    ("embedded", ["experts=100", "n=256", "always_on=0", "assemble.target=qwen3_moe"], {"larger"}),
+    ("embedded", ["always_on=0", "top_k=16", "assemble.target=qwen3_moe"], {"no saving", "no routing"}),
+    ("embedded", ["assemble.pad_to=128"], {"larger"}),
+    ("embedded", ["assemble.pad_to=256", "active=0.05"], {"larger"}),
+    ("embedded", ["experts=12", "top_k=1", "always_on=256", "n=30"], {"little routing", "dropped"}),
+    ("embedded", [POOL, "experts=100", "n=256"], {"no smaller", "larger"}),
+    ("embedded", [POOL, "experts=4", "top_k=4"], {"no routing"}),
+    ("embedded", [POOL, "top_k=1", "always_on=960"], {"no saving", "little routing", "no smaller"}),
+    ("wide", ["experts=16", "n=64"], {"little routing", "dropped"}),
+    ("wide", ["experts=40", "n=64"], {"little routing"}),
+    ("wide", ["experts=1"], {"no routing", "dropped"}),
+    ("wide", ["experts=2", "active=0.05"], {"dropped"}),
+    ("wide", ["top_k=39"], {"dropped"}),
+    ("wide", ["active=1"], {"no saving", "no routing"}),
+    ("wide", ["experts=16", "n=64", "active=0.05"], {"dropped"}),
+    ("wide", ["experts=100", "n=256"], {"little routing", "larger"}),
+    ("wide", ["experts=100", "n=256", "assemble.target=glm4_moe"], {"little routing", "larger"}),
+]
+
+
+@pytest.mark.parametrize(("model", "words", "kinds"), WARNED)
+def test_a_warning_is_gone_with_the_settings_it_names(said, model, words, kinds):
+    _lines, warning = said(model, *words)
+    found = {line.partition(":")[0] for line in warning.rstrip().splitlines()}
+    assert found == kinds | {"  do"}
+    (do,) = DO.findall(warning)
+    lines, left = said(model, *words, *do.split())
+    assert left is None
+    assert "always on" in lines
+
+
+@pytest.mark.parametrize(
+    ("model", "words", "do"),
+    [
+        ("embedded", ["n=1025"], "experts=12 n=64 top_k=4 always_on=256"),
+        ("embedded", ["n=1025", "always_on=1000", "top_k=17"], "experts=12 n=64 top_k=4 always_on=256"),
+        ("embedded", ["top_k=17"], "top_k=4 always_on=256"),
+        ("embedded", ["top_k=17", "assemble.target=qwen3_moe", "always_on=0"], "top_k=8 always_on=0"),
+        ("embedded", ["always_on=1024"], "top_k=4 always_on=256"),
+        ("embedded", ["always_on=1000"], "top_k=4 always_on=256"),
+        ("embedded", ["always_on=1023", "active=0.05"], "top_k=1 always_on=0"),
+        ("embedded", ["experts=3", "top_k=4"], "n=256 top_k=1 always_on=256"),
+        ("embedded", [POOL, "n=1025"], "experts=32 n=64 top_k=8 always_on=0"),
+        ("embedded", [POOL, "top_k=17"], "top_k=8 always_on=0"),
+        ("wide", ["n=9999"], "experts=58 n=64 top_k=20 always_on=1152"),
+        ("wide", ["experts=1", "n=4865"], "experts=58 n=64 top_k=20 always_on=1152"),
+        ("wide", ["always_on=4863"], "experts=58 n=64 top_k=20 always_on=1152"),
+    ],
+)
+def test_an_error_is_gone_with_the_settings_it_names(said, model, words, do):
+    with pytest.raises(InvalidSettingsError) as caught:
+        said(model, *words)
+    assert set(DO.findall(str(caught.value))) == {do}
+    _lines, left = said(model, *words, *do.split())
+    assert left is None
+
+
+def test_chosen_experts_that_are_typed_are_kept_where_the_others_neurons_can_be_always_on(said):
+    _lines, warning = said("wide", "experts=58", "n=64", "top_k=39")
+    assert warning == (
+        "dropped: 1,152 of 4,864 neurons a layer are in no expert and not always on\n  do:    top_k=39 always_on=1152\n"
+    )
+
+
+def test_a_model_too_narrow_for_any_good_shape_is_given_no_advice():
+    source = read_config(EMBEDDED) | {"intermediate_size": 2}
+    request = Request(Dials(None, None, None, None, 0.5), AssembleConfig(pad_to=256), source)
+    assert shape_warnings(request, Shape(2, 1, 1, 0)) != []
+    assert find_remedy(request) is None
+
+
+def test_a_model_grows_from_one_and_a_half_of_its_parameters_on():
+    source = read_config(EMBEDDED)
+    request = Request(Dials(16, 64, None, None, 0.5), AssembleConfig(target="glm4_moe"), source)
+    dense = count_dense(source).total
+    for experts in range(12, 30):
+        shape = Shape(experts, 64, 4, 256)
+        grows = count_carved(source, request.target(shape), shape).total > 1.5 * dense
+        assert [warning.partition(":")[0] for warning in shape_warnings(request, shape)] == ["larger"] * grows
