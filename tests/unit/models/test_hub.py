@@ -49,7 +49,8 @@ def test_a_hub_that_does_not_answer_is_given_up_within_five_seconds(deaf_server:
     assert [str(error) for error in check_source(hub())] == [
         f"the hub cannot be reached at {deaf_server} and the model is not in the cache\n"
         "  where: model.name=nobody/nothing, model.revision=main\n"
-        "  do:    connect once, or HF_ENDPOINT=https://<mirror> before the command, or model=local model.path=<its folder>"
+        "  do:    connect once, or HF_ENDPOINT=https://<mirror> before the command, "
+        "or model=local model.path=<its folder>"
     ]
     assert 2 < time.perf_counter() - started < 5
 

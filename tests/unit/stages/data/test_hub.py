@@ -90,8 +90,8 @@ def test_a_hub_that_cannot_be_reached_is_given_up_soon(monkeypatch):
     assert message_of(name="nobody/nothing", revision="main") == (
         "the hub cannot be reached at http://127.0.0.1:9, and the dataset is streamed from it\n"
         "  where: data.name=nobody/nothing, data.subset=None, data.revision=main\n"
-        "  do:    connect once, or HF_ENDPOINT=https://<mirror> before the command, or data=python_stdlib, or data=text "
-        "data.path=<your files>"
+        "  do:    connect once, or HF_ENDPOINT=https://<mirror> before the command, "
+        "or data=python_stdlib, or data=text data.path=<your files>"
     )
     assert time.perf_counter() - started < 5
 
