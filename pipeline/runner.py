@@ -45,8 +45,10 @@ class Runner:
             except KeyboardInterrupt:
                 kept = ", ".join(done.stage.name for done in steps[:position]) or "nothing yet"
                 log.info("\nstopped in %s; kept: %s; the same command goes on from there", step.stage.name, kept)
+                self.leave_page(steps[:position])
                 raise
             except Exception as error:
+                self.leave_page(steps[:position])
                 where, folder = f"stage={step.stage.name}", step.folder.parent
                 explained = explain_os_error(error, where=where, folder=folder, expected=step.expected_bytes)
                 if explained is None:
@@ -113,6 +115,11 @@ class Runner:
         words, commands = next_commands(last.stage.name, self.overrides) if alone else ("", [])
         if words:
             log.info("next       %s", NEW_LINE.join([words, *commands]))
+
+    def leave_page(self, done: Sequence[Step]) -> None:
+        """The page of a run that ends early, about what it finished."""
+        if done:
+            self.write_page(done[-1].folder)
 
     def write_page(self, last: Path) -> Path | None:
         """The page about the result of the last stage; a run is no failure because it cannot be drawn."""

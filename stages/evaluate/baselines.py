@@ -64,13 +64,16 @@ def choice_of(method: str, facts: LayerFacts) -> Choice:
     raise AssertionError(f"no baseline {method}")
 
 
-def start_baseline(method: str, facts: LayerFacts, inputs: Sequence[Tensor]) -> Baseline:
+def start_baseline(
+    method: str, facts: LayerFacts, inputs: Sequence[Tensor], hidden: Callable[[Tensor], Tensor] | None = None
+) -> Baseline:
     """The baseline before alignment; copies of a unit share its weight as in the carve.
 
     Args:
         method: name without `_aligned`.
         facts: of the layer.
         inputs: calibration inputs, for a mask that is chosen by them and for units that have copies.
+        hidden: inputs → activations of all units; None computes them.
     """
     if method in MASKS:
         return mask_units(facts, MASKS[method](facts, inputs))
@@ -78,9 +81,9 @@ def start_baseline(method: str, facts: LayerFacts, inputs: Sequence[Tensor]) -> 
     member_EF = membership(facts.units_EN, facts.ffn.width)
     down_DF = facts.ffn.down_DF
     if has_copies(facts.units_EN):
-        # A router need not see the activations.
-        hidden = facts.ffn.hidden if method == "oracle" else (lambda x_TD: x_TD)
-        chosen = (choose(x_TD, hidden(x_TD)) for x_TD in inputs)
+        # A router does not look at the activations.
+        looked_at = (hidden or facts.ffn.hidden) if method == "oracle" else (lambda x_TD: x_TD)
+        chosen = (choose(x_TD, looked_at(x_TD)) for x_TD in inputs)
         down_DF = down_DF * copies_scale(chosen, member_EF, facts.always_S)
 
     def copies(x_TD: Tensor, h_TF: Tensor) -> Tensor:

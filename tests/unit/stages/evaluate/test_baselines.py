@@ -106,7 +106,8 @@ def test_counts_of_experts_chosen_together_give_the_weight_of_copies(facts, x_TD
 
 
 def test_experts_that_nobody_chooses_weigh_one():
-    scale_F = copies_scale([torch.tensor([[0], [0]])], torch.tensor([[1.0, 1, 0], [0, 1, 1]]), torch.tensor([]))
+    none_S, member_EF = torch.empty(0, dtype=torch.int64), torch.tensor([[1.0, 1, 0], [0, 1, 1]])
+    scale_F = copies_scale([torch.tensor([[0], [0]])], member_EF, none_S)
     assert scale_F.tolist() == [1, 1, 1]
 
 
