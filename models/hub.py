@@ -20,7 +20,7 @@ _FILES = ["model*.safetensors", "*.json", "tokenizer*", "*.model", "merges.txt",
 # Advice where the hub does not answer.
 CONNECT = "connect once, or HF_ENDPOINT=https://<mirror> before the command"
 # Seconds to wait for the hub before saying that it cannot be reached; its own client asks six times, for half a minute.
-HUB_TIMEOUT = 3.0
+HUB_TIMEOUT = 2.5
 
 
 def hub_answers() -> bool:

@@ -77,7 +77,7 @@ def draw_header(label: str, title: str, evaluation: Evaluation | None) -> Markup
     """What was carved into what, and what came of it where that was measured."""
     head = [draw_theme_choice(), paragraph(label, "source"), element("h1", title)]
     if evaluation is None:
-        words = "This run ends before any evaluation: it says what its stages found, not what the carve loses."
+        words = "This run evaluated nothing: the page says what its stages found, not what a carve loses."
         return element("header", *head, paragraph(words, "verdict"))
     tiles = [
         element("div", element("dt", meaning), element("dd", figure)) for figure, meaning in key_figures(evaluation)

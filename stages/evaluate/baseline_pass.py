@@ -27,8 +27,11 @@ class Text:
     heldout: Sequence[TokenBatch]
 
 
-class DensePass:
-    """The dense model on calibration text, for what is counted on its inputs; nothing where nothing is."""
+class CutPass:
+    """The carve before alignment on calibration text, for what is counted on its inputs; nothing where nothing is.
+
+    One pass serves every baseline that is not fitted itself: their inputs differ little from these.
+    """
 
     def __init__(self, stream: LayerStream, calibration: Sequence[TokenBatch]) -> None:
         """Embed the text."""
@@ -39,9 +42,11 @@ class DensePass:
         self._tokens.enter(layer)
         self.hidden = Memo(layer.ffn.hidden)
 
-    def leave(self, layer: StreamLayer) -> None:
+    def leave(self, facts: LayerFacts) -> None:
         """Pass the layer."""
-        self._tokens.leave(layer.ffn.output(self.hidden(x_TD)) for x_TD in self.inputs)
+        cut = start_baseline("unaligned", facts, self.inputs, self.hidden)
+        down_FD = cut.carved.down_DF.T
+        self._tokens.leave(cut.features(x_TD, self.hidden(x_TD)) @ down_FD for x_TD in self.inputs)
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -63,11 +68,11 @@ class BaselineRun:
         residual = self.aligned and settings.alignment_target == "residual"
         self._target = AlignmentTarget("residual", stream, calibration) if residual else None
 
-    def step(self, layer: StreamLayer, facts: LayerFacts, dense: DensePass, *, last: bool) -> None:
+    def step(self, layer: StreamLayer, facts: LayerFacts, cut: CutPass, *, last: bool) -> None:
         """Fit on calibration inputs, then pass the layer with both splits; after the last nothing is fitted."""
         self._calibration.enter(layer)
         inputs = self._calibration.inputs
-        seen, hidden = (inputs, Memo(layer.ffn.hidden)) if self.fitted else (dense.inputs, dense.hidden)
+        seen, hidden = (inputs, Memo(layer.ffn.hidden)) if self.fitted else (cut.inputs, cut.hidden)
         baseline = start_baseline(self.method, facts, seen, hidden)
         carved = self._align(layer, baseline, hidden) if self.aligned else baseline.carved
         if not last:
@@ -114,17 +119,17 @@ def run_baselines(
         facts_of: layer → what is known of it.
         settings: of the alignment.
         replicated: some units have copies, so that even unaligned baselines need a weight for them: from how often
-            copies are chosen together on the dense model's inputs.
+            copies are chosen together on what the carve before alignment sees.
     Memory: hidden states of every baseline, on both splits where it is fitted, one layer, and what `Memo` keeps.
     """
     runs = {name: BaselineRun(name, stream, text, settings) for name in names}
     counted = replicated and any(not run.fitted and run.method not in MASKS for run in runs.values())
-    dense = DensePass(stream, text.calibration if counted else [])
+    cut = CutPass(stream, text.calibration if counted else [])
     for index, layer in enumerate(tqdm(stream.layers(), total=stream.depth, desc="baselines", unit="layer")):
         facts, last = facts_of(index, layer), index == stream.depth - 1
-        dense.enter(layer)
+        cut.enter(layer)
         for run in runs.values():
-            run.step(layer, facts, dense, last=last)
+            run.step(layer, facts, cut, last=last)
         if not last:
-            dense.leave(layer)
+            cut.leave(facts)
     return {name: run.loss(stream, text) for name, run in runs.items()}

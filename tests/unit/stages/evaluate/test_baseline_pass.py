@@ -86,7 +86,7 @@ def test_alignment_to_a_target_the_mask_already_meets_changes_nothing(folder, te
     assert losses["static_mask_aligned"].nats == pytest.approx(losses["static_mask"].nats, rel=1e-5)
 
 
-def test_units_with_copies_are_weighed_by_what_the_dense_model_sees(folder, text):
+def test_units_with_copies_share_their_weight(folder, text):
     """Every expert on, and one of them twice: half the weight for each copy gives the dense model."""
 
     def facts_of(index, layer):
