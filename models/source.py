@@ -18,7 +18,7 @@ from models.checkpoint.packed import Entry, PackedEntry, join_packed
 from models.config import ModelConfig
 from models.errors import CheckpointError, ConfigError, UserError
 from models.families.dense import check_features, check_tensors, dense_family
-from models.hub import download_config, download_model, list_files, repository
+from models.hub import download_config, download_model, list_files, missing_from_cache, repository
 from models.quantization_rules import check_placement, check_quantization, stored_quantization
 
 EMBEDDED = Path(__file__).parent / "embedded"
@@ -105,9 +105,11 @@ def _check_weights(model: ModelConfig) -> tuple[dict[str, Entry] | None, list[Us
         entries, errors = join_packed(stored, _local_folder(model))
         return entries, [*errors]
     names = list_files(model)
-    # Off line, what is in the cache is checked when it is used.
-    known = names is None or {SINGLE, INDEX} & set(names)
-    return None, [] if known else [missing_weights(repository(model), names or [])]
+    if names is None:
+        # Off line, what the cache holds of the weights is checked when they are read.
+        cached = any((download_config(model).parent / name).exists() for name in (SINGLE, INDEX))
+        return None, [] if cached else [missing_from_cache(model, "the model's weights are")]
+    return None, [] if {SINGLE, INDEX} & set(names) else [missing_weights(repository(model), names)]
 
 
 def _unsaid_quantisation(packed: list[str]) -> CheckpointError:

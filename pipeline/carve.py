@@ -12,6 +12,7 @@ from pipeline.run_folder import RunFolder
 from pipeline.runner import Runner
 from pipeline.schema import Settings
 from pipeline.shape_advice import describe_shape, find_remedy, shape_warnings
+from pipeline.stages_table import ALL
 from pipeline.validation import Checked, validate
 from stages.contracts.workers import Workers, find_workers
 
@@ -36,7 +37,7 @@ def carve(settings: Settings, folder: Path, overrides: Sequence[str]) -> None:
             raise explain_os_error(error, where="start of the run", folder=folder) or error from error
         with run_folder.logging():
             introduce(checked)
-            Runner(run_folder, overrides, workers).run(steps)
+            Runner(run_folder, overrides, workers).run(steps, alone=settings.stage != ALL)
 
 
 def agree_on_plan(steps: Sequence[Step], workers: Workers) -> list[Step]:

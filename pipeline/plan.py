@@ -15,6 +15,7 @@ from pipeline.stages_table import CHAIN, Stage, asked_stages, with_ancestors
 from pipeline.validation import Checked
 from stages.calibration.config import without_random_tokens
 from stages.data.config import calibration_only
+from stages.data.hub import require_hub
 from stages.data.identity import data_identity
 
 
@@ -38,6 +39,7 @@ def make_plan(checked: Checked) -> list[Step]:
 
     Raises:
         ConfigError: the disk has no room for what the due steps will publish.
+        DataError: a due step reads text from a hub that does not answer.
     """
     steps = make_steps(checked)
     wanted = asked_stages(checked.settings.stage, checked.settings.evaluate.checkpoint)
@@ -47,6 +49,8 @@ def make_plan(checked: Checked) -> list[Step]:
     used, due = select_stages(asked, complete, [step.stage for step in steps.values()])
     plan = [replace(steps[name], due=name in due, fresh=name in fresh) for name in steps if name in used]
     require_room(plan, Path(checked.settings.output_dir))
+    if any(step.due and "data" in step.inputs for step in plan):
+        require_hub(checked.settings.data)
     return plan
 
 

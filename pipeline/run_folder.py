@@ -18,9 +18,9 @@ OWN_LOGGERS = ("pipeline", "stages", "models", "py.warnings")
 
 
 class RunFolder:
-    """`outputs/runs/<time>/`: config.yaml, run.log, report.md, stages.json.
+    """`outputs/runs/<time>/`: config.yaml, run.log, report.md, stages.json; at its end report.html.
 
-    Once there are any: a link to the checkpoint, and report.html.
+    Once there is any: a link to the checkpoint.
     """
 
     def __init__(self, folder: Path, settings: Settings, overrides: Sequence[str]) -> None:
@@ -51,12 +51,12 @@ class RunFolder:
         self.record.stages.append(StageRun(name, fingerprint, seconds, peak_bytes))
         self.record.write(self.folder)
 
-    def write_page(self, evaluation: Path) -> Path:
-        """Write report.html about a published evaluation. Raises UserError: it cannot be read."""
+    def write_page(self, last: Path) -> Path:
+        """Write report.html about the published result of the last stage. Raises UserError: it cannot be read."""
         from pipeline.report.page import FILE, Source, write_page  # noqa: PLC0415 - loads numpy, which errors do without
 
         config = (self.folder / "config.yaml").read_text(encoding="utf-8")
-        return write_page(Source(self.label, self.record, config, evaluation, self.output_dir), self.folder / FILE)
+        return write_page(Source(self.label, self.record, config, last, self.output_dir), self.folder / FILE)
 
     def link_checkpoint(self, checkpoint: Path) -> Path:
         """Point `checkpoint` in this folder at the published one, and `outputs/latest` at this folder.

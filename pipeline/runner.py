@@ -10,6 +10,7 @@ from pipeline.artifact import Manifest, is_complete, verify
 from pipeline.command import command_line
 from pipeline.disk import explain_os_error, in_mib
 from pipeline.memory import peak_bytes, start_measuring
+from pipeline.next_step import next_commands, written_files
 from pipeline.plan import Step
 from pipeline.publish import open_workshop, publish, remove_leftovers
 from pipeline.run_folder import RunFolder, render
@@ -18,6 +19,7 @@ from stages.contracts.workers import ALONE, Workers
 
 log = logging.getLogger(__name__)
 
+NEW_LINE = "\n" + " " * 11  # under the first word after a heading
 CHECKPOINT_STAGES = ("assemble", "project", "train")
 
 
@@ -31,8 +33,8 @@ class Runner:
         self.workers = workers
         self.trusted: set[Path] = set()  # published or verified by this process
 
-    def run(self, steps: Sequence[Step]) -> None:
-        """Run what is due; keep the rest.
+    def run(self, steps: Sequence[Step], *, alone: bool = False) -> None:
+        """Run what is due; keep the rest. At the end of a stage that was asked for `alone` say how to go on.
 
         Raises:
             UserError: a stage failed, or its inputs are damaged. What was published before stays.
@@ -43,14 +45,16 @@ class Runner:
             except KeyboardInterrupt:
                 kept = ", ".join(done.stage.name for done in steps[:position]) or "nothing yet"
                 log.info("\nstopped in %s; kept: %s; the same command goes on from there", step.stage.name, kept)
+                self.leave_page(steps[:position])
                 raise
             except Exception as error:
+                self.leave_page(steps[:position])
                 where, folder = f"stage={step.stage.name}", step.folder.parent
                 explained = explain_os_error(error, where=where, folder=folder, expected=step.expected_bytes)
                 if explained is None:
                     raise
                 raise explained from error
-        self.close(steps)
+        self.close(steps, alone=alone)
 
     def keep(self, step: Step) -> None:
         """Say that a published result is used again, and clean up beside it."""
@@ -92,25 +96,35 @@ class Runner:
         self.run_folder.append_stage(step.stage.name, headline, table)
         self.run_folder.record_stage(step.stage.name, step.fingerprint, seconds, peak)
 
-    def close(self, steps: Sequence[Step]) -> None:
-        """Repeat the table of a last stage that was kept, point at the checkpoint and at the report."""
+    def close(self, steps: Sequence[Step], *, alone: bool) -> None:
+        """Repeat the table of a last stage that was kept, point at files, checkpoint, report and the next command."""
         last = steps[-1]
+        remedy = command_line(self.overrides, stage=last.stage.name, fresh="true")
+        manifest = Manifest.read(last.folder, remedy=remedy)
         if not last.due:
-            remedy = command_line(self.overrides, stage=last.stage.name, fresh="true")
-            table = Manifest.read(last.folder, remedy=remedy).table
+            table = manifest.table
             log.info("\n%s\n", render(table, "simple"))
             self.run_folder.append_stage(last.stage.name, f"kept, {shown(last.folder)}", table)
+        if alone:
+            log.info("files      %s", NEW_LINE.join(written_files(Path(shown(last.folder)), manifest)))
         checkpoints = [step.folder / "checkpoint" for step in steps if step.stage.name in CHECKPOINT_STAGES]
         if checkpoints:
             link = self.run_folder.link_checkpoint(checkpoints[-1])
             log.info("checkpoint %s\n           %s", shown(checkpoints[-1]), shown(link))
-        log.info("report     %s", shown(self.write_page(steps) or self.run_folder.report))
+        log.info("report     %s", shown(self.write_page(last.folder) or self.run_folder.report))
+        words, commands = next_commands(last.stage.name, self.overrides) if alone else ("", [])
+        if words:
+            log.info("next       %s", NEW_LINE.join([words, *commands]))
 
-    def write_page(self, steps: Sequence[Step]) -> Path | None:
-        """The page of a run that has an evaluation; a run is no failure because it cannot be drawn."""
-        evaluations = [step.folder for step in steps if step.stage.name == "evaluate"]
+    def leave_page(self, done: Sequence[Step]) -> None:
+        """The page of a run that ends early, about what it finished."""
+        if done:
+            self.write_page(done[-1].folder)
+
+    def write_page(self, last: Path) -> Path | None:
+        """The page about the result of the last stage; a run is no failure because it cannot be drawn."""
         try:
-            return self.run_folder.write_page(evaluations[0]) if evaluations else None
+            return self.run_folder.write_page(last)
         except (UserError, OSError) as error:
             log.warning("no report.html: %s", error)
             return None

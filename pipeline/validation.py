@@ -17,7 +17,7 @@ from pipeline.layout import OVERLAYS, groups
 from pipeline.schema import Settings
 from pipeline.shape import Dials, resolve_shape
 from pipeline.shape_advice import Request, shape_errors
-from pipeline.stages_table import ALL, STAGES, asked_stages, with_ancestors
+from pipeline.stages_table import ALL, STAGES, Stage, asked_stages, with_ancestors
 from stages.data.identity import check_data
 from stages.data.settings import check_length
 from stages.stores.config import StoreConfig
@@ -80,7 +80,7 @@ def find_errors(settings: Settings, doubtful: Set[str] = frozenset()) -> list[Us
     errors += contradictions(settings)
     warn_of_ignored(settings)
     if "data" not in doubtful:
-        errors += check_data(settings.data)
+        errors += check_data(settings.data, heldout=reads_heldout(settings))
     if "store" not in doubtful:
         errors += store_errors(settings.store)
     if "model" not in doubtful:
@@ -126,9 +126,16 @@ def dials_of(settings: Settings) -> Dials:
 
 def carves(settings: Settings) -> bool:
     """Whether any stage to be run or used depends on the shape."""
-    return any(
-        "shape" in stage.nodes for stage in with_ancestors(asked_stages(settings.stage, settings.evaluate.checkpoint))
-    )
+    return any("shape" in stage.nodes for stage in _wanted(settings))
+
+
+def reads_heldout(settings: Settings) -> bool:
+    """Whether any stage to be run or used reads held-out text."""
+    return any(stage.reads_heldout for stage in _wanted(settings))
+
+
+def _wanted(settings: Settings) -> tuple[Stage, ...]:
+    return with_ancestors(asked_stages(settings.stage, settings.evaluate.checkpoint))
 
 
 def stage_errors(settings: Settings) -> Iterator[ConfigError]:

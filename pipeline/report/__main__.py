@@ -10,9 +10,9 @@ from pipeline.disk import explain_os_error
 from pipeline.exit_code import exit_code
 from pipeline.layout import REPOSITORY
 from pipeline.report.page import FILE, write_page
-from pipeline.report.run_source import find_source
+from pipeline.report.run_source import find_latest, find_source
 
-LATEST = REPOSITORY / "outputs" / "latest"
+OUTPUTS = REPOSITORY / "outputs"
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -21,10 +21,10 @@ def main(words: Sequence[str] | None = None) -> int:
     0 done, 1 something cannot be read or written, 2 the command line is wrong, 130 interrupted.
     """
     wanted = _parser().parse_args(words)
-    folder = LATEST if str(wanted.run) == "latest" and not wanted.run.is_dir() else wanted.run
-    out = wanted.out or folder / FILE
 
     def work() -> None:
+        folder = find_run(wanted.run)
+        out = wanted.out or folder / FILE
         _check(folder, out)
         try:
             write_page(find_source(folder), out)
@@ -33,6 +33,16 @@ def main(words: Sequence[str] | None = None) -> int:
         sys.stdout.write(f"{out}\n")
 
     return exit_code(work)
+
+
+def find_run(run: Path) -> Path:
+    """The folder that is meant by `latest`, or the one that is named. Raises ConfigError."""
+    if str(run) != "latest" or run.is_dir():
+        return run
+    folder = find_latest(OUTPUTS)
+    if folder is None:
+        raise ConfigError(f"no run is on record under {OUTPUTS}", where="command line", do="python -m pipeline")
+    return folder
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,11 +1,12 @@
 """Sections on single layers: routing, error, scores and maps."""
 
-from base64 import b64encode
-from pathlib import Path
+from collections.abc import Mapping
 
+from pipeline.report.chain import Published
 from pipeline.report.distributions import describe_distributions, read_scores
 from pipeline.report.evaluations import Evaluation
 from pipeline.report.numbers import percent
+from pipeline.report.pictures import draw_pictures
 from pipeline.report.sections import figure, folded, section
 from pipeline.report.tables import draw_table
 from stages.plots.by_layer import LayerChart, draw_by_layer
@@ -15,7 +16,6 @@ from stages.plots.markup import Markup, element
 from stages.plots.ridges import draw_ridges
 
 HALVES, WHOLE = (NARROW, HALF), (NARROW, MIDDLE, FULL)
-LARGEST_PICTURE = 8 << 20  # bytes; a larger one would make the page unwieldy
 
 
 def layer_section(evaluation: Evaluation) -> Markup:
@@ -65,13 +65,13 @@ def _numbers(evaluation: Evaluation) -> Markup:
     return draw_table(["layer", *(key.replace("_", " ") for key in keys)], rows)
 
 
-def unit_section(evaluation: Evaluation) -> Markup:
+def unit_section(chain: Mapping[str, Published]) -> Markup:
     """How the units score, and the maps that the cluster stage drew of them."""
-    return section("units", "Units", _scores(evaluation), *_maps(evaluation))
+    maps = draw_pictures(chain["cluster"]) if "cluster" in chain else []
+    return section("units", "Units", _scores(chain.get("score")), *maps)
 
 
-def _scores(evaluation: Evaluation) -> Markup:
-    published = evaluation.chain.get("score")
+def _scores(published: Published | None) -> Markup:
     scores_LF = None if published is None else read_scores(published.folder)
     if scores_LF is None:
         return Markup()
@@ -86,21 +86,3 @@ def _scores(evaluation: Evaluation) -> Markup:
         "S_p is comparable within a layer only."
     )
     return figure(title, drawing, caption, kind="full")
-
-
-def _maps(evaluation: Evaluation) -> list[Markup]:
-    """The pictures of the cluster stage, embedded."""
-    published = evaluation.chain.get("cluster")
-    if published is None:
-        return []
-    paths = [published.folder / name for name in sorted(published.manifest.files) if name.endswith(".png")]
-    return [_map(path) for path in paths if path.is_file() and path.stat().st_size <= LARGEST_PICTURE]
-
-
-def _map(path: Path) -> Markup:
-    data = b64encode(path.read_bytes()).decode()
-    name = path.stem.replace("_", " ")
-    layer = path.stem.rpartition("_")[2]
-    title = f"Map of layer {int(layer)}" if layer.isdecimal() else name.capitalize()
-    picture = element("img", src=f"data:image/png;base64,{data}", alt=f"{title}: units by expert, score and frequency")
-    return figure(title, element("div", picture, class_="scroll picture", tabindex="0"), kind="full")

@@ -1,11 +1,14 @@
 """The whole page: one file without scripts that asks nothing of any network."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.report.chain import Published, read_chain, read_published
 from pipeline.report.costs import costs_of
 from pipeline.report.evaluations import Evaluation, find_comparable, read_evaluation
+from pipeline.report.found import found_section
 from pipeline.report.layers import layer_section, unit_section
 from pipeline.report.quality import quality_section, width_section
 from pipeline.report.run_record import RunRecord
@@ -28,7 +31,7 @@ class Source:
     label: str
     run: RunRecord
     config: str  # the run's settings as YAML
-    evaluation: Path  # published folder
+    last: Path  # published folder of the run's last stage
     output_dir: Path
 
 
@@ -36,7 +39,7 @@ def write_page(source: Source, out: Path) -> Path:
     """Write the page of a run.
 
     Raises:
-        ContractError: the evaluation cannot be read.
+        ContractError: the last stage's result cannot be read.
         OSError: the page cannot be written.
     """
     page = draw_page(source)
@@ -47,9 +50,11 @@ def write_page(source: Source, out: Path) -> Path:
 
 
 def draw_page(source: Source) -> str:
-    """The page. Raises ContractError: the evaluation cannot be read."""
-    evaluation = read_evaluation(source.evaluation)
-    title = f"{source.label} → {shape_words(evaluation)}"
+    """The page. Raises ContractError: the last stage's result cannot be read."""
+    last = read_published(source.last)
+    chain = read_chain(last)
+    evaluation = read_evaluation(source.last) if last.stage == "evaluate" else None
+    title = f"{source.label} → {heading(last, evaluation)}"
     head = element(
         "head",
         element("meta", charset="utf-8"),
@@ -58,23 +63,26 @@ def draw_page(source: Source) -> str:
         element("title", title),
         element("style", Markup(STYLE.read_text(encoding="utf-8"))),
     )
-    body = element("body", draw_header(source, evaluation), draw_main(source, evaluation), draw_footer())
+    header = draw_header(source.label, heading(last, evaluation), evaluation)
+    body = element("body", header, draw_main(source, last, chain, evaluation), draw_footer())
     return f"<!DOCTYPE html>\n{element('html', head, body, lang='en')}\n"
 
 
-def draw_header(source: Source, evaluation: Evaluation) -> Markup:
-    """What was carved into what, and what came of it."""
+def heading(last: Published, evaluation: Evaluation | None) -> str:
+    """What the source became; where nothing was evaluated, how far the run went."""
+    return shape_words(evaluation.shape) if evaluation else last.stage
+
+
+def draw_header(label: str, title: str, evaluation: Evaluation | None) -> Markup:
+    """What was carved into what, and what came of it where that was measured."""
+    head = [draw_theme_choice(), paragraph(label, "source"), element("h1", title)]
+    if evaluation is None:
+        words = "This run evaluated nothing: the page says what its stages found, not what a carve loses."
+        return element("header", *head, paragraph(words, "verdict"))
     tiles = [
         element("div", element("dt", meaning), element("dd", figure)) for figure, meaning in key_figures(evaluation)
     ]
-    return element(
-        "header",
-        draw_theme_choice(),
-        paragraph(source.label, "source"),
-        element("h1", shape_words(evaluation)),
-        paragraph(verdict(evaluation), "verdict"),
-        element("dl", *tiles, class_="tiles"),
-    )
+    return element("header", *head, paragraph(verdict(evaluation), "verdict"), element("dl", *tiles, class_="tiles"))
 
 
 def draw_theme_choice() -> Markup:
@@ -88,17 +96,20 @@ def draw_theme_choice() -> Markup:
     return element("fieldset", element("legend", "colours"), *choices, class_="theme")
 
 
-def draw_main(source: Source, evaluation: Evaluation) -> Markup:
-    """The sections."""
+def draw_main(source: Source, last: Published, chain: Mapping[str, Published], evaluation: Evaluation | None) -> Markup:
+    """The sections for which there is something to show."""
+    if evaluation is None:
+        opening = [found_section(last)]
+    else:
+        opening = [quality_section(evaluation), width_section(evaluation, find_comparable(evaluation))]
     return element(
         "main",
-        quality_section(evaluation),
-        width_section(evaluation, find_comparable(evaluation)),
-        training_section(evaluation),
-        layer_section(evaluation),
-        unit_section(evaluation),
-        cost_section(costs_of(evaluation.chain, source.run, source.output_dir)),
-        making_section(evaluation, source.run, source.config),
+        *opening,
+        training_section(chain.get("train")),
+        layer_section(evaluation) if evaluation else "",
+        unit_section(chain),
+        cost_section(costs_of(chain, source.run, source.output_dir)),
+        making_section(chain, source.run, source.config),
     )
 
 

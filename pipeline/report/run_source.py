@@ -8,9 +8,11 @@ from yaml import YAMLError
 
 from models.errors import ConfigError, ContractError
 from pipeline.artifact import is_complete
+from pipeline.command import command_line
 from pipeline.layout import artifact_folder
 from pipeline.report.page import Source
-from pipeline.report.run_record import StageRun, read_run_record
+from pipeline.report.run_record import FILE, StageRun, read_run_record
+from pipeline.report.settings import without_secrets
 
 CONFIG = "config.yaml"
 
@@ -19,21 +21,26 @@ def find_source(folder: Path) -> Source:
     """What the page of a run needs.
 
     Raises:
-        ConfigError: the run evaluated nothing.
-        ContractError: its record cannot be read, or its evaluation is gone.
+        ConfigError: no stage of the run was finished.
+        ContractError: its record cannot be read, or the result of its last stage is gone.
     """
     folder = folder.resolve()
     run = read_run_record(folder)
     label, output_dir, config = _read_config(folder)
-    stage = run.find("evaluate")
-    if stage is None:
-        raise ConfigError(
-            "this run evaluated nothing, and the report is of an evaluation",
-            where=str(folder),
-            do="python -m pipeline with the run's settings and stage=evaluate",
-        )
-    output_dir, evaluation = _find_evaluation(folder, output_dir, label, stage)
-    return Source(label, run, config, evaluation, output_dir)
+    if not run.stages:
+        command = without_secrets(command_line(list(run.overrides)))
+        raise ConfigError("no stage of this run was finished", where=str(folder), do=command)
+    output_dir, last = _find_result(folder, output_dir, label, run.stages[-1])
+    return Source(label, run, config, last, output_dir)
+
+
+def find_latest(output_dir: Path) -> Path | None:
+    """The folder of the run that finished a stage last; None where no run has."""
+    records = [path for pattern in ("runs", "sweeps/*") for path in output_dir.glob(f"{pattern}/*/{FILE}")]
+    for path in sorted(records, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+        if read_run_record(path.parent).stages:
+            return path.parent
+    return None
 
 
 def _read_config(folder: Path) -> tuple[str, Path, str]:
@@ -48,14 +55,14 @@ def _read_config(folder: Path) -> tuple[str, Path, str]:
         ) from error
 
 
-def _find_evaluation(folder: Path, output_dir: Path, label: str, stage: StageRun) -> tuple[Path, Path]:
+def _find_result(folder: Path, output_dir: Path, label: str, stage: StageRun) -> tuple[Path, Path]:
     """Output folder and published folder: as the settings have it, or around the place where the run lies now."""
     for place in (output_dir, *folder.parents):
-        found = artifact_folder(place, label, "evaluate", stage.fingerprint)
+        found = artifact_folder(place, label, stage.stage, stage.fingerprint)
         if is_complete(found):
             return place, found
     raise ContractError(
-        f"the evaluation {stage.fingerprint[:16]} of this run was removed",
-        where=str(artifact_folder(output_dir, label, "evaluate", stage.fingerprint)),
+        f"the result {stage.fingerprint[:16]} of this run's {stage.stage} was removed",
+        where=str(artifact_folder(output_dir, label, stage.stage, stage.fingerprint)),
         do="run the command at the head of its report.md again",
     )

@@ -1,11 +1,12 @@
 """Sections on how the carve was made: cost, what every stage said, settings, versions and fingerprints."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from models.shape import Shape
 from pipeline.command import command_line
+from pipeline.report.chain import Published
 from pipeline.report.costs import Cost
-from pipeline.report.evaluations import Evaluation
 from pipeline.report.numbers import duration, plain, size
 from pipeline.report.run_record import RunRecord
 from pipeline.report.sections import folded, paragraph, section
@@ -32,10 +33,9 @@ def cost_section(costs: Sequence[Cost]) -> Markup:
     return section("cost", "Cost", draw_table(columns, rows, strong=strong), paragraph(note, "note") if kept else "")
 
 
-def making_section(evaluation: Evaluation, run: RunRecord, config: str) -> Markup:
+def making_section(chain: Mapping[str, Published], run: RunRecord, config: str) -> Markup:
     """All that is needed to make it again."""
     command = without_secrets(command_line(list(run.overrides)))
-    chain = evaluation.chain
     prints = [[name, element("code", published.manifest.fingerprint)] for name, published in chain.items()]
     reports = [
         join(element("h3", name), draw_stage_table(published.manifest.table))
@@ -47,7 +47,7 @@ def making_section(evaluation: Evaluation, run: RunRecord, config: str) -> Marku
         "making",
         "How it was made",
         element("pre", element("code", command), tabindex="0"),
-        folded("What every stage found", *reports),
+        folded("What every stage found", *reports) if reports else "",
         folded("Settings", element("pre", element("code", without_secrets(config)), tabindex="0")) if config else "",
         folded("Fingerprints", draw_table(["stage", "fingerprint"], prints)),
         folded("Versions", draw_table(["package", "version"], versions)) if versions else "",
@@ -59,9 +59,8 @@ def without_secrets(words: str) -> str:
     return SECRET.sub("…@", words)
 
 
-def shape_words(evaluation: Evaluation) -> str:
-    """What it became."""
-    shape = evaluation.shape
+def shape_words(shape: Shape) -> str:
+    """What the source became."""
     always = f" and {plain(shape.always_on)} always-on units" if shape.always_on else ""
     pooled = " in one pool for all layers" if shape.pooled else ""
     return f"{shape.experts} experts of {shape.n}{pooled}, {shape.top_k} per token{always}"

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.report.evaluations import Evaluation
+from pipeline.report.chain import Published
 from pipeline.report.sections import figure, folded, section
 from pipeline.report.tables import draw_stage_table, draw_table
 from stages.plots.chart import HALF, NARROW, draw_for
@@ -16,9 +16,8 @@ FILE = "metrics.jsonl"
 Lines = Sequence[Mapping[str, Any]]
 
 
-def training_section(evaluation: Evaluation) -> Markup:
+def training_section(published: Published | None) -> Markup:
     """The gap over the dense model and the experts' load by tokens seen, and what each phase came to."""
-    published = evaluation.chain.get("train")
     lines = [] if published is None else read_lines(published.folder / FILE)
     if published is None or not lines:
         return Markup()

@@ -33,15 +33,16 @@ class CarvedFFN:
 
     def run(self, x_TD: Float[Tensor, "T D"]) -> tuple[list[Block], Float[Tensor, "T D"]]:
         """c_j(x)·h_j(x) of all units, and the output."""
-        features_TF = self._features(x_TD)
+        features_TF = self.features(x_TD)
         everyone, units_F = (torch.arange(count, device=x_TD.device) for count in features_TF.shape)
         return [Block(everyone, units_F, features_TF)], features_TF @ self.down_DF.T
 
     def __call__(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
         """The carved FFN's output."""
-        return self._features(x_TD) @ self.down_DF.T
+        return self.features(x_TD) @ self.down_DF.T
 
-    def _features(self, x_TD: Tensor) -> Float[Tensor, "T F"]:
+    def features(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T F"]:
+        """c_j(x)·h_j(x) of all units."""
         h_TF = self.ffn.hidden(x_TD)
         return h_TF * self.copies(x_TD, h_TF)
 

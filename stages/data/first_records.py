@@ -4,7 +4,6 @@ import importlib.util
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import get_args
 
 from models.errors import DataError, UserError
 from stages.data.config import DataConfig
@@ -17,15 +16,18 @@ from stages.data.text import list_files, read_file
 FIRST_DOCUMENTS = 20
 
 
-def check_first_records(data: DataConfig) -> list[UserError]:
-    """Every fault of the paths, of each local file's first records, and of what is installed. Settings are valid."""
+def check_first_records(data: DataConfig, *, heldout: bool = True) -> list[UserError]:
+    """Every fault of the paths, of each local file's first records, and of what is installed. Settings are valid.
+
+    That no document falls to the held-out text is a fault where that is read (`heldout`).
+    """
     if data.kind == "hub":
         return [] if importlib.util.find_spec("datasets") else [describe_missing_package()]
     if data.kind == "python_stdlib":
         return []
     paths = {"data.path": data.path, "data.heldout_path": data.heldout_path}
     errors = [error for option, path in paths.items() if path for error in _check_path(path, option, data)]
-    return errors or list(_check_splits(data))
+    return errors or list(_check_splits(data, ("calibration", "heldout") if heldout else ("calibration",)))
 
 
 def _check_path(path: str, option: str, data: DataConfig) -> list[UserError]:
@@ -53,8 +55,8 @@ def _count_first_documents(file: Path, data: DataConfig, *, conversations: bool)
     return sum(1 for _ in islice(documents, FIRST_DOCUMENTS))
 
 
-def _check_splits(data: DataConfig) -> Iterator[UserError]:
-    for split in get_args(Split):
+def _check_splits(data: DataConfig, splits: tuple[Split, ...]) -> Iterator[UserError]:
+    for split in splits:
         try:
             if next(read_documents(data, split), None) is None:
                 yield describe_emptiness(data, split)

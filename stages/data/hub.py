@@ -2,17 +2,15 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
+
+from huggingface_hub import constants
 
 from models.errors import DataError
+from models.hub import CONNECT, hub_answers
 from stages.data.config import DataConfig
 from stages.data.document import Document, Split
 from stages.data.heldout import take_share
 from stages.data.records import read_record
-
-# Seconds to wait for the hub before saying that it cannot be reached; `datasets` alone retries for half a minute.
-HUB_TIMEOUT = 10.0
 
 
 def read_hub(data: DataConfig, split: Split) -> Iterator[Document]:
@@ -49,8 +47,8 @@ def _stream_rows(data: DataConfig, split: str) -> Iterator[object]:
         from datasets.exceptions import DatasetsError  # noqa: PLC0415
     except ImportError as error:
         raise describe_missing_package() from error
+    require_hub(data)
     try:
-        _reach_hub(data)
         splits = load_dataset(data.name, data.subset, revision=data.revision, streaming=True)
         _require_splits(list(splits), data)
         yield from splits[split]
@@ -62,16 +60,21 @@ def _stream_rows(data: DataConfig, split: str) -> Iterator[object]:
         ) from error
 
 
-def _reach_hub(data: DataConfig) -> None:
-    """Fail soon where the hub cannot be reached; offline mode and local folders need no hub. Raises OSError."""
-    from huggingface_hub import constants  # noqa: PLC0415
+def require_hub(data: DataConfig) -> None:
+    """Fail soon where a dataset would be streamed and the hub does not answer; `datasets` tries for half a minute.
 
-    if constants.HF_HUB_OFFLINE or Path(str(data.name)).is_dir():
+    Offline mode reads what is in the cache, and a local folder needs no hub.
+
+    Raises:
+        DataError: the hub cannot be reached.
+    """
+    if data.kind != "hub" or constants.HF_HUB_OFFLINE or Path(str(data.name)).is_dir() or hub_answers():
         return
-    try:
-        urlopen(Request(constants.ENDPOINT, method="HEAD"), timeout=HUB_TIMEOUT).close()
-    except HTTPError as answer:
-        answer.close()
+    raise DataError(
+        f"the hub cannot be reached at {constants.ENDPOINT}, and the dataset is streamed from it",
+        where=_name_dataset(data),
+        do=f"{CONNECT}, or data=python_stdlib, or data=text data.path=<your files>",
+    )
 
 
 def _require_splits(splits: list[str], data: DataConfig) -> None:

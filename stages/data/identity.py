@@ -37,9 +37,14 @@ def data_identity(data: DataConfig) -> dict[str, object]:
     return {"kind": data.kind, "reader": READER_VERSION, **source}
 
 
-def check_data(data: DataConfig) -> list[UserError]:
-    """Every fault of the settings, or else of the paths and the first records. Reads little, loads no library."""
-    return check_settings(data) or check_first_records(data)
+def check_data(data: DataConfig, *, heldout: bool = True) -> list[UserError]:
+    """Every fault of the settings, or else of the paths and the first records. Reads little, loads no library.
+
+    Args:
+        data: the settings.
+        heldout: held-out text will be read, so that there has to be some.
+    """
+    return check_settings(data) or check_first_records(data, heldout=heldout)
 
 
 def hash_files(files: list[Path]) -> list[str]:

@@ -4,14 +4,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from models.stream import LayerStream, StreamLayer
-from stages.calibration.alignment import AlignmentSettings, align_down
+from stages.calibration.alignment import AlignmentSettings, Target, align_down
 from stages.calibration.target import AlignmentTarget
 from stages.calibration.token_stream import TokenStream
 from stages.data.batches import TokenBatch
-from stages.evaluate.baselines import LayerFacts, start_baseline
+from stages.evaluate.baselines import MASKS, Baseline, LayerFacts, start_baseline
+from stages.evaluate.features import Memo, RememberedFFN
 from stages.metrics.loss import MeanLoss
 
 ALIGNED = "_aligned"
@@ -25,31 +27,73 @@ class Text:
     heldout: Sequence[TokenBatch]
 
 
+class CutPass:
+    """The carve before alignment on calibration text, for what is counted on its inputs; nothing where nothing is.
+
+    One pass serves every baseline that is not fitted itself: their inputs differ little from these.
+    """
+
+    def __init__(self, stream: LayerStream, calibration: Sequence[TokenBatch]) -> None:
+        """Embed the text."""
+        self._tokens = TokenStream(stream, calibration)
+
+    def enter(self, layer: StreamLayer) -> None:
+        """See the layer's inputs; activations are computed when they are asked for."""
+        self._tokens.enter(layer)
+        self.hidden = Memo(layer.ffn.hidden)
+
+    def leave(self, facts: LayerFacts) -> None:
+        """Pass the layer."""
+        cut = start_baseline("unaligned", facts, self.inputs, self.hidden)
+        down_FD = cut.carved.down_DF.T
+        self._tokens.leave(cut.features(x_TD, self.hidden(x_TD)) @ down_FD for x_TD in self.inputs)
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """Of this layer, a batch each."""
+        return self._tokens.inputs
+
+
 class BaselineRun:
     """One baseline on its way through the layers, on both splits."""
 
-    def __init__(
-        self, name: str, stream: LayerStream, text: Text, settings: AlignmentSettings, *, replicated: bool
-    ) -> None:
-        """Embed the splits; calibration text only where something is fitted on it."""
+    def __init__(self, name: str, stream: LayerStream, text: Text, settings: AlignmentSettings) -> None:
+        """Embed the splits; calibration text only where something is fitted on what the baseline makes of it."""
         self.method, self.aligned = name.removesuffix(ALIGNED), name.endswith(ALIGNED)
         self._settings = settings
-        fitted = self.aligned or replicated or self.method == "best_mask"
-        calibration = text.calibration if fitted else []
+        self.fitted = self.aligned or self.method == "best_mask"
+        calibration = text.calibration if self.fitted else []
         self._calibration = TokenStream(stream, calibration)
         self._heldout = TokenStream(stream, text.heldout)
-        self._target = AlignmentTarget(settings.alignment_target if self.aligned else "local", stream, calibration)
+        residual = self.aligned and settings.alignment_target == "residual"
+        self._target = AlignmentTarget("residual", stream, calibration) if residual else None
 
-    def step(self, layer: StreamLayer, facts: LayerFacts) -> None:
-        """Fit on the calibration inputs, then pass the layer with both splits."""
+    def step(self, layer: StreamLayer, facts: LayerFacts, cut: CutPass, *, last: bool) -> None:
+        """Fit on calibration inputs, then pass the layer with both splits; after the last nothing is fitted."""
         self._calibration.enter(layer)
-        self._target.enter(layer, self._calibration)
-        carved = start_baseline(self.method, facts, self._calibration.inputs)
-        if self.aligned:
-            carved = align_down(carved, self._calibration.inputs, self._target, self._settings).carved
-        self._calibration.leave(map(carved, self._calibration.inputs))
+        inputs = self._calibration.inputs
+        seen, hidden = (inputs, Memo(layer.ffn.hidden)) if self.fitted else (cut.inputs, cut.hidden)
+        baseline = start_baseline(self.method, facts, seen, hidden)
+        carved = self._align(layer, baseline, hidden) if self.aligned else baseline.carved
+        if not last:
+            self._calibration.leave(map(carved, inputs))
         self._heldout.enter(layer)
-        self._heldout.leave(map(carved, self._heldout.inputs))
+        plain = carved.carved if isinstance(carved, RememberedFFN) else carved
+        self._heldout.leave(map(plain, self._heldout.inputs))
+
+    def _align(self, layer: StreamLayer, baseline: Baseline, hidden: Memo) -> RememberedFFN:
+        """The baseline with columns fitted as the carve's; of every batch activations are computed once."""
+        inputs, remembered, wanted = self._calibration.inputs, RememberedFFN.of(baseline.carved), []
+        for x_TD in inputs:
+            h_TF = hidden(x_TD)
+            hidden.forget(x_TD)
+            wanted.append(layer.ffn.output(h_TF) if self._target is None else h_TF.new_empty(0))
+            remembered.features.keep(x_TD, baseline.features(x_TD, h_TF))
+        target: Target = lambda index, _x: wanted[index]  # noqa: E731
+        if self._target is not None:
+            self._target.enter(layer, self._calibration)
+            target = self._target
+        return align_down(remembered, inputs, target, self._settings).carved
 
     def loss(self, stream: LayerStream, text: Text) -> MeanLoss:
         """Held-out loss after the last layer."""
@@ -69,17 +113,23 @@ def run_baselines(
     """Held-out loss of every baseline.
 
     Args:
-        names: baselines, see `copies_of`; `_aligned` adds the ridge alignment of the carve.
+        names: baselines, see `choice_of`; `_aligned` adds the ridge alignment of the carve.
         stream: the dense model.
         text: both splits.
         facts_of: layer → what is known of it.
         settings: of the alignment.
-        replicated: some units have copies, so that even unaligned baselines need a scale fitted.
-    Memory: hidden states of every baseline, on both splits where it is fitted, and one layer.
+        replicated: some units have copies, so that even unaligned baselines need a weight for them: from how often
+            copies are chosen together on what the carve before alignment sees.
+    Memory: hidden states of every baseline, on both splits where it is fitted, one layer, and what `Memo` keeps.
     """
-    runs = {name: BaselineRun(name, stream, text, settings, replicated=replicated) for name in names}
+    runs = {name: BaselineRun(name, stream, text, settings) for name in names}
+    counted = replicated and any(not run.fitted and run.method not in MASKS for run in runs.values())
+    cut = CutPass(stream, text.calibration if counted else [])
     for index, layer in enumerate(tqdm(stream.layers(), total=stream.depth, desc="baselines", unit="layer")):
-        facts = facts_of(index, layer)
+        facts, last = facts_of(index, layer), index == stream.depth - 1
+        cut.enter(layer)
         for run in runs.values():
-            run.step(layer, facts)
+            run.step(layer, facts, cut, last=last)
+        if not last:
+            cut.leave(facts)
     return {name: run.loss(stream, text) for name, run in runs.items()}

@@ -1,6 +1,6 @@
 """What the carve is compared with, each as active copies of units: masks, routers, oracles."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,9 +9,9 @@ from torch import Tensor
 
 from models.expert_loop import ExpertLoop
 from models.ffn import DenseFFN
-from models.routing import LinearRouter, has_copies
+from models.routing import LinearRouter, active_copies, choose_experts, chosen_mask, has_copies, membership
 from models.shape import Shape
-from stages.calibration.carved_ffn import CarvedFFN, Copies, oracle_copies, replica_scale, routed_copies
+from stages.calibration.carved_ffn import CarvedFFN, expert_grams, output_norms
 from stages.calibration.elimination import rank_by_alignment
 
 
@@ -31,47 +31,99 @@ class LayerFacts:
     )
 
 
-def copies_of(method: str, facts: LayerFacts) -> Copies:
-    """Active copies of the baseline `method`, without its `_aligned`.
+# (inputs, activations of all units) → the K experts of every token.
+Choice = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """A baseline before alignment, and how its features follow from the activations of all units."""
+
+    carved: CarvedFFN
+    features: Callable[[Tensor, Tensor], Tensor]  # (T, D) inputs, (T, F) activations → what its columns multiply
+
+
+def choice_of(method: str, facts: LayerFacts) -> Choice:
+    """The experts that the baseline `method` sends a token to, without its `_aligned`.
 
     unaligned: the carve's own router on plain slices. random_router: seeded normal rows. oracle: the experts of largest
-    output norm.
+    output norm, seen before choosing: no router can know this.
     """
-    width, top_k = facts.ffn.width, facts.shape.top_k
+    top_k = facts.shape.top_k
     match method:
         case "unaligned":
-            return routed_copies(facts.units_EN, facts.always_S, width, top_k, facts.router)
+            return lambda x_TD, _h: facts.router.choose(x_TD, top_k)
         case "random_router":
             generator = torch.Generator().manual_seed(facts.seed)
             rows_ED = torch.randn(facts.router.rows_ED.shape, generator=generator).to(facts.router.rows_ED)
-            return routed_copies(facts.units_EN, facts.always_S, width, top_k, LinearRouter.without_bias(rows_ED))
+            drawn = LinearRouter.without_bias(rows_ED)
+            return lambda x_TD, _h: drawn.choose(x_TD, top_k)
         case "oracle":
-            return oracle_copies(facts.ffn, facts.units_EN, facts.always_S, top_k)
+            grams_ENN = expert_grams(facts.ffn, facts.units_EN)
+            return lambda _x, h_TF: choose_experts(output_norms(grams_ENN, h_TF, facts.units_EN), top_k)
     raise AssertionError(f"no baseline {method}")
 
 
-def start_baseline(method: str, facts: LayerFacts, inputs: list[Tensor]) -> CarvedFFN:
-    """The baseline before alignment; copies of a unit share its weight as in the carve."""
+def start_baseline(
+    method: str, facts: LayerFacts, inputs: Sequence[Tensor], hidden: Callable[[Tensor], Tensor] | None = None
+) -> Baseline:
+    """The baseline before alignment; copies of a unit share its weight as in the carve.
+
+    Args:
+        method: name without `_aligned`.
+        facts: of the layer.
+        inputs: calibration inputs, for a mask that is chosen by them and for units that have copies.
+        hidden: inputs → activations of all units; None computes them.
+    """
     if method in MASKS:
         return mask_units(facts, MASKS[method](facts, inputs))
-    copies = copies_of(method, facts)
+    choose = choice_of(method, facts)
+    member_EF = membership(facts.units_EN, facts.ffn.width)
     down_DF = facts.ffn.down_DF
     if has_copies(facts.units_EN):
-        down_DF = down_DF * replica_scale(copies, facts.ffn, inputs)
-    return CarvedFFN(facts.ffn, copies, down_DF)
+        # A router does not look at the activations.
+        looked_at = (hidden or facts.ffn.hidden) if method == "oracle" else (lambda x_TD: x_TD)
+        chosen = (choose(x_TD, looked_at(x_TD)) for x_TD in inputs)
+        down_DF = down_DF * copies_scale(chosen, member_EF, facts.always_S)
+
+    def copies(x_TD: Tensor, h_TF: Tensor) -> Tensor:
+        return active_copies(choose(x_TD, h_TF), member_EF, facts.always_S)
+
+    return Baseline(CarvedFFN(facts.ffn, copies, down_DF), lambda x_TD, h_TF: h_TF * copies(x_TD, h_TF))
+
+
+def copies_scale(
+    chosen: Iterable[Int[Tensor, "T K"]], member_EF: Float[Tensor, "E F"], always_S: Int[Tensor, "S"]
+) -> Float[Tensor, "F"]:
+    """Σ_t c_j / Σ_t c_j², see `replica_scale`, from how often two experts are chosen together.
+
+    With m_ej = 1 where expert e holds unit j, c_j = Σ_e chosen_e·m_ej: E × E counts stand for T × F copies.
+    """
+    experts = len(member_EF)
+    together_EE = torch.zeros(experts, experts, dtype=torch.float64, device=member_EF.device)
+    for chosen_TK in chosen:
+        mask_TE = chosen_mask(chosen_TK, experts)
+        together_EE += (mask_TE.T @ mask_TE).double()  # whole numbers below 2^24: exact
+    held_EF = member_EF.double()
+    first_F = together_EE.diagonal() @ held_EF
+    second_F = ((together_EE @ held_EF) * held_EF).sum(0)
+    scale_F = torch.where(second_F > 0, first_F / second_F.clamp_min(1), 1.0)
+    scale_F[always_S.long()] = 1.0
+    return scale_F.float()
 
 
 # What the units of a static mask are the highest of. best_mask: of what alignment cannot make up for, see
 # `rank_by_alignment`; the strongest mask there is here.
-MASKS: dict[str, Callable[[LayerFacts, list[Tensor]], Tensor]] = {
+MASKS: dict[str, Callable[[LayerFacts, Sequence[Tensor]], Tensor]] = {
     "static_mask": lambda facts, _: facts.contribution_F,
     "best_mask": lambda facts, inputs: rank_by_alignment(facts.ffn, inputs, facts.shape.active_width),
 }
 
 
-def mask_units(facts: LayerFacts, measure_F: Float[Tensor, "F"]) -> CarvedFFN:
+def mask_units(facts: LayerFacts, measure_F: Float[Tensor, "F"]) -> Baseline:
     """The S + K·N units of highest measure for every token, as a narrower FFN: no routing, no other unit's cost."""
     ffn = facts.ffn
     kept = measure_F.topk(min(ffn.width, facts.shape.active_width)).indices.sort().values.to(ffn.down_DF.device)
     narrow = DenseFFN(ffn.gate_FD[kept], ffn.up_FD[kept], ffn.down_DF[:, kept], ffn.act)
-    return CarvedFFN(narrow, lambda _x_TD, h_TF: torch.ones_like(h_TF), narrow.down_DF)
+    carved = CarvedFFN(narrow, lambda _x_TD, _h: torch.ones((), device=kept.device), narrow.down_DF)
+    return Baseline(carved, lambda _x, h_TF: h_TF.index_select(1, kept))

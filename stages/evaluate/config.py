@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-VERSION = 2
+VERSION = 3
 
 BASELINES = (
     "unaligned",
@@ -22,17 +22,16 @@ class EvaluateConfig:
 
     # Whose checkpoint is looked at: project, or train, which is then run first.
     checkpoint: str = field(default="project", metadata={"choices": ("project", "train")})
-    # Beside the dense model and the carved one: unaligned (the carve before projection), static_mask,
-    # static_mask_aligned, best_mask_aligned, random_router, random_router_aligned, oracle, oracle_aligned.
+    # Compared in addition to the dense model and the carved one: unaligned (the carve before projection), static_mask,
+    # static_mask_aligned, random_router, oracle. Each that is aligned takes about as long as all others together, so
+    # these are left to be asked for: oracle_aligned, best_mask_aligned, random_router_aligned.
     baselines: list[str] = field(
         default_factory=lambda: [
             "unaligned",
             "static_mask",
             "static_mask_aligned",
-            "best_mask_aligned",
             "random_router",
             "oracle",
-            "oracle_aligned",
         ],
         metadata={"choices": BASELINES},
     )

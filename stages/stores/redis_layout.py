@@ -1,8 +1,9 @@
 """Where the sums of a scan lie in Redis: the keys, the fields, and what the texts of numbers can hold.
 
 A unit's sums are three hashes, one for each projection, `{namespace}param:{weight name}:row:{unit}`: the unit's row of
-gate_proj and up_proj, its column of down_proj. Their fields are sums; divide by the counters `tokens` (activations) and
-`samples` (gradient norms) of `{namespace}scan:counters` for means.
+gate_proj and up_proj, its column of down_proj. `sum_act` is the sum of |h| over tokens, `count_act` the tokens on which
+the unit is active, `sum_grad_norm` the sum of gradient norms over samples. Divided by the counters `tokens` (the first
+two) and `samples` (the third) of `{namespace}scan:counters` they are averages and the frequency.
 
 HINCRBYFLOAT keeps 17 decimals after the point. An increment below 2^-24 would lose more than 1e-10 of itself, so it
 goes to the field with `_tiny` at its end, counted in units of 2^-128; the sum is field + 2^-128·tiny field.
@@ -14,15 +15,15 @@ from dataclasses import dataclass
 
 from stages.stores.sums import DOMAIN
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2  # 1: the same sums under avg_act, avg_grad_norm and freq_act
 PROJECTIONS = ("gate", "up", "down")
 # Sum of the scan → where it stands. Read from the first place; the others repeat it for readers of single rows.
 FIELDS = {
-    "sum_abs": [("gate", "avg_act"), ("up", "avg_act"), ("down", "avg_act")],
-    "active_count": [("gate", "freq_act"), ("up", "freq_act"), ("down", "freq_act")],
-    "grad_norm_gate": [("gate", "avg_grad_norm")],
-    "grad_norm_up": [("up", "avg_grad_norm")],
-    "grad_norm_down": [("down", "avg_grad_norm")],
+    "sum_abs": [("gate", "sum_act"), ("up", "sum_act"), ("down", "sum_act")],
+    "active_count": [("gate", "count_act"), ("up", "count_act"), ("down", "count_act")],
+    "grad_norm_gate": [("gate", "sum_grad_norm")],
+    "grad_norm_up": [("up", "sum_grad_norm")],
+    "grad_norm_down": [("down", "sum_grad_norm")],
     "sum_sq": [("gate", "sum_sq")],
     "sum_taylor": [("gate", "sum_taylor")],
     "max_abs": [("gate", "max_abs")],

@@ -169,7 +169,9 @@ def find_namespace(client: "Redis", namespace: str, place: str) -> Namespace:
         what = (
             f"what lies under the namespace {namespace or '(empty)'} is of layout {layout}; known is {LAYOUT_VERSION}"
         )
-        raise ContractError(what, where=place, do="the release that wrote it, or another namespace")
+        raise ContractError(
+            what, where=place, do="stage=scan with fresh=true, which starts over, or the release that wrote it"
+        )
     return Namespace(client, namespace, _text(held), place)
 
 
@@ -197,5 +199,7 @@ def _differences(held: str, wanted: str) -> str:
         return "an identity that is no scan's"
     ours = json.loads(wanted)
     words = list_differences(theirs.get("facts", {}), ours["facts"])
-    words += [f"another {name}" for name in ("layout", "sums", "weights") if theirs.get(name) != ours[name]]
+    if theirs.get("layout") != ours["layout"]:
+        words.append(f"layout {theirs.get('layout', 'unset')} of its fields (here {ours['layout']})")
+    words += [f"another {name}" for name in ("sums", "weights") if theirs.get(name) != ours[name]]
     return ", ".join(words)

@@ -26,7 +26,7 @@ LAYERS, WIDTH, RESERVOIR = 2, 4864, 256  # two layers of Qwen2.5-0.5B
 COMMAND = (
     "HINCRBYFLOAT",
     "b:param:model.layers.0.mlp.gate_proj.weight:row:__rand_int__",
-    "avg_grad_norm",
+    "sum_grad_norm",
     "0.0123456789",
 )
 SPREAD = {"sum_abs": 1e2, "sum_sq": 1e3, "max_abs": 5.0, "sum_taylor": 1e-3}

@@ -16,10 +16,12 @@ from models.source import EMBEDDED
 from pipeline.cli import run_command
 from stages.data.config import DataConfig
 from stages.data.sequences import load_sequences
+from stages.evaluate.config import BASELINES
 
 ALL_ON = ("stage=assemble", "always_on=0", "assemble.parity_spread=0")
 PARTITION = ("experts=5", "n=8", "top_k=5")  # 5·8 = F
 COPIES = ("experts=6", "n=7", "top_k=6")  # 6·7 > F, and no width that kernels take
+EVERY_BASELINE = f"evaluate.baselines=[{','.join(BASELINES)}]"
 GLM4 = "assemble.target=glm4_moe"
 
 # Every expert on: must give the dense model.
@@ -38,7 +40,7 @@ EXACT = {
 SPARSE = {
     "embedded": (None, "stage=all", "project.penalties=[0.1]", "evaluate.baselines=[static_mask,random_router]"),
     "embedded-routed": (None, "stage=assemble", "always_on=0"),
-    "qwen2-chain": ("qwen2", "stage=all", "experts=4", "n=8", "top_k=2", "always_on=8"),
+    "qwen2-chain": ("qwen2", "stage=all", "experts=4", "n=8", "top_k=2", "always_on=8", EVERY_BASELINE),
     "llama-dropped": (
         "llama",
         "stage=project",

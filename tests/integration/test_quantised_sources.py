@@ -1,6 +1,9 @@
 """Checkpoints that bitsandbytes stored in 4 or 8 bits, carved like any other."""
 
 import json
+import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -14,7 +17,9 @@ from models.config import ModelConfig
 from models.source import check_source
 from models.stream import LayerStream
 from pipeline.cli import run_command
+from pipeline.layout import REPOSITORY
 
+PROGRESS = re.compile(r"[\w ]+: +\d+%\|")  # of tqdm
 KINDS = ["nf4-nested", "int8"]
 
 
@@ -140,6 +145,17 @@ def test_a_plain_checkpoint_is_scanned_in_fewer_bits(plain, text, tmp_path, quan
     for name in ("sum_abs", "grad_norm_gate", "grad_norm_up", "grad_norm_down", "weight_norm_down"):
         assert statistics[name].shape == (2, 72)
         assert statistics[name].gt(0).all(), name
+
+
+@pytest.mark.parametrize("quantization", ["nf4", "int8"])
+def test_a_scan_in_fewer_bits_prints_nobody_elses_advice(plain, text, tmp_path, quantization):
+    """In a fresh process, where bitsandbytes is imported: warnings and advice of its own on the console, none of it."""
+    words = ["stage=scan", f"model.quantization={quantization}", f"output_dir={tmp_path}"]
+    command = [sys.executable, "-m", "pipeline", *words_of_pico(plain, text), *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY)
+    lines = [line for line in re.split(r"[\r\n]+", done.stderr) if line.strip()]
+    assert [line for line in lines if not PROGRESS.match(line)] == []
+    assert "install" not in done.stdout
 
 
 SPARSE = [

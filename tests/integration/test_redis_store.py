@@ -55,11 +55,11 @@ def test_every_row_is_a_hash_of_running_sums(server):
     client = server.client(decode_responses=True)
     for key, projection in ((GATE, "gate"), (UP, "up"), (DOWN, "down")):
         row = client.hgetall(key)
-        assert float(row["avg_act"]) == part["sum_abs"][1, 7]
-        assert float(row["freq_act"]) == part["active_count"][1, 7]
-        assert float(row["avg_grad_norm"]) == part[f"grad_norm_{projection}"][1, 7]
-    assert client.hgetall(GATE).keys() == {"avg_act", "freq_act", "avg_grad_norm", "sum_sq", "sum_taylor", "max_abs"}
-    assert client.hgetall(UP).keys() == client.hgetall(DOWN).keys() == {"avg_act", "freq_act", "avg_grad_norm"}
+        assert float(row["sum_act"]) == part["sum_abs"][1, 7]
+        assert float(row["count_act"]) == part["active_count"][1, 7]
+        assert float(row["sum_grad_norm"]) == part[f"grad_norm_{projection}"][1, 7]
+    assert client.hgetall(GATE).keys() == {"sum_act", "count_act", "sum_grad_norm", "sum_sq", "sum_taylor", "max_abs"}
+    assert client.hgetall(UP).keys() == client.hgetall(DOWN).keys() == {"sum_act", "count_act", "sum_grad_norm"}
     assert client.hgetall("t:scan:counters") == {"tokens": "10", "samples": "4", "loss_sum": "2"}
     rows = LAYERS * 3 * WIDTH
     assert client.dbsize() == rows + LAYERS + len(("identity", "done", "counters"))
@@ -268,12 +268,12 @@ def test_a_field_that_is_no_number_stops_the_flush_and_loses_nothing(server):
     store = open_store(server.url)
     flush(store, 0)
     total = store.collect()
-    server.client().hset(UP, "avg_grad_norm", "high")
+    server.client().hset(UP, "sum_grad_norm", "high")
     flush(store, 1)
     with pytest.raises(UserError) as caught:
         store.collect()
     assert str(caught.value).startswith("the Redis server refuses: hash value is not a float")
-    server.client().hset(UP, "avg_grad_norm", repr(float(total.tensors["grad_norm_up"][1, 7])))
+    server.client().hset(UP, "sum_grad_norm", repr(float(total.tensors["grad_norm_up"][1, 7])))
     assert_equal(store.collect(), make_part(0, 1))
     store.close()
 
@@ -327,7 +327,7 @@ def test_another_identity_is_refused_and_named(server):
 
 def test_keys_that_no_scan_made_are_not_added_to(server):
     key = "t:param:model.layers.1.mlp.down_proj.weight:row:0"
-    server.client().hset(key, "avg_act", 3)
+    server.client().hset(key, "sum_act", 3)
     with pytest.raises(ContractError) as caught:
         open_store(server.url)
     assert str(caught.value) == (

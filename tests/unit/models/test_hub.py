@@ -1,19 +1,24 @@
-"""Off line only: what a person without a connection, or with a wrong name, is told."""
+"""Off line only: what a person without a connection, or with a wrong name, reads."""
 
+import socket
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 
 import pytest
-from huggingface_hub.errors import OfflineModeIsEnabled
 
 from models.config import ModelConfig
 from models.errors import UserError
+from models.hub import hub_answers
 from models.source import check_source, resolve_folder, source_identity
 
 UNREACHABLE = (
-    "the hub cannot be reached and the model is not in the cache\n"
+    "HF_HUB_OFFLINE is set and the model is not in the cache\n"
     "  where: model.name=nobody/nothing, model.revision=main\n"
-    "  do:    connect once, or model=local model.path=<folder of the checkpoint>"
+    "  do:    HF_HUB_OFFLINE=0 before the command, or model=local model.path=<its folder>"
 )
 
 
@@ -27,6 +32,44 @@ def test_no_connection_and_nothing_cached() -> None:
         with pytest.raises(UserError) as caught:
             read(hub())
         assert str(caught.value) == UNREACHABLE
+
+
+@pytest.fixture
+def deaf_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A hub that takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+        yield address
+
+
+def test_a_hub_that_does_not_answer_is_given_up_within_five_seconds(deaf_server: str) -> None:
+    started = time.perf_counter()
+    assert [str(error) for error in check_source(hub())] == [
+        f"the hub cannot be reached at {deaf_server} and the model is not in the cache\n"
+        "  where: model.name=nobody/nothing, model.revision=main\n"
+        "  do:    connect once, or HF_ENDPOINT=https://<mirror> before the command, "
+        "or model=local model.path=<its folder>"
+    ]
+    assert 2 < time.perf_counter() - started < 5
+
+
+@pytest.mark.parametrize(("status", "answers"), [(200, True), (404, True), (503, False)])
+def test_what_counts_as_an_answer(status: int, answers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Hub(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+
+        def log_message(self, *_words: object) -> None:
+            """Nothing to the console."""
+
+    with HTTPServer(("127.0.0.1", 0), Hub) as server:
+        Thread(target=server.handle_request, daemon=True).start()
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        assert hub_answers() is answers
 
 
 def test_a_name_the_hub_does_not_allow() -> None:
@@ -62,18 +105,22 @@ def test_pickle_repositories_are_refused_before_they_are_downloaded(
     fetched: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = [SimpleNamespace(filename=name) for name in ("config.json", "pytorch_model.bin")]
+    monkeypatch.setattr("models.hub.hub_answers", lambda: True)
     monkeypatch.setattr("models.hub.snapshot_download", lambda *_args, dry_run, **_more: files)
     (error,) = check_source(hub())
     assert error.what == "pickle checkpoint refused: pytorch_model.bin can run any code when opened"
     assert error.where == "nobody/nothing"
 
 
-def test_off_line_with_a_cached_config_is_fine(fetched: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def off_line(*_args: object, **_more: object) -> None:
-        raise OfflineModeIsEnabled("off line")
-
-    monkeypatch.setattr("models.hub.snapshot_download", off_line)
+def test_off_line_with_a_cached_model_is_fine(fetched: Path) -> None:
+    fetched.with_name("model.safetensors").touch()
     assert check_source(hub()) == []
+
+
+def test_off_line_with_a_cached_config_alone_is_said_before_anything_starts(fetched: Path) -> None:
+    assert [error.what for error in check_source(hub())] == [
+        "HF_HUB_OFFLINE is set and the model's weights are not in the cache"
+    ]
 
 
 def test_identity_is_the_commit(fetched: Path) -> None:
@@ -83,7 +130,7 @@ def test_identity_is_the_commit(fetched: Path) -> None:
 def test_code_is_downloaded_only_where_it_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
 
-    def snapshot(_name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+    def snapshot(_name: str, *, revision: str | None, allow_patterns: list[str], local_files_only: bool) -> str:
         asked.append(allow_patterns)
         return "folder"
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from models.errors import DataError
 from pipeline.composition import compose
 from pipeline.plan import make_plan, select_stages
 from pipeline.publish import open_workshop, publish
@@ -134,3 +135,20 @@ def test_random_tokens_decide_a_carve_and_no_pool(steps):
     pool = "topology=global_pool"
     assert addresses(pool) == addresses(pool, "vocabulary=none") == addresses(pool, "vocabulary.layers=2")
     assert steps(pool)["cluster"].inputs["vocabulary"].tokens == 0
+
+
+def test_a_hub_that_does_not_answer_stops_a_run_only_where_text_is_still_to_be_read(steps, monkeypatch):
+    words = ("stage=scan", "data=wikitext2")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    pretend_published(steps(*words)["scan"])
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    assert due(steps(*words)) == set()
+    with pytest.raises(DataError) as caught:
+        steps(*words, "fresh=true")
+    assert str(caught.value) == (
+        "the hub cannot be reached at http://127.0.0.1:9, and the dataset is streamed from it\n"
+        "  where: data.name=Salesforce/wikitext, data.subset=wikitext-2-raw-v1, data.revision=None\n"
+        "  do:    connect once, or HF_ENDPOINT=https://<mirror> before the command, "
+        "or data=python_stdlib, or data=text data.path=<your files>"
+    )

@@ -1,8 +1,8 @@
 """The page: whole, harmless, and honest about what is not there."""
 
+import os
 import re
 from html.parser import HTMLParser
-from types import SimpleNamespace
 
 import pytest
 from unit.pipeline.report_outputs import GAPS, PIXEL, Outputs
@@ -93,7 +93,7 @@ def test_foreign_words_stay_words(outputs):
     gaps = GAPS | {evil: 0.3}
     run = outputs.run(outputs.carve(gaps=gaps), overrides=[f"model.label={evil}"])
     source = find_source(run)
-    page = draw_page(Source(evil, source.run, evil, source.evaluation, source.output_dir))
+    page = draw_page(Source(evil, source.run, evil, source.last, source.output_dir))
     found = read(page)
     assert "script" not in found.names
     assert evil in "".join(found.words)
@@ -145,14 +145,27 @@ def test_the_command_writes_beside_the_run_or_where_it_is_told(outputs, tmp_path
     assert (run / "report.html").stat().st_size == (tmp_path / "there.html").stat().st_size
 
 
-def test_the_command_finds_the_latest_run(outputs, monkeypatch, tmp_path, capsys):
-    run = outputs.run(outputs.carve())
-    (tmp_path / "latest").symlink_to(run)
-    monkeypatch.setattr("pipeline.report.__main__.LATEST", tmp_path / "latest")
+def test_the_command_finds_the_run_that_finished_a_stage_last(outputs, monkeypatch, tmp_path, capsys):
+    evaluation = outputs.carve()
+    runs = [outputs.run(evaluation, name=name) for name in ("2", "1", "3")]
+    record = read_run_record(runs[2])
+    record.stages = []
+    record.write(runs[2])  # the last to begin, with nothing done yet
+    for age, run in enumerate(reversed(runs)):
+        os.utime(run / "stages.json", ns=(10**18 - age, 10**18 - age))
+    monkeypatch.setattr("pipeline.report.__main__.OUTPUTS", tmp_path)
     monkeypatch.chdir("/")
     assert main(["latest"]) == 0
-    assert capsys.readouterr().out == f"{tmp_path / 'latest' / 'report.html'}\n"
-    assert (run / "report.html").is_file()
+    assert capsys.readouterr().out == f"{runs[1] / 'report.html'}\n"
+
+
+def test_there_is_no_latest_run(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("pipeline.report.__main__.OUTPUTS", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert main(["latest"]) == 2
+    assert capsys.readouterr().err == (
+        f"no run is on record under {tmp_path}\n  where: command line\n  do:    python -m pipeline\n"
+    )
 
 
 def test_outputs_that_were_moved_are_found(outputs, tmp_path):
@@ -163,27 +176,59 @@ def test_outputs_that_were_moved_are_found(outputs, tmp_path):
     assert source.output_dir == moved
 
 
-def test_a_run_without_evaluation_is_refused(outputs, capsys):
-    run = outputs.run(outputs.carve())
+def stop_after(outputs, run, stage):
+    """The run's record as it would be had it ended with that stage."""
     record = read_run_record(run)
-    record.stages.pop()
+    names = [done.stage for done in record.stages]
+    record.stages = record.stages[: names.index(stage) + 1]
+    record.write(run)
+
+
+@pytest.mark.parametrize(
+    ("stage", "sections"),
+    [
+        ("scan", {"found", "cost", "making"}),
+        ("score", {"found", "units", "cost", "making"}),
+        ("project", {"found", "units", "cost", "making"}),
+    ],
+)
+def test_a_run_that_ends_before_an_evaluation_has_a_page_of_what_it_did(outputs, capsys, stage, sections):
+    run = outputs.run(outputs.carve())
+    stop_after(outputs, run, stage)
+    assert main([str(run)]) == 0
+    found = read((run / "report.html").read_text())
+    assert {name for name in found.ids if not name.startswith("theme-")} == sections
+    assert {f"What {stage} found", f"{stage} 2", stage, "pico"} <= set(found.words)
+    assert capsys.readouterr().out == f"{run / 'report.html'}\n"
+
+
+def test_files_of_the_last_stage_are_listed(outputs):
+    run = outputs.run(outputs.carve())
+    stop_after(outputs, run, "score")
+    assert "scores.safetensors" in read(draw_page(find_source(run))).words
+
+
+def test_a_run_of_which_nothing_was_finished_is_refused(outputs, capsys):
+    run = outputs.run(outputs.carve(), overrides=["stage=scan", "store.url=redis://me:word@host/0"])
+    record = read_run_record(run)
+    record.stages = []
     record.write(run)
     assert main([str(run)]) == 2
     assert capsys.readouterr().err == (
-        "this run evaluated nothing, and the report is of an evaluation\n"
+        "no stage of this run was finished\n"
         f"  where: {run}\n"
-        "  do:    python -m pipeline with the run's settings and stage=evaluate\n"
+        "  do:    python -m pipeline stage=scan store.url=redis://…@host/0\n"
     )
 
 
-def test_an_evaluation_that_was_removed_is_said(outputs):
+def test_a_result_that_was_removed_is_said(outputs):
     evaluation = outputs.carve()
     run = outputs.run(evaluation)
     (evaluation / "manifest.json").unlink()
     with pytest.raises(ContractError) as error:
         find_source(run)
     assert str(error.value) == (
-        f"the evaluation {evaluation.name} of this run was removed\n"
+        f"the result {evaluation.name} of this run's evaluate was removed\n"
         f"  where: {evaluation}\n"
         "  do:    run the command at the head of its report.md again"
     )
@@ -194,11 +239,9 @@ def test_a_run_whose_page_cannot_be_drawn_is_no_failure(outputs, caplog):
     run_folder = RunFolder(
         outputs.folder / "runs" / "now", Settings(experts=5, n=8, output_dir=str(outputs.folder)), []
     )
-    steps = [SimpleNamespace(stage=SimpleNamespace(name="evaluate"), folder=evaluation)]
-    assert Runner(run_folder, []).write_page(steps) == run_folder.folder / "report.html"
-    assert Runner(run_folder, []).write_page([]) is None
+    assert Runner(run_folder, []).write_page(evaluation) == run_folder.folder / "report.html"
     (evaluation / "evaluation.json").write_text("damaged")
-    assert Runner(run_folder, []).write_page(steps) is None
+    assert Runner(run_folder, []).write_page(evaluation) is None
     (said,) = caplog.messages
     assert said.startswith("no report.html: no readable evaluation: JSONDecodeError(")
 

@@ -71,6 +71,11 @@ def test_too_few_documents_to_hold_some_out(write_jsonl):
     ]
 
 
+def test_held_out_text_is_asked_for_only_where_it_is_read(write_jsonl):
+    path = write_jsonl("a.jsonl", [{"text": "text 0"}])
+    assert check_first_records(DataConfig(kind="text", path=str(path)), heldout=False) == []
+
+
 def test_calibration_text_that_is_all_held_out(write_jsonl):
     path, heldout = write_jsonl("a.jsonl", [{"text": "one"}]), write_jsonl("b.jsonl", [{"text": "one"}])
     assert messages_of(path=str(path), heldout_path=str(heldout)) == [

@@ -88,9 +88,10 @@ def test_a_hub_that_cannot_be_reached_is_given_up_soon(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     started = time.perf_counter()
     assert message_of(name="nobody/nothing", revision="main") == (
-        "cannot read the dataset: <urlopen error [Errno 111] Connection refused>\n"
+        "the hub cannot be reached at http://127.0.0.1:9, and the dataset is streamed from it\n"
         "  where: data.name=nobody/nothing, data.subset=None, data.revision=main\n"
-        "  do:    check these names and the network; without one: data=python_stdlib, or data=text data.path=a file"
+        "  do:    connect once, or HF_ENDPOINT=https://<mirror> before the command, "
+        "or data=python_stdlib, or data=text data.path=<your files>"
     )
     assert time.perf_counter() - started < 5
 

@@ -84,3 +84,21 @@ def test_alignment_to_a_target_the_mask_already_meets_changes_nothing(folder, te
     settings = Settings(alignment_target="residual")
     losses = run(folder, text, "static_mask", "static_mask_aligned", top_k=E, settings=settings)
     assert losses["static_mask_aligned"].nats == pytest.approx(losses["static_mask"].nats, rel=1e-5)
+
+
+def test_units_with_copies_share_their_weight(folder, text):
+    """Every expert on, and one of them twice: half the weight for each copy gives the dense model."""
+
+    def facts_of(index, layer):
+        order = torch.randperm(F, generator=torch.Generator().manual_seed(index))
+        units_EN = torch.cat([order.view(F // N, N), order[:N][None]])
+        router = LinearRouter.without_bias(torch.zeros(len(units_EN), D))
+        none_S, shape = torch.empty(0, dtype=torch.int64), Shape(len(units_EN), N, len(units_EN), 0)
+        return LayerFacts(layer.ffn, units_EN, none_S, router, torch.rand(F), shape, seed=index)
+
+    names = ("unaligned", "static_mask", "oracle", "oracle_aligned")
+    with LayerStream(folder, device=torch.device("cpu")) as stream:
+        losses = run_baselines(names, stream, text, facts_of, Settings(), replicated=True)
+    expected = measure_loss(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), text.heldout, "dense")
+    for name in names:
+        assert losses[name].nats == pytest.approx(expected.nats, rel=1e-5), name

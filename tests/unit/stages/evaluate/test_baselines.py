@@ -7,14 +7,15 @@ import torch
 from models.expert_loop import ExpertLoop
 from models.routing import LinearRouter
 from models.shape import Shape
+from stages.calibration.carved_ffn import replica_scale
 from stages.calibration.slices import slice_ffn
-from stages.evaluate.baselines import copies_of, start_baseline
+from stages.evaluate.baselines import copies_scale, start_baseline
 
 METHODS = ("unaligned", "random_router", "oracle")
 
 
 def copies(method, facts, x_TD):
-    return copies_of(method, facts)(x_TD, facts.ffn.hidden(x_TD))
+    return start_baseline(method, facts, []).carved.copies(x_TD, facts.ffn.hidden(x_TD))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -25,7 +26,7 @@ def test_every_baseline_has_the_active_width_of_the_carve(facts, x_TD, method):
 
 
 def test_the_static_mask_keeps_the_units_of_highest_contribution(facts, x_TD):
-    carved = start_baseline("static_mask", facts, [])
+    carved = start_baseline("static_mask", facts, []).carved
     kept = facts.contribution_F >= facts.contribution_F.topk(facts.shape.active_width).values.min()
     assert carved.width == facts.shape.active_width == int(kept.sum())
     wanted_TD = (facts.ffn.hidden(x_TD) * kept) @ facts.ffn.down_DF.T
@@ -37,7 +38,8 @@ def test_the_best_mask_keeps_what_other_units_cannot_say(facts, x_TD):
     gate_FD, up_FD = 3 * facts.ffn.gate_FD, facts.ffn.up_FD.clone()
     gate_FD[3], up_FD[3] = gate_FD[0], up_FD[0]
     facts = replace(facts, ffn=replace(facts.ffn, gate_FD=gate_FD, up_FD=up_FD), shape=Shape(4, 3, 4, 1))
-    carved = start_baseline("best_mask", facts, [torch.randn(400, 6, generator=torch.Generator().manual_seed(3))])
+    x_TD = torch.randn(400, 6, generator=torch.Generator().manual_seed(3))
+    carved = start_baseline("best_mask", facts, [x_TD]).carved
     assert carved.width == 13
     assert sum(bool((row_D == gate_FD[0]).all()) for row_D in carved.ffn.gate_FD) == 1
 
@@ -45,7 +47,7 @@ def test_the_best_mask_keeps_what_other_units_cannot_say(facts, x_TD):
 def test_a_mask_as_wide_as_the_ffn_is_the_ffn(facts, x_TD):
     wide = replace(facts, shape=Shape(4, 3, 4, 5))
     assert wide.shape.active_width > wide.ffn.width
-    torch.testing.assert_close(start_baseline("static_mask", wide, [])(x_TD), wide.ffn(x_TD))
+    torch.testing.assert_close(start_baseline("static_mask", wide, []).carved(x_TD), wide.ffn(x_TD))
 
 
 def test_the_random_router_is_seeded(facts, x_TD):
@@ -87,11 +89,37 @@ def test_unaligned_is_a_loop_over_the_chosen_experts(facts, x_TD, copied):
     loop = ExpertLoop(
         experts, facts.units_EN, facts.always_S, facts.router, facts.shape.top_k, facts.ffn.width, facts.ffn.act
     )
-    torch.testing.assert_close(start_baseline("unaligned", facts, [x_TD])(x_TD), loop(x_TD))
+    torch.testing.assert_close(start_baseline("unaligned", facts, [x_TD]).carved(x_TD), loop(x_TD))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_counts_of_experts_chosen_together_give_the_weight_of_copies(facts, x_TD, method):
+    """The same as counting the active copies of every unit for every token."""
+    units_EN = facts.units_EN.clone()
+    units_EN[3], units_EN[2, 0] = facts.units_EN[0], facts.units_EN[1, 0]
+    facts = replace(facts, units_EN=units_EN)
+    batches = [x_TD[:5], x_TD[5:]]
+    carved = start_baseline(method, facts, batches).carved
+    wanted_F = replica_scale(carved.copies, facts.ffn, batches)
+    torch.testing.assert_close(carved.down_DF, facts.ffn.down_DF * wanted_F)
+    assert (wanted_F != 1).any()
+
+
+def test_experts_that_nobody_chooses_weigh_one():
+    none_S, member_EF = torch.empty(0, dtype=torch.int64), torch.tensor([[1.0, 1, 0], [0, 1, 1]])
+    scale_F = copies_scale([torch.tensor([[0], [0]])], member_EF, none_S)
+    assert scale_F.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("method", [*METHODS, "static_mask"])
+def test_features_follow_from_the_activations_of_all_units(facts, x_TD, method):
+    baseline = start_baseline(method, facts, [])
+    features_TF = baseline.features(x_TD, facts.ffn.hidden(x_TD))
+    torch.testing.assert_close(features_TF, baseline.carved.features(x_TD))
 
 
 def test_a_mask_has_no_copies_to_share(facts, x_TD):
     units_EN = facts.units_EN.clone()
     units_EN[3] = facts.units_EN[0]
-    carved = start_baseline("static_mask", replace(facts, units_EN=units_EN), [x_TD])
-    torch.testing.assert_close(carved(x_TD), start_baseline("static_mask", facts, [x_TD])(x_TD))
+    carved = start_baseline("static_mask", replace(facts, units_EN=units_EN), [x_TD]).carved
+    torch.testing.assert_close(carved(x_TD), start_baseline("static_mask", facts, [x_TD]).carved(x_TD))

@@ -13,6 +13,7 @@ from stages.stores.redis_layout import (
     entries_to_read,
     pack_identity,
 )
+from stages.stores.redis_namespace import _differences
 from stages.stores.sums import ScanSums
 
 LAYER = {"gate": "m.gate.weight", "up": "m.up.weight", "down": "m.down.weight"}
@@ -31,7 +32,7 @@ def test_keys_are_those_of_the_specification():
 def test_every_projection_carries_the_three_fields():
     for projection in ("gate", "up", "down"):
         fields = {field for places in FIELDS.values() for place, field in places if place == projection}
-        assert {"avg_act", "avg_grad_norm", "freq_act"} <= fields
+        assert {"sum_act", "sum_grad_norm", "count_act"} <= fields
 
 
 def test_columns_follow_one_order_whatever_the_tensors_order():
@@ -42,16 +43,22 @@ def test_columns_follow_one_order_whatever_the_tensors_order():
 
 def test_entries_name_projection_field_column_and_maximum():
     assert entries_to_add(["sum_abs", "max_abs"]) == [
-        *(1, "avg_act", 1, 0),
+        *(1, "sum_act", 1, 0),
         *(1, "max_abs", 2, 1),
-        *(2, "avg_act", 1, 0),
-        *(3, "avg_act", 1, 0),
+        *(2, "sum_act", 1, 0),
+        *(3, "sum_act", 1, 0),
     ]
     assert entries_to_read(["sum_abs", "grad_norm_down", "max_abs"]) == [
-        *(1, "avg_act"),
-        *(3, "avg_grad_norm"),
+        *(1, "sum_act"),
+        *(3, "sum_grad_norm"),
         *(1, "max_abs"),
     ]
+
+
+def test_sums_of_an_older_layout_are_named():
+    sizes = {"sum_abs": [[1, 3], "float64"]}
+    ours = pack_identity({"scan": "f"}, sizes, [LAYER])
+    assert _differences(ours.replace('"layout": 2', '"layout": 1'), ours) == "layout 1 of its fields (here 2)"
 
 
 def test_identity_is_one_text_for_one_scan():
@@ -59,7 +66,7 @@ def test_identity_is_one_text_for_one_scan():
     first = pack_identity({"scan": "f", "code": "c"}, sizes, [LAYER])
     assert first == pack_identity({"code": "c", "scan": "f"}, sizes, [dict(reversed(LAYER.items()))])
     assert json.loads(first) == {
-        "layout": 1,
+        "layout": 2,
         "facts": {"scan": "f", "code": "c"},
         "sums": {"sum_abs": [[1, 3], "float64"]},
         "weights": [LAYER],

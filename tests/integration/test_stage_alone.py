@@ -1,0 +1,73 @@
+"""One stage at a time: what it asks for, and what it says at its end."""
+
+import shlex
+
+import pytest
+from integration.carving import words_of_pico
+
+from models.pico import write_pico
+from pipeline.cli import run_command
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("source")
+    write_pico(folder / "pico", "qwen3", layers=2, hidden=24, intermediate=40, tokenizer=True)
+    birds = "".join(f"{number} rooks met {number * 7 % 31} gulls near house {number % 9}. " for number in range(300))
+    (folder / "one.jsonl").write_text(f'{{"text": "{birds}"}}\n')
+    return folder
+
+
+def last_lines(capsys):
+    """The closing lines of a run: heading → what stands there, a line each."""
+    found, heading = {}, ""
+    for line in capsys.readouterr().out.rpartition("\nfiles ")[2].splitlines():
+        words = line.strip()
+        name, _, rest = words.partition(" ")
+        if name in {"checkpoint", "report", "next"} and not line.startswith(" "):
+            heading, words = name, rest.strip()
+        found.setdefault(heading or "files", []).append(words)
+    return found
+
+
+def test_a_scan_of_one_document_needs_no_held_out_text_and_says_how_to_go_on(source, text, tmp_path, capsys):
+    words = [
+        *words_of_pico(source / "pico", source / "one.jsonl"),
+        f"output_dir={tmp_path}",
+        "scan.reservoir_tokens=50",
+    ]
+    assert run_command([*words, "stage=scan", "fresh=true"]) == 0
+    said = last_lines(capsys)
+    (folder,) = (tmp_path / "artifacts" / "pico" / "scan").iterdir()
+    assert [line.partition(" ")[0] for line in said["files"]] == [str(folder / "statistics.safetensors")]
+    (run,) = (tmp_path / "runs").iterdir()
+    assert said["report"] == [str(run / "report.html")]
+    assert "What scan found" in (run / "report.html").read_text()
+    assert said["next"][1:] == [shlex.join(["python", "-m", "pipeline", *words, f"stage={stage}"])
+                                for stage in ("score", "project")]  # fmt: skip
+    assert run_command(shlex.split(said["next"][1])[3:]) == 0
+    assert last_lines(capsys)["next"][0] == "cluster groups the neurons into experts"
+
+
+def test_assemble_says_that_its_checkpoint_is_not_the_one_to_use(source, text, tmp_path, capsys):
+    words = [*words_of_pico(source / "pico", text), f"output_dir={tmp_path}", "experts=5", "n=8", "cluster.map=none"]
+    assert run_command([*words, "stage=assemble"]) == 0
+    said = last_lines(capsys)
+    assert said["checkpoint"][1] == str(tmp_path / "latest" / "checkpoint")
+    assert said["next"] == [
+        "this checkpoint holds the experts as they were cut, for comparison; project aligns them with the dense model "
+        "and writes the checkpoint to use",
+        shlex.join(["python", "-m", "pipeline", *words, "stage=project"]),
+    ]
+
+
+def test_a_run_that_fails_leaves_the_page_of_what_it_finished(source, text, tmp_path, capsys):
+    words = [*words_of_pico(source / "pico", text), f"output_dir={tmp_path}"]
+    assert run_command([*words, "stage=scan"]) == 0
+    (statistics,) = tmp_path.glob("artifacts/pico/scan/*/statistics.safetensors")
+    statistics.write_bytes(b"damaged")
+    assert run_command([*words, "stage=score"]) == 1
+    assert "the result of scan is damaged" in capsys.readouterr().err
+    pages = [path.read_text() for path in tmp_path.glob("runs/*/report.html")]
+    assert len(pages) == 2
+    assert all("What scan found" in page for page in pages)
