@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-VERSION = 7
+VERSION = 8
 
 
 @dataclass

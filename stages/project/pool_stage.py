@@ -26,7 +26,7 @@ from stages.contracts.routers import Routers
 from stages.data.batches import TokenBatch
 from stages.project.config import ProjectConfig
 from stages.project.mean_gradient import Gradients
-from stages.project.pool import PoolCarve, project_pool, split_pool, start_pool
+from stages.project.pool import PoolCarve, project_pool, split_pool, start_pool, weigh_pool
 from stages.project.pool_report import describe_pool, summarise_pool
 from stages.routing.fit import RouterSettings
 
@@ -76,7 +76,7 @@ def run_pool(
         for layer, experts in enumerate(join_pool(parts))
     ]
     carve = PoolCarve(partition, samples, refit, routers.spread, routers.biased)
-    projected, outcome = project_pool(carve, loops, gradients, project)
+    projected, outcome = project_pool(carve, weigh_pool(loops, samples), gradients, project)
     routers = routers.with_layers([loop.router for loop in projected])
     routers.save(job.out)
     checkpoint = job.out / "checkpoint"

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from models.config import ModelConfig
 from models.experts import LayerExperts
-from models.families.fold import gate_kind
+from models.families.fold import gate_fold, gate_kind
 from models.families.moe import MOE_TARGETS
 from models.ffn import ffn_modules
 from models.gating import GateKind
@@ -111,6 +111,7 @@ def project_all(
     tokens, text = TokenStream(stream, batches), len(text_only(batches))
     target = AlignmentTarget(project.alignment_target, stream, batches)
     dtype: torch.dtype = getattr(torch, routers.dtype)
+    fold = gate_fold(MOE_TARGETS[routers.target], shape)
     found = []
     for index, layer in enumerate(tqdm(stream.layers(), total=stream.depth, desc="project", unit="layer")):
         tokens.enter(layer)
@@ -131,7 +132,7 @@ def project_all(
         done = find_layer(scratch, index, ProjectedLayer)
         if done is None:
             loop, outcome = project_layer(carve, tokens.inputs, target, gradient, project, layer_seed(seed, index))
-            done = ProjectedLayer.of(loop, outcome, dtype)
+            done = ProjectedLayer.of(loop, outcome, dtype, fold.down_scale)
             keep_layer(scratch, index, done)
         # The layers to come see what the checkpoint will compute, rounded as it is there.
         tokens.leave(map(done.loop(carve), tokens.inputs))

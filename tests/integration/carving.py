@@ -17,7 +17,8 @@ from pipeline.cli import run_command
 from stages.data.config import DataConfig
 from stages.data.sequences import load_sequences
 
-ALL_ON = ("stage=assemble", "always_on=0", "assemble.parity_spread=0")
+PARITY = "assemble.mode=parity"
+ALL_ON = ("stage=assemble", "always_on=0", PARITY, "assemble.parity_spread=0")
 PARTITION = ("experts=5", "n=8", "top_k=5")  # 5·8 = F
 COPIES = ("experts=6", "n=7", "top_k=6")  # 6·7 > F, and no width that kernels take
 GLM4 = "assemble.target=glm4_moe"
@@ -37,8 +38,8 @@ EXACT = {
 # Fewer experts on than there are. None stands for the model in the repository.
 SPARSE = {
     "embedded": (None, "stage=all", "project.penalties=[0.1]", "evaluate.baselines=[static_mask,random_router]"),
-    "embedded-routed": (None, "stage=assemble", "always_on=0"),
-    "qwen2-chain": ("qwen2", "stage=all", "experts=4", "n=8", "top_k=2", "always_on=8"),
+    "embedded-routed": (None, "stage=assemble", "always_on=0", PARITY),
+    "qwen2-chain": ("qwen2", "stage=all", "experts=4", "n=8", "top_k=2", "always_on=8", PARITY),
     "llama-dropped": (
         "llama",
         "stage=project",
@@ -46,7 +47,6 @@ SPARSE = {
         "n=8",
         "top_k=2",
         "always_on=0",
-        "assemble.mode=train",
         "cluster.always_on_by=score",
     ),
     "qwen3-hundred": ("qwen3", "stage=assemble", "experts=100", "n=3", "top_k=2", "always_on=0"),

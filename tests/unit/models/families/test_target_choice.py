@@ -155,7 +155,7 @@ def test_several_faults_are_found_at_once() -> None:
     [
         ("qwen3_moe", 6, GateFold(4.0, 1.0, norm_topk_prob=True, routed_scaling_factor=None)),
         ("mixtral", 6, GateFold(4.0, 1.0, norm_topk_prob=None, routed_scaling_factor=None)),
-        ("qwen2_moe", 6, GateFold(4.0, 2.0, norm_topk_prob=True, routed_scaling_factor=None)),
+        ("qwen2_moe", 6, GateFold(6.0, 2.0, norm_topk_prob=False, routed_scaling_factor=None)),
         ("qwen2_moe", 16, GateFold(16.0, 2.0, norm_topk_prob=False, routed_scaling_factor=None)),
         (
             "glm4_moe",
