@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 import models.tiny_onn.register  # noqa: F401 - transformers then knows the project's own class
 from models.capture.router_watch import RouterWatch
 from stages.data.config import DataConfig
-from stages.data.sequences import load_sequences
+from stages.data.sequences import Split, load_sequences
 
 ROWS, LENGTH = 4, 128  # of a training batch
 
@@ -36,12 +36,24 @@ def load_fp32(folder: Path | str) -> PreTrainedModel:
     return loaded
 
 
-def read_batches(tokenizer_of: Path | str, split: str, count: int) -> list[Tensor]:
+def read_batches(tokenizer_of: Path | str, split: Split, count: int) -> list[Tensor]:
     """`count` batches of token numbers from the Python standard library, held out or not."""
-    tokens = count * ROWS * LENGTH
-    settings = DataConfig(tokens=2 * tokens, heldout_tokens=2 * tokens, max_length=LENGTH)
+    tokens = 2 * count * ROWS * LENGTH
+    settings = DataConfig(tokens=tokens, heldout_tokens=tokens, max_length=LENGTH)
+    return batch_up(settings, tokenizer_of, split, count)
+
+
+def read_text_batches(tokenizer_of: Path | str, path: Path, count: int, length: int = 32) -> list[Tensor]:
+    """The same from a file, in short sequences."""
+    tokens = 2 * count * ROWS * length
+    settings = DataConfig(kind="text", path=str(path), tokens=tokens, max_length=length)
+    return batch_up(settings, tokenizer_of, "calibration", count)
+
+
+def batch_up(settings: DataConfig, tokenizer_of: Path | str, split: Split, count: int) -> list[Tensor]:
+    """Full sequences alone."""
     sequences = load_sequences(settings, AutoTokenizer.from_pretrained(tokenizer_of), split)
-    rows = [sequence.ids for sequence in sequences if len(sequence.ids) == LENGTH][: count * ROWS]
+    rows = [sequence.ids for sequence in sequences if len(sequence.ids) == settings.max_length][: count * ROWS]
     assert len(rows) == count * ROWS, "not enough text"
     return list(torch.tensor(rows).split(ROWS))
 

@@ -48,14 +48,15 @@ def gate_fold(target: MoETarget, shape: Shape) -> GateFold:
             # It chooses by σ(z) + bias, and σ(z) = ½ + z/4 for the small logits of constant gates.
             return GateFold(1.0, 1.0, several, top_k if several else 2.0, selection_bias_scale=0.25)
         case "tiny_onn":
-            return GateFold(1.0, 1.0, several, top_k if several else experts)
+            return GateFold(1.0, 1.0, several, top_k if several else 2.0)
     raise AssertionError(f"no fold for {target.model_type}")
 
 
 def gate_kind(target: MoETarget, shape: Shape) -> str:
     """How the target turns logits into gates: a value of `models.gating.GateKind`, which loads torch."""
     normalised = gate_fold(target, shape).norm_topk_prob is not False
-    if target.model_type == "glm4_moe":
+    # The project's own class can do either: sigmoids of logits as large as training wants differ least.
+    if target.model_type in {"glm4_moe", "tiny_onn"}:
         return "sigmoid_of_chosen" if normalised else "sigmoid"
     return "softmax_of_chosen" if normalised else "softmax_of_all"
 

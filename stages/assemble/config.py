@@ -57,8 +57,9 @@ class AssembleConfig:
     # train: router logits of standard deviation logit_std, which low precision and training keep, and down columns
     # scaled to what the gates weigh; parity: logits shrunk so that gates are all but constant, for exactness.
     mode: str = field(default="train", metadata={"choices": ("train", "parity")})
-    # Standard deviation over experts of the router's logits on the calibration text in train mode.
-    logit_std: float = field(default=1.0, metadata={"above": 0})
+    # Standard deviation over experts of the router's logits on the calibration text in train mode; null: 1 for gates
+    # that are sigmoids, 0.3 for a softmax, which tells experts further apart (LOGIT_STD in models/gating.py).
+    logit_std: float | None = field(default=None, metadata={"above": 0})
     # Spread (standard deviation) of the router's logits on the calibration text in parity mode; 0 makes gates exactly
     # constant and the choice of experts meaningless, which is right when all are chosen.
     parity_spread: float = field(default=0.001, metadata={"minimum": 0})

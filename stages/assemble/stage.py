@@ -14,7 +14,7 @@ from models.experts import LayerExperts
 from models.families.emit import checkpoint_dtype
 from models.families.fold import gate_kind
 from models.families.target_choice import select_target
-from models.gating import GateKind
+from models.gating import LOGIT_STD, GateKind
 from models.loading import load_tokenizer, resolve_device
 from models.memory import release_freed_memory
 from models.shape import Shape
@@ -60,13 +60,13 @@ def run(
     partition = load_partition(job.parents["cluster"], shape)
     batches = calibration_batches(data, vocabulary, load_tokenizer(folder), assemble.batch_tokens)
     biased = target.selection_bias is not None and assemble.mode == "parity"
+    gate = GateKind(gate_kind(target, shape))
     with LayerStream(folder, device=resolve_device(model)) as stream:
         fit = (
             over_pool(folder, partition, assemble, shape, stream.device, biased=biased)
             if isinstance(partition, PoolPartition)
             else over_own(partition, assemble, shape, stream.device, biased=biased)
         )
-        gate = GateKind(gate_kind(target, shape))
         reports = fit_all(stream, batches, fit, assemble, shape, gate, seed, job.scratch)
     release_freed_memory()
     dtype = checkpoint_dtype(folder, assemble.dtype)
@@ -77,7 +77,7 @@ def run(
         str(dtype).removeprefix("torch."),
         assemble.ridge_penalty,
         0.0 if shape.pooled else assemble.balance,
-        router_spread(assemble),
+        logit_std(assemble, gate),
         biased,
         assemble.pad_to,
         rows=torch.empty(0),
@@ -91,9 +91,11 @@ def run(
     return summarise(reports, target, shape, partition)
 
 
-def router_spread(assemble: AssembleConfig) -> float:
+def logit_std(assemble: AssembleConfig, gate: GateKind) -> float:
     """Standard deviation of a token's logits: next to nothing for constant gates, more for training."""
-    return assemble.parity_spread if assemble.mode == "parity" else assemble.logit_std
+    if assemble.mode == "parity":
+        return assemble.parity_spread
+    return LOGIT_STD[gate] if assemble.logit_std is None else assemble.logit_std
 
 
 @torch.no_grad()
@@ -116,7 +118,7 @@ def fit_all(
         outputs: Iterable[Tensor] = map(layer.ffn, tokens.inputs)
         if report is None:
             task, router, outputs = fit(index, layer.ffn, tokens.inputs, layer_seed(seed, index))
-            router = set_spread(router, tokens.inputs[:text], router_spread(assemble))
+            router = set_spread(router, tokens.inputs[:text], logit_std(assemble, gate))
             loop = replace(task.routed(router), gate=gate)
             report = measure_router(loop, scale_of(loop, tokens.inputs, assemble, shape), task, text)
             keep_layer(scratch, index, report)

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from models.expert_loop import ExpertLoop
-from models.gating import GateKind, relative_gates
+from models.gating import relative_gates
 from models.routing import has_copies, membership
 
 
@@ -70,6 +70,5 @@ def scale_pool(loops: Sequence[ExpertLoop], inputs: Sequence[Sequence[Tensor]]) 
 
 
 def at_usual_gates(loop: ExpertLoop, inputs: Sequence[Tensor]) -> ExpertLoop:
-    """The layer with constant gates, each expert's columns as large as its gate makes them: Σ_t g² / Σ_t g of them."""
-    scale_E = least_squares(gate_moments(loop, inputs)).reciprocal()
-    return replace(scale_columns(loop, scale_E[:, None].expand(loop.units_EN.shape)), gate=GateKind.CONSTANT)
+    """The layer with each expert's columns as large as its gates make them, for a router to be fitted to."""
+    return scale_columns(loop, 1 / least_squares(gate_moments(loop, inputs))[:, None])

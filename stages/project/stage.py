@@ -150,4 +150,6 @@ def projected_experts(scratch: Path, layer: int) -> LayerExperts:
 def refit_settings(routers: Routers, project: ProjectConfig, seed: int) -> RouterSettings:
     """How a layer's router is fitted anew: as it was made, with this stage's patience."""
     descent = DescentSettings(project.router_steps, project.router_rate, routers.balance, seed)
-    return RouterSettings(routers.method, routers.ridge_penalty, descent, project.router_tokens, project.guard_share)
+    return RouterSettings(
+        routers.method, routers.ridge_penalty, descent, project.router_tokens, project.guard_share, routers.spread
+    )

@@ -53,6 +53,24 @@ SPARSE = {
 }
 CARVES = EXACT | SPARSE
 
+# Every target as the defaults make it, fewer experts on than there are.
+FEW = ("stage=project", "experts=4", "n=8", "top_k=2", "assemble.router_tokens=256")
+TARGETS = {
+    "qwen3_moe": ("qwen3", *FEW, "always_on=0"),
+    "qwen2_moe": ("qwen2", *FEW, "always_on=8"),
+    "mixtral": ("llama", *FEW, "always_on=0"),
+    "glm4_moe": ("qwen3", *FEW, "always_on=8"),
+    "flex_olmo": ("olmo2", *FEW, "always_on=0"),
+    "granitemoe": ("granite", *FEW, "always_on=0"),
+    "granitemoeshared": ("granite", *FEW, "always_on=8"),
+    "tiny_onn": ("llama", *FEW, "always_on=8", "assemble.target=tiny_onn"),
+}
+# The model in the repository with gates of a softmax; and what logits that are next to nothing do in low precision.
+OTHERS = {
+    "parity": ("qwen3", *FEW, "always_on=8", PARITY),
+    "embedded-softmax": (None, "stage=project", "always_on=0", "top_k=8", "project.penalties=[0.1]"),
+}
+
 
 @dataclass(frozen=True)
 class Carve:

@@ -138,7 +138,7 @@ def test_a_fold_that_overflows(dense: Path, tmp_path: Path) -> None:
     with pytest.raises(NumericsError) as caught:
         emit(dense, tmp_path, experts=lambda _layer: large, dtype="float16")
     assert str(caught.value) == (
-        "weights times 2 are not finite in float16\n"
+        "weights times 3 are not finite in float16\n"
         "  where: model.layers.0.mlp.experts.0.down_proj.weight\n"
         "  do:    assemble.dtype=float32, or assemble.target=glm4_moe, which scales no weights"
     )

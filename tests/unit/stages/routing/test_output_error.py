@@ -28,7 +28,7 @@ def test_cost_of_a_choice_is_the_relative_error_of_the_layer(loop, numbers, monk
     loop, ffn, x_TD = loop
     target_TD = ffn(x_TD)
     objective = output_error(loop, x_TD, target_TD)
-    cost = objective.cost(chosen_mask(loop.router.choose(x_TD, K), 4))
+    cost = objective.cost(chosen_mask(loop.router.choose(x_TD, K), 4), loop.router.logits(x_TD))
     wanted = (target_TD - loop.always_on_output(x_TD)).square().sum()
     torch.testing.assert_close(cost, float((target_TD - loop(x_TD)).square().sum() / wanted), rtol=1e-4, atol=0)
 
