@@ -1,8 +1,8 @@
 """What training does to a checkpoint: held-out loss and routing after AdamW steps, an MoE next to its dense model.
 
-    PYTHONPATH=.:tests python -m survival DENSE MOE [steps ...]
+    PYTHONPATH=.:tests python -m survival DENSE MOE ...
 
-trains both on the Python standard library as a plain loop would: one AdamW group of all parameters.
+trains all of them on the Python standard library as a plain loop would: one AdamW group of all parameters.
 """
 
 import sys
@@ -127,17 +127,16 @@ def excess(moe: dict[int, Trained], dense: dict[int, Trained], steps: int) -> fl
     return (moe[steps].loss - moe[0].loss) - max(0.0, dense[steps].loss - dense[0].loss)
 
 
-def main(dense: str, moe: str, *steps: str) -> None:
-    """Print a table."""
-    looks = [int(word) for word in steps] or [1, 10, 100]
+def main(dense: str, *moes: str, rates: Sequence[float] = (1e-5, 1e-4), looks: Sequence[int] = (1, 10, 100)) -> None:
+    """Print a table: losses at the start and after some steps, and what is kept of the choices."""
     batches, heldout = read_batches(dense, "calibration", max(looks)), read_batches(dense, "heldout", 16)
-    print("| rate | decay | model | start |" + "".join(f" {look} |" for look in looks) + " kept |")  # noqa: T201
-    for rate in (1e-5, 1e-4):
-        for folder in (dense, moe):
+    print("| rate | model | start |" + "".join(f" {look} |" for look in looks) + " kept |")  # noqa: T201
+    for rate in rates:
+        for folder in (dense, *moes):
             found = survive(load_fp32(folder), batches, heldout, rate=rate, looks=looks)
             losses = "".join(f" {found[look].loss:.4f} |" for look in (0, *looks))
             kept = " ".join(f"{found[look].kept:.1%}" for look in looks)
-            print(f"| {rate:g} | 0.01 | {'dense' if folder == dense else 'MoE'} |{losses} {kept} |", flush=True)  # noqa: T201
+            print(f"| {rate:g} | {'dense' if folder == dense else folder} |{losses} {kept} |", flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":
