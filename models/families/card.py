@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from models.families.fold import gate_fold, gate_kind, is_power_of_two
-from models.families.moe import AlwaysOn, MoETarget
+from models.families.fold import gate_kind, is_power_of_two
+from models.families.moe import MoETarget
 from models.families.width import ALIGNMENT, expert_width, shared_width
 from models.shape import Shape
 
@@ -112,7 +112,7 @@ def suitable_runtimes(target: MoETarget, shape: Shape, pad_to: int = ALIGNMENT) 
     lines = [_transformers(target), *_training(target, shape), *_padding(target, shape, pad_to)]
     served = _SERVED[target.model_type]
     lines += [_fused_kernels(shape, width, served)] if "vLLM" in served else []
-    lines += [_llama_cpp(target, shape, width)] if "llama.cpp" in served else []
+    lines += [_llama_cpp(width)] if "llama.cpp" in served else []
     if absent := [name for name in ("vLLM", "SGLang", "llama.cpp") if name not in served]:
         lines.append(f"{', '.join(absent)}: {'do' if len(absent) > 1 else 'does'} not know this architecture.")
     return lines
@@ -155,10 +155,7 @@ def _fused_kernels(shape: Shape, width: int, served: tuple[str, ...]) -> str:
     )
 
 
-def _llama_cpp(target: MoETarget, shape: Shape, width: int) -> str:
-    fold = gate_fold(target, shape)
-    if target.always_on is AlwaysOn.SIGMOID_GATED and fold.norm_topk_prob:
-        return "llama.cpp: does not renormalise this architecture's gates; choose E a power of two for it."
+def _llama_cpp(width: int) -> str:
     if width % 256:
         return (
             f"llama.cpp: K-quants want N % 256 == 0, N is {width}; other formats convert, or use `assemble.pad_to=256`."

@@ -59,8 +59,9 @@ def emit_config(
         **_rope(dense),
     }
     if not target.selection_bias:
-        # Balanced by a bias, an architecture has no such loss, and trainers would ask for it where the key stands.
-        config |= {"output_router_logits": False, "router_aux_loss_coef": 0.001}
+        # Balanced by a bias, an architecture has no such loss, and trainers would ask for it where the key stands. TRL
+        # adds the loss wherever its weight is not 0: even load is not what the routers of a carve were fitted to.
+        config |= {"output_router_logits": False, "router_aux_loss_coef": 0.0}
     if "transformers_version" in dense:
         # Tokenizer fixes of transformers depend on who wrote the checkpoint.
         config["transformers_version"] = dense["transformers_version"]

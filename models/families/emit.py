@@ -47,8 +47,9 @@ def emit_checkpoint(
         target: the architecture to write; must pass `check_target`.
         shape: E, N, K, S, and whether all layers share the experts.
         routers: layer → ``(E, D)`` router rows, written as they are.
-        experts: layer → its experts, unscaled; the fold of `gate_fold` is applied here. Of a pool, the experts that the
-            layer gives: the pool holds those of the first layer, then those of the second, and so on.
+        experts: layer → its experts, unscaled; the fold of `gate_fold` is applied here. Down may be in fp32, to be
+            rounded once: it takes the number format of its gate. Of a pool, the experts that the layer gives: the pool
+            holds those of the first layer, then those of the second, and so on.
         selection_bias: layer → ``(E,)`` what is added to the logits to choose by, for targets that have it; None: 0.
         dtype: float32, bfloat16, float16, or source: every tensor keeps its own, and the router takes the one that
             config.json names.
@@ -179,19 +180,23 @@ class _Emission:
             self._writer.add(self._target.shared_router.format(layer=layer), row_1D)
 
     def _add_ffn(self, names: tuple[str, str, str], weights: Projections, down_scale: float) -> None:
-        for name, weight, scale in zip(names, weights, (1.0, 1.0, down_scale), strict=True):
-            self._add(name, weight, scale)
+        gate, up, down = weights
+        self._add(names[0], gate)
+        self._add(names[1], up)
+        self._add_down(names[2], down, down_scale, gate.dtype)
 
     def _add_packed(self, names: tuple[str, str], layer: int, weights: Projections, down_scale: float) -> None:
         """Gate above up in one tensor, down in another."""
         gate, up, down = weights
         self._add(names[0].format(layer=layer), torch.cat([gate, up], dim=-2))
-        self._add(names[1].format(layer=layer), down, down_scale)
+        self._add_down(names[1].format(layer=layer), down, down_scale, gate.dtype)
 
-    def _add(self, name: str, tensor: Tensor, scale: float = 1.0) -> None:
-        # Cast first: a wider format holds products that the narrower one rounds.
-        cast = tensor if self._cast is None else tensor.to(self._cast)
-        self._writer.add(name, _scaled(name, cast, scale))
+    def _add_down(self, name: str, down: Tensor, scale: float, gate_dtype: torch.dtype) -> None:
+        """In the number format of its gate, which it may be more precise than: rounded once, as a product."""
+        self._writer.add(name, _scaled(name, down, scale, self._cast or gate_dtype))
+
+    def _add(self, name: str, tensor: Tensor) -> None:
+        self._writer.add(name, tensor if self._cast is None else tensor.to(self._cast))
 
 
 def _widened(weights: Projections, width: int) -> Projections:
@@ -209,13 +214,13 @@ def _tiny(dtype: torch.dtype) -> float:
     return 2.0**-24 if dtype == torch.float16 else 2.0**-40
 
 
-def _scaled(name: str, weight: Tensor, scale: float) -> Tensor:
+def _scaled(name: str, weight: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     if scale == 1.0:
-        return weight
-    scaled = weight * scale
+        return weight.to(dtype)
+    scaled = (weight.float() * scale).to(dtype)
     if not scaled.isfinite().all():
         raise NumericsError(
-            f"weights times {scale:g} are not finite in {str(weight.dtype).removeprefix('torch.')}",
+            f"weights times {scale:g} are not finite in {str(dtype).removeprefix('torch.')}",
             where=name,
             do="assemble.dtype=float32, or assemble.target=glm4_moe, which scales no weights",
         )

@@ -4,6 +4,7 @@ With equal router logits every architecture gives its K chosen experts equal gat
 would weigh them. The inverse goes into the down projections or, where the architecture has a factor, into its config.
 """
 
+import math
 from dataclasses import dataclass
 
 from models.families.moe import MoETarget
@@ -12,7 +13,7 @@ from models.shape import Shape
 
 @dataclass(frozen=True)
 class GateFold:
-    """Scales applied when a checkpoint is written; powers of two change no mantissa."""
+    """Scales applied in fp32 when a checkpoint is written; powers of two change no mantissa."""
 
     down_scale: float  # routed experts' down
     shared_down_scale: float  # always-on units' down
@@ -27,7 +28,8 @@ def gate_fold(target: MoETarget, shape: Shape) -> GateFold:
     Renormalised over one chosen expert, a gate is 1 whatever the logits, and a router learns from its load alone: with
     K = 1 gates are left as they are, where the architecture lets them.
 
-    Numerics: exact in every number format when `down_scale` is a power of two.
+    Numerics: exact in every number format when `down_scale` is a power of two; else products are made in fp32 and
+    rounded once.
     """
     top_k, experts = float(shape.top_k), float(shape.experts)
     several = shape.top_k > 1
@@ -37,10 +39,8 @@ def gate_fold(target: MoETarget, shape: Shape) -> GateFold:
         case "mixtral" | "granitemoe" | "granitemoeshared":
             return GateFold(top_k, 1.0, norm_topk_prob=None, routed_scaling_factor=None)
         case "qwen2_moe":
-            # σ(0) = ½ halves the shared expert. Without renormalisation a gate is 1/E: the family's own habit, and what
-            # llama.cpp assumes; renormalised it is 1/K, which keeps the scale a power of two when E is none.
-            normalised = several and not is_power_of_two(shape.experts)
-            return GateFold(top_k if normalised else experts, 2.0, normalised, routed_scaling_factor=None)
+            # σ(0) = ½ halves the shared expert. A gate is 1/E: the family does not renormalise, and llama.cpp cannot.
+            return GateFold(experts, 2.0, norm_topk_prob=False, routed_scaling_factor=None)
         case "flex_olmo":
             normalised = several and not is_power_of_two(shape.experts)
             return GateFold(top_k if normalised else experts, 1.0, normalised, routed_scaling_factor=None)
@@ -48,18 +48,19 @@ def gate_fold(target: MoETarget, shape: Shape) -> GateFold:
             # It chooses by σ(z) + bias, and σ(z) = ½ + z/4 for the small logits of constant gates.
             return GateFold(1.0, 1.0, several, top_k if several else 2.0, selection_bias_scale=0.25)
         case "tiny_onn":
-            return GateFold(1.0, 1.0, several, top_k if several else experts)
+            return GateFold(1.0, 1.0, several, top_k if several else 2.0)
     raise AssertionError(f"no fold for {target.model_type}")
 
 
 def gate_kind(target: MoETarget, shape: Shape) -> str:
     """How the target turns logits into gates: a value of `models.gating.GateKind`, which loads torch."""
     normalised = gate_fold(target, shape).norm_topk_prob is not False
-    if target.model_type == "glm4_moe":
+    # The project's own class can do either: sigmoids of logits as large as training wants differ least.
+    if target.model_type in {"glm4_moe", "tiny_onn"}:
         return "sigmoid_of_chosen" if normalised else "sigmoid"
     return "softmax_of_chosen" if normalised else "softmax_of_all"
 
 
-def is_power_of_two(number: int) -> bool:
+def is_power_of_two(number: float) -> bool:
     """1, 2, 4, 8 ..."""
-    return number > 0 and number & (number - 1) == 0
+    return number >= 1 and math.frexp(number)[0] == 0.5

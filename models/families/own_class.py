@@ -35,6 +35,7 @@ def own_config(
         shared_width=shared_width(target, shape, pad_to),
         routed_scaling_factor=scale,
         norm_topk_prob=normalised,
+        scoring="sigmoid",
         dtype=dtype,
         topology=shape.topology,
     )

@@ -16,6 +16,7 @@ def tiny_onn_keys(
     shared_width: int,
     routed_scaling_factor: float,
     norm_topk_prob: bool,
+    scoring: str = "softmax",
     dtype: str,
     topology: str = "per_layer",
 ) -> dict[str, Any]:
@@ -27,9 +28,10 @@ def tiny_onn_keys(
         top_k: K.
         expert_width: N as it is on disk.
         shared_width: S as it is on disk; 0: no shared FFN is there.
-        routed_scaling_factor: gates are multiplied by it. With equal logits they are 1/K, or 1/E where they are not
-            renormalised, and this is its inverse.
+        routed_scaling_factor: gates are multiplied by it. With equal logits they are 1/K, or, where they are not
+            renormalised, 1/E as a softmax and 1/2 as a sigmoid; this is its inverse.
         norm_topk_prob: the K chosen gates sum to 1 before they are multiplied.
+        scoring: gates are the softmax or the sigmoid of the router's logits.
         dtype: float32, bfloat16 or float16.
         topology: per_layer or global_pool.
     """
@@ -48,9 +50,9 @@ def tiny_onn_keys(
         "shared_intermediate_size": shared_width,
         "routed_scaling_factor": routed_scaling_factor,
         "norm_topk_prob": norm_topk_prob,
-        "scoring": "softmax",
+        "scoring": scoring,
         "topology": topology,
-        "router_aux_loss_coef": 0.001,
+        "router_aux_loss_coef": 0.0,
         "output_router_logits": False,
         "tie_word_embeddings": False,
         "torch_dtype": dtype,

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-VERSION = 4
+VERSION = 5
 
 ROUTERS = (
     "error",
@@ -54,8 +54,12 @@ class AssembleConfig:
     # What a trained router pays for uneven load: this times the variance of the experts' load, beside the relative
     # error (0.01: variance 1 costs as much as one percent of error). What it costs in error stands in the table.
     balance: float = field(default=0.0, metadata={"minimum": 0})
-    # parity: router logits shrunk so that gates are all but constant; train: logits of unit spread, ready to learn.
-    mode: str = field(default="parity", metadata={"choices": ("parity", "train")})
+    # train: router logits of standard deviation logit_std, which low precision and training keep, and down columns
+    # scaled to what the gates weigh; parity: logits shrunk so that gates are all but constant, for exactness.
+    mode: str = field(default="train", metadata={"choices": ("train", "parity")})
+    # Standard deviation over experts of the router's logits on the calibration text in train mode; null: 1 for gates
+    # that are sigmoids, 0.3 for a softmax, which tells experts further apart (LOGIT_STD in models/gating.py).
+    logit_std: float | None = field(default=None, metadata={"above": 0})
     # Spread (standard deviation) of the router's logits on the calibration text in parity mode; 0 makes gates exactly
     # constant and the choice of experts meaningless, which is right when all are chosen.
     parity_spread: float = field(default=0.001, metadata={"minimum": 0})

@@ -18,6 +18,8 @@ class RouterReport:
 
     rows_ED: Tensor
     bias_E: Tensor
+    scale_EN: Tensor  # of the experts' down columns, for what gates and copies weigh
+    moments_2E: Tensor  # Σ g and Σ g² of every expert's gates
     load_E: Tensor  # 1 = even share
     agreement: float  # share of the oracle's experts it chooses
     error: float  # of the layer's output, relative, before alignment
@@ -46,8 +48,8 @@ def summarise(reports: Sequence[RouterReport], target: MoETarget, shape: Shape, 
         f"always on ({share:.0%} of the dense FFN's {partition.width} units)",
         f"agreement by chance would be {shape.top_k / shape.experts:.3f}",
     ]
-    if shape.top_k < shape.experts and int(partition.multiplicity.max()) > 1:
-        notes.append("units stand in several experts; their slices are unscaled here, stage=project scales them")
+    if all(bool((report.scale_EN == 1).all()) for report in reports) and int(partition.multiplicity.max()) > 1:
+        notes.append("neurons with copies in several experts are unscaled here (assemble.mode=train scales them)")
     unused = sum(int((report.load_E == 0).sum()) for report in reports)
     if unused:
         notes.append(f"{unused} experts are chosen by no calibration token: assemble.balance=0.01, or fewer experts")

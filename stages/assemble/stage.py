@@ -1,6 +1,6 @@
 """assemble: fit a router per layer on the dense model's inputs, write experts and routers as a native checkpoint."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,24 +9,26 @@ from torch import Tensor
 from tqdm import tqdm
 
 from models.config import ModelConfig
+from models.expert_loop import ExpertLoop
 from models.experts import LayerExperts
 from models.families.emit import checkpoint_dtype
+from models.families.fold import gate_kind
 from models.families.target_choice import select_target
+from models.gating import LOGIT_STD, GateKind
 from models.loading import load_tokenizer, resolve_device
 from models.memory import release_freed_memory
-from models.routing import LinearRouter
 from models.shape import Shape
 from models.source import read_config, resolve_folder
 from models.stream import LayerStream
 from stages.assemble.config import AssembleConfig
 from stages.assemble.fitting import Fit, over_own, over_pool
 from stages.assemble.pool_report import summarise_pool
-from stages.assemble.replicas import divide_by_multiplicity
 from stages.assemble.report import RouterReport, summarise
 from stages.calibration.batches import calibration_batches, text_only
 from stages.calibration.card import write_carve_card
 from stages.calibration.config import VocabularyConfig
 from stages.calibration.emission import emit_carve
+from stages.calibration.gate_scale import column_scale, gate_moments, least_squares, scale_columns
 from stages.calibration.layer_seed import layer_seed
 from stages.calibration.token_stream import TokenStream
 from stages.contracts.experts import load_layer
@@ -58,13 +60,14 @@ def run(
     partition = load_partition(job.parents["cluster"], shape)
     batches = calibration_batches(data, vocabulary, load_tokenizer(folder), assemble.batch_tokens)
     biased = target.selection_bias is not None and assemble.mode == "parity"
+    gate = GateKind(gate_kind(target, shape))
     with LayerStream(folder, device=resolve_device(model)) as stream:
         fit = (
             over_pool(folder, partition, assemble, shape, stream.device, biased=biased)
             if isinstance(partition, PoolPartition)
             else over_own(partition, assemble, shape, stream.device, biased=biased)
         )
-        reports = fit_all(stream, batches, fit, assemble, shape, seed, job.scratch)
+        reports = fit_all(stream, batches, fit, assemble, shape, gate, seed, job.scratch)
     release_freed_memory()
     dtype = checkpoint_dtype(folder, assemble.dtype)
     routers = Routers(
@@ -74,23 +77,25 @@ def run(
         str(dtype).removeprefix("torch."),
         assemble.ridge_penalty,
         0.0 if shape.pooled else assemble.balance,
-        router_spread(assemble),
+        logit_std(assemble, gate),
         biased,
         assemble.pad_to,
         rows=torch.empty(0),
         bias=torch.empty(0),
     ).with_layers([report.router for report in reports])
     routers.save(job.out)
-    checkpoint = emit(job, folder, shape, partition, routers)
+    checkpoint = emit(job, folder, shape, partition, routers, column_scales(reports, assemble, shape))
     write_carve_card(checkpoint, model, shape, partition, routers, "none: experts are the dense slices")
     if isinstance(partition, PoolPartition):
         return summarise_pool(reports, partition, shape)
     return summarise(reports, target, shape, partition)
 
 
-def router_spread(assemble: AssembleConfig) -> float:
-    """Standard deviation of a token's logits: next to nothing for constant gates, 1 for training."""
-    return assemble.parity_spread if assemble.mode == "parity" else 1.0
+def logit_std(assemble: AssembleConfig, gate: GateKind) -> float:
+    """Standard deviation of a token's logits: next to nothing for constant gates, more for training."""
+    if assemble.mode == "parity":
+        return assemble.parity_spread
+    return LOGIT_STD[gate] if assemble.logit_std is None else assemble.logit_std
 
 
 @torch.no_grad()
@@ -100,6 +105,7 @@ def fit_all(
     fit: Fit,
     assemble: AssembleConfig,
     shape: Shape,
+    gate: GateKind,
     seed: int,
     scratch: Path,
 ) -> list[RouterReport]:
@@ -112,31 +118,66 @@ def fit_all(
         outputs: Iterable[Tensor] = map(layer.ffn, tokens.inputs)
         if report is None:
             task, router, outputs = fit(index, layer.ffn, tokens.inputs, layer_seed(seed, index))
-            router = set_spread(router, tokens.inputs[:text], router_spread(assemble))
-            report = measure_router(router, task, text)
+            router = set_spread(router, tokens.inputs[:text], logit_std(assemble, gate))
+            loop = replace(task.routed(router), gate=gate)
+            report = measure_router(loop, scale_of(loop, tokens.inputs, assemble, shape), task, text)
             keep_layer(scratch, index, report)
         reports.append(report)
         tokens.leave(outputs)
     return reports
 
 
-def measure_router(router: LinearRouter, task: RouterTask, text: int) -> RouterReport:
+def scale_of(loop: ExpertLoop, inputs: Sequence[Tensor], assemble: AssembleConfig, shape: Shape) -> Tensor:
+    """(E, N) what the experts' down columns are multiplied by; 1 where gates are to count as constant."""
+    if assemble.mode == "train":
+        # Neurons of a pool are numbered by layer: equal numbers are no copies.
+        return expand(least_squares(gate_moments(loop, inputs)), shape) if shape.pooled else column_scale(loop, inputs)
+    if shape.top_k == shape.experts and not shape.pooled:
+        return column_scale(replace(loop, gate=GateKind.CONSTANT), inputs)  # copies are all active together
+    return expand(torch.ones(shape.experts, device=inputs[0].device), shape)
+
+
+def expand(scale_E: Tensor, shape: Shape) -> Tensor:
+    """One constant for all columns of an expert."""
+    return scale_E[:, None].expand(-1, shape.n)
+
+
+def measure_router(loop: ExpertLoop, scale_EN: Tensor, task: RouterTask, text: int) -> RouterReport:
     """How a layer's router does on the calibration text, the first batches of the task."""
+    moments_2E = gate_moments(loop, task.inputs)
     task = replace(task, inputs=task.inputs[:text], contributions=task.contributions[:text])
-    load_E, agreement = load_balance(router, task.inputs, task.top_k), oracle_agreement(router, task)
-    error, kept = relative_output_error(router, task), router.to("cpu")
-    return RouterReport(kept.rows_ED, kept.bias_E, load_E.cpu(), agreement, error)
+    load_E, agreement = load_balance(loop.router, task.inputs, task.top_k), oracle_agreement(loop.router, task)
+    error, kept = relative_output_error(scale_columns(loop, scale_EN), task), loop.router.to("cpu")
+    scale_EN = scale_EN.cpu().contiguous()
+    return RouterReport(kept.rows_ED, kept.bias_E, scale_EN, moments_2E.cpu(), load_E.cpu(), agreement, error)
 
 
-def emit(job: Job, folder: Path, shape: Shape, partition: Partition | PoolPartition, routers: Routers) -> Path:
+def column_scales(reports: Sequence[RouterReport], assemble: AssembleConfig, shape: Shape) -> list[Tensor]:
+    """Each layer's (E, N) scale of the down columns; of a pool, one for all its layers."""
+    if not shape.pooled or assemble.mode == "parity":
+        return [report.scale_EN for report in reports]
+    moments_2E = torch.stack([report.moments_2E for report in reports]).sum(0)
+    return [expand(least_squares(moments_2E), shape)]
+
+
+def emit(
+    job: Job,
+    folder: Path,
+    shape: Shape,
+    partition: Partition | PoolPartition,
+    routers: Routers,
+    scales: Sequence[Tensor],
+) -> Path:
     """Write the checkpoint from the extracted experts, a layer at a time."""
-    multiplicity_LF = partition.multiplicity
+    parts = scales
+    if isinstance(partition, PoolPartition):  # a layer gives the experts that were cut from it
+        parts = torch.split(scales[0], partition.given)
 
     def experts(layer: int) -> LayerExperts:
-        slices = load_layer(job.parents["extract"], layer)
-        if shape.pooled or shape.top_k < shape.experts:
+        slices, scale_EN = load_layer(job.parents["extract"], layer), parts[layer]
+        if bool((scale_EN == 1).all()):
             return slices
-        return divide_by_multiplicity(slices, partition.units_of(layer), multiplicity_LF[layer])
+        return replace(slices, down_EDN=slices.down_EDN.float() * scale_EN[:, None].to(slices.down_EDN.device))
 
     checkpoint = job.out / "checkpoint"
     emit_carve(folder, checkpoint, shape, routers, experts)

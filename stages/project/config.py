@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-VERSION = 8
+VERSION = 10
 
 
 @dataclass

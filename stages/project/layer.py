@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from models.expert_loop import ExpertLoop
-from models.ffn import DenseFFN
-from models.routing import LinearRouter, has_copies
+from models.routing import LinearRouter
 from stages.calibration.alignment import Target, align_down, relative_error
-from stages.calibration.carved_ffn import replica_scale, routed_copies
+from stages.calibration.gate_scale import column_scale, scale_columns
 from stages.calibration.guard import split_guard
 from stages.project.config import ProjectConfig
 from stages.project.descent import train_experts
@@ -75,18 +74,9 @@ def project_layer(
 
 
 def start(carve: LayerCarve, router: LinearRouter, inputs: Sequence[Tensor], base: str, seed: int) -> ExpertLoop:
-    """The layer before any step: dense slices or seeded noise, copies of a unit sharing its weight."""
+    """The layer before any step: dense slices or seeded noise, down columns scaled to what gates and copies weigh."""
     loop = make_loop(carve.ffn, carve.units_EN, carve.always_S, router, carve.shape.top_k)
     loop = replace(loop, gate=carve.gate)
     if base == "random":
         loop = replace(loop, experts=sample_experts(loop.experts, seed))
-    return share_copies(loop, carve.ffn, inputs)
-
-
-def share_copies(loop: ExpertLoop, ffn: DenseFFN, inputs: Sequence[Tensor]) -> ExpertLoop:
-    """Scale the columns of units that stand in several experts by how often these are chosen together."""
-    if not has_copies(loop.units_EN):
-        return loop
-    copies = routed_copies(loop.units_EN, loop.always_S, ffn.width, loop.top_k, loop.router)
-    scale_EN = replica_scale(copies, ffn, inputs)[loop.units_EN.long()]
-    return replace(loop, experts=replace(loop.experts, down_EDN=loop.experts.down_EDN * scale_EN[:, None]))
+    return scale_columns(loop, column_scale(loop, inputs))

@@ -12,6 +12,7 @@ import torch
 from models.expert_loop import ExpertLoop
 from models.experts import LayerExperts
 from models.routing import LinearRouter
+from stages.calibration.gate_scale import at_usual_gates, scale_columns, scale_pool
 from stages.calibration.guard import split_guard
 from stages.calibration.layer_samples import LayerSample
 from stages.contracts.pool_partition import PoolPartition
@@ -97,8 +98,7 @@ def alignment_step(
         routers = refit_routers(carve, aligned)
         if routers is None:
             break
-        rerouted = [replace(loop, router=router) for loop, router in zip(loops, routers, strict=True)]
-        again, lower, other = align(rerouted)
+        again, lower, other = align(reroute_pool(loops, routers, carve.samples))
         if settings.guard and lower >= error:
             break
         aligned, error, penalty, kept = again, lower, other, kept + 1
@@ -109,11 +109,28 @@ def refit_routers(carve: PoolCarve, loops: Sequence[ExpertLoop]) -> list[LinearR
     """Routers of the same method for the experts as they are now; None for a method that fits nothing."""
     routers = []
     for loop, sample, settings in zip(loops, carve.samples, carve.refit, strict=True):
-        router = refit_pool_router(watch_pool(loop, sample.target, sample.inputs, biased=carve.biased), settings)
+        usual = at_usual_gates(loop, sample.inputs)
+        router = refit_pool_router(watch_pool(usual, sample.target, sample.inputs, biased=carve.biased), settings)
         if router is None:
             return None
         routers.append(set_spread(router, sample.inputs, carve.spread))
     return routers
+
+
+def weigh_pool(loops: Sequence[ExpertLoop], samples: Sequence[LayerSample]) -> list[ExpertLoop]:
+    """The pool with its down columns scaled to what its gates weigh, all layers together."""
+    scale_E1 = scale_pool(loops, [sample.inputs for sample in samples])
+    return [scale_columns(loop, scale_E1) for loop in loops]
+
+
+def reroute_pool(
+    loops: Sequence[ExpertLoop], routers: Sequence[LinearRouter], samples: Sequence[LayerSample]
+) -> list[ExpertLoop]:
+    """The pool behind other routers, its down columns scaled to their gates instead."""
+    rerouted = [replace(loop, router=router) for loop, router in zip(loops, routers, strict=True)]
+    inputs = [sample.inputs for sample in samples]
+    scale_E1 = scale_pool(rerouted, inputs) / scale_pool(loops, inputs)
+    return [scale_columns(loop, scale_E1) for loop in rerouted]
 
 
 def split_pool(loops: Sequence[ExpertLoop], partition: PoolPartition) -> list[LayerExperts]:

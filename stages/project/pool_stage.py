@@ -29,7 +29,7 @@ from stages.data.batches import TokenBatch
 from stages.project.carved_model import CarvedModel
 from stages.project.config import ProjectConfig
 from stages.project.gradient_rounds import GRADIENT_SEED, GradientRounds, ProjectionOutcome
-from stages.project.pool import PoolCarve, project_pool, split_pool, start_pool
+from stages.project.pool import PoolCarve, project_pool, split_pool, start_pool, weigh_pool
 from stages.project.pool_report import describe_pool, summarise_pool
 from stages.routing.fit import RouterSettings
 
@@ -77,7 +77,7 @@ def run_pool(
         for layer, experts in enumerate(join_pool(parts))
     ]
     carve = PoolCarve(partition, samples, refit, routers.spread, routers.biased)
-    projected, outcome = project_pool(carve, loops, project)
+    projected, outcome = project_pool(carve, weigh_pool(loops, samples), project)
     gradients = None
     if project.gradient_projection:
         projected, gradients = project_end_to_end(model, folder, text_only(batches), projected, project, seed)

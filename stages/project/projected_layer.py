@@ -9,6 +9,7 @@ from torch import Tensor
 
 from models.expert_loop import ExpertLoop
 from models.experts import LayerExperts
+from models.families.fold import is_power_of_two
 from models.gating import GateKind
 from models.routing import LinearRouter, rounded
 from stages.project.layer import Outcome
@@ -16,7 +17,7 @@ from stages.project.layer import Outcome
 
 @dataclass(frozen=True)
 class ProjectedLayer:
-    """Experts and router on the CPU, in the checkpoint's number format."""
+    """Experts and router on the CPU, in the checkpoint's number format or as exact quotients of it."""
 
     gate_END: Tensor
     up_END: Tensor
@@ -29,11 +30,16 @@ class ProjectedLayer:
     found: dict[str, Any]  # fields of the outcome
 
     @classmethod
-    def of(cls, loop: ExpertLoop, outcome: Outcome, dtype: torch.dtype) -> "ProjectedLayer":
-        """Round a layer to the number format of its checkpoint."""
+    def of(cls, loop: ExpertLoop, outcome: Outcome, dtype: torch.dtype, down_scale: float = 1.0) -> "ProjectedLayer":
+        """Round a layer to the number format of its checkpoint, which holds the experts' down times `down_scale`."""
         router = rounded(loop.router.to("cpu"), dtype)
+        tensors = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in vars(loop.experts).items()}
+        if dtype != torch.float32 and not is_power_of_two(down_scale):
+            # Rounded once, as a product; the format has no such number, so that the quotient is kept in fp32.
+            product_EDN = (loop.experts.down_EDN.to("cpu", torch.float32) * down_scale).to(dtype)
+            tensors["down_EDN"] = (product_EDN.float() / down_scale).contiguous()
         return cls(
-            **{name: tensor.to("cpu", dtype).contiguous() for name, tensor in vars(loop.experts).items()},
+            **tensors,
             rows_ED=router.rows_ED,
             bias_E=router.bias_E,
             found=asdict(outcome),

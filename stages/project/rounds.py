@@ -9,6 +9,7 @@ from torch import Tensor
 from models.expert_loop import ExpertLoop
 from models.routing import LinearRouter
 from stages.calibration.alignment import Target, align_down
+from stages.calibration.gate_scale import at_usual_gates, column_scale, scale_columns
 from stages.calibration.guard import split_guard
 from stages.project.config import ProjectConfig
 from stages.project.layer_carve import Guarded, LayerCarve
@@ -36,16 +37,23 @@ def alternate(
     imitates = settings.rounds > 0 and carve.refit.method in IMITATING_METHODS
     contributions = watch_contributions(carve.ffn, carve.units_EN, inputs) if imitates else []
     for kept in range(settings.rounds):
-        router = refit_router(RouterTask(state.loop, target, carve.biased, inputs, contributions), carve.refit)
+        usual = at_usual_gates(state.loop, inputs)
+        router = refit_router(RouterTask(usual, target, carve.biased, inputs, contributions), carve.refit)
         if router is None or chooses_alike(router, state.loop, inputs):
             return state, kept
-        rerouted = replace(base, router=set_spread(router, inputs[: carve.text], carve.spread))
+        rerouted = reroute(base, set_spread(router, inputs[: carve.text], carve.spread), inputs)
         aligned = align_down(rerouted, inputs, target, settings)
         before, after = (load_cost(loop, inputs, carve.refit) for loop in (state.loop, aligned.carved))
         if settings.guard and aligned.error_after + after >= state.error + before:
             return state, kept
         state = Guarded(aligned.carved, aligned.error_after)
     return state, settings.rounds
+
+
+def reroute(base: ExpertLoop, router: LinearRouter, inputs: Sequence[Tensor]) -> ExpertLoop:
+    """The layer behind another router, its down columns scaled to that one's gates and choices."""
+    rerouted = replace(base, router=router)
+    return scale_columns(rerouted, column_scale(rerouted, inputs) / column_scale(base, inputs))
 
 
 def load_cost(loop: ExpertLoop, inputs: Sequence[Tensor], refit: RouterSettings) -> float:
@@ -67,7 +75,7 @@ def fit_gates(
     best, kept = state, None
     for spread in GATE_SPREADS:
         router = set_spread(LinearRouter.without_bias(state.loop.router.rows_ED), inputs, spread)
-        aligned = align_down(replace(base, router=router), inputs, target, settings)
+        aligned = align_down(reroute(base, router, inputs), inputs, target, settings)
         if aligned.error_after < best.error:
             best, kept = Guarded(aligned.carved, aligned.error_after), spread
     return best, kept

@@ -7,7 +7,7 @@ import torch
 from tqdm import tqdm
 
 from models.config import ModelConfig
-from models.families.fold import gate_kind
+from models.families.fold import gate_fold, gate_kind
 from models.families.moe import MOE_TARGETS
 from models.ffn import ffn_modules
 from models.gating import GateKind
@@ -118,9 +118,10 @@ def project_end_to_end(
     carved = CarvedModel(dense, loops)
     outcome = GradientRounds(carved, text, project, seed).run()
     dtype: torch.dtype = getattr(torch, routers.dtype)
+    fold = gate_fold(MOE_TARGETS[routers.target], shape)
     kept.mkdir(exist_ok=True)
     for index, (layer, loop) in enumerate(zip(layers, carved.loops, strict=True)):
-        keep_layer(kept, index, ProjectedLayer.of(loop, layer.outcome, dtype))
+        keep_layer(kept, index, ProjectedLayer.of(loop, layer.outcome, dtype, fold.down_scale))
     keep_layer(kept, depth, outcome)
     return outcome
 
@@ -145,6 +146,7 @@ def project_all(
     tokens, text = TokenStream(stream, batches), len(text_only(batches))
     target = AlignmentTarget(project.alignment_target, stream, batches)
     dtype: torch.dtype = getattr(torch, routers.dtype)
+    fold = gate_fold(MOE_TARGETS[routers.target], shape)
     found = []
     for index, layer in enumerate(tqdm(stream.layers(), total=stream.depth, desc="project", unit="layer")):
         tokens.enter(layer)
@@ -164,7 +166,7 @@ def project_all(
         done = find_layer(scratch, index, ProjectedLayer)
         if done is None:
             loop, outcome = project_layer(carve, tokens.inputs, target, project, layer_seed(seed, index))
-            done = ProjectedLayer.of(loop, outcome, dtype)
+            done = ProjectedLayer.of(loop, outcome, dtype, fold.down_scale)
             keep_layer(scratch, index, done)
         # The layers to come see what the checkpoint will compute, rounded as it is there.
         loop = done.loop(
@@ -191,4 +193,6 @@ def find_done(scratch: Path, layer: int) -> ProjectedLayer:
 def refit_settings(routers: Routers, project: ProjectConfig, seed: int) -> RouterSettings:
     """How a layer's router is fitted anew: as it was made, with this stage's patience."""
     descent = DescentSettings(project.router_steps, project.router_rate, routers.balance, seed)
-    return RouterSettings(routers.method, routers.ridge_penalty, descent, project.router_tokens, project.guard_share)
+    return RouterSettings(
+        routers.method, routers.ridge_penalty, descent, project.router_tokens, project.guard_share, routers.spread
+    )

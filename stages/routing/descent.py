@@ -29,7 +29,8 @@ class Sample(Generic[Wanted_co]):
     def cost(self, router: LinearRouter, top_k: int, balance: float) -> float:
         """Of the router's hard choice."""
         mask_TE = chosen_mask(router.choose(self.x_TD, top_k), router.experts)
-        return self.objective.cost(mask_TE) + (balance * float(load_variance(mask_TE)) if balance else 0.0)
+        cost = self.objective.cost(mask_TE, self.x_TD @ router.rows_ED.T)
+        return cost + (balance * float(load_variance(mask_TE)) if balance else 0.0)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """A router of one layer, by the name of its method."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ class RouterSettings:
     descent: DescentSettings
     tokens: int  # at most so many are trained on
     guard_share: float = 0.125  # of the batches: held out, nothing is fitted on them
+    logit_std: float = 1.0  # that the logits will have, for gates
 
     def split(self, task: RouterTask) -> tuple[list[int], list[int]]:
         """Batches to fit on, and batches to judge by."""
@@ -100,7 +101,7 @@ def lower_error(starts: Sequence[LinearRouter], task: RouterTask, settings: Rout
         return starts[0]
     fitted, guard = settings.split(task)
     share = token_share(task, settings)
-    sample, judge = error_sample(task, fitted, share), error_sample(task, guard, share)
+    sample, judge = (error_sample(task, batches, share, settings.logit_std) for batches in (fitted, guard))
     return train_from(starts, sample, judge, task, settings)
 
 
@@ -141,7 +142,7 @@ def imitation_sample(task: RouterTask, batches: Sequence[int], share: float) -> 
     return Sample(torch.cat(inputs), Imitation(torch.cat(best)))
 
 
-def error_sample(task: RouterTask, batches: Sequence[int], share: float) -> Sample[OutputError]:
+def error_sample(task: RouterTask, batches: Sequence[int], share: float, logit_std: float = 1.0) -> Sample[OutputError]:
     """Tokens with what every expert would give for them."""
     inputs, parts = [], []
     for index in batches:
@@ -149,4 +150,5 @@ def error_sample(task: RouterTask, batches: Sequence[int], share: float) -> Samp
         rows_t = spread_evenly(len(x_TD), round(len(x_TD) * share))
         inputs.append(x_TD[rows_t])
         parts.append(output_error(task.loop, x_TD[rows_t], task.target(index, x_TD)[rows_t]))
-    return Sample(torch.cat(inputs), join(parts))
+    objective = replace(join(parts), gate=task.loop.gate, logit_std=logit_std)
+    return Sample(torch.cat(inputs), objective)

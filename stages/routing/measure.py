@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from models.expert_loop import ExpertLoop
 from models.routing import LinearRouter, chosen_mask
 from stages.calibration.alignment import relative_error
 from stages.calibration.spread import pick_tokens, take_tokens
@@ -45,11 +46,11 @@ def oracle_agreement(router: LinearRouter, task: RouterTask) -> float:
     return agreed / total
 
 
-def relative_output_error(router: LinearRouter, task: RouterTask, tokens: int = MEASURED) -> float:
-    """Σ‖target − output‖² / Σ‖target‖² of the layer with the router's choice, on `tokens` of the task's at most."""
+def relative_output_error(loop: ExpertLoop, task: RouterTask, tokens: int = MEASURED) -> float:
+    """Σ‖target − output‖² / Σ‖target‖² of the layer, on `tokens` of the task's at most."""
     picks = pick_tokens([len(x_TD) for x_TD in task.inputs], tokens)
     seen = take_tokens(task.inputs, picks)
     wanted = [
         task.target(index, x_TD)[pick_t] for index, (x_TD, pick_t) in enumerate(zip(task.inputs, picks, strict=True))
     ]
-    return relative_error(task.routed(router), seen, lambda index, _: wanted[index], range(len(seen)))
+    return relative_error(loop, seen, lambda index, _: wanted[index], range(len(seen)))

@@ -1,7 +1,8 @@
 """From constant gates to gates that speak: router logits are stretched little by little while everything learns.
 
-A carve starts with logits so small that all chosen experts weigh the same. Stretching a router's rows and its selection
-bias by one factor leaves its choices alone and lets its gates speak; a slow stretch gives the experts time to follow.
+A carve of assemble.mode=parity starts with logits so small that all chosen experts weigh the same. Stretching routers'
+rows and its selection bias by one factor leaves its choices alone and lets its gates speak; a slow stretch gives the
+experts time to follow.
 """
 
 from dataclasses import dataclass

@@ -18,7 +18,8 @@ from stages.data.config import DataConfig
 from stages.data.sequences import load_sequences
 from stages.evaluate.config import BASELINES
 
-ALL_ON = ("stage=assemble", "always_on=0", "assemble.parity_spread=0")
+PARITY = "assemble.mode=parity"
+ALL_ON = ("stage=assemble", "always_on=0", PARITY, "assemble.parity_spread=0")
 PARTITION = ("experts=5", "n=8", "top_k=5")  # 5·8 = F
 COPIES = ("experts=6", "n=7", "top_k=6")  # 6·7 > F, and no width that kernels take
 EVERY_BASELINE = f"evaluate.baselines=[{','.join(BASELINES)}]"
@@ -39,7 +40,7 @@ EXACT = {
 # Fewer experts on than there are. None stands for the model in the repository.
 SPARSE = {
     "embedded": (None, "stage=all", "project.penalties=[0.1]", "evaluate.baselines=[static_mask,random_router]"),
-    "embedded-routed": (None, "stage=assemble", "always_on=0"),
+    "embedded-routed": (None, "stage=assemble", "always_on=0", PARITY),
     "qwen2-chain": ("qwen2", "stage=all", "experts=4", "n=8", "top_k=2", "always_on=8", EVERY_BASELINE),
     "llama-dropped": (
         "llama",
@@ -48,12 +49,30 @@ SPARSE = {
         "n=8",
         "top_k=2",
         "always_on=0",
-        "assemble.mode=train",
         "cluster.always_on_by=score",
     ),
     "qwen3-hundred": ("qwen3", "stage=assemble", "experts=100", "n=3", "top_k=2", "always_on=0"),
 }
 CARVES = EXACT | SPARSE
+
+# Every target as the defaults make it, fewer experts on than there are.
+FEW = ("stage=project", "experts=4", "n=8", "top_k=2", "assemble.router_tokens=256")
+TARGETS = {
+    "qwen3_moe": ("qwen3", *FEW, "always_on=0"),
+    "qwen2_moe": ("qwen2", *FEW, "always_on=8"),
+    "mixtral": ("llama", *FEW, "always_on=0"),
+    "glm4_moe": ("qwen3", *FEW, "always_on=8"),
+    "flex_olmo": ("olmo2", *FEW, "always_on=0"),
+    "granitemoe": ("granite", *FEW, "always_on=0"),
+    "granitemoeshared": ("granite", *FEW, "always_on=8"),
+    "tiny_onn": ("llama", *FEW, "always_on=8", "assemble.target=tiny_onn"),
+}
+# The model in the repository with gates of a softmax; and what logits that are next to nothing do in low precision.
+OTHERS = {
+    "qwen2-parity": ("qwen2", "stage=all", "experts=4", "n=8", "top_k=2", "always_on=8", PARITY),
+    "parity": ("qwen3", *FEW, "always_on=8", PARITY),
+    "embedded-softmax": (None, "stage=project", "always_on=0", "top_k=8", "project.penalties=[0.1]"),
+}
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from integration.carving import CARVES, Carve, make_carve
+from integration.carving import CARVES, OTHERS, TARGETS, Carve, make_carve
 
 from models.checkpoint.reader import ShardReader
 from models.pico import write_pico
@@ -27,7 +27,7 @@ class Carves(dict[str, Carve]):
         self.folder, self.text = folder, text
 
     def __missing__(self, name: str) -> Carve:
-        self[name] = make_carve(self.folder, self.text, *CARVES[name])
+        self[name] = make_carve(self.folder, self.text, *(CARVES | TARGETS | OTHERS)[name])
         return self[name]
 
 
@@ -35,7 +35,7 @@ class Carves(dict[str, Carve]):
 def carves(text, tmp_path_factory) -> Carves:
     """Carves of every family and of the model in the repository."""
     folder = tmp_path_factory.mktemp("carves")
-    for source in ("qwen3", "qwen2", "llama"):
+    for source in ("qwen3", "qwen2", "llama", "olmo2", "granite"):
         write_pico(folder / source, source, layers=2, hidden=24, intermediate=40, tie=source == "qwen3", tokenizer=True)
     return Carves(folder, text)
 

@@ -49,7 +49,8 @@ def twin(plain, stored):
 def carve(stored, text, tmp_path_factory):
     """Every expert on, in equal parts of the FFN: the folder of artefacts."""
     outputs = tmp_path_factory.mktemp("outputs")
-    words = ["stage=assemble", "experts=8", "n=9", "top_k=8", "always_on=0", "assemble.parity_spread=0"]
+    words = ["stage=assemble", "experts=8", "n=9", "top_k=8", "always_on=0"]
+    words += ["assemble.mode=parity", "assemble.parity_spread=0"]
     quick = ["cluster.map=none", f"output_dir={outputs}"]
     assert run_command([*words_of_pico(stored, text), *words, *quick]) == 0
     return outputs / "artifacts" / stored.name

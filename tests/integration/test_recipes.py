@@ -28,7 +28,6 @@ def checkpoint(tmp_path_factory):
             "n=8",
             "top_k=2",
             "always_on=8",
-            "assemble.mode=train",
             "stage=assemble",
             "cluster=rank",
             "assemble=ridge",

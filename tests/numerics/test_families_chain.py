@@ -31,6 +31,7 @@ WORDS = [
     "n=8",
     "top_k=4",
     "always_on=8",
+    "assemble.mode=parity",
     "assemble.parity_spread=0",
     "project=none",
 ]

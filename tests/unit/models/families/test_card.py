@@ -56,7 +56,7 @@ def test_the_card_of_a_pool_says_that_all_layers_share_it():
         ("tiny_onn", Shape(64, 256, 8, 0), "\nvLLM, SGLang, llama.cpp: do not know this architecture."),
         ("qwen3_moe", Shape(64, 100, 8, 0), "padded with zero units to 104"),
         ("qwen3_moe", Shape(64, 64, 8, 0), "K-quants want N % 256 == 0, N is 64"),
-        ("qwen2_moe", Shape(100, 256, 8, 0), "llama.cpp: does not renormalise this architecture's gates"),
+        ("qwen2_moe", Shape(100, 256, 8, 0), "llama.cpp: N suits the K-quants."),
     ],
 )
 def test_runtimes_are_judged_by_shape_and_target(target, shape, expected):

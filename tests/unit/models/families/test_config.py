@@ -110,11 +110,12 @@ def test_keys_that_a_source_leaves_out_mean_its_own_defaults() -> None:
     assert qwen3["eos_token_id"] is None
 
 
-def test_qwen2_moe_renormalises_unless_experts_are_a_power_of_two() -> None:
+def test_qwen2_moe_never_renormalises() -> None:
+    """llama.cpp does not either, whatever config.json says."""
     source = {"model_type": "qwen2", **SIZES}
-    for experts, normalised in ((6, True), (8, False), (100, True)):
+    for experts in (6, 8, 100):
         config = emit_config(source, MOE_TARGETS["qwen2_moe"], Shape(experts, 16, 2, 20), "float32")
-        assert config["norm_topk_prob"] is normalised
+        assert config["norm_topk_prob"] is False
 
 
 def test_shared_experts_are_wide_enough_for_the_always_on_units() -> None:

@@ -92,9 +92,11 @@ def test_mixed_formats_are_kept(dense: Path, tmp_path: Path) -> None:
         assert reader.dtype("model.layers.0.mlp.gate.weight") == torch.float32
 
 
-def test_casting_comes_before_scaling(dense: Path, tmp_path: Path) -> None:
-    """3 is no power of two: bfloat16 times 3 is rounded, float32 times 3 is not."""
+@pytest.mark.parametrize("dtype", ["source", "float32", "bfloat16"])
+def test_down_is_multiplied_in_float32_and_rounded_once(dense: Path, tmp_path: Path, dtype: str) -> None:
+    """3 is no power of two; down is more precise than its gate, whose number format it takes."""
     half = {name: tensor.bfloat16() for name, tensor in vars(random_experts(0)).items()}
+    half["down_EDN"] = random_experts(0).down_EDN
     odd = Shape(experts=3, n=8, top_k=3, always_on=5)
     emit_checkpoint(
         dense,
@@ -103,12 +105,13 @@ def test_casting_comes_before_scaling(dense: Path, tmp_path: Path) -> None:
         shape=odd,
         routers=lambda _layer: torch.ones(3, 24),
         experts=lambda _layer: LayerExperts(**half),
-        dtype="float32",
+        dtype=dtype,
     )
     with ShardReader(tmp_path) as reader:
-        assert torch.equal(
-            reader.tensor("model.layers.0.mlp.experts.0.down_proj.weight"), half["down_EDN"][0].float() * 3
-        )
+        written = reader.tensor("model.layers.0.mlp.experts.0.down_proj.weight")
+    expected = torch.float32 if dtype == "float32" else torch.bfloat16
+    assert torch.equal(written, (half["down_EDN"][0] * 3).to(expected))
+    assert not torch.equal(written, half["down_EDN"][0].to(expected) * 3) or expected == torch.float32
 
 
 def test_experts_of_another_shape(dense: Path, tmp_path: Path) -> None:
@@ -135,7 +138,7 @@ def test_a_fold_that_overflows(dense: Path, tmp_path: Path) -> None:
     with pytest.raises(NumericsError) as caught:
         emit(dense, tmp_path, experts=lambda _layer: large, dtype="float16")
     assert str(caught.value) == (
-        "weights times 2 are not finite in float16\n"
+        "weights times 3 are not finite in float16\n"
         "  where: model.layers.0.mlp.experts.0.down_proj.weight\n"
         "  do:    assemble.dtype=float32, or assemble.target=glm4_moe, which scales no weights"
     )

@@ -43,7 +43,7 @@ def test_config_json_says_the_whole_model() -> None:
         "norm_topk_prob": False,
         "scoring": "softmax",
         "topology": "per_layer",
-        "router_aux_loss_coef": 0.001,
+        "router_aux_loss_coef": 0.0,
         "output_router_logits": False,
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",

@@ -13,7 +13,7 @@ from stages.calibration.layer_samples import LayerSample
 from stages.calibration.pool import join_pool
 from stages.contracts.pool_partition import PoolPartition
 from stages.project.config import ProjectConfig
-from stages.project.pool import PoolCarve, project_pool, split_pool, start_pool
+from stages.project.pool import PoolCarve, project_pool, split_pool, start_pool, weigh_pool
 from stages.project.pool_alignment import layer_errors, mean_error, sweep_experts
 from stages.routing.descent import DescentSettings
 from stages.routing.fit import RouterSettings
@@ -138,6 +138,7 @@ def test_alignment_lowers_the_error_and_says_so(loops, samples):
 
 
 def test_routers_are_fitted_to_the_aligned_experts(loops, samples):
+    loops = weigh_pool(loops, samples)
     still, plain = project_pool(carve(samples), loops, ProjectConfig(guard_share=0.2, rounds=0))
     moved, fitted = project_pool(carve(samples, "ridge"), loops, ProjectConfig(guard_share=0.2, rounds=2))
     assert all(torch.equal(a.router.rows_ED, b.router.rows_ED) for a, b in zip(still, loops, strict=True))

@@ -1,12 +1,17 @@
 """The expanded objective against the output itself."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from models.ffn import DenseFFN
+from models.gating import GateKind
 from models.routing import LinearRouter, chosen_mask
+from stages.calibration.gate_scale import gate_moments, least_squares, scale_columns
 from stages.routing import expert_outputs, objectives
 from stages.routing.expert_outputs import output_error
+from stages.routing.measure import set_spread
 from stages.routing.relaxed import load_variance, relaxed_mask
 from stages.routing.task import make_loop
 
@@ -28,9 +33,23 @@ def test_cost_of_a_choice_is_the_relative_error_of_the_layer(loop, numbers, monk
     loop, ffn, x_TD = loop
     target_TD = ffn(x_TD)
     objective = output_error(loop, x_TD, target_TD)
-    cost = objective.cost(chosen_mask(loop.router.choose(x_TD, K), 4))
+    cost = objective.cost(chosen_mask(loop.router.choose(x_TD, K), 4), loop.router.logits(x_TD))
     wanted = (target_TD - loop.always_on_output(x_TD)).square().sum()
     torch.testing.assert_close(cost, float((target_TD - loop(x_TD)).square().sum() / wanted), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in GateKind if kind is not GateKind.CONSTANT])
+def test_cost_counts_gates_as_the_checkpoint_will_have_them(loop, kind):
+    """Logits of their final standard deviation, and experts scaled to what their gates weigh."""
+    plain, ffn, x_TD = loop
+    plain = replace(plain, router=LinearRouter.without_bias(plain.router.rows_ED))
+    target_TD = ffn(x_TD)
+    objective = replace(output_error(plain, x_TD, target_TD), gate=kind, logit_std=0.7)
+    cost = objective.cost(chosen_mask(plain.router.choose(x_TD, K), 4), plain.router.logits(x_TD))
+    emitted = replace(plain, router=set_spread(plain.router, [x_TD], 0.7), gate=kind)
+    emitted = scale_columns(emitted, least_squares(gate_moments(emitted, [x_TD]))[:, None])
+    wanted = (target_TD - emitted.always_on_output(x_TD)).square().sum()
+    torch.testing.assert_close(cost, float((target_TD - emitted(x_TD)).square().sum() / wanted), rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("numbers", [2**20, 40])

@@ -79,7 +79,8 @@ def test_fitted_routers_choose_what_helps_and_random_ones_do_not(loop, method):
 def test_the_search_is_no_worse_than_any_of_its_starts(loop):
     task = make_task(loop)
     found, ridge = (
-        relative_output_error(fit_pool_router(task, settings(method)), task) for method in ("error", "ridge")
+        relative_output_error(task.routed(fit_pool_router(task, settings(method))), task)
+        for method in ("error", "ridge")
     )
     assert found <= ridge * 1.05
     again = refit_pool_router(

@@ -56,7 +56,7 @@ def test_a_random_router_is_seeded_and_fitted_to_nothing(task):
 def test_training_lowers_the_output_error_on_its_own_objective():
     task = make_task(tokens=200)
     errors = {
-        method: relative_output_error(fit_router(task, settings(method, steps=200)), task)
+        method: relative_output_error(task.routed(fit_router(task, settings(method, steps=200))), task)
         for method in ("ridge", "logistic", "error")
     }
     assert errors["error"] < 0.98 * errors["ridge"]
@@ -93,7 +93,7 @@ def test_balance_evens_the_load_and_costs_error():
     uneven, even = (fit_router(task, settings("error", balance=balance, steps=200)) for balance in (0.0, 1.0))
     loads = [float(load_balance(router, task.inputs, K).max()) for router in (uneven, even)]
     assert loads[1] < 0.9 * loads[0]
-    assert relative_output_error(even, task) > relative_output_error(uneven, task)
+    assert relative_output_error(task.routed(even), task) > relative_output_error(task.routed(uneven), task)
 
 
 def test_ridge_recovers_contributions_that_are_linear():

@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import nn
 
+from stages.train.config import TrainConfig
 from stages.train.spread import make_schedule, stretch
 
 
@@ -24,10 +25,12 @@ def test_factors_multiply_up_to_the_spread():
         assert 1e-4 * product == pytest.approx(schedule.at(step))
 
 
-@pytest.mark.parametrize("end", [0.0, 0.05])
-def test_spread_never_shrinks(end):
-    schedule = make_schedule(0.1, end, 5)
+@pytest.mark.parametrize(("start", "end"), [(0.1, 0.0), (0.1, 0.05), (1.0, TrainConfig().spread)])
+def test_spread_never_shrinks(start, end):
+    """The last is a carve of sigmoid gates, as the defaults make and train it."""
+    schedule = make_schedule(start, end, 5)
     assert [schedule.factor(step) for step in (1, 5, 9)] == [1.0, 1.0, 1.0]
+    assert schedule.at(9) == start
 
 
 def test_stretching_scales_rows_and_bias_and_no_choice():

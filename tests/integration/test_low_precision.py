@@ -1,0 +1,58 @@
+"""A carve in bf16 and fp16, loaded or under autocast, is the carve in fp32: its routing as much as its loss."""
+
+import pytest
+import torch
+from integration.carving import TARGETS
+from survival import choices, heldout_loss, load_fp32, read_batches, read_text_batches
+from transformers import AutoModelForCausalLM
+
+import models.tiny_onn.register  # noqa: F401 - transformers then knows the project's own class
+
+HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+TINY, EMBEDDED = 0.01, 0.003  # nats
+
+
+def load(folder, dtype):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
+def losses_of(checkpoint, heldout):
+    """Way of computing → (loss, share of (token, layer) pairs whose experts are those of fp32)."""
+    plain = load_fp32(checkpoint).eval()
+    wanted = choices(plain, heldout)
+    found = {"float32": (heldout_loss(plain, heldout), 1.0)}
+    with torch.autocast("cpu", torch.bfloat16):
+        kept = share_alike(wanted, choices(plain, heldout))
+    found["bfloat16 autocast"] = (heldout_loss(plain, heldout, torch.bfloat16), kept)
+    for name, dtype in HALF.items():
+        half = load(checkpoint, dtype)
+        found[name] = (heldout_loss(half, heldout), share_alike(wanted, choices(half, heldout)))
+    return found
+
+
+def share_alike(wanted_LTK, found_LTK):
+    return float((wanted_LTK == found_LTK).all(-1).float().mean())
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_low_precision_changes_next_to_nothing(carves, text, name):
+    carve = carves[name]
+    found = losses_of(carve.checkpoints["project"], read_text_batches(carve.dense, text, 4))
+    for way, (loss, alike) in found.items():
+        assert loss == pytest.approx(found["float32"][0], abs=TINY), way
+        assert alike > 0.9, way
+
+
+def test_nor_does_it_in_the_model_of_the_repository(carves):
+    carve = carves["embedded"]
+    found = losses_of(carve.checkpoints["project"], read_batches(carve.dense, "heldout", 6))
+    for way, (loss, alike) in found.items():
+        assert loss == pytest.approx(found["float32"][0], abs=EMBEDDED), way
+        assert alike > 0.85, way
+
+
+def test_logits_of_parity_do_not_survive_it(carves, text):
+    """What the default is for: σ of logits next to nothing is ½ in bf16."""
+    carve = carves["parity"]
+    found = losses_of(carve.checkpoints["project"], read_text_batches(carve.dense, text, 4))
+    assert found["bfloat16 autocast"][1] < 0.5

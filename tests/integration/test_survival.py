@@ -1,0 +1,135 @@
+"""Training leaves a carve no worse than it finds it, where it leaves the dense model so: with no helper of ours."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from integration.carving import TARGETS
+from survival import excess, heldout_loss, load_fp32, read_batches, read_text_batches, survive
+from transformers import Trainer, TrainingArguments
+
+README = Path(__file__).parents[2] / "README.md"
+RATES = (1e-5, 1e-4)
+ALLOWED, KEPT = 0.005, 0.97
+
+
+def assert_survives(moe, dense, batches, heldout, looks, decays=(0.0, 0.01)):
+    """Train MoE and dense model alike, from checkpoints."""
+    for rate in RATES:
+        for weight_decay in decays:
+            both = [
+                survive(load_fp32(folder), batches, heldout, rate=rate, looks=looks, weight_decay=weight_decay)
+                for folder in (moe, dense)
+            ]
+            for steps in looks:
+                assert excess(*both, steps) <= ALLOWED, (rate, weight_decay, steps)
+            if rate == RATES[0] and 1 in looks:
+                assert both[0][1].kept >= KEPT
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_few_steps_of_a_plain_loop(carves, text, name):
+    carve = carves[name]
+    batches = read_text_batches(carve.dense, text, 14)
+    assert_survives(carve.checkpoints["project"], carve.dense, batches[:10], batches[10:], (1, 10))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_hundred_steps_of_a_plain_loop(carves, text, name):
+    carve = carves[name]
+    batches = read_text_batches(carve.dense, text, 14)
+    assert_survives(carve.checkpoints["project"], carve.dense, batches[:10], batches[10:], (100,))
+
+
+def test_a_few_steps_on_the_model_of_the_repository(carves):
+    carve = carves["embedded"]
+    batches, heldout = (
+        read_batches(carve.dense, split, count) for split, count in (("calibration", 10), ("heldout", 6))
+    )
+    assert_survives(carve.checkpoints["project"], carve.dense, batches, heldout, (1, 10), decays=(0.01,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["embedded", "embedded-softmax"])
+def test_a_hundred_steps_on_the_model_of_the_repository(carves, name):
+    carve = carves[name]
+    batches, heldout = (read_batches(carve.dense, split, 30) for split in ("calibration", "heldout"))
+    assert_survives(carve.checkpoints["project"], carve.dense, batches, heldout, (1, 10, 100), decays=(0.01,))
+
+
+@pytest.mark.parametrize("name", ["embedded", "mixtral", pytest.param("embedded-softmax", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("way", ["trainer", "trl", "loop"])
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator is found:UserWarning")
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")  # of TRL's own
+def test_twenty_steps_of_any_script(carves, text, tmp_path, name, way):
+    """Trainer and TRL at their own rates and settings: held-out loss no more than the dense model's above its start."""
+    carve = carves[name]
+    if name in TARGETS:
+        batches = read_text_batches(carve.dense, text, 24)
+        batches, heldout = batches[:20], batches[20:]
+    else:
+        batches, heldout = (read_batches(carve.dense, s, n) for s, n in (("calibration", 20), ("heldout", 6)))
+    rises = []
+    for folder in (carve.checkpoints["project"], carve.dense):
+        model = load_fp32(folder)
+        before = heldout_loss(model, heldout)
+        WAYS[way](model, batches, tmp_path)
+        rises.append(heldout_loss(model.eval(), heldout) - before)
+    moe, dense = rises
+    assert moe <= max(0.0, dense) + ALLOWED
+
+
+def train_with_trainer(model, batches, output):
+    rows = [{"input_ids": ids, "labels": ids} for batch in batches for ids in batch]
+    arguments = TrainingArguments(
+        str(output), max_steps=20, per_device_train_batch_size=4, report_to=[], save_strategy="no", use_cpu=True
+    )
+    Trainer(model, arguments, train_dataset=rows).train()
+
+
+def train_with_trl(model, batches, output):
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"input_ids": [ids.tolist() for batch in batches for ids in batch]})
+    settings = trl.SFTConfig(
+        str(output), max_steps=20, per_device_train_batch_size=4, report_to=[], save_strategy="no", use_cpu=True,
+        bf16=True,
+    )  # fmt: skip
+    trl.SFTTrainer(model, settings, train_dataset=rows, processing_class=tokenizer_of(model)).train()
+
+
+def train_with_loop(model, batches, _output):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    for ids in batches:
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def tokenizer_of(model):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model.name_or_path)
+
+
+WAYS = {"trainer": train_with_trainer, "trl": train_with_trl, "loop": train_with_loop}
+
+
+def test_the_snippet_of_the_readme(carves):
+    """Run five times over, as it stands, on the checkpoint it is about: no worse than the dense model takes it."""
+    snippet = re.search(r"## Use the checkpoint\n.*?```python\n(.*?)```", README.read_text(), re.DOTALL)[1]
+    assert "AdamW(model.parameters(), lr=1e-5)" in snippet
+    loading, training = snippet.split("model(**batch")
+    carve, rises = carves["embedded"], []
+    heldout = read_batches(carve.dense, "heldout", 6)
+    for folder in (carve.checkpoints["project"], carve.dense):
+        given = {}
+        exec(loading.replace("outputs/latest/checkpoint", str(folder)), given)
+        before = heldout_loss(given["model"], heldout)
+        for _ in range(20):
+            exec(f"optimizer.zero_grad()\nmodel(**batch{training}", given)
+        rises.append(heldout_loss(given["model"], heldout) - before)
+    moe, dense = rises
+    assert moe <= max(0.0, dense) + ALLOWED

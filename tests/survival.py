@@ -1,0 +1,143 @@
+"""What training does to a checkpoint: held-out loss and routing after AdamW steps, an MoE next to its dense model.
+
+    PYTHONPATH=.:tests python -m survival DENSE MOE ...
+
+trains all of them on the Python standard library as a plain loop would: one AdamW group of all parameters.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+import models.tiny_onn.register  # noqa: F401 - transformers then knows the project's own class
+from models.capture.router_watch import RouterWatch
+from stages.data.config import DataConfig
+from stages.data.sequences import Split, load_sequences
+
+ROWS, LENGTH = 4, 128  # of a training batch
+
+
+class Trained(NamedTuple):
+    """A model after some steps."""
+
+    loss: float  # held out
+    kept: float  # share of (token, layer) pairs that keep all their experts; 1 for a dense model
+
+
+def load_fp32(folder: Path | str) -> PreTrainedModel:
+    """A checkpoint in fp32."""
+    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return loaded
+
+
+def read_batches(tokenizer_of: Path | str, split: Split, count: int) -> list[Tensor]:
+    """`count` batches of token numbers from the Python standard library, held out or not."""
+    tokens = 2 * count * ROWS * LENGTH
+    settings = DataConfig(tokens=tokens, heldout_tokens=tokens, max_length=LENGTH)
+    return batch_up(settings, tokenizer_of, split, count)
+
+
+def read_text_batches(tokenizer_of: Path | str, path: Path, count: int, length: int = 32) -> list[Tensor]:
+    """The same from a file, in short sequences."""
+    tokens = 2 * count * ROWS * length
+    settings = DataConfig(kind="text", path=str(path), tokens=tokens, max_length=length)
+    return batch_up(settings, tokenizer_of, "calibration", count)
+
+
+def batch_up(settings: DataConfig, tokenizer_of: Path | str, split: Split, count: int) -> list[Tensor]:
+    """Full sequences alone."""
+    sequences = load_sequences(settings, AutoTokenizer.from_pretrained(tokenizer_of), split)
+    rows = [sequence.ids for sequence in sequences if len(sequence.ids) == settings.max_length][: count * ROWS]
+    assert len(rows) == count * ROWS, "not enough text"
+    return list(torch.tensor(rows).split(ROWS))
+
+
+@torch.no_grad()
+def heldout_loss(model: PreTrainedModel, batches: Sequence[Tensor], autocast: torch.dtype | None = None) -> float:
+    """Mean nats a token."""
+    half = nullcontext() if autocast is None else torch.autocast("cpu", autocast)
+    with half:
+        losses = [float(model(input_ids=ids, labels=ids).loss) for ids in batches]
+    return sum(losses) / len(losses)
+
+
+@torch.no_grad()
+def choices(model: PreTrainedModel, batches: Sequence[Tensor]) -> Tensor | None:
+    """(L, T, K) chosen experts, sorted; None for a dense model."""
+    if not any("experts" in name for name, _ in model.named_parameters()):
+        return None
+    watch, found = RouterWatch(model), []
+    for ids in batches:
+        with watch.collect() as routings:
+            model(input_ids=ids)
+        found.append(torch.stack([routing.chosen_TK.sort(1).values for routing in routings]))
+    watch.remove()
+    return torch.cat(found, 1)
+
+
+def step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, ids: Tensor) -> None:
+    """One step of a hand-written loop."""
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def survive(
+    model: PreTrainedModel,
+    batches: Sequence[Tensor],
+    heldout: Sequence[Tensor],
+    *,
+    rate: float,
+    looks: Sequence[int],
+    weight_decay: float = 0.01,
+    train: Callable[[PreTrainedModel, torch.optim.Optimizer, Tensor], None] = step,
+) -> dict[int, Trained]:
+    """Train one AdamW group of all parameters; steps → what came of it, 0 being the start.
+
+    Args:
+        model: is changed.
+        batches: one a step, read again where there are fewer.
+        heldout: what is measured on.
+        rate: of AdamW.
+        looks: steps after which to measure.
+        weight_decay: torch's default, or 0.
+        train: does one step.
+    """
+    model.eval()  # no dropout in these models; leaves the comparison free of chance
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=weight_decay)
+    first = choices(model, heldout)
+    found = {0: Trained(heldout_loss(model, heldout), 1.0)}
+    for number in range(1, max(looks) + 1):
+        train(model, optimizer, batches[(number - 1) % len(batches)])
+        if number in looks:
+            now = choices(model, heldout)
+            kept = 1.0 if first is None or now is None else float((first == now).all(-1).float().mean())
+            found[number] = Trained(heldout_loss(model, heldout), kept)
+    return found
+
+
+def excess(moe: dict[int, Trained], dense: dict[int, Trained], steps: int) -> float:
+    """By how much the MoE's loss rose above its start, beyond what the dense model's did."""
+    return (moe[steps].loss - moe[0].loss) - max(0.0, dense[steps].loss - dense[0].loss)
+
+
+def main(dense: str, *moes: str, rates: Sequence[float] = (1e-5, 1e-4), looks: Sequence[int] = (1, 10, 100)) -> None:
+    """Print a table: losses at the start and after some steps, and what is kept of the choices."""
+    batches, heldout = read_batches(dense, "calibration", max(looks)), read_batches(dense, "heldout", 16)
+    print("| rate | model | start |" + "".join(f" {look} |" for look in looks) + " kept |")  # noqa: T201
+    for rate in rates:
+        for folder in (dense, *moes):
+            found = survive(load_fp32(folder), batches, heldout, rate=rate, looks=looks)
+            losses = "".join(f" {found[look].loss:.4f} |" for look in (0, *looks))
+            kept = " ".join(f"{found[look].kept:.1%}" for look in looks)
+            print(f"| {rate:g} | {'dense' if folder == dense else folder} |{losses} {kept} |", flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
