@@ -10,13 +10,14 @@ from models.errors import ConfigError, UserError
 from models.families.target_choice import check_target, select_target
 from models.shape import Shape
 from models.source import check_source, read_source_config
-from pipeline.consistency import contradictions, map_errors, warn_of_ignored
+from pipeline.consistency import contradictions, involves, map_errors
 from pipeline.disk import nearest_existing
 from pipeline.field_rules import field_errors, unknown_choice
 from pipeline.layout import OVERLAYS, groups
 from pipeline.schema import Settings
 from pipeline.shape import Dials, resolve_shape, shape_errors
-from pipeline.stages_table import ALL, STAGES, asked_stages, with_ancestors
+from pipeline.stages_table import ALL, STAGES, Uses, with_ancestors
+from pipeline.unread import find_uses, warn_of_unread
 from stages.data.identity import check_data
 from stages.data.settings import check_length
 from stages.stores.config import StoreConfig
@@ -41,6 +42,11 @@ class Checked:
     shape: Shape | None
     # The source's config.json.
     source: Mapping[str, Any]
+
+    @property
+    def uses(self) -> Uses:
+        """What the stages read of each other."""
+        return find_uses(self.settings, self.shape, self.width)
 
     @property
     def width(self) -> int:
@@ -72,16 +78,24 @@ def find_errors(settings: Settings, doubtful: Set[str] = frozenset()) -> list[Us
     errors += output_errors(settings)
     sound = not errors and doubtful <= groups().keys() - {"model", "assemble", *OVERLAYS}
     errors += contradictions(settings)
-    warn_of_ignored(settings)
     if "data" not in doubtful:
         errors += check_data(settings.data)
     if "store" not in doubtful:
         errors += store_errors(settings.store)
+    source = None
     if "model" not in doubtful:
-        source_faults = check_source(settings.model)
-        errors += source_faults or source_errors(settings, read_source_config(settings.model), doubtful)
-        if sound and not source_faults and carves(settings):
-            errors += carve_errors(settings, read_source_config(settings.model))
+        if source_faults := check_source(settings.model):
+            errors += source_faults
+        else:
+            source = read_source_config(settings.model)
+            errors += source_errors(settings, source, doubtful)
+    if source is not None and sound and carves(settings):
+        errors += carve_errors(settings, source)
+        width = width_of(source)
+        clusters = involves(settings, "cluster")
+        warn_of_unread(settings, resolve_shape(dials_of(settings), width), width, clusters=clusters)
+    else:
+        warn_of_unread(settings)
     return errors
 
 
@@ -121,7 +135,7 @@ def dials_of(settings: Settings) -> Dials:
 def carves(settings: Settings) -> bool:
     """Whether any stage to be run or used depends on the shape."""
     return any(
-        "shape" in stage.nodes for stage in with_ancestors(asked_stages(settings.stage, settings.evaluate.checkpoint))
+        "shape" in stage.nodes for stage in with_ancestors(settings.stage, find_uses(settings))
     )
 
 

@@ -73,7 +73,7 @@ def run(
         assemble.dtype,
         str(dtype).removeprefix("torch."),
         assemble.ridge_penalty,
-        0.0 if shape.pooled else assemble.balance,
+        assemble.load_price(pooled=shape.pooled),
         router_spread(assemble),
         biased,
         assemble.pad_to,
