@@ -19,7 +19,6 @@ from stages.score.config import ScoreConfig
 from stages.train.config import TrainConfig
 
 
-
 def contradictions(settings: Settings) -> Iterator[ConfigError]:
     """What can be told without the source."""
     if involves(settings, "score"):

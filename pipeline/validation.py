@@ -134,9 +134,7 @@ def dials_of(settings: Settings) -> Dials:
 
 def carves(settings: Settings) -> bool:
     """Whether any stage to be run or used depends on the shape."""
-    return any(
-        "shape" in stage.nodes for stage in with_ancestors(settings.stage, find_uses(settings))
-    )
+    return any("shape" in stage.nodes for stage in with_ancestors(settings.stage, find_uses(settings)))
 
 
 def stage_errors(settings: Settings) -> Iterator[ConfigError]:

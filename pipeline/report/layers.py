@@ -84,7 +84,9 @@ def _scores(evaluation: Evaluation) -> Markup:
     name = name.replace("s_p", "S_p")
     ridges, ends = describe_distributions(scores_LF)
     title = f"Score by layer: {name}"
-    drawing = draw_for(WHOLE, lambda width: draw_ridges(f"Distribution of {name} in every layer", name, ridges, ends, width))
+    drawing = draw_for(
+        WHOLE, lambda width: draw_ridges(f"Distribution of {name} in every layer", name, ridges, ends, width)
+    )
     caption = (
         "What neurons are ranked by. Each ridge is one layer's; the dark line spans their middle half, the tick is the "
         "median. Scores are comparable within a layer only."

@@ -85,7 +85,7 @@ def run(
     write_carve_card(checkpoint, model, shape, partition, routers, "none: experts are the dense slices")
     if isinstance(partition, PoolPartition):
         return summarise_pool(reports, partition, shape)
-    return summarise(reports, target, shape, partition)
+    return summarise(reports, target, shape, partition, assemble)
 
 
 def router_spread(assemble: AssembleConfig) -> float:

@@ -30,9 +30,7 @@ def layer_shapes(shape: Shape, allocation: str, scores: Scores, statistics: Unit
     return [replace(shape, experts=given, top_k=max(1, min(shape.top_k, given // 2))) for given in counts]
 
 
-def weigh_layers(
-    allocation: str, scores: Scores, statistics: UnitStatistics, slots: int
-) -> Float[Tensor, "L"]:
+def weigh_layers(allocation: str, scores: Scores, statistics: UnitStatistics, slots: int) -> Float[Tensor, "L"]:
     """What the layers' shares of the pool are in proportion to, fp64."""
     if allocation == "contribution":
         return statistics.contribution.double().sum(1)

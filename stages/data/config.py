@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field, replace
 
-
 # Settings of one source that mean nothing to another.
 FOREIGN_FIELDS = {
     "python_stdlib": ("path", "heldout_path", "name", "subset", "revision", "heldout_split"),

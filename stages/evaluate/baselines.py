@@ -34,8 +34,8 @@ class LayerFacts:
 def copies_of(method: str, facts: LayerFacts) -> Copies:
     """Active copies of the baseline `method`, without its `_aligned`.
 
-    unaligned: the carve's own router on plain slices. random_router: seeded normal rows. oracle: the experts of largest
-    output norm.
+    unaligned: the carve's own router on plain slices. random_router: seeded normal rows. oracle: the output oracle,
+    which chooses the experts of largest output norm.
     """
     width, top_k = facts.ffn.width, facts.shape.top_k
     match method:

@@ -23,7 +23,8 @@ class EvaluateConfig:
     # Whose checkpoint is looked at: project, or train, which is then run first.
     checkpoint: str = field(default="project", metadata={"choices": ("project", "train")})
     # Beside the dense model and the carved one: unaligned (the carve before projection), static_mask,
-    # static_mask_aligned, best_mask_aligned, random_router, random_router_aligned, oracle, oracle_aligned.
+    # static_mask_aligned, best_mask_aligned, random_router, random_router_aligned, oracle (the output oracle: the
+    # experts of largest output norm), oracle_aligned.
     baselines: list[str] = field(
         default_factory=lambda: [
             "unaligned",

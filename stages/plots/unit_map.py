@@ -40,7 +40,9 @@ def draw_unit_map(units: UnitMap, path: Path, *, title: str) -> None:
     figure.suptitle(title, fontsize=16)
     by_expert, by_score, by_frequency = figure.subplots(1, 3)
     _draw_experts(by_expert, units)
-    _draw_measure(by_score, units, units.score_U, Normalize(*_middle(units.score_U)), NAMES.get(units.score, units.score))
+    _draw_measure(
+        by_score, units, units.score_U, Normalize(*_middle(units.score_U)), NAMES.get(units.score, units.score)
+    )
     low, high = _middle(units.frequency_U[units.frequency_U > 0])
     shown_U = units.frequency_U.clamp_min(low / 2)  # a unit that never fires has no logarithm
     _draw_measure(by_frequency, units, shown_U, LogNorm(low, high), "share of tokens the unit is active on")

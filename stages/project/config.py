@@ -8,7 +8,16 @@ from stages.routing.methods import SAMPLED_ROUTERS, TRAINED_ROUTERS, is_refitted
 VERSION = 7
 
 # Settings that mean something to gradient projection alone.
-GRADIENT_FIELDS = ("alpha", "beta", "sign", "epsilon", "matrices", "gradient_order", "gradient_tokens", "gradient_memory")
+GRADIENT_FIELDS = (
+    "alpha",
+    "beta",
+    "sign",
+    "epsilon",
+    "matrices",
+    "gradient_order",
+    "gradient_tokens",
+    "gradient_memory",
+)
 # Settings of layers that each have experts of their own, and of a pool.
 LAYER_FIELDS = ("gates", "descent_steps", "descent_rate", "descent_tokens")
 POOL_FIELDS = ("pool_tokens", "pool_sweeps")

@@ -13,8 +13,8 @@ from stages.calibration.guard import split_guard
 from stages.project.config import ProjectConfig
 from stages.project.layer_carve import Guarded, LayerCarve
 from stages.routing.fit import RouterSettings, refit_router
-from stages.routing.methods import IMITATING_ROUTERS
 from stages.routing.measure import load_balance, set_spread
+from stages.routing.methods import IMITATING_ROUTERS
 from stages.routing.task import RouterTask, watch_contributions
 
 GATE_SPREADS = (0.1, 0.3, 1.0)  # standard deviations of the logits that are tried for fitted gates

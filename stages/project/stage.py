@@ -74,7 +74,7 @@ def run(
     emit_carve(folder, checkpoint, shape, routers, lambda layer: projected_experts(job.scratch, layer))
     write_carve_card(checkpoint, model, shape, partition, routers, describe(outcomes, project))
     tokens = sum(batch.tokens for batch in text)
-    return summarise(outcomes, project, shape, partition.width, tokens)
+    return summarise(outcomes, project, shape, partition.width, tokens, data.tokens)
 
 
 def gradients_of(

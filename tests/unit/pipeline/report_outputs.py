@@ -5,8 +5,8 @@ from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
-import yaml
 import torch
+import yaml
 
 from pipeline.artifact import Manifest
 from pipeline.layout import artifact_folder

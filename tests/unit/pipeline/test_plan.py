@@ -167,7 +167,10 @@ def test_what_a_method_does_not_read_recomputes_nothing(steps, given, unread):
 @pytest.mark.parametrize(
     ("given", "read"),
     [
-        ([], ["score=random", "score.gradient_weight=5", "score.activation_weight=5", "cluster.always_on_by=alignment"]),
+        (
+            [],
+            ["score=random", "score.gradient_weight=5", "score.activation_weight=5", "cluster.always_on_by=alignment"],
+        ),
         (["always_on=0", "experts=15", "n=64"], ["score=random", "cluster.always_on_by=alignment"]),
         (["always_on=0", "experts=16", "n=64", "cluster=rank"], ["score=random"]),
         (["topology=global_pool", "cluster.always_on_by=alignment", "always_on=8"], ["score=random"]),

@@ -62,9 +62,7 @@ def test_units_are_told_apart_within_their_own_layer(scores):
 
 def test_shares_by_each_measure(scores, statistics):
     shape = Shape(12, 5, 4, 0, "global_pool")
-    given = {
-        name: [own.experts for own in layer_shapes(shape, name, scores, statistics)] for name in NAMES
-    }
+    given = {name: [own.experts for own in layer_shapes(shape, name, scores, statistics)] for name in NAMES}
     assert given["equal"] == [4, 4, 4]
     assert given["contribution"] == [6, 2, 4]
     assert sum(given["score"]) == 12
@@ -81,7 +79,9 @@ def test_what_is_left_over_goes_where_the_best_units_are(scores, statistics):
 def test_every_layer_gives_one_where_there_are_as_many(scores, statistics):
     assert weigh_layers("score", scores, statistics, 4).tolist() == [4, 0, 0]
     for experts, least in ((3, 1), (4, 1), (2, 0)):
-        given = [own.experts for own in layer_shapes(Shape(experts, 1, 1, 0, "global_pool"), "score", scores, statistics)]
+        given = [
+            own.experts for own in layer_shapes(Shape(experts, 1, 1, 0, "global_pool"), "score", scores, statistics)
+        ]
         assert sum(given) == experts
         assert min(given) == least
 

@@ -50,7 +50,11 @@ SCORE, ALIGNMENT = {"always_on_by": "score"}, {"always_on_by": "alignment"}
         (ALIGNMENT, Shape(4, 6, 2, 8), "experts by captured; always-on neurons by alignment"),
         (ALIGNMENT, Shape(4, 8, 2, 0), "experts by captured; no neuron is always on or dropped"),
         (SCORE | {"method": "rank"}, Shape(4, 8, 2, 0), "experts by rank; dealt-out neurons by s_p"),
-        (ALIGNMENT | {"method": "rank"}, Shape(4, 6, 2, 8), "experts by rank; always-on and dealt-out neurons by alignment"),
+        (
+            ALIGNMENT | {"method": "rank"},
+            Shape(4, 6, 2, 8),
+            "experts by rank; always-on and dealt-out neurons by alignment",
+        ),
         ({"method": "random"}, Shape(4, 8, 2, 0), "experts by random; no neuron is always on or dropped"),
         (
             {"method": "balanced_kmeans", "features": "joint"},

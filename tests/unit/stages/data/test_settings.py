@@ -1,4 +1,3 @@
-
 import pytest
 
 from stages.data.config import DataConfig
