@@ -20,8 +20,8 @@ class ClusterConfig:
     """How units are grouped into experts, and the map drawn of them."""
 
     # captured (from balanced_kmeans on, partition and router in turn, so that the chosen experts hold most of what a
-    # token needs), balanced_kmeans (units that fire together), rank (dealt out in score order), random, or contiguous
-    # (as stored).
+    # token needs), balanced_kmeans (units that fire together), rank (dealt out in the order of
+    # always_on_by), random, or contiguous (as stored).
     method: str = field(
         default="captured", metadata={"choices": ("captured", "balanced_kmeans", "rank", "random", "contiguous")}
     )
