@@ -28,7 +28,7 @@ def make_recipe(
         nodes: all resolved settings by node name; only those the stage looks at are taken ...
         identities: content of the source model and of the data (`model`, `data`).
         parents: fingerprints of the stages it starts from.
-        unread: ... without the settings that nobody reads beside the others.
+        unread: ... without the settings that nobody reads.
     """
     looked_at = [name for name in stage.nodes if name not in stage.unread]
     return {

@@ -1,4 +1,4 @@
-"""What the settings leave unread: it warns where it was set, enters no fingerprint, and is run for nobody."""
+"""Settings that nobody reads, given the others: a warning where one was set, and no part of any fingerprint."""
 
 import logging
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any
 
 from models.shape import Shape
 from pipeline.schema import Settings
-from pipeline.stages_table import PROJECTED, Uses
+from pipeline.stages_table import Uses
 from stages.cluster.config import NOTHING_RANKED
 
 logger = logging.getLogger(__name__)
@@ -18,7 +18,7 @@ Unread = Mapping[str, Mapping[str, str]]
 
 def find_uses(settings: Settings, shape: Shape | None = None, width: int = 0) -> Uses:
     """What the stages read of each other; without a shape, as much as they may."""
-    evaluated = settings.evaluate.checkpoint if settings.evaluate.checkpoint else PROJECTED
+    evaluated = settings.evaluate.checkpoint
     if shape is None:
         return Uses(evaluated)
     cluster = settings.cluster
@@ -51,7 +51,7 @@ def find_unread(settings: Settings, shape: Shape | None = None, width: int = 0) 
 
 
 def warn_of_unread(settings: Settings, shape: Shape | None = None, width: int = 0, *, clusters: bool = True) -> None:
-    """Say in the log which settings have no effect beside the others; `clusters`: neurons are grouped in this run."""
+    """Say in the log which settings have no effect; `clusters`: neurons are grouped in this run."""
     found = dict(find_unread(settings, shape, width))
     if clusters and shape is not None and not settings.cluster.reads_score(shape, width):
         ranked = settings.cluster.ranks(shape, width)
