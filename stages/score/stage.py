@@ -66,7 +66,7 @@ MEASURES: dict[str, Callable[[UnitStatistics, ScoreConfig, int], Tensor]] = {
     "wanda": lambda statistics, *_: score_wanda(statistics.sum_sq, statistics.weight_norm_down, statistics.tokens),
     "frequency": lambda statistics, *_: score_frequency(statistics.active_count, statistics.tokens),
     "contribution": measure_contribution,
-    "random": lambda statistics, _, seed: score_random(*statistics.sum_abs.shape, seed),
+    "random": lambda statistics, _, seed: score_random(len(statistics.sum_abs), statistics.sum_abs.shape[1], seed),
 }
 
 
