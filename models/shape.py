@@ -1,6 +1,6 @@
 """The shape of a carve."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 PER_LAYER, GLOBAL_POOL = "per_layer", "global_pool"
 TOPOLOGIES = (PER_LAYER, GLOBAL_POOL)
@@ -17,7 +17,7 @@ class Shape:
     n: int
     top_k: int
     always_on: int
-    topology: str = field(default=PER_LAYER, metadata={"fingerprint": "unless default"})
+    topology: str = PER_LAYER
 
     @property
     def active_width(self) -> int:

@@ -1,9 +1,7 @@
 """Settings that are sound alone and contradict each other, the source model, or the way the command was started."""
 
 import json
-import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, fields
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,33 +9,20 @@ from models.dump.rules import contradictions as of_dump
 from models.errors import ConfigError
 from models.shape import GLOBAL_POOL
 from pipeline.schema import Settings
-from pipeline.stages_table import ALL, STAGES, asked_stages, with_ancestors
-from stages.assemble.config import POOL_ROUTERS, ROUTERS, TRAINED_ROUTERS
+from pipeline.stages_table import ALL, STAGES, with_ancestors
+from pipeline.unread import find_uses
 from stages.contracts.workers import find_workers
 from stages.diagnose.config import DiagnoseConfig
 from stages.dump.config import DumpStageConfig
+from stages.routing.methods import POOL_ROUTERS, ROUTERS
+from stages.score.config import ScoreConfig
 from stages.train.config import TrainConfig
-
-logger = logging.getLogger(__name__)
-
-# Settings that mean something to scan.parameters=true alone, to a trained router, and to store.kind=redis.
-RECORD_FIELDS = ("parameter_patterns", "block_width", "per_token", "parameter_encoding")
-TRAINING_FIELDS = ("router_steps", "router_rate")
-REDIS_FIELDS = ("url", "namespace")
-# Settings that mean something to one topology alone.
-POOL_CLUSTER_FIELDS, POOL_PROJECT_FIELDS = ("allocation",), ("pool_tokens", "pool_sweeps")
-LAYER_ASSEMBLE_FIELDS = ("balance",)
-LAYER_PROJECT_FIELDS = ("alignment_target", "gates", "descent_steps", "descent_rate", "descent_tokens")
 
 
 def contradictions(settings: Settings) -> Iterator[ConfigError]:
     """What can be told without the source."""
-    if involves(settings, "score") and settings.score.method == "taylor" and not settings.scan.gradients:
-        yield ConfigError(
-            "score.method=taylor needs gradients, and scan.gradients=false computes none",
-            where="settings score.method and scan.gradients",
-            do="scan.gradients=true, or score.method=contribution",
-        )
+    if involves(settings, "score"):
+        yield from score_contradictions(settings.score, gradients=settings.scan.gradients)
     yield from domain_contradictions(settings)
     if involves(settings, "dump"):
         yield from dump_contradictions(settings.dump)
@@ -54,6 +39,24 @@ def contradictions(settings: Settings) -> Iterator[ConfigError]:
             f"{workers} workers, and each loads its own",
             where="setting model.device_map",
             do="model.device_map=none, or python -m pipeline without torchrun",
+        )
+
+
+def score_contradictions(score: ScoreConfig, *, gradients: bool) -> Iterator[ConfigError]:
+    """A score of nothing: all terms weigh 0, or it wants gradients that nobody computes."""
+    weights = score.activation_weight, score.gradient_weight, score.frequency_weight
+    if score.method == "s_p" and not any(weights):
+        yield ConfigError(
+            "score.method=s_p ranks by nothing: the weights of all three terms are 0",
+            where="settings score.activation_weight, score.gradient_weight and score.frequency_weight",
+            do="score.activation_weight=1",
+        )
+    elif score.needs_gradients and not gradients:
+        alone = "score.gradient_weight alone" if score.method == "s_p" else f"score.method={score.method}"
+        yield ConfigError(
+            f"{alone} needs gradients, and scan.gradients=false computes none",
+            where="settings score.method and scan.gradients",
+            do="scan.gradients=true, or score.method=contribution",
         )
 
 
@@ -155,55 +158,10 @@ def json_fault(path: Path) -> str | None:
     return None if isinstance(held, dict) else f"{path} holds no JSON object"
 
 
-def warn_of_ignored(settings: Settings) -> None:
-    """Say in the log which settings have no effect beside the others."""
-    if not settings.scan.parameters:
-        _warn_where_set("scan", settings.scan, RECORD_FIELDS, "scan.parameters=false")
-    if not settings.scan.domains:
-        _warn_where_set("data", settings.data, ("domain_field",), "scan.domains=false")
-    if settings.cluster.features != "joint":
-        _warn_where_set("cluster", settings.cluster, ("joint_views",), f"cluster.features={settings.cluster.features}")
-    if settings.assemble.router not in TRAINED_ROUTERS:
-        unused = [*TRAINING_FIELDS]
-        if settings.topology != GLOBAL_POOL:
-            # Of a pool every router is fitted on router_tokens, and none pays for balance, see below.
-            unused += ["balance"] if settings.assemble.router == "residual_ridge" else ["router_tokens", "balance"]
-        _warn_where_set("assemble", settings.assemble, unused, f"assemble.router={settings.assemble.router}")
-    _warn_of_topology(settings)
-    if not settings.vocabulary.tokens:
-        _warn_where_set("vocabulary", settings.vocabulary, ("layers",), "vocabulary.tokens=0")
-    if not settings.train.fsdp:
-        _warn_where_set("train", settings.train, ("fsdp_config",), "train.fsdp=false")
-    if settings.store.kind != "redis":
-        _warn_where_set("store", settings.store, REDIS_FIELDS, f"store.kind={settings.store.kind}")
-
-
-def _warn_of_topology(settings: Settings) -> None:
-    if settings.topology == GLOBAL_POOL:
-        _warn_where_set("assemble", settings.assemble, LAYER_ASSEMBLE_FIELDS, "topology=global_pool")
-        _warn_where_set("project", settings.project, LAYER_PROJECT_FIELDS, "topology=global_pool")
-        if settings.vocabulary.tokens:
-            _warn_where_set("vocabulary", settings.vocabulary, ("tokens", "layers"), "topology=global_pool")
-    else:
-        _warn_where_set("cluster", settings.cluster, POOL_CLUSTER_FIELDS, f"topology={settings.topology}")
-        _warn_where_set("project", settings.project, POOL_PROJECT_FIELDS, f"topology={settings.topology}")
-
-
-def _warn_where_set(group: str, node: Any, names: Sequence[str], reason: str) -> None:  # noqa: ANN401 - any dataclass
-    defaults = {
-        spec.name: spec.default if spec.default_factory is MISSING else spec.default_factory() for spec in fields(node)
-    }
-    for name in names:
-        if (value := getattr(node, name)) != defaults[name]:
-            logger.warning("%s.%s=%s is ignored: %s", group, name, value, reason)
-
-
 def involves(settings: Settings, stage: str) -> bool:
     """Whether `stage` is to be run, or a result of it used; of an unknown stage nothing is known."""
     known = settings.stage in {ALL, *STAGES}
-    return known and any(
-        other.name == stage for other in with_ancestors(asked_stages(settings.stage, settings.evaluate.checkpoint))
-    )
+    return known and any(other.name == stage for other in with_ancestors(settings.stage, find_uses(settings)))
 
 
 def map_errors(settings: Settings, source: Mapping[str, Any]) -> Iterator[ConfigError]:

@@ -1,12 +1,14 @@
 """Content addressing: equal fingerprints mean equal results."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import Field, fields, is_dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import fields, is_dataclass
 from hashlib import sha256
+from types import MappingProxyType
 from typing import Any
 
 from pipeline.stages_table import Stage
+from pipeline.unread import Unread
 
 # Nodes that point outside the repository: what they point at counts too, not only their words.
 IDENTIFIED = ("model", "data")
@@ -17,38 +19,36 @@ def make_recipe(
     nodes: Mapping[str, object],
     identities: Mapping[str, Mapping[str, Any]],
     parents: Mapping[str, str],
+    unread: Unread = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Everything that decides the result of a stage, as plain JSON.
 
     Args:
         stage: which stage, with its version.
-        nodes: all resolved settings by node name; only those the stage reads are taken.
+        nodes: all resolved settings by node name; only those the stage looks at are taken ...
         identities: content of the source model and of the data (`model`, `data`).
         parents: fingerprints of the stages it starts from.
+        unread: ... without the settings that nobody reads.
     """
+    looked_at = [name for name in stage.nodes if name not in stage.unread]
     return {
         "stage": stage.name,
         "version": stage.version,
-        "settings": {name: plain_settings(nodes[name]) for name in stage.nodes},
-        "identity": {name: dict(identities[name]) for name in stage.nodes if name in IDENTIFIED},
+        "settings": {name: plain_settings(nodes[name], unread.get(name, ())) for name in looked_at},
+        "identity": {name: dict(identities[name]) for name in looked_at if name in IDENTIFIED},
         "parents": {name: parents[name] for name in stage.parents},
     }
 
 
-def plain_settings(node: object) -> object:
-    """A node as JSON values, without the fields marked `metadata={"fingerprint": False}`.
+def plain_settings(node: object, unread: Collection[str] = ()) -> object:
+    """A node as JSON values, without what is unread and the fields marked `metadata={"fingerprint": False}`.
 
-    Such a field changes where, how fast or how safely a stage works, never what comes out. One that is marked
-    `"unless default"` came later, with what was done before as its default: what was published then is found again.
+    Such a field changes where, how fast or how safely a stage works, never what comes out.
     """
     if not is_dataclass(node):
         return node
-    return {spec.name: plain_settings(getattr(node, spec.name)) for spec in fields(node) if _counts(spec, node)}
-
-
-def _counts(spec: Field[Any], node: Any) -> bool:  # noqa: ANN401 - any dataclass
-    mark = spec.metadata.get("fingerprint", True)
-    return bool(getattr(node, spec.name) != spec.default if mark == "unless default" else mark)
+    counted = [spec.name for spec in fields(node) if spec.metadata.get("fingerprint", True) and spec.name not in unread]
+    return {name: plain_settings(getattr(node, name)) for name in counted}
 
 
 def fingerprint(recipe: Mapping[str, Any]) -> str:

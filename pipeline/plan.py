@@ -12,6 +12,7 @@ from pipeline.disk import expected_bytes, free_bytes, in_mib
 from pipeline.fingerprint import fingerprint, make_recipe
 from pipeline.layout import artifact_folder
 from pipeline.stages_table import CHAIN, Stage, asked_stages, with_ancestors
+from pipeline.unread import find_unread
 from pipeline.validation import Checked
 from stages.calibration.config import without_random_tokens
 from stages.data.config import calibration_only
@@ -42,7 +43,7 @@ def make_plan(checked: Checked) -> list[Step]:
         DataError: a due step reads text from a hub that does not answer.
     """
     steps = make_steps(checked)
-    wanted = asked_stages(checked.settings.stage, checked.settings.evaluate.checkpoint)
+    wanted = asked_stages(checked.settings.stage, checked.uses)
     asked = {stage.name for stage in wanted}
     fresh = {stage.name for stage in wanted if checked.settings.fresh or not stage.kept}
     complete = {name for name, step in steps.items() if is_complete(step.folder)} - fresh
@@ -64,9 +65,11 @@ def make_steps(checked: Checked) -> dict[str, Step]:
     calibrating = nodes | {"data": calibration_only(settings.data)}
     output_dir = Path(settings.output_dir).absolute()
     steps: dict[str, Step] = {}
-    for stage in with_ancestors(asked_stages(settings.stage, settings.evaluate.checkpoint)):
+    unread = find_unread(settings, checked.shape, checked.width)
+    for stage in with_ancestors(settings.stage, checked.uses):
         counted = nodes if stage.reads_heldout else calibrating
-        recipe = make_recipe(stage, counted, identities, {name: steps[name].fingerprint for name in stage.parents})
+        parents = {name: steps[name].fingerprint for name in stage.parents}
+        recipe = make_recipe(stage, counted, identities, parents, unread)
         address = fingerprint(recipe)
         steps[stage.name] = Step(
             stage=stage,

@@ -23,6 +23,7 @@ class Stage:
     shared: bool = False
     reads_heldout: bool = False
     kept: bool = True
+    unread: tuple[str, ...] = ()  # nodes that are handed over and not looked at, for the settings of a run
 
     @property
     def version(self) -> int:
@@ -41,7 +42,7 @@ CHAIN = (
     Stage("scan", parents=(), nodes=("model", "data", "store", "scan", "seed"), shared=True),
     Stage("score", parents=("scan",), nodes=("score", "seed")),
     Stage("cluster", parents=("scan", "score"), nodes=("model", "data", "vocabulary", "cluster", "shape", "seed")),
-    Stage("extract", parents=("score", "cluster"), nodes=("model", "extract", "shape")),
+    Stage("extract", parents=("cluster",), nodes=("model", "extract", "shape")),
     Stage(
         "assemble", parents=("cluster", "extract"), nodes=("model", "data", "vocabulary", "assemble", "shape", "seed")
     ),
@@ -71,29 +72,40 @@ ALL = "all"
 # What evaluate can look at; training is no part of stage=all unless it is what is evaluated, and what looks into a
 # model never is.
 PROJECTED, TRAINED, LOOKING = "project", "train", ("dump", "diagnose")
-
-
-def asked_stages(name: str, evaluated: str = PROJECTED) -> tuple[Stage, ...]:
-    """The stages that `stage=name` asks for, where evaluate looks at the checkpoint of `evaluated`."""
-    chosen = [stage for stage in CHAIN if name == stage.name or (name == ALL and stage.name in {evaluated, *_ALWAYS})]
-    return tuple(reading(stage, evaluated) for stage in chosen)
-
-
 _ALWAYS = frozenset(STAGES) - {TRAINED, *LOOKING}
 
 
-def reading(stage: Stage, evaluated: str) -> Stage:
-    """The stage with the parents it needs: evaluate also starts from what it evaluates."""
-    if stage.name == "evaluate" and evaluated not in stage.parents:
-        return replace(stage, parents=(*stage.parents, evaluated))
+@dataclass(frozen=True)
+class Uses:
+    """What the settings of a run make the stages read of each other."""
+
+    evaluated: str = PROJECTED  # evaluate looks at the checkpoint of this stage
+    score: bool = True  # cluster ranks neurons by score
+    passes: bool = True  # cluster passes the calibration text
+
+
+def asked_stages(name: str, uses: Uses = Uses()) -> tuple[Stage, ...]:
+    """The stages that `stage=name` asks for; all is all that serves the result."""
+    served = {uses.evaluated, *_ALWAYS} - (set() if uses.score else {"score"})
+    chosen = [stage for stage in CHAIN if name == stage.name or (name == ALL and stage.name in served)]
+    return tuple(reading(stage, uses) for stage in chosen)
+
+
+def reading(stage: Stage, uses: Uses) -> Stage:
+    """The stage with the parents and nodes that it looks at."""
+    if stage.name == "evaluate" and uses.evaluated not in stage.parents:
+        return replace(stage, parents=(*stage.parents, uses.evaluated))
+    if stage.name == "cluster":
+        parents = tuple(name for name in stage.parents if uses.score or name != "score")
+        return replace(stage, parents=parents, unread=() if uses.passes else ("data", "vocabulary"))
     return stage
 
 
-def with_ancestors(asked: tuple[Stage, ...]) -> tuple[Stage, ...]:
-    """The asked stages and all they start from, in the order of the chain."""
-    stages = STAGES | {stage.name: stage for stage in asked}
-    wanted = {stage.name for stage in asked}
-    for stage in reversed(stages.values()):
+def with_ancestors(name: str, uses: Uses = Uses()) -> tuple[Stage, ...]:
+    """The stages that `stage=name` asks for and all they start from, in the order of the chain."""
+    stages = [reading(stage, uses) for stage in CHAIN]
+    wanted = {stage.name for stage in asked_stages(name, uses)}
+    for stage in reversed(stages):
         if stage.name in wanted:
             wanted.update(stage.parents)
-    return tuple(stage for stage in stages.values() if stage.name in wanted)
+    return tuple(stage for stage in stages if stage.name in wanted)

@@ -10,14 +10,15 @@ from models.errors import ConfigError, UserError
 from models.families.target_choice import check_target, select_target
 from models.shape import Shape
 from models.source import check_source, read_source_config
-from pipeline.consistency import contradictions, map_errors, warn_of_ignored
+from pipeline.consistency import contradictions, involves, map_errors
 from pipeline.disk import nearest_existing
 from pipeline.field_rules import field_errors, unknown_choice
 from pipeline.layout import OVERLAYS, groups
 from pipeline.schema import Settings
 from pipeline.shape import Dials, resolve_shape
 from pipeline.shape_advice import Request, shape_errors
-from pipeline.stages_table import ALL, STAGES, Stage, asked_stages, with_ancestors
+from pipeline.stages_table import ALL, STAGES, Stage, Uses, with_ancestors
+from pipeline.unread import find_uses, warn_of_unread
 from stages.data.identity import check_data
 from stages.data.settings import check_length
 from stages.stores.config import StoreConfig
@@ -42,6 +43,11 @@ class Checked:
     shape: Shape | None
     # The source's config.json.
     source: Mapping[str, Any]
+
+    @property
+    def uses(self) -> Uses:
+        """What the stages read of each other."""
+        return find_uses(self.settings, self.shape, self.width)
 
     @property
     def width(self) -> int:
@@ -78,16 +84,24 @@ def find_errors(settings: Settings, doubtful: Set[str] = frozenset()) -> list[Us
     errors += output_errors(settings)
     sound = not errors and doubtful <= groups().keys() - {"model", "assemble", *OVERLAYS}
     errors += contradictions(settings)
-    warn_of_ignored(settings)
     if "data" not in doubtful:
         errors += check_data(settings.data, heldout=reads_heldout(settings))
     if "store" not in doubtful:
         errors += store_errors(settings.store)
+    source = None
     if "model" not in doubtful:
-        source_faults = check_source(settings.model)
-        errors += source_faults or source_errors(settings, read_source_config(settings.model), doubtful)
-        if sound and not source_faults and carves(settings):
-            errors += carve_errors(settings, read_source_config(settings.model))
+        if source_faults := check_source(settings.model):
+            errors += source_faults
+        else:
+            source = read_source_config(settings.model)
+            errors += source_errors(settings, source, doubtful)
+    if source is not None and sound and carves(settings):
+        errors += carve_errors(settings, source)
+        width = width_of(source)
+        clusters = involves(settings, "cluster")
+        warn_of_unread(settings, resolve_shape(dials_of(settings), width), width, clusters=clusters)
+    else:
+        warn_of_unread(settings)
     return errors
 
 
@@ -135,7 +149,7 @@ def reads_heldout(settings: Settings) -> bool:
 
 
 def _wanted(settings: Settings) -> tuple[Stage, ...]:
-    return with_ancestors(asked_stages(settings.stage, settings.evaluate.checkpoint))
+    return with_ancestors(settings.stage, find_uses(settings))
 
 
 def stage_errors(settings: Settings) -> Iterator[ConfigError]:

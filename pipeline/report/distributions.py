@@ -1,4 +1,4 @@
-"""How S_p is spread in every layer."""
+"""How the score is spread in every layer."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,20 +8,22 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
+from stages.contracts.tag import unpack_tag
 from stages.plots.ridges import Ridge
 
 BINS = 60
 SHOWN = (0.002, 0.998)  # quantiles of all units between which the axis runs; what lies outside is in the end bins
 
 
-def read_scores(folder: Path) -> NDArray[np.float32] | None:
-    """(L, F) S_p; None where the file is gone or unreadable."""
+def read_scores(folder: Path) -> tuple[str, NDArray[np.float32]] | None:
+    """What neurons were ranked by, and its (L, F) values; None where the file is gone or unreadable."""
     try:
         with safe_open(folder / "scores.safetensors", framework="numpy") as file:
-            scores: NDArray[np.float32] = file.get_tensor("s_p")
+            tag = unpack_tag(file.metadata())
+            scores: NDArray[np.float32] = file.get_tensor("chosen")
     except (OSError, SafetensorError):
         return None
-    return scores
+    return str(tag["plain"]["description"]), scores
 
 
 def describe_distributions(scores_LF: NDArray[np.float32]) -> tuple[Sequence[Ridge], tuple[float, float]]:

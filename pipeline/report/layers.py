@@ -40,11 +40,16 @@ def _errors(evaluation: Evaluation) -> Markup:
 def _agreement(evaluation: Evaluation) -> Markup:
     values = [float(layer["agreement"]) for layer in evaluation.layers]
     chance = evaluation.shape.top_k / evaluation.shape.experts
-    title = "Router's agreement with the oracle"
+    oracle = "error oracle" if evaluation.shape.pooled else "output oracle"
+    title = f"Router's agreement with the {oracle}"
     chart = LayerChart(
         f"{title} in every layer", "share of choices", values, (chance, f"chance {percent(chance)}"), 1.0, percent
     )
-    caption = "Share of the chosen experts that would be chosen by looking at their outputs, too."
+    caption = (
+        "Share of the chosen experts that would also be chosen by looking at what each takes off the output error."
+        if evaluation.shape.pooled
+        else "Share of the chosen experts that are also among those of largest output norm."
+    )
     return figure(title, draw_for(HALVES, lambda width: draw_by_layer(chart, width)), caption)
 
 
@@ -72,17 +77,18 @@ def unit_section(chain: Mapping[str, Published]) -> Markup:
 
 
 def _scores(published: Published | None) -> Markup:
-    scores_LF = None if published is None else read_scores(published.folder)
-    if scores_LF is None:
+    found = None if published is None else read_scores(published.folder)
+    if found is None:
         return Markup()
+    name, scores_LF = found
+    name = name.replace("s_p", "S_p")
     ridges, ends = describe_distributions(scores_LF)
-    title = "S_p by layer"
+    title = f"Score by layer: {name}"
     drawing = draw_for(
-        WHOLE,
-        lambda width: draw_ridges("Distribution of S_p in every layer", "S_p", ridges, ends, width),
+        WHOLE, lambda width: draw_ridges(f"Distribution of {name} in every layer", name, ridges, ends, width)
     )
     caption = (
-        "Each ridge is one layer's units; the dark line spans their middle half, the tick is the median. "
-        "S_p is comparable within a layer only."
+        "What neurons are ranked by. Each ridge is one layer's; the dark line spans their middle half, the tick is the "
+        "median. Scores are comparable within a layer only."
     )
     return figure(title, drawing, caption, kind="full")

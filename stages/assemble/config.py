@@ -2,22 +2,10 @@
 
 from dataclasses import dataclass, field
 
-VERSION = 5
+from stages.routing.methods import RIDGE_ROUTERS, ROUTERS, SAMPLED_ROUTERS, TRAINED_ROUTERS, is_priced
 
-ROUTERS = (
-    "error",
-    "logistic",
-    "residual_ridge",
-    "log_ridge",
-    "ridge",
-    "centroid",
-    "representative",
-    "gate_rows",
-    "random",
-)
-TRAINED_ROUTERS = ("error", "logistic")
-# Those that a pool's experts can be chosen by: fitted to what each does for the layer, or to nothing.
-POOL_ROUTERS = frozenset({"error", "logistic", "ridge", "centroid", "random"})
+VERSION = 6
+
 TARGETS = (
     "auto", "qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe", "flex_olmo", "granitemoe", "granitemoeshared", "tiny_onn",
 )  # fmt: skip
@@ -70,3 +58,23 @@ class AssembleConfig:
     batch_tokens: int = field(default=4096, metadata={"minimum": 1})
     # Number format of the checkpoint: source (as the dense one), float32, bfloat16, float16.
     dtype: str = field(default="source", metadata={"choices": ("source", "float32", "bfloat16", "float16")})
+
+    def load_price(self, *, pooled: bool) -> float:
+        """What the routers of this stage and of stage=project pay for uneven load."""
+        return self.balance if is_priced(self.router, pooled=pooled) else 0.0
+
+    def unread(self, *, pooled: bool) -> dict[str, str]:
+        """Settings that nothing reads, and why."""
+        found, router = {}, f"assemble.router={self.router}"
+        if self.router not in RIDGE_ROUTERS:
+            found["ridge_penalty"] = router
+        if self.router not in TRAINED_ROUTERS:
+            found |= dict.fromkeys(("router_steps", "router_rate"), router)
+        elif not self.router_steps:
+            found["router_rate"] = "assemble.router_steps=0"
+        if self.router not in SAMPLED_ROUTERS and not pooled:
+            found["router_tokens"] = router
+        if not is_priced(self.router, pooled=pooled):
+            found["balance"] = "topology=global_pool" if pooled else router
+        found["parity_spread" if self.mode == "train" else "logit_std"] = f"assemble.mode={self.mode}"
+        return found

@@ -29,8 +29,10 @@ def summarise_pool(reports: Sequence[RouterReport], partition: PoolPartition, sh
     notes = [
         f"one pool of {shape.experts} experts of {shape.n} for {partition.layers} layers ({slots / units:.0%} of the "
         f"dense FFNs' {units:,} units), {shape.top_k} per token and layer, {shape.always_on} always on a layer",
-        f"agreement by chance would be {shape.top_k / shape.experts:.3f}; all layers together: load max/mean "
-        f"{float(load_E.max()):.2f}, {int((load_E == 0).sum())} experts chosen by no layer",
+        "the error oracle chooses the experts that take most off the layer's error; agreement by chance would be "
+        f"{shape.top_k / shape.experts:.3f}; all layers together: load max/mean {float(load_E.max()):.2f}, "
+        f"{int((load_E == 0).sum())} experts chosen by no layer",
     ]
-    columns = ["layer", "experts given", "own chosen", "agreement with the oracle", "output error", "experts not used"]
+    oracle = "agreement with the error oracle"
+    columns = ["layer", "experts given", "own chosen", oracle, "output error", "experts not used"]
     return Table("assemble", columns, rows, notes)

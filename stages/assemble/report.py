@@ -8,8 +8,13 @@ from torch import Tensor
 from models.families.moe import MoETarget
 from models.routing import LinearRouter
 from models.shape import Shape
+from stages.assemble.config import AssembleConfig
 from stages.contracts.job import Table
 from stages.contracts.partition import Partition
+from stages.routing.methods import is_priced
+
+# What is advised where routers leave experts unused, and do not learn yet.
+STEPS, PRICE = 200, 0.01
 
 
 @dataclass(frozen=True)
@@ -21,7 +26,7 @@ class RouterReport:
     scale_EN: Tensor  # of the experts' down columns, for what gates and copies weigh
     moments_2E: Tensor  # Σ g and Σ g² of every expert's gates
     load_E: Tensor  # 1 = even share
-    agreement: float  # share of the oracle's experts it chooses
+    agreement: float  # share of the contribution oracle's experts it chooses (of a pool: of the error oracle's)
     error: float  # of the layer's output, relative, before alignment
 
     @property
@@ -30,7 +35,9 @@ class RouterReport:
         return LinearRouter(self.rows_ED, self.bias_E)
 
 
-def summarise(reports: Sequence[RouterReport], target: MoETarget, shape: Shape, partition: Partition) -> Table:
+def summarise(
+    reports: Sequence[RouterReport], target: MoETarget, shape: Shape, partition: Partition, assemble: AssembleConfig
+) -> Table:
     """One row per layer; the chance level stands in the notes."""
     rows = [
         [
@@ -46,12 +53,21 @@ def summarise(reports: Sequence[RouterReport], target: MoETarget, shape: Shape, 
     notes = [
         f"{target.architecture}: {shape.experts} experts of {shape.n}, {shape.top_k} per token, {shape.always_on} "
         f"always on ({share:.0%} of the dense FFN's {partition.width} units)",
-        f"agreement by chance would be {shape.top_k / shape.experts:.3f}",
+        "the contribution oracle chooses the experts of largest Σ|h|·‖d‖; agreement by chance would be "
+        f"{shape.top_k / shape.experts:.3f}",
     ]
     if all(bool((report.scale_EN == 1).all()) for report in reports) and int(partition.multiplicity.max()) > 1:
         notes.append("neurons with copies in several experts are unscaled here (assemble.mode=train scales them)")
     unused = sum(int((report.load_E == 0).sum()) for report in reports)
     if unused:
-        notes.append(f"{unused} experts are chosen by no calibration token: assemble.balance=0.01, or fewer experts")
-    columns = ["layer", "agreement with the oracle", "output error", "load max/mean", "unused experts"]
+        notes.append(f"{unused} experts are chosen by no calibration token; {load_advice(assemble)} evens the load")
+    columns = ["layer", "agreement with the contribution oracle", "output error", "load max/mean", "unused experts"]
     return Table("assemble", columns, rows, notes)
+
+
+def load_advice(assemble: AssembleConfig) -> str:
+    """Settings under which the routers of this stage pay for uneven load, more than they do."""
+    words = [] if is_priced(assemble.router, pooled=False) else ["assemble.router=error"]
+    words += [] if assemble.router_steps else [f"assemble.router_steps={STEPS}"]
+    price = 10 * assemble.load_price(pooled=False) or PRICE
+    return " ".join([*words, f"assemble.balance={price:g}"])

@@ -76,7 +76,7 @@ def run(
         assemble.dtype,
         str(dtype).removeprefix("torch."),
         assemble.ridge_penalty,
-        0.0 if shape.pooled else assemble.balance,
+        assemble.load_price(pooled=shape.pooled),
         logit_std(assemble, gate),
         biased,
         assemble.pad_to,
@@ -88,7 +88,7 @@ def run(
     write_carve_card(checkpoint, model, shape, partition, routers, "none: experts are the dense slices")
     if isinstance(partition, PoolPartition):
         return summarise_pool(reports, partition, shape)
-    return summarise(reports, target, shape, partition)
+    return summarise(reports, target, shape, partition, assemble)
 
 
 def logit_std(assemble: AssembleConfig, gate: GateKind) -> float:

@@ -15,6 +15,13 @@ class VocabularyConfig:
     # They pass so many layers, from the first on; unset: all.
     layers: int | None = field(default=12, metadata={"minimum": 1})
 
+    def unread(self, *, pooled: bool) -> dict[str, str]:
+        """Settings that nothing reads, and why."""
+        if pooled:
+            # vocabulary=none says what a pool does.
+            return dict.fromkeys(("tokens", "layers"), "topology=global_pool")
+        return {} if self.tokens else {"layers": "vocabulary.tokens=0"}
+
 
 def without_random_tokens() -> VocabularyConfig:
     """What a pool's stages are given: its experts serve every layer, and the first would be served at their cost."""

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from models.shape import Shape
 from stages.contracts.scores import Scores
+from stages.contracts.statistics import UnitStatistics
 
 
-def layer_shapes(shape: Shape, allocation: str, scores: Scores) -> list[Shape]:
+def layer_shapes(shape: Shape, allocation: str, scores: Scores, statistics: UnitStatistics) -> list[Shape]:
     """The shape by which each layer's own units are grouped, for `cluster.allocation`.
 
     A layer of e experts is grouped as if a token chose among these alone: K of them, at most half, since where all are
@@ -20,7 +21,7 @@ def layer_shapes(shape: Shape, allocation: str, scores: Scores) -> list[Shape]:
     layers, width = scores.chosen.shape
     most = max((width - shape.always_on) // shape.n, -(-shape.experts // layers))
     given_L = share_experts(
-        weigh_layers(allocation, scores, shape.experts * shape.n),
+        weigh_layers(allocation, scores, statistics, shape.experts * shape.n),
         shape.experts,
         least=min(1, shape.experts // layers),
         most=most,
@@ -29,12 +30,12 @@ def layer_shapes(shape: Shape, allocation: str, scores: Scores) -> list[Shape]:
     return [replace(shape, experts=given, top_k=max(1, min(shape.top_k, given // 2))) for given in counts]
 
 
-def weigh_layers(allocation: str, scores: Scores, slots: int) -> Float[Tensor, "L"]:
+def weigh_layers(allocation: str, scores: Scores, statistics: UnitStatistics, slots: int) -> Float[Tensor, "L"]:
     """What the layers' shares of the pool are in proportion to, fp64."""
     if allocation == "contribution":
-        return scores.contribution.double().sum(1)
-    best_L = count_best(scores.s_p, slots).double()
-    if allocation == "s_p":
+        return statistics.contribution.double().sum(1)
+    best_L = count_best(scores.chosen, slots).double()
+    if allocation == "score":
         return best_L
     # Next to equal, so that only ties are decided by it.
     return 1 + 1e-6 * best_L.argsort(stable=True).argsort()

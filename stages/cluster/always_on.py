@@ -1,5 +1,6 @@
-"""What the units that stay on for every token are the highest of."""
+"""What ranks the neurons: those that stay on for every token are the highest."""
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -12,23 +13,21 @@ from stages.cluster.evidence import LayerEvidence
 def rank_units(
     cluster: ClusterConfig, evidence: LayerEvidence, shape: Shape
 ) -> tuple[Float[Tensor, "F"], Float[Tensor, "F"]]:
-    """What always-on units are the highest of, and what decides which of the others find a place in an expert.
+    """What always-on neurons are the highest of, and what decides which of the others find a place in an expert.
 
-    The units of a pool are those of the highest chosen score, whatever its layers' always-on units are chosen by.
+    The same, but for a pool: its neurons are those of highest score, however its layers' always-on ones are chosen.
     """
-    chosen_F = evidence.scores.chosen[evidence.layer]
-    if shape.pooled and not shape.always_on:
-        return chosen_F, chosen_F
-    measure_F = measure_by(cluster.always_on_by, evidence, shape, cluster.sample_tokens)
-    return measure_F, measure_F if cluster.always_on_by == "alignment" and not shape.pooled else chosen_F
+    width = evidence.statistics.sum_abs.shape[1]
+    if not cluster.ranks(shape, width) and not shape.pooled:
+        flat_F = torch.zeros(width)
+        return flat_F, flat_F
+    measure_F = align(cluster, evidence, shape) if cluster.aligns(shape, width) else evidence.score_F
+    return measure_F, evidence.score_F if shape.pooled else measure_F
 
 
-def measure_by(name: str, evidence: LayerEvidence, shape: Shape, tokens: int) -> Float[Tensor, "F"]:
-    """The measure that `cluster.always_on_by` names, of one layer; `alignment` looks at so many calibration tokens."""
-    if name == "alignment":
-        activity = evidence.activity
-        # Without always-on units only those that find no slot need be told from the rest.
-        return rank_by_alignment(activity.ffn, [activity.sample(tokens)], shape.always_on or shape.experts * shape.n)
-    scores = evidence.scores
-    measure_LF = {"contribution": scores.contribution, "frequency": scores.frequency, "score": scores.chosen}[name]
-    return measure_LF[evidence.layer]
+def align(cluster: ClusterConfig, evidence: LayerEvidence, shape: Shape) -> Float[Tensor, "F"]:
+    """The order in which the aligned output can do without neurons."""
+    activity = evidence.activity
+    # Without always-on neurons only those that find no slot need be told from the rest.
+    keep = shape.always_on or shape.experts * shape.n
+    return rank_by_alignment(activity.ffn, [activity.sample(cluster.sample_tokens)], keep)

@@ -2,16 +2,17 @@
 
 from dataclasses import dataclass, field
 
-VERSION = 3
+from models.shape import Shape
+
+VERSION = 4
 
 # What units can be compared by.
 VIEWS = ("coactivation", "gate_rows", "contribution", "taylor_profile")
 # Methods that compare units in these views.
 COMPARING_METHODS = frozenset({"captured", "balanced_kmeans"})
-# Views, methods and ways to choose always-on units that want a pass of the dense model over the calibration text.
+# Views and methods that want a pass of the dense model over the calibration text.
 STREAMED_VIEWS = frozenset({"contribution"})
 STREAMED_METHODS = frozenset({"captured"})
-STREAMED_CHOICES = frozenset({"alignment"})
 
 
 @dataclass
@@ -19,8 +20,8 @@ class ClusterConfig:
     """How units are grouped into experts, and the map drawn of them."""
 
     # captured (from balanced_kmeans on, partition and router in turn, so that the chosen experts hold most of what a
-    # token needs), balanced_kmeans (units that fire together), rank (dealt out in score order), random, or contiguous
-    # (as stored).
+    # token needs), balanced_kmeans (units that fire together), rank (dealt out in the order of
+    # always_on_by), random, or contiguous (as stored).
     method: str = field(
         default="captured", metadata={"choices": ("captured", "balanced_kmeans", "rank", "random", "contiguous")}
     )
@@ -41,19 +42,16 @@ class ClusterConfig:
     restarts: int = field(default=1, metadata={"minimum": 1})
     # Tokens per forward batch, where something needs a pass over the calibration text.
     batch_tokens: int = field(default=4096, metadata={"minimum": 1})
-    # Which units stay on for every token, and which are dropped where experts have no room for all: alignment (by what
-    # the aligned output loses without them), or by contribution, frequency or score (the chosen score; units are then
-    # dropped by score).
-    always_on_by: str = field(
-        default="alignment", metadata={"choices": ("alignment", "contribution", "frequency", "score")}
-    )
-    # topology=global_pool: how many experts each layer gives to the pool. s_p: as its share of the E·N units that stand
-    # highest by S_p, in standard deviations of their own layer (S_p itself is comparable within a layer only);
+    # What ranks the neurons: the highest stay on for every token, the lowest are dropped where experts have no room for
+    # all, and method=rank deals the others out in this order. score (what stage=score ranks by: S_p unless score= says
+    # otherwise) or alignment (what the aligned output loses without a neuron; one more pass over the text). The experts
+    # of a pool get their neurons by score; alignment then chooses the always-on ones alone.
+    always_on_by: str = field(default="score", metadata={"choices": ("score", "alignment")})
+    # topology=global_pool: how many experts each layer gives to the pool. score: as its share of the E·N neurons that
+    # stand highest by score, in standard deviations of their own layer (a score is comparable within a layer only);
     # contribution: as its share of the mean |h|·‖d‖ of all layers; equal: as many as any other, what is left over going
-    # to the layers of the largest share by s_p. Which units of a layer these are, its chosen score decides.
-    allocation: str = field(
-        default="s_p", metadata={"choices": ("s_p", "contribution", "equal"), "fingerprint": "unless default"}
-    )
+    # to the layers of the largest share by score.
+    allocation: str = field(default="score", metadata={"choices": ("score", "contribution", "equal")})
     # Map of a layer's units as a picture: umap, tsne or none.
     map: str = field(default="umap", metadata={"choices": ("umap", "tsne", "none")})
     # Layers to draw, negative from the end; empty draws the first, the middle and the last.
@@ -78,8 +76,51 @@ class ClusterConfig:
         """Whether the method or the map does."""
         return self.groups_by_features or self.map != "none"
 
-    @property
-    def needs_pass(self) -> bool:
+    def ranks(self, shape: Shape, width: int) -> bool:
+        """Whether some neurons are always on, dropped or dealt out, so that `always_on_by` decides which."""
+        others = not shape.pooled and (self.method == "rank" or drops(shape, width))
+        return shape.always_on > 0 or others
+
+    def reads_score(self, shape: Shape, width: int) -> bool:
+        """Whether the score decides anything."""
+        return shape.pooled or (self.always_on_by == "score" and self.ranks(shape, width))
+
+    def aligns(self, shape: Shape, width: int) -> bool:
+        """Whether neurons are ranked by alignment."""
+        return self.always_on_by == "alignment" and self.ranks(shape, width)
+
+    def needs_pass(self, shape: Shape, width: int) -> bool:
         """Whether a pass of the dense model over the calibration text is made."""
         viewed = self.looks_at_features and not STREAMED_VIEWS.isdisjoint(self.views)
-        return viewed or self.method in STREAMED_METHODS or self.always_on_by in STREAMED_CHOICES
+        return viewed or self.method in STREAMED_METHODS or self.aligns(shape, width)
+
+    def unread(self, shape: Shape, width: int) -> dict[str, str]:
+        """Settings that nothing reads, and why."""
+        found: dict[str, str] = {}
+        if not self.ranks(shape, width):
+            found["always_on_by"] = NOTHING_RANKED
+        if self.method != "captured" and not self.aligns(shape, width):
+            found["sample_tokens"] = f"cluster.method={self.method}"
+        if not self.looks_at_features:
+            reason = f"cluster.method={self.method} and cluster.map=none"
+            found |= dict.fromkeys(("features", "joint_views", "feature_dims"), reason)
+        elif self.features != "joint":
+            found["joint_views"] = f"cluster.features={self.features}"
+        if not self.groups_by_features:
+            found |= dict.fromkeys(("iterations", "restarts"), f"cluster.method={self.method}")
+        if not self.needs_pass(shape, width):
+            found["batch_tokens"] = "no pass over the text is made"
+        if not shape.pooled:
+            found["allocation"] = f"topology={shape.topology}"
+        if self.map == "none":
+            found |= dict.fromkeys(("map_layers", "map_neighbors", "map_units"), "cluster.map=none")
+        return found
+
+
+# Why nobody asks what neurons are ranked by.
+NOTHING_RANKED = "no neuron is always on or dropped"
+
+
+def drops(shape: Shape, width: int) -> bool:
+    """Whether the experts of a layer have no room for all its neurons that are not always on."""
+    return shape.experts * shape.n < width - shape.always_on

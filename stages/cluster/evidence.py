@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 
 import numpy as np
+from jaxtyping import Float
+from torch import Tensor
 
 from models.config import ModelConfig
 from models.errors import ConfigError
@@ -20,7 +22,7 @@ class LayerEvidence:
     layer: int
     model: ModelConfig
     statistics: UnitStatistics  # of all layers, as the scores
-    scores: Scores
+    scores: Scores | None  # None: nothing is ranked by score
     seed: int
     pass_activity: LayerActivity | None = None
     domains: DomainStatistics | None = None  # where the scan kept them
@@ -30,6 +32,17 @@ class LayerEvidence:
         """Inputs and activations on the calibration text, for what config.py names as streamed."""
         assert self.pass_activity is not None, "no pass was made: name what asked among the streamed in config.py"
         return self.pass_activity
+
+    @property
+    def score_F(self) -> Float[Tensor, "F"]:
+        """What stage=score ranks the layer's neurons by, where config.py says that it is read."""
+        assert self.scores is not None, "the score was not asked for: see reads_score in config.py"
+        return self.scores.chosen[self.layer]
+
+    @property
+    def contribution_F(self) -> Float[Tensor, "F"]:
+        """Mean |h|·‖d‖."""
+        return self.statistics.contribution[self.layer]
 
     def draw(self, purpose: int) -> np.random.Generator:
         """Random numbers of this layer and purpose alone, from their beginning."""

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from models.errors import ConfigError
 from stages.cluster.config import ClusterConfig
+from stages.cluster.evidence import LayerEvidence
 from stages.cluster.layer import LayerPartition
 from stages.cluster.map import place_units
 from stages.cluster.views import name_views
-from stages.contracts.scores import Scores
 from stages.plots.unit_map import UnitMap, draw_unit_map
 
 MAP_NAMES = {"umap": "UMAP", "tsne": "t-SNE"}
@@ -37,7 +37,7 @@ def draw_layer(
     layer: int,
     partition: LayerPartition,
     features_FC: Float[Tensor, "F C"],
-    scores: Scores,
+    evidence: LayerEvidence,
     cluster: ClusterConfig,
     rng: np.random.Generator,
 ) -> str:
@@ -51,16 +51,17 @@ def draw_layer(
         rng=rng,
     )
     experts, size = partition.units_EN.shape
-    picture = UnitMap(
-        coordinates_U2, partition.home_F[shown], scores.s_p[layer, shown], scores.frequency[layer, shown], experts
-    )
-    name = f"unit_map_layer_{layer:03}.png"
+    # What no neuron was ranked by is not shown.
+    scores, frequency_U = evidence.scores, evidence.statistics.frequency[layer, shown]
+    name, score_F = ("contribution", evidence.contribution_F) if scores is None else (scores.method, evidence.score_F)
+    picture = UnitMap(coordinates_U2, partition.home_F[shown], score_F[shown], name, frequency_U, experts)
+    file = f"unit_map_layer_{layer:03}.png"
     units = f"{width} units" if len(shown) == width else f"{len(shown)} of {width} units"
     copies = ", coloured by first home" if experts * size > len(partition.roles.routed_U) else ""
     draw_unit_map(
         picture,
-        folder / name,
+        folder / file,
         title=f"Layer {layer}: {units}, {experts} experts of {size}{copies} "
         f"({MAP_NAMES[cluster.map]} of {name_views(cluster)})",
     )
-    return name
+    return file

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from models.shape import Shape
-from stages.cluster.config import ClusterConfig
+from stages.cluster.config import NOTHING_RANKED, ClusterConfig, drops
 from stages.cluster.evidence import CONTROL, LayerEvidence
 from stages.cluster.layer import LayerPartition
 from stages.cluster.objective import Objective, measure_objective
@@ -32,7 +32,7 @@ def measure_layer(
 ) -> LayerFigures:
     """What the table says about one layer; `features_FC` are those that the method compared, if it did."""
     roles, statistics, layer = partition.roles, evidence.statistics, evidence.layer
-    contribution_F, experts = evidence.scores.contribution[layer], len(partition.units_EN)
+    contribution_F, experts = evidence.contribution_F, len(partition.units_EN)
     objective = None
     if features_FC is not None and experts:
         compared_UC = features_FC[roles.routed_U]
@@ -65,7 +65,7 @@ COLUMNS = [
 def tabulate_layers(
     figures: Sequence[LayerFigures],
     cluster: ClusterConfig,
-    score: str,
+    description: str,
     pictures: Sequence[str],
     shapes: Sequence[Shape] = (),
 ) -> Table:
@@ -85,7 +85,7 @@ def tabulate_layers(
         for layer, figure in enumerate(figures)
     ]
     notes = [
-        describe(cluster, score),
+        description,
         "fire together: chance that two units are both active on a token; shares are of the layer's mean |h|·‖d‖",
     ]
     if any(figure.objective for figure in figures):
@@ -103,10 +103,31 @@ def tabulate_layers(
     return Table("cluster", COLUMNS, rows, notes)
 
 
-def describe(cluster: ClusterConfig, score: str) -> str:
-    """How the units were grouped, in a sentence."""
+def describe(cluster: ClusterConfig, shape: Shape, width: int, score: str | None) -> str:
+    """What grouped the neurons, and what chose those that are always on, dropped or dealt out, in a sentence.
+
+    Args:
+        cluster: how it was done.
+        shape: of the carve.
+        width: F.
+        score: the score in words; None where it decided nothing.
+    """
     how = f" on {' and '.join(cluster.views)}" if cluster.method == "balanced_kmeans" else ""
-    return f"experts by {cluster.method}{how}; always-on units by {cluster.always_on_by}; units ranked by {score}"
+    said = [f"experts by {cluster.method}{how}"]
+    ranking = "alignment" if cluster.aligns(shape, width) else score
+    if shape.pooled:
+        said += [f"neurons of the pool by {score}"]
+        said += [f"always-on neurons by {ranking}"] if shape.always_on else []
+    elif cluster.ranks(shape, width):
+        roles = {
+            "always-on": shape.always_on > 0,
+            "dropped": drops(shape, width),
+            "dealt-out": cluster.method == "rank",
+        }
+        said += [f"{' and '.join(role for role, taken in roles.items() if taken)} neurons by {ranking}"]
+    else:
+        said += [NOTHING_RANKED]
+    return "; ".join(said)
 
 
 def _show_objective(objective: Objective | None) -> list[str]:

@@ -42,13 +42,17 @@ def run(
     seed: int,
 ) -> Table:
     """Group the units of every layer into experts; no layer's draws depend on another layer."""
-    statistics, scores = UnitStatistics.load(job.parents["scan"]), Scores.load(job.parents["score"])
-    domains = load_domains(job.parents["scan"])
-    layers, width = scores.chosen.shape
+    statistics, domains = UnitStatistics.load(job.parents["scan"]), load_domains(job.parents["scan"])
+    layers, width = statistics.sum_abs.shape
+    scores = Scores.load(job.parents["score"]) if cluster.reads_score(shape, width) else None
     drawn = layers_to_draw(cluster, layers)
-    shapes = layer_shapes(shape, cluster.allocation, scores) if shape.pooled else [shape] * layers
+    shapes = [shape] * layers
+    if shape.pooled:
+        assert scores is not None, "a pool reads the score, see config.py"
+        shapes = layer_shapes(shape, cluster.allocation, scores, statistics)
     partitions, figures, pictures = [], [], []
-    with open_pass(model, data, vocabulary, cluster, layers) as activities:
+    batch_tokens = cluster.batch_tokens if cluster.needs_pass(shape, width) else None
+    with open_pass(model, data, vocabulary, batch_tokens, layers) as activities:
         for layer, activity in enumerate(tqdm(activities, total=layers, desc="cluster", unit="layer")):
             evidence = LayerEvidence(layer, model, statistics, scores, seed, activity, domains)
             features = lru_cache(maxsize=1)(partial(view_units, cluster, evidence))
@@ -70,10 +74,11 @@ def run(
             figures.append(measure_layer(partition, evidence, features() if cluster.groups_by_features else None))
             if layer in drawn and shapes[layer].experts:
                 rng = evidence.draw(LAYOUT)
-                pictures.append(draw_layer(job.out, layer, partition, features(), scores, cluster, rng))
+                pictures.append(draw_layer(job.out, layer, partition, features(), evidence, cluster, rng))
     release_freed_memory()
-    save_partition(job.out, partitions, shape, width, describe(cluster, scores.method))
-    return tabulate_layers(figures, cluster, scores.method, pictures, shapes if shape.pooled else ())
+    description = describe(cluster, shape, width, scores.description if scores else None)
+    save_partition(job.out, partitions, shape, width, description)
+    return tabulate_layers(figures, cluster, description, pictures, shapes if shape.pooled else ())
 
 
 def save_partition(
@@ -96,11 +101,11 @@ def load_domains(folder: Path) -> DomainStatistics | None:
 
 @contextmanager
 def open_pass(
-    model: ModelConfig, data: DataConfig, vocabulary: VocabularyConfig, cluster: ClusterConfig, layers: int
+    model: ModelConfig, data: DataConfig, vocabulary: VocabularyConfig, batch_tokens: int | None, layers: int
 ) -> Iterator[Iterable[LayerActivity | None]]:
     """The activity of every layer in order, or None for each where no setting asks for a pass."""
-    if not cluster.needs_pass:
+    if batch_tokens is None:
         yield repeat(None, layers)
         return
-    with open_activities(model, data, vocabulary, cluster.batch_tokens) as activities:
+    with open_activities(model, data, vocabulary, batch_tokens) as activities:
         yield activities

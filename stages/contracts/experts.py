@@ -1,7 +1,7 @@
 """extract → assemble, project: the units of every expert, cut out of the dense FFNs, one file a layer.
 
 ``layer-00000.safetensors`` holds ``experts.{e}.{gate,up,down}_proj.weight`` shaped like any gated FFN, the same under
-``always_on``, and where each came from: ``….units`` (indices in the dense FFN) and ``….scores``.
+``always_on``, and where each came from: ``….units``, indices in the dense FFN.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -21,7 +21,7 @@ from models.errors import CheckpointError, ContractError
 from models.experts import LayerExperts, TinyONNExpert
 from stages.contracts.tag import pack_tag, unpack_tag
 
-VERSION = 1
+VERSION = 2
 
 _REMEDY = "stage=extract fresh=true"
 _GATE, _UP, _DOWN = "gate_proj.weight", "up_proj.weight", "down_proj.weight"
@@ -29,12 +29,10 @@ _GATE, _UP, _DOWN = "gate_proj.weight", "up_proj.weight", "down_proj.weight"
 
 @dataclass(frozen=True)
 class Provenance:
-    """Which unit of the dense FFN each neuron is, and its score."""
+    """Which neuron of the dense FFN each one is."""
 
     units_EN: Int[Tensor, "E N"]
-    scores_EN: Float[Tensor, "E N"]
     always_on_S: Int[Tensor, "S"]
-    always_on_scores_S: Float[Tensor, "S"]
 
 
 def layer_file(folder: Path, layer: int) -> Path:
@@ -46,7 +44,6 @@ def save_layer(folder: Path, layer: int, experts: LayerExperts, provenance: Prov
     """Write one layer; returns its bytes."""
     tensors = _weights(experts)
     tensors |= _named("units", provenance.units_EN, provenance.always_on_S)
-    tensors |= _named("scores", provenance.scores_EN, provenance.always_on_scores_S)
     metadata = pack_tag(version=VERSION, experts=len(experts.gate_END), hidden_act=hidden_act)
     path = layer_file(folder, layer)
     save_file(tensors, path, metadata=metadata)
@@ -92,9 +89,7 @@ def load_layer(folder: Path, layer: int) -> LayerExperts:
 def load_provenance(folder: Path, layer: int) -> Provenance:
     """Where the neurons of one layer came from. Raises ContractError."""
     with _opened(folder, layer) as (reader, tag):
-        stacks = (_stack(reader, tag["experts"], name) for name in ("units", "scores"))
-        always_on = (reader.tensor(f"always_on.{name}") for name in ("units", "scores"))
-        return Provenance(*stacks, *always_on)
+        return Provenance(_stack(reader, tag["experts"], "units"), reader.tensor("always_on.units"))
 
 
 def load_expert(folder: Path, layer: int, expert: int) -> TinyONNExpert:

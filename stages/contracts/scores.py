@@ -1,4 +1,4 @@
-"""score → cluster, extract: how much each unit matters."""
+"""score → cluster: how much each neuron matters."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,22 +13,12 @@ from stages.contracts.tensor_file import load_contract, save_contract
 class Scores:
     """(L, F) float32 scores; higher is more important, comparable within a layer only."""
 
-    VERSION: ClassVar[int] = 1
+    VERSION: ClassVar[int] = 2
     FILE: ClassVar[str] = "scores.safetensors"
 
-    method: str  # which of the fields below later stages rank by
-    s_p: Tensor
-    taylor: Tensor
-    wanda: Tensor
-    frequency: Tensor
-    contribution: Tensor
-    random: Tensor
-
-    @property
-    def chosen(self) -> Tensor:
-        """The (L, F) score named by `method`."""
-        chosen: Tensor = getattr(self, self.method)
-        return chosen
+    method: str  # the measure
+    description: str  # the same in words, with what it lacks
+    chosen: Tensor
 
     def save(self, folder: Path) -> None:
         """Write `folder/scores.safetensors`."""

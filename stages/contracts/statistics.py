@@ -42,6 +42,16 @@ class UnitStatistics:
     active_bits: Tensor  # (L, F, ceil(R / 8)) uint8
     reservoir_tokens: int
 
+    @property
+    def contribution(self) -> Tensor:
+        """(L, F) fp32 mean |h_j|·‖d_j‖: how long a vector the neuron adds to the residual stream."""
+        return (self.sum_abs / self.tokens * self.weight_norm_down).float()
+
+    @property
+    def frequency(self) -> Tensor:
+        """(L, F) fp32 share of tokens where the neuron is among the most active."""
+        return (self.active_count / self.tokens).float()
+
     def save(self, folder: Path) -> None:
         """Write `folder/statistics.safetensors`."""
         save_contract(self, folder / self.FILE, version=self.VERSION)

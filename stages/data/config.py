@@ -2,6 +2,15 @@
 
 from dataclasses import dataclass, field, replace
 
+# Settings of one source that mean nothing to another.
+FOREIGN_FIELDS = {
+    "python_stdlib": ("path", "heldout_path", "name", "subset", "revision", "heldout_split"),
+    "text": ("name", "subset", "revision", "heldout_split"),
+    "hub": ("path", "heldout_path"),
+}
+# Settings that mean something to data.labels=generated alone.
+GENERATION_FIELDS = ("max_new_tokens", "temperature", "prompt_tokens")
+
 
 @dataclass
 class DataConfig:
@@ -57,6 +66,13 @@ class DataConfig:
     heldout_tokens: int = 32768
     # Share of the documents (python_stdlib: of the modules) that is held out where no held-out text is named.
     heldout_share: float = 0.1
+
+    def unread(self, *, domains: bool) -> dict[str, str]:
+        """Settings that nothing reads, and why; `domains`: whether the scan tells text domains apart."""
+        found = dict.fromkeys(FOREIGN_FIELDS.get(self.kind, ()), f"data.kind={self.kind}")
+        if self.labels != "generated":
+            found |= dict.fromkeys(GENERATION_FIELDS, f"data.labels={self.labels}")
+        return found if domains else found | {"domain_field": "scan.domains=false"}
 
 
 def calibration_only(data: DataConfig) -> DataConfig:

@@ -1,16 +1,12 @@
 """Checks the settings against each other, without touching the text."""
 
-import logging
 import math
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from models.errors import ConfigError, UserError
 from stages.data.config import DataConfig
-
-logger = logging.getLogger(__name__)
 
 CHOICES = {
     "kind": ("python_stdlib", "text", "hub"),
@@ -18,22 +14,11 @@ CHOICES = {
     "labels": ("full_sequence", "completion", "generated"),
     "separator": ("eos", "blank_line"),
 }
-# Settings of one source that mean nothing to another.
-FOREIGN_FIELDS = {
-    "python_stdlib": ("path", "heldout_path", "name", "subset", "revision", "heldout_split"),
-    "text": ("name", "subset", "revision", "heldout_split"),
-    "hub": ("path", "heldout_path"),
-}
-# Settings that mean something to data.labels=generated alone.
-GENERATION_FIELDS = ("max_new_tokens", "temperature", "prompt_tokens")
 HOLD_OUT = "another one, or null: data.heldout_share of the documents is then held out"
 
 
 def check_settings(data: DataConfig) -> list[UserError]:
-    """Every setting that has no meaning, alone or beside the others. One that is ignored is a warning in the log."""
-    for field in FOREIGN_FIELDS.get(data.kind, ()):
-        if getattr(data, field) is not None:
-            logger.warning("data.%s=%s is ignored: data.kind=%s", field, getattr(data, field), data.kind)
+    """Every setting that has no meaning, alone or beside the others."""
     return [*_check_choices(data), *_check_numbers(data), *_check_generation(data), *_check_source(data)]
 
 
@@ -94,10 +79,6 @@ def _check_numbers(data: DataConfig) -> list[UserError]:
 
 def _check_generation(data: DataConfig) -> list[UserError]:
     if data.labels != "generated":
-        defaults = {spec.name: spec.default for spec in fields(data)}
-        for field in GENERATION_FIELDS:
-            if (value := getattr(data, field)) != defaults[field]:
-                logger.warning("data.%s=%s is ignored: data.labels=%s", field, value, data.labels)
         return []
     errors: list[UserError] = []
     if not math.isfinite(data.temperature):

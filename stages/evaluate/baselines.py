@@ -46,8 +46,8 @@ class Baseline:
 def choice_of(method: str, facts: LayerFacts) -> Choice:
     """The experts that the baseline `method` sends a token to, without its `_aligned`.
 
-    unaligned: the carve's own router on plain slices. random_router: seeded normal rows. oracle: the experts of largest
-    output norm, seen before choosing: no router can know this.
+    unaligned: the carve's own router on plain slices. random_router: seeded normal rows. oracle: the output oracle,
+    which chooses the experts of largest output norm, seen before choosing: no router can know this.
     """
     top_k = facts.shape.top_k
     match method:

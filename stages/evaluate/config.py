@@ -23,8 +23,9 @@ class EvaluateConfig:
     # Whose checkpoint is looked at: project, or train, which is then run first.
     checkpoint: str = field(default="project", metadata={"choices": ("project", "train")})
     # Compared in addition to the dense model and the carved one: unaligned (the carve before projection), static_mask,
-    # static_mask_aligned, random_router, oracle. Each that is aligned takes about as long as all others together, so
-    # these are left to be asked for: oracle_aligned, best_mask_aligned, random_router_aligned.
+    # static_mask_aligned, random_router, oracle (the output oracle: the experts of largest output norm). Each that is
+    # aligned takes about as long as all others together, so these are left to be asked for: oracle_aligned,
+    # best_mask_aligned, random_router_aligned.
     baselines: list[str] = field(
         default_factory=lambda: [
             "unaligned",

@@ -18,7 +18,7 @@ class LayerFidelity:
 
     top_k: int
     load_E: Tensor
-    grams_ENN: Tensor | None  # None: of a global pool, whose oracle looks at what each expert takes off the error
+    grams_ENN: Tensor | None  # None: of a global pool, which has the error oracle instead
     missed: float = 0.0
     wanted: float = 0.0
     agreed: int = 0
@@ -37,7 +37,7 @@ class LayerFidelity:
         output_BTD: Float[Tensor, "B T D"],
         mask_BT: Bool[Tensor, "B T"],
     ) -> None:
-        """Compare one batch with the dense FFN and with the output oracle.
+        """Compare one batch with the dense FFN and with the output oracle (of a pool: the error oracle).
 
         `facts` are handed in each time: of a model larger than its device, weights are not to be kept.
         """

@@ -92,11 +92,17 @@ def notes(evaluation: Evaluation) -> list[str]:
     return [
         f"{evaluation.heldout_tokens:,} held-out tokens; {shape.active_width} of {evaluation.width} FFN units "
         f"active per token ({shape.always_on} always on + {shape.top_k} of {shape.experts} experts of {shape.n})",
-        f"mean reconstruction error of the FFN outputs {mean_error:.3f}; router agrees with the output oracle on "
+        f"mean reconstruction error of the FFN outputs {mean_error:.3f}; router agrees with the "
+        f"{oracle_name(shape)} on "
         f"{agreement:.0%} of its choices (chance {shape.top_k / shape.experts:.0%}); load max/mean "
         f"{max(layer.imbalance for layer in layers):.2f} in the worst layer",
         *([pooled] if shape.pooled else []),
     ]
+
+
+def oracle_name(shape: Shape) -> str:
+    """The oracle chooses the experts of largest output norm, or in a pool those that take most off the error."""
+    return "error oracle" if shape.pooled else "output oracle"
 
 
 def layer_table(evaluation: Evaluation) -> Table:
@@ -105,7 +111,8 @@ def layer_table(evaluation: Evaluation) -> Table:
         [index, f"{layer.error:.4f}", f"{layer.agreement:.3f}", f"{layer.imbalance:.2f}", layer.unused_experts]
         for index, layer in enumerate(evaluation.layers)
     ]
-    columns = ["layer", "reconstruction error", "agreement with the oracle", "load max/mean", "unused experts"]
+    oracle = oracle_name(evaluation.shape)
+    columns = ["layer", "reconstruction error", f"agreement with the {oracle}", "load max/mean", "unused experts"]
     return Table("layers", columns, rows)
 
 

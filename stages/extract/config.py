@@ -1,8 +1,8 @@
 """Settings of the extraction."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass
@@ -10,4 +10,4 @@ class ExtractConfig:
     """How units are copied out of the dense checkpoint. They keep its number format."""
 
     # Read every file again and compare it with the dense weights, bit for bit.
-    verify: bool = True
+    verify: bool = field(default=True, metadata={"fingerprint": False})

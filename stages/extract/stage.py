@@ -15,24 +15,21 @@ from stages.contracts.experts import Provenance, save_layer, verify_layer
 from stages.contracts.job import Job, Table
 from stages.contracts.partition import Partition
 from stages.contracts.pool_partition import PoolPartition, load_partition
-from stages.contracts.scores import Scores
 from stages.extract.config import ExtractConfig
 
 
 def run(job: Job, *, model: ModelConfig, extract: ExtractConfig, shape: Shape) -> Table:
-    """Copy the units that the partition names, with their scores, into one file a layer."""
+    """Copy the neurons that the partition names into one file a layer."""
     folder = resolve_folder(model)
     config = read_config(folder)
     partition = load_partition(job.parents["cluster"], shape)
-    scores_LF = Scores.load(job.parents["score"]).chosen
     check_partition(partition, shape, layers=config["num_hidden_layers"], width=config["intermediate_size"])
     started, size = perf_counter(), 0
     with ShardReader(folder) as reader:
         for layer in tqdm(range(partition.layers), desc="extract", unit="layer"):
             units_EN, always_on_S = partition.units_of(layer), partition.always_on[layer]
             experts = slice_experts(reader, dense_family(config), layer, units_EN, always_on_S)
-            scores_F = scores_LF[layer]
-            provenance = Provenance(units_EN, scores_F[units_EN.long()], always_on_S, scores_F[always_on_S.long()])
+            provenance = Provenance(units_EN, always_on_S)
             size += save_layer(job.out, layer, experts, provenance, config.get("hidden_act", "silu"))
             if extract.verify:
                 verify_layer(job.out, layer, experts)

@@ -17,6 +17,7 @@ from torch import Tensor
 from stages.plots.palette import COLOURS, distinct_colours
 
 ALWAYS_ON, DROPPED = -1, -2
+NAMES = {"s_p": "S_p"}
 MOST_NAMED = len(COLOURS)  # more experts than this are coloured but not listed
 
 
@@ -26,7 +27,8 @@ class UnitMap:
 
     coordinates_U2: Float[Tensor, "U 2"]
     home_U: Int[Tensor, "U"]  # an expert, ALWAYS_ON or DROPPED
-    s_p_U: Float[Tensor, "U"]
+    score_U: Float[Tensor, "U"]
+    score: str  # the measure
     frequency_U: Float[Tensor, "U"]
     experts: int
 
@@ -38,7 +40,9 @@ def draw_unit_map(units: UnitMap, path: Path, *, title: str) -> None:
     figure.suptitle(title, fontsize=16)
     by_expert, by_score, by_frequency = figure.subplots(1, 3)
     _draw_experts(by_expert, units)
-    _draw_measure(by_score, units, units.s_p_U, Normalize(*_middle(units.s_p_U)), "S_p")
+    _draw_measure(
+        by_score, units, units.score_U, Normalize(*_middle(units.score_U)), NAMES.get(units.score, units.score)
+    )
     low, high = _middle(units.frequency_U[units.frequency_U > 0])
     shown_U = units.frequency_U.clamp_min(low / 2)  # a unit that never fires has no logarithm
     _draw_measure(by_frequency, units, shown_U, LogNorm(low, high), "share of tokens the unit is active on")

@@ -2,7 +2,25 @@
 
 from dataclasses import dataclass, field
 
-VERSION = 10
+from models.shape import Shape
+from stages.routing.methods import SAMPLED_ROUTERS, TRAINED_ROUTERS, is_refitted
+
+VERSION = 11
+
+# Settings that mean something to gradient projection alone.
+GRADIENT_FIELDS = (
+    "alpha",
+    "beta",
+    "sign",
+    "epsilon",
+    "matrices",
+    "gradient_tokens",
+    "round_tokens",
+)
+# Settings of layers that each have experts of their own, and of a pool.
+LAYER_FIELDS = ("gates", "descent_steps", "descent_rate", "descent_tokens")
+POOL_FIELDS = ("pool_tokens", "pool_sweeps")
+REFIT_FIELDS = ("router_steps", "router_rate", "router_tokens")
 
 
 @dataclass
@@ -54,12 +72,46 @@ class ProjectConfig:
     descent_tokens: int = field(default=1024, metadata={"minimum": 1})
     # topology=global_pool: calibration tokens that the pool is aligned to and judged on, at most; 2·L·D numbers are
     # kept of each, and as many again while aligning.
-    pool_tokens: int = field(default=8192, metadata={"minimum": 1, "fingerprint": "unless default"})
+    pool_tokens: int = field(default=8192, metadata={"minimum": 1})
     # topology=global_pool: times that alignment goes over all experts, one at a time.
-    pool_sweeps: int = field(default=2, metadata={"minimum": 1, "fingerprint": "unless default"})
+    pool_sweeps: int = field(default=2, metadata={"minimum": 1})
     # Share of the calibration sequences held out to choose the penalty and to judge every step.
     guard_share: float = field(default=0.125, metadata={"above": 0, "maximum": 0.5})
     # Drop a step that makes validation tokens worse: of alignment layer by layer, of gradient projection as a whole.
     guard: bool = True
     # Tokens per forward batch.
     batch_tokens: int = field(default=4096, metadata={"minimum": 1})
+
+    def unread(self, shape: Shape, router: str) -> dict[str, str]:
+        """Settings that nothing reads, and why; `router` is the method that assemble fits them by."""
+        found: dict[str, str] = {}
+        if not self.gradient_projection:
+            found |= dict.fromkeys(GRADIENT_FIELDS, "project.gradient_projection=false")
+        if not self.descent_steps:
+            found |= dict.fromkeys(("descent_rate", "descent_tokens"), "project.descent_steps=0")
+        if shape.pooled:
+            found |= dict.fromkeys((*LAYER_FIELDS, "alignment_target"), "topology=global_pool")
+        else:
+            found |= dict.fromkeys(POOL_FIELDS, f"topology={shape.topology}")
+        # In the order in which stages/project/layer.py comes to ask for them.
+        if self.alignment == "none":
+            found |= dict.fromkeys(("rounds", "gates", "pool_sweeps", *REFIT_FIELDS), "project.alignment=none")
+        elif not is_refitted(router, pooled=shape.pooled):
+            found |= dict.fromkeys(("rounds", *REFIT_FIELDS), f"assemble.router={router}")
+        elif shape.top_k == shape.experts:
+            found |= dict.fromkeys(("rounds", *REFIT_FIELDS), "a token is sent to all experts")
+        elif not self.rounds:
+            found |= dict.fromkeys(REFIT_FIELDS, "project.rounds=0")
+        else:
+            found |= self._unread_of_refit(router, pooled=shape.pooled)
+        return found
+
+    def _unread_of_refit(self, router: str, *, pooled: bool) -> dict[str, str]:
+        found: dict[str, str] = {}
+        if router not in TRAINED_ROUTERS:
+            found |= dict.fromkeys(("router_steps", "router_rate"), f"assemble.router={router}")
+        elif not self.router_steps:
+            found["router_rate"] = "project.router_steps=0"
+        if router not in SAMPLED_ROUTERS:
+            found["router_tokens"] = f"assemble.router={router}"
+        return found

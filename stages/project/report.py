@@ -16,6 +16,7 @@ def summarise(
     shape: Shape,
     width: int,
     tokens: int,
+    asked: int,
 ) -> Table:
     """One row per layer: relative error of the FFN's output on held-out calibration tokens after each step."""
     rows = [
@@ -37,22 +38,32 @@ def summarise(
         "router rounds",
         "error at the end of alignment",
     ]
-    notes = [describe(outcomes, project, gradients), *alignment_needs(project, shape, width, tokens)]
+    notes = [describe(outcomes, project, gradients), *alignment_needs(project, shape, width, tokens, asked)]
     return Table("project", columns, rows, notes)
 
 
-def alignment_needs(project: ProjectConfig, shape: Shape, width: int, tokens: int) -> list[str]:
+def alignment_needs(project: ProjectConfig, shape: Shape, width: int, tokens: int, asked: int) -> list[str]:
     """What the alignment would want of calibration text, where there is less.
 
-    A routed unit is seen on the share K/E of the tokens, and its column wants as many of them as there are columns.
+    A routed neuron is seen on the share K/E of the tokens, and its column wants as many of them as there are columns.
+
+    Args:
+        project: settings of the stage.
+        shape: of the carve.
+        width: F.
+        tokens: that the calibration text has ...
+        asked: ... and `data.tokens`, which it may fall short of: then a longer text is needed, too.
     """
     columns = min(width, shape.always_on + shape.experts * shape.n)
     wanted = round(columns / (1 - project.guard_share) * max(1.0, shape.experts / shape.top_k))
     if project.alignment == "none" or tokens >= wanted:
         return []
+    # The last sequence is cut to fit, and left out where one token is left of it.
+    advice = f"data.tokens={-(-(wanted + 1) // 1000) * 1000}"
+    short = f"; the text ends after {tokens:,} tokens, so a longer one is needed, too" if tokens + 1 < asked else ""
     return [
         f"{tokens:,} calibration tokens for {columns:,} columns a layer, routed to {shape.top_k} of {shape.experts} "
-        f"experts: the alignment leans on its penalty; {wanted:,} would determine it (data.tokens={wanted})"
+        f"experts: the alignment leans on its penalty; {wanted:,} would determine it ({advice}{short})"
     ]
 
 

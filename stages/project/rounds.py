@@ -13,8 +13,9 @@ from stages.calibration.gate_scale import at_usual_gates, column_scale, scale_co
 from stages.calibration.guard import split_guard
 from stages.project.config import ProjectConfig
 from stages.project.layer_carve import Guarded, LayerCarve
-from stages.routing.fit import IMITATING_METHODS, RouterSettings, refit_router
+from stages.routing.fit import RouterSettings, refit_router
 from stages.routing.measure import load_balance, set_spread
+from stages.routing.methods import IMITATING_ROUTERS
 from stages.routing.task import RouterTask, watch_contributions
 
 GATE_SPREADS = (0.1, 0.3, 1.0)  # standard deviations of the logits that are tried for fitted gates
@@ -34,7 +35,7 @@ def alternate(
     """
     if carve.shape.top_k == carve.shape.experts:
         return state, 0
-    imitates = settings.rounds > 0 and carve.refit.method in IMITATING_METHODS
+    imitates = settings.rounds > 0 and carve.refit.method in IMITATING_ROUTERS
     contributions = watch_contributions(carve.ffn, carve.units_EN, inputs) if imitates else []
     for kept in range(settings.rounds):
         usual = at_usual_gates(state.loop, inputs)

@@ -81,7 +81,7 @@ def run(
     emit_carve(folder, checkpoint, shape, routers, lambda layer: find_done(final, layer).experts)
     write_carve_card(checkpoint, model, shape, partition, routers, describe(outcomes, project, gradients))
     tokens = sum(batch.tokens for batch in text)
-    return summarise(outcomes, project, gradients, shape, partition.width, tokens)
+    return summarise(outcomes, project, gradients, shape, partition.width, tokens, data.tokens)
 
 
 def project_end_to_end(

@@ -11,14 +11,13 @@ from stages.calibration.guard import split_guard
 from stages.calibration.spread import spread_evenly
 from stages.routing.descent import DescentSettings, Sample, descend
 from stages.routing.expert_outputs import join, output_error
+from stages.routing.methods import is_refitted
 from stages.routing.objectives import Imitation, Objective, OutputError
 from stages.routing.plain import average_gate_rows, draw_random, fit_centroid, take_representatives
 from stages.routing.residual import regress_residual_norms
 from stages.routing.ridge import fit_ridge, regress_contributions, regress_log_norms
 from stages.routing.task import RouterTask
 
-IMITATING_METHODS = frozenset({"centroid", "ridge", "logistic"})  # look at what every expert contributes
-REFITTED_METHODS = frozenset({"error", "residual_ridge", "log_ridge", "ridge", "logistic"})
 PENALTY_FACTORS = (0.1, 1.0, 10.0)  # of the ridge penalty, tried where routers are judged before they are trained
 
 
@@ -72,7 +71,7 @@ def fit_pool_router(task: RouterTask, settings: RouterSettings, others: Sequence
 
     Args:
         task: of one layer.
-        settings: of the router; the method is one of `POOL_ROUTERS` in stages/assemble/config.py.
+        settings: of the router; the method is one of `POOL_ROUTERS`.
         others: routers that error may start from, too.
     """
     if settings.method != "error":
@@ -85,12 +84,12 @@ def fit_pool_router(task: RouterTask, settings: RouterSettings, others: Sequence
 
 def refit_router(task: RouterTask, settings: RouterSettings) -> LinearRouter | None:
     """The router of the same method for experts or inputs that have changed; None for methods that fit nothing."""
-    return fit_router(task, settings) if settings.method in REFITTED_METHODS else None
+    return fit_router(task, settings) if is_refitted(settings.method, pooled=False) else None
 
 
 def refit_pool_router(task: RouterTask, settings: RouterSettings) -> LinearRouter | None:
     """The same over a pool whose experts have changed; None for methods that fit nothing."""
-    if settings.method == "random":
+    if not is_refitted(settings.method, pooled=True):
         return None
     return fit_pool_router(task, settings, others=[task.loop.router])
 

@@ -36,7 +36,10 @@ def load_balance(router: LinearRouter, inputs: Sequence[Tensor], top_k: int) -> 
 
 
 def oracle_agreement(router: LinearRouter, task: RouterTask) -> float:
-    """Mean share of the K experts of largest contribution that the router also chooses."""
+    """Agreement with the contribution oracle: mean share of its K experts that the router also chooses.
+
+    In a pool, contribution is what an expert takes off the error: the error oracle.
+    """
     agreed, total = 0, 0
     for index, x_TD in enumerate(task.inputs):
         chosen_TE = chosen_mask(router.choose(x_TD, task.top_k), router.experts)

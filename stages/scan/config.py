@@ -43,6 +43,18 @@ class ScanConfig:
     # How numbers are kept: log16 (2 bytes; models/mscan/SPECIFICATION.md states the error) or f32.
     parameter_encoding: str = field(default="log16", metadata={"choices": ("log16", "f32")})
 
+    def unread(self) -> dict[str, str]:
+        """Settings that nothing reads, and why."""
+        found: dict[str, str] = {}
+        if not (self.gradients or self.parameters):
+            found |= dict.fromkeys(("gradient_checkpointing", "norm_product"), "scan.gradients=false")
+        if self.active_threshold is not None:
+            found["active_share"] = f"scan.active_threshold={self.active_threshold:g}"
+        if not self.parameters:
+            record = ("parameter_patterns", "block_width", "per_token", "parameter_encoding")
+            found |= dict.fromkeys(record, "scan.parameters=false")
+        return found
+
     def read_batch(self, device_type: str) -> int:
         """Tokens that are read at once."""
         return self.batch_tokens or (SMALL_BATCH if device_type == "cpu" else LARGE_BATCH)

@@ -1,13 +1,13 @@
 """Settings of the score stage."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass
 class ScoreConfig:
-    """How units are ranked. All measures are always computed; `method` names the one that later stages rank by."""
+    """How neurons are ranked: by S_p, or by a plain measure to compare it with."""
 
     # s_p, taylor, wanda, frequency, contribution or random.
     method: str = field(
@@ -25,3 +25,15 @@ class ScoreConfig:
     gradient_weight: float = field(default=0.5, metadata={"minimum": 0})
     # Weight f of high frequency, the share of tokens where the unit is among the most active.
     frequency_weight: float = field(default=0.5, metadata={"minimum": 0})
+
+    @property
+    def needs_gradients(self) -> bool:
+        """Whether nothing is left of the score after a forward-only scan."""
+        alone = self.method == "s_p" and not (self.activation_weight or self.frequency_weight)
+        return self.method == "taylor" or alone
+
+    def unread(self) -> dict[str, str]:
+        """Settings that nothing reads, and why."""
+        if self.method == "s_p":
+            return {}
+        return {spec.name: f"score.method={self.method}" for spec in fields(self) if spec.name != "method"}

@@ -1,6 +1,9 @@
-"""score: read unit statistics, write S_p and the measures beside it."""
+"""score: read neuron statistics, write the measure that neurons are ranked by."""
+
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from models.errors import ConfigError
 from stages.contracts.job import Job, Table
@@ -11,13 +14,15 @@ from stages.score.controls import score_contribution, score_frequency, score_ran
 from stages.score.summary import rank_correlation
 from stages.score.synergy import SynergyWeights, score_synergy
 
+WITHOUT_GRADIENT = "s_p without its gradient term (the scan was forward-only)"
+
 
 def run(job: Job, *, score: ScoreConfig, seed: int) -> Table:
-    """Score every unit of every layer by every measure."""
+    """Score every neuron of every layer."""
     statistics = UnitStatistics.load(job.parents["scan"])
-    if score.method == "taylor" and not statistics.samples_with_gradient:
+    if score.needs_gradients and not statistics.samples_with_gradient:
         raise ConfigError(
-            "score.method=taylor needs gradients; the scan was forward-only",
+            f"score.method={score.method} needs gradients; the scan was forward-only",
             where="stage=score",
             do="scan=default, or score=contribution",
         )
@@ -27,48 +32,70 @@ def run(job: Job, *, score: ScoreConfig, seed: int) -> Table:
 
 
 def score_units(statistics: UnitStatistics, score: ScoreConfig, seed: int) -> Scores:
-    """All measures; `score.method` is the one that later stages rank by."""
+    """The score that `score.method` names."""
+    return Scores(score.method, describe(score, statistics), MEASURES[score.method](statistics, score, seed))
+
+
+def measure_synergy(statistics: UnitStatistics, score: ScoreConfig, _seed: int) -> Tensor:
+    """S_p."""
     tokens, samples = statistics.tokens, max(1, statistics.samples_with_gradient)
-    frequency_LF = score_frequency(statistics.active_count, tokens)
-    s_p_LF = score_synergy(
+    return score_synergy(
         statistics.sum_abs / tokens,
         [norms / samples for norms in (statistics.grad_norm_gate, statistics.grad_norm_up, statistics.grad_norm_down)],
-        frequency_LF,
+        score_frequency(statistics.active_count, tokens),
         weights=SynergyWeights(score.activation_weight, score.gradient_weight, score.frequency_weight),
         form=score.form,  # type: ignore[arg-type] # checked against the choices beside the field
         normalisation=score.normalisation,  # type: ignore[arg-type]
     )
-    return Scores(
-        method=score.method,
-        s_p=s_p_LF,
-        taylor=score_taylor(statistics.sum_taylor, tokens),
-        wanda=score_wanda(statistics.sum_sq, statistics.weight_norm_down, tokens),
-        frequency=frequency_LF,
-        contribution=score_contribution(statistics.sum_abs, statistics.weight_norm_down, tokens),
-        random=score_random(len(s_p_LF), s_p_LF.shape[1], seed),
-    )
+
+
+def measure_contribution(statistics: UnitStatistics, _score: ScoreConfig, _seed: int) -> Tensor:
+    """Mean |h|·‖d‖."""
+    return score_contribution(statistics.sum_abs, statistics.weight_norm_down, statistics.tokens)
+
+
+def measure_taylor(statistics: UnitStatistics, _score: ScoreConfig, _seed: int) -> Tensor:
+    """Mean |h·∂loss/∂h|."""
+    return score_taylor(statistics.sum_taylor, statistics.tokens)
+
+
+# (L, F) fp32 by the name of the method.
+MEASURES: dict[str, Callable[[UnitStatistics, ScoreConfig, int], Tensor]] = {
+    "s_p": measure_synergy,
+    "taylor": measure_taylor,
+    "wanda": lambda statistics, *_: score_wanda(statistics.sum_sq, statistics.weight_norm_down, statistics.tokens),
+    "frequency": lambda statistics, *_: score_frequency(statistics.active_count, statistics.tokens),
+    "contribution": measure_contribution,
+    "random": lambda statistics, _, seed: score_random(len(statistics.sum_abs), statistics.sum_abs.shape[1], seed),
+}
+
+
+def describe(score: ScoreConfig, statistics: UnitStatistics) -> str:
+    """The score in words, with what it lacks."""
+    lacks = score.method == "s_p" and score.gradient_weight > 0 and not statistics.samples_with_gradient
+    return WITHOUT_GRADIENT if lacks else score.method
 
 
 def summarise(scores: Scores, statistics: UnitStatistics) -> Table:
-    """One row per layer: how S_p spreads, and how far it agrees with the plain measures."""
-    spread_L3 = scores.s_p.quantile(torch.tensor([0.05, 0.5, 0.95]), dim=1).T
+    """One row per layer: how the score spreads, and how far it agrees with contribution and Taylor."""
+    spread_L3 = scores.chosen.quantile(torch.tensor([0.05, 0.5, 0.95]), dim=1).T
     silent_L = (statistics.active_count == 0).float().mean(1)
-    with_contribution = rank_correlation(scores.s_p, scores.contribution)
-    with_taylor = rank_correlation(scores.s_p, scores.taylor)
+    with_contribution = rank_correlation(scores.chosen, measure_contribution(statistics, ScoreConfig(), 0))
+    with_taylor = rank_correlation(scores.chosen, measure_taylor(statistics, ScoreConfig(), 0))
     rows = [
         [
             layer,
-            *(f"{value:.2f}" for value in spread_L3[layer]),
+            *(f"{value:.3g}" for value in spread_L3[layer]),
             f"{silent_L[layer]:.1%}",
             shown(with_contribution[layer]),
             shown(with_taylor[layer]),
         ]
-        for layer in range(len(scores.s_p))
+        for layer in range(len(scores.chosen))
     ]
-    columns = ["layer", "S_p 5 %", "median", "95 %", "units never active", "ρ contribution", "ρ taylor"]
-    notes = [f"later stages rank by {scores.method}; ρ is the rank correlation of S_p with the measure"]
+    columns = ["layer", f"{scores.method} 5 %", "median", "95 %", "units never active", "ρ contribution", "ρ taylor"]
+    notes = [f"scored by {scores.description}; ρ is the rank correlation of this score with the measure"]
     if not statistics.samples_with_gradient:
-        notes.append("the scan was forward-only: S_p has no gradient term, taylor is 0 throughout")
+        notes.append("the scan was forward-only: taylor is 0 throughout")
     return Table("score", columns, rows, notes)
 
 

@@ -16,3 +16,7 @@ class StoreConfig:
     url: str | None = field(default=None, metadata={"fingerprint": False})
     # kind=redis: what every key begins with; null stands for tiny_onn:<model label>:<fingerprint>:
     namespace: str | None = field(default=None, metadata={"fingerprint": False})
+
+    def unread(self) -> dict[str, str]:
+        """Settings that nothing reads, and why."""
+        return {} if self.kind == "redis" else dict.fromkeys(("url", "namespace"), f"store.kind={self.kind}")

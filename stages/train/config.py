@@ -81,3 +81,8 @@ class TrainConfig:
     heldout_sequences: int = field(default=64, metadata={"minimum": 1, "fingerprint": False})
     # TensorBoard events beside metrics.jsonl (pip install tensorboard).
     tensorboard: bool = field(default=True, metadata={"fingerprint": False})
+
+    def unread(self) -> dict[str, str]:
+        """Settings that nothing reads, and why."""
+        found = {} if self.fsdp else {"fsdp_config": "train.fsdp=false"}
+        return found if self.logits else found | {"temperature": "train.logits=0"}

@@ -27,8 +27,7 @@ def random_layer(always_on: int = S) -> tuple[LayerExperts, Provenance]:
     generator = torch.Generator().manual_seed(1)
     sizes = ((E, N, D), (E, N, D), (E, D, N), (always_on, D), (always_on, D), (D, always_on))
     order = torch.randperm(E * N + always_on, generator=generator).int()
-    scores = torch.rand(E * N + always_on, generator=generator)
-    provenance = Provenance(order[: E * N].view(E, N), scores[: E * N].view(E, N), order[E * N :], scores[E * N :])
+    provenance = Provenance(order[: E * N].view(E, N), order[E * N :])
     return LayerExperts(*(torch.randn(size, generator=generator).bfloat16() for size in sizes)), provenance
 
 
@@ -41,8 +40,7 @@ def folder(tmp_path: Path) -> Path:
 def test_a_layer_that_gives_no_expert_to_a_pool(tmp_path: Path) -> None:
     experts, provenance = random_layer()
     none = {name: getattr(experts, name)[:0] for name in ("gate_END", "up_END", "down_EDN")}
-    origin = {name: getattr(provenance, name)[:0] for name in ("units_EN", "scores_EN")}
-    save_layer(tmp_path, 0, replace(experts, **none), replace(provenance, **origin), "silu")
+    save_layer(tmp_path, 0, replace(experts, **none), replace(provenance, units_EN=provenance.units_EN[:0]), "silu")
     read = load_layer(tmp_path, 0)
     assert torch.equal(read.shared_down_DS, experts.shared_down_DS)
     assert (read.gate_END.shape, read.up_END.shape, read.down_EDN.shape) == ((0, 0, D), (0, 0, D), (0, D, 0))
@@ -67,8 +65,8 @@ def test_names_on_disk(folder: Path) -> None:
     assert shapes["experts.1.down_proj.weight"] == (D, N)
     assert shapes["always_on.gate_proj.weight"] == (S, D)
     assert shapes["always_on.down_proj.weight"] == (D, S)
-    assert shapes["experts.0.units"] == shapes["experts.0.scores"] == (N,)
-    assert len(shapes) == (E + 1) * 5
+    assert shapes["experts.0.units"] == (N,)
+    assert len(shapes) == (E + 1) * 4
 
 
 def test_one_expert_as_a_module(folder: Path) -> None:
@@ -121,7 +119,7 @@ def test_another_version(folder: Path) -> None:
     save_file(load_file(path), path, metadata=pack_tag(version=9, experts=3, hidden_act="silu"))
     with pytest.raises(ContractError) as caught:
         load_layer(folder, 7)
-    assert str(caught.value) == f"expected experts version 1, found 9\n  where: {path}\n{REMEDY}"
+    assert str(caught.value) == f"expected experts version 2, found 9\n  where: {path}\n{REMEDY}"
 
 
 def test_verification_sees_one_bit(folder: Path) -> None:

@@ -121,7 +121,7 @@ def test_replicated_units_stay_raw_slices(carves):
 def test_dropped_units_are_those_of_lowest_score(carves):
     carve = carves["llama-dropped"]
     units_LEN = load_file(carve.stage("cluster") / "partition.safetensors")["units"]
-    scores_LF = load_file(carve.stage("score") / "scores.safetensors")["s_p"]
+    scores_LF = load_file(carve.stage("score") / "scores.safetensors")["chosen"]
     for units_EN, scores_F in zip(units_LEN, scores_LF, strict=True):
         kept = torch.zeros(40, dtype=torch.bool).index_fill_(0, units_EN.flatten().long(), value=True)
         assert kept.sum() == 32

@@ -5,14 +5,15 @@ from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
+import torch
 import yaml
-from safetensors.numpy import save_file
 
 from pipeline.artifact import Manifest
 from pipeline.layout import artifact_folder
 from pipeline.report.run_record import RunRecord
-from pipeline.stages_table import PROJECTED, TRAINED, asked_stages, with_ancestors
+from pipeline.stages_table import PROJECTED, TRAINED, Uses, with_ancestors
 from stages.contracts.job import Table
+from stages.contracts.scores import Scores
 
 LAYERS, WIDTH = 3, 40
 GAPS = {"dense": 0.0, "carved": 0.05, "static_mask": 0.2, "static_mask_aligned": 0.1, "oracle_aligned": 0.04}
@@ -56,7 +57,7 @@ class Outputs:
             "seed": seed,
         }
         fingerprints, folder, evaluated = {}, Path(), TRAINED if trained else PROJECTED
-        for stage in with_ancestors(asked_stages("evaluate", evaluated)):
+        for stage in with_ancestors("evaluate", Uses(evaluated)):
             name = stage.name
             recipe = {
                 "stage": name,
@@ -76,7 +77,8 @@ class Outputs:
         """Write what the report reads of a stage; returns the names."""
         rng = np.random.default_rng(0)
         if name == "score":
-            save_file({"s_p": rng.normal(size=(LAYERS, WIDTH)).astype(np.float32)}, folder / "scores.safetensors")
+            chosen_LF = torch.from_numpy(rng.normal(size=(LAYERS, WIDTH)).astype(np.float32))
+            Scores("s_p", "s_p", chosen_LF).save(folder)
             return ["scores.safetensors"]
         if name == "cluster":
             (folder / "unit_map_layer_002.png").write_bytes(PIXEL)

@@ -1,10 +1,15 @@
 """Settings that contradict each other, the source model, or the way the command was started."""
 
+from dataclasses import fields
+
 import pytest
 
+from models.shape import Shape
 from pipeline.composition import compose
-from pipeline.schema import register_schema
+from pipeline.schema import Settings, register_schema
+from pipeline.unread import find_unread
 from pipeline.validation import find_errors
+from stages.routing.methods import ROUTERS
 
 
 @pytest.fixture
@@ -48,6 +53,66 @@ def test_taylor_scores_need_a_scan_with_gradients(texts, stage):
     assert texts(f"stage={stage}", "score=taylor", "scan=forward_only") == [TAYLOR]
     assert texts(f"stage={stage}", "score=taylor") == []
     assert texts(f"stage={stage}", "scan=forward_only") == []
+
+
+@pytest.mark.parametrize("form", ["weighted", "product", "inverse_gradient"])
+def test_a_score_of_nothing_is_refused(texts, form):
+    nothing = [f"score.{term}_weight=0" for term in ("activation", "frequency", "gradient")]
+    assert texts(*nothing, f"score.form={form}") == [
+        "score.method=s_p ranks by nothing: the weights of all three terms are 0\n"
+        "  where: settings score.activation_weight, score.gradient_weight and score.frequency_weight\n"
+        "  do:    score.activation_weight=1"
+    ]
+    assert texts(*nothing, "score=wanda") == texts(*nothing, "stage=scan") == []
+    assert texts(*nothing[:2], "score.gradient_weight=1") == []
+    assert texts(*nothing[:2], "score.gradient_weight=1", "scan=forward_only") == [
+        "score.gradient_weight alone needs gradients, and scan.gradients=false computes none\n"
+        "  where: settings score.method and scan.gradients\n"
+        "  do:    scan.gradients=true, or score.method=contribution"
+    ]
+
+
+ALIGNED = "cluster.always_on_by=alignment"
+
+
+def test_a_score_that_decides_nothing_is_said(texts, caplog):
+    assert texts(ALIGNED, "score=random") == texts("always_on=0", "n=64", "score=taylor") == []
+    assert texts("score=random", "score.gradient_weight=5") == []
+    assert caplog.messages == [
+        "score.method=random is ignored: cluster.always_on_by=alignment",
+        "score.method=taylor is ignored: no neuron is always on or dropped",
+        "score.gradient_weight=5.0 is ignored: score.method=random",
+    ]
+    caplog.clear()
+    assert texts(ALIGNED, "score=random", "stage=score") == texts(ALIGNED) == texts("score=random") == []
+    assert texts(POOL, "always_on=8", ALIGNED, "score=random") == []
+    assert caplog.messages == []
+
+
+def test_settings_of_text_that_is_not_read_so(texts, caplog):
+    assert texts("data.path=my_texts", "data.max_new_tokens=9", "data.domain_field=topic") == []
+    assert caplog.messages == [
+        "data.path=my_texts is ignored: data.kind=python_stdlib",
+        "data.domain_field=topic is ignored: scan.domains=false",
+        "data.max_new_tokens=9 is ignored: data.labels=full_sequence",
+    ]
+
+
+GROUPS = ("scan", "data", "store", "score", "train", "vocabulary", "cluster", "assemble", "project")
+
+
+@pytest.mark.parametrize("topology", ["per_layer", "global_pool"])
+@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize("method", ["captured", "rank"])
+@pytest.mark.parametrize("off", [True, False])
+def test_only_what_there_is_can_be_unread(topology, router, method, off):
+    settings = Settings(experts=4, n=8, topology=topology, output_dir="")
+    settings.assemble.router, settings.cluster.method = router, method
+    settings.score.method, settings.project.alignment = ("taylor", "none") if off else ("s_p", "ridge")
+    found = find_unread(settings, Shape(4, 8, 2, 0, topology), 32)
+    assert tuple(found) == GROUPS
+    for group, reasons in found.items():
+        assert reasons.keys() <= {spec.name for spec in fields(getattr(settings, group))}, group
 
 
 def test_a_scan_alone_is_never_scored(texts):

@@ -1,6 +1,6 @@
 """Fingerprints: equal exactly when the result would be."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pipeline.fingerprint import fingerprint, make_recipe, plain_settings
 from pipeline.stages_table import STAGES
@@ -17,13 +17,12 @@ class Inner:
 class Outer:
     tokens: int = 3
     label: str = field(default="here", metadata={"fingerprint": False})
-    later: str = field(default="as ever", metadata={"fingerprint": "unless default"})
     inner: Inner = field(default_factory=Inner)
 
 
-def recipe(stage="scan", *, parents=None, identities=IDENTITIES, **changes):
+def recipe(stage="scan", *, parents=None, identities=IDENTITIES, unread=None, **changes):
     nodes = {"model": Outer(), "data": 5, "store": 6, "scan": Inner(), "score": 7, "seed": 0} | changes
-    return make_recipe(STAGES[stage], nodes, identities, parents or {})
+    return make_recipe(STAGES[stage], nodes, identities, parents or {}, unread or {})
 
 
 def test_a_recipe_names_everything_that_decides_the_result():
@@ -64,9 +63,17 @@ def test_fields_marked_so_stay_out():
     assert plain_settings(Outer(label="there")) == plain_settings(Outer())
 
 
-def test_a_setting_that_came_later_leaves_what_was_published_where_it_is():
-    assert "later" not in plain_settings(Outer())
-    assert plain_settings(Outer(later="anew"))["later"] == "anew"
+def test_what_is_unread_stays_out():
+    assert plain_settings(Outer(), {"tokens": "why"}) == {"inner": {"batch": 2}}
+    found = recipe("score", unread={"score": {"batch": "why"}}, score=Inner(3), parents={"scan": "a"})
+    assert found["settings"] == {"score": {}, "seed": 0}
+
+
+def test_nodes_that_a_stage_does_not_look_at_stay_out():
+    blind = replace(STAGES["scan"], unread=("data",))
+    nodes = {"model": Outer(), "data": 5, "store": 6, "scan": Inner(), "seed": 0}
+    found = make_recipe(blind, nodes, IDENTITIES, {})
+    assert "data" not in found["settings"] | found["identity"]
 
 
 def test_the_order_of_keys_does_not_matter():

@@ -7,7 +7,7 @@ from pipeline.composition import compose
 from pipeline.plan import make_plan, select_stages
 from pipeline.publish import open_workshop, publish
 from pipeline.schema import register_schema
-from pipeline.stages_table import CHAIN, STAGES, asked_stages, with_ancestors
+from pipeline.stages_table import CHAIN, STAGES, Uses, asked_stages, with_ancestors
 from pipeline.validation import validate
 from stages.contracts.job import Table
 
@@ -45,7 +45,7 @@ def due(steps):
         (ALL, ALL - {"score"}, ALL, {"score"}),
         ({"extract"}, set(), {"scan", "score", "cluster", "extract"}, {"scan", "score", "cluster", "extract"}),
         ({"extract"}, {"scan", "score"}, {"scan", "score", "cluster", "extract"}, {"cluster", "extract"}),
-        ({"extract"}, {"score", "cluster"}, {"score", "cluster", "extract"}, {"extract"}),
+        ({"extract"}, {"score", "cluster"}, {"cluster", "extract"}, {"extract"}),
         ({"extract"}, {"extract"}, {"extract"}, set()),
     ],
 )
@@ -61,7 +61,7 @@ def test_parents_come_before_their_children():
 
 
 def test_a_stage_is_planned_with_its_ancestors():
-    assert [stage.name for stage in with_ancestors(asked_stages("extract"))] == ["scan", "score", "cluster", "extract"]
+    assert [stage.name for stage in with_ancestors("extract")] == ["scan", "score", "cluster", "extract"]
     assert asked_stages("all") == tuple(stage for stage in CHAIN if stage.name not in ON_REQUEST)
 
 
@@ -98,7 +98,13 @@ def test_fresh_means_the_asked_stage(steps):
 
 
 @pytest.mark.parametrize(
-    "word", ["store.checkpoint_every=1", "model.label=other", "model.experts=8", "output_dir=elsewhere", "top_k=4"]
+    "word",
+    [
+        *("store.checkpoint_every=1", "model.label=other", "model.experts=8", "output_dir=elsewhere", "top_k=4"),
+        *("extract.verify=false", "data.path=elsewhere", "data.temperature=1", "scan.block_width=32"),
+        *("cluster.joint_views=[gate_rows]", "cluster.allocation=equal"),
+        *("assemble.router_rate=0.5", "project.descent_rate=0.5", "project.pool_sweeps=3", "train.temperature=2"),
+    ],
 )
 def test_what_changes_no_result_changes_no_fingerprint(steps, word):
     words = [word, "experts=16"]
@@ -113,6 +119,7 @@ def test_what_changes_no_result_changes_no_fingerprint(steps, word):
         ("seed=1", set()),
         ("data.tokens=1000", set()),
         ("score=taylor", {"scan"}),
+        ("cluster.always_on_by=alignment", {"scan"}),  # nobody reads the score
         ("cluster=rank", {"scan", "score"}),
         ("assemble=centroid", {"scan", "score", "cluster", "extract"}),
         ("project=none", {"scan", "score", "cluster", "extract", "assemble"}),
@@ -122,18 +129,82 @@ def test_what_changes_no_result_changes_no_fingerprint(steps, word):
     ],
 )
 def test_a_setting_reaches_its_stage_and_all_below(steps, word, unchanged):
-    before, after = steps(), steps(word)
-    assert {name for name in ALL if before[name].fingerprint == after[name].fingerprint} == unchanged
+    before, after = addresses(steps), addresses(steps, word)
+    assert {name for name in ALL if before[name] == after.get(name)} == unchanged
+
+
+def addresses(steps, *words):
+    return {name: step.fingerprint for name, step in steps(*words).items()}
+
+
+S_P_SETTINGS = ("score.gradient_weight=5", "score.form=product", "score.normalisation=rank")
+
+
+@pytest.mark.parametrize(
+    ("given", "unread"),
+    [
+        (["score=contribution"], S_P_SETTINGS),
+        (["cluster.always_on_by=alignment"], ["score=random", *S_P_SETTINGS]),
+        (["always_on=0", "experts=16", "n=64"], ["score=random", "cluster.always_on_by=alignment"]),
+        (["cluster=rank", "cluster.map=none"], ["cluster.features=gate_rows", "cluster.feature_dims=9"]),
+        (["cluster=rank"], ["cluster.sample_tokens=9", "cluster.iterations=9", "cluster.batch_tokens=9"]),
+        (["assemble=random"], ["assemble.router_steps=9", "assemble.balance=1", "project.router_steps=9"]),
+        (["assemble=random"], ["assemble.ridge_penalty=9", "assemble.router_tokens=9", "project.rounds=2"]),
+        (["assemble=residual_ridge"], ["assemble.balance=0.01", "project.router_steps=9"]),
+        (["assemble.mode=train"], ["assemble.parity_spread=0.5"]),
+        (["project.gradient_projection=false"], ["project.alpha=9", "project.beta=9"]),
+        (["project.rounds=0"], ["project.router_steps=9", "project.router_rate=9", "project.router_tokens=9"]),
+    ],
+)
+def test_what_a_method_does_not_read_recomputes_nothing(steps, given, unread):
+    before = addresses(steps, *given)
+    for word in unread:
+        after = addresses(steps, *given, word)
+        assert {name: after[name] for name in before if name != "score"} == {
+            name: before[name] for name in before if name != "score"
+        }, word
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        (
+            [],
+            ["score=random", "score.gradient_weight=5", "score.activation_weight=5", "cluster.always_on_by=alignment"],
+        ),
+        (["always_on=0", "experts=15", "n=64"], ["score=random", "cluster.always_on_by=alignment"]),
+        (["always_on=0", "experts=16", "n=64", "cluster=rank"], ["score=random"]),
+        (["topology=global_pool", "cluster.always_on_by=alignment", "always_on=8"], ["score=random"]),
+    ],
+)
+def test_what_a_method_reads_makes_another_partition(steps, given, read):
+    before = addresses(steps, *given)["cluster"]
+    found = [addresses(steps, *given, word)["cluster"] for word in read]
+    assert before not in found
+    assert len({*found}) == len(found)
+
+
+def test_a_score_that_nobody_reads_is_not_run(steps):
+    plan = steps("cluster.always_on_by=alignment")
+    assert plan.keys() == ALL - {"score"}
+    assert tuple(plan["cluster"].parents) == ("scan",)
+    assert steps("cluster.always_on_by=alignment", "stage=score").keys() == {"scan", "score"}
+
+
+def test_a_partition_without_a_pass_does_not_depend_on_the_text_that_would_be_passed(steps):
+    words = ["cluster=balanced_kmeans"]
+    before, after = addresses(steps, *words), addresses(steps, *words, "vocabulary=none")
+    assert before["cluster"] == after["cluster"]
+    assert before["assemble"] != after["assemble"]
+    assert asked_stages("cluster", Uses(passes=False))[0].unread == ("data", "vocabulary")
 
 
 def test_random_tokens_decide_a_carve_and_no_pool(steps):
-    def addresses(*words):
-        return {name: step.fingerprint for name, step in steps(*words).items()}
-
-    carve, without = addresses(), addresses("vocabulary=none")
+    carve, without = addresses(steps), addresses(steps, "vocabulary=none")
     assert {name for name in carve if carve[name] != without[name]} == ALL - {"scan", "score"}
     pool = "topology=global_pool"
-    assert addresses(pool) == addresses(pool, "vocabulary=none") == addresses(pool, "vocabulary.layers=2")
+    plain = addresses(steps, pool)
+    assert plain == addresses(steps, pool, "vocabulary=none") == addresses(steps, pool, "vocabulary.layers=2")
     assert steps(pool)["cluster"].inputs["vocabulary"].tokens == 0
 
 

@@ -65,7 +65,7 @@ def test_a_page_has_all_its_sections_and_asks_for_nothing(outputs):
     assert {"quality", "width", "layers", "units", "cost", "making"} <= set(found.ids)
     assert "script" not in found.names
     assert not re.search(r"""(?:src|href)=["'](?!data:)|url\(|@import|https?:""", page)
-    for words in ("pico", "+0.0500", "Expert load", "S_p by layer", "Map of layer 2", "busiest expert"):
+    for words in ("pico", "+0.0500", "Expert load", "Score by layer: S_p", "Map of layer 2", "busiest expert"):
         assert words in page
     assert "tokens/s" not in page  # no row fills that column
 
@@ -85,7 +85,7 @@ def test_what_is_not_there_is_left_out(outputs):
 def test_a_damaged_score_file_is_no_obstacle(outputs):
     evaluation = outputs.carve()
     (read_evaluation(evaluation).chain["score"].folder / "scores.safetensors").write_bytes(b"damaged")
-    assert "S_p by layer" not in draw_page(find_source(outputs.run(evaluation)))
+    assert "Score by layer: S_p" not in draw_page(find_source(outputs.run(evaluation)))
 
 
 def test_foreign_words_stay_words(outputs):

@@ -1,6 +1,9 @@
+import pytest
+
+from models.shape import Shape
 from stages.cluster.config import ClusterConfig
 from stages.cluster.objective import Objective
-from stages.cluster.report import COLUMNS, LayerFigures, tabulate_layers
+from stages.cluster.report import COLUMNS, LayerFigures, describe, tabulate_layers
 from stages.cluster.summary import Coactivation
 
 
@@ -16,9 +19,8 @@ def test_the_table_reads_well():
         ),
         LayerFigures(Coactivation(0.01, None), None, always_on_share=0.0, dropped=0, dropped_share=0.0, copies=25),
     ]
-    table = tabulate_layers(
-        figures, ClusterConfig(method="balanced_kmeans", always_on_by="contribution"), "s_p", ["unit_map_layer_000.png"]
-    )
+    cluster = ClusterConfig(method="balanced_kmeans")
+    table = tabulate_layers(figures, cluster, "experts by some method", ["unit_map_layer_000.png"])
     assert table.title == "cluster"
     assert table.columns == COLUMNS
     assert table.rows == [
@@ -26,7 +28,7 @@ def test_the_table_reads_well():
         [1, "1.000%", "–", "–", "–", "–", "–", "0.0%", 0, "0.0%", 25],
     ]
     assert table.notes == [
-        "experts by balanced_kmeans on coactivation; always-on units by contribution; units ranked by s_p",
+        "experts by some method",
         "fire together: chance that two units are both active on a token; shares are of the layer's mean |h|·‖d‖",
         "similarity: mean cosine of a unit to its expert's mean, beside that of random experts; gap: what the best "
         "assignment to these means would add",
@@ -34,7 +36,40 @@ def test_the_table_reads_well():
     ]
 
 
-def test_only_the_method_that_compares_features_names_them():
-    notes = tabulate_layers([], ClusterConfig(method="rank", always_on_by="frequency"), "taylor", []).notes
-    assert notes[0] == "experts by rank; always-on units by frequency; units ranked by taylor"
-    assert len(notes) == 2
+SCORE, ALIGNMENT = {"always_on_by": "score"}, {"always_on_by": "alignment"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "shape", "said"),
+    [
+        (SCORE, Shape(4, 6, 2, 8), "experts by captured; always-on neurons by s_p"),
+        (SCORE, Shape(4, 5, 2, 8), "experts by captured; always-on and dropped neurons by s_p"),
+        (SCORE, Shape(4, 6, 2, 0), "experts by captured; dropped neurons by s_p"),
+        (SCORE, Shape(4, 8, 2, 0), "experts by captured; no neuron is always on or dropped"),
+        (SCORE, Shape(5, 8, 2, 0), "experts by captured; no neuron is always on or dropped"),
+        (ALIGNMENT, Shape(4, 6, 2, 8), "experts by captured; always-on neurons by alignment"),
+        (ALIGNMENT, Shape(4, 8, 2, 0), "experts by captured; no neuron is always on or dropped"),
+        (SCORE | {"method": "rank"}, Shape(4, 8, 2, 0), "experts by rank; dealt-out neurons by s_p"),
+        (
+            ALIGNMENT | {"method": "rank"},
+            Shape(4, 6, 2, 8),
+            "experts by rank; always-on and dealt-out neurons by alignment",
+        ),
+        ({"method": "random"}, Shape(4, 8, 2, 0), "experts by random; no neuron is always on or dropped"),
+        (
+            {"method": "balanced_kmeans", "features": "joint"},
+            Shape(4, 6, 2, 8),
+            "experts by balanced_kmeans on coactivation and gate_rows; always-on neurons by s_p",
+        ),
+        (SCORE, Shape(4, 6, 2, 0, "global_pool"), "experts by captured; neurons of the pool by s_p"),
+        (
+            ALIGNMENT,
+            Shape(4, 6, 2, 8, "global_pool"),
+            "experts by captured; neurons of the pool by s_p; always-on neurons by alignment",
+        ),
+    ],
+)
+def test_nothing_is_said_to_decide_that_did_not(settings, shape, said):
+    cluster = ClusterConfig(**settings)
+    score = "s_p" if cluster.reads_score(shape, 32) else None
+    assert describe(cluster, shape, 32, score) == said

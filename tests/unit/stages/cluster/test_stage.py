@@ -23,7 +23,7 @@ SHAPE = Shape(experts=3, n=6, top_k=2, always_on=5)
 
 def grouped(**changes):
     """k-means on what the scan found: no pass of a model."""
-    return ClusterConfig(**({"map": "none", "method": "balanced_kmeans", "always_on_by": "contribution"} | changes))
+    return ClusterConfig(**({"map": "none", "method": "balanced_kmeans"} | changes))
 
 
 NOTHING = VocabularyConfig(tokens=0)
@@ -40,8 +40,7 @@ def job(tmp_path):
 @pytest.fixture
 def scores():
     generator = torch.Generator().manual_seed(1)
-    names = ("s_p", "taylor", "wanda", "frequency", "contribution", "random")
-    return Scores(method="s_p", **{name: torch.rand(L, F, generator=generator) for name in names})
+    return Scores("s_p", "s_p in words", torch.rand(L, F, generator=generator))
 
 
 @pytest.fixture
@@ -67,12 +66,33 @@ def cluster(job, config=NO_MAP, *, model=None, data=None, shape=SHAPE, seed=0):
     return table, Partition.load(job.out)
 
 
-@pytest.mark.parametrize(("by", "measure"), [("contribution",) * 2, ("frequency",) * 2, ("score", "s_p")])
-def test_always_on_units_are_the_highest_by_what_was_asked(job, planted, scores, by, measure):
-    _table, partition = cluster(job, grouped(always_on_by=by))
+def test_always_on_units_are_those_of_highest_score(job, planted, scores):
+    _table, partition = cluster(job)
     assert partition.width == F
     assert partition.units.dtype == partition.always_on.dtype == torch.int32
-    assert torch.equal(partition.always_on.long(), getattr(scores, measure).topk(5).indices.sort().values)
+    assert torch.equal(partition.always_on.long(), scores.chosen.topk(5).indices.sort().values)
+
+
+@pytest.mark.parametrize("method", ["balanced_kmeans", "rank", "random", "contiguous"])
+def test_dropped_units_are_those_of_lowest_score(job, planted, scores, method):
+    _table, partition = cluster(job, grouped(method=method))
+    for layer in range(L):
+        used = {*partition.units[layer].flatten().tolist(), *partition.always_on[layer].tolist()}
+        assert set(range(F)) - used == {int(scores.chosen[layer].argmin())}
+
+
+def test_alignment_ranks_without_a_score(job, plant, dense):
+    """What stage=score found is not there to be read."""
+    plant(layers=L, width=F).statistics.save(job.parents["scan"])
+    data = DataConfig(tokens=96, max_length=32)
+    aligned = grouped(always_on_by="alignment", map="tsne", map_layers=[0], map_units=20)
+    table, partition = cluster(job, aligned, model=dense, data=data)
+    how = "experts by balanced_kmeans on coactivation; always-on and dropped neurons by alignment"
+    assert table.notes[0] == partition.description == how
+    other, scored = Shape(3, 8, 2, 0), grouped(map="tsne", map_layers=[0], map_units=20)
+    table, partition = cluster(job, scored, shape=other)
+    how = "experts by balanced_kmeans on coactivation; no neuron is always on or dropped"
+    assert table.notes[0] == partition.description == how
 
 
 def test_experts_hold_what_fires_together_and_the_table_says_so(job, planted, scores):
@@ -82,9 +102,10 @@ def test_experts_hold_what_fires_together_and_the_table_says_so(job, planted, sc
     assert dropped_L == [1, 1]
     for layer, row in enumerate(table.rows):
         assert float(row[3].removesuffix("×")) > 2
-        share = scores.contribution[layer, partition.always_on[layer].long()].sum() / scores.contribution[layer].sum()
+        contribution_F = planted.statistics.contribution[layer]
+        share = contribution_F[partition.always_on[layer].long()].sum() / contribution_F.sum()
         similarity, by_chance = map(float, row[4:6])
-        assert 1 > similarity > 1.2 * by_chance > 0
+        assert 1 > similarity > 1.1 * by_chance > 0
         assert row[6] == "0.00%"
         assert row[7] == f"{share:.1%}"
         assert row[8] == 1
@@ -108,8 +129,10 @@ def test_a_hundred_experts_share_few_units(job, planted):
 def test_layers_do_not_depend_on_each_other(job, planted, scores):
     config = grouped(method="random")
     _table, both = cluster(job, config)
-    first = {name: tensor[:1] for name, tensor in vars(scores).items() if name != "method"}
-    Scores(method="s_p", **first).save(job.parents["score"])
+    statistics = planted.statistics
+    tensors = {name: value[:1] for name, value in vars(statistics).items() if isinstance(value, torch.Tensor)}
+    replace(statistics, **tensors).save(job.parents["scan"])
+    replace(scores, chosen=scores.chosen[:1]).save(job.parents["score"])
     _table, alone = cluster(job, config)
     assert torch.equal(alone.units[0], both.units[0])
     assert not torch.equal(both.units[0], both.units[1])
@@ -131,11 +154,11 @@ def test_a_pool_takes_the_units_of_highest_score_from_every_layer(job, planted, 
     assert (min(partition.given) == 0) == (experts < L)
     assert partition.multiplicity.max() == 1
     for layer, given in enumerate(partition.given):
-        left_F = scores.s_p[layer].clone()
+        left_F = scores.chosen[layer].clone()
         left_F[partition.always_on[layer].long()] = -1
         assert set(partition.units_of(layer).flatten().tolist()) == set(left_F.topk(given * 6).indices.tolist())
     given = ", ".join(map(str, partition.given))
-    assert f"experts that the layers give to the pool, by s_p: {given}" in table.notes
+    assert f"experts that the layers give to the pool, by score: {given}" in table.notes
 
 
 def test_a_pool_of_more_places_than_units_holds_all_of_them(job, planted):
@@ -175,7 +198,7 @@ def test_gate_rows_group_units_that_listen_alike(job, planted, tmp_path):
         job, config, model=ModelConfig(kind="local", path=str(folder)), shape=Shape(2, F // 2, 1, 0)
     )
     assert sorted(kind_F[partition.units[1].long()].unique(dim=1).flatten().tolist()) == [0, 1]
-    how = "experts by balanced_kmeans on gate_rows; always-on units by contribution; units ranked by s_p"
+    how = "experts by balanced_kmeans on gate_rows; no neuron is always on or dropped"
     assert table.notes[0] == partition.description == how
 
 
@@ -194,13 +217,22 @@ def test_no_bitmaps_to_compare(job, plant, scores):
 
 
 def test_a_pass_is_made_only_where_something_asks_for_it():
-    plain = grouped()
-    assert not plain.needs_pass
-    assert not replace(plain, features="joint").needs_pass
-    assert not replace(plain, method="rank", features="contribution").needs_pass
-    assert replace(plain, features="contribution").needs_pass
-    assert replace(plain, method="rank", features="contribution", map="umap").needs_pass
-    assert replace(plain, features="joint", joint_views=["gate_rows", "contribution"]).needs_pass
+    plain, whole = grouped(), Shape(3, 8, 2, 0)
+
+    def needs(shape=SHAPE, **changes):
+        return replace(plain, **changes).needs_pass(shape, F)
+
+    assert not needs()
+    assert not needs(features="joint")
+    assert not needs(method="rank", features="contribution")
+    assert needs(features="contribution")
+    assert needs(method="rank", features="contribution", map="umap")
+    assert needs(features="joint", joint_views=["gate_rows", "contribution"])
+    assert needs(method="captured")
+    assert needs(always_on_by="alignment")
+    assert not needs(always_on_by="alignment", shape=whole)
+    assert needs(always_on_by="alignment", method="rank", shape=whole)
+    assert not needs(always_on_by="alignment", method="rank", shape=replace(whole, topology="global_pool"))
 
 
 @pytest.fixture

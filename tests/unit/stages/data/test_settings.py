@@ -1,5 +1,3 @@
-import logging
-
 import pytest
 
 from stages.data.config import DataConfig
@@ -68,12 +66,6 @@ def test_settings_that_do_not_fit_the_source(settings, message):
     assert messages_of(**settings) == [message]
 
 
-def test_a_setting_of_another_source_warns(caplog):
-    with caplog.at_level(logging.WARNING):
-        assert messages_of(path="my_texts") == []
-    assert caplog.messages == ["data.path=my_texts is ignored: data.kind=python_stdlib"]
-
-
 def test_a_prompt_and_its_continuation_fit_into_a_sequence():
     assert messages_of(labels="generated", prompt_tokens=20, max_new_tokens=45, max_length=64) == [
         "data.prompt_tokens=20 and data.max_new_tokens=45 do not fit into data.max_length=64\n"
@@ -85,16 +77,6 @@ def test_a_prompt_and_its_continuation_fit_into_a_sequence():
 def test_a_temperature_is_a_number(temperature):
     assert messages_of(labels="generated", temperature=temperature) == [
         f"data.temperature={temperature} is no number\n  do:    data.temperature=0"
-    ]
-
-
-def test_settings_of_generation_warn_where_nothing_is_generated(caplog):
-    with caplog.at_level(logging.WARNING):
-        assert messages_of(max_new_tokens=9, temperature=0.5, prompt_tokens=7) == []
-    assert caplog.messages == [
-        "data.max_new_tokens=9 is ignored: data.labels=full_sequence",
-        "data.temperature=0.5 is ignored: data.labels=full_sequence",
-        "data.prompt_tokens=7 is ignored: data.labels=full_sequence",
     ]
 
 

@@ -45,10 +45,10 @@ mean reconstruction error of the FFN outputs 0.188; router agrees with the outpu
 
 ## layers
 
-| layer   | reconstruction error   | agreement with the oracle   | load max/mean   | unused experts   |
-|---------|------------------------|-----------------------------|-----------------|------------------|
-| 0       | 0.1250                 | 0.750                       | 1.50            | 0                |
-| 1       | 0.2500                 | 0.500                       | 2.50            | 1                |
+| layer   | reconstruction error   | agreement with the output oracle   | load max/mean   | unused experts   |
+|---------|------------------------|------------------------------------|-----------------|------------------|
+| 0       | 0.1250                 | 0.750                              | 1.50            | 0                |
+| 1       | 0.2500                 | 0.500                              | 2.50            | 1                |
 """
     )
 

@@ -13,7 +13,6 @@ from stages.contracts.experts import load_expert, load_layer, load_provenance
 from stages.contracts.job import Job
 from stages.contracts.partition import Partition
 from stages.contracts.pool_partition import PoolPartition
-from stages.contracts.scores import Scores
 from stages.extract.config import ExtractConfig
 from stages.extract.stage import run
 
@@ -30,7 +29,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Job:
-    parents = {name: tmp_path / name for name in ("score", "cluster")}
+    parents = {"cluster": tmp_path / "cluster"}
     out = tmp_path / "out"
     for folder in (*parents.values(), out):
         folder.mkdir()
@@ -39,15 +38,12 @@ def job(tmp_path: Path) -> Job:
     ).int()
     # 11 units are dropped.
     Partition(WIDTH, units[:, 5:29].reshape(LAYERS, 3, 8), units[:, :5].contiguous()).save(parents["cluster"])
-    measures = torch.rand(6, LAYERS, WIDTH, generator=torch.Generator().manual_seed(9))
-    Scores("wanda", *(measure.clone() for measure in measures)).save(parents["score"])
     return Job(parents, out, tmp_path / "scratch")
 
 
-def test_experts_are_the_dense_units_with_their_scores(dense: Path, job: Job) -> None:
+def test_experts_are_the_dense_units(dense: Path, job: Job) -> None:
     table = run(job, model=ModelConfig(kind="local", path=str(dense)), extract=ExtractConfig(), shape=SHAPE)
     weights = load_file(dense / "model.safetensors")
-    scores_LF = Scores.load(job.parents["score"]).wanda
     partition = Partition.load(job.parents["cluster"])
     for layer in range(LAYERS):
         gate, up, down = (weights[f"model.layers.{layer}.mlp.{part}_proj.weight"] for part in ("gate", "up", "down"))
@@ -58,7 +54,7 @@ def test_experts_are_the_dense_units_with_their_scores(dense: Path, job: Job) ->
         assert torch.equal(experts.down_EDN, down[:, units_EN].transpose(0, 1))
         assert torch.equal(experts.shared_down_DS, down[:, partition.always_on[layer].long()])
         assert torch.equal(provenance.units_EN, partition.units[layer])
-        assert torch.equal(provenance.scores_EN, scores_LF[layer][units_EN])
+        assert torch.equal(provenance.always_on_S, partition.always_on[layer])
     assert load_expert(job.out, 1, 0).gate_proj.weight.dtype == torch.bfloat16
     rows = {str(name): value for name, value in table.rows}
     assert rows["layers"] == 2

@@ -12,7 +12,8 @@ def units_of(home_U, experts, *, s_p=None, frequency=None):
     return UnitMap(
         coordinates_U2=torch.randn(count, 2, generator=generator),
         home_U=torch.tensor(home_U),
-        s_p_U=torch.randn(count, generator=generator) if s_p is None else s_p,
+        score_U=torch.randn(count, generator=generator) if s_p is None else s_p,
+        score="s_p",
         frequency_U=torch.rand(count, generator=generator) if frequency is None else frequency,
         experts=experts,
     )

@@ -1,3 +1,6 @@
+import logging
+import sys
+
 import pytest
 
 from stages.train.phases import Phase
@@ -72,3 +75,15 @@ def test_tensorboard_reads_the_figures_and_forgets_what_a_kill_undid(tmp_path):
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(2, 1.0), (4, 2.0), (6, 7.0)]
+
+
+def test_what_is_not_installed_is_asked_for_until_told_otherwise(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with caplog.at_level(logging.INFO):
+        Record.open(tmp_path, done=0, tensorboard=True)
+        assert caplog.messages == [
+            "no TensorBoard events: pip install tensorboard; train.tensorboard=false stops asking"
+        ]
+        caplog.clear()
+        Record.open(tmp_path, done=0, tensorboard=False)
+    assert caplog.messages == []

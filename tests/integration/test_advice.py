@@ -1,0 +1,103 @@
+"""Every advice that a note or a model card gives, taken: pasted behind the same command, it does what it said."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from integration.carving import words_of_embedded
+
+from pipeline.artifact import Manifest
+from pipeline.cli import run_command
+from stages.contracts.job import Table
+
+QUICK = ("scan=forward_only", "cluster=balanced_kmeans", "cluster.map=none")
+# One expert for every token and few tokens: some are never chosen.
+CROWDED = ("stage=assemble", "experts=128", "n=4", "top_k=1", "always_on=512")
+
+
+@dataclass(frozen=True)
+class Carve:
+    """The table that a run ended with, and its model card."""
+
+    table: Table
+    card: str
+
+    def note(self, words: str) -> str | None:
+        """The note with these words."""
+        return next((note for note in self.table.notes if words in note), None)
+
+    @property
+    def unused(self) -> int:
+        """Experts that no token is sent to, all layers together."""
+        column = self.table.columns.index("unused experts")
+        return sum(int(row[column]) for row in self.table.rows)
+
+    def line(self, words: str) -> str:
+        """The line of the card that begins so."""
+        (line,) = (line for line in self.card.splitlines() if line.startswith(words))
+        return line
+
+
+@pytest.fixture(scope="module")
+def carve(tmp_path_factory):
+    """Run the command for the model in the repository on little text."""
+    outputs = tmp_path_factory.mktemp("outputs")
+
+    def run(*words):
+        assert run_command([*words_of_embedded(), *QUICK, f"output_dir={outputs}", *words]) == 0
+        checkpoint = (outputs / "latest" / "checkpoint").resolve()
+        manifest = Manifest.read(checkpoint.parent, remedy="")
+        return Carve(manifest.table, Path(checkpoint / "README.md").read_text())
+
+    return run
+
+
+def advised(text: str) -> list[str]:
+    """The settings that a text names, as they would be pasted."""
+    words = re.findall(r"\b[a-z_]+\.[a-z_]+=[\w.]+\b", text)
+    assert words, text
+    return words
+
+
+@pytest.mark.parametrize(
+    ("router", "advice"),
+    [
+        (["assemble=residual_ridge"], "assemble.router=error assemble.router_steps=200 assemble.balance=0.01"),
+        (["assemble=gate_rows"], "assemble.router=error assemble.router_steps=200 assemble.balance=0.01"),
+        (["assemble=error"], "assemble.router_steps=200 assemble.balance=0.01"),
+        (["assemble=error", "assemble.balance=0.01"], "assemble.router_steps=200 assemble.balance=0.1"),
+        (["assemble=logistic", "assemble.router_steps=200"], "assemble.balance=0.01"),
+    ],
+)
+def test_experts_that_are_not_used_come_into_use(carve, router, advice):
+    words = [*CROWDED, *router]
+    before = carve(*words)
+    note = before.note("chosen by no calibration token")
+    assert note is not None
+    assert note.startswith(f"{before.unused} experts are chosen by no calibration token; {advice} evens the load")
+    after = carve(*words, *advised(note))
+    assert after.unused < before.unused
+
+
+def test_tokens_that_determine_the_alignment(carve):
+    words = [
+        "stage=project",
+        "experts=4",
+        "n=8",
+        "top_k=4",
+        "always_on=900",
+        "project.router_steps=0",
+        "data.tokens=700",
+    ]
+    note = carve(*words).note("the alignment leans on its penalty")
+    assert note is not None
+    assert carve(*words, *advised(note)).note("the alignment leans on its penalty") is None
+
+
+@pytest.mark.parametrize(("runtime", "words"), [("vLLM", "take a slower path"), ("llama.cpp", "K-quants want")])
+def test_widths_that_a_runtime_wants(carve, runtime, words):
+    shape = ["stage=assemble", "experts=4", "n=24", "top_k=2", "assemble=random"]
+    line = carve(*shape).line(runtime)
+    assert words in line
+    assert words not in carve(*shape, *advised(line)).line(runtime)

@@ -1,0 +1,85 @@
+"""What S_p decides, read off the checkpoints: every term changes the weights, and a score that is not read nothing."""
+
+import json
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+from integration.carving import words_of_embedded
+
+from pipeline.cli import run_command
+
+WORDS = (*words_of_embedded(), "stage=assemble", "cluster.map=none", "cluster.sample_tokens=1024")
+SCORES = {
+    "s_p": [],
+    "random": ["score=random"],
+    "without activation": ["score.activation_weight=0"],
+    "without gradient": ["score.gradient_weight=0"],
+    "without frequency": ["score.frequency_weight=0"],
+    "forward only": ["scan=forward_only"],
+}
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory):
+    return tmp_path_factory.mktemp("outputs")
+
+
+@pytest.fixture(scope="module")
+def carve(outputs):
+    """Run the command; gives the published folder of assemble."""
+
+    def run(*words):
+        assert run_command([*WORDS, f"output_dir={outputs}", *words]) == 0
+        return (outputs / "latest" / "checkpoint").resolve().parent
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def carved(carve):
+    """Carves by what neurons were ranked by."""
+    return {name: carve(*words) for name, words in SCORES.items()}
+
+
+def weights(folder: Path) -> dict[str, str]:
+    """Hash of every file of weights in the checkpoint."""
+    files = json.loads((folder / "manifest.json").read_text())["files"]
+    return {name: file["sha256"] for name, file in files.items() if name.startswith("checkpoint/model")}
+
+
+def card(folder: Path) -> str:
+    return (folder / "checkpoint" / "README.md").read_text()
+
+
+def published(outputs: Path) -> set[Path]:
+    return set(outputs.glob("artifacts/*/*/*"))
+
+
+def test_every_score_makes_another_checkpoint(carved):
+    """But for the forward-only one, which is S_p without its gradient term: the same weights, and another card."""
+    alike = {("without gradient", "forward only")}
+    for one, other in combinations(SCORES, 2):
+        assert (weights(carved[one]) == weights(carved[other])) == ((one, other) in alike), (one, other)
+        assert weights(carved[one]).keys() == weights(carved[other]).keys() != set()
+
+
+def test_the_card_says_what_ranked_the_neurons(carved):
+    lacking = "always-on neurons by s_p without its gradient term (the scan was forward-only)"
+    assert "| partition | experts by captured; always-on neurons by s_p |" in card(carved["s_p"])
+    assert "| partition | experts by captured; always-on neurons by random |" in card(carved["random"])
+    assert lacking in card(carved["forward only"])
+    assert lacking not in card(carved["without gradient"])
+
+
+def test_a_score_that_is_not_read_changes_and_computes_nothing(carve, outputs, caplog):
+    aligned = carve("cluster.always_on_by=alignment")
+    before = published(outputs)
+    for words in (["score=random"], ["score.gradient_weight=5"], ["score=taylor"]):
+        caplog.clear()
+        assert carve("cluster.always_on_by=alignment", *words) == aligned
+        (message,) = (record.message for record in caplog.records if record.levelname == "WARNING")
+        assert message.endswith("is ignored: cluster.always_on_by=alignment")
+    assert published(outputs) == before
+    assert "always-on neurons by alignment" in card(aligned)
+    assert "s_p" not in card(aligned)

@@ -1,0 +1,28 @@
+import pytest
+
+from stages.assemble.config import AssembleConfig
+from stages.assemble.report import load_advice
+from stages.routing.methods import ROUTERS, TRAINED_ROUTERS
+
+
+@pytest.mark.parametrize(
+    ("settings", "advice"),
+    [
+        ({"router": "residual_ridge"}, "assemble.router=error assemble.router_steps=200 assemble.balance=0.01"),
+        # What an untrained router is set to pay it does not pay.
+        ({"router": "ridge", "balance": 5.0}, "assemble.router=error assemble.router_steps=200 assemble.balance=0.01"),
+        ({"router": "error"}, "assemble.router_steps=200 assemble.balance=0.01"),
+        ({"router": "logistic", "router_steps": 9}, "assemble.balance=0.01"),
+        ({"router": "error", "router_steps": 9, "balance": 0.02}, "assemble.balance=0.2"),
+    ],
+)
+def test_the_advice_names_what_is_missing(settings, advice):
+    assert load_advice(AssembleConfig(**settings)) == advice
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_only_trained_routers_of_layers_pay_for_uneven_load(router):
+    config = AssembleConfig(router=router, balance=0.5)
+    assert config.load_price(pooled=False) == (0.5 if router in TRAINED_ROUTERS else 0.0)
+    assert config.load_price(pooled=True) == 0.0
+    assert ("balance" in config.unread(pooled=False)) == (router not in TRAINED_ROUTERS)
