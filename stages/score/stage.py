@@ -12,7 +12,7 @@ from stages.contracts.statistics import UnitStatistics
 from stages.score.config import ScoreConfig
 from stages.score.controls import score_contribution, score_frequency, score_random, score_taylor, score_wanda
 from stages.score.summary import rank_correlation
-from stages.score.synergy import SynergyWeights, score_synergy
+from stages.score.synergy import SynergyWeights, gradient_rate, score_synergy
 
 WITHOUT_GRADIENT = "s_p without its gradient term (the scan was forward-only)"
 
@@ -39,9 +39,16 @@ def score_units(statistics: UnitStatistics, score: ScoreConfig, seed: int) -> Sc
 def measure_synergy(statistics: UnitStatistics, score: ScoreConfig, _seed: int) -> Tensor:
     """S_p."""
     tokens, samples = statistics.tokens, max(1, statistics.samples_with_gradient)
+    activation_LF = statistics.sum_abs / tokens
+    if score.activation == "contribution":
+        activation_LF = activation_LF * statistics.weight_norm_down
+    kinds = (statistics.grad_norm_gate, statistics.grad_norm_up, statistics.grad_norm_down)
+    gradients_LF = [norms / samples for norms in kinds]
+    if score.gradient == "per_activation":
+        gradients_LF = [gradient_rate(norms_LF, activation_LF) for norms_LF in gradients_LF]
     return score_synergy(
-        statistics.sum_abs / tokens,
-        [norms / samples for norms in (statistics.grad_norm_gate, statistics.grad_norm_up, statistics.grad_norm_down)],
+        activation_LF,
+        gradients_LF,
         score_frequency(statistics.active_count, tokens),
         weights=SynergyWeights(score.activation_weight, score.gradient_weight, score.frequency_weight),
         form=score.form,  # type: ignore[arg-type] # checked against the choices beside the field

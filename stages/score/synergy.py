@@ -37,9 +37,9 @@ def score_synergy(
     every term to 0..1 first. A term without spread leaves the order of the others as it is.
 
     Args:
-        activation_LF: ``(L, F)`` mean |h|.
-        gradients_LF: ``(L, F)`` mean weight-gradient norm of each kind (gate, up, down); kinds are normalised apart,
-            so that the kind of largest gradients does not speak for all.
+        activation_LF: ``(L, F)`` mean |h|·‖d‖, or mean |h|.
+        gradients_LF: ``(L, F)`` of each kind (gate, up, down) the mean weight-gradient norm, or its `gradient_rate`;
+            kinds are normalised apart, so that the kind of largest gradients does not speak for all.
         frequency_LF: ``(L, F)`` share of tokens where the unit is among the most active.
         weights: a, g, f.
         form: how the terms are joined.
@@ -58,3 +58,15 @@ def score_synergy(
         return (gain_LF / (1 + weights.gradient * g_LF)).float()
     a_LF, f_LF = (torch.where(has_spread(term_LF), term_LF, 1.0) for term_LF in (a_LF, f_LF))
     return (a_LF**weights.activation * (1 - g_LF) ** weights.gradient * f_LF**weights.frequency).float()
+
+
+def gradient_rate(norms_LF: Float[Tensor, "L F"], activation_LF: Float[Tensor, "L F"]) -> Float[Tensor, "L F"]:
+    """log(‖∇W‖ / activation): how strongly the loss pulls at a neuron for what it adds.
+
+    A neuron that is highly active has large weight gradients for that alone; what is left is how far from settled it
+    is. Neurons that are never active come out near the layer's mean; a layer without gradients is 0 throughout.
+    """
+    norms_LF, activation_LF = (values + 1e-6 * values.mean(1, keepdim=True) for values in (norms_LF, activation_LF))
+    tiny = torch.finfo(norms_LF.dtype).tiny
+    rate_LF = norms_LF.clamp_min(tiny).log() - activation_LF.clamp_min(tiny).log()
+    return torch.where(norms_LF.any(1, keepdim=True), rate_LF, 0.0)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from stages.score.synergy import SynergyWeights, score_synergy
+from stages.score.synergy import SynergyWeights, gradient_rate, score_synergy
 
 # One layer of four units; all terms already run from 0 to 1, so that minmax leaves them alone.
 ACTIVATION = torch.tensor([[0.0, 0.2, 0.6, 1.0]])
@@ -66,3 +66,18 @@ def test_layers_are_normalised_apart():
         two_layers[0], [two_layers[1]], two_layers[2], weights=WEIGHTS, form="weighted", normalisation="zscore"
     )
     torch.testing.assert_close(s_p_LF[0], s_p_LF[1])
+
+
+def test_the_gradient_rate_takes_out_what_activation_alone_explains():
+    activation = torch.tensor([[0.5, 1.0, 4.0, 2.0]], dtype=torch.float64)
+    rate = gradient_rate(activation * torch.tensor([3.0, 3.0, 3.0, 6.0]), activation)
+    expected = torch.log(torch.tensor([[3.0, 3.0, 3.0, 6.0]], dtype=torch.float64))
+    torch.testing.assert_close(rate, expected, rtol=0, atol=1e-4)
+
+
+def test_the_gradient_rate_of_neurons_that_are_never_active_is_finite_and_of_a_layer_without_gradients_0():
+    norms, activation = torch.tensor([[0.0, 2.0, 1.0], [0.0, 0.0, 0.0]]), torch.tensor([[0.0, 1.0, 2.0]]).expand(2, 3)
+    rate = gradient_rate(norms, activation)
+    assert rate.isfinite().all()
+    assert rate[0, 2] < rate[0, 0] < rate[0, 1]
+    assert not rate[1].any()
