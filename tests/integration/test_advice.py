@@ -11,7 +11,7 @@ from pipeline.artifact import Manifest
 from pipeline.cli import run_command
 from stages.contracts.job import Table
 
-QUICK = ("scan=forward_only", "cluster=balanced_kmeans", "cluster.map=none")
+QUICK = ("scan=forward_only", "cluster=random", "cluster.map=none", "vocabulary=none")
 # One expert for every token and few tokens: some are never chosen.
 CROWDED = ("stage=assemble", "experts=128", "n=4", "top_k=1", "always_on=512")
 
@@ -64,10 +64,8 @@ def advised(text: str) -> list[str]:
     ("router", "advice"),
     [
         (["assemble=residual_ridge"], "assemble.router=error assemble.router_steps=200 assemble.balance=0.01"),
-        (["assemble=gate_rows"], "assemble.router=error assemble.router_steps=200 assemble.balance=0.01"),
         (["assemble=error"], "assemble.router_steps=200 assemble.balance=0.01"),
         (["assemble=error", "assemble.balance=0.01"], "assemble.router_steps=200 assemble.balance=0.1"),
-        (["assemble=logistic", "assemble.router_steps=200"], "assemble.balance=0.01"),
     ],
 )
 def test_experts_that_are_not_used_come_into_use(carve, router, advice):
