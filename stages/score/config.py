@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, fields
 
-VERSION = 2
+VERSION = 3
 
 
 @dataclass
@@ -27,9 +27,9 @@ class ScoreConfig:
     # Weight a of high activation.
     activation_weight: float = field(default=1.0, metadata={"minimum": 0})
     # Weight g of a low gradient.
-    gradient_weight: float = field(default=0.5, metadata={"minimum": 0})
+    gradient_weight: float = field(default=0.25, metadata={"minimum": 0})
     # Weight f of high frequency, the share of tokens where the unit is among the most active.
-    frequency_weight: float = field(default=0.5, metadata={"minimum": 0})
+    frequency_weight: float = field(default=0.25, metadata={"minimum": 0})
 
     @property
     def needs_gradients(self) -> bool:
