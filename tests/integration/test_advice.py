@@ -13,7 +13,7 @@ from stages.contracts.job import Table
 
 QUICK = ("scan=forward_only", "cluster=random", "cluster.map=none", "vocabulary=none")
 # One expert for every token and few tokens: some are never chosen.
-CROWDED = ("stage=assemble", "experts=128", "n=4", "top_k=1", "always_on=512")
+CROWDED = ("stage=assemble", "experts=64", "n=8", "top_k=1", "always_on=512", "assemble.router_tokens=512")
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Carve:
         return sum(int(row[column]) for row in self.table.rows)
 
     def line(self, words: str) -> str:
-        """The line of the card that begins so."""
-        (line,) = (line for line in self.card.splitlines() if line.startswith(words))
+        """The line of the card's list that begins so."""
+        (line,) = (line for line in self.card.splitlines() if line.startswith(f"- {words}"))
         return line
 
 
