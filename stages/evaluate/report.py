@@ -14,13 +14,13 @@ from stages.metrics.loss import MeanLoss
 DESCRIPTIONS = {
     "dense": "dense model",
     "carved": "this MoE",
-    "unaligned": "this MoE before projection",
+    "unaligned": "the same experts and choices, weights as cut",
     "static_mask": "static mask of the same width",
     "static_mask_aligned": "static mask, aligned like this MoE",
     "best_mask_aligned": "best static mask (units by what alignment loses least), aligned",
-    "random_router": "random router, same experts before projection",
+    "random_router": "random router, weights as cut",
     "random_router_aligned": "random router, aligned to its own routing",
-    "oracle": "output oracle, before projection",
+    "oracle": "output oracle, weights as cut",
     "oracle_aligned": "output oracle, aligned",
 }
 

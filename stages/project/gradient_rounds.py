@@ -18,7 +18,6 @@ MOMENTUM = 0.8  # of the gradient from round to round
 SECTIONS = 8  # of the rounds; after each, validation tokens decide
 # λ that are tried in the first section, from the largest down, in units of a matrix's root-mean-square neuron.
 LENGTHS = (0.02, 0.01, 0.005, 0.0025)
-GRADIENT_SEED = 9_000  # in the place of a layer's number, beyond all layers
 PATIENCE = 2  # sections in a row that may be undone before the rounds end
 
 

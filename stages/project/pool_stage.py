@@ -1,7 +1,6 @@
 """project for a global pool: sample the dense model once, bend the pool, write the router-ready checkpoint."""
 
-from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -9,10 +8,7 @@ import torch
 from models.config import ModelConfig
 from models.expert_loop import ExpertLoop
 from models.experts import LayerExperts
-from models.families.fold import gate_kind
-from models.families.moe import MOE_TARGETS
-from models.gating import GateKind
-from models.loading import load_dense, resolve_device
+from models.loading import resolve_device
 from models.shape import Shape
 from models.stream import LayerStream
 from stages.calibration.batches import text_only
@@ -21,14 +17,13 @@ from stages.calibration.emission import emit_carve
 from stages.calibration.layer_samples import sample_layers
 from stages.calibration.layer_seed import layer_seed
 from stages.calibration.pool import cut_pool, join_pool
-from stages.calibration.recomputation import save_memory
 from stages.contracts.job import Job, Table
 from stages.contracts.pool_partition import PoolPartition
 from stages.contracts.routers import Routers
 from stages.data.batches import TokenBatch
-from stages.project.carved_model import CarvedModel
 from stages.project.config import ProjectConfig
-from stages.project.gradient_rounds import GRADIENT_SEED, GradientRounds, ProjectionOutcome
+from stages.project.end_to_end import project_end_to_end
+from stages.project.layer_pass import gate_of
 from stages.project.pool import PoolCarve, project_pool, split_pool, start_pool, weigh_pool
 from stages.project.pool_report import describe_pool, summarise_pool
 from stages.routing.fit import RouterSettings
@@ -72,15 +67,15 @@ def run_pool(
             shape.top_k,
             partition.width,
             samples[layer].act,
-            GateKind(gate_kind(MOE_TARGETS[routers.target], shape)),
+            gate_of(routers, shape),
         )
         for layer, experts in enumerate(join_pool(parts))
     ]
     carve = PoolCarve(partition, samples, refit, routers.spread, routers.biased)
-    projected, outcome = project_pool(carve, weigh_pool(loops, samples), project)
-    gradients = None
+    aligned, outcome = project_pool(carve, weigh_pool(loops, samples), project)
+    projected, gradients = aligned, None
     if project.gradient_projection:
-        projected, gradients = project_end_to_end(model, folder, text_only(batches), projected, project, seed)
+        projected, gradients = project_end_to_end(model, folder, text_only(batches), lambda _: aligned, project, seed)
     routers = routers.with_layers([loop.router for loop in projected])
     routers.save(job.out)
     checkpoint = job.out / "checkpoint"
@@ -88,22 +83,6 @@ def run_pool(
     emit_carve(folder, checkpoint, shape, routers, lambda layer: in_dtype(given[layer], dtype))
     write_carve_card(checkpoint, model, shape, partition, routers, describe_pool(outcome, project, gradients))
     return summarise_pool(outcome, project, gradients, partition)
-
-
-def project_end_to_end(
-    model: ModelConfig,
-    folder: Path,
-    text: list[TokenBatch],
-    loops: Sequence[ExpertLoop],
-    project: ProjectConfig,
-    seed: int,
-) -> tuple[list[ExpertLoop], ProjectionOutcome]:
-    """Rounds of gradient projection; an expert's gradient is the sum over all layers that use it."""
-    dense = load_dense(replace(model, quantization="none"), folder)
-    save_memory(dense, asked=False)
-    carved = CarvedModel(dense, loops)
-    outcome = GradientRounds(carved, text, project, layer_seed(seed, GRADIENT_SEED)).run()
-    return carved.loops, outcome
 
 
 def in_dtype(experts: LayerExperts, dtype: torch.dtype) -> LayerExperts:

@@ -87,7 +87,7 @@ class Carve:
         """The published folder of a stage that this one started from, found through the manifests."""
         folder = self.folder
         while folder.parent.name != name:
-            parents = json.loads((folder / "manifest.json").read_text())["recipe"]["parents"]
+            parents = self._parents(folder)
             step = name if name in parents else list(parents)[-1]
             folder = folder.parents[1] / step / parents[step][:16]
         return folder
@@ -95,8 +95,17 @@ class Carve:
     @property
     def evaluation(self) -> Path:
         """The published folder of evaluate."""
-        (folder,) = (self.folder.parents[1] / "evaluate").iterdir()
+        (folder,) = (
+            folder
+            for folder in (self.folder.parents[1] / "evaluate").iterdir()
+            if self.folder.name in [parent[:16] for parent in self._parents(folder).values()]
+        )
         return folder
+
+    @staticmethod
+    def _parents(folder: Path) -> dict[str, str]:
+        parents: dict[str, str] = json.loads((folder / "manifest.json").read_text())["recipe"]["parents"]
+        return parents
 
     @property
     def checkpoints(self) -> dict[str, Path]:

@@ -125,7 +125,7 @@ def test_fewer_experts_than_layers_and_another_allocation(words, capsys):
 
 
 def test_random_experts_are_the_control_of_cut_ones(words, carve):
-    assert run_command([*words, "stage=project", "project.base=random", "project.alignment=none"]) == 0
+    assert run_command([*words, "stage=project", "project=none", "project.base=random"]) == 0
     drawn = load_file(last_carve(words).checkpoints["project"] / "model.safetensors")
     cut = load_file(carve.checkpoints["assemble"] / "model.safetensors")
     assert drawn.keys() == cut.keys()

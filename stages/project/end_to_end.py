@@ -1,0 +1,102 @@
+"""Gradient projection of a whole carve: the dense model is loaded once more, the carved layers in its FFNs' place."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from models.config import ModelConfig
+from models.expert_loop import ExpertLoop
+from models.families.fold import gate_fold
+from models.families.moe import MOE_TARGETS
+from models.ffn import ffn_modules
+from models.loading import load_dense
+from models.placement import execution_device
+from models.shape import Shape
+from stages.calibration.layer_seed import layer_seed
+from stages.calibration.recomputation import save_memory
+from stages.contracts.finished_layers import find_layer, keep_layer
+from stages.contracts.partition import Partition
+from stages.contracts.routers import Routers
+from stages.data.batches import TokenBatch
+from stages.project.carved_model import CarvedModel
+from stages.project.config import ProjectConfig
+from stages.project.gradient_rounds import GradientRounds, ProjectionOutcome
+from stages.project.layer_pass import find_done, gate_of
+from stages.project.projected_layer import ProjectedLayer
+
+SEED = 9_000  # in the place of a layer's number, beyond all layers
+
+# The frozen dense model → its layers, carved.
+MakeLoops = Callable[[PreTrainedModel], Sequence[ExpertLoop]]
+
+
+def project_end_to_end(
+    model: ModelConfig,
+    folder: Path,
+    text: Sequence[TokenBatch],
+    make_loops: MakeLoops,
+    project: ProjectConfig,
+    seed: int,
+) -> tuple[list[ExpertLoop], ProjectionOutcome]:
+    """Rounds of gradient projection over all layers at once; an expert that layers share gets the sum of its gradients.
+
+    Args:
+        model: the source.
+        folder: its checkpoint.
+        text: calibration batches.
+        make_loops: the carved layers, for the model that is loaded here.
+        project: settings of the stage.
+        seed: of the run.
+    """
+    # The experts are cut from the stored weights, whatever the scan computed with: so is the model that teaches them.
+    dense = load_dense(replace(model, quantization="none"), folder)
+    save_memory(dense, asked=False)
+    carved = CarvedModel(dense, make_loops(dense))
+    outcome = GradientRounds(carved, text, project, layer_seed(seed, SEED)).run()
+    return carved.loops, outcome
+
+
+def project_layers(
+    model: ModelConfig,
+    folder: Path,
+    text: Sequence[TokenBatch],
+    partition: Partition,
+    routers: Routers,
+    project: ProjectConfig,
+    shape: Shape,
+    *,
+    aligned: Path,
+    kept: Path,
+    seed: int,
+) -> ProjectionOutcome:
+    """The same for layers with experts of their own: read from the folder `aligned`, kept in the folder `kept`."""
+    depth = partition.layers
+    if (outcome := find_layer(kept, depth, ProjectionOutcome)) is not None:
+        return outcome
+    layers = [find_done(aligned, layer) for layer in range(depth)]
+
+    def make_loops(dense: PreTrainedModel) -> list[ExpertLoop]:
+        return [
+            layer.loop(
+                partition.units[index],
+                partition.always_on[index],
+                mlp.act_fn,
+                top_k=shape.top_k,
+                width=partition.width,
+                gate=gate_of(routers, shape),
+                device=execution_device(mlp.gate_proj),
+            )
+            for index, (layer, mlp) in enumerate(zip(layers, ffn_modules(dense), strict=True))
+        ]
+
+    loops, outcome = project_end_to_end(model, folder, text, make_loops, project, seed)
+    dtype: torch.dtype = getattr(torch, routers.dtype)
+    fold = gate_fold(MOE_TARGETS[routers.target], shape)
+    kept.mkdir(exist_ok=True)
+    for index, (layer, loop) in enumerate(zip(layers, loops, strict=True)):
+        keep_layer(kept, index, ProjectedLayer.of(loop, layer.outcome, dtype, fold.down_scale))
+    keep_layer(kept, depth, outcome)
+    return outcome
