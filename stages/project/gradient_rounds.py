@@ -18,6 +18,7 @@ MOMENTUM = 0.8  # of the gradient from round to round
 SECTIONS = 8  # of the rounds; after each, validation tokens decide
 # λ that are tried in the first section, from the largest down, in units of a matrix's root-mean-square neuron.
 LENGTHS = (0.02, 0.01, 0.005, 0.0025)
+VALIDATION_TOKENS = 4096  # at most, whole batches: every section is compared on the same ones
 PATIENCE = 2  # sections in a row that may be undone before the rounds end
 
 
@@ -60,7 +61,7 @@ class GradientRounds:
         self._dims = [neuron_dim(name) for name, _ in weights]
         self._units = [rms_neuron(weight, dim) for (_, weight), dim in zip(weights, self._dims, strict=True)]
         self._rounds = shuffle_rounds([text[index] for index in fitted], settings, seed)
-        self._validation = model.teach([text[index] for index in held_out])
+        self._validation = model.teach(first_tokens([text[index] for index in held_out], VALIDATION_TOKENS))
 
     def run(self) -> ProjectionOutcome:
         """Move every expert down the gradient of the carved model's distance from the dense one.
@@ -122,12 +123,17 @@ def shuffle_rounds(text: Sequence[TokenBatch], settings: ProjectConfig, seed: in
     """Batches of about `round_tokens`, in random order, `gradient_tokens` in all at most; at least one."""
     parts = [part for batch in text for part in split_batch(batch, settings.round_tokens)]
     order = torch.randperm(len(parts), generator=torch.Generator().manual_seed(seed)).tolist()
+    return first_tokens([parts[index] for index in order], settings.gradient_tokens)
+
+
+def first_tokens(batches: Sequence[TokenBatch], wanted: int) -> list[TokenBatch]:
+    """The first batches until there are so many tokens; at least one batch."""
     chosen, tokens = [], 0
-    for index in order:
-        if tokens >= settings.gradient_tokens:
+    for batch in batches:
+        if tokens >= wanted:
             break
-        chosen.append(parts[index])
-        tokens += parts[index].tokens
+        chosen.append(batch)
+        tokens += batch.tokens
     return chosen
 
 
