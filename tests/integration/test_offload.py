@@ -39,8 +39,8 @@ def loaded(monkeypatch):
         models.append(load_dense(*arguments))
         return models[-1]
 
-    for stage in ("scan", "project", "evaluate"):
-        monkeypatch.setattr(f"stages.{stage}.stage.load_dense", load)
+    for module in ("scan.stage", "project.end_to_end", "evaluate.stage"):
+        monkeypatch.setattr(f"stages.{module}.load_dense", load)
     return models
 
 
@@ -71,7 +71,7 @@ def test_a_forward_only_scan_with_layers_on_disk(source, text, whole, tmp_path):
 def evaluate(source, text, outputs, *words):
     """What the whole chain reports, times aside."""
     sparse = ["stage=all", "experts=4", "n=8", "top_k=2", "always_on=8", "cluster.map=none", "evaluate.speed_tokens=0"]
-    sparse += ["evaluate.baselines=[unaligned]", "project.penalties=[0.1]", "project.gradient_projection=true"]
+    sparse += ["evaluate.baselines=[unaligned]", "project.penalties=[0.1]"]
     assert run_command([*words_of_pico(source, text), *sparse, f"output_dir={outputs}", *words]) == 0
     (found,) = outputs.glob("artifacts/*/evaluate/*/evaluation.json")
     return json.loads(found.read_text())

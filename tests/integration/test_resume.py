@@ -198,23 +198,34 @@ def test_a_scan_killed_between_checkpoints_goes_on_to_the_same_statistics(output
 
 
 @pytest.mark.parametrize(
-    ("stage", "work"),
+    ("stage", "place", "work"),
     [
-        ("project", "project_layer"),
-        pytest.param("cluster", "partition_layer", marks=pytest.mark.slow),
-        pytest.param("assemble", "measure_router", marks=pytest.mark.slow),
+        ("project", "layer_pass", "project_layer"),
+        pytest.param("cluster", "stage", "partition_layer", marks=pytest.mark.slow),
+        pytest.param("assemble", "stage", "measure_router", marks=pytest.mark.slow),
     ],
 )
-def test_a_kill_between_layers_costs_no_layer_that_is_done(outputs, words, stage, work, monkeypatch):
+def test_a_kill_between_layers_costs_no_layer_that_is_done(outputs, words, stage, place, work, monkeypatch):
     before = hashes(outputs, stage)
     forget(outputs, stage)
-    run_killed(outputs, words, f"stage={stage}", at=f"stages.{stage}.stage:{work}", calls=2)
-    module, done = import_module(f"stages.{stage}.stage"), []
+    run_killed(outputs, words, f"stage={stage}", at=f"stages.{stage}.{place}:{work}", calls=2)
+    module, done = import_module(f"stages.{stage}.{place}"), []
     original = getattr(module, work)
     monkeypatch.setattr(module, work, lambda *args, **kwargs: done.append(1) or original(*args, **kwargs))
     assert in_process(outputs, words, f"stage={stage}") == 0
     assert len(done) == LAYERS - 1
     assert hashes(outputs, stage) == before
+
+
+def test_a_kill_within_gradient_projection_costs_no_layer_and_changes_nothing(outputs, words, monkeypatch):
+    before = hashes(outputs, "project")
+    forget(outputs, "project")
+    run_killed(outputs, words, "stage=project", at="stages.project.carved_model:CarvedModel.gradients", calls=2)
+    module, done = import_module("stages.project.layer_pass"), []
+    monkeypatch.setattr(module, "project_layer", lambda *_args, **_kwargs: done.append(1))
+    assert in_process(outputs, words, "stage=project") == 0
+    assert done == []
+    assert hashes(outputs, "project") == before
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def case(tmp_path_factory):
     loops = [
         ExpertLoop(
             experts, partition.units, partition.always_on[layer], LinearRouter(rows_LED[layer], bias_LE[layer]), K, F,
-            SILU, GateKind.SOFTMAX_OF_CHOSEN,
+            SILU, GateKind.SIGMOID_OF_CHOSEN,
         )
         for layer, experts in enumerate(join_pool(parts))
     ]  # fmt: skip

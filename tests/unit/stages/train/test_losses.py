@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from stages.metrics import divergence
 from stages.metrics.divergence import prediction_distance
-from stages.train import losses
 from stages.train.losses import hidden_distance, next_token_loss, predicts
 
 
@@ -28,7 +28,7 @@ def test_next_token_loss_is_the_sum(batch):
 
 @pytest.mark.parametrize(("temperature", "chunk"), [(1.0, 1024), (2.5, 2)])
 def test_divergence_equals_its_definition_with_gradients(batch, temperature, chunk, monkeypatch):
-    monkeypatch.setattr(losses, "CHUNK_TOKENS", chunk)
+    monkeypatch.setattr(divergence, "CHUNK_TOKENS", chunk)
     student, teacher, labels = batch
     counts = predicts(labels)
     found = prediction_distance(student, teacher, counts, temperature)
