@@ -1,11 +1,15 @@
-"""Experts as tensors of a layer, and one expert as a module."""
+"""Experts as tensors of a layer, one expert as a module, and a layer of them as a loop."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
+
+from models.routing import GateKind, LinearRouter, relative_gates
 
 
 @dataclass(frozen=True)
@@ -52,3 +56,100 @@ class TinyONNExpert(nn.Module):
         """The expert's contribution to each token."""
         output: Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
         return output
+
+
+class Block(NamedTuple):
+    """Units that are active together, on the tokens where they are; neither repeats."""
+
+    tokens_t: Int[Tensor, "t"]
+    units_N: Int[Tensor, "N"]
+    hidden_tN: Float[Tensor, "t N"]  # weighed by the gates
+
+
+def sum_blocks(blocks: Sequence[Block], tokens: int, width: int) -> Float[Tensor, "T F"]:
+    """Per unit, the sum of its active copies' activations; at least one block is needed."""
+    features_TF = blocks[0].hidden_tN.new_zeros(tokens, width)
+    for tokens_t, units_N, hidden_tN in blocks:
+        features_TF[tokens_t[:, None], units_N] += hidden_tN
+    return features_TF
+
+
+@dataclass(frozen=True)
+class ExpertLoop:
+    """Experts, the dense units they came from, and the router that chooses K of them."""
+
+    experts: LayerExperts
+    units_EN: Int[Tensor, "E N"]
+    always_S: Int[Tensor, "S"]
+    router: LinearRouter
+    top_k: int
+    width: int  # F
+    act: Callable[[Tensor], Tensor]
+    gate: GateKind = GateKind.CONSTANT
+
+    def __call__(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
+        """The layer's output."""
+        output_TD = torch.zeros_like(x_TD)
+        for block, down_DN in self._parts(x_TD):
+            output_TD.index_add_(0, block.tokens_t, block.hidden_tN @ down_DN.T)
+        return output_TD
+
+    def differentiable(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
+        """The output for autograd: one sum of all parts; adding one by one would copy the gradient for each."""
+        parts = [(block.tokens_t, block.hidden_tN @ down_DN.T) for block, down_DN in self._parts(x_TD)]
+        tokens, outputs = zip(*parts, strict=True)
+        return torch.zeros_like(x_TD).index_add(0, torch.cat(tokens), torch.cat(outputs))
+
+    def run(self, x_TD: Float[Tensor, "T D"]) -> tuple[list[Block], Float[Tensor, "T D"]]:
+        """The activations of the always-on units and of every expert; and the output."""
+        blocks, output_TD = [], torch.zeros_like(x_TD)
+        for block, down_DN in self._parts(x_TD):
+            blocks.append(block)
+            output_TD.index_add_(0, block.tokens_t, block.hidden_tN @ down_DN.T)
+        return blocks, output_TD
+
+    def with_change(self, change_DF: Float[Tensor, "D F"]) -> "ExpertLoop":
+        """Add to every unit's down column, in all its copies."""
+        return replace(
+            self,
+            experts=replace(
+                self.experts,
+                down_EDN=self.experts.down_EDN + change_DF[:, self.units_EN.long()].movedim(1, 0),
+                shared_down_DS=self.experts.shared_down_DS + change_DF[:, self.always_S.long()],
+            ),
+        )
+
+    def always_on_output(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
+        """What the always-on units give."""
+        experts = self.experts
+        return self.hidden(x_TD, experts.shared_gate_SD, experts.shared_up_SD) @ experts.shared_down_DS.T
+
+    def expert_outputs(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T E D"]:
+        """What every expert would give for every token."""
+        experts = self.experts
+        output_TED = x_TD.new_empty(len(x_TD), len(experts.gate_END), x_TD.shape[1])
+        for index, down_DN in enumerate(experts.down_EDN):
+            output_TED[:, index] = self.hidden(x_TD, experts.gate_END[index], experts.up_END[index]) @ down_DN.T
+        return output_TED
+
+    def _parts(self, x_TD: Tensor) -> Iterator[tuple[Block, Tensor]]:
+        """Activations and down columns of the always-on units and of every expert."""
+        experts = self.experts
+        everyone = torch.arange(len(x_TD), device=x_TD.device)
+        if len(self.always_S):
+            shared_TS = self.hidden(x_TD, experts.shared_gate_SD, experts.shared_up_SD)
+            yield Block(everyone, self.always_S.long(), shared_TS), experts.shared_down_DS
+        chosen_TK = self.router.choose(x_TD, self.top_k)
+        gates_TK = relative_gates(self.gate, x_TD @ self.router.rows_ED.T, chosen_TK)
+        # Unbound: the gradient of `gate_END[index]` would be as large as all experts, for each of them.
+        matrices = zip(
+            *(matrix.unbind() for matrix in (experts.gate_END, experts.up_END, experts.down_EDN)), strict=True
+        )
+        for index, (units_N, (gate_ND, up_ND, down_DN)) in enumerate(zip(self.units_EN.long(), matrices, strict=True)):
+            tokens, slots = (chosen_TK == index).nonzero().unbind(1)
+            h_tN = self.hidden(x_TD.index_select(0, tokens), gate_ND, up_ND)
+            yield Block(tokens, units_N, h_tN * gates_TK[tokens, slots, None]), down_DN
+
+    def hidden(self, x_tD: Tensor, gate_ND: Tensor, up_ND: Tensor) -> Tensor:
+        """Activations of an expert's units."""
+        return self.act(x_tD @ gate_ND.T) * (x_tD @ up_ND.T)

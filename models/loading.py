@@ -1,19 +1,106 @@
 """The dense model and its tokenizer through transformers: frozen, from local files only."""
 
+import ctypes
+import ctypes.util
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import get_max_memory
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from instruments.errors import CheckpointError, ConfigError, UserError
 from models.config import ModelConfig
-from models.errors import CheckpointError, ConfigError
-from models.families.config import source_dtype
-from models.families.fused_modules import separate_fused
-from models.placement import placement
 from models.quantization import bitsandbytes_config, explained_offload, prepare_quantised, require_bitsandbytes
 from models.quantization_rules import stored_quantization
 from models.source import read_config
+from models.targets.config import source_dtype
+
+
+def placement(model: ModelConfig, device: torch.device) -> dict[str, Any]:
+    """What `from_pretrained` is to be told: everything on `device`, or what may go where.
+
+    On a CPU no GPU is used. What fits nowhere stays on disk and is read from the checkpoint when it is needed.
+    """
+    if model.device_map == "none":
+        return {"device_map": {"": device}}
+    limits: dict[int | str, int | str] = {"cpu": model.cpu_memory or get_max_memory()["cpu"]}
+    if device.type != "cpu":
+        free = get_max_memory()
+        limits |= {place: model.gpu_memory or free[place] for place in free if place != "cpu"}
+    return {"device_map": model.device_map, "max_memory": limits}
+
+
+def is_offloaded(model: nn.Module) -> bool:
+    """Whether weights come from memory or disk each time they are used.
+
+    The graph would keep every such weight until the backward pass has used it: recompute activations instead
+    (gradient checkpointing), and one layer's are alive at a time.
+    """
+    return any(parameter.device.type == "meta" for parameter in model.parameters())
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where token ids, masks and labels are to go: the device that looks embeddings up; logits come back there."""
+    return execution_device(model.get_input_embeddings())
+
+
+def execution_device(module: nn.Module) -> torch.device:
+    """Where a module with a weight computes, also if that weight comes from elsewhere each time."""
+    device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+    return module.weight.device if device is None else torch.device(device)  # type: ignore[return-value]
+
+
+class SeparateFFN(nn.Module):
+    """The same FFN: gate and up are views of the fused weight, so no memory is needed."""
+
+    def __init__(self, fused: nn.Module) -> None:
+        """Take over the weights of an FFN with gate_up_proj, down_proj and activation_fn."""
+        super().__init__()
+        gate_FD, up_FD = fused.get_parameter("gate_up_proj.weight").chunk(2)
+        self.gate_proj, self.up_proj = _linear(gate_FD), _linear(up_FD)
+        self.down_proj = fused.get_submodule("down_proj")
+        self.act_fn = fused.get_submodule("activation_fn")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """FFN(x)."""
+        output: Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return output
+
+
+def separate_fused(model: PreTrainedModel) -> None:
+    """Replace every fused FFN by its equivalent; does nothing where there is none.
+
+    Raises:
+        ConfigError: the fused weight is quantised, or offloaded: it has no halves that are views.
+    """
+    for index, layer in enumerate(model.get_decoder().layers):
+        if hasattr(layer.mlp, "gate_up_proj"):
+            _check_plain(layer.mlp.gate_up_proj, index)
+            layer.mlp = SeparateFFN(layer.mlp)
+
+
+def _linear(weight_FD: Tensor) -> nn.Linear:
+    width, hidden = weight_FD.shape
+    linear = nn.Linear(hidden, width, bias=False, device="meta")
+    linear.weight = nn.Parameter(weight_FD.detach(), requires_grad=weight_FD.requires_grad)
+    return linear
+
+
+def _check_plain(linear: nn.Module, layer: int) -> None:
+    weight = linear.weight
+    if type(linear) is nn.Linear and weight.device != torch.device("meta"):
+        return
+    raise ConfigError(
+        "gate and up are one weight, which cannot be split where it is quantised or offloaded",
+        where=f"layer {layer}, gate_up_proj",
+        do="model.quantization=none model.device_map=none, or a source that keeps them apart",
+    )
+
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -97,3 +184,27 @@ def _load(model: ModelConfig, folder: Path, dtype: torch.dtype | None, arguments
     )
     separate_fused(dense)
     return dense.requires_grad_(False).eval()
+
+
+def release_freed_memory() -> None:
+    """Give freed heap blocks back to the system, where the C library is glibc; elsewhere do nothing.
+
+    After many layers of odd-sized tensors glibc keeps hundreds of megabytes that the next phase would add to.
+    """
+    gc.collect()
+    library = ctypes.CDLL(ctypes.util.find_library("c"))
+    if hasattr(library, "malloc_trim"):
+        library.malloc_trim(0)
+
+
+@contextmanager
+def explained_memory(where: str, remedy: str) -> Iterator[None]:
+    """Say what to lower where the device or the machine has no more memory. Raises UserError."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise UserError(f"out of memory: {str(error).splitlines()[0][:160]}", where=where, do=remedy) from error
+    except RuntimeError as error:
+        if "DefaultCPUAllocator" not in str(error):
+            raise
+        raise UserError(f"out of memory: {str(error).splitlines()[0][:160]}", where=where, do=remedy) from error

@@ -14,8 +14,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig
 
+from instruments.errors import ConfigError
 from models.config import ModelConfig
-from models.errors import ConfigError
 from models.quantization_rules import missing_bitsandbytes
 
 

@@ -7,8 +7,8 @@ from importlib.util import find_spec
 from platform import machine
 from typing import Any
 
+from instruments.errors import CheckpointError, ConfigError, UserError
 from models.config import ModelConfig
-from models.errors import CheckpointError, ConfigError, UserError
 
 # Where bitsandbytes is published for, as sys.platform and platform.machine() say it.
 _PLATFORMS = {

@@ -5,8 +5,8 @@ import os
 import sys
 from typing import NoReturn
 
-from pipeline.help_page import help_page
-from stages.contracts.workers import find_workers
+from pipeline.help import help_page
+from stages.artifacts.workers import find_workers
 
 
 def main() -> int:

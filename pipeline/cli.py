@@ -6,14 +6,13 @@ from collections.abc import Collection, Sequence
 from signal import SIG_DFL, SIGTERM, signal
 from time import sleep
 
-from models.errors import ConfigError, UserError
-from pipeline.carve import carve
-from pipeline.composition import compose, run_hydra
-from pipeline.exit_code import FAILED, INTERRUPTED, INVALID
+from instruments.command_line import FAILED, INTERRUPTED, INVALID
+from instruments.errors import ConfigError, UserError
 from pipeline.overrides import first_word, override_errors
-from pipeline.schema import register_schema
-from pipeline.validation import InvalidSettingsError, find_errors
-from stages.contracts.workers import LostWorkerError, find_workers
+from pipeline.run import carve
+from pipeline.settings import compose, register_schema, run_hydra
+from pipeline.validate import InvalidSettingsError, find_errors
+from stages.artifacts.workers import LostWorkerError, find_workers
 
 # Seconds. Most faults in the settings are found by all workers; torchrun ends everybody when the first one leaves, and
 # the leading one has told them by then. A worker that is still there has found a fault of its own machine.

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from models.errors import UserError
-from models.families.config import source_dtype
-from models.families.parameters import count_carved
-from models.families.target_choice import select_target
+from instruments.errors import UserError
+from models.parameters import count_carved
 from models.shape import Shape
+from models.targets.choose import select_target
+from models.targets.config import source_dtype
 from stages.assemble.config import AssembleConfig
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}

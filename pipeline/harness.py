@@ -8,8 +8,8 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from models.errors import CheckpointError, ConfigError
-from pipeline.exit_code import exit_code
+from instruments.command_line import exit_code
+from instruments.errors import CheckpointError, ConfigError
 from stages.evaluate.harness import Answers, Share, answer_choices, compare_answers
 
 

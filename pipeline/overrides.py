@@ -12,10 +12,10 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from models.errors import ConfigError
-from pipeline.field_rules import unknown_choice
+from instruments.errors import ConfigError
 from pipeline.layout import OVERLAYS, groups
-from pipeline.schema import Settings
+from pipeline.settings import Settings
+from pipeline.validate import unknown_choice
 
 WHERE = "command line"
 

@@ -1,23 +1,70 @@
 """Which stages have to run: those asked for and not yet published, and what they start from."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from hashlib import sha256
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from models.errors import ConfigError
+from instruments.errors import ConfigError
 from models.source import source_identity
-from pipeline.artifact import is_complete
+from pipeline.artifacts import is_complete
+from pipeline.consistency import Unread, find_unread
 from pipeline.disk import expected_bytes, free_bytes, in_mib
-from pipeline.fingerprint import fingerprint, make_recipe
 from pipeline.layout import artifact_folder
 from pipeline.stages_table import CHAIN, Stage, asked_stages, with_ancestors
-from pipeline.unread import find_unread
-from pipeline.validation import Checked
+from pipeline.validate import Checked
 from stages.calibration.config import without_random_tokens
-from stages.data.config import calibration_only
-from stages.data.hub import require_hub
-from stages.data.identity import data_identity
+from stages.text.config import calibration_only
+from stages.text.hub import require_hub
+from stages.text.identity import data_identity
+
+# Nodes that point outside the repository: what they point at counts too, not only their words.
+IDENTIFIED = ("model", "data")
+
+
+def make_recipe(
+    stage: Stage,
+    nodes: Mapping[str, object],
+    identities: Mapping[str, Mapping[str, Any]],
+    parents: Mapping[str, str],
+    unread: Unread = MappingProxyType({}),
+) -> dict[str, Any]:
+    """Everything that decides the result of a stage, as plain JSON.
+
+    Args:
+        stage: which stage, with its version.
+        nodes: all resolved settings by node name; only those the stage looks at are taken ...
+        identities: content of the source model and of the data (`model`, `data`).
+        parents: fingerprints of the stages it starts from.
+        unread: ... without the settings that nobody reads.
+    """
+    looked_at = [name for name in stage.nodes if name not in stage.unread]
+    return {
+        "stage": stage.name,
+        "version": stage.version,
+        "settings": {name: plain_settings(nodes[name], unread.get(name, ())) for name in looked_at},
+        "identity": {name: dict(identities[name]) for name in looked_at if name in IDENTIFIED},
+        "parents": {name: parents[name] for name in stage.parents},
+    }
+
+
+def plain_settings(node: object, unread: Collection[str] = ()) -> object:
+    """A node as JSON values, without what is unread and the fields marked `metadata={"fingerprint": False}`.
+
+    Such a field changes where, how fast or how safely a stage works, never what comes out.
+    """
+    if not is_dataclass(node):
+        return node
+    counted = [spec.name for spec in fields(node) if spec.metadata.get("fingerprint", True) and spec.name not in unread]
+    return {name: plain_settings(getattr(node, name)) for name in counted}
+
+
+def fingerprint(recipe: Mapping[str, Any]) -> str:
+    """SHA-256 of the recipe, independent of the order of its keys."""
+    return sha256(json.dumps(recipe, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

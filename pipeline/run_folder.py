@@ -11,8 +11,8 @@ from omegaconf import OmegaConf
 from tabulate import tabulate
 
 from pipeline.report.run_record import RunRecord, StageRun
-from pipeline.schema import Settings
-from stages.contracts.job import Table
+from pipeline.settings import Settings
+from stages.artifacts.job import Table
 
 OWN_LOGGERS = ("pipeline", "stages", "models", "py.warnings")
 

@@ -4,12 +4,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from models.errors import ConfigError
-from models.families.moe import MoETarget
-from models.families.own_class import keeps_tied
-from models.families.parameters import ParameterCount, count_carved, count_dense
-from models.families.target_choice import check_target, select_target
+from instruments.errors import ConfigError
+from models.parameters import ParameterCount, count_carved, count_dense
 from models.shape import Shape
+from models.targets.base import MoETarget
+from models.targets.choose import check_target, select_target
+from models.targets.tiny_onn import keeps_tied
 from pipeline.disk import expected_bytes, in_mib
 from pipeline.shape import Dials, close_shapes, shape_faults
 from stages.assemble.config import AssembleConfig

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import import_module
 
-from stages.contracts.job import Table
+from stages.artifacts.job import Table
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from models.errors import ConfigError, UserError
+from instruments.command_line import exit_code
+from instruments.errors import ConfigError, UserError
 from pipeline.disk import explain_os_error
-from pipeline.exit_code import exit_code
-from stages.stores.config import StoreConfig
+from stages.accumulators.config import StoreConfig
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -50,12 +50,12 @@ def _run(wanted: argparse.Namespace) -> str:
     if wanted.command == "export" and not wanted.file.absolute().parent.is_dir():
         what = f"there is no folder {wanted.file.absolute().parent}"
         raise ConfigError(what, where="command line", do="a FILE in a folder that exists")
-    from stages.stores.redis_connection import connect  # noqa: PLC0415 - without torch
+    from stages.accumulators.redis_connection import connect  # noqa: PLC0415 - without torch
 
     client, place = connect(StoreConfig("redis", url=wanted.url))
-    from stages.stores.redis_errors import in_words  # noqa: PLC0415 - the rest loads torch
-    from stages.stores.redis_namespace import find_namespace  # noqa: PLC0415
-    from stages.stores.redis_transfer import export_sums, import_sums  # noqa: PLC0415
+    from stages.accumulators.redis_connection import in_words  # noqa: PLC0415 - the rest loads torch
+    from stages.accumulators.redis_namespace import find_namespace  # noqa: PLC0415
+    from stages.accumulators.redis_transfer import export_sums, import_sums  # noqa: PLC0415
 
     with client:
         if wanted.command == "import":

@@ -1,1 +1,1 @@
-"""The stages of the chain; they meet only in `stages.contracts`."""
+"""The stages of the chain; they meet only in `stages.artifacts`."""

@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import models.tiny_onn.register  # noqa: F401 - transformers then knows the project's own class
-from models.capture.router_watch import RouterWatch
-from stages.data.config import DataConfig
-from stages.data.sequences import Split, load_sequences
+from models.training import RouterWatch
+from stages.text.config import DataConfig
+from stages.text.sequences import Split, load_sequences
 
 ROWS, LENGTH = 4, 128  # of a training batch
 

@@ -4,8 +4,8 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from models.checkpoint.header import TensorEntry, read_header
-from models.errors import CheckpointError
+from instruments.errors import CheckpointError
+from instruments.safetensors_header import TensorEntry, read_header
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

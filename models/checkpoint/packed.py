@@ -14,8 +14,8 @@ from math import ceil, prod
 from pathlib import Path
 from typing import Any
 
-from models.checkpoint.header import TensorEntry
-from models.errors import CheckpointError
+from instruments.errors import CheckpointError
+from instruments.safetensors_header import TensorEntry
 
 _STATE = re.compile(r"(?P<weight>.+)\.(?P<key>quant_state\.bitsandbytes__(?P<kind>nf4|fp4))")
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}

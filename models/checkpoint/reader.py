@@ -1,32 +1,56 @@
 """Tensors of a checkpoint, one at a time; those stored in 4 or 8 bits as the plain numbers they stand for."""
 
-from collections.abc import KeysView
-from io import BufferedReader
+from collections.abc import KeysView, Mapping
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 
 import torch
 from torch import Tensor
 
-from models.checkpoint.dequantise import dequantise
-from models.checkpoint.dtypes import TORCH_DTYPES
+from instruments.errors import CheckpointError
+from instruments.safetensors_header import read_header
+from instruments.safetensors_reader import TORCH_DTYPES, EntryReader
 from models.checkpoint.folder import read_checkpoint
-from models.checkpoint.header import TensorEntry, read_header
 from models.checkpoint.packed import Entry, PackedEntry, join_packed
-from models.errors import CheckpointError
+from models.quantization_rules import missing_bitsandbytes
+
+
+def dequantise(entry: PackedEntry, parts: Mapping[str, Tensor]) -> Tensor:
+    """The weight in its true shape and number format.
+
+    Args:
+        entry: what the headers say of it.
+        parts: its tensors as stored.
+    Raises:
+        ConfigError: bitsandbytes is not installed.
+    Numerics: 4 bits exactly as bitsandbytes decodes them, in the format the weight had before; int8 in fp32, then
+        rounded once.
+    """
+    # Imported here: it takes a while, and is an optional extra.
+    if not find_spec("bitsandbytes"):
+        raise missing_bitsandbytes(f"a checkpoint stored in {entry.kind}")
+    functional = import_module("bitsandbytes.functional")
+    plain: Tensor
+    if entry.kind == "int8":
+        plain = functional.int8_vectorwise_dequant(parts["weight"], parts["SCB"])
+        return plain.to(TORCH_DTYPES[entry.dtype])
+    state = functional.QuantState.from_dict(
+        {key: part for key, part in parts.items() if key != "weight"}, torch.device("cpu")
+    )
+    # Packed bytes may be stored under another format's name, for the sake of distributed training.
+    plain = functional.dequantize_4bit(parts["weight"].view(torch.uint8).view(-1, 1), state)
+    return plain.to(TORCH_DTYPES[entry.dtype])
 
 
 class ShardReader:
-    """Reads tensors into private memory.
-
-    A memory map would count every page touched until the last tensor of a shard is dropped, and a file cut short
-    while mapped kills the process; here the cost is one tensor and the failure an error.
-    """
+    """Reads one tensor at a time."""
 
     def __init__(self, source: Path) -> None:
         """Read and check all headers of a checkpoint folder, or of one safetensors file. Raises CheckpointError."""
         self._entries: dict[str, Entry] = dict(read_header(source)) if source.is_file() else _read_folder(source)
-        self._files: dict[Path, BufferedReader] = {}
+        self._files = EntryReader()
 
     def __enter__(self) -> "ShardReader":
         """Shards are opened when they are first needed."""
@@ -40,8 +64,7 @@ class ShardReader:
 
     def close(self) -> None:
         """Close the shards; reading again opens them again."""
-        while self._files:
-            self._files.popitem()[1].close()
+        self._files.close()
 
     @property
     def names(self) -> KeysView[str]:
@@ -65,18 +88,8 @@ class ShardReader:
         """
         entry = self._entry(name)
         if isinstance(entry, PackedEntry):
-            return dequantise(entry, {key: self._read(part, name) for key, part in entry.parts.items()})
-        return self._read(entry, name)
-
-    def _read(self, entry: TensorEntry, name: str) -> Tensor:
-        data = torch.empty(entry.nbytes, dtype=torch.uint8)
-        if entry.path not in self._files:
-            self._files[entry.path] = entry.path.open("rb")
-        file = self._files[entry.path]
-        file.seek(entry.offset)
-        if file.readinto(data.numpy().data) != entry.nbytes:
-            raise CheckpointError(f"{entry.path.name} was cut short while in use", where=f"{entry.path}, {name}")
-        return data.view(TORCH_DTYPES[entry.dtype]).view(entry.shape)
+            return dequantise(entry, {key: self._files.read(part, name) for key, part in entry.parts.items()})
+        return self._files.read(entry, name)
 
     def _entry(self, name: str) -> Entry:
         if name not in self._entries:

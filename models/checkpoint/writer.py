@@ -8,11 +8,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from models.checkpoint.dtypes import TORCH_DTYPES
-from models.checkpoint.durable import sync
+from instruments.durable import sync
+from instruments.errors import CheckpointError
+from instruments.safetensors_header import read_header
+from instruments.safetensors_reader import TORCH_DTYPES
 from models.checkpoint.folder import INDEX, SINGLE
-from models.checkpoint.header import read_header
-from models.errors import CheckpointError
 
 _Spec = tuple[tuple[int, ...], str]  # shape, dtype
 

@@ -1,6 +1,8 @@
 """config.json of a TinyONN checkpoint."""
 
+import shutil
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 # About the dense checkpoint's files, not about the model.
@@ -60,3 +62,12 @@ def tiny_onn_keys(
         **{key: source[key] for key in kept},
         "dense": dense | {"tie_word_embeddings": False},
     }
+
+
+CODE_FILES = ("configuration_tiny_onn.py", "modeling_tiny_onn.py", "sparse_ffn.py", "load_balance.py")
+
+
+def copy_code(folder: Path) -> None:
+    """Copy what `auto_map` in config.json names into a checkpoint's folder."""
+    for name in CODE_FILES:
+        shutil.copyfile(Path(__file__).with_name(name), folder / name)

@@ -5,9 +5,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from models.errors import ConfigError, UserError
+from instruments.command_line import exit_code
+from instruments.errors import ConfigError, UserError
 from pipeline.disk import explain_os_error
-from pipeline.exit_code import exit_code
 from pipeline.layout import REPOSITORY
 from pipeline.report.page import FILE, write_page
 from pipeline.report.run_source import find_latest, find_source

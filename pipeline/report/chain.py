@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.artifact import Manifest, is_complete
+from pipeline.artifacts import Manifest, is_complete
 from pipeline.report.run_record import SHORT
 from pipeline.stages_table import STAGES
 

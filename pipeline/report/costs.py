@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from models.errors import ContractError
+from instruments.errors import ContractError
 from pipeline.report.chain import Published
 from pipeline.report.run_record import SHORT, RunRecord, StageRun, read_run_record
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from stages.contracts.tag import unpack_tag
+from stages.artifacts.tensor_file import unpack_tag
 from stages.plots.ridges import Ridge
 
 BINS = 60

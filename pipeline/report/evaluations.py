@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from models.errors import ContractError
+from instruments.errors import ContractError
 from models.shape import Shape
 from pipeline.report.chain import REMEDY, Published, read_chain, read_published, settings_of_carve
 

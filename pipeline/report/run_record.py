@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from models.errors import ContractError
+from instruments.errors import ContractError
 
 FILE = "stages.json"
 SHORT = 16  # letters of a fingerprint in the name of its folder

@@ -6,8 +6,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from models.errors import ConfigError, ContractError
-from pipeline.artifact import is_complete
+from instruments.errors import ConfigError, ContractError
+from pipeline.artifacts import is_complete
 from pipeline.command import command_line
 from pipeline.layout import artifact_folder
 from pipeline.report.page import Source

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from pipeline.report.numbers import plain
-from stages.contracts.job import Table
+from stages.artifacts.job import Table
 from stages.plots.markup import Markup, element, join
 
 

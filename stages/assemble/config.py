@@ -46,7 +46,7 @@ class AssembleConfig:
     # scaled to what the gates weigh; parity: logits shrunk so that gates are all but constant, for exactness.
     mode: str = field(default="train", metadata={"choices": ("train", "parity")})
     # Standard deviation over experts of the router's logits on the calibration text in train mode; null: 1 for gates
-    # that are sigmoids, 0.3 for a softmax, which tells experts further apart (LOGIT_STD in models/gating.py).
+    # that are sigmoids, 0.3 for a softmax, which tells experts further apart (LOGIT_STD in models/routing.py).
     logit_std: float | None = field(default=None, metadata={"above": 0})
     # Spread (standard deviation) of the router's logits on the calibration text in parity mode; 0 makes gates exactly
     # constant and the choice of experts meaningless, which is right when all are chosen.

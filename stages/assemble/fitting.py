@@ -7,15 +7,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from models.expert_loop import ExpertLoop
+from models.experts import ExpertLoop
 from models.ffn import DenseFFN
 from models.routing import LinearRouter
 from models.shape import Shape
+from stages.artifacts.partition import Partition, PoolPartition
 from stages.assemble.config import AssembleConfig
-from stages.calibration.pool import cut_pool, join_pool
-from stages.calibration.spread import pick_tokens, take_tokens
-from stages.contracts.partition import Partition
-from stages.contracts.pool_partition import PoolPartition
+from stages.calibration.batches import pick_tokens, take_tokens
+from stages.calibration.slices import cut_pool, join_pool
 from stages.routing.descent import DescentSettings
 from stages.routing.fit import RouterSettings, fit_pool_router, fit_router
 from stages.routing.task import RouterTask, watch_experts, watch_pool

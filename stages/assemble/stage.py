@@ -9,38 +9,31 @@ from torch import Tensor
 from tqdm import tqdm
 
 from models.config import ModelConfig
-from models.expert_loop import ExpertLoop
-from models.experts import LayerExperts
-from models.families.emit import checkpoint_dtype
-from models.families.fold import gate_kind
-from models.families.target_choice import select_target
-from models.gating import LOGIT_STD, GateKind
-from models.loading import load_tokenizer, resolve_device
-from models.memory import release_freed_memory
+from models.emit import checkpoint_dtype
+from models.experts import ExpertLoop, LayerExperts
+from models.loading import load_tokenizer, release_freed_memory, resolve_device
+from models.routing import LOGIT_STD, GateKind
 from models.shape import Shape
 from models.source import read_config, resolve_folder
 from models.stream import LayerStream
+from models.targets.choose import select_target
+from models.targets.gate_scale import gate_kind
+from stages.artifacts.experts import load_layer
+from stages.artifacts.job import Job, Table
+from stages.artifacts.partition import Partition, PoolPartition, load_partition
+from stages.artifacts.routers import Routers
+from stages.artifacts.tensor_file import find_layer, keep_layer
 from stages.assemble.config import AssembleConfig
 from stages.assemble.fitting import Fit, over_own, over_pool
-from stages.assemble.pool_report import summarise_pool
-from stages.assemble.report import RouterReport, summarise
-from stages.calibration.batches import calibration_batches, text_only
-from stages.calibration.card import write_carve_card
+from stages.assemble.report import RouterReport, summarise, summarise_pool
+from stages.calibration.batches import calibration_batches, layer_seed, text_only
 from stages.calibration.config import VocabularyConfig
-from stages.calibration.emission import emit_carve
+from stages.calibration.emission import emit_carve, write_carve_card
 from stages.calibration.gate_scale import column_scale, gate_moments, least_squares, scale_columns
-from stages.calibration.layer_seed import layer_seed
 from stages.calibration.token_stream import TokenStream
-from stages.contracts.experts import load_layer
-from stages.contracts.finished_layers import find_layer, keep_layer
-from stages.contracts.job import Job, Table
-from stages.contracts.partition import Partition
-from stages.contracts.pool_partition import PoolPartition, load_partition
-from stages.contracts.routers import Routers
-from stages.data.batches import TokenBatch
-from stages.data.config import DataConfig
-from stages.routing.measure import load_balance, oracle_agreement, relative_output_error, set_spread
-from stages.routing.task import RouterTask
+from stages.routing.task import RouterTask, load_balance, oracle_agreement, relative_output_error, set_spread
+from stages.text.batches import TokenBatch
+from stages.text.config import DataConfig
 
 
 def run(

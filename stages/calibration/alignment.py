@@ -9,11 +9,25 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, Self, TypeVar
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from models.expert_loop import Block
-from stages.calibration.guard import split_guard
+from instruments.errors import ConfigError
+from models.experts import Block
+from models.ffn import DenseFFN
+from models.stream import LayerStream, StreamLayer
 from stages.calibration.normal_equations import NormalEquations
+from stages.calibration.token_stream import TokenStream
+from stages.text.batches import TokenBatch
+
+
+def split_guard(batches: int, share: float) -> tuple[list[int], list[int]]:
+    """Batches to fit on and batches to judge by, the latter spread evenly; at least one of each where there are two."""
+    guards = min(max(1, round(share * batches)), max(0, batches - 1))
+    held = {round((index + 0.5) * batches / guards - 0.5) for index in range(guards)} if guards else set()
+    fitted = [index for index in range(batches) if index not in held]
+    return fitted, sorted(held) or fitted
+
 
 Target = Callable[[int, Tensor], Tensor]
 
@@ -102,3 +116,45 @@ def align_down(
             break  # less penalty fits the tokens at hand ever closer, and the held-out ones ever worse
         last = error
     return best
+
+
+class AlignmentTarget:
+    """local: the dense FFN on the carved model's own inputs. residual: the dense model's residual stream.
+
+    The second also asks a layer to make good what earlier layers got wrong, and costs a dense model beside the carved.
+    """
+
+    def __init__(self, kind: str, stream: LayerStream, batches: Sequence[TokenBatch]) -> None:
+        """Start a dense stream where one is needed."""
+        self._dense = TokenStream(stream, batches) if kind == "residual" else None
+        self._wanted: dict[int, Tensor] = {}  # of this layer: computed once, asked for many times
+        self._ffn: DenseFFN | None = None
+        self._carved: TokenStream | None = None
+
+    def enter(self, layer: StreamLayer, carved: TokenStream) -> None:
+        """Go on to a layer that the carved stream has entered and not yet left."""
+        if self._dense is not None and not layer.plain_residual:
+            raise ConfigError(
+                "this family norms or scales an FFN's output before it adds it: no output can be read off the residual "
+                "stream",
+                where="project.alignment_target=residual",
+                do="project.alignment_target=local",
+            )
+        self._ffn, self._carved, self._wanted = layer.ffn, carved, {}
+        if self._dense is not None:
+            self._dense.enter(layer)
+            self._dense.leave(map(layer.ffn, self._dense.inputs))
+
+    def __call__(self, index: int, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
+        """Wanted output of batch `index`, whose inputs are `x_TD`."""
+        if index not in self._wanted:
+            self._wanted[index] = self._compute(index, x_TD)
+        return self._wanted[index]
+
+    def _compute(self, index: int, x_TD: Tensor) -> Tensor:
+        assert self._ffn is not None, "enter a layer first"
+        assert self._carved is not None, "enter a layer first"
+        if self._dense is None:
+            return self._ffn(x_TD)
+        mask_BT = self._carved.masks[index]
+        return self._dense.hidden[index][mask_BT] - self._carved.hidden[index][mask_BT]

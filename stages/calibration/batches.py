@@ -1,15 +1,49 @@
 """Calibration text, and random tokens beside it, as batches that can be split into a fitted and a guarding part."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+import torch
+from jaxtyping import Int
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from stages.calibration.config import VocabularyConfig
-from stages.calibration.vocabulary import draw_sequences
-from stages.data.batches import TokenBatch, batch_sequences
-from stages.data.config import DataConfig
-from stages.data.sequences import load_sequences
+from stages.text.batches import TokenBatch, batch_sequences
+from stages.text.config import DataConfig
+from stages.text.sequences import IGNORED, TokenSequence, load_sequences
+
+OFFSET = 1000  # of Zipf and Mandelbrot's law: the rare count for something, too
+SEED = 0
+
+
+def draw_sequences(
+    tokenizer: PreTrainedTokenizerBase, met: Collection[int], tokens: int, length: int
+) -> list[TokenSequence]:
+    """At most so many tokens in sequences of `length`, none twice; no label counts in a loss.
+
+    A token's weight falls with its id, 1 / (rank + OFFSET): pair merges are numbered in the order they were learnt, the
+    frequent first. The draw is always the same for the same `met`.
+
+    Args:
+        tokenizer: of the model; its special and added tokens are not drawn.
+        met: ids that the text has, which are not drawn either.
+        tokens: most to draw; all that are left where these are fewer.
+        length: of a sequence, at most.
+    """
+    known = {*met, *tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
+    ids_V = torch.tensor(sorted(set(tokenizer.get_vocab().values())))
+    weights_V = 1.0 / (torch.arange(len(ids_V), dtype=torch.float64) + OFFSET)
+    weights_V[torch.isin(ids_V, torch.tensor(sorted(known)))] = 0.0
+    count = min(tokens, int(weights_V.count_nonzero()))
+    if not count:
+        return []
+    drawn_T = ids_V[weights_V.multinomial(count, generator=torch.Generator().manual_seed(SEED))]
+    return [
+        TokenSequence(f"vocabulary {number}", ids_T.tolist(), [IGNORED] * len(ids_T))
+        for number, ids_T in enumerate(torch.split(drawn_T, length))
+    ]
+
 
 # The guard part is counted in batches: with fewer than these the split would be too coarse.
 LEAST_BATCHES = 16
@@ -38,3 +72,29 @@ def calibration_batches(
 def text_only(batches: Sequence[TokenBatch]) -> list[TokenBatch]:
     """Without those drawn from the vocabulary."""
     return [batch for batch in batches if batch.is_text]
+
+
+def spread_evenly(count: int, wanted: int) -> Int[Tensor, "t"]:
+    """Indices of `wanted` of `count`, first and last among them; at least one, all where more are wanted."""
+    return torch.linspace(0, count - 1, max(1, min(count, wanted))).round().long()
+
+
+def pick_tokens(lengths: Sequence[int], wanted: int) -> list[Tensor]:
+    """Of every batch the indices of as large a part as keeps all together at about `wanted`; one of each at least."""
+    share = min(1.0, wanted / max(1, sum(lengths)))
+    return [spread_evenly(length, round(length * share)) for length in lengths]
+
+
+def take_tokens(batches: Sequence[Tensor], picks: Sequence[Tensor]) -> list[Tensor]:
+    """Those tokens of every batch."""
+    return [batch_TD[pick_t] for batch_TD, pick_t in zip(batches, picks, strict=True)]
+
+
+def layer_seed(seed: int, index: int) -> int:
+    """A layer's own seed; those of another run's `seed` lie apart.
+
+    Args:
+        seed: of the run.
+        index: of the layer, below 10,007. Who must not repeat the draws of another stage adds an offset.
+    """
+    return seed * 10_007 + index

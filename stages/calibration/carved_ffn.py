@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from models.expert_loop import Block
+from models.experts import Block
 from models.ffn import DenseFFN
 from models.routing import LinearRouter, active_copies, choose_experts, membership
 
@@ -103,3 +103,16 @@ def replica_scale(copies: Copies, ffn: DenseFFN, inputs: Iterable[Tensor]) -> Fl
         first_F += copies_TF.sum(0)
         second_F += copies_TF.square().sum(0)
     return torch.where(second_F > 0, first_F / second_F.clamp_min(1), 1.0).float()
+
+
+def unit_contributions(ffn: DenseFFN, h_TF: Float[Tensor, "T F"]) -> Float[Tensor, "T F"]:
+    """|h_j|·‖d_j‖: the norm of what the unit adds to the output."""
+    column_norms_F: Tensor = ffn.down_DF.norm(dim=0)
+    return h_TF.abs() * column_norms_F
+
+
+def expert_contributions(
+    ffn: DenseFFN, h_TF: Float[Tensor, "T F"], member_EF: Float[Tensor, "E F"]
+) -> Float[Tensor, "T E"]:
+    """Σ_{i∈e} |h_i|·‖d_i‖ of every expert."""
+    return unit_contributions(ffn, h_TF) @ member_EF.T

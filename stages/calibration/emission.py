@@ -1,13 +1,16 @@
-"""The checkpoint of a carve, from the contracts of its stages."""
+"""The checkpoint of a carve and its model card, from the artifacts of its stages."""
 
 from collections.abc import Callable
 from pathlib import Path
 
+from models.card import CarveFacts, write_card
+from models.config import ModelConfig
+from models.emit import emit_checkpoint
 from models.experts import LayerExperts
-from models.families.emit import emit_checkpoint
-from models.families.moe import MOE_TARGETS
 from models.shape import Shape
-from stages.contracts.routers import Routers
+from models.targets.base import MOE_TARGETS
+from stages.artifacts.partition import Partition, PoolPartition
+from stages.artifacts.routers import Routers
 
 
 def emit_carve(
@@ -24,4 +27,33 @@ def emit_carve(
         experts=experts,
         dtype=routers.dtype_asked,
         pad_to=routers.pad_to,
+    )
+
+
+def write_carve_card(
+    checkpoint: Path,
+    model: ModelConfig,
+    shape: Shape,
+    partition: Partition | PoolPartition,
+    routers: Routers,
+    projection: str,
+) -> None:
+    """Write the card into the checkpoint's folder."""
+    layers = partition.layers
+    multiplicity_LF = partition.multiplicity
+    write_card(
+        checkpoint,
+        CarveFacts(
+            source=model.name or model.path or model.label,
+            target=MOE_TARGETS[routers.target],
+            shape=shape,
+            width=partition.width,
+            layers=layers,
+            dropped=int((multiplicity_LF == 0).sum()) - layers * shape.always_on,
+            most_copies=int(multiplicity_LF.max()),
+            partition=partition.description,
+            router=routers.method,
+            projection=projection,
+            pad_to=routers.pad_to,
+        ),
     )

@@ -6,10 +6,11 @@ from contextlib import contextmanager
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from models.placement import input_device
-from stages.data.batches import TokenBatch
-from stages.metrics.loss import sample_losses
+from models.loading import input_device, is_offloaded
+from stages.losses import sample_losses
+from stages.text.batches import TokenBatch
 
 
 def forward_losses(model: nn.Module, batch: TokenBatch, *, spend_logits: bool = False) -> Float[Tensor, "B"]:
@@ -43,3 +44,22 @@ def _gradients_from_embeddings(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+def save_memory(dense: PreTrainedModel, *, asked: bool) -> None:
+    """Recompute where it is asked for, and where weights do not stay on the device.
+
+    The graph would keep every offloaded weight until the backward pass; recomputed, one layer's are there at a time.
+    """
+    if asked or is_offloaded(dense):
+        # 8-bit layers keep their inputs alive under the other kind.
+        enable_gradient_checkpointing(dense, reentrant=getattr(dense, "is_loaded_in_8bit", False))
+
+
+def enable_gradient_checkpointing(dense: PreTrainedModel, *, reentrant: bool = False) -> None:
+    """Recompute layers in the backward pass, without switching dropout on as `train()` would."""
+    # Renamed within transformers 5.
+    enable = getattr(dense, "activation_checkpointing_enable", None) or dense.gradient_checkpointing_enable
+    enable({"use_reentrant": reentrant})
+    for layer in dense.get_decoder().layers:
+        layer.training = True

@@ -7,9 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from models.expert_loop import ExpertLoop
-from models.gating import relative_gates
-from models.routing import has_copies, membership
+from models.experts import ExpertLoop
+from models.routing import has_copies, membership, relative_gates
 
 
 def gate_weights(loop: ExpertLoop, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T E"]:

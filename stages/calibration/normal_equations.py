@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from models.errors import NumericsError
-from models.expert_loop import Block, sum_blocks
+from instruments.errors import NumericsError
+from models.experts import Block, sum_blocks
 
 LARGE = 2048  # inputs
 SOUND = 1e5  # condition number

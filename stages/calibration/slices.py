@@ -1,10 +1,20 @@
 """A layer's dense weights cut into experts, in memory."""
 
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from models.checkpoint.reader import ShardReader
+from models.dense import dense_family
 from models.experts import LayerExperts
 from models.ffn import DenseFFN
+from models.slicing import slice_experts
+from models.source import read_config
+from stages.artifacts.partition import PoolPartition
 
 
 def slice_ffn(ffn: DenseFFN, units_EN: Int[Tensor, "E N"], always_S: Int[Tensor, "S"]) -> LayerExperts:
@@ -25,3 +35,31 @@ def slice_matrix(name: str, matrix: Float[Tensor, "A B"], units_EN: Int[Tensor, 
     units = units_EN.long()
     sliced: Tensor = matrix[:, units].movedim(1, 0).contiguous() if name == "down" else matrix[units]
     return sliced
+
+
+ROUTED = ("gate_END", "up_END", "down_EDN")
+
+
+def cut_pool(folder: Path, partition: PoolPartition, device: torch.device) -> list[LayerExperts]:
+    """What every layer gives to the pool, and its own always-on units, fp32.
+
+    Memory: the whole pool.
+    """
+    family = dense_family(read_config(folder))
+    with ShardReader(folder) as reader:
+        return [
+            to_float(slice_experts(reader, family, layer, partition.units_of(layer), always_S), device)
+            for layer, always_S in enumerate(partition.always_on)
+        ]
+
+
+def to_float(experts: LayerExperts, device: torch.device) -> LayerExperts:
+    """The same in fp32 on a device."""
+    wide = {spec.name: getattr(experts, spec.name).to(device, torch.float32) for spec in fields(experts)}
+    return LayerExperts(**wide)
+
+
+def join_pool(parts: Sequence[LayerExperts]) -> list[LayerExperts]:
+    """For every layer: all experts of the pool, one memory for all layers, beside the layer's own always-on units."""
+    pool = {name: torch.cat([getattr(part, name) for part in parts]) for name in ROUTED}
+    return [replace(part, **pool) for part in parts]

@@ -1,14 +1,17 @@
 """The hidden states of one model variant on its way through the layers."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
-from models.errors import NumericsError
+from instruments.errors import NumericsError
 from models.stream import LayerStream, StreamLayer
-from stages.data.batches import TokenBatch
-from stages.metrics.loss import MeanLoss, supervised_tokens, token_losses
+from stages.calibration.batches import pick_tokens, take_tokens
+from stages.losses import MeanLoss, supervised_tokens, token_losses
+from stages.text.batches import TokenBatch
 
 
 class TokenStream:
@@ -68,3 +71,33 @@ class TokenStream:
                 total += float(token_losses(logits(hidden_TD[None]), labels_T[None]).double().sum())
                 count += int(supervised_tokens(labels_T[None]))
         return MeanLoss(total, count)
+
+
+@dataclass(frozen=True)
+class LayerSample:
+    """Inputs and outputs of one layer's FFN, (t, D) for every batch, and its activation function."""
+
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    act: Callable[[Tensor], Tensor]
+
+    def target(self, batch: int, _x_TD: Tensor) -> Tensor:
+        """The wanted output of a batch."""
+        return self.outputs[batch]
+
+
+@torch.no_grad()
+def sample_layers(stream: LayerStream, batches: Sequence[TokenBatch], tokens: int) -> list[LayerSample]:
+    """One pass of the dense model: the same tokens in every layer, about so many, spread evenly over each batch.
+
+    Memory: 2·L·D numbers a token.
+    """
+    passing, samples = TokenStream(stream, batches), []
+    for layer in tqdm(stream.layers(), total=stream.depth, desc="sample", unit="layer"):
+        passing.enter(layer)
+        given = [layer.ffn(x_TD) for x_TD in passing.inputs]
+        picks = pick_tokens([len(x_TD) for x_TD in passing.inputs], tokens)
+        inputs, outputs = take_tokens(passing.inputs, picks), take_tokens(given, picks)
+        samples.append(LayerSample(inputs, outputs, layer.ffn.act))
+        passing.leave(given)
+    return samples

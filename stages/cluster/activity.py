@@ -13,12 +13,11 @@ from models.ffn import DenseFFN
 from models.loading import load_tokenizer, resolve_device
 from models.source import resolve_folder
 from models.stream import LayerStream
-from stages.calibration.batches import calibration_batches
+from stages.calibration.batches import calibration_batches, spread_evenly
 from stages.calibration.config import VocabularyConfig
-from stages.calibration.spread import spread_evenly
 from stages.calibration.token_stream import TokenStream
-from stages.data.batches import TokenBatch
-from stages.data.config import DataConfig
+from stages.text.batches import TokenBatch
+from stages.text.config import DataConfig
 
 
 @dataclass(frozen=True)

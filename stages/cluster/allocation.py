@@ -7,8 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from models.shape import Shape
-from stages.contracts.scores import Scores
-from stages.contracts.statistics import UnitStatistics
+from stages.artifacts.statistics import Scores, UnitStatistics
 
 
 def layer_shapes(shape: Shape, allocation: str, scores: Scores, statistics: UnitStatistics) -> list[Shape]:

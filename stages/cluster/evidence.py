@@ -3,14 +3,17 @@
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from instruments.errors import ConfigError
 from models.config import ModelConfig
-from models.errors import ConfigError
+from models.shape import Shape
+from stages.artifacts.statistics import DomainStatistics, Scores, UnitStatistics
+from stages.calibration.elimination import rank_by_alignment
 from stages.cluster.activity import LayerActivity
-from stages.contracts.scores import Scores
-from stages.contracts.statistics import DomainStatistics, UnitStatistics
+from stages.cluster.config import ClusterConfig
 
 FEATURES, GROUPING, LAYOUT, CONTROL = range(4)  # what a layer's streams of random numbers are for
 
@@ -53,3 +56,26 @@ def require(found: object, what: str, do: str) -> None:
     """Raise ConfigError unless the scan found what the features are made of."""
     if not found:
         raise ConfigError(what, where="stage=cluster, setting cluster.features", do=do)
+
+
+def rank_units(
+    cluster: ClusterConfig, evidence: LayerEvidence, shape: Shape
+) -> tuple[Float[Tensor, "F"], Float[Tensor, "F"]]:
+    """What always-on neurons are the highest of, and what decides which of the others find a place in an expert.
+
+    The same, but for a pool: its neurons are those of highest score, however its layers' always-on ones are chosen.
+    """
+    width = evidence.statistics.sum_abs.shape[1]
+    if not cluster.ranks(shape, width) and not shape.pooled:
+        flat_F = torch.zeros(width)
+        return flat_F, flat_F
+    measure_F = align(cluster, evidence, shape) if cluster.aligns(shape, width) else evidence.score_F
+    return measure_F, evidence.score_F if shape.pooled else measure_F
+
+
+def align(cluster: ClusterConfig, evidence: LayerEvidence, shape: Shape) -> Float[Tensor, "F"]:
+    """The order in which the aligned output can do without neurons."""
+    activity = evidence.activity
+    # Without always-on neurons only those that find no slot need be told from the rest.
+    keep = shape.always_on or shape.experts * shape.n
+    return rank_by_alignment(activity.ffn, [activity.sample(cluster.sample_tokens)], keep)

@@ -10,25 +10,22 @@ import torch
 from tqdm import tqdm
 
 from models.config import ModelConfig
-from models.memory import release_freed_memory
+from models.loading import release_freed_memory
 from models.shape import Shape
+from stages.artifacts.job import Job, Table
+from stages.artifacts.partition import Partition, PoolPartition
+from stages.artifacts.statistics import DomainStatistics, Scores, UnitStatistics
+from stages.artifacts.tensor_file import find_layer, keep_layer
 from stages.calibration.config import VocabularyConfig
 from stages.cluster.activity import LayerActivity, open_activities
 from stages.cluster.allocation import layer_shapes
-from stages.cluster.always_on import rank_units
 from stages.cluster.config import ClusterConfig
-from stages.cluster.evidence import GROUPING, LAYOUT, LayerEvidence
+from stages.cluster.evidence import GROUPING, LAYOUT, LayerEvidence, rank_units
 from stages.cluster.layer import LayerPartition, partition_layer
 from stages.cluster.picture import draw_layer, layers_to_draw
 from stages.cluster.report import describe, measure_layer, tabulate_layers
 from stages.cluster.views import view_units
-from stages.contracts.finished_layers import find_layer, keep_layer
-from stages.contracts.job import Job, Table
-from stages.contracts.partition import Partition
-from stages.contracts.pool_partition import PoolPartition
-from stages.contracts.scores import Scores
-from stages.contracts.statistics import DomainStatistics, UnitStatistics
-from stages.data.config import DataConfig
+from stages.text.config import DataConfig
 
 
 def run(

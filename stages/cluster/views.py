@@ -1,21 +1,170 @@
 """The views in which two units can be compared, each a matrix of one row per unit."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, UInt8
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from models.checkpoint.reader import ShardReader
-from models.families.dense import dense_family
-from models.families.fused_reading import read_part
+from models.dense import dense_family
+from models.slicing import read_part
 from models.source import read_config, resolve_folder
 from stages.cluster.config import ClusterConfig
-from stages.cluster.contribution import contribution_features
 from stages.cluster.evidence import FEATURES, LayerEvidence, require
-from stages.cluster.features import coactivation_features, gate_row_features
-from stages.cluster.join import join_views
-from stages.cluster.profile import profile_features
+
+CHUNK = 1024  # units unpacked at a time: 32 MiB at 8192 tokens
+SWEEPS = 3
+
+
+def coactivation_features(
+    active_bits_Fr: UInt8[Tensor, "F r"], tokens: int, *, dims: int, rng: np.random.Generator
+) -> Float[Tensor, "F C"]:
+    """Where each unit fires, as bits over reservoir tokens, in the directions that tell most units apart.
+
+    The cosine of two rows is (up to the reduction) the share of tokens where both fire: |i∩j| / √(|i|·|j|).
+
+    Args:
+        active_bits_Fr: ``(F, ceil(R/8))`` packed bits, most significant first.
+        tokens: R, at least 1.
+        dims: directions kept, C = min(dims, R).
+        rng: draws the first directions.
+    Returns:
+        ``(F, C)`` fp32; the zero row for a unit that never fires.
+    """
+    return _project_on_top_directions(
+        lambda start, stop: unpack_bits(active_bits_Fr[start:stop], tokens), len(active_bits_Fr), tokens, dims, rng
+    )
+
+
+def gate_row_features(gate_FD: Float[Tensor, "F D"], *, dims: int, rng: np.random.Generator) -> Float[Tensor, "F C"]:
+    """What each unit listens to: its gate row, in the directions that tell most units apart. C = min(dims, D)."""
+    return _project_on_top_directions(
+        lambda start, stop: gate_FD[start:stop].float(), len(gate_FD), gate_FD.shape[1], dims, rng
+    )
+
+
+def unpack_bits(packed_Ur: UInt8[Tensor, "U r"], tokens: int) -> Float[Tensor, "U R"]:
+    """Packed bits as fp32 zeros and ones."""
+    return torch.from_numpy(np.unpackbits(packed_Ur.numpy(), axis=1, count=tokens)).float()
+
+
+def _project_on_top_directions(
+    rows: Callable[[int, int], Tensor], count: int, width: int, dims: int, rng: np.random.Generator
+) -> Float[Tensor, "F C"]:
+    """Coordinates of all rows in the span of their leading right singular vectors, a chunk of rows in memory at a time.
+
+    Cosines within the span are what clustering needs, so the vectors themselves are never told apart.
+
+    Source: randomised subspace iteration, arXiv:0909.4061 algorithm 4.4.
+    """
+    starts = range(0, count, CHUNK)
+    directions_MC = torch.from_numpy(rng.standard_normal((width, min(dims, width)), dtype=np.float32))
+    for _ in range(SWEEPS):
+        pulled_MC = torch.zeros_like(directions_MC)
+        for start in starts:
+            chunk_UM = rows(start, start + CHUNK)
+            pulled_MC += chunk_UM.T @ (chunk_UM @ directions_MC)
+        directions_MC = torch.linalg.qr(pulled_MC).Q
+    return torch.cat([rows(start, start + CHUNK) @ directions_MC for start in starts])
+
+
+def join_views(views: Sequence[Tensor]) -> Float[Tensor, "F C"]:
+    """Put the rows of several views side by side so that each view tells units apart equally much.
+
+    Every row becomes a direction, every view is divided by the root-mean-square distance of its directions from their
+    mean: without that a view in which all units look much alike (non-negative features) would hardly count. The cosine
+    of two joint rows is a mean of the views' cosines. A single view is returned as it is.
+
+    Args:
+        views: ``(F, C)`` fp32 each, C differs; a zero row is a unit without direction in that view.
+    Returns:
+        ``(F, ΣC)``; a view in which all units are the same is all zeros.
+    """
+    if len(views) == 1:
+        return views[0]
+    return torch.cat([_spread_to_one(normalize(view_FC.float(), dim=1)) for view_FC in views], dim=1)
+
+
+def _spread_to_one(directions_FC: Float[Tensor, "F C"]) -> Float[Tensor, "F C"]:
+    present_UC = directions_FC[directions_FC.any(dim=1)]
+    spread = (present_UC - present_UC.mean(0)).square().sum(1).mean().sqrt()
+    return directions_FC / spread if spread > 1e-6 else torch.zeros_like(directions_FC)
+
+
+def profile_features(taylor_GF: Float[Tensor, "G F"]) -> Float[Tensor, "F G"]:
+    """Roots of the shares of a unit's Taylor score that fall to each domain, all domains being equally loud.
+
+    The rows have unit length and the cosine of two rows is the Bhattacharyya coefficient of the two profiles.
+
+    Args:
+        taylor_GF: mean |h·∂loss/∂h| of every domain, >= 0.
+    Returns:
+        ``(F, G)`` fp32; the zero row for a unit of no importance.
+    """
+    loudness_G1 = taylor_GF.double().sum(1, keepdim=True)
+    even_GF = taylor_GF.double() / loudness_G1.clamp_min(torch.finfo(torch.float64).tiny)
+    shares_GF = even_GF / even_GF.sum(0).clamp_min(torch.finfo(torch.float64).tiny)
+    return shares_GF.sqrt().T.float()
+
+
+LEAST_POWER = 1e-10  # of the strongest direction's; below it there is rounding only
+
+
+def contribution_features(
+    hiddens: Callable[[], Iterable[Tensor]], down_DF: Float[Tensor, "D F"], *, dims: int, rng: np.random.Generator
+) -> Float[Tensor, "F C"]:
+    """Units by |h_j|·‖d_j‖ over tokens, every token's row of unit length, so that loud tokens do not drown the rest.
+
+    The cosine of two units is (up to the reduction) that of their contributions over tokens.
+
+    Args:
+        hiddens: gives the unit activations, ``(T, F)`` batch by batch, as often as it is called.
+        down_DF: columns d_j.
+        dims: directions kept, C = min(dims, F).
+        rng: draws the first directions.
+    Returns:
+        ``(F, C)`` fp32 on the CPU; the zero row for a unit that never contributes.
+    """
+    norms_F = down_DF.float().norm(dim=0)
+    return reduce_columns(
+        lambda: (normalize(h_TF.float().abs() * norms_F, dim=1) for h_TF in hiddens()), len(norms_F), dims, rng
+    ).cpu()
+
+
+def reduce_columns(
+    batches: Callable[[], Iterable[Tensor]], width: int, dims: int, rng: np.random.Generator
+) -> Float[Tensor, "F C"]:
+    """Coordinates of the columns of A (all tokens × F) in the span of A's leading left singular vectors.
+
+    A is streamed, once a sweep, and nothing of its length is kept: with Q orthonormal (F, C) and Y = A·Q, the
+    coordinates in the span of Y's columns are AᵀY·(YᵀY)^(-1/2).
+
+    Source: randomised subspace iteration, arXiv:0909.4061 algorithm 4.4.
+    """
+    drawn_FC = torch.from_numpy(rng.standard_normal((width, min(dims, width)), dtype=np.float32))
+    for _ in range(SWEEPS):
+        pulled_FC, power_CC = _pull(batches(), torch.linalg.qr(drawn_FC).Q)
+        drawn_FC = pulled_FC
+    values_C, vectors_CC = torch.linalg.eigh(power_CC)
+    kept_C = values_C > LEAST_POWER * values_C[-1]
+    scale_C = torch.where(kept_C, values_C.clamp_min(torch.finfo(torch.float64).tiny).rsqrt(), 0.0)
+    coordinates_FC: Tensor = pulled_FC @ (vectors_CC * scale_C).to(pulled_FC)
+    return coordinates_FC
+
+
+def _pull(batches: Iterable[Tensor], basis_FC: Tensor) -> tuple[Tensor, Tensor]:
+    """AᵀA·Q, and QᵀAᵀA·Q in float64."""
+    pulled_FC, power_CC = torch.zeros_like(basis_FC), torch.zeros(basis_FC.shape[1], basis_FC.shape[1]).double()
+    for batch_TF in batches:
+        basis_FC, pulled_FC, power_CC = basis_FC.to(batch_TF), pulled_FC.to(batch_TF), power_CC.to(batch_TF.device)
+        seen_TC = batch_TF @ basis_FC
+        pulled_FC += batch_TF.T @ seen_TC
+        power_CC += seen_TC.double().T @ seen_TC.double()
+    return pulled_FC, power_CC
+
 
 NAMES = {
     "coactivation": "co-activation",

@@ -1,15 +1,99 @@
 """check=analyze_tensor: what tensors of a file, or activations of the model, would lose in low precision."""
 
 import json
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
+from pickle import UnpicklingError  # noqa: TID251 - only the error
+from typing import Any
 
-from models.numerics.tensor.analysis import analyze_tensor
-from models.numerics.tensor.summary import COLUMNS, notes_of, rows_of, to_json
-from stages.contracts.job import Table
-from stages.diagnose.activations import read_activations
-from stages.diagnose.request import Request
-from stages.diagnose.tensor_file import read_tensors
-from stages.plots.tensor_precision import draw_tensor
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from instruments.errors import ConfigError, DataError
+from instruments.precision.analyze_tensor import COLUMNS, analyze_tensor, notes_of, rows_of, to_json
+from instruments.precision.calls import Arguments, Call, find_tensors, listen
+from instruments.precision.plot import draw_tensor
+from stages.artifacts.job import Table
+from stages.diagnose.subject import Request, load_model, load_sample
+
+
+class _Outputs:
+    """Tensors from the modules that are asked for, in the order of execution."""
+
+    def __init__(self, patterns: Sequence[str]) -> None:
+        self.patterns = patterns
+        self.found: dict[str, Tensor] = {}
+
+    def before(self, call: Call, module: nn.Module, arguments: Arguments) -> None:
+        """Nothing is there yet."""
+
+    def after(self, call: Call, module: nn.Module, output: Any) -> None:  # noqa: ANN401 - whatever it returns
+        """Keep them, as they are now."""
+        if any(fnmatchcase(call.module, pattern) for pattern in self.patterns):
+            kept = {f"{call}{path}": tensor for path, tensor in find_tensors(output).items()}
+            self.found |= {name: tensor.to("cpu", copy=True) for name, tensor in kept.items()}
+
+
+@torch.no_grad()
+def read_activations(request: Request, patterns: Sequence[str]) -> dict[str, Tensor]:
+    """Outputs in FP32 of the modules whose names fit a glob. Raises ConfigError: there is none."""
+    model = load_model(request, torch.float32)
+    outputs = _Outputs(patterns)
+    with listen(model, outputs):
+        model(**load_sample(request, model), use_cache=False)
+    if not outputs.found:
+        names = [name for name, _ in model.named_modules() if name]
+        raise ConfigError(
+            f"no module that ran is called {', '.join(patterns)}",
+            where="setting diagnose.analyze_tensor.modules",
+            do=f"diagnose.analyze_tensor.modules=['{names[-1]}']",
+        )
+    return outputs.found
+
+
+def read_tensors(path: Path, patterns: Sequence[str]) -> dict[str, Tensor]:
+    """The tensors of a .safetensors or .pt file whose names fit a glob.
+
+    Raises:
+        DataError: it cannot be read, or holds no such tensor.
+    """
+    found = _read(path)
+    chosen = {name: one for name, one in found.items() if any(fnmatchcase(name, glob) for glob in patterns)}
+    if not chosen:
+        raise DataError(
+            f"none of {len(found)} tensors is called {', '.join(patterns)}",
+            where=str(path),
+            do=f"diagnose.analyze_tensor.tensors=['{next(iter(found), '*')}']",
+        )
+    return chosen
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        if path.suffix == ".safetensors":
+            return dict(load_file(path))
+        # Tensors and plain containers, nothing that runs code.
+        held = torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251
+        return dict(_flatten(held, ""))
+    except (OSError, SafetensorError, UnpicklingError, RuntimeError, EOFError) as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        do = "give a .safetensors file, or a .pt file of tensors alone"
+        raise DataError(f"no tensors can be read: {reason}", where=str(path), do=do) from error
+
+
+def _flatten(held: Any, name: str) -> Iterator[tuple[str, Tensor]]:  # noqa: ANN401 - whatever the file holds
+    if isinstance(held, Tensor):
+        yield name or "tensor", held
+    elif isinstance(held, Mapping):
+        for key, item in held.items():
+            yield from _flatten(item, f"{name}.{key}".lstrip("."))
+    elif isinstance(held, list | tuple):
+        for number, item in enumerate(held):
+            yield from _flatten(item, f"{name}.{number}".lstrip("."))
+
 
 _MOST_PICTURES = 12
 

@@ -1,18 +1,31 @@
 """The model that is looked at, and the text it reads."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import models.tiny_onn.register  # noqa: F401 - transformers then knows the project's own class
-from models.loading import load_tokenizer, resolve_device
-from models.placement import input_device, placement
+from models.config import ModelConfig
+from models.loading import input_device, load_tokenizer, placement, resolve_device
 from models.source import resolve_folder
-from stages.data.batches import batch_sequences
-from stages.data.sequences import load_sequences
-from stages.diagnose.request import Request
+from stages.artifacts.job import Job
+from stages.diagnose.config import DiagnoseConfig
+from stages.text.batches import batch_sequences
+from stages.text.config import DataConfig
+from stages.text.sequences import load_sequences
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of every check."""
+
+    job: Job
+    model: ModelConfig
+    data: DataConfig
+    settings: DiagnoseConfig
+    seed: int
 
 
 def folder_of(request: Request) -> Path:

@@ -7,18 +7,15 @@ from torch.amp.grad_scaler import GradScaler
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from models.errors import DataError
-from models.loading import load_tokenizer
-from models.numerics.watch.anomalies import NOTE, StepReport
-from models.numerics.watch.model_watch import watch_model
-from models.numerics.watch.step_log import read_step_log
-from models.placement import input_device
+from instruments.errors import DataError
+from instruments.training_watch.findings import NOTE, StepReport, read_step_log
+from instruments.training_watch.model_watch import watch_model
+from instruments.training_watch.plot import draw_training_steps
+from models.loading import input_device, load_tokenizer
 from models.source import resolve_folder
-from stages.contracts.job import Table
-from stages.data.sequences import load_sequences
-from stages.diagnose.request import Request
-from stages.diagnose.subject import load_model
-from stages.plots.training_steps import draw_training_steps
+from stages.artifacts.job import Table
+from stages.diagnose.subject import Request, load_model
+from stages.text.sequences import load_sequences
 
 
 def watch_passes(request: Request) -> Table:

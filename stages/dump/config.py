@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from models.dump.config import DumpConfig
+from instruments.tensor_dump.config import DumpConfig
 
 VERSION = 1
 

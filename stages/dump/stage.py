@@ -3,26 +3,46 @@
 import logging
 import os
 import re
+from pathlib import Path
 from time import perf_counter
 
 import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from instruments.errors import ConfigError
+from instruments.tensor_dump.config import DumpConfig
+from instruments.tensor_dump.environment import ENABLED, FOLDER, QUANT_TYPE
+from instruments.tensor_dump.index import list_dump
+from instruments.tensor_dump.manifest import Manifest
+from instruments.tensor_dump.records import STORED
+from instruments.tensor_dump.tensor_dump import TensorDump
 from models.config import ModelConfig
-from models.dump.environment import ENABLED, FOLDER, QUANT_TYPE
-from models.dump.tensor_dump import TensorDump
-from models.errors import ConfigError
 from models.loading import load_dense, load_tokenizer
 from models.source import resolve_folder
-from stages.calibration.forward import forward_losses
-from stages.calibration.recomputation import save_memory
-from stages.contracts.job import Job, Table
-from stages.data.batches import TokenBatch, batch_sequences
-from stages.data.config import DataConfig
-from stages.data.sequences import load_text
+from stages.artifacts.job import Job, Table
+from stages.calibration.forward import forward_losses, save_memory
 from stages.dump.config import DumpStageConfig
-from stages.dump.summary import summarise
+from stages.text.batches import TokenBatch, batch_sequences
+from stages.text.config import DataConfig
+from stages.text.sequences import load_text
+
+
+def summarise(folder: Path, manifest: Manifest, config: DumpConfig, *, seconds: float) -> Table:
+    """The closing table; what is missing or suspicious stands below it."""
+    listing = list_dump(folder)
+    stored = {record.key for record in listing.records if record.status == STORED}
+    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    rows = [
+        ("modules", f"{len(manifest.expected)}"),
+        ("steps", f"{manifest.steps}"),
+        ("records", f"{len(listing.records)}"),
+        ("tensors stored, those that layers share once", f"{len(stored)}"),
+        ("written", f"{size / 2**20:.1f} MiB"),
+        ("time", f"{seconds:.1f} s, {size / 2**20 / max(seconds, 1e-9):.0f} MiB/s"),
+    ]
+    return Table("Tensors dumped", ("what", "value"), rows, manifest.complaints(config))
+
 
 logger = logging.getLogger(__name__)
 

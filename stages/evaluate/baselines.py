@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from models.expert_loop import ExpertLoop
+from models.experts import ExpertLoop
 from models.ffn import DenseFFN
 from models.routing import LinearRouter, active_copies, choose_experts, chosen_mask, has_copies, membership
 from models.shape import Shape

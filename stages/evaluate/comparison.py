@@ -1,21 +1,163 @@
 """Dense and carved model side by side on held-out text, as transformers runs them."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from torch import Tensor
-from transformers import PreTrainedModel
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from models.capture.ffn_output import watch_ffns
-from models.ffn import DenseFFN, GatedFFN, ffn_modules
+import models.tiny_onn.register  # noqa: F401 - transformers then knows the project's own class
+from instruments.ffn_probe import GatedFFN
+from models.config import ModelConfig
+from models.ffn import DenseFFN, ffn_modules, watch_ffns
+from models.loading import input_device, placement, resolve_device
+from models.routing import choose_experts
 from models.shape import Shape
-from stages.data.batches import TokenBatch
+from stages.calibration.carved_ffn import expert_grams, output_norms
 from stages.evaluate.baselines import LayerFacts
-from stages.evaluate.fidelity import LayerFidelity
-from stages.evaluate.native import count_parameters, measure_speed
 from stages.evaluate.report import LayerResult, ModelCost
-from stages.metrics.loss import MeanLoss
-from stages.metrics.model_loss import measure_loss
+from stages.losses import MeanLoss, measure_loss
+from stages.routing.task import error_drops
+from stages.text.batches import TokenBatch
+
+
+def load_carved(folder: Path, model: ModelConfig, dtype: torch.dtype, offload_folder: Path) -> PreTrainedModel:
+    """The checkpoint, frozen, placed as the dense model is.
+
+    Args:
+        folder: of the checkpoint.
+        model: whose device or devices it is to lie on.
+        dtype: number format of its weights.
+        offload_folder: for weights that fit nowhere else; transformers joins experts while loading, so that what it
+            would read later stands in no file of the checkpoint.
+    """
+    carved: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=dtype,
+        local_files_only=True,
+        experts_implementation="grouped_mm",
+        offload_folder=offload_folder,
+        **placement(model, resolve_device(model)),
+    )
+    return carved.eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def measure_speed(models: dict[str, PreTrainedModel], batches: Sequence[TokenBatch], tokens: int) -> dict[str, float]:
+    """Prefill tokens per second of each model; the models take turns on every batch, so drift hits all alike."""
+    timed, seen = [], 0
+    for batch in batches:
+        timed.append(batch)
+        seen += batch.input_ids.numel()
+        if seen >= tokens:
+            break
+    for model in models.values():
+        time_forward(model, timed[0])
+    seconds = dict.fromkeys(models, 0.0)
+    for batch in timed:
+        for name, model in models.items():
+            seconds[name] += time_forward(model, batch)
+    return {name: seen / spent for name, spent in seconds.items()}
+
+
+def time_forward(model: PreTrainedModel, batch: TokenBatch) -> float:
+    """Seconds of one forward pass without the output embedding of all but the last token."""
+    device = input_device(model)
+    begin = time.perf_counter()
+    model(input_ids=batch.input_ids.to(device), use_cache=False, logits_to_keep=1)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def count_parameters(model: PreTrainedModel, shape: Shape) -> tuple[int, int]:
+    """All parameters, and those a token passes: without the experts it is not sent to.
+
+    Experts that all layers share are passed, and counted, once in every layer.
+    """
+    sizes = {name: count_numbers(parameter) for name, parameter in model.named_parameters()}
+    total, experts = sum(sizes.values()), sum(size for name, size in sizes.items() if ".experts." in f".{name}")
+    times = model.config.num_hidden_layers if shape.pooled else 1
+    return total, total - experts + experts * shape.top_k * times // shape.experts
+
+
+def count_numbers(parameter: nn.Parameter) -> int:
+    """Elements of the matrix that a parameter stands for; one of 4 bits is stored two to a byte."""
+    state = getattr(parameter, "quant_state", None)
+    return parameter.numel() if state is None else state.shape.numel()
+
+
+@dataclass
+class LayerFidelity:
+    """Sums over the tokens seen so far; on the carved model's own inputs."""
+
+    top_k: int
+    load_E: Tensor
+    grams_ENN: Tensor | None  # None: of a global pool, which has the error oracle instead
+    missed: float = 0.0
+    wanted: float = 0.0
+    agreed: int = 0
+    chosen: int = 0
+
+    @classmethod
+    def start(cls, facts: LayerFacts) -> "LayerFidelity":
+        """Nothing seen yet."""
+        load_E = torch.zeros(len(facts.units_EN), device=facts.router.rows_ED.device)
+        return cls(facts.shape.top_k, load_E, None if facts.pool else expert_grams(facts.ffn, facts.units_EN))
+
+    def add(
+        self,
+        facts: LayerFacts,
+        x_BTD: Float[Tensor, "B T D"],
+        output_BTD: Float[Tensor, "B T D"],
+        mask_BT: Bool[Tensor, "B T"],
+    ) -> None:
+        """Compare one batch with the dense FFN and with the output oracle (of a pool: the error oracle).
+
+        `facts` are handed in each time: of a model larger than its device, weights are not to be kept.
+        """
+        x_TD = x_BTD[mask_BT]
+        h_TF = facts.ffn.hidden(x_TD)
+        wanted_TD = facts.ffn.output(h_TF)
+        self.missed += float((wanted_TD - output_BTD[mask_BT]).double().square().sum())
+        self.wanted += float(wanted_TD.double().square().sum())
+        chosen_TK = facts.router.choose(x_TD.float(), self.top_k)
+        self.load_E += torch.bincount(chosen_TK.flatten(), minlength=len(self.load_E))
+        best_TK = choose_experts(self.oracle(facts, x_TD.float(), h_TF, wanted_TD.float()), self.top_k)
+        self.agreed += int((chosen_TK[:, :, None] == best_TK[:, None, :]).sum())
+        self.chosen += chosen_TK.numel()
+
+    def oracle(
+        self,
+        facts: LayerFacts,
+        x_TD: Float[Tensor, "T D"],
+        h_TF: Float[Tensor, "T F"],
+        wanted_TD: Float[Tensor, "T D"],
+    ) -> Float[Tensor, "T E"]:
+        """How much every expert gives: the norm of its output, or in a pool what it alone takes off the error."""
+        if self.grams_ENN is not None:
+            return output_norms(self.grams_ENN, h_TF, facts.units_EN)
+        assert facts.pool is not None, "see start"
+        return error_drops(facts.pool, x_TD, wanted_TD)
+
+    @property
+    def error(self) -> float:
+        """Σ‖dense − MoE‖² / Σ‖dense‖²; 0 for an FFN that gives nothing."""
+        return self.missed / self.wanted if self.wanted else 0.0
+
+    @property
+    def agreement(self) -> float:
+        """Share of the router's choices that the oracle would make too."""
+        return self.agreed / self.chosen
+
+    @property
+    def imbalance(self) -> float:
+        """Largest load over the mean load."""
+        return float(self.load_E.max() / self.load_E.mean())
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from models.errors import ConfigError
+from instruments.errors import ConfigError
 
 TASKS = Path(__file__).with_name("tasks")
 TASK = "carve_choices"

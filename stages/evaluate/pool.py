@@ -7,15 +7,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from models.capture.router_watch import find_routers, selection_bias
 from models.checkpoint.reader import ShardReader
 from models.experts import LayerExperts
-from models.families.moe import MOE_TARGETS
-from models.placement import is_offloaded
-from stages.calibration.layer_seed import layer_seed
-from stages.data.batches import TokenBatch
-from stages.metrics.loss import MeanLoss
-from stages.metrics.model_loss import measure_loss
+from models.loading import is_offloaded
+from models.targets.base import MOE_TARGETS
+from models.training import find_routers, selection_bias
+from stages.calibration.batches import layer_seed
+from stages.losses import MeanLoss, measure_loss
+from stages.text.batches import TokenBatch
 
 # Masks and oracles choose among one layer's own units.
 POOL_BASELINES = ("unaligned", "random_router")

@@ -8,8 +8,8 @@ from pathlib import Path
 from tabulate import tabulate
 
 from models.shape import Shape
-from stages.contracts.job import Table
-from stages.metrics.loss import MeanLoss
+from stages.artifacts.job import Table
+from stages.losses import MeanLoss
 
 DESCRIPTIONS = {
     "dense": "dense model",

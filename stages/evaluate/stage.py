@@ -7,32 +7,29 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from models.config import ModelConfig
-from models.expert_loop import ExpertLoop
-from models.families.emit import checkpoint_dtype
+from models.emit import checkpoint_dtype
+from models.experts import ExpertLoop
 from models.ffn import DenseFFN
 from models.loading import load_dense, load_tokenizer, resolve_device, resolve_dtype
 from models.shape import Shape
 from models.source import resolve_folder
 from models.stream import LayerStream
+from stages.artifacts.job import Job, Table
+from stages.artifacts.partition import Partition, PoolPartition, load_partition
+from stages.artifacts.routers import Routers
+from stages.artifacts.statistics import UnitStatistics
 from stages.calibration.alignment import AlignmentSettings
-from stages.calibration.batches import calibration_batches
+from stages.calibration.batches import calibration_batches, layer_seed
 from stages.calibration.config import VocabularyConfig
-from stages.calibration.layer_seed import layer_seed
-from stages.contracts.job import Job, Table
-from stages.contracts.partition import Partition
-from stages.contracts.pool_partition import PoolPartition, load_partition
-from stages.contracts.routers import Routers
-from stages.contracts.statistics import UnitStatistics
-from stages.data.batches import batch_sequences
-from stages.data.config import DataConfig
-from stages.data.sequences import load_sequences
 from stages.evaluate.baseline_pass import Text, run_baselines
 from stages.evaluate.baselines import LayerFacts
-from stages.evaluate.comparison import Comparison, compare
+from stages.evaluate.comparison import Comparison, compare, load_carved
 from stages.evaluate.config import EvaluateConfig
-from stages.evaluate.native import load_carved
 from stages.evaluate.pool import read_pool, run_pool_baselines
 from stages.evaluate.report import Evaluation, summarise, write_report
+from stages.text.batches import batch_sequences
+from stages.text.config import DataConfig
+from stages.text.sequences import load_sequences
 
 FactsOf = Callable[[int, DenseFFN], LayerFacts]
 

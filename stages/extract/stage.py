@@ -4,17 +4,16 @@ from time import perf_counter
 
 from tqdm import tqdm
 
+from instruments.errors import ContractError
 from models.checkpoint.reader import ShardReader
 from models.config import ModelConfig
-from models.errors import ContractError
-from models.families.dense import dense_family
-from models.families.slicing import slice_experts
+from models.dense import dense_family
 from models.shape import Shape
+from models.slicing import slice_experts
 from models.source import read_config, resolve_folder
-from stages.contracts.experts import Provenance, save_layer, verify_layer
-from stages.contracts.job import Job, Table
-from stages.contracts.partition import Partition
-from stages.contracts.pool_partition import PoolPartition, load_partition
+from stages.artifacts.experts import Provenance, save_layer, verify_layer
+from stages.artifacts.job import Job, Table
+from stages.artifacts.partition import Partition, PoolPartition, load_partition
 from stages.extract.config import ExtractConfig
 
 

@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from models.expert_loop import ExpertLoop
-from models.experts import LayerExperts
-from models.placement import input_device
-from stages.data.batches import TokenBatch
-from stages.metrics.divergence import prediction_distance
+from models.experts import ExpertLoop, LayerExperts
+from models.loading import input_device
+from stages.losses import prediction_distance
+from stages.text.batches import TokenBatch
 
 
 @dataclass(frozen=True)

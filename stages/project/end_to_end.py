@@ -8,24 +8,22 @@ import torch
 from transformers import PreTrainedModel
 
 from models.config import ModelConfig
-from models.expert_loop import ExpertLoop
-from models.families.fold import gate_fold
-from models.families.moe import MOE_TARGETS
+from models.experts import ExpertLoop
 from models.ffn import ffn_modules
-from models.loading import load_dense
-from models.placement import execution_device
+from models.loading import execution_device, load_dense
 from models.shape import Shape
-from stages.calibration.layer_seed import layer_seed
-from stages.calibration.recomputation import save_memory
-from stages.contracts.finished_layers import find_layer, keep_layer
-from stages.contracts.partition import Partition
-from stages.contracts.routers import Routers
-from stages.data.batches import TokenBatch
+from models.targets.base import MOE_TARGETS
+from models.targets.gate_scale import gate_fold
+from stages.artifacts.partition import Partition
+from stages.artifacts.routers import Routers
+from stages.artifacts.tensor_file import find_layer, keep_layer
+from stages.calibration.batches import layer_seed
+from stages.calibration.forward import save_memory
 from stages.project.carved_model import CarvedModel
 from stages.project.config import ProjectConfig
-from stages.project.gradient_rounds import GradientRounds, ProjectionOutcome
-from stages.project.layer_pass import find_done, gate_of
-from stages.project.projected_layer import ProjectedLayer
+from stages.project.gradient_projection import GradientRounds, ProjectionOutcome
+from stages.project.layer_pass import ProjectedLayer, find_done, gate_of
+from stages.text.batches import TokenBatch
 
 SEED = 9_000  # in the place of a layer's number, beyond all layers
 

@@ -1,12 +1,19 @@
 """Gradient projection: W_small = W_base + sign·β·α·λ·∇W / (‖∇W‖₂ + ε), for every neuron's own weights."""
 
-from dataclasses import fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from tqdm import tqdm
 
 from models.experts import LayerExperts
+from stages.calibration.alignment import split_guard
+from stages.project.carved_model import CarvedModel, TaughtBatch
+from stages.project.config import ProjectConfig
+from stages.text.batches import TokenBatch, split_batch
 
 # Matrix of the settings → fields of LayerExperts: routed experts, always-on neurons.
 FIELDS = {
@@ -59,3 +66,132 @@ def projected_fields(matrices: list[str]) -> list[str]:
     """Fields of LayerExperts that the named matrices stand for, in the order of its fields."""
     named = {field for matrix in matrices for field in FIELDS[matrix]}
     return [spec.name for spec in fields(LayerExperts) if spec.name in named]
+
+
+MOMENTUM = 0.8  # of the gradient from round to round
+SECTIONS = 8  # of the rounds; after each, validation tokens decide
+# λ that are tried in the first section, from the largest down, in units of a matrix's root-mean-square neuron.
+LENGTHS = (0.02, 0.01, 0.005, 0.0025)
+VALIDATION_TOKENS = 4096  # at most, whole batches: every section is compared on the same ones
+PATIENCE = 2  # sections in a row that may be undone before the rounds end
+
+
+@dataclass(frozen=True)
+class ProjectionOutcome:
+    """What gradient projection came to; KL to the dense model on validation tokens, nats per token."""
+
+    before: float
+    after: float
+    rounds: int  # that were kept
+    tokens: int  # that the kept rounds saw
+    length: float  # λ at the end; of no meaning where no round was kept
+
+
+@dataclass(frozen=True)
+class _State:
+    """Weights and averaged gradients, in the order of `CarvedModel.weights`, and the KL that they give."""
+
+    weights: list[Tensor]
+    velocity: list[Tensor]
+    divergence: float
+
+
+class GradientRounds:
+    """The rounds over one model."""
+
+    def __init__(self, model: CarvedModel, text: Sequence[TokenBatch], settings: ProjectConfig, seed: int) -> None:
+        """Share the text out: a part for validation, the rest in rounds of `round_tokens`.
+
+        Args:
+            model: the carved model; `run` changes its experts in place.
+            text: calibration batches.
+            settings: of the projection.
+            seed: of the order of the tokens.
+        """
+        fitted, held_out = split_guard(len(text), settings.guard_share)
+        self._model, self._settings = model, settings
+        self._names = projected_fields(settings.matrices)
+        weights = model.weights(self._names)
+        self._dims = [neuron_dim(name) for name, _ in weights]
+        self._units = [rms_neuron(weight, dim) for (_, weight), dim in zip(weights, self._dims, strict=True)]
+        self._rounds = shuffle_rounds([text[index] for index in fitted], settings, seed)
+        self._validation = model.teach(first_tokens([text[index] for index in held_out], VALIDATION_TOKENS))
+
+    def run(self) -> ProjectionOutcome:
+        """Move every expert down the gradient of the carved model's distance from the dense one.
+
+        Each round takes the gradient on its own tokens, averages it with those before, and moves every neuron's weights
+        by α·β·λ along it; λ falls linearly to 0. It is chosen on validation tokens by the first eighth of the rounds;
+        an eighth that makes these worse is undone, and λ halved.
+        """
+        tensors = [tensor for _, tensor in self._model.weights(self._names)]
+        before = self._model.divergence(self._validation)
+        state = _State(tensors, [torch.zeros_like(tensor) for tensor in tensors], before)
+        length, rounds, tokens, undone = 0.0, 0, 0, 0
+        with tqdm(total=len(self._rounds), desc="gradient projection", unit="round") as bar:
+            for section in divide(len(self._rounds), SECTIONS):
+                taught = self._model.teach([self._rounds[index] for index in section])
+                found, length = self._try_lengths(state, taught, section, (length,) if length else LENGTHS)
+                bar.update(len(section))
+                if found.divergence < state.divergence or not self._settings.guard:
+                    state, undone = found, 0
+                    rounds, tokens = rounds + len(section), tokens + sum(batch.tokens.tokens for batch in taught)
+                else:
+                    length, undone = length / 2, undone + 1
+                bar.set_postfix(kl=f"{state.divergence:.4f}", refresh=False)
+                if undone == PATIENCE:
+                    break
+        self._model.put(self._names, state.weights)
+        return ProjectionOutcome(before, state.divergence, rounds, tokens, length)
+
+    def _try_lengths(
+        self, state: _State, taught: Sequence[TaughtBatch], section: range, lengths: Sequence[float]
+    ) -> tuple[_State, float]:
+        """The best of several λ; shorter ones are tried as long as they are better."""
+        best, kept = self._run_section(state, taught, section, lengths[0]), lengths[0]
+        for length in lengths[1:]:
+            candidate = self._run_section(state, taught, section, length)
+            if candidate.divergence >= best.divergence:
+                break
+            best, kept = candidate, length
+        return best, kept
+
+    def _run_section(self, state: _State, taught: Sequence[TaughtBatch], section: range, length: float) -> _State:
+        """One round for each batch."""
+        settings = self._settings
+        weights, velocity = state.weights, state.velocity
+        for number, batch in zip(section, taught, strict=True):
+            self._model.put(self._names, weights)
+            gradients = self._model.gradients([batch], self._names)
+            velocity = [MOMENTUM * old + new for old, new in zip(velocity, gradients, strict=True)]
+            strength = settings.sign * settings.beta * settings.alpha * length * (1 - number / len(self._rounds))
+            weights = [
+                project_neurons(weight, direction, length=strength * unit, epsilon=settings.epsilon, dim=dim)
+                for weight, direction, unit, dim in zip(weights, velocity, self._units, self._dims, strict=True)
+            ]
+        self._model.put(self._names, weights)
+        return _State(weights, velocity, self._model.divergence(self._validation))
+
+
+def shuffle_rounds(text: Sequence[TokenBatch], settings: ProjectConfig, seed: int) -> list[TokenBatch]:
+    """Batches of about `round_tokens`, in random order, `gradient_tokens` in all at most; at least one."""
+    parts = [part for batch in text for part in split_batch(batch, settings.round_tokens)]
+    order = torch.randperm(len(parts), generator=torch.Generator().manual_seed(seed)).tolist()
+    return first_tokens([parts[index] for index in order], settings.gradient_tokens)
+
+
+def first_tokens(batches: Sequence[TokenBatch], wanted: int) -> list[TokenBatch]:
+    """The first batches until there are so many tokens; at least one batch."""
+    chosen, tokens = [], 0
+    for batch in batches:
+        if tokens >= wanted:
+            break
+        chosen.append(batch)
+        tokens += batch.tokens
+    return chosen
+
+
+def divide(count: int, sections: int) -> list[range]:
+    """0 … count − 1 in at most so many runs of nearly equal length, none empty."""
+    edges = [round(index * count / min(sections, count)) for index in range(min(sections, count) + 1)]
+    return [range(first, last) for first, last in pairwise(edges)]

@@ -1,30 +1,93 @@
 """One pass over the layers: each is projected on what the carved layers before it give, and kept in the scratch."""
 
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
-from models.families.fold import gate_fold, gate_kind
-from models.families.moe import MOE_TARGETS
-from models.gating import GateKind
-from models.routing import LinearRouter
+from models.experts import ExpertLoop, LayerExperts
+from models.routing import GateKind, LinearRouter, rounded
 from models.shape import Shape
 from models.stream import LayerStream
-from stages.calibration.batches import text_only
-from stages.calibration.layer_seed import layer_seed
-from stages.calibration.target import AlignmentTarget
+from models.targets.base import MOE_TARGETS
+from models.targets.gate_scale import gate_fold, gate_kind, is_power_of_two
+from stages.artifacts.partition import Partition
+from stages.artifacts.routers import Routers
+from stages.artifacts.tensor_file import find_layer, keep_layer
+from stages.calibration.alignment import AlignmentTarget
+from stages.calibration.batches import layer_seed, text_only
 from stages.calibration.token_stream import TokenStream
-from stages.contracts.finished_layers import find_layer, keep_layer
-from stages.contracts.partition import Partition
-from stages.contracts.routers import Routers
-from stages.data.batches import TokenBatch
 from stages.project.config import ProjectConfig
-from stages.project.layer import Outcome, project_layer
-from stages.project.layer_carve import LayerCarve
-from stages.project.projected_layer import ProjectedLayer
+from stages.project.layer import LayerCarve, Outcome, project_layer
 from stages.routing.descent import DescentSettings
 from stages.routing.fit import RouterSettings
+from stages.text.batches import TokenBatch
+
+
+@dataclass(frozen=True)
+class ProjectedLayer:
+    """Experts and router on the CPU, in the checkpoint's number format or as exact quotients of it."""
+
+    gate_END: Tensor
+    up_END: Tensor
+    down_EDN: Tensor
+    shared_gate_SD: Tensor
+    shared_up_SD: Tensor
+    shared_down_DS: Tensor
+    rows_ED: Tensor
+    bias_E: Tensor
+    found: dict[str, Any]  # fields of the outcome
+
+    @classmethod
+    def of(cls, loop: ExpertLoop, outcome: Outcome, dtype: torch.dtype, down_scale: float = 1.0) -> "ProjectedLayer":
+        """Round a layer to the number format of its checkpoint, which holds the experts' down times `down_scale`."""
+        router = rounded(loop.router.to("cpu"), dtype)
+        tensors = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in vars(loop.experts).items()}
+        if dtype != torch.float32 and not is_power_of_two(down_scale):
+            # Rounded once, as a product; the format has no such number, so that the quotient is kept in fp32.
+            product_EDN = (loop.experts.down_EDN.to("cpu", torch.float32) * down_scale).to(dtype)
+            tensors["down_EDN"] = (product_EDN.float() / down_scale).contiguous()
+        return cls(
+            **tensors,
+            rows_ED=router.rows_ED,
+            bias_E=router.bias_E,
+            found=asdict(outcome),
+        )
+
+    @property
+    def experts(self) -> LayerExperts:
+        """The experts."""
+        return LayerExperts(**{spec.name: getattr(self, spec.name) for spec in fields(LayerExperts)})
+
+    @property
+    def router(self) -> LinearRouter:
+        """The router."""
+        return LinearRouter(self.rows_ED, self.bias_E)
+
+    @property
+    def outcome(self) -> Outcome:
+        """What the steps of the projection came to."""
+        return Outcome(**self.found)
+
+    def loop(
+        self,
+        units_EN: Tensor,
+        always_S: Tensor,
+        act: Callable[[Tensor], Tensor],
+        *,
+        top_k: int,
+        width: int,
+        gate: GateKind,
+        device: torch.device,
+    ) -> ExpertLoop:
+        """What the checkpoint will compute, in fp32."""
+        experts = LayerExperts(**{name: tensor.to(device).float() for name, tensor in vars(self.experts).items()})
+        units_EN, always_S = units_EN.to(device), always_S.to(device)
+        return ExpertLoop(experts, units_EN, always_S, self.router.to(device), top_k, width, act, gate)
 
 
 @torch.no_grad()

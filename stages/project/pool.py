@@ -5,23 +5,35 @@ looks at what the layers see in the dense model, not in the carved one.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 
 import torch
 
-from models.expert_loop import ExpertLoop
-from models.experts import LayerExperts
+from models.config import ModelConfig
+from models.experts import ExpertLoop, LayerExperts
+from models.loading import resolve_device
 from models.routing import LinearRouter
+from models.shape import Shape
+from models.stream import LayerStream
+from stages.artifacts.job import Job, Table
+from stages.artifacts.partition import PoolPartition
+from stages.artifacts.routers import Routers
+from stages.calibration.alignment import split_guard
+from stages.calibration.batches import layer_seed, text_only
+from stages.calibration.emission import emit_carve, write_carve_card
 from stages.calibration.gate_scale import at_usual_gates, scale_columns, scale_pool
-from stages.calibration.guard import split_guard
-from stages.calibration.layer_samples import LayerSample
-from stages.contracts.pool_partition import PoolPartition
+from stages.calibration.slices import cut_pool, join_pool
+from stages.calibration.token_stream import LayerSample, sample_layers
 from stages.project.config import ProjectConfig
-from stages.project.gradient_projection import sample_experts
+from stages.project.end_to_end import project_end_to_end
+from stages.project.gradient_projection import ProjectionOutcome, sample_experts
+from stages.project.layer_pass import gate_of
 from stages.project.pool_alignment import align_pool, layer_errors
+from stages.project.report import describe_gradients
 from stages.routing.fit import RouterSettings, refit_pool_router
-from stages.routing.measure import set_spread
-from stages.routing.task import watch_pool
+from stages.routing.task import set_spread, watch_pool
+from stages.text.batches import TokenBatch
 
 
 @dataclass(frozen=True)
@@ -148,3 +160,98 @@ def split_pool(loops: Sequence[ExpertLoop], partition: PoolPartition) -> list[La
         )
         first += given
     return parts
+
+
+STEPS = ("as cut", "after alignment", "at the end")
+
+
+def summarise_pool(
+    outcome: PoolOutcome, project: ProjectConfig, gradients: ProjectionOutcome | None, partition: PoolPartition
+) -> Table:
+    """One row per layer: relative error of the FFN's output on held-out calibration tokens after each step."""
+    rows = [
+        [
+            layer,
+            given,
+            *(f"{outcome.errors[step][layer]:.4f}" if step in outcome.errors else "-" for step in STEPS),
+        ]
+        for layer, given in enumerate(partition.given)
+    ]
+    columns = ["layer", "experts given", *(f"error {step}" for step in STEPS)]
+    notes = [
+        describe_pool(outcome, project, gradients),
+        "all layers share the experts: errors are on the dense model's own inputs; in the carved one they add up from "
+        "layer to layer, which is left to stage=train",
+    ]
+    return Table("project", columns, rows, notes)
+
+
+def describe_pool(outcome: PoolOutcome, project: ProjectConfig, gradients: ProjectionOutcome | None) -> str:
+    """The projection in a sentence."""
+    aligned = "off" if project.alignment == "none" else "dropped, since no penalty made the held-out error better"
+    if outcome.penalty is not None:
+        aligned = f"ridge, {project.pool_sweeps} sweeps over the experts, penalty {outcome.penalty:g}"
+    said = [f"base {project.base}", f"alignment {aligned}"]
+    said += [f"{outcome.rounds} rounds of routers and alignment kept"] if outcome.rounds else []
+    return "; ".join([*said, describe_gradients(gradients)])
+
+
+@torch.no_grad()
+def run_pool(
+    job: Job,
+    folder: Path,
+    batches: list[TokenBatch],
+    refit: list[RouterSettings],
+    *,
+    model: ModelConfig,
+    project: ProjectConfig,
+    shape: Shape,
+    seed: int,
+) -> Table:
+    """Write `checkpoint/` and the routers.
+
+    Args:
+        job: of the stage.
+        folder: the dense checkpoint.
+        batches: calibration text.
+        refit: how each layer's router is fitted anew.
+        model: the source.
+        project: settings of the stage.
+        shape: of the pool.
+        seed: of the run.
+    """
+    partition, routers = PoolPartition.load(job.parents["cluster"]), Routers.load(job.parents["assemble"])
+    with LayerStream(folder, device=resolve_device(model)) as stream:
+        samples = sample_layers(stream, batches, project.pool_tokens)
+    seeds = [layer_seed(seed, layer) for layer in range(partition.layers)]
+    parts = start_pool(cut_pool(folder, partition, stream.device), project.base, seeds)
+    loops = [
+        ExpertLoop(
+            experts,
+            partition.units.to(stream.device),
+            partition.always_on[layer].to(stream.device),
+            routers.layer(layer).to(stream.device),
+            shape.top_k,
+            partition.width,
+            samples[layer].act,
+            gate_of(routers, shape),
+        )
+        for layer, experts in enumerate(join_pool(parts))
+    ]
+    carve = PoolCarve(partition, samples, refit, routers.spread, routers.biased)
+    aligned, outcome = project_pool(carve, weigh_pool(loops, samples), project)
+    projected, gradients = aligned, None
+    if project.gradient_projection:
+        projected, gradients = project_end_to_end(model, folder, text_only(batches), lambda _: aligned, project, seed)
+    routers = routers.with_layers([loop.router for loop in projected])
+    routers.save(job.out)
+    checkpoint = job.out / "checkpoint"
+    given, dtype = split_pool(projected, partition), getattr(torch, routers.dtype)
+    emit_carve(folder, checkpoint, shape, routers, lambda layer: in_dtype(given[layer], dtype))
+    write_carve_card(checkpoint, model, shape, partition, routers, describe_pool(outcome, project, gradients))
+    return summarise_pool(outcome, project, gradients, partition)
+
+
+def in_dtype(experts: LayerExperts, dtype: torch.dtype) -> LayerExperts:
+    """The same on the CPU in the checkpoint's number format."""
+    return LayerExperts(**{spec.name: getattr(experts, spec.name).to("cpu", dtype) for spec in fields(experts)})

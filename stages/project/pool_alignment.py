@@ -13,11 +13,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from models.expert_loop import ExpertLoop
-from models.gating import relative_gates
+from models.experts import ExpertLoop
+from models.routing import relative_gates
 from stages.calibration.alignment import relative_error
-from stages.calibration.layer_samples import LayerSample
 from stages.calibration.normal_equations import NormalEquations
+from stages.calibration.token_stream import LayerSample
 
 
 class PoolAlignment(NamedTuple):

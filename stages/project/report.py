@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from models.shape import Shape
-from stages.contracts.job import Table
+from stages.artifacts.job import Table
 from stages.project.config import ProjectConfig
-from stages.project.gradient_rounds import ProjectionOutcome
+from stages.project.gradient_projection import ProjectionOutcome
 from stages.project.layer import Outcome
 
 

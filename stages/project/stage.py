@@ -1,25 +1,22 @@
 """project: bend the experts towards the dense model, layer by layer, and write the router-ready checkpoint."""
 
 from models.config import ModelConfig
-from models.loading import load_tokenizer, resolve_device
-from models.memory import release_freed_memory
+from models.loading import load_tokenizer, release_freed_memory, resolve_device
 from models.shape import Shape
 from models.source import resolve_folder
 from models.stream import LayerStream
-from stages.calibration.batches import calibration_batches, text_only
-from stages.calibration.card import write_carve_card
+from stages.artifacts.job import Job, Table
+from stages.artifacts.partition import Partition
+from stages.artifacts.routers import Routers
+from stages.calibration.batches import calibration_batches, layer_seed, text_only
 from stages.calibration.config import VocabularyConfig
-from stages.calibration.emission import emit_carve
-from stages.calibration.layer_seed import layer_seed
-from stages.contracts.job import Job, Table
-from stages.contracts.partition import Partition
-from stages.contracts.routers import Routers
-from stages.data.config import DataConfig
+from stages.calibration.emission import emit_carve, write_carve_card
 from stages.project.config import ProjectConfig
 from stages.project.end_to_end import project_layers
 from stages.project.layer_pass import find_done, project_all, refit_settings
-from stages.project.pool_stage import run_pool
+from stages.project.pool import run_pool
 from stages.project.report import describe, summarise
+from stages.text.config import DataConfig
 
 
 def run(

@@ -1,14 +1,17 @@
 """Ridge regression on the FFN input: the router in closed form."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from models.experts import ExpertLoop
 from models.routing import LinearRouter
+from stages.calibration.batches import spread_evenly
 from stages.calibration.normal_equations import NormalEquations
-from stages.routing.expert_outputs import output_norms
-from stages.routing.task import RouterTask
+from stages.routing.task import RouterTask, output_norms
 
 
 def fit_ridge(task: RouterTask, batches: Sequence[int], penalty: float) -> LinearRouter:
@@ -59,3 +62,96 @@ class RouterRegression:
     def router(self, penalty: float) -> LinearRouter:
         """The router at one ridge penalty, relative to the mean diagonal of the input's second moment."""
         return LinearRouter.without_bias(self._moments.solve(penalty))
+
+
+NUMBERS = 2**26  # of unit activations in memory at a time: 256 MiB
+
+
+def regress_residual_norms(task: RouterTask, batches: Sequence[int], tokens: int, penalty: float) -> RouterRegression:
+    """Regress the logarithm of each expert's residual on the FFN input.
+
+    Of an expert's units i it is sqrt(Σ_i (h_i − ĥ_i)²·‖d_i‖²), with ĥ_i the ridge regression of h_i on the activations
+    of the always-on units. The partition `captured` is made for the same measure.
+
+    Args:
+        task: of one layer.
+        batches: to fit on.
+        tokens: at most so many are looked at, spread evenly over the batches.
+        penalty: of the regression on the always-on units, relative to the mean diagonal of their second moment.
+    """
+    x_TD = torch.cat([task.inputs[index] for index in batches])
+    x_TD = x_TD[spread_evenly(len(x_TD), tokens)]
+    routed = distinct_units(task.loop)
+    parts = Activations(task.loop, routed, x_TD)
+    foretold_RS = regress_on_always_on(parts, penalty)
+    regression = RouterRegression(x_TD.shape[1], task.experts, x_TD.device)
+    for x_tD, always_tS, hidden_tR in parts:
+        left_tR = torch.addmm(hidden_tR, always_tS, foretold_RS.T, alpha=-1)
+        regression.add(x_tD, logs(routed.expert_norms(left_tR)))
+    return regression
+
+
+@dataclass(frozen=True)
+class RoutedUnits:
+    """The experts' units, R in all: a unit with copies in several experts is looked at once."""
+
+    gate_RD: Float[Tensor, "R D"]
+    up_RD: Float[Tensor, "R D"]
+    row_EN: Int[Tensor, "E N"]  # where each expert's units stand among them
+    weight_EN: Float[Tensor, "E N"]  # ‖d_i‖
+
+    def expert_norms(self, hidden_tR: Float[Tensor, "t R"]) -> Float[Tensor, "t E"]:
+        """sqrt(Σ_i h_i²·‖d_i‖²) over the units of every expert.
+
+        No matrix product: for some sizes two processes would differ in its last bits, and routers with them.
+        """
+        experts = zip(self.row_EN, self.weight_EN, strict=True)
+        return torch.stack([(hidden_tR[:, row_N] * weight_N).norm(dim=1) for row_N, weight_N in experts], dim=1)
+
+
+def distinct_units(loop: ExpertLoop) -> RoutedUnits:
+    """The units of all experts; copies whose gate or up rows differ are units of their own."""
+    gate_PD, up_PD = loop.experts.gate_END.flatten(0, 1), loop.experts.up_END.flatten(0, 1)
+    units_R, row_EN = torch.unique(loop.units_EN, return_inverse=True)
+    every_P = torch.arange(len(gate_PD), device=gate_PD.device)
+    copy_R = every_P.new_empty(len(units_R)).index_copy_(0, row_EN.flatten(), every_P)
+    if not all(torch.equal(rows_PD[copy_R][row_EN.flatten()], rows_PD) for rows_PD in (gate_PD, up_PD)):
+        copy_R, row_EN = every_P, every_P.view_as(row_EN)
+    return RoutedUnits(gate_PD[copy_R], up_PD[copy_R], row_EN, loop.experts.down_EDN.norm(dim=1))
+
+
+class Activations:
+    """Inputs (t, D), activations of the always-on units (t, S) and of the routed ones (t, R), some tokens at a time.
+
+    Where all tokens are one piece it is computed once, else every time.
+    """
+
+    def __init__(self, loop: ExpertLoop, routed: RoutedUnits, x_TD: Float[Tensor, "T D"]) -> None:
+        """Compute nothing yet."""
+        self.loop, self.routed = loop, routed
+        self._pieces = torch.split(x_TD, max(1, NUMBERS // max(1, len(routed.gate_RD))))
+        self._only: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """One piece after the other."""
+        if len(self._pieces) > 1:
+            yield from map(self._compute, self._pieces)
+            return
+        self._only = self._only or self._compute(self._pieces[0])
+        yield self._only
+
+    def _compute(self, x_tD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        experts = self.loop.experts
+        always_tS = self.loop.hidden(x_tD, experts.shared_gate_SD, experts.shared_up_SD)
+        return x_tD, always_tS, self.loop.hidden(x_tD, self.routed.gate_RD, self.routed.up_RD)
+
+
+def regress_on_always_on(parts: Activations, penalty: float) -> Float[Tensor, "R S"]:
+    """Coefficients of the routed units on the always-on ones."""
+    gate_RD, always_S = parts.routed.gate_RD, parts.loop.always_S
+    moments = NormalEquations(len(always_S), len(gate_RD), device=gate_RD.device)
+    if not len(always_S):
+        return moments.cross_AY.T.float()
+    for _, always_tS, hidden_tR in parts:
+        moments.add(always_tS, hidden_tR)
+    return moments.solve(penalty)

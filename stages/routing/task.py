@@ -3,16 +3,64 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from jaxtyping import Int
+import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from models.expert_loop import ExpertLoop
+from models.experts import ExpertLoop
 from models.ffn import DenseFFN
-from models.routing import LinearRouter, choose_experts, membership
-from stages.calibration.alignment import Target
-from stages.calibration.contributions import expert_contributions
+from models.routing import LinearRouter, choose_experts, chosen_mask, membership
+from stages.calibration.alignment import Target, relative_error
+from stages.calibration.batches import pick_tokens, take_tokens
+from stages.calibration.carved_ffn import expert_contributions
 from stages.calibration.slices import slice_ffn
-from stages.routing.expert_outputs import error_drops
+from stages.routing.descent import OutputError
+
+NUMBERS = 2**26  # of expert outputs in memory at a time: 256 MiB
+
+
+def output_error(loop: ExpertLoop, x_TD: Float[Tensor, "T D"], target_TD: Float[Tensor, "T D"]) -> OutputError:
+    """The objective of choosing experts on these tokens, so that the layer's output meets the target."""
+    wanted_TD = target_TD - loop.always_on_output(x_TD)
+    chunk = max(1, NUMBERS // (len(loop.units_EN) * x_TD.shape[1]))
+    gains, overlaps = [], []
+    for x_tD, wanted_tD in zip(torch.split(x_TD, chunk), torch.split(wanted_TD, chunk), strict=True):
+        output_tED = loop.expert_outputs(x_tD)
+        gains.append((output_tED @ wanted_tD[:, :, None])[:, :, 0])
+        overlaps.append(output_tED @ output_tED.mT)
+    return OutputError(torch.cat(gains), torch.cat(overlaps), wanted_TD.square().sum(1))
+
+
+def error_drops(loop: ExpertLoop, x_TD: Float[Tensor, "T D"], target_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T E"]:
+    """By how much each expert alone lowers the token's squared output error: (2·r·y_e − ‖y_e‖²) / ‖r‖².
+
+    r is what the always-on units leave to be given. 1 for an expert that gives all of it, 0 for one that gives nothing;
+    one that more than doubles the error is as bad as any that does, −1, so that a few loud outputs do not decide a fit.
+    """
+    wanted_TD = target_TD - loop.always_on_output(x_TD)
+    chunk = max(1, NUMBERS // (len(loop.units_EN) * x_TD.shape[1]))
+    drops = []
+    for x_tD, wanted_tD in zip(torch.split(x_TD, chunk), torch.split(wanted_TD, chunk), strict=True):
+        output_tED = loop.expert_outputs(x_tD)
+        gains_tE = (output_tED @ wanted_tD[:, :, None])[:, :, 0]
+        drops.append(2 * gains_tE - output_tED.square().sum(2))
+    scale_T1 = wanted_TD.square().sum(1, keepdim=True).clamp_min(1e-30)
+    return (torch.cat(drops) / scale_T1).clamp_min(-1)
+
+
+def output_norms(loop: ExpertLoop, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T E"]:
+    """‖y_e‖ of every expert for every token."""
+    chunk = max(1, NUMBERS // (len(loop.units_EN) * x_TD.shape[1]))
+    return torch.cat([loop.expert_outputs(x_tD).norm(dim=2) for x_tD in torch.split(x_TD, chunk)])
+
+
+def join(parts: Sequence[OutputError]) -> OutputError:
+    """The objective on the tokens of all parts."""
+    return OutputError(
+        torch.cat([part.gains_TE for part in parts]),
+        torch.cat([part.overlaps_TEE for part in parts]),
+        torch.cat([part.wanted_T for part in parts]),
+    )
 
 
 @dataclass(frozen=True)
@@ -86,3 +134,50 @@ def watch_pool(loop: ExpertLoop, target: Target, inputs: Sequence[Tensor], *, bi
     """
     drops = [error_drops(loop, x_TD, target(index, x_TD)) for index, x_TD in enumerate(inputs)]
     return RouterTask(loop, target, biased, inputs, drops)
+
+
+MEASURED = 4096  # tokens, spread over the text: a figure for the report, at the price of the whole layer on each
+
+
+def set_spread(router: LinearRouter, inputs: Sequence[Tensor], spread: float) -> LinearRouter:
+    """Scale the router so that a token's logits have the standard deviation `spread` over experts, on average.
+
+    Rows and bias are centred first: a shift common to all experts changes neither softmax nor choice.
+    """
+    centred_ED = router.rows_ED - router.rows_ED.mean(0)
+    squares = sum(float((x_TD @ centred_ED.T).double().square().mean(1).sum()) for x_TD in inputs)
+    deviation = (squares / sum(len(x_TD) for x_TD in inputs)) ** 0.5
+    scale = spread / deviation if deviation > 0 else 1.0
+    return LinearRouter(centred_ED * scale, (router.bias_E - router.bias_E.mean()) * scale)
+
+
+def load_balance(router: LinearRouter, inputs: Sequence[Tensor], top_k: int) -> Float[Tensor, "E"]:
+    """Each expert's share of the routed tokens, relative to an even share (1 = even)."""
+    counts_E = torch.zeros(router.experts, device=router.rows_ED.device)
+    for x_TD in inputs:
+        counts_E += torch.bincount(router.choose(x_TD, top_k).flatten(), minlength=router.experts)
+    return counts_E / counts_E.mean()
+
+
+def oracle_agreement(router: LinearRouter, task: RouterTask) -> float:
+    """Agreement with the contribution oracle: mean share of its K experts that the router also chooses.
+
+    In a pool, contribution is what an expert takes off the error: the error oracle.
+    """
+    agreed, total = 0, 0
+    for index, x_TD in enumerate(task.inputs):
+        chosen_TE = chosen_mask(router.choose(x_TD, task.top_k), router.experts)
+        best_TK = task.best_experts(index)
+        agreed += int(chosen_TE.gather(1, best_TK).sum())
+        total += best_TK.numel()
+    return agreed / total
+
+
+def relative_output_error(loop: ExpertLoop, task: RouterTask, tokens: int = MEASURED) -> float:
+    """Σ‖target − output‖² / Σ‖target‖² of the layer, on `tokens` of the task's at most."""
+    picks = pick_tokens([len(x_TD) for x_TD in task.inputs], tokens)
+    seen = take_tokens(task.inputs, picks)
+    wanted = [
+        task.target(index, x_TD)[pick_t] for index, (x_TD, pick_t) in enumerate(zip(task.inputs, picks, strict=True))
+    ]
+    return relative_error(loop, seen, lambda index, _: wanted[index], range(len(seen)))

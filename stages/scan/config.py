@@ -40,7 +40,7 @@ class ScanConfig:
     block_width: int = field(default=64, metadata={"minimum": 1})
     # Also record every token: the norm of its input and of its contribution to the gradient.
     per_token: bool = False
-    # How numbers are kept: log16 (2 bytes; models/mscan/SPECIFICATION.md states the error) or f32.
+    # How numbers are kept: log16 (2 bytes; instruments/mscan/SPECIFICATION.md states the error) or f32.
     parameter_encoding: str = field(default="log16", metadata={"choices": ("log16", "f32")})
 
     def unread(self) -> dict[str, str]:

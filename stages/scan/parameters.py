@@ -12,13 +12,13 @@ from uuid import uuid4
 
 from torch import nn
 
-from models.capture.parameter_scanner import ParameterTensorScanner
-from models.capture.records import ScanRecord
-from models.errors import ConfigError, ContractError, NumericsError
-from models.mscan.merge import merge_mscan
-from models.mscan.reader import read_mscan
-from models.mscan.writer import MscanWriter
-from stages.contracts.workers import Workers
+from instruments.errors import ConfigError, ContractError, NumericsError
+from instruments.mscan.merge import merge_mscan
+from instruments.mscan.reader import read_mscan
+from instruments.mscan.writer import MscanWriter
+from instruments.parameter_scan.scanner import ParameterTensorScanner
+from instruments.parameter_scan.targets import ScanRecord
+from stages.artifacts.workers import Workers
 from stages.scan.config import ScanConfig
 
 FILE = "parameters.mscan"

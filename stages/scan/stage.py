@@ -1,39 +1,147 @@
 """scan: load the dense model, read it on the calibration text, write unit statistics."""
 
+import hashlib
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from typing import Never
 
+import torch
+import transformers
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from instruments.ffn_probe import GatedFFN
 from models.config import ModelConfig
 from models.ffn import ffn_modules, ffn_weight_names
-from models.loading import load_dense, load_tokenizer
-from models.placement import input_device
+from models.loading import input_device, load_dense, load_tokenizer
+from models.quantization import dense_weight
 from models.source import resolve_folder
-from stages.calibration.recomputation import save_memory
-from stages.contracts.job import Job, Table
-from stages.contracts.workers import Workers
-from stages.data.batches import batch_sequences
-from stages.data.config import DataConfig
-from stages.data.generated import continue_prompts
-from stages.data.prompts import load_prompts
-from stages.data.sequences import LoadedText, load_text
-from stages.data.skipped import describe_skipped
-from stages.data.sources import describe_source
-from stages.scan.batch_sums import sum_shapes
+from stages.accumulators.accumulator import StorePlace, open_store
+from stages.accumulators.config import StoreConfig
+from stages.accumulators.sums import ScanSums
+from stages.artifacts.job import Job, Table
+from stages.artifacts.statistics import UnitStatistics
+from stages.artifacts.workers import Workers
+from stages.calibration.forward import save_memory
+from stages.scan.batch_sums import find_domains, make_domain_statistics, sum_shapes
 from stages.scan.config import ScanConfig
-from stages.scan.domains import find_domains, make_domain_statistics
-from stages.scan.finish import make_statistics, summarise
-from stages.scan.identity import sums_identity
 from stages.scan.parameters import PartsPlace, publish_parameters, record_parameters, require_recorded
 from stages.scan.passes import Scanner
-from stages.scan.reservoir import draw_reservoir
-from stages.scan.shares import agree_on_done, collect_sums, number_samples, scan_shares
+from stages.scan.shares import (
+    agree_on_done,
+    collect_sums,
+    draw_reservoir,
+    number_samples,
+    scan_shares,
+    token_to_unit_major,
+)
 from stages.scan.token_sums import UnitRule
-from stages.stores.config import StoreConfig
-from stages.stores.open import StorePlace, open_store
+from stages.text.batches import TokenBatch, batch_sequences
+from stages.text.config import DataConfig
+from stages.text.generated import continue_prompts
+from stages.text.prompts import load_prompts
+from stages.text.sequences import LoadedText, describe_skipped, load_text
+from stages.text.sources import describe_source
+
+
+def make_statistics(sums: ScanSums, mlps: Sequence[GatedFFN], *, gradients: bool) -> UnitStatistics:
+    """Sums, weight norms and unit-major bitmaps."""
+    tensors = dict(sums.tensors)
+    bits_LRf = tensors.pop("bits_LRf")
+    samples = int(sums.counters["samples"])
+    norms = {
+        f"weight_norm_{name}": torch.stack(
+            [dense_weight(getattr(mlp, f"{name}_proj")).float().norm(dim=axis).cpu() for mlp in mlps]
+        )
+        for name, axis in (("gate", 1), ("up", 1), ("down", 0))
+    }
+    return UnitStatistics(
+        tokens=int(sums.counters["tokens"]),
+        samples=samples,
+        samples_with_gradient=samples if gradients else 0,
+        mean_loss=sums.counters["loss_sum"] / samples,
+        active_bits=token_to_unit_major(bits_LRf, tensors["sum_abs"].shape[1]),
+        reservoir_tokens=bits_LRf.shape[1],
+        **tensors,
+        **norms,
+    )
+
+
+def summarise(statistics: UnitStatistics, notes: Sequence[str]) -> Table:
+    """One row per layer."""
+    tokens, samples = statistics.tokens, max(1, statistics.samples_with_gradient)
+    gradient = (statistics.grad_norm_gate + statistics.grad_norm_up + statistics.grad_norm_down) / samples
+    rows = [
+        [
+            layer,
+            f"{statistics.sum_abs[layer].mean() / tokens:.3e}",
+            f"{statistics.max_abs[layer].max():.3g}",
+            int((statistics.active_count[layer] == 0).sum()),
+            f"{gradient[layer].mean():.3e}",
+        ]
+        for layer in range(len(statistics.sum_abs))
+    ]
+    first = f"{tokens} tokens in {statistics.samples} samples, mean loss {statistics.mean_loss:.4f} nats"
+    columns = ["layer", "mean |h|", "max |h|", "units never active", "mean gradient norm"]
+    return Table("scan", columns, rows, [first, *notes])
+
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+# What decides the numbers of a batch.
+SOURCES = (
+    "stages/scan",
+    "stages/calibration/forward.py",
+    "stages/losses.py",
+    "instruments/autograd.py",
+    "instruments/ffn_probe.py",
+    "instruments/gradient_norms.py",
+    "instruments/parameter_scan",
+    "models/ffn.py",
+    "models/loading.py",
+    "models/quantization.py",
+)
+
+
+def sums_identity(fingerprint: str, batches: Iterable[TokenBatch], dtype: torch.dtype) -> dict[str, str]:
+    """Settings, inputs and code of a scan.
+
+    Args:
+        fingerprint: of its settings.
+        batches: what is read. The settings alone do not fix it: a model writes other text on other hardware.
+        dtype: the model's, which on its part depends on the device where the settings leave it open.
+    """
+    return {
+        "scan": fingerprint,
+        "text": hash_text(batches),
+        "dtype": str(dtype).removeprefix("torch."),
+        "code": hash_code(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def hash_text(batches: Iterable[TokenBatch]) -> str:
+    """SHA-256 of token ids, labels and padding, batch by batch."""
+    digest = hashlib.sha256()
+    for batch in batches:
+        digest.update(repr(tuple(batch.input_ids.shape)).encode())
+        for tensor in (batch.input_ids, batch.labels, batch.attention_mask):
+            digest.update(tensor.numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+@cache
+def hash_code() -> str:
+    """SHA-256 of the source files that decide the numbers."""
+    digest = hashlib.sha256()
+    for source in SOURCES:
+        path = REPOSITORY / source
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            digest.update(file.relative_to(REPOSITORY).as_posix().encode() + file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def run(job: Job, *, model: ModelConfig, data: DataConfig, store: StoreConfig, scan: ScanConfig, seed: int) -> Table:

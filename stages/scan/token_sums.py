@@ -1,9 +1,14 @@
 """Sums over one layer's tokens: how strongly and how often each unit fires, and its Taylor score."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from inspect import unwrap
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int, UInt8
+from numba import njit
+from numpy.typing import NDArray
 from torch import Tensor
 
 # Tokens whose activations are worked on at once.
@@ -70,3 +75,109 @@ def pack_bits(active_RF: Bool[Tensor, "R F"]) -> UInt8[Tensor, "R f"]:
     places = torch.arange(7, -1, -1, dtype=torch.uint8, device=active_RF.device)
     packed: Tensor = (padded.view(len(padded), padded.shape[1] // 8, 8) << places).sum(-1, dtype=torch.uint8)
     return packed
+
+
+# Tokens summed up together. Fixed, so that results do not depend on the number of threads.
+_SPAN = 128
+# All bits of a float but its sign: as integers they are ordered as the magnitudes are. The smallest normal float.
+_MAGNITUDE, _SMALLEST = np.int32(0x7FFFFFFF), np.int32(0x00800000)
+# A sixteenth of an octave: neighbouring tokens' limits often differ by no more.
+_STEP = np.int32(1 << 19)
+
+
+def sum_tokens_compiled(
+    h_MF: Float[Tensor, "M F"], grad_MF: Float[Tensor, "M F"] | None, rows_T: Int[Tensor, "T"], rule: UnitRule
+) -> tuple[Float[Tensor, "5 F"], Float[Tensor, "T"]]:
+    """`sum_tokens` for tensors on the CPU; one of any number of values that mean the same limit may be returned.
+
+    Numerics: float64 over spans of 128 tokens, added in order.
+    """
+    h, rows, count = _as_numpy(h_MF), rows_T.numpy(), np.int32(rule.active_count(h_MF.shape[1]))
+    grad = h[:0] if grad_MF is None else _as_numpy(grad_MF)
+    fixed = np.int32(0)
+    if rule.active_threshold is not None:
+        above = np.nextafter(np.float32(rule.active_threshold), np.float32(np.inf))
+        fixed = max(above.view(np.int32), _SMALLEST)
+    spans = [rows[first : first + _SPAN] for first in range(0, len(rows), _SPAN)]
+    with ThreadPoolExecutor(min(torch.get_num_threads(), len(spans))) as threads:
+        parts = list(threads.map(lambda span: _sum_span(h, grad, span, count, fixed), spans))
+    total = parts[0][0]
+    for part, _ in parts[1:]:
+        np.maximum(total[2], part[2], out=part[2])
+        total += part
+        total[2] = part[2]
+    limits = np.concatenate([bits for _, bits in parts]).view(np.float32)
+    return torch.from_numpy(total), torch.from_numpy(limits)
+
+
+def _as_numpy(values_MF: Tensor) -> NDArray[np.float32]:
+    return values_MF.detach().float().contiguous().numpy()
+
+
+def _count_from(bits: NDArray[np.int32], limit: np.int32) -> np.int32:
+    count = np.int32(0)
+    for unit in range(len(bits)):
+        count += np.int32(bits[unit] >= limit)
+    return count
+
+
+def _find_limit(bits: NDArray[np.int32], count: np.int32, top: np.int32, guess: np.int32) -> np.int32:
+    """A value that `count` of the bits reach, or the largest that more reach; `guess` is where to look first.
+
+    From there in growing steps until the value lies between two looks; then by turns where a straight line between them
+    would have it, and halfway.
+    """
+    low, high = np.int32(0), top + np.int32(1)  # enough reach low, too few reach high
+    reach_low, reach_high = np.int32(len(bits)), np.int32(0)
+    limit, step, halfway = guess, _STEP, False
+    while high - low > 1:
+        if not low < limit < high:
+            limit = low + (high - low) // np.int32(2)
+        reached = _count_from(bits, limit)
+        if reached == count:
+            return limit
+        if reached > count:
+            low, reach_low = limit, reached
+        else:
+            high, reach_high = limit, reached
+        if low == 0 or reach_high == 0:
+            limit += step if reached > count else -step
+            step *= np.int32(2)
+        else:
+            share = 0.5 if halfway else (reach_low - count + 0.5) / (reach_low - reach_high)
+            limit, halfway = low + np.int32((high - low) * share), not halfway
+    return low
+
+
+def _sum_rows(
+    h: NDArray[np.float32], grad: NDArray[np.float32], rows: NDArray[np.int64], count: np.int32, fixed: np.int32
+) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
+    """Sums (5, F) over some tokens, and their limits as bits; `fixed` above 0 is everybody's limit."""
+    width = h.shape[1]
+    h_bits, bits = h.view(np.int32), np.empty(width, np.int32)
+    sums, limits = np.zeros((5, width)), np.empty(len(rows), np.int32)
+    limit = np.int32(0)
+    for place in range(len(rows)):
+        token, top = rows[place], np.int32(0)
+        for unit in range(width):
+            bits[unit] = h_bits[token, unit] & _MAGNITUDE
+            top = max(top, bits[unit])
+        limit = fixed if fixed > 0 else max(_find_limit(bits, count, top, limit), _SMALLEST)
+        limits[place] = limit
+        for unit in range(width):
+            magnitude = np.float64(abs(h[token, unit]))
+            sums[0, unit] += magnitude
+            sums[1, unit] += magnitude * magnitude
+            sums[2, unit] = max(sums[2, unit], magnitude)
+            sums[3, unit] += np.float64(bits[unit] >= limit)
+        if len(grad):
+            for unit in range(width):
+                sums[4, unit] += np.float64(abs(h[token, unit] * grad[token, unit]))
+    return sums, limits
+
+
+# Without the interpreter's lock, so that threads work side by side. What tests wrap for type checks is unwrapped.
+_compiled = njit(nogil=True, cache=True)
+_count_from = _compiled(unwrap(_count_from))
+_find_limit = _compiled(unwrap(_find_limit))
+_sum_span = _compiled(unwrap(_sum_rows))

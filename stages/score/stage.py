@@ -3,16 +3,34 @@
 from collections.abc import Callable
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from models.errors import ConfigError
-from stages.contracts.job import Job, Table
-from stages.contracts.scores import Scores
-from stages.contracts.statistics import UnitStatistics
+from instruments.errors import ConfigError
+from stages.artifacts.job import Job, Table
+from stages.artifacts.statistics import Scores, UnitStatistics
 from stages.score.config import ScoreConfig
-from stages.score.controls import score_contribution, score_frequency, score_random, score_taylor, score_wanda
-from stages.score.summary import rank_correlation
-from stages.score.synergy import SynergyWeights, gradient_rate, score_synergy
+from stages.score.scores import (
+    SynergyWeights,
+    gradient_rate,
+    has_spread,
+    normalise,
+    score_contribution,
+    score_frequency,
+    score_random,
+    score_synergy,
+    score_taylor,
+    score_wanda,
+)
+
+
+def rank_correlation(first_LF: Float[Tensor, "L F"], second_LF: Float[Tensor, "L F"]) -> list[float | None]:
+    """Spearman's rank correlation of two measures in every layer; None where one of them has no spread."""
+    ranks = (normalise(normalise(values_LF, "rank"), "zscore") for values_LF in (first_LF, second_LF))
+    correlation_L = (next(ranks) * next(ranks)).mean(1)
+    defined_L1 = has_spread(first_LF) & has_spread(second_LF)
+    return [value if ok else None for value, ok in zip(correlation_L.tolist(), defined_L1[:, 0].tolist(), strict=True)]
+
 
 WITHOUT_GRADIENT = "s_p without its gradient term (the scan was forward-only)"
 

@@ -1,6 +1,8 @@
 """What Trainer calls between steps: the load, the log, the held-out text, the mark of a whole checkpoint."""
 
+import logging
 import math
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,9 +11,45 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 from transformers import TrainerCallback
 
+from instruments.durable import sync, sync_tree
+from instruments.errors import ConfigError
+from instruments.training_watch.findings import NOTE, WatchConfig
+from instruments.training_watch.model_watch import ModelWatch, watch_model
+from stages.train.config import TrainWatchConfig
 from stages.train.phases import Phase
 from stages.train.record import Record
-from stages.train.resume import mark_whole
+
+WHOLE = "whole"  # marks a folder in which nothing is missing
+_PREFIX = "checkpoint-"
+
+
+def mark_whole(folder: Path) -> None:
+    """Say that everything in the folder has been written, once it is on the disk."""
+    sync_tree(folder)
+    (folder / WHOLE).touch()
+    sync(folder)
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether it was marked."""
+    return (folder / WHOLE).exists()
+
+
+def find_latest(folder: Path) -> tuple[Path, int] | None:
+    """The last whole checkpoint of a phase, and its step within the phase."""
+    found = [(int(path.name.removeprefix(_PREFIX)), path) for path in folder.glob(f"{_PREFIX}*") if is_whole(path)]
+    if not found:
+        return None
+    step, path = max(found)
+    return path, step
+
+
+def drop_unfinished(folder: Path) -> None:
+    """Remove what a kill left half written."""
+    for path in folder.glob("*"):
+        if path.is_dir() and not is_whole(path):
+            shutil.rmtree(path)
+
 
 if TYPE_CHECKING:
     from stages.train.trainer import MoETrainer
@@ -120,3 +158,47 @@ class MarkSaved(TrainerCallback):  # type: ignore[misc]  # transformers is not t
         if args.should_save:
             mark_whole(Path(args.output_dir) / f"checkpoint-{state.global_step}")
         self.trainer.accelerator.wait_for_everyone()
+
+
+if TYPE_CHECKING:
+    from stages.train.trainer import MoETrainer
+
+logger = logging.getLogger(__name__)
+
+
+class Monitor(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
+    """Watches the model as it is trained, wrapped for its processes."""
+
+    trainer: "MoETrainer"
+
+    def __init__(self, settings: TrainWatchConfig, phase: Phase, record: Record | None) -> None:
+        """`record` is None in processes that do not lead."""
+        self.settings, self.phase, self.record = settings, phase, record
+        self._watch: ModelWatch | None = None
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:  # noqa: ANN401 - the signature of Trainer
+        """Put the hooks on."""
+        asked = self.settings
+        if not asked.enabled:
+            return
+        limits = WatchConfig(
+            vanishing=asked.vanishing, exploding=asked.exploding, dead=asked.dead, activations=asked.outputs
+        )
+        try:
+            self._watch = watch_model(self.trainer.model_wrapped, config=limits)
+        except ConfigError as error:
+            logger.warning("training goes on unwatched: %s; train.watch.enabled=false says so", error.what)
+
+    def look(self, step: int) -> None:
+        """Gradients are whole, unscaled and not yet clipped."""
+        if self._watch is None:
+            return
+        self._watch.next_step = step
+        found = [anomaly for anomaly in self._watch.step().anomalies if anomaly.severity != NOTE]
+        if found and self.record is not None:
+            self.record.warn(step, self.phase.name, [anomaly.message for anomaly in found])
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:  # noqa: ANN401
+        """Take them off."""
+        if self._watch is not None:
+            self._watch.remove()

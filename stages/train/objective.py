@@ -5,15 +5,69 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
 
-from models.capture.router_watch import RouterWatch, Routing
-from stages.metrics.divergence import prediction_distance
-from stages.metrics.loss import supervised_tokens
-from stages.train.balance import Balance, add_up, balance_loss, count_load, entropy, z_loss
+from models.training import RouterWatch, Routing
+from stages.losses import prediction_distance, supervised_tokens, token_losses
+from stages.text.sequences import IGNORED
 from stages.train.config import TrainConfig
-from stages.train.losses import hidden_distance, next_token_loss, predicts
-from stages.train.teacher import Teacher
+from stages.train.routers import Balance, add_up, balance_loss, count_load, entropy, z_loss
+
+
+def predicts(labels_BT: Int[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
+    """Positions whose next token counts."""
+    return pad(labels_BT[:, 1:], (0, 1), value=IGNORED) != IGNORED
+
+
+def next_token_loss(logits_BTV: Float[Tensor, "B T V"], labels_BT: Int[Tensor, "B T"]) -> Float[Tensor, ""]:
+    """Σ −log p(next token), in nats."""
+    return token_losses(logits_BTV, labels_BT).sum()
+
+
+def hidden_distance(
+    student: tuple[Tensor, ...], teacher: tuple[Tensor, ...], counts_BT: Bool[Tensor, "B T"]
+) -> Float[Tensor, ""]:
+    """Σ over tokens of ‖student − teacher‖² / ‖teacher‖², mean over layers; the embedding is left out.
+
+    Args:
+        student: hidden states ``(B, T, D)`` before the first layer and after each.
+        teacher: the same of the dense model.
+        counts_BT: tokens that count.
+    """
+    layers = list(zip(student[1:], teacher[1:], strict=True))
+    distances = [_relative(ours[counts_BT].float(), theirs[counts_BT].float()) for ours, theirs in layers]
+    return torch.stack(distances).mean()
+
+
+def _relative(ours_tD: Tensor, theirs_tD: Tensor) -> Tensor:
+    return ((ours_tD - theirs_tD).square().sum(1) / theirs_tD.square().sum(1).clamp_min(1e-12)).sum()
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What the dense model makes of a batch."""
+
+    logits_BTV: Tensor
+    hidden: tuple[Tensor, ...]  # (B, T, D) before the first layer and after each; empty where nobody asked
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The frozen dense model, and what is wanted of it."""
+
+    model: PreTrainedModel
+    hidden: bool
+
+    @torch.no_grad()
+    def teach(self, input_ids: Tensor, attention_mask: Tensor) -> Lesson:
+        """Its predictions and, where wanted, its hidden states."""
+        output = self.model(
+            input_ids=input_ids, attention_mask=attention_mask, use_cache=False, output_hidden_states=self.hidden
+        )
+        return Lesson(output.logits, output.hidden_states or ())
 
 
 @dataclass

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from models.parameter_groups import Part
+from models.training import Part
 from stages.train.config import TrainConfig
 
 

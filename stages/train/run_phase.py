@@ -9,22 +9,17 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, TrainingArguments
 
-from models.capture.router_watch import RouterWatch
-from models.memory import explained_memory
-from stages.calibration.recomputation import enable_gradient_checkpointing
-from stages.contracts.workers import Workers
-from stages.train.balance import Balance
-from stages.train.callbacks import AfterStep, Log, MarkSaved
+from models.loading import explained_memory
+from models.training import RouterWatch
+from stages.artifacts.workers import Workers
+from stages.calibration.forward import enable_gradient_checkpointing
+from stages.train.callbacks import AfterStep, Log, MarkSaved, Monitor, find_latest, mark_whole
 from stages.train.config import TrainConfig
-from stages.train.monitor import Monitor
-from stages.train.objective import Objective
+from stages.train.objective import Objective, Teacher
 from stages.train.phases import Phase
 from stages.train.record import Record
-from stages.train.resume import find_latest, mark_whole
-from stages.train.sequences import Collator, OrderedSequences
-from stages.train.spread import SpreadSchedule
-from stages.train.teacher import Teacher
-from stages.train.text import TrainingText
+from stages.train.routers import Balance, SpreadSchedule
+from stages.train.text import Collator, OrderedSequences, TrainingText
 from stages.train.trainer import MoETrainer
 
 

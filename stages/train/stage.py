@@ -1,32 +1,166 @@
 """train: continued pretraining of the projected checkpoint; the result is a native checkpoint again."""
 
+import math
+import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from transformers import PreTrainedModel
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+import models.tiny_onn.register  # noqa: F401 - transformers then knows the project's own class
+from models.card import copy_card
 from models.config import ModelConfig
-from models.families.fold import gate_fold
-from models.families.moe import MOE_TARGETS, MoETarget
+from models.emit import copy_companions
 from models.loading import load_dense, load_tokenizer, resolve_device
+from models.routing import LinearRouter
 from models.shape import Shape
 from models.source import resolve_folder
-from stages.contracts.job import Job, Table
-from stages.contracts.routers import Routers
-from stages.data.config import DataConfig
-from stages.train.balance import Balance
-from stages.train.checkpoint import load_trainable
+from models.targets.base import MOE_TARGETS, MoETarget
+from models.targets.gate_scale import gate_fold
+from models.training import find_routers, selection_bias
+from stages.artifacts.job import Job, Table
+from stages.artifacts.routers import Routers
+from stages.text.config import DataConfig
+from stages.train.callbacks import drop_unfinished, find_latest, is_whole
 from stages.train.config import TrainConfig
-from stages.train.heldout import heldout_loss
+from stages.train.objective import Teacher
 from stages.train.phases import Phase, make_phases, total_steps
-from stages.train.record import Record, read_record, tokens_at
-from stages.train.report import summarise
-from stages.train.result import keep_result
-from stages.train.resume import drop_unfinished, find_latest, is_whole
+from stages.train.record import EVENTS, FILE, Record, read_record, tokens_at
+from stages.train.routers import Balance, make_schedule
 from stages.train.run_phase import Course, run_phase
-from stages.train.spread import make_schedule
-from stages.train.teacher import Teacher
-from stages.train.text import read_text
+from stages.train.text import heldout_loss, read_text
+
+
+def load_trainable(folder: Path) -> PreTrainedModel:
+    """The MoE in float32, with the kernels whose backward pass does not grow with the square of E."""
+    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, local_files_only=True, experts_implementation="grouped_mm"
+    )
+    return loaded
+
+
+def write_native(model: PreTrainedModel, like: Path, folder: Path, dtype: torch.dtype) -> None:
+    """Weights in `dtype` and in the names of `like`, with its config.json, tokenizer and code.
+
+    transformers writes a config.json that version 4 of it misreads; that of `like` says the same to both.
+    """
+    model.to(dtype).save_pretrained(folder)
+    for path in like.iterdir():
+        if path.suffix in {".json", ".py"} and not path.name.endswith(".index.json"):
+            shutil.copyfile(path, folder / path.name)
+    copy_companions(like, folder)
+
+
+Lines = Sequence[Mapping[str, Any]]
+_COLUMNS = (
+    "phase", "steps", "tokens", "held-out loss", "gap over dense", "perplexity over dense", "load max/mean",
+    "dead experts", "router entropy", "tokens/s",
+)  # fmt: skip
+
+
+def summarise(lines: Lines, phases: Sequence[Phase], text_tokens: int) -> Table:
+    """A row for the start and one for the end of every phase, of a training on a text of so many tokens."""
+    dense = float(lines[0]["dense_heldout_loss"])
+    parts = [("start", 0), *((phase.name, phase.steps) for phase in phases)]
+    rows = [_row(name, steps, [line for line in lines if line["phase"] == name], dense) for name, steps in parts]
+    gaps = [float(line["heldout_loss"]) - dense for line in lines if "heldout_loss" in line]
+    seen = max(int(line.get("tokens", 0)) for line in lines)
+    notes = [
+        f"dense model: held-out loss {dense:.4f}; {text_tokens:,} tokens of text, read {seen / text_tokens:.1f} times"
+    ]
+    if gaps[0] > 0:
+        notes.append(f"training closed {1 - gaps[-1] / gaps[0]:.0%} of the gap")
+    return Table("continued pretraining", _COLUMNS, rows, notes)
+
+
+def _row(name: str, steps: int, lines: Lines, dense: float) -> list[object]:
+    last = {key: value for line in lines for key, value in line.items()}
+    gap = float(last["heldout_loss"]) - dense
+    speeds = [float(line["tokens_per_second"]) for line in lines if "tokens_per_second" in line]
+    return [
+        name,
+        steps,
+        int(last.get("tokens", 0)),
+        f"{last['heldout_loss']:.4f}",
+        f"{gap:+.4f}",
+        f"{math.expm1(gap):+.1%}",
+        f"{last['load_max_over_mean']:.2f}" if "load_max_over_mean" in last else "-",
+        last.get("dead_experts", "-"),
+        f"{last['router_entropy']:.3f}" if "router_entropy" in last else "-",
+        f"{sum(speeds) / len(speeds):,.0f}" if speeds else "-",
+    ]
+
+
+def describe(lines: Lines) -> str:
+    """The training in a sentence, for the model card."""
+    dense, start = (float(lines[0][name]) for name in ("dense_heldout_loss", "heldout_loss"))
+    tokens = max((int(line["tokens"]) for line in lines if "tokens" in line), default=0)
+    end = next(float(line["heldout_loss"]) for line in reversed(lines) if "heldout_loss" in line)
+    return (
+        f"{tokens:,} tokens; held-out loss over the dense model's {start - dense:+.4f} before, {end - dense:+.4f} after"
+    )
+
+
+PLOT_FILE = "loss.svg"
+
+
+def write_plot(lines: Sequence[Mapping[str, Any]], folder: Path) -> None:
+    """Write `folder/loss.svg` from the lines of the record."""
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    gap, load = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    dense = float(lines[0]["dense_heldout_loss"])
+    places, gaps = _over_tokens(lines, "heldout_loss")
+    gap.axhline(0, color="grey", linewidth=1)
+    gap.plot(places, [value - dense for value in gaps], marker="o", markersize=3)
+    gap.set_ylabel("held-out loss over dense, nats")
+    load.plot(*_over_tokens(lines, "load_max_over_mean"), label="worst layer")
+    load.plot(*_over_tokens(lines, "load_max_over_mean_average"), label="mean of layers")
+    load.set_ylabel("load, max over mean")
+    load.set_xlabel("tokens seen")
+    load.legend()
+    figure.savefig(folder / PLOT_FILE)
+
+
+def _over_tokens(lines: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    """Tokens seen and the values of one figure; held-out lines stand beside the count of the line around them."""
+    by_step = {line["step"]: int(line["tokens"]) for line in lines if "tokens" in line} | {0: 0}
+    said = [line for line in lines if name in line and line["step"] in by_step]
+    return [by_step[line["step"]] for line in said], [float(line[name]) for line in said]
+
+
+def keep_result(job: Job, trained: Path, routers: Routers, shape: Shape, spread: float) -> None:
+    """Write everything that is published.
+
+    Args:
+        job: whose `out` it goes to.
+        trained: checkpoint of the last phase.
+        routers: those training started from.
+        shape: of the carve.
+        spread: of the router logits in the end, as scheduled.
+    """
+    start, model = job.parents["project"] / "checkpoint", load_trainable(trained)
+    write_native(model, start, job.out / "checkpoint", getattr(torch, routers.dtype))
+    copy_card(start, job.out / "checkpoint", describe(read_record(job.scratch)))
+    scale = gate_fold(MOE_TARGETS[routers.target], shape).selection_bias_scale
+    found = [read_router(router, scale) for router in find_routers(model)]
+    replace(routers, spread=spread).with_layers(found).save(job.out)
+    shutil.copyfile(job.scratch / FILE, job.out / FILE)
+    if (job.scratch / EVENTS).exists():
+        shutil.copytree(job.scratch / EVENTS, job.out / EVENTS)
+    write_plot(read_record(job.scratch), job.out)
+
+
+def read_router(router: nn.Module, bias_scale: float) -> LinearRouter:
+    """Rows and bias of a router, the bias in the units of its logits."""
+    bias_E = selection_bias(router)
+    weight: Tensor = router.weight  # type: ignore[assignment]
+    rows_ED = weight.detach().float()
+    return LinearRouter.without_bias(rows_ED) if bias_E is None else LinearRouter(rows_ED, bias_E.float() / bias_scale)
 
 
 def run(job: Job, *, model: ModelConfig, data: DataConfig, train: TrainConfig, shape: Shape, seed: int) -> Table:

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.composition import compose
 from pipeline.overrides import override_errors
-from pipeline.schema import register_schema
+from pipeline.settings import compose, register_schema
 from pipeline.stages_table import STAGES
 
 REPOSITORY = Path(__file__).parents[2]
@@ -37,10 +36,10 @@ def test_every_folder_of_the_map_exists():
 
 
 def test_the_map_leaves_nothing_out():
-    """Top level, what stages share, and the packages of models."""
+    """Top level, what stages share, and the packages of models and instruments."""
     stages = {Path("stages") / name for name in STAGES}
     depth = {folder for folder in tracked_folders() if len(folder.parts) == 1 and not folder.name.startswith(".")}
-    depth |= {folder for folder in tracked_folders() if folder.parent in {Path("stages"), Path("models")}} - stages
+    depth |= {folder for folder in tracked_folders() if folder.parent in {Path("stages"), Path("models"), Path("instruments")}} - stages
     assert depth == set(map_of_the_house())
 
 

@@ -29,7 +29,7 @@ from benchmarks.start_up import measure_start_up
 from benchmarks.watch_speed import measure_watch
 from benchmarks.workbench import Workbench, make_workbench
 
-from models.errors import UserError
+from instruments.errors import UserError
 
 
 def main(words: Sequence[str] | None = None) -> int:

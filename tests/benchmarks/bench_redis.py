@@ -17,10 +17,10 @@ sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
 
 from integration.redis_server import RedisServer, running  # noqa: E402
 
+from stages.accumulators.config import StoreConfig  # noqa: E402
+from stages.accumulators.redis_store import RedisStore, open_redis_store  # noqa: E402
+from stages.accumulators.sums import ScanSums, empty_sums  # noqa: E402
 from stages.scan.batch_sums import sum_shapes  # noqa: E402
-from stages.stores.config import StoreConfig  # noqa: E402
-from stages.stores.redis_store import RedisStore, open_redis_store  # noqa: E402
-from stages.stores.sums import ScanSums, empty_sums  # noqa: E402
 
 LAYERS, WIDTH, RESERVOIR = 2, 4864, 256  # two layers of Qwen2.5-0.5B
 COMMAND = (

@@ -13,9 +13,8 @@ from benchmarks.timing import Task, divide, take_turns
 from benchmarks.workbench import Workbench
 from torch import Tensor
 
-from models.capture import gradient_norms
-from models.capture.ffn_norms import unit_norms, units_prefer_gram
-from models.capture.ffn_probe import FFNGradients
+from instruments import gradient_norms
+from instruments.ffn_probe import FFNGradients, unit_norms, units_prefer_gram
 
 SHORTEST = 64
 # Where the code's own changeover is looked for.

@@ -13,9 +13,8 @@ from torch.nn.functional import normalize
 
 from stages.cluster.balance import assign_balanced
 from stages.cluster.config import ClusterConfig
-from stages.cluster.features import coactivation_features
-from stages.cluster.fill import group_sizes
-from stages.cluster.kmeans import fit_balanced_kmeans, mean_directions, seed_centroids
+from stages.cluster.methods import fit_balanced_kmeans, group_sizes, mean_directions, seed_centroids
+from stages.cluster.views import coactivation_features
 
 CPU = torch.device("cpu")
 TOKENS = 8192

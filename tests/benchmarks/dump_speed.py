@@ -13,9 +13,9 @@ from benchmarks.timing import Task, divide, take_turns
 from benchmarks.workbench import Workbench
 from torch import Tensor
 
-from models.dump.config import DumpConfig
-from models.dump.reader import DumpReader
-from models.dump.tensor_dump import TensorDump
+from instruments.tensor_dump.config import DumpConfig
+from instruments.tensor_dump.reader import DumpReader
+from instruments.tensor_dump.tensor_dump import TensorDump
 
 MEMORY_MIB = 512
 

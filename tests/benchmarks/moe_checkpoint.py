@@ -5,12 +5,12 @@ from pathlib import Path
 import torch
 
 from models.checkpoint.reader import ShardReader
-from models.families.dense import dense_family
-from models.families.emit import emit_checkpoint
-from models.families.slicing import slice_experts
-from models.families.target_choice import select_target
+from models.dense import dense_family
+from models.emit import emit_checkpoint
 from models.shape import Shape
+from models.slicing import slice_experts
 from models.source import read_config
+from models.targets.choose import select_target
 from pipeline.shape import Dials, resolve_shape
 
 

@@ -8,8 +8,8 @@ from benchmarks.scanner_speed import scanner_task
 from benchmarks.timing import Task, divide, take_turns
 from benchmarks.workbench import Workbench
 
-from models.capture.parameter_scanner import ParameterTensorScanner
-from models.mscan.writer import MscanWriter
+from instruments.mscan.writer import MscanWriter
+from instruments.parameter_scan.scanner import ParameterTensorScanner
 
 
 def measure_mscan(bench: Workbench, repetitions: int) -> list[Row]:

@@ -15,11 +15,10 @@ from pathlib import Path
 from tabulate import tabulate
 from torch import Tensor
 
-from models.errors import ContractError, UserError
-from stages.contracts.statistics import UnitStatistics
+from instruments.errors import ContractError, UserError
+from stages.artifacts.statistics import UnitStatistics
 from stages.score.config import ScoreConfig
-from stages.score.stage import score_units
-from stages.score.summary import rank_correlation
+from stages.score.stage import rank_correlation, score_units
 
 # Shares of a layer's units that a carve may keep.
 SHARES = (0.1, 0.25, 0.5)

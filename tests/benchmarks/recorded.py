@@ -8,14 +8,13 @@ import torch
 from benchmarks.timing import Task
 from benchmarks.workbench import Workbench
 
-from models.capture.ffn_norms import unit_norms, units_prefer_gram
-from models.capture.ffn_probe import FFNGradients, probe_gradients
-from models.capture.gradient_norms import gram_matrix
+from instruments.ffn_probe import FFNGradients, probe_gradients, unit_norms, units_prefer_gram
+from instruments.gradient_norms import gram_matrix
 from models.ffn import ffn_modules
+from stages.accumulators.sums import empty_sums
 from stages.scan.batch_sums import BatchSums, sum_shapes
 from stages.scan.config import ScanConfig
 from stages.scan.token_sums import UnitRule
-from stages.stores.sums import empty_sums
 
 
 def record_layer(bench: Workbench, layer: int) -> FFNGradients:

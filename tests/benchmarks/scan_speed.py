@@ -8,14 +8,14 @@ from benchmarks.rows import Row
 from benchmarks.timing import Task, divide, subtract, take_turns
 from benchmarks.workbench import Workbench
 
-from models.capture.ffn_probe import FFNGradients, probe_gradients
+from instruments.ffn_probe import FFNGradients, probe_gradients
 from models.ffn import ffn_modules
+from stages.accumulators.sums import ScanSums, empty_sums
 from stages.calibration.forward import forward_losses
 from stages.scan.batch_sums import sum_shapes
 from stages.scan.config import ScanConfig
 from stages.scan.passes import Scanner
 from stages.scan.token_sums import UnitRule
-from stages.stores.sums import ScanSums, empty_sums
 
 
 def measure_scan(bench: Workbench, repetitions: int) -> list[Row]:

@@ -6,7 +6,7 @@ from benchmarks.rows import Row
 from benchmarks.timing import Task, divide, take_turns
 from benchmarks.workbench import Workbench
 
-from models.capture.parameter_scanner import ParameterTensorScanner
+from instruments.parameter_scan.scanner import ParameterTensorScanner
 
 
 def measure_scanner(bench: Workbench, repetitions: int) -> list[Row]:

@@ -12,10 +12,10 @@ from models.config import ModelConfig
 from models.loading import load_dense, resolve_device
 from models.source import EMBEDDED
 from stages.calibration.forward import forward_losses
-from stages.data.batches import TokenBatch
-from stages.data.config import DataConfig
 from stages.scan.config import ScanConfig
-from stages.scan.reservoir import draw_reservoir
+from stages.scan.shares import draw_reservoir
+from stages.text.batches import TokenBatch
+from stages.text.config import DataConfig
 
 SHAPES = {
     "qwen3-1.7b": {

@@ -5,11 +5,10 @@ import shlex
 import pytest
 from config.experiment_log import PARTS, expand_sweep, read_entry
 
-from pipeline.composition import compose
-from pipeline.help_page import group_lines
+from pipeline.help import group_lines
 from pipeline.layout import CONF
 from pipeline.overrides import override_errors
-from pipeline.schema import register_schema
+from pipeline.settings import compose, register_schema
 
 FOLDER = CONF / "experiment"
 EXPERIMENTS = sorted(path.stem for path in FOLDER.glob("*.yaml"))

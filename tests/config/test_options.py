@@ -12,9 +12,9 @@ from omegaconf import OmegaConf
 
 from models.shape import Shape
 from pipeline.layout import CONF, groups
-from pipeline.schema import Settings, register_schema, to_settings
+from pipeline.settings import Settings, register_schema, to_settings
 from pipeline.shape import resolve_shape
-from pipeline.validation import dials_of
+from pipeline.validate import dials_of
 
 OPTIONS = [(group, option) for group, options in groups().items() for option in options]
 NODES = {name: kind for name, kind in get_type_hints(Settings).items() if is_dataclass(kind)}

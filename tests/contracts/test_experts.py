@@ -6,9 +6,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from models.errors import ContractError
+from instruments.errors import ContractError
 from models.experts import LayerExperts
-from stages.contracts.experts import (
+from stages.artifacts.experts import (
     Provenance,
     layer_file,
     load_expert,
@@ -17,7 +17,7 @@ from stages.contracts.experts import (
     save_layer,
     verify_layer,
 )
-from stages.contracts.tag import pack_tag
+from stages.artifacts.tensor_file import pack_tag
 
 E, N, D, S = 3, 4, 6, 5
 REMEDY = "  do:    stage=extract fresh=true"

@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 import torch
 
-from models.errors import ContractError
-from stages.contracts.finished_layers import find_layer, keep_layer
+from instruments.errors import ContractError
+from stages.artifacts.tensor_file import find_layer, keep_layer
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ def test_a_layer_that_was_not_kept_is_none(tmp_path):
 
 
 def test_a_layer_half_written_is_none(tmp_path, monkeypatch):
-    monkeypatch.setattr("models.checkpoint.durable.sync", lambda _path: (_ for _ in ()).throw(OSError("killed")))
+    monkeypatch.setattr("instruments.durable.sync", lambda _path: (_ for _ in ()).throw(OSError("killed")))
     with pytest.raises(OSError, match="killed"):
         keep_layer(tmp_path, 0, Found(torch.ones(1), torch.ones(1), {}))
     assert find_layer(tmp_path, 0, Found) is None

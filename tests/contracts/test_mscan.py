@@ -14,14 +14,14 @@ from zlib import crc32
 import numpy as np
 import pytest
 import torch
-from unit.models.mscan.recordings import ARRAYS, PARAMETERS, WIDTH, P, record, sequences
+from unit.instruments.mscan.recordings import ARRAYS, PARAMETERS, WIDTH, P, record, sequences
 
-from models.errors import ContractError
-from models.mscan import segment_file
-from models.mscan.header import PREAMBLE
-from models.mscan.reader import read_mscan
-from models.mscan.segments import HEADER
-from models.mscan.writer import MscanWriter
+from instruments.errors import ContractError
+from instruments.mscan import segment_file
+from instruments.mscan.header import PREAMBLE
+from instruments.mscan.reader import read_mscan
+from instruments.mscan.segments import HEADER
+from instruments.mscan.writer import MscanWriter
 
 REPOSITORY = Path(__file__).parents[2]
 SIZES = [3, 1, 5, 2]  # sequences a record
@@ -209,8 +209,8 @@ def test_appending_goes_on_as_if_there_had_been_no_pause(path, tmp_path):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from unit.models.mscan.recordings import PARAMETERS, WIDTH, record
-from models.mscan.writer import MscanWriter
+from unit.instruments.mscan.recordings import PARAMETERS, WIDTH, record
+from instruments.mscan.writer import MscanWriter
 
 path = Path(sys.argv[1])
 writer = MscanWriter(path, PARAMETERS, model="pico", block_width=WIDTH, segment_sequences=3, append=True)

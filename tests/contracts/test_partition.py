@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from models.errors import ContractError
-from stages.contracts.partition import Partition
-from stages.contracts.statistics import UnitStatistics
+from instruments.errors import ContractError
+from stages.artifacts.partition import Partition
+from stages.artifacts.statistics import UnitStatistics
 
 L, E, N, F, S = 2, 3, 4, 20, 5
 UNITS = torch.stack([torch.arange(E * N).view(E, N), torch.arange(E * N).view(E, N) + 1]).int()

@@ -1,10 +1,9 @@
 import pytest
 import torch
 
-from models.errors import ContractError
+from instruments.errors import ContractError
 from models.shape import Shape
-from stages.contracts.partition import Partition
-from stages.contracts.pool_partition import PoolPartition, load_partition
+from stages.artifacts.partition import Partition, PoolPartition, load_partition
 
 L, E, N, F, S = 3, 5, 4, 20, 2
 UNITS = torch.stack([torch.arange(N) + start for start in (0, 4, 0, 3, 8)]).int()

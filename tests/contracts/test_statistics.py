@@ -5,9 +5,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from models.errors import ContractError
-from stages.contracts.statistics import DomainStatistics, UnitStatistics
-from stages.contracts.tag import pack_tag, unpack_tag
+from instruments.errors import ContractError
+from stages.artifacts.statistics import DomainStatistics, UnitStatistics
+from stages.artifacts.tensor_file import pack_tag, unpack_tag
 
 L, F, R = 2, 7, 19
 

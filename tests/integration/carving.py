@@ -14,9 +14,9 @@ from transformers import AutoTokenizer
 
 from models.source import EMBEDDED
 from pipeline.cli import run_command
-from stages.data.config import DataConfig
-from stages.data.sequences import load_sequences
 from stages.evaluate.config import BASELINES
+from stages.text.config import DataConfig
+from stages.text.sequences import load_sequences
 
 PARITY = "assemble.mode=parity"
 ALL_ON = ("stage=assemble", "always_on=0", PARITY, "assemble.parity_spread=0")

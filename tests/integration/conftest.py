@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 from integration.carving import CARVES, OTHERS, TARGETS, Carve, make_carve
+from pico import write_pico
 
 from models.checkpoint.reader import ShardReader
-from models.pico import write_pico
 from pipeline.cli import FAILED, INVALID, run_command
 
 

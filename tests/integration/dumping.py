@@ -5,11 +5,11 @@ import sys
 from itertools import count
 from pathlib import Path
 
-from unit.models.dump.small_model import Small, inputs
+from unit.instruments.tensor_dump.small_model import Small, inputs
 
-from models.dump.config import DumpConfig
-from models.dump.tensor_dump import TensorDump
-from models.errors import UserError
+from instruments.errors import UserError
+from instruments.tensor_dump.config import DumpConfig
+from instruments.tensor_dump.tensor_dump import TensorDump
 
 
 def main(folder, limit):

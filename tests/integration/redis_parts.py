@@ -4,9 +4,9 @@ import time
 
 import torch
 
-from stages.stores.config import StoreConfig
-from stages.stores.redis_store import open_redis_store
-from stages.stores.sums import empty_sums
+from stages.accumulators.config import StoreConfig
+from stages.accumulators.redis_store import open_redis_store
+from stages.accumulators.sums import empty_sums
 
 LAYERS, WIDTH, TOKENS, SLOTS = 2, 43, 5, 410
 SUMS = ("sum_abs", "sum_sq", "max_abs", "sum_taylor", "grad_norm_gate", "grad_norm_up", "grad_norm_down")

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from integration.carving import words_of_embedded
 
-from pipeline.artifact import Manifest
+from pipeline.artifacts import Manifest
 from pipeline.cli import run_command
-from stages.contracts.job import Table
+from stages.artifacts.job import Table
 
 QUICK = ("scan=forward_only", "cluster=random", "cluster.map=none", "vocabulary=none")
 # One expert for every token and few tokens: some are never chosen.

@@ -6,8 +6,7 @@ import sys
 
 import pytest
 from benchmarks.__main__ import main
-
-from models.pico import write_pico
+from pico import write_pico
 
 ROWS = [
     "scan with all gradient statistics ÷ training step",

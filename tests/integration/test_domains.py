@@ -5,11 +5,11 @@ from unittest.mock import patch
 import pytest
 import torch
 from integration.redis_server import running
+from pico import write_pico
 from safetensors.torch import load_file
 
-from models.pico import write_pico
 from pipeline.cli import run_command
-from stages.contracts.statistics import DomainStatistics, UnitStatistics
+from stages.artifacts.statistics import DomainStatistics, UnitStatistics
 from stages.scan.passes import Scanner
 
 L, F = 2, 40

@@ -7,13 +7,13 @@ import pytest
 import torch
 from integration.carving import Carve, reopen
 from omegaconf import OmegaConf
+from pico import write_pico
 from safetensors.torch import load_file
 
-from models.pico import write_pico
 from pipeline.cli import FAILED, INVALID, run_command
-from stages.contracts.pool_partition import PoolPartition
-from stages.contracts.routers import Routers
-from stages.data.config import DataConfig
+from stages.artifacts.partition import PoolPartition
+from stages.artifacts.routers import Routers
+from stages.text.config import DataConfig
 
 L, D, F, E, N, K, S = 3, 24, 40, 7, 6, 2, 4
 QUICK = (

@@ -10,11 +10,11 @@ import pytest
 import torch
 from integration.forked import start
 from integration.redis_server import running
+from pico import write_pico
 from safetensors.torch import load_file
 
-from models.checkpoint.header import read_metadata
-from models.mscan.reader import read_mscan
-from models.pico import write_pico
+from instruments.mscan.reader import read_mscan
+from instruments.safetensors_header import read_metadata
 from pipeline.cli import run_command
 
 KILLS = 20

@@ -7,8 +7,8 @@ import pytest
 from benchmarks.__main__ import main
 from benchmarks.moe_checkpoint import shape_of
 from benchmarks.moe_profile import KINDS, kind_of
+from pico import write_pico
 
-from models.pico import write_pico
 from models.shape import Shape
 
 SHARES = ("50 % active", "30 % active")

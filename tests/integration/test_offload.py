@@ -5,11 +5,10 @@ import json
 import pytest
 import torch
 from integration.carving import words_of_pico
+from pico import write_pico
 from safetensors.torch import load_file
 
-from models.loading import load_dense
-from models.pico import write_pico
-from models.placement import is_offloaded
+from models.loading import is_offloaded, load_dense
 from pipeline.cli import run_command
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from pico import write_pico
 from transformers import AutoModelForCausalLM
 
-from models.pico import write_pico
 from pipeline.cli import run_command
 
 RECIPES = Path(__file__).parents[2] / "stages/train/RECIPES.md"

@@ -8,10 +8,10 @@ import pytest
 from integration.redis_parts import SHAPES, assert_equal, make_part, open_store
 from integration.redis_server import running
 
-from models.errors import ConfigError, UserError
-from stages.stores.config import StoreConfig
-from stages.stores.redis_connection import _warn_of_loss, check_store, connect
-from stages.stores.redis_store import open_redis_store
+from instruments.errors import ConfigError, UserError
+from stages.accumulators.config import StoreConfig
+from stages.accumulators.redis_connection import _warn_of_loss, check_store, connect
+from stages.accumulators.redis_store import open_redis_store
 
 GO_ON = "then the same command again: it goes on from the last flush"
 
@@ -35,7 +35,9 @@ def refusal(url, **settings):
 
 
 def test_a_local_store_asks_no_server(monkeypatch):
-    monkeypatch.setattr("stages.stores.redis_connection.connect", lambda _store: pytest.fail("a server was asked"))
+    monkeypatch.setattr(
+        "stages.accumulators.redis_connection.connect", lambda _store: pytest.fail("a server was asked")
+    )
     check_store(StoreConfig())
 
 
@@ -100,7 +102,7 @@ def test_nobody_answers():
 
 
 def test_the_server_goes_away_for_good(server, monkeypatch):
-    monkeypatch.setattr("stages.stores.redis_connection.RUNNING_TRIES", 2)
+    monkeypatch.setattr("stages.accumulators.redis_connection.RUNNING_TRIES", 2)
     store = open_store(server.url)
     server.stop()
     store.sums.add(make_part(0))

@@ -11,10 +11,10 @@ from integration.redis_parts import LAYERS, SHAPES, WIDTH, assert_equal, make_pa
 from integration.redis_proxy import LossyProxy
 from integration.redis_server import running
 
-from models.errors import ContractError, NumericsError, UserError
-from stages.stores.config import StoreConfig
-from stages.stores.redis_store import open_redis_store
-from stages.stores.sums import empty_sums
+from instruments.errors import ContractError, NumericsError, UserError
+from stages.accumulators.config import StoreConfig
+from stages.accumulators.redis_store import open_redis_store
+from stages.accumulators.sums import empty_sums
 
 GATE, UP, DOWN = (f"t:param:model.layers.1.mlp.{name}_proj.weight:row:7" for name in ("gate", "up", "down"))
 
@@ -189,7 +189,7 @@ def test_two_workers_at_once(server):
 def forking():
     """Processes that are forked from one which has loaded torch."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["stages.stores.redis_store"])
+    context.set_forkserver_preload(["stages.accumulators.redis_store"])
     return context
 
 

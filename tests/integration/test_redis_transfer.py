@@ -12,9 +12,9 @@ from integration.redis_server import running
 from safetensors.torch import save_file
 
 from pipeline.store import main
-from stages.stores.local import LocalStore
-from stages.stores.redis_namespace import Namespace
-from stages.stores.redis_transfer import load_sums
+from stages.accumulators.local import LocalStore
+from stages.accumulators.redis_namespace import Namespace
+from stages.accumulators.redis_transfer import load_sums
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -10,10 +10,10 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from pico import write_pico
 
-from models.pico import write_pico
+from pipeline.artifacts import hold_lock
 from pipeline.cli import run_command
-from pipeline.lock import hold_lock
 from pipeline.stages_table import asked_stages
 
 REPOSITORY = Path(__file__).parents[2]
@@ -190,7 +190,7 @@ def test_two_runs_of_one_result_at_once(outputs, words, capsys):
 def test_a_scan_killed_between_checkpoints_goes_on_to_the_same_statistics(outputs, words, capsys):
     before = hashes(outputs, "scan")
     forget(outputs, "scan")
-    run_killed(outputs, words, "stage=scan", at="stages.stores.local:LocalStore.flush", calls=4)
+    run_killed(outputs, words, "stage=scan", at="stages.accumulators.local:LocalStore.flush", calls=4)
     assert len(hidden(outputs, "scan")) == 2  # the workshop with its scratch, and a lock nobody holds
     assert in_process(outputs, words, "stage=scan") == 0
     assert hashes(outputs, "scan") == before
@@ -231,10 +231,10 @@ def test_a_kill_within_gradient_projection_costs_no_layer_and_changes_nothing(ou
 @pytest.mark.parametrize(
     ("moment", "calls"),
     [
-        pytest.param("pipeline.runner:publish", 1, id="before publishing"),
-        pytest.param("pipeline.publish:sync_tree", 1, id="before the rename"),
+        pytest.param("pipeline.run:publish", 1, id="before publishing"),
+        pytest.param("pipeline.artifacts:sync_tree", 1, id="before the rename"),
         pytest.param("pathlib:Path.rename", 2, id="between the renames of a fresh result"),
-        pytest.param("pipeline.runner:Runner.tell", 1, id="after publishing"),
+        pytest.param("pipeline.run:Runner.tell", 1, id="after publishing"),
     ],
 )
 def test_a_kill_while_publishing_leaves_all_or_nothing(outputs, words, moment, calls):
@@ -250,7 +250,7 @@ def test_a_kill_while_publishing_leaves_all_or_nothing(outputs, words, moment, c
 def test_every_stage_survives_a_kill(outputs, words, stage):
     before = hashes(outputs, stage)
     forget(outputs, stage)
-    run_killed(outputs, words, f"stage={stage}", at="pipeline.runner:publish")
+    run_killed(outputs, words, f"stage={stage}", at="pipeline.run:publish")
     assert in_process(outputs, words, f"stage={stage}") == 0
     assert hashes(outputs, stage) == before
 

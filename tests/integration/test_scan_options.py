@@ -8,10 +8,10 @@ import pytest
 import torch
 from integration.forked import start
 from integration.redis_server import running
+from pico import write_pico
 from safetensors.torch import load_file, save_file
 
-from models.mscan.reader import read_mscan
-from models.pico import write_pico
+from instruments.mscan.reader import read_mscan
 from pipeline.cli import run_command
 from stages.scan.passes import Scanner
 

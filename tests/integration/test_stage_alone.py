@@ -4,8 +4,8 @@ import shlex
 
 import pytest
 from integration.carving import words_of_pico
+from pico import write_pico
 
-from models.pico import write_pico
 from pipeline.cli import run_command
 
 

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from unit.models.dump.small_model import Small, inputs, run
+from unit.instruments.tensor_dump.small_model import Small, inputs, run
 
-from models.dump.config import DumpConfig
-from models.dump.listing import list_dump
-from models.dump.reader import DumpReader
-from models.dump.tensor_dump import TensorDump
-from models.errors import ContractError
+from instruments.errors import ContractError
+from instruments.tensor_dump.command import main
+from instruments.tensor_dump.config import DumpConfig
+from instruments.tensor_dump.index import list_dump
+from instruments.tensor_dump.reader import DumpReader
+from instruments.tensor_dump.tensor_dump import TensorDump
 from pipeline.cli import INVALID, run_command
-from pipeline.dump import main
 
 REPOSITORY = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {
@@ -117,7 +117,7 @@ def test_two_processes_and_one_folder(tmp_path):
 REPLICA = """
 import sys
 import torch.distributed as dist
-from unit.models.dump.small_model import run
+from unit.instruments.tensor_dump.small_model import run
 folder, rank = sys.argv[1], int(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
 run(f"{folder}/dump", steps=2)
@@ -245,7 +245,7 @@ def test_export_writes_what_old_readers_open(dump, tmp_path, capsys):
 
 def test_the_viewer_lists_without_torch(dump):
     code = (
-        "import sys; from pipeline.dump import main; code = main(sys.argv[1:]);"
+        "import sys; from instruments.tensor_dump.command import main; code = main(sys.argv[1:]);"
         "assert not {'torch', 'transformers', 'matplotlib'} & set(sys.modules); sys.exit(code)"
     )
     words = [sys.executable, "-c", code, "show", str(dump)]

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from integration.forked import start
+from pico import write_pico
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from models.pico import write_pico
 from pipeline.cli import FAILED, run_command
-from stages.contracts.routers import Routers
+from stages.artifacts.routers import Routers
 
 REPOSITORY = Path(__file__).parents[2]
 QUICK = (

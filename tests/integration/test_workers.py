@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from pico import write_pico
 from safetensors.torch import load_file
 
-from models.pico import write_pico
 from pipeline.cli import run_command
 
 REPOSITORY = Path(__file__).parents[2]

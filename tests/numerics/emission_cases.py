@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pico import write_pico
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from models.checkpoint.reader import ShardReader
-from models.families.dense import DENSE_FAMILIES
-from models.families.emit import emit_checkpoint
-from models.families.moe import MOE_TARGETS
-from models.families.slicing import slice_experts
-from models.families.target_choice import check_target
-from models.pico import write_pico
+from models.dense import DENSE_FAMILIES
+from models.emit import emit_checkpoint
 from models.shape import Shape
+from models.slicing import slice_experts
 from models.source import read_config
+from models.targets.base import MOE_TARGETS
+from models.targets.choose import check_target
 
 TOLERANCE = 1e-5
 LAYERS, HIDDEN = 2, 24

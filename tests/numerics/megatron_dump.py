@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from megatron_on_cpu import make_batches, make_gpt, megatron_group
 
-from models.dump.config import DumpConfig
-from models.dump.tensor_dump import TensorDump
+from instruments.tensor_dump.config import DumpConfig
+from instruments.tensor_dump.tensor_dump import TensorDump
 
 CASES = {
     "plain": {},

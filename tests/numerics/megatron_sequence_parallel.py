@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from megatron_on_cpu import B, D, F, T, megatron_group
 
-from models.dump.tensor_dump import TensorDump
+from instruments.tensor_dump.tensor_dump import TensorDump
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -1,11 +1,10 @@
 """Checkpoints stored in 4 and 8 bits as transformers and bitsandbytes alone write them, and twins in plain numbers."""
 
 import torch
+from pico import write_pico
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.integrations.bitsandbytes import dequantize_bnb_weight
-
-from models.pico import write_pico
 
 STORED = {
     "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from models.numerics.watch.model_watch import watch_model
+from instruments.training_watch.model_watch import watch_model
 
 
 def report_of(model):

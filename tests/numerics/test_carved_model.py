@@ -4,23 +4,21 @@ from dataclasses import fields
 
 import pytest
 import torch
+from pico import write_pico
 from transformers import AutoModelForCausalLM
 
 import models.tiny_onn.register  # noqa: F401 - from_pretrained is to know the class
-from models.expert_loop import ExpertLoop
-from models.experts import LayerExperts
-from models.families.emit import emit_checkpoint
-from models.families.fold import gate_fold, gate_kind
-from models.families.moe import MOE_TARGETS
+from models.emit import emit_checkpoint
+from models.experts import ExpertLoop, LayerExperts
 from models.ffn import DenseFFN, ffn_modules
-from models.gating import GateKind
-from models.pico import write_pico
-from models.routing import LinearRouter
+from models.routing import GateKind, LinearRouter
 from models.shape import Shape
+from models.targets.base import MOE_TARGETS
+from models.targets.gate_scale import gate_fold, gate_kind
 from stages.calibration.slices import slice_ffn
-from stages.data.batches import batch_sequences
-from stages.data.sequences import TokenSequence
 from stages.project.carved_model import CarvedModel
+from stages.text.batches import batch_sequences
+from stages.text.sequences import TokenSequence
 
 E, N, K, F, D, L = 4, 8, 2, 40, 24, 3
 LENGTHS = (9, 5, 7)

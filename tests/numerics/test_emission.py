@@ -8,7 +8,7 @@ import torch
 from numerics.emission_cases import CASES, LAYERS, TOLERANCE, reload_all, units_of, write_case
 from safetensors import safe_open
 
-from models.families.moe import MOE_TARGETS
+from models.targets.base import MOE_TARGETS
 
 
 @pytest.fixture(scope="module")

@@ -4,19 +4,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+from pico import write_pico
 from transformers import AutoModelForCausalLM
 
 import models.tiny_onn.register  # noqa: F401 - from_pretrained is to know the class
-from models.expert_loop import ExpertLoop, sum_blocks
-from models.families.emit import emit_checkpoint
-from models.families.fold import gate_kind
-from models.families.moe import MOE_TARGETS
+from models.emit import emit_checkpoint
+from models.experts import ExpertLoop, sum_blocks
 from models.ffn import DenseFFN
-from models.gating import GateKind
-from models.pico import write_pico
-from models.routing import LinearRouter
+from models.routing import GateKind, LinearRouter
 from models.shape import Shape
 from models.stream import LayerStream
+from models.targets.base import MOE_TARGETS
+from models.targets.gate_scale import gate_kind
 from stages.calibration.carved_ffn import CarvedFFN, replica_scale, routed_copies
 from stages.calibration.slices import slice_ffn
 

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from models.pico import write_pico
+from pico import write_pico
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]

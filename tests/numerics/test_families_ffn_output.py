@@ -5,7 +5,7 @@ import torch
 from numerics.emission_cases import CASES, write_case
 from transformers import AutoModelForCausalLM
 
-from models.capture.ffn_output import watch_ffns
+from models.ffn import watch_ffns
 
 
 @torch.no_grad()

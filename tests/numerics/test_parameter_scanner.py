@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from pico import write_pico
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
-from models.capture.parameter_scanner import ParameterTensorScanner
-from models.pico import write_pico
+from instruments.parameter_scan.scanner import ParameterTensorScanner
 
 FAMILIES = ("qwen3", "qwen2", "llama", "mistral", "phi3")
 LENGTHS = (9, 5, 7)

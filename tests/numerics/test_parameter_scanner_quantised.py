@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from pico import write_pico
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from models.capture.parameter_scanner import ParameterTensorScanner
-from models.pico import write_pico
+from instruments.parameter_scan.scanner import ParameterTensorScanner
 
 bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 NORMS = ("activation_BP", "gradient_BP", "in_activation_BI", "in_gradient_BI", "out_gradient_BO")

@@ -7,13 +7,13 @@ import weakref
 import pytest
 import torch
 from accelerate import disk_offload
+from pico import write_pico
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from models.capture.parameter_scanner import ParameterTensorScanner
-from models.errors import ConfigError, NumericsError
-from models.pico import write_pico
+from instruments.errors import ConfigError, NumericsError
+from instruments.parameter_scan.scanner import ParameterTensorScanner
 
 NORMS = ("activation_BP", "gradient_BP", "in_activation_BI", "in_gradient_BI", "out_gradient_BO")
 

@@ -9,21 +9,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from pico import write_pico
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 import models.tiny_onn.register  # noqa: F401 - from_pretrained is to know the class
 from models.checkpoint.reader import ShardReader
-from models.expert_loop import ExpertLoop
-from models.experts import LayerExperts
-from models.families.emit import emit_checkpoint
-from models.families.moe import MOE_TARGETS
-from models.gating import GateKind
-from models.pico import write_pico
-from models.routing import LinearRouter
+from models.emit import emit_checkpoint
+from models.experts import ExpertLoop, LayerExperts
+from models.routing import GateKind, LinearRouter
 from models.shape import Shape
-from stages.calibration.pool import cut_pool, join_pool
-from stages.contracts.pool_partition import PoolPartition
+from models.targets.base import MOE_TARGETS
+from stages.artifacts.partition import PoolPartition
+from stages.calibration.slices import cut_pool, join_pool
 
 L, D, F, E, N, K, S = 3, 24, 40, 5, 7, 2, 3
 SHAPE = Shape(E, N, K, S, "global_pool")

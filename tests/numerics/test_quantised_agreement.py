@@ -1,7 +1,7 @@
 import torch
 from benchmarks.quantised_agreement import compare_scans, main, top_overlap
 
-from stages.contracts.statistics import UnitStatistics
+from stages.artifacts.statistics import UnitStatistics
 from stages.score.config import ScoreConfig
 
 LAYERS, WIDTH, TOKENS = 2, 20, 30

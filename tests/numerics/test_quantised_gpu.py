@@ -5,8 +5,7 @@ import torch
 from numerics.quantised_models import plain_twin, write_plain
 
 from models.config import ModelConfig
-from models.loading import load_dense
-from models.placement import input_device, is_offloaded
+from models.loading import input_device, is_offloaded, load_dense
 
 pytestmark = pytest.mark.gpu
 IDS = torch.randint(1, 61, (3, 9), generator=torch.Generator().manual_seed(5))

@@ -5,8 +5,7 @@ import torch
 from numerics.quantised_models import plain_twin, store_quantised, write_plain
 from torch.nn.functional import cross_entropy
 
-from models.capture.ffn_norms import unit_norms
-from models.capture.ffn_probe import probe_gradients
+from instruments.ffn_probe import probe_gradients, unit_norms
 from models.config import ModelConfig
 from models.ffn import ffn_modules
 from models.loading import load_dense

@@ -4,9 +4,9 @@ import pytest
 import torch
 from pico_moes import MOES, make_moe
 
-from models.capture.router_watch import RouterWatch, find_routers, selection_bias
-from stages.calibration.recomputation import enable_gradient_checkpointing
-from stages.train.balance import z_loss
+from models.training import RouterWatch, find_routers, selection_bias
+from stages.calibration.forward import enable_gradient_checkpointing
+from stages.train.routers import z_loss
 
 
 @pytest.fixture(params=MOES)

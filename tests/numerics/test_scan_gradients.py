@@ -4,21 +4,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from pico import write_pico
 from transformers import AutoModelForCausalLM
 
-from models.errors import NumericsError
+from instruments.errors import NumericsError
 from models.ffn import ffn_modules
-from models.pico import write_pico
-from stages.calibration.recomputation import enable_gradient_checkpointing
-from stages.contracts.workers import ALONE
-from stages.data.batches import batch_sequences
-from stages.data.sequences import TokenSequence
+from stages.accumulators.local import LocalStore
+from stages.artifacts.workers import ALONE
+from stages.calibration.forward import enable_gradient_checkpointing
 from stages.scan.batch_sums import sum_shapes
 from stages.scan.passes import Scanner
-from stages.scan.reservoir import draw_reservoir
-from stages.scan.shares import scan_shares
+from stages.scan.shares import draw_reservoir, scan_shares
 from stages.scan.token_sums import UnitRule
-from stages.stores.local import LocalStore
+from stages.text.batches import batch_sequences
+from stages.text.sequences import TokenSequence
 
 LENGTHS = (9, 5, 7)
 LAYERS, HIDDEN, WIDTH = 2, 24, 40

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from pico import write_pico
 from transformers import AutoModelForCausalLM
 
-from models.pico import write_pico
 from models.stream import LayerStream
 from stages.calibration.token_stream import TokenStream
-from stages.data.batches import batch_sequences
-from stages.data.sequences import TokenSequence
-from stages.metrics.model_loss import measure_loss
+from stages.losses import measure_loss
+from stages.text.batches import batch_sequences
+from stages.text.sequences import TokenSequence
 
 CPU = torch.device("cpu")
 

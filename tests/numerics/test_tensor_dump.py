@@ -6,17 +6,17 @@ from contextlib import ExitStack
 import pytest
 import torch
 from numerics.plain_hooks import registered, run_plainly
+from pico import write_pico
 from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from instruments.tensor_dump.config import DumpConfig
+from instruments.tensor_dump.reader import DumpReader
+from instruments.tensor_dump.tensor_dump import TensorDump
 from models.config import ModelConfig
-from models.dump.config import DumpConfig
-from models.dump.reader import DumpReader
-from models.dump.tensor_dump import TensorDump
 from models.loading import load_dense
-from models.pico import write_pico
-from stages.calibration.recomputation import enable_gradient_checkpointing
+from stages.calibration.forward import enable_gradient_checkpointing
 
 B, T = 2, 7
 

@@ -5,16 +5,16 @@ from collections import defaultdict
 import pytest
 import torch
 from numerics.tiny_onn_carves import write_carve
+from pico import write_pico
 from torch.overrides import _get_current_function_mode_stack
 from transformers import AutoModelForCausalLM
 from transformers.integrations import moe
 
 import models.tiny_onn.register  # noqa: F401
-from models.dump.config import DumpConfig
-from models.dump.reader import DumpReader
-from models.dump.tensor_dump import TensorDump
-from models.pico import write_pico
-from stages.calibration.recomputation import enable_gradient_checkpointing
+from instruments.tensor_dump.config import DumpConfig
+from instruments.tensor_dump.reader import DumpReader
+from instruments.tensor_dump.tensor_dump import TensorDump
+from stages.calibration.forward import enable_gradient_checkpointing
 
 E, K, N = 5, 2, 8
 SIZES = {"moe_intermediate_size": N, "num_experts": E, "num_experts_per_tok": K}

@@ -12,8 +12,8 @@ import torch
 from megatron_on_cpu import GROUPS, HEADS, B, D, F, L, T, V, make_batches, make_gpt, megatron_group
 from safetensors.torch import load_file
 
-from models.dump.reader import DumpReader
-from models.errors import ContractError
+from instruments.errors import ContractError
+from instruments.tensor_dump.reader import DumpReader
 
 REPOSITORY = Path(__file__).parents[2]
 pytestmark = pytest.mark.filterwarnings("ignore:.*tp_group is None:DeprecationWarning")  # of megatron-core to itself

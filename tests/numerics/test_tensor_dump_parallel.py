@@ -9,10 +9,10 @@ import pytest
 import torch
 from numerics.plain_hooks import run_plainly
 from numerics.transformers_parallel_dump import IDS
+from pico import write_pico
 from transformers import AutoModelForCausalLM
 
-from models.dump.reader import DumpReader
-from models.pico import write_pico
+from instruments.tensor_dump.reader import DumpReader
 
 REPOSITORY = Path(__file__).parents[2]
 

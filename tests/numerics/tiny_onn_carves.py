@@ -5,13 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pico import write_pico
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from models.pico import write_pico
-from models.tiny_onn.keys import tiny_onn_keys
-from models.tiny_onn.own_code import copy_code
+from models.tiny_onn.keys import copy_code, tiny_onn_keys
 
 LAYERS, HIDDEN = 3, 24
 EXPERTS, N, ALWAYS_ON = 5, 8, 3

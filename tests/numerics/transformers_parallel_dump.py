@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from models.dump.tensor_dump import TensorDump
+from instruments.tensor_dump.tensor_dump import TensorDump
 
 IDS = torch.arange(14).view(2, 7)
 

@@ -3,9 +3,8 @@ import torch
 from benchmarks.options import read_options
 from benchmarks.peak_memory import layer_activations
 from benchmarks.workbench import SHAPES, make_workbench
+from pico import write_pico
 from transformers import AutoConfig, AutoModelForCausalLM
-
-from models.pico import write_pico
 
 
 @pytest.fixture

@@ -1,10 +1,10 @@
 import pytest
 import torch
+from pico import write_pico
 
 from models.config import ModelConfig
 from models.ffn import DenseFFN, ffn_modules
 from models.loading import load_dense
-from models.pico import write_pico
 
 T, D, F = 7, 40, 72
 

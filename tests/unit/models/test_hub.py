@@ -10,10 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from instruments.errors import UserError
 from models.config import ModelConfig
-from models.errors import UserError
-from models.hub import hub_answers
-from models.source import check_source, resolve_folder, source_identity
+from models.source import check_source, hub_answers, resolve_folder, source_identity
 
 UNREACHABLE = (
     "HF_HUB_OFFLINE is set and the model is not in the cache\n"
@@ -97,7 +96,7 @@ def fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     config = tmp_path / "0123abc" / "config.json"
     config.parent.mkdir()
     config.write_text(CONFIG)
-    monkeypatch.setattr("models.hub.hf_hub_download", lambda *_args, **_more: str(config))
+    monkeypatch.setattr("models.source.hf_hub_download", lambda *_args, **_more: str(config))
     return config
 
 
@@ -105,8 +104,8 @@ def test_pickle_repositories_are_refused_before_they_are_downloaded(
     fetched: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = [SimpleNamespace(filename=name) for name in ("config.json", "pytorch_model.bin")]
-    monkeypatch.setattr("models.hub.hub_answers", lambda: True)
-    monkeypatch.setattr("models.hub.snapshot_download", lambda *_args, dry_run, **_more: files)
+    monkeypatch.setattr("models.source.hub_answers", lambda: True)
+    monkeypatch.setattr("models.source.snapshot_download", lambda *_args, dry_run, **_more: files)
     (error,) = check_source(hub())
     assert error.what == "pickle checkpoint refused: pytorch_model.bin can run any code when opened"
     assert error.where == "nobody/nothing"
@@ -134,7 +133,7 @@ def test_code_is_downloaded_only_where_it_is_trusted(monkeypatch: pytest.MonkeyP
         asked.append(allow_patterns)
         return "folder"
 
-    monkeypatch.setattr("models.hub.snapshot_download", snapshot)
+    monkeypatch.setattr("models.source.snapshot_download", snapshot)
     resolve_folder(hub())
     trusted = hub()
     trusted.trust_remote_code = True

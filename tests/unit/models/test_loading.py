@@ -2,11 +2,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from pico import write_pico
 
+from instruments.errors import CheckpointError, ConfigError
 from models.config import ModelConfig
-from models.errors import CheckpointError, ConfigError
 from models.loading import load_dense, load_tokenizer, resolve_device, resolve_dtype
-from models.pico import write_pico
 from models.source import EMBEDDED
 
 CPU = torch.device("cpu")

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from models.errors import UserError
-from models.memory import explained_memory
+from instruments.errors import UserError
+from models.loading import explained_memory
 
 WORDS = "out of memory: {}\n  where: stage=train\n  do:    lower it"
 

@@ -3,8 +3,8 @@ import torch
 from pico_moes import MOES, SIZES, make_moe
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from models.errors import CheckpointError
-from models.parameter_groups import Part, parameter_groups, part_of
+from instruments.errors import CheckpointError
+from models.training import Part, parameter_groups, part_of
 
 
 @pytest.fixture(params=MOES)

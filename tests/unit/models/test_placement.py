@@ -1,13 +1,12 @@
 import pytest
 import torch
+from pico import write_pico
 from torch import nn
 
-from models import placement as module
+from models import loading as module
 from models.config import ModelConfig
 from models.ffn import ffn_modules
-from models.loading import load_dense
-from models.pico import write_pico
-from models.placement import input_device, is_offloaded, placement
+from models.loading import input_device, is_offloaded, load_dense, placement
 from models.quantization import dense_weight
 
 CPU = torch.device("cpu")

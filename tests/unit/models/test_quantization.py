@@ -3,9 +3,9 @@ import torch
 from numerics.quantised_models import STORED, decoded_weights, store_quantised, write_plain
 from torch import nn
 
+from instruments.errors import ConfigError
 from models import quantization
 from models.config import ModelConfig
-from models.errors import ConfigError
 from models.loading import load_dense
 from models.quantization import bitsandbytes, dense_weight, explained_offload, require_bitsandbytes
 

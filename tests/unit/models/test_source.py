@@ -5,16 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from pico import write_pico
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from models.config import ModelConfig
+from models.emit import emit_checkpoint
 from models.experts import LayerExperts
-from models.families.emit import emit_checkpoint
-from models.families.moe import MOE_TARGETS
-from models.pico import write_pico
 from models.shape import Shape
 from models.source import EMBEDDED, check_source, read_source_config, resolve_folder, source_identity
+from models.targets.base import MOE_TARGETS
 
 
 @pytest.fixture(scope="module")

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 import yaml
 
-from pipeline.artifact import Manifest
+from pipeline.artifacts import Manifest
 from pipeline.layout import artifact_folder
 from pipeline.report.run_record import RunRecord
 from pipeline.stages_table import PROJECTED, TRAINED, Uses, with_ancestors
-from stages.contracts.job import Table
-from stages.contracts.scores import Scores
+from stages.artifacts.job import Table
+from stages.artifacts.statistics import Scores
 
 LAYERS, WIDTH = 3, 40
 GAPS = {"dense": 0.0, "carved": 0.05, "static_mask": 0.2, "static_mask_aligned": 0.1, "oracle_aligned": 0.04}

@@ -2,9 +2,9 @@
 
 import pytest
 
-from models.errors import ContractError
-from pipeline.artifact import Manifest, describe_files, verify
-from stages.contracts.job import Table
+from instruments.errors import ContractError
+from pipeline.artifacts import Manifest, describe_files, verify
+from stages.artifacts.job import Table
 
 REMEDY = "python -m pipeline stage=scan fresh=true"
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from models.errors import ConfigError, DataError
+from instruments.errors import ConfigError, DataError
 from pipeline import cli
 
 

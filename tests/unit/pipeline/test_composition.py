@@ -5,9 +5,10 @@ import sys
 
 import pytest
 
-from models.errors import ConfigError
-from pipeline import cli, composition
-from pipeline.schema import register_schema
+from instruments.errors import ConfigError
+from pipeline import cli
+from pipeline import settings as composition
+from pipeline.settings import register_schema
 
 
 def test_a_sweep_carves_every_combination(tmp_path, monkeypatch):

@@ -5,10 +5,9 @@ from dataclasses import fields
 import pytest
 
 from models.shape import Shape
-from pipeline.composition import compose
-from pipeline.schema import Settings, register_schema
-from pipeline.unread import find_unread
-from pipeline.validation import find_errors
+from pipeline.consistency import find_unread
+from pipeline.settings import Settings, compose, register_schema
+from pipeline.validate import find_errors
 from stages.routing.methods import ROUTERS
 
 

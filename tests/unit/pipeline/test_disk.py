@@ -6,16 +6,16 @@ import sys
 
 import pytest
 import torch
+from pico import write_pico
 from safetensors import SafetensorError
 
 from models.checkpoint.reader import ShardReader
-from models.families.dense import dense_family
-from models.families.emit import emit_checkpoint
-from models.families.moe import MOE_TARGETS
-from models.families.slicing import slice_experts
-from models.pico import write_pico
+from models.dense import dense_family
+from models.emit import emit_checkpoint
 from models.shape import Shape
+from models.slicing import slice_experts
 from models.source import read_config
+from models.targets.base import MOE_TARGETS
 from pipeline.disk import expected_bytes, explain_os_error, free_bytes, nearest_existing
 from stages.assemble.config import AssembleConfig
 

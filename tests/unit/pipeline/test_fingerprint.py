@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
-from pipeline.fingerprint import fingerprint, make_recipe, plain_settings
+from pipeline.plan import fingerprint, make_recipe, plain_settings
 from pipeline.stages_table import STAGES
 
 IDENTITIES = {"model": {"config": "c0ffee"}, "data": {"python": "3.11.7"}}

@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from pipeline.lock import LockedError, hold_lock
+from pipeline.artifacts import LockedError, hold_lock
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from pipeline.lock import hold_lock
+from pipeline.artifacts import hold_lock
 with hold_lock(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)

@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from pyarrow.parquet import read_table
-from unit.models.mscan.recordings import INPUTS, OUTPUTS, PARAMETERS, WIDTH, P, record
+from unit.instruments.mscan.recordings import INPUTS, OUTPUTS, PARAMETERS, WIDTH, P, record
 
-from models.mscan.reader import read_mscan
-from models.mscan.version1 import RECORD
-from models.mscan.writer import MscanWriter
-from pipeline import mscan
-from pipeline.mscan import main
+from instruments.mscan import command as mscan
+from instruments.mscan.command import main
+from instruments.mscan.reader import read_mscan
+from instruments.mscan.version1 import RECORD
+from instruments.mscan.writer import MscanWriter
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -148,7 +148,7 @@ def test_the_file_itself_and_folders_are_no_output(file, run, tmp_path):
 
 
 def test_without_pyarrow(file, run, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pipeline.mscan_parquet", None)
+    monkeypatch.setitem(sys.modules, "instruments.mscan.parquet", None)
     code, _, err = run(file, "--parquet", tmp_path / "out.parquet")
     assert (code, err) == (
         2,
@@ -222,7 +222,7 @@ def test_version_1_has_no_norms_to_show(old, run, tmp_path):
 
 def test_it_starts_without_torch(file):
     code = (
-        "import sys; from pipeline.mscan import main; code = main(sys.argv[1:]);"
+        "import sys; from instruments.mscan.command import main; code = main(sys.argv[1:]);"
         "assert not {'torch', 'transformers', 'matplotlib', 'pyarrow'} & set(sys.modules); sys.exit(code)"
     )
     start = time.monotonic()
@@ -235,7 +235,7 @@ def test_it_starts_without_torch(file):
 
 
 def test_a_closed_pipe_is_no_error(file):
-    command = f"{sys.executable} -m pipeline.mscan {file} | true; exit ${{PIPESTATUS[0]}}"
+    command = f"{sys.executable} -m instruments.mscan.command {file} | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -4,12 +4,11 @@ import shlex
 
 import pytest
 
-from pipeline.artifact import Manifest
-from pipeline.composition import compose
-from pipeline.next_step import NEXT, next_commands, written_files
-from pipeline.schema import register_schema
+from pipeline.artifacts import Manifest
+from pipeline.run import NEXT, next_commands, written_files
+from pipeline.settings import compose, register_schema
 from pipeline.stages_table import STAGES
-from stages.contracts.job import Table
+from stages.artifacts.job import Table
 
 
 @pytest.mark.parametrize("stage", NEXT)

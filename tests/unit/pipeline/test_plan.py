@@ -2,14 +2,13 @@
 
 import pytest
 
-from models.errors import DataError
-from pipeline.composition import compose
+from instruments.errors import DataError
+from pipeline.artifacts import open_workshop, publish
 from pipeline.plan import make_plan, select_stages
-from pipeline.publish import open_workshop, publish
-from pipeline.schema import register_schema
+from pipeline.settings import compose, register_schema
 from pipeline.stages_table import CHAIN, STAGES, Uses, asked_stages, with_ancestors
-from pipeline.validation import validate
-from stages.contracts.job import Table
+from pipeline.validate import validate
+from stages.artifacts.job import Table
 
 ON_REQUEST = {"train", "dump", "diagnose"}
 ALL = set(STAGES) - ON_REQUEST

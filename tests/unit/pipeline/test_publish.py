@@ -4,9 +4,8 @@ from contextlib import suppress
 
 import pytest
 
-from pipeline.artifact import Manifest, is_complete, verify
-from pipeline.publish import Workshop, open_workshop, publish, remove_leftovers
-from stages.contracts.job import Table
+from pipeline.artifacts import Manifest, Workshop, is_complete, open_workshop, publish, remove_leftovers, verify
+from stages.artifacts.job import Table
 
 TABLE = Table(title="units", columns=["layer", "loss"], rows=[[0, 1.5], [1, 2.5]], notes=["a note"])
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from unit.pipeline.report_outputs import GAPS, Outputs
 
-from models.errors import ContractError
+from instruments.errors import ContractError
 from pipeline.report.evaluations import find_comparable, read_evaluation
 from pipeline.report.groups import curves_of, group_by_seed, relative_to, same_method
 from pipeline.report.settings import shape_words

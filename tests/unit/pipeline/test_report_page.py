@@ -7,16 +7,16 @@ from html.parser import HTMLParser
 import pytest
 from unit.pipeline.report_outputs import GAPS, PIXEL, Outputs
 
-from models.errors import ContractError
+from instruments.errors import ContractError
 from pipeline.report.__main__ import main
 from pipeline.report.costs import costs_of
 from pipeline.report.evaluations import read_evaluation
 from pipeline.report.page import Source, draw_page
 from pipeline.report.run_record import read_run_record
 from pipeline.report.run_source import find_source
+from pipeline.run import Runner
 from pipeline.run_folder import RunFolder
-from pipeline.runner import Runner
-from pipeline.schema import Settings
+from pipeline.settings import Settings
 
 OPEN_ENDED = {"meta", "img", "input"}
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from models.errors import ContractError
+from instruments.errors import ContractError
 from pipeline.report.run_record import RunRecord, StageRun, installed_versions, read_run_record
 
 OLD = """# embedded

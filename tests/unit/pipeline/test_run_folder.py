@@ -8,8 +8,8 @@ import yaml
 
 from pipeline.report.run_record import StageRun, read_run_record
 from pipeline.run_folder import RunFolder, render, replace_link
-from pipeline.schema import Settings
-from stages.contracts.job import Table
+from pipeline.settings import Settings
+from stages.artifacts.job import Table
 
 TABLE = Table("Units", ("layer", "loss", "tokens"), ((0, 1.23456789, 12345), (1, 2.0, 7)), ("a note", "another"))
 

@@ -4,17 +4,16 @@ import logging
 import re
 
 import pytest
+from pico import write_pico
 
-from models.families.parameters import count_carved, count_dense
-from models.pico import write_pico
+from models.parameters import count_carved, count_dense
 from models.shape import Shape
 from models.source import EMBEDDED, read_config
-from pipeline.carve import introduce
-from pipeline.composition import compose
-from pipeline.schema import register_schema
+from pipeline.run import introduce
+from pipeline.settings import compose, register_schema
 from pipeline.shape import Dials
 from pipeline.shape_advice import Request, find_remedy, shape_warnings
-from pipeline.validation import InvalidSettingsError, validate
+from pipeline.validate import InvalidSettingsError, validate
 from stages.assemble.config import AssembleConfig
 
 POOL = "topology=global_pool"

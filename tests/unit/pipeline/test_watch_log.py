@@ -5,8 +5,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from models.numerics.watch.anomalies import Anomaly, StepReport
-from pipeline.watch_log import main
+from instruments.training_watch.command import main
+from instruments.training_watch.findings import Anomaly, StepReport
 
 
 @pytest.fixture

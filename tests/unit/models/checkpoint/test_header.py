@@ -5,8 +5,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from models.checkpoint.header import read_header
-from models.errors import CheckpointError
+from instruments.errors import CheckpointError
+from instruments.safetensors_header import read_header
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ from numerics.quantised_models import STORED, decoded_weights, store_quantised, 
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from instruments.errors import CheckpointError
 from models.checkpoint.folder import read_checkpoint
 from models.checkpoint.packed import PackedEntry, join_packed
 from models.checkpoint.reader import ShardReader
-from models.errors import CheckpointError
 
 UP = "model.layers.1.mlp.up_proj.weight"
 RESTORE = "  do:    download or copy the checkpoint again"

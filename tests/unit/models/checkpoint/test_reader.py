@@ -5,9 +5,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from models.checkpoint.dtypes import TORCH_DTYPES
+from instruments.errors import CheckpointError
+from instruments.safetensors_reader import TORCH_DTYPES
 from models.checkpoint.reader import ShardReader
-from models.errors import CheckpointError
 
 
 def test_tensors_come_back_bit_for_bit_in_every_format(tmp_path: Path) -> None:

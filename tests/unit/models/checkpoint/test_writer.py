@@ -6,9 +6,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from instruments.errors import CheckpointError
 from models.checkpoint.reader import ShardReader
 from models.checkpoint.writer import ShardWriter
-from models.errors import CheckpointError
 
 
 def test_one_shard_needs_no_index(tmp_path: Path) -> None:

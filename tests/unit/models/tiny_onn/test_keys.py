@@ -3,8 +3,7 @@ import sys
 from pathlib import Path
 
 from models.tiny_onn.configuration_tiny_onn import TinyONNConfig
-from models.tiny_onn.keys import tiny_onn_keys
-from models.tiny_onn.own_code import CODE_FILES, copy_code
+from models.tiny_onn.keys import CODE_FILES, copy_code, tiny_onn_keys
 
 SOURCE = {
     "model_type": "qwen3",
@@ -78,7 +77,7 @@ def test_all_the_code_that_is_imported_is_copied(tmp_path) -> None:
 
 
 def test_writing_a_checkpoint_needs_no_torch() -> None:
-    script = "import sys, models.tiny_onn.keys, models.tiny_onn.own_code; print({'torch'} & set(sys.modules))"
+    script = "import sys, models.tiny_onn.keys, models.tiny_onn.keys; print({'torch'} & set(sys.modules))"
     root = Path(__file__).parents[4]
     done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

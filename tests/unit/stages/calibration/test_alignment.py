@@ -5,9 +5,8 @@ import torch
 
 from models.ffn import DenseFFN
 from models.routing import LinearRouter
-from stages.calibration.alignment import align_down, relative_error
+from stages.calibration.alignment import align_down, relative_error, split_guard
 from stages.calibration.carved_ffn import CarvedFFN, oracle_copies, replica_scale, routed_copies, static_copies
-from stages.calibration.guard import split_guard
 
 D, F = 6, 12
 

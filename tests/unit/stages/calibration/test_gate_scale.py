@@ -5,10 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from models.expert_loop import ExpertLoop
+from models.experts import ExpertLoop
 from models.ffn import DenseFFN
-from models.gating import GateKind, relative_gates
-from models.routing import LinearRouter
+from models.routing import GateKind, LinearRouter, relative_gates
 from stages.calibration.carved_ffn import replica_scale, routed_copies
 from stages.calibration.gate_scale import at_usual_gates, column_scale, scale_columns, scale_pool
 from stages.calibration.slices import slice_ffn

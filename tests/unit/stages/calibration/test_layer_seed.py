@@ -1,6 +1,6 @@
 from itertools import product
 
-from stages.calibration.layer_seed import layer_seed
+from stages.calibration.batches import layer_seed
 
 
 def test_runs_and_layers_never_share_a_seed():

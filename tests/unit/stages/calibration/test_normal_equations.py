@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from models.errors import NumericsError
-from models.expert_loop import Block
+from instruments.errors import NumericsError
+from models.experts import Block
 from stages.calibration import normal_equations
 from stages.calibration.normal_equations import NormalEquations
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from stages.calibration.spread import pick_tokens, spread_evenly, take_tokens
+from stages.calibration.batches import pick_tokens, spread_evenly, take_tokens
 
 
 @pytest.mark.parametrize(

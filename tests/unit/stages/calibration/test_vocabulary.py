@@ -2,17 +2,16 @@
 
 import pytest
 import torch
+from pico import write_pico
 from transformers import AutoTokenizer
 
-from models.pico import write_pico
 from models.source import EMBEDDED
 from models.stream import LayerStream
-from stages.calibration.batches import calibration_batches, text_only
+from stages.calibration.batches import calibration_batches, draw_sequences, text_only
 from stages.calibration.config import VocabularyConfig
 from stages.calibration.token_stream import TokenStream
-from stages.calibration.vocabulary import draw_sequences
-from stages.data.config import DataConfig
-from stages.data.encoding import IGNORED
+from stages.text.config import DataConfig
+from stages.text.sequences import IGNORED
 
 DATA = DataConfig(tokens=640, max_length=32)
 

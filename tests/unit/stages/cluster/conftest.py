@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stages.contracts.statistics import UnitStatistics
+from stages.artifacts.statistics import UnitStatistics
 
 
 class Planted(NamedTuple):

@@ -1,12 +1,12 @@
 import pytest
 import torch
+from pico import write_pico
 from transformers import AutoModelForCausalLM
 
 from models.config import ModelConfig
-from models.pico import write_pico
 from stages.calibration.config import VocabularyConfig
 from stages.cluster.activity import open_activities, stream_activities
-from stages.data.batches import TokenBatch
+from stages.text.batches import TokenBatch
 
 L, D, F, V = 3, 24, 40, 61
 
@@ -57,7 +57,7 @@ def test_activities_are_those_of_the_model(folder):
 
 
 def test_the_pass_reads_the_calibration_text(tmp_path):
-    from stages.data.config import DataConfig
+    from stages.text.config import DataConfig
 
     folder = write_pico(tmp_path / "pico", "qwen3", layers=L, hidden=D, intermediate=F, tokenizer=True)
     data = DataConfig(tokens=96, max_length=32)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from models.shape import Shape
+from stages.artifacts.statistics import Scores
 from stages.cluster.allocation import count_best, layer_shapes, share_experts, weigh_layers
-from stages.contracts.scores import Scores
 
 L, F = 3, 40
 NAMES = ("equal", "contribution", "score")

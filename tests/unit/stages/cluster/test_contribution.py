@@ -3,7 +3,7 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
-from stages.cluster.contribution import contribution_features, reduce_columns
+from stages.cluster.views import contribution_features, reduce_columns
 
 T, F, D = 90, 23, 11
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from stages.cluster.fill import fill_experts, group_sizes
+from stages.cluster.methods import fill_experts, group_sizes
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 import torch
 from torch.nn.functional import normalize
 
-from stages.cluster.join import join_views
+from stages.cluster.views import join_views
 
 F = 31
 

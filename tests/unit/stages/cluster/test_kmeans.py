@@ -3,7 +3,7 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
-from stages.cluster.kmeans import fit_balanced_kmeans, mean_directions, seed_centroids, total_similarity
+from stages.cluster.methods import fit_balanced_kmeans, mean_directions, seed_centroids, total_similarity
 
 UNITS, E, C = 45, 3, 7
 

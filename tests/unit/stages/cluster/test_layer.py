@@ -3,9 +3,9 @@ import pytest
 import torch
 
 from models.shape import Shape
-from stages.cluster.features import coactivation_features
 from stages.cluster.layer import partition_layer
-from stages.plots.unit_map import ALWAYS_ON, DROPPED
+from stages.cluster.neuron_map import ALWAYS_ON, DROPPED
+from stages.cluster.views import coactivation_features
 
 F, R = 27, 90
 

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from stages.cluster.map import place_units, principal_points
+from stages.cluster.picture import place_units, principal_points
 
 METHODS = ["umap", "tsne"]
 

@@ -2,8 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from stages.cluster.fill import fill_experts
-from stages.cluster.methods import RoutedUnits, group_units
+from stages.cluster.methods import RoutedUnits, fill_experts, group_units
 
 UNITS, E = 14, 4
 SCORES = torch.tensor([0.3, 0.9, 0.1, 0.8, 0.2, 0.7, 0.6, 0.5, 0.4, 1.0, 1.1, 1.2, 1.3, 1.4])

@@ -3,9 +3,8 @@ import pytest
 import torch
 from scipy.optimize import linear_sum_assignment
 
-from stages.cluster.fill import group_sizes
-from stages.cluster.kmeans import fit_balanced_kmeans, mean_directions
-from stages.cluster.objective import measure_objective
+from stages.cluster.methods import fit_balanced_kmeans, group_sizes, mean_directions
+from stages.cluster.report import measure_objective
 
 UNITS, E, C = 70, 6, 9
 

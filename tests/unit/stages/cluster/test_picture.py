@@ -1,6 +1,6 @@
 import pytest
 
-from models.errors import ConfigError
+from instruments.errors import ConfigError
 from stages.cluster.config import ClusterConfig
 from stages.cluster.picture import layers_to_draw
 

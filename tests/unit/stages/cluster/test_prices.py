@@ -1,6 +1,6 @@
 import torch
 
-from stages.cluster.prices import fit_prices
+from stages.cluster.balance import fit_prices
 
 
 def test_prices_spread_the_demand_of_a_favourite():

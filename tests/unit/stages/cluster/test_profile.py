@@ -1,6 +1,6 @@
 import torch
 
-from stages.cluster.profile import profile_features
+from stages.cluster.views import profile_features
 
 G, F = 3, 7
 

@@ -2,9 +2,7 @@ import pytest
 
 from models.shape import Shape
 from stages.cluster.config import ClusterConfig
-from stages.cluster.objective import Objective
-from stages.cluster.report import COLUMNS, LayerFigures, describe, tabulate_layers
-from stages.cluster.summary import Coactivation
+from stages.cluster.report import COLUMNS, Coactivation, LayerFigures, Objective, describe, tabulate_layers
 
 
 def test_the_table_reads_well():

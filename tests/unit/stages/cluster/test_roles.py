@@ -1,6 +1,6 @@
 import torch
 
-from stages.cluster.roles import split_units
+from stages.cluster.layer import split_units
 
 MEASURE = torch.tensor([0.1, 0.9, 0.3, 0.8, 0.2, 0.7])
 SCORES = torch.tensor([6.0, 1.0, 4.0, 2.0, 5.0, 3.0])

@@ -2,20 +2,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+from pico import write_pico
 
+from instruments.errors import ConfigError
 from models.config import ModelConfig
-from models.errors import ConfigError
-from models.pico import write_pico
 from models.shape import Shape
+from stages.artifacts.job import Job
+from stages.artifacts.partition import Partition, PoolPartition
+from stages.artifacts.statistics import DomainStatistics, Scores
 from stages.calibration.config import VocabularyConfig
 from stages.cluster.config import ClusterConfig
 from stages.cluster.stage import run
-from stages.contracts.job import Job
-from stages.contracts.partition import Partition
-from stages.contracts.pool_partition import PoolPartition
-from stages.contracts.scores import Scores
-from stages.contracts.statistics import DomainStatistics
-from stages.data.config import DataConfig
+from stages.text.config import DataConfig
 
 L, F = 2, 24
 SHAPE = Shape(experts=3, n=6, top_k=2, always_on=5)

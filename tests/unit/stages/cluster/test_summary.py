@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from stages.cluster import summary
-from stages.cluster.summary import measure_coactivation, share_of
+from stages.cluster import report as summary
+from stages.cluster.report import measure_coactivation, share_of
 
 F, R = 12, 19
 

@@ -2,17 +2,17 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from pico import write_pico
 from transformers import AutoModelForCausalLM
 
-from models.pico import write_pico
 from models.routing import LinearRouter
 from models.shape import Shape
 from models.stream import LayerStream
-from stages.data.batches import batch_sequences
-from stages.data.sequences import TokenSequence
 from stages.evaluate.baseline_pass import Text, run_baselines
 from stages.evaluate.baselines import LayerFacts
-from stages.metrics.model_loss import measure_loss
+from stages.losses import measure_loss
+from stages.text.batches import batch_sequences
+from stages.text.sequences import TokenSequence
 
 L, D, F, V, E, N, K, S = 2, 24, 40, 61, 4, 8, 2, 8
 

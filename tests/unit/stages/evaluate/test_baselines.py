@@ -4,7 +4,7 @@ from itertools import combinations
 import pytest
 import torch
 
-from models.expert_loop import ExpertLoop
+from models.experts import ExpertLoop
 from models.routing import LinearRouter
 from models.shape import Shape
 from stages.calibration.carved_ffn import replica_scale

@@ -2,9 +2,9 @@
 
 import torch
 
-from stages.evaluate import features
+from stages.evaluate import baseline_pass as features
+from stages.evaluate.baseline_pass import RememberedFFN
 from stages.evaluate.baselines import start_baseline
-from stages.evaluate.features import RememberedFFN
 
 
 def test_remembered_features_are_used_and_others_computed(facts, x_TD):

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from stages.evaluate.fidelity import LayerFidelity
+from stages.evaluate.comparison import LayerFidelity
 
 B, T, D = 2, 5, 6
 

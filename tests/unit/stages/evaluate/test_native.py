@@ -1,18 +1,17 @@
 import pytest
 import torch
+from pico import write_pico
 from transformers import AutoModelForCausalLM, Qwen2MoeConfig
 
 import models.tiny_onn.register  # noqa: F401 - from_config is to know the class
-from models.capture.ffn_output import watch_ffns
 from models.config import ModelConfig
-from models.loading import load_dense
-from models.pico import write_pico
-from models.placement import is_offloaded
+from models.ffn import watch_ffns
+from models.loading import is_offloaded, load_dense
 from models.shape import Shape
 from models.tiny_onn.configuration_tiny_onn import TinyONNConfig
-from stages.data.batches import TokenBatch
-from stages.evaluate.native import count_parameters, load_carved, measure_speed
-from stages.metrics.model_loss import measure_loss
+from stages.evaluate.comparison import count_parameters, load_carved, measure_speed
+from stages.losses import measure_loss
+from stages.text.batches import TokenBatch
 
 L, D, V, E, N, K, S = 2, 24, 61, 5, 8, 2, 16
 
@@ -139,7 +138,7 @@ def test_models_take_turns_until_enough_tokens_are_timed(dense, batches, monkeyp
         timed.append((model, batch.names[0]))
         return 0.25
 
-    monkeypatch.setattr("stages.evaluate.native.time_forward", time_forward)
+    monkeypatch.setattr("stages.evaluate.comparison.time_forward", time_forward)
     other = object()
     speed = measure_speed({"dense": dense, "other": other}, batches, tokens=15)
     warm_up, turns = timed[:2], timed[2:]

@@ -6,7 +6,7 @@ import pytest
 from models.shape import Shape
 from stages.evaluate.config import BASELINES
 from stages.evaluate.report import DESCRIPTIONS, Evaluation, LayerResult, ModelCost, summarise, write_report
-from stages.metrics.loss import MeanLoss
+from stages.losses import MeanLoss
 
 
 @pytest.fixture

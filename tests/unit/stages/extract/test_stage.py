@@ -3,16 +3,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from pico import write_pico
 from safetensors.torch import load_file
 
+from instruments.errors import ContractError
 from models.config import ModelConfig
-from models.errors import ContractError
-from models.pico import write_pico
 from models.shape import Shape
-from stages.contracts.experts import load_expert, load_layer, load_provenance
-from stages.contracts.job import Job
-from stages.contracts.partition import Partition
-from stages.contracts.pool_partition import PoolPartition
+from stages.artifacts.experts import load_expert, load_layer, load_provenance
+from stages.artifacts.job import Job
+from stages.artifacts.partition import Partition, PoolPartition
 from stages.extract.config import ExtractConfig
 from stages.extract.stage import run
 
@@ -82,7 +81,7 @@ def test_damage_while_writing_is_seen(dense: Path, job: Job, monkeypatch: pytest
         damaged = tensors | {"experts.0.up_proj.weight": tensors["experts.0.up_proj.weight"].neg()}
         save_file(damaged, path, **more)
 
-    monkeypatch.setattr("stages.contracts.experts.save_file", flip)
+    monkeypatch.setattr("stages.artifacts.experts.save_file", flip)
     model = ModelConfig(kind="local", path=str(dense))
     with pytest.raises(ContractError, match=r"^experts\.0\.up_proj\.weight on disk differs from the dense weights"):
         run(job, model=model, extract=ExtractConfig(), shape=SHAPE)

@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from stages.metrics import cross_entropy as module
-from stages.metrics.cross_entropy import cross_entropy
+from stages import losses as module
+from stages.losses import cross_entropy
 
 N, V = 11, 7
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from stages.metrics.loss import MeanLoss, sample_losses, supervised_tokens, token_losses
+from stages.losses import MeanLoss, sample_losses, supervised_tokens, token_losses
 
 B, T, V = 2, 5, 7
 

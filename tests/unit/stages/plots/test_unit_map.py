@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 import torch
 
-from stages.plots.unit_map import ALWAYS_ON, DROPPED, UnitMap, draw_unit_map
+from stages.cluster.neuron_map import ALWAYS_ON, DROPPED, UnitMap, draw_unit_map
 
 
 def units_of(home_U, experts, *, s_p=None, frequency=None):

@@ -8,12 +8,9 @@ import torch
 from models.ffn import DenseFFN
 from models.routing import LinearRouter
 from models.shape import Shape
-from stages.calibration.alignment import relative_error
-from stages.calibration.guard import split_guard
+from stages.calibration.alignment import relative_error, split_guard
 from stages.project.config import ProjectConfig
-from stages.project.descent import train_experts
-from stages.project.layer import project_layer, start
-from stages.project.layer_carve import LayerCarve
+from stages.project.layer import LayerCarve, project_layer, start, train_experts
 from stages.routing.descent import DescentSettings
 from stages.routing.fit import RouterSettings
 

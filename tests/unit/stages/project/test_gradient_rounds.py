@@ -2,19 +2,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+from pico import write_pico
 from transformers import AutoModelForCausalLM
 
-from models.expert_loop import ExpertLoop
+from models.experts import ExpertLoop
 from models.ffn import DenseFFN, ffn_modules
-from models.gating import GateKind
-from models.pico import write_pico
-from models.routing import LinearRouter
+from models.routing import GateKind, LinearRouter
 from stages.calibration.slices import slice_ffn
-from stages.data.batches import batch_sequences
-from stages.data.sequences import TokenSequence
 from stages.project.carved_model import CarvedModel
 from stages.project.config import ProjectConfig
-from stages.project.gradient_rounds import SECTIONS, GradientRounds, divide, shuffle_rounds
+from stages.project.gradient_projection import SECTIONS, GradientRounds, divide, shuffle_rounds
+from stages.text.batches import batch_sequences
+from stages.text.sequences import TokenSequence
 
 D, F, E, N, K = 24, 20, 4, 3, 2
 SETTINGS = ProjectConfig(round_tokens=14, guard_share=0.25)

@@ -5,12 +5,10 @@ import torch
 from models.ffn import DenseFFN
 from models.shape import Shape
 from stages.project.config import ProjectConfig
-from stages.project.layer import project_layer
-from stages.project.layer_carve import LayerCarve
+from stages.project.layer import LayerCarve, project_layer
 from stages.routing.descent import DescentSettings
 from stages.routing.fit import RouterSettings, fit_router
-from stages.routing.measure import load_balance
-from stages.routing.task import watch_experts
+from stages.routing.task import load_balance, watch_experts
 
 D, F, E, N, K = 6, 12, 3, 4, 1
 NONE = torch.empty(0, dtype=torch.long)

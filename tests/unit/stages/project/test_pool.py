@@ -5,13 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from models.expert_loop import ExpertLoop
-from models.experts import LayerExperts
-from models.gating import GateKind
-from models.routing import LinearRouter
-from stages.calibration.layer_samples import LayerSample
-from stages.calibration.pool import join_pool
-from stages.contracts.pool_partition import PoolPartition
+from models.experts import ExpertLoop, LayerExperts
+from models.routing import GateKind, LinearRouter
+from stages.artifacts.partition import PoolPartition
+from stages.calibration.slices import join_pool
+from stages.calibration.token_stream import LayerSample
 from stages.project.config import ProjectConfig
 from stages.project.pool import PoolCarve, project_pool, split_pool, start_pool, weigh_pool
 from stages.project.pool_alignment import layer_errors, mean_error, sweep_experts

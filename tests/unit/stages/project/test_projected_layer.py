@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from models.expert_loop import ExpertLoop
-from models.experts import LayerExperts
+from models.experts import ExpertLoop, LayerExperts
 from models.routing import LinearRouter
 from stages.project.layer import Outcome
-from stages.project.projected_layer import ProjectedLayer
+from stages.project.layer_pass import ProjectedLayer
 
 E, N, D, S = 3, 4, 6, 2
 

@@ -2,7 +2,7 @@ import pytest
 
 from models.shape import Shape
 from stages.project.config import ProjectConfig
-from stages.project.gradient_rounds import ProjectionOutcome
+from stages.project.gradient_projection import ProjectionOutcome
 from stages.project.report import alignment_needs, describe_gradients
 
 SHAPE = Shape(experts=6, n=20, top_k=2, always_on=30)

@@ -6,14 +6,12 @@ import pytest
 import torch
 
 from models.ffn import DenseFFN
-from models.gating import GateKind
-from models.routing import LinearRouter, chosen_mask
+from models.routing import GateKind, LinearRouter, chosen_mask
 from stages.calibration.gate_scale import gate_moments, least_squares, scale_columns
-from stages.routing import expert_outputs, objectives
-from stages.routing.expert_outputs import output_error
-from stages.routing.measure import set_spread
-from stages.routing.relaxed import load_variance, relaxed_mask
-from stages.routing.task import make_loop
+from stages.routing import descent as objectives
+from stages.routing import task as expert_outputs
+from stages.routing.descent import load_variance, relaxed_mask
+from stages.routing.task import make_loop, output_error, set_spread
 
 D, F, K, T = 6, 13, 2, 29
 UNITS_EN, ALWAYS_S = torch.tensor([[0, 1, 2], [2, 3, 4], [5, 6, 7], [8, 9, 10]]), torch.tensor([11, 12])

@@ -5,15 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from models.expert_loop import ExpertLoop
-from models.experts import LayerExperts
+from models.experts import ExpertLoop, LayerExperts
 from models.routing import LinearRouter
-from stages.routing import expert_outputs
+from stages.routing import task as expert_outputs
 from stages.routing.descent import DescentSettings
-from stages.routing.expert_outputs import error_drops
 from stages.routing.fit import RouterSettings, fit_pool_router, refit_pool_router
-from stages.routing.measure import oracle_agreement, relative_output_error
-from stages.routing.task import watch_pool
+from stages.routing.task import error_drops, oracle_agreement, relative_output_error, watch_pool
 
 T, D, E, N, K, S = 29, 6, 4, 3, 1, 2
 SILU = torch.nn.functional.silu

@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from models.expert_loop import ExpertLoop
+from models.experts import ExpertLoop
 from models.ffn import DenseFFN
 from stages.calibration.alignment import align_down
 from stages.project.config import ProjectConfig
-from stages.routing import residual
+from stages.routing import ridge as residual
 from stages.routing.descent import DescentSettings
 from stages.routing.fit import RouterSettings, fit_router
-from stages.routing.residual import Activations, distinct_units, regress_on_always_on
+from stages.routing.ridge import Activations, distinct_units, regress_on_always_on
 from stages.routing.task import watch_experts
 
 D, S, E, N = 6, 2, 3, 4

@@ -7,8 +7,7 @@ from models.ffn import DenseFFN
 from models.routing import LinearRouter, active_copies, membership
 from stages.routing.descent import DescentSettings
 from stages.routing.fit import RouterSettings, error_sample, fit_router, refit_router, train_from
-from stages.routing.measure import load_balance, oracle_agreement, relative_output_error, set_spread
-from stages.routing.task import watch_experts
+from stages.routing.task import load_balance, oracle_agreement, relative_output_error, set_spread, watch_experts
 
 D, F, E, N, K = 6, 12, 3, 4, 1
 NO_UNITS = torch.empty(0, dtype=torch.long)

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from stages.data.batches import TokenBatch
+from stages.scan.batch_sums import MOST_DOMAINS, OTHER, find_domains, sum_taylor_by_domain
 from stages.scan.config import ScanConfig
-from stages.scan.domains import MOST_DOMAINS, OTHER, find_domains, sum_taylor_by_domain
+from stages.text.batches import TokenBatch
 
 
 def batch(*samples):

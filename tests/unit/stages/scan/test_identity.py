@@ -1,8 +1,8 @@
 import torch
 
-from stages.data.batches import batch_sequences
-from stages.data.sequences import TokenSequence
-from stages.scan.identity import sums_identity
+from stages.scan.stage import sums_identity
+from stages.text.batches import batch_sequences
+from stages.text.sequences import TokenSequence
 
 IDS = [5, 6, 7, 8]
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from models.capture.records import ScannedSequence, ScanRecord, WatchedParameter
-from models.errors import ConfigError, ContractError
-from models.mscan.writer import MscanWriter
-from stages.contracts.workers import ALONE, Workers
+from instruments.errors import ConfigError, ContractError
+from instruments.mscan.writer import MscanWriter
+from instruments.parameter_scan.targets import ScannedSequence, ScanRecord, WatchedParameter
+from stages.artifacts.workers import ALONE, Workers
 from stages.scan.parameters import FILE, PartsPlace, publish_parameters, require_common_folder, require_recorded
 
 PARAMETERS = [WatchedParameter("model.layers.0.mlp.up_proj.weight", "linear", 6, 12, 4)]

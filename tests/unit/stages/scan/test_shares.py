@@ -1,6 +1,6 @@
-from stages.data.batches import batch_sequences
-from stages.data.sequences import TokenSequence
 from stages.scan.shares import number_samples
+from stages.text.batches import batch_sequences
+from stages.text.sequences import TokenSequence
 
 
 def test_samples_are_numbered_through_all_batches():

@@ -2,8 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from stages.scan.token_kernel import sum_tokens_compiled
-from stages.scan.token_sums import UnitRule, pack_bits, sum_tokens
+from stages.scan.token_sums import UnitRule, pack_bits, sum_tokens, sum_tokens_compiled
 
 FUNCTIONS = [sum_tokens, sum_tokens_compiled]
 

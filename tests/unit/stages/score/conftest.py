@@ -3,7 +3,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from stages.contracts.statistics import UnitStatistics
+from stages.artifacts.statistics import UnitStatistics
 
 L, F, TOKENS, SAMPLES = 2, 7, 40, 5
 

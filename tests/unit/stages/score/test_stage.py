@@ -3,9 +3,9 @@ from itertools import combinations
 import pytest
 import torch
 
-from models.errors import ConfigError
-from stages.contracts.job import Job
-from stages.contracts.scores import Scores
+from instruments.errors import ConfigError
+from stages.artifacts.job import Job
+from stages.artifacts.statistics import Scores
 from stages.score.config import ScoreConfig
 from stages.score.stage import MEASURES, run, score_units
 

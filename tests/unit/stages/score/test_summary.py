@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from stages.score.summary import rank_correlation
+from stages.score.stage import rank_correlation
 
 
 def test_rank_correlation_sees_order_only():

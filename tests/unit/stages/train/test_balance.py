@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from models.capture.router_watch import Routing
-from stages.train.balance import balance_loss, count_load, entropy, move_biases, z_loss
+from models.training import Routing
+from stages.train.routers import balance_loss, count_load, entropy, move_biases, z_loss
 
 
 def routing(logits, top_k=2):

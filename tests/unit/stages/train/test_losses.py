@@ -2,9 +2,9 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from stages.metrics import divergence
-from stages.metrics.divergence import prediction_distance
-from stages.train.losses import hidden_distance, next_token_loss, predicts
+from stages import losses as divergence
+from stages.losses import prediction_distance
+from stages.train.objective import hidden_distance, next_token_loss, predicts
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 import pytest
 
-from models.parameter_groups import Part
+from models.training import Part
 from stages.train.config import TrainConfig
 from stages.train.phases import make_phases, rate_factor, rates_of, total_steps
 

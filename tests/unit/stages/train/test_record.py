@@ -3,10 +3,10 @@ import sys
 
 import pytest
 
+from stages.train.callbacks import drop_unfinished, find_latest, mark_whole
 from stages.train.phases import Phase
 from stages.train.record import Record, read_record, tokens_at
-from stages.train.report import describe, summarise
-from stages.train.resume import drop_unfinished, find_latest, mark_whole
+from stages.train.stage import describe, summarise
 
 
 def test_lines_after_the_step_that_is_gone_on_from_are_forgotten(tmp_path):

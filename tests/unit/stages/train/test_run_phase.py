@@ -2,12 +2,11 @@
 
 import torch
 
-from stages.contracts.workers import Workers
-from stages.train.balance import Balance
+from stages.artifacts.workers import Workers
 from stages.train.config import TrainConfig
 from stages.train.phases import Phase
+from stages.train.routers import Balance, SpreadSchedule
 from stages.train.run_phase import Course, training_arguments
-from stages.train.spread import SpreadSchedule
 from stages.train.text import TrainingText
 
 

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from stages.data.sequences import TokenSequence
-from stages.train.sequences import Collator, OrderedSequences
+from stages.text.sequences import TokenSequence
+from stages.train.text import Collator, OrderedSequences
 
 
 def make(count):

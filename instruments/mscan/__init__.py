@@ -1,0 +1,1 @@
+"""The .mscan file format: written, read, merged, shown."""

@@ -1,0 +1,191 @@
+"""The header of a file: what was scanned, its parameter table, and how its numbers are stored."""
+
+import json
+import struct
+from collections.abc import Iterable
+from dataclasses import asdict, astuple, dataclass, field, fields
+from difflib import get_close_matches
+from functools import cached_property
+from itertools import accumulate, pairwise
+from math import ceil
+from pathlib import Path
+from typing import Any, Protocol
+from zlib import crc32
+
+from instruments.errors import ContractError
+
+
+class Watched(Protocol):
+    """What is taken from a watched weight."""
+
+    @property
+    def name(self) -> str:
+        """Of the weight: model.layers.0.self_attn.q_proj.weight."""
+
+    @property
+    def kind(self) -> str:
+        """Linear or embedding."""
+
+    @property
+    def in_features(self) -> int:
+        """Columns of the weight; for an embedding, its rows."""
+
+    @property
+    def out_features(self) -> int:
+        """Rows of the weight; for an embedding, its columns."""
+
+
+@dataclass(frozen=True)
+class StoredParameter:
+    """One weight of the table; all names of its fields are those of the scanner's WatchedParameter."""
+
+    name: str
+    kind: str
+    in_features: int
+    out_features: int
+
+
+@dataclass(frozen=True)
+class ParameterTable:
+    """P weights in the order of the columns; I input blocks and O output blocks, one weight's after another's."""
+
+    entries: tuple[StoredParameter, ...]
+    block_width: int
+
+    @classmethod
+    def of(cls, parameters: Iterable[Watched], block_width: int) -> "ParameterTable":
+        """The table of what a scanner watches."""
+        entries = (StoredParameter(p.name, p.kind, p.in_features, p.out_features) for p in parameters)
+        return cls(tuple(entries), block_width)
+
+    @property
+    def names(self) -> list[str]:
+        """Names in the order of the columns."""
+        return [entry.name for entry in self.entries]
+
+    @cached_property
+    def input_columns(self) -> list[slice]:
+        """Where each weight's input blocks lie; an embedding has none, its inputs are looked up and not multiplied."""
+        return _slices(0 if entry.kind == "embedding" else self._blocks(entry.in_features) for entry in self.entries)
+
+    @cached_property
+    def output_columns(self) -> list[slice]:
+        """Where each weight's output blocks lie."""
+        return _slices(self._blocks(entry.out_features) for entry in self.entries)
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """P, I and O."""
+        if not self.entries:
+            return 0, 0, 0
+        return len(self.entries), self.input_columns[-1].stop, self.output_columns[-1].stop
+
+    def index(self, name: str) -> int:
+        """Column of the weight `name`. Raises ContractError."""
+        if name in self.names:
+            return self.names.index(name)
+        near = get_close_matches(name, self.names, n=1, cutoff=0.0)
+        raise ContractError(
+            f"no parameter {name}; there are {len(self.entries)}",
+            where="parameter table of the .mscan file",
+            do=f"say {near[0]}" if near else "scan a model that has one",
+        )
+
+    def _blocks(self, features: int) -> int:
+        return ceil(features / self.block_width)
+
+
+def _slices(counts: Iterable[int]) -> list[slice]:
+    return [slice(start, stop) for start, stop in pairwise(accumulate(counts, initial=0))]
+
+
+MAGIC, VERSION = b"MSCAN", 2
+ENCODINGS = ("f32", "log16")
+ALIGNMENT = 8  # bytes; every array begins at a multiple of it
+START = struct.Struct("<5sH")  # magic and version, alike in both versions
+PREAMBLE = struct.Struct("<5sHBII")  # magic, version, flags, bytes of JSON, checksum
+
+_RESTORE = "copy the file again, or scan again"
+
+
+@dataclass(frozen=True)
+class Header:
+    """What is the same for all segments."""
+
+    model: str
+    created: str  # ISO 8601, as the writer was told
+    table: ParameterTable
+    encoding: str = "log16"
+    per_token: bool = False
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    def differences(self, other: "Header") -> list[str]:
+        """What keeps the rows of one file out of the other; date and metadata may differ."""
+        names = [spec.name for spec in fields(self) if spec.name not in {"created", "table", "metadata"}]
+        found = [name for name in names if getattr(self, name) != getattr(other, name)]
+        if self.table.block_width != other.table.block_width:
+            found.append("block_width")
+        if self.table.entries != other.table.entries:
+            found.append("parameters")
+        return found
+
+
+def pack_header(header: Header) -> bytes:
+    """Preamble and JSON, padded with spaces; equal headers are equal bytes."""
+    content = asdict(header) | {
+        "block_width": header.table.block_width,
+        "parameters": [astuple(entry) for entry in header.table.entries],
+    }
+    del content["table"]
+    text = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+    text += b" " * (-(PREAMBLE.size + len(text)) % ALIGNMENT)
+    start = PREAMBLE.pack(MAGIC, VERSION, 0, len(text), 0)[:-4]
+    return start + crc32(text, crc32(start)).to_bytes(4, "little") + text
+
+
+def read_version(path: Path, start: bytes) -> int:
+    """Version of a file from its first bytes.
+
+    Raises:
+        ContractError: truncated, no .mscan file, or of a version that is not known.
+    """
+    if len(start) < START.size:
+        raise _damaged(path, f"truncated at {len(start)} bytes, in the first {START.size}")
+    magic, version = START.unpack_from(start)
+    if magic != MAGIC:
+        raise ContractError(
+            f"{path.name} is no .mscan file: it begins with {start[:5]!r}, not {MAGIC!r}",
+            where=str(path),
+            do="name a file that the scanner wrote",
+        )
+    if version not in {1, VERSION}:
+        raise ContractError(
+            f"{path.name} is of .mscan version {version}; known are 1 and {VERSION}",
+            where=str(path),
+            do="read it with the release that wrote it",
+        )
+    return int(version)
+
+
+def unpack_header(path: Path, start: memoryview) -> tuple[Header, int]:
+    """The header of a version 2 file, and where the segments begin.
+
+    Raises:
+        ContractError: truncated or damaged.
+    """
+    if len(start) < PREAMBLE.size:
+        raise _damaged(path, f"truncated at {len(start)} bytes, in the first {PREAMBLE.size}")
+    _magic, _version, _flags, length, checksum = PREAMBLE.unpack_from(start)
+    end = PREAMBLE.size + length
+    if len(start) < end:
+        raise _damaged(path, f"truncated at {len(start)} bytes, in a header of {end}, or its length is wrong")
+    text = start[PREAMBLE.size : end]
+    if crc32(text, crc32(start[: PREAMBLE.size - 4])) != checksum:
+        raise _damaged(path, f"checksum of the header (bytes 0 to {end}) does not match")
+    content = json.loads(bytes(text))
+    entries = tuple(StoredParameter(*entry) for entry in content.pop("parameters"))
+    return Header(table=ParameterTable(entries, content.pop("block_width")), **content), end
+
+
+def _damaged(path: Path, detail: str) -> ContractError:
+    return ContractError(f"{path.name} is damaged: {detail}", where=str(path), do=_RESTORE)

@@ -1,0 +1,204 @@
+"""A segment: some sequences, complete in themselves, behind a header of 40 bytes."""
+
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+from jaxtyping import Float32, Float64, UInt16
+from numpy.typing import NDArray
+
+from instruments.mscan.header import ALIGNMENT, Header
+from instruments.mscan.rows import TOKEN_ARRAYS, Rows, StoredSequence, array_widths
+
+NOT_MEASURED = 65535
+LAST = 65534  # code of a column's largest value
+ELEMENTS_AT_ONCE = 1 << 17  # float64 temporaries that stay in the cache
+
+
+def encode_log16(
+    values_RC: Float32[np.ndarray, "R C"],
+) -> tuple[Float64[np.ndarray, "2 C"], UInt16[np.ndarray, "R C"]]:
+    """Quantise norms column by column.
+
+    Args:
+        values_RC: ``(R, C)`` fp32, >= 0, finite; NaN is not measured.
+    Returns:
+        ``(2, C)`` offset and step of each column, and ``(R, C)`` codes.
+    Numerics: float64 logarithms, rounded half to even. A column of one value has step 0 and is exact in fp32.
+    """
+    scale_2C = _scale(values_RC)
+    offset_C, step_C = scale_2C
+    divisor_C = np.where(step_C > 0, step_C, 1.0)
+    codes_RC = np.empty(values_RC.shape, np.uint16)
+    for rows in _row_chunks(values_RC.shape):
+        values = values_RC[rows]
+        positive = values > 0
+        codes = np.log(values, where=positive, out=np.repeat(offset_C[None], len(values), 0), dtype=np.float64)
+        codes -= offset_C
+        codes /= divisor_C
+        np.rint(codes, out=codes)
+        codes += 1
+        np.clip(codes, 1, LAST, out=codes)
+        codes *= positive
+        codes[np.isnan(values)] = NOT_MEASURED
+        codes_RC[rows] = codes
+    return scale_2C, codes_RC
+
+
+def decode_log16(
+    scale_2C: Float64[np.ndarray, "2 C"], codes_RC: UInt16[np.ndarray, "R C"]
+) -> Float32[np.ndarray, "R C"]:
+    """Norms from their codes: ``(R, C)`` fp32, NaN where nothing was measured.
+
+    Numerics: float64, rounded to fp32 once at the end (a further 2^-24, 6e-8, of the value).
+    """
+    offset_C, step_C = scale_2C
+    values_RC = np.empty(codes_RC.shape, np.float32)
+    for rows in _row_chunks(codes_RC.shape):
+        codes = codes_RC[rows]
+        values = (codes - 1.0) * step_C
+        values += offset_C
+        # Codes that are no value would overflow where the scale is large.
+        np.exp(values, where=(codes > 0) & (codes < NOT_MEASURED), out=values)
+        values[codes == 0] = 0
+        values[codes == NOT_MEASURED] = np.nan
+        values_RC[rows] = values
+    return values_RC
+
+
+def error_bound(scale_2C: Float64[np.ndarray, "2 C"]) -> Float64[np.ndarray, "C"]:
+    """``(C,)`` largest relative error of a column."""
+    return np.asarray(np.expm1(scale_2C[1] / 2))
+
+
+def _scale(values_RC: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Offset and step: the logarithm is monotone, so that only the extremes need one."""
+    columns = values_RC.shape[1]
+    low_C, high_C = np.full(columns, np.inf, np.float32), np.zeros(columns, np.float32)
+    for rows in _row_chunks(values_RC.shape):
+        values = values_RC[rows]
+        np.minimum(low_C, np.where(values > 0, values, np.float32(np.inf)).min(0), out=low_C)
+        np.fmax(high_C, np.fmax.reduce(values, axis=0), out=high_C)
+    empty_C = high_C == 0
+    low_C[empty_C] = high_C[empty_C] = 1
+    offset_C, top_C = np.log(low_C, dtype=np.float64), np.log(high_C, dtype=np.float64)
+    return np.stack([offset_C, (top_C - offset_C) / (LAST - 1)])
+
+
+def _row_chunks(shape: tuple[int, ...]) -> list[slice]:
+    step = max(1, ELEMENTS_AT_ONCE // max(1, shape[1]))
+    return [slice(start, start + step) for start in range(0, shape[0], step)]
+
+
+MAGIC, NORMS = b"MSEG", 1
+# magic, kind, zero, index in the file, sequences, tokens, bytes of payload, checksum of payload, checksum of the above
+HEADER = struct.Struct("<4sHHIIQQII")
+_LENGTH = struct.Struct("<Q")
+
+
+@dataclass(frozen=True)
+class SegmentHeader:
+    """Where a segment lies, and what is in it."""
+
+    offset: int  # of the header, in the file
+    index: int
+    sequences: int
+    tokens: int
+    payload_length: int
+    payload_checksum: int
+
+    @property
+    def payload(self) -> int:
+        """Where the payload begins."""
+        return self.offset + HEADER.size
+
+    @property
+    def end(self) -> int:
+        """Where the next segment begins."""
+        return self.payload + self.payload_length
+
+    def pack(self) -> bytes:
+        """The 40 bytes."""
+        start = HEADER.pack(
+            MAGIC, NORMS, 0, self.index, self.sequences, self.tokens, self.payload_length, self.payload_checksum, 0
+        )[:-4]
+        return start + crc32(start).to_bytes(4, "little")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an array lies within a payload."""
+
+    scale: int  # bytes; log16 only
+    values: int  # bytes
+    shape: tuple[int, int]
+
+
+def read_segment_header(file: memoryview, offset: int) -> SegmentHeader | None:
+    """The header at `offset`; None where there is no whole and undamaged one."""
+    start = file[offset : offset + HEADER.size]
+    if len(start) < HEADER.size:
+        return None
+    magic, kind, _zero, index, sequences, tokens, length, payload_checksum, checksum = HEADER.unpack(start)
+    if (magic, kind) != (MAGIC, NORMS) or crc32(start[:-4]) != checksum:
+        return None
+    return SegmentHeader(offset, index, sequences, tokens, length, payload_checksum)
+
+
+def pack_table(sequences: tuple[StoredSequence, ...]) -> bytes:
+    """The sequence table: its length, then JSON, column by column, padded."""
+    columns = {
+        name: [getattr(sequence, name) for sequence in sequences] for name in ("number", "name", "tokens", "source")
+    }
+    text = json.dumps(columns, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    return _LENGTH.pack(len(text)) + text
+
+
+def unpack_table(payload: memoryview) -> tuple[tuple[StoredSequence, ...], int]:
+    """The sequence table of a payload, and how long it is."""
+    (length,) = _LENGTH.unpack_from(payload)
+    end = _LENGTH.size + length
+    columns = json.loads(bytes(payload[_LENGTH.size : end]))
+    rows = zip(columns["number"], columns["name"], columns["tokens"], columns["source"], strict=True)
+    return tuple(StoredSequence(*row) for row in rows), end
+
+
+def lay_out(header: Header, start: int, sequences: int, tokens: int) -> dict[str, Place]:
+    """Where each array of a payload lies, `start` being where the sequence table ends."""
+    places, position = {}, start
+    quantised = header.encoding == "log16"
+    for name, columns in array_widths(header).items():
+        rows = tokens if name in TOKEN_ARRAYS else sequences
+        values = position + (16 * columns if quantised else 0)
+        places[name] = Place(position, values, (rows, columns))
+        position = aligned(values + rows * columns * (2 if quantised else 4))
+    return places
+
+
+def pack_payload(header: Header, rows: Rows) -> Iterator[bytes | memoryview]:
+    """The parts of a payload, one after the other."""
+    yield pack_table(rows.sequences)
+    for name in array_widths(header):
+        values = np.ascontiguousarray(rows.arrays[name], "<f4")
+        if header.encoding == "log16":
+            scale, codes = encode_log16(values)
+            yield _bytes_of(scale.astype("<f8", copy=False))
+            stored = _bytes_of(codes.astype("<u2", copy=False))
+        else:
+            stored = _bytes_of(values)
+        yield stored
+        yield bytes(aligned(len(stored)) - len(stored))
+
+
+def _bytes_of(array: NDArray[Any]) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
+
+
+def aligned(position: int) -> int:
+    """The next multiple of eight."""
+    return position + -position % ALIGNMENT

@@ -1,0 +1,175 @@
+"""What inputs contribute to the squared norms: of Linear layers and of embeddings."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.linalg import vector_norm
+
+from instruments.errors import ConfigError
+from instruments.gradient_norms import column_squares, gram_matrix
+
+
+def sum_blocks(values_BN: Float[Tensor, "B N"], width: int) -> Float[Tensor, "B n"]:
+    """Sums over blocks of `width` columns; the last block may be narrower."""
+    rest = -values_BN.shape[1] % width
+    padded = torch.nn.functional.pad(values_BN, (0, rest)) if rest else values_BN
+    return padded.reshape(len(padded), -1, width).sum(-1)
+
+
+def token_block_squares(x_BTN: Float[Tensor, "B T N"], width: int) -> Float[Tensor, "B T n"]:
+    """‖x_t[block]‖² in fp32 for every token and block of `width`; the last block may be narrower."""
+    whole = x_BTN.shape[-1] // width * width
+    parts = [x_BTN[..., :whole].unflatten(-1, (-1, width))] if whole else []
+    if whole < x_BTN.shape[-1]:
+        parts.append(x_BTN[..., whole:].unsqueeze(-2))
+    norms = [vector_norm(part, dim=-1, dtype=torch.float32) for part in parts]
+    squares: Tensor = (norms[0] if len(norms) == 1 else torch.cat(norms, dim=-1)).square_()
+    return squares
+
+
+class InputSquares:
+    """Norms and Gram matrix of one input (B, T, I).
+
+    Args:
+        source: the tensor as the module got it, kept so that its memory cannot become another's meanwhile.
+        x_BTI: the same with the samples apart, on the device of the gradients.
+        mask_BT: True at tokens; None where all are.
+        width: of a block.
+    """
+
+    def __init__(self, source: Tensor, x_BTI: Tensor, mask_BT: Tensor | None, width: int) -> None:
+        """Sum the squares; the Gram matrix waits until it is asked for."""
+        self.source, self.x_BTI = source, x_BTI
+        squares_BTi = token_block_squares(x_BTI, width)
+        self.token_squares_BT = squares_BTi.sum(2)
+        if mask_BT is not None:
+            squares_BTi = squares_BTi.masked_fill(~mask_BT.unsqueeze(2), 0)
+        self.block_squares_Bi = squares_BTi.sum(1)
+        self._gram: Tensor | None = None
+
+    def gram(self) -> Tensor:
+        """XXᵀ of every sample, fp32."""
+        if self._gram is None:
+            self._gram = gram_matrix(self.x_BTI)
+        return self._gram
+
+    def is_of(self, other: Tensor) -> bool:
+        """Whether `other` is the very same memory read in the same way."""
+        mine = self.source
+        return (
+            mine.data_ptr() == other.data_ptr()
+            and mine.shape == other.shape
+            and mine.stride() == other.stride()
+            and mine.dtype == other.dtype
+            and mine.device == other.device
+        )
+
+
+def split_samples(tensor: Tensor, samples: int, length: int, name: str) -> Tensor:
+    """(B, T, N) from what a module was given: that, or the tokens of all samples in one row.
+
+    Raises:
+        ConfigError: the samples cannot be told apart.
+    """
+    if tensor.ndim == 3 and tensor.shape[0] == samples and tensor.shape[1] <= length:
+        return tensor
+    if tensor.ndim == 2 and tensor.shape[0] == samples * length:
+        return tensor.view(samples, length, -1)
+    raise ConfigError(
+        f"{name} was given a tensor of shape {tuple(tensor.shape)}; expected {samples} samples of {length} positions",
+        where="ParameterTensorScanner",
+        do="leave it out: patterns=[...]",
+    )
+
+
+def last_positions(mask_BT: Tensor | None, length: int, device: torch.device) -> Tensor | None:
+    """The mask of a module that saw the last `length` positions only, as the output embedding may."""
+    return None if mask_BT is None else mask_BT[:, -length:].to(device, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class HeadPart:
+    """What the output embedding contributes, kept until the backward pass reaches the input."""
+
+    x_BSD: Tensor  # its input; S may be less than T
+    at_inputs_BTS: Tensor  # G[s, id_t]: gradient of the logits at the tokens that were looked up
+    columns_BD: Tensor  # ‖B[:, d]‖²
+    token_squares_BS: Tensor | None  # ‖g_s‖²·‖x_s‖²
+
+    def to(self, device: torch.device) -> "HeadPart":
+        """The same on another device: of a model spread over several, the embedding may lie apart from the output."""
+        tokens = None if self.token_squares_BS is None else self.token_squares_BS.to(device)
+        return HeadPart(self.x_BSD.to(device), self.at_inputs_BTS.to(device), self.columns_BD.to(device), tokens)
+
+
+def head_part(
+    x_BSD: Float[Tensor, "B S D"],
+    grad_BSV: Float[Tensor, "B S V"],
+    ids_BT: Int[Tensor, "B T"],
+    *,
+    gram: bool,
+    per_token: bool = False,
+) -> HeadPart:
+    """Reduce the gradient of the logits to what the sum of both uses needs."""
+    at_inputs = grad_BSV.gather(2, ids_BT.unsqueeze(1).expand(-1, grad_BSV.shape[1], -1)).mT.float()
+    tokens = None
+    if per_token:
+        tokens = (_norms(grad_BSV) * _norms(x_BSD)).square_()
+    return HeadPart(x_BSD, at_inputs, column_squares(x_BSD, grad_BSV, gram=gram), tokens)
+
+
+def lookup_columns(ids_BT: Int[Tensor, "B T"], delta_BTD: Float[Tensor, "B T D"]) -> Float[Tensor, "B D"]:
+    """‖A[:, d]‖² for every sample: gradients of equal tokens are added before they are squared.
+
+    Sorting brings equal tokens together without asking the device how many different ones there are.
+    """
+    sorted_BT, order_BT = ids_BT.sort(dim=1)
+    row_BT = torch.nn.functional.pad((sorted_BT[:, 1:] != sorted_BT[:, :-1]).long(), (1, 0)).cumsum(1)
+    # Samples one after the other in one tall matrix.
+    row_BT = row_BT + torch.arange(len(row_BT), device=row_BT.device).unsqueeze(1) * row_BT.shape[1]
+    ordered = delta_BTD.gather(1, order_BT.unsqueeze(2).expand_as(delta_BTD)).float()
+    sums = torch.zeros_like(ordered).flatten(0, 1).index_add_(0, row_BT.flatten(), ordered.flatten(0, 1))
+    columns_BD: Tensor = sums.square_().view_as(ordered).sum(1)
+    return columns_BD
+
+
+def embedding_columns(
+    ids_BT: Int[Tensor, "B T"], delta_BTD: Float[Tensor, "B T D"], head: HeadPart | None
+) -> Float[Tensor, "B D"]:
+    """‖∇W[:, d]‖² of the embedding's weight.
+
+    Args:
+        ids_BT: tokens looked up.
+        delta_BTD: gradient of the rows looked up; zero for a token whose row is not trained (padding_idx).
+        head: of the output embedding, where it uses the same weight.
+    Numerics: fp32; a square that rounding leaves below zero counts as zero.
+    """
+    columns_BD = lookup_columns(ids_BT, delta_BTD)
+    if head is None:
+        return columns_BD
+    cross_BD = _sent_back(head).mul_(delta_BTD).sum(1)
+    return columns_BD.add_(head.columns_BD).add_(cross_BD, alpha=2).clamp_min_(0)
+
+
+def embedding_token_squares(delta_BTD: Float[Tensor, "B T D"], head: HeadPart | None) -> Float[Tensor, "B T"]:
+    """‖what position t contributes‖²: δ_t in row id_t and, tied, g_t x_tᵀ; S inputs of the head are the last ones."""
+    squares_BT = _norms(delta_BTD).square_()
+    if head is None or head.token_squares_BS is None:
+        return squares_BT
+    kept = head.token_squares_BS.shape[1]
+    own_BS = head.at_inputs_BTS[:, -kept:].diagonal(dim1=1, dim2=2)
+    cross_BS = own_BS * (head.x_BSD.float() * delta_BTD[:, -kept:]).sum(-1)
+    squares_BT[:, -kept:] += head.token_squares_BS + 2 * cross_BS
+    return squares_BT.clamp_min_(0)
+
+
+def _sent_back(head: HeadPart) -> Tensor:
+    """B_{id_t}, the row of the output embedding's gradient at every token looked up: (B, T, D)."""
+    return head.at_inputs_BTS @ head.x_BSD.float()
+
+
+def _norms(x_BTN: Tensor) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(x_BTN, dim=-1, dtype=torch.float32)
+    return norms

@@ -1,0 +1,170 @@
+"""Watch the weights of a running model: norms of their inputs and of their gradients, by sample and block.
+
+    with ParameterTensorScanner(model) as scanner:
+        for batch in batches:
+            model(**batch).loss.backward()
+            for record in scanner.collect():
+                ...
+
+Nothing the model computes changes: logits, losses, gradients and `generate()` are bit for bit what they are without it.
+Weights may be frozen, training or quantised; checkpointing, autocast and gradient accumulation are the caller's choice.
+A gradient is that of whatever `backward` was called on: a loss divided or scaled gives norms divided or scaled.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from instruments.errors import ConfigError
+from instruments.parameter_scan.module_hooks import ModuleHooks, Passes
+from instruments.parameter_scan.scan_pass import Layout, ScanPass, bind_arguments, read_call
+from instruments.parameter_scan.targets import ScanRecord, Target, WatchedParameter, find_targets
+from instruments.parameter_scan.transfer import to_record
+
+_SCANNED: WeakSet[nn.Module] = WeakSet()
+_PRODUCTS = ("auto", "gram", "direct")
+
+
+class ParameterTensorScanner:
+    """Exact per-sample norms of every watched weight's input and gradient.
+
+    Args:
+        model: whose forward takes input_ids or inputs_embeds, and attention_mask where there is padding.
+        patterns: globs on module names; None for attention and FFN projections and the input embedding.
+        block_width: rows and columns of a block.
+        per_token: also ‖x_t‖ and ‖x_t‖·‖δ_t‖, the norm of what position t contributes to the weight's gradient. That is
+            not the gradient of token t's own loss.
+        gradients: False for forward passes alone, under no_grad or not; gradients are then NaN. True records backward
+            passes, and nothing of a forward pass under no_grad.
+        sink: called with each record at the next forward pass and at exit; without one, records wait for `collect`.
+        product: gram, direct, or auto for the cheaper one; both are exact.
+    Raises:
+        ConfigError: no parameter matches, or (on entering) the model is being scanned already.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        patterns: Sequence[str] | None = None,
+        block_width: int = 64,
+        per_token: bool = False,
+        gradients: bool = True,
+        sink: Callable[[ScanRecord], None] | None = None,
+        product: str = "auto",
+    ) -> None:
+        """Find what to watch; the model is touched only on entering."""
+        if product not in _PRODUCTS:
+            raise ConfigError(
+                f"product={product!r} is none of {', '.join(_PRODUCTS)}",
+                where="ParameterTensorScanner",
+                do="product='auto'",
+            )
+        self._model: nn.Module | None = model
+        self._targets: Sequence[Target] = find_targets(model, patterns, block_width)
+        self.parameters: list[WatchedParameter] = [target.parameter for target in self._targets]
+        self.skipped: list[str] = []  # samples without a supervised token
+        self._layout = Layout.of(self.parameters)
+        self._per_token, self._gradients, self._sink = per_token, gradients, sink
+        self._product, self._passes = product, Passes()
+        self._handles: list[RemovableHandle] = []
+        self._records: list[ScanRecord] = []
+        self._names: Sequence[str] | None = None
+        self._source = ""
+        self._step = 0
+
+    def __enter__(self) -> "ParameterTensorScanner":
+        """Put the hooks on the model."""
+        if self._model is None:
+            raise ConfigError(
+                "this scanner has ended",
+                where="ParameterTensorScanner",
+                do="make a new one: ParameterTensorScanner(model)",
+            )
+        modules = {self._model, *(target.module for target in self._targets)}
+        if modules & set(_SCANNED):
+            raise ConfigError(
+                "the model is being scanned already",
+                where="ParameterTensorScanner",
+                do="leave the first `with` block before the next, or watch all in one: patterns=[...]",
+            )
+        _SCANNED.update(modules)
+        self._handles = [
+            self._model.register_forward_pre_hook(self._begin, with_kwargs=True),
+            self._model.register_forward_hook(self._end, always_call=True),
+            *ModuleHooks(self._targets, self._passes, self._gradients, self._product).install(),
+        ]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Take every hook off; keep what was measured, on the CPU, until it is collected."""
+        for handle in self._handles:
+            handle.remove()
+        _SCANNED.difference_update({self._model, *(target.module for target in self._targets)})
+        self._model, self._targets, self._handles = None, (), []
+        self._passes.close()
+        if kind is None:
+            self._deliver()
+            self._records = self.collect()
+        self._passes.finished.clear()
+
+    def name_samples(self, names: Sequence[str], source: str = "") -> None:
+        """Name the samples of the next forward pass that is recorded, and where they come from."""
+        self._names, self._source = list(names), source
+
+    def collect(self) -> list[ScanRecord]:
+        """Records of every backward pass finished since the last call (with gradients=False: forward pass).
+
+        Raises:
+            NumericsError: a sample's gradients are all zero or not finite; its pass is dropped.
+        """
+        records, self._records = self._records, []
+        while self._passes.finished:
+            record, skipped = to_record(self._passes.finished.popleft(), gradients=self._gradients)
+            self.skipped += skipped
+            if record is not None:
+                records.append(record)
+        return records
+
+    def _deliver(self) -> None:
+        if self._sink is not None:
+            for record in self.collect():
+                self._sink(record)
+
+    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        """Hook before the model's forward."""
+        if self._passes.recomputed():
+            return None  # its modules know the pass
+        self._deliver()
+        self._passes.begin(None)
+        if self._gradients and not torch.is_grad_enabled():
+            return None
+        arguments = bind_arguments(model, args, kwargs)
+        facts = read_call(arguments)
+        self._step += 1
+        names = self._names or [f"step {self._step}, sample {sample + 1}" for sample in range(facts.samples)]
+        if len(names) != facts.samples:
+            raise ConfigError(
+                f"{len(names)} names for {facts.samples} samples", where="scanner.name_samples", do="name every sample"
+            )
+        self._passes.begin(ScanPass(facts, self._layout, names, self._source, self._per_token))
+        self._names, self._source = None, ""
+        return _open_embeds(arguments) if self._gradients else None
+
+    def _end(self, _model: nn.Module, _args: tuple[Any, ...], output: object) -> None:
+        """Hook after the model's forward, also one that failed (output None)."""
+        self._passes.end(output, gradients=self._gradients)
+
+
+def _open_embeds(arguments: Mapping[str, Any]) -> tuple[Any, Any] | None:
+    """With frozen weights nothing leads from the loss to the layers, unless the inputs ask for a gradient."""
+    embeds = arguments.get("inputs_embeds")
+    if not isinstance(embeds, Tensor) or embeds.requires_grad:
+        return None
+    return (), {**arguments, "inputs_embeds": embeds.detach().requires_grad_()}

@@ -1,0 +1,20 @@
+"""Where low precision goes wrong: checks of models, tensors and training code, each usable alone."""
+
+from importlib import import_module
+from typing import Any
+
+# Imported when asked for: static_check needs no torch.
+_PLACES = {
+    "analyze_tensor": "instruments.precision.analyze_tensor",
+    "auto_diff": "instruments.precision.auto_diff",
+    "check_loss_scale": "instruments.training_watch.verdict",
+    "static_check": "instruments.static_check.check",
+    "watch_model": "instruments.training_watch.model_watch",
+}
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - a function
+    """The function of that name."""
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_PLACES[name]), name)

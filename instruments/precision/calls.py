@@ -1,0 +1,114 @@
+"""Every call of every module, told as a model runs."""
+
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Call(NamedTuple):
+    """The n-th call of a module in one pass; `module` is its name, empty for the model itself."""
+
+    module: str
+    number: int
+
+    def __str__(self) -> str:
+        """The name, and the number of a repeated call."""
+        name = self.module or "(model)"
+        return f"{name} (call {self.number + 1})" if self.number else name
+
+
+class Listener(Protocol):
+    """Who is told; `after` in the order in which calls end, so that a module comes behind its parts."""
+
+    def before(self, call: Call, module: nn.Module, arguments: Arguments) -> None:
+        """The module is about to run."""
+
+    def after(self, call: Call, module: nn.Module, output: Any) -> None:  # noqa: ANN401 - whatever it returns
+        """It has run."""
+
+
+@dataclass
+class Ear:
+    """What the hooks of one `listen` share: closed, it hears nothing and counts nothing."""
+
+    counts: Counter[str]
+    open: bool = True
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """For calls that are no part of the pass."""
+        before, self.open = self.open, False
+        try:
+            yield
+        finally:
+            self.open = before
+
+
+@contextmanager
+def listen(
+    model: nn.Module,
+    listener: Listener,
+    *,
+    prefix: str = "",
+    counts: Mapping[str, int] | None = None,
+    only: Container[str] | None = None,
+) -> Iterator[Ear]:
+    """Tell `listener` about the calls of `model` and all its parts; the hooks are gone afterwards.
+
+    Args:
+        model: what runs.
+        listener: who is told.
+        prefix: the name of `model`, where it is itself a part.
+        counts: calls of every module so far.
+        only: names of the modules that count; None: all.
+    """
+    ear = Ear(Counter(counts or {}))
+    named = [(".".join(filter(None, (prefix, name))), module) for name, module in model.named_modules()]
+    heard = [(name, module) for name, module in named if only is None or name in only]
+    handles = [handle for name, module in heard for handle in _hook(module, name, listener, ear)]
+    try:
+        yield ear
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Handle(Protocol):
+    def remove(self) -> None: ...
+
+
+def _hook(module: nn.Module, name: str, listener: Listener, ear: Ear) -> list[_Handle]:
+    running: list[Call] = []  # a module may call itself
+
+    def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if ear.open:
+            running.append(Call(name, ear.counts[name]))
+            ear.counts[name] += 1
+            listener.before(running[-1], module, (args, kwargs))
+
+    def after(_module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any], output: Any) -> None:  # noqa: ANN401
+        if ear.open:
+            listener.after(running.pop(), module, output)
+
+    return [
+        module.register_forward_pre_hook(before, with_kwargs=True),
+        module.register_forward_hook(after, with_kwargs=True),
+    ]
+
+
+def find_tensors(value: Any) -> dict[str, Tensor]:  # noqa: ANN401 - whatever a module returns
+    """The tensors in it by path, such as "[0]" or ".logits"; of a tensor alone, ""."""
+    found, _ = tree_flatten_with_path(value)
+    return {keystr(path): leaf for path, leaf in found if isinstance(leaf, Tensor)}
+
+
+def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:  # noqa: ANN401 - the same kind of thing
+    """The same with every tensor changed."""
+    return tree_map_only(Tensor, change, value)

@@ -1,0 +1,120 @@
+"""Charts of precision: a tensor in several number formats, and the error of every output."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from instruments.precision.analyze_tensor import FIRST_OCTAVE, TensorAnalysis
+from instruments.precision.comparison import SEVERE_L2, WARNING_L2, WARNING_RATIO, Distance, Verdict
+from instruments.precision.findings import Diff, OutputDiff
+from instruments.precision.formats import FORMATS
+
+_COLOURS = {Verdict.OK: "#2b6ca3", Verdict.WARNING: "#d69900", Verdict.SEVERE: "#c62828"}
+_NAMED = 8  # findings whose names fit
+
+
+def draw_diff(diff: Diff, path: Path) -> None:
+    """Write a PNG: above what arrives, below what each module adds; dots coloured by verdict, overflows at the top."""
+    figure = Figure(figsize=(11, 7), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(f"FP32 against {diff.precision} ({diff.mode}): {diff.verdict}")
+    panels = figure.subplots(2, 1, sharex=True)
+    for panel, name in zip(panels, ("propagated", "own"), strict=True):
+        errors = [_error(getattr(output, name)) for output in diff.outputs]
+        floors = [_floor(getattr(output, f"{name}_floor")) for output in diff.outputs]
+        verdicts = [getattr(output, f"{name}_verdict") for output in diff.outputs]
+        known = [value for value in (*errors, *floors) if 0 < value < math.inf] or [WARNING_L2]
+        top, bottom = 3 * max(*known, SEVERE_L2), min(known) / 3
+        places = range(len(diff.outputs))
+        limits = [WARNING_RATIO * floor for floor in floors]
+        panel.fill_between(places, bottom, limits, color="#e4edf5", linewidth=0, label="as the model itself")
+        panel.plot(places, floors, color="#8fb0cc", linewidth=1, label="FP32 off by one unit in the last place")
+        shown = [min(max(error, bottom), top) for error in errors]
+        panel.scatter(places, shown, s=10, c=[_COLOURS[verdict] for verdict in verdicts], label=name, zorder=3)
+        panel.set_yscale("log")
+        panel.set_ylim(bottom, 1.3 * top)
+        panel.set_ylabel(f"{name} error (normalised L2)")
+        panel.legend(fontsize=8, loc="lower right")
+    _name_findings(panels[1], diff.outputs)
+    panels[1].set_xlabel("outputs, in the order of execution")
+    figure.savefig(path, format="png", metadata={"Software": None})
+
+
+def _error(distance: Distance | None) -> float:
+    if distance is None:
+        return math.nan
+    return math.inf if distance.nonfinite else distance.normalised_l2
+
+
+def _floor(floor: float | None) -> float:
+    return floor if floor is not None and math.isfinite(floor) else math.nan
+
+
+def _name_findings(panel: Axes, outputs: Sequence[OutputDiff]) -> None:
+    found = [place for place, output in enumerate(outputs) if output.own_verdict is not Verdict.OK]
+    for place in found[:_NAMED]:
+        panel.axvline(place, color="#cccccc", linewidth=0.8, zorder=0)
+        panel.text(place, panel.get_ylim()[1], outputs[place].name, fontsize=7, rotation=90, va="top", ha="right")
+
+
+_FORMAT_COLOURS = ("#2b6ca3", "#d69900", "#c62828", "#70378f")
+
+
+def draw_tensor(found: TensorAnalysis, path: Path) -> None:
+    """Write a PNG of three panels: sizes beside each format's range, the range of every axis, errors of sums."""
+    figure = Figure(figsize=(12, 3.8), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(f"{found.name} {'×'.join(map(str, found.shape))}", fontsize=10)
+    sizes, ranges, sums = figure.subplots(1, 3).tolist()
+    _draw_sizes(found, sizes)
+    _draw_ranges(found, ranges)
+    _draw_sums(found, sums)
+    figure.savefig(path, format="png", metadata={"Software": None})
+
+
+def _draw_sizes(found: TensorAnalysis, panel: Axes) -> None:
+    places = [FIRST_OCTAVE + k for k, count in enumerate(found.octaves) if count]
+    panel.bar(places, [count for count in found.octaves if count], width=1, align="edge", color="#a9c7e0")
+    panel.set_yscale("log")
+    for number, loss in enumerate(found.losses):
+        target = FORMATS[loss.format]
+        for edge, style in ((target.smallest_normal, "-"), (target.largest, "-"), (target.smallest, ":")):
+            label = f"{loss.format}: {loss.verdict}" if edge == target.largest else None
+            panel.axvline(
+                math.log2(edge), color=_FORMAT_COLOURS[number % 4], linestyle=style, linewidth=1.2, label=label
+            )
+    panel.set_xlabel("log2|x|; dotted: the smallest value", fontsize=8)
+    panel.set_title("sizes beside what each format reaches", fontsize=9)
+    panel.legend(fontsize=7)
+
+
+def _draw_ranges(found: TensorAnalysis, panel: Axes) -> None:
+    for place, axis in enumerate(found.ranges):
+        if axis.smallest:
+            panel.plot([axis.smallest, axis.largest], [place, place], color="#2b6ca3", linewidth=5)
+    panel.set_xscale("log")
+    panel.set_yticks(range(len(found.ranges)), [f"dim {axis.axis}" for axis in found.ranges])
+    panel.set_xlabel("max|x| of the slices, smallest to largest", fontsize=8)
+    panel.set_title("ranges by dimension", fontsize=9)
+
+
+def _draw_sums(found: TensorAnalysis, panel: Axes) -> None:
+    axes = [axis.axis for axis in found.ranges]
+    formats = [loss.format for loss in found.losses]
+    width = 0.8 / max(1, len(formats) + 1)
+    for number, name in enumerate([*formats, "fp32"]):
+        of = name if name in formats else (formats or [""])[0]
+        sums = {loss.axis: loss for loss in found.reductions if loss.format == of}
+        errors = [sums[axis].fp32 if name == "fp32" else sums[axis].one_by_one for axis in axes if axis in sums]
+        shown = [min(max(error, 1e-9), 10.0) for error in errors]
+        places = [place + number * width for place in range(len(shown))]
+        panel.bar(places, shown, width=width, color=[*_FORMAT_COLOURS, "#555555"][number % 5], label=name)
+    panel.set_yscale("log")
+    panel.set_xticks([place + 0.4 for place in range(len(axes))], [f"dim {axis}" for axis in axes])
+    panel.set_ylabel("normalised L2", fontsize=8)
+    panel.set_title("error of a sum, one by one", fontsize=9)
+    panel.legend(fontsize=7)

@@ -1,0 +1,110 @@
+"""The header of a safetensors file: what is inside, without reading it.
+
+Format: 8 bytes little-endian length, that many bytes of JSON ``{name: {dtype, shape, data_offsets}}``, then the data,
+without holes. Source: https://github.com/huggingface/safetensors#format.
+"""
+
+import json
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from instruments.errors import CheckpointError
+
+# The format's own bound; a larger number means the file is something else.
+MAX_HEADER_BYTES = 100_000_000
+
+_METADATA = "__metadata__"
+_RESTORE = "download or copy the file again"
+
+DTYPE_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1,
+    "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
+    "I32": 4, "U32": 4, "F32": 4,
+    "I64": 8, "U64": 8, "F64": 8,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where a tensor lies: `nbytes` from `offset` of the file `path`."""
+
+    path: Path
+    dtype: str  # as the format spells it: BF16, F32 ...
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+def read_header(path: Path) -> dict[str, TensorEntry]:
+    """Every tensor of one file, checked against the file's size.
+
+    Raises:
+        CheckpointError: missing, truncated, or no safetensors file.
+    """
+    size = _size_of(path)
+    header, data_start = _parse(path, size)
+    header.pop(_METADATA, None)
+    try:
+        entries = {name: _entry(path, data_start, spec) for name, spec in header.items()}
+    except (ValueError, KeyError, TypeError) as error:
+        raise _unreadable(path, error) from error
+    _check_layout(path, data_start, size, entries)
+    return entries
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """The free text that a file carries beside its tensors. Raises CheckpointError."""
+    header, _data_start = _parse(path, _size_of(path))
+    return dict(header.get(_METADATA) or {})
+
+
+def _parse(path: Path, size: int) -> tuple[dict[str, Any], int]:
+    """The header, and where the data begins."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+            raise _damaged(path, f"header length {length} does not fit a file of {size} bytes")
+        raw = file.read(length)
+    try:
+        return dict(json.loads(raw.decode())), 8 + length
+    except (ValueError, TypeError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _size_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path.name} is missing", where=str(path), do=_RESTORE) from error
+    except OSError as error:
+        raise CheckpointError(f"cannot open {path.name}: {error.strerror}", where=str(path), do=_RESTORE) from error
+
+
+def _entry(path: Path, data_start: int, spec: dict[str, Any]) -> TensorEntry:
+    begin, end = spec["data_offsets"]
+    shape = tuple(int(side) for side in spec["shape"])
+    nbytes = prod(shape) * DTYPE_BYTES[spec["dtype"]]
+    if end - begin != nbytes:
+        raise ValueError(f"{spec['dtype']} {list(shape)} needs {nbytes} bytes, has {end - begin}")
+    return TensorEntry(path, spec["dtype"], shape, data_start + begin, nbytes)
+
+
+def _check_layout(path: Path, data_start: int, size: int, entries: dict[str, TensorEntry]) -> None:
+    expected = data_start
+    for entry in sorted(entries.values(), key=lambda entry: (entry.offset, entry.nbytes)):
+        if entry.offset != expected:
+            raise _damaged(path, f"hole or overlap at byte {expected}")
+        expected += entry.nbytes
+    if expected != size:
+        kind = "truncated" if size < expected else "too long"
+        raise _damaged(path, f"{kind}: {size} bytes, the header says {expected}")
+
+
+def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    return _damaged(path, f"unreadable header ({type(error).__name__}: {error})")
+
+
+def _damaged(path: Path, detail: str) -> CheckpointError:
+    return CheckpointError(f"{path.name} is damaged: {detail}", where=str(path), do=_RESTORE)

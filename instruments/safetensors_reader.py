@@ -1,0 +1,53 @@
+"""Tensors of safetensors files, read into private memory.
+
+A memory map would count every page touched until the last tensor of a file is dropped, and a file cut short while
+mapped kills the process; here the cost is one tensor and the failure an error.
+"""
+
+from io import BufferedReader
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from instruments.errors import CheckpointError
+from instruments.safetensors_header import TensorEntry
+
+TORCH_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+
+
+class EntryReader:
+    """Reads what headers list; files are opened when they are first needed."""
+
+    def __init__(self) -> None:
+        """No file is open yet."""
+        self._files: dict[Path, BufferedReader] = {}
+
+    def close(self) -> None:
+        """Close the files; reading again opens them again."""
+        while self._files:
+            self._files.popitem()[1].close()
+
+    def read(self, entry: TensorEntry, name: str) -> Tensor:
+        """A private copy on the CPU. Raises CheckpointError: the file was cut short."""
+        data = torch.empty(entry.nbytes, dtype=torch.uint8)
+        if entry.path not in self._files:
+            self._files[entry.path] = entry.path.open("rb")
+        file = self._files[entry.path]
+        file.seek(entry.offset)
+        if file.readinto(data.numpy().data) != entry.nbytes:
+            raise CheckpointError(f"{entry.path.name} was cut short while in use", where=f"{entry.path}, {name}")
+        return data.view(TORCH_DTYPES[entry.dtype]).view(entry.shape)

@@ -1,0 +1,1 @@
+"""Training code, read and not run: where it loses precision."""

@@ -1,0 +1,104 @@
+"""What autocast does to each operation, asked of the installed torch.
+
+The CPU's operations run; those of a device that is not there run on fake tensors, which pass through the same autocast
+kernels and compute nothing.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from instruments.errors import ConfigError
+
+FLOAT32, KEPT, LOWERED, REFUSED = "float32", "kept", "lowered", "refused"
+
+_Operation = Callable[[Tensor], Tensor]
+# By name; each is given a (4, 4) tensor of values between 0 and 1.
+_OPERATIONS: dict[str, _Operation] = {
+    "softmax": lambda x: x.softmax(-1),
+    "log_softmax": lambda x: x.log_softmax(-1),
+    "softmin": lambda x: functional.softmin(x, -1),
+    "logsumexp": lambda x: x.logsumexp(-1),
+    "sum": lambda x: x.sum(),
+    "mean": lambda x: x.mean(),
+    "var": lambda x: x.var(),
+    "std": lambda x: x.std(),
+    "norm": lambda x: x.norm(),
+    "vector_norm": torch.linalg.vector_norm,
+    "prod": lambda x: x.prod(),
+    "cumsum": lambda x: x.cumsum(-1),
+    "cumprod": lambda x: x.cumprod(-1),
+    "pow": lambda x: x.pow(2),
+    "square": torch.square,
+    "exp": torch.exp,
+    "log": torch.log,
+    "rsqrt": torch.rsqrt,
+    "sigmoid": torch.sigmoid,
+    "layer_norm": lambda x: functional.layer_norm(x, (4,)),
+    "binary_cross_entropy": lambda x: functional.binary_cross_entropy(x, x),
+    "binary_cross_entropy_with_logits": lambda x: functional.binary_cross_entropy_with_logits(x, x),
+    "cross_entropy": lambda x: functional.cross_entropy(x, x.argmax(-1)),
+    "nll_loss": lambda x: functional.nll_loss(x, x.argmax(-1)),
+    "mse_loss": lambda x: functional.mse_loss(x, x),
+    "l1_loss": lambda x: functional.l1_loss(x, x),
+    "smooth_l1_loss": lambda x: functional.smooth_l1_loss(x, x),
+    "huber_loss": lambda x: functional.huber_loss(x, x),
+    "kl_div": lambda x: functional.kl_div(x, x, reduction="batchmean"),
+    "linear": lambda x: functional.linear(x, x),
+    "matmul": lambda x: x @ x,
+    "bmm": lambda x: torch.bmm(x.expand(2, 4, 4), x.expand(2, 4, 4)),
+    "einsum": lambda x: torch.einsum("ij,jk->ik", x, x),
+}  # fmt: skip
+
+
+def probe_autocast(device: str) -> dict[str, str]:
+    """What becomes of every operation under autocast on a kind of device.
+
+    Returns:
+        By name: lowered (16-bit of float32 inputs), float32 (of 16-bit inputs), kept (in the type of its inputs),
+        refused (raises).
+    Raises:
+        ConfigError: torch has no autocast for such a device.
+    """
+    if not _has_autocast(device):
+        raise ConfigError(
+            f"torch {torch.__version__} has no autocast for {device!r}", where="device", do="device=cuda, or device=cpu"
+        )
+    low = torch.get_autocast_dtype(device)
+    was = torch.is_autocast_enabled(device)
+    with _presence_of(device), torch.no_grad():
+        # By hand: torch.autocast switches itself off where there is no such device.
+        torch.set_autocast_enabled(device, True)
+        try:
+            return {name: _ask(operation, device, low) for name, operation in _OPERATIONS.items()}
+        finally:
+            torch.set_autocast_enabled(device, was)
+
+
+def _has_autocast(device: str) -> bool:
+    try:
+        return torch.amp.is_autocast_available(device)
+    except RuntimeError:  # torch knows no such device at all
+        return False
+
+
+def _presence_of(device: str) -> AbstractContextManager[object]:
+    if device == "cpu":
+        return nullcontext()
+    from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415 - the only way without a device
+
+    return FakeTensorMode()
+
+
+def _ask(operation: _Operation, device: str, low: torch.dtype) -> str:
+    try:
+        of_low = operation(torch.full((4, 4), 0.5, dtype=low, device=device)).dtype
+        of_full = operation(torch.full((4, 4), 0.5, device=device)).dtype
+    except (RuntimeError, NotImplementedError):
+        return REFUSED
+    if of_low == torch.float32:
+        return FLOAT32
+    return LOWERED if of_full == low else KEPT

@@ -1,0 +1,1 @@
+"""Inputs, weights and gradients of a running model, written to disk."""

@@ -1,0 +1,202 @@
+"""`python -m pipeline.dump show|compare|export FOLDER ...`: what is in a tensor dump."""
+
+import argparse
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from math import prod
+from pathlib import Path
+
+from tabulate import tabulate
+
+from instruments.command_line import check_output, exit_code
+from instruments.errors import ConfigError
+from instruments.tensor_dump.index import Listing, list_dump
+from instruments.tensor_dump.records import STORED, TensorRecord
+
+COLUMNS = ("module", "tensor", "records", "shape", "type", "range", "largest std", "rounding", "suspicious")
+_COMPLAINTS = {
+    "never_fired": "modules never fired",
+    "missing": "modules lack a tensor that was asked for",
+    "zero_gradients": "gradients are zero everywhere",
+    "nonfinite": "tensors hold values that are not finite",
+    "dropped": "tensors were dropped, the memory being full",
+    "lost": "tensors were lost to a disk that failed",
+}
+_SHOWN = 3
+
+
+def summarise(listing: Listing, chosen: Sequence[TensorRecord]) -> str:
+    """Facts, a row for each kind of module and tensor, and what must not be overlooked."""
+    groups: dict[tuple[str, str], list[TensorRecord]] = {}
+    for record in chosen:
+        kind = re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)|(?<=\.)\d+$", "*", record.source.module)
+        groups.setdefault((kind, record.source.tensor), []).append(record)
+    rows = [_row(kind, tensor, records) for (kind, tensor), records in groups.items()]
+    table = tabulate(rows, COLUMNS, disable_numparse=True)
+    facts = tabulate(list(_facts(listing, chosen)), tablefmt="plain", disable_numparse=True)
+    complaints = "".join(f"{line}\n" for line in complaints_of(listing))
+    return f"{facts}\n\n{table}\n" + (f"\n{complaints}" if complaints else "")
+
+
+def complaints_of(listing: Listing) -> Iterator[str]:
+    """Missing files, torn ends, killed processes, and what the manifests say."""
+    if missing := listing.missing_files:
+        yield f"{len(missing)} files that the index names are missing: {_some(missing)}"
+    if listing.torn:
+        yield f"{listing.torn} bytes at the end of an index were left by a killed process, and are not read"
+    manifests = listing.manifests()
+    killed = [rank for index in listing.indices if (rank := int(index.header["rank"])) not in manifests]
+    if killed:
+        yield f"ranks {_some(map(str, killed))} did not end their dump: what is listed is whole, more was to come"
+    for rank, manifest in sorted(manifests.items()):
+        for field, words in _COMPLAINTS.items():
+            if found := manifest[field]:
+                count, names = (found, "") if isinstance(found, int) else (len(found), f": {_some(found)}")
+                yield f"rank {rank}: {count} {words}{names}"
+
+
+def _facts(listing: Listing, chosen: Sequence[TensorRecord]) -> Iterator[tuple[str, str]]:
+    sources = [record.source for record in chosen]
+    steps = sorted({source.step for source in sources})
+    stored = {(record.file, record.key): record for record in chosen if record.status == STORED}
+    size = sum(prod(record.shape) * _BYTES.get(record.dtype, 4) for record in stored.values())
+    labels = {record.label for record in chosen if record.label is not None}
+    yield "folder", str(listing.folder)
+    yield (
+        "records",
+        f"{len(chosen):,} of {len(listing.records):,}, {len({source.module for source in sources})} modules",
+    )
+    yield "processes", ", ".join(str(index.header["rank"]) for index in listing.indices)
+    yield "steps", f"{len(steps)}, {steps[0]} to {steps[-1]}"
+    yield "tensors", f"{len(stored):,} of {size / 2**20:,.1f} MiB, those that layers share once"
+    if labels:
+        real = sorted({record.quant_type for record in chosen})
+        yield "label", f"{', '.join(sorted(labels))}; really {', '.join(real)}"
+
+
+_BYTES = {"float64": 8, "int64": 8, "bfloat16": 2, "float16": 2, "uint8": 1, "int8": 1, "float8_e4m3fn": 1}
+
+
+def _row(kind: str, tensor: str, records: Sequence[TensorRecord]) -> tuple[str, ...]:
+    found = [record.statistics for record in records if record.statistics is not None]
+    lows = [one.minimum for one in found if one.minimum is not None]
+    highs = [one.maximum for one in found if one.maximum is not None]
+    deviations = [one.std for one in found if one.std is not None]
+    errors = [record.rounding.relative_l2 for record in records if record.rounding is not None]
+    zeros, nonfinite = sum(one.all_zero for one in found), sum(one.nonfinite > 0 for one in found)
+    notes = [f"{zeros} all zero"] * (zeros > 0) + [f"{nonfinite} not finite"] * (nonfinite > 0)
+    notes += [f"{len(records) - len(found)} dropped"] * (len(found) < len(records))
+    shapes = sorted({"×".join(map(str, record.shape)) for record in records})
+    return (
+        kind, tensor, f"{len(records):,}", _some(shapes, " "), _some(sorted({record.quant_type for record in records})),
+        f"{min(lows):.3g} … {max(highs):.3g}" if lows else "–", f"{max(deviations):.3g}" if deviations else "–",
+        f"{max(errors):.2g}" if errors else "", ", ".join(notes),
+    )  # fmt: skip
+
+
+def _some(names: Iterable[str], separator: str = "; ") -> str:
+    names = list(names)
+    more = f"{separator}and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return separator.join(names[:_SHOWN]) + more
+
+
+DIFFERENT = 3
+MOST_PANELS = 12
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Do what the command line says; returns the exit code.
+
+    0 done, 1 a dump cannot be read or a picture not be written, 2 the command line is wrong, 3 the dumps compared are
+    different, 130 interrupted.
+    """
+    wanted = _parser().parse_args(words)
+    return exit_code(lambda: wanted.act(wanted))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m pipeline.dump", description="Look into tensor dumps.")
+    commands = parser.add_subparsers(required=True, metavar="show|compare|export")
+    show = commands.add_parser("show", help="a table by module and tensor; what is missing or suspicious; pictures")
+    show.add_argument("folder", type=Path, help="of the dump")
+    show.add_argument("--module", default="*", metavar="GLOB", help="only these modules")
+    show.add_argument("--tensor", default="*", metavar="GLOB", help="only input, weight, grad_output, query ...")
+    show.add_argument("--step", type=int, help="only this step")
+    show.add_argument("--rounded", action="store_true", help="the copies rounded into another number format")
+    show.add_argument("--list", action="store_true", help="one line a tensor, by name")
+    show.add_argument("--histogram", type=Path, metavar="OUT", help="draw how the values are spread, as a PNG")
+    show.add_argument("--channels", type=Path, metavar="OUT", help="draw the range of every channel, as a PNG")
+    show.set_defaults(act=_show)
+    compare = commands.add_parser("compare", help="two dumps of the same model: where they part")
+    compare.add_argument("first", type=Path)
+    compare.add_argument("second", type=Path)
+    compare.add_argument(
+        "--tolerance", type=float, default=0.0, help="relative distance that counts (default: any bit)"
+    )
+    compare.set_defaults(act=_compare)
+    export = commands.add_parser("export", help="one .pt file for each tensor")
+    export.add_argument("folder", type=Path)
+    export.add_argument("out", type=Path)
+    export.set_defaults(act=_export)
+    return parser
+
+
+def _show(wanted: argparse.Namespace) -> int:
+    for out in filter(None, (wanted.histogram, wanted.channels)):
+        check_output(out)
+    listing = list_dump(wanted.folder)
+    step = {} if wanted.step is None else {"step": wanted.step}
+    chosen = listing.select(rounded=wanted.rounded, module=wanted.module, tensor=wanted.tensor, **step)
+    if not chosen:
+        raise ConfigError(
+            f"none of {len(listing.records)} records fits",
+            where=f"--module {wanted.module} --tensor {wanted.tensor} --step {wanted.step}",
+            do=f"python -m pipeline.dump show {wanted.folder} --list",
+        )
+    sys.stdout.write("".join(f"{record.name}\n" for record in chosen) if wanted.list else summarise(listing, chosen))
+    for out, kind in ((wanted.histogram, "histograms"), (wanted.channels, "channels")):
+        if out:
+            _draw(listing, chosen, out, kind)
+    sys.stdout.flush()
+    return 0
+
+
+def _draw(listing: Listing, chosen: Sequence[TensorRecord], out: Path, kind: str) -> None:
+    from instruments.tensor_dump.plot import draw_channels, draw_histograms  # noqa: PLC0415
+    from instruments.tensor_dump.reader import DumpReader  # noqa: PLC0415 - the table alone needs neither torch nor matplotlib
+
+    # Layers that share an input share the picture.
+    stored = [*{(record.file, record.key): record for record in reversed(chosen) if record.status == STORED}.values()][
+        ::-1
+    ]
+    shown = stored[:MOST_PANELS]
+    with DumpReader(listing.folder) as reader:
+        tensors = [(f"{record.source.module}\n{record.source.tensor}", reader.load(record)) for record in shown]
+    if not tensors:
+        raise ConfigError("no tensor to draw: only statistics were kept", where=str(out), do="dump with keep=tensors")
+    (draw_channels if kind == "channels" else draw_histograms)(tensors, out)
+    rest = f", the first {len(shown)} of {len(stored)}: --module, --tensor and --step choose" * (
+        len(stored) > len(shown)
+    )
+    sys.stdout.write(f"\n{out}{rest}\n")
+
+
+def _compare(wanted: argparse.Namespace) -> int:
+    from instruments.tensor_dump.comparison import compare_folders  # noqa: PLC0415 - it reads tensors, with torch
+
+    equal, text = compare_folders(wanted.first, wanted.second, wanted.tolerance)
+    sys.stdout.write(text)
+    return 0 if equal else DIFFERENT
+
+
+def _export(wanted: argparse.Namespace) -> int:
+    from instruments.tensor_dump.reader import DumpReader, export_pt  # noqa: PLC0415 - torch, for this command alone
+
+    with DumpReader(wanted.folder) as reader:
+        sys.stdout.write(f"{wanted.out}: {export_pt(reader, wanted.out)} files\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""Linear layers, attention of transformers, and their weights under tensor parallelism."""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import AttentionInterface
+
+from instruments.tensor_dump.config import ATTENTION, LINEAR
+from instruments.tensor_dump.recorder import Call, Recorder
+from instruments.tensor_dump.watched import Part, Watched, layer_of
+
+_HEADS, _TOKENS = 1, 2  # of (batch, heads, tokens, head_dim)
+TENSOR_PARALLEL = "tp"
+
+
+def find_mesh_coordinates(roots: Sequence[nn.Module]) -> dict[str, tuple[int, int]]:
+    """This process's place along every axis of the meshes that weights are spread over; {} where none is."""
+    return {
+        name: (mesh.get_local_rank(axis), mesh.size(axis))
+        for root in roots
+        for weight in root.parameters()
+        if _is_sharded(weight)
+        for mesh in [weight.device_mesh]  # type: ignore[attr-defined]
+        for axis, name in enumerate(mesh.mesh_dim_names or (TENSOR_PARALLEL,))
+    }
+
+
+def take_local(weight: Tensor) -> tuple[Tensor, Part]:
+    """What this process has of a weight, and where that lies in the whole."""
+    if not _is_sharded(weight):
+        return weight, Part.whole(weight, None)
+    sharded: Any = weight
+    offset = [0] * weight.ndim
+    for axis, placement in enumerate(sharded.placements):
+        if placement.is_shard():
+            chunk = -(-weight.shape[placement.dim] // sharded.device_mesh.size(axis))
+            begin = sharded.device_mesh.get_local_rank(axis) * chunk
+            offset[placement.dim] = min(begin, weight.shape[placement.dim])
+    return sharded.to_local(), Part(tuple(weight.shape), tuple(offset), None)
+
+
+def part_of_features(tensor: Tensor, module: nn.Linear, axis: int, token_axis: int | None) -> Part:
+    """Of a layer's output (`axis` 0 of the weight) or input (1): a part of the features, or all of them."""
+    width = (module.out_features, module.in_features)[axis]
+    if not _is_sharded(module.weight) or tensor.shape[-1] == width:
+        return Part.whole(tensor, token_axis)
+    begin = take_local(module.weight)[1].offset[axis]
+    return Part((*tensor.shape[:-1], width), (*[0] * (tensor.ndim - 1), begin), token_axis)
+
+
+def part_of_heads(tensor: Tensor, module: nn.Module, name: str) -> Part:
+    """Of a query, key or value: the heads that a process has."""
+    config = getattr(module, "config", None)
+    heads = getattr(config, "num_attention_heads" if name == "query" else "num_key_value_heads", None)
+    place = find_mesh_coordinates([module]).get(TENSOR_PARALLEL)
+    if place is None or heads is None or tensor.shape[_HEADS] == heads:
+        return Part.whole(tensor, _TOKENS)
+    return Part.of_axis(tensor, _HEADS, *place, _TOKENS)
+
+
+def _is_sharded(weight: Tensor) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")  # nobody has a DTensor who did not import it
+    return module is not None and isinstance(weight, module.DTensor)
+
+
+def find_linears(root: nn.Module, prefix: str) -> Iterator[Watched]:
+    """Every nn.Linear, those of bitsandbytes and PEFT among them."""
+    for name, module in root.named_modules(prefix=prefix):
+        if isinstance(module, nn.Linear):
+            yield Watched(name, module, LINEAR, layer_of(name))
+
+
+def watch_linear(watched: Watched, recorder: Recorder) -> list[RemovableHandle]:
+    """Hooks that give the input and the weight before the layer runs, and the gradient of what it gives."""
+    calls: list[Call] = []  # of the layer that is running: one, or none
+
+    def before(module: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.clear()
+        inputs: Tensor = args[0] if args else kwargs["input"]
+        call = recorder.begin_call(watched, inputs)
+        if call is None:
+            return
+        calls.append(call)
+        recorder.take(call, "input", inputs, part_of_features(inputs, module, 1, token_axis(inputs)))
+        recorder.take(call, "weight", *take_local(module.weight))
+
+    def after(module: nn.Linear, _args: tuple[Any, ...], output: Tensor) -> None:
+        if calls:
+            part = part_of_features(output, module, 0, token_axis(output))
+            recorder.take_gradient(calls.pop(), "grad_output", output, part)
+
+    module = watched.module
+    return [module.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after)]
+
+
+def token_axis(tensor: Tensor) -> int | None:
+    """The axis before the last, of (batch, tokens, features) and (tokens, features) alike."""
+    return tensor.ndim - 2 if tensor.ndim >= 2 else None
+
+
+Kernel = Callable[..., Any]
+_LOOK_UP = "get_interface"
+
+_watchers: dict[nn.Module, tuple[Watched, Recorder]] = {}
+_original: list[Kernel] = []
+
+
+def find_attentions(root: nn.Module, prefix: str) -> Iterator[Watched]:
+    """Every module whose forward pass asks the interface for its kernel."""
+    for name, module in root.named_modules(prefix=prefix):
+        if _asks_for_kernel(type(module)):
+            yield Watched(name, module, ATTENTION, layer_of(name))
+
+
+def _asks_for_kernel(kind: type[nn.Module]) -> bool:
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    return code is not None and _LOOK_UP in code.co_names
+
+
+class AttentionWatch:
+    """A watched attention layer, until `remove` is called."""
+
+    def __init__(self, watched: Watched, recorder: Recorder) -> None:
+        """Look at its kernel's arguments from now on."""
+        if not _watchers:
+            _original.append(getattr(AttentionInterface, _LOOK_UP))
+            setattr(AttentionInterface, _LOOK_UP, _give_watched)
+        self._module = watched.module
+        _watchers[self._module] = (watched, recorder)
+
+    def remove(self) -> None:
+        """Leave the interface as it was, once nothing is watched."""
+        if _watchers.pop(self._module, None) is not None and not _watchers:
+            setattr(AttentionInterface, _LOOK_UP, _original.pop())
+
+
+def _give_watched(interface: AttentionInterface, name: str, default: Kernel) -> Kernel:
+    return partial(_run_watched, _original[0](interface, name, default))
+
+
+def _run_watched(
+    kernel: Kernel,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *args: Any,  # noqa: ANN401 - what a kernel takes is its own affair
+    **kwargs: Any,  # noqa: ANN401
+) -> Any:  # noqa: ANN401
+    watched, recorder = _watchers.get(module, (None, None))
+    call = recorder.begin_call(watched, query) if watched and recorder else None
+    if call and recorder:
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            part = part_of_heads(tensor, module, name)
+            recorder.take(call, name, tensor, part)
+            recorder.take_gradient(call, f"grad_{name}", tensor, part)
+    return kernel(module, query, key, value, *args, **kwargs)

@@ -1,0 +1,248 @@
+"""What the hooks speak to: which step and microbatch it is, and what is to become of a tensor."""
+
+from collections import Counter, defaultdict, deque
+from dataclasses import dataclass
+from functools import partial
+from threading import Lock
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import TensorWeakRef
+
+from instruments.autograd import in_backward
+from instruments.tensor_dump.capture import Capture, Facts, Held
+from instruments.tensor_dump.config import BACKWARD, FORWARD, DumpConfig
+from instruments.tensor_dump.host_memory import HostRing, Slot, copy_to_slot
+from instruments.tensor_dump.records import DROPPED, STATISTICS, STORED, Placement, Source, now
+from instruments.tensor_dump.statistics import exact_moments, measure
+from instruments.tensor_dump.watched import Part, Watched, keep_tokens
+from instruments.tensor_dump.writer import DumpWriter
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A place in the order of calls."""
+
+    microbatch: int
+    number: int  # among the module's calls in the microbatch
+
+
+class CallOrder:
+    """The calls of one step, in the order of the forward passes."""
+
+    def __init__(self) -> None:
+        """None so far."""
+        self._order: list[tuple[Watched, Turn, TensorWeakRef]] = []
+        self._numbers: Counter[tuple[Watched, int]] = Counter()
+        self._open: defaultdict[Watched, list[int]] = defaultdict(list)  # positions that were not run again yet
+        self._latest = -2  # position that was run again last
+
+    def __bool__(self) -> bool:
+        """Whether anything was called."""
+        return bool(self._order)
+
+    def begin(self, watched: Watched, microbatch: int, first_input: Tensor) -> Turn:
+        """A call in a forward pass."""
+        turn = Turn(microbatch, self._numbers[watched, microbatch])
+        self._numbers[watched, microbatch] += 1
+        self._open[watched].append(len(self._order))
+        self._order.append((watched, turn, TensorWeakRef(first_input)))
+        return turn
+
+    def repeat(self, watched: Watched, first_input: Tensor) -> Turn | None:
+        """A call that is a repetition: of which one; None where none is left.
+
+        A piece that is run again begins with the very tensor of the first time, and goes on in its old order: after
+        the call repeated last comes the next. Where neither helps, older calls come first.
+        """
+        left = self._open[watched]
+        if not left:
+            return None
+        likely = [one for one in left if _is_same(self._order[one][2](), first_input)] or left
+        position = self._latest + 1 if self._latest + 1 in likely else likely[0]
+        left.remove(position)
+        self._latest = position
+        return self._order[position][1]
+
+
+def _is_same(kept: Tensor | None, tensor: Tensor) -> bool:
+    """Whether both are the same memory; as long as the first lives, nothing else can be there."""
+    return kept is not None and kept.data_ptr() == tensor.data_ptr() and kept.shape == tensor.shape
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a watched module."""
+
+    watched: Watched
+    step: int
+    turn: Turn
+    recompute: bool
+
+
+@dataclass(frozen=True, eq=False)
+class _Seen:
+    """A tensor that was captured in this step, while it lives."""
+
+    tensor: TensorWeakRef
+    version: int
+    placement: Placement
+    held: Held
+
+
+class Recorder:
+    """Turns what hooks see into captures. Hooks may run in several threads of the autograd engine."""
+
+    def __init__(self, config: DumpConfig, writer: DumpWriter, ring: HostRing, *, rank: int, world: int) -> None:
+        """`writer` gets the captures; `ring` is where their bytes wait."""
+        self._config, self._writer, self._ring = config, writer, ring
+        self._rank, self._world = rank, world
+        self._lock = Lock()
+        self._captured = 0
+        self.dumped_steps = 0  # that were on the schedule
+        self._open = True
+        self._kept: deque[list[Capture]] = deque([[]])  # of the last steps; only with last_steps
+        self._begin_step(0)
+
+    def begin_microbatch(self, chunk: int) -> None:
+        """The model's forward pass begins."""
+        if not in_backward():
+            self._microbatches[chunk] += 1
+
+    def begin_call(self, watched: Watched, first_input: Tensor) -> Call | None:
+        """A watched module is called; None where nothing of it is wanted."""
+        if not (self._active and self._open):
+            return None
+        microbatch = max(self._microbatches[watched.chunk] - 1, 0)
+        if in_backward():
+            turn = self._calls.repeat(watched, first_input) or Turn(microbatch, 0)
+            return Call(watched, self._step, turn, recompute=True)
+        return Call(watched, self._step, self._calls.begin(watched, microbatch, first_input), recompute=False)
+
+    def take(self, call: Call, tensor_name: str, tensor: Tensor, part: Part, direction: str = FORWARD) -> None:
+        """Keep a tensor as it is now."""
+        if tensor_name not in self._config.tensors or not self._open or tensor.is_meta:
+            return
+        if call.recompute and direction == FORWARD and not self._config.recomputed:
+            return
+        watched = call.watched
+        source = Source(
+            call.step, call.turn.microbatch, call.turn.number, direction, call.recompute,
+            watched.name, watched.layer, watched.layer_type, tensor_name,
+        )  # fmt: skip
+        with self._lock, torch.no_grad():
+            kept, placement = keep_tokens(tensor.detach(), part, self._config)
+            held = self._recall(tensor, placement) or self._hold(kept)
+            if held.status != DROPPED:
+                self._remember(tensor, placement, held)
+            counter = self._captured * self._world + self._rank
+            self._captured += 1
+            self._deliver(Capture(counter, now(), source, placement, Facts.of(tensor, kept), held))
+
+    def take_gradient(self, call: Call, tensor_name: str, tensor: Tensor, part: Part) -> None:
+        """Keep the gradient of a tensor, once it is known; a tensor that asks for none has none."""
+        if tensor_name in self._config.tensors and tensor.requires_grad:
+            tensor.register_hook(partial(self._on_gradient, call, tensor_name, part))
+
+    def end_step(self, *, finite: bool) -> None:
+        """The next step begins; with last_steps, what was kept is written where the loss was not finite."""
+        if self._config.last_steps is not None:
+            if not finite:
+                self._write_kept()
+            self._kept.append([])
+            while len(self._kept) > self._config.last_steps:
+                self._forget_oldest()
+        self.dumped_steps += self._active
+        self._begin_step(self._step + 1)
+
+    def close(self) -> None:
+        """Take nothing more; what waits for a loss that is not finite is forgotten."""
+        self.dumped_steps += self._active and bool(self._calls)
+        self._open = False
+        while self._kept:
+            self._forget_oldest()
+
+    def _begin_step(self, number: int) -> None:
+        config = self._config
+        turn, rest = divmod(number - config.first_step, config.every_steps)
+        self._step = number
+        self._microbatches: Counter[int] = Counter()  # chunk → forward passes so far
+        self._active = turn >= 0 and rest == 0 and (config.max_steps is None or turn < config.max_steps)
+        self._calls = CallOrder()
+        self._seen: dict[int, _Seen] = {}
+
+    def _on_gradient(self, call: Call, tensor_name: str, part: Part, gradient: Tensor) -> None:
+        self.take(call, tensor_name, gradient, part, BACKWARD)
+
+    def _recall(self, tensor: Tensor, placement: Placement) -> Held | None:
+        """What was kept of the same tensor, if it has not changed since."""
+        seen = self._seen.get(id(tensor))
+        if seen is None or seen.tensor() is not tensor or seen.version != _version(tensor):
+            return None
+        return seen.held if seen.placement == placement else None
+
+    def _remember(self, tensor: Tensor, placement: Placement, held: Held) -> None:
+        if (version := _version(tensor)) is not None:
+            self._seen[id(tensor)] = _Seen(TensorWeakRef(tensor), version, placement, held)
+
+    def _hold(self, kept: Tensor) -> Held:
+        """Copy or measure, as the settings and the room ask for."""
+        if self._config.keep == "statistics":
+            return self._measure(kept)
+        slot = self._find_room(kept.nbytes)
+        if slot is not None:
+            data, wait = copy_to_slot(kept, slot)
+            return Held(STORED, data, slot, wait)
+        return Held.dropped() if self._config.when_full == "drop" else self._measure(kept)
+
+    def _measure(self, kept: Tensor) -> Held:
+        if not kept.is_cuda:
+            return Held.measured(measure(kept))
+        moments = exact_moments(kept)
+        slot = self._find_room(moments.nbytes)
+        if slot is None:
+            return Held.dropped()
+        data, wait = copy_to_slot(moments, slot)
+        return Held(STATISTICS, data, slot, wait)
+
+    def _find_room(self, size: int) -> Slot | None:
+        """Memory for so many bytes, or None where the settings say not to wait for it."""
+        if size > self._ring.capacity:
+            return None
+        slot = self._ring.reserve(size)
+        while slot is None and self._config.last_steps is not None and len(self._kept) > 1:
+            self._forget_oldest()
+            slot = self._ring.reserve(size)
+        if slot is None and self._config.last_steps is None and self._config.when_full == "block":
+            self._writer.flush()  # or the writer might wait for more, before it frees anything
+            return self._ring.wait(size)
+        return slot
+
+    def _deliver(self, capture: Capture) -> None:
+        if self._config.last_steps is None:
+            self._writer.put(capture)
+        else:
+            self._kept[-1].append(capture)
+
+    def _write_kept(self) -> None:
+        for captures in self._kept:
+            for capture in captures:
+                self._writer.put(capture)
+            captures.clear()
+
+    def _forget_oldest(self) -> None:
+        for capture in self._kept.popleft():
+            if capture.held.slot is not None:
+                if capture.held.wait is not None:
+                    capture.held.wait()
+                self._ring.release(capture.held.slot)
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def watch_microbatches(root: nn.Module, chunk: int, recorder: Recorder) -> RemovableHandle:
+    """Count the forward passes of a model, or of a chunk of one."""
+    return root.register_forward_pre_hook(lambda _module, _args: recorder.begin_microbatch(chunk))

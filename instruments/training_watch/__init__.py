@@ -1,0 +1,1 @@
+"""Gradients, outputs and loss scale of a training, judged step by step."""

@@ -1,0 +1,67 @@
+"""`python -m pipeline.watch_log FILE --plot OUT`: what a monitored training did, step by step."""
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from instruments.command_line import check_output, exit_code
+from instruments.errors import ContractError
+from instruments.training_watch.findings import read_step_log
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Do what the command line says; returns the exit code.
+
+    0 done, 1 the file is no such log, 2 the command line is wrong, 130 interrupted.
+    """
+    parser = argparse.ArgumentParser(prog="python -m pipeline.watch_log", description=__doc__)
+    parser.add_argument("file", type=Path, help="log of watch_model, or metrics.jsonl of stage=train")
+    parser.add_argument(
+        "--plot", type=Path, metavar="OUT", help="draw loss, gradient norm and loss scale, as PNG or SVG"
+    )
+    wanted = parser.parse_args(words)
+    return exit_code(lambda: _run(wanted))
+
+
+def _run(wanted: argparse.Namespace) -> None:
+    if wanted.plot:
+        check_output(wanted.plot)
+    lines = read_lines(wanted.file)
+    sys.stdout.write(describe(lines))
+    if wanted.plot:
+        from instruments.training_watch.plot import draw_training_steps  # noqa: PLC0415 - matplotlib takes a second to load
+
+        draw_training_steps(lines, wanted.plot)
+        sys.stdout.write(f"{wanted.plot}\n")
+    sys.stdout.flush()
+
+
+def read_lines(path: Path) -> list[Mapping[str, Any]]:
+    """All lines of the log. Raises ContractError."""
+    try:
+        lines: list[Mapping[str, Any]] = [*read_step_log(path)]
+    except (OSError, ValueError) as error:
+        raise ContractError(f"cannot be read: {error}", where=str(path), do="name a log of watch_model") from error
+    if not any(isinstance(line, dict) and {"loss", "gradient_norm"} & line.keys() for line in lines):
+        raise ContractError("holds neither losses nor gradient norms", where=str(path), do="name a log of watch_model")
+    return lines
+
+
+def describe(lines: Sequence[Mapping[str, Any]]) -> str:
+    """How many steps, and every kind of finding with its first place and words."""
+    found = [(line["step"], one["kind"], one["message"]) for line in lines for one in line.get("anomalies", ())]
+    found += [(line["step"], "warning", words) for line in lines for words in line.get("warnings", ())]
+    counts = Counter(kind for _step, kind, _message in found)
+    first: dict[str, str] = {}
+    for step, kind, message in found:
+        first.setdefault(kind, f"first at step {step}: {message}")
+    steps = {line["step"] for line in lines}
+    head = f"{len(steps):,} steps, {min(steps)} to {max(steps)}; {len(found):,} findings\n"
+    return head + "".join(f"{kind} ({count:,} times), {first[kind]}\n" for kind, count in counts.items())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

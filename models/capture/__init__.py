@@ -1,1 +1,0 @@
-"""Probes that read activations and gradients inside a running model."""

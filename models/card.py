@@ -1,0 +1,162 @@
+"""The model card: what was carved from what, and where it runs."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from models.shape import Shape
+from models.targets.base import MoETarget
+from models.targets.gate_scale import ALIGNMENT, expert_width, gate_kind, is_power_of_two, shared_width
+
+
+@dataclass(frozen=True)
+class CarveFacts:
+    """What a card says."""
+
+    source: str
+    target: MoETarget
+    shape: Shape
+    width: int  # F of the dense FFN
+    layers: int
+    dropped: int  # units in no expert, all layers together
+    most_copies: int  # highest multiplicity of a unit
+    partition: str  # how units were grouped
+    router: str
+    projection: str  # what stage=project did, or that it has not run
+    pad_to: int = ALIGNMENT
+
+
+NO_TRAINING = "none: no weights were trained"
+_TRAINING = "| training | {} |"
+
+
+def write_card(folder: Path, facts: CarveFacts) -> None:
+    """Write `folder/README.md`."""
+    (folder / "README.md").write_text(render_card(facts), encoding="utf-8")
+
+
+def copy_card(source: Path, folder: Path, training: str) -> None:
+    """Write the card of a checkpoint that was trained on from that in `source`; `training` says how."""
+    card = (source / "README.md").read_text(encoding="utf-8")
+    card = card.replace(_TRAINING.format(NO_TRAINING), _TRAINING.format(training))
+    (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def render_card(facts: CarveFacts) -> str:
+    """The card as Markdown with the front matter hubs read."""
+    shape = facts.shape
+    remote_code = ", trust_remote_code=True" if facts.target.own else ""
+    runtimes = "\n".join(f"- {line}" for line in suitable_runtimes(facts.target, shape, facts.pad_to))
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [moe, tiny-onn]
+base_model: {facts.source}
+---
+# {facts.source}, carved into experts
+
+A Mixture-of-Experts cut out of the dense model `{facts.source}` with Tiny-ONN.
+
+| | |
+|---|---|
+| architecture | `{facts.target.architecture}` |
+| experts | {_experts(facts)} |
+| always-on neurons | {shape.always_on} |
+| active FFN width | {shape.active_width} of the dense model's {facts.width} ({shape.active_width / facts.width:.0%}) |
+| neurons left out | {facts.dropped} in all layers together |
+| most copies of one neuron | {facts.most_copies} |
+| partition | {facts.partition} |
+| router | {facts.router} |
+| projection | {facts.projection} |
+{_TRAINING.format(NO_TRAINING)}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("path/of/this/folder"{remote_code})
+tokenizer = AutoTokenizer.from_pretrained("path/of/this/folder"{remote_code})
+```
+
+## Where this shape runs
+
+{runtimes}
+"""
+
+
+def _experts(facts: CarveFacts) -> str:
+    shape = facts.shape
+    if shape.pooled:
+        return (
+            f"{shape.experts} of {shape.n} neurons in all, one pool shared by {facts.layers} layers; each layer's "
+            f"router sends a token to {shape.top_k}"
+        )
+    return f"{shape.experts} of {shape.n} neurons in each of {facts.layers} layers, {shape.top_k} per token"
+
+
+# Serving runtimes that know the architecture by name.
+_SERVED = {
+    "qwen3_moe": ("vLLM", "SGLang", "llama.cpp"),
+    "qwen2_moe": ("vLLM", "SGLang", "llama.cpp"),
+    "mixtral": ("vLLM", "SGLang", "llama.cpp"),
+    "glm4_moe": ("vLLM", "SGLang", "llama.cpp"),
+    "flex_olmo": ("vLLM",),
+    "granitemoe": ("vLLM", "SGLang", "llama.cpp"),
+    "granitemoeshared": ("vLLM", "llama.cpp"),
+    "tiny_onn": (),
+}
+
+
+def suitable_runtimes(target: MoETarget, shape: Shape, pad_to: int = ALIGNMENT) -> list[str]:
+    """What is known about the kernels of each runtime and this E, N and target."""
+    width = expert_width(shape, pad_to)
+    lines = [_transformers(target), *_training(target, shape), *_padding(target, shape, pad_to)]
+    served = _SERVED[target.model_type]
+    lines += [_fused_kernels(shape, width, served)] if "vLLM" in served else []
+    lines += [_llama_cpp(width)] if "llama.cpp" in served else []
+    if absent := [name for name in ("vLLM", "SGLang", "llama.cpp") if name not in served]:
+        lines.append(f"{', '.join(absent)}: {'do' if len(absent) > 1 else 'does'} not know this architecture.")
+    return lines
+
+
+def _transformers(target: MoETarget) -> str:
+    if target.own:
+        return (
+            "transformers 4.57 and 5: needs `trust_remote_code=True` (the code lies in this folder), or Tiny-ONN "
+            "installed and `import models.tiny_onn.register`."
+        )
+    return 'transformers 4.57 and 5: loads without remote code; train with `experts_implementation="grouped_mm"`.'
+
+
+def _training(target: MoETarget, shape: Shape) -> list[str]:
+    if shape.top_k > 1 or shape.experts == 1 or gate_kind(target, shape) != "softmax_of_chosen":
+        return []
+    return ["Training: the gate of one chosen expert is always 1 here, so that a router learns from its load alone."]
+
+
+def _padding(target: MoETarget, shape: Shape, pad_to: int) -> list[str]:
+    width, shared = expert_width(shape, pad_to), shared_width(target, shape, pad_to)
+    why = "which grouped kernels want" if pad_to == ALIGNMENT else f"a multiple of {pad_to}"
+    lines = []
+    if width != shape.n:
+        lines.append(f"Experts are padded with zero units to {width}, {why}; the output is the same.")
+    if shared > shape.always_on:
+        lines.append(f"{shape.always_on} always-on neurons are padded with zero units to {shared}.")
+    return lines
+
+
+def _fused_kernels(shape: Shape, width: int, served: tuple[str, ...]) -> str:
+    runtimes = ", ".join(name for name in served if name != "llama.cpp")
+    if is_power_of_two(shape.experts) and width % 128 == 0:
+        return f"{runtimes}: expert count and width suit the fused kernels."
+    wanted = "" if width % 128 == 0 else " (`assemble.pad_to=128` gives that)"
+    return (
+        f"{runtimes}: E = {shape.experts}, N = {width} take a slower path; fast are E a power of two and "
+        f"N % 128 == 0{wanted}."
+    )
+
+
+def _llama_cpp(width: int) -> str:
+    if width % 256:
+        return (
+            f"llama.cpp: K-quants want N % 256 == 0, N is {width}; other formats convert, or use `assemble.pad_to=256`."
+        )
+    return "llama.cpp: N suits the K-quants."

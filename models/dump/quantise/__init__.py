@@ -1,1 +1,0 @@
-"""Number formats under study: tensors rounded into them, in software."""

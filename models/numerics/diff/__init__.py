@@ -1,1 +1,0 @@
-"""FP32 against low precision, module by module."""

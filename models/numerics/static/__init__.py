@@ -1,1 +1,0 @@
-"""Static check: where training code loses precision, found without running it."""

@@ -1,1 +1,0 @@
-"""What a tensor loses in low precision."""

@@ -1,1 +1,0 @@
-"""Runtime monitor: gradients, activations and the loss scale of a model that is being trained."""

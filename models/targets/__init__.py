@@ -1,0 +1,1 @@
+"""MoE architectures that a carve is written as."""

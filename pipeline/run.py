@@ -1,0 +1,295 @@
+"""One carve, from settings to a report."""
+
+import ctypes
+import gc
+import logging
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from instruments.errors import UserError
+from pipeline.artifacts import (
+    MANIFEST,
+    Manifest,
+    Workshop,
+    is_complete,
+    open_workshop,
+    publish,
+    remove_leftovers,
+    verify,
+)
+from pipeline.command import command_line
+from pipeline.disk import explain_os_error, in_mib
+from pipeline.plan import Step, make_plan
+from pipeline.run_folder import RunFolder, render
+from pipeline.settings import Settings
+from pipeline.shape_advice import describe_shape, find_remedy, shape_warnings
+from pipeline.stages_table import ALL
+from pipeline.validate import Checked, validate
+from stages.artifacts.job import Job, Table
+from stages.artifacts.workers import ALONE, Workers, find_workers
+
+STATUS = Path("/proc/self/status")
+CLEAR_REFS = Path("/proc/self/clear_refs")
+
+
+def start_measuring() -> None:
+    """Give back what earlier stages left behind, and start measuring anew.
+
+    Where the system cannot (macOS), the peak stays that of the whole process.
+    """
+    gc.collect()
+    with suppress(AttributeError):  # glibc keeps freed memory for itself until asked
+        ctypes.CDLL(None).malloc_trim(0)
+    with suppress(OSError):
+        CLEAR_REFS.write_text("5")
+
+
+def peak_bytes() -> int:
+    """Highest resident memory since `start_measuring`, in bytes."""
+    if STATUS.exists():
+        line = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+MOST_FILES = 6
+
+
+@dataclass(frozen=True)
+class Next:
+    """What is said after a stage, and the settings of the commands that go on from it."""
+
+    words: str
+    changes: Sequence[dict[str, str]]
+
+
+NEXT = {
+    "scan": Next(
+        "score ranks the neurons; project runs all that is missing up to the checkpoint to use",
+        [{"stage": "score"}, {"stage": "project"}],
+    ),
+    "score": Next("cluster groups the neurons into experts", [{"stage": "cluster"}]),
+    "cluster": Next("extract cuts the experts out of the dense model", [{"stage": "extract"}]),
+    "extract": Next("assemble fits the routers and puts the experts behind them", [{"stage": "assemble"}]),
+    "assemble": Next(
+        "this checkpoint holds the experts as they were cut, for comparison; project aligns them with the dense model "
+        "and writes the checkpoint to use",
+        [{"stage": "project"}],
+    ),
+    "project": Next(
+        "evaluate compares this checkpoint with the dense model, train goes on with continued pretraining",
+        [{"stage": "evaluate"}, {"stage": "train"}],
+    ),
+    "train": Next(
+        "evaluate compares the trained checkpoint with the dense model",
+        [{"stage": "evaluate", "evaluate.checkpoint": "train"}],
+    ),
+}
+
+
+def next_commands(stage: str, overrides: Sequence[str]) -> tuple[str, list[str]]:
+    """What is to be said after a stage, and the commands: the typed settings again, with another stage.
+
+    Nothing where a run ends for good: after an evaluation, and after a look into a model.
+    """
+    if stage not in NEXT:
+        return "", []
+    kept = [word for word in overrides if word.partition("=")[0] != "fresh"]
+    return NEXT[stage].words, [command_line(kept, **changes) for changes in NEXT[stage].changes]
+
+
+def written_files(folder: Path, manifest: Manifest) -> list[str]:
+    """The files of a published result with their sizes, the largest first; the manifest itself is not among them."""
+    files = sorted(manifest.files.items(), key=lambda item: (-item[1].get("size", 0), item[0]))
+    lines = [f"{folder / name} ({in_mib(facts.get('size', 0))})" for name, facts in files[:MOST_FILES]]
+    left = len(files) - len(lines)
+    return [*lines, f"and {left} smaller; {MANIFEST} lists all"] if left else lines
+
+
+log = logging.getLogger(__name__)
+
+NEW_LINE = "\n" + " " * 11  # under the first word after a heading
+CHECKPOINT_STAGES = ("assemble", "project", "train")
+
+
+class Runner:
+    """One run of a plan."""
+
+    def __init__(self, run_folder: RunFolder, overrides: Sequence[str], workers: Workers = ALONE) -> None:
+        """`overrides` are the words of the command line, for remedies that can be pasted."""
+        self.run_folder = run_folder
+        self.overrides = overrides
+        self.workers = workers
+        self.trusted: set[Path] = set()  # published or verified by this process
+
+    def run(self, steps: Sequence[Step], *, alone: bool = False) -> None:
+        """Run what is due; keep the rest. At the end of a stage that was asked for `alone` say how to go on.
+
+        Raises:
+            UserError: a stage failed, or its inputs are damaged. What was published before stays.
+        """
+        for position, step in enumerate(steps):
+            try:
+                self.run_step(step) if step.due else self.keep(step)
+            except KeyboardInterrupt:
+                kept = ", ".join(done.stage.name for done in steps[:position]) or "nothing yet"
+                log.info("\nstopped in %s; kept: %s; the same command goes on from there", step.stage.name, kept)
+                self.leave_page(steps[:position])
+                raise
+            except Exception as error:
+                self.leave_page(steps[:position])
+                where, folder = f"stage={step.stage.name}", step.folder.parent
+                explained = explain_os_error(error, where=where, folder=folder, expected=step.expected_bytes)
+                if explained is None:
+                    raise
+                raise explained from error
+        self.close(steps, alone=alone)
+
+    def keep(self, step: Step) -> None:
+        """Say that a published result is used again, and clean up beside it."""
+        remove_leftovers(step.folder.parent)
+        self.run_folder.record_stage(step.stage.name, step.fingerprint)
+        log.info("%-9s kept from an earlier run: %s", step.stage.name, shown(step.folder))
+
+    def run_step(self, step: Step) -> None:
+        """Run one stage in its workshop and publish the result."""
+        with open_workshop(step.folder, fresh=step.fresh) as workshop:
+            kept = is_complete(step.folder) and not step.fresh  # published by another run since the plan was made
+            if step.stage.shared:
+                self.workers.follow(not kept)
+            if kept:
+                self.keep(step)
+                return
+            self.verify_parents(step)
+            log.info("%-9s running", step.stage.name)
+            start_measuring()
+            start = time.perf_counter()
+            job = Job(step.parents, workshop.out, workshop.scratch, step.fingerprint, self.workers, step.fresh)
+            table = step.stage.run(job, **step.inputs)
+            publish(workshop, fingerprint=step.fingerprint, recipe=step.recipe, table=table)
+        self.trusted.add(step.folder)
+        self.tell(step, table, time.perf_counter() - start)
+
+    def verify_parents(self, step: Step) -> None:
+        """Check the inputs against their manifests, once per run."""
+        for name, folder in step.parents.items():
+            if folder not in self.trusted:
+                verify(folder, remedy=command_line(self.overrides, stage=name, fresh="true"))
+                self.trusted.add(folder)
+
+    def tell(self, step: Step, table: Table, seconds: float) -> None:
+        """Print what a stage found, and add it to the report."""
+        peak = peak_bytes()
+        headline = f"{seconds:.1f} s, peak memory {in_mib(peak)}, {shown(step.folder)}"
+        log.info("\n%s\n\n%-9s done in %s\n", render(table, "simple"), step.stage.name, headline)
+        self.run_folder.append_stage(step.stage.name, headline, table)
+        self.run_folder.record_stage(step.stage.name, step.fingerprint, seconds, peak)
+
+    def close(self, steps: Sequence[Step], *, alone: bool) -> None:
+        """Repeat the table of a last stage that was kept, point at files, checkpoint, report and the next command."""
+        last = steps[-1]
+        remedy = command_line(self.overrides, stage=last.stage.name, fresh="true")
+        manifest = Manifest.read(last.folder, remedy=remedy)
+        if not last.due:
+            table = manifest.table
+            log.info("\n%s\n", render(table, "simple"))
+            self.run_folder.append_stage(last.stage.name, f"kept, {shown(last.folder)}", table)
+        if alone:
+            log.info("files      %s", NEW_LINE.join(written_files(Path(shown(last.folder)), manifest)))
+        checkpoints = [step.folder / "checkpoint" for step in steps if step.stage.name in CHECKPOINT_STAGES]
+        if checkpoints:
+            link = self.run_folder.link_checkpoint(checkpoints[-1])
+            log.info("checkpoint %s\n           %s", shown(checkpoints[-1]), shown(link))
+        log.info("report     %s", shown(self.write_page(last.folder) or self.run_folder.report))
+        words, commands = next_commands(last.stage.name, self.overrides) if alone else ("", [])
+        if words:
+            log.info("next       %s", NEW_LINE.join([words, *commands]))
+
+    def leave_page(self, done: Sequence[Step]) -> None:
+        """The page of a run that ends early, about what it finished."""
+        if done:
+            self.write_page(done[-1].folder)
+
+    def write_page(self, last: Path) -> Path | None:
+        """The page about the result of the last stage; a run is no failure because it cannot be drawn."""
+        try:
+            return self.run_folder.write_page(last)
+        except (UserError, OSError) as error:
+            log.warning("no report.html: %s", error)
+            return None
+
+
+def shown(path: Path) -> str:
+    """A path as short as it can be pasted in the working folder."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def take_part(steps: Sequence[Step], workers: Workers) -> None:
+    """Run this worker's share of every shared step that is due, when the leading process begins it.
+
+    Raises:
+        UserError: the stage failed, or another worker is gone.
+    """
+    for step in steps:
+        if not (step.due and step.stage.shared and workers.follow(None)):
+            continue
+        scratch = Workshop(step.folder).scratch
+        scratch.mkdir(parents=True, exist_ok=True)  # another machine's disk does not have it
+        with TemporaryDirectory() as out:
+            step.stage.run(Job(step.parents, Path(out), scratch, step.fingerprint, workers, step.fresh), **step.inputs)
+
+
+def carve(settings: Settings, folder: Path, overrides: Sequence[str]) -> None:
+    """Validate everything, then run what is due, keeping the record in `folder`.
+
+    Raises:
+        UserError: the settings are wrong, or a stage failed.
+    """
+    checked, workers = validate(settings), find_workers()
+    with workers.connected():
+        steps = agree_on_plan(make_plan(checked), workers)
+        if not workers.leads:
+            take_part(steps, workers)
+            return
+        try:
+            run_folder = RunFolder(folder, settings, overrides)
+        except OSError as error:
+            raise explain_os_error(error, where="start of the run", folder=folder) or error from error
+        with run_folder.logging():
+            introduce(checked)
+            Runner(run_folder, overrides, workers).run(steps, alone=settings.stage != ALL)
+
+
+def agree_on_plan(steps: Sequence[Step], workers: Workers) -> list[Step]:
+    """The leading worker's plan: what another process publishes meanwhile must not send the workers different ways."""
+    due = workers.follow([step.due for step in steps])
+    return [replace(step, due=is_due) for step, is_due in zip(steps, due, strict=True)]
+
+
+def introduce(checked: Checked) -> None:
+    """Say what is carved into what, what that comes to, and what speaks against it."""
+    source = f"{checked.settings.model.label}: {checked.source['num_hidden_layers']} layers of {checked.width} neurons"
+    shape = checked.shape
+    if shape is None:
+        log.info("%s\n", source)
+        return
+    log.info(
+        "%s -> %d experts of %d%s, %d per token, and %d always on",
+        source,
+        shape.experts,
+        shape.n,
+        " in all, shared by every layer" if shape.pooled else "",
+        shape.top_k,
+        shape.always_on,
+    )
+    log.info("%s\n", "\n".join(f"  {line}" for line in describe_shape(checked.request, shape)))
+    if warnings := shape_warnings(checked.request, shape):
+        remedy = find_remedy(checked.request)
+        log.warning("%s\n", "\n".join([*warnings, *([f"  do:    {remedy}"] if remedy else [])]))

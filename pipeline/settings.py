@@ -1,0 +1,124 @@
+"""Every setting there is, typed, and how conf/ and a command line become settings."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from instruments.errors import ConfigError
+from models.config import ModelConfig
+from models.shape import PER_LAYER, TOPOLOGIES
+from pipeline.layout import CONF, REPOSITORY
+from pipeline.stages_table import ALL
+from stages.accumulators.config import StoreConfig
+from stages.assemble.config import AssembleConfig
+from stages.calibration.config import VocabularyConfig
+from stages.cluster.config import ClusterConfig
+from stages.diagnose.config import CHECKS, DiagnoseConfig
+from stages.dump.config import DumpStageConfig
+from stages.evaluate.config import EvaluateConfig
+from stages.extract.config import ExtractConfig
+from stages.project.config import ProjectConfig
+from stages.scan.config import ScanConfig
+from stages.score.config import ScoreConfig
+from stages.text.config import DataConfig
+from stages.train.config import TrainConfig
+
+
+@dataclass
+class Settings:
+    """The dials, and one node per configuration group. conf/config.yaml says what each dial means."""
+
+    stage: str = ALL
+    check: str = field(default=CHECKS[0], metadata={"choices": CHECKS})
+    topology: str = field(default=PER_LAYER, metadata={"choices": TOPOLOGIES})
+    experts: int | None = field(default=MISSING, metadata={"minimum": 1})
+    n: int | None = field(default=MISSING, metadata={"minimum": 1})
+    top_k: int | None = field(default=None, metadata={"minimum": 1})
+    always_on: int | None = field(default=None, metadata={"minimum": 0})
+    active: float = field(default=0.5, metadata={"above": 0, "maximum": 1})
+    seed: int = field(default=0, metadata={"minimum": 0})
+    fresh: bool = False
+    output_dir: str = MISSING
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    vocabulary: VocabularyConfig = field(default_factory=VocabularyConfig)
+    store: StoreConfig = field(default_factory=StoreConfig)
+    scan: ScanConfig = field(default_factory=ScanConfig)
+    score: ScoreConfig = field(default_factory=ScoreConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    extract: ExtractConfig = field(default_factory=ExtractConfig)
+    assemble: AssembleConfig = field(default_factory=AssembleConfig)
+    project: ProjectConfig = field(default_factory=ProjectConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    dump: DumpStageConfig = field(default_factory=DumpStageConfig)
+    diagnose: DiagnoseConfig = field(default_factory=DiagnoseConfig)
+
+
+def register_schema() -> None:
+    """Make the schema known to Hydra as `schema`, and `${repository:}` as the folder of this repository."""
+    ConfigStore.instance().store("schema", node=Settings)
+    OmegaConf.register_new_resolver("repository", lambda: str(REPOSITORY), replace=True)
+
+
+def to_settings(config: DictConfig) -> Settings:
+    """Resolve a composed configuration, once; below this call there are only dataclasses."""
+    settings = OmegaConf.to_object(config)
+    assert isinstance(settings, Settings)
+    return settings
+
+
+def compose(words: Sequence[str]) -> tuple[Settings, Path]:
+    """The settings that the words select, and the folder for the record of this run.
+
+    Raises:
+        ConfigError: the files contradict the schema or each other.
+    """
+    with composition_errors():
+        with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+            config = hydra.compose("config", list(words), return_hydra_config=True)
+        folder = Path(config.hydra.run.dir)
+        with open_dict(config):
+            del config["hydra"]
+        return to_settings(config), folder
+
+
+def run_hydra(task: Callable[[Settings, Path, Sequence[str]], None]) -> None:
+    """Let Hydra read the command line (sweeps with `-m`, `--cfg job`, `--info`) and do the task for each job.
+
+    Raises:
+        ConfigError: the files contradict the schema or each other.
+        UserError: a job failed; all others were still done.
+    """
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors come back to the caller instead of ending the process
+
+    @hydra.main(str(CONF), "config", version_base="1.3")
+    def main(config: DictConfig) -> None:
+        job = HydraConfig.get()
+        task(to_settings(config), Path(job.runtime.output_dir), job.overrides.task)
+
+    with composition_errors():
+        main()
+
+
+@contextmanager
+def composition_errors() -> Iterator[None]:
+    """Turn what Hydra and OmegaConf say about the files under conf/ into a ConfigError."""
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(
+            " ".join(str(error).strip().splitlines()[:2]),  # what Hydra was doing, and what was wrong
+            where=f"the files under {CONF} and the command line",
+            do="python -m pipeline --help lists settings and options",
+        ) from error

@@ -1,0 +1,1 @@
+"""Running sums of a scan: in local files or in Redis."""

@@ -1,0 +1,256 @@
+"""The Redis server that the settings name, and whether it can be trusted with sums."""
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from redis import exceptions as refusals
+
+from instruments.errors import ConfigError, ContractError, UserError
+from stages.accumulators.config import StoreConfig
+
+if TYPE_CHECKING:
+    from redis import Redis
+
+URL, PASSWORD = "TINY_ONN_REDIS_URL", "TINY_ONN_REDIS_PASSWORD"
+# Seconds, and tries with growing waits: three seconds for a server that should be there, a minute for one that was.
+ANSWER_WITHIN, LONGEST_WAIT = 30, 2.0
+OPENING_TRIES, RUNNING_TRIES = 5, 33
+
+logger = logging.getLogger(__name__)
+
+
+def connect(store: StoreConfig) -> tuple["Redis", str]:
+    """A client of the server, checked, and how to call the server in messages.
+
+    Every command may be sent twice: after a lost connection the client tries again, for about a minute.
+
+    Raises:
+        ConfigError: no server is named, its URL is wrong, its settings lose keys, or the package redis is missing.
+        UserError: it cannot be reached or does not let us in.
+    """
+    url = _find_url(store)
+    place = place_of(url)
+    if find_spec("redis") is None:
+        what = "store.kind=redis needs the package redis, which is not installed"
+        raise ConfigError(what, where="setting store.kind", do="pip install -e '.[redis]', or store=local")
+
+    try:
+        with in_words(place):
+            _check_server(url, place)
+        return _client(url, RUNNING_TRIES), place
+    except (TypeError, ValueError) as error:  # an option after the question mark
+        what = f"store.url has an option that the package redis does not know: {error}"
+        raise ConfigError(
+            what, where="setting store.url", do="its options as redis.Redis.from_url describes them"
+        ) from error
+
+
+def check_store(store: StoreConfig) -> None:
+    """Whether the store can be used; to be asked before any weights are loaded.
+
+    Raises:
+        UserError: as `connect`.
+    """
+    if store.kind == "redis":
+        connect(store)[0].close()
+
+
+def place_of(url: str) -> str:
+    """The server in words, without user and password."""
+    parts = urlsplit(url)
+    if parts.scheme == "unix":
+        return f"Redis at {parts.path}"
+    return f"Redis at {parts.hostname or 'localhost'}:{parts.port or 6379}, database {parts.path.strip('/') or 0}"
+
+
+def _find_url(store: StoreConfig) -> str:
+    url = store.url or os.environ.get(URL)
+    if not url:
+        what = "store.kind=redis names no server"
+        raise ConfigError(what, where=f"settings store.url and {URL}", do="store.url=redis://localhost:6379/0")
+    if not _is_address(url):
+        # The URL may hold a password: it is not repeated.
+        what = "store.url is no Redis address"
+        where = "setting store.url" if store.url else f"environment {URL}"
+        raise ConfigError(what, where=where, do="store.url=redis://host:6379/0, rediss://host:6379/0 or unix:///path")
+    return url
+
+
+def _is_address(url: str) -> bool:
+    try:
+        # An open bracket raises, and asking for a port that is no number.
+        parts = urlsplit(url)
+        if parts.scheme == "unix":
+            return bool(parts.path)
+        database = parts.path.strip("/")
+        named = parts.port is not None or bool(parts.hostname)
+        return parts.scheme in {"redis", "rediss"} and named and (not database or database.isdecimal())
+    except ValueError:
+        return False
+
+
+def _client(url: str, tries: int) -> "Redis":
+    from redis import Redis  # noqa: PLC0415 - an extra
+    from redis import exceptions as refusals  # noqa: PLC0415
+    from redis.backoff import ExponentialBackoff  # noqa: PLC0415
+    from redis.retry import Retry  # noqa: PLC0415
+
+    return Redis.from_url(
+        url,
+        password=os.environ.get(PASSWORD),  # one in the URL goes before
+        socket_timeout=ANSWER_WITHIN,
+        socket_connect_timeout=5,
+        health_check_interval=30,
+        retry=Retry(ExponentialBackoff(cap=LONGEST_WAIT, base=0.05), tries),
+        retry_on_error=[refusals.ConnectionError, refusals.TimeoutError, refusals.BusyLoadingError],
+    )
+
+
+def _check_server(url: str, place: str) -> None:
+    from redis import exceptions as refusals  # noqa: PLC0415 - an extra
+
+    # A wrong password is refused at once; only what may mend itself is tried again.
+    try:
+        info = _info(url, 0)
+    except (refusals.AuthenticationError, refusals.AuthorizationError):
+        raise
+    except refusals.BusyLoadingError:
+        logger.info("%s is loading its data", place)
+        info = _info(url, RUNNING_TRIES)
+    except refusals.ConnectionError:
+        info = _info(url, OPENING_TRIES)
+    policy, limit = str(info.get("maxmemory_policy", "noeviction")), int(str(info.get("maxmemory", 0)))
+    if limit and policy.startswith("allkeys"):
+        what = f"the Redis server drops keys when its memory is full (maxmemory-policy {policy}): sums would vanish"
+        raise ConfigError(what, where=place, do="redis-cli config set maxmemory-policy noeviction")
+    if info.get("cluster_enabled"):
+        what = "the Redis server is a cluster: a flush must be one transaction on one server"
+        raise ConfigError(what, where=place, do="store.url= of a single server")
+    if not info.get("aof_enabled"):
+        _warn_of_loss(place)
+
+
+@cache  # once for each server
+def _warn_of_loss(place: str) -> None:
+    what = "%s keeps no append-only file: sums since its last snapshot are scanned again should it stop. %s"
+    logger.warning(what, place, "To mend it: redis-cli config set appendonly yes")
+
+
+def _info(url: str, tries: int) -> dict[str, object]:
+    client = _client(url, tries)
+    try:
+        return dict(client.info())
+    finally:
+        client.close()
+
+
+GO_ON = "then the same command again: it goes on from the last flush"
+
+
+@contextmanager
+def in_words(place: str) -> Iterator[None]:
+    """Turn the client's exceptions into errors for the user.
+
+    Args:
+        place: the server, without its password.
+
+    Raises:
+        UserError: the server cannot be reached or refuses.
+    """
+    try:
+        yield
+    except refusals.RedisError as error:
+        raise _explain(error, place) from error
+
+
+def _explain(error: refusals.RedisError, place: str) -> UserError:
+    explain = next((explain for kind, explain in _KINDS if isinstance(error, kind)), None)
+    if explain:
+        return explain(_first_line(error), place)
+    code, _, rest = _first_line(error).partition(" ")
+    return _CODES.get(code, _refused)(rest if code in _CODES else _first_line(error), place)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _no_login(text: str, place: str) -> UserError:
+    do = "the right password in the environment's TINY_ONN_REDIS_PASSWORD, the user's name in store.url"
+    return UserError(f"the Redis server does not let us in: {text}", where=place, do=do)
+
+
+def _not_allowed(text: str, place: str) -> UserError:
+    do = "a user with +@read +@write +@scripting +info +ping on the keys of store.namespace (ACL SETUSER)"
+    return UserError(f"the Redis server's user may not do this: {text}", where=place, do=do)
+
+
+def _full(_text: str, place: str) -> UserError:
+    do = f"raise its maxmemory (redis-cli config set maxmemory 4gb) or delete old namespaces, {GO_ON}"
+    return UserError("the Redis server's memory is full (maxmemory)", where=place, do=do)
+
+
+def _replica(_text: str, place: str) -> UserError:
+    return UserError("this Redis server is a read-only replica", where=place, do="store.url= of the primary server")
+
+
+def _unreachable(text: str, place: str) -> UserError:
+    do = f"start it (redis-server) or mend store.url, {GO_ON}"
+    return UserError(f"the Redis server cannot be reached: {text}", where=place, do=do)
+
+
+def _wrong_type(text: str, place: str) -> UserError:
+    text, _, key = text.partition(" | key ")
+    return UserError(
+        f"a Redis key under the scan's namespace is of another type: {key or _without_script(text)}",
+        where=place,
+        do=f"delete or rename that key, {GO_ON}; or another store.namespace",
+    )
+
+
+def _without_script(text: str) -> str:
+    return text.partition(" script: ")[0]
+
+
+def _gone(key: str, place: str) -> UserError:
+    return ContractError(
+        f"sums that wait in Redis were deleted by somebody else: {_without_script(key)}",
+        where=place,
+        do="the same command with fresh=true, which starts the scan over",
+    )
+
+
+def _cannot_save(text: str, place: str) -> UserError:
+    do = f"see the server's log (its disk may be full), {GO_ON}"
+    return UserError(f"the Redis server does not take writes: {text}", where=place, do=do)
+
+
+def _refused(text: str, place: str) -> UserError:
+    do = f"see the server's log, {GO_ON}; or another store.namespace"
+    return UserError(f"the Redis server refuses: {text.removeprefix('ERR ')}", where=place, do=do)
+
+
+_Explain = Callable[[str, str], UserError]
+# The first that fits: the client derives errors of login from errors of connection.
+_KINDS: list[tuple[type[Exception], _Explain]] = [
+    (refusals.AuthenticationError, _no_login),
+    (refusals.AuthorizationError, _no_login),
+    (refusals.NoPermissionError, _not_allowed),
+    (refusals.OutOfMemoryError, _full),
+    (refusals.ReadOnlyError, _replica),
+    (refusals.ConnectionError, _unreachable),
+    (refusals.TimeoutError, _unreachable),
+]
+_CODES: dict[str, _Explain] = {
+    "WRONGTYPE": _wrong_type,
+    "GONE": _gone,
+    "OOM": _full,
+    "MISCONF": _cannot_save,
+    "NOAUTH": _no_login,
+}

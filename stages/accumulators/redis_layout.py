@@ -1,0 +1,191 @@
+"""Where the sums of a scan lie in Redis: the keys, the fields, and what the texts of numbers can hold.
+
+A unit's sums are three hashes, one for each projection, `{namespace}param:{weight name}:row:{unit}`: the unit's row of
+gate_proj and up_proj, its column of down_proj. `sum_act` is the sum of |h| over tokens, `count_act` the tokens on which
+the unit is active, `sum_grad_norm` the sum of gradient norms over samples. Divided by the counters `tokens` (the first
+two) and `samples` (the third) of `{namespace}scan:counters` they are averages and the frequency.
+
+HINCRBYFLOAT keeps 17 decimals after the point. An increment below 2^-24 would lose more than 1e-10 of itself, so it
+goes to the field with `_tiny` at its end, counted in units of 2^-128; the sum is field + 2^-128·tiny field.
+"""
+
+import json
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from instruments.errors import NumericsError
+from stages.accumulators.sums import DOMAIN, ScanSums
+
+LAYOUT_VERSION = 2  # 1: the same sums under avg_act, avg_grad_norm and freq_act
+PROJECTIONS = ("gate", "up", "down")
+# Sum of the scan → where it stands. Read from the first place; the others repeat it for readers of single rows.
+FIELDS = {
+    "sum_abs": [("gate", "sum_act"), ("up", "sum_act"), ("down", "sum_act")],
+    "active_count": [("gate", "count_act"), ("up", "count_act"), ("down", "count_act")],
+    "grad_norm_gate": [("gate", "sum_grad_norm")],
+    "grad_norm_up": [("up", "sum_grad_norm")],
+    "grad_norm_down": [("down", "sum_grad_norm")],
+    "sum_sq": [("gate", "sum_sq")],
+    "sum_taylor": [("gate", "sum_taylor")],
+    "max_abs": [("gate", "max_abs")],
+}
+GREATEST = frozenset({"max_abs"})  # not added up
+BITS = "bits_LRf"  # one string for each layer, rows of tokens one after the other
+
+# Layers' weight names: gate, up, down → name.
+WeightNames = Sequence[Mapping[str, str]]
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Names of everything under one namespace."""
+
+    namespace: str
+
+    @property
+    def identity(self) -> str:
+        """What was scanned and by which code, as JSON."""
+        return f"{self.namespace}scan:identity"
+
+    @property
+    def done(self) -> str:
+        """Bitmap of the batches that are in the sums, or in chunks that wait to be added."""
+        return f"{self.namespace}scan:done"
+
+    @property
+    def counters(self) -> str:
+        """Hash of tokens, samples and loss_sum."""
+        return f"{self.namespace}scan:counters"
+
+    @property
+    def pending(self) -> str:
+        """Set of the committed chunks that wait to be added."""
+        return f"{self.namespace}scan:pending"
+
+    def chunk(self, name: str) -> str:
+        """Staged part of a flush; `name` is `{flush}:{number}`."""
+        return f"{self.namespace}scan:staged:{name}"
+
+    def bits(self, layer: int) -> str:
+        """Packed activation bits of the reservoir, one layer."""
+        return f"{self.namespace}scan:bits:{layer}"
+
+    def rows(self, weight: str) -> str:
+        """What the keys of a weight's rows begin with."""
+        return f"{self.namespace}param:{weight}:row:"
+
+    def layer_rows(self, names: Mapping[str, str]) -> list[str]:
+        """The same for the three weights of a layer, in the order of PROJECTIONS."""
+        return [self.rows(names[projection]) for projection in PROJECTIONS]
+
+
+def default_namespace(label: str, fingerprint: str) -> str:
+    """Namespace of a scan that names none."""
+    return f"tiny_onn:{label}:{fingerprint}:"
+
+
+def columns_of(names: Mapping[str, object] | Sequence[str]) -> list[str]:
+    """The (L, F) sums among the tensors of a scan, in the order of chunks' columns.
+
+    Raises:
+        KeyError: one has no place in Redis.
+    """
+    domains = sorted(name for name in names if name.startswith(DOMAIN))
+    if unknown := set(names) - set(FIELDS) - {BITS, *domains}:
+        raise KeyError(f"no place in Redis for {', '.join(sorted(unknown))}")
+    return [*(name for name in FIELDS if name in names), *domains]
+
+
+def places_of(column: str) -> list[tuple[str, str]]:
+    """Where a sum stands; that of a text domain beside sum_taylor, under its own name."""
+    return [("gate", column)] if column.startswith(DOMAIN) else FIELDS[column]
+
+
+def entries_to_add(columns: Sequence[str]) -> list[str | int]:
+    """Script arguments: for every field its projection, name, column and whether it is a maximum."""
+    return [
+        word
+        for projection in PROJECTIONS
+        for number, column in enumerate(columns)
+        for place, field in places_of(column)
+        if place == projection
+        for word in (PROJECTIONS.index(place) + 1, field, number + 1, int(column in GREATEST))
+    ]
+
+
+def entries_to_read(columns: Sequence[str]) -> list[str | int]:
+    """Script arguments: for every column the projection and name of its first field."""
+    places = [places_of(column)[0] for column in columns]
+    return [word for place, field in places for word in (PROJECTIONS.index(place) + 1, field)]
+
+
+def pack_identity(facts: Mapping[str, object], sizes: Mapping[str, Sequence[object]], weights: WeightNames) -> str:
+    """Identity of a scan: its facts, the sizes and number formats of its sums, the names of its weights."""
+    layers = [{projection: names[projection] for projection in PROJECTIONS} for names in weights]
+    content = {"layout": LAYOUT_VERSION, "facts": dict(facts), "sums": dict(sizes), "weights": layers}
+    return json.dumps(content, sort_keys=True)
+
+
+# At most; the server answers nobody else for 20 to 50 ms.
+UNITS_PER_CHUNK, INCREMENTS_PER_CHUNK = 512, 6144
+BYTES_PER_CHUNK = 2**20
+
+
+def pack_chunks(part: ScanSums, columns: Sequence[str], keys: Keys, weights: WeightNames) -> Iterator[bytes]:
+    """The chunks of a part: its units layer by layer, then its bits.
+
+    A chunk of units is `<I4 passed><I4 first unit><I4 C>`, three zero-ended prefixes of keys and rows of C doubles; a
+    chunk of bits is `<I4 0><I4 offset><I4 0>`, the zero-ended key and the bytes to put there. `redis_apply.lua` reads
+    them.
+
+    Raises:
+        NumericsError: a sum is not finite.
+    """
+    _check_finite(part, columns)
+    increments = sum(len(places_of(name)) for name in columns)
+    step = min(UNITS_PER_CHUNK, max(1, INCREMENTS_PER_CHUNK // increments))
+    for layer, names in enumerate(weights):
+        rows_FC = np.stack([part.tensors[name][layer].double().numpy() for name in columns], axis=1, dtype="<f8")
+        prefixes = b"".join(prefix.encode() + b"\0" for prefix in keys.layer_rows(names))
+        for first in range(0, len(rows_FC), step):
+            head = struct.pack("<III", 0, first, len(columns))
+            yield head + prefixes + rows_FC[first : first + step].tobytes()
+    if BITS in part.tensors:
+        yield from _pack_bits(part.tensors[BITS], keys)
+
+
+def unpack_units(answer: bytes, columns: int) -> Tensor:
+    """Rows of doubles as `redis_read.lua` gives them, (units, columns)."""
+    return torch.from_numpy(np.frombuffer(answer, "<f8").astype(np.float64).reshape(-1, columns))
+
+
+def _pack_bits(bits_LRf: Tensor, keys: Keys) -> Iterator[bytes]:
+    """Only tokens that this part has read: zeros would erase what others found."""
+    bytes_each = bits_LRf.shape[2]
+    step = max(1, BYTES_PER_CHUNK // max(1, bytes_each))
+    for begin, end in _runs(bits_LRf.any(2).any(0)):
+        for layer, bits_Rf in enumerate(bits_LRf):
+            for first in range(begin, end, step):
+                content = bits_Rf[first : min(end, first + step)].contiguous().numpy().tobytes()
+                yield struct.pack("<III", 0, first * bytes_each, 0) + keys.bits(layer).encode() + b"\0" + content
+
+
+def _runs(marks_R: Tensor) -> list[tuple[int, int]]:
+    """Begin and end of every run of marked rows."""
+    edges = np.diff(marks_R.numpy().astype(np.int8), prepend=0, append=0)
+    return list(zip(np.flatnonzero(edges == 1).tolist(), np.flatnonzero(edges == -1).tolist(), strict=True))
+
+
+def _check_finite(part: ScanSums, columns: Sequence[str]) -> None:
+    bad = [name for name in columns if not part.tensors[name].isfinite().all()]
+    if bad:
+        raise NumericsError(
+            f"sums that are not finite: {', '.join(bad)}",
+            where=f"stage=scan, batches {min(part.done)} to {max(part.done)}",
+            do="model.dtype=float32 or bfloat16",
+        )

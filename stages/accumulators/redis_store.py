@@ -1,0 +1,180 @@
+"""Running sums in a Redis server that many workers write to, each batch in them once or not at all.
+
+A flush has three steps. Its sums are staged, in chunks that nobody counts yet. One small script commits them: it marks
+the batches as done and the chunks as pending, or refuses when one of the batches is done. Then the chunks are added to
+the hashes, each by a script that also removes it; whoever finds pending chunks of a dead worker adds them. A server
+that forgets its last second forgets it of marks and sums alike.
+"""
+
+import logging
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Event
+
+from instruments.errors import ContractError, UserError
+from stages.accumulators.config import StoreConfig
+from stages.accumulators.redis_connection import connect, in_words
+from stages.accumulators.redis_layout import WeightNames, default_namespace, pack_identity
+from stages.accumulators.redis_namespace import Namespace
+from stages.accumulators.sums import ScanSums, Shapes, empty_sums
+
+COMMIT_TRIES = 5
+READ_TRIES = 5
+# Two, so that the server has the next chunk when it is through with one; not a pipeline, which would keep others out.
+ADDERS = 2
+
+logger = logging.getLogger(__name__)
+
+
+class RedisStore:
+    """The sums of all workers, under one namespace of one server."""
+
+    shared = True
+
+    def __init__(self, namespace: Namespace, *, every: float) -> None:
+        """Go on with what the namespace holds.
+
+        Args:
+            namespace: claimed for this scan.
+            every: seconds between flushes.
+        """
+        self.namespace, self.every = namespace, every
+        self.last = time.monotonic()
+        self.sums = empty_sums(namespace.shapes)
+        # Adding takes the server seconds, in which this process scans on.
+        self.adders = ThreadPoolExecutor(ADDERS, "redis")
+        self.adding: list[Future[None]] = []
+        self.stop = Event()
+
+    def take_up(self) -> None:
+        """Begin to add what dead workers have committed. A live one's is added once all the same."""
+        with in_words(self.namespace.place):
+            self._start_adding(self.namespace.pending())
+
+    def forget(self) -> None:
+        """Not asked of a store that all workers share."""
+
+    def done(self) -> set[int]:
+        """Batches that any worker has flushed."""
+        with in_words(self.namespace.place):
+            return self.namespace.done()
+
+    def due(self) -> bool:
+        """Whether the last flush lies `every` seconds back, and the server is through with it."""
+        return time.monotonic() - self.last >= self.every and all(part.done() for part in self.adding)
+
+    def flush(self) -> None:
+        """Commit what was added, or drop it where another worker has one of its batches.
+
+        Raises:
+            UserError: the server cannot be reached or refuses; nothing is lost on it.
+        """
+        self._wait()
+        if self.sums.done:
+            with in_words(self.namespace.place):
+                names = self._commit(self.sums)
+            self._start_adding(names)
+            self.sums = empty_sums(self.namespace.shapes)
+        self.last = time.monotonic()
+
+    def collect(self) -> ScanSums:
+        """The sums of all workers, dead ones' included.
+
+        Raises:
+            ContractError: other workers flush all the while, so that no reading holds whole flushes only.
+        """
+        self._wait()
+        for _ in range(READ_TRIES):
+            self.take_up()
+            self._wait()
+            with in_words(self.namespace.place):
+                before = self.namespace.done()
+                settled = not self.namespace.pending()
+                sums = self.namespace.read()
+            # A flush committed meanwhile would be among the done batches and not, or not wholly, among the sums.
+            if settled and sums.done == before:
+                return sums
+        raise ContractError(
+            "other workers flush to these sums faster than they can be read",
+            where=self.namespace.place,
+            do="the same command again once their scan has ended, or with a larger store.checkpoint_every",
+        )
+
+    def close(self) -> None:
+        """Let go of the server. Committed sums that are not added yet are left to whoever comes next."""
+        self.stop.set()
+        self.adders.shutdown(wait=True)
+        self.namespace.client.close()
+
+    def _commit(self, part: ScanSums) -> list[str]:
+        """Stage and commit; gives the chunks that are to be added."""
+        flush = uuid.uuid4().hex
+        for _ in range(COMMIT_TRIES):
+            names = self.namespace.stage(flush, part)
+            answer = self.namespace.commit(names, part)
+            if answer == "committed":
+                return names
+            if answer == "refused":
+                logger.info("another worker has some of batches %d to %d", min(part.done), max(part.done))
+                return []
+            # The server has come back without its last seconds, or without anything.
+            self.namespace.claim()
+        raise UserError(
+            f"the Redis server lost what it was sent, {COMMIT_TRIES} times in a row",
+            where=self.namespace.place,
+            do="see its log and its maxmemory, then the same command again",
+        )
+
+    def _start_adding(self, names: Sequence[str]) -> None:
+        self.adding = [self.adders.submit(self._apply, names[first::ADDERS]) for first in range(ADDERS)]
+
+    def _apply(self, names: Sequence[str]) -> None:
+        for name in names:
+            if self.stop.is_set():
+                return
+            self.namespace.apply(name)
+
+    def _wait(self) -> None:
+        adding, self.adding = self.adding, []
+        with in_words(self.namespace.place):
+            for part in adding:
+                part.result()
+
+
+def open_redis_store(
+    store: StoreConfig,
+    shapes: Shapes,
+    *,
+    label: str,
+    identity: Mapping[str, str],
+    weights: WeightNames,
+    fresh: bool = False,
+) -> RedisStore:
+    """The store of a scan, alone or with others that scan the same.
+
+    Args:
+        store: server, namespace and seconds between flushes.
+        shapes: of the sums.
+        label: of the model, part of the default namespace.
+        identity: what must be the same for sums to be added up; `scan` is the fingerprint.
+        weights: for every layer: gate, up, down → name of the weight.
+        fresh: delete first what lies under the namespace. One worker only may ask for this, before all others.
+
+    Raises:
+        ConfigError: the settings name no usable server.
+        ContractError: the namespace holds something else.
+        UserError: the server cannot be reached or does not let us in.
+    """
+    client, place = connect(store)
+    sizes = {name: [list(size), str(kind).removeprefix("torch.")] for name, (size, kind) in shapes.items()}
+    prefix = default_namespace(label, identity["scan"]) if store.namespace is None else store.namespace
+    namespace = Namespace(client, prefix, pack_identity(identity, sizes, weights), place)
+    with in_words(namespace.place):
+        if fresh:
+            namespace.clear()
+        namespace.claim()
+    opened = RedisStore(namespace, every=store.checkpoint_every)
+    opened.take_up()
+    return opened

@@ -1,0 +1,1 @@
+"""What passes between stages, and between the processes of one."""

@@ -1,0 +1,132 @@
+"""extract → assemble, project: the units of every expert, cut out of the dense FFNs, one file a layer.
+
+``layer-00000.safetensors`` holds ``experts.{e}.{gate,up,down}_proj.weight`` shaped like any gated FFN, the same under
+``always_on``, and where each came from: ``….units``, indices in the dense FFN.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from safetensors.torch import save_file
+from torch import Tensor
+
+from instruments.errors import CheckpointError, ContractError
+from instruments.safetensors_header import read_metadata
+from models.checkpoint.reader import ShardReader
+from models.experts import LayerExperts, TinyONNExpert
+from stages.artifacts.tensor_file import pack_tag, unpack_tag
+
+VERSION = 2
+
+_REMEDY = "stage=extract fresh=true"
+_GATE, _UP, _DOWN = "gate_proj.weight", "up_proj.weight", "down_proj.weight"
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Which neuron of the dense FFN each one is."""
+
+    units_EN: Int[Tensor, "E N"]
+    always_on_S: Int[Tensor, "S"]
+
+
+def layer_file(folder: Path, layer: int) -> Path:
+    """The file of one layer."""
+    return folder / f"layer-{layer:05}.safetensors"
+
+
+def save_layer(folder: Path, layer: int, experts: LayerExperts, provenance: Provenance, hidden_act: str) -> int:
+    """Write one layer; returns its bytes."""
+    tensors = _weights(experts)
+    tensors |= _named("units", provenance.units_EN, provenance.always_on_S)
+    metadata = pack_tag(version=VERSION, experts=len(experts.gate_END), hidden_act=hidden_act)
+    path = layer_file(folder, layer)
+    save_file(tensors, path, metadata=metadata)
+    return path.stat().st_size
+
+
+def verify_layer(folder: Path, layer: int, experts: LayerExperts) -> None:
+    """Compare the weights on disk with these, bit for bit. Raises ContractError."""
+    with _opened(folder, layer) as (reader, _tag):
+        for name, tensor in _weights(experts).items():
+            if not torch.equal(_bits(reader.tensor(name)), _bits(tensor)):
+                raise ContractError(
+                    f"{name} on disk differs from the dense weights", where=f"layer {layer}", do=_REMEDY
+                )
+
+
+def _weights(experts: LayerExperts) -> dict[str, Tensor]:
+    return {
+        **_named(_GATE, experts.gate_END, experts.shared_gate_SD),
+        **_named(_UP, experts.up_END, experts.shared_up_SD),
+        **_named(_DOWN, experts.down_EDN, experts.shared_down_DS),
+    }
+
+
+def _named(name: str, per_expert: Tensor, always_on: Tensor) -> dict[str, Tensor]:
+    named = {f"experts.{e}.{name}": tensor.contiguous() for e, tensor in enumerate(per_expert)}
+    return named | {f"always_on.{name}": always_on.contiguous()}
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """As bytes, so that NaN equals itself and -0 does not equal 0."""
+    return tensor.contiguous().view(torch.uint8)
+
+
+def load_layer(folder: Path, layer: int) -> LayerExperts:
+    """All experts of one layer, bit for bit. Raises ContractError."""
+    with _opened(folder, layer) as (reader, tag):
+        stacks = (_stack(reader, tag["experts"], name) for name in (_GATE, _UP, _DOWN))
+        shared = (reader.tensor(f"always_on.{name}") for name in (_GATE, _UP, _DOWN))
+        return LayerExperts(*stacks, *shared)
+
+
+def load_provenance(folder: Path, layer: int) -> Provenance:
+    """Where the neurons of one layer came from. Raises ContractError."""
+    with _opened(folder, layer) as (reader, tag):
+        return Provenance(_stack(reader, tag["experts"], "units"), reader.tensor("always_on.units"))
+
+
+def load_expert(folder: Path, layer: int, expert: int) -> TinyONNExpert:
+    """One expert as a module; nothing else is read. Raises ContractError."""
+    with _opened(folder, layer) as (reader, tag):
+        count = tag["experts"]
+        if not 0 <= expert < count:
+            raise ContractError(
+                f"no expert {expert}: the layer has {count}", where=f"layer {layer}", do=f"an expert of 0..{count - 1}"
+            )
+        gate, up, down = (reader.tensor(f"experts.{expert}.{name}") for name in (_GATE, _UP, _DOWN))
+        return TinyONNExpert.from_tensors(gate, up, down, tag["hidden_act"])
+
+
+def _stack(reader: ShardReader, experts: int, name: str) -> Tensor:
+    """Experts side by side, filled one at a time so that no second copy is held."""
+    if not experts:  # of a pool to which the layer gives none
+        like = reader.tensor(f"always_on.{name}")
+        sizes = list(like.shape)
+        sizes[1 if name == _DOWN else 0] = 0
+        return like.new_empty(0, *sizes)
+    first = reader.tensor(f"experts.0.{name}")
+    stacked = first.new_empty(experts, *first.shape)
+    for e in range(experts):
+        stacked[e] = reader.tensor(f"experts.{e}.{name}")
+    return stacked
+
+
+@contextmanager
+def _opened(folder: Path, layer: int) -> Iterator[tuple[ShardReader, dict[str, Any]]]:
+    path = layer_file(folder, layer)
+    try:
+        tag = unpack_tag(read_metadata(path))
+        if tag.get("version") != VERSION:
+            what = f"expected experts version {VERSION}, found {tag.get('version')}"
+            raise ContractError(what, where=str(path), do=_REMEDY)
+        with ShardReader(path) as reader:
+            yield reader, tag
+    except CheckpointError as error:
+        raise ContractError(f"cannot read experts: {error.what}", where=str(path), do=_REMEDY) from error

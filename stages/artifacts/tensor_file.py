@@ -1,0 +1,89 @@
+"""A dataclass of tensors and plain values as one safetensors file."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from instruments.durable import whole_file
+from instruments.errors import ContractError
+
+_KEY = "tiny_onn"
+
+
+def pack_tag(**values: Any) -> dict[str, str]:  # noqa: ANN401 - anything JSON can say
+    """Metadata for `save_file`."""
+    return {_KEY: json.dumps(values, sort_keys=True)}
+
+
+def unpack_tag(metadata: Mapping[str, str] | None) -> dict[str, Any]:
+    """What `pack_tag` was given; empty for a file without one."""
+    tag: dict[str, Any] = json.loads((metadata or {}).get(_KEY, "{}"))
+    return tag
+
+
+Contract = TypeVar("Contract")
+
+
+def save_contract(contract: Any, path: Path, *, version: int) -> None:  # noqa: ANN401 - any contract dataclass
+    """Write tensor fields as tensors and all other fields as JSON metadata."""
+    tensors: dict[str, torch.Tensor] = {}
+    plain: dict[str, Any] = {}
+    for spec in fields(contract):
+        value = getattr(contract, spec.name)
+        if isinstance(value, torch.Tensor):
+            tensors[spec.name] = value.contiguous()
+        else:
+            plain[spec.name] = value
+    save_file(tensors, path, metadata=pack_tag(contract=type(contract).__name__, version=version, plain=plain))
+
+
+def load_contract(kind: type[Contract], path: Path, *, version: int) -> Contract:
+    """Read what `save_contract` wrote.
+
+    Raises:
+        ContractError: missing, unreadable, of another kind or version, or with other fields.
+    """
+    remedy = "run the stage that writes it again, with fresh=true"
+    try:
+        with safe_open(path, framework="pt") as file:
+            tag = unpack_tag(file.metadata())
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no dict
+    except (OSError, SafetensorError) as error:
+        raise ContractError(f"cannot read {kind.__name__}: {error}", where=str(path), do=remedy) from error
+    found = (tag.get("contract"), tag.get("version"))
+    if found != (kind.__name__, version):
+        wanted = f"{kind.__name__} version {version}"
+        raise ContractError(f"expected {wanted}, found {found[0]} version {found[1]}", where=str(path), do=remedy)
+    values = {**tag["plain"], **tensors}
+    names = {spec.name for spec in fields(kind)}  # type: ignore[arg-type]
+    if values.keys() != names:
+        what = f"{kind.__name__} has fields {sorted(values.keys() ^ names)} too many or too few"
+        raise ContractError(what, where=str(path), do=remedy)
+    return kind(**values)
+
+
+Layer = TypeVar("Layer")
+
+_VERSION = 1  # scratch belongs to one fingerprint, and with it to one version of the stage
+
+
+def keep_layer(scratch: Path, index: int, layer: Any) -> None:  # noqa: ANN401 - any dataclass of tensors and plain values
+    """Write what a stage found for a layer, whole or not at all."""
+    with whole_file(_file(scratch, index)) as unfinished:
+        save_contract(layer, unfinished, version=_VERSION)
+
+
+def find_layer(scratch: Path, index: int, kind: type[Layer]) -> Layer | None:
+    """What `keep_layer` wrote, or None where the layer is still to be done. Raises ContractError."""
+    path = _file(scratch, index)
+    return load_contract(kind, path, version=_VERSION) if path.exists() else None
+
+
+def _file(scratch: Path, index: int) -> Path:
+    return scratch / f"layer-{index:05}.safetensors"

@@ -1,0 +1,124 @@
+"""One picture of a layer's units: which expert holds each, how it scores, how often it fires."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Float, Int
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import LogNorm, Normalize
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patheffects import withStroke
+from numpy.typing import NDArray
+from torch import Tensor
+
+# Drawn greedily from the sRGB cube: each is the farthest in OKLab from those before it, white, grey and black.
+COLOURS = (
+    "#1f7ab8", "#ff00ff", "#00c200", "#ff0000", "#3d0085", "#851fff", "#d69900", "#660000",
+    "#ad0085", "#cc85c2", "#14c2c2", "#004700", "#0000eb", "#cce000", "#00851f", "#ff1f99",
+    "#ad1414", "#70a3ff", "#29f5ad", "#003d5c", "#7047a3", "#00ff00", "#ad6614", "#ffa399",
+    "#7a9966", "#ffadff", "#b847d6", "#70005c", "#4766ff", "#ad5c7a", "#adc28f", "#5cebff",
+)  # fmt: skip
+
+
+def distinct_colours(count: int) -> list[str]:
+    """`count` colours; the most different come first, and beyond 32 they repeat."""
+    return [COLOURS[index % len(COLOURS)] for index in range(count)]
+
+
+ALWAYS_ON, DROPPED = -1, -2
+NAMES = {"s_p": "S_p"}
+MOST_NAMED = len(COLOURS)  # more experts than this are coloured but not listed
+
+
+@dataclass(frozen=True)
+class UnitMap:
+    """What the picture shows, unit by unit."""
+
+    coordinates_U2: Float[Tensor, "U 2"]
+    home_U: Int[Tensor, "U"]  # an expert, ALWAYS_ON or DROPPED
+    score_U: Float[Tensor, "U"]
+    score: str  # the measure
+    frequency_U: Float[Tensor, "U"]
+    experts: int
+
+
+def draw_unit_map(units: UnitMap, path: Path, *, title: str) -> None:
+    """Write a PNG of three panels; the same input and libraries give the same bytes."""
+    figure = Figure(figsize=(20, 6.8), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=16)
+    by_expert, by_score, by_frequency = figure.subplots(1, 3)
+    _draw_experts(by_expert, units)
+    _draw_measure(
+        by_score, units, units.score_U, Normalize(*_middle(units.score_U)), NAMES.get(units.score, units.score)
+    )
+    low, high = _middle(units.frequency_U[units.frequency_U > 0])
+    shown_U = units.frequency_U.clamp_min(low / 2)  # a unit that never fires has no logarithm
+    _draw_measure(by_frequency, units, shown_U, LogNorm(low, high), "share of tokens the unit is active on")
+    for panel, name in ((by_expert, "Expert"), (by_score, "Score"), (by_frequency, "Frequency")):
+        panel.set_title(name, fontsize=14)
+        panel.set(xticks=[], yticks=[])
+    figure.savefig(path, metadata={"Software": None})
+
+
+def _middle(values: Tensor) -> tuple[float, float]:
+    """Bounds of the colour scale: the extreme 5 % at either end share the end's colour."""
+    if not len(values):
+        return 0.01, 1.0
+    low, high = np.quantile(values.numpy(), (0.05, 0.95)).tolist()
+    return (low, high) if high > low else (low, low + 1.0)
+
+
+def _draw_measure(panel: Axes, units: UnitMap, values_U: Tensor, scale: Normalize, label: str) -> None:
+    """Colour by a measure; the highest are drawn last, on top."""
+    order_U = values_U.argsort(stable=True)
+    x_U, y_U = units.coordinates_U2[order_U].T.numpy()
+    dots = panel.scatter(x_U, y_U, c=values_U[order_U].numpy(), s=_dot_area(units), cmap="viridis", norm=scale)
+    bar = panel.figure.colorbar(dots, ax=panel, extend="both", shrink=0.85)
+    bar.set_label(label, fontsize=12)
+
+
+def _draw_experts(panel: Axes, units: UnitMap) -> None:
+    """Colour by expert; where the experts are few, number each in its midst and list them all."""
+    named = units.experts <= MOST_NAMED
+    handles = []
+    for home, name, colour in _homes(units.experts):
+        points_U2 = units.coordinates_U2[units.home_U == home].numpy()
+        if not len(points_U2):
+            continue
+        panel.scatter(points_U2[:, 0], points_U2[:, 1], color=colour, s=_dot_area(units))
+        if named or home < 0:
+            handles.append(Line2D([], [], marker="o", linestyle="", color=colour, label=f"{name} ({len(points_U2)})"))
+        if named and home >= 0:
+            outline = [withStroke(linewidth=3.5, foreground="white")]
+            panel.annotate(
+                str(home), _midst(points_U2), path_effects=outline, fontsize=12, fontweight="bold", ha="center",
+                va="center",
+            )  # fmt: skip
+    if not named:
+        handles.append(Line2D([], [], linestyle="", label=f"{units.experts} experts,\ncolours repeat"))
+    panel.legend(
+        handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, labelspacing=0.3,
+        handletextpad=0.1, fontsize=10 if len(handles) <= 24 else 8,
+    )  # fmt: skip
+
+
+def _homes(experts: int) -> list[tuple[int, str, str]]:
+    """Every home with its name and colour, in the order of drawing."""
+    named: list[tuple[int, str, str]] = [(DROPPED, "dropped", "#dddddd"), (ALWAYS_ON, "always on", "#666666")]
+    return named + [(e, f"expert {e}", colour) for e, colour in enumerate(distinct_colours(experts))]
+
+
+def _midst(points_U2: NDArray[np.float32]) -> tuple[float, float]:
+    """The medoid: unlike a mean, it lies on one of the points."""
+    distance_UU = np.linalg.norm(points_U2[:, None] - points_U2[None], axis=2)
+    x, y = points_U2[distance_UU.sum(1).argmin()].tolist()
+    return x, y
+
+
+def _dot_area(units: UnitMap) -> float:
+    """Area in points² that keeps the panel about as full whatever the number of units."""
+    return float(np.clip(24000 / len(units.home_U), 3.0, 40.0))

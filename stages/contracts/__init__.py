@@ -1,1 +1,0 @@
-"""What passes between stages: typed, versioned, checked when read."""

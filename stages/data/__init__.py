@@ -1,1 +1,0 @@
-"""Text in, token sequences out: what the stages read for calibration and for held-out evaluation."""

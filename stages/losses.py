@@ -1,0 +1,160 @@
+"""Language-model losses, and how far the predictions of two models are apart."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from torch.nn.functional import kl_div, log_softmax
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from models.loading import input_device
+from stages.text.batches import TokenBatch
+from stages.text.sequences import IGNORED
+
+CHUNK_VALUES = 2**22  # logits whose probabilities are in memory at once, 16 MiB in fp32
+
+
+def cross_entropy(
+    logits_NV: Float[Tensor, "N V"], targets_N: Int[Tensor, "N"], *, spend: bool = False
+) -> Float[Tensor, "N"]:
+    """−log p(target) in nats, fp32; 0 where the target is ignored (-100).
+
+    Torch's own holds three tensors of the logits' size in the backward pass, most of the memory of a batch. Here it
+    is two, and with `spend` one.
+
+    Args:
+        logits_NV: of any floating-point format.
+        targets_N: token ids.
+        spend: the gradient is written over the logits. Only where nobody reads them again; an operation of the model
+            that would, in its own backward pass, fails (autograd counts the versions of its tensors).
+    """
+    losses_N: Tensor = _CrossEntropy.apply(logits_NV, targets_N, spend)  # type: ignore[no-untyped-call]
+    return losses_N
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, spend: bool) -> Tensor:  # noqa: ANN401 - autograd's context
+        ctx.save_for_backward(logits_NV, targets_N)
+        ctx.spend = spend
+        losses = [
+            functional.cross_entropy(logits_NV[rows].float(), targets_N[rows], ignore_index=IGNORED, reduction="none")
+            for rows in _chunks(logits_NV)
+        ]
+        return torch.cat(losses)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401 - autograd's context
+        logits_NV, targets_N = ctx.saved_tensors
+        grad_NV = logits_NV if ctx.spend else torch.empty_like(logits_NV)
+        counts_N = targets_N != IGNORED
+        grad_N1, targets_N1 = (grad_N * counts_N)[:, None], (targets_N * counts_N)[:, None]
+        for rows in _chunks(logits_NV):
+            # d loss / d logit = p − 1[target].
+            change_nV = logits_NV[rows].float().softmax(-1)
+            change_nV.scatter_add_(1, targets_N1[rows], change_nV.new_full((len(change_nV), 1), -1))
+            grad_NV[rows] = change_nV.mul_(grad_N1[rows])
+        return grad_NV, None, None
+
+
+def _chunks(logits_NV: Tensor) -> Iterator[slice]:
+    tokens, vocabulary = logits_NV.shape
+    step = max(1, CHUNK_VALUES // vocabulary)
+    return (slice(start, start + step) for start in range(0, tokens, step))
+
+
+def token_losses(
+    logits_BTV: Float[Tensor, "B T V"], labels_BT: Int[Tensor, "B T"], *, spend: bool = False
+) -> Float[Tensor, "B T-1"]:
+    """Cross-entropy in nats of each next token, 0 where the label is ignored (-100); fp32.
+
+    Labels are moved, not logits: a slice of those would be copied, and its gradient filled up again.
+
+    Args:
+        logits_BTV: of the model.
+        labels_BT: token ids.
+        spend: the backward pass writes its gradient over the logits (see `cross_entropy`).
+    """
+    targets_BT = torch.nn.functional.pad(labels_BT[:, 1:], (0, 1), value=IGNORED)
+    losses_N = cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), spend=spend)
+    return losses_N.view(targets_BT.shape)[:, :-1]
+
+
+def supervised_tokens(labels_BT: Int[Tensor, "B T"]) -> Int[Tensor, "B"]:
+    """How many next tokens of each sample count in its loss."""
+    return (labels_BT[:, 1:] != IGNORED).sum(1)
+
+
+def sample_losses(
+    logits_BTV: Float[Tensor, "B T V"], labels_BT: Int[Tensor, "B T"], *, spend: bool = False
+) -> Float[Tensor, "B"]:
+    """Mean loss of each sample over its supervised tokens; arguments as of `token_losses`."""
+    return token_losses(logits_BTV, labels_BT, spend=spend).sum(1) / supervised_tokens(labels_BT)
+
+
+@dataclass(frozen=True)
+class MeanLoss:
+    """Next-token loss over all supervised tokens of a text."""
+
+    total: float  # nats
+    tokens: int
+
+    @property
+    def nats(self) -> float:
+        """Mean per token."""
+        return self.total / self.tokens
+
+    @property
+    def perplexity(self) -> float:
+        """Exp of the mean."""
+        return math.exp(min(self.nats, 700.0))
+
+
+CHUNK_TOKENS = 1024  # whose distributions over the vocabulary are in memory at once, in fp32
+
+
+def prediction_distance(
+    student_BTV: Float[Tensor, "B T V"],
+    teacher_BTV: Float[Tensor, "B T V"],
+    counts_BT: Bool[Tensor, "B T"],
+    temperature: float = 1.0,
+) -> Float[Tensor, ""]:
+    """Σ KL(teacher ‖ student) of the next-token distributions, times temperature².
+
+    Memory: distributions of `CHUNK_TOKENS` tokens; they are computed again in the backward pass.
+    Source: Hinton et al., arXiv:1503.02531, section 2.
+    """
+    student_tV, teacher_tV = student_BTV[counts_BT], teacher_BTV[counts_BT]
+    total = student_tV.new_zeros((), dtype=torch.float32)
+    for start in range(0, len(student_tV), CHUNK_TOKENS):
+        part = slice(start, start + CHUNK_TOKENS)
+        total = total + checkpoint(_divergence, student_tV[part], teacher_tV[part], temperature, use_reentrant=False)
+    return total * temperature**2
+
+
+def _divergence(student_tV: Tensor, teacher_tV: Tensor, temperature: float) -> Tensor:
+    ours, theirs = (log_softmax(logits.float() / temperature, -1) for logits in (student_tV, teacher_tV))
+    return kl_div(ours, theirs, reduction="sum", log_target=True)
+
+
+@torch.no_grad()
+def measure_loss(model: PreTrainedModel, batches: Sequence[TokenBatch], name: str | None = None) -> MeanLoss:
+    """Next-token loss over all supervised tokens; with a bar where the model has a name."""
+    total, count, device = 0.0, 0, input_device(model)
+    for batch in tqdm(batches, desc=f"loss of the {name} model", unit="batch", disable=name is None):
+        logits = model(
+            input_ids=batch.input_ids.to(device), attention_mask=batch.attention_mask.to(device), use_cache=False
+        ).logits
+        labels_BT = batch.labels.to(logits.device)
+        total += float(token_losses(logits, labels_BT).double().sum())
+        count += int(supervised_tokens(labels_BT).sum())
+    return MeanLoss(total, count)

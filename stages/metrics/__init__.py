@@ -1,1 +1,0 @@
-"""What is measured on outputs and routing."""

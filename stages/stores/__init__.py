@@ -1,1 +1,0 @@
-"""Where a running scan keeps its sums."""

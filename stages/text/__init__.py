@@ -1,0 +1,1 @@
+"""Text: read, tokenized, batched, generated."""

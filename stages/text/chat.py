@@ -1,0 +1,148 @@
+"""Conversations to token ids, through the tokenizer's chat template."""
+
+import re
+from collections.abc import Sequence
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from instruments.errors import DataError
+from stages.text.documents import Document, Message
+
+# A template marks the assistant's turns with {% generation %} ... {% endgeneration %}, or not at all.
+GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+Span = tuple[int, int]
+
+
+def encode_conversation(
+    document: Document, tokenizer: PreTrainedTokenizerBase, *, completion: bool
+) -> tuple[list[int], list[bool]]:
+    """Render a conversation with the chat template and tokenize it.
+
+    Args:
+        document: a conversation.
+        tokenizer: a fast tokenizer with a chat template.
+        completion: supervise the assistant's turns and their ends only; otherwise every token.
+
+    Returns:
+        Token ids, and for each whether it counts in the loss.
+
+    Raises:
+        DataError: the tokenizer has no chat template, the template refuses the conversation, or its rendering does not
+            show where the assistant's turns are.
+    """
+    template = find_template(tokenizer)
+    messages = list(document.messages)
+    try:
+        if completion and GENERATION_MARK.search(template):
+            encoded = tokenizer.apply_chat_template(
+                messages, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs={"verbose": False}
+            )
+            return list(encoded["input_ids"]), [bool(mark) for mark in encoded["assistant_masks"]]
+        text = _render(messages, tokenizer)
+        spans = find_assistant_spans(messages, text, tokenizer) if completion else [(0, len(text))]
+    except TemplateError as error:
+        raise _refused(document, tokenizer, error) from error
+    if spans is None:
+        raise DataError(
+            "the rendered conversation does not show where the assistant's turns are",
+            where=f"{document.name}, tokenizer {tokenizer.name_or_path}",
+            do="data.labels=full_sequence, or a chat template with {% generation %} marks",
+        )
+    return _tokenize(text, spans, tokenizer)
+
+
+def encode_prompt(document: Document, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Render a conversation without its last answer, and open the assistant's turn in its place.
+
+    Returns:
+        Token ids; none where nothing stands before the answer.
+
+    Raises:
+        DataError: the tokenizer has no chat template, or the template refuses the conversation.
+    """
+    find_template(tokenizer)
+    messages = list(document.messages)
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages:
+        return []
+    try:
+        text = _render(messages, tokenizer, add_generation_prompt=True)
+    except TemplateError as error:
+        raise _refused(document, tokenizer, error) from error
+    return _tokenize(text, [], tokenizer)[0]
+
+
+def find_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The chat template. Raises DataError where the tokenizer has none."""
+    if not tokenizer.chat_template:
+        raise DataError(
+            "the text is conversations, and the tokenizer has no chat template to render them with",
+            where=f"tokenizer {tokenizer.name_or_path}",
+            do="an instruction-tuned model, or plain text: data.text_column=",
+        )
+    return str(tokenizer.get_chat_template())
+
+
+def _refused(document: Document, tokenizer: PreTrainedTokenizerBase, error: TemplateError) -> DataError:
+    return DataError(
+        f"the chat template refuses the conversation: {error}",
+        where=f"{document.name}, tokenizer {tokenizer.name_or_path}",
+        do="mend or remove the record",
+    )
+
+
+def find_assistant_spans(
+    messages: Sequence[Message], text: str, tokenizer: PreTrainedTokenizerBase
+) -> list[Span] | None:
+    """Find the assistant's turns, their ends included, in a rendered conversation.
+
+    A turn begins where the conversation before it ends, once the template has opened the assistant's turn. It ends with
+    what the template puts after its content; the conversation is rendered up to there to learn that. A template may put
+    something before the content of the last turn only (Qwen3: an empty thought), but must keep the content itself.
+
+    Args:
+        messages: the conversation.
+        text: its rendering.
+        tokenizer: what rendered it.
+
+    Returns:
+        Character spans of `text`; None where a turn cannot be found.
+    """
+    spans = []
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        opening = _render(messages[:index], tokenizer, add_generation_prompt=True)
+        closed = _render(messages[: index + 1], tokenizer)
+        if not (text.startswith(opening) and closed.startswith(opening)):
+            return None
+        place = closed.find(message["content"].strip(), len(opening))
+        turn = _drop_layout(closed[place:], tokenizer)
+        start = text.find(turn, len(opening))
+        # Further on than where it was alone, it would be another turn of the same content.
+        if place < 0 or not 0 <= start <= place:
+            return None
+        spans.append((len(opening), start + len(turn)))
+    return spans
+
+
+def _drop_layout(turn: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Leave out the white space after an end-of-turn token: the model stops before it."""
+    bare = turn.rstrip()
+    return bare if bare.endswith(tuple(tokenizer.all_special_tokens)) else turn
+
+
+def _render(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, **options: bool) -> str:
+    return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+
+
+def _tokenize(text: str, spans: Sequence[Span], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:
+    # The template has already written the special tokens.
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    # A token across a border counts: it holds the turn's first or last character.
+    supervised = [
+        any(start < last and first < end for first, last in spans) for start, end in encoded["offset_mapping"]
+    ]
+    return list(encoded["input_ids"]), supervised

@@ -1,0 +1,204 @@
+"""Settings of the text."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from instruments.errors import ConfigError, UserError
+
+# Settings of one source that mean nothing to another.
+FOREIGN_FIELDS = {
+    "python_stdlib": ("path", "heldout_path", "name", "subset", "revision", "heldout_split"),
+    "text": ("name", "subset", "revision", "heldout_split"),
+    "hub": ("path", "heldout_path"),
+}
+# Settings that mean something to data.labels=generated alone.
+GENERATION_FIELDS = ("max_new_tokens", "temperature", "prompt_tokens")
+
+
+@dataclass
+class DataConfig:
+    """Where the text comes from, and how it becomes token sequences."""
+
+    # python_stdlib: source and docstrings of this interpreter's standard library; text: local .txt and .jsonl files;
+    # hub: a dataset of the Hugging Face hub, or a local folder of one.
+    kind: str = "python_stdlib"
+    # kind=text: a file, or a folder searched for *.txt and *.jsonl. A .jsonl record is one document; a .txt file is cut
+    # at blank lines into documents of about 2 000 characters.
+    path: str | None = None
+    # kind=text: file or folder of the held-out text; unset: heldout_share of the documents of `path`.
+    heldout_path: str | None = None
+    # kind=hub: the dataset, e.g. Salesforce/wikitext, or a local folder of data files.
+    name: str | None = None
+    # kind=hub: configuration of the dataset, e.g. wikitext-2-raw-v1.
+    subset: str | None = None
+    # kind=hub: branch, tag or commit of the dataset.
+    revision: str | None = None
+    # kind=hub: the split calibration reads.
+    split: str = "train"
+    # kind=hub: the split held-out evaluation reads; unset: heldout_share of the documents of `split`.
+    heldout_split: str | None = None
+    # Field of a record that holds plain text.
+    text_column: str = "text"
+    # Field of a record that holds a conversation, a list of {"role", "content"}; preferred where both fields exist.
+    messages_column: str = "messages"
+    # Field of a record that names its text domain; unset: the file, dataset or module it comes from. Domains count
+    # where scan.domains asks for them.
+    domain_field: str | None = None
+    # packed: documents joined and cut every max_length tokens; single: one document per sequence, cut at max_length.
+    packing: str = "packed"
+    # Tokens that count in the loss. full_sequence: all; completion: the assistant's turns. The calibration text must
+    # then be conversations; held-out text that is plain counts in full. generated: the scan reads each prompt with what
+    # the model itself writes after it, and only that counts; a prompt is a conversation without its last answer, or the
+    # first prompt_tokens of plain text, one document per sequence. Other stages read the text as it stands: the
+    # assistant's turns of conversations count, plain text in full.
+    labels: str = "full_sequence"
+    # labels=generated: the model writes at most this many tokens after each prompt.
+    max_new_tokens: int = field(default=64, metadata={"minimum": 1})
+    # labels=generated: 0 writes the likeliest token each time; above 0 tokens are drawn, seeded, at this temperature.
+    temperature: float = field(default=0.0, metadata={"minimum": 0})
+    # labels=generated: the first tokens of a plain-text document that make its prompt.
+    prompt_tokens: int = field(default=32, metadata={"minimum": 1})
+    # What ends a plain-text document. eos: the tokenizer's end-of-text token; blank_line: documents are paragraphs of
+    # one running text (WikiText). Conversations end as their chat template ends them.
+    separator: str = "eos"
+    # Longest sequence, in tokens.
+    max_length: int = 256
+    # Calibration tokens, at most.
+    tokens: int = 65536
+    # Held-out tokens, at most.
+    heldout_tokens: int = 32768
+    # Share of the documents (python_stdlib: of the modules) that is held out where no held-out text is named.
+    heldout_share: float = 0.1
+
+    def unread(self, *, domains: bool) -> dict[str, str]:
+        """Settings that nothing reads, and why; `domains`: whether the scan tells text domains apart."""
+        found = dict.fromkeys(FOREIGN_FIELDS.get(self.kind, ()), f"data.kind={self.kind}")
+        if self.labels != "generated":
+            found |= dict.fromkeys(GENERATION_FIELDS, f"data.labels={self.labels}")
+        return found if domains else found | {"domain_field": "scan.domains=false"}
+
+
+def calibration_only(data: DataConfig) -> DataConfig:
+    """The settings as far as the calibration text goes.
+
+    How much held-out text is read has no part in it; a local file that holds it has: its documents are left out.
+    """
+    named = {"text": data.heldout_path, "hub": data.heldout_split}.get(data.kind) is not None
+    share = 0.0 if named else data.heldout_share
+    return replace(data, heldout_split=None, heldout_tokens=0, heldout_share=share)
+
+
+CHOICES = {
+    "kind": ("python_stdlib", "text", "hub"),
+    "packing": ("packed", "single"),
+    "labels": ("full_sequence", "completion", "generated"),
+    "separator": ("eos", "blank_line"),
+}
+HOLD_OUT = "another one, or null: data.heldout_share of the documents is then held out"
+
+
+def check_settings(data: DataConfig) -> list[UserError]:
+    """Every setting that has no meaning, alone or beside the others."""
+    return [*_check_choices(data), *_check_numbers(data), *_check_generation(data), *_check_source(data)]
+
+
+def check_length(data: DataConfig, source: Mapping[str, Any]) -> list[UserError]:
+    """Sequences longer than the source model can read.
+
+    Args:
+        data: the settings.
+        source: config.json of the model; one that names no longest sequence passes.
+    """
+    longest = longest_sequence(source)
+    if longest is None or data.max_length <= longest:
+        return []
+    return [
+        ConfigError(
+            f"data.max_length={data.max_length} is longer than the model's longest sequence, {longest} tokens",
+            where="setting data.max_length; max_position_embeddings of the model's config.json",
+            do=f"data.max_length={longest}",
+        )
+    ]
+
+
+def longest_sequence(source: Mapping[str, Any]) -> int | None:
+    """Tokens a model can read at once by its config.json, stretched rotary positions included; None: unknown."""
+    positions = source.get("max_position_embeddings")
+    if positions is None:
+        return None
+    scaling = source.get("rope_scaling") or source.get("rope_parameters") or {}
+    stretched = scaling.get("factor", 1) * scaling.get("original_max_position_embeddings", positions)
+    return max(int(positions), int(stretched))
+
+
+def _check_choices(data: DataConfig) -> list[UserError]:
+    return [
+        ConfigError(
+            f"data.{field} has no value {getattr(data, field)!r}", do=f"data.{field}= one of {', '.join(choices)}"
+        )
+        for field, choices in CHOICES.items()
+        if getattr(data, field) not in choices
+    ]
+
+
+def _check_numbers(data: DataConfig) -> list[UserError]:
+    errors: list[UserError] = []
+    if data.max_length < 2:
+        what = f"data.max_length={data.max_length} leaves nothing to predict: a sequence has at least 2 tokens"
+        errors.append(ConfigError(what, do="data.max_length=256"))
+    for name in ("tokens", "heldout_tokens"):
+        tokens = getattr(data, name)
+        if tokens < max(2, data.max_length):
+            what = f"data.{name}={tokens} is less than one sequence of data.max_length={data.max_length} tokens"
+            errors.append(ConfigError(what, do=f"data.{name}={max(2, data.max_length)} or more"))
+    if not 0 < data.heldout_share < 1:
+        what = f"data.heldout_share={data.heldout_share} is not between 0 and 1, both excluded"
+        errors.append(ConfigError(what, do="data.heldout_share=0.1"))
+    return errors
+
+
+def _check_generation(data: DataConfig) -> list[UserError]:
+    if data.labels != "generated":
+        return []
+    errors: list[UserError] = []
+    if not math.isfinite(data.temperature):
+        errors.append(ConfigError(f"data.temperature={data.temperature} is no number", do="data.temperature=0"))
+    longest = data.prompt_tokens + data.max_new_tokens
+    if longest > data.max_length:
+        what = (
+            f"data.prompt_tokens={data.prompt_tokens} and data.max_new_tokens={data.max_new_tokens} do not fit into "
+            f"data.max_length={data.max_length}"
+        )
+        errors.append(ConfigError(what, do=f"data.max_length={longest}"))
+    return errors
+
+
+def _check_source(data: DataConfig) -> list[UserError]:
+    checks = {"python_stdlib": _check_stdlib, "text": _check_text, "hub": _check_hub}
+    return checks[data.kind](data) if data.kind in checks else []
+
+
+def _check_stdlib(data: DataConfig) -> list[UserError]:
+    if data.labels != "completion":
+        return []
+    what = "data.labels=completion needs conversations, and the standard library is plain text"
+    return [ConfigError(what, do="data.labels=full_sequence, or data=text data.path=a .jsonl file of messages")]
+
+
+def _check_text(data: DataConfig) -> list[UserError]:
+    if not data.path:
+        return [ConfigError("data.kind=text reads local files, and none is named", do="data.path=a file or a folder")]
+    if data.heldout_path and Path(data.path).resolve() == Path(data.heldout_path).resolve():
+        return [ConfigError(f"data.heldout_path and data.path are the same: {data.path}", do=HOLD_OUT)]
+    return []
+
+
+def _check_hub(data: DataConfig) -> list[UserError]:
+    if not data.name:
+        return [ConfigError("data.kind=hub reads a dataset, and none is named", do="data.name=Salesforce/wikitext")]
+    if data.split == data.heldout_split:
+        return [ConfigError(f"data.heldout_split and data.split are the same: {data.split}", do=HOLD_OUT)]
+    return []

@@ -1,0 +1,179 @@
+"""Documents before tokenization: records, passages, turns between sources, held-out ones apart."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Literal, TypeVar
+
+from instruments.errors import DataError
+from stages.text.config import DataConfig
+
+Split = Literal["calibration", "heldout"]
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Document:
+    """Plain text, or a conversation (`messages`, then `text` is empty).
+
+    `name` says where it came from, `domain` what it is about: its file, dataset or module, or what a record says.
+    """
+
+    name: str
+    text: str = ""
+    messages: tuple[Message, ...] = ()
+    domain: str = ""
+
+    @property
+    def digest(self) -> bytes:
+        """8 bytes that depend on the content alone: a copy elsewhere has the same."""
+        content = json.dumps(self.messages, sort_keys=True) if self.messages else self.text
+        return blake2b(content.encode(), digest_size=8).digest()
+
+
+def read_record(record: object, where: str, data: DataConfig, domain: str = "") -> Document | None:
+    """Read the conversation or the text of one record.
+
+    Args:
+        record: what the file or the dataset holds.
+        where: its name, e.g. `file:line`.
+        data: the names of the columns.
+        domain: of records that name none of their own.
+
+    Returns:
+        The document; None where the text or the conversation is empty or null.
+
+    Raises:
+        DataError: neither column is there, or what it holds is no text and no conversation.
+    """
+    if not isinstance(record, Mapping):
+        raise DataError(
+            f"a record is {_kind(record)}, not an object",
+            where=where,
+            do=f'one JSON object a line: {{"{data.text_column}": "..."}}',
+        )
+    if data.domain_field:
+        domain = _read_domain(record, where, data.domain_field)
+    if record.get(data.messages_column) is not None:
+        messages = _read_messages(record[data.messages_column], f"{where}, column {data.messages_column}")
+        return Document(where, messages=messages, domain=domain) if messages else None
+    if data.text_column not in record:
+        raise DataError(
+            f"a record has neither column {data.messages_column!r} nor column {data.text_column!r}",
+            where=f"{where}; its columns: {', '.join(record) or 'none'}",
+            do="name the column: data.text_column= or data.messages_column=",
+        )
+    text = record[data.text_column]
+    if text is None:
+        return None
+    if not isinstance(text, str):
+        raise DataError(
+            f"column {data.text_column!r} holds {_kind(text)}, not text",
+            where=where,
+            do="name a column of text: data.text_column=",
+        )
+    return Document(where, _mend_surrogates(text), domain=domain) if text.strip() else None
+
+
+def _read_domain(record: Mapping[str, object], where: str, field: str) -> str:
+    value = record.get(field)
+    if isinstance(value, str | int) and not isinstance(value, bool):
+        return str(value)
+    raise DataError(
+        f"column {field!r} holds {_kind(value)}, not a name"
+        if field in record
+        else f"a record has no column {field!r}",
+        where=f"{where}; its columns: {', '.join(map(str, record)) or 'none'}",
+        do="data.domain_field= a column that every record has, or null",
+    )
+
+
+def _read_messages(value: object, where: str) -> tuple[Message, ...]:
+    if not isinstance(value, list):
+        raise DataError(
+            f"a conversation is {_kind(value)}, not a list",
+            where=where,
+            do='[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]',
+        )
+    return tuple(_read_message(message, f"{where}, message {number}") for number, message in enumerate(value, start=1))
+
+
+def _read_message(message: object, where: str) -> Message:
+    fields = message if isinstance(message, Mapping) else {}
+    role, content = fields.get("role"), fields.get("content")
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise DataError(
+            "a message needs a role and a content, both text",
+            where=where,
+            do='{"role": "user", "content": "..."}',
+        )
+    return {"role": role, "content": _mend_surrogates(content)}
+
+
+def _mend_surrogates(text: str) -> str:
+    """JSON can hold half a surrogate pair, which is no text to a tokenizer: a question mark takes its place."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _kind(value: object) -> str:
+    """What a JSON value is, in words."""
+    names = {dict: "an object", list: "a list", str: "text", bool: "a truth value", int: "a number", float: "a number"}
+    return "null" if value is None else names.get(type(value), type(value).__name__)
+
+
+def cut_passages(lines: Iterable[str], shortest: int, longest: int) -> Iterator[tuple[int, str]]:
+    """Cut at the first blank line after `shortest` characters, or at the first line's end after `longest`.
+
+    Returns:
+        The number of each passage's first line, counted from 1, and its text, without blank lines before it and white
+        space after it.
+    """
+    passage: list[str] = []
+    length = first = 0
+    for number, line in enumerate(lines, start=1):
+        blank = not line.strip()
+        if not passage and blank:
+            continue
+        first = first if passage else number
+        passage.append(line)
+        length += len(line)
+        if length >= longest or (length >= shortest and blank):
+            yield first, "".join(passage).rstrip()
+            passage, length = [], 0
+    if passage:
+        yield first, "".join(passage).rstrip()
+
+
+Item = TypeVar("Item")
+
+
+def interleave(sources: Iterable[Iterable[Item]]) -> Iterator[Item]:
+    """One item of each source in turn, until all are spent. A source is first touched when its turn comes."""
+    waiting = [iter(source) for source in sources]
+    while waiting:
+        still_waiting = []
+        for source in waiting:
+            for item in source:
+                yield item
+                still_waiting.append(source)
+                break
+        waiting = still_waiting
+
+
+def is_heldout(digest: bytes, share: float) -> bool:
+    """Whether the thing with this 8-byte digest is among the held-out `share`; the same on every machine."""
+    return int.from_bytes(digest, "big") < share * 2**64
+
+
+def take_share(documents: Iterable[Document], split: Split, share: float) -> Iterator[Document]:
+    """The documents of one split, chosen by content, so that copies of a document fall on the same side."""
+    for document in documents:
+        if is_heldout(document.digest, share) == (split == "heldout"):
+            yield document
+
+
+def leave_out_copies(documents: Iterable[Document], heldout: Iterable[Document]) -> Iterator[Document]:
+    """The documents that do not also occur in the held-out text."""
+    known = {document.digest for document in heldout}
+    return (document for document in documents if document.digest not in known)

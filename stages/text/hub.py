@@ -1,0 +1,90 @@
+"""Datasets of the Hugging Face hub, streamed: no more is fetched than is read."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from huggingface_hub import constants
+
+from instruments.errors import DataError
+from models.source import CONNECT, hub_answers
+from stages.text.config import DataConfig
+from stages.text.documents import Document, Split, read_record, take_share
+
+
+def read_hub(data: DataConfig, split: Split) -> Iterator[Document]:
+    """The documents of one split of a dataset, lazily.
+
+    With a held-out split the two are those the dataset's publisher made. Without one, `heldout_share` of the documents
+    is held out, chosen by content.
+
+    Raises:
+        DataError: `datasets` is not installed, the dataset cannot be reached or read, or a record has no text.
+    """
+    if data.heldout_split is None:
+        return take_share(_read_split(data, data.split), split, data.heldout_share)
+    return _read_split(data, data.heldout_split if split == "heldout" else data.split)
+
+
+def describe_missing_package() -> DataError:
+    """The error of an installation without the optional extra."""
+    return DataError(
+        "reading a dataset needs the package datasets", where="data.kind=hub", do="pip install 'tiny-onn[hub]'"
+    )
+
+
+def _read_split(data: DataConfig, split: str) -> Iterator[Document]:
+    for number, row in enumerate(_stream_rows(data, split), start=1):
+        if document := read_record(row, f"{data.name}[{split}]:{number}", data, domain=str(data.name)):
+            yield document
+
+
+def _stream_rows(data: DataConfig, split: str) -> Iterator[object]:
+    # Imported here: both take a while to import, and datasets is an optional extra.
+    try:
+        from datasets import load_dataset  # noqa: PLC0415
+        from datasets.exceptions import DatasetsError  # noqa: PLC0415
+    except ImportError as error:
+        raise describe_missing_package() from error
+    require_hub(data)
+    try:
+        splits = load_dataset(data.name, data.subset, revision=data.revision, streaming=True)
+        _require_splits(list(splits), data)
+        yield from splits[split]
+    except (DatasetsError, OSError, ValueError) as error:
+        raise DataError(
+            f"cannot read the dataset: {error}",
+            where=_name_dataset(data),
+            do="check these names and the network; without one: data=python_stdlib, or data=text data.path=a file",
+        ) from error
+
+
+def require_hub(data: DataConfig) -> None:
+    """Fail soon where a dataset would be streamed and the hub does not answer; `datasets` tries for half a minute.
+
+    Offline mode reads what is in the cache, and a local folder needs no hub.
+
+    Raises:
+        DataError: the hub cannot be reached.
+    """
+    if data.kind != "hub" or constants.HF_HUB_OFFLINE or Path(str(data.name)).is_dir() or hub_answers():
+        return
+    raise DataError(
+        f"the hub cannot be reached at {constants.ENDPOINT}, and the dataset is streamed from it",
+        where=_name_dataset(data),
+        do=f"{CONNECT}, or data=python_stdlib, or data=text data.path=<your files>",
+    )
+
+
+def _require_splits(splits: list[str], data: DataConfig) -> None:
+    """Look for both splits when the first is read: a wrong held-out split must not show up only in evaluation."""
+    missing = [wanted for wanted in (data.split, data.heldout_split) if wanted is not None and wanted not in splits]
+    if missing:
+        raise DataError(
+            f"the dataset has no split {' and no split '.join(missing)}",
+            where=_name_dataset(data),
+            do=f"data.split= and data.heldout_split= of: {', '.join(splits)}",
+        )
+
+
+def _name_dataset(data: DataConfig) -> str:
+    return f"data.name={data.name}, data.subset={data.subset}, data.revision={data.revision}"

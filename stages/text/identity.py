@@ -1,0 +1,118 @@
+"""What the text is, and whether it can be read: known before any model is loaded."""
+
+import hashlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from instruments.errors import DataError, UserError
+from stages.text.config import DataConfig, check_settings
+from stages.text.documents import Split
+from stages.text.hub import describe_missing_package
+from stages.text.local_files import list_files, read_file
+from stages.text.python_stdlib import list_modules
+from stages.text.sources import describe_emptiness, read_documents, require_conversations
+
+# Documents of each file that are looked at.
+FIRST_DOCUMENTS = 20
+
+
+def check_first_records(data: DataConfig, *, heldout: bool = True) -> list[UserError]:
+    """Every fault of the paths, of each local file's first records, and of what is installed. Settings are valid.
+
+    That no document falls to the held-out text is a fault where that is read (`heldout`).
+    """
+    if data.kind == "hub":
+        return [] if importlib.util.find_spec("datasets") else [describe_missing_package()]
+    if data.kind == "python_stdlib":
+        return []
+    paths = {"data.path": data.path, "data.heldout_path": data.heldout_path}
+    errors = [error for option, path in paths.items() if path for error in _check_path(path, option, data)]
+    return errors or list(_check_splits(data, ("calibration", "heldout") if heldout else ("calibration",)))
+
+
+def _check_path(path: str, option: str, data: DataConfig) -> list[UserError]:
+    try:
+        files = list_files(path, option)
+    except DataError as error:
+        return [error]
+    conversations = data.labels == "completion" and option == "data.path"
+    errors: list[UserError] = []
+    documents = 0
+    for file in files:
+        try:
+            documents += _count_first_documents(file, data, conversations=conversations)
+        except DataError as error:
+            errors.append(error)
+    if not errors and not documents:
+        return [DataError("the text is empty", where=f"{option}={path}", do=f"{option}=text that holds something")]
+    return errors
+
+
+def _count_first_documents(file: Path, data: DataConfig, *, conversations: bool) -> int:
+    documents = read_file(file, data)
+    if conversations:
+        documents = require_conversations(documents)
+    return sum(1 for _ in islice(documents, FIRST_DOCUMENTS))
+
+
+def _check_splits(data: DataConfig, splits: tuple[Split, ...]) -> Iterator[UserError]:
+    for split in splits:
+        try:
+            if next(read_documents(data, split), None) is None:
+                yield describe_emptiness(data, split)
+        except DataError as error:
+            yield error
+            return
+
+
+# Counts changes of the readers that give other tokens for the same text.
+READER_VERSION = 1
+
+
+def data_identity(data: DataConfig) -> dict[str, object]:
+    """What the token sequences depend on beside the settings: plain JSON, equal where the text is equal.
+
+    Local files count by content, the standard library by Python version and module sizes, a dataset of the hub by
+    name and revision.
+
+    Raises:
+        DataError: a path cannot be read.
+    """
+    if data.kind == "text":
+        source: dict[str, object] = {"files": hash_files(list_files(str(data.path), "data.path"))}
+        if data.heldout_path is not None:
+            source["heldout_files"] = hash_files(list_files(data.heldout_path, "data.heldout_path"))
+    elif data.kind == "hub":
+        source = {"name": data.name, "subset": data.subset, "revision": data.revision}
+        if (folder := Path(str(data.name))).is_dir():
+            source["files"] = hash_files(sorted(file for file in folder.rglob("*") if file.is_file()))
+    else:
+        source = {"python": sys.version.split()[0], "modules": _hash_modules()}
+    return {"kind": data.kind, "reader": READER_VERSION, **source}
+
+
+def check_data(data: DataConfig, *, heldout: bool = True) -> list[UserError]:
+    """Every fault of the settings, or else of the paths and the first records. Reads little, loads no library.
+
+    Args:
+        data: the settings.
+        heldout: held-out text will be read, so that there has to be some.
+    """
+    return check_settings(data) or check_first_records(data, heldout=heldout)
+
+
+def hash_files(files: list[Path]) -> list[str]:
+    """SHA-256 of each file's content, in order: where the files lie does not matter."""
+    hashes = []
+    for file in files:
+        with file.open("rb") as content:
+            hashes.append(hashlib.file_digest(content, "sha256").hexdigest())
+    return hashes
+
+
+def _hash_modules() -> str:
+    sizes = sorted((module.name, module.path.stat().st_size) for module in list_modules())
+    return hashlib.sha256(repr(sizes).encode()).hexdigest()

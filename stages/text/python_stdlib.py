@@ -1,0 +1,125 @@
+"""The running interpreter's own standard library as text: needs no network and no third-party data."""
+
+import ast
+import sys
+import sysconfig
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+from instruments.errors import DataError
+from stages.text.documents import Document, Split, cut_passages, interleave, is_heldout
+
+# Tables rather than text, parts that installations leave out, and tests.
+EXCLUDED_MODULES = frozenset({"encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "tkinter", "turtledemo"})
+EXCLUDED_FOLDERS = frozenset({"__pycache__", "test", "tests", "site-packages", "dist-packages"})
+# A document is at least this long, in characters, and ends at a blank line, or at a line's end after twice as many.
+DOCUMENT_CHARACTERS = 1_000
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+@dataclass(frozen=True)
+class Module:
+    """One source file of the library. `digest` (8 bytes, of the name) decides its split and its place."""
+
+    name: str
+    path: Path
+
+    @property
+    def digest(self) -> bytes:
+        """8 bytes, the same on every machine."""
+        return blake2b(self.name.encode(), digest_size=8).digest()
+
+
+def read_stdlib(heldout_share: float, split: Split) -> Iterator[Document]:
+    """The documents of one split, one of each module in turn.
+
+    Modules alternate in beginning with their docstrings or with their source (without the docstrings), so that any
+    stretch holds about as much of both.
+
+    Raises:
+        DataError: the library was installed without its source.
+    """
+    modules = enumerate(choose_modules(heldout_share, split))
+    return interleave(read_module(module, docstrings_first=place % 2 == 0) for place, module in modules)
+
+
+def choose_modules(heldout_share: float, split: Split) -> list[Module]:
+    """The modules of one split, well mixed, the same ones in the same order on every machine. Raises DataError."""
+    modules = sorted(list_modules(), key=lambda module: module.digest)
+    return [module for module in modules if is_heldout(module.digest, heldout_share) == (split == "heldout")]
+
+
+def list_modules() -> list[Module]:
+    """The library's modules that are read, in no particular order. Raises DataError where there are none."""
+    root = Path(sysconfig.get_path("stdlib"))
+    modules = []
+    for name in sys.stdlib_module_names - EXCLUDED_MODULES:
+        files = [root / f"{name}.py", *(root / name).rglob("*.py")]
+        modules += [_name_module(file, root) for file in files if file.is_file()]
+    modules = [module for module in modules if not EXCLUDED_FOLDERS.intersection(module.name.split("."))]
+    if not modules:
+        raise DataError(
+            "this interpreter has no source of its standard library",
+            where=f"Python {sys.version.split()[0]}, {root}",
+            do="data=text data.path=a .jsonl or .txt file",
+        )
+    return modules
+
+
+def read_module(module: Module, *, docstrings_first: bool) -> Iterator[Document]:
+    """The documents of one module, read when the first is asked for: docstrings and source in turn."""
+    with tokenize.open(module.path) as file:
+        source = file.read()
+    docstrings, code = split_docstrings(source, module.name)
+    domain = module.name.split(".")[0]
+    kinds = [_cut(docstrings, f"{module.name} docstrings", domain), _cut(code, f"{module.name} source", domain)]
+    yield from interleave(kinds if docstrings_first else reversed(kinds))
+
+
+def split_docstrings(source: str, module: str) -> tuple[str, str]:
+    """Take the docstrings out of a source, without importing it.
+
+    Returns:
+        The docstrings, each under the signature of what it describes, and the source without them.
+    """
+    lines = source.splitlines(keepends=True)
+    described: list[str] = []
+    for node in _find_definitions(ast.parse(source)):
+        if docstring := ast.get_docstring(node):
+            heading = module if isinstance(node, ast.Module) else _write_signature(node)
+            described.append(f"{heading}\n\n{docstring}\n\n")
+            expression = node.body[0]
+            lines[expression.lineno - 1 : expression.end_lineno] = [""] * _count_lines(expression)
+    return "".join(described), "".join(lines)
+
+
+def _find_definitions(node: ast.Module | Definition) -> Iterator[ast.Module | Definition]:
+    """A module, class or function and those in its body, in order. Expressions are not searched: that takes longest."""
+    yield node
+    for child in node.body:
+        if isinstance(child, Definition):
+            yield from _find_definitions(child)
+
+
+def _write_signature(node: Definition) -> str:
+    return f"class {node.name}" if isinstance(node, ast.ClassDef) else f"{node.name}({ast.unparse(node.args)})"
+
+
+def _count_lines(node: ast.stmt) -> int:
+    return (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def _cut(text: str, name: str, domain: str) -> Iterator[Document]:
+    passages = cut_passages(text.splitlines(keepends=True), DOCUMENT_CHARACTERS, 2 * DOCUMENT_CHARACTERS)
+    return (
+        Document(f"{name} {number}", passage, domain=domain) for number, (_, passage) in enumerate(passages, start=1)
+    )
+
+
+def _name_module(file: Path, root: Path) -> Module:
+    parts = file.relative_to(root).with_suffix("").parts
+    return Module(".".join(part for part in parts if part != "__init__"), file)

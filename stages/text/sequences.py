@@ -1,0 +1,245 @@
+"""Documents to the token sequences the model reads."""
+
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from instruments.errors import DataError
+from stages.text.chat import encode_conversation
+from stages.text.config import DataConfig
+from stages.text.documents import Document, Split
+from stages.text.sources import describe_emptiness, describe_source, read_documents
+
+# The label the loss leaves out, as in torch.nn.functional.cross_entropy.
+IGNORED = -100
+# Values of data.labels under which only the assistant's turns of a conversation count.
+ANSWERS_COUNT = ("completion", "generated")
+
+
+@dataclass(frozen=True)
+class EncodedDocument:
+    """Token ids and labels of equal length; a label is the id at its own position, or IGNORED."""
+
+    name: str
+    ids: list[int]
+    labels: list[int]
+    domain: str = ""
+
+
+def encode_document(document: Document, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> EncodedDocument:
+    """Tokenize one document, its end included.
+
+    Raises:
+        DataError: the conversation cannot be rendered or labelled.
+    """
+    if document.messages:
+        ids, supervised = encode_conversation(document, tokenizer, completion=data.labels in ANSWERS_COUNT)
+        labels = [id_ if counts else IGNORED for id_, counts in zip(ids, supervised, strict=True)]
+        return EncodedDocument(document.name, ids, labels, document.domain)
+    ids = encode_text(document.text, tokenizer, data.separator)
+    return EncodedDocument(document.name, ids, ids, document.domain)
+
+
+def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, separator: str) -> list[int]:
+    """Tokenize plain text and end it.
+
+    A document of its own gets what the tokenizer puts around one (Llama: a beginning token) and the end-of-text token;
+    a paragraph of a running text gets a blank line.
+    """
+    if separator == "blank_line":
+        return list(tokenizer(text + "\n\n", add_special_tokens=False, verbose=False)["input_ids"])
+    ids = list(tokenizer(text, verbose=False)["input_ids"])
+    if tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
+        ids.append(tokenizer.eos_token_id)
+    return ids
+
+
+# Names of skipped sequences, by what is wrong with them.
+Skipped = Mapping[str, Sequence[str]]
+
+TOO_SHORT = "fewer than 2 tokens"
+ALL_MASKED = "no token counts in the loss"
+FIRST_ONLY = "the only label is at the first token, which nothing predicts"
+# A table's note names so many of each fault; the mapping holds all.
+NAMED = 5
+
+
+def find_fault(labels: Sequence[int]) -> str | None:
+    """Why nothing can be learned from a sequence with these labels (not shifted); None where something can."""
+    if len(labels) < 2:
+        return TOO_SHORT
+    if any(label != IGNORED for label in labels[1:]):
+        return None
+    return ALL_MASKED if labels[0] == IGNORED else FIRST_ONLY
+
+
+def describe_skipped(skipped: Skipped) -> list[str]:
+    """A sentence per fault, for tables and logs: how many sequences were skipped for it, and the first of their names.
+
+    Every name is in the mapping itself.
+    """
+    return [
+        f"skipped {len(names)} {'sequence' if len(names) == 1 else 'sequences'} ({fault}: {_list_names(names)})"
+        for fault, names in skipped.items()
+        if names
+    ]
+
+
+def _list_names(names: Sequence[str]) -> str:
+    named = ", ".join(names[:NAMED])
+    return named if len(names) <= NAMED else f"{named} and {len(names) - NAMED} more"
+
+
+def describe_nothing_left(data: DataConfig, split: Split, skipped: Skipped) -> DataError:
+    """The error of text of which no sequence could be used."""
+    where = f"{split} text of {describe_source(data, split)}"
+    masked, shifted, short = (len(skipped.get(fault, ())) for fault in (ALL_MASKED, FIRST_ONLY, TOO_SHORT))
+    if masked or shifted:
+        what = f"every label is masked: none of {masked + shifted} sequences has a token that counts in the loss"
+        if shifted:
+            what += f"; in {shifted} of them {FIRST_ONLY}"
+        return DataError(
+            what,
+            where=f"{where}, data.labels={data.labels}, data.max_length={data.max_length}",
+            do="a larger data.max_length, if the answers begin after the cut, or data.labels=full_sequence",
+        )
+    if short:
+        return DataError(f"none of {short} sequences has 2 tokens", where=where, do="name text that holds more")
+    return describe_emptiness(data, split)
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """What the model reads at once.
+
+    `labels[t]` is `ids[t]` where the token counts in the loss and -100 elsewhere. Not shifted: position t is predicted
+    from the tokens before it, so the label of position 0 is never used.
+    """
+
+    name: str
+    ids: list[int]
+    labels: list[int]
+    domain: str = ""  # that most of its tokens are of
+
+    def cut(self, length: int) -> "TokenSequence":
+        """The first `length` tokens."""
+        return TokenSequence(self.name, self.ids[:length], self.labels[:length], self.domain)
+
+
+@dataclass(frozen=True)
+class LoadedText:
+    """What can be learned from, and what was skipped on the way to it."""
+
+    sequences: list[TokenSequence]
+    skipped: Skipped  # names of sequences by what was wrong with them
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all sequences."""
+        return sum(len(sequence.ids) for sequence in self.sequences)
+
+
+def load_sequences(data: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Split) -> list[TokenSequence]:
+    """The sequences of `load_text`, for those who need not know what was skipped."""
+    return load_text(data, tokenizer, split).sequences
+
+
+def load_text(data: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Split) -> LoadedText:
+    """Read one split of the text as token sequences, always the same ones for the same settings and text.
+
+    With `data.labels=generated` this is the text as it stands: conversations with their own answers as labels, plain
+    text in full. What a model makes of it: `load_prompts` and `continue_prompts`.
+
+    Args:
+        data: the source, how it is packed and labelled, and how many tokens are wanted.
+        tokenizer: a fast tokenizer, with a chat template where the text is conversations.
+        split: calibration (at most `data.tokens`) or heldout (at most `data.heldout_tokens`). They share no document.
+
+    Returns:
+        Sequences of 2 to `data.max_length` tokens, each with a label to learn from; the last may be cut to fit the
+        number of tokens. Beside them the names of those skipped before that number was reached.
+
+    Raises:
+        DataError: the text cannot be read, or nothing is left of it.
+    """
+    encoded = (encode_document(document, tokenizer, data) for document in read_documents(data, split))
+    build = pack_documents if data.packing == "packed" else truncate_documents
+    wanted = data.tokens if split == "calibration" else data.heldout_tokens
+    text = select_usable(build(encoded, data.max_length), wanted)
+    for note in describe_skipped(text.skipped):
+        logger.warning("%s text: %s", split, note)
+    if not text.sequences:
+        raise describe_nothing_left(data, split, text.skipped)
+    source = describe_source(data, split)
+    count = len(text.sequences)
+    logger.info("%s text: %d of %d tokens, %d sequences of %s", split, text.tokens, wanted, count, source)
+    return text
+
+
+def pack_documents(documents: Iterable[EncodedDocument], max_length: int) -> Iterator[TokenSequence]:
+    """Join documents and cut every `max_length` tokens; the rest at the end is a shorter sequence.
+
+    A sequence is named after its number and the document it begins in.
+    """
+    ids: list[int] = []
+    labels: list[int] = []
+    domains: list[str] = []  # of every token
+    name, number = "", 0
+    for document in documents:
+        name = name if ids else document.name
+        ids += document.ids
+        labels += document.labels
+        domains += [document.domain] * len(document.ids)
+        whole = len(ids) - len(ids) % max_length
+        for start in range(0, whole, max_length):
+            end = start + max_length
+            yield TokenSequence(f"{number}: {name}", ids[start:end], labels[start:end], _most(domains[start:end]))
+            name, number = document.name, number + 1
+        ids, labels, domains = ids[whole:], labels[whole:], domains[whole:]
+    if ids:
+        yield TokenSequence(f"{number}: {name}", ids, labels, _most(domains))
+
+
+def _most(domains: list[str]) -> str:
+    return Counter(domains).most_common(1)[0][0]
+
+
+def truncate_documents(documents: Iterable[EncodedDocument], max_length: int) -> Iterator[TokenSequence]:
+    """One sequence per document: its first `max_length` tokens."""
+    for document in documents:
+        yield TokenSequence(document.name, document.ids[:max_length], document.labels[:max_length], document.domain)
+
+
+def select_usable(sequences: Iterable[TokenSequence], wanted: int) -> LoadedText:
+    """Sequences with a label to learn from until `wanted` tokens are reached, and those skipped before that.
+
+    The last is cut to fit, or left out where that leaves nothing.
+    """
+    skipped: dict[str, list[str]] = defaultdict(list)
+    taken = list(_take_tokens(_skip_unusable(sequences, skipped), wanted))
+    return LoadedText(taken, dict(skipped))
+
+
+def _skip_unusable(sequences: Iterable[TokenSequence], skipped: dict[str, list[str]]) -> Iterator[TokenSequence]:
+    for sequence in sequences:
+        if fault := find_fault(sequence.labels):
+            skipped[fault].append(sequence.name)
+        else:
+            yield sequence
+
+
+def _take_tokens(sequences: Iterable[TokenSequence], wanted: int) -> Iterator[TokenSequence]:
+    for sequence in sequences:
+        if len(sequence.ids) >= wanted:
+            last = sequence.cut(wanted)
+            if find_fault(last.labels) is None:
+                yield last
+            return
+        wanted -= len(sequence.ids)
+        yield sequence

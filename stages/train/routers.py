@@ -1,0 +1,129 @@
+"""How routers change in training: even load, and gates that grow from constant ones."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from models.training import Routing, selection_bias
+
+
+@dataclass(frozen=True)
+class Balance:
+    """How load is evened out."""
+
+    kind: str  # loss, selection_bias or none
+    bias_step: float  # of a selection bias, per step and unit of the logits' spread, in the bias's own units
+
+
+def count_load(routings: list[Routing], mask_T: Tensor) -> Int[Tensor, "L E"]:
+    """Tokens that chose each expert, padding left out."""
+    return torch.stack([_load(routing, mask_T) for routing in routings])
+
+
+def _load(routing: Routing, mask_T: Tensor) -> Tensor:
+    experts = routing.logits_TE.shape[1]
+    return routing.chosen_TK[mask_T].flatten().bincount(minlength=experts)
+
+
+def balance_loss(
+    routings: list[Routing], load_LE: Int[Tensor, "L E"], mask_T: Tensor, *, pooled: bool = False
+) -> Float[Tensor, ""]:
+    """Mean over layers of E · Σ_e (share of choices for e) · (mean probability of e): 1 when all is even.
+
+    Args:
+        routings: by layer.
+        load_LE: what `count_load` gave, of this process or summed over all of them.
+        mask_T: tokens that count.
+        pooled: all layers share the experts, so that the load is that of all layers together.
+    Source: Switch Transformers, arXiv:2101.03961 eq. 4, per choice.
+    """
+    probability_LE = torch.stack([routing.logits_TE[mask_T].float().softmax(1).mean(0) for routing in routings])
+    share_LE = load_LE / load_LE.sum(1, keepdim=True).clamp_min(1)
+    if pooled:
+        probability_LE, share_LE = probability_LE.mean(0, keepdim=True), share_LE.mean(0, keepdim=True)
+    return probability_LE.shape[1] * (share_LE * probability_LE).sum(1).mean()
+
+
+def z_loss(routings: list[Routing], mask_T: Tensor) -> Float[Tensor, ""]:
+    """Mean over layers and tokens of (log Σ exp logits)².
+
+    Source: ST-MoE, arXiv:2202.08906 eq. 5.
+    """
+    return torch.stack([routing.logits_TE[mask_T].float().logsumexp(1).square().mean() for routing in routings]).mean()
+
+
+def entropy(routings: list[Routing], mask_T: Tensor) -> Float[Tensor, ""]:
+    """Mean entropy of the softmax over experts, in nats; log E where a router tells nothing apart."""
+    parts = []
+    for routing in routings:
+        log_TE = routing.logits_TE[mask_T].detach().float().log_softmax(1)
+        parts.append(-(log_TE.exp() * log_TE).sum(1).mean())
+    return torch.stack(parts).mean()
+
+
+def add_up(tensor: Tensor) -> Tensor:
+    """The sum over all processes; `tensor` stays this process's own."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return tensor
+    total = tensor.clone()
+    dist.all_reduce(total)
+    return total
+
+
+@torch.no_grad()
+def move_biases(routers: list[nn.Module], load_LE: Int[Tensor, "L E"], step: float, *, pooled: bool = False) -> None:
+    """Raise the selection bias of experts with less than the mean load by `step`, lower that of the others.
+
+    Args:
+        routers: by layer, each with a selection bias.
+        load_LE: tokens since the last move, all processes together.
+        step: how far, in the units of the router's scores.
+        pooled: the load that counts is that of all layers together.
+    Source: auxiliary-loss-free load balancing, arXiv:2408.15664 eq. 2.
+    """
+    load_LE = load_LE.double()
+    if pooled:
+        load_LE = load_LE.mean(0, keepdim=True).expand(len(routers), -1)
+    for router, load_E in zip(routers, load_LE, strict=True):
+        bias_E = selection_bias(router)
+        assert bias_E is not None, "only routers with a selection bias are balanced by it"
+        direction_E = (load_E.mean() - load_E).sign().to(bias_E)
+        bias_E.add_(direction_E - direction_E.mean(), alpha=step)
+
+
+@dataclass(frozen=True)
+class SpreadSchedule:
+    """Standard deviation of a token's router logits by optimizer step, if nothing but the stretch changed it."""
+
+    start: float
+    end: float
+    steps: int  # over which it grows
+
+    def at(self, step: int) -> float:
+        """The spread after `step` steps."""
+        return self.start + (self.end - self.start) * min(1.0, step / self.steps)
+
+    def factor(self, step: int) -> float:
+        """What the routers are to be multiplied by after `step` steps, having followed so far."""
+        return self.at(step) / self.at(step - 1)
+
+
+def make_schedule(start: float, end: float, steps: int) -> SpreadSchedule:
+    """From `start`; never shrinking: an `end` that is smaller, or 0, leaves the spread as it is."""
+    return SpreadSchedule(start, max(start, end), max(1, steps))
+
+
+@torch.no_grad()
+def stretch(routers: list[nn.Module], factor: float) -> None:
+    """Multiply all rows and selection biases, in place."""
+    if factor == 1.0:
+        return
+    for router in routers:
+        weight: torch.Tensor = router.weight  # type: ignore[assignment]
+        weight.mul_(factor)
+        bias_E = selection_bias(router)
+        if bias_E is not None:
+            bias_E.mul_(factor)

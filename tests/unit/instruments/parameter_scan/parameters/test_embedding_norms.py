@@ -1,0 +1,51 @@
+import pytest
+import torch
+
+from instruments.parameter_scan.inputs import embedding_columns, embedding_token_squares, head_part, lookup_columns
+
+B, T, S, D, V = 2, 7, 5, 6, 11
+
+
+@pytest.fixture
+def operands():
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.tensor([[3, 1, 3, 3, 10, 1, 0], [5, 5, 5, 5, 5, 5, 5]])
+    delta = torch.randn(B, T, D, generator=generator)
+    x, grad = torch.randn(B, S, D, generator=generator), torch.randn(B, S, V, generator=generator)
+    return ids, delta, x, grad
+
+
+def explicit(ids, delta, x=None, grad=None):
+    weight = torch.zeros(B, V, D, dtype=torch.float64)
+    for sample, position in ((sample, position) for sample in range(B) for position in range(T)):
+        weight[sample, ids[sample, position]] += delta[sample, position].double()
+    if x is not None:
+        weight += torch.einsum("bsv,bsd->bvd", grad.double(), x.double())
+    return weight.square().sum(1)
+
+
+def test_gradients_of_equal_tokens_add_up(operands):
+    ids, delta, *_ = operands
+    torch.testing.assert_close(lookup_columns(ids, delta).double(), explicit(ids, delta), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("gram", [True, False])
+def test_a_tied_weight_gets_the_sum_of_both_uses(operands, gram):
+    ids, delta, x, grad = operands
+    head = head_part(x, grad, ids, gram=gram)
+    torch.testing.assert_close(
+        embedding_columns(ids, delta, head).double(), explicit(ids, delta, x, grad), rtol=1e-5, atol=0
+    )
+
+
+def test_what_one_position_contributes(operands):
+    """The output embedding saw the last S positions."""
+    ids, delta, x, grad = operands
+    found = embedding_token_squares(delta, head_part(x, grad, ids, gram=True, per_token=True))
+    for sample, position in ((sample, position) for sample in range(B) for position in range(T)):
+        weight = torch.zeros(V, D, dtype=torch.float64)
+        weight[ids[sample, position]] += delta[sample, position].double()
+        if position >= T - S:
+            seen = position - (T - S)
+            weight += grad[sample, seen].double().outer(x[sample, seen].double())
+        torch.testing.assert_close(found[sample, position].double(), weight.square().sum(), rtol=1e-5, atol=0)

@@ -1,0 +1,95 @@
+import pytest
+from torch import nn
+
+from instruments.errors import ConfigError
+from instruments.parameter_scan.scanner import ParameterTensorScanner
+from instruments.parameter_scan.targets import WatchedParameter, find_targets
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q_proj = nn.Linear(6, 12)
+        self.router = nn.Linear(6, 3)
+
+
+class Model(nn.Module):
+    def __init__(self, embedding=nn.Embedding):
+        super().__init__()
+        self.embed_tokens = embedding(11, 6)
+        self.layers = nn.ModuleList([Block(), Block()])
+        self.lm_head = nn.Linear(6, 11, bias=False)
+
+    def get_input_embeddings(self):
+        return self.embed_tokens
+
+
+def names(targets):
+    return [target.parameter.name for target in targets]
+
+
+def test_projections_and_the_embedding_by_default():
+    targets = find_targets(Model(), None, 5)
+    assert names(targets) == ["embed_tokens.weight", "layers.0.q_proj.weight", "layers.1.q_proj.weight"]
+    assert targets[0].parameter == WatchedParameter("embed_tokens.weight", "embedding", 11, 6, 5)
+    assert targets[1].parameter == WatchedParameter("layers.0.q_proj.weight", "linear", 6, 12, 5)
+    assert targets[0].head is None
+
+
+def test_patterns_are_globs_on_module_names():
+    assert names(find_targets(Model(), ["*.1.*", "lm_*"], 5)) == [
+        "layers.1.q_proj.weight", "layers.1.router.weight", "lm_head.weight",
+    ]  # fmt: skip
+
+
+def test_a_tied_output_embedding_belongs_to_the_embedding():
+    model = Model()
+    model.lm_head.weight = model.embed_tokens.weight
+    targets = find_targets(model, ["embed_tokens", "lm_head"], 5)
+    assert names(targets) == ["embed_tokens.weight"]
+    assert targets[0].head is model.lm_head
+
+
+def test_an_embedding_that_does_more_than_look_up_is_left_out():
+    class Scaled(nn.Embedding):
+        def forward(self, ids):
+            return 3 * super().forward(ids)
+
+    with pytest.warns(UserWarning, match=r"embed_tokens \(Scaled\) is no plain look-up: its weight is not scanned"):
+        assert names(find_targets(Model(Scaled), None, 5))[0] == "layers.0.q_proj.weight"
+
+
+def test_nothing_matches():
+    with pytest.raises(ConfigError) as caught:
+        ParameterTensorScanner(Model(), patterns=["*.query"])
+    assert str(caught.value) == (
+        "no parameter of the model matches patterns=['*.query']; its Linear layers are called lm_head, q_proj, router\n"
+        "  where: ParameterTensorScanner\n"
+        "  do:    patterns=['*lm_head']"
+    )
+    with pytest.raises(ConfigError) as caught:
+        ParameterTensorScanner(nn.Sequential(nn.ReLU()))
+    assert str(caught.value) == (
+        "no parameter of the model matches the default patterns; it has no nn.Linear\n"
+        "  where: ParameterTensorScanner\n"
+        "  do:    scan a model with nn.Linear layers"
+    )
+
+
+def test_two_linears_with_one_weight():
+    model = Model()
+    model.layers[1].q_proj.weight = model.layers[0].q_proj.weight
+    with pytest.raises(ConfigError) as caught:
+        ParameterTensorScanner(model)
+    assert str(caught.value) == (
+        "layers.0.q_proj and layers.1.q_proj share one weight; its gradient is the sum of both\n"
+        "  where: ParameterTensorScanner\n"
+        "  do:    leave one of them out: patterns=[...]"
+    )
+
+
+def test_settings_out_of_range():
+    with pytest.raises(ConfigError, match="block_width=0 is below 1"):
+        ParameterTensorScanner(Model(), block_width=0)
+    with pytest.raises(ConfigError, match="product='fast' is none of auto, gram, direct"):
+        ParameterTensorScanner(Model(), product="fast")

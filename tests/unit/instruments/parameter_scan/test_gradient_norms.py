@@ -1,0 +1,72 @@
+import pytest
+import torch
+
+from instruments.gradient_norms import column_squares, gram_matrix, prefer_gram, weight_squares
+
+B, T, INPUTS, OUTPUTS = 3, 7, 6, 13
+
+
+@pytest.fixture
+def operands():
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(B, T, INPUTS, generator=generator), torch.randn(B, T, OUTPUTS, generator=generator)
+
+
+def explicit(x_BTI, grad_BTO):
+    squares_BOI = torch.einsum("bto,bti->boi", grad_BTO.double(), x_BTI.double()).square()
+    return squares_BOI.sum(1), squares_BOI.sum(2)
+
+
+@pytest.mark.parametrize("gram", [True, False])
+@pytest.mark.parametrize("wide", [False, True])
+def test_columns_and_rows_equal_the_explicit_gradient(operands, gram, wide):
+    x, grad = operands if not wide else reversed(operands)
+    for found, truth in zip(weight_squares(x, grad, gram=gram), explicit(x, grad), strict=True):
+        torch.testing.assert_close(found.double(), truth, rtol=1e-5, atol=0)
+    torch.testing.assert_close(column_squares(x, grad, gram=gram).double(), explicit(x, grad)[0], rtol=1e-5, atol=0)
+
+
+def test_products_larger_than_the_budget_are_done_in_chunks(operands, monkeypatch):
+    x, grad = operands
+    monkeypatch.setattr("instruments.gradient_norms._CACHE_FLOATS", 3 * INPUTS)  # 13 rows: 3, 3, 3, 3, 1
+    for found, truth in zip(weight_squares(x, grad, gram=False), explicit(x, grad), strict=True):
+        torch.testing.assert_close(found.double(), truth, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("gram", [True, False])
+def test_half_precision_is_multiplied_in_fp32(operands, gram):
+    x, grad = (tensor.bfloat16() for tensor in operands)
+    for found, truth in zip(weight_squares(x, grad, gram=gram), explicit(x, grad), strict=True):
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), truth, rtol=1e-5, atol=0)
+
+
+def test_a_known_gram_matrix_is_used(operands):
+    x, grad = operands
+    _, rows = weight_squares(x, grad, gram=True, gram_BTT=4 * gram_matrix(x))
+    torch.testing.assert_close(rows.double(), 4 * explicit(x, grad)[1], rtol=1e-5, atol=0)
+
+
+def test_gram_of_half_precision_in_chunks(operands, monkeypatch):
+    x = operands[1].bfloat16()
+    monkeypatch.setattr("instruments.gradient_norms._CACHE_FLOATS", B * T)
+    torch.testing.assert_close(gram_matrix(x), x.float() @ x.float().mT, rtol=1e-6, atol=1e-6)
+
+
+def test_a_sample_without_gradient_has_norm_zero(operands):
+    x, grad = operands
+    grad[1] = 0
+    for gram in (True, False):
+        columns, rows = weight_squares(x, grad, gram=gram)
+        assert not columns[1].any()
+        assert not rows[1].any()
+        assert columns[[0, 2]].all()
+
+
+def test_the_cheaper_product():
+    assert prefer_gram("auto", 64, 1024, 3072)
+    assert not prefer_gram("auto", 2048, 1024, 3072)
+    assert not prefer_gram("auto", 896, 1024, 100_000)
+    assert prefer_gram("auto", 896, 1024, 100_000, rows=False)
+    assert prefer_gram("gram", 2048, 1024, 3072)
+    assert not prefer_gram("direct", 1, 1024, 3072)

@@ -1,0 +1,31 @@
+import pytest
+import torch
+
+from instruments.parameter_scan.transfer import to_host
+
+
+def test_tensors_keep_their_numbers_shapes_and_formats():
+    tensors = [
+        torch.randn(3, dtype=torch.float64),
+        torch.tensor([True, False, True]),
+        torch.randn(2, 5).T,
+        torch.zeros(0, 7, dtype=torch.uint8),
+        torch.tensor(1.5, dtype=torch.bfloat16),
+        torch.randn(1, dtype=torch.float64, requires_grad=True),
+    ]
+    found = to_host(tensors)
+    assert all(torch.equal(one, other) and one.dtype == other.dtype for one, other in zip(found, tensors, strict=True))
+    assert not any(tensor.requires_grad for tensor in found)
+
+
+def test_nothing_comes_of_nothing():
+    assert to_host([]) == []
+
+
+@pytest.mark.gpu
+def test_a_device_is_asked_once():
+    tensors = [torch.randn(3, device="cuda"), torch.arange(5, device="cuda")]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        found = to_host(tensors)
+    assert [tensor.device.type for tensor in found] == ["cpu", "cpu"]
+    assert sum(event.count for event in profile.key_averages() if "DtoH" in event.key) == 1

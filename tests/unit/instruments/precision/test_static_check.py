@@ -1,0 +1,260 @@
+"""The static check: every rule on code that breaks it and on code that does not; regions, comments, bad files."""
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from instruments.errors import ConfigError
+from instruments.static_check.check import static_check
+from instruments.static_check.command import main
+from instruments.static_check.operations import autocast_table
+
+HEAD = """
+import torch
+from torch import nn
+from torch.amp import GradScaler, autocast
+from torch.nn import functional as F
+
+model = nn.Sequential(nn.Linear(3, 4))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+scaler = GradScaler()
+criterion = nn.CrossEntropyLoss()
+"""
+WHOLE_STEP = """
+for x, y in batches:
+    with autocast("cuda"):
+        loss = criterion(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    norms = [p.grad.norm() for p in model.parameters()]
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+@pytest.fixture
+def check(tmp_path):
+    """(line within the code, rule) of every finding."""
+
+    def run(code, *, head=HEAD, **options):
+        path = tmp_path / "train.py"
+        path.write_text(head + textwrap.dedent(code))
+        offset = head.count("\n")
+        return [(finding.line - offset, finding.code) for finding in static_check(path, **options).findings]
+
+    return run
+
+
+def test_a_right_training_step_is_not_flagged(check):
+    assert check(WHOLE_STEP) == []
+
+
+@pytest.mark.parametrize(
+    ("remove", "put", "expected"),
+    [
+        ("    scaler.unscale_(optimizer)\n", "", [(6, "LP201"), (7, "LP205")]),
+        ("    scaler.update()\n", "", [(9, "LP202")]),
+        ("    scaler.step(", "    scaler.unscale_(optimizer)\n    scaler.step(", [(9, "LP203")]),
+        (
+            "    scaler.unscale_(optimizer)\n    nn.utils",
+            "    optimizer.step()\n    nn.utils",
+            [(6, "LP204"), (7, "LP201"), (8, "LP205")],
+        ),
+        ("    scaler.scale(loss)", "        scaler.scale(loss)", [(5, "LP301")]),
+        (
+            "        loss = criterion(model(x), y)\n",
+            "        z = model(x)\n    loss = criterion(z, y)\n",
+            [(5, "LP102")],
+        ),
+        ("criterion(model(x), y)", "F.binary_cross_entropy(model(x).sigmoid(), y)", [(4, "LP104")]),
+        ("criterion(model(x), y)", "nn.functional.binary_cross_entropy_with_logits(model(x), y)", []),
+        ("scaler.update()\n", "scaler.update()\n    model.half()\n", [(11, "LP101")]),
+        ("scaler.update()\n", "scaler.update()\n    model.to(torch.float16)\n", [(11, "LP101")]),
+        ("scaler.update()\n", "scaler.update()\n    teacher.half()\n", []),
+    ],
+)  # fmt: skip
+def test_each_fault_of_a_step_is_found_where_it_stands(check, remove, put, expected):
+    assert remove in WHOLE_STEP
+    assert check(WHOLE_STEP.replace(remove, put)) == expected
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("x = x.half()\nF.softmax(x, -1)", [(2, "LP103")]),
+        ("x = x.half()\nF.softmax(x, -1, dtype=torch.float32)", []),
+        ("x = x.to(torch.bfloat16)\nx.log_softmax(-1)", [(2, "LP103")]),
+        ("x = x.to(dtype=torch.bfloat16)\ntotal = x.square().sum()", [(2, "LP105")]),
+        ("x = x.bfloat16()\ntotal = x.float().sum()", []),
+        ("x = x.bfloat16()\ntotal = x.norm() + x.shape[0] * torch.mean(x)", [(2, "LP105"), (2, "LP105")]),
+        ("F.softmax(x, -1)\nx.sum()\nsum(x)\nlosses.mean()", []),
+        ("x = (x.half() + y.half()).float()\nF.softmax(x, -1)", []),
+        ("loss = criterion(x.half(), y)", [(1, "LP102")]),
+        ("with autocast('cuda'):\n    z = model(x)\nloss = criterion(z.float(), y)", []),
+        (
+            "with autocast('cuda'):\n    z = model(x)\n"
+            "    with autocast('cuda', enabled=False):\n        F.mse_loss(z, y)",
+            [(4, "LP102")],
+        ),
+        ("with autocast('cuda', dtype=torch.float16):\n    loss = model(x).sum()\nloss.backward()", []),
+    ],
+)  # fmt: skip
+def test_precision_is_followed_through_values(check, code, expected):
+    assert check(code) == expected
+
+
+def test_float16_autocast_asks_for_a_scaler(check):
+    head = "import torch\nmodel = torch.nn.Linear(3, 4)\n"
+    code = "with torch.autocast('cuda', torch.float16):\n    loss = model(x).sum()\nloss.backward()"
+    assert check(code.replace("('cuda', ", "('cuda', dtype="), head=head) == [(3, "LP302")]
+    assert check(code.replace("torch.float16", "dtype=torch.bfloat16"), head=head) == []
+
+
+def test_what_autocast_does_depends_on_the_device(check):
+    """CUDA computes softmax and sum in float32, the CPU does not."""
+    code = "with autocast({}):\n    z = x @ y\n    F.softmax(z, -1)\n    z.sum()\n"
+    assert check(code.format("'cuda'")) == []
+    assert check(code.format("'cpu'")) == [(3, "LP103"), (4, "LP105")]
+    assert check(code.format("device")) == []
+    assert check(code.format("device"), device="cpu") == [(3, "LP103"), (4, "LP105")]
+
+
+def test_the_table_is_that_of_the_installed_torch():
+    cpu, cuda = autocast_table("cpu"), autocast_table("cuda")
+    assert (cpu["softmax"], cuda["softmax"]) == ("kept", "float32")
+    assert (cpu["linear"], cuda["linear"]) == ("lowered", "lowered")
+    assert (cpu["binary_cross_entropy"], cuda["binary_cross_entropy"]) == ("float32", "refused")
+    assert (cpu["mean"], cuda["mean"]) == ("kept", "kept")
+    assert [name for name, fate in cpu.items() if fate == "refused"] == []
+    assert [name for name, fate in cuda.items() if fate == "refused"] == ["binary_cross_entropy"]
+
+
+def test_regions_reach_into_functions_and_modules_of_the_file(check):
+    code = """
+    class Head(nn.Module):
+        def forward(self, x):
+            return F.softmax(x @ x.T, -1)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = Head()
+
+        def forward(self, x):
+            return self.head(x)
+
+    def unused(x):
+        return F.softmax(x @ x.T, -1)
+
+    net = torch.compile(Net().to("cpu"))
+
+    @torch.autocast("cpu")
+    def evaluate(x):
+        return (x @ x).sum()
+
+    def train(x):
+        with torch.autocast("cpu"):
+            return net(x)
+    """
+    assert check(code) == [(4, "LP103"), (21, "LP105")]
+
+
+def test_branches_that_belong_together_are_taken_together(check):
+    code = """
+    def step(loss, use_amp):
+        if use_amp:
+            scaler.scale(loss).backward()
+        else:
+            loss.backward()
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if not use_amp:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+    """
+    assert check(code) == []
+    assert check(code.replace("            scaler.unscale_(optimizer)\n", "            pass\n")) == [(9, "LP201")]
+
+
+def test_a_region_in_a_variable_is_a_region(check):
+    code = """
+    context = nullcontext() if device == "cpu" else torch.amp.autocast(device_type="cuda", dtype=torch.float16)
+    with context:
+        logits = model(x)
+    loss = F.cross_entropy(logits, y)
+    """
+    assert check(code) == [(5, "LP102")]
+
+
+def test_comments_silence_one_rule_or_all(check):
+    assert check("x = x.half()\nx.sum()  # noqa: LP105\nx.sum()  # noqa\nx.sum()  # noqa: LP103") == [(4, "LP105")]
+    assert check("x = x.half()\nF.softmax(\n    x, -1,  # noqa: E501, LP103\n)\n'# noqa'; x.sum()") == [(5, "LP105")]
+
+
+def test_a_loss_outside_autocast_is_told_with_reason_and_remedy(tmp_path, capsys):
+    path = tmp_path / "train.py"
+    path.write_text(HEAD + "with autocast('cuda'):\n    z = model(x)\nloss = F.mse_loss(z, y)\n")
+    assert main([str(path), "--json", str(tmp_path / "found.json")]) == 1
+    assert capsys.readouterr().out == (
+        f"{path}:13: LP102 severe mse_loss outside autocast, of float16 values\n"
+        "    why: the loss is computed in the model's 16-bit output: float16 overflows at 65504, which ends in inf or "
+        "NaN; bfloat16 keeps 8 bits\n"
+        "    fix: compute the loss inside the autocast block, or of logits.float()\n"
+        "1 files checked, 1 findings\n"
+    )
+    (record,) = json.loads((tmp_path / "found.json").read_text())
+    assert (record["line"], record["code"], record["severity"]) == (13, "LP102", "severe")
+
+
+def test_a_file_that_does_not_parse_is_told_and_the_others_are_checked(tmp_path, capsys):
+    (tmp_path / "broken.py").write_text("x = 1\ndef f(:\n")
+    (tmp_path / "zeros.py").write_bytes(b"x = '\0'\n")
+    (tmp_path / "latin.py").write_bytes(b"x = '\xe9'\n")
+    (tmp_path / "fine.py").write_text("x = y.half().sum()\n")
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / ".hidden/bad.py").write_text("x = y.half().sum()\n")
+    assert main([str(tmp_path)]) == 2
+    out = capsys.readouterr().out
+    assert f"{tmp_path}/broken.py:2: LP001 severe does not parse: invalid syntax" in out
+    assert f"{tmp_path}/fine.py:1: LP105" in out
+    assert out.endswith("4 files checked, 4 findings\n")
+
+
+def test_paths_and_devices_that_are_not_there(tmp_path, check):
+    with pytest.raises(ConfigError, match=r"there is no .*nowhere"):
+        static_check(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="has no autocast for 'abacus'"):
+        check("with autocast(device):\n    x.sum()", device="abacus")
+    assert main([str(tmp_path / "nowhere")]) == 2
+    assert check("with autocast('npu'):\n    F.softmax(x @ y, -1)") == []  # as on cuda
+
+
+def test_code_without_autocast_needs_no_torch(tmp_path):
+    (tmp_path / "train.py").write_text("x = y.half().sum()\n")
+    code = (
+        "import sys; from instruments.static_check.command import main\n"
+        "code = main(sys.argv[1:]); sys.exit(code + 10 * ('torch' in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+
+
+def test_the_table_is_kept_for_the_next_process(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    autocast_table.cache_clear()
+    first = autocast_table("cpu")
+    (kept,) = (tmp_path / "cache/tiny-onn").iterdir()
+    kept.write_text('{"softmax": "float32"}')
+    autocast_table.cache_clear()
+    assert autocast_table("cpu") == {"softmax": "float32"}
+    kept.write_text("half a li")
+    autocast_table.cache_clear()
+    assert autocast_table("cpu") == first
+    autocast_table.cache_clear()

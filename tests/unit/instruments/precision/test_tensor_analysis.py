@@ -1,0 +1,123 @@
+"""What a tensor loses in number formats: shares that can be counted by hand, sums against loops, odd tensors."""
+
+import json
+
+import pytest
+import torch
+
+from instruments.errors import ConfigError
+from instruments.precision.analyze_tensor import FIRST_OCTAVE, analyze_tensor, notes_of, rows_of, to_json
+from instruments.precision.comparison import Verdict
+
+FORMATS = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def loss(found, name):
+    return next(one for one in found.losses if one.format == name)
+
+
+def test_a_healthy_tensor():
+    found = analyze_tensor(normal(7, 300), FORMATS)
+    assert [found.verdict(name) for name in FORMATS[:2]] == [Verdict.OK, Verdict.OK]
+    assert loss(found, "bfloat16").normalised_l2 == pytest.approx(2**-8 / 3**0.5 * 0.72, rel=0.1)
+    assert loss(found, "float16").sqnr_db == pytest.approx(loss(found, "bfloat16").sqnr_db + 18.06, abs=0.5)
+    assert found.nonfinite == found.zeros == 0
+    assert sum(found.octaves) == 2100
+    # fp8 unscaled: below 2^-6 digits are lost, P(|x| < 2^-6) = 1.2 %.
+    assert found.verdict("float8_e4m3fn") is Verdict.WARNING
+
+
+@pytest.mark.parametrize(("small", "verdict"), [(0, Verdict.OK), (3, Verdict.WARNING), (30, Verdict.SEVERE)])
+def test_underflow_is_counted_among_values_above_zero(small, verdict):
+    values = torch.ones(240)
+    values[200:] = 0  # no part of any share
+    values[:small] = 2.0**-20  # subnormal in fp16
+    values[small // 3 : small] = 2.0**-26  # becomes 0
+    found = loss(analyze_tensor(values), "float16")
+    assert found.verdict is verdict
+    assert found.underflow == small / 200
+    assert found.flushed == (small - small // 3) / 200
+    assert loss(analyze_tensor(values), "bfloat16").underflow == 0
+
+
+def test_overflow_begins_where_rounding_leaves_the_format():
+    values = torch.tensor([65504.0, 65519.0, 65520.0, -1e6, 1.0])
+    found = analyze_tensor(values)
+    assert loss(found, "float16").overflow == 2
+    assert found.verdict("float16") is Verdict.SEVERE
+    assert loss(found, "bfloat16").overflow == 0
+    assert loss(analyze_tensor(torch.tensor([448.0, 464.0, 480.0])), "float8_e4m3fn").overflow == 2
+
+
+def test_sums_are_those_of_a_loop():
+    values = normal(5, 400).abs()
+    found = analyze_tensor(values, ["bfloat16"])
+    last, first = found.reductions
+    assert (last.axis, last.length, first.axis, first.length) == (-1, 400, -2, 5)
+    total = torch.zeros(5, dtype=torch.bfloat16)
+    for addend in values.bfloat16().unbind(1):
+        total += addend
+    exact = values.double().sum(1)
+    assert last.one_by_one == pytest.approx(float((total.double() - exact).norm() / exact.norm()), rel=1e-6)
+    assert last.fp32 < 1e-6
+    assert last.pairwise < last.one_by_one / 2
+    assert last.mean == pytest.approx(last.one_by_one, rel=0.2)
+    assert last.cancellation == pytest.approx(1)
+    assert first.one_by_one < 0.01
+
+
+def test_a_running_sum_that_stands_still():
+    values = torch.ones(11, 1000)
+    (sums, _) = analyze_tensor(values, ["bfloat16"]).reductions
+    assert sums.stagnant == pytest.approx((1000 - 256) / 1000)  # 256 + 1 = 256
+    assert sums.one_by_one == pytest.approx(1 - 0.256)
+    assert sums.advice == (
+        "sum over dim -1 in fp32: error 0.7 → 0 (bfloat16 one by one, 74% of the addends lost; in pairs 0)"
+    )
+
+
+def test_a_sum_overflows_where_its_mean_would_not():
+    (sums, _) = analyze_tensor(torch.full((3, 200), 1000.0), ["float16"]).reductions
+    assert sums.one_by_one == sums.mean == float("inf")
+    assert sums.advice.startswith("sum over dim -1 in fp32: error inf → ")
+
+
+def test_a_coordinate_beside_one_a_thousand_times_larger():
+    points = normal(13, 2) * torch.tensor([1000.0, 1.0])
+    found = analyze_tensor(points, ["bfloat16", "float16"])
+    dims = found.ranges[0]
+    assert (dims.axis, dims.largest_at, dims.smallest_at) == (-1, 0, 1)
+    (advice,) = [line for line in found.advice if "swallow" in line]
+    assert "added up in bfloat16, the large ones swallow the small ones" in advice  # fp16 has 2 048 to 1
+    assert advice.startswith("dim -1 holds up to ")
+
+
+def test_odd_tensors():
+    empty = analyze_tensor(torch.empty(0, 3))
+    assert (empty.reductions, empty.ranges, empty.notes) == ([], [], ["the tensor is empty"])
+    scalar = analyze_tensor(torch.tensor(3.0))
+    assert (scalar.shape, scalar.reductions) == ((), [])
+    broken = analyze_tensor(torch.tensor([1.0, float("nan"), float("inf")]), ["float16"])
+    assert broken.nonfinite == 2
+    assert broken.notes == ["2 of 3 values are not finite and left out"]
+    assert broken.verdict("float16") is Verdict.OK
+    pairs = analyze_tensor(torch.complex(normal(4), normal(4, seed=1)), ["float16"])
+    assert [axis.size for axis in pairs.ranges] == [2, 4]
+    assert pairs.notes == ["complex: the last dim holds real and imaginary parts"]
+    zeros = analyze_tensor(torch.zeros(3, 4))
+    assert zeros.zeros == 12
+    assert sum(zeros.octaves) == 0
+    assert analyze_tensor(torch.tensor([1e-300], dtype=torch.float64)).octaves[0] == 1
+    assert FIRST_OCTAVE == -150
+    found = [empty, scalar, broken, pairs, zeros]
+    json.dumps(to_json(found), allow_nan=False)
+    assert len(rows_of(found)) == 3 * 4 + 2
+    assert notes_of(found)[0].startswith("worst of 5 tensors: bfloat16 ok")
+    with pytest.raises(ConfigError, match="ids holds int64, which no floating-point format rounds"):
+        analyze_tensor(torch.arange(3), name="ids")
+    with pytest.raises(ConfigError, match="formats=int4 is no low-precision format"):
+        analyze_tensor(torch.ones(3), ["int4"])

@@ -1,0 +1,81 @@
+"""Range, mean and deviation."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from instruments.tensor_dump.records import Statistics
+from instruments.tensor_dump.statistics import exact_moments, measure, read_moments
+
+T, D = 211, 37
+
+
+def expected(tensor):
+    values = tensor.double().numpy()
+    return values.min(), values.max(), values.mean(), values.std()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("shift", [0.0, 3.0, 200.0])
+def test_they_are_those_of_numpy(dtype, shift):
+    tensor = (torch.randn(T, D, generator=torch.Generator().manual_seed(0)) + shift).to(dtype)
+    found = measure(tensor)
+    low, high, mean, std = expected(tensor)
+    assert (found.minimum, found.maximum) == pytest.approx((low, high), rel=1e-7)
+    assert found.mean == pytest.approx(mean, abs=1e-5 * (abs(mean) + std))
+    assert found.std == pytest.approx(std, rel=1e-3)
+    assert (found.nonfinite, found.all_zero) == (0, False)
+
+
+def test_the_exact_way_agrees():
+    tensor = torch.randn(T, D)
+    quick, exact = measure(tensor), read_moments(exact_moments(tensor), tensor.numel())
+    assert quick.minimum == exact.minimum
+    assert quick.std == pytest.approx(exact.std, rel=1e-5)
+
+
+def test_values_that_are_not_finite_are_counted_and_left_out():
+    tensor = torch.arange(12.0).view(3, 4)
+    tensor[0, 0], tensor[1, 2], tensor[2, 3] = math.nan, math.inf, -math.inf
+    kept = np.delete(np.arange(12.0), [0, 6, 11])
+    found = measure(tensor)
+    assert (found.minimum, found.maximum, found.nonfinite) == (kept.min(), kept.max(), 3)
+    assert (found.mean, found.std) == pytest.approx((kept.mean(), kept.std()))
+
+
+def test_nothing_finite_and_nothing_at_all():
+    assert measure(torch.full((5,), math.nan)) == Statistics(None, None, None, None, 5)
+    assert measure(torch.empty(0, 4)) == Statistics(None, None, None, None, 0)
+
+
+def test_squares_that_overflow():
+    tensor = torch.tensor([1e30, -1e30, 3e30])
+    assert measure(tensor).std == pytest.approx(tensor.double().numpy().std(), rel=1e-6)
+
+
+def test_zeros_are_told():
+    assert measure(torch.zeros(3, 2)).all_zero
+    assert not measure(torch.tensor([0.0, 1e-40])).all_zero
+    assert not measure(torch.tensor([0.0, math.nan])).all_zero
+
+
+def test_packed_weights_are_numbers_too():
+    assert measure(torch.arange(7, dtype=torch.uint8)).maximum == 6
+
+
+def test_the_order_of_the_axes_does_not_matter():
+    tensor = torch.randn(5, 300, 7, generator=torch.Generator().manual_seed(3))
+    assert measure(tensor.permute(2, 0, 1)) == measure(tensor)
+    assert measure(tensor[:, ::3]).maximum == float(tensor[:, ::3].max())
+    assert measure(tensor.expand(4, 5, 300, 7)).mean == pytest.approx(float(tensor.mean()), abs=1e-6)
+    assert measure(torch.tensor(3.0)).std == 0
+
+
+def test_more_values_than_are_looked_at_at_once():
+    tensor = torch.randn(700, 1000, generator=torch.Generator().manual_seed(4))
+    low, high, mean, std = expected(tensor)
+    found = measure(tensor)
+    assert (found.minimum, found.maximum) == (low, high)
+    assert (found.mean, found.std) == pytest.approx((mean, std), abs=1e-5)

@@ -1,0 +1,385 @@
+"""What is captured, when, and what becomes of it when memory is short."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from unit.instruments.tensor_dump.small_model import D, F, Small, inputs, run
+
+from instruments.errors import ConfigError, ContractError
+from instruments.tensor_dump.capture import Identity
+from instruments.tensor_dump.config import DumpConfig
+from instruments.tensor_dump.index import list_dump
+from instruments.tensor_dump.reader import DumpReader
+from instruments.tensor_dump.statistics import measure
+from instruments.tensor_dump.tensor_dump import TensorDump
+
+NAMES = {"input", "weight", "grad_output"}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "dump"
+
+
+def steps_of(folder):
+    return sorted({record.source.step for record in list_dump(folder).records})
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({}, [0, 1, 2, 3, 4, 5, 6]),
+        ({"first_step": 2}, [2, 3, 4, 5, 6]),
+        ({"first_step": 1, "every_steps": 3}, [1, 4]),
+        ({"every_steps": 2, "max_steps": 2}, [0, 2]),
+    ],
+)
+def test_the_schedule(folder, settings, steps):
+    run(folder, DumpConfig(**settings), steps=7)
+    assert steps_of(folder) == steps
+
+
+def test_modules_and_tensors_that_are_asked_for(folder):
+    run(folder, DumpConfig(modules=["layers.1"], tensors=["weight", "grad_output"]), steps=1)
+    found = {(record.source.module, record.source.tensor) for record in list_dump(folder).records}
+    assert found == {("layers.1", "weight"), ("layers.1", "grad_output")}
+
+
+def test_tokens_that_are_asked_for(folder):
+    run(folder, DumpConfig(first_token=1, every_tokens=2, max_tokens=2, tensors=["input", "weight"]), steps=1)
+    with DumpReader(folder) as reader:
+        (record,) = reader.select(module="layers.0", tensor="input")
+        assert torch.equal(reader.load(record), inputs(0)[[1, 3]])
+        assert record.placement.tokens == (1, 2, 2)
+        (weight,) = reader.select(module="layers.0", tensor="weight")
+        assert weight.shape == (F, D)
+
+
+def test_ranks_that_are_asked_for(folder):
+    assert run(folder, DumpConfig(ranks=[3])).enabled is False
+    assert not folder.exists()
+
+
+def test_metadata_is_free(folder):
+    run(folder, steps=1, metadata={"run": "a", "lr": 0.1})
+    assert list_dump(folder).records[0].metadata == {"run": "a", "lr": 0.1}
+
+
+def test_statistics_alone(folder):
+    dump = run(folder, DumpConfig(keep="statistics"), steps=1)
+    listing = list_dump(folder)
+    assert {record.status for record in listing.records} == {"statistics"}
+    assert list(folder.glob("*.safetensors")) == []
+    (record,) = listing.select(module="layers.0", tensor="input")
+    assert record.statistics.maximum == float(inputs(0).max())
+    assert dump.manifest.complaints(dump.config) == []
+    with DumpReader(folder) as reader, pytest.raises(Exception, match="has no bytes: its status is statistics"):
+        reader.load(record)
+
+
+WIDE = {"features": 512, "hidden": 300}  # 1 MiB of input for 512 rows
+
+
+@pytest.fixture
+def slow_disk(monkeypatch):
+    """A writer that cannot keep up."""
+    import time
+
+    from instruments.tensor_dump import writer
+
+    real = writer.measure
+    monkeypatch.setattr(writer, "measure", lambda tensor: time.sleep(0.1) or real(tensor))
+
+
+@pytest.mark.parametrize("when_full", ["block", "drop", "statistics"])
+def test_full_memory(folder, when_full, slow_disk, caplog):
+    config = DumpConfig(tensors=["input"], memory_mib=2, shard_mib=1, when_full=when_full)
+    dump = run(folder, config, steps=6, model=Small(**WIDE), rows=512)
+    assert dump.peak_memory <= 2 * 2**20
+    listing = list_dump(folder)
+    assert len(listing.records) == 12
+    status = [record.status for record in listing.records]
+    if when_full == "block":
+        assert set(status) == {"stored"}
+        with DumpReader(folder) as reader:
+            for step, record in enumerate(reader.select(module="layers.0")):
+                assert torch.equal(reader.load(record), inputs(step, 512, 512))
+        assert caplog.text == ""
+        return
+    kind = {"drop": "dropped", "statistics": "statistics"}[when_full]
+    assert set(status) == {"stored", kind}
+    count = status.count(kind)
+    assert (dump.manifest.dropped, dump.manifest.statistics_only) == ((count, 0) if when_full == "drop" else (0, count))
+    assert f"{count} tensors" in caplog.text
+    for record in listing.select(status="statistics", module="layers.0"):
+        assert record.statistics.maximum == float(inputs(record.source.step, 512, 512).max())
+
+
+def test_a_tensor_larger_than_the_memory_is_measured(folder, caplog):
+    config = DumpConfig(tensors=["input"], memory_mib=1)
+    run(folder, config, steps=1, model=Small(**WIDE), rows=600)
+    assert [record.status for record in list_dump(folder).records] == ["statistics", "stored"]
+    assert "of 1 tensors only statistics were kept" in caplog.text
+
+
+def test_the_last_steps_are_written_when_a_loss_is_not_finite(folder):
+    losses = [1.0, 2.0, 3.0, torch.tensor(math.nan), 5.0, 6.0]
+    run(folder, DumpConfig(last_steps=2), steps=6, losses=losses)
+    assert steps_of(folder) == [2, 3]
+    with DumpReader(folder) as reader:
+        for record in reader.select(module="layers.0", tensor="input"):
+            assert torch.equal(reader.load(record), inputs(record.source.step))
+
+
+def test_with_finite_losses_the_last_steps_are_forgotten(folder):
+    dump = run(folder, DumpConfig(last_steps=2, memory_mib=1), steps=40, model=Small(**WIDE), rows=64)
+    assert list_dump(folder).records == ()
+    assert dump.peak_memory <= 2**20
+
+
+def test_steps_that_do_not_fit_are_given_up_oldest_first(folder):
+    losses = [1.0] * 5 + [math.inf]
+    config = DumpConfig(last_steps=4, memory_mib=2, tensors=["input"])
+    run(folder, config, steps=6, losses=losses, model=Small(**WIDE), rows=300)
+    # One step is 0.93 MiB.
+    found = [(record.source.step, record.source.module, record.status) for record in list_dump(folder).records]
+    assert found == [(step, f"layers.{layer}", "stored") for step in (4, 5) for layer in (0, 1)]
+
+
+@pytest.mark.parametrize("quant_type", ["mxfp8", "mxfp4", "hifp8", "fp16", "bf16"])
+def test_a_rounded_copy_with_its_error(folder, quant_type):
+    run(folder, DumpConfig(quant_type=quant_type, fake_quant=True), steps=1)
+    with DumpReader(folder) as reader:
+        originals = {record.name: record for record in reader.select()}
+        copies = reader.select(rounded=True)
+        assert len(copies) == len(originals)
+        for copy in copies:
+            original = originals[copy.rounded_from]
+            assert (copy.quant_type, original.quant_type) == (quant_type, "fp32")
+            assert f"_{quant_type}_" in copy.name
+            exact, rounded = reader.load(original).double(), reader.load(copy).double()
+            assert copy.rounding.relative_l2 == pytest.approx(float((rounded - exact).norm() / exact.norm()))
+            assert copy.rounding.relative_l2 > 0
+
+
+def test_a_label_is_recorded_beside_the_truth(folder, caplog):
+    run(folder, steps=1, environment={"CUSTOM_QUANT_TYPE": "mxfp8"})
+    assert {(record.quant_type, record.label) for record in list_dump(folder).records} == {("fp32", "mxfp8")}
+    assert "quant_type=mxfp8 is a label: the parameters of watched modules are 4 in fp32" in caplog.text
+
+
+def test_a_label_that_is_true_says_nothing(folder, caplog):
+    model = Small().to(torch.bfloat16)
+    with TensorDump(model, folder, DumpConfig(quant_type="bf16"), environment={}) as dump:
+        model(inputs(0).to(torch.bfloat16)).backward()
+        dump.step()
+    assert {(record.quant_type, record.label) for record in list_dump(folder).records} == {("bf16", "bf16")}
+    assert caplog.text == ""
+
+
+def test_what_never_fired_and_what_is_wrong_is_reported(folder, caplog):
+    class Part(Small):
+        def __init__(self):
+            super().__init__()
+            self.unused = nn.Linear(3, 2)
+
+        def forward(self, x):
+            return super().forward(x) * self.factor
+
+    model = Part()
+    with TensorDump(model, folder, environment={}) as dump:
+        for model.factor in (1.0, 0.0):
+            model(inputs(0)).backward()
+            dump.step()
+        with torch.no_grad():
+            model(inputs(0) * math.nan)
+    manifest = dump.manifest
+    assert manifest.never_fired == ["unused"]
+    assert manifest.missing == {}
+    assert len(manifest.zero_gradients) == 2
+    assert len(manifest.nonfinite) == 2
+    assert "1 modules never fired: unused" in caplog.text
+    assert "2 gradients are zero everywhere" in caplog.text
+    assert "2 tensors hold values that are not finite" in caplog.text
+    assert list_dump(folder).manifests()[0]["never_fired"] == ["unused"]
+
+
+def test_a_schedule_that_never_came(folder, caplog):
+    dump = run(folder, DumpConfig(first_step=9))
+    assert (dump.manifest.steps, dump.manifest.never_fired) == (0, [])
+    assert "no step was dumped: see first_step and every_steps" in caplog.text
+
+
+def test_shared_inputs_are_measured_once(folder, monkeypatch):
+    class Twin(Small):
+        def forward(self, x):
+            return self.layers[0](x).sum() + self.layers[1](x).sum()
+
+    measured = []
+    monkeypatch.setattr(
+        "instruments.tensor_dump.recorder.measure", lambda tensor: measured.append(tensor.shape) or measure(tensor)
+    )
+    run(folder, DumpConfig(keep="statistics", tensors=["input"]), steps=1, model=Twin(D, D))
+    assert len(measured) == 1
+    assert len(list_dump(folder).records) == 2
+
+
+def test_gradients_nobody_asked_for_are_missing(folder, caplog):
+    model = Small()
+    with torch.no_grad(), TensorDump(model, folder, environment={}) as dump:
+        model(inputs(0))
+    assert dump.manifest.missing == {"layers.0": ["grad_output"], "layers.1": ["grad_output"]}
+    assert "2 modules gave no: layers.0: grad_output" in caplog.text
+
+
+def test_weights_that_no_adapter_sees_are_listed(folder):
+    model = Small()
+    model.table = nn.Parameter(torch.zeros(3, 2, 2))
+    assert run(folder, model=model, steps=1).manifest.unseen_weights == ["table"]
+
+
+def test_under_inference_mode(folder):
+    model = Small()
+    with torch.inference_mode(), TensorDump(model, folder, DumpConfig(tensors=["input"]), environment={}):
+        model(inputs(0))
+    with DumpReader(folder) as reader:
+        assert torch.equal(reader.load(reader.records[0]), inputs(0))
+
+
+def test_an_error_in_the_loop_leaves_no_hook_and_a_readable_dump(folder):
+    model = Small()
+    dump = TensorDump(model, folder, environment={})
+
+    def loop():
+        with dump:
+            model(inputs(0)).backward()
+            model(torch.randn(2, 3))
+
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        loop()
+    assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
+    assert {record.source.tensor for record in list_dump(folder).records} == NAMES
+
+
+def test_switched_off_by_the_environment(folder):
+    model = Small()
+    with TensorDump(model, folder, environment={"TENSOR_SAVE_ENABLED": "0"}) as dump:
+        assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
+        dump.step(model(inputs(0)))
+        dump.flush()
+    assert not folder.exists()
+
+
+def test_the_folder_comes_from_the_environment(folder):
+    run(None, steps=1, environment={"TENSOR_SAVE_DIR": str(folder), "TENSOR_SAVE_ENABLED": "true"})
+    assert len(list_dump(folder).records) == 6
+
+
+@pytest.mark.parametrize(
+    ("config", "environment", "message"),
+    [
+        (
+            DumpConfig(modules=["*.q_proj", "layers.0"]),
+            {},
+            "no module matches *.q_proj; they are called 0, 1\n  where: setting modules\n  do:    modules=['*.0']",
+        ),
+        (
+            DumpConfig(tensors=["query"]),
+            {},
+            "tensors=['query']: the modules asked for have none of them\n"
+            "  where: setting tensors; modules=['*'] are linear\n"
+            "  do:    tensors=['input', 'weight', 'grad_output']",
+        ),
+        (
+            None,
+            {"CUSTOM_QUANT_TYPE": "fp3"},
+            "unknown quant type 'fp3'; known are hifp8, mxfp8, mxfp4, bf16, fp16\n"
+            "  where: environment variable CUSTOM_QUANT_TYPE\n  do:    mxfp8, or leave it out",
+        ),
+        (
+            DumpConfig(quant_type="int4"),
+            {},
+            "unknown quant type 'int4'; known are hifp8, mxfp8, mxfp4, bf16, fp16\n"
+            "  where: config.quant_type\n  do:    mxfp8, or leave it out",
+        ),
+        (
+            None,
+            {"TENSOR_SAVE_ENABLED": "maybe"},
+            "TENSOR_SAVE_ENABLED=maybe is neither yes nor no\n"
+            "  where: environment variable TENSOR_SAVE_ENABLED\n  do:    TENSOR_SAVE_ENABLED=1, or 0",
+        ),
+        (
+            DumpConfig(when_full="panic"),
+            {},
+            "when_full=panic is none of block, drop, statistics\n  where: setting when_full\n  do:    when_full=block",
+        ),
+        (
+            DumpConfig(every_steps=0),
+            {},
+            "every_steps=0 is below 1\n  where: setting every_steps\n  do:    every_steps=1",
+        ),
+        (
+            DumpConfig(fake_quant=True),
+            {},
+            "fake_quant=true rounds into quant_type, and there is none\n"
+            "  where: settings quant_type and fake_quant\n  do:    quant_type=mxfp8, or fake_quant=false",
+        ),
+        (
+            DumpConfig(fake_quant=True, quant_type="mxfp8", keep="statistics"),
+            {},
+            "fake_quant=true stores rounded tensors, and keep=statistics stores none\n"
+            "  where: settings keep and fake_quant\n  do:    keep=tensors, or fake_quant=false",
+        ),
+    ],
+)
+def test_settings_without_meaning(folder, config, environment, message):
+    with pytest.raises(ConfigError) as error:
+        TensorDump(Small(), folder, config, environment=environment)
+    assert str(error.value) == message
+    assert not folder.exists()
+
+
+def test_no_folder():
+    with pytest.raises(ConfigError, match="no folder to dump into"):
+        TensorDump(Small(), environment={})
+
+
+def test_one_model_is_dumped_once_at_a_time(folder, tmp_path):
+    model = Small()
+    with TensorDump(model, folder, environment={}):
+        with pytest.raises(ConfigError, match="the model is being dumped already"):
+            TensorDump(model, tmp_path / "other", environment={}).__enter__()
+        model(inputs(0)).backward()
+    run(tmp_path / "third", model=model, steps=1)
+
+
+def test_chunks_of_a_pipeline_are_dumped_together(folder):
+    chunks = [Small(), Small(F, D)]
+    with TensorDump(chunks, folder, DumpConfig(tensors=["input"]), environment={}) as dump:
+        for microbatch in (0, 1):
+            chunks[0](inputs(microbatch))
+            chunks[1](inputs(microbatch, features=F))
+        dump.step()
+    found = [(record.source.module, record.source.microbatch) for record in list_dump(folder).records]
+    assert set(found) == {
+        (f"chunk{one}.layers.{layer}", number) for one in (0, 1) for layer in (0, 1) for number in (0, 1)
+    }
+    assert dump.manifest.complaints(dump.config) == []
+
+
+def test_tokens_of_context_parallel_processes_are_not_joined(folder, monkeypatch):
+    identity = Identity(0, 1, {"tp": (0, 1), "cp": (0, 2)})
+    monkeypatch.setattr("instruments.tensor_dump.tensor_dump.find_identity", lambda _roots: identity)
+    model = Small()
+    run(folder, model=model, steps=1)
+    with DumpReader(folder) as reader:
+        record, weight = (reader.select(module="layers.0", tensor=name)[0] for name in ("input", "weight"))
+        assert torch.equal(reader.join(weight), model.layers[0].weight)
+        with pytest.raises(ContractError) as error:
+            reader.join(record)
+    assert str(error.value) == (
+        f"layers.0 input: tokens of context-parallel processes are not joined\n  where: {folder}\n"
+        "  do:    reader.load(record): what each process has, in its own order of tokens"
+    )

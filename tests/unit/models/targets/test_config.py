@@ -1,0 +1,224 @@
+"""Configuration keys for both generations of transformers; what they do to logits is tested in numerics."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from models.shape import Shape
+from models.targets.base import MOE_TARGETS
+from models.targets.config import emit_config, source_dtype
+from models.targets.tiny_onn import own_config
+
+SHAPE = Shape(experts=6, n=16, top_k=2, always_on=20)
+SIZES = {
+    "hidden_size": 24,
+    "intermediate_size": 116,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 61,
+    "hidden_act": "gelu",
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 2e-5,
+    "eos_token_id": [3, 4],
+    "tie_word_embeddings": True,
+}
+
+
+def emitted(source: str, target: str, **more: Any) -> dict[str, Any]:
+    return emit_config({"model_type": source, **SIZES, **more}, MOE_TARGETS[target], SHAPE, "bfloat16")
+
+
+def read_by_transformers(folder: Path, config: dict[str, Any]) -> Any:
+    (folder / "config.json").write_text(json.dumps(config))
+    return AutoConfig.from_pretrained(folder)
+
+
+PAIRS = [
+    ("qwen3", "qwen3_moe"),
+    ("qwen2", "qwen2_moe"),
+    ("llama", "mixtral"),
+    ("mistral", "mixtral"),
+    ("llama", "glm4_moe"),
+    ("olmo2", "flex_olmo"),
+    ("granite", "granitemoe"),
+    ("granite", "granitemoeshared"),
+    ("phi3", "mixtral"),
+]
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_common_keys(tmp_path: Path, source: str, target: str) -> None:
+    config = emitted(source, target)
+    assert config["architectures"] == [MOE_TARGETS[target].architecture]
+    assert config["torch_dtype"] == config["dtype"] == "bfloat16"
+    assert config["tie_word_embeddings"] is False
+    for key in SIZES.keys() - {"intermediate_size", "tie_word_embeddings"}:
+        assert config[key] == SIZES[key]
+    read = read_by_transformers(tmp_path, config)
+    assert read.num_experts_per_tok == 2
+    assert getattr(read, "num_local_experts", None) or read.num_experts == 6
+    assert read.eos_token_id == [3, 4]
+
+
+def test_each_architecture_counts_experts_under_its_own_name() -> None:
+    assert emitted("qwen3", "qwen3_moe")["num_experts"] == 6
+    assert emitted("qwen2", "qwen2_moe")["num_experts"] == 6
+    assert emitted("llama", "mixtral")["num_local_experts"] == 6
+    assert emitted("llama", "glm4_moe")["n_routed_experts"] == 6
+
+
+OLD_STYLE = {"rope_theta": 7e3, "rope_scaling": {"type": "linear", "factor": 2.0}}
+NEW_STYLE = {"rope_parameters": {"rope_theta": 7e3, "rope_type": "linear", "factor": 2.0}}
+
+
+@pytest.mark.parametrize("source", [OLD_STYLE, NEW_STYLE], ids=["transformers 4", "transformers 5"])
+@pytest.mark.parametrize("target", ["mixtral", "glm4_moe"])
+def test_position_encoding_in_both_spellings(tmp_path: Path, source: dict[str, Any], target: str) -> None:
+    config = emitted("llama", target, **source)
+    assert config["rope_theta"] == 7e3
+    assert config["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
+    whole_heads = {"partial_rotary_factor": 1.0} if target == "glm4_moe" else {}
+    expected = {"rope_theta": 7e3, "rope_type": "linear", "factor": 2.0} | whole_heads
+    assert config["rope_parameters"] == expected
+    assert read_by_transformers(tmp_path, config).rope_parameters == expected
+
+
+def test_plain_position_encoding_has_no_scaling() -> None:
+    for source in ({"rope_theta": 7e3, "rope_scaling": None}, {"rope_parameters": {"rope_theta": 7e3}}):
+        config = emitted("qwen3", "qwen3_moe", **source)
+        assert config["rope_scaling"] is None
+        assert config["rope_parameters"] == {"rope_theta": 7e3, "rope_type": "default"}
+
+
+def test_keys_that_a_source_leaves_out_mean_its_own_defaults() -> None:
+    bare = {
+        key: SIZES[key] for key in SIZES.keys() - {"rms_norm_eps", "num_key_value_heads", "hidden_act", "eos_token_id"}
+    }
+    config = emit_config({"model_type": "llama", **bare}, MOE_TARGETS["mixtral"], SHAPE, "float32")
+    assert config["rms_norm_eps"] == 1e-6
+    assert config["num_key_value_heads"] == 4
+    assert config["head_dim"] == 6
+    assert config["hidden_act"] == "silu"
+    assert config["eos_token_id"] == 2
+    assert config["rope_theta"] == 1e4
+    qwen3 = emit_config({"model_type": "qwen3", **bare}, MOE_TARGETS["qwen3_moe"], SHAPE, "float32")
+    assert qwen3["head_dim"] == 128
+    assert qwen3["eos_token_id"] is None
+
+
+def test_qwen2_moe_never_renormalises() -> None:
+    """llama.cpp does not either, whatever config.json says."""
+    source = {"model_type": "qwen2", **SIZES}
+    for experts in (6, 8, 100):
+        config = emit_config(source, MOE_TARGETS["qwen2_moe"], Shape(experts, 16, 2, 20), "float32")
+        assert config["norm_topk_prob"] is False
+
+
+def test_shared_experts_are_wide_enough_for_the_always_on_units() -> None:
+    assert emitted("qwen2", "qwen2_moe")["shared_expert_intermediate_size"] == 24
+    # 20 units fill two shared experts as wide as a routed one.
+    assert emitted("qwen2", "glm4_moe")["n_shared_experts"] == 2
+    none = Shape(experts=6, n=16, top_k=2, always_on=0)
+    source = {"model_type": "qwen2", **SIZES}
+    assert emit_config(source, MOE_TARGETS["qwen2_moe"], none, "float32")["shared_expert_intermediate_size"] == 8
+    assert emit_config(source, MOE_TARGETS["glm4_moe"], none, "float32")["n_shared_experts"] == 1
+
+
+def test_experts_are_rounded_up_to_what_grouped_kernels_take() -> None:
+    source = {"model_type": "llama", **SIZES}
+    config = emit_config(source, MOE_TARGETS["mixtral"], Shape(6, 17, 2, 0), "float32")
+    assert config["intermediate_size"] == 24
+
+
+@pytest.mark.parametrize(
+    ("target", "source", "expected"),
+    [
+        ("mixtral", "llama", {"intermediate_size": 128}),
+        ("qwen2_moe", "qwen2", {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 256}),
+        ("glm4_moe", "qwen2", {"moe_intermediate_size": 128, "n_shared_experts": 2}),
+        ("granitemoeshared", "granite", {"intermediate_size": 128, "shared_intermediate_size": 256}),
+        ("flex_olmo", "olmo2", {"intermediate_size": 128}),
+    ],
+)
+def test_experts_and_always_on_units_are_rounded_up_as_asked(
+    target: str, source: str, expected: dict[str, int]
+) -> None:
+    dense, shape = {"model_type": source, **SIZES}, Shape(6, 17, 2, 130)
+    assert emit_config(dense, MOE_TARGETS[target], shape, "float32", 128).items() >= expected.items()
+    own = own_config(dense, MOE_TARGETS["tiny_onn"], shape, "float32", 128)
+    assert (own["moe_intermediate_size"], own["shared_intermediate_size"]) == (128, 256)
+
+
+def test_granite_keeps_its_multipliers() -> None:
+    given = {"embedding_multiplier": 12.0, "logits_scaling": 8.0, "attention_multiplier": 0.1}
+    config = emitted("granite", "granitemoe", **given)
+    assert config.items() >= (given | {"residual_multiplier": 1.0}).items()
+
+
+def test_longrope_is_said_for_both_generations() -> None:
+    scaling = {"type": "su", "short_factor": [1.0], "long_factor": [2.0]}
+    config = emitted("phi3", "mixtral", rope_scaling=scaling, original_max_position_embeddings=128)
+    expected = {
+        "factor": 4.0, "rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0],
+        "original_max_position_embeddings": 128,
+    }  # fmt: skip
+    assert config["rope_scaling"] == expected
+    assert config["rope_parameters"] == {"rope_theta": 1e4} | expected
+    assert config["original_max_position_embeddings"] == 128
+
+
+def test_phi3_keeps_its_window() -> None:
+    assert emitted("phi3", "mixtral", sliding_window=2047)["sliding_window"] == 2047
+    assert emitted("phi3", "mixtral")["sliding_window"] is None
+
+
+@pytest.mark.parametrize(
+    ("source", "stored", "tied"),
+    [("gemma2", {}, True), ("gemma2", {"tie_word_embeddings": False}, False), ("olmo2", {}, False)],
+)
+def test_the_own_class_ties_what_its_source_ties(source: str, stored: dict[str, bool], tied: bool) -> None:
+    dense = {key: SIZES[key] for key in SIZES.keys() - {"tie_word_embeddings"}} | stored
+    config = own_config({"model_type": source, **dense}, MOE_TARGETS["tiny_onn"], SHAPE, "bfloat16")
+    assert config["tie_word_embeddings"] is config["dense"]["tie_word_embeddings"] is tied
+    assert config["model_type"] == "tiny_onn"
+    assert config["dense"]["model_type"] == source
+    assert config["routed_scaling_factor"] == 2.0
+
+
+def test_glm4_scales_by_its_config_rotates_whole_heads_and_predicts_one_token(tmp_path: Path) -> None:
+    config = emitted("qwen3", "glm4_moe")
+    assert read_by_transformers(tmp_path, config).num_mtp_layers == 0
+    assert config["routed_scaling_factor"] == 2.0
+    assert config["partial_rotary_factor"] == 1.0
+    assert config["use_qk_norm"] is True
+    assert config["first_k_dense_replace"] == config["num_nextn_predict_layers"] == 0
+
+
+def test_mistral_keeps_its_window() -> None:
+    assert emitted("mistral", "mixtral", sliding_window=77)["sliding_window"] == 77
+    assert emitted("mistral", "mixtral", sliding_window=None)["sliding_window"] is None
+    # transformers takes 4096 where config.json is silent.
+    assert emitted("mistral", "mixtral")["sliding_window"] == 4096
+    assert emitted("llama", "mixtral")["sliding_window"] is None
+
+
+def test_writer_of_the_tokenizer_is_remembered() -> None:
+    assert emitted("llama", "mixtral", transformers_version="4.41.0")["transformers_version"] == "4.41.0"
+    assert "transformers_version" not in emitted("llama", "mixtral")
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ({"dtype": "bfloat16"}, "bfloat16"),
+        ({"torch_dtype": "float16"}, "float16"),
+        ({"torch_dtype": "torch.float32"}, "float32"),
+        ({}, None),
+    ],
+)
+def test_number_format_of_either_generation(source: dict[str, Any], name: str | None) -> None:
+    assert source_dtype(source) == name

@@ -1,0 +1,242 @@
+"""What emission refuses, carries along and leaves behind; that it is exact is tested in numerics."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from pico import write_pico
+from transformers import AutoTokenizer
+
+from instruments.errors import CheckpointError, ContractError, NumericsError
+from models.checkpoint.reader import ShardReader
+from models.emit import emit_checkpoint
+from models.experts import LayerExperts
+from models.shape import Shape
+from models.targets.base import MOE_TARGETS
+
+SHAPE = Shape(experts=3, n=8, top_k=2, always_on=5)
+DENSE = {"llama": "mixtral", "qwen2": "qwen2_moe", "qwen3": "glm4_moe"}
+
+
+def random_experts(layer: int) -> LayerExperts:
+    generator = torch.Generator().manual_seed(layer)
+    sizes = ((3, 8, 24), (3, 8, 24), (3, 24, 8), (5, 24), (5, 24), (24, 5))
+    return LayerExperts(*(torch.randn(size, generator=generator) for size in sizes))
+
+
+def emit(
+    dense: Path,
+    out: Path,
+    target: str = "qwen2_moe",
+    experts: Callable[[int], LayerExperts] = random_experts,
+    router: torch.Tensor | None = None,
+    dtype: str = "source",
+) -> Path:
+    rows = torch.ones(3, 24) if router is None else router
+    emit_checkpoint(
+        dense, out, target=MOE_TARGETS[target], shape=SHAPE, routers=lambda _layer: rows, experts=experts, dtype=dtype
+    )
+    return out
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_pico(tmp_path_factory.mktemp("dense"), "qwen2", tokenizer=True)
+    (folder / "LICENSE").write_text("terms of the dense model")
+    return folder
+
+
+def test_tokenizer_template_generation_config_and_licence_come_along(dense: Path, tmp_path: Path) -> None:
+    out = emit(dense, tmp_path)
+    chat = [{"role": "user", "content": "def"}]
+    before, after = (AutoTokenizer.from_pretrained(folder) for folder in (dense, out))
+    assert after.apply_chat_template(chat, tokenize=False) == before.apply_chat_template(chat, tokenize=False)
+    for name in ("generation_config.json", "LICENSE", "tokenizer.json"):
+        assert (out / name).read_bytes() == (dense / name).read_bytes()
+
+
+def test_routers_are_written_as_they_are(dense: Path, tmp_path: Path) -> None:
+    router = torch.randn(3, 24, generator=torch.Generator().manual_seed(0))
+    emit(dense, tmp_path, router=router)
+    with ShardReader(tmp_path) as reader:
+        assert torch.equal(reader.tensor("model.layers.1.mlp.gate.weight"), router)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_another_number_format(dense: Path, tmp_path: Path, dtype: str) -> None:
+    emit(dense, tmp_path, dtype=dtype)
+    with ShardReader(tmp_path) as reader:
+        assert {reader.dtype(name) for name in reader.names} == {getattr(torch, dtype)}
+        shared_row = reader.tensor("model.layers.0.mlp.shared_expert_gate.weight")
+    assert (shared_row > 0).all()
+    assert shared_row.sum() < 1e-5
+
+
+def test_selection_bias_stays_in_float32(dense: Path, tmp_path: Path) -> None:
+    emit(dense, tmp_path, target="glm4_moe", dtype="bfloat16")
+    with ShardReader(tmp_path) as reader:
+        bias = reader.tensor("model.layers.0.mlp.gate.e_score_correction_bias")
+    assert bias.dtype == torch.float32
+    assert torch.equal(bias, torch.zeros(3))
+
+
+def test_mixed_formats_are_kept(dense: Path, tmp_path: Path) -> None:
+    """Experts in bfloat16 beside attention in float32."""
+    half = {name: tensor.bfloat16() for name, tensor in vars(random_experts(0)).items()}
+    emit(dense, tmp_path, experts=lambda _layer: LayerExperts(**half))
+    with ShardReader(tmp_path) as reader:
+        assert reader.dtype("model.layers.0.mlp.experts.2.down_proj.weight") == torch.bfloat16
+        assert reader.dtype("model.layers.0.self_attn.q_proj.weight") == torch.float32
+        assert reader.dtype("model.layers.0.mlp.gate.weight") == torch.float32
+
+
+@pytest.mark.parametrize("dtype", ["source", "float32", "bfloat16"])
+def test_down_is_multiplied_in_float32_and_rounded_once(dense: Path, tmp_path: Path, dtype: str) -> None:
+    """3 is no power of two; down is more precise than its gate, whose number format it takes."""
+    half = {name: tensor.bfloat16() for name, tensor in vars(random_experts(0)).items()}
+    half["down_EDN"] = random_experts(0).down_EDN
+    odd = Shape(experts=3, n=8, top_k=3, always_on=5)
+    emit_checkpoint(
+        dense,
+        tmp_path,
+        target=MOE_TARGETS["qwen2_moe"],
+        shape=odd,
+        routers=lambda _layer: torch.ones(3, 24),
+        experts=lambda _layer: LayerExperts(**half),
+        dtype=dtype,
+    )
+    with ShardReader(tmp_path) as reader:
+        written = reader.tensor("model.layers.0.mlp.experts.0.down_proj.weight")
+    expected = torch.float32 if dtype == "float32" else torch.bfloat16
+    assert torch.equal(written, (half["down_EDN"][0] * 3).to(expected))
+    assert not torch.equal(written, half["down_EDN"][0].to(expected) * 3) or expected == torch.float32
+
+
+def test_experts_of_another_shape(dense: Path, tmp_path: Path) -> None:
+    narrow = replace(
+        random_experts(0), gate_END=torch.ones(3, 7, 24), up_END=torch.ones(3, 7, 24), down_EDN=torch.ones(3, 24, 7)
+    )
+    with pytest.raises(ContractError) as caught:
+        emit(dense, tmp_path, experts=lambda _layer: narrow)
+    assert str(caught.value) == (
+        "3 experts of 7 neurons and 5 always-on units, not 3 experts of 8 neurons and 5 always-on units\n"
+        "  where: layer 0\n"
+        "  do:    stage=extract fresh=true"
+    )
+
+
+def test_router_of_another_shape(dense: Path, tmp_path: Path) -> None:
+    with pytest.raises(ContractError) as caught:
+        emit(dense, tmp_path, router=torch.ones(4, 24))
+    assert str(caught.value) == "router of shape (4, 24) for 3 experts\n  where: layer 0"
+
+
+def test_a_fold_that_overflows(dense: Path, tmp_path: Path) -> None:
+    large = replace(random_experts(0), down_EDN=torch.full((3, 24, 8), 40_000.0))
+    with pytest.raises(NumericsError) as caught:
+        emit(dense, tmp_path, experts=lambda _layer: large, dtype="float16")
+    assert str(caught.value) == (
+        "weights times 3 are not finite in float16\n"
+        "  where: model.layers.0.mlp.experts.0.down_proj.weight\n"
+        "  do:    assemble.dtype=float32, or assemble.target=glm4_moe, which scales no weights"
+    )
+
+
+def test_a_failed_emission_is_no_checkpoint(dense: Path, tmp_path: Path) -> None:
+    def fail_late(layer: int) -> LayerExperts:
+        if layer == 1:
+            raise KeyboardInterrupt
+        return random_experts(layer)
+
+    with pytest.raises(KeyboardInterrupt):
+        emit(dense, tmp_path, experts=fail_late)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_source_is_never_overwritten(dense: Path) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        emit(dense, dense / ".")
+    assert caught.value.what == "the MoE would overwrite its source"
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "names"),
+    [
+        (
+            "granite",
+            "granitemoeshared",
+            (
+                "block_sparse_moe.input_linear.weight",
+                "block_sparse_moe.output_linear.weight",
+                "shared_mlp.input_linear.weight",
+                "shared_mlp.output_linear.weight",
+            ),
+        ),
+        ("smollm3", "tiny_onn", ("mlp.experts.gate_up_proj", "mlp.experts.down_proj", None, None)),
+    ],
+)
+def test_packed_layouts(source: str, target: str, names: tuple[str | None, ...], tmp_path: Path) -> None:
+    """Gate above up, each with its zero units; always-on units 5 → 16, experts 8 → 16."""
+    dense = write_pico(tmp_path / "dense", source, layers=1)
+    given, scale = random_experts(0), SHAPE.top_k if target == "granitemoeshared" else 1
+    emit_checkpoint(
+        dense,
+        tmp_path / "moe",
+        target=MOE_TARGETS[target],
+        shape=SHAPE,
+        routers=lambda _layer: torch.ones(3, 24),
+        experts=lambda _layer: given,
+        pad_to=16,
+    )
+    with ShardReader(tmp_path / "moe") as reader:
+        packed = [reader.tensor(f"model.layers.0.{name}") if name else None for name in names]
+    gate_up, down, shared_gate_up, shared_down = packed
+    assert gate_up is not None
+    assert down is not None
+    assert gate_up.shape == (3, 32, 24)
+    assert torch.equal(gate_up[:, :8], given.gate_END)
+    assert torch.equal(gate_up[:, 16:24], given.up_END)
+    assert torch.equal(down[:, :, :8], given.down_EDN * scale)
+    assert not gate_up[:, 8:16].any()
+    assert not gate_up[:, 24:].any()
+    assert not down[:, :, 8:].any()
+    if shared_gate_up is not None and shared_down is not None:
+        assert torch.equal(shared_gate_up[:5], given.shared_gate_SD)
+        assert torch.equal(shared_gate_up[16:21], given.shared_up_SD)
+        assert torch.equal(shared_down[:, :5], given.shared_down_DS)
+        assert shared_gate_up.count_nonzero() == 10 * 24
+
+
+def test_the_own_class_keeps_fused_projections_and_the_tied_head(tmp_path: Path) -> None:
+    dense = write_pico(tmp_path / "dense", "phi3", layers=1, tie=True)
+    out = emit(dense, tmp_path / "moe", target="tiny_onn", experts=random_experts)
+    with ShardReader(dense) as before, ShardReader(out) as after:
+        name = "model.layers.0.self_attn.qkv_proj.weight"
+        assert torch.equal(before.tensor(name), after.tensor(name))
+        assert "lm_head.weight" not in after.names
+    assert (out / "modeling_tiny_onn.py").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"), [((2, 0), "the layers give 2 experts, not 3"), ((3, 1), "the layers give 4")]
+)
+def test_a_pool_is_what_the_layers_give(dense: Path, tmp_path: Path, given: tuple[int, int], message: str) -> None:
+    def experts(layer: int) -> LayerExperts:
+        whole = random_experts(layer)
+        wider = {
+            name: torch.cat([getattr(whole, name)] * 2)[: given[layer]] for name in ("gate_END", "up_END", "down_EDN")
+        }
+        return replace(whole, **wider)
+
+    with pytest.raises(ContractError, match=message):
+        emit_checkpoint(
+            dense,
+            tmp_path,
+            target=MOE_TARGETS["tiny_onn"],
+            shape=replace(SHAPE, topology="global_pool"),
+            routers=lambda _layer: torch.ones(3, 24),
+            experts=experts,
+        )
+    assert not (tmp_path / "config.json").exists()

@@ -1,0 +1,97 @@
+"""Projections stored in one tensor, and modules that hold them so."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from pico import write_pico
+from transformers import AutoModelForCausalLM
+
+from instruments.errors import CheckpointError, ConfigError
+from instruments.ffn_probe import probe_gradients
+from models.checkpoint.reader import ShardReader
+from models.ffn import DenseFFN, ffn_modules, ffn_weight_names
+from models.loading import separate_fused
+from models.slicing import read_part
+
+D, F, HEADS, KEY_HEADS = 24, 40, 4, 2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_pico(tmp_path_factory.mktemp("phi3"), "phi3", hidden=D, intermediate=F)
+
+
+def load(folder: Path):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
+
+
+def test_parts_are_the_rows_that_the_model_takes_them_to_be(folder: Path) -> None:
+    layer = load(folder).model.layers[1]
+    width = D // HEADS
+    q, k, v = layer.self_attn.qkv_proj.weight.split([HEADS * width, KEY_HEADS * width, KEY_HEADS * width])
+    gate, up = layer.mlp.gate_up_proj.weight.chunk(2)
+    expected = {"mlp.gate_proj": gate, "mlp.up_proj": up, "mlp.down_proj": layer.mlp.down_proj.weight}
+    expected |= {"self_attn.q_proj": q, "self_attn.k_proj": k, "self_attn.v_proj": v}
+    with ShardReader(folder) as reader:
+        for name, weight in expected.items():
+            assert torch.equal(read_part(reader, f"model.layers.1.{name}.weight"), weight), name
+
+
+def test_a_part_that_is_nowhere(folder: Path) -> None:
+    with ShardReader(folder) as reader, pytest.raises(CheckpointError, match=r"no tensor model\.layers\.7\.mlp\.gate_"):
+        read_part(reader, "model.layers.7.mlp.gate_proj.weight")
+
+
+def test_separate_ffns_are_views_that_compute_the_same(folder: Path) -> None:
+    model = load(folder)
+    ids = torch.arange(14).view(2, 7)
+    before = model(ids).logits
+    fused = [layer.mlp.gate_up_proj.weight for layer in model.model.layers]
+    separate_fused(model)
+    torch.testing.assert_close(model(ids).logits, before)
+    for mlp, weight in zip(ffn_modules(model), fused, strict=True):
+        assert mlp.gate_proj.weight.data_ptr() == weight.data_ptr()
+        assert torch.equal(torch.cat([DenseFFN.of(mlp).gate_FD, DenseFFN.of(mlp).up_FD]), weight)
+    assert ffn_weight_names(model)[1]["up"] == "model.layers.1.mlp.up_proj.weight"
+    separate_fused(model)
+    torch.testing.assert_close(model(ids).logits, before)
+
+
+def test_probes_see_separate_ffns(folder: Path) -> None:
+    """Gradients at gate and up, against those of the fused weight by autograd."""
+    ids = torch.arange(7)[None]
+    whole = load(folder).requires_grad_(True)
+    whole(ids, labels=ids).loss.backward()
+    model, found = load(folder), {}
+    separate_fused(model)
+    model.get_input_embeddings().weight.requires_grad_(True)
+
+    def keep(layer, record):
+        gradients = torch.cat([record.gate_grad_BTF, record.up_grad_BTF], dim=2)[0]
+        found[layer] = gradients.T @ record.x_BTD[0]
+
+    with probe_gradients(ffn_modules(model), keep):
+        model(ids, labels=ids).loss.backward()
+    for layer, gradient in found.items():
+        expected = whole.model.layers[layer].mlp.gate_up_proj.weight.grad
+        torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
+    assert len(found) == 2
+
+
+def test_families_without_fused_ffns_are_left_alone(tmp_path: Path) -> None:
+    model = load(write_pico(tmp_path, "llama"))
+    before = [layer.mlp for layer in model.model.layers]
+    separate_fused(model)
+    assert [layer.mlp for layer in model.model.layers] == before
+
+
+def test_offloaded_weights_have_no_views(folder: Path) -> None:
+    model = load(folder).to("meta")
+    with pytest.raises(ConfigError) as caught:
+        separate_fused(model)
+    assert str(caught.value) == (
+        "gate and up are one weight, which cannot be split where it is quantised or offloaded\n"
+        "  where: layer 0, gate_up_proj\n"
+        "  do:    model.quantization=none model.device_map=none, or a source that keeps them apart"
+    )

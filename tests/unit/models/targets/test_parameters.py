@@ -1,0 +1,88 @@
+"""Parameters counted from config.json alone are those that transformers builds."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import models.tiny_onn.register  # noqa: F401 - from_config is to know the class
+from models.dense import DENSE_FAMILIES
+from models.parameters import count_carved, count_dense
+from models.shape import Shape
+from models.source import EMBEDDED, read_config
+from models.targets.base import MOE_TARGETS
+from models.targets.choose import select_target
+from models.targets.config import emit_config
+from models.targets.tiny_onn import own_config
+from stages.evaluate.comparison import count_parameters
+
+SIZES = {
+    "hidden_size": 24,
+    "intermediate_size": 116,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 61,
+    "pad_token_id": 0,
+}
+SHAPE = Shape(experts=6, n=14, top_k=2, always_on=20)
+PAIRS = [(source, name) for name, target in MOE_TARGETS.items() for source in sorted(target.sources)]
+
+
+def built(config):
+    keys = {key: value for key, value in config.items() if key not in {"architectures", "auto_map"}}
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(keys.pop("model_type"), **keys))
+
+
+def carved(source, name, shape, pad_to=8):
+    target = MOE_TARGETS[name]
+    emit = own_config if target.own else emit_config
+    return built(emit(source, target, shape, "float32", pad_to))
+
+
+@pytest.mark.parametrize("more", [{}, {"tie_word_embeddings": True}, {"attention_bias": True}, {"head_dim": 8}])
+@pytest.mark.parametrize("family", sorted(DENSE_FAMILIES))
+def test_a_dense_model(family, more):
+    if family in {"qwen2", "granite", "phi3", "mistral"} and more.keys() & {"head_dim", "attention_bias"}:
+        more = {}
+    source = {"model_type": family, **SIZES, **more}
+    count = count_dense(source)
+    assert count.total == count.active == built(source).num_parameters()
+
+
+@pytest.mark.parametrize(("source", "name"), PAIRS)
+def test_a_carved_model(source, name):
+    config = {"model_type": source, **SIZES, "tie_word_embeddings": True}
+    shared = MOE_TARGETS[name].always_on != "none"
+    shape = SHAPE if shared else replace(SHAPE, always_on=0)
+    model, count = carved(config, name, shape), count_carved(config, MOE_TARGETS[name], shape)
+    assert (count.total, count.active) == count_parameters(model, shape)
+    assert count.total == model.num_parameters()
+    assert count.total - count.active == 3 * 4 * 3 * 16 * 24  # layers, experts, matrices, N filled up to 16, D
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "glm4_moe", "tiny_onn"])
+@pytest.mark.parametrize("pad_to", [8, 32])
+@pytest.mark.parametrize("always_on", [0, 1, 33])
+def test_zero_neurons_that_fill_up_are_counted(name, pad_to, always_on):
+    config, shape = {"model_type": "qwen2", **SIZES}, replace(SHAPE, always_on=always_on)
+    count = count_carved(config, MOE_TARGETS[name], shape, pad_to)
+    assert count_parameters(carved(config, name, shape, pad_to), shape) == (count.total, count.active)
+
+
+def test_a_pool():
+    config, shape = {"model_type": "qwen3", **SIZES}, replace(SHAPE, topology="global_pool")
+    count = count_carved(config, MOE_TARGETS["tiny_onn"], shape)
+    assert count_parameters(carved(config, "tiny_onn", shape), shape) == (count.total, count.active)
+
+
+def test_the_embedded_model_and_its_default_carve():
+    config, shape = read_config(EMBEDDED), Shape(16, 64, 4, 256)
+    dense = AutoModelForCausalLM.from_pretrained(EMBEDDED, local_files_only=True)
+    count = count_dense(config)
+    assert count_parameters(dense, shape) == (count.total, count.active) == (4_983_552, 4_983_552)
+    target = select_target("qwen3", "auto", 256)
+    count = count_carved(config, target, shape)
+    assert count_parameters(carved(config, target.model_type, shape), shape) == (count.total, count.active)

@@ -1,0 +1,196 @@
+from typing import Any
+
+import pytest
+
+from instruments.errors import ConfigError
+from models.shape import Shape
+from models.targets.base import MOE_TARGETS
+from models.targets.choose import check_target, select_target
+from models.targets.gate_scale import GateFold, gate_fold, gate_kind
+
+
+@pytest.mark.parametrize(
+    ("source", "always_on", "target"),
+    [
+        ("qwen3", 0, "qwen3_moe"),
+        ("qwen3", 5, "glm4_moe"),
+        ("qwen2", 0, "qwen2_moe"),
+        ("qwen2", 5, "qwen2_moe"),
+        ("llama", 0, "mixtral"),
+        ("llama", 5, "glm4_moe"),
+        ("mistral", 0, "mixtral"),
+        ("mistral", 5, "glm4_moe"),
+        ("phi3", 0, "mixtral"),
+        ("phi3", 5, "glm4_moe"),
+        ("olmo2", 0, "flex_olmo"),
+        ("olmo2", 5, "tiny_onn"),
+        ("granite", 0, "granitemoe"),
+        ("granite", 5, "granitemoeshared"),
+        ("gemma2", 0, "tiny_onn"),
+        ("gemma3_text", 5, "tiny_onn"),
+        ("smollm3", 5, "tiny_onn"),
+    ],
+)
+def test_auto_stays_in_the_family_where_it_can(source: str, always_on: int, target: str) -> None:
+    assert select_target(source, "auto", always_on).model_type == target
+    assert select_target(source, target, always_on).model_type == target
+
+
+@pytest.mark.parametrize(
+    ("source", "requested", "always_on", "text"),
+    [
+        ("llama", "mixtrel", 0, "unknown target 'mixtrel'\n{where}qwen2_moe, mixtral, glm4_moe, tiny_onn"),
+        ("qwen2", "mixtral", 0, "mixtral cannot hold the attention of qwen2\n{where}qwen2_moe, glm4_moe, tiny_onn"),
+        ("qwen3", "qwen3_moe", 64, "qwen3_moe has no always-on units, 64 are wanted\n{where}glm4_moe, tiny_onn"),
+        ("llama", "mixtral", 1, "mixtral has no always-on units, 1 are wanted\n{where}qwen2_moe, glm4_moe, tiny_onn"),
+        ("gemma2", "mixtral", 0, "mixtral cannot hold the attention of gemma2\n{where}tiny_onn"),
+        ("olmo2", "flex_olmo", 3, "flex_olmo has no always-on units, 3 are wanted\n{where}tiny_onn"),
+        (
+            "granite",
+            "granitemoe",
+            3,
+            "granitemoe has no always-on units, 3 are wanted\n{where}granitemoeshared, tiny_onn",
+        ),
+    ],
+)
+def test_targets_that_cannot_say_it(source: str, requested: str, always_on: int, text: str) -> None:
+    where = "  where: assemble.target\n  do:    assemble.target=auto, or one of "
+    with pytest.raises(ConfigError) as caught:
+        select_target(source, requested, always_on)
+    assert str(caught.value) == text.format(where=where)
+
+
+SIZES = {"hidden_size": 24, "num_attention_heads": 4}
+SHAPE = Shape(experts=6, n=16, top_k=2, always_on=0)
+
+
+def faults(config: dict[str, Any], target: str, shape: Shape = SHAPE) -> list[str]:
+    return [str(error) for error in check_target(SIZES | config, MOE_TARGETS[target], shape)]
+
+
+def test_plain_sources_can_be_said() -> None:
+    assert faults({"model_type": "llama"}, "mixtral") == []
+    assert faults({"model_type": "qwen3", "attention_bias": True}, "qwen3_moe") == []
+    assert faults({"model_type": "qwen2"}, "glm4_moe") == []
+    assert faults({"model_type": "mistral"}, "mixtral") == []
+
+
+@pytest.mark.parametrize(
+    ("config", "target", "text"),
+    [
+        (
+            {"model_type": "llama", "attention_bias": True},
+            "mixtral",
+            "mixtral has no bias on o_proj\n  where: attention_bias in config.json\n  do:    assemble.target=tiny_onn",
+        ),
+        (
+            {"model_type": "mistral"},
+            "glm4_moe",
+            "glm4_moe has no sliding window\n  where: sliding_window in config.json\n  do:    assemble.target=mixtral",
+        ),
+        (
+            {"model_type": "llama", "head_dim": 8},
+            "qwen2_moe",
+            "qwen2_moe cannot say head_dim=8\n  where: head_dim in config.json\n  do:    assemble.target=mixtral",
+        ),
+        (
+            {"model_type": "granite", "head_dim": 8},
+            "granitemoe",
+            "granitemoe cannot say head_dim=8\n  where: head_dim in config.json\n  do:    assemble.target=tiny_onn",
+        ),
+        (
+            {"model_type": "qwen3", "use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]},
+            "qwen3_moe",
+            "qwen3_moe has one window for all layers or none\n"
+            "  where: use_sliding_window in config.json\n"
+            "  do:    assemble.target=tiny_onn",
+        ),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1, "num_hidden_layers": 2},
+            "qwen2_moe",
+            "qwen2_moe has one window for all layers or none\n"
+            "  where: use_sliding_window in config.json\n"
+            "  do:    assemble.target=tiny_onn",
+        ),
+        (
+            {"model_type": "phi3", "rope_parameters": {"partial_rotary_factor": 0.75}},
+            "mixtral",
+            "mixtral rotates whole heads, not 0.75 of each\n"
+            "  where: partial_rotary_factor in config.json\n"
+            "  do:    assemble.target=tiny_onn",
+        ),
+    ],
+)
+def test_sources_a_target_cannot_say(config: dict[str, Any], target: str, text: str) -> None:
+    assert faults(config, target) == [text]
+
+
+def test_one_expert_is_too_few_for_glm4() -> None:
+    one = Shape(experts=1, n=16, top_k=1, always_on=0)
+    assert faults({"model_type": "llama"}, "glm4_moe", one) == [
+        "glm4_moe needs at least 2 experts\n  where: experts=1\n  do:    assemble.target=qwen2_moe"
+    ]
+    assert faults({"model_type": "llama"}, "mixtral", one) == []
+
+
+@pytest.mark.parametrize("source", ["qwen3", "olmo2", "smollm3"])
+def test_only_the_own_class_says_a_pool(source: str) -> None:
+    assert select_target(source, "auto", 0, pooled=True).model_type == "tiny_onn"
+    assert [target.model_type for target in MOE_TARGETS.values() if target.packed_pool] == ["tiny_onn"]
+
+
+def test_a_window_beside_always_on_units_needs_the_own_class() -> None:
+    shape = Shape(experts=6, n=16, top_k=2, always_on=8)
+    (fault,) = faults({"model_type": "mistral"}, "glm4_moe", shape)
+    assert fault.endswith("  do:    assemble.target=tiny_onn")
+
+
+def test_several_faults_are_found_at_once() -> None:
+    both = {"model_type": "mistral", "head_dim": 8}
+    assert len(faults(both, "qwen2_moe")) == 2
+
+
+@pytest.mark.parametrize(
+    ("target", "experts", "fold"),
+    [
+        ("qwen3_moe", 6, GateFold(4.0, 1.0, norm_topk_prob=True, routed_scaling_factor=None)),
+        ("mixtral", 6, GateFold(4.0, 1.0, norm_topk_prob=None, routed_scaling_factor=None)),
+        ("qwen2_moe", 6, GateFold(6.0, 2.0, norm_topk_prob=False, routed_scaling_factor=None)),
+        ("qwen2_moe", 16, GateFold(16.0, 2.0, norm_topk_prob=False, routed_scaling_factor=None)),
+        (
+            "glm4_moe",
+            6,
+            GateFold(1.0, 1.0, norm_topk_prob=True, routed_scaling_factor=4.0, selection_bias_scale=0.25),
+        ),
+        ("tiny_onn", 6, GateFold(1.0, 1.0, norm_topk_prob=True, routed_scaling_factor=4.0)),
+        ("flex_olmo", 6, GateFold(4.0, 1.0, norm_topk_prob=True, routed_scaling_factor=None)),
+        ("flex_olmo", 16, GateFold(16.0, 1.0, norm_topk_prob=False, routed_scaling_factor=None)),
+        ("granitemoe", 6, GateFold(4.0, 1.0, norm_topk_prob=None, routed_scaling_factor=None)),
+        ("granitemoeshared", 6, GateFold(4.0, 1.0, norm_topk_prob=None, routed_scaling_factor=None)),
+    ],
+)
+def test_who_carries_the_scale(target: str, experts: int, fold: GateFold) -> None:
+    assert gate_fold(MOE_TARGETS[target], Shape(experts, 16, 4, 0)) == fold
+
+
+@pytest.mark.parametrize(
+    ("target", "kind", "down_scale", "routed_scaling_factor"),
+    [
+        ("qwen2_moe", "softmax_of_all", 100.0, None),
+        ("flex_olmo", "softmax_of_all", 100.0, None),
+        ("tiny_onn", "sigmoid", 1.0, 2.0),
+        ("glm4_moe", "sigmoid", 1.0, 2.0),
+        ("qwen3_moe", "softmax_of_chosen", 1.0, None),
+        ("mixtral", "softmax_of_chosen", 1.0, None),
+        ("granitemoe", "softmax_of_chosen", 1.0, None),
+        ("granitemoeshared", "softmax_of_chosen", 1.0, None),
+    ],
+)
+def test_the_gate_of_one_expert_depends_on_its_logit_where_it_can(
+    target: str, kind: str, down_scale: float, routed_scaling_factor: float | None
+) -> None:
+    shape = Shape(experts=100, n=16, top_k=1, always_on=8)
+    fold = gate_fold(MOE_TARGETS[target], shape)
+    assert (fold.down_scale, fold.routed_scaling_factor) == (down_scale, routed_scaling_factor)
+    assert (fold.norm_topk_prob is False) is (kind in {"softmax_of_all", "sigmoid"})
+    assert gate_kind(MOE_TARGETS[target], shape) == kind

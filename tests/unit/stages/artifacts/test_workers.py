@@ -1,0 +1,47 @@
+import pytest
+import torch
+
+from instruments.errors import UserError
+from stages.artifacts.workers import ALONE, Workers, find_workers
+
+
+def test_torchrun_names_the_place():
+    environment = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost"}
+    workers = find_workers(environment)
+    assert workers == Workers(rank=3, world=4, local_rank=1)
+    assert not workers.leads
+
+
+def test_without_torchrun_a_process_is_alone():
+    assert find_workers({}) == ALONE
+    assert find_workers({"RANK": "1"}) == ALONE  # other launchers set it, too
+    assert find_workers({"RANK": "1", "MASTER_ADDR": "localhost"}) == ALONE
+    assert ALONE.leads
+
+
+def test_workers_that_cannot_meet_are_told_how_to_start(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UserError) as caught, Workers(1, 2, 1).connected():
+        pass
+    what, where, do = str(caught.value).splitlines()
+    assert what.startswith("the workers of this job cannot meet: Error initializing torch.distributed")
+    assert where == "  where: environment RANK=unset, MASTER_ADDR=unset, MASTER_PORT=unset"
+    assert do == "  do:    torchrun --nproc-per-node=2 -m pipeline ..., which sets them; without workers, unset RANK"
+
+
+def test_every_worker_has_a_gpu_of_its_own(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert [Workers(rank, 4, rank).pick_device("auto") for rank in range(4)] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
+    assert Workers(1, 4, 1).pick_device("cpu") == "cpu"
+    assert ALONE.pick_device("auto") == "auto"
+
+
+def test_alone_everything_is_its_own():
+    total = torch.tensor([3.0])
+    with ALONE.connected():
+        ALONE.reduce_(total)
+    assert ALONE.share("word") == ["word"]
+    assert ALONE.follow("word") == "word"
+    assert total.tolist() == [3.0]

@@ -1,0 +1,45 @@
+from stages.text.batches import batch_sequences, group_lengths
+from stages.text.sequences import TokenSequence
+
+PAD = 9
+
+
+def sequence_of(length):
+    ids = list(range(100 * length, 100 * length + length))
+    return TokenSequence(f"of {length}", ids, [-100, *ids[1:]])
+
+
+def test_pads_on_the_right_and_masks_the_padding():
+    (batch,) = batch_sequences([sequence_of(3), sequence_of(5)], batch_tokens=10, pad_id=PAD)
+    assert batch.input_ids.tolist() == [[300, 301, 302, PAD, PAD], [500, 501, 502, 503, 504]]
+    assert batch.attention_mask.tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
+    assert batch.labels.tolist() == [[-100, 301, 302, -100, -100], [-100, 501, 502, 503, 504]]
+    assert batch.names == ["of 3", "of 5"]
+
+
+def test_every_batch_fits_padding_included_and_keeps_the_order():
+    lengths = [3, 3, 2, 7, 2, 2, 2, 4, 13, 2]
+    batches = batch_sequences([sequence_of(length) for length in lengths], batch_tokens=12, pad_id=PAD)
+    assert [batch.names for batch in batches] == [
+        ["of 3", "of 3", "of 2"],
+        ["of 7"],
+        ["of 2", "of 2", "of 2"],
+        ["of 4"],
+        ["of 13"],
+        ["of 2"],
+    ]
+    assert all(batch.input_ids.numel() <= 12 for batch in batches if batch.names != ["of 13"])
+
+
+def test_padding_may_be_a_token_of_the_text():
+    (batch,) = batch_sequences([sequence_of(3), sequence_of(5)], batch_tokens=10, pad_id=300)
+    assert batch.attention_mask[0].tolist() == [1, 1, 1, 0, 0]
+
+
+def test_no_sequences_no_batches():
+    assert batch_sequences([], batch_tokens=12, pad_id=PAD) == []
+    assert group_lengths([], 12) == []
+
+
+def test_groups_of_neighbours():
+    assert group_lengths([3, 3, 13, 2, 6, 7], 12) == [range(2), range(2, 3), range(3, 5), range(5, 6)]

@@ -1,0 +1,180 @@
+import pytest
+
+from instruments.errors import DataError
+from stages.text.chat import encode_conversation, encode_prompt
+from stages.text.documents import Document
+
+# The embedded tokenizer's format with white space after each turn, without generation marks.
+UNMARKED = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + eos_token + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+# Like Qwen3: content trimmed, an empty thought before the last answer only, earlier thoughts dropped.
+THINKING = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' }}"
+    "{% if m['role'] == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{{ m['content'].split('</think>')[-1].strip() + eos_token + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+# Nothing but a line's end closes a turn.
+PLAIN = (
+    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+REFUSING = "{{ raise_exception('conversation roles must alternate') }}"
+# The conversation so far changes when it goes on.
+COUNTING = "{{ messages | length }}{% for m in messages %}{{ m['content'] + eos_token }}{% endfor %}"
+
+
+def supervise(conversation, tokenizer):
+    """The text of the tokens that count, and of all tokens."""
+    ids, counts = encode_conversation(Document("f:1", messages=tuple(conversation)), tokenizer, completion=True)
+    supervised = [id_ for id_, count in zip(ids, counts, strict=True) if count]
+    return tokenizer.decode(supervised), tokenizer.decode(ids)
+
+
+def test_generation_marks_supervise_the_answers_and_their_ends(tokenizer, conversation):
+    supervised, everything = supervise(conversation, tokenizer)
+    assert supervised == "A crustacean.<|endoftext|>龙虾 🦞<|endoftext|>"
+    assert everything == tokenizer.apply_chat_template(conversation, tokenize=False)
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (UNMARKED, "A crustacean.<|endoftext|>龙虾 🦞<|endoftext|>"),
+        (THINKING, "A crustacean.<|endoftext|><think>\n\n</think>\n\n龙虾 🦞<|endoftext|>"),
+        # " A" is one token, half of it the template's.
+        (PLAIN, " A crustacean.\n龙虾 🦞\n"),
+    ],
+)
+def test_without_marks_the_renderings_show_the_answers_and_their_ends(tokenizer, conversation, template, expected):
+    tokenizer.chat_template = template
+    supervised, everything = supervise(conversation, tokenizer)
+    assert supervised == expected
+    assert everything == tokenizer.apply_chat_template(conversation, tokenize=False)
+
+
+def test_marked_and_unmarked_templates_agree(tokenizer, conversation):
+    document = Document("f:1", messages=tuple(conversation))
+    marked = encode_conversation(document, tokenizer, completion=True)
+    tokenizer.chat_template = tokenizer.chat_template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    assert encode_conversation(document, tokenizer, completion=True) == marked
+
+
+@pytest.mark.parametrize("template", [UNMARKED, THINKING])
+def test_an_answer_that_occurs_elsewhere_too_is_found_in_its_own_turn(tokenizer, template):
+    tokenizer.chat_template = template
+    conversation = [
+        {"role": "user", "content": "user"},
+        {"role": "assistant", "content": "user"},
+        {"role": "user", "content": "assistant"},
+        {"role": "assistant", "content": "user"},
+        {"role": "user", "content": "user"},
+    ]
+    assert supervise(conversation, tokenizer)[0] == "user<|endoftext|>user<|endoftext|>"
+
+
+def test_an_empty_answer_is_its_end(tokenizer, conversation):
+    tokenizer.chat_template = UNMARKED
+    conversation[1]["content"] = ""
+    assert supervise(conversation, tokenizer)[0] == "<|endoftext|>龙虾 🦞<|endoftext|>"
+
+
+def test_without_completion_every_token_counts(tokenizer, conversation):
+    ids, counts = encode_conversation(Document("f:1", messages=tuple(conversation)), tokenizer, completion=False)
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(conversation, tokenize=False)
+    assert counts == [True] * len(ids)
+
+
+def test_special_tokens_are_those_the_template_writes(tokenizer, conversation):
+    tokenizer.chat_template = "{{ bos_token }}" + UNMARKED
+    ids, _ = encode_conversation(Document("f:1", messages=tuple(conversation)), tokenizer, completion=False)
+    assert ids.count(tokenizer.bos_token_id) == 1 + len(conversation)
+
+
+def test_no_chat_template(tokenizer, conversation):
+    tokenizer.chat_template = None
+    with pytest.raises(DataError) as caught:
+        supervise(conversation, tokenizer)
+    assert str(caught.value) == (
+        "the text is conversations, and the tokenizer has no chat template to render them with\n"
+        f"  where: tokenizer {tokenizer.name_or_path}\n"
+        "  do:    an instruction-tuned model, or plain text: data.text_column="
+    )
+
+
+@pytest.mark.parametrize("completion", [True, False])
+def test_a_template_that_refuses(tokenizer, conversation, completion):
+    tokenizer.chat_template = REFUSING
+    with pytest.raises(DataError) as caught:
+        encode_conversation(Document("f:1", messages=tuple(conversation)), tokenizer, completion=completion)
+    assert str(caught.value) == (
+        "the chat template refuses the conversation: conversation roles must alternate\n"
+        f"  where: f:1, tokenizer {tokenizer.name_or_path}\n"
+        "  do:    mend or remove the record"
+    )
+
+
+def lose_a_thought(conversation):
+    conversation[1]["content"] = "<think>Hm.</think>A crustacean."
+    return THINKING
+
+
+def empty_an_answer(conversation):
+    conversation[1]["content"] = ""
+    return THINKING
+
+
+@pytest.mark.parametrize("choose", [lose_a_thought, empty_an_answer, lambda _: COUNTING])
+def test_a_rendering_that_hides_the_answers(tokenizer, conversation, choose):
+    tokenizer.chat_template = choose(conversation)
+    with pytest.raises(DataError) as caught:
+        supervise(conversation, tokenizer)
+    assert str(caught.value) == (
+        "the rendered conversation does not show where the assistant's turns are\n"
+        f"  where: f:1, tokenizer {tokenizer.name_or_path}\n"
+        "  do:    data.labels=full_sequence, or a chat template with {% generation %} marks"
+    )
+
+
+def prompt_of(conversation, tokenizer):
+    return tokenizer.decode(encode_prompt(Document("f:1", messages=tuple(conversation)), tokenizer))
+
+
+def test_a_prompt_is_all_before_the_last_answer_and_opens_its_turn(tokenizer, conversation):
+    expected = "<|user|>\nWhat is a lobster?\n<|assistant|>\nA crustacean.<|endoftext|><|user|>\nUnd auf Chinesisch?\n"
+    assert prompt_of(conversation, tokenizer) == expected + "<|assistant|>\n"
+    # An open question is the prompt as it stands.
+    assert prompt_of(conversation[:3], tokenizer) == expected + "<|assistant|>\n"
+
+
+@pytest.mark.parametrize("template", [None, UNMARKED, PLAIN])
+def test_a_prompt_is_where_the_labels_of_the_answer_begin(tokenizer, conversation, template):
+    tokenizer.chat_template = template or tokenizer.chat_template
+    document = Document("f:1", messages=tuple(conversation))
+    ids, counts = encode_conversation(document, tokenizer, completion=True)
+    prompt = encode_prompt(document, tokenizer)
+    assert ids[: len(prompt)] == prompt
+    assert counts[len(prompt) - 1 : len(prompt) + 1] == [False, True]
+
+
+def test_an_answer_to_nothing_has_no_prompt(tokenizer, conversation):
+    assert encode_prompt(Document("f:1", messages=(conversation[1], conversation[3])), tokenizer) == []
+
+
+def test_a_prompt_the_template_refuses(tokenizer, conversation):
+    tokenizer.chat_template = REFUSING
+    with pytest.raises(DataError) as caught:
+        prompt_of(conversation, tokenizer)
+    assert str(caught.value) == (
+        "the chat template refuses the conversation: conversation roles must alternate\n"
+        f"  where: f:1, tokenizer {tokenizer.name_or_path}\n"
+        "  do:    mend or remove the record"
+    )
+
+
+def test_a_prompt_needs_a_chat_template(tokenizer, conversation):
+    tokenizer.chat_template = None
+    with pytest.raises(DataError, match="no chat template"):
+        prompt_of(conversation, tokenizer)

@@ -1,0 +1,116 @@
+from copy import deepcopy
+
+import pytest
+import torch
+from pico import write_pico
+from transformers import AutoModelForCausalLM
+
+from stages.calibration.forward import enable_gradient_checkpointing
+from stages.text.generated import Writing, cut_at_end, find_ends, pad_left, write_continuations
+
+GREEDY = Writing(max_new_tokens=7, temperature=0.0, seed=0)
+SAMPLED = Writing(max_new_tokens=7, temperature=1.5, seed=3)
+PROMPTS = {4: [9, 8, 7, 6, 5], 5: [12], 9: [3, 4, 5], 7: [50, 40, 30, 20], 2: [11, 13]}
+
+
+@pytest.fixture(scope="module", params=["qwen3", "llama"])
+def model(request, tmp_path_factory):
+    folder = write_pico(tmp_path_factory.mktemp(request.param), request.param)
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+@torch.no_grad()
+def write_one_by_one(model, prompt, count, ends):
+    """Greedy decoding without cache, padding or batch."""
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        if ids[-1] in ends:
+            break
+    return ids[len(prompt) :]
+
+
+def test_greedy_writing_is_the_likeliest_token_each_time(model):
+    expected = {number: write_one_by_one(model, prompt, 7, ()) for number, prompt in PROMPTS.items()}
+    assert write_continuations(model, PROMPTS, GREEDY, (), 0) == expected
+    # Any of these tokens ends a text; the rest of the batch goes on.
+    ends = {expected[4][0], expected[5][3], expected[9][2]}
+    expected = {number: write_one_by_one(model, prompt, 7, ends) for number, prompt in PROMPTS.items()}
+    assert len({len(tokens) for tokens in expected.values()}) > 1
+    assert write_continuations(model, PROMPTS, GREEDY, ends, 0) == expected
+
+
+@pytest.mark.parametrize("writing", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_what_is_written_does_not_depend_on_the_batch(model, writing):
+    together = write_continuations(model, PROMPTS, writing, {2}, 0)
+    for batch in ([4], [9, 5], [2, 7, 4]):
+        part = {number: PROMPTS[number] for number in batch}
+        assert write_continuations(model, part, writing, {2}, 60) == {number: together[number] for number in batch}
+
+
+def test_draws_depend_on_the_seed(model):
+    other = Writing(max_new_tokens=7, temperature=1.5, seed=4)
+    drawn = write_continuations(model, PROMPTS, SAMPLED, (), 0)
+    assert drawn != write_continuations(model, PROMPTS, other, (), 0)
+    assert drawn != write_continuations(model, PROMPTS, GREEDY, (), 0)
+
+
+def test_settings_of_the_checkpoint_do_not_steer_what_is_written(model):
+    expected = write_continuations(model, PROMPTS, GREEDY, (), 0)
+    own = model.generation_config
+    changed = {"do_sample": True, "temperature": 9.0, "top_k": 3, "repetition_penalty": 5.0, "max_length": 3}
+    saved = {name: getattr(own, name) for name in changed}
+    try:
+        own.update(**changed, suppress_tokens=[expected[4][0]])
+        assert write_continuations(model, PROMPTS, GREEDY, (), 0) == expected
+        assert model.generation_config is own
+        assert own.repetition_penalty == 5.0
+    finally:
+        own.update(**saved, suppress_tokens=None)
+
+
+def test_recomputing_layers_write_with_their_cache_and_stay_as_they_were(model):
+    expected = write_continuations(model, PROMPTS, GREEDY, (), 0)
+    model = deepcopy(model)
+    enable_gradient_checkpointing(model)
+    lengths = []
+    layer = model.get_decoder().layers[0]
+    layer.register_forward_pre_hook(lambda _, inputs: lengths.append(inputs[0].shape[1]))
+    assert write_continuations(model, PROMPTS, GREEDY, (), 0) == expected
+    assert lengths == [5, 1, 1, 1, 1, 1, 1]
+    assert [layer.training for layer in model.get_decoder().layers] == [True, True]
+    assert not model.training
+
+
+def test_no_gradient_is_recorded_and_none_forbidden(model):
+    with torch.enable_grad():
+        assert write_continuations(model, {1: [5, 6]}, GREEDY, (), 0)
+        assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize(
+    ("stated", "own", "ends"),
+    [
+        (0, "<|endoftext|>", {0}),
+        ([7, 5], "<|endoftext|>", {0, 5, 7}),
+        (None, "<|endoftext|>", {0}),
+        (4, None, {4}),
+        (None, None, set()),
+    ],
+)
+def test_ends_of_checkpoint_and_tokenizer(model, tokenizer, monkeypatch, stated, own, ends):
+    monkeypatch.setattr(model.generation_config, "eos_token_id", stated)
+    tokenizer.eos_token = own
+    assert find_ends(model, tokenizer) == ends
+
+
+def test_padding_on_the_left():
+    ids, mask = pad_left([[1, 2, 3], [4], [5, 6]], 9)
+    assert ids.tolist() == [[1, 2, 3], [9, 9, 4], [9, 5, 6]]
+    assert mask.tolist() == [[1, 1, 1], [0, 0, 1], [0, 1, 1]]
+
+
+def test_the_end_belongs_to_what_is_written():
+    assert cut_at_end([5, 3, 6, 3], {3}) == [5, 3]
+    assert cut_at_end([5, 6], {3}) == [5, 6]
+    assert cut_at_end([3, 3], {3}) == [3]

@@ -1,0 +1,103 @@
+import sys
+import time
+
+import pytest
+
+from instruments.errors import DataError
+from stages.text.config import DataConfig
+from stages.text.hub import read_hub
+
+datasets = pytest.importorskip("datasets", reason="the optional extra hub is not installed")
+
+
+@pytest.fixture
+def folder(tmp_path, write_jsonl):
+    """A dataset of two splits; a local folder is read through the same calls as a dataset of the hub."""
+    write_jsonl("train.jsonl", [{"text": f"train {number}"} for number in range(40)])
+    write_jsonl("test.jsonl", [{"text": "test 0"}, {"text": ""}, {"text": "test 2"}])
+    return tmp_path
+
+
+def read(side="calibration", **settings):
+    return list(read_hub(DataConfig(kind="hub", **settings), side))
+
+
+def message_of(**settings):
+    with pytest.raises(DataError) as caught:
+        read(**settings)
+    return str(caught.value)
+
+
+def test_the_publishers_splits(folder):
+    settings = {"name": str(folder), "heldout_split": "test"}
+    assert [document.text for document in read(**settings)] == [f"train {number}" for number in range(40)]
+    heldout = read("heldout", **settings)
+    assert [(document.name, document.text) for document in heldout] == [
+        (f"{folder}[test]:1", "test 0"),
+        (f"{folder}[test]:3", "test 2"),
+    ]
+
+
+def test_a_share_of_one_split(folder):
+    calibration, heldout = read(name=str(folder)), read("heldout", name=str(folder))
+    assert len(calibration) + len(heldout) == 40
+    assert {document.text for document in calibration}.isdisjoint(document.text for document in heldout)
+    assert heldout
+
+
+def test_conversations(tmp_path, write_jsonl, conversation):
+    write_jsonl("train.jsonl", [{"messages": conversation, "id": 3}])
+    (document,) = read(name=str(tmp_path), heldout_split=None, heldout_share=1e-9)
+    assert document.messages == tuple(conversation)
+
+
+def test_a_missing_column(folder):
+    assert message_of(name=str(folder), text_column="body") == (
+        "a record has neither column 'messages' nor column 'body'\n"
+        f"  where: {folder}[train]:1; its columns: text\n"
+        "  do:    name the column: data.text_column= or data.messages_column="
+    )
+
+
+def test_missing_splits_are_found_when_the_first_is_read(folder):
+    assert message_of(name=str(folder), split="training", heldout_split="validation") == (
+        "the dataset has no split training and no split validation\n"
+        f"  where: data.name={folder}, data.subset=None, data.revision=None\n"
+        "  do:    data.split= and data.heldout_split= of: train, test"
+    )
+
+
+def test_a_missing_subset(folder):
+    assert message_of(name=str(folder), subset="large") == (
+        "cannot read the dataset: BuilderConfig 'large' not found. Available: ['default']\n"
+        f"  where: data.name={folder}, data.subset=large, data.revision=None\n"
+        "  do:    check these names and the network; without one: data=python_stdlib, or data=text data.path=a file"
+    )
+
+
+def test_offline_mode():
+    assert message_of(name="nobody/nothing") == (
+        "cannot read the dataset: Couldn't reach 'nobody/nothing' on the Hub (OfflineModeIsEnabled)\n"
+        "  where: data.name=nobody/nothing, data.subset=None, data.revision=None\n"
+        "  do:    check these names and the network; without one: data=python_stdlib, or data=text data.path=a file"
+    )
+
+
+def test_a_hub_that_cannot_be_reached_is_given_up_soon(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    started = time.perf_counter()
+    assert message_of(name="nobody/nothing", revision="main") == (
+        "the hub cannot be reached at http://127.0.0.1:9, and the dataset is streamed from it\n"
+        "  where: data.name=nobody/nothing, data.subset=None, data.revision=main\n"
+        "  do:    connect once, or HF_ENDPOINT=https://<mirror> before the command, "
+        "or data=python_stdlib, or data=text data.path=<your files>"
+    )
+    assert time.perf_counter() - started < 5
+
+
+def test_the_package_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert message_of(name="nobody/nothing") == (
+        "reading a dataset needs the package datasets\n  where: data.kind=hub\n  do:    pip install 'tiny-onn[hub]'"
+    )

@@ -1,0 +1,105 @@
+import sys
+import time
+from itertools import islice
+
+import pytest
+
+from instruments.errors import DataError
+from stages.text.config import DataConfig
+from stages.text.python_stdlib import Module, choose_modules, list_modules, read_module, read_stdlib, split_docstrings
+from stages.text.sequences import load_sequences
+
+SOURCE = '''\
+"""What the module does."""
+
+import os
+
+SIZE = 3
+
+
+class Lobster:
+    """A crustacean."""
+
+    def pinch(self, hand, *, hard=False):
+        """Pinch a hand.
+
+        It hurts.
+        """
+        return hand
+
+
+async def swim() -> None:
+    pass
+'''
+
+
+def test_docstrings_and_source_are_told_apart():
+    docstrings, source = split_docstrings(SOURCE, "sea.lobster")
+    assert docstrings == (
+        "sea.lobster\n\nWhat the module does.\n\n"
+        "class Lobster\n\nA crustacean.\n\n"
+        "pinch(self, hand, *, hard=False)\n\nPinch a hand.\n\nIt hurts.\n\n"
+    )
+    assert source == (
+        "\nimport os\n\nSIZE = 3\n\n\nclass Lobster:\n\n"
+        "    def pinch(self, hand, *, hard=False):\n        return hand\n\n\n"
+        "async def swim() -> None:\n    pass\n"
+    )
+
+
+def test_a_module_gives_docstrings_and_source_in_turn(tmp_path):
+    path = tmp_path / "lobster.py"
+    path.write_bytes(b"# coding: latin-1\n" + SOURCE.replace("hurts", "hürts").encode("latin-1"))
+    module = Module("sea.lobster", path)
+    first, second = read_module(module, docstrings_first=True)
+    assert (first.name, second.name) == ("sea.lobster docstrings 1", "sea.lobster source 1")
+    assert "It hürts." in first.text
+    assert "return hand" in second.text
+    assert list(read_module(module, docstrings_first=False)) == [second, first]
+
+
+def test_reads_modules_but_no_tests_and_no_tables():
+    names = {module.name for module in list_modules()}
+    assert {"json", "json.decoder", "asyncio.tasks", "argparse"} <= names
+    tops = {name.partition(".")[0] for name in names}
+    assert tops <= sys.stdlib_module_names
+    assert not tops & {"encodings", "idlelib", "lib2to3", "test", "turtledemo"}
+    assert not any({"test", "tests"} & set(name.split(".")) for name in names)
+    assert len(names) > 300
+
+
+def test_no_module_is_in_both_splits():
+    heldout, calibration = choose_modules(0.1, "heldout"), choose_modules(0.1, "calibration")
+    assert sorted(module.name for module in heldout + calibration) == sorted(module.name for module in list_modules())
+    assert 20 < len(heldout) < 80
+
+
+def test_the_documents_are_those_of_the_splits_modules():
+    heldout = {module.name for module in choose_modules(0.1, "heldout")}
+    assert {document.name.partition(" ")[0] for document in read_stdlib(0.1, "heldout")} == heldout
+
+
+def test_the_first_documents_are_of_as_many_modules_and_of_both_kinds():
+    documents = list(islice(read_stdlib(0.1, "calibration"), 100))
+    assert len({document.name.partition(" ")[0] for document in documents}) == 100
+    assert 30 < sum(" docstrings " in document.name for document in documents) < 70
+    assert max(len(document.text) for document in documents) < 3_000
+
+
+def test_reading_is_quick_and_the_same_every_time(tokenizer):
+    started = time.perf_counter()
+    sequences = load_sequences(DataConfig(tokens=8192), tokenizer, "calibration")
+    assert time.perf_counter() - started < 5
+    assert load_sequences(DataConfig(tokens=8192), tokenizer, "calibration") == sequences
+    assert sum(len(sequence.ids) for sequence in sequences) == 8192
+
+
+def test_an_installation_without_source(tmp_path, monkeypatch):
+    monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
+    with pytest.raises(DataError) as caught:
+        read_stdlib(0.1, "calibration")
+    assert str(caught.value) == (
+        "this interpreter has no source of its standard library\n"
+        f"  where: Python {sys.version.split()[0]}, {tmp_path}\n"
+        "  do:    data=text data.path=a .jsonl or .txt file"
+    )

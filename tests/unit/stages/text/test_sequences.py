@@ -1,0 +1,230 @@
+import logging
+
+import pytest
+
+from instruments.errors import DataError
+from stages.text.config import DataConfig
+from stages.text.sequences import (
+    EncodedDocument,
+    TokenSequence,
+    load_sequences,
+    load_text,
+    pack_documents,
+    select_usable,
+    truncate_documents,
+)
+
+
+def encoded(name, *ids, masked=0):
+    return EncodedDocument(name, list(ids), [-100] * masked + list(ids[masked:]))
+
+
+def chat(question, answer):
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def config_of(path, **settings):
+    return DataConfig(kind="text", path=str(path), **settings)
+
+
+@pytest.fixture
+def no_heldout(monkeypatch):
+    """Everything is calibration text, as with a tiny held-out share."""
+    monkeypatch.setattr("stages.text.documents.is_heldout", lambda digest, share: False)
+
+
+def test_packing_joins_and_cuts():
+    documents = [encoded("a", 1, 2), encoded("b", 3, 4, 5, 6, 7, 8, 9, masked=2), encoded("c", 10)]
+    assert list(pack_documents(documents, max_length=3)) == [
+        TokenSequence("0: a", [1, 2, 3], [1, 2, -100]),
+        TokenSequence("1: b", [4, 5, 6], [-100, 5, 6]),
+        TokenSequence("2: b", [7, 8, 9], [7, 8, 9]),
+        TokenSequence("3: c", [10], [10]),
+    ]
+
+
+def test_packing_loses_no_token():
+    documents = [encoded(str(length), *range(length)) for length in (5, 1, 13, 0, 4, 7)]
+    sequences = list(pack_documents(documents, max_length=6))
+    assert [id_ for sequence in sequences for id_ in sequence.ids] == [id_ for each in documents for id_ in each.ids]
+    assert [len(sequence.ids) for sequence in sequences] == [6, 6, 6, 6, 6]
+
+
+def test_truncation_keeps_documents_apart():
+    documents = [encoded("a", 1, 2), encoded("b", 3, 4, 5, 6, masked=1)]
+    assert list(truncate_documents(documents, max_length=3)) == [
+        TokenSequence("a", [1, 2], [1, 2]),
+        TokenSequence("b", [3, 4, 5], [-100, 4, 5]),
+    ]
+
+
+def test_usable_sequences_until_enough_and_the_names_of_those_passed_over():
+    sequences = [
+        TokenSequence("a", [1, 2, 3], [-100, 2, 3]),
+        TokenSequence("b", [4, 5], [-100, -100]),
+        TokenSequence("c", [6, 7], [6, -100]),
+        TokenSequence("d", [8], [8]),
+        TokenSequence("e", [9, 10, 11, 12], [9, 10, 11, 12]),
+        TokenSequence("f", [13, 14], [-100, -100]),
+    ]
+    text = select_usable(sequences, wanted=5)
+    assert text.sequences == [sequences[0], TokenSequence("e", [9, 10], [9, 10])]
+    assert text.tokens == 5
+    assert text.skipped == {
+        "no token counts in the loss": ["b"],
+        "the only label is at the first token, which nothing predicts": ["c"],
+        "fewer than 2 tokens": ["d"],
+    }
+
+
+def test_a_last_cut_that_leaves_no_label_is_left_out():
+    sequences = [TokenSequence("a", [1, 2, 3], [1, 2, 3]), TokenSequence("b", [4, 5, 6], [-100, -100, 6])]
+    assert select_usable(sequences, wanted=5).sequences == sequences[:1]
+
+
+@pytest.mark.usefixtures("no_heldout")
+def test_packed_text_holds_the_documents_and_their_ends(write_jsonl, tokenizer):
+    path = write_jsonl("a.jsonl", [{"text": f"document number {number}"} for number in range(9)])
+    sequences = load_sequences(config_of(path, max_length=16), tokenizer, "calibration")
+    assert all(sequence.labels == sequence.ids for sequence in sequences)
+    text = tokenizer.decode([id_ for sequence in sequences for id_ in sequence.ids])
+    assert text == "".join(f"document number {number}<|endoftext|>" for number in range(9))
+
+
+def test_a_whole_file_is_one_running_text(tmp_path, tokenizer):
+    path = tmp_path / "a.txt"
+    text = "\n\n".join(" = Lobster =\n\n" + " The lobster pinches." * (number + 1) for number in range(40))
+    path.write_text(text, encoding="utf-8")
+    data = config_of("none", heldout_path=str(path), separator="blank_line", heldout_tokens=100_000)
+    sequences = load_sequences(data, tokenizer, "heldout")
+    assert tokenizer.decode([id_ for sequence in sequences for id_ in sequence.ids]) == text + "\n\n"
+
+
+@pytest.mark.parametrize("packing", ["packed", "single"])
+@pytest.mark.parametrize("tokens", [64, 65, 79, 100])
+@pytest.mark.usefixtures("no_heldout")
+def test_the_number_of_tokens_is_kept_to_the_token(write_jsonl, tokenizer, packing, tokens):
+    path = write_jsonl("a.jsonl", [{"text": f"this is document number {number} " * 4} for number in range(30)])
+    data = config_of(path, packing=packing, max_length=16, tokens=tokens)
+    sequences = load_sequences(data, tokenizer, "calibration")
+    # A rest of one token predicts nothing and is left out.
+    assert sum(len(sequence.ids) for sequence in sequences) == (64 if tokens == 65 else tokens)
+    assert [len(sequence.ids) for sequence in sequences[:4]] == [16] * 4
+
+
+def test_calibration_and_heldout_have_their_own_numbers_of_tokens(tokenizer):
+    data = DataConfig(tokens=100, heldout_tokens=50, max_length=32)
+    calibration = load_sequences(data, tokenizer, "calibration")
+    heldout = load_sequences(data, tokenizer, "heldout")
+    assert [len(sequence.ids) for sequence in calibration] == [32, 32, 32, 4]
+    assert [len(sequence.ids) for sequence in heldout] == [32, 18]
+
+
+@pytest.mark.usefixtures("no_heldout")
+def test_skipped_sequences_are_counted_and_named(write_jsonl, tokenizer, caplog):
+    path = write_jsonl("a.jsonl", [chat("a", "b"), chat("long " * 20, "b"), chat("longer " * 20, "b"), chat("c", "d")])
+    data = config_of(path, packing="single", labels="completion", max_length=16)
+    with caplog.at_level(logging.INFO):
+        text = load_text(data, tokenizer, "calibration")
+    assert [sequence.name for sequence in text.sequences] == [f"{path}:1", f"{path}:4"]
+    assert text.skipped == {"no token counts in the loss": [f"{path}:2", f"{path}:3"]}
+    assert load_sequences(data, tokenizer, "calibration") == text.sequences
+    assert caplog.messages[:2] == [
+        f"calibration text: skipped 2 sequences (no token counts in the loss: {path}:2, {path}:3)",
+        f"calibration text: {text.tokens} of 65536 tokens, 2 sequences of {path}",
+    ]
+
+
+@pytest.mark.usefixtures("no_heldout")
+def test_packed_conversations_carry_their_labels_along(write_jsonl, tokenizer):
+    path = write_jsonl("a.jsonl", [chat(f"question {number}", f"answer {number}") for number in range(9)])
+    sequences = load_sequences(config_of(path, labels="completion", max_length=16), tokenizer, "calibration")
+    kept = [label for sequence in sequences for label in sequence.labels if label != -100]
+    assert tokenizer.decode(kept) == "".join(f"answer {number}<|endoftext|>" for number in range(9))
+
+
+def test_heldout_text_of_its_own_counts_in_full(write_jsonl, tokenizer):
+    heldout = write_jsonl("b.jsonl", [{"text": "plain text"}])
+    path = write_jsonl("a.jsonl", [chat("a", "b")])
+    (sequence,) = load_sequences(config_of(path, heldout_path=str(heldout), labels="completion"), tokenizer, "heldout")
+    assert sequence.labels == sequence.ids
+
+
+@pytest.mark.usefixtures("no_heldout")
+def test_every_label_masked(write_jsonl, tokenizer):
+    path = write_jsonl("a.jsonl", [chat("long " * 20, "b"), chat("longer " * 20, "b")])
+    data = config_of(path, packing="single", labels="completion", max_length=16)
+    with pytest.raises(DataError) as caught:
+        load_sequences(data, tokenizer, "calibration")
+    assert str(caught.value) == (
+        "every label is masked: none of 2 sequences has a token that counts in the loss\n"
+        f"  where: calibration text of {path}, data.labels=completion, data.max_length=16\n"
+        "  do:    a larger data.max_length, if the answers begin after the cut, or data.labels=full_sequence"
+    )
+
+
+@pytest.mark.usefixtures("no_heldout")
+def test_labels_to_be_generated_leave_the_text_as_it_stands(write_jsonl, tokenizer):
+    """For stages beside the scan: answers of conversations count, plain text counts in full."""
+    path = write_jsonl("a.jsonl", [chat("question", "answer"), {"text": "plain"}])
+    data = config_of(path, labels="generated", packing="single")
+    conversation, plain = load_sequences(data, tokenizer, "calibration")
+    kept = [label for label in conversation.labels if label != -100]
+    assert tokenizer.decode(kept) == "answer<|endoftext|>"
+    assert plain.labels == plain.ids
+    assert tokenizer.decode(plain.ids) == "plain<|endoftext|>"
+
+
+@pytest.mark.usefixtures("no_heldout")
+def test_conversations_are_required(write_jsonl, tokenizer):
+    path = write_jsonl("a.jsonl", [chat("a", "b"), {"text": "plain"}])
+    with pytest.raises(DataError) as caught:
+        load_sequences(config_of(path, labels="completion"), tokenizer, "calibration")
+    assert str(caught.value) == (
+        "data.labels=completion needs conversations, and this is plain text\n"
+        f"  where: {path}:2\n"
+        "  do:    data.labels=full_sequence, or name the column of the conversations: data.messages_column="
+    )
+
+
+@pytest.mark.usefixtures("no_heldout")
+def test_too_short_to_learn_from(write_jsonl, tokenizer):
+    tokenizer.eos_token = None
+    path = write_jsonl("a.jsonl", [{"text": "a"}, {"text": "b"}])
+    with pytest.raises(DataError) as caught:
+        load_sequences(config_of(path, packing="single"), tokenizer, "calibration")
+    assert str(caught.value) == (
+        f"none of 2 sequences has 2 tokens\n  where: calibration text of {path}\n  do:    name text that holds more"
+    )
+
+
+@pytest.mark.usefixtures("no_heldout")
+def test_no_document_for_a_split(write_jsonl, tokenizer):
+    path = write_jsonl("a.jsonl", [{"text": "a"}])
+    with pytest.raises(DataError) as caught:
+        load_sequences(config_of(path), tokenizer, "heldout")
+    assert str(caught.value) == (
+        "no document falls to the heldout text\n"
+        f"  where: heldout text of {path}, data.heldout_share=0.1 of its documents held out\n"
+        "  do:    text with more documents, another data.heldout_share, or data.heldout_path= held-out text of its own"
+    )
+
+
+def test_empty_heldout_text(write_jsonl, tokenizer):
+    heldout = write_jsonl("b.jsonl", [])
+    with pytest.raises(DataError) as caught:
+        load_sequences(config_of("none", heldout_path=str(heldout)), tokenizer, "heldout")
+    assert str(caught.value) == (
+        f"the text is empty\n  where: heldout text of {heldout}\n  do:    name text that holds something"
+    )
+
+
+def test_a_sequence_is_of_the_domain_of_most_of_its_tokens():
+    first, second = (
+        EncodedDocument(name, list(range(length)), list(range(length)), f"domain {name}")
+        for name, length in (("a", 5), ("b", 8))
+    )
+    packed = list(pack_documents([first, second], max_length=4))
+    assert [sequence.domain for sequence in packed] == ["domain a", "domain b", "domain b", "domain b"]
+    assert packed[0].cut(2).domain == "domain a"
+    assert [sequence.domain for sequence in truncate_documents([second], 3)] == ["domain b"]

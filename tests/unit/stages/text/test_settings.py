@@ -1,0 +1,114 @@
+import pytest
+
+from stages.text.config import DataConfig, check_length, check_settings
+
+
+def messages_of(**settings):
+    return [str(error) for error in check_settings(DataConfig(**settings))]
+
+
+def test_the_defaults_are_right():
+    assert messages_of() == []
+    assert messages_of(kind="text", path="a.jsonl", labels="completion") == []
+    assert messages_of(kind="hub", name="a/b", heldout_split="test") == []
+    assert messages_of(labels="generated", max_length=96, temperature=0.7) == []
+
+
+def test_every_fault_is_named_at_once():
+    assert messages_of(kind="csv", packing="tight", labels="some", separator="x", max_length=1, heldout_share=1.0) == [
+        "data.kind has no value 'csv'\n  do:    data.kind= one of python_stdlib, text, hub",
+        "data.packing has no value 'tight'\n  do:    data.packing= one of packed, single",
+        "data.labels has no value 'some'\n  do:    data.labels= one of full_sequence, completion, generated",
+        "data.separator has no value 'x'\n  do:    data.separator= one of eos, blank_line",
+        "data.max_length=1 leaves nothing to predict: a sequence has at least 2 tokens\n  do:    data.max_length=256",
+        "data.heldout_share=1.0 is not between 0 and 1, both excluded\n  do:    data.heldout_share=0.1",
+    ]
+
+
+def test_fewer_tokens_than_one_sequence():
+    assert messages_of(tokens=10, heldout_tokens=20, max_length=30) == [
+        "data.tokens=10 is less than one sequence of data.max_length=30 tokens\n  do:    data.tokens=30 or more",
+        "data.heldout_tokens=20 is less than one sequence of data.max_length=30 tokens\n"
+        "  do:    data.heldout_tokens=30 or more",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"labels": "completion"},
+            "data.labels=completion needs conversations, and the standard library is plain text\n"
+            "  do:    data.labels=full_sequence, or data=text data.path=a .jsonl file of messages",
+        ),
+        (
+            {"kind": "text"},
+            "data.kind=text reads local files, and none is named\n  do:    data.path=a file or a folder",
+        ),
+        (
+            {"kind": "text", "path": "a.txt", "heldout_path": "./a.txt"},
+            "data.heldout_path and data.path are the same: a.txt\n"
+            "  do:    another one, or null: data.heldout_share of the documents is then held out",
+        ),
+        (
+            {"kind": "hub"},
+            "data.kind=hub reads a dataset, and none is named\n  do:    data.name=Salesforce/wikitext",
+        ),
+        (
+            {"kind": "hub", "name": "a/b", "heldout_split": "train"},
+            "data.heldout_split and data.split are the same: train\n"
+            "  do:    another one, or null: data.heldout_share of the documents is then held out",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_the_source(settings, message):
+    assert messages_of(**settings) == [message]
+
+
+def test_a_prompt_and_its_continuation_fit_into_a_sequence():
+    assert messages_of(labels="generated", prompt_tokens=20, max_new_tokens=45, max_length=64) == [
+        "data.prompt_tokens=20 and data.max_new_tokens=45 do not fit into data.max_length=64\n"
+        "  do:    data.max_length=65",
+    ]
+
+
+@pytest.mark.parametrize("temperature", [float("nan"), float("inf")])
+def test_a_temperature_is_a_number(temperature):
+    assert messages_of(labels="generated", temperature=temperature) == [
+        f"data.temperature={temperature} is no number\n  do:    data.temperature=0"
+    ]
+
+
+def lengths_of(source, max_length):
+    return [str(error) for error in check_length(DataConfig(max_length=max_length), source)]
+
+
+def test_sequences_longer_than_the_model_reads():
+    assert lengths_of({"max_position_embeddings": 300}, 301) == [
+        "data.max_length=301 is longer than the model's longest sequence, 300 tokens\n"
+        "  where: setting data.max_length; max_position_embeddings of the model's config.json\n"
+        "  do:    data.max_length=300"
+    ]
+    assert lengths_of({"max_position_embeddings": 300}, 300) == []
+    assert lengths_of({}, 10**9) == []
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 200}
+
+
+@pytest.mark.parametrize(
+    ("source", "longest"),
+    [
+        pytest.param({"max_position_embeddings": 200, "rope_scaling": YARN}, 800, id="Qwen2.5 with yarn"),
+        pytest.param({"max_position_embeddings": 200, "rope_parameters": YARN}, 800, id="transformers 5"),
+        pytest.param({"max_position_embeddings": 900, "rope_scaling": YARN}, 900, id="Llama 3.1: stated in full"),
+        pytest.param(
+            {"max_position_embeddings": 300, "rope_scaling": {"type": "linear", "factor": 2.0}}, 600, id="linear"
+        ),
+        pytest.param({"max_position_embeddings": 300, "rope_scaling": None}, 300, id="plain"),
+        pytest.param({"max_position_embeddings": 300, "rope_parameters": {"rope_theta": 1e4}}, 300, id="plain 5"),
+    ],
+)
+def test_stretched_positions_count(source, longest):
+    assert lengths_of(source, longest) == []
+    assert len(lengths_of(source, longest + 1)) == 1
