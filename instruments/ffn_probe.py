@@ -128,8 +128,8 @@ def probe_hidden(mlps: Sequence[GatedFFN], on_hidden: OnHidden) -> Iterator[None
             handle.remove()
 
 
-def unit_norms(record: FFNGradients, product: str) -> dict[str, Float[Tensor, "B F"]]:
-    """‖∇gate row‖, ‖∇up row‖ and ‖∇down column‖ for every sample and unit.
+def neuron_norms(record: FFNGradients, product: str) -> dict[str, Float[Tensor, "B F"]]:
+    """‖∇gate row‖, ‖∇up row‖ and ‖∇down column‖ for every sample and neuron.
 
     Column j of down sees input h_j and output gradient Δ: ‖∇W_{:,j}‖² = h_jᵀ(ΔΔᵀ)h_j. Row j of gate and up is the same
     with input and gradient exchanged: g_jᵀ(XXᵀ)g_j.
@@ -139,7 +139,7 @@ def unit_norms(record: FFNGradients, product: str) -> dict[str, Float[Tensor, "B
         product: gram, direct, or auto for the cheaper one.
     """
     (_, length, hidden_size), width = record.x_BTD.shape, record.h_BTF.shape[-1]
-    gram = units_prefer_gram(product, length, hidden_size, width)
+    gram = neurons_prefer_gram(product, length, hidden_size, width)
     inputs_BTT = gram_matrix(record.x_BTD) if gram else None  # shared by gate and up
     squares = {
         "gate": column_squares(record.gate_grad_BTF, record.x_BTD, gram=gram, gram_BTT=inputs_BTT),
@@ -149,6 +149,6 @@ def unit_norms(record: FFNGradients, product: str) -> dict[str, Float[Tensor, "B
     return {name: squares_BF.sqrt_() for name, squares_BF in squares.items()}
 
 
-def units_prefer_gram(product: str, length: int, hidden_size: int, width: int) -> bool:
-    """Whether the units' norms go by Gram matrices: T×T ones of the narrow side, met by the wide side."""
+def neurons_prefer_gram(product: str, length: int, hidden_size: int, width: int) -> bool:
+    """Whether the neurons' norms go by Gram matrices: T×T ones of the narrow side, met by the wide side."""
     return prefer_gram(product, length, width, hidden_size, rows=False)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from models.shape import Shape
+from models.shape import MoEShape
 from models.targets.base import MoETarget
 from models.targets.gate_scale import ALIGNMENT, expert_width, gate_kind, is_power_of_two, shared_width
 
@@ -14,12 +14,12 @@ class CarveFacts:
 
     source: str
     target: MoETarget
-    shape: Shape
+    shape: MoEShape
     width: int  # F of the dense FFN
     layers: int
-    dropped: int  # units in no expert, all layers together
-    most_copies: int  # highest multiplicity of a unit
-    partition: str  # how units were grouped
+    dropped: int  # neurons in no expert, all layers together
+    most_copies: int  # highest multiplicity of a neuron
+    partition: str  # how neurons were grouped
     router: str
     projection: str  # what stage=project did, or that it has not run
     pad_to: int = ALIGNMENT
@@ -105,7 +105,7 @@ _SERVED = {
 }
 
 
-def suitable_runtimes(target: MoETarget, shape: Shape, pad_to: int = ALIGNMENT) -> list[str]:
+def suitable_runtimes(target: MoETarget, shape: MoEShape, pad_to: int = ALIGNMENT) -> list[str]:
     """What is known about the kernels of each runtime and this E, N and target."""
     width = expert_width(shape, pad_to)
     lines = [_transformers(target), *_training(target, shape), *_padding(target, shape, pad_to)]
@@ -126,24 +126,24 @@ def _transformers(target: MoETarget) -> str:
     return 'transformers 4.57 and 5: loads without remote code; train with `experts_implementation="grouped_mm"`.'
 
 
-def _training(target: MoETarget, shape: Shape) -> list[str]:
+def _training(target: MoETarget, shape: MoEShape) -> list[str]:
     if shape.top_k > 1 or shape.experts == 1 or gate_kind(target, shape) != "softmax_of_chosen":
         return []
     return ["Training: the gate of one chosen expert is always 1 here, so that a router learns from its load alone."]
 
 
-def _padding(target: MoETarget, shape: Shape, pad_to: int) -> list[str]:
+def _padding(target: MoETarget, shape: MoEShape, pad_to: int) -> list[str]:
     width, shared = expert_width(shape, pad_to), shared_width(target, shape, pad_to)
     why = "which grouped kernels want" if pad_to == ALIGNMENT else f"a multiple of {pad_to}"
     lines = []
     if width != shape.n:
-        lines.append(f"Experts are padded with zero units to {width}, {why}; the output is the same.")
+        lines.append(f"Experts are padded with zero neurons to {width}, {why}; the output is the same.")
     if shared > shape.always_on:
-        lines.append(f"{shape.always_on} always-on neurons are padded with zero units to {shared}.")
+        lines.append(f"{shape.always_on} always-on neurons are padded with zero neurons to {shared}.")
     return lines
 
 
-def _fused_kernels(shape: Shape, width: int, served: tuple[str, ...]) -> str:
+def _fused_kernels(shape: MoEShape, width: int, served: tuple[str, ...]) -> str:
     runtimes = ", ".join(name for name in served if name != "llama.cpp")
     if is_power_of_two(shape.experts) and width % 128 == 0:
         return f"{runtimes}: expert count and width suit the fused kernels."

@@ -141,7 +141,7 @@ DENSE_FAMILIES = {
     )
 }
 
-# Known decoders whose FFN is two plain Linear layers: there is no gate row to carve a unit by.
+# Known decoders whose FFN is two plain Linear layers: there is no gate row to carve a neuron by.
 _UNGATED = frozenset(
     {
         "bloom",

@@ -16,12 +16,12 @@ from models.checkpoint.reader import ShardReader
 from models.checkpoint.writer import ShardWriter
 from models.dense import DenseFamily, dense_family
 from models.experts import LayerExperts
-from models.shape import Shape
+from models.shape import MoEShape
 from models.slicing import read_part
 from models.source import read_config
 from models.targets.base import MoETarget
 from models.targets.config import emit_config, source_dtype
-from models.targets.gate_scale import ALIGNMENT, expert_width, gate_fold, shared_width
+from models.targets.gate_scale import ALIGNMENT, expert_width, gate_scale_of, shared_width
 from models.targets.tiny_onn import keeps_tied, own_config
 from models.tiny_onn.keys import copy_code
 
@@ -31,7 +31,7 @@ _PATTERNS = (
 )  # fmt: skip
 
 
-def copy_companions(source_folder: Path, out_folder: Path) -> None:
+def copy_tokenizer_files(source_folder: Path, out_folder: Path) -> None:
     """Copy tokenizer, chat template, generation defaults and licence, where they are."""
     for pattern in _PATTERNS:
         for path in source_folder.glob(pattern):
@@ -44,7 +44,7 @@ def emit_checkpoint(
     out_folder: Path,
     *,
     target: MoETarget,
-    shape: Shape,
+    shape: MoEShape,
     routers: Callable[[int], Tensor],
     experts: Callable[[int], LayerExperts],
     selection_bias: Callable[[int], Tensor] | None = None,
@@ -59,13 +59,13 @@ def emit_checkpoint(
         target: the architecture to write; must pass `check_target`.
         shape: E, N, K, S, and whether all layers share the experts.
         routers: layer → ``(E, D)`` router rows, written as they are.
-        experts: layer → its experts, unscaled; the fold of `gate_fold` is applied here. Down may be in fp32, to be
+        experts: layer → its experts, unscaled; the fold of `gate_scale_of` is applied here. Down may be in fp32, to be
             rounded once: it takes the number format of its gate. Of a pool, the experts that the layer gives: the pool
             holds those of the first layer, then those of the second, and so on.
         selection_bias: layer → ``(E,)`` what is added to the logits to choose by, for targets that have it; None: 0.
         dtype: float32, bfloat16, float16, or source: every tensor keeps its own, and the router takes the one that
             config.json names.
-        pad_to: experts and always-on units are filled up with zero units to a multiple of this.
+        pad_to: experts and always-on neurons are filled up with zero neurons to a multiple of this.
     Raises:
         CheckpointError: the source cannot be read, or the output not written.
         ContractError: routers or experts do not have the shape.
@@ -93,7 +93,7 @@ def emit_checkpoint(
         if not (target.own and keeps_tied(config)):
             # Some runtimes do not tie what config.json says is tied.
             emission.copy(family.head if family.head in reader.names else family.embedding, family.head)
-    copy_companions(source_folder, out_folder)
+    copy_tokenizer_files(source_folder, out_folder)
     dtype_name = str(main_dtype).removeprefix("torch.")
     if target.own:
         copy_code(out_folder)
@@ -129,7 +129,7 @@ class _Emission:
         reader: ShardReader,
         writer: ShardWriter,
         target: MoETarget,
-        shape: Shape,
+        shape: MoEShape,
         pad_to: int,
         main_dtype: torch.dtype,
         cast: torch.dtype | None,
@@ -137,7 +137,7 @@ class _Emission:
         self._reader, self._writer = reader, writer
         self._target, self._shape, self._pad_to = target, shape, pad_to
         self._main_dtype, self._cast = main_dtype, cast
-        self._fold = gate_fold(target, shape)
+        self._fold = gate_scale_of(target, shape)
         self._pool: list[Projections] = []
 
     def copy(self, name: str, out_name: str | None = None) -> None:
@@ -212,12 +212,12 @@ class _Emission:
 
 
 def _widened(weights: Projections, width: int) -> Projections:
-    """With zero units up to `width`."""
+    """With zero neurons up to `width`."""
     gate, up, down = weights
-    zero_units = width - gate.shape[-2]
-    if not zero_units:
+    zero_neurons = width - gate.shape[-2]
+    if not zero_neurons:
         return weights
-    rows, columns = (0, 0, 0, zero_units), (0, zero_units)
+    rows, columns = (0, 0, 0, zero_neurons), (0, zero_neurons)
     return pad(gate, rows), pad(up, rows), pad(down, columns)
 
 
@@ -239,14 +239,14 @@ def _scaled(name: str, weight: Tensor, scale: float, dtype: torch.dtype) -> Tens
     return scaled
 
 
-def _check_shape(layer: int, experts: LayerExperts, shape: Shape) -> None:
+def _check_shape(layer: int, experts: LayerExperts, shape: MoEShape) -> None:
     count, n = experts.gate_END.shape[:2]
     found = (count, n, len(experts.shared_gate_SD))
     wanted = (shape.experts, shape.n, shape.always_on)
     if shape.pooled:  # a layer gives as many as it likes, none included; the sum is looked at in the end
         wanted = (count, shape.n if count else n, shape.always_on)
     if found != wanted:
-        described = "{} experts of {} neurons and {} always-on units"
+        described = "{} experts of {} neurons and {} always-on neurons"
         raise ContractError(
             f"{described.format(*found)}, not {described.format(*wanted)}",
             where=f"layer {layer}",

@@ -19,7 +19,7 @@ class LayerExperts:
     gate_END: Float[Tensor, "E N D"]
     up_END: Float[Tensor, "E N D"]
     down_EDN: Float[Tensor, "E D N"]
-    shared_gate_SD: Float[Tensor, "S D"]  # the always-on units
+    shared_gate_SD: Float[Tensor, "S D"]  # the always-on neurons
     shared_up_SD: Float[Tensor, "S D"]
     shared_down_DS: Float[Tensor, "D S"]
 
@@ -59,27 +59,27 @@ class TinyONNExpert(nn.Module):
 
 
 class Block(NamedTuple):
-    """Units that are active together, on the tokens where they are; neither repeats."""
+    """Neurons that are active together, on the tokens where they are; neither repeats."""
 
     tokens_t: Int[Tensor, "t"]
-    units_N: Int[Tensor, "N"]
+    neurons_N: Int[Tensor, "N"]
     hidden_tN: Float[Tensor, "t N"]  # weighed by the gates
 
 
 def sum_blocks(blocks: Sequence[Block], tokens: int, width: int) -> Float[Tensor, "T F"]:
-    """Per unit, the sum of its active copies' activations; at least one block is needed."""
+    """Per neuron, the sum of its active copies' activations; at least one block is needed."""
     features_TF = blocks[0].hidden_tN.new_zeros(tokens, width)
-    for tokens_t, units_N, hidden_tN in blocks:
-        features_TF[tokens_t[:, None], units_N] += hidden_tN
+    for tokens_t, neurons_N, hidden_tN in blocks:
+        features_TF[tokens_t[:, None], neurons_N] += hidden_tN
     return features_TF
 
 
 @dataclass(frozen=True)
 class ExpertLoop:
-    """Experts, the dense units they came from, and the router that chooses K of them."""
+    """Experts, the dense neurons they came from, and the router that chooses K of them."""
 
     experts: LayerExperts
-    units_EN: Int[Tensor, "E N"]
+    neurons_EN: Int[Tensor, "E N"]
     always_S: Int[Tensor, "S"]
     router: LinearRouter
     top_k: int
@@ -101,7 +101,7 @@ class ExpertLoop:
         return torch.zeros_like(x_TD).index_add(0, torch.cat(tokens), torch.cat(outputs))
 
     def run(self, x_TD: Float[Tensor, "T D"]) -> tuple[list[Block], Float[Tensor, "T D"]]:
-        """The activations of the always-on units and of every expert; and the output."""
+        """The activations of the always-on neurons and of every expert; and the output."""
         blocks, output_TD = [], torch.zeros_like(x_TD)
         for block, down_DN in self._parts(x_TD):
             blocks.append(block)
@@ -109,18 +109,18 @@ class ExpertLoop:
         return blocks, output_TD
 
     def with_change(self, change_DF: Float[Tensor, "D F"]) -> "ExpertLoop":
-        """Add to every unit's down column, in all its copies."""
+        """Add to every neuron's down column, in all its copies."""
         return replace(
             self,
             experts=replace(
                 self.experts,
-                down_EDN=self.experts.down_EDN + change_DF[:, self.units_EN.long()].movedim(1, 0),
+                down_EDN=self.experts.down_EDN + change_DF[:, self.neurons_EN.long()].movedim(1, 0),
                 shared_down_DS=self.experts.shared_down_DS + change_DF[:, self.always_S.long()],
             ),
         )
 
     def always_on_output(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
-        """What the always-on units give."""
+        """What the always-on neurons give."""
         experts = self.experts
         return self.hidden(x_TD, experts.shared_gate_SD, experts.shared_up_SD) @ experts.shared_down_DS.T
 
@@ -133,7 +133,7 @@ class ExpertLoop:
         return output_TED
 
     def _parts(self, x_TD: Tensor) -> Iterator[tuple[Block, Tensor]]:
-        """Activations and down columns of the always-on units and of every expert."""
+        """Activations and down columns of the always-on neurons and of every expert."""
         experts = self.experts
         everyone = torch.arange(len(x_TD), device=x_TD.device)
         if len(self.always_S):
@@ -145,11 +145,13 @@ class ExpertLoop:
         matrices = zip(
             *(matrix.unbind() for matrix in (experts.gate_END, experts.up_END, experts.down_EDN)), strict=True
         )
-        for index, (units_N, (gate_ND, up_ND, down_DN)) in enumerate(zip(self.units_EN.long(), matrices, strict=True)):
+        for index, (neurons_N, (gate_ND, up_ND, down_DN)) in enumerate(
+            zip(self.neurons_EN.long(), matrices, strict=True)
+        ):
             tokens, slots = (chosen_TK == index).nonzero().unbind(1)
             h_tN = self.hidden(x_TD.index_select(0, tokens), gate_ND, up_ND)
-            yield Block(tokens, units_N, h_tN * gates_TK[tokens, slots, None]), down_DN
+            yield Block(tokens, neurons_N, h_tN * gates_TK[tokens, slots, None]), down_DN
 
     def hidden(self, x_tD: Tensor, gate_ND: Tensor, up_ND: Tensor) -> Tensor:
-        """Activations of an expert's units."""
+        """Activations of an expert's neurons."""
         return self.act(x_tD @ gate_ND.T) * (x_tD @ up_ND.T)

@@ -30,7 +30,7 @@ def ffn_weight_names(dense: PreTrainedModel) -> list[dict[str, str]]:
 
 @dataclass(frozen=True)
 class DenseFFN:
-    """FFN(x) = Σ_j h_j(x)·d_j with h_j(x) = act(g_j·x)·(u_j·x); unit j is row j of gate and up, column j of down."""
+    """FFN(x) = Σ_j h_j(x)·d_j with h_j(x) = act(g_j·x)·(u_j·x); neuron j is row j of gate and up, column j of down."""
 
     gate_FD: Tensor
     up_FD: Tensor
@@ -57,7 +57,7 @@ class DenseFFN:
         return len(self.gate_FD)
 
     def hidden(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T F"]:
-        """Unit activations h."""
+        """Neuron activations h."""
         hidden: Tensor = self.act(x_TD @ self.gate_FD.T) * (x_TD @ self.up_FD.T)
         return hidden
 
@@ -93,7 +93,7 @@ def ffn_parts(layer: nn.Module) -> list[nn.Module]:
     modules = dict(layer.named_children())
     if "mlp" in modules:
         return [modules["mlp"]]
-    # Granite's experts, and its always-on units where it has some.
+    # Granite's experts, and its always-on neurons where it has some.
     return [modules[name] for name in ("block_sparse_moe", "shared_mlp") if name in modules]
 
 

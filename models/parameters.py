@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from models.dense import DENSE_FAMILIES
-from models.shape import Shape
+from models.shape import MoEShape
 from models.targets.base import MoETarget
 from models.targets.gate_scale import ALIGNMENT, expert_width, shared_width
 from models.targets.tiny_onn import keeps_tied
@@ -30,7 +30,9 @@ def count_dense(source: Mapping[str, Any]) -> ParameterCount:
     return ParameterCount(total, total)
 
 
-def count_carved(source: Mapping[str, Any], target: MoETarget, shape: Shape, pad_to: int = ALIGNMENT) -> ParameterCount:
+def count_carved(
+    source: Mapping[str, Any], target: MoETarget, shape: MoEShape, pad_to: int = ALIGNMENT
+) -> ParameterCount:
     """Of the checkpoint that `emit_checkpoint` writes: with zero neurons that fill experts up.
 
     Experts that all layers share are passed, and counted, once in every layer. Biases of the selection are buffers.

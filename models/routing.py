@@ -54,21 +54,21 @@ def chosen_mask(chosen_TK: Int[Tensor, "T K"], experts: int) -> Float[Tensor, "T
     return rows_TE.scatter_(1, chosen_TK, 1.0)
 
 
-def has_copies(units_EN: Int[Tensor, "E N"]) -> bool:
-    """Whether some unit stands in more than one expert."""
-    return bool(units_EN.flatten().bincount().max() > 1)
+def has_copies(neurons_EN: Int[Tensor, "E N"]) -> bool:
+    """Whether some neuron stands in more than one expert."""
+    return bool(neurons_EN.flatten().bincount().max() > 1)
 
 
-def membership(units_EN: Int[Tensor, "E N"], width: int) -> Float[Tensor, "E F"]:
-    """1 where the expert holds the unit."""
-    rows_EF = torch.zeros(len(units_EN), width, device=units_EN.device)
-    return rows_EF.scatter_(1, units_EN.long(), 1.0)
+def membership(neurons_EN: Int[Tensor, "E N"], width: int) -> Float[Tensor, "E F"]:
+    """1 where the expert holds the neuron."""
+    rows_EF = torch.zeros(len(neurons_EN), width, device=neurons_EN.device)
+    return rows_EF.scatter_(1, neurons_EN.long(), 1.0)
 
 
 def active_copies(
     chosen_TK: Int[Tensor, "T K"], member_EF: Float[Tensor, "E F"], always_S: Int[Tensor, "S"]
 ) -> Float[Tensor, "T F"]:
-    """How many copies of each unit are active for each token; 1 for always-on units."""
+    """How many copies of each neuron are active for each token; 1 for always-on neurons."""
     copies_TF = chosen_mask(chosen_TK, len(member_EF)) @ member_EF
     copies_TF[:, always_S.long()] = 1.0
     return copies_TF

@@ -7,7 +7,7 @@ TOPOLOGIES = (PER_LAYER, GLOBAL_POOL)
 
 
 @dataclass(frozen=True)
-class Shape:
+class MoEShape:
     """E experts of N neurons, K of them active per token, beside S always-on neurons, per layer.
 
     In a global pool the E experts are all there are: every layer sends a token to K of the same E.

@@ -184,17 +184,17 @@ def check_source(model: ModelConfig) -> list[UserError]:
     return [*check_tensors({name: entry.shape for name, entry in entries.items()}, config, family)]
 
 
-def source_identity(model: ModelConfig) -> dict[str, Any]:
+def source_cache_key(model: ModelConfig) -> dict[str, Any]:
     """What changes when the source changes, for fingerprints. Raises UserError."""
     if model.kind == "hub":
         # The hub keeps each revision in a folder named by its commit.
         return {"name": model.name, "commit": download_config(model).parent.name}
     folder = _local_folder(model)
-    shards = [_shard_identity(path) for path in list_shards(folder)]
+    shards = [_shard_cache_key(path) for path in list_shards(folder)]
     return {"config": _sha256((folder / "config.json").read_bytes()), "shards": shards}
 
 
-def _shard_identity(path: Path) -> dict[str, Any]:
+def _shard_cache_key(path: Path) -> dict[str, Any]:
     status = path.stat()
     with path.open("rb") as file:
         header = file.read(int.from_bytes(file.read(8), "little"))

@@ -50,7 +50,7 @@ class _FinalNorm(nn.Module):
         return BaseModelOutputWithPast(last_hidden_state=self.norm(inputs_embeds))
 
 
-class DecoderShell:
+class DecoderSkeleton:
     """Embedding, masks, position encoding and head by transformers' own code, for every family alike.
 
     Embeddings are scaled as the family scales them, every layer gets its own mask and rotation, and logits are divided
@@ -171,7 +171,7 @@ class LayerStream:
         self._kept = [self._family.kept(layer, source) for layer in range(self.depth)]
         with torch.device("meta"):
             self._skeleton = AutoModelForCausalLM.from_config(self.config, dtype=dtype).eval()
-        self._shell = DecoderShell(self._skeleton, device=device, dtype=dtype)
+        self._decoder = DecoderSkeleton(self._skeleton, device=device, dtype=dtype)
         self._arguments = lru_cache(_LENGTHS_KEPT)(self._layer_arguments)
 
     def __enter__(self) -> "LayerStream":
@@ -195,7 +195,7 @@ class LayerStream:
         for ids_BT in batches:
             # Only the rows in use are cast and moved.
             used, rows_BT = torch.unique(ids_BT.cpu(), return_inverse=True)
-            hidden.append(self._shell.embed(rows_BT.to(self.device), table_VD[used].to(self.device, self.dtype)))
+            hidden.append(self._decoder.embed(rows_BT.to(self.device), table_VD[used].to(self.device, self.dtype)))
         return hidden
 
     def layers(self) -> Iterator[StreamLayer]:
@@ -216,8 +216,8 @@ class LayerStream:
         """Final norm and output embedding, as a function from hidden states to logits."""
         tied = self.config.tie_word_embeddings or self._family.head not in self._reader.names
         output_VD = self._tensor(self._family.embedding if tied else self._family.head)
-        self._shell.set_head(self._tensor(self._family.final_norm), output_VD)
-        return self._shell.logits
+        self._decoder.set_head(self._tensor(self._family.final_norm), output_VD)
+        return self._decoder.logits
 
     def _tensor(self, name: str) -> Tensor:
         return read_part(self._reader, name).to(self.device, self.dtype)
@@ -228,7 +228,7 @@ class LayerStream:
 
     def _layer_arguments(self, length: int) -> list[dict[str, Any]]:
         like_1TD = torch.zeros(1, length, self.config.hidden_size, device=self.device, dtype=self.dtype)
-        return self._shell.layer_arguments(like_1TD)
+        return self._decoder.layer_arguments(like_1TD)
 
 
 def _activation(mlp: nn.Module) -> Callable[[Tensor], Tensor]:

@@ -87,7 +87,7 @@ def verify(folder: Path, *, remedy: str) -> None:
         raise ContractError(f"the result of {folder.parent.name} is damaged", where="; ".join(faults), do=remedy)
 
 
-PATIENCE = 0.3  # seconds
+LOCK_TIMEOUT = 0.3  # seconds
 
 
 class LockedError(UserError):
@@ -113,7 +113,7 @@ def hold_lock(path: Path) -> Iterator[None]:
 
 def acquire(path: Path) -> int:
     """Open and lock the file that `path` names now; waits a moment for those who only clean up."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + LOCK_TIMEOUT
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -122,7 +122,7 @@ def acquire(path: Path) -> int:
             holder = os.read(descriptor, 32).decode() or "just started"
             os.close(descriptor)
             if time.monotonic() < deadline:
-                time.sleep(PATIENCE / 10)
+                time.sleep(LOCK_TIMEOUT / 10)
                 continue
             raise LockedError(
                 "another run is computing the same result",
@@ -143,7 +143,7 @@ def is_same_file(descriptor: int, path: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class Workshop:
+class StagingDir:
     """Where a stage works before its result is published: a hidden folder beside it, so that a rename suffices.
 
     `out` starts empty in every run; `scratch` survives a kill. Whoever holds the lock owns both.
@@ -186,13 +186,13 @@ class Workshop:
 
 
 @contextmanager
-def open_workshop(final: Path, *, fresh: bool) -> Iterator[Workshop]:
+def open_workshop(final: Path, *, fresh: bool) -> Iterator[StagingDir]:
     """Lock the fingerprint and hand out its workshop; `fresh` also forgets unfinished work of earlier runs.
 
     Raises:
         LockedError: another process is computing this fingerprint.
     """
-    workshop = Workshop(final)
+    workshop = StagingDir(final)
     final.parent.mkdir(parents=True, exist_ok=True)
     with hold_lock(workshop.lock):
         workshop.recover()
@@ -209,7 +209,7 @@ def open_workshop(final: Path, *, fresh: bool) -> Iterator[Workshop]:
 def remove_leftovers(stage_folder: Path) -> None:
     """Clean up after all killed runs of a stage, whatever their fingerprint."""
     for name in {path.name.removesuffix(".lock") for path in stage_folder.glob(".*")}:
-        workshop = Workshop(stage_folder / name.removeprefix("."))
+        workshop = StagingDir(stage_folder / name.removeprefix("."))
         with suppress(LockedError), hold_lock(workshop.lock):  # locked: its run is alive
             workshop.recover()
 
@@ -225,7 +225,7 @@ def remove_if_empty(folder: Path) -> None:
         folder.rmdir()
 
 
-def publish(workshop: Workshop, *, fingerprint: str, recipe: Mapping[str, Any], table: Table) -> Manifest:
+def publish(workshop: StagingDir, *, fingerprint: str, recipe: Mapping[str, Any], table: Table) -> Manifest:
     """Make the workshop's `out` the published result; scratch is removed.
 
     A kill at any moment leaves the old result or the new one, never a part of one.

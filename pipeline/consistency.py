@@ -9,7 +9,7 @@ from typing import Any
 
 from instruments.errors import ConfigError
 from instruments.tensor_dump.config import contradictions as of_dump
-from models.shape import GLOBAL_POOL, Shape
+from models.shape import GLOBAL_POOL, MoEShape
 from pipeline.settings import Settings
 from pipeline.stages_table import ALL, STAGES, Uses, with_ancestors
 from stages.artifacts.workers import find_workers
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 Unread = Mapping[str, Mapping[str, str]]
 
 
-def find_uses(settings: Settings, shape: Shape | None = None, width: int = 0) -> Uses:
+def find_uses(settings: Settings, shape: MoEShape | None = None, width: int = 0) -> Uses:
     """What the stages read of each other; without a shape, as much as they may."""
     evaluated = settings.evaluate.checkpoint
     if shape is None:
@@ -35,7 +35,7 @@ def find_uses(settings: Settings, shape: Shape | None = None, width: int = 0) ->
     return Uses(evaluated, score=cluster.reads_score(shape, width), passes=cluster.needs_pass(shape, width))
 
 
-def find_unread(settings: Settings, shape: Shape | None = None, width: int = 0) -> Unread:
+def find_unread(settings: Settings, shape: MoEShape | None = None, width: int = 0) -> Unread:
     """Every setting that nobody reads; without a shape those that depend on none.
 
     Args:
@@ -60,7 +60,7 @@ def find_unread(settings: Settings, shape: Shape | None = None, width: int = 0) 
     }
 
 
-def warn_of_unread(settings: Settings, shape: Shape | None = None, width: int = 0, *, clusters: bool = True) -> None:
+def warn_of_unread(settings: Settings, shape: MoEShape | None = None, width: int = 0, *, clusters: bool = True) -> None:
     """Say in the log which settings have no effect; `clusters`: neurons are grouped in this run."""
     found = dict(find_unread(settings, shape, width))
     if clusters and shape is not None and not settings.cluster.reads_score(shape, width):
@@ -162,7 +162,7 @@ def domain_contradictions(settings: Settings) -> Iterator[ConfigError]:
     profiled = cluster.looks_at_features and "taylor_profile" in cluster.views
     if involves(settings, "cluster") and profiled and not settings.scan.domains:
         yield ConfigError(
-            "taylor_profile compares units by text domain, and scan.domains=false keeps no such sums",
+            "taylor_profile compares neurons by text domain, and scan.domains=false keeps no such sums",
             where="settings cluster.features and scan.domains",
             do="scan.domains=true, or cluster.features=coactivation",
         )

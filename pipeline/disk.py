@@ -9,7 +9,7 @@ from typing import Any
 
 from instruments.errors import UserError
 from models.parameters import count_carved
-from models.shape import Shape
+from models.shape import MoEShape
 from models.targets.choose import select_target
 from models.targets.config import source_dtype
 from stages.assemble.config import AssembleConfig
@@ -19,7 +19,7 @@ DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def expected_bytes(stage: str, source: Mapping[str, Any], shape: Shape | None, assemble: AssembleConfig) -> int:
+def expected_bytes(stage: str, source: Mapping[str, Any], shape: MoEShape | None, assemble: AssembleConfig) -> int:
     """About how many bytes a stage publishes, to within a hundredth or so; 0 for stages that write little.
 
     Args:

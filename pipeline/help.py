@@ -23,8 +23,8 @@ Examples
   torchrun --nproc-per-node=8 -m pipeline stage=scan    one scan by eight processes
 
 Stages
-  scan      read the dense model on text: activations, frequency, gradients of every FFN unit
-  score     rank the units
+  scan      read the dense model on text: activations, frequency, gradients of every FFN neuron
+  score     rank the neurons
   cluster   group them into experts
   extract   slice the experts out of the weights
   assemble  put them behind a router, as a checkpoint that transformers loads

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from instruments.errors import ConfigError
-from models.source import source_identity
+from models.source import source_cache_key
 from pipeline.artifacts import is_complete
 from pipeline.consistency import Unread, find_unread
 from pipeline.disk import expected_bytes, free_bytes, in_mib
@@ -17,9 +17,9 @@ from pipeline.layout import artifact_folder
 from pipeline.stages_table import CHAIN, Stage, asked_stages, with_ancestors
 from pipeline.validate import Checked
 from stages.calibration.config import without_random_tokens
+from stages.text.cache_key import data_cache_key
 from stages.text.config import calibration_only
 from stages.text.hub import require_hub
-from stages.text.identity import data_identity
 
 # Nodes that point outside the repository: what they point at counts too, not only their words.
 IDENTIFIED = ("model", "data")
@@ -108,7 +108,7 @@ def make_steps(checked: Checked) -> dict[str, Step]:
     nodes = {spec.name: getattr(settings, spec.name) for spec in fields(settings)} | {"shape": checked.shape}
     if checked.shape is not None and checked.shape.pooled:
         nodes["vocabulary"] = without_random_tokens()
-    identities = {"model": source_identity(settings.model), "data": data_identity(settings.data)}
+    identities = {"model": source_cache_key(settings.model), "data": data_cache_key(settings.data)}
     calibrating = nodes | {"data": calibration_only(settings.data)}
     output_dir = Path(settings.output_dir).absolute()
     steps: dict[str, Step] = {}

@@ -16,7 +16,7 @@ from instruments.errors import UserError
 from pipeline.artifacts import (
     MANIFEST,
     Manifest,
-    Workshop,
+    StagingDir,
     is_complete,
     open_workshop,
     publish,
@@ -231,7 +231,7 @@ def shown(path: Path) -> str:
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
-def take_part(steps: Sequence[Step], workers: Workers) -> None:
+def run_shared_steps(steps: Sequence[Step], workers: Workers) -> None:
     """Run this worker's share of every shared step that is due, when the leading process begins it.
 
     Raises:
@@ -240,7 +240,7 @@ def take_part(steps: Sequence[Step], workers: Workers) -> None:
     for step in steps:
         if not (step.due and step.stage.shared and workers.follow(None)):
             continue
-        scratch = Workshop(step.folder).scratch
+        scratch = StagingDir(step.folder).scratch
         scratch.mkdir(parents=True, exist_ok=True)  # another machine's disk does not have it
         with TemporaryDirectory() as out:
             step.stage.run(Job(step.parents, Path(out), scratch, step.fingerprint, workers, step.fresh), **step.inputs)
@@ -256,7 +256,7 @@ def carve(settings: Settings, folder: Path, overrides: Sequence[str]) -> None:
     with workers.connected():
         steps = agree_on_plan(make_plan(checked), workers)
         if not workers.leads:
-            take_part(steps, workers)
+            run_shared_steps(steps, workers)
             return
         try:
             run_folder = RunFolder(folder, settings, overrides)

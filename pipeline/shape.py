@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from models.shape import PER_LAYER, Shape
+from models.shape import PER_LAYER, MoEShape
 
 # Share of an FFN that is always on by default: of the FFN, and of its active neurons where few are active.
 ALWAYS_ON_SHARE, ALWAYS_ON_SHARE_OF_ACTIVE = 0.24, 0.48
@@ -13,7 +13,7 @@ POOL_EXPERTS, POOL_EXPERT_WIDTH = 100, 256
 
 
 @dataclass(frozen=True)
-class Dials:
+class ShapeRequest:
     """What the user asked for; None is filled in from the source's FFN width."""
 
     experts: int | None
@@ -33,7 +33,7 @@ class Dials:
         return round(self.active * width)
 
 
-def resolve_shape(dials: Dials, width: int) -> Shape:
+def resolve_shape(dials: ShapeRequest, width: int) -> MoEShape:
     """Fill in what was not asked for, so that about `active`·F neurons serve each token.
 
     Experts: see `fill_experts`. With top_k and always_on both open:
@@ -70,7 +70,7 @@ def resolve_shape(dials: Dials, width: int) -> Shape:
     elif always_on is None:
         always_on = max(0, active - top_k * n)
     assert always_on is not None
-    return Shape(experts, n, top_k, always_on, dials.topology)
+    return MoEShape(experts, n, top_k, always_on, dials.topology)
 
 
 def fill_both(experts: int, n: int, active: int, width: int) -> tuple[int, int]:
@@ -86,7 +86,7 @@ def fill_both(experts: int, n: int, active: int, width: int) -> tuple[int, int]:
     return top_k, max(0, active - top_k * n)
 
 
-def fill_experts(dials: Dials, width: int) -> tuple[int, int]:
+def fill_experts(dials: ShapeRequest, width: int) -> tuple[int, int]:
     """Number and width of the experts.
 
     Left open, there are as many of N as leave about a quarter of the FFN always on, at most half of the active width;
@@ -118,7 +118,7 @@ def largest_power_of_two(bound: int) -> int:
     return 1 << (bound.bit_length() - 1) if bound > 0 else 0
 
 
-def close_shapes(dials: Dials, width: int, layers: int) -> list[Shape]:
+def close_shapes(dials: ShapeRequest, width: int, layers: int) -> list[MoEShape]:
     """Shapes to advise instead of the one asked for, the closest first; not all of them are good ones.
 
     Args:
@@ -143,11 +143,11 @@ def close_shapes(dials: Dials, width: int, layers: int) -> list[Shape]:
         tried.append(replace(asked, experts=-(-width // size), n=size, always_on=0))
     shapes = [resolve_shape(candidate, width) for candidate in tried]
     if dials.top_k is not None and dials.always_on is None:
-        shapes.insert(0, Shape(experts, n, dials.top_k, max(0, width - experts * n)))
+        shapes.insert(0, MoEShape(experts, n, dials.top_k, max(0, width - experts * n)))
     return shapes
 
 
-def shape_faults(shape: Shape, width: int) -> list[tuple[str, str]]:
+def shape_faults(shape: MoEShape, width: int) -> list[tuple[str, str]]:
     """What is wrong with a shape for FFNs `width` wide, and what to add about where."""
     faults = []
     if shape.top_k > shape.experts:

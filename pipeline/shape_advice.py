@@ -6,12 +6,12 @@ from typing import Any
 
 from instruments.errors import ConfigError
 from models.parameters import ParameterCount, count_carved, count_dense
-from models.shape import Shape
+from models.shape import MoEShape
 from models.targets.base import MoETarget
 from models.targets.choose import check_target, select_target
 from models.targets.tiny_onn import keeps_tied
 from pipeline.disk import expected_bytes, in_mib
-from pipeline.shape import Dials, close_shapes, shape_faults
+from pipeline.shape import ShapeRequest, close_shapes, shape_faults
 from stages.assemble.config import AssembleConfig
 
 # Of the neurons that serve a token, fewer chosen for it than this share: experts hardly matter.
@@ -24,7 +24,7 @@ MOST_GROWTH = 1.5
 class Request:
     """A carve as it was asked for: what its shape is judged by."""
 
-    dials: Dials
+    dials: ShapeRequest
     assemble: AssembleConfig
     # The source's config.json.
     source: Mapping[str, Any]
@@ -39,17 +39,17 @@ class Request:
         """L of the source."""
         return int(self.source["num_hidden_layers"])
 
-    def target(self, shape: Shape) -> MoETarget:
+    def target(self, shape: MoEShape) -> MoETarget:
         """What the carved model becomes. Raises ConfigError: the target asked for cannot say this source or shape."""
         model_type = str(self.source["model_type"])
         return select_target(model_type, self.assemble.target, shape.always_on, pooled=shape.pooled)
 
-    def count(self, shape: Shape) -> ParameterCount:
+    def count(self, shape: MoEShape) -> ParameterCount:
         """Parameters of the carved model. Raises ConfigError, as `target` does."""
         return count_carved(self.source, self.target(shape), shape, self.assemble.pad_to)
 
 
-def describe_shape(request: Request, shape: Shape) -> list[str]:
+def describe_shape(request: Request, shape: MoEShape) -> list[str]:
     """Active neurons and the routed share of them, parameters, and size on disk."""
     dense, carved = count_dense(request.source), request.count(shape)
     routed, active = shape.top_k * shape.n, shape.active_width
@@ -69,7 +69,7 @@ def describe_shape(request: Request, shape: Shape) -> list[str]:
     return [*lines, f"checkpoint  about {in_mib(size)} on disk"]
 
 
-def shape_errors(request: Request, shape: Shape, model: str) -> Iterator[ConfigError]:
+def shape_errors(request: Request, shape: MoEShape, model: str) -> Iterator[ConfigError]:
     """What is wrong with a shape, with a better one.
 
     Args:
@@ -83,7 +83,7 @@ def shape_errors(request: Request, shape: Shape, model: str) -> Iterator[ConfigE
             yield ConfigError(what, where=f"shape, model={model} with F={request.width} neurons a layer{more}", do=do)
 
 
-def shape_warnings(request: Request, shape: Shape) -> list[str]:
+def shape_warnings(request: Request, shape: MoEShape) -> list[str]:
     """What speaks against a sound shape; empty where nothing does."""
     width, routed, active = request.width, shape.top_k * shape.n, shape.active_width
     found = []
@@ -130,7 +130,7 @@ def find_remedy(request: Request) -> str | None:
     return None
 
 
-def is_good(request: Request, shape: Shape) -> bool:
+def is_good(request: Request, shape: MoEShape) -> bool:
     """Whether a shape is sound, its target can say it, and nothing speaks against it."""
     if shape_faults(shape, request.width):
         return False

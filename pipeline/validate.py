@@ -9,20 +9,20 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from instruments.errors import ConfigError, UserError
-from models.shape import Shape
+from models.shape import MoEShape
 from models.source import check_source, read_source_config
 from models.targets.choose import check_target, select_target
 from pipeline.consistency import contradictions, find_uses, involves, map_errors, warn_of_unread
 from pipeline.disk import nearest_existing
 from pipeline.layout import OVERLAYS, groups
 from pipeline.settings import Settings
-from pipeline.shape import Dials, resolve_shape
+from pipeline.shape import ShapeRequest, resolve_shape
 from pipeline.shape_advice import Request, shape_errors
 from pipeline.stages_table import ALL, STAGES, Stage, Uses, with_ancestors
 from stages.accumulators.config import StoreConfig
 from stages.accumulators.redis_connection import check_store
+from stages.text.cache_key import check_data
 from stages.text.config import check_length
-from stages.text.identity import check_data
 
 LIMITS = {"minimum": (lt, "at least"), "above": (le, "above"), "maximum": (gt, "at most")}
 
@@ -74,7 +74,7 @@ class Checked:
 
     settings: Settings
     # None when no asked stage depends on it.
-    shape: Shape | None
+    shape: MoEShape | None
     # The source's config.json.
     source: Mapping[str, Any]
 
@@ -166,10 +166,10 @@ def width_of(source: Mapping[str, Any]) -> int:
     return int(source["intermediate_size"])
 
 
-def dials_of(settings: Settings) -> Dials:
+def dials_of(settings: Settings) -> ShapeRequest:
     """The dials of the shape."""
     dials = settings.experts, settings.n, settings.top_k, settings.always_on, settings.active, settings.topology
-    return Dials(*dials)
+    return ShapeRequest(*dials)
 
 
 def carves(settings: Settings) -> bool:

@@ -23,28 +23,28 @@ CHUNK_VALUES = 2**22  # logits whose probabilities are in memory at once, 16 MiB
 
 
 def cross_entropy(
-    logits_NV: Float[Tensor, "N V"], targets_N: Int[Tensor, "N"], *, spend: bool = False
+    logits_NV: Float[Tensor, "N V"], targets_N: Int[Tensor, "N"], *, inplace_backward: bool = False
 ) -> Float[Tensor, "N"]:
     """−log p(target) in nats, fp32; 0 where the target is ignored (-100).
 
     Torch's own holds three tensors of the logits' size in the backward pass, most of the memory of a batch. Here it
-    is two, and with `spend` one.
+    is two, and with `inplace_backward` one.
 
     Args:
         logits_NV: of any floating-point format.
         targets_N: token ids.
-        spend: the gradient is written over the logits. Only where nobody reads them again; an operation of the model
-            that would, in its own backward pass, fails (autograd counts the versions of its tensors).
+        inplace_backward: the gradient is written over the logits. Only where nobody reads them again; an operation of
+            the model that would, in its own backward pass, fails (autograd counts the versions of its tensors).
     """
-    losses_N: Tensor = _CrossEntropy.apply(logits_NV, targets_N, spend)  # type: ignore[no-untyped-call]
+    losses_N: Tensor = _CrossEntropy.apply(logits_NV, targets_N, inplace_backward)  # type: ignore[no-untyped-call]
     return losses_N
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, spend: bool) -> Tensor:  # noqa: ANN401 - autograd's context
+    def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, inplace_backward: bool) -> Tensor:  # noqa: ANN401 - autograd's context
         ctx.save_for_backward(logits_NV, targets_N)
-        ctx.spend = spend
+        ctx.inplace_backward = inplace_backward
         losses = [
             functional.cross_entropy(logits_NV[rows].float(), targets_N[rows], ignore_index=IGNORED, reduction="none")
             for rows in _chunks(logits_NV)
@@ -55,7 +55,7 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401 - autograd's context
         logits_NV, targets_N = ctx.saved_tensors
-        grad_NV = logits_NV if ctx.spend else torch.empty_like(logits_NV)
+        grad_NV = logits_NV if ctx.inplace_backward else torch.empty_like(logits_NV)
         counts_N = targets_N != IGNORED
         grad_N1, targets_N1 = (grad_N * counts_N)[:, None], (targets_N * counts_N)[:, None]
         for rows in _chunks(logits_NV):
@@ -73,7 +73,7 @@ def _chunks(logits_NV: Tensor) -> Iterator[slice]:
 
 
 def token_losses(
-    logits_BTV: Float[Tensor, "B T V"], labels_BT: Int[Tensor, "B T"], *, spend: bool = False
+    logits_BTV: Float[Tensor, "B T V"], labels_BT: Int[Tensor, "B T"], *, inplace_backward: bool = False
 ) -> Float[Tensor, "B T-1"]:
     """Cross-entropy in nats of each next token, 0 where the label is ignored (-100); fp32.
 
@@ -82,10 +82,10 @@ def token_losses(
     Args:
         logits_BTV: of the model.
         labels_BT: token ids.
-        spend: the backward pass writes its gradient over the logits (see `cross_entropy`).
+        inplace_backward: the backward pass writes its gradient over the logits (see `cross_entropy`).
     """
     targets_BT = torch.nn.functional.pad(labels_BT[:, 1:], (0, 1), value=IGNORED)
-    losses_N = cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), spend=spend)
+    losses_N = cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), inplace_backward=inplace_backward)
     return losses_N.view(targets_BT.shape)[:, :-1]
 
 
@@ -95,10 +95,10 @@ def supervised_tokens(labels_BT: Int[Tensor, "B T"]) -> Int[Tensor, "B"]:
 
 
 def sample_losses(
-    logits_BTV: Float[Tensor, "B T V"], labels_BT: Int[Tensor, "B T"], *, spend: bool = False
+    logits_BTV: Float[Tensor, "B T V"], labels_BT: Int[Tensor, "B T"], *, inplace_backward: bool = False
 ) -> Float[Tensor, "B"]:
     """Mean loss of each sample over its supervised tokens; arguments as of `token_losses`."""
-    return token_losses(logits_BTV, labels_BT, spend=spend).sum(1) / supervised_tokens(labels_BT)
+    return token_losses(logits_BTV, labels_BT, inplace_backward=inplace_backward).sum(1) / supervised_tokens(labels_BT)
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ def write_pico(
 
 @torch.no_grad()
 def _spread(parameter: nn.Parameter) -> None:
-    """Weights of unit gain, norms near 1 and biases off 0, so that nothing cancels and nothing vanishes."""
+    """Weights of neuron gain, norms near 1 and biases off 0, so that nothing cancels and nothing vanishes."""
     if parameter.ndim == 2:
         parameter.normal_(std=parameter.shape[1] ** -0.5)
     else:

@@ -28,7 +28,7 @@ def draw_delta_sc(grid: Grid, path: Path, *, title: str) -> None:
     panels = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0].tolist()
     scale = _scale(np.array([*grid.values_LM.ravel(), *grid.outside.values()]))
     if rows:
-        _draw_layers(panels[0], grid, scale)
+        _plot_layers(panels[0], grid, scale)
     if grid.outside:
         _draw_cells(panels[-1], np.array([[*grid.outside.values()]]), [*grid.outside], scale)
         panels[-1].set_yticks([])
@@ -44,7 +44,7 @@ def _scale(values: NDArray[np.float64]) -> Normalize:
     return Normalize(-(limit or 1.0), limit or 1.0)
 
 
-def _draw_layers(panel: Axes, grid: Grid, scale: Normalize) -> None:
+def _plot_layers(panel: Axes, grid: Grid, scale: Normalize) -> None:
     _draw_cells(panel, grid.values_LM, _shortened(grid.modules), scale)
     panel.set_ylabel("layer")
     panel.set_yticks(range(len(grid.layers)), [str(layer) for layer in grid.layers])

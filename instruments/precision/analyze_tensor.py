@@ -93,14 +93,14 @@ class TensorAnalysis:
     def advice(self) -> list[str]:
         """What to compute otherwise, and why."""
         sums = [loss.advice for loss in self.reductions if loss.advice]
-        return sums + [_swallowed(axis, loss) for loss in self.losses for axis in self.ranges if _swallows(axis, loss)]
+        return sums + [_swamped(axis, loss) for loss in self.losses for axis in self.ranges if _swallows(axis, loss)]
 
 
 def _swallows(axis: AxisRange, loss: FormatLoss) -> bool:
     return axis.ratio > 2 / FORMATS[loss.format].epsilon
 
 
-def _swallowed(axis: AxisRange, loss: FormatLoss) -> str:
+def _swamped(axis: AxisRange, loss: FormatLoss) -> str:
     return (
         f"dim {axis.axis} holds up to {axis.largest:.3g} at {axis.largest_at} and {axis.smallest:.3g} at "
         f"{axis.smallest_at}: added up in {loss.format}, the large ones swallow the small ones; scale them apart or "

@@ -24,7 +24,7 @@ class Call(NamedTuple):
         return f"{name} (call {self.number + 1})" if self.number else name
 
 
-class Listener(Protocol):
+class ModuleEvents(Protocol):
     """Who is told; `after` in the order in which calls end, so that a module comes behind its parts."""
 
     def before(self, call: Call, module: nn.Module, arguments: Arguments) -> None:
@@ -35,8 +35,8 @@ class Listener(Protocol):
 
 
 @dataclass
-class Ear:
-    """What the hooks of one `listen` share: closed, it hears nothing and counts nothing."""
+class ModuleTracer:
+    """What the hooks of one `trace_modules` share: closed, it hears nothing and counts nothing."""
 
     counts: Counter[str]
     open: bool = True
@@ -52,14 +52,14 @@ class Ear:
 
 
 @contextmanager
-def listen(
+def trace_modules(
     model: nn.Module,
-    listener: Listener,
+    listener: ModuleEvents,
     *,
     prefix: str = "",
     counts: Mapping[str, int] | None = None,
     only: Container[str] | None = None,
-) -> Iterator[Ear]:
+) -> Iterator[ModuleTracer]:
     """Tell `listener` about the calls of `model` and all its parts; the hooks are gone afterwards.
 
     Args:
@@ -69,7 +69,7 @@ def listen(
         counts: calls of every module so far.
         only: names of the modules that count; None: all.
     """
-    ear = Ear(Counter(counts or {}))
+    ear = ModuleTracer(Counter(counts or {}))
     named = [(".".join(filter(None, (prefix, name))), module) for name, module in model.named_modules()]
     heard = [(name, module) for name, module in named if only is None or name in only]
     handles = [handle for name, module in heard for handle in _hook(module, name, listener, ear)]
@@ -84,7 +84,7 @@ class _Handle(Protocol):
     def remove(self) -> None: ...
 
 
-def _hook(module: nn.Module, name: str, listener: Listener, ear: Ear) -> list[_Handle]:
+def _hook(module: nn.Module, name: str, listener: ModuleEvents, ear: ModuleTracer) -> list[_Handle]:
     running: list[Call] = []  # a module may call itself
 
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from instruments.errors import NumericsError
-from instruments.precision.calls import Arguments, Call, Ear, find_tensors, listen, map_tensors
+from instruments.precision.calls import Arguments, Call, ModuleTracer, find_tensors, map_tensors, trace_modules
 from instruments.precision.choices import AlikeRows, Choices, is_choice
 from instruments.precision.comparison import measure_distance
 from instruments.precision.findings import ChoiceDiff, Diff, OutputDiff
 from instruments.precision.formats import axis_ranges
 from instruments.precision.low_precision import AUTOCAST, FAILURES
 from instruments.precision.session import Session
-from instruments.precision.swamping import find_drowned, sums_up
+from instruments.precision.swamping import find_swamping, sums_up
 
 
 @dataclass
@@ -43,11 +43,11 @@ class ReferencePass:
         self._alike = AlikeRows()
         self._trials: dict[Call, tuple[_Trial, _Trial]] = {}
         self._arguments: dict[Call, Arguments] = {}  # of modules that are running
-        self._ear: Ear
+        self._ear: ModuleTracer
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """One forward pass, and for every module and each of its ancestors one more in each of the two ways."""
-        with self.session.seeded(), listen(self.session.reference, self) as self._ear:
+        with self.session.seeded(), trace_modules(self.session.reference, self) as self._ear:
             self.session.reference(*args, **kwargs)
 
     def before(self, call: Call, module: nn.Module, arguments: Arguments) -> None:
@@ -64,7 +64,7 @@ class ReferencePass:
         if not tensors and session.windows == 1:
             self.diff.silent.append(str(call))
         trials = self._trials.pop(call, None)
-        drowned = self._drowned(call, module, output)
+        drowned = self._swamping(call, module, output)
         for path, tensor in tensors.items():
             if is_choice(tensor):
                 self._choose(call, path, tensor, trials)
@@ -107,7 +107,7 @@ class ReferencePass:
                 )
         return found
 
-    def _drowned(self, call: Call, module: nn.Module, output: Any) -> str:  # noqa: ANN401 - whatever it returns
+    def _swamping(self, call: Call, module: nn.Module, output: Any) -> str:  # noqa: ANN401 - whatever it returns
         arguments = self._arguments.pop(call, None)
         if arguments is None or not sums_up(module, arguments, output):
             return ""
@@ -118,7 +118,7 @@ class ReferencePass:
         def rounded(given: Arguments) -> Mapping[str, Tensor]:
             return self._in_low_precision(call, given).outputs
 
-        return find_drowned(arguments, self.session.low.low, exact, rounded)
+        return find_swamping(arguments, self.session.low.low, exact, rounded)
 
     def _in_low_precision(self, call: Call, arguments: Arguments) -> _Trial:
         low = self.session.low
@@ -135,7 +135,7 @@ class ReferencePass:
     def _try(self, call: Call, module: nn.Module, arguments: Arguments) -> _Trial:
         choices, args, kwargs = Choices(), *arguments
         counts = {**self._ear.counts, call.module: call.number}
-        inside = listen(module, choices, prefix=call.module, counts=counts, only=self.session.choosers)
+        inside = trace_modules(module, choices, prefix=call.module, counts=counts, only=self.session.choosers)
         try:
             with self._ear.closed(), self.session.seeded(), inside:
                 return _Trial(find_tensors(module(*args, **kwargs)), choices)
@@ -195,7 +195,7 @@ class LowPass:
         low = self.session.low
         args, kwargs = low.convert((args, kwargs), None)
         try:
-            with self.session.seeded(), listen(low.model, self), low.active(self.session.device):
+            with self.session.seeded(), trace_modules(low.model, self), low.active(self.session.device):
                 low.model(*args, **kwargs)
         except FAILURES as error:
             place = str(self._running[-1]) if self._running else "the model"
@@ -234,7 +234,11 @@ class PerturbedPass:
         session = self.session
         session.perturbation.restart(self.draw)
         args, kwargs = session.perturbation.of((args, kwargs))
-        with session.seeded(), session.perturbation.on_outputs(session.reference), listen(session.reference, self):
+        with (
+            session.seeded(),
+            session.perturbation.on_outputs(session.reference),
+            trace_modules(session.reference, self),
+        ):
             session.reference(*args, **kwargs)
 
     def before(self, call: Call, module: nn.Module, arguments: Arguments) -> None:

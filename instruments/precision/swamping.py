@@ -26,7 +26,7 @@ def sums_up(module: nn.Module, arguments: Arguments, output: Any) -> bool:  # no
     return bool(given and made) and max(made) < max(given) and next(module.parameters(), None) is None
 
 
-def find_drowned(arguments: Arguments, low: NumberFormat, exact: _Run, rounded: _Run) -> str:
+def find_swamping(arguments: Arguments, low: NumberFormat, exact: _Run, rounded: _Run) -> str:
     """In words, which slices of the inputs have no part in the low-precision output that they have in FP32.
 
     Args:

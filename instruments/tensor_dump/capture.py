@@ -101,7 +101,7 @@ class Capture:
 
 
 @dataclass(frozen=True)
-class Identity:
+class RankInfo:
     """Which process this is."""
 
     rank: int
@@ -110,7 +110,7 @@ class Identity:
 
 
 def make_record(
-    name: str, capture: Capture, identity: Identity, label: str | None, metadata: Mapping[str, Any]
+    name: str, capture: Capture, identity: RankInfo, label: str | None, metadata: Mapping[str, Any]
 ) -> TensorRecord:
     """The row of a tensor; `label` is what it was said to be."""
     held, facts = capture.held, capture.facts

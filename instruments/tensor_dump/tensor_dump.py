@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from instruments.errors import ConfigError
-from instruments.tensor_dump.capture import Identity
+from instruments.tensor_dump.capture import RankInfo
 from instruments.tensor_dump.config import ATTENTION, EXPERTS, DumpConfig
 from instruments.tensor_dump.environment import read_control
 from instruments.tensor_dump.experts_modules import find_experts, watch_experts
@@ -79,17 +79,17 @@ def watch(one: Watched, recorder: Recorder) -> Sequence[Handle]:
     return [AttentionWatch(one, recorder)]
 
 
-def find_identity(roots: Sequence[nn.Module]) -> Identity:
+def find_rank_info(roots: Sequence[nn.Module]) -> RankInfo:
     """This process among those of its job: torch.distributed's rank, and coordinates where there are any."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return Identity(0, 1, {})
+        return RankInfo(0, 1, {})
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     if "megatron.core" in sys.modules:
         from instruments.tensor_dump.megatron_modules import find_coordinates  # noqa: PLC0415
 
         if found := find_coordinates():
-            return Identity(rank, world, found)
-    return Identity(rank, world, find_mesh_coordinates(roots))
+            return RankInfo(rank, world, found)
+    return RankInfo(rank, world, find_mesh_coordinates(roots))
 
 
 _DUMPED: WeakSet[nn.Module] = WeakSet()
@@ -124,7 +124,7 @@ class TensorDump:
         self.config, self.folder, self.metadata = control.config, control.folder, dict(metadata or {})
         self.manifest: Manifest | None = None  # when it has ended
         self._roots = [model] if isinstance(model, nn.Module) else list(model)
-        self.identity = find_identity(self._roots)
+        self.identity = find_rank_info(self._roots)
         ranks = self.config.ranks
         self.enabled = control.enabled and (ranks is None or self.identity.rank in ranks)
         found = find_modules(self._roots) if self.enabled else []

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from instruments.durable import whole_file
 from instruments.errors import UserError
-from instruments.tensor_dump.capture import Capture, Facts, Held, Identity, Rounded, make_record, make_rounded_record
+from instruments.tensor_dump.capture import Capture, Facts, Held, RankInfo, Rounded, make_record, make_rounded_record
 from instruments.tensor_dump.config import DumpConfig
 from instruments.tensor_dump.host_memory import HostRing, Slot
 from instruments.tensor_dump.index import IndexFile
@@ -51,7 +51,7 @@ class DumpWriter:
         index: IndexFile,
         ring: HostRing,
         config: DumpConfig,
-        identity: Identity,
+        identity: RankInfo,
         metadata: Mapping[str, Any],
     ) -> None:
         """Start the thread."""

@@ -152,7 +152,8 @@ def watch_model(
         scaler: whose scale is judged, too.
         config: thresholds.
         log: file of JSON lines, one a step.
-        dump: folder for the tensors of the last steps before one that is not finite, as `instruments.tensor_dump` writes them.
+        dump: folder for the tensors of the last steps before one that is not finite, as `instruments.tensor_dump`
+            writes them.
         dump_steps: how many of them.
         first_step: number of the first step, in a run that is taken up again.
     Raises:

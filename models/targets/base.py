@@ -9,7 +9,7 @@ _LAYER = "model.layers.{layer}."
 
 
 class AlwaysOn(StrEnum):
-    """Where a target keeps units that every token passes."""
+    """Where a target keeps neurons that every token passes."""
 
     NONE = "none"
     SIGMOID_GATED = "sigmoid_gated"  # shared expert behind a gate σ(g·x)

@@ -5,7 +5,7 @@ from typing import Any
 
 from instruments.errors import ConfigError
 from models.dense import DENSE_FAMILIES
-from models.shape import Shape
+from models.shape import MoEShape
 from models.targets.base import MOE_TARGETS, AlwaysOn, MoETarget
 
 # The native targets of a source, best first; without one it becomes the project's own class.
@@ -25,13 +25,13 @@ def select_target(source_model_type: str, requested: str, always_on: int, *, poo
 
     Args:
         source_model_type: model_type of the dense checkpoint.
-        requested: a name of MOE_TARGETS, or auto: the same family where that can say always-on units if there are any,
-            else glm4_moe or tiny_onn.
+        requested: a name of MOE_TARGETS, or auto: the same family where that can say always-on neurons if there are
+            any, else glm4_moe or tiny_onn.
         always_on: S.
         pooled: all layers share their experts, which tiny_onn alone can say; asked for by another name, that is left to
             `check_target`.
     Raises:
-        ConfigError: unknown name, or a target that cannot say this source or always-on units.
+        ConfigError: unknown name, or a target that cannot say this source or always-on neurons.
     """
     if requested == "auto" and pooled:
         return MOE_TARGETS["tiny_onn"]
@@ -45,7 +45,7 @@ def select_target(source_model_type: str, requested: str, always_on: int, *, poo
     if source_model_type not in target.sources:
         raise _refusal(f"{requested} cannot hold the attention of {source_model_type}", source_model_type, always_on)
     if always_on and target.always_on is AlwaysOn.NONE:
-        raise _refusal(f"{requested} has no always-on units, {always_on} are wanted", source_model_type, always_on)
+        raise _refusal(f"{requested} has no always-on neurons, {always_on} are wanted", source_model_type, always_on)
     return target
 
 
@@ -58,7 +58,7 @@ def _refusal(what: str, source_model_type: str, always_on: int) -> ConfigError:
     return ConfigError(what, where="assemble.target", do=f"assemble.target=auto, or one of {', '.join(able)}")
 
 
-def check_target(config: Mapping[str, Any], target: MoETarget, shape: Shape) -> list[ConfigError]:
+def check_target(config: Mapping[str, Any], target: MoETarget, shape: MoEShape) -> list[ConfigError]:
     """What of this source and shape the target cannot say, beside what `select_target` refuses.
 
     Args:
@@ -72,7 +72,7 @@ def check_target(config: Mapping[str, Any], target: MoETarget, shape: Shape) -> 
     return [ConfigError(what, where=where, do=do) for what, where in _problems(source, target, shape)]
 
 
-def _able_target(source: Mapping[str, Any], shape: Shape) -> MoETarget:
+def _able_target(source: Mapping[str, Any], shape: MoEShape) -> MoETarget:
     """The first that can say all of it; the own class, which is last, says everything."""
     return next(
         target
@@ -83,7 +83,7 @@ def _able_target(source: Mapping[str, Any], shape: Shape) -> MoETarget:
     )
 
 
-def _problems(source: Mapping[str, Any], target: MoETarget, shape: Shape) -> Iterator[tuple[str, str]]:
+def _problems(source: Mapping[str, Any], target: MoETarget, shape: MoEShape) -> Iterator[tuple[str, str]]:
     """What the target cannot say, and where that stands."""
     name, head_dim, share = target.model_type, source.get("head_dim"), _rotated_share(source)
     if "o" in DENSE_FAMILIES[source["model_type"]].attention_biases(source) and not target.output_bias:

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from models.dense import DENSE_FAMILIES
-from models.shape import Shape
+from models.shape import MoEShape
 from models.targets.base import MoETarget
-from models.targets.gate_scale import ALIGNMENT, expert_width, gate_fold, shared_width
+from models.targets.gate_scale import ALIGNMENT, expert_width, gate_scale_of, shared_width
 
 _DEFAULT_THETA = 10000.0
 
@@ -29,7 +29,7 @@ _CARRIED_OR_DEFAULT = {
 
 
 def emit_config(
-    source: Mapping[str, Any], target: MoETarget, shape: Shape, dtype: str, pad_to: int = ALIGNMENT
+    source: Mapping[str, Any], target: MoETarget, shape: MoEShape, dtype: str, pad_to: int = ALIGNMENT
 ) -> dict[str, Any]:
     """The MoE's config.json.
 
@@ -73,8 +73,8 @@ def source_dtype(source: Mapping[str, Any]) -> str | None:
     return None if named is None else str(named).removeprefix("torch.")
 
 
-def _particular(dense: Mapping[str, Any], target: MoETarget, shape: Shape, pad_to: int) -> dict[str, Any]:
-    fold = gate_fold(target, shape)
+def _particular(dense: Mapping[str, Any], target: MoETarget, shape: MoEShape, pad_to: int) -> dict[str, Any]:
+    gate_scale = gate_scale_of(target, shape)
     width, shared = expert_width(shape, pad_to), shared_width(target, shape, pad_to)
     match target.model_type:
         case "mixtral":
@@ -86,32 +86,32 @@ def _particular(dense: Mapping[str, Any], target: MoETarget, shape: Shape, pad_t
         case "qwen3_moe":
             return _qwen(shape, width) | {
                 "attention_bias": bool(dense.get("attention_bias")),
-                "norm_topk_prob": fold.norm_topk_prob,
+                "norm_topk_prob": gate_scale.norm_topk_prob,
             }
         case "qwen2_moe":
             return _qwen(shape, width) | {
                 "qkv_bias": dense["model_type"] == "qwen2",
                 "shared_expert_intermediate_size": shared,
-                "norm_topk_prob": fold.norm_topk_prob,
+                "norm_topk_prob": gate_scale.norm_topk_prob,
             }
         case "glm4_moe":
             return _glm(dense, shape, width, shared) | {
-                "routed_scaling_factor": fold.routed_scaling_factor,
-                "norm_topk_prob": fold.norm_topk_prob,
+                "routed_scaling_factor": gate_scale.routed_scaling_factor,
+                "norm_topk_prob": gate_scale.norm_topk_prob,
             }
         case "flex_olmo":
             return {
                 "intermediate_size": width,
                 "num_experts": shape.experts,
                 "attention_bias": bool(dense.get("attention_bias")),
-                "norm_topk_prob": fold.norm_topk_prob,
+                "norm_topk_prob": gate_scale.norm_topk_prob,
             }
         case "granitemoe" | "granitemoeshared":
             return _granite(dense, shape, width, shared)
     raise AssertionError(f"no config for {target.model_type}")
 
 
-def _qwen(shape: Shape, width: int) -> dict[str, Any]:
+def _qwen(shape: MoEShape, width: int) -> dict[str, Any]:
     return {
         "num_experts": shape.experts,
         "moe_intermediate_size": width,
@@ -122,7 +122,7 @@ def _qwen(shape: Shape, width: int) -> dict[str, Any]:
     }
 
 
-def _granite(dense: Mapping[str, Any], shape: Shape, width: int, shared: int) -> dict[str, Any]:
+def _granite(dense: Mapping[str, Any], shape: MoEShape, width: int, shared: int) -> dict[str, Any]:
     multipliers = ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier")
     return {
         "intermediate_size": width,
@@ -134,7 +134,7 @@ def _granite(dense: Mapping[str, Any], shape: Shape, width: int, shared: int) ->
     }
 
 
-def _glm(dense: Mapping[str, Any], shape: Shape, width: int, shared: int) -> dict[str, Any]:
+def _glm(dense: Mapping[str, Any], shape: MoEShape, width: int, shared: int) -> dict[str, Any]:
     return {
         "n_routed_experts": shape.experts,
         "moe_intermediate_size": width,

@@ -7,23 +7,23 @@ would weigh them. The inverse goes into the down projections or, where the archi
 import math
 from dataclasses import dataclass
 
-from models.shape import Shape
+from models.shape import MoEShape
 from models.targets.base import MoETarget
 
 
 @dataclass(frozen=True)
-class GateFold:
+class GateScale:
     """Scales applied in fp32 when a checkpoint is written; powers of two change no mantissa."""
 
     down_scale: float  # routed experts' down
-    shared_down_scale: float  # always-on units' down
+    shared_down_scale: float  # always-on neurons' down
     norm_topk_prob: bool | None  # None: the architecture has no such key
     routed_scaling_factor: float | None  # None: the architecture has no such key
     selection_bias_scale: float = 1.0  # of a bias that is added to logits, where the architecture adds it elsewhere
 
 
-def gate_fold(target: MoETarget, shape: Shape) -> GateFold:
-    """The fold of one target: with equal router logits the chosen experts weigh 1 each, the always-on units 1.
+def gate_scale_of(target: MoETarget, shape: MoEShape) -> GateScale:
+    """The fold of one target: with equal router logits the chosen experts weigh 1 each, the always-on neurons 1.
 
     Renormalised over one chosen expert, a gate is 1 whatever the logits, and a router learns from its load alone: with
     K = 1 gates are left as they are, where the architecture lets them.
@@ -35,26 +35,26 @@ def gate_fold(target: MoETarget, shape: Shape) -> GateFold:
     several = shape.top_k > 1
     match target.model_type:
         case "qwen3_moe":
-            return GateFold(top_k, 1.0, norm_topk_prob=True, routed_scaling_factor=None)
+            return GateScale(top_k, 1.0, norm_topk_prob=True, routed_scaling_factor=None)
         case "mixtral" | "granitemoe" | "granitemoeshared":
-            return GateFold(top_k, 1.0, norm_topk_prob=None, routed_scaling_factor=None)
+            return GateScale(top_k, 1.0, norm_topk_prob=None, routed_scaling_factor=None)
         case "qwen2_moe":
             # σ(0) = ½ halves the shared expert. A gate is 1/E: the family does not renormalise, and llama.cpp cannot.
-            return GateFold(experts, 2.0, norm_topk_prob=False, routed_scaling_factor=None)
+            return GateScale(experts, 2.0, norm_topk_prob=False, routed_scaling_factor=None)
         case "flex_olmo":
             normalised = several and not is_power_of_two(shape.experts)
-            return GateFold(top_k if normalised else experts, 1.0, normalised, routed_scaling_factor=None)
+            return GateScale(top_k if normalised else experts, 1.0, normalised, routed_scaling_factor=None)
         case "glm4_moe":
             # It chooses by σ(z) + bias, and σ(z) = ½ + z/4 for the small logits of constant gates.
-            return GateFold(1.0, 1.0, several, top_k if several else 2.0, selection_bias_scale=0.25)
+            return GateScale(1.0, 1.0, several, top_k if several else 2.0, selection_bias_scale=0.25)
         case "tiny_onn":
-            return GateFold(1.0, 1.0, several, top_k if several else 2.0)
+            return GateScale(1.0, 1.0, several, top_k if several else 2.0)
     raise AssertionError(f"no fold for {target.model_type}")
 
 
-def gate_kind(target: MoETarget, shape: Shape) -> str:
+def gate_kind(target: MoETarget, shape: MoEShape) -> str:
     """How the target turns logits into gates: a value of `models.routing.GateKind`, which loads torch."""
-    normalised = gate_fold(target, shape).norm_topk_prob is not False
+    normalised = gate_scale_of(target, shape).norm_topk_prob is not False
     # The project's own class can do either: sigmoids of logits as large as training wants differ least.
     if target.model_type in {"glm4_moe", "tiny_onn"}:
         return "sigmoid_of_chosen" if normalised else "sigmoid"
@@ -71,12 +71,12 @@ def is_power_of_two(number: float) -> bool:
 ALIGNMENT = 8
 
 
-def expert_width(shape: Shape, pad_to: int = ALIGNMENT) -> int:
+def expert_width(shape: MoEShape, pad_to: int = ALIGNMENT) -> int:
     """Neurons of an expert on disk: N, rounded up to a multiple of `pad_to`."""
     return _round_up(shape.n, pad_to)
 
 
-def shared_width(target: MoETarget, shape: Shape, pad_to: int = ALIGNMENT) -> int:
+def shared_width(target: MoETarget, shape: MoEShape, pad_to: int = ALIGNMENT) -> int:
     """Neurons of the always-on FFN on disk; 0 where the architecture has none, or can leave it out."""
     match target.model_type:
         case "qwen2_moe":

@@ -4,14 +4,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from models.dense import DENSE_FAMILIES
-from models.shape import Shape
+from models.shape import MoEShape
 from models.targets.base import MoETarget
-from models.targets.gate_scale import ALIGNMENT, expert_width, gate_fold, shared_width
+from models.targets.gate_scale import ALIGNMENT, expert_width, gate_scale_of, shared_width
 from models.tiny_onn.keys import tiny_onn_keys
 
 
 def own_config(
-    source: Mapping[str, Any], target: MoETarget, shape: Shape, dtype: str, pad_to: int = ALIGNMENT
+    source: Mapping[str, Any], target: MoETarget, shape: MoEShape, dtype: str, pad_to: int = ALIGNMENT
 ) -> dict[str, Any]:
     """config.json of a `TinyONNForCausalLM`.
 
@@ -22,8 +22,8 @@ def own_config(
         dtype: float32, bfloat16 or float16.
         pad_to: widths are rounded up to a multiple of this.
     """
-    fold = gate_fold(target, shape)
-    scale, normalised = fold.routed_scaling_factor, fold.norm_topk_prob
+    gate_scale = gate_scale_of(target, shape)
+    scale, normalised = gate_scale.routed_scaling_factor, gate_scale.norm_topk_prob
     assert scale is not None, "the own class carries the scale in its config"
     assert normalised is not None, "and says whether gates are renormalised"
     keys = tiny_onn_keys(

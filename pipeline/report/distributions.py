@@ -12,7 +12,7 @@ from stages.artifacts.tensor_file import unpack_tag
 from stages.plots.ridges import Ridge
 
 BINS = 60
-SHOWN = (0.002, 0.998)  # quantiles of all units between which the axis runs; what lies outside is in the end bins
+SHOWN = (0.002, 0.998)  # quantiles of all neurons between which the axis runs; what lies outside is in the end bins
 
 
 def read_scores(folder: Path) -> tuple[str, NDArray[np.float32]] | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from instruments.errors import ContractError
-from models.shape import Shape
+from models.shape import MoEShape
 from pipeline.report.chain import REMEDY, Published, read_chain, read_published, settings_of_carve
 
 
@@ -17,7 +17,7 @@ class Evaluation:
     """One published evaluation: `evaluation.json` and where it came from."""
 
     published: Published
-    shape: Shape
+    shape: MoEShape
     width: int
     heldout_tokens: int
     models: Mapping[str, Mapping[str, Any]]
@@ -25,7 +25,7 @@ class Evaluation:
 
     @property
     def share(self) -> float:
-        """Part of the dense FFN's units that serve a token; above 1 where copies outnumber units."""
+        """Part of the dense FFN's neurons that serve a token; above 1 where copies outnumber neurons."""
         return self.shape.active_width / self.width
 
     @property
@@ -67,7 +67,7 @@ def read_evaluation(folder: Path) -> Evaluation:
     path = folder / "evaluation.json"
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        shape = Shape(**record["shape"])
+        shape = MoEShape(**record["shape"])
         return Evaluation(
             published, shape, record["dense_width"], record["heldout_tokens"], record["models"], record["layers"]
         )

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from models.shape import Shape
+from models.shape import MoEShape
 from pipeline.report.evaluations import Evaluation
 from pipeline.report.methods import method_of
 from stages.plots.curves import Curve, Point
@@ -18,7 +18,7 @@ class Group:
     members: Sequence[Evaluation]
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> MoEShape:
         """The shape they share."""
         return self.members[0].shape
 

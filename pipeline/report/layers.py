@@ -70,10 +70,10 @@ def _numbers(evaluation: Evaluation) -> Markup:
     return draw_table(["layer", *(key.replace("_", " ") for key in keys)], rows)
 
 
-def unit_section(chain: Mapping[str, Published]) -> Markup:
-    """How the units score, and the maps that the cluster stage drew of them."""
+def neuron_section(chain: Mapping[str, Published]) -> Markup:
+    """How the neurons score, and the maps that the cluster stage drew of them."""
     maps = draw_pictures(chain["cluster"]) if "cluster" in chain else []
-    return section("units", "Units", _scores(chain.get("score")), *maps)
+    return section("neurons", "Neurons", _scores(chain.get("score")), *maps)
 
 
 def _scores(published: Published | None) -> Markup:

@@ -9,7 +9,7 @@ from pipeline.report.chain import Published, read_chain, read_published
 from pipeline.report.costs import costs_of
 from pipeline.report.evaluations import Evaluation, find_comparable, read_evaluation
 from pipeline.report.found import found_section
-from pipeline.report.layers import layer_section, unit_section
+from pipeline.report.layers import layer_section, neuron_section
 from pipeline.report.quality import quality_section, width_section
 from pipeline.report.run_record import RunRecord
 from pipeline.report.sections import paragraph
@@ -107,7 +107,7 @@ def draw_main(source: Source, last: Published, chain: Mapping[str, Published], e
         *opening,
         training_section(chain.get("train")),
         layer_section(evaluation) if evaluation else "",
-        unit_section(chain),
+        neuron_section(chain),
         cost_section(costs_of(chain, source.run, source.output_dir)),
         making_section(chain, source.run, source.config),
     )

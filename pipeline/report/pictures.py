@@ -20,8 +20,8 @@ def _draw_picture(path: Path) -> Markup:
     data = b64encode(path.read_bytes()).decode()
     name = path.stem.replace("_", " ")
     layer = path.stem.rpartition("_")[2]
-    is_map = path.stem.startswith("unit_map") and layer.isdecimal()
+    is_map = path.stem.startswith("neuron_map") and layer.isdecimal()
     title = f"Map of layer {int(layer)}" if is_map else name.capitalize()
-    words = f"{title}: units by expert, score and frequency" if is_map else title
+    words = f"{title}: neurons by expert, score and frequency" if is_map else title
     picture = element("img", src=f"data:image/png;base64,{data}", alt=words)
     return figure(title, element("div", picture, class_="scroll picture", tabindex="0"), kind="full")

@@ -16,15 +16,15 @@ from stages.plots.markup import Markup
 
 MOST_OTHERS = 40
 AXES = Axes(
-    title="Loss gap against the share of active FFN units, one curve per method",
-    x_name="FFN units active per token",
+    title="Loss gap against the share of active FFN neurons, one curve per method",
+    x_name="FFN neurons active per token",
     y_name="loss gap, nats per token",
     start=1.0,
     start_name="dense",
 )
 PARTS = Axes(
     title="Loss gap as a part of the static mask's, one curve per method",
-    x_name="FFN units active per token",
+    x_name="FFN neurons active per token",
     y_name="gap ÷ gap of the static mask",
     start=1.0,
 )
@@ -65,7 +65,7 @@ def width_section(evaluation: Evaluation, comparable: Sequence[Evaluation]) -> M
     return section(
         "width",
         "Gap against active width",
-        figure("What fewer active units cost", drawing, _caption(mine, others), kind="full"),
+        figure("What fewer active neurons cost", drawing, _caption(mine, others), kind="full"),
         _parts(mine, names) if len(mine) > 1 else "",
         folded("The numbers", _numbers(mine, names)),
         folded(f"Other carves of this model ({len(others)})", _others(others, evaluation)) if others else "",

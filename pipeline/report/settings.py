@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 
-from models.shape import Shape
+from models.shape import MoEShape
 from pipeline.command import command_line
 from pipeline.report.chain import Published
 from pipeline.report.costs import Cost
@@ -59,8 +59,8 @@ def without_secrets(words: str) -> str:
     return SECRET.sub("…@", words)
 
 
-def shape_words(shape: Shape) -> str:
+def shape_words(shape: MoEShape) -> str:
     """What the source became."""
-    always = f" and {plain(shape.always_on)} always-on units" if shape.always_on else ""
+    always = f" and {plain(shape.always_on)} always-on neurons" if shape.always_on else ""
     pooled = " in one pool for all layers" if shape.pooled else ""
     return f"{shape.experts} experts of {shape.n}{pooled}, {shape.top_k} per token{always}"

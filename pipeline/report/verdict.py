@@ -16,7 +16,7 @@ def verdict(evaluation: Evaluation) -> str:
     """The gap, and against what it stands."""
     gap = evaluation.gap("carved") or 0.0
     change = f"costs {nats(gap)} nats per token" if gap > 0 else f"costs nothing measurable ({nats(gap)} nats)"
-    opening = f"Serving each token with {percent(evaluation.share)} of the FFN's units {change}"
+    opening = f"Serving each token with {percent(evaluation.share)} of the FFN's neurons {change}"
     compared = [words for name, words in _comparisons(evaluation, gap) if words]
     oracle = evaluation.gap("oracle_aligned")
     ending = (
@@ -51,7 +51,7 @@ def key_figures(evaluation: Evaluation) -> list[tuple[str, str]]:
     figures = [
         (nats(gap), "nats of loss per token above the dense model"),
         (f"{models['carved']['perplexity']:,.4g}", f"perplexity; dense {models['dense']['perplexity']:,.4g}"),
-        (percent(evaluation.share), f"of {evaluation.width:,} FFN units active per token: {shape.always_on:,} always "
+        (percent(evaluation.share), f"of {evaluation.width:,} FFN neurons active per token: {shape.always_on:,} always "
          f"on, {shape.top_k} of {shape.experts} experts of {shape.n}"),
     ]  # fmt: skip
     if mask is not None and mask > TINY:

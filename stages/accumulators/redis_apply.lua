@@ -1,5 +1,5 @@
 -- Adds a committed chunk to the sums and removes it; called again it does nothing.
--- KEYS: chunk, pending. ARGV: the chunk's name in pending, then for every field of a unit its projection (1 gate, 2 up,
+-- KEYS: chunk, pending. ARGV: the chunk's name in pending, then for every field of a neuron its projection (1 gate, 2 up,
 -- 3 down), name, column in the chunk and whether it is a maximum.
 -- Returns the number of increments.
 if redis.call('SISMEMBER', KEYS[2], ARGV[1]) == 0 then return 0 end
@@ -30,10 +30,10 @@ else
     columns[entry], greatest[entry] = tonumber(ARGV[word + 2]), ARGV[word + 3] == '1'
   end
   local row_format, passed = '<' .. string.rep('d', width), 0
-  for unit = first, first + (#chunk - at + 1) / (8 * width) - 1 do
+  for neuron = first, first + (#chunk - at + 1) / (8 * width) - 1 do
     local row = {unpack_(row_format, chunk, at)}
     at = row[width + 1]
-    local keys = {gate .. unit, up .. unit, down .. unit}
+    local keys = {gate .. neuron, up .. neuron, down .. neuron}
     for entry = 1, #fields do
       local value = row[columns[entry]]
       if value ~= 0 and passed >= skip then

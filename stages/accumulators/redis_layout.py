@@ -1,9 +1,9 @@
 """Where the sums of a scan lie in Redis: the keys, the fields, and what the texts of numbers can hold.
 
-A unit's sums are three hashes, one for each projection, `{namespace}param:{weight name}:row:{unit}`: the unit's row of
-gate_proj and up_proj, its column of down_proj. `sum_act` is the sum of |h| over tokens, `count_act` the tokens on which
-the unit is active, `sum_grad_norm` the sum of gradient norms over samples. Divided by the counters `tokens` (the first
-two) and `samples` (the third) of `{namespace}scan:counters` they are averages and the frequency.
+A neuron's sums are three hashes, one for each projection, `{namespace}param:{weight name}:row:{neuron}`: the neuron's
+row of gate_proj and up_proj, its column of down_proj. `sum_act` is the sum of |h| over tokens, `count_act` the tokens
+on which the neuron is active, `sum_grad_norm` the sum of gradient norms over samples. Divided by the counters `tokens`
+(the first two) and `samples` (the third) of `{namespace}scan:counters` they are averages and the frequency.
 
 HINCRBYFLOAT keeps 17 decimals after the point. An increment below 2^-24 would lose more than 1e-10 of itself, so it
 goes to the field with `_tiny` at its end, counted in units of 2^-128; the sum is field + 2^-128·tiny field.
@@ -124,7 +124,7 @@ def entries_to_read(columns: Sequence[str]) -> list[str | int]:
     return [word for place, field in places for word in (PROJECTIONS.index(place) + 1, field)]
 
 
-def pack_identity(facts: Mapping[str, object], sizes: Mapping[str, Sequence[object]], weights: WeightNames) -> str:
+def pack_cache_key(facts: Mapping[str, object], sizes: Mapping[str, Sequence[object]], weights: WeightNames) -> str:
     """Identity of a scan: its facts, the sizes and number formats of its sums, the names of its weights."""
     layers = [{projection: names[projection] for projection in PROJECTIONS} for names in weights]
     content = {"layout": LAYOUT_VERSION, "facts": dict(facts), "sums": dict(sizes), "weights": layers}
@@ -137,10 +137,10 @@ BYTES_PER_CHUNK = 2**20
 
 
 def pack_chunks(part: ScanSums, columns: Sequence[str], keys: Keys, weights: WeightNames) -> Iterator[bytes]:
-    """The chunks of a part: its units layer by layer, then its bits.
+    """The chunks of a part: its neurons layer by layer, then its bits.
 
-    A chunk of units is `<I4 passed><I4 first unit><I4 C>`, three zero-ended prefixes of keys and rows of C doubles; a
-    chunk of bits is `<I4 0><I4 offset><I4 0>`, the zero-ended key and the bytes to put there. `redis_apply.lua` reads
+    A chunk of neurons is `<I4 passed><I4 first neuron><I4 C>`, three zero-ended prefixes of keys and rows of C doubles;
+    a chunk of bits is `<I4 0><I4 offset><I4 0>`, the zero-ended key and the bytes to put there. `redis_apply.lua` reads
     them.
 
     Raises:
@@ -159,8 +159,8 @@ def pack_chunks(part: ScanSums, columns: Sequence[str], keys: Keys, weights: Wei
         yield from _pack_bits(part.tensors[BITS], keys)
 
 
-def unpack_units(answer: bytes, columns: int) -> Tensor:
-    """Rows of doubles as `redis_read.lua` gives them, (units, columns)."""
+def unpack_neurons(answer: bytes, columns: int) -> Tensor:
+    """Rows of doubles as `redis_read.lua` gives them, (neurons, columns)."""
     return torch.from_numpy(np.frombuffer(answer, "<f8").astype(np.float64).reshape(-1, columns))
 
 

@@ -18,7 +18,7 @@ from stages.accumulators.redis_layout import (
     entries_to_add,
     entries_to_read,
     pack_chunks,
-    unpack_units,
+    unpack_neurons,
 )
 from stages.accumulators.sums import ScanSums, empty_sums, list_differences
 
@@ -38,7 +38,7 @@ class Namespace:
         Args:
             client: of the server.
             namespace: what every key begins with.
-            identity: of the scan, as `pack_identity` writes it.
+            identity: of the scan, as `pack_cache_key` writes it.
             place: the server in words.
         """
         self.client, self.identity, self.keys = client, identity, Keys(namespace)
@@ -128,7 +128,7 @@ class Namespace:
             for first in range(0, self.width, UNITS_READ_AT_ONCE):
                 count = min(UNITS_READ_AT_ONCE, self.width - first)
                 answer = self._read(args=[*self.keys.layer_rows(names), first, count, *entries])
-                for name, values_F in zip(self.columns, unpack_units(answer, len(self.columns)).T, strict=True):
+                for name, values_F in zip(self.columns, unpack_neurons(answer, len(self.columns)).T, strict=True):
                     sums.tensors[name][layer, first : first + count] = values_F
             if BITS in self.shapes:
                 bits = np.frombuffer(self._bytes(self.keys.bits(layer)), np.uint8)
@@ -143,13 +143,13 @@ class Namespace:
         fixed = [self.keys.identity, self.keys.done, self.keys.counters, self.keys.pending]
         chunks = [self.keys.chunk(name) for name in self.pending()]
         self.client.delete(*fixed, *chunks, *(self.keys.bits(layer) for layer in range(self.layers)))
-        # Unit 0 goes last: `claim` takes it for a sign that something is left.
+        # Neuron 0 goes last: `claim` takes it for a sign that something is left.
         prefixes = [prefix for names in self.weights for prefix in self.keys.layer_rows(names)]
         for last in range(self.width, 0, -KEYS_DELETED_AT_ONCE):
             pipeline = self.client.pipeline(transaction=False)
             for prefix in prefixes:
-                units = range(last - 1, max(-1, last - 1 - KEYS_DELETED_AT_ONCE), -1)
-                pipeline.unlink(*(f"{prefix}{unit}" for unit in units))
+                neurons = range(last - 1, max(-1, last - 1 - KEYS_DELETED_AT_ONCE), -1)
+                pipeline.unlink(*(f"{prefix}{neuron}" for neuron in neurons))
             pipeline.execute()
 
     def _bytes(self, key: str) -> bytes:

@@ -1,24 +1,24 @@
--- Sums of some units of a layer, as rows of little-endian doubles.
--- ARGV: what the keys of the gate's, the up's and the down projection's rows begin with, number of the first unit, count
--- of units, then for every column its projection (1 gate, 2 up, 3 down) and field.
+-- Sums of some neurons of a layer, as rows of little-endian doubles.
+-- ARGV: what the keys of the gate's, the up's and the down projection's rows begin with, number of the first neuron, count
+-- of neurons, then for every column its projection (1 gate, 2 up, 3 down) and field.
 local fields, columns = {{}, {}, {}}, {}
 for word = 6, #ARGV, 2 do
   local column, list = #columns + 1, fields[tonumber(ARGV[word])]
   list[#list + 1], list[#list + 2] = ARGV[word + 1], ARGV[word + 1] .. '_tiny'
   columns[column] = {tonumber(ARGV[word]), #list - 1}
 end
-local row_format, units = '<' .. string.rep('d', #columns), {}
-for unit = tonumber(ARGV[4]), ARGV[4] + ARGV[5] - 1 do
+local row_format, neurons = '<' .. string.rep('d', #columns), {}
+for neuron = tonumber(ARGV[4]), ARGV[4] + ARGV[5] - 1 do
   local found, row = {}, {}
   for projection = 1, 3 do
     if #fields[projection] > 0 then
-      found[projection] = redis.call('HMGET', ARGV[projection] .. unit, unpack(fields[projection]))
+      found[projection] = redis.call('HMGET', ARGV[projection] .. neuron, unpack(fields[projection]))
     end
   end
   for column, place in ipairs(columns) do
     local values = found[place[1]]
     row[column] = (tonumber(values[place[2]] or 0) or 0) + (tonumber(values[place[2] + 1] or 0) or 0) * 2 ^ -128
   end
-  units[#units + 1] = struct.pack(row_format, unpack(row))
+  neurons[#neurons + 1] = struct.pack(row_format, unpack(row))
 end
-return table.concat(units)
+return table.concat(neurons)

@@ -16,7 +16,7 @@ from threading import Event
 from instruments.errors import ContractError, UserError
 from stages.accumulators.config import StoreConfig
 from stages.accumulators.redis_connection import connect, in_words
-from stages.accumulators.redis_layout import WeightNames, default_namespace, pack_identity
+from stages.accumulators.redis_layout import WeightNames, default_namespace, pack_cache_key
 from stages.accumulators.redis_namespace import Namespace
 from stages.accumulators.sums import ScanSums, Shapes, empty_sums
 
@@ -170,7 +170,7 @@ def open_redis_store(
     client, place = connect(store)
     sizes = {name: [list(size), str(kind).removeprefix("torch.")] for name, (size, kind) in shapes.items()}
     prefix = default_namespace(label, identity["scan"]) if store.namespace is None else store.namespace
-    namespace = Namespace(client, prefix, pack_identity(identity, sizes, weights), place)
+    namespace = Namespace(client, prefix, pack_cache_key(identity, sizes, weights), place)
     with in_words(namespace.place):
         if fresh:
             namespace.clear()

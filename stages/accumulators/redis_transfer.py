@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from instruments.errors import ContractError
 from stages.accumulators.redis_connection import in_words
-from stages.accumulators.redis_layout import PROJECTIONS, columns_of, pack_identity
+from stages.accumulators.redis_layout import PROJECTIONS, columns_of, pack_cache_key
 from stages.accumulators.redis_namespace import Namespace
 from stages.accumulators.redis_store import RedisStore
 from stages.accumulators.sums import ScanSums
@@ -58,7 +58,7 @@ def import_sums(client: "Redis", place: str, prefix: str, path: Path) -> ScanSum
     sums, content = load_sums(path)
     sizes = {name: [list(value.shape), str(value.dtype).removeprefix("torch.")] for name, value in sums.tensors.items()}
     weights = content.get("weights") or _usual_names(len(sums.tensors["sum_abs"]))
-    namespace = Namespace(client, prefix, pack_identity(json.loads(content["identity"]), sizes, weights), place)
+    namespace = Namespace(client, prefix, pack_cache_key(json.loads(content["identity"]), sizes, weights), place)
     with in_words(namespace.place):
         namespace.claim()
         there = namespace.done() & sums.done

@@ -1,7 +1,7 @@
-"""extract → assemble, project: the units of every expert, cut out of the dense FFNs, one file a layer.
+"""extract → assemble, project: the neurons of every expert, cut out of the dense FFNs, one file a layer.
 
 ``layer-00000.safetensors`` holds ``experts.{e}.{gate,up,down}_proj.weight`` shaped like any gated FFN, the same under
-``always_on``, and where each came from: ``….units``, indices in the dense FFN.
+``always_on``, and where each came from: ``….neurons``, indices in the dense FFN.
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ _GATE, _UP, _DOWN = "gate_proj.weight", "up_proj.weight", "down_proj.weight"
 class Provenance:
     """Which neuron of the dense FFN each one is."""
 
-    units_EN: Int[Tensor, "E N"]
+    neurons_EN: Int[Tensor, "E N"]
     always_on_S: Int[Tensor, "S"]
 
 
@@ -43,7 +43,7 @@ def layer_file(folder: Path, layer: int) -> Path:
 def save_layer(folder: Path, layer: int, experts: LayerExperts, provenance: Provenance, hidden_act: str) -> int:
     """Write one layer; returns its bytes."""
     tensors = _weights(experts)
-    tensors |= _named("units", provenance.units_EN, provenance.always_on_S)
+    tensors |= _named("neurons", provenance.neurons_EN, provenance.always_on_S)
     metadata = pack_tag(version=VERSION, experts=len(experts.gate_END), hidden_act=hidden_act)
     path = layer_file(folder, layer)
     save_file(tensors, path, metadata=metadata)
@@ -89,7 +89,7 @@ def load_layer(folder: Path, layer: int) -> LayerExperts:
 def load_provenance(folder: Path, layer: int) -> Provenance:
     """Where the neurons of one layer came from. Raises ContractError."""
     with _opened(folder, layer) as (reader, tag):
-        return Provenance(_stack(reader, tag["experts"], "units"), reader.tensor("always_on.units"))
+        return Provenance(_stack(reader, tag["experts"], "neurons"), reader.tensor("always_on.neurons"))
 
 
 def load_expert(folder: Path, layer: int, expert: int) -> TinyONNExpert:

@@ -25,7 +25,7 @@ class Routers:
     dtype: str  # ... and that of its experts
     ridge_penalty: float  # it was fitted with, and ...
     balance: float  # ... what it paid for uneven load
-    spread: float  # standard deviation of a token's logits over experts on the calibration text
+    logit_std: float  # standard deviation of a token's logits over experts on the calibration text
     biased: bool  # the target chooses by a bias, too; where not, it is 0
     pad_to: int  # expert widths on disk are multiples of this
     rows: Tensor  # (L, E, D) float32, rounded to the checkpoint's number format

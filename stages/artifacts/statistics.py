@@ -10,8 +10,8 @@ from stages.artifacts.tensor_file import load_contract, save_contract
 
 
 @dataclass(frozen=True)
-class UnitStatistics:
-    """Sums over unmasked tokens and per-sample gradient norms, per layer and unit.
+class NeuronStatistics:
+    """Sums over unmasked tokens and per-sample gradient norms, per layer and neuron.
 
     All (L, F) sums are float64. Divide activation sums by `tokens` and gradient sums by `samples`. A forward-only scan
     has `samples_with_gradient == 0` and zeros in the gradient fields.
@@ -28,17 +28,18 @@ class UnitStatistics:
     sum_abs: Tensor  # (L, F) Σ|h|
     sum_sq: Tensor  # (L, F) Σh²
     max_abs: Tensor  # (L, F) max|h|
-    active_count: Tensor  # (L, F) int64: tokens where the unit is among the token's most active
+    active_count: Tensor  # (L, F) int64: tokens where the neuron is among the token's most active
     # Gradient, per-sample mean loss.
     sum_taylor: Tensor  # (L, F) Σ|h·∂loss/∂h|
     grad_norm_gate: Tensor  # (L, F) Σ over samples of ‖∇gate row‖
     grad_norm_up: Tensor  # (L, F) Σ over samples of ‖∇up row‖
     grad_norm_down: Tensor  # (L, F) Σ over samples of ‖∇down column‖
-    # Weights of the unit.
+    # Weights of the neuron.
     weight_norm_gate: Tensor  # (L, F) float32
     weight_norm_up: Tensor  # (L, F) float32
     weight_norm_down: Tensor  # (L, F) float32
-    # Reservoir of R tokens: bit r of unit j = active at reservoir token r. np.packbits order (most significant first).
+    # Reservoir of R tokens: bit r of neuron j = active at reservoir token r. np.packbits order (most significant
+    # first).
     active_bits: Tensor  # (L, F, ceil(R / 8)) uint8
     reservoir_tokens: int
 
@@ -57,14 +58,14 @@ class UnitStatistics:
         save_contract(self, folder / self.FILE, version=self.VERSION)
 
     @classmethod
-    def load(cls, folder: Path) -> "UnitStatistics":
+    def load(cls, folder: Path) -> "NeuronStatistics":
         """Read what `save` wrote. Raises ContractError."""
         return load_contract(cls, folder / cls.FILE, version=cls.VERSION)
 
 
 @dataclass(frozen=True)
 class DomainStatistics:
-    """The Taylor sums of `UnitStatistics` apart for every text domain. Written where `scan.domains` asks for it."""
+    """The Taylor sums of `NeuronStatistics` apart for every text domain. Written where `scan.domains` asks for it."""
 
     VERSION: ClassVar[int] = 1
     FILE: ClassVar[str] = "domains.safetensors"

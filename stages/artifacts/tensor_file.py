@@ -73,14 +73,14 @@ Layer = TypeVar("Layer")
 _VERSION = 1  # scratch belongs to one fingerprint, and with it to one version of the stage
 
 
-def keep_layer(scratch: Path, index: int, layer: Any) -> None:  # noqa: ANN401 - any dataclass of tensors and plain values
+def save_layer_checkpoint(scratch: Path, index: int, layer: Any) -> None:  # noqa: ANN401 - any dataclass of tensors and plain values
     """Write what a stage found for a layer, whole or not at all."""
     with whole_file(_file(scratch, index)) as unfinished:
         save_contract(layer, unfinished, version=_VERSION)
 
 
-def find_layer(scratch: Path, index: int, kind: type[Layer]) -> Layer | None:
-    """What `keep_layer` wrote, or None where the layer is still to be done. Raises ContractError."""
+def load_layer_checkpoint(scratch: Path, index: int, kind: type[Layer]) -> Layer | None:
+    """What `save_layer_checkpoint` wrote, or None where the layer is still to be done. Raises ContractError."""
     path = _file(scratch, index)
     return load_contract(kind, path, version=_VERSION) if path.exists() else None
 

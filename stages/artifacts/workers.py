@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # Longer than any worker waits for the slowest; a worker that died is noticed at once, by its closed connection.
-_PATIENCE = timedelta(days=2)
+_LOCK_TIMEOUT = timedelta(days=2)
 
 
 class LostWorkerError(UserError):
@@ -46,7 +46,7 @@ class Workers:
         import torch.distributed as dist  # noqa: PLC0415 - settings are checked without torch
 
         try:
-            dist.init_process_group(_backend(), rank=self.rank, world_size=self.world, timeout=_PATIENCE)
+            dist.init_process_group(_backend(), rank=self.rank, world_size=self.world, timeout=_LOCK_TIMEOUT)
         except (RuntimeError, ValueError) as error:
             places = (f"{name}={os.environ.get(name, 'unset')}" for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
             raise UserError(

@@ -20,13 +20,14 @@ class AssembleConfig:
     # say).
     target: str = field(default="auto", metadata={"choices": TARGETS})
     # residual_ridge: regress on the FFN input, in closed form, the logarithm of what each expert adds beyond what the
-    # always-on units foretell of it, for that much alignment gives without routing; error: from there on by gradient
+    # always-on neurons foretell of it, for that much alignment gives without routing; error: from there on by gradient
     # descent, as long as the output error falls on held-out tokens; log_ridge: regress each expert's whole output norm;
     # ridge: its contribution; logistic: from ridge on, trained to choose the experts of largest contribution; centroid:
-    # mean input of the tokens an expert serves best; representative: gate row of the unit that follows its expert best;
-    # gate_rows: mean gate row of the expert's units; random: seeded normal rows. With topology=global_pool an expert's
-    # contribution is what it takes off the layer's output error, and residual_ridge, log_ridge, representative and
-    # gate_rows, which ask for something else, are refused.
+    # mean input of the tokens an expert serves best; representative: gate row of the neuron that follows its expert
+    # best;
+    # gate_rows: mean gate row of the expert's neurons; random: seeded normal rows. With topology=global_pool an
+    # expert's contribution is what it takes off the layer's output error, and residual_ridge, log_ridge, representative
+    # and gate_rows, which ask for something else, are refused.
     router: str = field(default="error", metadata={"choices": ROUTERS})
     # Ridge penalty, relative to the mean diagonal of the input's second moment; of a pool, error tries a tenth and ten
     # times it, too.
@@ -50,8 +51,8 @@ class AssembleConfig:
     logit_std: float | None = field(default=None, metadata={"above": 0})
     # Spread (standard deviation) of the router's logits on the calibration text in parity mode; 0 makes gates exactly
     # constant and the choice of experts meaningless, which is right when all are chosen.
-    parity_spread: float = field(default=0.001, metadata={"minimum": 0})
-    # Experts are filled up with zero units to a multiple of this; kernels want 8 (grouped_mm), 128 (vLLM, SGLang) or
+    parity_logit_std: float = field(default=0.001, metadata={"minimum": 0})
+    # Experts are filled up with zero neurons to a multiple of this; kernels want 8 (grouped_mm), 128 (vLLM, SGLang) or
     # 256 (llama.cpp's K-quants).
     pad_to: int = field(default=8, metadata={"minimum": 1})
     # Tokens per forward batch while calibrating the router.
@@ -76,5 +77,5 @@ class AssembleConfig:
             found["router_tokens"] = router
         if not is_priced(self.router, pooled=pooled):
             found["balance"] = "topology=global_pool" if pooled else router
-        found["parity_spread" if self.mode == "train" else "logit_std"] = f"assemble.mode={self.mode}"
+        found["parity_logit_std" if self.mode == "train" else "logit_std"] = f"assemble.mode={self.mode}"
         return found

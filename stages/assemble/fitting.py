@@ -10,7 +10,7 @@ from torch import Tensor
 from models.experts import ExpertLoop
 from models.ffn import DenseFFN
 from models.routing import LinearRouter
-from models.shape import Shape
+from models.shape import MoEShape
 from stages.artifacts.partition import Partition, PoolPartition
 from stages.assemble.config import AssembleConfig
 from stages.calibration.batches import pick_tokens, take_tokens
@@ -33,13 +33,13 @@ Fit = Callable[[int, DenseFFN, Sequence[Tensor], int], Fitted]
 
 
 def over_own(
-    partition: Partition, assemble: AssembleConfig, shape: Shape, device: torch.device, *, biased: bool
+    partition: Partition, assemble: AssembleConfig, shape: MoEShape, device: torch.device, *, biased: bool
 ) -> Fit:
     """Each layer chooses among its own experts."""
 
     def fit(layer: int, ffn: DenseFFN, inputs: Sequence[Tensor], seed: int) -> Fitted:
-        units_EN, always_S = partition.units[layer].to(device), partition.always_on[layer].to(device)
-        task, outputs = watch_experts(ffn, units_EN, always_S, inputs, shape.top_k, biased=biased)
+        neurons_EN, always_S = partition.neurons[layer].to(device), partition.always_on[layer].to(device)
+        task, outputs = watch_experts(ffn, neurons_EN, always_S, inputs, shape.top_k, biased=biased)
         return Fitted(task, fit_router(task, router_settings(assemble, seed, assemble.balance)), outputs)
 
     return fit
@@ -49,7 +49,7 @@ def over_pool(
     source: Path,
     partition: PoolPartition,
     assemble: AssembleConfig,
-    shape: Shape,
+    shape: MoEShape,
     device: torch.device,
     *,
     biased: bool,
@@ -59,13 +59,13 @@ def over_pool(
     No layer is to use all of them alike, so that nothing is paid for uneven load. What all experts would give is looked
     at on `router_tokens` tokens alone: it costs E·N / F times the dense FFN.
     """
-    pool, units_EN = join_pool(cut_pool(source, partition, device)), partition.units.to(device)
+    pool, neurons_EN = join_pool(cut_pool(source, partition, device)), partition.neurons.to(device)
 
     def fit(layer: int, ffn: DenseFFN, inputs: Sequence[Tensor], seed: int) -> Fitted:
         outputs = [ffn(x_TD) for x_TD in inputs]
         unrouted = LinearRouter.without_bias(ffn.gate_FD.new_zeros(shape.experts, ffn.gate_FD.shape[1]))
         always_S = partition.always_on[layer].to(device)
-        loop = ExpertLoop(pool[layer], units_EN, always_S, unrouted, shape.top_k, ffn.width, ffn.act)
+        loop = ExpertLoop(pool[layer], neurons_EN, always_S, unrouted, shape.top_k, ffn.width, ffn.act)
         picks = pick_tokens([len(x_TD) for x_TD in inputs], assemble.router_tokens)
         seen, wanted = take_tokens(inputs, picks), take_tokens(outputs, picks)
         task = watch_pool(loop, lambda batch, _: wanted[batch], seen, biased=biased)

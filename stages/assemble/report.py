@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from models.routing import LinearRouter
-from models.shape import Shape
+from models.shape import MoEShape
 from models.targets.base import MoETarget
 from stages.artifacts.job import Table
 from stages.artifacts.partition import Partition, PoolPartition
@@ -37,7 +37,7 @@ class RouterReport:
 
 
 def summarise(
-    reports: Sequence[RouterReport], target: MoETarget, shape: Shape, partition: Partition, assemble: AssembleConfig
+    reports: Sequence[RouterReport], target: MoETarget, shape: MoEShape, partition: Partition, assemble: AssembleConfig
 ) -> Table:
     """One row per layer; the chance level stands in the notes."""
     rows = [
@@ -53,7 +53,7 @@ def summarise(
     share = shape.active_width / partition.width
     notes = [
         f"{target.architecture}: {shape.experts} experts of {shape.n}, {shape.top_k} per token, {shape.always_on} "
-        f"always on ({share:.0%} of the dense FFN's {partition.width} units)",
+        f"always on ({share:.0%} of the dense FFN's {partition.width} neurons)",
         "the contribution oracle chooses the experts of largest Σ|h|·‖d‖; agreement by chance would be "
         f"{shape.top_k / shape.experts:.3f}",
     ]
@@ -74,7 +74,7 @@ def load_advice(assemble: AssembleConfig) -> str:
     return " ".join([*words, f"assemble.balance={price:g}"])
 
 
-def summarise_pool(reports: Sequence[RouterReport], partition: PoolPartition, shape: Shape) -> Table:
+def summarise_pool(reports: Sequence[RouterReport], partition: PoolPartition, shape: MoEShape) -> Table:
     """One row per layer: how well its router chooses, and how far it keeps to the experts cut from it."""
     given = partition.given
     rows = [
@@ -89,10 +89,10 @@ def summarise_pool(reports: Sequence[RouterReport], partition: PoolPartition, sh
         for layer, report in enumerate(reports)
     ]
     load_E = torch.stack([report.load_E for report in reports]).mean(0)
-    slots, units = shape.experts * shape.n, partition.layers * partition.width
+    slots, neurons = shape.experts * shape.n, partition.layers * partition.width
     notes = [
-        f"one pool of {shape.experts} experts of {shape.n} for {partition.layers} layers ({slots / units:.0%} of the "
-        f"dense FFNs' {units:,} units), {shape.top_k} per token and layer, {shape.always_on} always on a layer",
+        f"one pool of {shape.experts} experts of {shape.n} for {partition.layers} layers ({slots / neurons:.0%} of the "
+        f"dense FFNs' {neurons:,} neurons), {shape.top_k} per token and layer, {shape.always_on} always on a layer",
         "the error oracle chooses the experts that take most off the layer's error; agreement by chance would be "
         f"{shape.top_k / shape.experts:.3f}; all layers together: load max/mean {float(load_E.max()):.2f}, "
         f"{int((load_E == 0).sum())} experts chosen by no layer",

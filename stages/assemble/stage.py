@@ -13,7 +13,7 @@ from models.emit import checkpoint_dtype
 from models.experts import ExpertLoop, LayerExperts
 from models.loading import load_tokenizer, release_freed_memory, resolve_device
 from models.routing import LOGIT_STD, GateKind
-from models.shape import Shape
+from models.shape import MoEShape
 from models.source import read_config, resolve_folder
 from models.stream import LayerStream
 from models.targets.choose import select_target
@@ -22,7 +22,7 @@ from stages.artifacts.experts import load_layer
 from stages.artifacts.job import Job, Table
 from stages.artifacts.partition import Partition, PoolPartition, load_partition
 from stages.artifacts.routers import Routers
-from stages.artifacts.tensor_file import find_layer, keep_layer
+from stages.artifacts.tensor_file import load_layer_checkpoint, save_layer_checkpoint
 from stages.assemble.config import AssembleConfig
 from stages.assemble.fitting import Fit, over_own, over_pool
 from stages.assemble.report import RouterReport, summarise, summarise_pool
@@ -31,7 +31,7 @@ from stages.calibration.config import VocabularyConfig
 from stages.calibration.emission import emit_carve, write_carve_card
 from stages.calibration.gate_scale import column_scale, gate_moments, least_squares, scale_columns
 from stages.calibration.token_stream import TokenStream
-from stages.routing.task import RouterTask, load_balance, oracle_agreement, relative_output_error, set_spread
+from stages.routing.task import RouterTask, load_balance, oracle_agreement, relative_output_error, set_logit_std
 from stages.text.batches import TokenBatch
 from stages.text.config import DataConfig
 
@@ -43,7 +43,7 @@ def run(
     data: DataConfig,
     vocabulary: VocabularyConfig,
     assemble: AssembleConfig,
-    shape: Shape,
+    shape: MoEShape,
     seed: int,
 ) -> Table:
     """Write `checkpoint/` and the routers."""
@@ -87,7 +87,7 @@ def run(
 def logit_std(assemble: AssembleConfig, gate: GateKind) -> float:
     """Standard deviation of a token's logits: next to nothing for constant gates, more for training."""
     if assemble.mode == "parity":
-        return assemble.parity_spread
+        return assemble.parity_logit_std
     return LOGIT_STD[gate] if assemble.logit_std is None else assemble.logit_std
 
 
@@ -97,7 +97,7 @@ def fit_all(
     batches: list[TokenBatch],
     fit: Fit,
     assemble: AssembleConfig,
-    shape: Shape,
+    shape: MoEShape,
     gate: GateKind,
     seed: int,
     scratch: Path,
@@ -107,20 +107,20 @@ def fit_all(
     reports = []
     for index, layer in enumerate(tqdm(stream.layers(), total=stream.depth, desc="assemble", unit="layer")):
         tokens.enter(layer)
-        report = find_layer(scratch, index, RouterReport)
+        report = load_layer_checkpoint(scratch, index, RouterReport)
         outputs: Iterable[Tensor] = map(layer.ffn, tokens.inputs)
         if report is None:
             task, router, outputs = fit(index, layer.ffn, tokens.inputs, layer_seed(seed, index))
-            router = set_spread(router, tokens.inputs[:text], logit_std(assemble, gate))
+            router = set_logit_std(router, tokens.inputs[:text], logit_std(assemble, gate))
             loop = replace(task.routed(router), gate=gate)
             report = measure_router(loop, scale_of(loop, tokens.inputs, assemble, shape), task, text)
-            keep_layer(scratch, index, report)
+            save_layer_checkpoint(scratch, index, report)
         reports.append(report)
         tokens.leave(outputs)
     return reports
 
 
-def scale_of(loop: ExpertLoop, inputs: Sequence[Tensor], assemble: AssembleConfig, shape: Shape) -> Tensor:
+def scale_of(loop: ExpertLoop, inputs: Sequence[Tensor], assemble: AssembleConfig, shape: MoEShape) -> Tensor:
     """(E, N) what the experts' down columns are multiplied by; 1 where gates are to count as constant."""
     if assemble.mode == "train":
         # Neurons of a pool are numbered by layer: equal numbers are no copies.
@@ -130,7 +130,7 @@ def scale_of(loop: ExpertLoop, inputs: Sequence[Tensor], assemble: AssembleConfi
     return expand(torch.ones(shape.experts, device=inputs[0].device), shape)
 
 
-def expand(scale_E: Tensor, shape: Shape) -> Tensor:
+def expand(scale_E: Tensor, shape: MoEShape) -> Tensor:
     """One constant for all columns of an expert."""
     return scale_E[:, None].expand(-1, shape.n)
 
@@ -145,7 +145,7 @@ def measure_router(loop: ExpertLoop, scale_EN: Tensor, task: RouterTask, text: i
     return RouterReport(kept.rows_ED, kept.bias_E, scale_EN, moments_2E.cpu(), load_E.cpu(), agreement, error)
 
 
-def column_scales(reports: Sequence[RouterReport], assemble: AssembleConfig, shape: Shape) -> list[Tensor]:
+def column_scales(reports: Sequence[RouterReport], assemble: AssembleConfig, shape: MoEShape) -> list[Tensor]:
     """Each layer's (E, N) scale of the down columns; of a pool, one for all its layers."""
     if not shape.pooled or assemble.mode == "parity":
         return [report.scale_EN for report in reports]
@@ -156,7 +156,7 @@ def column_scales(reports: Sequence[RouterReport], assemble: AssembleConfig, sha
 def emit(
     job: Job,
     folder: Path,
-    shape: Shape,
+    shape: MoEShape,
     partition: Partition | PoolPartition,
     routers: Routers,
     scales: Sequence[Tensor],

@@ -21,7 +21,7 @@ from stages.calibration.token_stream import TokenStream
 from stages.text.batches import TokenBatch
 
 
-def split_guard(batches: int, share: float) -> tuple[list[int], list[int]]:
+def split_validation(batches: int, share: float) -> tuple[list[int], list[int]]:
     """Batches to fit on and batches to judge by, the latter spread evenly; at least one of each where there are two."""
     guards = min(max(1, round(share * batches)), max(0, batches - 1))
     held = {round((index + 0.5) * batches / guards - 0.5) for index in range(guards)} if guards else set()
@@ -33,7 +33,7 @@ Target = Callable[[int, Tensor], Tensor]
 
 
 class Alignable(Protocol):
-    """A carved layer, linear in the down columns of its F units."""
+    """A carved layer, linear in the down columns of its F neurons."""
 
     @property
     def width(self) -> int:
@@ -57,8 +57,8 @@ class AlignmentSettings(Protocol):
 
     alignment_target: str
     penalties: list[float]
-    guard_share: float
-    guard: bool
+    validation_share: float
+    validate: bool
 
 
 @dataclass(frozen=True)
@@ -99,13 +99,13 @@ def align_down(
         settings: ridge penalties, relative to the mean diagonal of the features' second moment; share of the batches
             held out; and whether the columns stay where no penalty makes the held-out batches better.
     """
-    fitted, held_out = split_guard(len(inputs), settings.guard_share)
+    fitted, held_out = split_validation(len(inputs), settings.validation_share)
     moments = NormalEquations(carved.width, inputs[0].shape[1], device=inputs[0].device)
     for index in fitted:
         blocks, output_TD = carved.run(inputs[index])
         moments.add_blocks(blocks, target(index, inputs[index]) - output_TD)
     before = relative_error(carved, inputs, target, held_out)
-    best = Alignment(carved, before, before if settings.guard else float("inf"), None)
+    best = Alignment(carved, before, before if settings.validate else float("inf"), None)
     last = float("inf")
     for penalty in sorted(settings.penalties, reverse=True):
         candidate = carved.with_change(moments.solve(penalty))

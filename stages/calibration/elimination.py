@@ -1,4 +1,4 @@
-"""Which units an FFN can best do without, when the down columns of those that stay are fitted anew."""
+"""Which neurons an FFN can best do without, when the down columns of those that stay are fitted anew."""
 
 from collections.abc import Iterable
 
@@ -9,12 +9,12 @@ from torch import Tensor
 from models.ffn import DenseFFN
 
 PENALTY = 1e-2  # of the refit, relative to the mean diagonal of the second moment
-SHARE = 32  # one in so many of the units that are left goes at a time
-PACKED = 0.8  # of the rows at hand are those of units that are left; below that they are copied together
+SHARE = 32  # one in so many of the neurons that are left goes at a time
+PACKED = 0.8  # of the rows at hand are those of neurons that are left; below that they are copied together
 
 
 def rank_by_alignment(ffn: DenseFFN, inputs: Iterable[Tensor], keep: int) -> Float[Tensor, "F"]:
-    """The order in which units are worth keeping, higher is better, by what the aligned output loses without them."""
+    """The order in which neurons are worth keeping, higher is better, by what the aligned output loses without them."""
     if keep >= ffn.width:
         return torch.ones(ffn.width)
     return rank_by_elimination(second_moment(ffn, inputs), ffn.down_DF, keep)
@@ -29,18 +29,18 @@ def second_moment(ffn: DenseFFN, inputs: Iterable[Tensor]) -> Float[Tensor, "F F
 
 
 def rank_by_elimination(gram_FF: Float[Tensor, "F F"], down_DF: Float[Tensor, "D F"], keep: int) -> Float[Tensor, "F"]:
-    """Backward elimination: drop the units whose loss, once the others' columns are refitted, is least, and again.
+    """Backward elimination: drop the neurons whose loss, once the others' columns are refitted, is least, and again.
 
-    Without unit j the error Σ_t‖Σ_i h_i·d_i − Σ_{i≠j} h_i·w_i‖² rises by ‖w_j‖² / [G⁻¹]_jj at the best columns w.
+    Without neuron j the error Σ_t‖Σ_i h_i·d_i − Σ_{i≠j} h_i·w_i‖² rises by ‖w_j‖² / [G⁻¹]_jj at the best columns w.
 
     Args:
         gram_FF: ``(F, F)`` second moment of the activations.
         down_DF: ``(D, F)`` the columns.
-        keep: units at which to stop, at least 1.
+        keep: neurons at which to stop, at least 1.
     Returns:
-        ``(F,)`` 0 for the first that went, up; the units that stay come last, in the order of their loss.
+        ``(F,)`` 0 for the first that went, up; the neurons that stay come last, in the order of their loss.
     Numerics: inverse in fp64, downdates in fp32; the ridge keeps them stable.
-    Source: the optimal brain surgeon (Hassibi, Stork 1993) for whole units, as in ZipLM, arXiv:2302.04089.
+    Source: the optimal brain surgeon (Hassibi, Stork 1993) for whole neurons, as in ZipLM, arXiv:2302.04089.
     """
     inverse_UU, columns_UD = _inverse(gram_FF), down_DF.T.clone()
     left_U = torch.arange(len(gram_FF), device=gram_FF.device)
@@ -78,7 +78,7 @@ def _losses(columns_UD: Tensor, inverse_UU: Tensor) -> Tensor:
 
 
 def _drop(inverse_UU: Tensor, columns_UD: Tensor, out_u: Tensor) -> None:
-    """Refit inverse and columns of the units that stay, in place; rows and columns of those that go become noise."""
+    """Refit inverse and columns of the neurons that stay, in place; rows and columns of those that go become noise."""
     across_uU = inverse_UU[out_u]
     joint = torch.cat([across_uU, columns_UD[out_u]], 1)
     solved = torch.linalg.solve(across_uU[:, out_u].double(), joint.double()).float()

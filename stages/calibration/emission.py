@@ -7,14 +7,14 @@ from models.card import CarveFacts, write_card
 from models.config import ModelConfig
 from models.emit import emit_checkpoint
 from models.experts import LayerExperts
-from models.shape import Shape
+from models.shape import MoEShape
 from models.targets.base import MOE_TARGETS
 from stages.artifacts.partition import Partition, PoolPartition
 from stages.artifacts.routers import Routers
 
 
 def emit_carve(
-    source_folder: Path, checkpoint: Path, shape: Shape, routers: Routers, experts: Callable[[int], LayerExperts]
+    source_folder: Path, checkpoint: Path, shape: MoEShape, routers: Routers, experts: Callable[[int], LayerExperts]
 ) -> None:
     """Write the checkpoint that the routers were made for; arguments and errors as of `emit_checkpoint`."""
     emit_checkpoint(
@@ -33,7 +33,7 @@ def emit_carve(
 def write_carve_card(
     checkpoint: Path,
     model: ModelConfig,
-    shape: Shape,
+    shape: MoEShape,
     partition: Partition | PoolPartition,
     routers: Routers,
     projection: str,

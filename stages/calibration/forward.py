@@ -13,7 +13,7 @@ from stages.losses import sample_losses
 from stages.text.batches import TokenBatch
 
 
-def forward_losses(model: nn.Module, batch: TokenBatch, *, spend_logits: bool = False) -> Float[Tensor, "B"]:
+def forward_losses(model: nn.Module, batch: TokenBatch, *, inplace_backward_logits: bool = False) -> Float[Tensor, "B"]:
     """Each sample's mean loss over its supervised tokens.
 
     With gradients enabled only the output of the input embeddings requires one, so that the graph reaches every layer
@@ -22,14 +22,15 @@ def forward_losses(model: nn.Module, batch: TokenBatch, *, spend_logits: bool = 
     Args:
         model: causal language model, its weights frozen.
         batch: B sequences.
-        spend_logits: the backward pass writes over the logits, for a third of the memory. Not where a hook keeps them.
+        inplace_backward_logits: the backward pass writes over the logits, for a third of the memory. Not where a hook
+            keeps them.
     """
     device = input_device(model)
     with _gradients_from_embeddings(model):
         logits = model(
             input_ids=batch.input_ids.to(device), attention_mask=batch.attention_mask.to(device), use_cache=False
         ).logits
-    return sample_losses(logits, batch.labels.to(logits.device), spend=spend_logits)
+    return sample_losses(logits, batch.labels.to(logits.device), inplace_backward=inplace_backward_logits)
 
 
 @contextmanager

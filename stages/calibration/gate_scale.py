@@ -46,15 +46,15 @@ def column_scale(loop: ExpertLoop, inputs: Sequence[Tensor]) -> Float[Tensor, "E
     Numerics: 1 where gates are constant and no copies are active together; 1/multiplicity where all experts are on.
     """
     expert_E = least_squares(gate_moments(loop, inputs))
-    units_EN = loop.units_EN.long()
-    if not has_copies(units_EN):
-        return expert_E[:, None].expand(units_EN.shape)
-    member_EF = membership(units_EN, loop.width) * expert_E[:, None]
+    neurons_EN = loop.neurons_EN.long()
+    if not has_copies(neurons_EN):
+        return expert_E[:, None].expand(neurons_EN.shape)
+    member_EF = membership(neurons_EN, loop.width) * expert_E[:, None]
     moments_2F = torch.zeros(2, loop.width, dtype=torch.float64, device=expert_E.device)
     for x_TD in inputs:
         copies_TF = (gate_weights(loop, x_TD) @ member_EF).double()
         moments_2F += torch.stack([copies_TF.sum(0), copies_TF.square().sum(0)])
-    return expert_E[:, None] * least_squares(moments_2F)[units_EN]
+    return expert_E[:, None] * least_squares(moments_2F)[neurons_EN]
 
 
 def scale_columns(loop: ExpertLoop, scale_EN: Float[Tensor, "E #N"]) -> ExpertLoop:

@@ -34,35 +34,35 @@ class NormalEquations:
         self.rows += len(a_TA)
 
     def add_blocks(self, blocks: Sequence[Block], y_TY: Float[Tensor, "T Y"]) -> None:
-        """Add one batch of rows that are zero outside blocks of them, blocks of the same units every time.
+        """Add one batch of rows that are zero outside blocks of them, blocks of the same neurons every time.
 
         Where blocks are disjoint, arithmetic falls with the share of what is not zero.
         """
-        units_P = torch.cat([block.units_N for block in blocks])
-        if bool((torch.bincount(units_P) > 1).any()):
+        neurons_P = torch.cat([block.neurons_N for block in blocks])
+        if bool((torch.bincount(neurons_P) > 1).any()):
             self._add_overlapping(blocks, y_TY)
         else:
-            self._add_disjoint(blocks, units_P, y_TY)
+            self._add_disjoint(blocks, neurons_P, y_TY)
         self.rows += len(y_TY)
 
-    def _add_disjoint(self, blocks: Sequence[Block], units_P: Int[Tensor, "P"], y_TY: Float[Tensor, "T Y"]) -> None:
+    def _add_disjoint(self, blocks: Sequence[Block], neurons_P: Int[Tensor, "P"], y_TY: Float[Tensor, "T Y"]) -> None:
         """Each block meets itself and those after it, on its own rows: half of the products, in one piece each."""
         if not self.rows:
-            others = torch.isin(self.order_A, units_P, invert=True)
-            self.order_A = torch.cat([units_P, self.order_A[others]])
-        assert torch.equal(self.order_A[: len(units_P)], units_P), "blocks of other units than before"
-        ends = torch.tensor([len(block.units_N) for block in blocks]).cumsum(0).tolist()
-        a_TP = y_TY.new_zeros(len(y_TY), len(units_P))
-        for (tokens_t, units_N, hidden_tN), end in zip(blocks, ends, strict=True):
-            a_TP[:, end - len(units_N) : end].index_copy_(0, tokens_t, hidden_tN)
-        for (tokens_t, units_N, hidden_tN), end in zip(blocks, ends, strict=True):
-            start = end - len(units_N)
+            others = torch.isin(self.order_A, neurons_P, invert=True)
+            self.order_A = torch.cat([neurons_P, self.order_A[others]])
+        assert torch.equal(self.order_A[: len(neurons_P)], neurons_P), "blocks of other neurons than before"
+        ends = torch.tensor([len(block.neurons_N) for block in blocks]).cumsum(0).tolist()
+        a_TP = y_TY.new_zeros(len(y_TY), len(neurons_P))
+        for (tokens_t, neurons_N, hidden_tN), end in zip(blocks, ends, strict=True):
+            a_TP[:, end - len(neurons_N) : end].index_copy_(0, tokens_t, hidden_tN)
+        for (tokens_t, neurons_N, hidden_tN), end in zip(blocks, ends, strict=True):
+            start = end - len(neurons_N)
             later_tP = _rows(a_TP[:, start:], tokens_t)
-            self.gram_AA[start:end, start : len(units_P)] += (hidden_tN.T @ later_tP).to(self.gram_AA)
+            self.gram_AA[start:end, start : len(neurons_P)] += (hidden_tN.T @ later_tP).to(self.gram_AA)
             self.cross_AY[start:end] += (hidden_tN.T @ _rows(y_TY, tokens_t)).to(self.cross_AY)
 
     def _add_overlapping(self, blocks: Sequence[Block], y_TY: Float[Tensor, "T Y"]) -> None:
-        """Blocks that share units are summed; what is zero is multiplied too: few pieces are worth it."""
+        """Blocks that share neurons are summed; what is zero is multiplied too: few pieces are worth it."""
         a_TA = sum_blocks(blocks, len(y_TY), len(self.gram_AA))
         for start in range(0, len(self.gram_AA), PANEL):
             rows = slice(start, start + PANEL)
@@ -84,7 +84,7 @@ class NormalEquations:
         if scale == 0:
             # Inputs that are all zero (a pruned layer) ask for nothing.
             return torch.zeros_like(self.cross_AY.T).float()
-        # Inputs that are always zero (units of no active expert) keep a zero weight, and cost nothing.
+        # Inputs that are always zero (neurons of no active expert) keep a zero weight, and cost nothing.
         used_a = self.gram_AA.diagonal().nonzero()[:, 0]
         dtype = solving_dtype(len(used_a), penalty)
         system_aa = self._system(used_a, dtype)

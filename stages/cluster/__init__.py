@@ -1,1 +1,1 @@
-"""Which unit belongs to which expert."""
+"""Which neuron belongs to which expert."""

@@ -13,7 +13,7 @@ from models.ffn import DenseFFN
 from models.loading import load_tokenizer, resolve_device
 from models.source import resolve_folder
 from models.stream import LayerStream
-from stages.calibration.batches import calibration_batches, spread_evenly
+from stages.calibration.batches import calibration_batches, evenly_spaced
 from stages.calibration.config import VocabularyConfig
 from stages.calibration.token_stream import TokenStream
 from stages.text.batches import TokenBatch
@@ -24,7 +24,7 @@ from stages.text.config import DataConfig
 class LayerActivity:
     """One layer's FFN and its inputs, (T, D) for every batch, real tokens only; valid until the next layer comes.
 
-    Unit activations are computed when they are asked for: all of them, T × F, would not fit.
+    Neuron activations are computed when they are asked for: all of them, T × F, would not fit.
     """
 
     ffn: DenseFFN
@@ -38,14 +38,14 @@ class LayerActivity:
     def sample(self, tokens: int) -> Float[Tensor, "T D"]:
         """At most `tokens` of the inputs, spread evenly over the text."""
         x_TD = torch.cat(list(self.inputs))
-        return x_TD[spread_evenly(len(x_TD), tokens)]
+        return x_TD[evenly_spaced(len(x_TD), tokens)]
 
     def hidden(self, batch: int) -> Float[Tensor, "T F"]:
-        """Unit activations h on one batch."""
+        """Neuron activations h on one batch."""
         return self.ffn.hidden(self.inputs[batch])
 
     def hiddens(self) -> Iterator[Tensor]:
-        """Unit activations h, (T, F), batch by batch."""
+        """Neuron activations h, (T, F), batch by batch."""
         return map(self.hidden, range(len(self.inputs)))
 
 

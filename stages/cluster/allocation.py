@@ -6,16 +6,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from models.shape import Shape
-from stages.artifacts.statistics import Scores, UnitStatistics
+from models.shape import MoEShape
+from stages.artifacts.statistics import NeuronStatistics, Scores
 
 
-def layer_shapes(shape: Shape, allocation: str, scores: Scores, statistics: UnitStatistics) -> list[Shape]:
-    """The shape by which each layer's own units are grouped, for `cluster.allocation`.
+def layer_shapes(shape: MoEShape, allocation: str, scores: Scores, statistics: NeuronStatistics) -> list[MoEShape]:
+    """The shape by which each layer's own neurons are grouped, for `cluster.allocation`.
 
     A layer of e experts is grouped as if a token chose among these alone: K of them, at most half, since where all are
-    chosen no grouping is better than another. An expert holds no unit twice, and copies of a unit are made only where
-    the pool has more places than the model has units.
+    chosen no grouping is better than another. An expert holds no neuron twice, and copies of a neuron are made only
+    where the pool has more places than the model has neurons.
     """
     layers, width = scores.chosen.shape
     most = max((width - shape.always_on) // shape.n, -(-shape.experts // layers))
@@ -29,7 +29,7 @@ def layer_shapes(shape: Shape, allocation: str, scores: Scores, statistics: Unit
     return [replace(shape, experts=given, top_k=max(1, min(shape.top_k, given // 2))) for given in counts]
 
 
-def weigh_layers(allocation: str, scores: Scores, statistics: UnitStatistics, slots: int) -> Float[Tensor, "L"]:
+def weigh_layers(allocation: str, scores: Scores, statistics: NeuronStatistics, slots: int) -> Float[Tensor, "L"]:
     """What the layers' shares of the pool are in proportion to, fp64."""
     if allocation == "contribution":
         return statistics.contribution.double().sum(1)
@@ -41,10 +41,10 @@ def weigh_layers(allocation: str, scores: Scores, statistics: UnitStatistics, sl
 
 
 def count_best(scores_LF: Float[Tensor, "L F"], slots: int) -> Int[Tensor, "L"]:
-    """How many units of each layer are among the `slots` that stand highest above their own layer's mean.
+    """How many neurons of each layer are among the `slots` that stand highest above their own layer's mean.
 
     Scores are comparable within a layer only. Ranks would give every layer the same; standard deviations tell a layer
-    with few outstanding units from one with many.
+    with few outstanding neurons from one with many.
     """
     spread_L1 = scores_LF.std(1, keepdim=True).clamp_min(torch.finfo(scores_LF.dtype).tiny)
     above_LF = (scores_LF - scores_LF.mean(1, keepdim=True)) / spread_L1

@@ -1,4 +1,4 @@
-"""Assign units to experts of given sizes with the highest total affinity."""
+"""Assign neurons to experts of given sizes with the highest total affinity."""
 
 from inspect import unwrap
 from typing import NamedTuple
@@ -15,34 +15,34 @@ Integers = NDArray[np.int64]
 FAR = np.int64(2**60)
 
 
-def trade(cost_UE: Integers, prices_E: Integers, labels_U: Integers, surplus_E: Integers) -> None:
-    """Pass units on along cheapest chains of moves until no expert has too many; changes all but the costs.
+def trade(cost_UE: Integers, prices_E: Integers, labels_U: Integers, excess_E: Integers) -> None:
+    """Pass neurons on along cheapest chains of moves until no expert has too many; changes all but the costs.
 
-    `extra_EE[e, f]` is the cost of the cheapest move of a unit from e to f. Prices keep
+    `extra_EE[e, f]` is the cost of the cheapest move of a neuron from e to f. Prices keep
     `extra_EE[e, f] + prices_E[f] − prices_E[e]` at or above 0 for all pairs, which proves the labels to be the cheapest
     for the sizes they have.
 
     Args:
-        cost_UE: ``(U, E)`` of every unit in every expert.
+        cost_UE: ``(U, E)`` of every neuron in every expert.
         prices_E: ``(E,)`` what an expert costs beside.
         labels_U: ``(U,)`` where cost and price together are lowest.
-        surplus_E: ``(E,)`` units an expert has too many; sums to 0.
+        excess_E: ``(E,)`` neurons an expert has too many; sums to 0.
     """
     experts = len(prices_E)
     extra_EE = np.full((experts, experts), FAR)
     for expert in range(experts):
         _refresh(extra_EE, cost_UE, labels_U, expert)
-    while surplus_E.max() > 0:
-        source = int(surplus_E.argmax())
-        target, previous_E = _find_chain(source, extra_EE, prices_E, surplus_E)
-        moved = min(surplus_E[source], -surplus_E[target])
+    while excess_E.max() > 0:
+        source = int(excess_E.argmax())
+        target, previous_E = _find_chain(source, extra_EE, prices_E, excess_E)
+        moved = min(excess_E[source], -excess_E[target])
         expert = target
         while expert != source:
             moved = min(moved, _shift(extra_EE, cost_UE, labels_U, previous_E[expert], expert, 0))
             expert = previous_E[expert]
-        surplus_E[source] -= moved
-        surplus_E[target] += moved
-        while target != source:  # from the last link to the first, so that no unit moves twice
+        excess_E[source] -= moved
+        excess_E[target] += moved
+        while target != source:  # from the last link to the first, so that no neuron moves twice
             _shift(extra_EE, cost_UE, labels_U, previous_E[target], target, moved)
             _refresh(extra_EE, cost_UE, labels_U, target)
             target = previous_E[target]
@@ -50,17 +50,17 @@ def trade(cost_UE: Integers, prices_E: Integers, labels_U: Integers, surplus_E: 
 
 
 def _refresh(extra_EE: Integers, cost_UE: Integers, labels_U: Integers, source: int) -> None:
-    """Recompute what it costs to move a unit out of `source`."""
+    """Recompute what it costs to move a neuron out of `source`."""
     extra_E = extra_EE[source]
     extra_E[:] = FAR
-    for unit in range(len(labels_U)):
-        if labels_U[unit] == source:
+    for neuron in range(len(labels_U)):
+        if labels_U[neuron] == source:
             for expert in range(len(extra_E)):
-                extra_E[expert] = min(extra_E[expert], cost_UE[unit, expert] - cost_UE[unit, source])
+                extra_E[expert] = min(extra_E[expert], cost_UE[neuron, expert] - cost_UE[neuron, source])
 
 
-def _find_chain(source: int, extra_EE: Integers, prices_E: Integers, surplus_E: Integers) -> tuple[int, Integers]:
-    """The cheapest chain of moves from `source` to an expert that wants units (Dijkstra): its end, and its links back.
+def _find_chain(source: int, extra_EE: Integers, prices_E: Integers, excess_E: Integers) -> tuple[int, Integers]:
+    """The cheapest chain of moves from `source` to an expert that lacks neurons (Dijkstra): its end and links back.
 
     Raises the prices of the experts it passed so far that the chain costs nothing at the new prices.
     """
@@ -73,7 +73,7 @@ def _find_chain(source: int, extra_EE: Integers, prices_E: Integers, surplus_E: 
         for expert in range(experts):
             if is_open_E[expert] and (nearest < 0 or distance_E[expert] < distance_E[nearest]):
                 nearest = expert
-        if surplus_E[nearest] < 0:
+        if excess_E[nearest] < 0:
             break
         is_open_E[nearest] = False
         for expert in range(experts):
@@ -87,12 +87,12 @@ def _find_chain(source: int, extra_EE: Integers, prices_E: Integers, surplus_E: 
 
 
 def _shift(extra_EE: Integers, cost_UE: Integers, labels_U: Integers, source: int, target: int, at_most: int) -> int:
-    """Move units whose move from `source` to `target` costs the least; returns how many of them there were."""
+    """Move neurons whose move from `source` to `target` costs the least; returns how many of them there were."""
     found = 0
-    for unit in range(len(labels_U)):
-        if labels_U[unit] == source and cost_UE[unit, target] - cost_UE[unit, source] == extra_EE[source, target]:
+    for neuron in range(len(labels_U)):
+        if labels_U[neuron] == source and cost_UE[neuron, target] - cost_UE[neuron, source] == extra_EE[source, target]:
             if found < at_most:
-                labels_U[unit] = target
+                labels_U[neuron] = target
             found += 1
     return found
 
@@ -110,35 +110,35 @@ ROUNDS = 10
 
 
 def fit_prices(affinity_UE: Float[Tensor, "U E"], sizes_E: Int[Tensor, "E"]) -> Float[Tensor, "E"]:
-    """Price each expert so that units choosing the highest affinity − price nearly fill the sizes.
+    """Price each expert so that neurons choosing the highest affinity − price nearly fill the sizes.
 
     A popular expert grows dear until demand meets its size: Sinkhorn's iteration on the assignment's smoothed dual,
     with the smoothing lowered step by step.
 
     Args:
-        affinity_UE: ``(U, E)`` how well each unit fits each expert; finite.
-        sizes_E: ``(E,)`` units each expert takes; sums to U.
+        affinity_UE: ``(U, E)`` how well each neuron fits each expert; finite.
+        sizes_E: ``(E,)`` neurons each expert takes; sums to U.
     Returns:
         ``(E,)`` fp32 prices, in units of affinity.
     Source: arXiv:1306.0895 (Sinkhorn), arXiv:1610.06519 section 3.2 (epsilon scaling).
     """
     prices_E = torch.zeros(affinity_UE.shape[1])
-    spread = affinity_UE.std().item() if affinity_UE.numel() > 1 else 0.0
-    if spread == 0.0:
+    logit_std = affinity_UE.std().item() if affinity_UE.numel() > 1 else 0.0
+    if logit_std == 0.0:
         return prices_E
     wanted_E = sizes_E.clamp_min(0.5)
-    for smoothing in spread * torch.logspace(0, torch.tensor(FINEST / COARSEST).log10().item(), ROUNDS):
+    for smoothing in logit_std * torch.logspace(0, torch.tensor(FINEST / COARSEST).log10().item(), ROUNDS):
         demand_E = ((affinity_UE - prices_E) / smoothing).softmax(1).sum(0)
         prices_E = prices_E + smoothing * (demand_E.clamp_min(1e-6) / wanted_E).log()
     return prices_E
 
 
 STEPS = 2**30  # integer steps across the range of affinities
-MISPLACED_SHARE = 0.02  # of the units; fitted prices leave about as many out of place
+MISPLACED_SHARE = 0.02  # of the neurons; fitted prices leave about as many out of place
 
 
 class Assignment(NamedTuple):
-    """The expert of every unit, and prices that prove it the best: no unit would rather be elsewhere."""
+    """The expert of every neuron, and prices that prove it the best: no neuron would rather be elsewhere."""
 
     labels_U: Int[Tensor, "U"]
     prices_E: Float[Tensor, "E"]  # float64, in units of affinity
@@ -147,15 +147,15 @@ class Assignment(NamedTuple):
 def assign_balanced(
     affinity_UE: Float[Tensor, "U E"], sizes_E: Int[Tensor, "E"], *, prices_E: Float[Tensor, "E"] | None = None
 ) -> Assignment:
-    """Give every unit an expert so that expert e gets exactly `sizes_E[e]` and the summed affinity is the highest.
+    """Give every neuron an expert so that expert e gets exactly `sizes_E[e]` and the summed affinity is the highest.
 
-    Units first choose by affinity − price. Experts that got too many then pass units on along the cheapest chain of
-    moves to one that got too few. Chains run between the E experts, not the U units, which is what makes this fast:
+    Neurons first choose by affinity − price. Experts that got too many then pass neurons on along the cheapest chain of
+    moves to one that got too few. Chains run between the E experts, not the U neurons, which is what makes this fast:
     an O(U³) assignment problem becomes a few shortest paths on E nodes.
 
     Args:
-        affinity_UE: ``(U, E)`` how well each unit fits each expert; finite.
-        sizes_E: ``(E,)`` units each expert takes; sums to U.
+        affinity_UE: ``(U, E)`` how well each neuron fits each expert; finite.
+        sizes_E: ``(E,)`` neurons each expert takes; sums to U.
         prices_E: ``(E,)`` those of a like problem, where prices start if they serve better than fitted ones would; they
             change the time taken, not the total.
     Returns:
@@ -175,7 +175,7 @@ def assign_balanced(
 
 
 def _misplaced(affinity_UE: Tensor, sizes_E: Tensor, prices_E: Tensor) -> int:
-    """How many units have to move after all have chosen by affinity − price."""
+    """How many neurons have to move after all have chosen by affinity − price."""
     demand_E = (affinity_UE - prices_E.to(affinity_UE)).argmax(1).bincount(minlength=len(sizes_E))
     return int((demand_E - sizes_E).clamp_min(0).sum())
 

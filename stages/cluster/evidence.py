@@ -1,4 +1,4 @@
-"""What is known of one layer when its units are given roles and experts."""
+"""What is known of one layer when its neurons are given roles and experts."""
 
 from dataclasses import dataclass
 
@@ -9,8 +9,8 @@ from torch import Tensor
 
 from instruments.errors import ConfigError
 from models.config import ModelConfig
-from models.shape import Shape
-from stages.artifacts.statistics import DomainStatistics, Scores, UnitStatistics
+from models.shape import MoEShape
+from stages.artifacts.statistics import DomainStatistics, NeuronStatistics, Scores
 from stages.calibration.elimination import rank_by_alignment
 from stages.cluster.activity import LayerActivity
 from stages.cluster.config import ClusterConfig
@@ -24,7 +24,7 @@ class LayerEvidence:
 
     layer: int
     model: ModelConfig
-    statistics: UnitStatistics  # of all layers, as the scores
+    statistics: NeuronStatistics  # of all layers, as the scores
     scores: Scores | None  # None: nothing is ranked by score
     seed: int
     pass_activity: LayerActivity | None = None
@@ -58,8 +58,8 @@ def require(found: object, what: str, do: str) -> None:
         raise ConfigError(what, where="stage=cluster, setting cluster.features", do=do)
 
 
-def rank_units(
-    cluster: ClusterConfig, evidence: LayerEvidence, shape: Shape
+def rank_neurons(
+    cluster: ClusterConfig, evidence: LayerEvidence, shape: MoEShape
 ) -> tuple[Float[Tensor, "F"], Float[Tensor, "F"]]:
     """What always-on neurons are the highest of, and what decides which of the others find a place in an expert.
 
@@ -73,7 +73,7 @@ def rank_units(
     return measure_F, evidence.score_F if shape.pooled else measure_F
 
 
-def align(cluster: ClusterConfig, evidence: LayerEvidence, shape: Shape) -> Float[Tensor, "F"]:
+def align(cluster: ClusterConfig, evidence: LayerEvidence, shape: MoEShape) -> Float[Tensor, "F"]:
     """The order in which the aligned output can do without neurons."""
     activity = evidence.activity
     # Without always-on neurons only those that find no slot need be told from the rest.

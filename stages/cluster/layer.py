@@ -10,27 +10,27 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from models.shape import Shape
+from models.shape import MoEShape
 from stages.cluster.evidence import LayerEvidence
-from stages.cluster.methods import Method, RoutedUnits, fill_experts, group_units
+from stages.cluster.methods import Method, RoutedNeurons, fill_experts, group_neurons
 from stages.cluster.neuron_map import ALWAYS_ON, DROPPED
 from stages.cluster.router_aware import TokenEnergy, measure_energy
 
 
 class Roles(NamedTuple):
-    """Every unit of a layer in one of three roles; indices ascend."""
+    """Every neuron of a layer in one of three roles; indices ascend."""
 
     always_on_S: Int[Tensor, "S"]
     routed_U: Int[Tensor, "U"]
     dropped_X: Int[Tensor, "X"]
 
 
-def split_units(measure_F: Float[Tensor, "F"], scores_F: Float[Tensor, "F"], *, always_on: int, slots: int) -> Roles:
-    """Keep the S units of highest measure on for every token, and drop what finds no slot in an expert.
+def split_neurons(measure_F: Float[Tensor, "F"], scores_F: Float[Tensor, "F"], *, always_on: int, slots: int) -> Roles:
+    """Keep the S neurons of highest measure on for every token, and drop what finds no slot in an expert.
 
     Args:
-        measure_F: ``(F,)`` what always-on units are chosen by.
-        scores_F: ``(F,)`` of the other units, those with the lowest score are dropped.
+        measure_F: ``(F,)`` what always-on neurons are chosen by.
+        scores_F: ``(F,)`` of the other neurons, those with the lowest score are dropped.
         always_on: S, below F.
         slots: E·N places in experts.
     Returns:
@@ -48,22 +48,22 @@ def split_units(measure_F: Float[Tensor, "F"], scores_F: Float[Tensor, "F"], *, 
 
 @dataclass(frozen=True)
 class LayerPartition:
-    """Roles of all units, and the units of every expert."""
+    """Roles of all neurons, and the neurons of every expert."""
 
     always_on_S: Int[Tensor, "S"]
     routed_U: Int[Tensor, "U"]
     dropped_X: Int[Tensor, "X"]
-    labels_U: Int[Tensor, "U"]  # the expert a routed unit was grouped into, before copies filled the others
-    units_EN: Int[Tensor, "E N"]
+    labels_U: Int[Tensor, "U"]  # the expert a routed neuron was grouped into, before copies filled the others
+    neurons_EN: Int[Tensor, "E N"]
 
     @property
     def roles(self) -> Roles:
-        """Every unit in one of three roles."""
+        """Every neuron in one of three roles."""
         return Roles(self.always_on_S, self.routed_U, self.dropped_X)
 
     @property
     def home_F(self) -> Int[Tensor, "F"]:
-        """Where every unit lives: its expert, ALWAYS_ON or DROPPED."""
+        """Where every neuron lives: its expert, ALWAYS_ON or DROPPED."""
         home_F = torch.full((sum(map(len, self.roles)),), DROPPED)
         home_F[self.roles.always_on_S] = ALWAYS_ON
         home_F[self.roles.routed_U] = self.labels_U
@@ -74,7 +74,7 @@ def partition_layer(
     measure_F: Float[Tensor, "F"],
     scores_F: Float[Tensor, "F"],
     features: Callable[[], Float[Tensor, "F C"]],
-    shape: Shape,
+    shape: MoEShape,
     *,
     method: Method,
     iterations: int,
@@ -83,26 +83,26 @@ def partition_layer(
     evidence: LayerEvidence | None = None,
     tokens: int = 8192,
 ) -> LayerPartition:
-    """Choose the always-on units, group the others into experts, and fill the experts to N units each.
+    """Choose the always-on neurons, group the others into experts, and fill the experts to N neurons each.
 
     Args:
-        measure_F: ``(F,)`` what always-on units are chosen by.
-        scores_F: ``(F,)`` what the other units are ranked, dropped and dealt by.
-        features: what units are compared by; called only by the method that does.
+        measure_F: ``(F,)`` what always-on neurons are chosen by.
+        scores_F: ``(F,)`` what the other neurons are ranked, dropped and dealt by.
+        features: what neurons are compared by; called only by the method that does.
         shape: E, N, K and S, with N ≤ F − S; of a pool, as `layer_shapes` gives it.
-        method: how units are grouped.
+        method: how neurons are grouped.
         iterations: most rounds of k-means.
         rng: of this layer alone.
         restarts: times k-means is started.
         evidence: all else that is known of the layer, for the methods that look at it.
-        tokens: calibration tokens that the method `captured` looks at, at most.
+        tokens: calibration tokens that the method `router_aware` looks at, at most.
     Returns:
-        Indices into the layer's F units, ascending within every expert.
+        Indices into the layer's F neurons, ascending within every expert.
     """
-    roles = split_units(measure_F, scores_F, always_on=shape.always_on, slots=shape.experts * shape.n)
+    roles = split_neurons(measure_F, scores_F, always_on=shape.always_on, slots=shape.experts * shape.n)
     if not shape.experts:  # of a pool to which this layer gives none
         return LayerPartition(*roles, roles.routed_U.clone(), roles.routed_U.new_empty(0, shape.n))
-    units = RoutedUnits(
+    neurons = RoutedNeurons(
         roles.routed_U,
         scores_F[roles.routed_U],
         lambda: features()[roles.routed_U],
@@ -110,11 +110,13 @@ def partition_layer(
         partial(measure_routed, evidence, roles, shape, tokens),
         shape.n,
     )
-    labels_U, affinity_UE = group_units(method, units, shape.experts, iterations=iterations, restarts=restarts, rng=rng)
+    labels_U, affinity_UE = group_neurons(
+        method, neurons, shape.experts, iterations=iterations, restarts=restarts, rng=rng
+    )
     return LayerPartition(*roles, labels_U, roles.routed_U[fill_experts(affinity_UE, labels_U, shape.n)])
 
 
-def measure_routed(evidence: LayerEvidence | None, roles: Roles, shape: Shape, tokens: int) -> TokenEnergy:
-    """The energy of the routed units on calibration tokens."""
+def measure_routed(evidence: LayerEvidence | None, roles: Roles, shape: MoEShape, tokens: int) -> TokenEnergy:
+    """The energy of the routed neurons on calibration tokens."""
     assert evidence is not None, "the layer's evidence is needed"
     return measure_energy(evidence.activity, roles.routed_U, roles.always_on_S, top_k=shape.top_k, tokens=tokens)

@@ -1,4 +1,4 @@
-"""Ways to group units into experts. Each gives every unit a home and every pair of unit and expert an affinity."""
+"""Ways to group neurons into experts: each neuron gets a home, each pair of neuron and expert an affinity."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,20 +24,20 @@ def fit_balanced_kmeans(
     restarts: int = 1,
     start: Int[Tensor, "U"] | None = None,
 ) -> Int[Tensor, "U"]:
-    """Group units by cosine similarity into clusters of exactly the given sizes.
+    """Group neurons by cosine similarity into clusters of exactly the given sizes.
 
-    Each round assigns units to centroids at the highest total similarity the sizes allow, then moves the centroids;
-    the total never falls, and the loop ends when no unit moves.
+    Each round assigns neurons to centroids at the highest total similarity the sizes allow, then moves the centroids;
+    the total never falls, and the loop ends when no neuron moves.
 
     Args:
-        features_UC: ``(U, C)`` fp32, finite; a zero row is a unit without direction and fills what is left.
-        sizes_E: ``(E,)`` units per cluster; sums to U, zeros allowed.
+        features_UC: ``(U, C)`` fp32, finite; a zero row is a neuron without direction and fills what is left.
+        sizes_E: ``(E,)`` neurons per cluster; sums to U, zeros allowed.
         iterations: most rounds, at least 1.
         rng: draws the first centroids.
         restarts: times the loop is run, at least 1; the clusters of the highest total are kept.
         start: ``(U,)`` clusters whose means are the first centroids of the first run, of any sizes; None draws them.
     Returns:
-        ``(U,)`` int64 cluster of each unit.
+        ``(U,)`` int64 cluster of each neuron.
     Source: spherical k-means (Dhillon, Modha 2001) with the assignment step constrained to sizes.
     """
     directions_UC = normalize(features_UC, dim=1)
@@ -56,7 +56,7 @@ def fit_balanced_kmeans(
 
 
 def _improve(directions_UC: Tensor, centroids_EC: Tensor, sizes_E: Tensor, iterations: int) -> Tensor:
-    """Rounds of assigning units and moving centroids until no unit moves."""
+    """Rounds of assigning neurons and moving centroids until no neuron moves."""
     labels_U, prices_E = torch.full((len(directions_UC),), -1), None
     for _ in range(iterations):
         previous_U = labels_U
@@ -68,14 +68,14 @@ def _improve(directions_UC: Tensor, centroids_EC: Tensor, sizes_E: Tensor, itera
 
 
 def total_similarity(directions_UC: Float[Tensor, "U C"], labels_U: Int[Tensor, "U"], clusters: int) -> float:
-    """Σ of every unit's cosine to the mean direction of its cluster: what k-means makes large."""
+    """Σ of every neuron's cosine to the mean direction of its cluster: what k-means makes large."""
     return float((directions_UC * mean_directions(directions_UC, labels_U, clusters)[labels_U]).double().sum())
 
 
 def mean_directions(
     directions_UC: Float[Tensor, "U C"], labels_U: Int[Tensor, "U"], clusters: int
 ) -> Float[Tensor, "E C"]:
-    """Unit-length mean of every cluster; zero where a cluster is empty or cancels out."""
+    """Neuron-length mean of every cluster; zero where a cluster is empty or cancels out."""
     sums_EC = torch.zeros(clusters, directions_UC.shape[1]).index_add_(0, labels_U, directions_UC)
     return normalize(sums_EC, dim=1)
 
@@ -92,28 +92,28 @@ def seed_centroids(
     while len(chosen) < clusters:
         to_last_U = 1 - (directions_UC @ directions_UC[chosen[-1]]).double()
         distance_U = distance_U.minimum(to_last_U.clamp_min(0))
-        weights_U = distance_U + 1e-12  # keeps the draw defined when every unit coincides with a centroid
+        weights_U = distance_U + 1e-12  # keeps the draw defined when every neuron coincides with a centroid
         chosen.append(int(rng.choice(len(weights_U), p=(weights_U / weights_U.sum()).numpy())))
     return directions_UC[chosen]
 
 
-def group_sizes(units: int, groups: int) -> Int[Tensor, "E"]:
-    """Sizes that sum to `units` and differ by one at most."""
-    sizes_E = torch.full((groups,), units // groups)
-    sizes_E[: units % groups] += 1
+def group_sizes(neurons: int, groups: int) -> Int[Tensor, "E"]:
+    """Sizes that sum to `neurons` and differ by one at most."""
+    sizes_E = torch.full((groups,), neurons // groups)
+    sizes_E[: neurons % groups] += 1
     return sizes_E
 
 
 def fill_experts(affinity_UE: Float[Tensor, "U E"], labels_U: Int[Tensor, "U"], size: int) -> Int[Tensor, "E N"]:
-    """Complete every group to `size` units with those that fit it best.
+    """Complete every group to `size` neurons with those that fit it best.
 
     Args:
-        affinity_UE: ``(U, E)`` how well each unit fits each expert; finite.
-        labels_U: ``(U,)`` group of each unit; no group is larger than `size`.
+        affinity_UE: ``(U, E)`` how well each neuron fits each expert; finite.
+        labels_U: ``(U,)`` group of each neuron; no group is larger than `size`.
         size: N, at most U.
     Returns:
-        ``(E, N)`` int64 units of each expert, ascending: every unit at least once, none twice in an expert; ties go to
-        the lower index.
+        ``(E, N)`` int64 neurons of each expert, ascending: every neuron at least once, none twice in an expert; ties go
+        to the lower index.
     """
     fit_EU = affinity_UE.T.clone()
     fit_EU[labels_U, torch.arange(len(labels_U))] = torch.inf
@@ -121,43 +121,51 @@ def fill_experts(affinity_UE: Float[Tensor, "U E"], labels_U: Int[Tensor, "U"], 
     return best_EU[:, :size].sort(dim=1).values
 
 
-Method = Literal["captured", "balanced_kmeans", "rank", "random", "contiguous"]
+Method = Literal["router_aware", "balanced_kmeans", "rank", "random", "contiguous"]
 
 
 class Grouping(NamedTuple):
-    """The home of each unit, and how well it fits every expert should there be room."""
+    """The home of each neuron, and how well it fits every expert should there be room."""
 
     labels_U: Int[Tensor, "U"]
     affinity_UE: Float[Tensor, "U E"]
 
 
 @dataclass(frozen=True)
-class RoutedUnits:
-    """The units to be grouped. Features are computed only for the method that compares them."""
+class RoutedNeurons:
+    """The neurons to be grouped. Features are computed only for the method that compares them."""
 
     indices_U: Int[Tensor, "U"]  # among the layer's F
     scores_U: Float[Tensor, "U"]
     features_UC: Callable[[], Tensor]
     evidence: LayerEvidence | None = None  # of the whole layer
-    energy: Callable[[], TokenEnergy] | None = None  # of the units, for the method that routes tokens
+    energy: Callable[[], TokenEnergy] | None = None  # of the neurons, for the method that routes tokens
     size: int = 0  # N, for the method that places copies
 
 
-def group_units(
-    method: Method, units: RoutedUnits, experts: int, *, rng: np.random.Generator, iterations: int, restarts: int = 1
+def group_neurons(
+    method: Method,
+    neurons: RoutedNeurons,
+    experts: int,
+    *,
+    rng: np.random.Generator,
+    iterations: int,
+    restarts: int = 1,
 ) -> Grouping:
-    """Group the routed units of a layer."""
+    """Group the routed neurons of a layer."""
     match method:
-        case "captured":
-            return group_by_captured(units, experts, iterations=iterations, restarts=restarts, rng=rng)
+        case "router_aware":
+            return group_router_aware(neurons, experts, iterations=iterations, restarts=restarts, rng=rng)
         case "balanced_kmeans":
-            return group_by_similarity(units.features_UC(), experts, iterations=iterations, restarts=restarts, rng=rng)
+            return group_by_similarity(
+                neurons.features_UC(), experts, iterations=iterations, restarts=restarts, rng=rng
+            )
         case "rank":
-            return deal_by_rank(units.scores_U, experts)
+            return deal_by_rank(neurons.scores_U, experts)
         case "random":
-            return group_at_random(len(units.scores_U), experts, rng=rng)
+            return group_at_random(len(neurons.scores_U), experts, rng=rng)
         case "contiguous":
-            return group_as_stored(len(units.scores_U), experts)
+            return group_as_stored(len(neurons.scores_U), experts)
 
 
 def group_by_similarity(
@@ -176,40 +184,40 @@ def group_by_similarity(
     return Grouping(labels_U, directions_UC @ mean_directions(directions_UC, labels_U, experts).T)
 
 
-def group_by_captured(
-    units: RoutedUnits, experts: int, *, iterations: int, rng: np.random.Generator, restarts: int = 1
+def group_router_aware(
+    neurons: RoutedNeurons, experts: int, *, iterations: int, rng: np.random.Generator, restarts: int = 1
 ) -> Grouping:
     """From balanced k-means on to what a router can capture; copies, where there is room, go where they are missed."""
-    start = group_by_similarity(units.features_UC(), experts, iterations=iterations, restarts=restarts, rng=rng)
-    assert units.energy is not None, "captured is streamed in config.py"
-    energy = units.energy()
+    start = group_by_similarity(neurons.features_UC(), experts, iterations=iterations, restarts=restarts, rng=rng)
+    assert neurons.energy is not None, "router_aware is streamed in config.py"
+    energy = neurons.energy()
     sizes_E = group_sizes(len(start.labels_U), experts)
     labels_U = regroup(energy, start.labels_U, sizes_E, iterations=iterations)
-    if experts * units.size <= len(labels_U):
+    if experts * neurons.size <= len(labels_U):
         return Grouping(labels_U, members(labels_U, experts, energy.energy_TU).T.cpu())
-    return Grouping(labels_U, place_copies(energy, labels_U, experts, units.size).T.cpu())
+    return Grouping(labels_U, place_copies(energy, labels_U, experts, neurons.size).T.cpu())
 
 
 def deal_by_rank(scores_U: Float[Tensor, "U"], experts: int) -> Grouping:
-    """Deal the units out in the order of their scores, so that every expert gets its share of strong ones."""
+    """Deal the neurons out in the order of their scores, so that every expert gets its share of strong ones."""
     order_U = scores_U.argsort(descending=True, stable=True)
     labels_U = torch.empty_like(order_U)
     labels_U[order_U] = torch.arange(len(order_U)) % experts
     return Grouping(labels_U, _affinity_in_turn(labels_U, experts))
 
 
-def group_at_random(units: int, experts: int, *, rng: np.random.Generator) -> Grouping:
-    """Seeded and blind to what the units do: the plain control."""
-    labels_U = torch.from_numpy(rng.permutation(units)) % experts
+def group_at_random(neurons: int, experts: int, *, rng: np.random.Generator) -> Grouping:
+    """Seeded and blind to what the neurons do: the plain control."""
+    labels_U = torch.from_numpy(rng.permutation(neurons)) % experts
     return Grouping(labels_U, _affinity_in_turn(labels_U, experts))
 
 
-def group_as_stored(units: int, experts: int) -> Grouping:
+def group_as_stored(neurons: int, experts: int) -> Grouping:
     """Neighbours in the weight matrix share an expert."""
-    labels_U = torch.arange(experts).repeat_interleave(group_sizes(units, experts))
+    labels_U = torch.arange(experts).repeat_interleave(group_sizes(neurons, experts))
     return Grouping(labels_U, _affinity_in_turn(labels_U, experts))
 
 
 def _affinity_in_turn(labels_U: Int[Tensor, "U"], experts: int) -> Float[Tensor, "U E"]:
-    """An expert with room takes the next group, then the one after: copies spread evenly over the units."""
+    """An expert with room takes the next group, then the one after: copies spread evenly over the neurons."""
     return -((labels_U[:, None] - torch.arange(experts)) % experts).float()

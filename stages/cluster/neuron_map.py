@@ -1,4 +1,4 @@
-"""One picture of a layer's units: which expert holds each, how it scores, how often it fires."""
+"""One picture of a layer's neurons: which expert holds each, how it scores, how often it fires."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,8 +34,8 @@ MOST_NAMED = len(COLOURS)  # more experts than this are coloured but not listed
 
 
 @dataclass(frozen=True)
-class UnitMap:
-    """What the picture shows, unit by unit."""
+class NeuronMap:
+    """What the picture shows, neuron by neuron."""
 
     coordinates_U2: Float[Tensor, "U 2"]
     home_U: Int[Tensor, "U"]  # an expert, ALWAYS_ON or DROPPED
@@ -45,19 +45,23 @@ class UnitMap:
     experts: int
 
 
-def draw_unit_map(units: UnitMap, path: Path, *, title: str) -> None:
+def draw_neuron_map(neurons: NeuronMap, path: Path, *, title: str) -> None:
     """Write a PNG of three panels; the same input and libraries give the same bytes."""
     figure = Figure(figsize=(20, 6.8), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=16)
     by_expert, by_score, by_frequency = figure.subplots(1, 3)
-    _draw_experts(by_expert, units)
+    _draw_experts(by_expert, neurons)
     _draw_measure(
-        by_score, units, units.score_U, Normalize(*_middle(units.score_U)), NAMES.get(units.score, units.score)
+        by_score,
+        neurons,
+        neurons.score_U,
+        Normalize(*_middle(neurons.score_U)),
+        NAMES.get(neurons.score, neurons.score),
     )
-    low, high = _middle(units.frequency_U[units.frequency_U > 0])
-    shown_U = units.frequency_U.clamp_min(low / 2)  # a unit that never fires has no logarithm
-    _draw_measure(by_frequency, units, shown_U, LogNorm(low, high), "share of tokens the unit is active on")
+    low, high = _middle(neurons.frequency_U[neurons.frequency_U > 0])
+    shown_U = neurons.frequency_U.clamp_min(low / 2)  # a neuron that never fires has no logarithm
+    _draw_measure(by_frequency, neurons, shown_U, LogNorm(low, high), "share of tokens the neuron is active on")
     for panel, name in ((by_expert, "Expert"), (by_score, "Score"), (by_frequency, "Frequency")):
         panel.set_title(name, fontsize=14)
         panel.set(xticks=[], yticks=[])
@@ -72,24 +76,24 @@ def _middle(values: Tensor) -> tuple[float, float]:
     return (low, high) if high > low else (low, low + 1.0)
 
 
-def _draw_measure(panel: Axes, units: UnitMap, values_U: Tensor, scale: Normalize, label: str) -> None:
+def _draw_measure(panel: Axes, neurons: NeuronMap, values_U: Tensor, scale: Normalize, label: str) -> None:
     """Colour by a measure; the highest are drawn last, on top."""
     order_U = values_U.argsort(stable=True)
-    x_U, y_U = units.coordinates_U2[order_U].T.numpy()
-    dots = panel.scatter(x_U, y_U, c=values_U[order_U].numpy(), s=_dot_area(units), cmap="viridis", norm=scale)
+    x_U, y_U = neurons.coordinates_U2[order_U].T.numpy()
+    dots = panel.scatter(x_U, y_U, c=values_U[order_U].numpy(), s=_dot_area(neurons), cmap="viridis", norm=scale)
     bar = panel.figure.colorbar(dots, ax=panel, extend="both", shrink=0.85)
     bar.set_label(label, fontsize=12)
 
 
-def _draw_experts(panel: Axes, units: UnitMap) -> None:
+def _draw_experts(panel: Axes, neurons: NeuronMap) -> None:
     """Colour by expert; where the experts are few, number each in its midst and list them all."""
-    named = units.experts <= MOST_NAMED
+    named = neurons.experts <= MOST_NAMED
     handles = []
-    for home, name, colour in _homes(units.experts):
-        points_U2 = units.coordinates_U2[units.home_U == home].numpy()
+    for home, name, colour in _homes(neurons.experts):
+        points_U2 = neurons.coordinates_U2[neurons.home_U == home].numpy()
         if not len(points_U2):
             continue
-        panel.scatter(points_U2[:, 0], points_U2[:, 1], color=colour, s=_dot_area(units))
+        panel.scatter(points_U2[:, 0], points_U2[:, 1], color=colour, s=_dot_area(neurons))
         if named or home < 0:
             handles.append(Line2D([], [], marker="o", linestyle="", color=colour, label=f"{name} ({len(points_U2)})"))
         if named and home >= 0:
@@ -99,7 +103,7 @@ def _draw_experts(panel: Axes, units: UnitMap) -> None:
                 va="center",
             )  # fmt: skip
     if not named:
-        handles.append(Line2D([], [], linestyle="", label=f"{units.experts} experts,\ncolours repeat"))
+        handles.append(Line2D([], [], linestyle="", label=f"{neurons.experts} experts,\ncolours repeat"))
     panel.legend(
         handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, labelspacing=0.3,
         handletextpad=0.1, fontsize=10 if len(handles) <= 24 else 8,
@@ -119,6 +123,6 @@ def _midst(points_U2: NDArray[np.float32]) -> tuple[float, float]:
     return x, y
 
 
-def _dot_area(units: UnitMap) -> float:
-    """Area in points² that keeps the panel about as full whatever the number of units."""
-    return float(np.clip(24000 / len(units.home_U), 3.0, 40.0))
+def _dot_area(neurons: NeuronMap) -> float:
+    """Area in points² that keeps the panel about as full whatever the number of neurons."""
+    return float(np.clip(24000 / len(neurons.home_U), 3.0, 40.0))

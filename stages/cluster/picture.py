@@ -17,29 +17,29 @@ from instruments.errors import ConfigError
 from stages.cluster.config import ClusterConfig
 from stages.cluster.evidence import LayerEvidence
 from stages.cluster.layer import LayerPartition
-from stages.cluster.neuron_map import UnitMap, draw_unit_map
+from stages.cluster.neuron_map import NeuronMap, draw_neuron_map
 from stages.cluster.views import name_views
 
-MOST_DIMS = 50  # principal components in which both methods compare units
+MOST_DIMS = 50  # principal components in which both methods compare neurons
 
 Points = NDArray[np.float32]
 
 
-def place_units(
+def place_neurons(
     features_UC: Float[Tensor, "U C"], method: Literal["umap", "tsne"], *, neighbors: int, rng: np.random.Generator
 ) -> Float[Tensor, "U 2"]:
     """Coordinates for a picture: neighbours by cosine stay neighbours, distances far apart mean little.
 
     Args:
-        features_UC: ``(U, C)`` finite, U at least 4; a zero row is a unit without direction.
+        features_UC: ``(U, C)`` finite, U at least 4; a zero row is a neuron without direction.
         method: umap or tsne.
-        neighbors: neighbours (umap) or perplexity (tsne), lowered where there are too few units.
+        neighbors: neighbours (umap) or perplexity (tsne), lowered where there are too few neurons.
         rng: of this picture; the same stream gives the same picture on the same machine.
     Returns:
         ``(U, 2)`` fp32.
     """
     points_UP = principal_points(features_UC)
-    start_U2 = 1e-3 * rng.standard_normal((len(points_UP), 2), dtype=np.float32)  # tells units apart that are alike
+    start_U2 = 1e-3 * rng.standard_normal((len(points_UP), 2), dtype=np.float32)  # tells neurons apart that are alike
     start_U2[:, : points_UP.shape[1]] += points_UP[:, :2]
     place = place_by_umap if method == "umap" else place_by_tsne
     placed_U2 = place(points_UP, start_U2, neighbors, seed=int(rng.integers(2**31)))
@@ -47,7 +47,7 @@ def place_units(
 
 
 def principal_points(features_UC: Float[Tensor, "U C"]) -> Points:
-    """Directions of the units along their principal components, (U, P)."""
+    """Directions of the neurons along their principal components, (U, P)."""
     directions_UC = normalize(features_UC, dim=1)
     left_UP, spread_P, _right = torch.linalg.svd(directions_UC - directions_UC.mean(0), full_matrices=False)
     points_UP: Points = (left_UP * spread_P)[:, :MOST_DIMS].numpy()
@@ -76,7 +76,7 @@ def place_by_umap(points_UP: Points, start_U2: Points, neighbors: int, *, seed: 
 
 
 def place_by_tsne(points_UP: Points, start_U2: Points, neighbors: int, *, seed: int) -> Points:
-    """t-SNE with as high a perplexity as its number of units allows."""
+    """t-SNE with as high a perplexity as its number of neurons allows."""
     perplexity = min(float(neighbors), (len(points_UP) - 1) / 3)
     start_U2 = 1e-4 * start_U2 / start_U2.std()  # it wants to start from a point, all but
     placed_U2: Points = TSNE(perplexity=perplexity, init=start_U2, random_state=seed).fit_transform(points_UP)
@@ -100,7 +100,7 @@ def layers_to_draw(cluster: ClusterConfig, layers: int) -> list[int]:
     return sorted({layer % layers for layer in wanted})
 
 
-def draw_layer(
+def plot_layer(
     folder: Path,
     layer: int,
     partition: LayerPartition,
@@ -111,25 +111,25 @@ def draw_layer(
 ) -> str:
     """Write the map of one layer; returns the file's name."""
     width = len(features_FC)
-    shown = torch.from_numpy(np.linspace(0, width - 1, min(width, cluster.map_units)).round().astype(np.int64))
-    coordinates_U2 = place_units(
+    shown = torch.from_numpy(np.linspace(0, width - 1, min(width, cluster.map_neurons)).round().astype(np.int64))
+    coordinates_U2 = place_neurons(
         features_FC[shown],
         cluster.map,  # type: ignore[arg-type] # checked against the choices beside the field
         neighbors=cluster.map_neighbors,
         rng=rng,
     )
-    experts, size = partition.units_EN.shape
+    experts, size = partition.neurons_EN.shape
     # What no neuron was ranked by is not shown.
     scores, frequency_U = evidence.scores, evidence.statistics.frequency[layer, shown]
     name, score_F = ("contribution", evidence.contribution_F) if scores is None else (scores.method, evidence.score_F)
-    picture = UnitMap(coordinates_U2, partition.home_F[shown], score_F[shown], name, frequency_U, experts)
-    file = f"unit_map_layer_{layer:03}.png"
-    units = f"{width} units" if len(shown) == width else f"{len(shown)} of {width} units"
+    picture = NeuronMap(coordinates_U2, partition.home_F[shown], score_F[shown], name, frequency_U, experts)
+    file = f"neuron_map_layer_{layer:03}.png"
+    neurons = f"{width} neurons" if len(shown) == width else f"{len(shown)} of {width} neurons"
     copies = ", coloured by first home" if experts * size > len(partition.roles.routed_U) else ""
-    draw_unit_map(
+    draw_neuron_map(
         picture,
         folder / file,
-        title=f"Layer {layer}: {units}, {experts} experts of {size}{copies} "
+        title=f"Layer {layer}: {neurons}, {experts} experts of {size}{copies} "
         f"({MAP_NAMES[cluster.map]} of {name_views(cluster)})",
     )
     return file

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from models.routing import membership
-from models.shape import Shape
+from models.shape import MoEShape
 from stages.artifacts.job import Table
 from stages.cluster.balance import assign_balanced
 from stages.cluster.config import NOTHING_RANKED, ClusterConfig, drops
@@ -22,10 +22,10 @@ from stages.cluster.views import CHUNK, unpack_bits
 
 
 class Objective(NamedTuple):
-    """Mean cosine of a unit to the mean direction of its expert."""
+    """Mean cosine of a neuron to the mean direction of its expert."""
 
     similarity: float
-    by_chance: float  # of units dealt out at random into groups of the same sizes
+    by_chance: float  # of neurons dealt out at random into groups of the same sizes
     gap: float  # share by which the best assignment to the experts' mean directions is better; 0 where k-means is done
 
 
@@ -36,9 +36,9 @@ def measure_objective(
 
     Args:
         features_UC: ``(U, C)`` what was compared.
-        labels_U: ``(U,)`` expert of each unit, before copies.
+        labels_U: ``(U,)`` expert of each neuron, before copies.
         experts: E.
-        rng: deals out the units at random.
+        rng: deals out the neurons at random.
     """
     directions_UC = normalize(features_UC, dim=1)
     dealt_U = labels_U[torch.from_numpy(rng.permutation(len(labels_U)))]
@@ -55,7 +55,7 @@ def measure_objective(
 
 
 class Coactivation(NamedTuple):
-    """Chance that two units both fire on a token; None where there is no such pair."""
+    """Chance that two neurons both fire on a token; None where there is no such pair."""
 
     within: float | None
     between: float | None
@@ -67,43 +67,43 @@ class Coactivation(NamedTuple):
 
 
 def measure_coactivation(
-    active_bits_Fr: UInt8[Tensor, "F r"], tokens: int, units_EN: Int[Tensor, "E N"]
+    active_bits_Fr: UInt8[Tensor, "F r"], tokens: int, neurons_EN: Int[Tensor, "E N"]
 ) -> Coactivation:
-    """Mean co-activation of two units of one expert, and of two units of different experts.
+    """Mean co-activation of two neurons of one expert, and of two neurons of different experts.
 
-    Counted per token from how many units of each expert fire, never pair by pair. Copies of a unit in two experts are
-    no pair.
+    Counted per token from how many neurons of each expert fire, never pair by pair. Copies of a neuron in two experts
+    are no pair.
 
     Args:
         active_bits_Fr: ``(F, ceil(R/8))`` packed bits.
         tokens: R, at least 1.
-        units_EN: ``(E, N)`` units of every expert.
+        neurons_EN: ``(E, N)`` neurons of every expert.
     Returns:
         Both chances, over reservoir tokens and pairs.
     """
-    experts, size = units_EN.shape
-    member_EF = membership(units_EN, len(active_bits_Fr))
+    experts, size = neurons_EN.shape
+    member_EF = membership(neurons_EN, len(active_bits_Fr))
     copies_F = member_EF.sum(0).long()
     firing_RE = torch.zeros(tokens, experts)
-    same_unit = 0
+    same_neuron = 0
     for start in range(0, len(active_bits_Fr), CHUNK):
         bits_UR = unpack_bits(active_bits_Fr[start : start + CHUNK], tokens)
         copies_U = copies_F[start : start + CHUNK]
         firing_RE += bits_UR.T @ member_EF[:, start : start + CHUNK].T
-        same_unit += int((bits_UR.sum(1).long() * copies_U * (copies_U - 1)).sum())
+        same_neuron += int((bits_UR.sum(1).long() * copies_U * (copies_U - 1)).sum())
     firing_RE = firing_RE.long()
     squares = int(firing_RE.square().sum())
     within = squares - int(firing_RE.sum())
-    between = int(firing_RE.sum(1).square().sum()) - squares - same_unit
+    between = int(firing_RE.sum(1).square().sum()) - squares - same_neuron
     pairs_within = experts * size * (size - 1)
     pairs_between = (experts * size) ** 2 - experts * size**2 - int((copies_F * (copies_F - 1)).sum())
     return Coactivation(_mean(within, pairs_within * tokens), _mean(between, pairs_between * tokens))
 
 
-def share_of(contribution_F: Float[Tensor, "F"], units: Int[Tensor, "U"]) -> float:
-    """Share of the layer's contribution that these units carry; 0 in a layer that contributes nothing."""
+def share_of(contribution_F: Float[Tensor, "F"], neurons: Int[Tensor, "U"]) -> float:
+    """Share of the layer's contribution that these neurons carry; 0 in a layer that contributes nothing."""
     total = float(contribution_F.sum())
-    return float(contribution_F[units].sum()) / total if total else 0.0
+    return float(contribution_F[neurons].sum()) / total if total else 0.0
 
 
 def _mean(total: int, count: int) -> float | None:
@@ -127,18 +127,18 @@ def measure_layer(
 ) -> LayerFigures:
     """What the table says about one layer; `features_FC` are those that the method compared, if it did."""
     roles, statistics, layer = partition.roles, evidence.statistics, evidence.layer
-    contribution_F, experts = evidence.contribution_F, len(partition.units_EN)
+    contribution_F, experts = evidence.contribution_F, len(partition.neurons_EN)
     objective = None
     if features_FC is not None and experts:
         compared_UC = features_FC[roles.routed_U]
         objective = measure_objective(compared_UC, partition.labels_U, experts, rng=evidence.draw(CONTROL))
     return LayerFigures(
-        measure_coactivation(statistics.active_bits[layer], statistics.reservoir_tokens, partition.units_EN),
+        measure_coactivation(statistics.active_bits[layer], statistics.reservoir_tokens, partition.neurons_EN),
         objective,
         always_on_share=share_of(contribution_F, roles.always_on_S),
         dropped=len(roles.dropped_X),
         dropped_share=share_of(contribution_F, roles.dropped_X),
-        copies=int(partition.units_EN.flatten().bincount(minlength=1).max()),
+        copies=int(partition.neurons_EN.flatten().bincount(minlength=1).max()),
     )
 
 
@@ -151,7 +151,7 @@ COLUMNS = [
     "by chance",
     "gap",
     "always-on share",
-    "dropped units",
+    "dropped neurons",
     "dropped share",
     "most copies",
 ]
@@ -162,7 +162,7 @@ def tabulate_layers(
     cluster: ClusterConfig,
     description: str,
     pictures: Sequence[str],
-    shapes: Sequence[Shape] = (),
+    shapes: Sequence[MoEShape] = (),
 ) -> Table:
     """One row per layer, and how it was done; `shapes` are those of the layers of a pool."""
     rows = [
@@ -181,12 +181,12 @@ def tabulate_layers(
     ]
     notes = [
         description,
-        "fire together: chance that two units are both active on a token; shares are of the layer's mean |h|·‖d‖",
+        "fire together: chance that two neurons are both active on a token; shares are of the layer's mean |h|·‖d‖",
     ]
     if any(figure.objective for figure in figures):
         notes.append(
-            "similarity: mean cosine of a unit to its expert's mean, beside that of random experts; gap: what the best "
-            "assignment to these means would add"
+            "similarity: mean cosine of a neuron and its expert's mean, then that of random experts; gap: what the "
+            "best assignment to these means would add"
         )
     if shapes:
         notes.append(
@@ -198,7 +198,7 @@ def tabulate_layers(
     return Table("cluster", COLUMNS, rows, notes)
 
 
-def describe(cluster: ClusterConfig, shape: Shape, width: int, score: str | None) -> str:
+def describe(cluster: ClusterConfig, shape: MoEShape, width: int, score: str | None) -> str:
     """What grouped the neurons, and what chose those that are always on, dropped or dealt out, in a sentence.
 
     Args:

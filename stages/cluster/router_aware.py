@@ -1,8 +1,8 @@
-"""Partition and router in turn: units go where the tokens that need them are routed, tokens where their units went.
+"""Partition and router in turn: neurons go where the tokens that need them are routed, tokens where their neurons went.
 
-The measure is captured energy: what the chosen experts hold of Σ_j (h_j·‖d_j‖)², where h_j is taken without the part
-that the always-on units foretell, since alignment lets these make up for it. A partition is as good as a linear router
-can route it: the tokens' experts come from a ridge regression, not from an oracle.
+The measure is router_aware energy: what the chosen experts hold of Σ_j (h_j·‖d_j‖)², where h_j is taken without the
+part that the always-on neurons foretell, since alignment lets these make up for it. A partition is as good as a linear
+router can route it: the tokens' experts come from a ridge regression, not from an oracle.
 """
 
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ from stages.cluster.activity import LayerActivity
 from stages.cluster.balance import assign_balanced
 
 ROUTER_PENALTY = 0.1
-FORETOLD_PENALTY = 1e-2
+PREDICT_PENALTY = 1e-2
 SWEEPS = 2  # over the experts, when copies are placed
 
 
 @dataclass(frozen=True)
 class TokenEnergy:
-    """What every routed unit adds for every token, and a way to route tokens by their inputs."""
+    """What every routed neuron adds for every token, and a way to route tokens by their inputs."""
 
     energy_TU: Tensor
     x_TD: Tensor
@@ -45,7 +45,7 @@ class TokenEnergy:
 def measure_energy(
     activity: LayerActivity, routed_U: Int[Tensor, "U"], always_on_S: Int[Tensor, "S"], *, top_k: int, tokens: int
 ) -> TokenEnergy:
-    """The energy of the routed units on at most `tokens` calibration tokens, spread evenly over the text.
+    """The energy of the routed neurons on at most `tokens` calibration tokens, spread evenly over the text.
 
     Memory: tokens × U.
     """
@@ -56,7 +56,7 @@ def measure_energy(
     if len(always_on_S):
         moments = NormalEquations(len(always_on_S), len(routed_U), device=x_TD.device)
         moments.add(kept_TS, hidden_TU)
-        hidden_TU.addmm_(kept_TS, moments.solve(FORETOLD_PENALTY).T, alpha=-1)
+        hidden_TU.addmm_(kept_TS, moments.solve(PREDICT_PENALTY).T, alpha=-1)
     energy_TU = hidden_TU.mul_(activity.ffn.down_DF.norm(dim=0)[routed_U]).square_()
     return TokenEnergy(energy_TU, x_TD, ridge_factor(x_TD, ROUTER_PENALTY), top_k)
 
@@ -72,23 +72,23 @@ def ridge_factor(a_TA: Float[Tensor, "T A"], penalty: float) -> Float[Tensor, "A
 def regroup(
     energy: TokenEnergy, labels_U: Int[Tensor, "U"], sizes_E: Int[Tensor, "E"], *, iterations: int
 ) -> Int[Tensor, "U"]:
-    """Improve a partition: route the tokens, assign units to the experts whose tokens need them most, and again.
+    """Improve a partition: route the tokens, assign neurons to the experts whose tokens need them most, and again.
 
     Args:
-        energy: of the units on tokens.
+        energy: of the neurons on tokens.
         labels_U: ``(U,)`` the partition to start from.
-        sizes_E: ``(E,)`` units each expert takes; sums to U.
+        sizes_E: ``(E,)`` neurons each expert takes; sums to U.
         iterations: most rounds.
     Returns:
-        ``(U,)`` the labels of the round that captured most; those it started from at worst.
+        ``(U,)`` the labels of the round that router_aware most; those it started from at worst.
     """
     best_U, most, prices_E = labels_U, -1.0, None
     for _ in range(iterations + 1):
         held_TE = energy.held(members(labels_U, len(sizes_E), energy.energy_TU))
         mask_TE = energy.route(held_TE)
-        captured = float((mask_TE * held_TE).sum())
-        if captured > most:
-            best_U, most = labels_U, captured
+        router_aware = float((mask_TE * held_TE).sum())
+        if router_aware > most:
+            best_U, most = labels_U, router_aware
         next_U, prices_E = assign_balanced((energy.energy_TU.T @ mask_TE).cpu(), sizes_E, prices_E=prices_E)
         if torch.equal(next_U, labels_U):
             break
@@ -97,19 +97,19 @@ def regroup(
 
 
 def members(labels_U: Int[Tensor, "U"], experts: int, like: Tensor) -> Float[Tensor, "E U"]:
-    """1 where the expert is the unit's home."""
+    """1 where the expert is the neuron's home."""
     labels_U = labels_U.to(like.device)
     return like.new_zeros(experts, len(labels_U)).scatter_(0, labels_U[None], 1.0)
 
 
 def place_copies(energy: TokenEnergy, labels_U: Int[Tensor, "U"], experts: int, size: int) -> Float[Tensor, "E U"]:
-    """Fill every expert to `size` units with those whose energy its tokens would otherwise miss.
+    """Fill every expert to `size` neurons with those whose energy its tokens would otherwise miss.
 
-    Every unit keeps its home. Expert by expert, a unit is worth what it adds for the tokens that go there and get it
-    from no other chosen expert; the tokens are routed anew after each sweep.
+    Every neuron keeps its home. Expert by expert, a neuron is worth what it adds for the tokens that go there and get
+    it from no other chosen expert; the tokens are routed anew after each sweep.
 
     Returns:
-        ``(E, U)`` 1 where the expert holds the unit, `size` in each row.
+        ``(E, U)`` 1 where the expert holds the neuron, `size` in each row.
     """
     home_EU = members(labels_U, experts, energy.energy_TU)
     member_EU = home_EU.clone()

@@ -11,20 +11,20 @@ from tqdm import tqdm
 
 from models.config import ModelConfig
 from models.loading import release_freed_memory
-from models.shape import Shape
+from models.shape import MoEShape
 from stages.artifacts.job import Job, Table
 from stages.artifacts.partition import Partition, PoolPartition
-from stages.artifacts.statistics import DomainStatistics, Scores, UnitStatistics
-from stages.artifacts.tensor_file import find_layer, keep_layer
+from stages.artifacts.statistics import DomainStatistics, NeuronStatistics, Scores
+from stages.artifacts.tensor_file import load_layer_checkpoint, save_layer_checkpoint
 from stages.calibration.config import VocabularyConfig
 from stages.cluster.activity import LayerActivity, open_activities
 from stages.cluster.allocation import layer_shapes
 from stages.cluster.config import ClusterConfig
-from stages.cluster.evidence import GROUPING, LAYOUT, LayerEvidence, rank_units
+from stages.cluster.evidence import GROUPING, LAYOUT, LayerEvidence, rank_neurons
 from stages.cluster.layer import LayerPartition, partition_layer
-from stages.cluster.picture import draw_layer, layers_to_draw
+from stages.cluster.picture import layers_to_draw, plot_layer
 from stages.cluster.report import describe, measure_layer, tabulate_layers
-from stages.cluster.views import view_units
+from stages.cluster.views import view_neurons
 from stages.text.config import DataConfig
 
 
@@ -35,11 +35,11 @@ def run(
     data: DataConfig,
     vocabulary: VocabularyConfig,
     cluster: ClusterConfig,
-    shape: Shape,
+    shape: MoEShape,
     seed: int,
 ) -> Table:
-    """Group the units of every layer into experts; no layer's draws depend on another layer."""
-    statistics, domains = UnitStatistics.load(job.parents["scan"]), load_domains(job.parents["scan"])
+    """Group the neurons of every layer into experts; no layer's draws depend on another layer."""
+    statistics, domains = NeuronStatistics.load(job.parents["scan"]), load_domains(job.parents["scan"])
     layers, width = statistics.sum_abs.shape
     scores = Scores.load(job.parents["score"]) if cluster.reads_score(shape, width) else None
     drawn = layers_to_draw(cluster, layers)
@@ -52,11 +52,11 @@ def run(
     with open_pass(model, data, vocabulary, batch_tokens, layers) as activities:
         for layer, activity in enumerate(tqdm(activities, total=layers, desc="cluster", unit="layer")):
             evidence = LayerEvidence(layer, model, statistics, scores, seed, activity, domains)
-            features = lru_cache(maxsize=1)(partial(view_units, cluster, evidence))
-            partition = find_layer(job.scratch, layer, LayerPartition)
+            features = lru_cache(maxsize=1)(partial(view_neurons, cluster, evidence))
+            partition = load_layer_checkpoint(job.scratch, layer, LayerPartition)
             if partition is None:
                 partition = partition_layer(
-                    *rank_units(cluster, evidence, shapes[layer]),
+                    *rank_neurons(cluster, evidence, shapes[layer]),
                     features,
                     shapes[layer],
                     method=cluster.method,  # type: ignore[arg-type] # checked against the choices beside the field
@@ -66,12 +66,12 @@ def run(
                     evidence=evidence,
                     tokens=cluster.sample_tokens,
                 )
-                keep_layer(job.scratch, layer, partition)
+                save_layer_checkpoint(job.scratch, layer, partition)
             partitions.append(partition)
             figures.append(measure_layer(partition, evidence, features() if cluster.groups_by_features else None))
             if layer in drawn and shapes[layer].experts:
                 rng = evidence.draw(LAYOUT)
-                pictures.append(draw_layer(job.out, layer, partition, features(), evidence, cluster, rng))
+                pictures.append(plot_layer(job.out, layer, partition, features(), evidence, cluster, rng))
     release_freed_memory()
     description = describe(cluster, shape, width, scores.description if scores else None)
     save_partition(job.out, partitions, shape, width, description)
@@ -79,16 +79,16 @@ def run(
 
 
 def save_partition(
-    folder: Path, partitions: Sequence[LayerPartition], shape: Shape, width: int, description: str
+    folder: Path, partitions: Sequence[LayerPartition], shape: MoEShape, width: int, description: str
 ) -> None:
     """Write the partitions of all layers as the contract of their topology."""
-    units = [partition.units_EN.int() for partition in partitions]
+    neurons = [partition.neurons_EN.int() for partition in partitions]
     always_on_LS = torch.stack([partition.roles.always_on_S.int() for partition in partitions])
     if shape.pooled:
-        home_E = torch.arange(len(units), dtype=torch.int32).repeat_interleave(torch.tensor([*map(len, units)]))
-        PoolPartition(width, torch.cat(units), home_E, always_on_LS, description).save(folder)
+        home_E = torch.arange(len(neurons), dtype=torch.int32).repeat_interleave(torch.tensor([*map(len, neurons)]))
+        PoolPartition(width, torch.cat(neurons), home_E, always_on_LS, description).save(folder)
     else:
-        Partition(width, torch.stack(units), always_on_LS, description).save(folder)
+        Partition(width, torch.stack(neurons), always_on_LS, description).save(folder)
 
 
 def load_domains(folder: Path) -> DomainStatistics | None:

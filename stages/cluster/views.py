@@ -1,4 +1,4 @@
-"""The views in which two units can be compared, each a matrix of one row per unit."""
+"""The views in which two neurons can be compared, each a matrix of one row per neuron."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -15,14 +15,14 @@ from models.source import read_config, resolve_folder
 from stages.cluster.config import ClusterConfig
 from stages.cluster.evidence import FEATURES, LayerEvidence, require
 
-CHUNK = 1024  # units unpacked at a time: 32 MiB at 8192 tokens
+CHUNK = 1024  # neurons unpacked at a time: 32 MiB at 8192 tokens
 SWEEPS = 3
 
 
 def coactivation_features(
     active_bits_Fr: UInt8[Tensor, "F r"], tokens: int, *, dims: int, rng: np.random.Generator
 ) -> Float[Tensor, "F C"]:
-    """Where each unit fires, as bits over reservoir tokens, in the directions that tell most units apart.
+    """Where each neuron fires, as bits over reservoir tokens, in the directions that tell most neurons apart.
 
     The cosine of two rows is (up to the reduction) the share of tokens where both fire: |i∩j| / √(|i|·|j|).
 
@@ -32,7 +32,7 @@ def coactivation_features(
         dims: directions kept, C = min(dims, R).
         rng: draws the first directions.
     Returns:
-        ``(F, C)`` fp32; the zero row for a unit that never fires.
+        ``(F, C)`` fp32; the zero row for a neuron that never fires.
     """
     return _project_on_top_directions(
         lambda start, stop: unpack_bits(active_bits_Fr[start:stop], tokens), len(active_bits_Fr), tokens, dims, rng
@@ -40,7 +40,7 @@ def coactivation_features(
 
 
 def gate_row_features(gate_FD: Float[Tensor, "F D"], *, dims: int, rng: np.random.Generator) -> Float[Tensor, "F C"]:
-    """What each unit listens to: its gate row, in the directions that tell most units apart. C = min(dims, D)."""
+    """What each neuron listens to: its gate row, in the directions that tell most neurons apart. C = min(dims, D)."""
     return _project_on_top_directions(
         lambda start, stop: gate_FD[start:stop].float(), len(gate_FD), gate_FD.shape[1], dims, rng
     )
@@ -72,16 +72,16 @@ def _project_on_top_directions(
 
 
 def join_views(views: Sequence[Tensor]) -> Float[Tensor, "F C"]:
-    """Put the rows of several views side by side so that each view tells units apart equally much.
+    """Put the rows of several views side by side so that each view tells neurons apart equally much.
 
     Every row becomes a direction, every view is divided by the root-mean-square distance of its directions from their
-    mean: without that a view in which all units look much alike (non-negative features) would hardly count. The cosine
-    of two joint rows is a mean of the views' cosines. A single view is returned as it is.
+    mean: without that a view in which all neurons look much alike (non-negative features) would hardly count. The
+    cosine of two joint rows is a mean of the views' cosines. A single view is returned as it is.
 
     Args:
-        views: ``(F, C)`` fp32 each, C differs; a zero row is a unit without direction in that view.
+        views: ``(F, C)`` fp32 each, C differs; a zero row is a neuron without direction in that view.
     Returns:
-        ``(F, ΣC)``; a view in which all units are the same is all zeros.
+        ``(F, ΣC)``; a view in which all neurons are the same is all zeros.
     """
     if len(views) == 1:
         return views[0]
@@ -90,19 +90,19 @@ def join_views(views: Sequence[Tensor]) -> Float[Tensor, "F C"]:
 
 def _spread_to_one(directions_FC: Float[Tensor, "F C"]) -> Float[Tensor, "F C"]:
     present_UC = directions_FC[directions_FC.any(dim=1)]
-    spread = (present_UC - present_UC.mean(0)).square().sum(1).mean().sqrt()
-    return directions_FC / spread if spread > 1e-6 else torch.zeros_like(directions_FC)
+    logit_std = (present_UC - present_UC.mean(0)).square().sum(1).mean().sqrt()
+    return directions_FC / logit_std if logit_std > 1e-6 else torch.zeros_like(directions_FC)
 
 
 def profile_features(taylor_GF: Float[Tensor, "G F"]) -> Float[Tensor, "F G"]:
-    """Roots of the shares of a unit's Taylor score that fall to each domain, all domains being equally loud.
+    """Roots of the shares of a neuron's Taylor score that fall to each domain, all domains being equally loud.
 
     The rows have unit length and the cosine of two rows is the Bhattacharyya coefficient of the two profiles.
 
     Args:
         taylor_GF: mean |h·∂loss/∂h| of every domain, >= 0.
     Returns:
-        ``(F, G)`` fp32; the zero row for a unit of no importance.
+        ``(F, G)`` fp32; the zero row for a neuron of no importance.
     """
     loudness_G1 = taylor_GF.double().sum(1, keepdim=True)
     even_GF = taylor_GF.double() / loudness_G1.clamp_min(torch.finfo(torch.float64).tiny)
@@ -116,17 +116,17 @@ LEAST_POWER = 1e-10  # of the strongest direction's; below it there is rounding 
 def contribution_features(
     hiddens: Callable[[], Iterable[Tensor]], down_DF: Float[Tensor, "D F"], *, dims: int, rng: np.random.Generator
 ) -> Float[Tensor, "F C"]:
-    """Units by |h_j|·‖d_j‖ over tokens, every token's row of unit length, so that loud tokens do not drown the rest.
+    """Neurons by |h_j|·‖d_j‖ over tokens, every token's row of unit length, so that loud tokens do not drown the rest.
 
-    The cosine of two units is (up to the reduction) that of their contributions over tokens.
+    The cosine of two neurons is (up to the reduction) that of their contributions over tokens.
 
     Args:
-        hiddens: gives the unit activations, ``(T, F)`` batch by batch, as often as it is called.
+        hiddens: gives the neuron activations, ``(T, F)`` batch by batch, as often as it is called.
         down_DF: columns d_j.
         dims: directions kept, C = min(dims, F).
         rng: draws the first directions.
     Returns:
-        ``(F, C)`` fp32 on the CPU; the zero row for a unit that never contributes.
+        ``(F, C)`` fp32 on the CPU; the zero row for a neuron that never contributes.
     """
     norms_F = down_DF.float().norm(dim=0)
     return reduce_columns(
@@ -174,8 +174,8 @@ NAMES = {
 }
 
 
-def view_units(cluster: ClusterConfig, evidence: LayerEvidence) -> Float[Tensor, "F C"]:
-    """The features of a layer's units that the settings ask for.
+def view_neurons(cluster: ClusterConfig, evidence: LayerEvidence) -> Float[Tensor, "F C"]:
+    """The features of a layer's neurons that the settings ask for.
 
     Raises:
         ConfigError: the scan did not keep what they are made of.
@@ -189,11 +189,11 @@ def name_views(cluster: ClusterConfig) -> str:
 
 
 def view_coactivation(evidence: LayerEvidence, dims: int) -> Float[Tensor, "F C"]:
-    """On which tokens a unit fires."""
+    """On which tokens a neuron fires."""
     statistics = evidence.statistics
     require(
         statistics.reservoir_tokens,
-        "the scan kept no activation bitmaps to compare units by",
+        "the scan kept no activation bitmaps to compare neurons by",
         "scan.reservoir_tokens=4096, or cluster.features=gate_rows",
     )
     bits_Fr = statistics.active_bits[evidence.layer]
@@ -201,7 +201,7 @@ def view_coactivation(evidence: LayerEvidence, dims: int) -> Float[Tensor, "F C"
 
 
 def view_gate_rows(evidence: LayerEvidence, dims: int) -> Float[Tensor, "F C"]:
-    """What a unit listens to."""
+    """What a neuron listens to."""
     folder = resolve_folder(evidence.model)
     with ShardReader(folder) as reader:
         gate_name, _up, _down = dense_family(read_config(folder)).ffn(evidence.layer)
@@ -210,13 +210,13 @@ def view_gate_rows(evidence: LayerEvidence, dims: int) -> Float[Tensor, "F C"]:
 
 
 def view_contribution(evidence: LayerEvidence, dims: int) -> Float[Tensor, "F C"]:
-    """To which tokens' outputs a unit adds how much."""
+    """To which tokens' outputs a neuron adds how much."""
     activity = evidence.activity
     return contribution_features(activity.hiddens, activity.ffn.down_DF, dims=dims, rng=evidence.draw(FEATURES))
 
 
 def view_taylor_profile(evidence: LayerEvidence, _dims: int) -> Float[Tensor, "F G"]:
-    """To which text domains a unit is important."""
+    """To which text domains a neuron is important."""
     domains, remedy = evidence.domains, "data.domain_field=, files of several domains, or cluster.features=coactivation"
     require(domains, "the scan kept no Taylor sums by text domain", "scan.domains=true")
     assert domains is not None

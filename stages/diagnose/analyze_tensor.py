@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from instruments.errors import ConfigError, DataError
 from instruments.precision.analyze_tensor import COLUMNS, analyze_tensor, notes_of, rows_of, to_json
-from instruments.precision.calls import Arguments, Call, find_tensors, listen
+from instruments.precision.calls import Arguments, Call, find_tensors, trace_modules
 from instruments.precision.plot import draw_tensor
 from stages.artifacts.job import Table
 from stages.diagnose.subject import Request, load_model, load_sample
@@ -42,7 +42,7 @@ def read_activations(request: Request, patterns: Sequence[str]) -> dict[str, Ten
     """Outputs in FP32 of the modules whose names fit a glob. Raises ConfigError: there is none."""
     model = load_model(request, torch.float32)
     outputs = _Outputs(patterns)
-    with listen(model, outputs):
+    with trace_modules(model, outputs):
         model(**load_sample(request, model), use_cache=False)
     if not outputs.found:
         names = [name for name, _ in model.named_modules() if name]

@@ -67,10 +67,10 @@ class RememberedFFN:
         return self.carved.width
 
     def run(self, x_TD: Float[Tensor, "T D"]) -> tuple[list[Block], Float[Tensor, "T D"]]:
-        """The features of all units, and the output."""
+        """The features of all neurons, and the output."""
         features_TF = self.features(x_TD)
-        everyone, units_F = (torch.arange(count, device=x_TD.device) for count in features_TF.shape)
-        return [Block(everyone, units_F, features_TF)], features_TF @ self.carved.down_DF.T
+        everyone, neurons_F = (torch.arange(count, device=x_TD.device) for count in features_TF.shape)
+        return [Block(everyone, neurons_F, features_TF)], features_TF @ self.carved.down_DF.T
 
     def __call__(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
         """The output."""
@@ -183,7 +183,7 @@ def run_baselines(
         text: both splits.
         facts_of: layer → what is known of it.
         settings: of the alignment.
-        replicated: some units have copies, so that even unaligned baselines need a weight for them: from how often
+        replicated: some neurons have copies, so that even unaligned baselines need a weight for them: from how often
             copies are chosen together on what the carve before alignment sees.
     Memory: hidden states of every baseline, on both splits where it is fitted, one layer, and what `Memo` keeps.
     """

@@ -1,4 +1,4 @@
-"""What the carve is compared with, each as active copies of units: masks, routers, oracles."""
+"""What the carve is compared with, each as active copies of neurons: masks, routers, oracles."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -10,34 +10,34 @@ from torch import Tensor
 from models.experts import ExpertLoop
 from models.ffn import DenseFFN
 from models.routing import LinearRouter, active_copies, choose_experts, chosen_mask, has_copies, membership
-from models.shape import Shape
+from models.shape import MoEShape
 from stages.calibration.carved_ffn import CarvedFFN, expert_grams, output_norms
 from stages.calibration.elimination import rank_by_alignment
 
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """One layer of the carve, and what the scan found of its units."""
+    """One layer of the carve, and what the scan found of its neurons."""
 
     ffn: DenseFFN
-    units_EN: Int[Tensor, "E N"]
+    neurons_EN: Int[Tensor, "E N"]
     always_S: Int[Tensor, "S"]
     router: LinearRouter
     contribution_F: Float[Tensor, "F"]
-    shape: Shape
+    shape: MoEShape
     seed: int
     pool: ExpertLoop | None = (
-        None  # of a global pool: the layer as its checkpoint holds it; `units_EN` are of all layers
+        None  # of a global pool: the layer as its checkpoint holds it; `neurons_EN` are of all layers
     )
 
 
-# (inputs, activations of all units) → the K experts of every token.
+# (inputs, activations of all neurons) → the K experts of every token.
 Choice = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """A baseline before alignment, and how its features follow from the activations of all units."""
+    """A baseline before alignment, and how its features follow from the activations of all neurons."""
 
     carved: CarvedFFN
     features: Callable[[Tensor, Tensor], Tensor]  # (T, D) inputs, (T, F) activations → what its columns multiply
@@ -59,28 +59,28 @@ def choice_of(method: str, facts: LayerFacts) -> Choice:
             drawn = LinearRouter.without_bias(rows_ED)
             return lambda x_TD, _h: drawn.choose(x_TD, top_k)
         case "oracle":
-            grams_ENN = expert_grams(facts.ffn, facts.units_EN)
-            return lambda _x, h_TF: choose_experts(output_norms(grams_ENN, h_TF, facts.units_EN), top_k)
+            grams_ENN = expert_grams(facts.ffn, facts.neurons_EN)
+            return lambda _x, h_TF: choose_experts(output_norms(grams_ENN, h_TF, facts.neurons_EN), top_k)
     raise AssertionError(f"no baseline {method}")
 
 
 def start_baseline(
     method: str, facts: LayerFacts, inputs: Sequence[Tensor], hidden: Callable[[Tensor], Tensor] | None = None
 ) -> Baseline:
-    """The baseline before alignment; copies of a unit share its weight as in the carve.
+    """The baseline before alignment; copies of a neuron share its weight as in the carve.
 
     Args:
         method: name without `_aligned`.
         facts: of the layer.
-        inputs: calibration inputs, for a mask that is chosen by them and for units that have copies.
-        hidden: inputs → activations of all units; None computes them.
+        inputs: calibration inputs, for a mask that is chosen by them and for neurons that have copies.
+        hidden: inputs → activations of all neurons; None computes them.
     """
     if method in MASKS:
-        return mask_units(facts, MASKS[method](facts, inputs))
+        return mask_neurons(facts, MASKS[method](facts, inputs))
     choose = choice_of(method, facts)
-    member_EF = membership(facts.units_EN, facts.ffn.width)
+    member_EF = membership(facts.neurons_EN, facts.ffn.width)
     down_DF = facts.ffn.down_DF
-    if has_copies(facts.units_EN):
+    if has_copies(facts.neurons_EN):
         # A router does not look at the activations.
         looked_at = (hidden or facts.ffn.hidden) if method == "oracle" else (lambda x_TD: x_TD)
         chosen = (choose(x_TD, looked_at(x_TD)) for x_TD in inputs)
@@ -97,7 +97,7 @@ def copies_scale(
 ) -> Float[Tensor, "F"]:
     """Σ_t c_j / Σ_t c_j², see `replica_scale`, from how often two experts are chosen together.
 
-    With m_ej = 1 where expert e holds unit j, c_j = Σ_e chosen_e·m_ej: E × E counts stand for T × F copies.
+    With m_ej = 1 where expert e holds neuron j, c_j = Σ_e chosen_e·m_ej: E × E counts stand for T × F copies.
     """
     experts = len(member_EF)
     together_EE = torch.zeros(experts, experts, dtype=torch.float64, device=member_EF.device)
@@ -112,7 +112,7 @@ def copies_scale(
     return scale_F.float()
 
 
-# What the units of a static mask are the highest of. best_mask: of what alignment cannot make up for, see
+# What the neurons of a static mask are the highest of. best_mask: of what alignment cannot make up for, see
 # `rank_by_alignment`; the strongest mask there is here.
 MASKS: dict[str, Callable[[LayerFacts, Sequence[Tensor]], Tensor]] = {
     "static_mask": lambda facts, _: facts.contribution_F,
@@ -120,8 +120,8 @@ MASKS: dict[str, Callable[[LayerFacts, Sequence[Tensor]], Tensor]] = {
 }
 
 
-def mask_units(facts: LayerFacts, measure_F: Float[Tensor, "F"]) -> Baseline:
-    """The S + K·N units of highest measure for every token, as a narrower FFN: no routing, no other unit's cost."""
+def mask_neurons(facts: LayerFacts, measure_F: Float[Tensor, "F"]) -> Baseline:
+    """The S + K·N neurons of highest measure for every token, as a narrower FFN: no routing, no other neuron's cost."""
     ffn = facts.ffn
     kept = measure_F.topk(min(ffn.width, facts.shape.active_width)).indices.sort().values.to(ffn.down_DF.device)
     narrow = DenseFFN(ffn.gate_FD[kept], ffn.up_FD[kept], ffn.down_DF[:, kept], ffn.act)

@@ -16,7 +16,7 @@ from models.config import ModelConfig
 from models.ffn import DenseFFN, ffn_modules, watch_ffns
 from models.loading import input_device, placement, resolve_device
 from models.routing import choose_experts
-from models.shape import Shape
+from models.shape import MoEShape
 from stages.calibration.carved_ffn import expert_grams, output_norms
 from stages.evaluate.baselines import LayerFacts
 from stages.evaluate.report import LayerResult, ModelCost
@@ -74,7 +74,7 @@ def time_forward(model: PreTrainedModel, batch: TokenBatch) -> float:
     return time.perf_counter() - begin
 
 
-def count_parameters(model: PreTrainedModel, shape: Shape) -> tuple[int, int]:
+def count_parameters(model: PreTrainedModel, shape: MoEShape) -> tuple[int, int]:
     """All parameters, and those a token passes: without the experts it is not sent to.
 
     Experts that all layers share are passed, and counted, once in every layer.
@@ -106,8 +106,8 @@ class LayerFidelity:
     @classmethod
     def start(cls, facts: LayerFacts) -> "LayerFidelity":
         """Nothing seen yet."""
-        load_E = torch.zeros(len(facts.units_EN), device=facts.router.rows_ED.device)
-        return cls(facts.shape.top_k, load_E, None if facts.pool else expert_grams(facts.ffn, facts.units_EN))
+        load_E = torch.zeros(len(facts.neurons_EN), device=facts.router.rows_ED.device)
+        return cls(facts.shape.top_k, load_E, None if facts.pool else expert_grams(facts.ffn, facts.neurons_EN))
 
     def add(
         self,
@@ -140,7 +140,7 @@ class LayerFidelity:
     ) -> Float[Tensor, "T E"]:
         """How much every expert gives: the norm of its output, or in a pool what it alone takes off the error."""
         if self.grams_ENN is not None:
-            return output_norms(self.grams_ENN, h_TF, facts.units_EN)
+            return output_norms(self.grams_ENN, h_TF, facts.neurons_EN)
         assert facts.pool is not None, "see start"
         return error_drops(facts.pool, x_TD, wanted_TD)
 
@@ -174,7 +174,7 @@ def compare(
     carved: PreTrainedModel,
     batches: Sequence[TokenBatch],
     facts_of: Callable[[int, DenseFFN], LayerFacts],
-    shape: Shape,
+    shape: MoEShape,
     speed_tokens: int,
 ) -> Comparison:
     """Loss, size and speed of both models, and how each carved FFN follows its dense one."""

@@ -16,12 +16,12 @@ from stages.calibration.batches import layer_seed
 from stages.losses import MeanLoss, measure_loss
 from stages.text.batches import TokenBatch
 
-# Masks and oracles choose among one layer's own units.
+# Masks and oracles choose among one layer's own neurons.
 POOL_BASELINES = ("unaligned", "random_router")
 
 
 def read_pool(checkpoint: Path, device: torch.device) -> Callable[[int], LayerExperts]:
-    """A pool as its checkpoint holds it: layer → all experts, and the layer's always-on units; fp32, read when needed.
+    """Read a pool's checkpoint: layer → all experts and the layer's always-on neurons, fp32, read when needed.
 
     Memory: the pool.
     """

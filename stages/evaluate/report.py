@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from models.shape import Shape
+from models.shape import MoEShape
 from stages.artifacts.job import Table
 from stages.losses import MeanLoss
 
@@ -17,7 +17,7 @@ DESCRIPTIONS = {
     "unaligned": "the same experts and choices, weights as cut",
     "static_mask": "static mask of the same width",
     "static_mask_aligned": "static mask, aligned like this MoE",
-    "best_mask_aligned": "best static mask (units by what alignment loses least), aligned",
+    "best_mask_aligned": "best static mask (neurons by what alignment loses least), aligned",
     "random_router": "random router, weights as cut",
     "random_router_aligned": "random router, aligned to its own routing",
     "oracle": "output oracle, weights as cut",
@@ -49,7 +49,7 @@ class LayerResult:
 class Evaluation:
     """Everything that was measured."""
 
-    shape: Shape
+    shape: MoEShape
     width: int
     heldout_tokens: int
     losses: Mapping[str, MeanLoss]
@@ -87,10 +87,10 @@ def notes(evaluation: Evaluation) -> list[str]:
     agreement = sum(layer.agreement for layer in layers) / len(layers)
     pooled = (
         "one pool of experts for all layers: active parameters are counted in every layer that uses them; masks and "
-        "oracles, which choose among one layer's units, are left out"
+        "oracles, which choose among one layer's neurons, are left out"
     )
     return [
-        f"{evaluation.heldout_tokens:,} held-out tokens; {shape.active_width} of {evaluation.width} FFN units "
+        f"{evaluation.heldout_tokens:,} held-out tokens; {shape.active_width} of {evaluation.width} FFN neurons "
         f"active per token ({shape.always_on} always on + {shape.top_k} of {shape.experts} experts of {shape.n})",
         f"mean reconstruction error of the FFN outputs {mean_error:.3f}; router agrees with the "
         f"{oracle_name(shape)} on "
@@ -100,7 +100,7 @@ def notes(evaluation: Evaluation) -> list[str]:
     ]
 
 
-def oracle_name(shape: Shape) -> str:
+def oracle_name(shape: MoEShape) -> str:
     """The oracle chooses the experts of largest output norm, or in a pool those that take most off the error."""
     return "error oracle" if shape.pooled else "output oracle"
 

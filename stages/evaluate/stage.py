@@ -11,13 +11,13 @@ from models.emit import checkpoint_dtype
 from models.experts import ExpertLoop
 from models.ffn import DenseFFN
 from models.loading import load_dense, load_tokenizer, resolve_device, resolve_dtype
-from models.shape import Shape
+from models.shape import MoEShape
 from models.source import resolve_folder
 from models.stream import LayerStream
 from stages.artifacts.job import Job, Table
 from stages.artifacts.partition import Partition, PoolPartition, load_partition
 from stages.artifacts.routers import Routers
-from stages.artifacts.statistics import UnitStatistics
+from stages.artifacts.statistics import NeuronStatistics
 from stages.calibration.alignment import AlignmentSettings
 from stages.calibration.batches import calibration_batches, layer_seed
 from stages.calibration.config import VocabularyConfig
@@ -42,7 +42,7 @@ def run(
     vocabulary: VocabularyConfig,
     project: AlignmentSettings,
     evaluate: EvaluateConfig,
-    shape: Shape,
+    shape: MoEShape,
     seed: int,
 ) -> Table:
     """Write `evaluation.json` and `evaluation.md`."""
@@ -79,7 +79,7 @@ def run(
 
 
 def compare_models(
-    job: Job, model: ModelConfig, text: Text, facts_of: FactsOf, evaluate: EvaluateConfig, shape: Shape
+    job: Job, model: ModelConfig, text: Text, facts_of: FactsOf, evaluate: EvaluateConfig, shape: MoEShape
 ) -> Comparison:
     """Dense and carved model side by side; both are freed before the baselines run."""
     # The MoE is cut from the stored weights, whatever the scan computed with: it is held against the stored model.
@@ -97,27 +97,27 @@ def load_text(
 
 
 def read_facts(
-    job: Job, stage: str, model: ModelConfig, partition: Partition | PoolPartition, shape: Shape, seed: int
+    job: Job, stage: str, model: ModelConfig, partition: Partition | PoolPartition, shape: MoEShape, seed: int
 ) -> FactsOf:
     """What earlier stages found and decided, layer by layer; the routers, and of a pool the experts, are `stage`'s."""
-    statistics, routers = UnitStatistics.load(job.parents["scan"]), Routers.load(job.parents[stage])
+    statistics, routers = NeuronStatistics.load(job.parents["scan"]), Routers.load(job.parents[stage])
     contribution_LF: Tensor = statistics.sum_abs / statistics.tokens * statistics.weight_norm_down
     pool = read_pool(job.parents[stage] / "checkpoint", resolve_device(model)) if shape.pooled else None
 
     def facts_of(index: int, ffn: DenseFFN) -> LayerFacts:
         device = ffn.gate_FD.device
-        units_EN = (partition.units if pool else partition.units_of(index)).to(device).long()
+        neurons_EN = (partition.neurons if pool else partition.neurons_of(index)).to(device).long()
         always_S, router = partition.always_on[index].to(device).long(), routers.layer(index).to(device)
         return LayerFacts(
             ffn,
-            units_EN,
+            neurons_EN,
             always_S,
             router,
             contribution_LF[index].to(device),
             shape,
             # Away from the seeds of assembly, or the random router of the baseline would repeat that of a random carve.
             layer_seed(seed, 5_000 + index),
-            pool and ExpertLoop(pool(index), units_EN, always_S, router, shape.top_k, ffn.width, ffn.act),
+            pool and ExpertLoop(pool(index), neurons_EN, always_S, router, shape.top_k, ffn.width, ffn.act),
         )
 
     return facts_of

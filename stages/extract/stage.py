@@ -8,7 +8,7 @@ from instruments.errors import ContractError
 from models.checkpoint.reader import ShardReader
 from models.config import ModelConfig
 from models.dense import dense_family
-from models.shape import Shape
+from models.shape import MoEShape
 from models.slicing import slice_experts
 from models.source import read_config, resolve_folder
 from stages.artifacts.experts import Provenance, save_layer, verify_layer
@@ -17,7 +17,7 @@ from stages.artifacts.partition import Partition, PoolPartition, load_partition
 from stages.extract.config import ExtractConfig
 
 
-def run(job: Job, *, model: ModelConfig, extract: ExtractConfig, shape: Shape) -> Table:
+def run(job: Job, *, model: ModelConfig, extract: ExtractConfig, shape: MoEShape) -> Table:
     """Copy the neurons that the partition names into one file a layer."""
     folder = resolve_folder(model)
     config = read_config(folder)
@@ -26,16 +26,16 @@ def run(job: Job, *, model: ModelConfig, extract: ExtractConfig, shape: Shape) -
     started, size = perf_counter(), 0
     with ShardReader(folder) as reader:
         for layer in tqdm(range(partition.layers), desc="extract", unit="layer"):
-            units_EN, always_on_S = partition.units_of(layer), partition.always_on[layer]
-            experts = slice_experts(reader, dense_family(config), layer, units_EN, always_on_S)
-            provenance = Provenance(units_EN, always_on_S)
+            neurons_EN, always_on_S = partition.neurons_of(layer), partition.always_on[layer]
+            experts = slice_experts(reader, dense_family(config), layer, neurons_EN, always_on_S)
+            provenance = Provenance(neurons_EN, always_on_S)
             size += save_layer(job.out, layer, experts, provenance, config.get("hidden_act", "silu"))
             if extract.verify:
                 verify_layer(job.out, layer, experts)
     return summarise(partition, size, perf_counter() - started)
 
 
-def check_partition(partition: Partition | PoolPartition, shape: Shape, *, layers: int, width: int) -> None:
+def check_partition(partition: Partition | PoolPartition, shape: MoEShape, *, layers: int, width: int) -> None:
     """Refuse a partition of another shape or another model. Raises ContractError."""
     wanted = (layers, shape.experts, shape.n, shape.always_on, width)
     if partition.sizes != wanted:
@@ -55,9 +55,9 @@ def summarise(partition: Partition | PoolPartition, size: int, seconds: float) -
         ("layers", layers),
         ("experts in all" if isinstance(partition, PoolPartition) else "experts a layer", experts),
         ("neurons an expert", n),
-        ("always-on units a layer", always_on),
-        ("units dropped a layer", f"{dropped.double().mean():.0f} of {partition.width}"),
-        ("most copies of a unit", int(multiplicity_LF.max())),
+        ("always-on neurons a layer", always_on),
+        ("neurons dropped a layer", f"{dropped.double().mean():.0f} of {partition.width}"),
+        ("most copies of a neuron", int(multiplicity_LF.max())),
         ("written", f"{size / 2**20:.1f} MiB"),
         ("time", f"{seconds:.1f} s, {size / 2**20 / max(seconds, 1e-9):.0f} MiB/s"),
     ]

@@ -60,5 +60,5 @@ def _draw_name(course: Course, y: float) -> Markup:
 
 def _short(tokens: float, ticks: list[float]) -> str:
     """Thousands and millions as k and M."""
-    size, unit = (1e6, "M") if ticks[-1] >= 1e6 else (1e3, "k") if ticks[-1] >= 1e4 else (1.0, "")
-    return "0" if tokens == 0 else tick_label(tokens / size, [tick / size for tick in ticks]) + unit
+    size, neuron = (1e6, "M") if ticks[-1] >= 1e6 else (1e3, "k") if ticks[-1] >= 1e4 else (1.0, "")
+    return "0" if tokens == 0 else tick_label(tokens / size, [tick / size for tick in ticks]) + neuron

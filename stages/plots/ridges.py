@@ -1,4 +1,4 @@
-"""Distributions below each other on one axis: where a layer's units lie, and how wide."""
+"""Distributions below each other on one axis: where a layer's neurons lie, and how wide."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,7 +63,7 @@ def _draw_ridge(ridge: Ridge, x: Scale, base: float, height: float, name: str) -
 
 
 def _draw_middle(ridge: Ridge, x: Scale, base: float) -> Markup:
-    """The middle half of the units, and the median."""
+    """The middle half of the neurons, and the median."""
     low, median, high = ridge.quartiles
     return join(
         element("line", x1=x(low), x2=x(high), y1=base, y2=base, class_="middle"),

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from models.shape import Shape
+from models.shape import MoEShape
 from stages.routing.methods import SAMPLED_ROUTERS, TRAINED_ROUTERS, is_refitted
 
 VERSION = 11
@@ -76,13 +76,13 @@ class ProjectConfig:
     # topology=global_pool: times that alignment goes over all experts, one at a time.
     pool_sweeps: int = field(default=2, metadata={"minimum": 1})
     # Share of the calibration sequences held out to choose the penalty and to judge every step.
-    guard_share: float = field(default=0.125, metadata={"above": 0, "maximum": 0.5})
+    validation_share: float = field(default=0.125, metadata={"above": 0, "maximum": 0.5})
     # Drop a step that makes validation tokens worse: of alignment layer by layer, of gradient projection as a whole.
-    guard: bool = True
+    validate: bool = True
     # Tokens per forward batch.
     batch_tokens: int = field(default=4096, metadata={"minimum": 1})
 
-    def unread(self, shape: Shape, router: str) -> dict[str, str]:
+    def unread(self, shape: MoEShape, router: str) -> dict[str, str]:
         """Settings that nothing reads, and why; `router` is the method that assemble fits them by."""
         found: dict[str, str] = {}
         if not self.gradient_projection:

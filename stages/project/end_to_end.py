@@ -11,12 +11,12 @@ from models.config import ModelConfig
 from models.experts import ExpertLoop
 from models.ffn import ffn_modules
 from models.loading import execution_device, load_dense
-from models.shape import Shape
+from models.shape import MoEShape
 from models.targets.base import MOE_TARGETS
-from models.targets.gate_scale import gate_fold
+from models.targets.gate_scale import gate_scale_of
 from stages.artifacts.partition import Partition
 from stages.artifacts.routers import Routers
-from stages.artifacts.tensor_file import find_layer, keep_layer
+from stages.artifacts.tensor_file import load_layer_checkpoint, save_layer_checkpoint
 from stages.calibration.batches import layer_seed
 from stages.calibration.forward import save_memory
 from stages.project.carved_model import CarvedModel
@@ -64,7 +64,7 @@ def project_layers(
     partition: Partition,
     routers: Routers,
     project: ProjectConfig,
-    shape: Shape,
+    shape: MoEShape,
     *,
     aligned: Path,
     kept: Path,
@@ -72,14 +72,14 @@ def project_layers(
 ) -> ProjectionOutcome:
     """The same for layers with experts of their own: read from the folder `aligned`, kept in the folder `kept`."""
     depth = partition.layers
-    if (outcome := find_layer(kept, depth, ProjectionOutcome)) is not None:
+    if (outcome := load_layer_checkpoint(kept, depth, ProjectionOutcome)) is not None:
         return outcome
     layers = [find_done(aligned, layer) for layer in range(depth)]
 
     def make_loops(dense: PreTrainedModel) -> list[ExpertLoop]:
         return [
             layer.loop(
-                partition.units[index],
+                partition.neurons[index],
                 partition.always_on[index],
                 mlp.act_fn,
                 top_k=shape.top_k,
@@ -92,9 +92,9 @@ def project_layers(
 
     loops, outcome = project_end_to_end(model, folder, text, make_loops, project, seed)
     dtype: torch.dtype = getattr(torch, routers.dtype)
-    fold = gate_fold(MOE_TARGETS[routers.target], shape)
+    gate_scale = gate_scale_of(MOE_TARGETS[routers.target], shape)
     kept.mkdir(exist_ok=True)
     for index, (layer, loop) in enumerate(zip(layers, loops, strict=True)):
-        keep_layer(kept, index, ProjectedLayer.of(loop, layer.outcome, dtype, fold.down_scale))
-    keep_layer(kept, depth, outcome)
+        save_layer_checkpoint(kept, index, ProjectedLayer.of(loop, layer.outcome, dtype, gate_scale.down_scale))
+    save_layer_checkpoint(kept, depth, outcome)
     return outcome

@@ -10,7 +10,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from models.experts import LayerExperts
-from stages.calibration.alignment import split_guard
+from stages.calibration.alignment import split_validation
 from stages.project.carved_model import CarvedModel, TaughtBatch
 from stages.project.config import ProjectConfig
 from stages.text.batches import TokenBatch, split_batch
@@ -108,12 +108,12 @@ class GradientRounds:
             settings: of the projection.
             seed: of the order of the tokens.
         """
-        fitted, held_out = split_guard(len(text), settings.guard_share)
+        fitted, held_out = split_validation(len(text), settings.validation_share)
         self._model, self._settings = model, settings
         self._names = projected_fields(settings.matrices)
         weights = model.weights(self._names)
         self._dims = [neuron_dim(name) for name, _ in weights]
-        self._units = [rms_neuron(weight, dim) for (_, weight), dim in zip(weights, self._dims, strict=True)]
+        self._neurons = [rms_neuron(weight, dim) for (_, weight), dim in zip(weights, self._dims, strict=True)]
         self._rounds = shuffle_rounds([text[index] for index in fitted], settings, seed)
         self._validation = model.teach(first_tokens([text[index] for index in held_out], VALIDATION_TOKENS))
 
@@ -133,7 +133,7 @@ class GradientRounds:
                 taught = self._model.teach([self._rounds[index] for index in section])
                 found, length = self._try_lengths(state, taught, section, (length,) if length else LENGTHS)
                 bar.update(len(section))
-                if found.divergence < state.divergence or not self._settings.guard:
+                if found.divergence < state.divergence or not self._settings.validate:
                     state, undone = found, 0
                     rounds, tokens = rounds + len(section), tokens + sum(batch.tokens.tokens for batch in taught)
                 else:
@@ -166,8 +166,8 @@ class GradientRounds:
             velocity = [MOMENTUM * old + new for old, new in zip(velocity, gradients, strict=True)]
             strength = settings.sign * settings.beta * settings.alpha * length * (1 - number / len(self._rounds))
             weights = [
-                project_neurons(weight, direction, length=strength * unit, epsilon=settings.epsilon, dim=dim)
-                for weight, direction, unit, dim in zip(weights, velocity, self._units, self._dims, strict=True)
+                project_neurons(weight, direction, length=strength * neuron, epsilon=settings.epsilon, dim=dim)
+                for weight, direction, neuron, dim in zip(weights, velocity, self._neurons, self._dims, strict=True)
             ]
         self._model.put(self._names, weights)
         return _State(weights, velocity, self._model.divergence(self._validation))

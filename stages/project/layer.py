@@ -9,14 +9,14 @@ from torch import Tensor
 from models.experts import ExpertLoop, LayerExperts
 from models.ffn import DenseFFN
 from models.routing import GateKind, LinearRouter
-from models.shape import Shape
-from stages.calibration.alignment import Target, align_down, relative_error, split_guard
+from models.shape import MoEShape
+from stages.calibration.alignment import Target, align_down, relative_error, split_validation
 from stages.calibration.gate_scale import at_usual_gates, column_scale, scale_columns
 from stages.project.config import ProjectConfig
 from stages.project.gradient_projection import sample_experts
 from stages.routing.fit import RouterSettings, refit_router
 from stages.routing.methods import IMITATING_ROUTERS
-from stages.routing.task import RouterTask, load_balance, make_loop, set_spread, watch_contributions
+from stages.routing.task import RouterTask, load_balance, make_loop, set_logit_std, watch_contributions
 
 
 @dataclass(frozen=True)
@@ -24,19 +24,19 @@ class LayerCarve:
     """What the earlier stages decided for one layer."""
 
     ffn: DenseFFN
-    units_EN: Tensor
+    neurons_EN: Tensor
     always_S: Tensor
     router: LinearRouter
-    shape: Shape
+    shape: MoEShape
     refit: RouterSettings
-    spread: float  # of the router's logits on the text
+    logit_std: float  # of the router's logits on the text
     biased: bool  # the router may have a bias
     gate: GateKind = GateKind.CONSTANT
     text: int | None = None  # batches of text, the first of the inputs; None: all
 
 
 @dataclass(frozen=True)
-class Guarded:
+class Candidate:
     """The layer after a step, and its error on the guard tokens."""
 
     loop: ExpertLoop
@@ -49,11 +49,11 @@ GATE_SPREADS = (0.1, 0.3, 1.0)  # standard deviations of the logits that are tri
 def alternate(
     carve: LayerCarve,
     base: ExpertLoop,
-    state: Guarded,
+    state: Candidate,
     inputs: Sequence[Tensor],
     target: Target,
     settings: ProjectConfig,
-) -> tuple[Guarded, int]:
+) -> tuple[Candidate, int]:
     """Fit the router to the aligned experts, align the unaligned ones to the new routing, as long as it helps.
 
     Where the routers pay for uneven load, so does the round that is judged.
@@ -61,18 +61,18 @@ def alternate(
     if carve.shape.top_k == carve.shape.experts:
         return state, 0
     imitates = settings.rounds > 0 and carve.refit.method in IMITATING_ROUTERS
-    contributions = watch_contributions(carve.ffn, carve.units_EN, inputs) if imitates else []
+    contributions = watch_contributions(carve.ffn, carve.neurons_EN, inputs) if imitates else []
     for kept in range(settings.rounds):
         usual = at_usual_gates(state.loop, inputs)
         router = refit_router(RouterTask(usual, target, carve.biased, inputs, contributions), carve.refit)
         if router is None or chooses_alike(router, state.loop, inputs):
             return state, kept
-        rerouted = reroute(base, set_spread(router, inputs[: carve.text], carve.spread), inputs)
+        rerouted = reroute(base, set_logit_std(router, inputs[: carve.text], carve.logit_std), inputs)
         aligned = align_down(rerouted, inputs, target, settings)
         before, after = (load_cost(loop, inputs, carve.refit) for loop in (state.loop, aligned.carved))
-        if settings.guard and aligned.error_after + after >= state.error + before:
+        if settings.validate and aligned.error_after + after >= state.error + before:
             return state, kept
-        state = Guarded(aligned.carved, aligned.error_after)
+        state = Candidate(aligned.carved, aligned.error_after)
     return state, settings.rounds
 
 
@@ -86,24 +86,24 @@ def load_cost(loop: ExpertLoop, inputs: Sequence[Tensor], refit: RouterSettings)
     """What an uneven load counts for beside the error: the router's price times the variance on the guard tokens."""
     if not refit.descent.balance:
         return 0.0
-    _, guard = split_guard(len(inputs), refit.guard_share)
-    load_E = load_balance(loop.router, [inputs[index] for index in guard], loop.top_k)
+    _, validate = split_validation(len(inputs), refit.validation_share)
+    load_E = load_balance(loop.router, [inputs[index] for index in validate], loop.top_k)
     return refit.descent.balance * float((load_E - 1).square().mean())
 
 
 def fit_gates(
-    base: ExpertLoop, state: Guarded, inputs: Sequence[Tensor], target: Target, settings: ProjectConfig
-) -> tuple[Guarded, float | None]:
+    base: ExpertLoop, state: Candidate, inputs: Sequence[Tensor], target: Target, settings: ProjectConfig
+) -> tuple[Candidate, float | None]:
     """Let the gates speak: align to logits of several spreads, and keep what the guard tokens like best.
 
     A selection bias is written for small logits alone and is left out.
     """
     best, kept = state, None
-    for spread in GATE_SPREADS:
-        router = set_spread(LinearRouter.without_bias(state.loop.router.rows_ED), inputs, spread)
+    for logit_std in GATE_SPREADS:
+        router = set_logit_std(LinearRouter.without_bias(state.loop.router.rows_ED), inputs, logit_std)
         aligned = align_down(reroute(base, router, inputs), inputs, target, settings)
         if aligned.error_after < best.error:
-            best, kept = Guarded(aligned.carved, aligned.error_after), spread
+            best, kept = Candidate(aligned.carved, aligned.error_after), logit_std
     return best, kept
 
 
@@ -121,16 +121,16 @@ def train_experts(
 ) -> ExpertLoop:
     """Adam on the squared error of the layer's output, with the routing as it is; guard tokens are not seen.
 
-    Copies of a unit become units of their own: each goes where its expert needs it.
+    Copies of a neuron become neurons of their own: each goes where its expert needs it.
 
     Args:
         loop: the layer as it is.
         inputs: its FFN inputs, a batch each.
         target: see `align_down`.
-        settings: `descent_*` and `guard_share`.
+        settings: `descent_*` and `validation_share`.
         seed: of the order of the tokens.
     """
-    fitted, _ = split_guard(len(inputs), settings.guard_share)
+    fitted, _ = split_validation(len(inputs), settings.validation_share)
     x_TD = torch.cat([inputs[index] for index in fitted])
     wanted_TD = torch.cat([target(index, inputs[index]) for index in fitted])
     scale = wanted_TD.square().mean().clamp_min(1e-30)
@@ -186,34 +186,34 @@ def project_layer(
         settings: of the stage.
         seed: of a random base and of whatever is trained.
     """
-    _, guard = split_guard(len(inputs), settings.guard_share)
+    _, validate = split_validation(len(inputs), settings.validation_share)
 
-    def judge(loop: ExpertLoop) -> Guarded:
-        return Guarded(loop, relative_error(loop, inputs, target, guard))
+    def evaluate_candidate(loop: ExpertLoop) -> Candidate:
+        return Candidate(loop, relative_error(loop, inputs, target, validate))
 
-    state = judge(start(carve, carve.router, inputs, settings.base, seed))
+    state = evaluate_candidate(start(carve, carve.router, inputs, settings.base, seed))
     outcome = Outcome(state.error)
     base = state.loop
     if settings.alignment == "ridge":
         aligned = align_down(base, inputs, target, settings)
-        state = Guarded(aligned.carved, aligned.error_after)
+        state = Candidate(aligned.carved, aligned.error_after)
         outcome = replace(outcome, error_aligned=state.error, penalty=aligned.penalty)
-        # The penalty depends on tokens and units, hardly on the routing: it is searched once.
+        # The penalty depends on tokens and neurons, hardly on the routing: it is searched once.
         again = replace(settings, penalties=[aligned.penalty]) if aligned.penalty is not None else settings
         state, rounds = alternate(carve, base, state, inputs, target, again)
         outcome = replace(outcome, rounds=rounds)
         if settings.gates == "fitted":
-            state, spread = fit_gates(base, state, inputs, target, again)
-            outcome = replace(outcome, gate_spread=spread)
+            state, logit_std = fit_gates(base, state, inputs, target, again)
+            outcome = replace(outcome, gate_spread=logit_std)
     if settings.descent_steps:
-        trained = judge(train_experts(state.loop, inputs, target, settings, seed))
-        state = trained if not settings.guard or trained.error < state.error else state
+        trained = evaluate_candidate(train_experts(state.loop, inputs, target, settings, seed))
+        state = trained if not settings.validate or trained.error < state.error else state
     return state.loop, replace(outcome, error_end=state.error)
 
 
 def start(carve: LayerCarve, router: LinearRouter, inputs: Sequence[Tensor], base: str, seed: int) -> ExpertLoop:
     """The layer before any step: dense slices or seeded noise, down columns scaled to what gates and copies weigh."""
-    loop = make_loop(carve.ffn, carve.units_EN, carve.always_S, router, carve.shape.top_k)
+    loop = make_loop(carve.ffn, carve.neurons_EN, carve.always_S, router, carve.shape.top_k)
     loop = replace(loop, gate=carve.gate)
     if base == "random":
         loop = replace(loop, experts=sample_experts(loop.experts, seed))

@@ -11,13 +11,13 @@ from tqdm import tqdm
 
 from models.experts import ExpertLoop, LayerExperts
 from models.routing import GateKind, LinearRouter, rounded
-from models.shape import Shape
+from models.shape import MoEShape
 from models.stream import LayerStream
 from models.targets.base import MOE_TARGETS
-from models.targets.gate_scale import gate_fold, gate_kind, is_power_of_two
+from models.targets.gate_scale import gate_kind, gate_scale_of, is_power_of_two
 from stages.artifacts.partition import Partition
 from stages.artifacts.routers import Routers
-from stages.artifacts.tensor_file import find_layer, keep_layer
+from stages.artifacts.tensor_file import load_layer_checkpoint, save_layer_checkpoint
 from stages.calibration.alignment import AlignmentTarget
 from stages.calibration.batches import layer_seed, text_only
 from stages.calibration.token_stream import TokenStream
@@ -75,7 +75,7 @@ class ProjectedLayer:
 
     def loop(
         self,
-        units_EN: Tensor,
+        neurons_EN: Tensor,
         always_S: Tensor,
         act: Callable[[Tensor], Tensor],
         *,
@@ -86,8 +86,8 @@ class ProjectedLayer:
     ) -> ExpertLoop:
         """What the checkpoint will compute, in fp32."""
         experts = LayerExperts(**{name: tensor.to(device).float() for name, tensor in vars(self.experts).items()})
-        units_EN, always_S = units_EN.to(device), always_S.to(device)
-        return ExpertLoop(experts, units_EN, always_S, self.router.to(device), top_k, width, act, gate)
+        neurons_EN, always_S = neurons_EN.to(device), always_S.to(device)
+        return ExpertLoop(experts, neurons_EN, always_S, self.router.to(device), top_k, width, act, gate)
 
 
 @torch.no_grad()
@@ -97,7 +97,7 @@ def project_all(
     partition: Partition,
     routers: Routers,
     project: ProjectConfig,
-    shape: Shape,
+    shape: MoEShape,
     scratch: Path,
     seed: int,
 ) -> list[tuple[LinearRouter, Outcome]]:
@@ -105,31 +105,31 @@ def project_all(
     tokens, text = TokenStream(stream, batches), len(text_only(batches))
     target = AlignmentTarget(project.alignment_target, stream, batches)
     dtype: torch.dtype = getattr(torch, routers.dtype)
-    fold = gate_fold(MOE_TARGETS[routers.target], shape)
+    gate_scale = gate_scale_of(MOE_TARGETS[routers.target], shape)
     found = []
     for index, layer in enumerate(tqdm(stream.layers(), total=stream.depth, desc="project", unit="layer")):
         tokens.enter(layer)
         target.enter(layer, tokens)
         carve = LayerCarve(
             layer.ffn,
-            partition.units[index].to(stream.device),
+            partition.neurons[index].to(stream.device),
             partition.always_on[index].to(stream.device),
             routers.layer(index).to(stream.device),
             shape,
             refit_settings(routers, project, layer_seed(seed, index)),
-            routers.spread,
+            routers.logit_std,
             routers.biased,
             gate_of(routers, shape),
             text,
         )
-        done = find_layer(scratch, index, ProjectedLayer)
+        done = load_layer_checkpoint(scratch, index, ProjectedLayer)
         if done is None:
             loop, outcome = project_layer(carve, tokens.inputs, target, project, layer_seed(seed, index))
-            done = ProjectedLayer.of(loop, outcome, dtype, fold.down_scale)
-            keep_layer(scratch, index, done)
+            done = ProjectedLayer.of(loop, outcome, dtype, gate_scale.down_scale)
+            save_layer_checkpoint(scratch, index, done)
         # The layers to come see what the checkpoint will compute, rounded as it is there.
         loop = done.loop(
-            carve.units_EN,
+            carve.neurons_EN,
             carve.always_S,
             layer.ffn.act,
             top_k=shape.top_k,
@@ -144,12 +144,12 @@ def project_all(
 
 def find_done(scratch: Path, layer: int) -> ProjectedLayer:
     """A layer that is done."""
-    done = find_layer(scratch, layer, ProjectedLayer)
+    done = load_layer_checkpoint(scratch, layer, ProjectedLayer)
     assert done is not None, "every layer is kept"
     return done
 
 
-def gate_of(routers: Routers, shape: Shape) -> GateKind:
+def gate_of(routers: Routers, shape: MoEShape) -> GateKind:
     """How the target turns logits into gates."""
     return GateKind(gate_kind(MOE_TARGETS[routers.target], shape))
 
@@ -158,5 +158,10 @@ def refit_settings(routers: Routers, project: ProjectConfig, seed: int) -> Route
     """How a layer's router is fitted anew: as it was made, with this stage's patience."""
     descent = DescentSettings(project.router_steps, project.router_rate, routers.balance, seed)
     return RouterSettings(
-        routers.method, routers.ridge_penalty, descent, project.router_tokens, project.guard_share, routers.spread
+        routers.method,
+        routers.ridge_penalty,
+        descent,
+        project.router_tokens,
+        project.validation_share,
+        routers.logit_std,
     )

@@ -14,12 +14,12 @@ from models.config import ModelConfig
 from models.experts import ExpertLoop, LayerExperts
 from models.loading import resolve_device
 from models.routing import LinearRouter
-from models.shape import Shape
+from models.shape import MoEShape
 from models.stream import LayerStream
 from stages.artifacts.job import Job, Table
 from stages.artifacts.partition import PoolPartition
 from stages.artifacts.routers import Routers
-from stages.calibration.alignment import split_guard
+from stages.calibration.alignment import split_validation
 from stages.calibration.batches import layer_seed, text_only
 from stages.calibration.emission import emit_carve, write_carve_card
 from stages.calibration.gate_scale import at_usual_gates, scale_columns, scale_pool
@@ -32,7 +32,7 @@ from stages.project.layer_pass import gate_of
 from stages.project.pool_alignment import align_pool, layer_errors
 from stages.project.report import describe_gradients
 from stages.routing.fit import RouterSettings, refit_pool_router
-from stages.routing.task import set_spread, watch_pool
+from stages.routing.task import set_logit_std, watch_pool
 from stages.text.batches import TokenBatch
 
 
@@ -43,7 +43,7 @@ class PoolCarve:
     partition: PoolPartition
     samples: Sequence[LayerSample]
     refit: Sequence[RouterSettings]  # of every layer
-    spread: float  # of the routers' logits
+    logit_std: float  # of the routers' logits
     biased: bool  # routers may have a bias
 
 
@@ -74,10 +74,10 @@ def project_pool(
         loops: the layers over the pool as it starts.
         settings: of the stage.
     """
-    _, guard = split_guard(len(carve.samples[0].inputs), settings.guard_share)
-    outcome = PoolOutcome({"as cut": layer_errors(loops, carve.samples, guard)})
+    _, validate = split_validation(len(carve.samples[0].inputs), settings.validation_share)
+    outcome = PoolOutcome({"as cut": layer_errors(loops, carve.samples, validate)})
     loops, outcome = alignment_step(carve, loops, settings, outcome)
-    outcome.errors["at the end"] = layer_errors(loops, carve.samples, guard)
+    outcome.errors["at the end"] = layer_errors(loops, carve.samples, validate)
     return loops, outcome
 
 
@@ -90,28 +90,28 @@ def alignment_step(
     """Align; then fit the routers to what came of it and align the unaligned experts again, as long as it helps."""
     if settings.alignment == "none":
         return loops, outcome
-    fitted, guard = split_guard(len(carve.samples[0].inputs), settings.guard_share)
+    fitted, validate = split_validation(len(carve.samples[0].inputs), settings.validation_share)
 
     def align(start: Sequence[ExpertLoop]) -> tuple[Sequence[ExpertLoop], float, float | None]:
         return align_pool(
             start,
             carve.samples,
             fitted,
-            guard,
+            validate,
             penalties=settings.penalties,
             sweeps=settings.pool_sweeps,
-            guarded=settings.guard,
+            guarded=settings.validate,
         )
 
     aligned, error, penalty = align(loops)
-    errors = outcome.errors | {"after alignment": layer_errors(aligned, carve.samples, guard)}
+    errors = outcome.errors | {"after alignment": layer_errors(aligned, carve.samples, validate)}
     kept = 0
-    while kept < settings.rounds and loops[0].top_k < len(loops[0].units_EN):
+    while kept < settings.rounds and loops[0].top_k < len(loops[0].neurons_EN):
         routers = refit_routers(carve, aligned)
         if routers is None:
             break
         again, lower, other = align(reroute_pool(loops, routers, carve.samples))
-        if settings.guard and lower >= error:
+        if settings.validate and lower >= error:
             break
         aligned, error, penalty, kept = again, lower, other, kept + 1
     return aligned, replace(outcome, errors=errors, penalty=penalty, rounds=kept)
@@ -125,7 +125,7 @@ def refit_routers(carve: PoolCarve, loops: Sequence[ExpertLoop]) -> list[LinearR
         router = refit_pool_router(watch_pool(usual, sample.target, sample.inputs, biased=carve.biased), settings)
         if router is None:
             return None
-        routers.append(set_spread(router, sample.inputs, carve.spread))
+        routers.append(set_logit_std(router, sample.inputs, carve.logit_std))
     return routers
 
 
@@ -146,7 +146,7 @@ def reroute_pool(
 
 
 def split_pool(loops: Sequence[ExpertLoop], partition: PoolPartition) -> list[LayerExperts]:
-    """What every layer gives to the pool, beside its own always-on units."""
+    """What every layer gives to the pool, beside its own always-on neurons."""
     first, parts = 0, []
     for loop, given in zip(loops, partition.given, strict=True):
         here, experts = slice(first, first + given), loop.experts
@@ -205,7 +205,7 @@ def run_pool(
     *,
     model: ModelConfig,
     project: ProjectConfig,
-    shape: Shape,
+    shape: MoEShape,
     seed: int,
 ) -> Table:
     """Write `checkpoint/` and the routers.
@@ -228,7 +228,7 @@ def run_pool(
     loops = [
         ExpertLoop(
             experts,
-            partition.units.to(stream.device),
+            partition.neurons.to(stream.device),
             partition.always_on[layer].to(stream.device),
             routers.layer(layer).to(stream.device),
             shape.top_k,
@@ -238,7 +238,7 @@ def run_pool(
         )
         for layer, experts in enumerate(join_pool(parts))
     ]
-    carve = PoolCarve(partition, samples, refit, routers.spread, routers.biased)
+    carve = PoolCarve(partition, samples, refit, routers.logit_std, routers.biased)
     aligned, outcome = project_pool(carve, weigh_pool(loops, samples), project)
     projected, gradients = aligned, None
     if project.gradient_projection:

@@ -32,7 +32,7 @@ def align_pool(
     loops: Sequence[ExpertLoop],
     samples: Sequence[LayerSample],
     fitted: Sequence[int],
-    guard: Sequence[int],
+    validate: Sequence[int],
     *,
     penalties: Sequence[float],
     sweeps: int,
@@ -44,16 +44,16 @@ def align_pool(
         loops: the layers of the pool, which share their routed experts.
         samples: what each layer sees, and what it is to give.
         fitted: batches to fit on.
-        guard: batches to judge by.
+        validate: batches to judge by.
         penalties: of the ridge, relative to the mean diagonal of an expert's own second moment.
         sweeps: times that all experts are gone over.
         guarded: the columns stay where no penalty makes the guard batches better.
     """
-    best = PoolAlignment(loops, mean_error(loops, samples, guard) if guarded else float("inf"), None)
+    best = PoolAlignment(loops, mean_error(loops, samples, validate) if guarded else float("inf"), None)
     last = float("inf")
     for penalty in sorted(penalties, reverse=True):
         candidate = with_down(loops, sweep_experts(loops, samples, fitted, penalty, sweeps))
-        error = mean_error(candidate, samples, guard)
+        error = mean_error(candidate, samples, validate)
         if error < best.error:
             best = PoolAlignment(candidate, error, penalty)
         if error > last:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from models.shape import Shape
+from models.shape import MoEShape
 from stages.artifacts.job import Table
 from stages.project.config import ProjectConfig
 from stages.project.gradient_projection import ProjectionOutcome
@@ -13,7 +13,7 @@ def summarise(
     outcomes: Sequence[Outcome],
     project: ProjectConfig,
     gradients: ProjectionOutcome | None,
-    shape: Shape,
+    shape: MoEShape,
     width: int,
     tokens: int,
     asked: int,
@@ -42,7 +42,7 @@ def summarise(
     return Table("project", columns, rows, notes)
 
 
-def alignment_needs(project: ProjectConfig, shape: Shape, width: int, tokens: int, asked: int) -> list[str]:
+def alignment_needs(project: ProjectConfig, shape: MoEShape, width: int, tokens: int, asked: int) -> list[str]:
     """What the alignment would want of calibration text, where there is less.
 
     A routed neuron is seen on the share K/E of the tokens, and its column wants as many of them as there are columns.
@@ -55,7 +55,7 @@ def alignment_needs(project: ProjectConfig, shape: Shape, width: int, tokens: in
         asked: ... and `data.tokens`, which it may fall short of: then a longer text is needed, too.
     """
     columns = min(width, shape.always_on + shape.experts * shape.n)
-    wanted = round(columns / (1 - project.guard_share) * max(1.0, shape.experts / shape.top_k))
+    wanted = round(columns / (1 - project.validation_share) * max(1.0, shape.experts / shape.top_k))
     if project.alignment == "none" or tokens >= wanted:
         return []
     # The last sequence is cut to fit, and left out where one token is left of it.

@@ -2,7 +2,7 @@
 
 from models.config import ModelConfig
 from models.loading import load_tokenizer, release_freed_memory, resolve_device
-from models.shape import Shape
+from models.shape import MoEShape
 from models.source import resolve_folder
 from models.stream import LayerStream
 from stages.artifacts.job import Job, Table
@@ -26,7 +26,7 @@ def run(
     data: DataConfig,
     vocabulary: VocabularyConfig,
     project: ProjectConfig,
-    shape: Shape,
+    shape: MoEShape,
     seed: int,
 ) -> Table:
     """Write `checkpoint/`; every step is judged on held-out calibration tokens."""

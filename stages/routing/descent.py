@@ -135,7 +135,7 @@ class _Change(torch.autograd.Function):
 
 BATCH = 2048  # tokens a step
 WARM, COLD = 0.5, 0.1  # temperature of the soft choice at the first and at the last step, in spreads of the logits
-LOOKS = 8  # times that the held-out tokens are asked
+EVAL_POINTS = 8  # times that the held-out tokens are asked
 
 
 Wanted_co = TypeVar("Wanted_co", bound=Objective, covariant=True)
@@ -207,7 +207,7 @@ def descend(
     """
     space = _Whitened(fitted.x_TD)
     inputs_TD = space.inputs(fitted.x_TD)
-    start = _unit_spread(start, fitted.x_TD)
+    start = _neuron_spread(start, fitted.x_TD)
     best, lowest = start, guard.cost(start, top_k, settings.balance)
     white_ED = space.from_rows(start.rows_ED).requires_grad_()
     bias_E = start.bias_E.clone().requires_grad_(biased)
@@ -227,7 +227,7 @@ def descend(
             loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         schedule.step()
-        if step % max(1, settings.steps // LOOKS) == 0 or step == settings.steps:
+        if step % max(1, settings.steps // EVAL_POINTS) == 0 or step == settings.steps:
             router = LinearRouter(space.to_rows(white_ED.detach()), bias_E.detach().clone())
             cost = guard.cost(router, top_k, settings.balance)
             if cost < lowest:
@@ -235,8 +235,8 @@ def descend(
     return best
 
 
-def _unit_spread(router: LinearRouter, x_TD: Tensor) -> LinearRouter:
-    """Logits of standard deviation 1 over experts, the unit in which temperatures are given."""
+def _neuron_spread(router: LinearRouter, x_TD: Tensor) -> LinearRouter:
+    """Logits of standard deviation 1 over experts, the neuron in which temperatures are given."""
     rows_ED, bias_E = router.rows_ED - router.rows_ED.mean(0), router.bias_E - router.bias_E.mean()
     deviation = LinearRouter(rows_ED, bias_E).logits(x_TD).square().mean().sqrt().clamp_min(1e-30)
     return LinearRouter(rows_ED / deviation, bias_E / deviation)

@@ -8,8 +8,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from models.routing import LinearRouter, chosen_mask
-from stages.calibration.alignment import split_guard
-from stages.calibration.batches import spread_evenly
+from stages.calibration.alignment import split_validation
+from stages.calibration.batches import evenly_spaced
 from stages.routing.descent import DescentSettings, Imitation, Objective, OutputError, Sample, descend
 from stages.routing.methods import is_refitted
 from stages.routing.ridge import fit_ridge, regress_contributions, regress_log_norms, regress_residual_norms
@@ -38,7 +38,7 @@ def fit_centroid(task: RouterTask) -> Float[Tensor, "E D"]:
 
 
 def average_gate_rows(task: RouterTask) -> Float[Tensor, "E D"]:
-    """The mean gate row of an expert's units.
+    """The mean gate row of an expert's neurons.
 
     Source: the parameter centres of MoEfication, arXiv:2110.01786.
     """
@@ -47,7 +47,7 @@ def average_gate_rows(task: RouterTask) -> Float[Tensor, "E D"]:
 
 
 def take_representatives(task: RouterTask) -> Float[Tensor, "E D"]:
-    """The gate row of the unit whose contribution follows its expert's best: highest correlation over tokens.
+    """The gate row of the neuron whose contribution follows its expert's best: highest correlation over tokens.
 
     Source: the analytical router of CMoE, arXiv:2502.04416; differs: the row alone, as a linear router has it, and
     correlation instead of the distance to a centroid.
@@ -58,12 +58,12 @@ def take_representatives(task: RouterTask) -> Float[Tensor, "E D"]:
 
 
 def _representative(task: RouterTask, expert: int) -> int:
-    """Which unit of one expert correlates best with all of it; the columns' norms change no correlation."""
+    """Which neuron of one expert correlates best with all of it; the columns' norms change no correlation."""
     loop, sums = task.loop, None
     for x_TD, wanted_TE in zip(task.inputs, task.contributions, strict=True):
-        unit_TN = loop.hidden(x_TD, loop.experts.gate_END[expert], loop.experts.up_END[expert]).abs().double()
+        neuron_TN = loop.hidden(x_TD, loop.experts.gate_END[expert], loop.experts.up_END[expert]).abs().double()
         wanted_T = wanted_TE[:, expert].double()
-        moments = torch.stack([unit_TN.sum(0), unit_TN.square().sum(0), wanted_T @ unit_TN])
+        moments = torch.stack([neuron_TN.sum(0), neuron_TN.square().sum(0), wanted_T @ neuron_TN])
         totals = torch.stack([wanted_T.sum(), wanted_T.new_tensor(len(x_TD))])
         sums = (moments, totals) if sums is None else (sums[0] + moments, sums[1] + totals)
     assert sums is not None, "no calibration batch"
@@ -84,12 +84,12 @@ class RouterSettings:
     penalty: float  # of the ridge, relative to the mean diagonal of the input's second moment
     descent: DescentSettings
     tokens: int  # at most so many are trained on
-    guard_share: float = 0.125  # of the batches: held out, nothing is fitted on them
+    validation_share: float = 0.125  # of the batches: held out, nothing is fitted on them
     logit_std: float = 1.0  # that the logits will have, for gates
 
     def split(self, task: RouterTask) -> tuple[list[int], list[int]]:
         """Batches to fit on, and batches to judge by."""
-        return split_guard(len(task.inputs), self.guard_share)
+        return split_validation(len(task.inputs), self.validation_share)
 
 
 # Rows that are computed, not searched for.
@@ -116,7 +116,7 @@ def fit_router(task: RouterTask, settings: RouterSettings) -> LinearRouter:
 
 
 def regress_residuals(task: RouterTask, settings: RouterSettings) -> LinearRouter:
-    """The ridge regression of what each expert adds beyond what the always-on units foretell."""
+    """The ridge regression of what each expert adds beyond what the always-on neurons foretell."""
     regression = regress_residual_norms(task, settings.split(task)[0], settings.tokens, settings.penalty)
     return regression.router(settings.penalty)
 
@@ -190,7 +190,7 @@ def imitation_sample(task: RouterTask, batches: Sequence[int], share: float) -> 
     """Tokens with the experts of largest contribution."""
     inputs, best = [], []
     for index in batches:
-        rows_t = spread_evenly(len(task.inputs[index]), round(len(task.inputs[index]) * share))
+        rows_t = evenly_spaced(len(task.inputs[index]), round(len(task.inputs[index]) * share))
         inputs.append(task.inputs[index][rows_t])
         best.append(chosen_mask(task.best_experts(index)[rows_t], task.experts))
     return Sample(torch.cat(inputs), Imitation(torch.cat(best)))
@@ -201,7 +201,7 @@ def error_sample(task: RouterTask, batches: Sequence[int], share: float, logit_s
     inputs, parts = [], []
     for index in batches:
         x_TD = task.inputs[index]
-        rows_t = spread_evenly(len(x_TD), round(len(x_TD) * share))
+        rows_t = evenly_spaced(len(x_TD), round(len(x_TD) * share))
         inputs.append(x_TD[rows_t])
         parts.append(output_error(task.loop, x_TD[rows_t], task.target(index, x_TD)[rows_t]))
     objective = replace(join(parts), gate=task.loop.gate, logit_std=logit_std)

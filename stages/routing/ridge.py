@@ -9,7 +9,7 @@ from torch import Tensor
 
 from models.experts import ExpertLoop
 from models.routing import LinearRouter
-from stages.calibration.batches import spread_evenly
+from stages.calibration.batches import evenly_spaced
 from stages.calibration.normal_equations import NormalEquations
 from stages.routing.task import RouterTask, output_norms
 
@@ -64,44 +64,44 @@ class RouterRegression:
         return LinearRouter.without_bias(self._moments.solve(penalty))
 
 
-NUMBERS = 2**26  # of unit activations in memory at a time: 256 MiB
+MAX_ELEMENTS = 2**26  # of neuron activations in memory at a time: 256 MiB
 
 
 def regress_residual_norms(task: RouterTask, batches: Sequence[int], tokens: int, penalty: float) -> RouterRegression:
     """Regress the logarithm of each expert's residual on the FFN input.
 
-    Of an expert's units i it is sqrt(Σ_i (h_i − ĥ_i)²·‖d_i‖²), with ĥ_i the ridge regression of h_i on the activations
-    of the always-on units. The partition `captured` is made for the same measure.
+    Of an expert's neurons i it is sqrt(Σ_i (h_i − ĥ_i)²·‖d_i‖²), with ĥ_i the ridge regression of h_i on the
+    activations of the always-on neurons. The partition `router_aware` is made for the same measure.
 
     Args:
         task: of one layer.
         batches: to fit on.
         tokens: at most so many are looked at, spread evenly over the batches.
-        penalty: of the regression on the always-on units, relative to the mean diagonal of their second moment.
+        penalty: of the regression on the always-on neurons, relative to the mean diagonal of their second moment.
     """
     x_TD = torch.cat([task.inputs[index] for index in batches])
-    x_TD = x_TD[spread_evenly(len(x_TD), tokens)]
-    routed = distinct_units(task.loop)
+    x_TD = x_TD[evenly_spaced(len(x_TD), tokens)]
+    routed = distinct_neurons(task.loop)
     parts = Activations(task.loop, routed, x_TD)
-    foretold_RS = regress_on_always_on(parts, penalty)
+    predicted_RS = regress_on_always_on(parts, penalty)
     regression = RouterRegression(x_TD.shape[1], task.experts, x_TD.device)
     for x_tD, always_tS, hidden_tR in parts:
-        left_tR = torch.addmm(hidden_tR, always_tS, foretold_RS.T, alpha=-1)
+        left_tR = torch.addmm(hidden_tR, always_tS, predicted_RS.T, alpha=-1)
         regression.add(x_tD, logs(routed.expert_norms(left_tR)))
     return regression
 
 
 @dataclass(frozen=True)
-class RoutedUnits:
-    """The experts' units, R in all: a unit with copies in several experts is looked at once."""
+class RoutedNeurons:
+    """The experts' neurons, R in all: a neuron with copies in several experts is looked at once."""
 
     gate_RD: Float[Tensor, "R D"]
     up_RD: Float[Tensor, "R D"]
-    row_EN: Int[Tensor, "E N"]  # where each expert's units stand among them
+    row_EN: Int[Tensor, "E N"]  # where each expert's neurons stand among them
     weight_EN: Float[Tensor, "E N"]  # ‖d_i‖
 
     def expert_norms(self, hidden_tR: Float[Tensor, "t R"]) -> Float[Tensor, "t E"]:
-        """sqrt(Σ_i h_i²·‖d_i‖²) over the units of every expert.
+        """sqrt(Σ_i h_i²·‖d_i‖²) over the neurons of every expert.
 
         No matrix product: for some sizes two processes would differ in its last bits, and routers with them.
         """
@@ -109,27 +109,27 @@ class RoutedUnits:
         return torch.stack([(hidden_tR[:, row_N] * weight_N).norm(dim=1) for row_N, weight_N in experts], dim=1)
 
 
-def distinct_units(loop: ExpertLoop) -> RoutedUnits:
-    """The units of all experts; copies whose gate or up rows differ are units of their own."""
+def distinct_neurons(loop: ExpertLoop) -> RoutedNeurons:
+    """The neurons of all experts; copies whose gate or up rows differ are neurons of their own."""
     gate_PD, up_PD = loop.experts.gate_END.flatten(0, 1), loop.experts.up_END.flatten(0, 1)
-    units_R, row_EN = torch.unique(loop.units_EN, return_inverse=True)
+    neurons_R, row_EN = torch.unique(loop.neurons_EN, return_inverse=True)
     every_P = torch.arange(len(gate_PD), device=gate_PD.device)
-    copy_R = every_P.new_empty(len(units_R)).index_copy_(0, row_EN.flatten(), every_P)
+    copy_R = every_P.new_empty(len(neurons_R)).index_copy_(0, row_EN.flatten(), every_P)
     if not all(torch.equal(rows_PD[copy_R][row_EN.flatten()], rows_PD) for rows_PD in (gate_PD, up_PD)):
         copy_R, row_EN = every_P, every_P.view_as(row_EN)
-    return RoutedUnits(gate_PD[copy_R], up_PD[copy_R], row_EN, loop.experts.down_EDN.norm(dim=1))
+    return RoutedNeurons(gate_PD[copy_R], up_PD[copy_R], row_EN, loop.experts.down_EDN.norm(dim=1))
 
 
 class Activations:
-    """Inputs (t, D), activations of the always-on units (t, S) and of the routed ones (t, R), some tokens at a time.
+    """Inputs (t, D), activations of the always-on neurons (t, S) and of the routed ones (t, R), some tokens at a time.
 
     Where all tokens are one piece it is computed once, else every time.
     """
 
-    def __init__(self, loop: ExpertLoop, routed: RoutedUnits, x_TD: Float[Tensor, "T D"]) -> None:
+    def __init__(self, loop: ExpertLoop, routed: RoutedNeurons, x_TD: Float[Tensor, "T D"]) -> None:
         """Compute nothing yet."""
         self.loop, self.routed = loop, routed
-        self._pieces = torch.split(x_TD, max(1, NUMBERS // max(1, len(routed.gate_RD))))
+        self._pieces = torch.split(x_TD, max(1, MAX_ELEMENTS // max(1, len(routed.gate_RD))))
         self._only: tuple[Tensor, Tensor, Tensor] | None = None
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -147,7 +147,7 @@ class Activations:
 
 
 def regress_on_always_on(parts: Activations, penalty: float) -> Float[Tensor, "R S"]:
-    """Coefficients of the routed units on the always-on ones."""
+    """Coefficients of the routed neurons on the always-on ones."""
     gate_RD, always_S = parts.routed.gate_RD, parts.loop.always_S
     moments = NormalEquations(len(always_S), len(gate_RD), device=gate_RD.device)
     if not len(always_S):

@@ -16,13 +16,13 @@ from stages.calibration.carved_ffn import expert_contributions
 from stages.calibration.slices import slice_ffn
 from stages.routing.descent import OutputError
 
-NUMBERS = 2**26  # of expert outputs in memory at a time: 256 MiB
+MAX_ELEMENTS = 2**26  # of expert outputs in memory at a time: 256 MiB
 
 
 def output_error(loop: ExpertLoop, x_TD: Float[Tensor, "T D"], target_TD: Float[Tensor, "T D"]) -> OutputError:
     """The objective of choosing experts on these tokens, so that the layer's output meets the target."""
     wanted_TD = target_TD - loop.always_on_output(x_TD)
-    chunk = max(1, NUMBERS // (len(loop.units_EN) * x_TD.shape[1]))
+    chunk = max(1, MAX_ELEMENTS // (len(loop.neurons_EN) * x_TD.shape[1]))
     gains, overlaps = [], []
     for x_tD, wanted_tD in zip(torch.split(x_TD, chunk), torch.split(wanted_TD, chunk), strict=True):
         output_tED = loop.expert_outputs(x_tD)
@@ -34,11 +34,12 @@ def output_error(loop: ExpertLoop, x_TD: Float[Tensor, "T D"], target_TD: Float[
 def error_drops(loop: ExpertLoop, x_TD: Float[Tensor, "T D"], target_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T E"]:
     """By how much each expert alone lowers the token's squared output error: (2·r·y_e − ‖y_e‖²) / ‖r‖².
 
-    r is what the always-on units leave to be given. 1 for an expert that gives all of it, 0 for one that gives nothing;
-    one that more than doubles the error is as bad as any that does, −1, so that a few loud outputs do not decide a fit.
+    r is what the always-on neurons leave to be given. 1 for an expert that gives all of it, 0 for one that gives
+    nothing; one that more than doubles the error is as bad as any that does, −1, so that a few loud outputs do not
+    decide a fit.
     """
     wanted_TD = target_TD - loop.always_on_output(x_TD)
-    chunk = max(1, NUMBERS // (len(loop.units_EN) * x_TD.shape[1]))
+    chunk = max(1, MAX_ELEMENTS // (len(loop.neurons_EN) * x_TD.shape[1]))
     drops = []
     for x_tD, wanted_tD in zip(torch.split(x_TD, chunk), torch.split(wanted_TD, chunk), strict=True):
         output_tED = loop.expert_outputs(x_tD)
@@ -50,7 +51,7 @@ def error_drops(loop: ExpertLoop, x_TD: Float[Tensor, "T D"], target_TD: Float[T
 
 def output_norms(loop: ExpertLoop, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T E"]:
     """‖y_e‖ of every expert for every token."""
-    chunk = max(1, NUMBERS // (len(loop.units_EN) * x_TD.shape[1]))
+    chunk = max(1, MAX_ELEMENTS // (len(loop.neurons_EN) * x_TD.shape[1]))
     return torch.cat([loop.expert_outputs(x_tD).norm(dim=2) for x_tD in torch.split(x_TD, chunk)])
 
 
@@ -76,7 +77,7 @@ class RouterTask:
     @property
     def experts(self) -> int:
         """E."""
-        return len(self.loop.units_EN)
+        return len(self.loop.neurons_EN)
 
     @property
     def top_k(self) -> int:
@@ -93,23 +94,23 @@ class RouterTask:
 
 
 def make_loop(
-    ffn: DenseFFN, units_EN: Int[Tensor, "E N"], always_S: Int[Tensor, "S"], router: LinearRouter | None, top_k: int
+    ffn: DenseFFN, neurons_EN: Int[Tensor, "E N"], always_S: Int[Tensor, "S"], router: LinearRouter | None, top_k: int
 ) -> ExpertLoop:
     """The plain slices of a layer behind a router; without one, behind zero rows."""
     if router is None:
-        router = LinearRouter.without_bias(ffn.gate_FD.new_zeros(len(units_EN), ffn.gate_FD.shape[1]))
-    return ExpertLoop(slice_ffn(ffn, units_EN, always_S), units_EN, always_S, router, top_k, ffn.width, ffn.act)
+        router = LinearRouter.without_bias(ffn.gate_FD.new_zeros(len(neurons_EN), ffn.gate_FD.shape[1]))
+    return ExpertLoop(slice_ffn(ffn, neurons_EN, always_S), neurons_EN, always_S, router, top_k, ffn.width, ffn.act)
 
 
-def watch_contributions(ffn: DenseFFN, units_EN: Int[Tensor, "E N"], inputs: Sequence[Tensor]) -> list[Tensor]:
+def watch_contributions(ffn: DenseFFN, neurons_EN: Int[Tensor, "E N"], inputs: Sequence[Tensor]) -> list[Tensor]:
     """(T, E) Σ_{i∈e} |h_i|·‖d_i‖ of every batch."""
-    member_EF = membership(units_EN, ffn.width)
+    member_EF = membership(neurons_EN, ffn.width)
     return [expert_contributions(ffn, ffn.hidden(x_TD), member_EF) for x_TD in inputs]
 
 
 def watch_experts(
     ffn: DenseFFN,
-    units_EN: Int[Tensor, "E N"],
+    neurons_EN: Int[Tensor, "E N"],
     always_S: Int[Tensor, "S"],
     inputs: Sequence[Tensor],
     top_k: int,
@@ -117,13 +118,13 @@ def watch_experts(
     biased: bool,
 ) -> tuple[RouterTask, list[Tensor]]:
     """The task of a router for plain slices, and the FFN's outputs (T, D), from one look at the activations."""
-    member_EF = membership(units_EN, ffn.width)
+    member_EF = membership(neurons_EN, ffn.width)
     contributions, outputs = [], []
     for x_TD in inputs:
         h_TF = ffn.hidden(x_TD)
         contributions.append(expert_contributions(ffn, h_TF, member_EF))
         outputs.append(ffn.output(h_TF))
-    loop = make_loop(ffn, units_EN, always_S, None, top_k)
+    loop = make_loop(ffn, neurons_EN, always_S, None, top_k)
     return RouterTask(loop, lambda batch, _: outputs[batch], biased, inputs, contributions), outputs
 
 
@@ -136,10 +137,10 @@ def watch_pool(loop: ExpertLoop, target: Target, inputs: Sequence[Tensor], *, bi
     return RouterTask(loop, target, biased, inputs, drops)
 
 
-MEASURED = 4096  # tokens, spread over the text: a figure for the report, at the price of the whole layer on each
+EVAL_TOKENS = 4096  # tokens, spread over the text: a figure for the report, at the price of the whole layer on each
 
 
-def set_spread(router: LinearRouter, inputs: Sequence[Tensor], spread: float) -> LinearRouter:
+def set_logit_std(router: LinearRouter, inputs: Sequence[Tensor], logit_std: float) -> LinearRouter:
     """Scale the router so that a token's logits have the standard deviation `spread` over experts, on average.
 
     Rows and bias are centred first: a shift common to all experts changes neither softmax nor choice.
@@ -147,7 +148,7 @@ def set_spread(router: LinearRouter, inputs: Sequence[Tensor], spread: float) ->
     centred_ED = router.rows_ED - router.rows_ED.mean(0)
     squares = sum(float((x_TD @ centred_ED.T).double().square().mean(1).sum()) for x_TD in inputs)
     deviation = (squares / sum(len(x_TD) for x_TD in inputs)) ** 0.5
-    scale = spread / deviation if deviation > 0 else 1.0
+    scale = logit_std / deviation if deviation > 0 else 1.0
     return LinearRouter(centred_ED * scale, (router.bias_E - router.bias_E.mean()) * scale)
 
 
@@ -173,7 +174,7 @@ def oracle_agreement(router: LinearRouter, task: RouterTask) -> float:
     return agreed / total
 
 
-def relative_output_error(loop: ExpertLoop, task: RouterTask, tokens: int = MEASURED) -> float:
+def relative_output_error(loop: ExpertLoop, task: RouterTask, tokens: int = EVAL_TOKENS) -> float:
     """Σ‖target − output‖² / Σ‖target‖² of the layer, on `tokens` of the task's at most."""
     picks = pick_tokens([len(x_TD) for x_TD in task.inputs], tokens)
     seen = take_tokens(task.inputs, picks)

@@ -1,1 +1,1 @@
-"""scan → statistics: what every unit does on text."""
+"""scan → statistics: what every neuron does on text."""

@@ -9,12 +9,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from instruments.ffn_probe import FFNGradients, unit_norms
+from instruments.ffn_probe import FFNGradients, neuron_norms
 from instruments.parameter_scan.transfer import to_host
 from stages.accumulators.sums import ScanSums, domain_sum
 from stages.artifacts.statistics import DomainStatistics
 from stages.scan.config import ScanConfig
-from stages.scan.token_sums import UnitRule, pack_bits, sum_tokens, sum_tokens_compiled
+from stages.scan.token_sums import NeuronRule, pack_bits, sum_tokens, sum_tokens_compiled
 from stages.text.batches import TokenBatch
 
 MOST_DOMAINS = 32
@@ -116,7 +116,7 @@ class BatchSums:
         layers: int,
         mask_BT: Bool[Tensor, "B T"],
         slots_BT: Int[Tensor, "B T"],
-        rule: UnitRule,
+        rule: NeuronRule,
         domains_B: Int[Tensor, "B"] | None = None,
     ) -> None:
         """Prepare on the CPU which tokens count (`mask_BT`) and which keep their bits (`slots_BT` >= 0).
@@ -140,7 +140,7 @@ class BatchSums:
     def add_gradients(self, layer: int, record: FFNGradients) -> None:
         """Sums of both passes."""
         sums = self._add_tokens(layer, record.h_BTF, record.h_grad_BTF)
-        for name, norms_BF in unit_norms(record, self.rule.norm_product).items():
+        for name, norms_BF in neuron_norms(record, self.rule.norm_product).items():
             sums.rows_8F[ROWS[f"grad_norm_{name}"]] = norms_BF.double().sum(0)
             sums.totals_B += norms_BF.sum(1)
         if len(self.domains_P):

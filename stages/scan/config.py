@@ -18,7 +18,7 @@ class ScanConfig:
     batch_tokens: int | None = field(default=None, metadata={"minimum": 1})
     # Also run the backward pass: Taylor scores and exact per-sample weight-gradient norms.
     gradients: bool = True
-    # A unit is active for a token when |h| is in the token's top share of units ...
+    # A neuron is active for a token when |h| is in the token's top share of neurons ...
     active_share: float = field(default=0.1, metadata={"above": 0, "maximum": 1})
     # ... or, when set, when |h| exceeds this absolute threshold instead.
     active_threshold: float | None = field(default=None, metadata={"minimum": 0})

@@ -14,7 +14,7 @@ from stages.calibration.forward import forward_losses
 from stages.losses import supervised_tokens
 from stages.scan.batch_sums import BatchSums, Domains, HostBatch
 from stages.scan.parameters import ParameterRecorder
-from stages.scan.token_sums import UnitRule
+from stages.scan.token_sums import NeuronRule
 from stages.text.batches import TokenBatch
 
 
@@ -95,11 +95,11 @@ _HALF_LOSS_SCALE = 2.0**12
 
 @dataclass(frozen=True)
 class Scanner:
-    """A model, and how its units are measured."""
+    """A model, and how its neurons are measured."""
 
     model: nn.Module  # a causal language model, all weights frozen
     mlps: Sequence[GatedFFN]  # its gated FFNs, in layer order
-    rule: UnitRule
+    rule: NeuronRule
     gradients: bool  # run the backward pass
     parameters: ParameterRecorder | None = None  # also record every weight
     domains: Domains | None = None  # also sum up Taylor scores by text domain
@@ -154,7 +154,7 @@ class Scanner:
         sums = BatchSums(len(self.mlps), batch.attention_mask.bool(), slots_BT, self.rule, domains_B)
         if self.gradients:
             with probe_gradients(self.mlps, sums.add_gradients), torch.enable_grad():
-                losses_B = forward_losses(self.model, batch, spend_logits=True)
+                losses_B = forward_losses(self.model, batch, inplace_backward_logits=True)
                 (losses_B.sum() * loss_scale).backward()  # type: ignore[no-untyped-call]
         else:
             with probe_hidden(self.mlps, sums.add_hidden), torch.no_grad():

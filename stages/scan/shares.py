@@ -36,8 +36,8 @@ def slots_of_batch(slots_M: Int[Tensor, "M"], first: int, mask_BT: Bool[Tensor, 
     return slots_BT
 
 
-def token_to_unit_major(bits_LRf: Tensor, width: int) -> Tensor:
-    """Turn packed rows of tokens, (L, R, ceil(F/8)), into packed rows of units, (L, F, ceil(R/8)), layer by layer."""
+def token_to_neuron_major(bits_LRf: Tensor, width: int) -> Tensor:
+    """Turn packed rows of tokens, (L, R, ceil(F/8)), into packed rows of neurons, (L, F, ceil(R/8)), layer by layer."""
     turned = []
     for bits_Rf in bits_LRf.numpy():
         bits_RF = np.unpackbits(bits_Rf, axis=1, count=width)

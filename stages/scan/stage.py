@@ -1,4 +1,4 @@
-"""scan: load the dense model, read it on the calibration text, write unit statistics."""
+"""scan: load the dense model, read it on the calibration text, write neuron statistics."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ from stages.accumulators.accumulator import StorePlace, open_store
 from stages.accumulators.config import StoreConfig
 from stages.accumulators.sums import ScanSums
 from stages.artifacts.job import Job, Table
-from stages.artifacts.statistics import UnitStatistics
+from stages.artifacts.statistics import NeuronStatistics
 from stages.artifacts.workers import Workers
 from stages.calibration.forward import save_memory
 from stages.scan.batch_sums import find_domains, make_domain_statistics, sum_shapes
@@ -36,9 +36,9 @@ from stages.scan.shares import (
     draw_reservoir,
     number_samples,
     scan_shares,
-    token_to_unit_major,
+    token_to_neuron_major,
 )
-from stages.scan.token_sums import UnitRule
+from stages.scan.token_sums import NeuronRule
 from stages.text.batches import TokenBatch, batch_sequences
 from stages.text.config import DataConfig
 from stages.text.generated import continue_prompts
@@ -47,8 +47,8 @@ from stages.text.sequences import LoadedText, describe_skipped, load_text
 from stages.text.sources import describe_source
 
 
-def make_statistics(sums: ScanSums, mlps: Sequence[GatedFFN], *, gradients: bool) -> UnitStatistics:
-    """Sums, weight norms and unit-major bitmaps."""
+def make_statistics(sums: ScanSums, mlps: Sequence[GatedFFN], *, gradients: bool) -> NeuronStatistics:
+    """Sums, weight norms and neuron-major bitmaps."""
     tensors = dict(sums.tensors)
     bits_LRf = tensors.pop("bits_LRf")
     samples = int(sums.counters["samples"])
@@ -58,19 +58,19 @@ def make_statistics(sums: ScanSums, mlps: Sequence[GatedFFN], *, gradients: bool
         )
         for name, axis in (("gate", 1), ("up", 1), ("down", 0))
     }
-    return UnitStatistics(
+    return NeuronStatistics(
         tokens=int(sums.counters["tokens"]),
         samples=samples,
         samples_with_gradient=samples if gradients else 0,
         mean_loss=sums.counters["loss_sum"] / samples,
-        active_bits=token_to_unit_major(bits_LRf, tensors["sum_abs"].shape[1]),
+        active_bits=token_to_neuron_major(bits_LRf, tensors["sum_abs"].shape[1]),
         reservoir_tokens=bits_LRf.shape[1],
         **tensors,
         **norms,
     )
 
 
-def summarise(statistics: UnitStatistics, notes: Sequence[str]) -> Table:
+def summarise(statistics: NeuronStatistics, notes: Sequence[str]) -> Table:
     """One row per layer."""
     tokens, samples = statistics.tokens, max(1, statistics.samples_with_gradient)
     gradient = (statistics.grad_norm_gate + statistics.grad_norm_up + statistics.grad_norm_down) / samples
@@ -85,7 +85,7 @@ def summarise(statistics: UnitStatistics, notes: Sequence[str]) -> Table:
         for layer in range(len(statistics.sum_abs))
     ]
     first = f"{tokens} tokens in {statistics.samples} samples, mean loss {statistics.mean_loss:.4f} nats"
-    columns = ["layer", "mean |h|", "max |h|", "units never active", "mean gradient norm"]
+    columns = ["layer", "mean |h|", "max |h|", "neurons never active", "mean gradient norm"]
     return Table("scan", columns, rows, [first, *notes])
 
 
@@ -105,7 +105,7 @@ SOURCES = (
 )
 
 
-def sums_identity(fingerprint: str, batches: Iterable[TokenBatch], dtype: torch.dtype) -> dict[str, str]:
+def sums_cache_key(fingerprint: str, batches: Iterable[TokenBatch], dtype: torch.dtype) -> dict[str, str]:
     """Settings, inputs and code of a scan.
 
     Args:
@@ -162,7 +162,7 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, store: StoreConfig, s
         len(mlps), mlps[0].down_proj.in_features, min(scan.reservoir_tokens, text.tokens),
         domains=len(domains.names) if domains else 0,
     )  # fmt: skip
-    identity = sums_identity(job.fingerprint, batches, dense.dtype)
+    identity = sums_cache_key(job.fingerprint, batches, dense.dtype)
     if domains:
         identity["domains"] = domains.digest(batches)
     place = StorePlace(job.scratch, model.label, identity, ffn_weight_names(dense), workers, job.fresh)
@@ -171,7 +171,7 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, store: StoreConfig, s
         dense, scan, parts, workers, source=describe_source(data, "calibration"), label=model.label, fresh=job.fresh
     )
     with open_store(store, place, shapes) as keeper, recording as parameters:
-        rule = UnitRule(scan.active_share, scan.active_threshold, scan.norm_product)
+        rule = NeuronRule(scan.active_share, scan.active_threshold, scan.norm_product)
         scanner = Scanner(dense, mlps, rule, scan.gradients, parameters, domains)
         slots_M = draw_reservoir(text.tokens, scan.reservoir_tokens, seed)
         done = agree_on_done(keeper, workers)

@@ -1,4 +1,4 @@
-"""Sums over one layer's tokens: how strongly and how often each unit fires, and its Taylor score."""
+"""Sums over one layer's tokens: how strongly and how often each neuron fires, and its Taylor score."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,31 +16,31 @@ _CHUNK = 4096
 
 
 @dataclass(frozen=True)
-class UnitRule:
-    """How units are measured."""
+class NeuronRule:
+    """How neurons are measured."""
 
-    active_share: float  # a unit is active in the token's top share of |h|, ties included, zeros never ...
+    active_share: float  # a neuron is active in the token's top share of |h|, ties included, zeros never ...
     active_threshold: float | None  # ... or, when set, where |h| exceeds this
     norm_product: str = "auto"  # gram, direct, or the cheaper one
 
     def active_count(self, width: int) -> int:
-        """How many of `width` units the share makes."""
+        """How many of `width` neurons the share makes."""
         return max(1, round(self.active_share * width))
 
 
 def sum_tokens(
-    h_MF: Float[Tensor, "M F"], grad_MF: Float[Tensor, "M F"] | None, rows_T: Int[Tensor, "T"], rule: UnitRule
+    h_MF: Float[Tensor, "M F"], grad_MF: Float[Tensor, "M F"] | None, rows_T: Int[Tensor, "T"], rule: NeuronRule
 ) -> tuple[Float[Tensor, "5 F"], Float[Tensor, "T"]]:
-    """Σ|h|, Σh², max|h|, the number of tokens for which a unit is active, and Σ|h·∂L/∂h|.
+    """Σ|h|, Σh², max|h|, the number of tokens for which a neuron is active, and Σ|h·∂L/∂h|.
 
     Args:
         h_MF: activations, padding included.
         grad_MF: their gradients; None gives zeros in the last row.
         rows_T: which of the M rows count.
-        rule: which units are active.
+        rule: which neurons are active.
 
     Returns:
-        Float64 sums on the same device, and for every token the |h| from which on a unit is active.
+        Float64 sums on the same device, and for every token the |h| from which on a neuron is active.
 
     Numerics: fp32 within 4096 tokens, float64 beyond.
     """
@@ -59,8 +59,8 @@ def sum_tokens(
     return sums_5F, torch.cat(limits)
 
 
-def activity_limits(magnitude_TF: Float[Tensor, "T F"], rule: UnitRule) -> Float[Tensor, "T 1"]:
-    """The |h| from which on a unit is active, for every token."""
+def activity_limits(magnitude_TF: Float[Tensor, "T F"], rule: NeuronRule) -> Float[Tensor, "T 1"]:
+    """The |h| from which on a neuron is active, for every token."""
     smallest = torch.finfo(torch.float32).tiny
     if rule.active_threshold is not None:
         limit = torch.full((len(magnitude_TF), 1), rule.active_threshold, device=magnitude_TF.device)
@@ -86,7 +86,7 @@ _STEP = np.int32(1 << 19)
 
 
 def sum_tokens_compiled(
-    h_MF: Float[Tensor, "M F"], grad_MF: Float[Tensor, "M F"] | None, rows_T: Int[Tensor, "T"], rule: UnitRule
+    h_MF: Float[Tensor, "M F"], grad_MF: Float[Tensor, "M F"] | None, rows_T: Int[Tensor, "T"], rule: NeuronRule
 ) -> tuple[Float[Tensor, "5 F"], Float[Tensor, "T"]]:
     """`sum_tokens` for tensors on the CPU; one of any number of values that mean the same limit may be returned.
 
@@ -116,8 +116,8 @@ def _as_numpy(values_MF: Tensor) -> NDArray[np.float32]:
 
 def _count_from(bits: NDArray[np.int32], limit: np.int32) -> np.int32:
     count = np.int32(0)
-    for unit in range(len(bits)):
-        count += np.int32(bits[unit] >= limit)
+    for neuron in range(len(bits)):
+        count += np.int32(bits[neuron] >= limit)
     return count
 
 
@@ -159,20 +159,20 @@ def _sum_rows(
     limit = np.int32(0)
     for place in range(len(rows)):
         token, top = rows[place], np.int32(0)
-        for unit in range(width):
-            bits[unit] = h_bits[token, unit] & _MAGNITUDE
-            top = max(top, bits[unit])
+        for neuron in range(width):
+            bits[neuron] = h_bits[token, neuron] & _MAGNITUDE
+            top = max(top, bits[neuron])
         limit = fixed if fixed > 0 else max(_find_limit(bits, count, top, limit), _SMALLEST)
         limits[place] = limit
-        for unit in range(width):
-            magnitude = np.float64(abs(h[token, unit]))
-            sums[0, unit] += magnitude
-            sums[1, unit] += magnitude * magnitude
-            sums[2, unit] = max(sums[2, unit], magnitude)
-            sums[3, unit] += np.float64(bits[unit] >= limit)
+        for neuron in range(width):
+            magnitude = np.float64(abs(h[token, neuron]))
+            sums[0, neuron] += magnitude
+            sums[1, neuron] += magnitude * magnitude
+            sums[2, neuron] = max(sums[2, neuron], magnitude)
+            sums[3, neuron] += np.float64(bits[neuron] >= limit)
         if len(grad):
-            for unit in range(width):
-                sums[4, unit] += np.float64(abs(h[token, unit] * grad[token, unit]))
+            for neuron in range(width):
+                sums[4, neuron] += np.float64(abs(h[token, neuron] * grad[token, neuron]))
     return sums, limits
 
 

@@ -1,1 +1,1 @@
-"""How much each unit matters: S_p and the plain measures beside it."""
+"""How much each neuron matters: S_p and the plain measures beside it."""

@@ -28,7 +28,7 @@ class ScoreConfig:
     activation_weight: float = field(default=1.0, metadata={"minimum": 0})
     # Weight g of a low gradient.
     gradient_weight: float = field(default=0.25, metadata={"minimum": 0})
-    # Weight f of high frequency, the share of tokens where the unit is among the most active.
+    # Weight f of high frequency, the share of tokens where the neuron is among the most active.
     frequency_weight: float = field(default=0.25, metadata={"minimum": 0})
 
     @property

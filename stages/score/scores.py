@@ -16,7 +16,7 @@ def normalise(values_LF: Shaped[Tensor, "L F"], method: Normalisation) -> Float[
     """Rescale every layer by its own figures.
 
     Args:
-        values_LF: ``(L, F)`` finite measure of each unit.
+        values_LF: ``(L, F)`` finite measure of each neuron.
         method: zscore (mean 0, standard deviation 1), rank (0 lowest to 1 highest, ties share the mean of their
             ranks) or minmax (0 lowest to 1 highest).
     Returns:
@@ -31,11 +31,11 @@ def normalise(values_LF: Shaped[Tensor, "L F"], method: Normalisation) -> Float[
         case "minmax":
             low_L1, high_L1 = values_LF.aminmax(dim=1, keepdim=True)
             scaled_LF = (values_LF - low_L1) / (high_L1 - low_L1)
-    return torch.where(has_spread(values_LF), scaled_LF, 0.0)
+    return torch.where(has_logit_std(values_LF), scaled_LF, 0.0)
 
 
-def has_spread(values_LF: Shaped[Tensor, "L F"]) -> Shaped[Tensor, "L 1"]:
-    """Whether a layer's units differ by more than rounding."""
+def has_logit_std(values_LF: Shaped[Tensor, "L F"]) -> Shaped[Tensor, "L 1"]:
+    """Whether a layer's neurons differ by more than rounding."""
     low_L1, high_L1 = values_LF.aminmax(dim=1, keepdim=True)
     return high_L1 - low_L1 > 1e-12 * torch.maximum(low_L1.abs(), high_L1.abs())
 
@@ -76,7 +76,7 @@ def score_synergy(
         activation_LF: ``(L, F)`` mean |h|·‖d‖, or mean |h|.
         gradients_LF: ``(L, F)`` of each kind (gate, up, down) the mean weight-gradient norm, or its `gradient_rate`;
             kinds are normalised apart, so that the kind of largest gradients does not speak for all.
-        frequency_LF: ``(L, F)`` share of tokens where the unit is among the most active.
+        frequency_LF: ``(L, F)`` share of tokens where the neuron is among the most active.
         weights: a, g, f.
         form: how the terms are joined.
         normalisation: zscore, rank or minmax.
@@ -92,7 +92,7 @@ def score_synergy(
     if form == "inverse_gradient":
         gain_LF = weights.activation * a_LF + weights.frequency * f_LF
         return (gain_LF / (1 + weights.gradient * g_LF)).float()
-    a_LF, f_LF = (torch.where(has_spread(term_LF), term_LF, 1.0) for term_LF in (a_LF, f_LF))
+    a_LF, f_LF = (torch.where(has_logit_std(term_LF), term_LF, 1.0) for term_LF in (a_LF, f_LF))
     return (a_LF**weights.activation * (1 - g_LF) ** weights.gradient * f_LF**weights.frequency).float()
 
 
@@ -109,7 +109,7 @@ def gradient_rate(norms_LF: Float[Tensor, "L F"], activation_LF: Float[Tensor, "
 
 
 def score_taylor(sum_taylor_LF: Float[Tensor, "L F"], tokens: int) -> Float[Tensor, "L F"]:
-    """First-order loss change when a unit is removed, mean |h·∂loss/∂h| per token.
+    """First-order loss change when a neuron is removed, mean |h·∂loss/∂h| per token.
 
     Source: arXiv:1611.06440 eq. 5, absolute value inside the mean.
     """
@@ -129,12 +129,12 @@ def score_wanda(
 def score_contribution(
     sum_abs_LF: Float[Tensor, "L F"], down_norm_LF: Float[Tensor, "L F"], tokens: int
 ) -> Float[Tensor, "L F"]:
-    """Mean |h_j|·‖d_j‖: how long a vector the unit adds to the residual stream."""
+    """Mean |h_j|·‖d_j‖: how long a vector the neuron adds to the residual stream."""
     return (sum_abs_LF / tokens * down_norm_LF).float()
 
 
 def score_frequency(active_count_LF: Int[Tensor, "L F"], tokens: int) -> Float[Tensor, "L F"]:
-    """Share of tokens where the unit is among the most active."""
+    """Share of tokens where the neuron is among the most active."""
     return (active_count_LF / tokens).float()
 
 

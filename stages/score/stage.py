@@ -8,12 +8,12 @@ from torch import Tensor
 
 from instruments.errors import ConfigError
 from stages.artifacts.job import Job, Table
-from stages.artifacts.statistics import Scores, UnitStatistics
+from stages.artifacts.statistics import NeuronStatistics, Scores
 from stages.score.config import ScoreConfig
 from stages.score.scores import (
     SynergyWeights,
     gradient_rate,
-    has_spread,
+    has_logit_std,
     normalise,
     score_contribution,
     score_frequency,
@@ -28,7 +28,7 @@ def rank_correlation(first_LF: Float[Tensor, "L F"], second_LF: Float[Tensor, "L
     """Spearman's rank correlation of two measures in every layer; None where one of them has no spread."""
     ranks = (normalise(normalise(values_LF, "rank"), "zscore") for values_LF in (first_LF, second_LF))
     correlation_L = (next(ranks) * next(ranks)).mean(1)
-    defined_L1 = has_spread(first_LF) & has_spread(second_LF)
+    defined_L1 = has_logit_std(first_LF) & has_logit_std(second_LF)
     return [value if ok else None for value, ok in zip(correlation_L.tolist(), defined_L1[:, 0].tolist(), strict=True)]
 
 
@@ -37,24 +37,24 @@ WITHOUT_GRADIENT = "s_p without its gradient term (the scan was forward-only)"
 
 def run(job: Job, *, score: ScoreConfig, seed: int) -> Table:
     """Score every neuron of every layer."""
-    statistics = UnitStatistics.load(job.parents["scan"])
+    statistics = NeuronStatistics.load(job.parents["scan"])
     if score.needs_gradients and not statistics.samples_with_gradient:
         raise ConfigError(
             f"score.method={score.method} needs gradients; the scan was forward-only",
             where="stage=score",
             do="scan=default, or score=contribution",
         )
-    scores = score_units(statistics, score, seed)
+    scores = score_neurons(statistics, score, seed)
     scores.save(job.out)
     return summarise(scores, statistics)
 
 
-def score_units(statistics: UnitStatistics, score: ScoreConfig, seed: int) -> Scores:
+def score_neurons(statistics: NeuronStatistics, score: ScoreConfig, seed: int) -> Scores:
     """The score that `score.method` names."""
     return Scores(score.method, describe(score, statistics), MEASURES[score.method](statistics, score, seed))
 
 
-def measure_synergy(statistics: UnitStatistics, score: ScoreConfig, _seed: int) -> Tensor:
+def measure_synergy(statistics: NeuronStatistics, score: ScoreConfig, _seed: int) -> Tensor:
     """S_p."""
     tokens, samples = statistics.tokens, max(1, statistics.samples_with_gradient)
     activation_LF = statistics.sum_abs / tokens
@@ -74,18 +74,18 @@ def measure_synergy(statistics: UnitStatistics, score: ScoreConfig, _seed: int) 
     )
 
 
-def measure_contribution(statistics: UnitStatistics, _score: ScoreConfig, _seed: int) -> Tensor:
+def measure_contribution(statistics: NeuronStatistics, _score: ScoreConfig, _seed: int) -> Tensor:
     """Mean |h|·‖d‖."""
     return score_contribution(statistics.sum_abs, statistics.weight_norm_down, statistics.tokens)
 
 
-def measure_taylor(statistics: UnitStatistics, _score: ScoreConfig, _seed: int) -> Tensor:
+def measure_taylor(statistics: NeuronStatistics, _score: ScoreConfig, _seed: int) -> Tensor:
     """Mean |h·∂loss/∂h|."""
     return score_taylor(statistics.sum_taylor, statistics.tokens)
 
 
 # (L, F) fp32 by the name of the method.
-MEASURES: dict[str, Callable[[UnitStatistics, ScoreConfig, int], Tensor]] = {
+MEASURES: dict[str, Callable[[NeuronStatistics, ScoreConfig, int], Tensor]] = {
     "s_p": measure_synergy,
     "taylor": measure_taylor,
     "wanda": lambda statistics, *_: score_wanda(statistics.sum_sq, statistics.weight_norm_down, statistics.tokens),
@@ -95,13 +95,13 @@ MEASURES: dict[str, Callable[[UnitStatistics, ScoreConfig, int], Tensor]] = {
 }
 
 
-def describe(score: ScoreConfig, statistics: UnitStatistics) -> str:
+def describe(score: ScoreConfig, statistics: NeuronStatistics) -> str:
     """The score in words, with what it lacks."""
     lacks = score.method == "s_p" and score.gradient_weight > 0 and not statistics.samples_with_gradient
     return WITHOUT_GRADIENT if lacks else score.method
 
 
-def summarise(scores: Scores, statistics: UnitStatistics) -> Table:
+def summarise(scores: Scores, statistics: NeuronStatistics) -> Table:
     """One row per layer: how the score spreads, and how far it agrees with contribution and Taylor."""
     spread_L3 = scores.chosen.quantile(torch.tensor([0.05, 0.5, 0.95]), dim=1).T
     silent_L = (statistics.active_count == 0).float().mean(1)
@@ -117,7 +117,7 @@ def summarise(scores: Scores, statistics: UnitStatistics) -> Table:
         ]
         for layer in range(len(scores.chosen))
     ]
-    columns = ["layer", f"{scores.method} 5 %", "median", "95 %", "units never active", "ρ contribution", "ρ taylor"]
+    columns = ["layer", f"{scores.method} 5 %", "median", "95 %", "neurons never active", "ρ contribution", "ρ taylor"]
     notes = [f"scored by {scores.description}; ρ is the rank correlation of this score with the measure"]
     if not statistics.samples_with_gradient:
         notes.append("the scan was forward-only: taylor is 0 throughout")

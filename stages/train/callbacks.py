@@ -80,7 +80,7 @@ class Log(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
         seen: int,
         heldout: Callable[[], float],
         heldout_steps: int,
-        spread: Callable[[int], float],
+        logit_std: Callable[[int], float],
     ) -> None:
         """Of one phase.
 
@@ -91,10 +91,10 @@ class Log(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
             seen: tokens that were trained on before.
             heldout: measures the held-out loss; called by all processes.
             heldout_steps: every so many; 0: never before the end of the phase.
-            spread: that of the router logits by step.
+            logit_std: that of the router logits by step.
         """
         self.record, self.phase, self.total, self.tokens = record, phase, total, seen
-        self.heldout, self.heldout_steps, self.spread = heldout, heldout_steps, spread
+        self.heldout, self.heldout_steps, self.logit_std = heldout, heldout_steps, logit_std
         self.bar: tqdm[Any] | None = None
         self._time = time.perf_counter()
 
@@ -127,7 +127,7 @@ class Log(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
             "perplexity": math.exp(min(700.0, logs["language_model"])),
             "tokens": self.tokens,
             "tokens_per_second": logs["tokens"] / (now - self._time),
-            "router_spread": self.spread(step),
+            "router_spread": self.logit_std(step),
         }
         self._time = now
         self._write(step, figures)

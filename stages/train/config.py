@@ -55,10 +55,10 @@ class TrainConfig:
     # Weight of the squared log-partition of the router's logits.
     z_weight: float = field(default=1e-4, metadata={"minimum": 0})
     # Standard deviation of a token's router logits at the end, where the checkpoint has less: that of parity carves
-    # (next to 0, constant gates) and of softmax gates (0.3) grows linearly over the first spread_share of the tokens; a
-    # larger one (1, sigmoid gates) stays. 0 leaves any as it is.
-    spread: float = field(default=0.5, metadata={"minimum": 0})
-    spread_share: float = field(default=0.5, metadata={"above": 0, "maximum": 1})
+    # (next to 0, constant gates) and of softmax gates (0.3) grows linearly over the first logit_std_share of the
+    # tokens; a larger one (1, sigmoid gates) stays. 0 leaves any as it is.
+    logit_std: float = field(default=0.5, metadata={"minimum": 0})
+    logit_std_share: float = field(default=0.5, metadata={"above": 0, "maximum": 1})
     # Sequences per optimizer step, over all processes, and per forward pass of one process.
     batch: int = field(default=16, metadata={"minimum": 1})
     micro_batch: int = field(default=8, metadata={"minimum": 1, "fingerprint": False})

@@ -47,7 +47,7 @@ def _relative(ours_tD: Tensor, theirs_tD: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Lesson:
+class TeacherOutput:
     """What the dense model makes of a batch."""
 
     logits_BTV: Tensor
@@ -62,16 +62,16 @@ class Teacher:
     hidden: bool
 
     @torch.no_grad()
-    def teach(self, input_ids: Tensor, attention_mask: Tensor) -> Lesson:
+    def teach(self, input_ids: Tensor, attention_mask: Tensor) -> TeacherOutput:
         """Its predictions and, where wanted, its hidden states."""
         output = self.model(
             input_ids=input_ids, attention_mask=attention_mask, use_cache=False, output_hidden_states=self.hidden
         )
-        return Lesson(output.logits, output.hidden_states or ())
+        return TeacherOutput(output.logits, output.hidden_states or ())
 
 
 @dataclass
-class Tally:
+class RunningMetrics:
     """Sums since the last log line of this process; on the device, so that nothing waits for them.
 
     Where experts are `pooled`, their load is that of all layers together.
@@ -134,7 +134,7 @@ class Objective:
         """
         self.settings, self.watch, self.teacher = settings, watch, teacher
         self.balance, self.pooled = balance, pooled
-        self.tally = Tally(pooled)
+        self.tally = RunningMetrics(pooled)
         self.load_LE: Tensor | None = None  # since the last optimizer step, of this process
 
     def loss(self, model: nn.Module, inputs: Mapping[str, Tensor], items: Tensor, parts: int, world: int) -> Tensor:

@@ -15,7 +15,7 @@ class Balance:
     """How load is evened out."""
 
     kind: str  # loss, selection_bias or none
-    bias_step: float  # of a selection bias, per step and unit of the logits' spread, in the bias's own units
+    bias_step: float  # of a selection bias, per step and neuron of the logits' spread, in the bias's own neurons
 
 
 def count_load(routings: list[Routing], mask_T: Tensor) -> Int[Tensor, "L E"]:
@@ -80,7 +80,7 @@ def move_biases(routers: list[nn.Module], load_LE: Int[Tensor, "L E"], step: flo
     Args:
         routers: by layer, each with a selection bias.
         load_LE: tokens since the last move, all processes together.
-        step: how far, in the units of the router's scores.
+        step: how far, in the neurons of the router's scores.
         pooled: the load that counts is that of all layers together.
     Source: auxiliary-loss-free load balancing, arXiv:2408.15664 eq. 2.
     """

@@ -24,7 +24,7 @@ from stages.train.trainer import MoETrainer
 
 
 @dataclass(frozen=True)
-class Course:
+class TrainContext:
     """What all phases share."""
 
     settings: TrainConfig
@@ -41,7 +41,7 @@ class Course:
 
 
 def run_phase(
-    model: PreTrainedModel, phase: Phase, course: Course, folder: Path, record: Record | None, seen: int
+    model: PreTrainedModel, phase: Phase, course: TrainContext, folder: Path, record: Record | None, seen: int
 ) -> None:
     """Train, and leave the model as a native checkpoint in `folder/final`.
 
@@ -67,7 +67,7 @@ def run_phase(
         seen=seen,
         heldout=lambda: course.heldout(trainer.model),
         heldout_steps=whole_logs(course.settings.heldout_steps, course.settings),
-        spread=course.schedule.at,
+        logit_std=course.schedule.at,
     )
     batch = course.settings.batch
     trainer = MoETrainer(
@@ -99,7 +99,7 @@ def run_phase(
     trainer.accelerator.wait_for_everyone()
 
 
-def training_arguments(course: Course, phase: Phase, folder: Path) -> TrainingArguments:
+def training_arguments(course: TrainContext, phase: Phase, folder: Path) -> TrainingArguments:
     """Trainer's own settings."""
     settings = course.settings
     return TrainingArguments(

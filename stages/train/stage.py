@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import models.tiny_onn.register  # noqa: F401 - transformers then knows the project's own class
 from models.card import copy_card
 from models.config import ModelConfig
-from models.emit import copy_companions
+from models.emit import copy_tokenizer_files
 from models.loading import load_dense, load_tokenizer, resolve_device
 from models.routing import LinearRouter
-from models.shape import Shape
+from models.shape import MoEShape
 from models.source import resolve_folder
 from models.targets.base import MOE_TARGETS, MoETarget
-from models.targets.gate_scale import gate_fold
+from models.targets.gate_scale import gate_scale_of
 from models.training import find_routers, selection_bias
 from stages.artifacts.job import Job, Table
 from stages.artifacts.routers import Routers
@@ -32,7 +32,7 @@ from stages.train.objective import Teacher
 from stages.train.phases import Phase, make_phases, total_steps
 from stages.train.record import EVENTS, FILE, Record, read_record, tokens_at
 from stages.train.routers import Balance, make_schedule
-from stages.train.run_phase import Course, run_phase
+from stages.train.run_phase import TrainContext, run_phase
 from stages.train.text import heldout_loss, read_text
 
 
@@ -53,7 +53,7 @@ def write_native(model: PreTrainedModel, like: Path, folder: Path, dtype: torch.
     for path in like.iterdir():
         if path.suffix in {".json", ".py"} and not path.name.endswith(".index.json"):
             shutil.copyfile(path, folder / path.name)
-    copy_companions(like, folder)
+    copy_tokenizer_files(like, folder)
 
 
 Lines = Sequence[Mapping[str, Any]]
@@ -133,7 +133,7 @@ def _over_tokens(lines: Sequence[Mapping[str, Any]], name: str) -> tuple[list[in
     return [by_step[line["step"]] for line in said], [float(line[name]) for line in said]
 
 
-def keep_result(job: Job, trained: Path, routers: Routers, shape: Shape, spread: float) -> None:
+def keep_result(job: Job, trained: Path, routers: Routers, shape: MoEShape, logit_std: float) -> None:
     """Write everything that is published.
 
     Args:
@@ -141,14 +141,14 @@ def keep_result(job: Job, trained: Path, routers: Routers, shape: Shape, spread:
         trained: checkpoint of the last phase.
         routers: those training started from.
         shape: of the carve.
-        spread: of the router logits in the end, as scheduled.
+        logit_std: of the router logits in the end, as scheduled.
     """
     start, model = job.parents["project"] / "checkpoint", load_trainable(trained)
     write_native(model, start, job.out / "checkpoint", getattr(torch, routers.dtype))
     copy_card(start, job.out / "checkpoint", describe(read_record(job.scratch)))
-    scale = gate_fold(MOE_TARGETS[routers.target], shape).selection_bias_scale
+    scale = gate_scale_of(MOE_TARGETS[routers.target], shape).selection_bias_scale
     found = [read_router(router, scale) for router in find_routers(model)]
-    replace(routers, spread=spread).with_layers(found).save(job.out)
+    replace(routers, logit_std=logit_std).with_layers(found).save(job.out)
     shutil.copyfile(job.scratch / FILE, job.out / FILE)
     if (job.scratch / EVENTS).exists():
         shutil.copytree(job.scratch / EVENTS, job.out / EVENTS)
@@ -156,14 +156,14 @@ def keep_result(job: Job, trained: Path, routers: Routers, shape: Shape, spread:
 
 
 def read_router(router: nn.Module, bias_scale: float) -> LinearRouter:
-    """Rows and bias of a router, the bias in the units of its logits."""
+    """Rows and bias of a router, the bias in the unit of its logits."""
     bias_E = selection_bias(router)
     weight: Tensor = router.weight  # type: ignore[assignment]
     rows_ED = weight.detach().float()
     return LinearRouter.without_bias(rows_ED) if bias_E is None else LinearRouter(rows_ED, bias_E.float() / bias_scale)
 
 
-def run(job: Job, *, model: ModelConfig, data: DataConfig, train: TrainConfig, shape: Shape, seed: int) -> Table:
+def run(job: Job, *, model: ModelConfig, data: DataConfig, train: TrainConfig, shape: MoEShape, seed: int) -> Table:
     """Write `checkpoint/`, the routers, `metrics.jsonl`, TensorBoard events and `loss.svg`.
 
     A killed run goes on from its last checkpoint; every process of torchrun takes part.
@@ -176,10 +176,10 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, train: TrainConfig, s
     done, teaches = steps_done(job, phases), bool(train.logits or train.hidden)
     # Needed by a teacher to the end, and by nobody else once the start has been measured.
     dense = load_dense(model, source) if teaches or not done else None
-    course = Course(
+    course = TrainContext(
         settings=train,
         text=text,
-        schedule=make_schedule(routers.spread, train.spread, round(train.spread_share * total_steps(phases))),
+        schedule=make_schedule(routers.logit_std, train.logit_std, round(train.logit_std_share * total_steps(phases))),
         total=total_steps(phases),
         balance=balance_of(train, MOE_TARGETS[routers.target], shape),
         pooled=shape.pooled,
@@ -201,7 +201,7 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, train: TrainConfig, s
     return summarise(read_record(job.scratch), phases, text.tokens) if job.workers.leads else Table("", (), ())
 
 
-def measure_start(course: Course, record: Record | None, dense: PreTrainedModel, checkpoint: Path) -> None:
+def measure_start(course: TrainContext, record: Record | None, dense: PreTrainedModel, checkpoint: Path) -> None:
     """The first line of the record: what is to be reached, and where it begins."""
     losses = {"dense_heldout_loss": course.heldout(dense)}
     losses["heldout_loss"] = course.heldout(load_trainable(checkpoint).to(course.device))
@@ -210,7 +210,7 @@ def measure_start(course: Course, record: Record | None, dense: PreTrainedModel,
 
 
 def run_phases(
-    scratch: Path, phases: list[Phase], course: Course, record: Record | None, start: Path, done: int
+    scratch: Path, phases: list[Phase], course: TrainContext, record: Record | None, start: Path, done: int
 ) -> Path:
     """Every phase from the checkpoint that the one before it left; gives that of the last."""
     for phase in phases:
@@ -222,12 +222,12 @@ def run_phases(
     return start
 
 
-def balance_of(train: TrainConfig, target: MoETarget, shape: Shape) -> Balance:
+def balance_of(train: TrainConfig, target: MoETarget, shape: MoEShape) -> Balance:
     """What `auto` stands for: the selection bias where the architecture has one."""
     asked = train.balance
     if asked == "auto":
         asked = "loss" if target.selection_bias is None else "selection_bias"
-    return Balance(asked, train.bias_rate * gate_fold(target, shape).selection_bias_scale)
+    return Balance(asked, train.bias_rate * gate_scale_of(target, shape).selection_bias_scale)
 
 
 def steps_done(job: Job, phases: list[Phase]) -> int:

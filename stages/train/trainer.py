@@ -115,15 +115,15 @@ class MoETrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
             optimizer = self.optimizer if optimizer is None else optimizer
             names = [group["name"] for group in optimizer.param_groups]
             factors: list[Callable[[int], float]] = [
-                partial(self._factor, spread=name == Part.ROUTER) for name in names
+                partial(self._factor, logit_std=name == Part.ROUTER) for name in names
             ]
             self.lr_scheduler = LambdaLR(optimizer, factors)
             self._created_lr_scheduler = True
         return self.lr_scheduler
 
-    def _factor(self, step: int, *, spread: bool) -> float:
+    def _factor(self, step: int, *, logit_std: bool) -> float:
         factor = rate_factor(step, self.phase, self.settings)
-        return factor * self.schedule.at(self.phase.first + step) if spread else factor
+        return factor * self.schedule.at(self.phase.first + step) if logit_std else factor
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:  # noqa: ANN401 - any dataset
         # The dataset is in order already.

@@ -18,7 +18,7 @@ LIGHT = [
     "instruments.safetensors_header",
     "models.dense",
     "models.targets.base",
-    "stages.text.identity",
+    "stages.text.cache_key",
     *(".".join(path.relative_to(REPOSITORY).with_suffix("").parts) for path in REPOSITORY.glob("stages/*/config.py")),
 ]
 

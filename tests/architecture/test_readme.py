@@ -39,7 +39,9 @@ def test_the_map_leaves_nothing_out():
     """Top level, what stages share, and the packages of models and instruments."""
     stages = {Path("stages") / name for name in STAGES}
     depth = {folder for folder in tracked_folders() if len(folder.parts) == 1 and not folder.name.startswith(".")}
-    depth |= {folder for folder in tracked_folders() if folder.parent in {Path("stages"), Path("models"), Path("instruments")}} - stages
+    depth |= {
+        folder for folder in tracked_folders() if folder.parent in {Path("stages"), Path("models"), Path("instruments")}
+    } - stages
     assert depth == set(map_of_the_house())
 
 

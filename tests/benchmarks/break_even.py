@@ -14,7 +14,7 @@ from benchmarks.workbench import Workbench
 from torch import Tensor
 
 from instruments import gradient_norms
-from instruments.ffn_probe import FFNGradients, unit_norms, units_prefer_gram
+from instruments.ffn_probe import FFNGradients, neuron_norms, neurons_prefer_gram
 
 SHORTEST = 64
 # Where the code's own changeover is looked for.
@@ -77,13 +77,13 @@ def break_even(lengths: Sequence[int], ratios: Sequence[float]) -> float:
 
 
 def _all_products(bench: Workbench) -> list[Products]:
-    """Of the scan's units, and of the parameter-level scanner's up projection."""
+    """Of the scan's neurons, and of the parameter-level scanner's up projection."""
     sizes = bench.model.config.hidden_size, bench.width
     return [
         Products(
-            "units",
-            partial(_unit_tasks, bench, *sizes),
-            lambda length: units_prefer_gram("auto", length, *sizes),
+            "neurons",
+            partial(_neuron_tasks, bench, *sizes),
+            lambda length: neurons_prefer_gram("auto", length, *sizes),
         ),
         Products(
             "weight of up",
@@ -93,10 +93,10 @@ def _all_products(bench: Workbench) -> list[Products]:
     ]
 
 
-def _unit_tasks(bench: Workbench, hidden_size: int, width: int, length: int) -> dict[str, Task]:
+def _neuron_tasks(bench: Workbench, hidden_size: int, width: int, length: int) -> dict[str, Task]:
     x, out, h, gate, up = _draw(bench, length, [hidden_size, hidden_size, width, width, width])
     record = FFNGradients(x, h, gate, up, h, out)
-    without_graph = torch.no_grad()(unit_norms)
+    without_graph = torch.no_grad()(neuron_norms)
     return {product: Task(partial(without_graph, record, product)) for product in ("gram", "direct")}
 
 

@@ -19,7 +19,7 @@ from stages.cluster.views import coactivation_features
 CPU = torch.device("cpu")
 TOKENS = 8192
 TOPICS = 256
-EXACT_WIDTH = 2048  # the exact solver needs (units × units) doubles, and seconds
+EXACT_WIDTH = 2048  # the exact solver needs (neurons × neurons) doubles, and seconds
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def measure_gap() -> Row:
 
 
 def draw_features(width: int, dims: int = ClusterConfig().feature_dims) -> Tensor:
-    """Units of topics of very different sizes, with much in common and noise of their own."""
+    """Neurons of topics of very different sizes, with much in common and noise of their own."""
     generator = torch.Generator().manual_seed(0)
     topics_TC = torch.randn(TOPICS, dims, generator=generator)
     topic_F = torch.multinomial(1 / torch.arange(1.0, TOPICS + 1), width, replacement=True, generator=generator)
@@ -96,11 +96,11 @@ def draw_features(width: int, dims: int = ClusterConfig().feature_dims) -> Tenso
 
 
 def draw_bits(width: int) -> Tensor:
-    """Packed activation bits: one in ten set, more often on the tokens of the unit's topic."""
+    """Packed activation bits: one in ten set, more often on the tokens of the neuron's topic."""
     rng = np.random.default_rng(0)
     topic_F, topic_R = rng.integers(TOPICS, size=width), rng.integers(TOPICS, size=TOKENS)
     bits_Fr = np.empty((width, TOKENS // 8), dtype=np.uint8)
-    for unit in range(width):
-        chance_R = np.where(topic_R == topic_F[unit], 0.8, 0.1)
-        bits_Fr[unit] = np.packbits(rng.random(TOKENS, dtype=np.float32) < chance_R)
+    for neuron in range(width):
+        chance_R = np.where(topic_R == topic_F[neuron], 0.8, 0.1)
+        bits_Fr[neuron] = np.packbits(rng.random(TOKENS, dtype=np.float32) < chance_R)
     return torch.from_numpy(bits_Fr)

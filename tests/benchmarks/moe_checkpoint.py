@@ -7,30 +7,30 @@ import torch
 from models.checkpoint.reader import ShardReader
 from models.dense import dense_family
 from models.emit import emit_checkpoint
-from models.shape import Shape
+from models.shape import MoEShape
 from models.slicing import slice_experts
 from models.source import read_config
 from models.targets.choose import select_target
-from pipeline.shape import Dials, resolve_shape
+from pipeline.shape import ShapeRequest, resolve_shape
 
 
-def shape_of(width: int, experts: int, active: float) -> Shape:
+def shape_of(width: int, experts: int, active: float) -> MoEShape:
     """E experts of F / E neurons, with always-on neurons and experts per token as a carve would choose them."""
-    return resolve_shape(Dials(experts, max(1, width // experts), None, None, active), width)
+    return resolve_shape(ShapeRequest(experts, max(1, width // experts), None, None, active), width)
 
 
-def write_moe(dense: Path, out: Path, shape: Shape, dtype: str) -> Path:
+def write_moe(dense: Path, out: Path, shape: MoEShape, dtype: str) -> Path:
     """Emit the checkpoint.
 
-    Which unit lies in which expert costs no time, so they are dealt in order, and again from the first one where there
-    are more slots than units. Random router rows load the experts as evenly as tokens allow.
+    Which neuron lies in which expert costs no time, so they are dealt in order, and again from the first one where
+    there are more slots than neurons. Random router rows load the experts as evenly as tokens allow.
     """
     config = read_config(dense)
     family = dense_family(config)
-    units = torch.arange(int(config["intermediate_size"]))
-    always_S, routed = units[: shape.always_on], units[shape.always_on :]
+    neurons = torch.arange(int(config["intermediate_size"]))
+    always_S, routed = neurons[: shape.always_on], neurons[shape.always_on :]
     slots = torch.arange(shape.experts * shape.n) % len(routed)
-    units_EN = routed[slots].view(shape.experts, shape.n)
+    neurons_EN = routed[slots].view(shape.experts, shape.n)
     generator = torch.Generator().manual_seed(0)
     with ShardReader(dense) as reader:
         emit_checkpoint(
@@ -39,7 +39,7 @@ def write_moe(dense: Path, out: Path, shape: Shape, dtype: str) -> Path:
             target=select_target(str(config["model_type"]), "auto", shape.always_on),
             shape=shape,
             routers=lambda _layer: torch.randn(shape.experts, int(config["hidden_size"]), generator=generator),
-            experts=lambda layer: slice_experts(reader, family, layer, units_EN, always_S),
+            experts=lambda layer: slice_experts(reader, family, layer, neurons_EN, always_S),
             dtype=dtype,
         )
     return out

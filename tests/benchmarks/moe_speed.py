@@ -17,7 +17,7 @@ from benchmarks.workbench import Workbench
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from models.shape import Shape
+from models.shape import MoEShape
 from models.source import EMBEDDED
 
 # Gathers each token's own experts: meant for the few tokens of a decoding step; a prefill would fill the memory.
@@ -95,7 +95,7 @@ def compare_speed(
     phase: str,
     bench: Workbench,
     carved: Mapping[float, PreTrainedModel],
-    shapes: Mapping[float, Shape],
+    shapes: Mapping[float, MoEShape],
     options: Namespace,
 ) -> list[Row]:
     """Rows of prefill or decode."""
@@ -146,6 +146,6 @@ def share_name(share: float) -> str:
     return f"{100 * share:g} % active"
 
 
-def describe(shape: Shape) -> str:
+def describe(shape: MoEShape) -> str:
     """In a row's note."""
     return f"{shape.top_k} of {shape.experts} × {shape.n} + {shape.always_on}"

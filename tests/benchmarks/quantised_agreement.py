@@ -1,4 +1,4 @@
-"""How far the ranking of units by a quantised scan agrees with that of a plain one, layer by layer.
+"""How far the ranking of neurons by a quantised scan agrees with that of a plain one, layer by layer.
 
     python tests/benchmarks/quantised_agreement.py REFERENCE QUANTISED [--method s_p] [--normalisation zscore] ...
 
@@ -16,11 +16,11 @@ from tabulate import tabulate
 from torch import Tensor
 
 from instruments.errors import ContractError, UserError
-from stages.artifacts.statistics import UnitStatistics
+from stages.artifacts.statistics import NeuronStatistics
 from stages.score.config import ScoreConfig
-from stages.score.stage import rank_correlation, score_units
+from stages.score.stage import rank_correlation, score_neurons
 
-# Shares of a layer's units that a carve may keep.
+# Shares of a layer's neurons that a carve may keep.
 SHARES = (0.1, 0.25, 0.5)
 SUMS = {
     "activation": ("sum_abs",),
@@ -35,17 +35,17 @@ class Agreement:
 
     score: list[float | None]  # Spearman of the score
     terms: dict[str, list[float | None]]  # Spearman of what it is made of
-    overlap: dict[float, list[float]]  # share of the best units → how many of them are the same
+    overlap: dict[float, list[float]]  # share of the best neurons → how many of them are the same
 
 
 def compare_scans(
-    reference: UnitStatistics, quantised: UnitStatistics, score: ScoreConfig, shares: Sequence[float] = SHARES
+    reference: NeuronStatistics, quantised: NeuronStatistics, score: ScoreConfig, shares: Sequence[float] = SHARES
 ) -> Agreement:
     """Score both scans alike and compare the ranks. Raises ContractError: they are not of the same model and text."""
     sizes = [(tuple(scan.sum_abs.shape), scan.tokens) for scan in (reference, quantised)]
     if sizes[0] != sizes[1]:
         raise ContractError(f"the scans have (layers, units), tokens of {sizes[0]} and {sizes[1]}", do="scan the same")
-    scores = [score_units(scan, score, seed=0).chosen for scan in (reference, quantised)]
+    scores = [score_neurons(scan, score, seed=0).chosen for scan in (reference, quantised)]
     terms = {
         name: rank_correlation(_total(reference, fields), _total(quantised, fields)) for name, fields in SUMS.items()
     }
@@ -55,14 +55,14 @@ def compare_scans(
 
 
 def top_overlap(first_LF: Tensor, second_LF: Tensor, share: float) -> list[float]:
-    """Which part of the best `share` of units is the same in both, in every layer; chance gives `share`."""
+    """Which part of the best `share` of neurons is the same in both, in every layer; chance gives `share`."""
     count = max(1, round(share * first_LF.shape[1]))
     pairs = zip(first_LF, second_LF, strict=True)
     tops = [[set(scores_F.topk(count).indices.tolist()) for scores_F in pair] for pair in pairs]
     return [len(first & second) / count for first, second in tops]
 
 
-def _total(scan: UnitStatistics, fields: Sequence[str]) -> Tensor:
+def _total(scan: NeuronStatistics, fields: Sequence[str]) -> Tensor:
     return sum(getattr(scan, name).double() for name in fields)
 
 
@@ -100,7 +100,9 @@ def main(words: Sequence[str] | None = None) -> int:
     wanted = vars(read_words(words))
     reference, quantised = wanted.pop("reference"), wanted.pop("quantised")
     try:
-        agreement = compare_scans(UnitStatistics.load(reference), UnitStatistics.load(quantised), ScoreConfig(**wanted))
+        agreement = compare_scans(
+            NeuronStatistics.load(reference), NeuronStatistics.load(quantised), ScoreConfig(**wanted)
+        )
     except UserError as error:
         sys.stderr.write(f"{error}\n")
         return 1

@@ -8,13 +8,13 @@ import torch
 from benchmarks.timing import Task
 from benchmarks.workbench import Workbench
 
-from instruments.ffn_probe import FFNGradients, probe_gradients, unit_norms, units_prefer_gram
+from instruments.ffn_probe import FFNGradients, neuron_norms, neurons_prefer_gram, probe_gradients
 from instruments.gradient_norms import gram_matrix
 from models.ffn import ffn_modules
 from stages.accumulators.sums import empty_sums
 from stages.scan.batch_sums import BatchSums, sum_shapes
 from stages.scan.config import ScanConfig
-from stages.scan.token_sums import UnitRule
+from stages.scan.token_sums import NeuronRule
 
 
 def record_layer(bench: Workbench, layer: int) -> FFNGradients:
@@ -32,11 +32,11 @@ def record_layer(bench: Workbench, layer: int) -> FFNGradients:
 def record_tasks(record: FFNGradients, layers: int, bench: Workbench) -> dict[str, Task]:
     """Tasks of one layer that differ by one part of the work; "to host" is of all layers."""
     scan = ScanConfig()
-    rule = UnitRule(scan.active_share, scan.active_threshold, scan.norm_product)
+    rule = NeuronRule(scan.active_share, scan.active_threshold, scan.norm_product)
     # A threshold takes one comparison; finding the top share of a row takes the time that is asked for.
     by_threshold, none_drawn = replace(rule, active_threshold=1.0), torch.full_like(bench.slots_BT, -1)
 
-    def on_fresh_sums(work: Callable[[BatchSums], object], rule: UnitRule, slots_BT: torch.Tensor) -> Task:
+    def on_fresh_sums(work: Callable[[BatchSums], object], rule: NeuronRule, slots_BT: torch.Tensor) -> Task:
         fresh: list[BatchSums] = []
         mask_BT = bench.batch.attention_mask.bool()
         return Task(
@@ -57,14 +57,14 @@ def record_tasks(record: FFNGradients, layers: int, bench: Workbench) -> dict[st
         "to host": _host_task(record, layers, bench, rule),
     }
     (_, length, hidden_size), width = record.x_BTD.shape, record.h_BTF.shape[-1]
-    if units_prefer_gram(rule.norm_product, length, hidden_size, width):
+    if neurons_prefer_gram(rule.norm_product, length, hidden_size, width):
         tasks["gram"] = Task(partial(_gram_matrices, record))
     return tasks
 
 
 @torch.no_grad()
 def _norms(record: FFNGradients, product: str) -> None:
-    unit_norms(record, product)
+    neuron_norms(record, product)
 
 
 @torch.no_grad()
@@ -73,7 +73,7 @@ def _gram_matrices(record: FFNGradients) -> None:
     gram_matrix(record.out_grad_BTD)
 
 
-def _host_task(record: FFNGradients, layers: int, bench: Workbench, rule: UnitRule) -> Task:
+def _host_task(record: FFNGradients, layers: int, bench: Workbench, rule: NeuronRule) -> Task:
     sums = BatchSums(layers, bench.batch.attention_mask.bool(), bench.slots_BT, rule)
     with torch.no_grad():
         sums.add_gradients(0, record)

@@ -15,7 +15,7 @@ from stages.calibration.forward import forward_losses
 from stages.scan.batch_sums import sum_shapes
 from stages.scan.config import ScanConfig
 from stages.scan.passes import Scanner
-from stages.scan.token_sums import UnitRule
+from stages.scan.token_sums import NeuronRule
 
 
 def measure_scan(bench: Workbench, repetitions: int) -> list[Row]:
@@ -58,7 +58,7 @@ def measure_forward(bench: Workbench, repetitions: int) -> list[Row]:
 def scan_task(bench: Workbench, *, gradients: bool) -> Task:
     """One batch into fresh sums."""
     scan, mlps = ScanConfig(), ffn_modules(bench.model)
-    rule = UnitRule(scan.active_share, scan.active_threshold, scan.norm_product)
+    rule = NeuronRule(scan.active_share, scan.active_threshold, scan.norm_product)
     scanner = Scanner(bench.model, mlps, rule, gradients)
     shapes = sum_shapes(len(mlps), bench.width, int(bench.slots_BT.max()) + 1)
     fresh: list[ScanSums] = []
@@ -91,8 +91,8 @@ def _parts(found: dict[str, list[float]], layers: int) -> dict[str, list[float]]
     parts = {
         "probes, h computed again": subtract(found["probed"], found["frozen"]),
         "sums of |h| and h², largest |h|": of_layers("sums"),
-        "which units are active": of_layers("sums, active", "sums"),
-        "bits of active units": of_layers("sums, active, bits", "sums, active"),
+        "which neurons are active": of_layers("sums, active", "sums"),
+        "bits of active neurons": of_layers("sums, active, bits", "sums, active"),
         "Taylor": of_layers("all", "sums, active, bits", "norms"),
     }
     if "gram" in found:

@@ -66,7 +66,7 @@ class Workbench:
 
     def frozen_step(self) -> None:
         """Forward and backward with a gradient for the embeddings alone, as below a scan."""
-        forward_losses(self.model, self.batch, spend_logits=True).sum().backward()
+        forward_losses(self.model, self.batch, inplace_backward_logits=True).sum().backward()
 
     def thaw(self) -> None:
         """Weights ask for gradients and have none yet."""

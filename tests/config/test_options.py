@@ -10,7 +10,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from models.shape import Shape
+from models.shape import MoEShape
 from pipeline.layout import CONF, groups
 from pipeline.settings import Settings, register_schema, to_settings
 from pipeline.shape import resolve_shape
@@ -55,7 +55,7 @@ def test_the_shape_that_a_preset_names_is_the_one_it_gets(preset):
     line = (CONF / "model" / f"{preset}.yaml").read_text().splitlines()[0]
     width, experts, n, top_k, always_on = map(int, re.findall(r" (\d+)(?= neurons| experts|, | per| always)", line))
     shape = resolve_shape(dials_of(to_settings(compose(f"model={preset}"))), width)
-    assert shape == Shape(experts, n, top_k, always_on)
+    assert shape == MoEShape(experts, n, top_k, always_on)
     assert experts * n + always_on == width
     assert always_on % 64 == 0
     assert 0.23 < always_on / width < 0.25

@@ -40,11 +40,11 @@ def folder(tmp_path: Path) -> Path:
 def test_a_layer_that_gives_no_expert_to_a_pool(tmp_path: Path) -> None:
     experts, provenance = random_layer()
     none = {name: getattr(experts, name)[:0] for name in ("gate_END", "up_END", "down_EDN")}
-    save_layer(tmp_path, 0, replace(experts, **none), replace(provenance, units_EN=provenance.units_EN[:0]), "silu")
+    save_layer(tmp_path, 0, replace(experts, **none), replace(provenance, neurons_EN=provenance.neurons_EN[:0]), "silu")
     read = load_layer(tmp_path, 0)
     assert torch.equal(read.shared_down_DS, experts.shared_down_DS)
     assert (read.gate_END.shape, read.up_END.shape, read.down_EDN.shape) == ((0, 0, D), (0, 0, D), (0, D, 0))
-    assert load_provenance(tmp_path, 0).units_EN.shape == (0, 0)
+    assert load_provenance(tmp_path, 0).neurons_EN.shape == (0, 0)
 
 
 @pytest.mark.parametrize("always_on", [S, 0])
@@ -65,7 +65,7 @@ def test_names_on_disk(folder: Path) -> None:
     assert shapes["experts.1.down_proj.weight"] == (D, N)
     assert shapes["always_on.gate_proj.weight"] == (S, D)
     assert shapes["always_on.down_proj.weight"] == (D, S)
-    assert shapes["experts.0.units"] == (N,)
+    assert shapes["experts.0.neurons"] == (N,)
     assert len(shapes) == (E + 1) * 4
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from instruments.errors import ContractError
-from stages.artifacts.tensor_file import find_layer, keep_layer
+from stages.artifacts.tensor_file import load_layer_checkpoint, save_layer_checkpoint
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,8 @@ class Found:
 
 def test_a_layer_comes_back_bit_for_bit(tmp_path):
     rows_ED = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
-    keep_layer(tmp_path, 7, Found(rows_ED, torch.empty(0, 4), {"error": 0.1 + 0.2, "penalty": None}))
-    found = find_layer(tmp_path, 7, Found)
+    save_layer_checkpoint(tmp_path, 7, Found(rows_ED, torch.empty(0, 4), {"error": 0.1 + 0.2, "penalty": None}))
+    found = load_layer_checkpoint(tmp_path, 7, Found)
     assert torch.equal(found.rows_ED, rows_ED)
     assert found.rows_ED.dtype == torch.bfloat16
     assert found.nothing_N.shape == (0, 4)
@@ -26,20 +26,20 @@ def test_a_layer_comes_back_bit_for_bit(tmp_path):
 
 
 def test_a_layer_that_was_not_kept_is_none(tmp_path):
-    assert find_layer(tmp_path, 0, Found) is None
+    assert load_layer_checkpoint(tmp_path, 0, Found) is None
 
 
 def test_a_layer_half_written_is_none(tmp_path, monkeypatch):
     monkeypatch.setattr("instruments.durable.sync", lambda _path: (_ for _ in ()).throw(OSError("killed")))
     with pytest.raises(OSError, match="killed"):
-        keep_layer(tmp_path, 0, Found(torch.ones(1), torch.ones(1), {}))
-    assert find_layer(tmp_path, 0, Found) is None
+        save_layer_checkpoint(tmp_path, 0, Found(torch.ones(1), torch.ones(1), {}))
+    assert load_layer_checkpoint(tmp_path, 0, Found) is None
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_damaged_layer_says_what_to_do(tmp_path):
-    keep_layer(tmp_path, 0, Found(torch.ones(1), torch.ones(1), {}))
+    save_layer_checkpoint(tmp_path, 0, Found(torch.ones(1), torch.ones(1), {}))
     (path,) = tmp_path.iterdir()
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ContractError, match="run the stage that writes it again, with fresh=true"):
-        find_layer(tmp_path, 0, Found)
+        load_layer_checkpoint(tmp_path, 0, Found)

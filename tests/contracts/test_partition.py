@@ -3,17 +3,17 @@ import torch
 
 from instruments.errors import ContractError
 from stages.artifacts.partition import Partition
-from stages.artifacts.statistics import UnitStatistics
+from stages.artifacts.statistics import NeuronStatistics
 
 L, E, N, F, S = 2, 3, 4, 20, 5
 UNITS = torch.stack([torch.arange(E * N).view(E, N), torch.arange(E * N).view(E, N) + 1]).int()
 ALWAYS_ON = torch.tensor([[12, 13, 14, 15, 16], [0, 14, 15, 16, 19]], dtype=torch.int32)
 
 
-def changed(layer, expert, slot, unit):
-    units = UNITS.clone()
-    units[layer, expert, slot] = unit
-    return units
+def changed(layer, expert, slot, neuron):
+    neurons = UNITS.clone()
+    neurons[layer, expert, slot] = neuron
+    return neurons
 
 
 @pytest.mark.parametrize("always_on", [ALWAYS_ON, ALWAYS_ON[:, :0]], ids=["always on", "none always on"])
@@ -21,47 +21,47 @@ def test_round_trip(tmp_path, always_on):
     Partition(F, UNITS, always_on).save(tmp_path)
     read = Partition.load(tmp_path)
     assert read.width == F
-    assert torch.equal(read.units, UNITS)
+    assert torch.equal(read.neurons, UNITS)
     assert torch.equal(read.always_on, always_on)
-    assert read.units.dtype == read.always_on.dtype == torch.int32
+    assert read.neurons.dtype == read.always_on.dtype == torch.int32
 
 
-def test_multiplicity_counts_the_experts_of_each_unit():
+def test_multiplicity_counts_the_experts_of_each_neuron():
     copies = Partition(F, changed(1, 2, 3, 4), ALWAYS_ON).multiplicity
     assert copies[0].tolist() == [1] * 12 + [0] * 8
     assert copies[1].tolist() == [0, 1, 1, 1, 2, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(
-    ("units", "always_on", "message"),
+    ("neurons", "always_on", "message"),
     [
-        (changed(1, 0, 2, 20), ALWAYS_ON, "unit index outside 0..19\n  where: partition, layer 1"),
-        (changed(0, 0, 2, -1), ALWAYS_ON, "unit index outside 0..19\n  where: partition, layer 0"),
-        (changed(1, 0, 0, 2), ALWAYS_ON, "a unit stands twice in one expert\n  where: partition, layer 1"),
-        (changed(0, 1, 3, 14), ALWAYS_ON, "an always-on unit is also in an expert\n  where: partition, layer 0"),
+        (changed(1, 0, 2, 20), ALWAYS_ON, "neuron index outside 0..19\n  where: partition, layer 1"),
+        (changed(0, 0, 2, -1), ALWAYS_ON, "neuron index outside 0..19\n  where: partition, layer 0"),
+        (changed(1, 0, 0, 2), ALWAYS_ON, "a neuron stands twice in one expert\n  where: partition, layer 1"),
+        (changed(0, 1, 3, 14), ALWAYS_ON, "an always-on neuron is also in an expert\n  where: partition, layer 0"),
         (
             UNITS,
             torch.tensor([[12, 13, 14, 15, 15], [0, 14, 15, 16, 19]], dtype=torch.int32),
-            "a unit stands twice in one expert\n  where: partition, layer 0",
+            "a neuron stands twice in one expert\n  where: partition, layer 0",
         ),
         (UNITS, ALWAYS_ON[:1], "partition shapes (2, 3, 4) and (1, 5)"),
         (UNITS[0], ALWAYS_ON, "partition shapes (3, 4) and (2, 5)"),
     ],
 )
-def test_what_is_no_partition_is_refused(units, always_on, message):
+def test_what_is_no_partition_is_refused(neurons, always_on, message):
     with pytest.raises(ContractError) as error:
-        Partition(F, units, always_on)
+        Partition(F, neurons, always_on)
     assert str(error.value) == message
 
 
 def test_another_contract_is_refused(tmp_path):
     Partition(F, UNITS, ALWAYS_ON).save(tmp_path)
-    (tmp_path / Partition.FILE).rename(tmp_path / UnitStatistics.FILE)
+    (tmp_path / Partition.FILE).rename(tmp_path / NeuronStatistics.FILE)
     with pytest.raises(ContractError) as error:
-        UnitStatistics.load(tmp_path)
+        NeuronStatistics.load(tmp_path)
     assert str(error.value) == (
-        "expected UnitStatistics version 1, found Partition version 1\n"
-        f"  where: {tmp_path / UnitStatistics.FILE}\n"
+        "expected NeuronStatistics version 1, found Partition version 1\n"
+        f"  where: {tmp_path / NeuronStatistics.FILE}\n"
         "  do:    run the stage that writes it again, with fresh=true"
     )
 

@@ -2,28 +2,28 @@ import pytest
 import torch
 
 from instruments.errors import ContractError
-from models.shape import Shape
+from models.shape import MoEShape
 from stages.artifacts.partition import Partition, PoolPartition, load_partition
 
 L, E, N, F, S = 3, 5, 4, 20, 2
 UNITS = torch.stack([torch.arange(N) + start for start in (0, 4, 0, 3, 8)]).int()
-HOME = torch.tensor([0, 0, 2, 2, 2], dtype=torch.int32)  # layer 1 gives none; in layer 2 unit 3 has two copies
+HOME = torch.tensor([0, 0, 2, 2, 2], dtype=torch.int32)  # layer 1 gives none; in layer 2 neuron 3 has two copies
 ALWAYS_ON = torch.tensor([[12, 13], [0, 14], [18, 19]], dtype=torch.int32)
 
 
 def test_round_trip(tmp_path):
     PoolPartition(F, UNITS, HOME, ALWAYS_ON, "by hand").save(tmp_path)
-    read = load_partition(tmp_path, Shape(E, N, 2, S, "global_pool"))
+    read = load_partition(tmp_path, MoEShape(E, N, 2, S, "global_pool"))
     assert (read.width, read.description, read.sizes) == (F, "by hand", (L, E, N, S, F))
-    for name, tensor in (("units", UNITS), ("home", HOME), ("always_on", ALWAYS_ON)):
+    for name, tensor in (("neurons", UNITS), ("home", HOME), ("always_on", ALWAYS_ON)):
         assert torch.equal(getattr(read, name), tensor)
 
 
 def test_each_layer_knows_what_it_gives():
     partition = PoolPartition(F, UNITS, HOME, ALWAYS_ON)
     assert partition.given == [2, 0, 3]
-    assert [torch.equal(partition.units_of(layer), UNITS[layer == HOME]) for layer in range(L)] == [True] * L
-    assert partition.units_of(1).shape == (0, N)
+    assert [torch.equal(partition.neurons_of(layer), UNITS[layer == HOME]) for layer in range(L)] == [True] * L
+    assert partition.neurons_of(1).shape == (0, N)
     assert partition.multiplicity.shape == (L, F)
     assert partition.multiplicity[0].tolist() == [1] * 8 + [0] * 12
     assert not partition.multiplicity[1].any()
@@ -33,9 +33,9 @@ def test_each_layer_knows_what_it_gives():
 def test_the_topology_decides_what_is_read(tmp_path):
     PoolPartition(F, UNITS, HOME, ALWAYS_ON).save(tmp_path)
     with pytest.raises(ContractError, match="cannot read Partition"):
-        load_partition(tmp_path, Shape(E, N, 2, S))
+        load_partition(tmp_path, MoEShape(E, N, 2, S))
     Partition(F, UNITS[None, :2], ALWAYS_ON[:1]).save(tmp_path)
-    assert load_partition(tmp_path, Shape(2, N, 2, S)).sizes == (1, 2, N, S, F)
+    assert load_partition(tmp_path, MoEShape(2, N, 2, S)).sizes == (1, 2, N, S, F)
 
 
 def changed(tensor, index, value):
@@ -45,7 +45,7 @@ def changed(tensor, index, value):
 
 
 @pytest.mark.parametrize(
-    ("units", "home", "always_on", "message"),
+    ("neurons", "home", "always_on", "message"),
     [
         (UNITS, HOME.flip(0), ALWAYS_ON, "home layers do not ascend within 0..2\n  where: pool partition"),
         (UNITS, changed(HOME, 4, 3), ALWAYS_ON, "home layers do not ascend within 0..2\n  where: pool partition"),
@@ -54,23 +54,23 @@ def changed(tensor, index, value):
             changed(UNITS, (4, 0), F),
             HOME,
             ALWAYS_ON,
-            "unit index outside 0..19\n  where: pool partition, layer 2",
+            "neuron index outside 0..19\n  where: pool partition, layer 2",
         ),
         (
             changed(UNITS, (0, 0), 12),
             HOME,
             ALWAYS_ON,
-            "an always-on unit is also in an expert\n  where: pool partition, layer 0",
+            "an always-on neuron is also in an expert\n  where: pool partition, layer 0",
         ),
         (
             changed(UNITS, (3, 1), 3),
             HOME,
             ALWAYS_ON,
-            "a unit stands twice in one expert\n  where: pool partition, layer 2",
+            "a neuron stands twice in one expert\n  where: pool partition, layer 2",
         ),
     ],
 )
-def test_what_is_no_partition_is_refused(units, home, always_on, message):
+def test_what_is_no_partition_is_refused(neurons, home, always_on, message):
     with pytest.raises(ContractError) as error:
-        PoolPartition(F, units, home, always_on)
+        PoolPartition(F, neurons, home, always_on)
     assert str(error.value) == message

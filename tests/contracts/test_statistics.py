@@ -6,7 +6,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from instruments.errors import ContractError
-from stages.artifacts.statistics import DomainStatistics, UnitStatistics
+from stages.artifacts.statistics import DomainStatistics, NeuronStatistics
 from stages.artifacts.tensor_file import pack_tag, unpack_tag
 
 L, F, R = 2, 7, 19
@@ -19,7 +19,7 @@ def statistics():
     def sums(dtype=torch.float64):
         return torch.rand(L, F, generator=generator, dtype=dtype)
 
-    return UnitStatistics(
+    return NeuronStatistics(
         tokens=40,
         samples=6,
         samples_with_gradient=5,
@@ -50,8 +50,8 @@ def rewrite(path, *, metadata=None, drop=None):
 
 def test_round_trip_keeps_values_and_number_formats(tmp_path, statistics):
     statistics.save(tmp_path)
-    read = UnitStatistics.load(tmp_path)
-    for spec in fields(UnitStatistics):
+    read = NeuronStatistics.load(tmp_path)
+    for spec in fields(NeuronStatistics):
         written, found = getattr(statistics, spec.name), getattr(read, spec.name)
         if isinstance(written, torch.Tensor):
             assert found.dtype == written.dtype
@@ -65,17 +65,17 @@ def test_rows_of_a_larger_tensor_are_stored_as_they_are(tmp_path, statistics):
     """Tensors that are not contiguous would be written wrong by some versions of safetensors."""
     turned = torch.arange(2.0 * L * F, dtype=torch.float64).view(F, 2 * L).T[::2]
     replace(statistics, sum_abs=turned).save(tmp_path)
-    assert torch.equal(UnitStatistics.load(tmp_path).sum_abs, turned)
+    assert torch.equal(NeuronStatistics.load(tmp_path).sum_abs, turned)
 
 
 def test_another_version_is_refused(tmp_path, statistics):
     statistics.save(tmp_path)
-    path = tmp_path / UnitStatistics.FILE
+    path = tmp_path / NeuronStatistics.FILE
     rewrite(path, metadata={"version": 0})
     with pytest.raises(ContractError) as error:
-        UnitStatistics.load(tmp_path)
+        NeuronStatistics.load(tmp_path)
     assert str(error.value) == (
-        "expected UnitStatistics version 1, found UnitStatistics version 0\n"
+        "expected NeuronStatistics version 1, found NeuronStatistics version 0\n"
         f"  where: {path}\n"
         "  do:    run the stage that writes it again, with fresh=true"
     )
@@ -83,12 +83,12 @@ def test_another_version_is_refused(tmp_path, statistics):
 
 def test_missing_fields_are_named(tmp_path, statistics):
     statistics.save(tmp_path)
-    path = tmp_path / UnitStatistics.FILE
+    path = tmp_path / NeuronStatistics.FILE
     rewrite(path, drop="max_abs")
     with pytest.raises(ContractError) as error:
-        UnitStatistics.load(tmp_path)
+        NeuronStatistics.load(tmp_path)
     assert str(error.value) == (
-        "UnitStatistics has fields ['max_abs'] too many or too few\n"
+        "NeuronStatistics has fields ['max_abs'] too many or too few\n"
         f"  where: {path}\n"
         "  do:    run the stage that writes it again, with fresh=true"
     )
@@ -99,7 +99,7 @@ def test_equal_contents_are_equal_files(tmp_path, statistics):
     for name in "abcdef":
         (tmp_path / name).mkdir()
         statistics.save(tmp_path / name)
-        files.add((tmp_path / name / UnitStatistics.FILE).read_bytes())
+        files.add((tmp_path / name / NeuronStatistics.FILE).read_bytes())
     assert len(files) == 1
 
 

@@ -19,7 +19,7 @@ from stages.text.config import DataConfig
 from stages.text.sequences import load_sequences
 
 PARITY = "assemble.mode=parity"
-ALL_ON = ("stage=assemble", "always_on=0", PARITY, "assemble.parity_spread=0")
+ALL_ON = ("stage=assemble", "always_on=0", PARITY, "assemble.parity_logit_std=0")
 PARTITION = ("experts=5", "n=8", "top_k=5")  # 5·8 = F
 COPIES = ("experts=6", "n=7", "top_k=6")  # 6·7 > F, and no width that kernels take
 EVERY_BASELINE = f"evaluate.baselines=[{','.join(BASELINES)}]"

@@ -22,7 +22,7 @@ SHAPE = "shape, model=embedded with F=1024 neurons a layer"
         ),
         (
             ["cluster=kmeans"],
-            "cluster=kmeans is none of balanced_kmeans, captured, contiguous, random, rank",
+            "cluster=kmeans is none of balanced_kmeans, router_aware, contiguous, random, rank",
             "setting cluster",
             "cluster=balanced_kmeans",
         ),

@@ -115,7 +115,7 @@ def test_gradients_that_are_all_zero(failed, source, text):
 
 
 def test_gradients_that_are_not_finite(failed, source, text):
-    """Units scaled up on one side and down on the other: the same function, with gradients beyond float32."""
+    """Neurons scaled up on one side and down on the other: the same function, with gradients beyond float32."""
     change_ffn(source, "up", methodcaller("mul_", 1e-25))
     change_ffn(source, "down", methodcaller("mul_", 1e25))
     assert failed(*words_for(source, text)) == message(

@@ -13,8 +13,8 @@ ROWS = [
     "  of it: frozen forward + backward",
     "  of it: probes, h computed again",
     "  of it: sums of |h| and h², largest |h|",
-    "  of it: which units are active",
-    "  of it: bits of active units",
+    "  of it: which neurons are active",
+    "  of it: bits of active neurons",
     "  of it: Taylor",
     "  of it: norms: Gram matrices",
     "  of it: norms: quadratic forms",
@@ -32,7 +32,7 @@ ROWS = [
     "  one layer's activations",
     *(
         f"{name}: {what}"
-        for name in ("units", "weight of up")
+        for name in ("neurons", "weight of up")
         for what in (
             "Gram ÷ direct product, length 64",
             "Gram ÷ direct product, length 128",

@@ -62,25 +62,25 @@ def test_checkpoints_load_speak_and_learn(reopened, carves, name):
 @pytest.mark.parametrize("name", FOLDS)
 def test_experts_are_the_dense_slices_bit_for_bit(carves, name):
     """Of scaled down columns each is a multiple of the slice's; all of an expert's by one number without copies."""
-    carve, (fold, shared_fold) = carves[name], FOLDS[name]
+    carve, (gate_scale, shared_fold) = carves[name], FOLDS[name]
     dense, moe = tensors_in(carve.dense), tensors_in(carve.checkpoints["assemble"])
     expert, shared = NAMES[read_config(carve.checkpoints["assemble"])["model_type"]]
     partition = load_file(carve.stage("cluster") / "partition.safetensors")
-    assert math.log2(fold).is_integer()
+    assert math.log2(gate_scale).is_integer()
     compared = 0
-    for layer, (units_EN, always_S) in enumerate(zip(partition["units"], partition["always_on"], strict=True)):
+    for layer, (neurons_EN, always_S) in enumerate(zip(partition["neurons"], partition["always_on"], strict=True)):
         prefix = f"model.layers.{layer}."
         for part in PARTS:
             weight = dense[f"{prefix}mlp.{part}_proj.weight"]
-            for index, units_N in enumerate(units_EN):
+            for index, neurons_N in enumerate(neurons_EN):
                 written = moe[prefix + expert.format(index, part_name(expert, part))]
                 if part == "down" and name in SCALED:
-                    written = unscaled(written, weight[:, units_N] * fold, copies=name in COPIED)
-                assert_slice(written, weight, units_N, part, fold)
+                    written = unscaled(written, weight[:, neurons_N] * gate_scale, copies=name in COPIED)
+                assert_slice(written, weight, neurons_N, part, gate_scale)
                 compared += 1
             if shared:
                 assert_slice(moe[prefix + shared.format(part)], weight, always_S, part, shared_fold)
-    assert compared == 3 * partition["units"].shape[:2].numel()
+    assert compared == 3 * partition["neurons"].shape[:2].numel()
 
 
 def unscaled(written, wanted, *, copies):
@@ -100,31 +100,31 @@ def part_name(expert, part):
     return MIXTRAL_PARTS[part] if "block_sparse" in expert else part
 
 
-def assert_slice(written, weight, units, part, fold):
+def assert_slice(written, weight, neurons, part, gate_scale):
     """Columns of down, rows of the others; what is beyond them is zero."""
     axis = 1 if part == "down" else 0
-    wanted = weight.index_select(axis, units)
-    wanted = wanted * fold if part == "down" else wanted
+    wanted = weight.index_select(axis, neurons)
+    wanted = wanted * gate_scale if part == "down" else wanted
     assert written.dtype == weight.dtype
-    assert torch.equal(written.narrow(axis, 0, len(units)), wanted)
-    assert not written.narrow(axis, len(units), written.shape[axis] - len(units)).any()
+    assert torch.equal(written.narrow(axis, 0, len(neurons)), wanted)
+    assert not written.narrow(axis, len(neurons), written.shape[axis] - len(neurons)).any()
 
 
-def test_replicated_units_stay_raw_slices(carves):
-    """100 experts out of 40 units: every unit is used, and none twice in an expert."""
-    units_LEN = load_file(carves["qwen3-hundred"].stage("cluster") / "partition.safetensors")["units"]
-    assert units_LEN.shape == (2, 100, 3)
-    for units_EN in units_LEN:
-        assert sorted(units_EN.flatten().unique().tolist()) == list(range(40))
-        assert all(len(set(units_N)) == 3 for units_N in units_EN.tolist())
+def test_replicated_neurons_stay_raw_slices(carves):
+    """100 experts out of 40 neurons: every neuron is used, and none twice in an expert."""
+    neurons_LEN = load_file(carves["qwen3-hundred"].stage("cluster") / "partition.safetensors")["neurons"]
+    assert neurons_LEN.shape == (2, 100, 3)
+    for neurons_EN in neurons_LEN:
+        assert sorted(neurons_EN.flatten().unique().tolist()) == list(range(40))
+        assert all(len(set(neurons_N)) == 3 for neurons_N in neurons_EN.tolist())
 
 
-def test_dropped_units_are_those_of_lowest_score(carves):
+def test_dropped_neurons_are_those_of_lowest_score(carves):
     carve = carves["llama-dropped"]
-    units_LEN = load_file(carve.stage("cluster") / "partition.safetensors")["units"]
+    neurons_LEN = load_file(carve.stage("cluster") / "partition.safetensors")["neurons"]
     scores_LF = load_file(carve.stage("score") / "scores.safetensors")["chosen"]
-    for units_EN, scores_F in zip(units_LEN, scores_LF, strict=True):
-        kept = torch.zeros(40, dtype=torch.bool).index_fill_(0, units_EN.flatten().long(), value=True)
+    for neurons_EN, scores_F in zip(neurons_LEN, scores_LF, strict=True):
+        kept = torch.zeros(40, dtype=torch.bool).index_fill_(0, neurons_EN.flatten().long(), value=True)
         assert kept.sum() == 32
         assert scores_F[kept].min() > scores_F[~kept].max()
 

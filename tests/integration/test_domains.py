@@ -1,4 +1,4 @@
-"""Taylor sums by text domain: the same through every store, after an interruption, and as a view of the units."""
+"""Taylor sums by text domain: the same through every store, after an interruption, and as a view of the neurons."""
 
 from unittest.mock import patch
 
@@ -9,7 +9,7 @@ from pico import write_pico
 from safetensors.torch import load_file
 
 from pipeline.cli import run_command
-from stages.artifacts.statistics import DomainStatistics, UnitStatistics
+from stages.artifacts.statistics import DomainStatistics, NeuronStatistics
 from stages.scan.passes import Scanner
 
 L, F = 2, 40
@@ -53,7 +53,7 @@ def whole(words, outputs):
 
 
 def test_the_domains_are_the_files_and_add_up(whole):
-    domains, statistics = DomainStatistics.load(whole), UnitStatistics.load(whole)
+    domains, statistics = DomainStatistics.load(whole), NeuronStatistics.load(whole)
     assert sorted(domains.names) == ["birds", "fish", "trees"]
     assert sum(domains.samples) == statistics.samples
     assert domains.sum_taylor.shape == (3, L, F)
@@ -91,7 +91,7 @@ def test_redis_keeps_the_domains_apart(words, whole, tmp_path):
 
 
 @pytest.mark.parametrize("views", [["taylor_profile"], ["taylor_profile", "contribution", "coactivation"]])
-def test_units_are_grouped_by_their_domains(words, outputs, whole, views):
+def test_neurons_are_grouped_by_their_domains(words, outputs, whole, views):
     features = "taylor_profile" if len(views) == 1 else "joint"
     more = ["stage=cluster", "experts=4", "n=8", "cluster.map=none", f"cluster.features={features}"]
     more += [f"cluster.joint_views={views}".replace("'", "").replace(" ", "")] if features == "joint" else []

@@ -37,7 +37,7 @@ def test_losses_are_those_of_transformers_in_a_fresh_process(carves, reopened, n
 
 
 def test_the_carve_before_projection_is_the_assembled_checkpoint(carves, reopened):
-    """Computed unit by unit in one, by transformers' experts in the other."""
+    """Computed neuron by neuron in one, by transformers' experts in the other."""
     losses = read_losses(carves["qwen2-parity"])
     assert losses["unaligned"] == pytest.approx(reopened["qwen2-parity"]["assemble"]["loss"], abs=PARITY)
 

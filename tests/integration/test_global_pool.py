@@ -21,7 +21,7 @@ QUICK = (
     *("scan.batch_tokens=100", "cluster.map=none", "evaluate.speed_tokens=0", "project.router_steps=20"),
     *("topology=global_pool", f"experts={E}", f"n={N}", f"top_k={K}", f"always_on={S}"),
 )
-GRADIENTS = ("project=gradient", "project.guard=false", "project.gradient_tokens=400")
+GRADIENTS = ("project=gradient", "project.validate=false", "project.gradient_tokens=400")
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def last_carve(words):
     return Carve(Path(words[1].partition("=")[2]), (latest / "checkpoint").resolve().parent, data)
 
 
-def test_experts_are_the_units_of_highest_score_cut_from_their_layers(carve):
+def test_experts_are_the_neurons_of_highest_score_cut_from_their_layers(carve):
     partition = PoolPartition.load(carve.stage("cluster"))
     assert partition.sizes == (L, E, N, S, F)
     assert min(partition.given) >= 1
@@ -53,12 +53,12 @@ def test_experts_are_the_units_of_highest_score_cut_from_their_layers(carve):
     moe = load_file(carve.checkpoints["assemble"] / "model.safetensors")
     gate_up, down = moe["experts.gate_up_proj"], moe["experts.down_proj"]
     assert (gate_up.shape, down.shape) == ((E, 16, D), (E, D, 8))
-    for expert, (units_N, layer) in enumerate(zip(partition.units.long(), partition.home.tolist(), strict=True)):
+    for expert, (neurons_N, layer) in enumerate(zip(partition.neurons.long(), partition.home.tolist(), strict=True)):
         ffn = {part: dense[f"model.layers.{layer}.mlp.{part}_proj.weight"] for part in ("gate", "up", "down")}
-        assert torch.equal(gate_up[expert, :N], ffn["gate"][units_N])
-        assert torch.equal(gate_up[expert, 8 : 8 + N], ffn["up"][units_N])
+        assert torch.equal(gate_up[expert, :N], ffn["gate"][neurons_N])
+        assert torch.equal(gate_up[expert, 8 : 8 + N], ffn["up"][neurons_N])
         # One constant for what the gates weigh.
-        columns, slices = down[expert, :, :N], ffn["down"][:, units_N]
+        columns, slices = down[expert, :, :N], ffn["down"][:, neurons_N]
         scale = (columns * slices).sum() / slices.square().sum()
         assert 0.05 < scale < 2
         torch.testing.assert_close(columns, slices * scale)

@@ -9,7 +9,7 @@ from benchmarks.moe_checkpoint import shape_of
 from benchmarks.moe_profile import KINDS, kind_of
 from pico import write_pico
 
-from models.shape import Shape
+from models.shape import MoEShape
 
 SHARES = ("50 % active", "30 % active")
 COMPARED = [
@@ -44,8 +44,8 @@ def test_every_row_is_measured(tmp_path):
 
 
 def test_shapes_are_those_of_a_carve():
-    assert shape_of(1024, 16, 0.5) == Shape(16, 64, 4, 256)
-    assert shape_of(1024, 16, 0.25) == Shape(16, 64, 2, 128)
+    assert shape_of(1024, 16, 0.5) == MoEShape(16, 64, 4, 256)
+    assert shape_of(1024, 16, 0.25) == MoEShape(16, 64, 2, 128)
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def carve(stored, text, tmp_path_factory):
     """Every expert on, in equal parts of the FFN: the folder of artefacts."""
     outputs = tmp_path_factory.mktemp("outputs")
     words = ["stage=assemble", "experts=8", "n=9", "top_k=8", "always_on=0"]
-    words += ["assemble.mode=parity", "assemble.parity_spread=0"]
+    words += ["assemble.mode=parity", "assemble.parity_logit_std=0"]
     quick = ["cluster.map=none", f"output_dir={outputs}"]
     assert run_command([*words_of_pico(stored, text), *words, *quick]) == 0
     return outputs / "artifacts" / stored.name
@@ -62,16 +62,16 @@ def only(folder):
 
 
 def test_experts_are_slices_of_the_decoded_weights_bit_for_bit(carve, twin):
-    units = load_file(only(carve / "cluster") / "partition.safetensors")["units"]
+    neurons = load_file(only(carve / "cluster") / "partition.safetensors")["neurons"]
     written = load_file(only(carve / "assemble") / "checkpoint" / "model.safetensors")
-    for layer, units_EN in enumerate(units):
+    for layer, neurons_EN in enumerate(neurons):
         mlp = twin.model.layers[layer].mlp
-        for expert, units_N in enumerate(units_EN):
-            for part, axis, fold in (("gate", 0, 1), ("up", 0, 1), ("down", 1, 8)):
+        for expert, neurons_N in enumerate(neurons_EN):
+            for part, axis, gate_scale in (("gate", 0, 1), ("up", 0, 1), ("down", 1, 8)):
                 dense = getattr(mlp, f"{part}_proj").weight.detach().bfloat16()
                 slices = written[f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"]
                 assert slices.dtype == torch.bfloat16
-                assert torch.equal(slices.narrow(axis, 0, 9), dense.index_select(axis, units_N.long()) * fold)
+                assert torch.equal(slices.narrow(axis, 0, 9), dense.index_select(axis, neurons_N.long()) * gate_scale)
 
 
 def test_the_carved_checkpoint_is_plain_and_gives_the_same_logits(carve, twin):

@@ -108,7 +108,7 @@ def test_its_routers_are_those_of_the_checkpoint(trained):
     model, routers = AutoModelForCausalLM.from_pretrained(trained / "checkpoint"), Routers.load(trained)
     for layer, rows in zip(model.model.layers, routers.rows, strict=True):
         assert torch.equal(layer.mlp.gate.weight, rows)
-    assert routers.spread == 0.5
+    assert routers.logit_std == 0.5
 
 
 def test_evaluate_looks_at_it(projected, trained, capsys):

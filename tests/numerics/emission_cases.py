@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from models.checkpoint.reader import ShardReader
 from models.dense import DENSE_FAMILIES
 from models.emit import emit_checkpoint
-from models.shape import Shape
+from models.shape import MoEShape
 from models.slicing import slice_experts
 from models.source import read_config
 from models.targets.base import MOE_TARGETS
@@ -68,19 +68,19 @@ class Case:
     always_on: int = 0
     experts: int = 5
     n: int = 7
-    copies: bool = False  # E·N > F: the last expert holds units of the others
+    copies: bool = False  # E·N > F: the last expert holds neurons of the others
     dtype: torch.dtype = torch.float32
     pad_to: int = 8
     warned: int = 0  # transformers 5 says something of the dense checkpoint, and says it of this one
     pico: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def shape(self) -> Shape:
-        return Shape(self.experts, self.n, self.experts, self.always_on)
+    def shape(self) -> MoEShape:
+        return MoEShape(self.experts, self.n, self.experts, self.always_on)
 
     @property
     def width(self) -> int:
-        """F: with copies the last expert is made of the others' units."""
+        """F: with copies the last expert is made of the others' neurons."""
         return (self.experts - self.copies) * self.n + self.always_on
 
 
@@ -159,9 +159,9 @@ def write_case(folder: Path, case: Case) -> None:
     with ShardReader(dense) as reader:
 
         def experts(layer: int):
-            units_EN, always_on_S = units_of(case, layer)
-            slices = slice_experts(reader, family, layer, units_EN, always_on_S)
-            copies = units_EN.flatten().bincount(minlength=case.width)[units_EN]
+            neurons_EN, always_on_S = neurons_of(case, layer)
+            slices = slice_experts(reader, family, layer, neurons_EN, always_on_S)
+            copies = neurons_EN.flatten().bincount(minlength=case.width)[neurons_EN]
             return replace(slices, down_EDN=slices.down_EDN / copies[:, None, :])
 
         emit_checkpoint(
@@ -175,8 +175,8 @@ def write_case(folder: Path, case: Case) -> None:
         )
 
 
-def units_of(case: Case, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(E, N) units and (S,) always-on units of a layer: shuffled, and another way in every layer."""
+def neurons_of(case: Case, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(E, N) neurons and (S,) always-on neurons of a layer: shuffled, and another way in every layer."""
     order = torch.randperm(case.width, generator=torch.Generator().manual_seed(layer)).int()
     always_on, routed = order[: case.always_on], order[case.always_on :]
     if case.copies:

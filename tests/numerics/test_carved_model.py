@@ -12,9 +12,9 @@ from models.emit import emit_checkpoint
 from models.experts import ExpertLoop, LayerExperts
 from models.ffn import DenseFFN, ffn_modules
 from models.routing import GateKind, LinearRouter
-from models.shape import Shape
+from models.shape import MoEShape
 from models.targets.base import MOE_TARGETS
-from models.targets.gate_scale import gate_fold, gate_kind
+from models.targets.gate_scale import gate_kind, gate_scale_of
 from stages.calibration.slices import slice_ffn
 from stages.project.carved_model import CarvedModel
 from stages.text.batches import batch_sequences
@@ -38,20 +38,23 @@ def load(folder):
 
 def cut_loops(dense, shape, gate):
     generator, order = torch.Generator().manual_seed(0), torch.randperm(F, generator=torch.Generator().manual_seed(4))
-    units_EN, always_S = order[: E * N].view(E, N).sort(1).values, order[E * N : E * N + shape.always_on].sort().values
+    neurons_EN, always_S = (
+        order[: E * N].view(E, N).sort(1).values,
+        order[E * N : E * N + shape.always_on].sort().values,
+    )
     loops = []
     for mlp in ffn_modules(dense):
         ffn = DenseFFN.of(mlp)
         rows_ED = torch.randn(E, D, generator=generator) / 3
-        experts = slice_ffn(ffn, units_EN, always_S)
-        loops.append(ExpertLoop(experts, units_EN, always_S, LinearRouter.without_bias(rows_ED), K, F, ffn.act, gate))
+        experts = slice_ffn(ffn, neurons_EN, always_S)
+        loops.append(ExpertLoop(experts, neurons_EN, always_S, LinearRouter.without_bias(rows_ED), K, F, ffn.act, gate))
     return loops
 
 
 @pytest.mark.parametrize(("source", "target", "always_on"), CASES)
 def test_gradients_are_those_of_the_emitted_checkpoint(tmp_path, source, target, always_on):
     folder = write_pico(tmp_path / "dense", source, layers=L, hidden=D, intermediate=F)
-    dense, shape, moe = load(folder), Shape(E, N, K, always_on), MOE_TARGETS[target]
+    dense, shape, moe = load(folder), MoEShape(E, N, K, always_on), MOE_TARGETS[target]
     loops = cut_loops(dense, shape, GateKind(gate_kind(moe, shape)))
     emit_checkpoint(
         folder,
@@ -89,20 +92,20 @@ def test_gradients_are_those_of_the_emitted_checkpoint(tmp_path, source, target,
 
 def gradients_of(layer, moe, shape):
     """Of one emitted layer, in the order of the fields of LayerExperts, without the scale that was folded in."""
-    fold = gate_fold(moe, shape)
+    gate_scale = gate_scale_of(moe, shape)
     gate_up, down = layer.mlp.experts.gate_up_proj.grad, layer.mlp.experts.down_proj.grad
-    yield from (*gate_up.chunk(2, dim=1), down * fold.down_scale)
+    yield from (*gate_up.chunk(2, dim=1), down * gate_scale.down_scale)
     if shape.always_on:
         shared = getattr(layer.mlp, "shared_expert", None) or layer.mlp.shared_experts
-        down = shared.down_proj.weight.grad * fold.shared_down_scale
-        # Widths that a target rounds up are filled with zero units.
+        down = shared.down_proj.weight.grad * gate_scale.shared_down_scale
+        # Widths that a target rounds up are filled with zero neurons.
         yield from (shared.gate_proj.weight.grad[: shape.always_on], shared.up_proj.weight.grad[: shape.always_on])
         yield down[:, : shape.always_on]
 
 
 def test_nothing_of_the_model_has_changed_afterwards(tmp_path):
     folder = write_pico(tmp_path, "qwen3", layers=L, hidden=D, intermediate=F)
-    dense, shape = load(folder), Shape(E, N, K, 4)
+    dense, shape = load(folder), MoEShape(E, N, K, 4)
     loops = cut_loops(dense, shape, GateKind.SIGMOID_OF_CHOSEN)
     ids = torch.arange(1, 8)[None]
     before, ffns = dense(input_ids=ids).logits, [layer.mlp for layer in dense.model.layers]
@@ -120,7 +123,7 @@ def test_nothing_of_the_model_has_changed_afterwards(tmp_path):
 def test_experts_that_layers_share_have_one_gradient(tmp_path):
     folder = write_pico(tmp_path, "qwen3", layers=L, hidden=D, intermediate=F)
     dense = load(folder)
-    loops = cut_loops(dense, Shape(E, N, K, 0), GateKind.SOFTMAX_OF_CHOSEN)
+    loops = cut_loops(dense, MoEShape(E, N, K, 0), GateKind.SOFTMAX_OF_CHOSEN)
     own = CarvedModel(dense, [loops[0], loops[1], loops[2]])
     pool = [type(loop)(loops[0].experts, *[getattr(loop, spec.name) for spec in fields(loop)[1:]]) for loop in loops]
     shared = CarvedModel(dense, pool)

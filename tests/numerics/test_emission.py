@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from numerics.emission_cases import CASES, LAYERS, TOLERANCE, reload_all, units_of, write_case
+from numerics.emission_cases import CASES, LAYERS, TOLERANCE, reload_all, write_case
 from safetensors import safe_open
 
 from models.targets.base import MOE_TARGETS
@@ -45,12 +45,12 @@ def test_expert_tensors_are_the_dense_slices_up_to_the_fold(cases: Path, name: s
     for layer in range(LAYERS):
         mlp = f"model.layers.{layer}.mlp."
         gate, up, down = (dense[f"{mlp}{part}_proj.weight"] for part in ("gate", "up", "down"))
-        units_EN, always_on_S = (units.long() for units in units_of(case, layer))
-        for e, units_N in enumerate(units_EN):
+        neurons_EN, always_on_S = (neurons.long() for neurons in neurons_of(case, layer))
+        for e, neurons_N in enumerate(neurons_EN):
             expert = [moe[tensor] for tensor in target.ffn(layer, e)]
-            assert torch.equal(expert[0][: case.n], gate[units_N])
-            assert torch.equal(expert[1][: case.n], up[units_N])
-            assert torch.equal(expert[2][:, : case.n], down[:, units_N] * scale)
+            assert torch.equal(expert[0][: case.n], gate[neurons_N])
+            assert torch.equal(expert[1][: case.n], up[neurons_N])
+            assert torch.equal(expert[2][:, : case.n], down[:, neurons_N] * scale)
             assert not expert[2][:, case.n :].any()
             assert expert[0].dtype == case.dtype
         if case.always_on:

@@ -1,4 +1,4 @@
-"""The loop over experts against the dense FFN, against unit space, and against transformers' own MoE."""
+"""The loop over experts against the dense FFN, against neuron space, and against transformers' own MoE."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from models.emit import emit_checkpoint
 from models.experts import ExpertLoop, sum_blocks
 from models.ffn import DenseFFN
 from models.routing import GateKind, LinearRouter
-from models.shape import Shape
+from models.shape import MoEShape
 from models.stream import LayerStream
 from models.targets.base import MOE_TARGETS
 from models.targets.gate_scale import gate_kind
@@ -34,13 +34,13 @@ def ffn():
     )
 
 
-def make_loop(ffn, units_EN, always_S, top_k, rows_ED=None, scale_F=None):
-    experts = slice_ffn(ffn, units_EN, always_S)
+def make_loop(ffn, neurons_EN, always_S, top_k, rows_ED=None, scale_F=None):
+    experts = slice_ffn(ffn, neurons_EN, always_S)
     if scale_F is not None:
-        experts = replace(experts, down_EDN=experts.down_EDN * scale_F[units_EN.long()][:, None])
+        experts = replace(experts, down_EDN=experts.down_EDN * scale_F[neurons_EN.long()][:, None])
     if rows_ED is None:
-        rows_ED = torch.randn(len(units_EN), D, generator=torch.Generator().manual_seed(7))
-    return ExpertLoop(experts, units_EN, always_S, LinearRouter.without_bias(rows_ED), top_k, ffn.width, ffn.act)
+        rows_ED = torch.randn(len(neurons_EN), D, generator=torch.Generator().manual_seed(7))
+    return ExpertLoop(experts, neurons_EN, always_S, LinearRouter.without_bias(rows_ED), top_k, ffn.width, ffn.act)
 
 
 def draw_x():
@@ -54,20 +54,20 @@ def test_all_experts_of_a_partition_are_the_dense_ffn(ffn):
 
 
 def test_all_experts_of_a_replicated_partition_are_the_dense_ffn(ffn):
-    units_EN = torch.stack([torch.arange(first, first + 9) % F for first in (0, 6, 12)])
+    neurons_EN = torch.stack([torch.arange(first, first + 9) % F for first in (0, 6, 12)])
     router = LinearRouter.without_bias(torch.randn(3, D))
-    copies = routed_copies(units_EN, torch.empty(0, dtype=torch.int64), F, 3, router)
+    copies = routed_copies(neurons_EN, torch.empty(0, dtype=torch.int64), F, 3, router)
     scale_F = replica_scale(copies, ffn, [draw_x()])
     assert scale_F.unique().tolist() == [0.5, 1.0]
-    loop = make_loop(ffn, units_EN, torch.empty(0, dtype=torch.int64), top_k=3, scale_F=scale_F)
+    loop = make_loop(ffn, neurons_EN, torch.empty(0, dtype=torch.int64), top_k=3, scale_F=scale_F)
     torch.testing.assert_close(loop(draw_x()), ffn(draw_x()), rtol=1e-5, atol=1e-5)
 
 
-def test_the_loop_equals_the_carve_in_unit_space(ffn):
-    # Units 3 and 8 stand in two experts; 15 and 16 are always on; 14 is dropped.
-    units_EN, always_S = torch.tensor([[0, 1, 3, 8], [3, 4, 5, 6], [7, 8, 9, 10]]), torch.tensor([15, 16])
-    loop = make_loop(ffn, units_EN, always_S, K)
-    carved = CarvedFFN(ffn, routed_copies(units_EN, always_S, F, K, loop.router), ffn.down_DF)
+def test_the_loop_equals_the_carve_in_neuron_space(ffn):
+    # Neurons 3 and 8 stand in two experts; 15 and 16 are always on; 14 is dropped.
+    neurons_EN, always_S = torch.tensor([[0, 1, 3, 8], [3, 4, 5, 6], [7, 8, 9, 10]]), torch.tensor([15, 16])
+    loop = make_loop(ffn, neurons_EN, always_S, K)
+    carved = CarvedFFN(ffn, routed_copies(neurons_EN, always_S, F, K, loop.router), ffn.down_DF)
     (blocks, output_TD), (expected, expected_TD) = loop.run(draw_x()), carved.run(draw_x())
     features_TF, expected_TF = (sum_blocks(found, len(output_TD), F) for found in (blocks, expected))
     torch.testing.assert_close(features_TF, expected_TF, rtol=1e-5, atol=1e-6)
@@ -93,13 +93,13 @@ def test_the_form_for_autograd_gives_the_same_and_the_same_gradients(ffn):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-def test_renaming_units_changes_nothing(ffn):
-    units_EN, always_S = torch.arange(12).view(E, N), torch.tensor([15, 16])
+def test_renaming_neurons_changes_nothing(ffn):
+    neurons_EN, always_S = torch.arange(12).view(E, N), torch.tensor([15, 16])
     order_F = torch.randperm(F, generator=torch.Generator().manual_seed(6))
     renamed = DenseFFN(ffn.gate_FD[order_F], ffn.up_FD[order_F], ffn.down_DF[:, order_F], SILU)
     place_F = order_F.argsort()
-    there = make_loop(renamed, place_F[units_EN], place_F[always_S], K)
-    torch.testing.assert_close(there(draw_x()), make_loop(ffn, units_EN, always_S, K)(draw_x()), rtol=1e-5, atol=1e-5)
+    there = make_loop(renamed, place_F[neurons_EN], place_F[always_S], K)
+    torch.testing.assert_close(there(draw_x()), make_loop(ffn, neurons_EN, always_S, K)(draw_x()), rtol=1e-5, atol=1e-5)
 
 
 CARVES = [
@@ -111,24 +111,24 @@ CARVES = [
 ]
 
 
-def emit_routed(source, target, always_on, top_k, spread, tmp_path):
+def emit_routed(source, target, always_on, top_k, logit_std, tmp_path):
     """A layer as a loop and as transformers has it."""
     folder = write_pico(tmp_path / "dense", source, layers=1, hidden=24, intermediate=40)
-    shape = Shape(experts=4, n=8, top_k=top_k, always_on=always_on)
-    units_EN, always_S = torch.arange(32).view(4, 8), torch.arange(40 - always_on, 40)
-    rows_ED = torch.randn(4, 24, generator=torch.Generator().manual_seed(8)) * spread
-    biased = MOE_TARGETS[target].selection_bias is not None and spread < 1e-2
+    shape = MoEShape(experts=4, n=8, top_k=top_k, always_on=always_on)
+    neurons_EN, always_S = torch.arange(32).view(4, 8), torch.arange(40 - always_on, 40)
+    rows_ED = torch.randn(4, 24, generator=torch.Generator().manual_seed(8)) * logit_std
+    biased = MOE_TARGETS[target].selection_bias is not None and logit_std < 1e-2
     bias_E = torch.tensor([0.0, 3e-4, -3e-4, 0.0]) if biased else torch.zeros(4)
     with LayerStream(folder, device=torch.device("cpu")) as stream:
         ffn = next(stream.layers()).ffn
-    experts = slice_ffn(ffn, units_EN, always_S)
+    experts = slice_ffn(ffn, neurons_EN, always_S)
     emit_checkpoint(
         folder, tmp_path / "moe", target=MOE_TARGETS[target], shape=shape, routers=lambda _: rows_ED,
         experts=lambda _: experts, selection_bias=lambda _: bias_E,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "moe", dtype=torch.float32).eval()
     gate = GateKind(gate_kind(MOE_TARGETS[target], shape))
-    loop = ExpertLoop(experts, units_EN, always_S, LinearRouter(rows_ED, bias_E), top_k, 40, ffn.act, gate)
+    loop = ExpertLoop(experts, neurons_EN, always_S, LinearRouter(rows_ED, bias_E), top_k, 40, ffn.act, gate)
     return loop, model.model.layers[0].mlp
 
 
@@ -137,12 +137,12 @@ def native_output(mlp, x_TD):
     return (output[0] if isinstance(output, tuple) else output)[0]
 
 
-@pytest.mark.parametrize("spread", [1e-4, 0.1])
+@pytest.mark.parametrize("logit_std", [1e-4, 0.1])
 @pytest.mark.parametrize("top_k", [1, 2])
 @pytest.mark.parametrize(("source", "target", "always_on"), CARVES)
-def test_the_loop_equals_the_emitted_checkpoint(source, target, always_on, top_k, spread, tmp_path):
+def test_the_loop_equals_the_emitted_checkpoint(source, target, always_on, top_k, logit_std, tmp_path):
     """Routed, not all on, with gates all but constant and with gates that tell the experts apart."""
-    loop, mlp = emit_routed(source, target, always_on, top_k, spread, tmp_path)
+    loop, mlp = emit_routed(source, target, always_on, top_k, logit_std, tmp_path)
     x_TD = torch.randn(T, 24, generator=torch.Generator().manual_seed(9))
     with torch.no_grad():
         native_TD = native_output(mlp, x_TD)

@@ -31,14 +31,14 @@ WORDS = [
     "top_k=4",
     "always_on=8",
     "assemble.mode=parity",
-    "assemble.parity_spread=0",
+    "assemble.parity_logit_std=0",
     "project=none",
 ]
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_carve_with_all_experts_on_loses_nothing(model_type: str, tmp_path: Path) -> None:
-    # phi3's window is said by mixtral alone, which has no always-on units.
+    # phi3's window is said by mixtral alone, which has no always-on neurons.
     own = ["assemble.target=tiny_onn"] if model_type == "phi3" else []
     dense = write_pico(tmp_path / "dense", model_type, intermediate=40, tokenizer=True, **FAMILIES[model_type])
     words = ["model=local", f"model.path={dense}", "model.label=pico", f"output_dir={tmp_path / 'out'}", *WORDS, *own]

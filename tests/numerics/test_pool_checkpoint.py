@@ -18,27 +18,27 @@ from models.checkpoint.reader import ShardReader
 from models.emit import emit_checkpoint
 from models.experts import ExpertLoop, LayerExperts
 from models.routing import GateKind, LinearRouter
-from models.shape import Shape
+from models.shape import MoEShape
 from models.targets.base import MOE_TARGETS
 from stages.artifacts.partition import PoolPartition
 from stages.calibration.slices import cut_pool, join_pool
 
 L, D, F, E, N, K, S = 3, 24, 40, 5, 7, 2, 3
-SHAPE = Shape(E, N, K, S, "global_pool")
+SHAPE = MoEShape(E, N, K, S, "global_pool")
 SILU = torch.nn.functional.silu
 IDS = torch.arange(39).view(3, 13)
 
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory):
-    """A pool to which layer 1 gives nothing; experts are padded from 7 to 8 neurons, always-on units from 3."""
+    """A pool to which layer 1 gives nothing; experts are padded from 7 to 8 neurons, always-on neurons from 3."""
     folder = tmp_path_factory.mktemp("pool")
     dense = write_pico(folder / "dense", "qwen3", layers=L, hidden=D, intermediate=F)
     orders = torch.stack(
         [torch.randperm(F, generator=torch.Generator().manual_seed(layer)) for layer in range(L)]
     ).int()
-    units = torch.stack([orders[0, 3:10], orders[0, 10:17], orders[2, 3:10], orders[2, 10:17], orders[2, 17:24]])
-    partition = PoolPartition(F, units, torch.tensor([0, 0, 2, 2, 2], dtype=torch.int32), orders[:, :S].contiguous())
+    neurons = torch.stack([orders[0, 3:10], orders[0, 10:17], orders[2, 3:10], orders[2, 10:17], orders[2, 17:24]])
+    partition = PoolPartition(F, neurons, torch.tensor([0, 0, 2, 2, 2], dtype=torch.int32), orders[:, :S].contiguous())
     rows_LED = torch.randn(L, E, D, generator=torch.Generator().manual_seed(8))
     bias_LE = torch.randn(L, E, generator=torch.Generator().manual_seed(9)) / 10
     parts = cut_pool(dense, partition, torch.device("cpu"))
@@ -48,7 +48,7 @@ def case(tmp_path_factory):
     )  # fmt: skip
     loops = [
         ExpertLoop(
-            experts, partition.units, partition.always_on[layer], LinearRouter(rows_LED[layer], bias_LE[layer]), K, F,
+            experts, partition.neurons, partition.always_on[layer], LinearRouter(rows_LED[layer], bias_LE[layer]), K, F,
             SILU, GateKind.SIGMOID_OF_CHOSEN,
         )
         for layer, experts in enumerate(join_pool(parts))

@@ -1,7 +1,7 @@
 import torch
 from benchmarks.quantised_agreement import compare_scans, main, top_overlap
 
-from stages.artifacts.statistics import UnitStatistics
+from stages.artifacts.statistics import NeuronStatistics
 from stages.score.config import ScoreConfig
 
 LAYERS, WIDTH, TOKENS = 2, 20, 30
@@ -14,7 +14,7 @@ def draw_statistics(seed, tokens=TOKENS):
         return torch.rand(LAYERS, WIDTH, generator=generator, dtype=torch.float64)
 
     sums = ("sum_abs", "sum_sq", "max_abs", "sum_taylor", "grad_norm_gate", "grad_norm_up", "grad_norm_down")
-    return UnitStatistics(
+    return NeuronStatistics(
         tokens=tokens,
         samples=3,
         samples_with_gradient=3,
@@ -39,7 +39,7 @@ def test_scans_of_other_numbers_do_not():
     assert all(overlap < 1 for overlap in agreement.overlap[0.25])
 
 
-def test_overlap_counts_the_best_units():
+def test_overlap_counts_the_best_neurons():
     first = torch.arange(8.0)[None]
     assert top_overlap(first, -first, 0.25) == [0.0]
     assert top_overlap(first, first.roll(1), 0.5) == [0.75]
@@ -62,5 +62,5 @@ def test_scans_of_another_text(tmp_path, capsys):
         draw_statistics(3, tokens).save(tmp_path / name)
     assert main([str(tmp_path / "a"), str(tmp_path / "b")]) == 1
     assert capsys.readouterr().err == (
-        "the scans have (layers, units), tokens of ((2, 20), 30) and ((2, 20), 31)\n  do:    scan the same\n"
+        "the scans have (layers, neurons), tokens of ((2, 20), 30) and ((2, 20), 31)\n  do:    scan the same\n"
     )

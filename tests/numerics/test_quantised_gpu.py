@@ -35,7 +35,7 @@ def test_gradients_equal_those_of_a_plain_twin_on_the_cpu(folder, quantization, 
 def test_layers_on_gpu_cpu_and_disk_compute_what_one_device_does(folder):
     settings = {"device": "cuda", "dtype": "float32"}
     whole = load_dense(ModelConfig(**settings), folder)
-    spread = load_dense(ModelConfig(**settings, device_map="auto", gpu_memory="130KB", cpu_memory="60KB"), folder)
-    assert is_offloaded(spread)
-    assert {"cpu", "disk"} <= set(spread.hf_device_map.values())
-    torch.testing.assert_close(input_gradient(spread), input_gradient(whole), rtol=1e-4, atol=1e-6)
+    logit_std = load_dense(ModelConfig(**settings, device_map="auto", gpu_memory="130KB", cpu_memory="60KB"), folder)
+    assert is_offloaded(logit_std)
+    assert {"cpu", "disk"} <= set(logit_std.hf_device_map.values())
+    torch.testing.assert_close(input_gradient(logit_std), input_gradient(whole), rtol=1e-4, atol=1e-6)

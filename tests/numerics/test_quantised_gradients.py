@@ -5,7 +5,7 @@ import torch
 from numerics.quantised_models import plain_twin, store_quantised, write_plain
 from torch.nn.functional import cross_entropy
 
-from instruments.ffn_probe import probe_gradients, unit_norms
+from instruments.ffn_probe import neuron_norms, probe_gradients
 from models.config import ModelConfig
 from models.ffn import ffn_modules
 from models.loading import load_dense
@@ -47,7 +47,7 @@ def backward(model, on_layer):
 def scanned_norms(model):
     """(L, 3, B, F)."""
     norms = {}
-    backward(model, lambda layer, record: norms.update({layer: torch.stack([*unit_norms(record, "auto").values()])}))
+    backward(model, lambda layer, record: norms.update({layer: torch.stack([*neuron_norms(record, "auto").values()])}))
     return torch.stack([norms[layer] for layer in sorted(norms)])
 
 

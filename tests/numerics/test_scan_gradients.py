@@ -15,7 +15,7 @@ from stages.calibration.forward import enable_gradient_checkpointing
 from stages.scan.batch_sums import sum_shapes
 from stages.scan.passes import Scanner
 from stages.scan.shares import draw_reservoir, scan_shares
-from stages.scan.token_sums import UnitRule
+from stages.scan.token_sums import NeuronRule
 from stages.text.batches import batch_sequences
 from stages.text.sequences import TokenSequence
 
@@ -60,7 +60,7 @@ class MemoryStore(LocalStore):
 
 
 def scan_model(model, batches, *, product="auto", gradients=True, store=None):
-    scanner = Scanner(model, ffn_modules(model), UnitRule(0.1, None, product), gradients)
+    scanner = Scanner(model, ffn_modules(model), NeuronRule(0.1, None, product), gradients)
     store = store or MemoryStore(Path("nowhere"), SHAPES, identity={}, every=3600.0)
     slots_M = draw_reservoir(sum(LENGTHS), 11, seed=5)
     scan_shares(scanner, batches, slots_M, store, ALONE, after_batch=lambda _tokens: None)
@@ -133,7 +133,7 @@ def test_activation_sums_are_those_of_plain_hooks_without_padding(folder):
         torch.testing.assert_close(found["sum_abs"][layer], h_TF.abs().sum(0), rtol=1e-5, atol=1e-8)
         torch.testing.assert_close(found["sum_sq"][layer], h_TF.square().sum(0), rtol=1e-5, atol=1e-8)
         torch.testing.assert_close(found["max_abs"][layer], h_TF.abs().amax(0), rtol=1e-5, atol=1e-8)
-        assert found["active_count"][layer].sum() == 4 * sum(LENGTHS)  # 10 % of 40 units for every token
+        assert found["active_count"][layer].sum() == 4 * sum(LENGTHS)  # 10 % of 40 neurons for every token
 
 
 def test_taylor_sums_are_activation_times_gradient(folder):
@@ -195,7 +195,7 @@ def test_a_sample_without_a_usable_label_is_named(folder):
 
 def test_vanishing_gradients_are_an_error_with_their_cause(folder):
     model = load(folder)
-    # FFN outputs of exactly zero weight leave no path from the loss to any unit.
+    # FFN outputs of exactly zero weight leave no path from the loss to any neuron.
     for mlp in ffn_modules(model):
         mlp.down_proj.weight.zero_()
         mlp.up_proj.weight.zero_()

@@ -45,13 +45,13 @@ def sparse_tensors(ffn: dict[str, Tensor], order_F: Tensor, always_on: int) -> d
     else:
         gate_FD, up_FD = ffn["gate_proj.weight"], ffn["up_proj.weight"]
     down_DF = ffn["down_proj.weight"]
-    always_S, units_EN = order_F[:always_on], order_F[always_on:].view(EXPERTS, N)
+    always_S, neurons_EN = order_F[:always_on], order_F[always_on:].view(EXPERTS, N)
     shared = {"gate_proj": gate_FD[always_S], "up_proj": up_FD[always_S], "down_proj": down_DF[:, always_S]}
     return {
         "gate.weight": torch.zeros(EXPERTS, HIDDEN),
         "gate.e_score_correction_bias": torch.zeros(EXPERTS),
-        "experts.gate_up_proj": torch.cat([gate_FD[units_EN], up_FD[units_EN]], dim=1),
-        "experts.down_proj": down_DF[:, units_EN].movedim(1, 0).contiguous(),
+        "experts.gate_up_proj": torch.cat([gate_FD[neurons_EN], up_FD[neurons_EN]], dim=1),
+        "experts.down_proj": down_DF[:, neurons_EN].movedim(1, 0).contiguous(),
         **({f"shared_experts.{name}.weight": part.contiguous() for name, part in shared.items()} if always_on else {}),
     }
 

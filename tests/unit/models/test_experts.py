@@ -4,7 +4,7 @@ from transformers.activations import ACT2FN
 from models.experts import TinyONNExpert
 
 
-def test_an_expert_is_the_gated_ffn_of_its_units() -> None:
+def test_an_expert_is_the_gated_ffn_of_its_neurons() -> None:
     generator = torch.Generator().manual_seed(0)
     gate, up, down, x = (torch.randn(size, generator=generator) for size in ((5, 6), (5, 6), (6, 5), (7, 6)))
     expert = TinyONNExpert.from_tensors(gate, up, down, "gelu")

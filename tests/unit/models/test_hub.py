@@ -12,7 +12,7 @@ import pytest
 
 from instruments.errors import UserError
 from models.config import ModelConfig
-from models.source import check_source, hub_answers, resolve_folder, source_identity
+from models.source import check_source, hub_answers, resolve_folder, source_cache_key
 
 UNREACHABLE = (
     "HF_HUB_OFFLINE is set and the model is not in the cache\n"
@@ -27,7 +27,7 @@ def hub(name: str | None = "nobody/nothing", revision: str | None = None) -> Mod
 
 def test_no_connection_and_nothing_cached() -> None:
     assert [str(error) for error in check_source(hub())] == [UNREACHABLE]
-    for read in (resolve_folder, source_identity):
+    for read in (resolve_folder, source_cache_key):
         with pytest.raises(UserError) as caught:
             read(hub())
         assert str(caught.value) == UNREACHABLE
@@ -123,7 +123,7 @@ def test_off_line_with_a_cached_config_alone_is_said_before_anything_starts(fetc
 
 
 def test_identity_is_the_commit(fetched: Path) -> None:
-    assert source_identity(hub()) == {"name": "nobody/nothing", "commit": "0123abc"}
+    assert source_cache_key(hub()) == {"name": "nobody/nothing", "commit": "0123abc"}
 
 
 def test_code_is_downloaded_only_where_it_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,9 +32,9 @@ def test_a_model_on_one_device(folder):
 
 def test_limits_of_memory(monkeypatch):
     monkeypatch.setattr(module, "get_max_memory", lambda: {0: 70, 1: 80, "cpu": 900})
-    spread = ModelConfig(device_map="balanced")
-    assert placement(spread, CPU) == {"device_map": "balanced", "max_memory": {"cpu": 900}}
-    assert placement(spread, CUDA) == {"device_map": "balanced", "max_memory": {0: 70, 1: 80, "cpu": 900}}
+    logit_std = ModelConfig(device_map="balanced")
+    assert placement(logit_std, CPU) == {"device_map": "balanced", "max_memory": {"cpu": 900}}
+    assert placement(logit_std, CUDA) == {"device_map": "balanced", "max_memory": {0: 70, 1: 80, "cpu": 900}}
     limited = ModelConfig(device_map="auto", gpu_memory="20GiB", cpu_memory="6GiB")
     expected = {0: "20GiB", 1: "20GiB", "cpu": "6GiB"}
     assert placement(limited, CUDA) == {"device_map": "auto", "max_memory": expected}

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from models.config import ModelConfig
 from models.emit import emit_checkpoint
 from models.experts import LayerExperts
-from models.shape import Shape
-from models.source import EMBEDDED, check_source, read_source_config, resolve_folder, source_identity
+from models.shape import MoEShape
+from models.source import EMBEDDED, check_source, read_source_config, resolve_folder, source_cache_key
 from models.targets.base import MOE_TARGETS
 
 
@@ -175,7 +175,7 @@ def test_architecture_and_damage_are_reported_together(folder: Path) -> None:
 
 
 def test_a_moe_we_wrote_is_no_source(whole: Path, tmp_path: Path) -> None:
-    shape = Shape(experts=3, n=8, top_k=2, always_on=0)
+    shape = MoEShape(experts=3, n=8, top_k=2, always_on=0)
     slices = LayerExperts(
         *(torch.zeros(3, 8, 24), torch.zeros(3, 8, 24), torch.zeros(3, 24, 8)),
         *(torch.zeros(0, 24), torch.zeros(0, 24), torch.zeros(24, 0)),
@@ -276,12 +276,12 @@ def test_tensors_of_another_width(folder: Path) -> None:
 
 
 def test_identity_follows_weights_and_config(folder: Path) -> None:
-    before = source_identity(local(folder))
-    assert source_identity(local(folder)) == before
+    before = source_cache_key(local(folder))
+    assert source_cache_key(local(folder)) == before
     edit_config(folder, rms_norm_eps=1e-5)
-    after_config = source_identity(local(folder))
+    after_config = source_cache_key(local(folder))
     assert after_config["config"] != before["config"]
     assert after_config["shards"] == before["shards"]
     shard = next(folder.glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes())
-    assert source_identity(local(folder))["shards"] != before["shards"]
+    assert source_cache_key(local(folder))["shards"] != before["shards"]

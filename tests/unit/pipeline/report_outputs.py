@@ -81,8 +81,8 @@ class Outputs:
             Scores("s_p", "s_p", chosen_LF).save(folder)
             return ["scores.safetensors"]
         if name == "cluster":
-            (folder / "unit_map_layer_002.png").write_bytes(PIXEL)
-            return ["unit_map_layer_002.png"]
+            (folder / "neuron_map_layer_002.png").write_bytes(PIXEL)
+            return ["neuron_map_layer_002.png"]
         if name == "train":
             (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in TRAINING))
             return ["metrics.jsonl"]

@@ -4,7 +4,7 @@ from dataclasses import fields
 
 import pytest
 
-from models.shape import Shape
+from models.shape import MoEShape
 from pipeline.consistency import find_unread
 from pipeline.settings import Settings, compose, register_schema
 from pipeline.validate import find_errors
@@ -102,13 +102,13 @@ GROUPS = ("scan", "data", "store", "score", "train", "vocabulary", "cluster", "a
 
 @pytest.mark.parametrize("topology", ["per_layer", "global_pool"])
 @pytest.mark.parametrize("router", ROUTERS)
-@pytest.mark.parametrize("method", ["captured", "rank"])
+@pytest.mark.parametrize("method", ["router_aware", "rank"])
 @pytest.mark.parametrize("off", [True, False])
 def test_only_what_there_is_can_be_unread(topology, router, method, off):
     settings = Settings(experts=4, n=8, topology=topology, output_dir="")
     settings.assemble.router, settings.cluster.method = router, method
     settings.score.method, settings.project.alignment = ("taylor", "none") if off else ("s_p", "ridge")
-    found = find_unread(settings, Shape(4, 8, 2, 0, topology), 32)
+    found = find_unread(settings, MoEShape(4, 8, 2, 0, topology), 32)
     assert tuple(found) == GROUPS
     for group, reasons in found.items():
         assert reasons.keys() <= {spec.name for spec in fields(getattr(settings, group))}, group

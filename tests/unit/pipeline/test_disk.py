@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from models.checkpoint.reader import ShardReader
 from models.dense import dense_family
 from models.emit import emit_checkpoint
-from models.shape import Shape
+from models.shape import MoEShape
 from models.slicing import slice_experts
 from models.source import read_config
 from models.targets.base import MOE_TARGETS
@@ -47,14 +47,14 @@ for write in (Path.write_bytes, lambda path, data: save_file({"a": torch.frombuf
 
 
 def test_what_a_stage_will_write():
-    shape, as_it_is, half = Shape(3, 8, 2, 16), AssembleConfig(), AssembleConfig(dtype="bfloat16")
+    shape, as_it_is, half = MoEShape(3, 8, 2, 16), AssembleConfig(), AssembleConfig(dtype="bfloat16")
     neurons = 3 * 24 * (3 * 8 + 16)
     layer = neurons + 3 * 24 + 4 * 24 * 24 + 2 * 24  # experts, router, attention, norms
     assert expected_bytes("extract", CONFIG, shape, half) == 4 * 2 * neurons
     for stage in ("assemble", "project", "train"):
         assert expected_bytes(stage, CONFIG, shape, as_it_is) == 4 * (2 * layer + 24 + 2 * 61 * 24)
         assert expected_bytes(stage, CONFIG, shape, half) == 2 * (2 * layer + 24 + 2 * 61 * 24)
-    pool = Shape(3, 8, 2, 16, "global_pool")
+    pool = MoEShape(3, 8, 2, 16, "global_pool")
     assert expected_bytes("extract", CONFIG, pool, as_it_is) == 4 * 3 * 24 * (3 * 8 + 2 * 16)
     assert expected_bytes("scan", CONFIG, shape, as_it_is) == 0
     assert expected_bytes("assemble", CONFIG, None, as_it_is) == 0
@@ -63,8 +63,8 @@ def test_what_a_stage_will_write():
 @pytest.mark.parametrize(("target", "pad_to", "dtype"), [("glm4_moe", 8, "source"), ("tiny_onn", 48, "bfloat16")])
 def test_a_checkpoint_on_disk_is_as_large_as_was_said(tmp_path, target, pad_to, dtype):
     folder = write_pico(tmp_path / "dense", "llama", intermediate=4864, tie=True)
-    shape, config = Shape(58, 64, 20, 1152), read_config(folder)
-    units_EN = torch.arange(1152, 4864).view(58, 64)
+    shape, config = MoEShape(58, 64, 20, 1152), read_config(folder)
+    neurons_EN = torch.arange(1152, 4864).view(58, 64)
     with ShardReader(folder) as reader:
         emit_checkpoint(
             folder,
@@ -72,7 +72,7 @@ def test_a_checkpoint_on_disk_is_as_large_as_was_said(tmp_path, target, pad_to, 
             target=MOE_TARGETS[target],
             shape=shape,
             routers=lambda _layer: torch.zeros(58, 24),
-            experts=lambda layer: slice_experts(reader, dense_family(config), layer, units_EN, torch.arange(1152)),
+            experts=lambda layer: slice_experts(reader, dense_family(config), layer, neurons_EN, torch.arange(1152)),
             dtype=dtype,
             pad_to=pad_to,
         )

@@ -50,7 +50,7 @@ def test_good_words_pass(word):
         ),
         (
             "cluster=foo",
-            "cluster=foo is none of balanced_kmeans, captured, contiguous, random, rank\n"
+            "cluster=foo is none of balanced_kmeans, contiguous, random, rank, router_aware\n"
             "  where: setting cluster\n"
             "  do:    cluster=balanced_kmeans",
         ),

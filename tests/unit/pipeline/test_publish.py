@@ -4,10 +4,10 @@ from contextlib import suppress
 
 import pytest
 
-from pipeline.artifacts import Manifest, Workshop, is_complete, open_workshop, publish, remove_leftovers, verify
+from pipeline.artifacts import Manifest, StagingDir, is_complete, open_workshop, publish, remove_leftovers, verify
 from stages.artifacts.job import Table
 
-TABLE = Table(title="units", columns=["layer", "loss"], rows=[[0, 1.5], [1, 2.5]], notes=["a note"])
+TABLE = Table(title="neurons", columns=["layer", "loss"], rows=[[0, 1.5], [1, 2.5]], notes=["a note"])
 
 
 def make(final, *, text="result", fresh=False):
@@ -97,7 +97,7 @@ def test_scratch_goes_once_its_result_is_published(final):
 
 def test_an_old_result_is_put_back_when_its_replacement_was_killed(final):
     make(final, text="old")
-    workshop = Workshop(final)
+    workshop = StagingDir(final)
     workshop.root.mkdir()
     final.rename(workshop.replaced)
     remove_leftovers(final.parent)

@@ -100,6 +100,6 @@ def test_more_calibration_text_is_another_carve(outputs):
 def test_a_pool_is_another_carve_and_says_so(outputs):
     wanted = read_evaluation(outputs.carve())
     pool = read_evaluation(outputs.carve(shape={"topology": "global_pool"}))
-    assert shape_words(pool.shape) == "5 experts of 8 in one pool for all layers, 2 per token and 4 always-on units"
+    assert shape_words(pool.shape) == "5 experts of 8 in one pool for all layers, 2 per token and 4 always-on neurons"
     groups = group_by_seed([wanted, pool])
     assert sorted(same_method(group, wanted) for group in groups) == [False, True]

@@ -62,7 +62,7 @@ def outputs(tmp_path):
 def test_a_page_has_all_its_sections_and_asks_for_nothing(outputs):
     page = draw_page(find_source(outputs.run(outputs.carve())))
     found = read(page)
-    assert {"quality", "width", "layers", "units", "cost", "making"} <= set(found.ids)
+    assert {"quality", "width", "layers", "neurons", "cost", "making"} <= set(found.ids)
     assert "script" not in found.names
     assert not re.search(r"""(?:src|href)=["'](?!data:)|url\(|@import|https?:""", page)
     for words in ("pico", "+0.0500", "Expert load", "Score by layer: S_p", "Map of layer 2", "busiest expert"):
@@ -78,7 +78,7 @@ def test_what_is_not_there_is_left_out(outputs):
                 file.unlink()
     found = read(draw_page(find_source(outputs.run(evaluation))))
     assert {"quality", "width", "layers", "cost"} <= set(found.ids)
-    assert "units" not in found.ids
+    assert "neurons" not in found.ids
     assert "Expert load" not in found.words
 
 
@@ -188,8 +188,8 @@ def stop_after(outputs, run, stage):
     ("stage", "sections"),
     [
         ("scan", {"found", "cost", "making"}),
-        ("score", {"found", "units", "cost", "making"}),
-        ("project", {"found", "units", "cost", "making"}),
+        ("score", {"found", "neurons", "cost", "making"}),
+        ("project", {"found", "neurons", "cost", "making"}),
     ],
 )
 def test_a_run_that_ends_before_an_evaluation_has_a_page_of_what_it_did(outputs, capsys, stage, sections):

@@ -18,7 +18,7 @@ def told(tmp_path):
     return tell
 
 
-OPENING = "Serving each token with 50\N{NO-BREAK SPACE}% of the FFN's units"
+OPENING = "Serving each token with 50\N{NO-BREAK SPACE}% of the FFN's neurons"
 
 
 def test_the_verdict_on_a_good_carve(told):

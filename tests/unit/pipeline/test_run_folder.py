@@ -11,7 +11,7 @@ from pipeline.run_folder import RunFolder, render, replace_link
 from pipeline.settings import Settings
 from stages.artifacts.job import Table
 
-TABLE = Table("Units", ("layer", "loss", "tokens"), ((0, 1.23456789, 12345), (1, 2.0, 7)), ("a note", "another"))
+TABLE = Table("Neurons", ("layer", "loss", "tokens"), ((0, 1.23456789, 12345), (1, 2.0, 7)), ("a note", "another"))
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def test_the_report_grows_stage_by_stage(run):
     run.append_stage("scan", "1.0 s", TABLE)
     assert run.report.read_text() == (
         "# embedded\n\n    python -m pipeline stage=scan experts=3\n"
-        "\n## scan\n\n1.0 s\n\nUnits\n\n"
+        "\n## scan\n\n1.0 s\n\nNeurons\n\n"
         "| layer   |   loss |   tokens |\n|---------|--------|----------|\n"
         "| 0       |  1.235 |   12,345 |\n| 1       |      2 |        7 |\n"
         "\na note\nanother\n"

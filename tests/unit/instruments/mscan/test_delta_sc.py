@@ -29,8 +29,8 @@ def test_what_is_not_measured_counts_nowhere():
     gradient = np.array([[np.nan, 5, 6, 7]], np.float32)
     found = delta_sc(activation, gradient)
     assert np.isnan(found).tolist() == [True, False, True, False]
-    spread = np.sqrt(2 / 3)
-    assert found[[1, 3]] == pytest.approx([0 / spread + 1 / spread, 1 / spread - 1 / spread])
+    logit_std = np.sqrt(2 / 3)
+    assert found[[1, 3]] == pytest.approx([0 / logit_std + 1 / logit_std, 1 / logit_std - 1 / logit_std])
 
 
 def test_a_sequence_without_gradients_leaves_the_others():

@@ -8,7 +8,7 @@ from torch import nn
 from unit.instruments.tensor_dump.small_model import D, F, Small, inputs, run
 
 from instruments.errors import ConfigError, ContractError
-from instruments.tensor_dump.capture import Identity
+from instruments.tensor_dump.capture import RankInfo
 from instruments.tensor_dump.config import DumpConfig
 from instruments.tensor_dump.index import list_dump
 from instruments.tensor_dump.reader import DumpReader
@@ -370,8 +370,8 @@ def test_chunks_of_a_pipeline_are_dumped_together(folder):
 
 
 def test_tokens_of_context_parallel_processes_are_not_joined(folder, monkeypatch):
-    identity = Identity(0, 1, {"tp": (0, 1), "cp": (0, 2)})
-    monkeypatch.setattr("instruments.tensor_dump.tensor_dump.find_identity", lambda _roots: identity)
+    identity = RankInfo(0, 1, {"tp": (0, 1), "cp": (0, 2)})
+    monkeypatch.setattr("instruments.tensor_dump.tensor_dump.find_rank_info", lambda _roots: identity)
     model = Small()
     run(folder, model=model, steps=1)
     with DumpReader(folder) as reader:

@@ -1,12 +1,12 @@
 import pytest
 
 from models.card import CarveFacts, render_card, suitable_runtimes
-from models.shape import Shape
+from models.shape import MoEShape
 from models.targets.base import MOE_TARGETS
 
 
 def test_the_card_says_what_was_carved_from_what():
-    shape = Shape(experts=16, n=64, top_k=4, always_on=256)
+    shape = MoEShape(experts=16, n=64, top_k=4, always_on=256)
     card = render_card(
         CarveFacts("org/dense", MOE_TARGETS["glm4_moe"], shape, 1024, 4, 12, 3, "by hand", "ridge", "none")
     )
@@ -25,7 +25,7 @@ def test_the_card_says_what_was_carved_from_what():
 
 
 def test_the_card_of_a_pool_says_that_all_layers_share_it():
-    shape = Shape(100, 256, 8, 0, "global_pool")
+    shape = MoEShape(100, 256, 8, 0, "global_pool")
     card = render_card(
         CarveFacts("org/dense", MOE_TARGETS["tiny_onn"], shape, 4864, 24, 12, 1, "by hand", "error", "none")
     )
@@ -39,24 +39,28 @@ def test_the_card_of_a_pool_says_that_all_layers_share_it():
 @pytest.mark.parametrize(
     ("target", "shape", "expected"),
     [
-        ("qwen3_moe", Shape(64, 256, 8, 0), "vLLM, SGLang: expert count and width suit the fused kernels."),
+        ("qwen3_moe", MoEShape(64, 256, 8, 0), "vLLM, SGLang: expert count and width suit the fused kernels."),
         (
             "qwen3_moe",
-            Shape(100, 256, 8, 0),
+            MoEShape(100, 256, 8, 0),
             "E = 100, N = 256 take a slower path; fast are E a power of two and N % 128 == 0.",
         ),
-        ("qwen3_moe", Shape(64, 64, 8, 0), "fast are E a power of two and N % 128 == 0 (`assemble.pad_to=128` gives"),
-        ("qwen3_moe", Shape(64, 64, 8, 0), "\nllama.cpp: K-quants want"),
-        ("granitemoe", Shape(64, 256, 8, 0), "vLLM, SGLang: expert count and width suit"),
-        ("granitemoeshared", Shape(64, 256, 8, 12), "12 always-on neurons are padded with zero units to 16."),
-        ("granitemoeshared", Shape(64, 256, 8, 12), "vLLM: expert count and width suit"),
-        ("granitemoeshared", Shape(64, 256, 8, 12), "\nSGLang: does not know this architecture."),
-        ("flex_olmo", Shape(64, 256, 8, 0), "\nSGLang, llama.cpp: do not know this architecture."),
-        ("tiny_onn", Shape(64, 256, 8, 0), "needs `trust_remote_code=True`"),
-        ("tiny_onn", Shape(64, 256, 8, 0), "\nvLLM, SGLang, llama.cpp: do not know this architecture."),
-        ("qwen3_moe", Shape(64, 100, 8, 0), "padded with zero units to 104"),
-        ("qwen3_moe", Shape(64, 64, 8, 0), "K-quants want N % 256 == 0, N is 64"),
-        ("qwen2_moe", Shape(100, 256, 8, 0), "llama.cpp: N suits the K-quants."),
+        (
+            "qwen3_moe",
+            MoEShape(64, 64, 8, 0),
+            "fast are E a power of two and N % 128 == 0 (`assemble.pad_to=128` gives",
+        ),
+        ("qwen3_moe", MoEShape(64, 64, 8, 0), "\nllama.cpp: K-quants want"),
+        ("granitemoe", MoEShape(64, 256, 8, 0), "vLLM, SGLang: expert count and width suit"),
+        ("granitemoeshared", MoEShape(64, 256, 8, 12), "12 always-on neurons are padded with zero neurons to 16."),
+        ("granitemoeshared", MoEShape(64, 256, 8, 12), "vLLM: expert count and width suit"),
+        ("granitemoeshared", MoEShape(64, 256, 8, 12), "\nSGLang: does not know this architecture."),
+        ("flex_olmo", MoEShape(64, 256, 8, 0), "\nSGLang, llama.cpp: do not know this architecture."),
+        ("tiny_onn", MoEShape(64, 256, 8, 0), "needs `trust_remote_code=True`"),
+        ("tiny_onn", MoEShape(64, 256, 8, 0), "\nvLLM, SGLang, llama.cpp: do not know this architecture."),
+        ("qwen3_moe", MoEShape(64, 100, 8, 0), "padded with zero neurons to 104"),
+        ("qwen3_moe", MoEShape(64, 64, 8, 0), "K-quants want N % 256 == 0, N is 64"),
+        ("qwen2_moe", MoEShape(100, 256, 8, 0), "llama.cpp: N suits the K-quants."),
     ],
 )
 def test_runtimes_are_judged_by_shape_and_target(target, shape, expected):
@@ -67,26 +71,26 @@ def test_a_gate_that_cannot_speak_is_said():
     said = [
         target.model_type
         for target in MOE_TARGETS.values()
-        if any("always 1" in line for line in suitable_runtimes(target, Shape(100, 256, 1, 0)))
+        if any("always 1" in line for line in suitable_runtimes(target, MoEShape(100, 256, 1, 0)))
     ]
     assert said == ["qwen3_moe", "mixtral", "granitemoe", "granitemoeshared"]
-    assert not any("always 1" in line for line in suitable_runtimes(MOE_TARGETS["mixtral"], Shape(100, 256, 2, 0)))
-    assert not any("always 1" in line for line in suitable_runtimes(MOE_TARGETS["mixtral"], Shape(1, 256, 1, 0)))
+    assert not any("always 1" in line for line in suitable_runtimes(MOE_TARGETS["mixtral"], MoEShape(100, 256, 2, 0)))
+    assert not any("always 1" in line for line in suitable_runtimes(MOE_TARGETS["mixtral"], MoEShape(1, 256, 1, 0)))
 
 
 def test_padding_that_was_asked_for_is_said_and_judged():
-    text = "\n".join(suitable_runtimes(MOE_TARGETS["qwen2_moe"], Shape(64, 100, 8, 20), 256))
-    assert "Experts are padded with zero units to 256, a multiple of 256; the output is the same." in text
-    assert "20 always-on neurons are padded with zero units to 256." in text
+    text = "\n".join(suitable_runtimes(MOE_TARGETS["qwen2_moe"], MoEShape(64, 100, 8, 20), 256))
+    assert "Experts are padded with zero neurons to 256, a multiple of 256; the output is the same." in text
+    assert "20 always-on neurons are padded with zero neurons to 256." in text
     assert "suit the fused kernels" in text
     assert "N suits the K-quants" in text
 
 
 def test_the_card_of_the_own_class_shows_how_to_load_it():
-    facts = CarveFacts("org/dense", MOE_TARGETS["tiny_onn"], Shape(16, 64, 4, 0), 1024, 4, 0, 1, "", "", "")
+    facts = CarveFacts("org/dense", MOE_TARGETS["tiny_onn"], MoEShape(16, 64, 4, 0), 1024, 4, 0, 1, "", "", "")
     assert 'from_pretrained("path/of/this/folder", trust_remote_code=True)' in render_card(facts)
 
 
 @pytest.mark.parametrize("target", MOE_TARGETS)
 def test_every_target_has_its_runtimes(target):
-    assert suitable_runtimes(MOE_TARGETS[target], Shape(8, 128, 2, 0))[0].startswith("transformers 4.57 and 5: ")
+    assert suitable_runtimes(MOE_TARGETS[target], MoEShape(8, 128, 2, 0))[0].startswith("transformers 4.57 and 5: ")

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from models.shape import Shape
+from models.shape import MoEShape
 from models.targets.base import MOE_TARGETS
 from models.targets.config import emit_config, source_dtype
 from models.targets.tiny_onn import own_config
 
-SHAPE = Shape(experts=6, n=16, top_k=2, always_on=20)
+SHAPE = MoEShape(experts=6, n=16, top_k=2, always_on=20)
 SIZES = {
     "hidden_size": 24,
     "intermediate_size": 116,
@@ -114,15 +114,15 @@ def test_qwen2_moe_never_renormalises() -> None:
     """llama.cpp does not either, whatever config.json says."""
     source = {"model_type": "qwen2", **SIZES}
     for experts in (6, 8, 100):
-        config = emit_config(source, MOE_TARGETS["qwen2_moe"], Shape(experts, 16, 2, 20), "float32")
+        config = emit_config(source, MOE_TARGETS["qwen2_moe"], MoEShape(experts, 16, 2, 20), "float32")
         assert config["norm_topk_prob"] is False
 
 
-def test_shared_experts_are_wide_enough_for_the_always_on_units() -> None:
+def test_shared_experts_are_wide_enough_for_the_always_on_neurons() -> None:
     assert emitted("qwen2", "qwen2_moe")["shared_expert_intermediate_size"] == 24
-    # 20 units fill two shared experts as wide as a routed one.
+    # 20 neurons fill two shared experts as wide as a routed one.
     assert emitted("qwen2", "glm4_moe")["n_shared_experts"] == 2
-    none = Shape(experts=6, n=16, top_k=2, always_on=0)
+    none = MoEShape(experts=6, n=16, top_k=2, always_on=0)
     source = {"model_type": "qwen2", **SIZES}
     assert emit_config(source, MOE_TARGETS["qwen2_moe"], none, "float32")["shared_expert_intermediate_size"] == 8
     assert emit_config(source, MOE_TARGETS["glm4_moe"], none, "float32")["n_shared_experts"] == 1
@@ -130,7 +130,7 @@ def test_shared_experts_are_wide_enough_for_the_always_on_units() -> None:
 
 def test_experts_are_rounded_up_to_what_grouped_kernels_take() -> None:
     source = {"model_type": "llama", **SIZES}
-    config = emit_config(source, MOE_TARGETS["mixtral"], Shape(6, 17, 2, 0), "float32")
+    config = emit_config(source, MOE_TARGETS["mixtral"], MoEShape(6, 17, 2, 0), "float32")
     assert config["intermediate_size"] == 24
 
 
@@ -144,10 +144,10 @@ def test_experts_are_rounded_up_to_what_grouped_kernels_take() -> None:
         ("flex_olmo", "olmo2", {"intermediate_size": 128}),
     ],
 )
-def test_experts_and_always_on_units_are_rounded_up_as_asked(
+def test_experts_and_always_on_neurons_are_rounded_up_as_asked(
     target: str, source: str, expected: dict[str, int]
 ) -> None:
-    dense, shape = {"model_type": source, **SIZES}, Shape(6, 17, 2, 130)
+    dense, shape = {"model_type": source, **SIZES}, MoEShape(6, 17, 2, 130)
     assert emit_config(dense, MOE_TARGETS[target], shape, "float32", 128).items() >= expected.items()
     own = own_config(dense, MOE_TARGETS["tiny_onn"], shape, "float32", 128)
     assert (own["moe_intermediate_size"], own["shared_intermediate_size"]) == (128, 256)

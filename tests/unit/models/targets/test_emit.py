@@ -13,10 +13,10 @@ from instruments.errors import CheckpointError, ContractError, NumericsError
 from models.checkpoint.reader import ShardReader
 from models.emit import emit_checkpoint
 from models.experts import LayerExperts
-from models.shape import Shape
+from models.shape import MoEShape
 from models.targets.base import MOE_TARGETS
 
-SHAPE = Shape(experts=3, n=8, top_k=2, always_on=5)
+SHAPE = MoEShape(experts=3, n=8, top_k=2, always_on=5)
 DENSE = {"llama": "mixtral", "qwen2": "qwen2_moe", "qwen3": "glm4_moe"}
 
 
@@ -97,7 +97,7 @@ def test_down_is_multiplied_in_float32_and_rounded_once(dense: Path, tmp_path: P
     """3 is no power of two; down is more precise than its gate, whose number format it takes."""
     half = {name: tensor.bfloat16() for name, tensor in vars(random_experts(0)).items()}
     half["down_EDN"] = random_experts(0).down_EDN
-    odd = Shape(experts=3, n=8, top_k=3, always_on=5)
+    odd = MoEShape(experts=3, n=8, top_k=3, always_on=5)
     emit_checkpoint(
         dense,
         tmp_path,
@@ -121,7 +121,7 @@ def test_experts_of_another_shape(dense: Path, tmp_path: Path) -> None:
     with pytest.raises(ContractError) as caught:
         emit(dense, tmp_path, experts=lambda _layer: narrow)
     assert str(caught.value) == (
-        "3 experts of 7 neurons and 5 always-on units, not 3 experts of 8 neurons and 5 always-on units\n"
+        "3 experts of 7 neurons and 5 always-on neurons, not 3 experts of 8 neurons and 5 always-on neurons\n"
         "  where: layer 0\n"
         "  do:    stage=extract fresh=true"
     )
@@ -178,7 +178,7 @@ def test_the_source_is_never_overwritten(dense: Path) -> None:
     ],
 )
 def test_packed_layouts(source: str, target: str, names: tuple[str | None, ...], tmp_path: Path) -> None:
-    """Gate above up, each with its zero units; always-on units 5 → 16, experts 8 → 16."""
+    """Gate above up, each with its zero neurons; always-on neurons 5 → 16, experts 8 → 16."""
     dense = write_pico(tmp_path / "dense", source, layers=1)
     given, scale = random_experts(0), SHAPE.top_k if target == "granitemoeshared" else 1
     emit_checkpoint(

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import models.tiny_onn.register  # noqa: F401 - from_config is to know the class
 from models.dense import DENSE_FAMILIES
 from models.parameters import count_carved, count_dense
-from models.shape import Shape
+from models.shape import MoEShape
 from models.source import EMBEDDED, read_config
 from models.targets.base import MOE_TARGETS
 from models.targets.choose import select_target
@@ -26,7 +26,7 @@ SIZES = {
     "vocab_size": 61,
     "pad_token_id": 0,
 }
-SHAPE = Shape(experts=6, n=14, top_k=2, always_on=20)
+SHAPE = MoEShape(experts=6, n=14, top_k=2, always_on=20)
 PAIRS = [(source, name) for name, target in MOE_TARGETS.items() for source in sorted(target.sources)]
 
 
@@ -79,7 +79,7 @@ def test_a_pool():
 
 
 def test_the_embedded_model_and_its_default_carve():
-    config, shape = read_config(EMBEDDED), Shape(16, 64, 4, 256)
+    config, shape = read_config(EMBEDDED), MoEShape(16, 64, 4, 256)
     dense = AutoModelForCausalLM.from_pretrained(EMBEDDED, local_files_only=True)
     count = count_dense(config)
     assert count_parameters(dense, shape) == (count.total, count.active) == (4_983_552, 4_983_552)

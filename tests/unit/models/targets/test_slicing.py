@@ -17,23 +17,23 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ShardReader]:
 
 
 def test_slices_are_rows_of_gate_and_up_and_columns_of_down(reader: ShardReader) -> None:
-    units_EN = torch.tensor([[3, 8, 20], [36, 0, 8]], dtype=torch.int32)
+    neurons_EN = torch.tensor([[3, 8, 20], [36, 0, 8]], dtype=torch.int32)
     always_on_S = torch.tensor([5, 6, 7, 11], dtype=torch.int32)
-    sliced = slice_experts(reader, DENSE_FAMILIES["llama"], 1, units_EN, always_on_S)
+    sliced = slice_experts(reader, DENSE_FAMILIES["llama"], 1, neurons_EN, always_on_S)
     gate, up, down = (reader.tensor(f"model.layers.1.mlp.{part}_proj.weight") for part in ("gate", "up", "down"))
-    for e, units in enumerate(units_EN.tolist()):
-        for n, unit in enumerate(units):
-            assert torch.equal(sliced.gate_END[e, n], gate[unit])
-            assert torch.equal(sliced.up_END[e, n], up[unit])
-            assert torch.equal(sliced.down_EDN[e, :, n], down[:, unit])
-    for s, unit in enumerate(always_on_S.tolist()):
-        assert torch.equal(sliced.shared_gate_SD[s], gate[unit])
-        assert torch.equal(sliced.shared_up_SD[s], up[unit])
-        assert torch.equal(sliced.shared_down_DS[:, s], down[:, unit])
+    for e, neurons in enumerate(neurons_EN.tolist()):
+        for n, neuron in enumerate(neurons):
+            assert torch.equal(sliced.gate_END[e, n], gate[neuron])
+            assert torch.equal(sliced.up_END[e, n], up[neuron])
+            assert torch.equal(sliced.down_EDN[e, :, n], down[:, neuron])
+    for s, neuron in enumerate(always_on_S.tolist()):
+        assert torch.equal(sliced.shared_gate_SD[s], gate[neuron])
+        assert torch.equal(sliced.shared_up_SD[s], up[neuron])
+        assert torch.equal(sliced.shared_down_DS[:, s], down[:, neuron])
     assert sliced.gate_END.dtype == torch.bfloat16
 
 
-def test_no_always_on_units(reader: ShardReader) -> None:
+def test_no_always_on_neurons(reader: ShardReader) -> None:
     none = torch.zeros(0, dtype=torch.int32)
     sliced = slice_experts(reader, DENSE_FAMILIES["llama"], 0, torch.arange(6, dtype=torch.int32).view(2, 3), none)
     assert sliced.shared_gate_SD.shape == (0, 24)

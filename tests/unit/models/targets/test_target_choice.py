@@ -3,10 +3,10 @@ from typing import Any
 import pytest
 
 from instruments.errors import ConfigError
-from models.shape import Shape
+from models.shape import MoEShape
 from models.targets.base import MOE_TARGETS
 from models.targets.choose import check_target, select_target
-from models.targets.gate_scale import GateFold, gate_fold, gate_kind
+from models.targets.gate_scale import GateScale, gate_kind, gate_scale_of
 
 
 @pytest.mark.parametrize(
@@ -41,15 +41,15 @@ def test_auto_stays_in_the_family_where_it_can(source: str, always_on: int, targ
     [
         ("llama", "mixtrel", 0, "unknown target 'mixtrel'\n{where}qwen2_moe, mixtral, glm4_moe, tiny_onn"),
         ("qwen2", "mixtral", 0, "mixtral cannot hold the attention of qwen2\n{where}qwen2_moe, glm4_moe, tiny_onn"),
-        ("qwen3", "qwen3_moe", 64, "qwen3_moe has no always-on units, 64 are wanted\n{where}glm4_moe, tiny_onn"),
-        ("llama", "mixtral", 1, "mixtral has no always-on units, 1 are wanted\n{where}qwen2_moe, glm4_moe, tiny_onn"),
+        ("qwen3", "qwen3_moe", 64, "qwen3_moe has no always-on neurons, 64 are wanted\n{where}glm4_moe, tiny_onn"),
+        ("llama", "mixtral", 1, "mixtral has no always-on neurons, 1 are wanted\n{where}qwen2_moe, glm4_moe, tiny_onn"),
         ("gemma2", "mixtral", 0, "mixtral cannot hold the attention of gemma2\n{where}tiny_onn"),
-        ("olmo2", "flex_olmo", 3, "flex_olmo has no always-on units, 3 are wanted\n{where}tiny_onn"),
+        ("olmo2", "flex_olmo", 3, "flex_olmo has no always-on neurons, 3 are wanted\n{where}tiny_onn"),
         (
             "granite",
             "granitemoe",
             3,
-            "granitemoe has no always-on units, 3 are wanted\n{where}granitemoeshared, tiny_onn",
+            "granitemoe has no always-on neurons, 3 are wanted\n{where}granitemoeshared, tiny_onn",
         ),
     ],
 )
@@ -61,10 +61,10 @@ def test_targets_that_cannot_say_it(source: str, requested: str, always_on: int,
 
 
 SIZES = {"hidden_size": 24, "num_attention_heads": 4}
-SHAPE = Shape(experts=6, n=16, top_k=2, always_on=0)
+SHAPE = MoEShape(experts=6, n=16, top_k=2, always_on=0)
 
 
-def faults(config: dict[str, Any], target: str, shape: Shape = SHAPE) -> list[str]:
+def faults(config: dict[str, Any], target: str, shape: MoEShape = SHAPE) -> list[str]:
     return [str(error) for error in check_target(SIZES | config, MOE_TARGETS[target], shape)]
 
 
@@ -126,7 +126,7 @@ def test_sources_a_target_cannot_say(config: dict[str, Any], target: str, text: 
 
 
 def test_one_expert_is_too_few_for_glm4() -> None:
-    one = Shape(experts=1, n=16, top_k=1, always_on=0)
+    one = MoEShape(experts=1, n=16, top_k=1, always_on=0)
     assert faults({"model_type": "llama"}, "glm4_moe", one) == [
         "glm4_moe needs at least 2 experts\n  where: experts=1\n  do:    assemble.target=qwen2_moe"
     ]
@@ -139,8 +139,8 @@ def test_only_the_own_class_says_a_pool(source: str) -> None:
     assert [target.model_type for target in MOE_TARGETS.values() if target.packed_pool] == ["tiny_onn"]
 
 
-def test_a_window_beside_always_on_units_needs_the_own_class() -> None:
-    shape = Shape(experts=6, n=16, top_k=2, always_on=8)
+def test_a_window_beside_always_on_neurons_needs_the_own_class() -> None:
+    shape = MoEShape(experts=6, n=16, top_k=2, always_on=8)
     (fault,) = faults({"model_type": "mistral"}, "glm4_moe", shape)
     assert fault.endswith("  do:    assemble.target=tiny_onn")
 
@@ -151,26 +151,26 @@ def test_several_faults_are_found_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "experts", "fold"),
+    ("target", "experts", "gate_scale"),
     [
-        ("qwen3_moe", 6, GateFold(4.0, 1.0, norm_topk_prob=True, routed_scaling_factor=None)),
-        ("mixtral", 6, GateFold(4.0, 1.0, norm_topk_prob=None, routed_scaling_factor=None)),
-        ("qwen2_moe", 6, GateFold(6.0, 2.0, norm_topk_prob=False, routed_scaling_factor=None)),
-        ("qwen2_moe", 16, GateFold(16.0, 2.0, norm_topk_prob=False, routed_scaling_factor=None)),
+        ("qwen3_moe", 6, GateScale(4.0, 1.0, norm_topk_prob=True, routed_scaling_factor=None)),
+        ("mixtral", 6, GateScale(4.0, 1.0, norm_topk_prob=None, routed_scaling_factor=None)),
+        ("qwen2_moe", 6, GateScale(6.0, 2.0, norm_topk_prob=False, routed_scaling_factor=None)),
+        ("qwen2_moe", 16, GateScale(16.0, 2.0, norm_topk_prob=False, routed_scaling_factor=None)),
         (
             "glm4_moe",
             6,
-            GateFold(1.0, 1.0, norm_topk_prob=True, routed_scaling_factor=4.0, selection_bias_scale=0.25),
+            GateScale(1.0, 1.0, norm_topk_prob=True, routed_scaling_factor=4.0, selection_bias_scale=0.25),
         ),
-        ("tiny_onn", 6, GateFold(1.0, 1.0, norm_topk_prob=True, routed_scaling_factor=4.0)),
-        ("flex_olmo", 6, GateFold(4.0, 1.0, norm_topk_prob=True, routed_scaling_factor=None)),
-        ("flex_olmo", 16, GateFold(16.0, 1.0, norm_topk_prob=False, routed_scaling_factor=None)),
-        ("granitemoe", 6, GateFold(4.0, 1.0, norm_topk_prob=None, routed_scaling_factor=None)),
-        ("granitemoeshared", 6, GateFold(4.0, 1.0, norm_topk_prob=None, routed_scaling_factor=None)),
+        ("tiny_onn", 6, GateScale(1.0, 1.0, norm_topk_prob=True, routed_scaling_factor=4.0)),
+        ("flex_olmo", 6, GateScale(4.0, 1.0, norm_topk_prob=True, routed_scaling_factor=None)),
+        ("flex_olmo", 16, GateScale(16.0, 1.0, norm_topk_prob=False, routed_scaling_factor=None)),
+        ("granitemoe", 6, GateScale(4.0, 1.0, norm_topk_prob=None, routed_scaling_factor=None)),
+        ("granitemoeshared", 6, GateScale(4.0, 1.0, norm_topk_prob=None, routed_scaling_factor=None)),
     ],
 )
-def test_who_carries_the_scale(target: str, experts: int, fold: GateFold) -> None:
-    assert gate_fold(MOE_TARGETS[target], Shape(experts, 16, 4, 0)) == fold
+def test_who_carries_the_scale(target: str, experts: int, gate_scale: GateScale) -> None:
+    assert gate_scale_of(MOE_TARGETS[target], MoEShape(experts, 16, 4, 0)) == gate_scale
 
 
 @pytest.mark.parametrize(
@@ -189,8 +189,8 @@ def test_who_carries_the_scale(target: str, experts: int, fold: GateFold) -> Non
 def test_the_gate_of_one_expert_depends_on_its_logit_where_it_can(
     target: str, kind: str, down_scale: float, routed_scaling_factor: float | None
 ) -> None:
-    shape = Shape(experts=100, n=16, top_k=1, always_on=8)
-    fold = gate_fold(MOE_TARGETS[target], shape)
-    assert (fold.down_scale, fold.routed_scaling_factor) == (down_scale, routed_scaling_factor)
-    assert (fold.norm_topk_prob is False) is (kind in {"softmax_of_all", "sigmoid"})
+    shape = MoEShape(experts=100, n=16, top_k=1, always_on=8)
+    gate_scale = gate_scale_of(MOE_TARGETS[target], shape)
+    assert (gate_scale.down_scale, gate_scale.routed_scaling_factor) == (down_scale, routed_scaling_factor)
+    assert (gate_scale.norm_topk_prob is False) is (kind in {"softmax_of_all", "sigmoid"})
     assert gate_kind(MOE_TARGETS[target], shape) == kind

@@ -11,9 +11,9 @@ from stages.accumulators.redis_layout import (
     default_namespace,
     entries_to_add,
     entries_to_read,
+    pack_cache_key,
     pack_chunks,
-    pack_identity,
-    unpack_units,
+    unpack_neurons,
 )
 from stages.accumulators.redis_namespace import _differences
 from stages.accumulators.sums import ScanSums
@@ -59,14 +59,14 @@ def test_entries_name_projection_field_column_and_maximum():
 
 def test_sums_of_an_older_layout_are_named():
     sizes = {"sum_abs": [[1, 3], "float64"]}
-    ours = pack_identity({"scan": "f"}, sizes, [LAYER])
+    ours = pack_cache_key({"scan": "f"}, sizes, [LAYER])
     assert _differences(ours.replace('"layout": 2', '"layout": 1'), ours) == "layout 1 of its fields (here 2)"
 
 
 def test_identity_is_one_text_for_one_scan():
     sizes = {"sum_abs": [[1, 3], "float64"]}
-    first = pack_identity({"scan": "f", "code": "c"}, sizes, [LAYER])
-    assert first == pack_identity({"code": "c", "scan": "f"}, sizes, [dict(reversed(LAYER.items()))])
+    first = pack_cache_key({"scan": "f", "code": "c"}, sizes, [LAYER])
+    assert first == pack_cache_key({"code": "c", "scan": "f"}, sizes, [dict(reversed(LAYER.items()))])
     assert json.loads(first) == {
         "layout": 2,
         "facts": {"scan": "f", "code": "c"},
@@ -81,12 +81,12 @@ def test_runs_of_marks():
 
 
 @pytest.mark.parametrize("width", [1, 511, 512, 513, 1100])
-def test_chunks_hold_every_unit_once(width):
+def test_chunks_hold_every_neuron_once(width):
     sum_abs = torch.arange(2 * width, dtype=torch.float64).reshape(2, width)
     part = ScanSums({"sum_abs": sum_abs, "active_count": sum_abs.long() + 1}, done={0})
     chunks = list(pack_chunks(part, ["sum_abs", "active_count"], Keys("a:"), [LAYER, LAYER]))
     head = 12 + sum(len(prefix) + 1 for prefix in Keys("a:").layer_rows(LAYER))
-    rows = torch.cat([unpack_units(chunk[head:], 2) for chunk in chunks])
+    rows = torch.cat([unpack_neurons(chunk[head:], 2) for chunk in chunks])
     assert torch.equal(rows, torch.stack([sum_abs.flatten(), sum_abs.flatten() + 1], dim=1))
     firsts = [int.from_bytes(chunk[4:8], "little") for chunk in chunks]
     assert firsts == [first for _ in range(2) for first in range(0, width, 512)]
@@ -97,7 +97,7 @@ def test_only_the_tokens_of_the_part_are_written():
     bits[0, 3:5, 1] = 7
     bits[0, 8, 0] = 1
     part = ScanSums({"sum_abs": torch.ones(1, 1, dtype=torch.float64), "bits_LRf": bits}, done={0})
-    _units, first, second = pack_chunks(part, ["sum_abs"], Keys("a:"), [LAYER])
+    _neurons, first, second = pack_chunks(part, ["sum_abs"], Keys("a:"), [LAYER])
     zeros = bytes(4)
     assert first == zeros + (6).to_bytes(4, "little") + zeros + b"a:scan:bits:0\0" + bytes([0, 7, 0, 7])
     assert second == zeros + (16).to_bytes(4, "little") + zeros + b"a:scan:bits:0\0" + bytes([1, 0])

@@ -5,7 +5,7 @@ import torch
 
 from models.ffn import DenseFFN
 from models.routing import LinearRouter
-from stages.calibration.alignment import align_down, relative_error, split_guard
+from stages.calibration.alignment import align_down, relative_error, split_validation
 from stages.calibration.carved_ffn import CarvedFFN, oracle_copies, replica_scale, routed_copies, static_copies
 
 D, F = 6, 12
@@ -15,8 +15,8 @@ D, F = 6, 12
 class Settings:
     alignment_target: str = "local"
     penalties: list[float] = field(default_factory=lambda: [1e-3, 1e-1])
-    guard_share: float = 0.25
-    guard: bool = True
+    validation_share: float = 0.25
+    validate: bool = True
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_alignment_helps_a_mask_on_tokens_it_was_not_fitted_on(ffn, inputs):
     aligned = align_down(carved, inputs, lambda _index, x_TD: ffn(x_TD), Settings())
     assert aligned.penalty in {1e-3, 1e-1}
     assert aligned.error_after < 0.9 * aligned.error_before
-    _, guard = split_guard(len(inputs), 0.25)
+    _, guard = split_validation(len(inputs), 0.25)
     assert relative_error(aligned.carved, inputs, lambda _i, x_TD: ffn(x_TD), guard) == aligned.error_after
 
 
@@ -50,7 +50,7 @@ def test_nothing_to_gain_changes_nothing(ffn, inputs):
 
 def test_without_guard_the_best_penalty_is_applied_even_where_it_hurts(ffn, inputs):
     # Fitted batches ask for noise that the guard batches do not hold.
-    _, guard = split_guard(len(inputs), 0.25)
+    _, guard = split_validation(len(inputs), 0.25)
     noise = torch.Generator().manual_seed(2)
 
     def target(index, x_TD):
@@ -58,37 +58,37 @@ def test_without_guard_the_best_penalty_is_applied_even_where_it_hurts(ffn, inpu
 
     carved = CarvedFFN(ffn, static_copies(torch.arange(F), F), ffn.down_DF)
     assert align_down(carved, inputs, target, Settings()).penalty is None
-    assert align_down(carved, inputs, target, Settings(guard=False)).penalty is not None
+    assert align_down(carved, inputs, target, Settings(validate=False)).penalty is not None
 
 
 @pytest.mark.parametrize(
     ("batches", "share", "held"), [(16, 0.125, [4, 12]), (8, 0.25, [2, 6]), (2, 0.125, [1]), (1, 0.5, [0])]
 )
 def test_the_guard_is_spread_evenly(batches, share, held):
-    fitted, guard = split_guard(batches, share)
+    fitted, guard = split_validation(batches, share)
     assert len(guard) == len(held)
     assert batches == 1 or sorted(fitted + guard) == list(range(batches))
 
 
 def test_replica_scale_is_the_least_squares_constant(ffn):
-    # Unit 0 is in both experts. One always chosen of two: never two copies. Both chosen: always two.
-    units_EN = torch.tensor([[0, 1, 2], [0, 3, 4]])
+    # Neuron 0 is in both experts. One always chosen of two: never two copies. Both chosen: always two.
+    neurons_EN = torch.tensor([[0, 1, 2], [0, 3, 4]])
     always_S = torch.tensor([11])
     x_TD = [torch.randn(9, D, generator=torch.Generator().manual_seed(1))]
     router = LinearRouter.without_bias(torch.randn(2, D, generator=torch.Generator().manual_seed(2)))
-    single = replica_scale(routed_copies(units_EN, always_S, F, 1, router), ffn, x_TD)
-    both = replica_scale(routed_copies(units_EN, always_S, F, 2, router), ffn, x_TD)
+    single = replica_scale(routed_copies(neurons_EN, always_S, F, 1, router), ffn, x_TD)
+    both = replica_scale(routed_copies(neurons_EN, always_S, F, 2, router), ffn, x_TD)
     assert (single == 1).all()
     assert both[0] == 0.5
     assert (both[1:] == 1).all()
 
 
 def test_the_oracle_takes_the_experts_of_largest_output(ffn):
-    units_EN, always_S = torch.arange(9).view(3, 3), torch.tensor([10, 11])
+    neurons_EN, always_S = torch.arange(9).view(3, 3), torch.tensor([10, 11])
     x_TD = torch.randn(5, D, generator=torch.Generator().manual_seed(3))
     h_TF = ffn.hidden(x_TD)
-    copies_TF = oracle_copies(ffn, units_EN, always_S, 1)(x_TD, h_TF)
+    copies_TF = oracle_copies(ffn, neurons_EN, always_S, 1)(x_TD, h_TF)
     for token, copies_F in enumerate(copies_TF):
-        norms = [float((ffn.down_DF[:, units] @ h_TF[token, units]).norm()) for units in units_EN]
+        norms = [float((ffn.down_DF[:, neurons] @ h_TF[token, neurons]).norm()) for neurons in neurons_EN]
         best = max(range(3), key=norms.__getitem__)
-        assert copies_F.nonzero()[:, 0].tolist() == [*units_EN[best].tolist(), 10, 11]
+        assert copies_F.nonzero()[:, 0].tolist() == [*neurons_EN[best].tolist(), 10, 11]

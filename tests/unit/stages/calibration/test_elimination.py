@@ -12,7 +12,7 @@ D, F, T = 5, 14, 400
 
 @pytest.fixture
 def hidden_TF():
-    """Units 0 and 7 say nearly the same, unit 3 says nothing."""
+    """Neurons 0 and 7 say nearly the same, neuron 3 says nothing."""
     hidden_TF = torch.randn(T, F, generator=torch.Generator().manual_seed(0))
     hidden_TF[:, 7] = hidden_TF[:, 0] + 0.01 * hidden_TF[:, 7]
     hidden_TF[:, 3] = 0
@@ -37,13 +37,13 @@ def test_what_others_can_say_goes_first(hidden_TF, down_DF):
     assert min(int(ranks_F[0]), int(ranks_F[7])) == 1
 
 
-def test_one_at_a_time_the_cheapest_unit_goes(hidden_TF, down_DF, monkeypatch):
+def test_one_at_a_time_the_cheapest_neuron_goes(hidden_TF, down_DF, monkeypatch):
     monkeypatch.setattr(elimination, "PENALTY", 1e-9)
     ranks_F = rank_by_elimination(hidden_TF.T @ hidden_TF, down_DF, keep=9)
     left = list(range(F))
     for step in range(F - 9):
         gone = int((ranks_F == step).nonzero())
-        cheapest = min(refit_error(hidden_TF, down_DF, [i for i in left if i != unit]) for unit in left)
+        cheapest = min(refit_error(hidden_TF, down_DF, [i for i in left if i != neuron]) for neuron in left)
         left.remove(gone)
         assert refit_error(hidden_TF, down_DF, left) == pytest.approx(cheapest, rel=1e-2, abs=1e-2)
 

@@ -26,10 +26,10 @@ FFN = DenseFFN(draw(F, D, seed=0), draw(F, D, seed=1), draw(D, F, seed=2), torch
 INPUTS = [draw(T, D, seed=3), draw(T + 1, D, seed=4)]
 
 
-def make_loop(gate, units_EN=APART, top_k=K, std=1.0):
+def make_loop(gate, neurons_EN=APART, top_k=K, std=1.0):
     none_S = torch.empty(0, dtype=torch.int64)
     router = LinearRouter.without_bias(draw(E, D, seed=5) * std / D**0.5)
-    return ExpertLoop(slice_ffn(FFN, units_EN, none_S), units_EN, none_S, router, top_k, F, FFN.act, gate)
+    return ExpertLoop(slice_ffn(FFN, neurons_EN, none_S), neurons_EN, none_S, router, top_k, F, FFN.act, gate)
 
 
 def gates_of(loop):

@@ -35,12 +35,12 @@ def test_blocks_add_what_their_rows_add_in_full(parts):
     sparse, full = NormalEquations(A, Y), NormalEquations(A, Y)
     for seed in (0, 1):
         a_TA, y_TY = draw(seed)
-        tensors = [(torch.tensor(tokens, dtype=torch.int64), torch.tensor(units)) for units, tokens in parts]
-        blocks = [Block(tokens_t, units_N, a_TA[tokens_t][:, units_N]) for tokens_t, units_N in tensors]
+        tensors = [(torch.tensor(tokens, dtype=torch.int64), torch.tensor(neurons)) for neurons, tokens in parts]
+        blocks = [Block(tokens_t, neurons_N, a_TA[tokens_t][:, neurons_N]) for tokens_t, neurons_N in tensors]
         sparse.add_blocks(blocks, y_TY)
         rows_TA = torch.zeros(T, A)
         for block in blocks:
-            rows_TA[block.tokens_t[:, None], block.units_N] += block.hidden_tN
+            rows_TA[block.tokens_t[:, None], block.neurons_N] += block.hidden_tN
         full.add(rows_TA, y_TY)
     order_A = sparse.order_A
     expected_AA, expected_AY = full.gram_AA[order_A][:, order_A], full.cross_AY[order_A]

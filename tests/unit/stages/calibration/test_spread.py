@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from stages.calibration.batches import pick_tokens, spread_evenly, take_tokens
+from stages.calibration.batches import evenly_spaced, pick_tokens, take_tokens
 
 
 @pytest.mark.parametrize(
     ("count", "wanted", "expected"), [(9, 3, [0, 4, 8]), (3, 7, [0, 1, 2]), (5, 0, [0]), (4, 1, [0]), (1, 1, [0])]
 )
 def test_tokens_are_spread_from_the_first_to_the_last(count, wanted, expected):
-    assert spread_evenly(count, wanted).tolist() == expected
+    assert evenly_spaced(count, wanted).tolist() == expected
 
 
 def test_every_batch_gives_the_same_part():

@@ -6,19 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from stages.artifacts.statistics import UnitStatistics
+from stages.artifacts.statistics import NeuronStatistics
 
 
 class Planted(NamedTuple):
-    """Statistics in which units of a group fire on the same tokens, and the group of each unit."""
+    """Statistics in which neurons of a group fire on the same tokens, and the group of each neuron."""
 
-    statistics: UnitStatistics
+    statistics: NeuronStatistics
     group_LF: Tensor
 
 
 @pytest.fixture
 def plant() -> Callable[..., Planted]:
-    """Units of `groups` topics, shuffled: each fires on most tokens of its topic and on few others."""
+    """Neurons of `groups` topics, shuffled: each fires on most tokens of its topic and on few others."""
 
     def make(*, layers: int = 2, width: int = 24, groups: int = 3, tokens: int = 90, dead: int = 0) -> Planted:
         rng = np.random.default_rng(5)
@@ -31,7 +31,7 @@ def plant() -> Callable[..., Planted]:
         def sums() -> Tensor:
             return torch.from_numpy(rng.random((layers, width)) + 0.1)
 
-        statistics = UnitStatistics(
+        statistics = NeuronStatistics(
             tokens=tokens,
             samples=6,
             samples_with_gradient=6,

@@ -17,21 +17,21 @@ def total_of(affinity_UE, labels_U):
     return float(affinity_UE.double()[torch.arange(len(labels_U)), labels_U].sum())
 
 
-def cosines(units, experts, *, clustered, seed):
+def cosines(neurons, experts, *, clustered, seed):
     generator = torch.Generator().manual_seed(seed)
-    points = torch.randn(units, 9, generator=generator)
+    points = torch.randn(neurons, 9, generator=generator)
     if clustered:
-        points += 2 * torch.randn(4, 9, generator=generator)[torch.randint(4, (units,), generator=generator)]
+        points += 2 * torch.randn(4, 9, generator=generator)[torch.randint(4, (neurons,), generator=generator)]
     points = torch.nn.functional.normalize(points, dim=1)
     return points @ points[:experts].T
 
 
-@pytest.mark.parametrize(("units", "experts"), [(13, 4), (96, 8), (300, 7), (256, 64), (1, 1), (9, 1)])
+@pytest.mark.parametrize(("neurons", "experts"), [(13, 4), (96, 8), (300, 7), (256, 64), (1, 1), (9, 1)])
 @pytest.mark.parametrize("clustered", [True, False])
-def test_the_total_is_the_optimum(units, experts, clustered):
-    affinity_UE = cosines(units, experts, clustered=clustered, seed=units)
-    sizes_E = torch.full((experts,), units // experts)
-    sizes_E[: units % experts] += 1
+def test_the_total_is_the_optimum(neurons, experts, clustered):
+    affinity_UE = cosines(neurons, experts, clustered=clustered, seed=neurons)
+    sizes_E = torch.full((experts,), neurons // experts)
+    sizes_E[: neurons % experts] += 1
     labels_U = assign_balanced(affinity_UE, sizes_E).labels_U
     assert torch.equal(labels_U.bincount(minlength=experts), sizes_E)
     assert total_of(affinity_UE, labels_U) == pytest.approx(best_total(affinity_UE, sizes_E), abs=1e-6)
@@ -53,13 +53,13 @@ def test_the_scale_of_affinities_does_not_matter(scale):
     assert total_of(affinity_UE, labels_U) == pytest.approx(best_total(affinity_UE, sizes_E), abs=1e-6)
 
 
-def test_units_that_all_want_the_same_expert_still_fill_all():
+def test_neurons_that_all_want_the_same_expert_still_fill_all():
     affinity_UE = torch.tensor([1.0, 0.5, 0.0]).expand(600, 3)
     assert assign_balanced(affinity_UE, torch.tensor([200, 150, 250])).labels_U.bincount().tolist() == [200, 150, 250]
 
 
-def test_many_units_without_preference():
-    """Zero rows, as dead units have them: moved in bulk, and they leave the others where they fit."""
+def test_many_neurons_without_preference():
+    """Zero rows, as dead neurons have them: moved in bulk, and they leave the others where they fit."""
     affinity_UE = torch.cat([torch.eye(4).repeat(10, 1), torch.zeros(3000, 4)])
     labels_U = assign_balanced(affinity_UE, torch.full((4,), 760)).labels_U
     assert labels_U.bincount().tolist() == [760] * 4
@@ -75,7 +75,7 @@ def test_the_same_input_gives_the_same_labels():
 
 
 @pytest.mark.parametrize("clustered", [True, False])
-def test_the_optimum_at_two_thousand_units(clustered):
+def test_the_optimum_at_two_thousand_neurons(clustered):
     affinity_UE = cosines(2048, 16, clustered=clustered, seed=4)
     sizes_E = torch.full((16,), 128)
     labels_U = assign_balanced(affinity_UE, sizes_E).labels_U

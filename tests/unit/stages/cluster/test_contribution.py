@@ -39,7 +39,7 @@ def test_the_leading_directions_are_kept():
     assert float(found_FC.square().sum() / best) == pytest.approx(1, abs=0.01)
 
 
-def test_units_are_compared_by_what_they_add_to_each_token():
+def test_neurons_are_compared_by_what_they_add_to_each_token():
     """Signs do not matter, columns of down weigh, and a token a thousand times as loud counts like any other."""
     hidden_TF = low_rank(6) * torch.where(torch.arange(F) % 2 == 0, 1, -1)
     loud_TF = hidden_TF * torch.logspace(0, 3, T)[:, None]
@@ -53,7 +53,7 @@ def test_units_are_compared_by_what_they_add_to_each_token():
     torch.testing.assert_close(cosines(loud), cosines(plain), rtol=0, atol=1e-4)
 
 
-def test_a_silent_unit_has_no_direction():
+def test_a_silent_neuron_has_no_direction():
     hidden_TF = low_rank(4)
     hidden_TF[:, 3] = 0
     features_FC = contribution_features(lambda: [hidden_TF], torch.ones(D, F), dims=8, rng=rng())

@@ -42,13 +42,13 @@ def test_with_all_directions_the_cosine_is_the_share_of_tokens_where_both_fire(b
     torch.testing.assert_close(cosines(features_FC), torch.from_numpy(expected).float())
 
 
-def test_a_unit_that_never_fires_is_zero(bits_FR):
+def test_a_neuron_that_never_fires_is_zero(bits_FR):
     features_FC = coactivation_features(packed(bits_FR), R, dims=5, rng=rng())
     assert features_FC.isfinite().all()
     assert not features_FC[4].any()
 
 
-def test_no_unit_fires():
+def test_no_neuron_fires():
     assert not coactivation_features(torch.zeros(F, 3, dtype=torch.uint8), R, dims=5, rng=rng()).any()
 
 

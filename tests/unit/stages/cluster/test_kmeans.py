@@ -57,7 +57,7 @@ def test_sizes_are_kept_and_draws_are_seeded():
 
 
 @pytest.mark.parametrize("dead", [11, UNITS])
-def test_units_without_direction_fill_what_is_left(dead):
+def test_neurons_without_direction_fill_what_is_left(dead):
     features_UC, group_U = planted()
     features_UC[:dead] = 0
     labels_U = fit_balanced_kmeans(features_UC, torch.full((E,), 15), iterations=20, rng=np.random.default_rng(0))
@@ -65,7 +65,7 @@ def test_units_without_direction_fill_what_is_left(dead):
     assert same_partition(labels_U[dead:], group_U[dead:])
 
 
-def test_more_clusters_than_units():
+def test_more_clusters_than_neurons():
     labels_U = fit_balanced_kmeans(
         torch.randn(3, C, generator=torch.Generator().manual_seed(0)),
         torch.tensor([1, 1, 1, 0, 0]),

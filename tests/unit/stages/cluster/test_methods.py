@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from stages.cluster.methods import RoutedUnits, fill_experts, group_units
+from stages.cluster.methods import RoutedNeurons, fill_experts, group_neurons
 
 UNITS, E = 14, 4
 SCORES = torch.tensor([0.3, 0.9, 0.1, 0.8, 0.2, 0.7, 0.6, 0.5, 0.4, 1.0, 1.1, 1.2, 1.3, 1.4])
@@ -12,8 +12,8 @@ def group(method, *, seed=0, features=None):
     def unwanted():
         raise AssertionError("features of a method that compares none")
 
-    units = RoutedUnits(torch.arange(UNITS), SCORES, unwanted if features is None else lambda: features)
-    return group_units(method, units, E, iterations=9, rng=np.random.default_rng(seed))
+    neurons = RoutedNeurons(torch.arange(UNITS), SCORES, unwanted if features is None else lambda: features)
+    return group_neurons(method, neurons, E, iterations=9, rng=np.random.default_rng(seed))
 
 
 def test_rank_deals_in_score_order():
@@ -32,7 +32,7 @@ def test_random_is_balanced_and_seeded():
     assert not torch.equal(labels_U, group("random", seed=1).labels_U)
 
 
-def test_similar_units_share_an_expert():
+def test_similar_neurons_share_an_expert():
     group_U = torch.arange(3 * E) % E
     features_UC = torch.eye(E, 6)[group_U] * torch.arange(1.0, 3 * E + 1)[:, None]
     labels_U, affinity_UE = group("balanced_kmeans", features=features_UC)

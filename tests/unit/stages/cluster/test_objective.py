@@ -17,7 +17,7 @@ def draw(seed=0):
     return torch.randn(UNITS, C, generator=torch.Generator().manual_seed(seed))
 
 
-def test_experts_of_equal_units_are_wholly_similar():
+def test_experts_of_equal_neurons_are_wholly_similar():
     labels_U = torch.arange(UNITS) % E
     found = measure(torch.eye(E, C)[labels_U] * torch.arange(1.0, UNITS + 1)[:, None], labels_U)
     assert found.similarity == pytest.approx(1)
@@ -44,6 +44,6 @@ def test_the_gap_is_that_to_the_exact_assignment():
     assert found.gap == pytest.approx(1 - found.similarity * UNITS / best, abs=1e-6)
 
 
-def test_units_without_direction():
+def test_neurons_without_direction():
     found = measure(torch.zeros(UNITS, C), torch.arange(UNITS) % E)
     assert found == (0, 0, 0)

@@ -1,6 +1,6 @@
 import pytest
 
-from models.shape import Shape
+from models.shape import MoEShape
 from stages.cluster.config import ClusterConfig
 from stages.cluster.report import COLUMNS, Coactivation, LayerFigures, Objective, describe, tabulate_layers
 
@@ -18,7 +18,7 @@ def test_the_table_reads_well():
         LayerFigures(Coactivation(0.01, None), None, always_on_share=0.0, dropped=0, dropped_share=0.0, copies=25),
     ]
     cluster = ClusterConfig(method="balanced_kmeans")
-    table = tabulate_layers(figures, cluster, "experts by some method", ["unit_map_layer_000.png"])
+    table = tabulate_layers(figures, cluster, "experts by some method", ["neuron_map_layer_000.png"])
     assert table.title == "cluster"
     assert table.columns == COLUMNS
     assert table.rows == [
@@ -27,10 +27,10 @@ def test_the_table_reads_well():
     ]
     assert table.notes == [
         "experts by some method",
-        "fire together: chance that two units are both active on a token; shares are of the layer's mean |h|·‖d‖",
-        "similarity: mean cosine of a unit to its expert's mean, beside that of random experts; gap: what the best "
+        "fire together: chance that two neurons are both active on a token; shares are of the layer's mean |h|·‖d‖",
+        "similarity: mean cosine of a neuron and its expert's mean, then that of random experts; gap: what the best "
         "assignment to these means would add",
-        "maps: unit_map_layer_000.png",
+        "maps: neuron_map_layer_000.png",
     ]
 
 
@@ -40,30 +40,30 @@ SCORE, ALIGNMENT = {"always_on_by": "score"}, {"always_on_by": "alignment"}
 @pytest.mark.parametrize(
     ("settings", "shape", "said"),
     [
-        (SCORE, Shape(4, 6, 2, 8), "experts by captured; always-on neurons by s_p"),
-        (SCORE, Shape(4, 5, 2, 8), "experts by captured; always-on and dropped neurons by s_p"),
-        (SCORE, Shape(4, 6, 2, 0), "experts by captured; dropped neurons by s_p"),
-        (SCORE, Shape(4, 8, 2, 0), "experts by captured; no neuron is always on or dropped"),
-        (SCORE, Shape(5, 8, 2, 0), "experts by captured; no neuron is always on or dropped"),
-        (ALIGNMENT, Shape(4, 6, 2, 8), "experts by captured; always-on neurons by alignment"),
-        (ALIGNMENT, Shape(4, 8, 2, 0), "experts by captured; no neuron is always on or dropped"),
-        (SCORE | {"method": "rank"}, Shape(4, 8, 2, 0), "experts by rank; dealt-out neurons by s_p"),
+        (SCORE, MoEShape(4, 6, 2, 8), "experts by router_aware; always-on neurons by s_p"),
+        (SCORE, MoEShape(4, 5, 2, 8), "experts by router_aware; always-on and dropped neurons by s_p"),
+        (SCORE, MoEShape(4, 6, 2, 0), "experts by router_aware; dropped neurons by s_p"),
+        (SCORE, MoEShape(4, 8, 2, 0), "experts by router_aware; no neuron is always on or dropped"),
+        (SCORE, MoEShape(5, 8, 2, 0), "experts by router_aware; no neuron is always on or dropped"),
+        (ALIGNMENT, MoEShape(4, 6, 2, 8), "experts by router_aware; always-on neurons by alignment"),
+        (ALIGNMENT, MoEShape(4, 8, 2, 0), "experts by router_aware; no neuron is always on or dropped"),
+        (SCORE | {"method": "rank"}, MoEShape(4, 8, 2, 0), "experts by rank; dealt-out neurons by s_p"),
         (
             ALIGNMENT | {"method": "rank"},
-            Shape(4, 6, 2, 8),
+            MoEShape(4, 6, 2, 8),
             "experts by rank; always-on and dealt-out neurons by alignment",
         ),
-        ({"method": "random"}, Shape(4, 8, 2, 0), "experts by random; no neuron is always on or dropped"),
+        ({"method": "random"}, MoEShape(4, 8, 2, 0), "experts by random; no neuron is always on or dropped"),
         (
             {"method": "balanced_kmeans", "features": "joint"},
-            Shape(4, 6, 2, 8),
+            MoEShape(4, 6, 2, 8),
             "experts by balanced_kmeans on coactivation and gate_rows; always-on neurons by s_p",
         ),
-        (SCORE, Shape(4, 6, 2, 0, "global_pool"), "experts by captured; neurons of the pool by s_p"),
+        (SCORE, MoEShape(4, 6, 2, 0, "global_pool"), "experts by router_aware; neurons of the pool by s_p"),
         (
             ALIGNMENT,
-            Shape(4, 6, 2, 8, "global_pool"),
-            "experts by captured; neurons of the pool by s_p; always-on neurons by alignment",
+            MoEShape(4, 6, 2, 8, "global_pool"),
+            "experts by router_aware; neurons of the pool by s_p; always-on neurons by alignment",
         ),
     ],
 )

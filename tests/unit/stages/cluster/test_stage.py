@@ -6,7 +6,7 @@ from pico import write_pico
 
 from instruments.errors import ConfigError
 from models.config import ModelConfig
-from models.shape import Shape
+from models.shape import MoEShape
 from stages.artifacts.job import Job
 from stages.artifacts.partition import Partition, PoolPartition
 from stages.artifacts.statistics import DomainStatistics, Scores
@@ -16,7 +16,7 @@ from stages.cluster.stage import run
 from stages.text.config import DataConfig
 
 L, F = 2, 24
-SHAPE = Shape(experts=3, n=6, top_k=2, always_on=5)
+SHAPE = MoEShape(experts=3, n=6, top_k=2, always_on=5)
 
 
 def grouped(**changes):
@@ -64,18 +64,18 @@ def cluster(job, config=NO_MAP, *, model=None, data=None, shape=SHAPE, seed=0):
     return table, Partition.load(job.out)
 
 
-def test_always_on_units_are_those_of_highest_score(job, planted, scores):
+def test_always_on_neurons_are_those_of_highest_score(job, planted, scores):
     _table, partition = cluster(job)
     assert partition.width == F
-    assert partition.units.dtype == partition.always_on.dtype == torch.int32
+    assert partition.neurons.dtype == partition.always_on.dtype == torch.int32
     assert torch.equal(partition.always_on.long(), scores.chosen.topk(5).indices.sort().values)
 
 
 @pytest.mark.parametrize("method", ["balanced_kmeans", "rank", "random", "contiguous"])
-def test_dropped_units_are_those_of_lowest_score(job, planted, scores, method):
+def test_dropped_neurons_are_those_of_lowest_score(job, planted, scores, method):
     _table, partition = cluster(job, grouped(method=method))
     for layer in range(L):
-        used = {*partition.units[layer].flatten().tolist(), *partition.always_on[layer].tolist()}
+        used = {*partition.neurons[layer].flatten().tolist(), *partition.always_on[layer].tolist()}
         assert set(range(F)) - used == {int(scores.chosen[layer].argmin())}
 
 
@@ -83,11 +83,11 @@ def test_alignment_ranks_without_a_score(job, plant, dense):
     """What stage=score found is not there to be read."""
     plant(layers=L, width=F).statistics.save(job.parents["scan"])
     data = DataConfig(tokens=96, max_length=32)
-    aligned = grouped(always_on_by="alignment", map="tsne", map_layers=[0], map_units=20)
+    aligned = grouped(always_on_by="alignment", map="tsne", map_layers=[0], map_neurons=20)
     table, partition = cluster(job, aligned, model=dense, data=data)
     how = "experts by balanced_kmeans on coactivation; always-on and dropped neurons by alignment"
     assert table.notes[0] == partition.description == how
-    other, scored = Shape(3, 8, 2, 0), grouped(map="tsne", map_layers=[0], map_units=20)
+    other, scored = MoEShape(3, 8, 2, 0), grouped(map="tsne", map_layers=[0], map_neurons=20)
     table, partition = cluster(job, scored, shape=other)
     how = "experts by balanced_kmeans on coactivation; no neuron is always on or dropped"
     assert table.notes[0] == partition.description == how
@@ -95,8 +95,8 @@ def test_alignment_ranks_without_a_score(job, plant, dense):
 
 def test_experts_hold_what_fires_together_and_the_table_says_so(job, planted, scores):
     table, partition = cluster(job)
-    assert partition.units.shape == (L, 3, 6)
-    dropped_L = [F - 5 - len(units_EN.unique()) for units_EN in partition.units]
+    assert partition.neurons.shape == (L, 3, 6)
+    dropped_L = [F - 5 - len(neurons_EN.unique()) for neurons_EN in partition.neurons]
     assert dropped_L == [1, 1]
     for layer, row in enumerate(table.rows):
         assert float(row[3].removesuffix("×")) > 2
@@ -112,13 +112,13 @@ def test_experts_hold_what_fires_together_and_the_table_says_so(job, planted, sc
 
 @pytest.mark.parametrize("method", ["rank", "random", "contiguous"])
 def test_controls_find_no_structure(job, planted, method):
-    table, partition = cluster(job, grouped(method=method), shape=Shape(3, 8, 2, 0))
+    table, partition = cluster(job, grouped(method=method), shape=MoEShape(3, 8, 2, 0))
     assert all(float(row[3].removesuffix("×")) < 1.5 for row in table.rows)
     assert (partition.multiplicity == 1).all()
 
 
-def test_a_hundred_experts_share_few_units(job, planted):
-    table, partition = cluster(job, shape=Shape(100, 6, 2, 0))
+def test_a_hundred_experts_share_few_neurons(job, planted):
+    table, partition = cluster(job, shape=MoEShape(100, 6, 2, 0))
     assert (partition.multiplicity >= 1).all()
     assert partition.multiplicity.sum(1).tolist() == [600, 600]
     assert [row[10] for row in table.rows] == partition.multiplicity.max(1).values.tolist()
@@ -132,20 +132,20 @@ def test_layers_do_not_depend_on_each_other(job, planted, scores):
     replace(statistics, **tensors).save(job.parents["scan"])
     replace(scores, chosen=scores.chosen[:1]).save(job.parents["score"])
     _table, alone = cluster(job, config)
-    assert torch.equal(alone.units[0], both.units[0])
-    assert not torch.equal(both.units[0], both.units[1])
+    assert torch.equal(alone.neurons[0], both.neurons[0])
+    assert not torch.equal(both.neurons[0], both.neurons[1])
 
 
 def test_the_seed_decides(job, planted):
     config = grouped(method="random")
     first, again, other = (cluster(job, config, seed=seed)[1] for seed in (0, 0, 1))
-    assert torch.equal(first.units, again.units)
-    assert not torch.equal(first.units, other.units)
+    assert torch.equal(first.neurons, again.neurons)
+    assert not torch.equal(first.neurons, other.neurons)
 
 
 @pytest.mark.parametrize(("experts", "always_on"), [(1, 0), (3, 5), (5, 0)])
-def test_a_pool_takes_the_units_of_highest_score_from_every_layer(job, planted, scores, experts, always_on):
-    shape = Shape(experts, 6, 2, always_on, "global_pool")
+def test_a_pool_takes_the_neurons_of_highest_score_from_every_layer(job, planted, scores, experts, always_on):
+    shape = MoEShape(experts, 6, 2, always_on, "global_pool")
     table = run(job, model=ModelConfig(), data=DataConfig(), vocabulary=NOTHING, cluster=NO_MAP, shape=shape, seed=0)
     partition = PoolPartition.load(job.out)
     assert partition.sizes == (L, experts, 6, always_on, F)
@@ -154,13 +154,13 @@ def test_a_pool_takes_the_units_of_highest_score_from_every_layer(job, planted, 
     for layer, given in enumerate(partition.given):
         left_F = scores.chosen[layer].clone()
         left_F[partition.always_on[layer].long()] = -1
-        assert set(partition.units_of(layer).flatten().tolist()) == set(left_F.topk(given * 6).indices.tolist())
+        assert set(partition.neurons_of(layer).flatten().tolist()) == set(left_F.topk(given * 6).indices.tolist())
     given = ", ".join(map(str, partition.given))
     assert f"experts that the layers give to the pool, by score: {given}" in table.notes
 
 
-def test_a_pool_of_more_places_than_units_holds_all_of_them(job, planted):
-    shape = Shape(11, 6, 2, 0, "global_pool")
+def test_a_pool_of_more_places_than_neurons_holds_all_of_them(job, planted):
+    shape = MoEShape(11, 6, 2, 0, "global_pool")
     run(job, model=ModelConfig(), data=DataConfig(), vocabulary=NOTHING, cluster=NO_MAP, shape=shape, seed=0)
     partition = PoolPartition.load(job.out)
     assert sorted(partition.given) == [5, 6]
@@ -168,19 +168,19 @@ def test_a_pool_of_more_places_than_units_holds_all_of_them(job, planted):
 
 
 def test_maps_of_chosen_layers(job, planted):
-    config = grouped(map="tsne", map_layers=[-1], map_units=20)
+    config = grouped(map="tsne", map_layers=[-1], map_neurons=20)
     table, with_map = cluster(job, config)
-    picture = job.out / "unit_map_layer_001.png"
-    assert sorted(path.name for path in job.out.iterdir()) == [Partition.FILE, picture.name]
-    assert table.notes[-1] == "maps: unit_map_layer_001.png"
+    picture = job.out / "neuron_map_layer_001.png"
+    assert sorted(path.name for path in job.out.iterdir()) == [picture.name, Partition.FILE]
+    assert table.notes[-1] == "maps: neuron_map_layer_001.png"
     first = picture.read_bytes()
     cluster(job, config)
     assert picture.read_bytes() == first
     _table, without = cluster(job)
-    assert torch.equal(with_map.units, without.units)
+    assert torch.equal(with_map.neurons, without.neurons)
 
 
-def test_gate_rows_group_units_that_listen_alike(job, planted, tmp_path):
+def test_gate_rows_group_neurons_that_listen_alike(job, planted, tmp_path):
     """Two kinds of rows in layer 1 of a checkpoint; the bitmaps say nothing of them."""
     from safetensors.torch import load_file, save_file
 
@@ -193,9 +193,9 @@ def test_gate_rows_group_units_that_listen_alike(job, planted, tmp_path):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = grouped(features="gate_rows")
     table, partition = cluster(
-        job, config, model=ModelConfig(kind="local", path=str(folder)), shape=Shape(2, F // 2, 1, 0)
+        job, config, model=ModelConfig(kind="local", path=str(folder)), shape=MoEShape(2, F // 2, 1, 0)
     )
-    assert sorted(kind_F[partition.units[1].long()].unique(dim=1).flatten().tolist()) == [0, 1]
+    assert sorted(kind_F[partition.neurons[1].long()].unique(dim=1).flatten().tolist()) == [0, 1]
     how = "experts by balanced_kmeans on gate_rows; no neuron is always on or dropped"
     assert table.notes[0] == partition.description == how
 
@@ -206,7 +206,7 @@ def test_no_bitmaps_to_compare(job, plant, scores):
     with pytest.raises(ConfigError) as error:
         cluster(job)
     assert str(error.value) == (
-        "the scan kept no activation bitmaps to compare units by\n"
+        "the scan kept no activation bitmaps to compare neurons by\n"
         "  where: stage=cluster, setting cluster.features\n"
         "  do:    scan.reservoir_tokens=4096, or cluster.features=gate_rows"
     )
@@ -215,7 +215,7 @@ def test_no_bitmaps_to_compare(job, plant, scores):
 
 
 def test_a_pass_is_made_only_where_something_asks_for_it():
-    plain, whole = grouped(), Shape(3, 8, 2, 0)
+    plain, whole = grouped(), MoEShape(3, 8, 2, 0)
 
     def needs(shape=SHAPE, **changes):
         return replace(plain, **changes).needs_pass(shape, F)
@@ -226,7 +226,7 @@ def test_a_pass_is_made_only_where_something_asks_for_it():
     assert needs(features="contribution")
     assert needs(method="rank", features="contribution", map="umap")
     assert needs(features="joint", joint_views=["gate_rows", "contribution"])
-    assert needs(method="captured")
+    assert needs(method="router_aware")
     assert needs(always_on_by="alignment")
     assert not needs(always_on_by="alignment", shape=whole)
     assert needs(always_on_by="alignment", method="rank", shape=whole)
@@ -241,13 +241,13 @@ def dense(tmp_path):
 
 
 @pytest.mark.parametrize("features", ["contribution", "joint"])
-def test_units_are_compared_on_the_calibration_text(job, planted, dense, features):
+def test_neurons_are_compared_on_the_calibration_text(job, planted, dense, features):
     config = grouped(features=features, joint_views=["coactivation", "contribution"], batch_tokens=70)
     data = DataConfig(tokens=96, max_length=32)
     table, partition = cluster(job, config, model=dense, data=data)
     _table, again = cluster(job, replace(config, batch_tokens=32), model=dense, data=data)
-    assert partition.units.shape == (L, 3, 6)
-    assert torch.equal(partition.units, again.units)
+    assert partition.neurons.shape == (L, 3, 6)
+    assert torch.equal(partition.neurons, again.neurons)
     how = "contribution" if features == "contribution" else "coactivation and contribution"
     assert table.notes[0].startswith(f"experts by balanced_kmeans on {how}; ")
 
@@ -257,14 +257,14 @@ def profile(names):
     return DomainStatistics(names, [3] * len(names), torch.rand(len(names), L, F, generator=generator).double())
 
 
-def test_units_of_one_domain_share_an_expert(job, planted):
-    """Two domains; even units are important to the first, odd ones to the second."""
+def test_neurons_of_one_domain_share_an_expert(job, planted):
+    """Two domains; even neurons are important to the first, odd ones to the second."""
     domains = profile(["a", "b"])
     kind_F = torch.arange(F) % 2
     domains.sum_taylor[:] *= torch.where(kind_F == torch.arange(2)[:, None], 1, 0.01)[:, None]
     domains.save(job.parents["scan"])
-    table, partition = cluster(job, grouped(features="taylor_profile"), shape=Shape(2, F // 2, 1, 0))
-    assert sorted(kind_F[partition.units[1].long()].unique(dim=1).flatten().tolist()) == [0, 1]
+    table, partition = cluster(job, grouped(features="taylor_profile"), shape=MoEShape(2, F // 2, 1, 0))
+    assert sorted(kind_F[partition.neurons[1].long()].unique(dim=1).flatten().tolist()) == [0, 1]
     assert table.notes[0].startswith("experts by balanced_kmeans on taylor_profile; ")
 
 

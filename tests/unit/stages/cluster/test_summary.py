@@ -18,13 +18,13 @@ def packed(bits_FR):
 
 
 def pair_by_pair(bits_FR, experts):
-    """The definition: every pair of slots, of one expert or of two, that holds different units."""
+    """The definition: every pair of slots, of one expert or of two, that holds different neurons."""
     within, between = [], []
-    slots = [(e, unit) for e, units in enumerate(experts) for unit in units]
-    for i, (e, unit) in enumerate(slots):
+    slots = [(e, neuron) for e, neurons in enumerate(experts) for neuron in neurons]
+    for i, (e, neuron) in enumerate(slots):
         for f, other in slots[:i]:
-            if unit != other:
-                (within if e == f else between).append((bits_FR[unit] & bits_FR[other]).mean())
+            if neuron != other:
+                (within if e == f else between).append((bits_FR[neuron] & bits_FR[other]).mean())
     return np.mean(within), np.mean(between)
 
 
@@ -43,9 +43,9 @@ def test_both_chances_against_the_loop_over_pairs(bits_FR, experts, monkeypatch)
 
 def test_no_pairs_no_chance(bits_FR):
     assert measure_coactivation(packed(bits_FR), R, torch.tensor([[0, 1, 2]])).between is None
-    single_units = measure_coactivation(packed(bits_FR), R, torch.tensor([[0], [1]]))
-    assert single_units.within is None
-    assert single_units.ratio is None
+    single_neurons = measure_coactivation(packed(bits_FR), R, torch.tensor([[0], [1]]))
+    assert single_neurons.within is None
+    assert single_neurons.ratio is None
 
 
 def test_nothing_fires():

@@ -3,7 +3,7 @@ import torch
 
 from models.ffn import DenseFFN
 from models.routing import LinearRouter
-from models.shape import Shape
+from models.shape import MoEShape
 from stages.evaluate.baselines import LayerFacts
 
 D, F, E, N, K, S = 6, 14, 4, 3, 2, 1
@@ -11,7 +11,7 @@ D, F, E, N, K, S = 6, 14, 4, 3, 2, 1
 
 @pytest.fixture
 def facts() -> LayerFacts:
-    """A layer cut into E experts of N and S always-on units; unit 13 is dropped."""
+    """A layer cut into E experts of N and S always-on neurons; neuron 13 is dropped."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape):
@@ -20,11 +20,11 @@ def facts() -> LayerFacts:
     order = torch.randperm(F - 1, generator=generator)
     return LayerFacts(
         ffn=DenseFFN(draw(F, D), draw(F, D), draw(D, F), torch.nn.functional.silu),
-        units_EN=order[: E * N].view(E, N),
+        neurons_EN=order[: E * N].view(E, N),
         always_S=order[E * N :],
         router=LinearRouter.without_bias(draw(E, D)),
         contribution_F=draw(F).abs(),
-        shape=Shape(E, N, K, S),
+        shape=MoEShape(E, N, K, S),
         seed=5,
     )
 

@@ -6,7 +6,7 @@ from pico import write_pico
 from transformers import AutoModelForCausalLM
 
 from models.routing import LinearRouter
-from models.shape import Shape
+from models.shape import MoEShape
 from models.stream import LayerStream
 from stages.evaluate.baseline_pass import Text, run_baselines
 from stages.evaluate.baselines import LayerFacts
@@ -21,8 +21,8 @@ L, D, F, V, E, N, K, S = 2, 24, 40, 61, 4, 8, 2, 8
 class Settings:
     alignment_target: str = "local"
     penalties: list[float] = field(default_factory=lambda: [1e-2, 1e-1])
-    guard_share: float = 0.25
-    guard: bool = True
+    validation_share: float = 0.25
+    validate: bool = True
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def text():
 
 
 def run(folder, text, *names, settings=None, top_k=K, always_on=S):
-    shape = Shape(E, N, top_k, always_on)
+    shape = MoEShape(E, N, top_k, always_on)
 
     def facts_of(index, layer):
         generator = torch.Generator().manual_seed(index)
@@ -58,7 +58,7 @@ def run(folder, text, *names, settings=None, top_k=K, always_on=S):
 
 
 @pytest.mark.parametrize("name", ["unaligned", "static_mask", "best_mask", "random_router", "oracle"])
-def test_with_every_unit_on_each_baseline_is_the_dense_model(folder, text, name):
+def test_with_every_neuron_on_each_baseline_is_the_dense_model(folder, text, name):
     dense = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     loss = run(folder, text, name, top_k=E)[name]
     expected = measure_loss(dense, text.heldout, "dense")
@@ -86,15 +86,15 @@ def test_alignment_to_a_target_the_mask_already_meets_changes_nothing(folder, te
     assert losses["static_mask_aligned"].nats == pytest.approx(losses["static_mask"].nats, rel=1e-5)
 
 
-def test_units_with_copies_share_their_weight(folder, text):
+def test_neurons_with_copies_share_their_weight(folder, text):
     """Every expert on, and one of them twice: half the weight for each copy gives the dense model."""
 
     def facts_of(index, layer):
         order = torch.randperm(F, generator=torch.Generator().manual_seed(index))
-        units_EN = torch.cat([order.view(F // N, N), order[:N][None]])
-        router = LinearRouter.without_bias(torch.zeros(len(units_EN), D))
-        none_S, shape = torch.empty(0, dtype=torch.int64), Shape(len(units_EN), N, len(units_EN), 0)
-        return LayerFacts(layer.ffn, units_EN, none_S, router, torch.rand(F), shape, seed=index)
+        neurons_EN = torch.cat([order.view(F // N, N), order[:N][None]])
+        router = LinearRouter.without_bias(torch.zeros(len(neurons_EN), D))
+        none_S, shape = torch.empty(0, dtype=torch.int64), MoEShape(len(neurons_EN), N, len(neurons_EN), 0)
+        return LayerFacts(layer.ffn, neurons_EN, none_S, router, torch.rand(F), shape, seed=index)
 
     names = ("unaligned", "static_mask", "oracle", "oracle_aligned")
     with LayerStream(folder, device=torch.device("cpu")) as stream:

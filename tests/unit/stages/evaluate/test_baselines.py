@@ -6,7 +6,7 @@ import torch
 
 from models.experts import ExpertLoop
 from models.routing import LinearRouter
-from models.shape import Shape
+from models.shape import MoEShape
 from stages.calibration.carved_ffn import replica_scale
 from stages.calibration.slices import slice_ffn
 from stages.evaluate.baselines import copies_scale, start_baseline
@@ -25,7 +25,7 @@ def test_every_baseline_has_the_active_width_of_the_carve(facts, x_TD, method):
     assert copies_TF.sum(1).unique().tolist() == [facts.shape.active_width]
 
 
-def test_the_static_mask_keeps_the_units_of_highest_contribution(facts, x_TD):
+def test_the_static_mask_keeps_the_neurons_of_highest_contribution(facts, x_TD):
     carved = start_baseline("static_mask", facts, []).carved
     kept = facts.contribution_F >= facts.contribution_F.topk(facts.shape.active_width).values.min()
     assert carved.width == facts.shape.active_width == int(kept.sum())
@@ -33,11 +33,11 @@ def test_the_static_mask_keeps_the_units_of_highest_contribution(facts, x_TD):
     torch.testing.assert_close(carved(x_TD), wanted_TD)
 
 
-def test_the_best_mask_keeps_what_other_units_cannot_say(facts, x_TD):
-    """A twin of a kept unit is worth nothing, however loud."""
+def test_the_best_mask_keeps_what_other_neurons_cannot_say(facts, x_TD):
+    """A twin of a kept neuron is worth nothing, however loud."""
     gate_FD, up_FD = 3 * facts.ffn.gate_FD, facts.ffn.up_FD.clone()
     gate_FD[3], up_FD[3] = gate_FD[0], up_FD[0]
-    facts = replace(facts, ffn=replace(facts.ffn, gate_FD=gate_FD, up_FD=up_FD), shape=Shape(4, 3, 4, 1))
+    facts = replace(facts, ffn=replace(facts.ffn, gate_FD=gate_FD, up_FD=up_FD), shape=MoEShape(4, 3, 4, 1))
     x_TD = torch.randn(400, 6, generator=torch.Generator().manual_seed(3))
     carved = start_baseline("best_mask", facts, [x_TD]).carved
     assert carved.width == 13
@@ -45,7 +45,7 @@ def test_the_best_mask_keeps_what_other_units_cannot_say(facts, x_TD):
 
 
 def test_a_mask_as_wide_as_the_ffn_is_the_ffn(facts, x_TD):
-    wide = replace(facts, shape=Shape(4, 3, 4, 5))
+    wide = replace(facts, shape=MoEShape(4, 3, 4, 5))
     assert wide.shape.active_width > wide.ffn.width
     torch.testing.assert_close(start_baseline("static_mask", wide, []).carved(x_TD), wide.ffn(x_TD))
 
@@ -69,35 +69,35 @@ def test_the_oracle_takes_the_experts_of_largest_output(facts, x_TD):
     h_TF = facts.ffn.hidden(x_TD)
     copies_TF = copies("oracle", facts, x_TD)
     for h_F, copies_F in zip(h_TF, copies_TF, strict=True):
-        norms = [(facts.ffn.down_DF[:, units_N] @ h_F[units_N]).norm() for units_N in facts.units_EN]
+        norms = [(facts.ffn.down_DF[:, neurons_N] @ h_F[neurons_N]).norm() for neurons_N in facts.neurons_EN]
         best = max(combinations(range(4), 2), key=lambda pair: sum(norms[expert] for expert in pair))
-        expected = {*facts.units_EN[list(best)].flatten().tolist(), *facts.always_S.tolist()}
+        expected = {*facts.neurons_EN[list(best)].flatten().tolist(), *facts.always_S.tolist()}
         assert set(copies_F.nonzero()[:, 0].tolist()) == expected
 
 
 @pytest.mark.parametrize("copied", [False, True])
 def test_unaligned_is_a_loop_over_the_chosen_experts(facts, x_TD, copied):
-    """With copies of a unit sharing its weight as the carve shares it."""
+    """With copies of a neuron sharing its weight as the carve shares it."""
     if copied:
-        units_EN = facts.units_EN.clone()
-        units_EN[3] = facts.units_EN[0]
-        facts = replace(facts, units_EN=units_EN, shape=replace(facts.shape, top_k=4))
-    experts = slice_ffn(facts.ffn, facts.units_EN, facts.always_S)
+        neurons_EN = facts.neurons_EN.clone()
+        neurons_EN[3] = facts.neurons_EN[0]
+        facts = replace(facts, neurons_EN=neurons_EN, shape=replace(facts.shape, top_k=4))
+    experts = slice_ffn(facts.ffn, facts.neurons_EN, facts.always_S)
     if copied:  # both copies are always chosen: half each
         half_EN = torch.tensor([0.5, 1.0, 1.0, 0.5])[:, None, None]
         experts = replace(experts, down_EDN=experts.down_EDN * half_EN)
     loop = ExpertLoop(
-        experts, facts.units_EN, facts.always_S, facts.router, facts.shape.top_k, facts.ffn.width, facts.ffn.act
+        experts, facts.neurons_EN, facts.always_S, facts.router, facts.shape.top_k, facts.ffn.width, facts.ffn.act
     )
     torch.testing.assert_close(start_baseline("unaligned", facts, [x_TD]).carved(x_TD), loop(x_TD))
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_counts_of_experts_chosen_together_give_the_weight_of_copies(facts, x_TD, method):
-    """The same as counting the active copies of every unit for every token."""
-    units_EN = facts.units_EN.clone()
-    units_EN[3], units_EN[2, 0] = facts.units_EN[0], facts.units_EN[1, 0]
-    facts = replace(facts, units_EN=units_EN)
+    """The same as counting the active copies of every neuron for every token."""
+    neurons_EN = facts.neurons_EN.clone()
+    neurons_EN[3], neurons_EN[2, 0] = facts.neurons_EN[0], facts.neurons_EN[1, 0]
+    facts = replace(facts, neurons_EN=neurons_EN)
     batches = [x_TD[:5], x_TD[5:]]
     carved = start_baseline(method, facts, batches).carved
     wanted_F = replica_scale(carved.copies, facts.ffn, batches)
@@ -112,14 +112,14 @@ def test_experts_that_nobody_chooses_weigh_one():
 
 
 @pytest.mark.parametrize("method", [*METHODS, "static_mask"])
-def test_features_follow_from_the_activations_of_all_units(facts, x_TD, method):
+def test_features_follow_from_the_activations_of_all_neurons(facts, x_TD, method):
     baseline = start_baseline(method, facts, [])
     features_TF = baseline.features(x_TD, facts.ffn.hidden(x_TD))
     torch.testing.assert_close(features_TF, baseline.carved.features(x_TD))
 
 
 def test_a_mask_has_no_copies_to_share(facts, x_TD):
-    units_EN = facts.units_EN.clone()
-    units_EN[3] = facts.units_EN[0]
-    carved = start_baseline("static_mask", replace(facts, units_EN=units_EN), [x_TD]).carved
+    neurons_EN = facts.neurons_EN.clone()
+    neurons_EN[3] = facts.neurons_EN[0]
+    carved = start_baseline("static_mask", replace(facts, neurons_EN=neurons_EN), [x_TD]).carved
     torch.testing.assert_close(carved(x_TD), start_baseline("static_mask", facts, [x_TD]).carved(x_TD))

@@ -66,7 +66,9 @@ def test_load_and_agreement_against_a_count_token_by_token(facts, x_BTD, mask_BT
     for x_D in x_BTD[mask_BT]:
         chosen = set((facts.router.rows_ED @ x_D).argsort(descending=True)[:2].tolist())
         h_F = facts.ffn.hidden(x_D[None])[0]
-        norms_E = torch.stack([(facts.ffn.down_DF[:, units_N] @ h_F[units_N]).norm() for units_N in facts.units_EN])
+        norms_E = torch.stack(
+            [(facts.ffn.down_DF[:, neurons_N] @ h_F[neurons_N]).norm() for neurons_N in facts.neurons_EN]
+        )
         agreed += len(chosen & set(norms_E.argsort(descending=True)[:2].tolist()))
         load = [count + (expert in chosen) for expert, count in enumerate(load)]
     assert fidelity.load_E.tolist() == load

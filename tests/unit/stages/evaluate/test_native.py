@@ -7,7 +7,7 @@ import models.tiny_onn.register  # noqa: F401 - from_config is to know the class
 from models.config import ModelConfig
 from models.ffn import watch_ffns
 from models.loading import is_offloaded, load_dense
-from models.shape import Shape
+from models.shape import MoEShape
 from models.tiny_onn.configuration_tiny_onn import TinyONNConfig
 from stages.evaluate.comparison import count_parameters, load_carved, measure_speed
 from stages.losses import measure_loss
@@ -82,17 +82,17 @@ def moe():
 
 
 def test_a_token_passes_everything_but_the_experts_it_is_not_sent_to(dense, moe):
-    total, active = count_parameters(moe, Shape(E, N, K, S))
+    total, active = count_parameters(moe, MoEShape(E, N, K, S))
     assert total == sum(parameter.numel() for parameter in moe.parameters())
     assert total - active == L * (E - K) * 3 * N * D
-    total, active = count_parameters(dense, Shape(E, N, K, S))
+    total, active = count_parameters(dense, MoEShape(E, N, K, S))
     assert total == active
 
 
 def test_a_pool_is_held_once_and_passed_in_every_layer(dense):
     keys = {"moe_intermediate_size": N, "shared_intermediate_size": S, "topology": "global_pool"}
     pool = AutoModelForCausalLM.from_config(TinyONNConfig(dense.config, E, K, **keys))
-    total, active = count_parameters(pool, Shape(E, N, K, S, "global_pool"))
+    total, active = count_parameters(pool, MoEShape(E, N, K, S, "global_pool"))
     experts = sum(parameter.numel() for parameter in pool.experts.parameters())
     assert experts == E * 3 * N * D
     assert total == sum(parameter.numel() for parameter in pool.parameters())
@@ -102,7 +102,7 @@ def test_a_pool_is_held_once_and_passed_in_every_layer(dense):
 @pytest.mark.parametrize("quantization", ["nf4", "int8"])
 def test_a_quantised_weight_counts_its_numbers_not_its_bytes(folder, dense, quantization):
     quantised = load_dense(ModelConfig(device="cpu", quantization=quantization), folder)
-    assert count_parameters(quantised, Shape(E, N, K, S)) == count_parameters(dense, Shape(E, N, K, S))
+    assert count_parameters(quantised, MoEShape(E, N, K, S)) == count_parameters(dense, MoEShape(E, N, K, S))
 
 
 @pytest.fixture(scope="module")
@@ -120,15 +120,15 @@ def test_the_carved_model_is_loaded_as_the_dense_one_is(checkpoint, tmp_path):
 
 
 def test_a_carved_model_larger_than_its_device_gives_the_same(checkpoint, moe, batches, tmp_path):
-    spread = ModelConfig(device="cpu", device_map="auto", cpu_memory="1KB")
-    carved = load_carved(checkpoint, spread, torch.float32, tmp_path)
+    logit_std = ModelConfig(device="cpu", device_map="auto", cpu_memory="1KB")
+    carved = load_carved(checkpoint, logit_std, torch.float32, tmp_path)
     assert is_offloaded(carved)
     seen = []
     with watch_ffns(carved, lambda layer, _x, output_BTD: seen.append((layer, output_BTD.device.type))):
         loss = measure_loss(carved, batches, "carved")
     assert seen == [(0, "cpu"), (1, "cpu")] * 2
     assert loss.nats == pytest.approx(measure_loss(moe.eval(), batches, "carved").nats, rel=1e-6)
-    assert count_parameters(carved, Shape(E, N, K, S)) == count_parameters(moe, Shape(E, N, K, S))
+    assert count_parameters(carved, MoEShape(E, N, K, S)) == count_parameters(moe, MoEShape(E, N, K, S))
 
 
 def test_models_take_turns_until_enough_tokens_are_timed(dense, batches, monkeypatch):

@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from models.shape import Shape
+from models.shape import MoEShape
 from stages.evaluate.config import BASELINES
 from stages.evaluate.report import DESCRIPTIONS, Evaluation, LayerResult, ModelCost, summarise, write_report
 from stages.losses import MeanLoss
@@ -12,7 +12,7 @@ from stages.losses import MeanLoss
 @pytest.fixture
 def evaluation():
     return Evaluation(
-        shape=Shape(4, 8, 2, 16),
+        shape=MoEShape(4, 8, 2, 16),
         width=64,
         heldout_tokens=1234,
         losses={
@@ -38,7 +38,7 @@ def test_the_page(evaluation, tmp_path):
 | this MoE                      | 8.166        | +0.1000           | 1.60 M              | 2.30 M       |            |
 | static mask of the same width | 12.182       | +0.5000           |                     |              |            |
 
-1,234 held-out tokens; 32 of 64 FFN units active per token (16 always on + 2 of 4 experts of 8)
+1,234 held-out tokens; 32 of 64 FFN neurons active per token (16 always on + 2 of 4 experts of 8)
 
 mean reconstruction error of the FFN outputs 0.188; router agrees with the output oracle on 62% of its choices \
 (chance 50%); load max/mean 2.50 in the worst layer

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from instruments.errors import ContractError
 from models.config import ModelConfig
-from models.shape import Shape
+from models.shape import MoEShape
 from stages.artifacts.experts import load_expert, load_layer, load_provenance
 from stages.artifacts.job import Job
 from stages.artifacts.partition import Partition, PoolPartition
@@ -16,7 +16,7 @@ from stages.extract.config import ExtractConfig
 from stages.extract.stage import run
 
 LAYERS, WIDTH = 2, 40
-SHAPE = Shape(experts=3, n=8, top_k=2, always_on=5)
+SHAPE = MoEShape(experts=3, n=8, top_k=2, always_on=5)
 
 
 @pytest.fixture(scope="module")
@@ -32,38 +32,38 @@ def job(tmp_path: Path) -> Job:
     out = tmp_path / "out"
     for folder in (*parents.values(), out):
         folder.mkdir()
-    units = torch.stack(
+    neurons = torch.stack(
         [torch.randperm(WIDTH, generator=torch.Generator().manual_seed(i)) for i in range(LAYERS)]
     ).int()
-    # 11 units are dropped.
-    Partition(WIDTH, units[:, 5:29].reshape(LAYERS, 3, 8), units[:, :5].contiguous()).save(parents["cluster"])
+    # 11 neurons are dropped.
+    Partition(WIDTH, neurons[:, 5:29].reshape(LAYERS, 3, 8), neurons[:, :5].contiguous()).save(parents["cluster"])
     return Job(parents, out, tmp_path / "scratch")
 
 
-def test_experts_are_the_dense_units(dense: Path, job: Job) -> None:
+def test_experts_are_the_dense_neurons(dense: Path, job: Job) -> None:
     table = run(job, model=ModelConfig(kind="local", path=str(dense)), extract=ExtractConfig(), shape=SHAPE)
     weights = load_file(dense / "model.safetensors")
     partition = Partition.load(job.parents["cluster"])
     for layer in range(LAYERS):
         gate, up, down = (weights[f"model.layers.{layer}.mlp.{part}_proj.weight"] for part in ("gate", "up", "down"))
-        units_EN = partition.units[layer].long()
+        neurons_EN = partition.neurons[layer].long()
         experts, provenance = load_layer(job.out, layer), load_provenance(job.out, layer)
-        assert torch.equal(experts.gate_END, gate[units_EN])
-        assert torch.equal(experts.up_END, up[units_EN])
-        assert torch.equal(experts.down_EDN, down[:, units_EN].transpose(0, 1))
+        assert torch.equal(experts.gate_END, gate[neurons_EN])
+        assert torch.equal(experts.up_END, up[neurons_EN])
+        assert torch.equal(experts.down_EDN, down[:, neurons_EN].transpose(0, 1))
         assert torch.equal(experts.shared_down_DS, down[:, partition.always_on[layer].long()])
-        assert torch.equal(provenance.units_EN, partition.units[layer])
+        assert torch.equal(provenance.neurons_EN, partition.neurons[layer])
         assert torch.equal(provenance.always_on_S, partition.always_on[layer])
     assert load_expert(job.out, 1, 0).gate_proj.weight.dtype == torch.bfloat16
     rows = {str(name): value for name, value in table.rows}
     assert rows["layers"] == 2
     assert rows["experts a layer"] == 3
-    assert rows["units dropped a layer"] == "11 of 40"
-    assert rows["most copies of a unit"] == 1
+    assert rows["neurons dropped a layer"] == "11 of 40"
+    assert rows["most copies of a neuron"] == 1
 
 
 def test_a_partition_of_another_shape(dense: Path, job: Job) -> None:
-    other = Shape(experts=3, n=9, top_k=2, always_on=5)
+    other = MoEShape(experts=3, n=9, top_k=2, always_on=5)
     with pytest.raises(ContractError) as caught:
         run(job, model=ModelConfig(kind="local", path=str(dense)), extract=ExtractConfig(), shape=other)
     assert str(caught.value) == (
@@ -89,17 +89,17 @@ def test_damage_while_writing_is_seen(dense: Path, job: Job, monkeypatch: pytest
 
 
 def test_a_pool_is_extracted_from_the_layers_that_give_to_it(dense: Path, job: Job) -> None:
-    """Layer 0 gives none, and keeps its always-on units."""
-    units = torch.randperm(WIDTH - 5, generator=torch.Generator().manual_seed(3))[:24].view(3, 8).int() + 5
+    """Layer 0 gives none, and keeps its always-on neurons."""
+    neurons = torch.randperm(WIDTH - 5, generator=torch.Generator().manual_seed(3))[:24].view(3, 8).int() + 5
     always_on = torch.arange(5).expand(LAYERS, 5).int()
-    PoolPartition(WIDTH, units, torch.ones(3, dtype=torch.int32), always_on).save(job.parents["cluster"])
+    PoolPartition(WIDTH, neurons, torch.ones(3, dtype=torch.int32), always_on).save(job.parents["cluster"])
     shape = replace(SHAPE, topology="global_pool")
     table = run(job, model=ModelConfig(kind="local", path=str(dense)), extract=ExtractConfig(), shape=shape)
     assert dict(table.rows)["experts in all"] == 3
     weights = load_file(dense / "model.safetensors")
     gate_FD, down_DF = (weights[f"model.layers.1.mlp.{part}_proj.weight"] for part in ("gate", "down"))
     experts = load_layer(job.out, 1)
-    assert torch.equal(experts.gate_END, gate_FD[units.long()])
-    assert torch.equal(experts.down_EDN, down_DF[:, units.long()].transpose(0, 1))
+    assert torch.equal(experts.gate_END, gate_FD[neurons.long()])
+    assert torch.equal(experts.down_EDN, down_DF[:, neurons.long()].transpose(0, 1))
     assert len(load_layer(job.out, 0).gate_END) == 0
     assert torch.equal(load_layer(job.out, 0).shared_gate_SD, weights["model.layers.0.mlp.gate_proj.weight"][:5])

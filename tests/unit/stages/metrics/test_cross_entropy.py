@@ -21,14 +21,14 @@ def example(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Ten
     return (3 * torch.randn(N, V)).to(dtype), targets_N, torch.rand(N)
 
 
-@pytest.mark.parametrize("spend", [False, True])
+@pytest.mark.parametrize("inplace_backward", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
-def test_losses_and_gradients_are_torchs(dtype: torch.dtype, tolerance: float, spend: bool):
+def test_losses_and_gradients_are_torchs(dtype: torch.dtype, tolerance: float, inplace_backward: bool):
     logits_NV, targets_N, weights_N = example(dtype)
     expected, found = (logits_NV.clone().requires_grad_() for _ in range(2))
     reference_N = functional.cross_entropy(expected.float(), targets_N, reduction="none")
     (reference_N * weights_N).sum().backward()
-    losses_N = cross_entropy(found * 1, targets_N, spend=spend)
+    losses_N = cross_entropy(found * 1, targets_N, inplace_backward=inplace_backward)
     (losses_N * weights_N).sum().backward()
     assert losses_N.dtype == torch.float32
     torch.testing.assert_close(losses_N, reference_N)
@@ -38,17 +38,17 @@ def test_losses_and_gradients_are_torchs(dtype: torch.dtype, tolerance: float, s
 
 def test_logits_are_written_over_only_where_they_are_spent():
     logits_NV, targets_N, _ = example()
-    for spend in (False, True):
+    for inplace_backward in (False, True):
         outputs_NV = logits_NV.clone().requires_grad_() * 1
-        cross_entropy(outputs_NV, targets_N, spend=spend).sum().backward()
-        assert torch.equal(outputs_NV, logits_NV) == (not spend)
+        cross_entropy(outputs_NV, targets_N, inplace_backward=inplace_backward).sum().backward()
+        assert torch.equal(outputs_NV, logits_NV) == (not inplace_backward)
 
 
 def test_spent_logits_that_the_model_reads_again_are_an_error():
     logits_NV, targets_N, _ = example()
     capped_NV = logits_NV.requires_grad_().tanh()  # tanh reads its own output in the backward pass
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        cross_entropy(capped_NV, targets_N, spend=True).sum().backward()
+        cross_entropy(capped_NV, targets_N, inplace_backward=True).sum().backward()
 
 
 def test_losses_without_gradients():

@@ -3,13 +3,13 @@ import numpy as np
 import pytest
 import torch
 
-from stages.cluster.neuron_map import ALWAYS_ON, DROPPED, UnitMap, draw_unit_map
+from stages.cluster.neuron_map import ALWAYS_ON, DROPPED, NeuronMap, draw_neuron_map
 
 
-def units_of(home_U, experts, *, s_p=None, frequency=None):
+def neurons_of(home_U, experts, *, s_p=None, frequency=None):
     count = len(home_U)
     generator = torch.Generator().manual_seed(0)
-    return UnitMap(
+    return NeuronMap(
         coordinates_U2=torch.randn(count, 2, generator=generator),
         home_U=torch.tensor(home_U),
         score_U=torch.randn(count, generator=generator) if s_p is None else s_p,
@@ -29,32 +29,32 @@ def colours_in(path, left, right):
 
 def test_the_panel_of_experts_shows_every_role_and_each_expert_in_its_colour(tmp_path):
     path = tmp_path / "map.png"
-    draw_unit_map(units_of([ALWAYS_ON, DROPPED, 0, 1, 2, 0, 1, 2, DROPPED], 3), path, title="Layer 0")
+    draw_neuron_map(neurons_of([ALWAYS_ON, DROPPED, 0, 1, 2, 0, 1, 2, DROPPED], 3), path, title="Layer 0")
     first_panel = colours_in(path, 0.0, 0.28)
     assert {0x666666, 0xDDDDDD, 0x1F7AB8, 0xFF00FF, 0x00C200} <= first_panel
     assert 0x1F7AB8 not in colours_in(path, 0.36, 1.0)
 
 
 def test_the_same_input_gives_the_same_bytes(tmp_path):
-    units = units_of([0, 1, 2, 3] * 5, 4)
+    neurons = neurons_of([0, 1, 2, 3] * 5, 4)
     for name in ("first.png", "second.png"):
-        draw_unit_map(units, tmp_path / name, title="Layer 0")
+        draw_neuron_map(neurons, tmp_path / name, title="Layer 0")
     first = (tmp_path / "first.png").read_bytes()
     assert first == (tmp_path / "second.png").read_bytes()
     assert b"Software" not in first
 
 
 @pytest.mark.parametrize(
-    "units",
+    "neurons",
     [
-        units_of([0] * 6, 1, s_p=torch.zeros(6), frequency=torch.zeros(6)),
-        units_of([0] * 6, 1, s_p=torch.ones(6), frequency=torch.full((6,), 0.2)),
-        units_of([0, 1, 2, 3], 4, frequency=torch.tensor([0.0, 0.0, 0.0, 1.0])),
-        units_of(list(range(100)), 100),
-        units_of([ALWAYS_ON, DROPPED], 3),
+        neurons_of([0] * 6, 1, s_p=torch.zeros(6), frequency=torch.zeros(6)),
+        neurons_of([0] * 6, 1, s_p=torch.ones(6), frequency=torch.full((6,), 0.2)),
+        neurons_of([0, 1, 2, 3], 4, frequency=torch.tensor([0.0, 0.0, 0.0, 1.0])),
+        neurons_of(list(range(100)), 100),
+        neurons_of([ALWAYS_ON, DROPPED], 3),
     ],
     ids=["never active", "no spread", "one active", "many experts", "empty experts"],
 )
-def test_degenerate_layers_are_drawn_too(tmp_path, units):
-    draw_unit_map(units, tmp_path / "map.png", title="Layer 0")
+def test_degenerate_layers_are_drawn_too(tmp_path, neurons):
+    draw_neuron_map(neurons, tmp_path / "map.png", title="Layer 0")
     assert matplotlib.image.imread(tmp_path / "map.png").shape == (748, 2200, 4)

@@ -7,8 +7,8 @@ import torch
 
 from models.ffn import DenseFFN
 from models.routing import LinearRouter
-from models.shape import Shape
-from stages.calibration.alignment import relative_error, split_guard
+from models.shape import MoEShape
+from stages.calibration.alignment import relative_error, split_validation
 from stages.project.config import ProjectConfig
 from stages.project.layer import LayerCarve, project_layer, start, train_experts
 from stages.routing.descent import DescentSettings
@@ -31,14 +31,14 @@ def target(_, x_TD):
     return FFN(x_TD)
 
 
-def carve(units_EN):
+def carve(neurons_EN):
     router = LinearRouter.without_bias(draw(E, D, seed=4))
-    return LayerCarve(FFN, units_EN, torch.arange(S), router, Shape(E, N, K, S), REFIT, 0.001, biased=False)
+    return LayerCarve(FFN, neurons_EN, torch.arange(S), router, MoEShape(E, N, K, S), REFIT, 0.001, biased=False)
 
 
-def loop_of(units_EN=None):
-    units_EN = torch.arange(S, F).view(E, N) if units_EN is None else units_EN
-    return start(carve(units_EN), carve(units_EN).router, INPUTS, "extracted", 0)
+def loop_of(neurons_EN=None):
+    neurons_EN = torch.arange(S, F).view(E, N) if neurons_EN is None else neurons_EN
+    return start(carve(neurons_EN), carve(neurons_EN).router, INPUTS, "extracted", 0)
 
 
 def train(loop, inputs=INPUTS, settings=DESCENT, seed=5):
@@ -56,8 +56,8 @@ def test_the_output_for_autograd_is_the_output():
 
 def test_it_lowers_the_error_on_tokens_it_has_not_seen_and_leaves_the_routing():
     before, after = loop_of(), train(loop_of())
-    _, guard = split_guard(len(INPUTS), DESCENT.guard_share)
-    errors = [relative_error(loop, INPUTS, target, guard) for loop in (before, after)]
+    _, validate = split_validation(len(INPUTS), DESCENT.validation_share)
+    errors = [relative_error(loop, INPUTS, target, validate) for loop in (before, after)]
     assert errors[1] < 0.8 * errors[0]
     assert torch.equal(after.router.rows_ED, before.router.rows_ED)
     assert not any(matrix.requires_grad for matrix in matrices(after).values())
@@ -72,9 +72,9 @@ def test_a_first_step_is_the_rate_times_the_size_of_each_matrix():
 
 
 def test_guard_tokens_are_not_looked_at():
-    _, guard = split_guard(len(INPUTS), DESCENT.guard_share)
-    others = [x_TD * 7 if index in guard else x_TD for index, x_TD in enumerate(INPUTS)]
-    assert guard
+    _, validate = split_validation(len(INPUTS), DESCENT.validation_share)
+    others = [x_TD * 7 if index in validate else x_TD for index, x_TD in enumerate(INPUTS)]
+    assert validate
     for name, matrix in matrices(train(loop_of())).items():
         assert torch.equal(matrix, matrices(train(loop_of(), others))[name]), name
 
@@ -85,10 +85,10 @@ def test_the_order_of_the_tokens_is_the_seeds():
     assert not torch.equal(down_EDN, train(loop_of(), seed=6).experts.down_EDN)
 
 
-def test_copies_of_a_unit_go_their_own_ways():
-    units_EN = torch.arange(S, F).view(E, N)
-    units_EN[1, 0] = units_EN[0, 0]
-    before, after = loop_of(units_EN).experts, train(loop_of(units_EN)).experts
+def test_copies_of_a_neuron_go_their_own_ways():
+    neurons_EN = torch.arange(S, F).view(E, N)
+    neurons_EN[1, 0] = neurons_EN[0, 0]
+    before, after = loop_of(neurons_EN).experts, train(loop_of(neurons_EN)).experts
     assert torch.equal(before.gate_END[0, 0], before.gate_END[1, 0])
     assert not torch.allclose(after.gate_END[0, 0], after.gate_END[1, 0])
 

@@ -16,7 +16,7 @@ from stages.text.batches import batch_sequences
 from stages.text.sequences import TokenSequence
 
 D, F, E, N, K = 24, 20, 4, 3, 2
-SETTINGS = ProjectConfig(round_tokens=14, guard_share=0.25)
+SETTINGS = ProjectConfig(round_tokens=14, validation_share=0.25)
 
 
 @pytest.fixture(scope="module")
@@ -38,13 +38,13 @@ def carved(folder):
     with torch.no_grad():
         for parameter in (p for mlp in ffn_modules(dense) for p in mlp.parameters()):
             parameter.mul_(30)
-    units_EN, always_S = torch.arange(E * N).view(E, N), torch.arange(E * N, E * N + 4)
+    neurons_EN, always_S = torch.arange(E * N).view(E, N), torch.arange(E * N, E * N + 4)
     loops = []
     for mlp in ffn_modules(dense):
         ffn = DenseFFN.of(mlp)
         rows_ED = torch.randn(E, D, generator=torch.Generator().manual_seed(len(loops)))
-        experts, router = slice_ffn(ffn, units_EN, always_S), LinearRouter.without_bias(rows_ED)
-        loops.append(ExpertLoop(experts, units_EN, always_S, router, K, F, ffn.act, GateKind.SOFTMAX_OF_CHOSEN))
+        experts, router = slice_ffn(ffn, neurons_EN, always_S), LinearRouter.without_bias(rows_ED)
+        loops.append(ExpertLoop(experts, neurons_EN, always_S, router, K, F, ffn.act, GateKind.SOFTMAX_OF_CHOSEN))
     return CarvedModel(dense, loops)
 
 
@@ -83,7 +83,7 @@ def test_steps_up_the_gradient_are_undone(carved, text):
 
 
 def test_unguarded_steps_are_kept(carved, text):
-    outcome = GradientRounds(carved, text, replace(SETTINGS, sign=1, guard=False), seed=0).run()
+    outcome = GradientRounds(carved, text, replace(SETTINGS, sign=1, validate=False), seed=0).run()
     assert outcome.rounds == 24
     assert outcome.after > outcome.before
 

@@ -3,7 +3,7 @@
 import torch
 
 from models.ffn import DenseFFN
-from models.shape import Shape
+from models.shape import MoEShape
 from stages.project.config import ProjectConfig
 from stages.project.layer import LayerCarve, project_layer
 from stages.routing.descent import DescentSettings
@@ -15,17 +15,17 @@ NONE = torch.empty(0, dtype=torch.long)
 
 
 def project(balance):
-    """Three groups of units, each answering to its own direction of inputs that favour the first."""
+    """Three groups of neurons, each answering to its own direction of inputs that favour the first."""
     generator = torch.Generator().manual_seed(0)
     gate_FD = torch.eye(D)[torch.arange(F) // N] * 3 + 0.1 * torch.randn(F, D, generator=generator)
     ffn = DenseFFN(gate_FD, gate_FD.clone(), torch.randn(D, F, generator=generator), torch.nn.functional.silu)
     shift_D = torch.tensor([0.8, 0, 0, 0, 0, 0])
     inputs = [shift_D + torch.randn(200 + index, D, generator=generator) for index in range(8)]
-    units_EN = torch.arange(F).view(E, N)
+    neurons_EN = torch.arange(F).view(E, N)
     start = RouterSettings("error", 1e-3, DescentSettings(200, 0.05, 0.0, 1), tokens=1000)
     refit = RouterSettings("error", 1e-3, DescentSettings(200, 0.05, balance, 1), tokens=1000)
-    router = fit_router(watch_experts(ffn, units_EN, NONE, inputs, K, biased=False)[0], start)
-    carve = LayerCarve(ffn, units_EN, NONE, router, Shape(E, N, K, 0), refit, 0.001, biased=False)
+    router = fit_router(watch_experts(ffn, neurons_EN, NONE, inputs, K, biased=False)[0], start)
+    carve = LayerCarve(ffn, neurons_EN, NONE, router, MoEShape(E, N, K, 0), refit, 0.001, biased=False)
     loop, outcome = project_layer(carve, inputs, lambda _, x_TD: ffn(x_TD), ProjectConfig(), seed=3)
     return float(load_balance(loop.router, inputs, K).max()), outcome
 

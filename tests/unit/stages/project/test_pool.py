@@ -45,7 +45,7 @@ def parts():
 def loops(parts):
     return [
         ExpertLoop(
-            experts, PARTITION.units, PARTITION.always_on[layer],
+            experts, PARTITION.neurons, PARTITION.always_on[layer],
             LinearRouter.without_bias(draw(E, D, seed=50 + layer)), K, F, SILU, GateKind.SOFTMAX_OF_CHOSEN,
         )
         for layer, experts in enumerate(join_pool(parts))
@@ -125,7 +125,7 @@ def test_random_experts_are_of_the_size_of_those_they_replace(parts):
 
 
 def test_alignment_lowers_the_error_and_says_so(loops, samples):
-    settings = ProjectConfig(guard_share=0.2)
+    settings = ProjectConfig(validation_share=0.2)
     projected, outcome = project_pool(carve(samples), loops, settings)
     assert outcome.penalty in settings.penalties
     assert outcome.rounds == 0
@@ -137,8 +137,8 @@ def test_alignment_lowers_the_error_and_says_so(loops, samples):
 
 def test_routers_are_fitted_to_the_aligned_experts(loops, samples):
     loops = weigh_pool(loops, samples)
-    still, plain = project_pool(carve(samples), loops, ProjectConfig(guard_share=0.2, rounds=0))
-    moved, fitted = project_pool(carve(samples, "ridge"), loops, ProjectConfig(guard_share=0.2, rounds=2))
+    still, plain = project_pool(carve(samples), loops, ProjectConfig(validation_share=0.2, rounds=0))
+    moved, fitted = project_pool(carve(samples, "ridge"), loops, ProjectConfig(validation_share=0.2, rounds=2))
     assert all(torch.equal(a.router.rows_ED, b.router.rows_ED) for a, b in zip(still, loops, strict=True))
     assert fitted.rounds > 0
     assert sum(fitted.errors["at the end"]) < sum(plain.errors["at the end"])

@@ -1,11 +1,11 @@
 import pytest
 
-from models.shape import Shape
+from models.shape import MoEShape
 from stages.project.config import ProjectConfig
 from stages.project.gradient_projection import ProjectionOutcome
 from stages.project.report import alignment_needs, describe_gradients
 
-SHAPE = Shape(experts=6, n=20, top_k=2, always_on=30)
+SHAPE = MoEShape(experts=6, n=20, top_k=2, always_on=30)
 NEED = (
     "500 calibration tokens for 150 columns a layer, routed to 2 of 6 experts: the alignment leans on its penalty; "
     "900 would determine it "
@@ -21,12 +21,12 @@ NEED = (
     ],
 )
 def test_too_few_tokens_are_told_with_the_number_that_would_do(asked, remedy):
-    assert alignment_needs(ProjectConfig(guard_share=0.5), SHAPE, 200, 500, asked) == [NEED + remedy]
+    assert alignment_needs(ProjectConfig(validation_share=0.5), SHAPE, 200, 500, asked) == [NEED + remedy]
 
 
 @pytest.mark.parametrize(("alignment", "tokens"), [("ridge", 900), ("none", 5)])
 def test_enough_is_enough(alignment, tokens):
-    assert alignment_needs(ProjectConfig(guard_share=0.5, alignment=alignment), SHAPE, 200, tokens, tokens) == []
+    assert alignment_needs(ProjectConfig(validation_share=0.5, alignment=alignment), SHAPE, 200, tokens, tokens) == []
 
 
 def test_what_gradient_projection_came_to():

@@ -11,7 +11,7 @@ from stages.calibration.gate_scale import gate_moments, least_squares, scale_col
 from stages.routing import descent as objectives
 from stages.routing import task as expert_outputs
 from stages.routing.descent import load_variance, relaxed_mask
-from stages.routing.task import make_loop, output_error, set_spread
+from stages.routing.task import make_loop, output_error, set_logit_std
 
 D, F, K, T = 6, 13, 2, 29
 UNITS_EN, ALWAYS_S = torch.tensor([[0, 1, 2], [2, 3, 4], [5, 6, 7], [8, 9, 10]]), torch.tensor([11, 12])
@@ -27,7 +27,7 @@ def loop():
 
 @pytest.mark.parametrize("numbers", [2**26, 100])
 def test_cost_of_a_choice_is_the_relative_error_of_the_layer(loop, numbers, monkeypatch):
-    monkeypatch.setattr(expert_outputs, "NUMBERS", numbers)
+    monkeypatch.setattr(expert_outputs, "MAX_ELEMENTS", numbers)
     loop, ffn, x_TD = loop
     target_TD = ffn(x_TD)
     objective = output_error(loop, x_TD, target_TD)
@@ -44,7 +44,7 @@ def test_cost_counts_gates_as_the_checkpoint_will_have_them(loop, kind):
     target_TD = ffn(x_TD)
     objective = replace(output_error(plain, x_TD, target_TD), gate=kind, logit_std=0.7)
     cost = objective.cost(chosen_mask(plain.router.choose(x_TD, K), 4), plain.router.logits(x_TD))
-    emitted = replace(plain, router=set_spread(plain.router, [x_TD], 0.7), gate=kind)
+    emitted = replace(plain, router=set_logit_std(plain.router, [x_TD], 0.7), gate=kind)
     emitted = scale_columns(emitted, least_squares(gate_moments(emitted, [x_TD]))[:, None])
     wanted = (target_TD - emitted.always_on_output(x_TD)).square().sum()
     torch.testing.assert_close(cost, float((target_TD - emitted(x_TD)).square().sum() / wanted), rtol=1e-4, atol=0)

@@ -30,7 +30,7 @@ def loop():
 
 @pytest.mark.parametrize("numbers", [2**26, 100])
 def test_what_an_expert_takes_off_the_error(loop, numbers, monkeypatch):
-    monkeypatch.setattr(expert_outputs, "NUMBERS", numbers)
+    monkeypatch.setattr(expert_outputs, "MAX_ELEMENTS", numbers)
     x_TD, target_TD = draw(T, D, seed=7), draw(T, D, seed=8)
     missing_TD = target_TD - loop.always_on_output(x_TD)
     drops_TE = error_drops(loop, x_TD, target_TD)

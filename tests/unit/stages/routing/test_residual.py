@@ -1,4 +1,4 @@
-"""What an expert adds beyond what the always-on units foretell."""
+"""What an expert adds beyond what the always-on neurons foretell."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from stages.project.config import ProjectConfig
 from stages.routing import ridge as residual
 from stages.routing.descent import DescentSettings
 from stages.routing.fit import RouterSettings, fit_router
-from stages.routing.ridge import Activations, distinct_units, regress_on_always_on
+from stages.routing.ridge import Activations, distinct_neurons, regress_on_always_on
 from stages.routing.task import watch_experts
 
 D, S, E, N = 6, 2, 3, 4
@@ -24,27 +24,27 @@ def draw(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def make_task(*, echo, units_EN=None):
-    """Units of three directions; with `echo` those of expert 0 do, ten times as loud, what the always-on units do."""
+def make_task(*, echo, neurons_EN=None):
+    """Neurons of three directions; with `echo` those of expert 0 do ten times what the always-on neurons do."""
     gate_FD = draw(F, D, seed=1)
     up_FD = draw(F, D, seed=2)
     gate_FD[:, 0] = 1  # most are open
     if echo:
-        for unit in range(S, S + N):
-            gate_FD[unit], up_FD[unit] = gate_FD[unit % S], 10 * up_FD[unit % S]
+        for neuron in range(S, S + N):
+            gate_FD[neuron], up_FD[neuron] = gate_FD[neuron % S], 10 * up_FD[neuron % S]
     ffn = DenseFFN(gate_FD, up_FD, draw(D, F, seed=3), torch.nn.functional.silu)
     # Rows without a bias can tell experts apart for all tokens only by what the inputs have in common.
     inputs = [draw(60, D, seed=seed) + 3 * torch.eye(D)[0] for seed in range(10, 18)]
-    units_EN, always_S = torch.arange(S, F).view(E, N) if units_EN is None else units_EN, torch.arange(S)
-    return watch_experts(ffn, units_EN, always_S, inputs, 1, biased=False)[0]
+    neurons_EN, always_S = torch.arange(S, F).view(E, N) if neurons_EN is None else neurons_EN, torch.arange(S)
+    return watch_experts(ffn, neurons_EN, always_S, inputs, 1, biased=False)[0]
 
 
 @pytest.mark.parametrize("numbers", [2**26, 50])
 def test_the_residual_is_that_of_least_squares(numbers, monkeypatch):
-    monkeypatch.setattr(residual, "NUMBERS", numbers)
+    monkeypatch.setattr(residual, "MAX_ELEMENTS", numbers)
     task = make_task(echo=False)
     x_TD = torch.cat(list(task.inputs))
-    found = Activations(task.loop, distinct_units(task.loop), x_TD)
+    found = Activations(task.loop, distinct_neurons(task.loop), x_TD)
     _, always, hidden = (torch.cat(parts) for parts in zip(*found, strict=True))
     assert hidden.shape == (len(x_TD), E * N)
     wanted = torch.linalg.lstsq(always.double(), hidden.double()).solution
@@ -52,22 +52,22 @@ def test_the_residual_is_that_of_least_squares(numbers, monkeypatch):
     torch.testing.assert_close(found_RS.double().T, wanted, rtol=1e-3, atol=1e-3)
 
 
-COPIES = torch.tensor([[2, 3, 4, 5], [5, 2, 6, 7], [7, 9, 2, 10]])  # 8 units, 4 more copies
+COPIES = torch.tensor([[2, 3, 4, 5], [5, 2, 6, 7], [7, 9, 2, 10]])  # 8 neurons, 4 more copies
 
 
 @pytest.mark.parametrize(
-    ("units_EN", "untied", "rows"),
+    ("neurons_EN", "untied", "rows"),
     [(torch.arange(S, F).view(E, N), None, 12), (COPIES, None, 8), (COPIES, "down_EDN", 8), (COPIES, "up_END", 12)],
 )
-def test_the_norms_of_experts_are_those_of_their_own_units(units_EN, untied, rows):
+def test_the_norms_of_experts_are_those_of_their_own_neurons(neurons_EN, untied, rows):
     """Copies are looked at once, unless their rows differ; each weighs what its own column does."""
-    task = make_task(echo=False, units_EN=units_EN)
+    task = make_task(echo=False, neurons_EN=neurons_EN)
     loop = task.loop
     if untied:
         changed = getattr(loop.experts, untied).clone()
         changed[1] *= 2
         loop = replace(loop, experts=replace(loop.experts, **{untied: changed}))
-    x_TD, routed = task.inputs[0], distinct_units(loop)
+    x_TD, routed = task.inputs[0], distinct_neurons(loop)
     ((_, _, hidden_tR),) = Activations(loop, routed, x_TD)
     assert hidden_tR.shape == (len(x_TD), rows)
     norms = [
@@ -94,20 +94,20 @@ def test_what_is_always_there_is_not_routed_for():
     assert errors["residual_ridge"] < 0.5 * errors["log_ridge"]
 
 
-def test_without_always_on_units_the_residual_is_all_of_it():
+def test_without_always_on_neurons_the_residual_is_all_of_it():
     ffn = DenseFFN(draw(E * N, D, seed=1), draw(E * N, D, seed=2), draw(D, E * N, seed=3), torch.nn.functional.silu)
     inputs = [draw(60, D, seed=seed) for seed in range(10, 18)]
     nobody = torch.empty(0, dtype=torch.long)
     task, _ = watch_experts(ffn, torch.arange(E * N).view(E, N), nobody, inputs, 1, biased=False)
-    found = Activations(task.loop, distinct_units(task.loop), inputs[0])
+    found = Activations(task.loop, distinct_neurons(task.loop), inputs[0])
     assert regress_on_always_on(found, 0.1).shape == (E * N, 0)
     assert fit_router(task, SETTINGS).rows_ED.isfinite().all()
 
 
 @pytest.mark.parametrize(("numbers", "seen"), [(2**26, [100]), (60 * E * N, [60, 40, 60, 40])])
 def test_it_looks_at_as_many_tokens_as_it_is_told(numbers, seen, monkeypatch):
-    """Once where they are one piece, else twice: for what the always-on units foretell, and for what is left."""
-    monkeypatch.setattr(residual, "NUMBERS", numbers)
+    """Once where they are one piece, else twice: for what the always-on neurons foretell, and for what is left."""
+    monkeypatch.setattr(residual, "MAX_ELEMENTS", numbers)
     task, tokens = make_task(echo=False), []
     hidden = ExpertLoop.hidden
     monkeypatch.setattr(
@@ -120,5 +120,5 @@ def test_it_looks_at_as_many_tokens_as_it_is_told(numbers, seen, monkeypatch):
 def test_pieces_do_not_change_what_is_found(monkeypatch):
     task = make_task(echo=False)
     whole = fit_router(task, SETTINGS).rows_ED
-    monkeypatch.setattr(residual, "NUMBERS", 50 * E * N)
+    monkeypatch.setattr(residual, "MAX_ELEMENTS", 50 * E * N)
     torch.testing.assert_close(fit_router(task, SETTINGS).rows_ED, whole, rtol=1e-3, atol=1e-4)

@@ -7,7 +7,7 @@ from models.ffn import DenseFFN
 from models.routing import LinearRouter, active_copies, membership
 from stages.routing.descent import DescentSettings
 from stages.routing.fit import RouterSettings, error_sample, fit_router, refit_router, train_from
-from stages.routing.task import load_balance, oracle_agreement, relative_output_error, set_spread, watch_experts
+from stages.routing.task import load_balance, oracle_agreement, relative_output_error, set_logit_std, watch_experts
 
 D, F, E, N, K = 6, 12, 3, 4, 1
 NO_UNITS = torch.empty(0, dtype=torch.long)
@@ -19,7 +19,7 @@ def settings(method, **changes):
 
 
 def make_task(*, biased=False, shift=0.0, tokens=40, loud=1.0):
-    """Three groups of units, each answering to its own direction of the input."""
+    """Three groups of neurons, each answering to its own direction of the input."""
     generator = torch.Generator().manual_seed(0)
     gate_FD = torch.eye(D)[torch.arange(F) // N] * 3 + 0.1 * torch.randn(F, D, generator=generator)
     down_DF = torch.randn(D, F, generator=generator)
@@ -110,7 +110,7 @@ def test_ridge_recovers_contributions_that_are_linear():
 def test_spread_sets_the_deviation_and_keeps_the_choice():
     task = make_task(shift=0.5)
     router = replace(fit_router(task, settings("ridge")), bias_E=torch.arange(float(E)))
-    scaled = set_spread(router, task.inputs, 0.25)
+    scaled = set_logit_std(router, task.inputs, 0.25)
     x_TD = torch.cat(list(task.inputs))
     logits_TE = x_TD @ scaled.rows_ED.T
     assert float((logits_TE - logits_TE.mean(1, keepdim=True)).square().mean().sqrt()) == pytest.approx(0.25, rel=1e-4)
@@ -118,7 +118,7 @@ def test_spread_sets_the_deviation_and_keeps_the_choice():
 
 
 def test_spread_zero_gives_constant_gates(task):
-    router = set_spread(fit_router(task, settings("ridge")), task.inputs, 0.0)
+    router = set_logit_std(fit_router(task, settings("ridge")), task.inputs, 0.0)
     assert not router.rows_ED.any()
     assert not router.bias_E.any()
 
@@ -132,7 +132,7 @@ def test_load_is_relative_to_an_even_share(task):
     assert float(load_E.mean()) == pytest.approx(1.0)
 
 
-def test_active_copies_count_replicas_and_always_on_units():
-    units_EN = torch.tensor([[0, 1], [1, 2], [3, 4]])
-    copies_TF = active_copies(torch.tensor([[0, 1], [2, 0]]), membership(units_EN, 7), torch.tensor([6]))
+def test_active_copies_count_replicas_and_always_on_neurons():
+    neurons_EN = torch.tensor([[0, 1], [1, 2], [3, 4]])
+    copies_TF = active_copies(torch.tensor([[0, 1], [2, 0]]), membership(neurons_EN, 7), torch.tensor([6]))
     assert copies_TF.tolist() == [[1, 2, 1, 0, 0, 0, 1], [1, 1, 0, 1, 1, 0, 1]]

@@ -1,6 +1,6 @@
 import torch
 
-from stages.scan.stage import sums_identity
+from stages.scan.stage import sums_cache_key
 from stages.text.batches import batch_sequences
 from stages.text.sequences import TokenSequence
 
@@ -9,7 +9,7 @@ IDS = [5, 6, 7, 8]
 
 def identity(*sequences, batch_tokens=100, dtype=torch.float32, fingerprint="f1"):
     given = [TokenSequence("a sample", ids, labels) for ids, labels in sequences or [(IDS, IDS), (IDS[:3], IDS[:3])]]
-    return sums_identity(fingerprint, batch_sequences(given, batch_tokens, 0), dtype)
+    return sums_cache_key(fingerprint, batch_sequences(given, batch_tokens, 0), dtype)
 
 
 def differing(other):

@@ -1,7 +1,7 @@
 import numpy as np
 import torch
 
-from stages.scan.shares import draw_reservoir, slots_of_batch, token_to_unit_major
+from stages.scan.shares import draw_reservoir, slots_of_batch, token_to_neuron_major
 
 
 def test_the_draw_is_uniform_size_and_seeded():
@@ -18,8 +18,8 @@ def test_slots_follow_real_tokens_past_padding():
     assert slots_of_batch(slots_T, 2, mask_BT).tolist() == [[12, 13, 14], [15, -1, -1]]
 
 
-def test_bits_turn_from_tokens_to_units():
+def test_bits_turn_from_tokens_to_neurons():
     active_LRF = np.random.default_rng(0).random((2, 5, 12)) < 0.4
     packed = torch.from_numpy(np.packbits(active_LRF, axis=2))
-    turned = token_to_unit_major(packed, width=12)
+    turned = token_to_neuron_major(packed, width=12)
     assert np.array_equal(np.unpackbits(turned.numpy(), axis=2, count=5), active_LRF.transpose(0, 2, 1))

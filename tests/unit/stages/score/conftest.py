@@ -3,16 +3,16 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from stages.artifacts.statistics import UnitStatistics
+from stages.artifacts.statistics import NeuronStatistics
 
 L, F, TOKENS, SAMPLES = 2, 7, 40, 5
 
 
 @pytest.fixture
-def make_statistics() -> Callable[..., UnitStatistics]:
+def make_statistics() -> Callable[..., NeuronStatistics]:
     """Random sums, all positive; `gradient=False` gives what a forward-only scan writes."""
 
-    def make(*, gradient: bool = True) -> UnitStatistics:
+    def make(*, gradient: bool = True) -> NeuronStatistics:
         generator = torch.Generator().manual_seed(3)
 
         def sums() -> torch.Tensor:
@@ -21,7 +21,7 @@ def make_statistics() -> Callable[..., UnitStatistics]:
         def norms() -> torch.Tensor:
             return sums() if gradient else torch.zeros(L, F, dtype=torch.float64)
 
-        return UnitStatistics(
+        return NeuronStatistics(
             tokens=TOKENS,
             samples=SAMPLES,
             samples_with_gradient=SAMPLES if gradient else 0,

@@ -34,5 +34,5 @@ def test_rounding_is_no_spread():
     assert not normalise(torch.tensor([[0.1 + 0.2, 0.3, 0.3]], dtype=torch.float64), "zscore").any()
 
 
-def test_a_single_unit_has_no_spread():
+def test_a_single_neuron_has_no_spread():
     assert normalise(torch.tensor([[3.0]]), "rank").tolist() == [[0.0]]

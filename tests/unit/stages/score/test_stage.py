@@ -7,7 +7,7 @@ from instruments.errors import ConfigError
 from stages.artifacts.job import Job
 from stages.artifacts.statistics import Scores
 from stages.score.config import ScoreConfig
-from stages.score.stage import MEASURES, run, score_units
+from stages.score.stage import MEASURES, run, score_neurons
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def test_the_measure_that_was_asked_for_is_written(job, make_statistics, method)
     assert scores.chosen.shape == statistics.sum_abs.shape
     assert scores.chosen.dtype == torch.float32
     assert scores.chosen.isfinite().all()
-    columns = ["layer", f"{method} 5 %", "median", "95 %", "units never active", "ρ contribution", "ρ taylor"]
+    columns = ["layer", f"{method} 5 %", "median", "95 %", "neurons never active", "ρ contribution", "ρ taylor"]
     assert table.columns == columns
     assert [row[0] for row in table.rows] == [0, 1]
     assert [row[4] for row in table.rows] == ["28.6%", "0.0%"]
@@ -38,25 +38,25 @@ def test_the_measure_that_was_asked_for_is_written(job, make_statistics, method)
 
 def test_every_measure_is_another(make_statistics):
     assert set(MEASURES) == set(ScoreConfig.__dataclass_fields__["method"].metadata["choices"])
-    found = [score_units(make_statistics(), ScoreConfig(method=method), 1).chosen for method in MEASURES]
+    found = [score_neurons(make_statistics(), ScoreConfig(method=method), 1).chosen for method in MEASURES]
     assert not any(torch.equal(one, other) for one, other in combinations(found, 2))
 
 
 def test_statistics_know_the_measures_that_tables_show(make_statistics):
     statistics = make_statistics()
     for method in ("contribution", "frequency"):
-        scores = score_units(statistics, ScoreConfig(method=method), 0)
+        scores = score_neurons(statistics, ScoreConfig(method=method), 0)
         torch.testing.assert_close(getattr(statistics, method), scores.chosen)
 
 
 def test_weights_reach_the_score(make_statistics):
     often = ScoreConfig(activation_weight=0.0, gradient_weight=0.0, frequency_weight=1.0)
-    scores_LF = score_units(make_statistics(), often, 1).chosen
+    scores_LF = score_neurons(make_statistics(), often, 1).chosen
     assert torch.equal(scores_LF.argsort(stable=True), make_statistics().frequency.argsort(stable=True))
 
 
 def test_runs_are_reproducible(make_statistics):
-    first, second = (score_units(make_statistics(), ScoreConfig(method="random"), 1) for _ in range(2))
+    first, second = (score_neurons(make_statistics(), ScoreConfig(method="random"), 1) for _ in range(2))
     assert torch.equal(first.chosen, second.chosen)
 
 
@@ -75,7 +75,7 @@ def test_a_forward_only_scan_scores_without_gradients_and_says_so(job, make_stat
 
 
 def test_nothing_is_missed_of_a_forward_only_scan_that_no_term_asks_for(make_statistics):
-    scores = score_units(make_statistics(gradient=False), ScoreConfig(gradient_weight=0), 1)
+    scores = score_neurons(make_statistics(gradient=False), ScoreConfig(gradient_weight=0), 1)
     assert scores.description == "s_p"
 
 
@@ -96,5 +96,5 @@ def test_gradients_cannot_be_asked_of_a_forward_only_scan(job, make_statistics, 
 
 @pytest.mark.parametrize("setting", [{"activation": "magnitude"}, {"gradient": "norm"}, {"gradient_weight": 0.0}])
 def test_what_the_terms_are_reaches_the_score(make_statistics, setting):
-    plain, other = (score_units(make_statistics(), ScoreConfig(**given), 1).chosen for given in ({}, setting))
+    plain, other = (score_neurons(make_statistics(), ScoreConfig(**given), 1).chosen for given in ({}, setting))
     assert not torch.equal(plain.argsort(stable=True), other.argsort(stable=True))

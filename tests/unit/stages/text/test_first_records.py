@@ -1,7 +1,7 @@
 import importlib.util
 
+from stages.text.cache_key import check_first_records
 from stages.text.config import DataConfig
-from stages.text.identity import check_first_records
 
 
 def messages_of(**settings):

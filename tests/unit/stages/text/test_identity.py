@@ -3,45 +3,45 @@ import sys
 from dataclasses import replace
 
 from instruments.errors import ConfigError
+from stages.text.cache_key import check_data, data_cache_key
 from stages.text.config import DataConfig, calibration_only
-from stages.text.identity import check_data, data_identity
 
 
 def test_local_files_count_by_content(write_jsonl, tmp_path):
     path = write_jsonl("a.jsonl", [{"text": "one"}])
-    identity = data_identity(DataConfig(kind="text", path=str(path)))
+    identity = data_cache_key(DataConfig(kind="text", path=str(path)))
     assert identity["kind"] == "text"
     assert len(identity["files"]) == 1
-    assert data_identity(DataConfig(kind="text", path=str(path.rename(tmp_path / "b.jsonl")))) == identity
-    assert data_identity(DataConfig(kind="text", path=str(tmp_path))) == identity
+    assert data_cache_key(DataConfig(kind="text", path=str(path.rename(tmp_path / "b.jsonl")))) == identity
+    assert data_cache_key(DataConfig(kind="text", path=str(tmp_path))) == identity
     write_jsonl("b.jsonl", [{"text": "two"}])
-    assert data_identity(DataConfig(kind="text", path=str(tmp_path))) != identity
+    assert data_cache_key(DataConfig(kind="text", path=str(tmp_path))) != identity
 
 
 def test_heldout_files_count_too(write_jsonl):
     path, heldout = write_jsonl("a.jsonl", [{"text": "one"}]), write_jsonl("b.jsonl", [{"text": "two"}])
     data = DataConfig(kind="text", path=str(path), heldout_path=str(heldout))
-    identity = data_identity(data)
+    identity = data_cache_key(data)
     write_jsonl("b.jsonl", [{"text": "three"}])
-    assert data_identity(data)["heldout_files"] != identity["heldout_files"]
-    assert data_identity(data)["files"] == identity["files"]
+    assert data_cache_key(data)["heldout_files"] != identity["heldout_files"]
+    assert data_cache_key(data)["files"] == identity["files"]
 
 
 def test_the_standard_library_counts_by_version(monkeypatch):
-    identity = data_identity(DataConfig())
+    identity = data_cache_key(DataConfig())
     assert identity["python"] == sys.version.split()[0]
-    assert data_identity(DataConfig()) == identity
+    assert data_cache_key(DataConfig()) == identity
     monkeypatch.setattr("stages.text.python_stdlib.EXCLUDED_MODULES", frozenset({"json"}))
-    assert data_identity(DataConfig())["modules"] != identity["modules"]
+    assert data_cache_key(DataConfig())["modules"] != identity["modules"]
 
 
 def test_a_dataset_counts_by_name_and_revision(write_jsonl, tmp_path):
     data = DataConfig(kind="hub", name="a/b", subset="c", revision="d")
-    assert data_identity(data) == {"kind": "hub", "reader": 1, "name": "a/b", "subset": "c", "revision": "d"}
+    assert data_cache_key(data) == {"kind": "hub", "reader": 1, "name": "a/b", "subset": "c", "revision": "d"}
     write_jsonl("train.jsonl", [{"text": "one"}])
-    folder = data_identity(DataConfig(kind="hub", name=str(tmp_path)))
+    folder = data_cache_key(DataConfig(kind="hub", name=str(tmp_path)))
     write_jsonl("train.jsonl", [{"text": "two"}])
-    assert data_identity(DataConfig(kind="hub", name=str(tmp_path))) != folder
+    assert data_cache_key(DataConfig(kind="hub", name=str(tmp_path))) != folder
 
 
 def test_paths_are_looked_at_only_where_the_settings_are_right():
@@ -51,7 +51,7 @@ def test_paths_are_looked_at_only_where_the_settings_are_right():
 
 
 def test_checks_need_no_torch():
-    code = "import sys, stages.text.identity; print({'torch', 'transformers', 'datasets', 'numpy'} & set(sys.modules))"
+    code = "import sys, stages.text.cache_key; print({'torch', 'transformers', 'datasets', 'numpy'} & set(sys.modules))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout == "set()\n"
 

@@ -1,13 +1,13 @@
 import pytest
 import torch
 
-from stages.train.objective import Tally
+from stages.train.objective import RunningMetrics
 
 LOADS = [torch.tensor([[3, 1, 0], [0, 2, 2]]), torch.tensor([[1, 3, 0], [4, 0, 0]])]
 
 
 def filled(*, pooled):
-    tally = Tally(pooled)
+    tally = RunningMetrics(pooled)
     for load in LOADS:
         tally.add(load, language_model=torch.tensor(6.0), items=torch.tensor(3), tokens=torch.tensor(4), passes=1.0,
                   router_entropy=torch.tensor(0.5))  # fmt: skip

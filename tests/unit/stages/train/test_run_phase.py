@@ -6,13 +6,13 @@ from stages.artifacts.workers import Workers
 from stages.train.config import TrainConfig
 from stages.train.phases import Phase
 from stages.train.routers import Balance, SpreadSchedule
-from stages.train.run_phase import Course, training_arguments
+from stages.train.run_phase import TrainContext, training_arguments
 from stages.train.text import TrainingText
 
 
 def test_shards_are_set_up_as_the_file_says(tmp_path):
     (tmp_path / "fsdp.json").write_text('{"reshard_after_forward": false}')
-    course = Course(
+    course = TrainContext(
         settings=TrainConfig(fsdp=True, fsdp_config=str(tmp_path / "fsdp.json")),
         text=TrainingText([], [], 0),
         schedule=SpreadSchedule(1.0, 1.0, 1),

@@ -25,7 +25,7 @@ def test_factors_multiply_up_to_the_spread():
         assert 1e-4 * product == pytest.approx(schedule.at(step))
 
 
-@pytest.mark.parametrize(("start", "end"), [(0.1, 0.0), (0.1, 0.05), (1.0, TrainConfig().spread)])
+@pytest.mark.parametrize(("start", "end"), [(0.1, 0.0), (0.1, 0.05), (1.0, TrainConfig().logit_std)])
 def test_spread_never_shrinks(start, end):
     """The last is a carve of sigmoid gates, as the defaults make and train it."""
     schedule = make_schedule(start, end, 5)

@@ -72,7 +72,7 @@ def _check_splits(data: DataConfig, splits: tuple[Split, ...]) -> Iterator[UserE
 READER_VERSION = 1
 
 
-def data_identity(data: DataConfig) -> dict[str, object]:
+def data_cache_key(data: DataConfig) -> dict[str, object]:
     """What the token sequences depend on beside the settings: plain JSON, equal where the text is equal.
 
     Local files count by content, the standard library by Python version and module sizes, a dataset of the hub by

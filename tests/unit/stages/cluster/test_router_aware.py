@@ -14,7 +14,7 @@ HOME_U = ROUTED_U % E
 
 @pytest.fixture
 def activity():
-    """Unit j answers to direction j mod 4 of the input, whatever its place; the always-on ones to another."""
+    """Neuron j answers to direction j mod 4 of the input, whatever its place; the always-on ones to another."""
     generator = torch.Generator().manual_seed(0)
     direction_F = torch.arange(F) % E
     direction_F[ALWAYS_S] = 5
@@ -34,21 +34,21 @@ def test_a_bad_start_ends_at_the_groups_that_belong_together(activity):
     labels_U = regroup(energy, start_U, sizes_E, iterations=20)
     assert labels_U.bincount().tolist() == [6] * E
 
-    def captured(labels_U):
+    def router_aware(labels_U):
         held_TE = energy.held(members(labels_U, E, energy.energy_TU))
         return float((energy.route(held_TE) * held_TE).sum())
 
-    assert captured(start_U) < captured(labels_U)
-    assert captured(labels_U) > 0.98 * captured(HOME_U)
+    assert router_aware(start_U) < router_aware(labels_U)
+    assert router_aware(labels_U) > 0.98 * router_aware(HOME_U)
     assert torch.equal(regroup(energy, HOME_U, sizes_E, iterations=0), HOME_U)
 
 
-def test_energy_leaves_out_what_always_on_units_foretell(activity):
+def test_energy_leaves_out_what_always_on_neurons_foretell(activity):
     copied = activity.ffn.gate_FD.clone()
     copied[24] = copied[0]
     twin = DenseFFN(copied, copied.clone(), activity.ffn.down_DF, activity.ffn.act)
-    plain, foretold = (energy_of(LayerActivity(ffn, activity.inputs)) for ffn in (activity.ffn, twin))
-    assert float(foretold.energy_TU[:, 0].sum()) < 0.1 * float(plain.energy_TU[:, 0].sum())
+    plain, predicted = (energy_of(LayerActivity(ffn, activity.inputs)) for ffn in (activity.ffn, twin))
+    assert float(predicted.energy_TU[:, 0].sum()) < 0.1 * float(plain.energy_TU[:, 0].sum())
 
 
 def test_tokens_are_spread_over_the_text(activity):
@@ -59,7 +59,7 @@ def test_tokens_are_spread_over_the_text(activity):
 
 def test_copies_go_where_they_are_missed(activity):
     energy = energy_of(activity)
-    labels_U = torch.cat([torch.tensor([1, 0]), HOME_U[2:]])  # units 0 and 1 in each other's home
+    labels_U = torch.cat([torch.tensor([1, 0]), HOME_U[2:]])  # neurons 0 and 1 in each other's home
     member_EU = place_copies(energy, labels_U, E, 8)
     assert member_EU.sum(1).tolist() == [8.0] * E
     assert (member_EU >= members(labels_U, E, member_EU)).all()
@@ -67,7 +67,7 @@ def test_copies_go_where_they_are_missed(activity):
     before_EU = members(labels_U, E, member_EU)
     mask_TE = energy.route(energy.held(before_EU))
 
-    def captured(member_EU):
+    def router_aware(member_EU):
         return float(((mask_TE @ member_EU).clamp_max(1) * energy.energy_TU).sum())
 
-    assert captured(member_EU) > 1.02 * captured(before_EU)
+    assert router_aware(member_EU) > 1.02 * router_aware(before_EU)
