@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from numerics.emission_cases import CASES, LAYERS, TOLERANCE, reload_all, write_case
+from numerics.emission_cases import CASES, LAYERS, TOLERANCE, neurons_of, reload_all, write_case
 from safetensors import safe_open
 
 from models.targets.base import MOE_TARGETS
