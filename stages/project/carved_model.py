@@ -30,10 +30,27 @@ class _CarvedFFN(nn.Module):
     def __init__(self, loop: ExpertLoop) -> None:
         super().__init__()
         self.loop = loop
+        self.clips = False
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        run = self.loop.differentiable if torch.is_grad_enabled() else self.loop
-        return run(x_BTD.flatten(0, -2).float()).view(x_BTD.shape).to(x_BTD.dtype)
+        x_TD = x_BTD.flatten(0, -2).float()
+        if torch.is_grad_enabled():
+            output_TD = self.loop.differentiable(x_TD)
+            if self.clips and output_TD.requires_grad:
+                output_TD.register_hook(clip_tokens)  # type: ignore[no-untyped-call]
+        else:
+            output_TD = self.loop(x_TD)
+        return output_TD.view(x_BTD.shape).to(x_BTD.dtype)
+
+
+def clip_tokens(gradient_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
+    """Scale every token's gradient down to the median norm.
+
+    A few tokens (those that attention gathers at) have gradients ten times as large, of a sign that changes from text
+    to text: unclipped, they decide the direction of a mean over thousands.
+    """
+    norms_T1 = gradient_TD.norm(dim=1, keepdim=True)
+    return gradient_TD * (norms_T1.median() / norms_T1.clamp_min(torch.finfo(norms_T1.dtype).tiny)).clamp_max(1)
 
 
 class _GivenHidden(nn.Module):
@@ -89,8 +106,16 @@ class CarvedModel:
             total = sum(float(self._distance(batch)) for batch in batches)
         return total / count_tokens(batches)
 
-    def gradients(self, batches: Sequence[TaughtBatch], names: Sequence[str]) -> list[Tensor]:
-        """∂(mean KL) / ∂W in the order of `weights`, through the routing as it is emitted."""
+    def gradients(self, batches: Sequence[TaughtBatch], names: Sequence[str], *, clipped: bool = False) -> list[Tensor]:
+        """∂(mean KL) / ∂W in the order of `weights`, through the routing as it is emitted.
+
+        Args:
+            batches: tokens and the dense model's hidden states.
+            names: fields of `LayerExperts`.
+            clipped: no token's gradient at an FFN's output is larger than the batch's median (see `clip_tokens`).
+        """
+        for module in self._carved:
+            module.clips = clipped
         originals = [tensor for _, tensor in self.weights(names)]
         leaves = [tensor.detach().requires_grad_() for tensor in originals]
         self.put(names, leaves)

@@ -70,8 +70,8 @@ def projected_fields(matrices: list[str]) -> list[str]:
 
 MOMENTUM = 0.8  # of the gradient from round to round
 SECTIONS = 8  # of the rounds; after each, validation tokens decide
-# λ that are tried in the first section, from the largest down, in units of a matrix's root-mean-square neuron.
-LENGTHS = (0.02, 0.01, 0.005, 0.0025)
+# λ that are tried in the first section, from the largest down, relative to a matrix's root-mean-square neuron.
+LENGTHS = (0.005, 0.0025, 0.00125, 0.000625)
 VALIDATION_TOKENS = 4096  # at most, whole batches: every section is compared on the same ones
 PATIENCE = 2  # sections in a row that may be undone before the rounds end
 
@@ -113,7 +113,7 @@ class GradientRounds:
         self._names = projected_fields(settings.matrices)
         weights = model.weights(self._names)
         self._dims = [neuron_dim(name) for name, _ in weights]
-        self._neurons = [rms_neuron(weight, dim) for (_, weight), dim in zip(weights, self._dims, strict=True)]
+        self._scales = [rms_neuron(weight, dim) for (_, weight), dim in zip(weights, self._dims, strict=True)]
         self._rounds = shuffle_rounds([text[index] for index in fitted], settings, seed)
         self._validation = model.teach(first_tokens([text[index] for index in held_out], VALIDATION_TOKENS))
 
@@ -147,14 +147,15 @@ class GradientRounds:
     def _try_lengths(
         self, state: _State, taught: Sequence[TaughtBatch], section: range, lengths: Sequence[float]
     ) -> tuple[_State, float]:
-        """The best of several λ; shorter ones are tried as long as they are better."""
-        best, kept = self._run_section(state, taught, section, lengths[0]), lengths[0]
-        for length in lengths[1:]:
-            candidate = self._run_section(state, taught, section, length)
-            if candidate.divergence >= best.divergence:
+        """Shorter λ are tried until one lowers the KL.
+
+        Not until the best of a section: λ falls to 0, so the longest that helps ends lower than the best at first.
+        """
+        for length in lengths:
+            found = self._run_section(state, taught, section, length)
+            if found.divergence < state.divergence:
                 break
-            best, kept = candidate, length
-        return best, kept
+        return found, length
 
     def _run_section(self, state: _State, taught: Sequence[TaughtBatch], section: range, length: float) -> _State:
         """One round for each batch."""
@@ -162,12 +163,12 @@ class GradientRounds:
         weights, velocity = state.weights, state.velocity
         for number, batch in zip(section, taught, strict=True):
             self._model.put(self._names, weights)
-            gradients = self._model.gradients([batch], self._names)
+            gradients = self._model.gradients([batch], self._names, clipped=True)
             velocity = [MOMENTUM * old + new for old, new in zip(velocity, gradients, strict=True)]
             strength = settings.sign * settings.beta * settings.alpha * length * (1 - number / len(self._rounds))
             weights = [
-                project_neurons(weight, direction, length=strength * neuron, epsilon=settings.epsilon, dim=dim)
-                for weight, direction, neuron, dim in zip(weights, velocity, self._neurons, self._dims, strict=True)
+                project_neurons(weight, direction, length=strength * scale, epsilon=settings.epsilon, dim=dim)
+                for weight, direction, scale, dim in zip(weights, velocity, self._scales, self._dims, strict=True)
             ]
         self._model.put(self._names, weights)
         return _State(weights, velocity, self._model.divergence(self._validation))

@@ -16,7 +16,7 @@ from models.shape import MoEShape
 from models.targets.base import MOE_TARGETS
 from models.targets.gate_scale import gate_kind, gate_scale_of
 from stages.calibration.slices import slice_ffn
-from stages.project.carved_model import CarvedModel
+from stages.project.carved_model import CarvedModel, clip_tokens
 from stages.text.batches import batch_sequences
 from stages.text.sequences import TokenSequence
 
@@ -135,3 +135,19 @@ def test_experts_that_layers_share_have_one_gradient(tmp_path):
     moved = [tensor + 1 for _, tensor in shared.weights(names)]
     shared.put(names, moved)
     assert all(loop.experts.gate_END is moved[0] for loop in shared.loops)
+
+
+def test_no_token_weighs_more_than_the_median_one():
+    gradient_TD = torch.tensor([[3.0, 4.0], [0.0, 0.0], [60.0, 80.0], [0.0, 2.0], [-7.0, 0.0]])
+    clipped_TD = clip_tokens(gradient_TD)
+    assert torch.allclose(clipped_TD, torch.tensor([[3.0, 4.0], [0.0, 0.0], [3.0, 4.0], [0.0, 2.0], [-5.0, 0.0]]))
+
+
+def test_clipping_is_asked_for(tmp_path):
+    dense = load(write_pico(tmp_path / "dense", "qwen3", layers=L, hidden=D, intermediate=F))
+    carved = CarvedModel(dense, cut_loops(dense, MoEShape(E, N, K, 4), GateKind.SOFTMAX_OF_CHOSEN))
+    taught, names = carved.teach(read_batches()), ["down_EDN"]
+    plain, clipped = carved.gradients(taught, names), carved.gradients(taught, names, clipped=True)
+    again = carved.gradients(taught, names)
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+    assert all(0 < b.norm() < a.norm() for a, b in zip(plain, clipped, strict=True))
