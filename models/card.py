@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from models.shape import MoEShape
-from models.targets.base import MoETarget
-from models.targets.gate_scale import ALIGNMENT, expert_width, gate_kind, is_power_of_two, shared_width
+from models.targets.base import ALIGNMENT, MoETarget, expert_width, gate_kind, is_power_of_two, shared_width
 
 
 @dataclass(frozen=True)
@@ -92,29 +91,16 @@ def _experts(facts: CarveFacts) -> str:
     return f"{shape.experts} of {shape.n} neurons in each of {facts.layers} layers, {shape.top_k} per token"
 
 
-# Serving runtimes that know the architecture by name.
-_SERVED = {
-    "qwen3_moe": ("vLLM", "SGLang", "llama.cpp"),
-    "qwen2_moe": ("vLLM", "SGLang", "llama.cpp"),
-    "mixtral": ("vLLM", "SGLang", "llama.cpp"),
-    "glm4_moe": ("vLLM", "SGLang", "llama.cpp"),
-    "flex_olmo": ("vLLM",),
-    "granitemoe": ("vLLM", "SGLang", "llama.cpp"),
-    "granitemoeshared": ("vLLM", "llama.cpp"),
-    "tiny_onn": (),
-}
-
-
 def suitable_runtimes(target: MoETarget, shape: MoEShape, pad_to: int = ALIGNMENT) -> list[str]:
     """What is known about the kernels of each runtime and this E, N and target."""
     width = expert_width(shape, pad_to)
     lines = [_transformers(target), *_training(target, shape), *_padding(target, shape, pad_to)]
-    served = _SERVED[target.model_type]
+    served = target.runtimes
     lines += [_fused_kernels(shape, width, served)] if "vLLM" in served else []
     lines += [_llama_cpp(width)] if "llama.cpp" in served else []
     if absent := [name for name in ("vLLM", "SGLang", "llama.cpp") if name not in served]:
         lines.append(f"{', '.join(absent)}: {'do' if len(absent) > 1 else 'does'} not know this architecture.")
-    return lines
+    return [*lines, target.runtime_note] if target.runtime_note else lines
 
 
 def _transformers(target: MoETarget) -> str:

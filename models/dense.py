@@ -173,6 +173,12 @@ def dense_family(config: Mapping[str, Any]) -> DenseFamily:
     )
 
 
+def keeps_tied(config: Mapping[str, Any]) -> bool:
+    """Whether input and output embedding are one tensor, by config.json or by the family's default."""
+    defaults = DENSE_FAMILIES[str(config["model_type"])].defaults
+    return bool(config.get("tie_word_embeddings", defaults.get("tie_word_embeddings", False)))
+
+
 REQUIRED_KEYS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 
 

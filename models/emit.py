@@ -14,16 +14,14 @@ from tqdm import tqdm
 from instruments.errors import CheckpointError, ContractError, NumericsError
 from models.checkpoint.reader import ShardReader
 from models.checkpoint.writer import ShardWriter
-from models.dense import DenseFamily, dense_family
+from models.dense import DenseFamily, dense_family, keeps_tied
 from models.experts import LayerExperts
 from models.shape import MoEShape
 from models.slicing import read_part
 from models.source import read_config
-from models.targets.base import MoETarget
+from models.targets.base import ALIGNMENT, MoETarget, expert_width, gate_scale_of, shared_width
 from models.targets.config import emit_config, source_dtype
-from models.targets.gate_scale import ALIGNMENT, expert_width, gate_scale_of, shared_width
-from models.targets.tiny_onn import keeps_tied, own_config
-from models.tiny_onn.keys import copy_code
+from models.targets.tiny_onn import copy_code
 
 _PATTERNS = (
     "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
@@ -97,9 +95,7 @@ def emit_checkpoint(
     dtype_name = str(main_dtype).removeprefix("torch.")
     if target.own:
         copy_code(out_folder)
-        moe_config = own_config(config, target, shape, dtype_name, pad_to)
-    else:
-        moe_config = emit_config(config, target, shape, dtype_name, pad_to)
+    moe_config = emit_config(config, target, shape, dtype_name, pad_to)
     (out_folder / "config.json").write_text(json.dumps(moe_config, indent=2) + "\n", encoding="utf-8")
 
 

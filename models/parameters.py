@@ -4,11 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from models.dense import DENSE_FAMILIES
+from models.dense import DENSE_FAMILIES, keeps_tied
 from models.shape import MoEShape
-from models.targets.base import MoETarget
-from models.targets.gate_scale import ALIGNMENT, expert_width, shared_width
-from models.targets.tiny_onn import keeps_tied
+from models.targets.base import ALIGNMENT, MoETarget, expert_width, shared_width
 
 
 @dataclass(frozen=True)

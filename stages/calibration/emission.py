@@ -8,7 +8,7 @@ from models.config import ModelConfig
 from models.emit import emit_checkpoint
 from models.experts import LayerExperts
 from models.shape import MoEShape
-from models.targets.base import MOE_TARGETS
+from models.targets.choose import MOE_TARGETS
 from stages.artifacts.partition import Partition, PoolPartition
 from stages.artifacts.routers import Routers
 

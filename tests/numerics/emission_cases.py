@@ -19,8 +19,7 @@ from models.emit import emit_checkpoint
 from models.shape import MoEShape
 from models.slicing import slice_experts
 from models.source import read_config
-from models.targets.base import MOE_TARGETS
-from models.targets.choose import check_target
+from models.targets.choose import MOE_TARGETS, check_target
 
 TOLERANCE = 1e-5
 LAYERS, HIDDEN = 2, 24

@@ -14,8 +14,8 @@ from models.ffn import DenseFFN
 from models.routing import GateKind, LinearRouter
 from models.shape import MoEShape
 from models.stream import LayerStream
-from models.targets.base import MOE_TARGETS
-from models.targets.gate_scale import gate_kind
+from models.targets.base import gate_kind
+from models.targets.choose import MOE_TARGETS
 from stages.calibration.carved_ffn import CarvedFFN, replica_scale, routed_copies
 from stages.calibration.slices import slice_ffn
 

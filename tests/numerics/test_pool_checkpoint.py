@@ -19,7 +19,7 @@ from models.emit import emit_checkpoint
 from models.experts import ExpertLoop, LayerExperts
 from models.routing import GateKind, LinearRouter
 from models.shape import MoEShape
-from models.targets.base import MOE_TARGETS
+from models.targets.choose import MOE_TARGETS
 from stages.artifacts.partition import PoolPartition
 from stages.calibration.slices import cut_pool, join_pool
 

@@ -14,7 +14,7 @@ from models.emit import emit_checkpoint
 from models.experts import LayerExperts
 from models.shape import MoEShape
 from models.source import EMBEDDED, check_source, read_source_config, resolve_folder, source_cache_key
-from models.targets.base import MOE_TARGETS
+from models.targets.choose import MOE_TARGETS
 
 
 @pytest.fixture(scope="module")

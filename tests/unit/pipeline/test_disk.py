@@ -15,7 +15,7 @@ from models.emit import emit_checkpoint
 from models.shape import MoEShape
 from models.slicing import slice_experts
 from models.source import read_config
-from models.targets.base import MOE_TARGETS
+from models.targets.choose import MOE_TARGETS
 from pipeline.disk import expected_bytes, explain_os_error, free_bytes, nearest_existing
 from stages.assemble.config import AssembleConfig
 

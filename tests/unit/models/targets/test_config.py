@@ -8,9 +8,8 @@ import pytest
 from transformers import AutoConfig
 
 from models.shape import MoEShape
-from models.targets.base import MOE_TARGETS
+from models.targets.choose import MOE_TARGETS
 from models.targets.config import emit_config, source_dtype
-from models.targets.tiny_onn import own_config
 
 SHAPE = MoEShape(experts=6, n=16, top_k=2, always_on=20)
 SIZES = {
@@ -149,7 +148,7 @@ def test_experts_and_always_on_neurons_are_rounded_up_as_asked(
 ) -> None:
     dense, shape = {"model_type": source, **SIZES}, MoEShape(6, 17, 2, 130)
     assert emit_config(dense, MOE_TARGETS[target], shape, "float32", 128).items() >= expected.items()
-    own = own_config(dense, MOE_TARGETS["tiny_onn"], shape, "float32", 128)
+    own = emit_config(dense, MOE_TARGETS["tiny_onn"], shape, "float32", 128)
     assert (own["moe_intermediate_size"], own["shared_intermediate_size"]) == (128, 256)
 
 
@@ -182,7 +181,7 @@ def test_phi3_keeps_its_window() -> None:
 )
 def test_the_own_class_ties_what_its_source_ties(source: str, stored: dict[str, bool], tied: bool) -> None:
     dense = {key: SIZES[key] for key in SIZES.keys() - {"tie_word_embeddings"}} | stored
-    config = own_config({"model_type": source, **dense}, MOE_TARGETS["tiny_onn"], SHAPE, "bfloat16")
+    config = emit_config({"model_type": source, **dense}, MOE_TARGETS["tiny_onn"], SHAPE, "bfloat16")
     assert config["tie_word_embeddings"] is config["dense"]["tie_word_embeddings"] is tied
     assert config["model_type"] == "tiny_onn"
     assert config["dense"]["model_type"] == source

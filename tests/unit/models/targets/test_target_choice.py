@@ -4,9 +4,8 @@ import pytest
 
 from instruments.errors import ConfigError
 from models.shape import MoEShape
-from models.targets.base import MOE_TARGETS
-from models.targets.choose import check_target, select_target
-from models.targets.gate_scale import GateScale, gate_kind, gate_scale_of
+from models.targets.base import GateScale, gate_kind, gate_scale_of
+from models.targets.choose import MOE_TARGETS, check_target, select_target
 
 
 @pytest.mark.parametrize(
@@ -39,10 +38,10 @@ def test_auto_stays_in_the_family_where_it_can(source: str, always_on: int, targ
 @pytest.mark.parametrize(
     ("source", "requested", "always_on", "text"),
     [
-        ("llama", "mixtrel", 0, "unknown target 'mixtrel'\n{where}qwen2_moe, mixtral, glm4_moe, tiny_onn"),
+        ("llama", "mixtrel", 0, "unknown target 'mixtrel'\n{where}mixtral, glm4_moe, qwen2_moe, tiny_onn"),
         ("qwen2", "mixtral", 0, "mixtral cannot hold the attention of qwen2\n{where}qwen2_moe, glm4_moe, tiny_onn"),
         ("qwen3", "qwen3_moe", 64, "qwen3_moe has no always-on neurons, 64 are wanted\n{where}glm4_moe, tiny_onn"),
-        ("llama", "mixtral", 1, "mixtral has no always-on neurons, 1 are wanted\n{where}qwen2_moe, glm4_moe, tiny_onn"),
+        ("llama", "mixtral", 1, "mixtral has no always-on neurons, 1 are wanted\n{where}glm4_moe, qwen2_moe, tiny_onn"),
         ("gemma2", "mixtral", 0, "mixtral cannot hold the attention of gemma2\n{where}tiny_onn"),
         ("olmo2", "flex_olmo", 3, "flex_olmo has no always-on neurons, 3 are wanted\n{where}tiny_onn"),
         (
@@ -128,7 +127,7 @@ def test_sources_a_target_cannot_say(config: dict[str, Any], target: str, text: 
 def test_one_expert_is_too_few_for_glm4() -> None:
     one = MoEShape(experts=1, n=16, top_k=1, always_on=0)
     assert faults({"model_type": "llama"}, "glm4_moe", one) == [
-        "glm4_moe needs at least 2 experts\n  where: experts=1\n  do:    assemble.target=qwen2_moe"
+        "glm4_moe needs at least 2 experts\n  where: experts=1\n  do:    assemble.target=mixtral"
     ]
     assert faults({"model_type": "llama"}, "mixtral", one) == []
 
