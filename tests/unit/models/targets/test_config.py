@@ -43,6 +43,7 @@ PAIRS = [
     ("mistral", "mixtral"),
     ("llama", "glm4_moe"),
     ("olmo2", "flex_olmo"),
+    ("qwen3", "dots1"),
     ("granite", "granitemoe"),
     ("granite", "granitemoeshared"),
     ("phi3", "mixtral"),
@@ -195,6 +196,17 @@ def test_glm4_scales_by_its_config_rotates_whole_heads_and_predicts_one_token(tm
     assert config["partial_rotary_factor"] == 1.0
     assert config["use_qk_norm"] is True
     assert config["first_k_dense_replace"] == config["num_nextn_predict_layers"] == 0
+
+
+def test_dots1_keeps_the_windows_that_qwen3_reads() -> None:
+    windows = {"sliding_window": 77, "use_sliding_window": True}
+    last = emitted("qwen3", "dots1", **windows, max_window_layers=1)
+    assert (last["sliding_window"], last["layer_types"]) == (77, ["full_attention", "sliding_attention"])
+    named = emitted("qwen3", "dots1", **windows, layer_types=["sliding_attention", "full_attention"])
+    assert named["layer_types"] == ["sliding_attention", "full_attention"]
+    unused = emitted("qwen3", "dots1", sliding_window=77, max_window_layers=0)
+    assert (unused["sliding_window"], unused["layer_types"]) == (None, ["full_attention"] * 2)
+    assert last["routed_scaling_factor"] == 1.0
 
 
 def test_mistral_keeps_its_window() -> None:

@@ -40,7 +40,12 @@ def test_auto_stays_in_the_family_where_it_can(source: str, always_on: int, targ
     [
         ("llama", "mixtrel", 0, "unknown target 'mixtrel'\n{where}mixtral, glm4_moe, qwen2_moe, tiny_onn"),
         ("qwen2", "mixtral", 0, "mixtral cannot hold the attention of qwen2\n{where}qwen2_moe, glm4_moe, tiny_onn"),
-        ("qwen3", "qwen3_moe", 64, "qwen3_moe has no always-on neurons, 64 are wanted\n{where}glm4_moe, tiny_onn"),
+        (
+            "qwen3",
+            "qwen3_moe",
+            64,
+            "qwen3_moe has no always-on neurons, 64 are wanted\n{where}glm4_moe, dots1, tiny_onn",
+        ),
         ("llama", "mixtral", 1, "mixtral has no always-on neurons, 1 are wanted\n{where}glm4_moe, qwen2_moe, tiny_onn"),
         ("gemma2", "mixtral", 0, "mixtral cannot hold the attention of gemma2\n{where}tiny_onn"),
         ("olmo2", "flex_olmo", 3, "flex_olmo has no always-on neurons, 3 are wanted\n{where}tiny_onn"),
@@ -102,7 +107,7 @@ def test_plain_sources_can_be_said() -> None:
             "qwen3_moe",
             "qwen3_moe has one window for all layers or none\n"
             "  where: use_sliding_window in config.json\n"
-            "  do:    assemble.target=tiny_onn",
+            "  do:    assemble.target=dots1",
         ),
         (
             {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1, "num_hidden_layers": 2},
@@ -161,6 +166,7 @@ def test_several_faults_are_found_at_once() -> None:
             6,
             GateScale(1.0, 1.0, norm_topk_prob=True, routed_scaling_factor=4.0, selection_bias_scale=0.25),
         ),
+        ("dots1", 6, GateScale(4.0, 1.0, norm_topk_prob=True, routed_scaling_factor=None, selection_bias_scale=0.25)),
         ("tiny_onn", 6, GateScale(1.0, 1.0, norm_topk_prob=True, routed_scaling_factor=4.0)),
         ("flex_olmo", 6, GateScale(4.0, 1.0, norm_topk_prob=True, routed_scaling_factor=None)),
         ("flex_olmo", 16, GateScale(16.0, 1.0, norm_topk_prob=False, routed_scaling_factor=None)),
@@ -179,6 +185,7 @@ def test_who_carries_the_scale(target: str, experts: int, gate_scale: GateScale)
         ("flex_olmo", "softmax_of_all", 100.0, None),
         ("tiny_onn", "sigmoid", 1.0, 2.0),
         ("glm4_moe", "sigmoid", 1.0, 2.0),
+        ("dots1", "sigmoid", 2.0, None),
         ("qwen3_moe", "softmax_of_chosen", 1.0, None),
         ("mixtral", "softmax_of_chosen", 1.0, None),
         ("granitemoe", "softmax_of_chosen", 1.0, None),
