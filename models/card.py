@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from models.shape import MoEShape
+from models.config import MoEShape
 from models.targets.base import ALIGNMENT, MoETarget, expert_width, gate_kind, is_power_of_two, shared_width
 
 

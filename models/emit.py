@@ -14,10 +14,9 @@ from tqdm import tqdm
 from instruments.errors import CheckpointError, ContractError, NumericsError
 from models.checkpoint.reader import ShardReader
 from models.checkpoint.writer import ShardWriter
+from models.config import MoEShape
 from models.dense import DenseFamily, dense_family, keeps_tied
-from models.experts import LayerExperts
-from models.shape import MoEShape
-from models.slicing import read_part
+from models.experts import LayerExperts, read_part
 from models.source import read_config
 from models.targets.base import ALIGNMENT, MoETarget, expert_width, gate_scale_of, shared_width
 from models.targets.config import emit_config, source_dtype

@@ -1,4 +1,4 @@
-"""Experts as tensors of a layer, one expert as a module, and a layer of them as a loop."""
+"""The neurons of a layer cut into experts, one expert as a module, and a layer of experts as a loop."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -9,6 +9,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from models.checkpoint.reader import ShardReader
+from models.dense import DenseFamily, fused_name
 from models.routing import GateKind, LinearRouter, relative_gates
 
 
@@ -155,3 +157,58 @@ class ExpertLoop:
     def hidden(self, x_tD: Tensor, gate_ND: Tensor, up_ND: Tensor) -> Tensor:
         """Activations of an expert's neurons."""
         return self.act(x_tD @ gate_ND.T) * (x_tD @ up_ND.T)
+
+
+def read_part(reader: ShardReader, name: str) -> Tensor:
+    """A tensor of a dense checkpoint; gate, up, q, k or v out of the fused one where that is what there is.
+
+    Raises:
+        CheckpointError: neither is there.
+    """
+    whole = fused_name(name)
+    if name in reader.names or whole not in reader.names:
+        return reader.tensor(name)
+    rows = _fused_rows(reader, name, whole)
+    # The other parts would stay in memory as long as this one.
+    return reader.tensor(whole)[rows].clone()
+
+
+def _fused_rows(reader: ShardReader, name: str, whole: str) -> slice:
+    count, part = reader.shape(whole)[0], name.split(".")[-2]
+    if part in {"gate_proj", "up_proj"}:
+        return slice(0, count // 2) if part == "gate_proj" else slice(count // 2, count)
+    # As wide as what the output projection takes; k and v share the rest.
+    queries = reader.shape(whole.replace("qkv_proj", "o_proj"))[1]
+    keys = (count - queries) // 2
+    starts = {"q_proj": (0, queries), "k_proj": (queries, queries + keys), "v_proj": (queries + keys, count)}
+    return slice(*starts[part])
+
+
+def slice_experts(
+    reader: ShardReader,
+    family: DenseFamily,
+    layer: int,
+    neurons_EN: Int[Tensor, "E N"],
+    always_on_S: Int[Tensor, "S"],
+) -> LayerExperts:
+    """Rows of gate and up, columns of down, bit for bit.
+
+    Memory: one dense projection beside the slices.
+    """
+    gate, up, down = family.ffn(layer)
+    gate_END, shared_gate_SD = _rows(read_part(reader, gate), neurons_EN, always_on_S)
+    up_END, shared_up_SD = _rows(read_part(reader, up), neurons_EN, always_on_S)
+    down_EDN, shared_down_DS = _columns(read_part(reader, down), neurons_EN, always_on_S)
+    return LayerExperts(gate_END, up_END, down_EDN, shared_gate_SD, shared_up_SD, shared_down_DS)
+
+
+def _rows(weight_FD: Tensor, neurons_EN: Tensor, always_on_S: Tensor) -> tuple[Tensor, Tensor]:
+    rows = weight_FD.index_select(0, neurons_EN.flatten())
+    return rows.view(*neurons_EN.shape, weight_FD.shape[1]), weight_FD.index_select(0, always_on_S)
+
+
+def _columns(weight_DF: Tensor, neurons_EN: Tensor, always_on_S: Tensor) -> tuple[Tensor, Tensor]:
+    columns_EDN = weight_DF.new_empty(len(neurons_EN), len(weight_DF), neurons_EN.shape[1])
+    for expert_DN, neurons_N in zip(columns_EDN, neurons_EN, strict=True):
+        expert_DN.copy_(weight_DF.index_select(1, neurons_N))
+    return columns_EDN, weight_DF.index_select(1, always_on_S)

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from instruments.errors import CheckpointError, ConfigError, UserError
-from models.config import ModelConfig
+from models.config import ModelConfig, stored_quantization
 from models.quantization import bitsandbytes_config, explained_offload, prepare_quantised, require_bitsandbytes
-from models.quantization_rules import stored_quantization
 from models.source import read_config
 from models.targets.config import source_dtype
 

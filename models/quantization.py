@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from transformers import BitsAndBytesConfig
 
 from instruments.errors import ConfigError
-from models.config import ModelConfig
-from models.quantization_rules import missing_bitsandbytes
+from models.config import ModelConfig, missing_bitsandbytes
 
 
 def bitsandbytes_config(quantization: str, compute_dtype: torch.dtype) -> BitsAndBytesConfig:

@@ -19,15 +19,16 @@ from models.checkpoint.folder import (
     GIVE_FOLDER,
     INDEX,
     SINGLE,
+    Entry,
+    PackedEntry,
     check_shards,
+    join_packed,
     list_shards,
     missing_weights,
     require_folder,
 )
-from models.checkpoint.packed import Entry, PackedEntry, join_packed
-from models.config import ModelConfig
+from models.config import ModelConfig, check_placement, check_quantization, stored_quantization
 from models.dense import check_features, check_tensors, dense_family
-from models.quantization_rules import check_placement, check_quantization, stored_quantization
 
 # Not every *.safetensors: some repositories hold the same weights a second time under another name.
 _FILES = ["model*.safetensors", "*.json", "tokenizer*", "*.model", "merges.txt", "*.jinja", "LICENSE*", "NOTICE*"]

@@ -18,8 +18,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from models.checkpoint.reader import ShardReader
 from models.dense import dense_family
+from models.experts import read_part
 from models.ffn import DenseFFN
-from models.slicing import read_part
 from models.source import read_config
 
 

@@ -12,9 +12,8 @@ from torch import Tensor
 from instruments.errors import CheckpointError
 from instruments.safetensors_header import read_header
 from instruments.safetensors_reader import TORCH_DTYPES, EntryReader
-from models.checkpoint.folder import read_checkpoint
-from models.checkpoint.packed import Entry, PackedEntry, join_packed
-from models.quantization_rules import missing_bitsandbytes
+from models.checkpoint.folder import Entry, PackedEntry, join_packed, read_checkpoint
+from models.config import missing_bitsandbytes
 
 
 def dequantise(entry: PackedEntry, parts: Mapping[str, Tensor]) -> Tensor:

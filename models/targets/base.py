@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from models.shape import MoEShape
+from models.config import MoEShape
 
 LAYER = "model.layers.{layer}."
 

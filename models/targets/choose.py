@@ -7,8 +7,8 @@ from typing import Any
 
 import models.targets
 from instruments.errors import ConfigError
+from models.config import MoEShape
 from models.dense import DENSE_FAMILIES
-from models.shape import MoEShape
 from models.targets.base import MoETarget
 
 

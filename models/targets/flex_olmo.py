@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from models.shape import MoEShape
+from models.config import MoEShape
 from models.targets.base import ConfigInput, MoETarget, is_power_of_two
 
 

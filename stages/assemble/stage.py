@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from models.config import ModelConfig
+from models.config import ModelConfig, MoEShape
 from models.emit import checkpoint_dtype
 from models.experts import ExpertLoop, LayerExperts
 from models.loading import load_tokenizer, release_freed_memory, resolve_device
 from models.routing import LOGIT_STD, GateKind
-from models.shape import MoEShape
 from models.source import read_config, resolve_folder
 from models.stream import LayerStream
 from models.targets.base import gate_kind

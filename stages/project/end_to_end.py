@@ -7,11 +7,10 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from models.config import ModelConfig
+from models.config import ModelConfig, MoEShape
 from models.experts import ExpertLoop
 from models.ffn import ffn_modules
 from models.loading import execution_device, load_dense
-from models.shape import MoEShape
 from models.targets.base import gate_scale_of
 from models.targets.choose import MOE_TARGETS
 from stages.artifacts.partition import Partition

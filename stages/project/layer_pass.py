@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from models.config import MoEShape
 from models.experts import ExpertLoop, LayerExperts
 from models.routing import GateKind, LinearRouter, rounded
-from models.shape import MoEShape
 from models.stream import LayerStream
 from models.targets.base import gate_kind, gate_scale_of, is_power_of_two
 from models.targets.choose import MOE_TARGETS

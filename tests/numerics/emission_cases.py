@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from models.checkpoint.reader import ShardReader
+from models.config import MoEShape
 from models.dense import DENSE_FAMILIES
 from models.emit import emit_checkpoint
-from models.shape import MoEShape
-from models.slicing import slice_experts
+from models.experts import slice_experts
 from models.source import read_config
 from models.targets.choose import MOE_TARGETS, check_target
 

@@ -8,11 +8,11 @@ from pico import write_pico
 from transformers import AutoModelForCausalLM
 
 import models.tiny_onn.register  # noqa: F401 - from_pretrained is to know the class
+from models.config import MoEShape
 from models.emit import emit_checkpoint
 from models.experts import ExpertLoop, sum_blocks
 from models.ffn import DenseFFN
 from models.routing import GateKind, LinearRouter
-from models.shape import MoEShape
 from models.stream import LayerStream
 from models.targets.base import gate_kind
 from models.targets.choose import MOE_TARGETS

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from models.shape import MoEShape
+from models.config import MoEShape
 from models.targets.choose import MOE_TARGETS
 from models.targets.config import emit_config
 from models.targets.tiny_onn import copy_code

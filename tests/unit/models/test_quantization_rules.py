@@ -1,8 +1,7 @@
 import pytest
 
-from models import quantization_rules
-from models.config import ModelConfig
-from models.quantization_rules import check_placement, check_quantization, stored_quantization
+from models import config as quantization_rules
+from models.config import ModelConfig, check_placement, check_quantization, stored_quantization
 
 NF4 = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}}
 INT8 = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": False, "load_in_8bit": True}}

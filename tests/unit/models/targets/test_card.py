@@ -1,7 +1,7 @@
 import pytest
 
 from models.card import CarveFacts, render_card, suitable_runtimes
-from models.shape import MoEShape
+from models.config import MoEShape
 from models.targets.choose import MOE_TARGETS
 
 

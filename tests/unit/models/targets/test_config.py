@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from models.shape import MoEShape
+from models.config import MoEShape
 from models.targets.choose import MOE_TARGETS
 from models.targets.config import emit_config, source_dtype
 

@@ -11,9 +11,9 @@ from transformers import AutoTokenizer
 
 from instruments.errors import CheckpointError, ContractError, NumericsError
 from models.checkpoint.reader import ShardReader
+from models.config import MoEShape
 from models.emit import emit_checkpoint
 from models.experts import LayerExperts
-from models.shape import MoEShape
 from models.targets.choose import MOE_TARGETS
 
 SHAPE = MoEShape(experts=3, n=8, top_k=2, always_on=5)

@@ -7,12 +7,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import models.tiny_onn.register  # noqa: F401 - from_config is to know the class
+from models.config import MoEShape
 from models.dense import DENSE_FAMILIES
-from models.parameters import count_carved, count_dense
-from models.shape import MoEShape
 from models.source import EMBEDDED, read_config
 from models.targets.choose import MOE_TARGETS, select_target
-from models.targets.config import emit_config
+from models.targets.config import count_carved, count_dense, emit_config
 from stages.evaluate.comparison import count_parameters
 
 SIZES = {

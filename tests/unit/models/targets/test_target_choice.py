@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from instruments.errors import ConfigError
-from models.shape import MoEShape
+from models.config import MoEShape
 from models.targets.base import GateScale, gate_kind, gate_scale_of
 from models.targets.choose import MOE_TARGETS, check_target, select_target
 

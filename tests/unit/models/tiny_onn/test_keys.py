@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from models.shape import MoEShape
+from models.config import MoEShape
 from models.targets.choose import MOE_TARGETS
 from models.targets.config import emit_config
 from models.targets.tiny_onn import CODE_FILES, copy_code
