@@ -101,9 +101,6 @@ def _check_plain(linear: nn.Module, layer: int) -> None:
     )
 
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
 def resolve_device(model: ModelConfig) -> torch.device:
     """The device asked for; auto takes a GPU where there is one. Raises ConfigError."""
     if model.device == "auto":
@@ -126,7 +123,8 @@ def resolve_dtype(model: ModelConfig, device: torch.device) -> torch.dtype | Non
     if model.dtype == "auto":
         # Half precision saves nothing on a CPU that multiplies it slower than float32.
         return torch.float32 if device.type == "cpu" else None
-    return _DTYPES[model.dtype]
+    dtype: torch.dtype = getattr(torch, model.dtype)
+    return dtype
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

@@ -109,7 +109,13 @@ _NESTED = ("nested_absmax", "nested_quant_map")
 
 @dataclass(frozen=True)
 class PackedEntry:
-    """One weight as the model sees it, and the tensors it is stored in."""
+    """One weight that bitsandbytes stored in 4 or 8 bits: as the model sees it, and the tensors it is stored in.
+
+    4 bits: `X.weight` holds two weights a byte, row by row, in blocks with a scale each (`.absmax`, itself quantised
+    where there is `.nested_absmax`), decoded by `.quant_map`; the JSON bytes of `.quant_state.bitsandbytes__nf4` (or
+    fp4) give shape, number format and block size. 8 bits: `X.weight` is int8 and `X.SCB` holds the largest magnitude of
+    each row. Source: bitsandbytes.functional.QuantState.as_dict and bitsandbytes.nn.Linear8bitLt.
+    """
 
     kind: str  # nf4, fp4 or int8
     dtype: str  # of the weight once dequantised, as safetensors spells it

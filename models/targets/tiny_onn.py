@@ -62,7 +62,7 @@ def _legacy_rope(dense: Mapping[str, Any]) -> dict[str, Any]:
     return rest | apart | {"rope_scaling": {"type": "longrope", **factors}}
 
 
-CODE_FILES = ("configuration_tiny_onn.py", "modeling_tiny_onn.py", "sparse_ffn.py", "load_balance.py")
+CODE_FILES = ("configuration_tiny_onn.py", "modeling_tiny_onn.py", "sparse_ffn.py")
 
 
 def copy_code(folder: Path) -> None:
