@@ -9,7 +9,7 @@ from models.targets.base import ALIGNMENT, MoETarget, expert_width, gate_kind, i
 
 @dataclass(frozen=True)
 class CarveFacts:
-    """What a card says."""
+    """The facts on a card."""
 
     source: str
     target: MoETarget
@@ -106,7 +106,7 @@ def suitable_runtimes(target: MoETarget, shape: MoEShape, pad_to: int = ALIGNMEN
 def _transformers(target: MoETarget) -> str:
     if target.own:
         return (
-            "transformers 4.57 and 5: needs `trust_remote_code=True` (the code lies in this folder), or Tiny-ONN "
+            "transformers 4.57 and 5: needs `trust_remote_code=True` (the code is in this folder), or Tiny-ONN "
             "installed and `import models.tiny_onn.register`."
         )
     return 'transformers 4.57 and 5: loads without remote code; train with `experts_implementation="grouped_mm"`.'

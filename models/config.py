@@ -31,7 +31,7 @@ class ModelConfig:
     # cpu, cuda, cuda:1 ..., or auto (a GPU where there is one).
     device: str = "auto"
     # Arithmetic of the Linear layers' weights: none (as the checkpoint stores them), nf4, fp4 or int8 (by bitsandbytes
-    # while loading). Experts are cut from the stored weights whatever is said here.
+    # while loading). Experts are always cut from the stored weights.
     quantization: str = field(default="none", metadata={"choices": ("none", "nf4", "fp4", "int8")})
     # For a model larger than one device. none: all on `device`; auto, balanced, sequential: spread over GPUs, then
     # memory, then disk, as accelerate does.
@@ -55,9 +55,9 @@ TOPOLOGIES = (PER_LAYER, GLOBAL_POOL)
 
 @dataclass(frozen=True)
 class MoEShape:
-    """E experts of N neurons, K of them active per token, beside S always-on neurons, per layer.
+    """Per layer: S always-on neurons, and E experts of N neurons, K of which are active per token.
 
-    In a global pool the E experts are all there are: every layer sends a token to K of the same E.
+    In a global pool there are E experts in all: every layer sends a token to K of the same E.
     """
 
     experts: int
@@ -81,7 +81,7 @@ class MoEShape:
         return self.experts * self.n * (1 if self.pooled else layers) + self.always_on * layers
 
 
-# Where bitsandbytes is published for, as sys.platform and platform.machine() say it.
+# Platforms that bitsandbytes is published for, as sys.platform and platform.machine() name them.
 _PLATFORMS = {
     ("linux", "x86_64"),
     ("linux", "aarch64"),
@@ -93,7 +93,7 @@ _MEMORY = re.compile(r"\d+(\.\d+)? ?[KMGT]i?B", re.IGNORECASE)
 
 
 def stored_quantization(config: Mapping[str, Any]) -> str | None:
-    """How config.json says the weights are stored: nf4, fp4, int8, another method's name, or None for plain numbers."""
+    """The storage format by config.json: nf4, fp4, int8, another method's name, or None for plain numbers."""
     stored = config.get("quantization_config")
     if not stored:
         return None
@@ -136,7 +136,7 @@ def missing_bitsandbytes(what: str = "quantisation") -> ConfigError:
 
 
 def check_placement(model: ModelConfig) -> Iterator[ConfigError]:
-    """Memory limits that nobody would keep, or that are no amount of memory."""
+    """Memory limits without effect, or that are no amount of memory."""
     for name in ("gpu_memory", "cpu_memory"):
         amount = getattr(model, name)
         if amount is None:

@@ -35,7 +35,7 @@ def slice_experts(
 ) -> LayerExperts:
     """Rows of gate and up, columns of down, bit for bit.
 
-    Memory: one dense projection beside the slices.
+    Memory: one dense projection and the slices.
     """
     gate, up, down = family.ffn(layer)
     gate_END, shared_gate_SD = _rows(read_part(reader, gate), neurons_EN, always_on_S)
@@ -57,7 +57,7 @@ def _columns(weight_DF: Tensor, neurons_EN: Tensor, always_on_S: Tensor) -> tupl
 
 
 def read_part(reader: ShardReader, name: str) -> Tensor:
-    """A tensor of a dense checkpoint; gate, up, q, k or v out of the fused one where that is what there is.
+    """A tensor of a dense checkpoint; gate, up, q, k and v are cut out of a fused tensor where they are stored so.
 
     Raises:
         CheckpointError: neither is there.

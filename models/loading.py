@@ -21,9 +21,9 @@ from models.targets.config import source_dtype
 
 
 def placement(model: ModelConfig, device: torch.device) -> dict[str, Any]:
-    """What `from_pretrained` is to be told: everything on `device`, or what may go where.
+    """Placement arguments of `from_pretrained`: everything on `device`, or memory limits by device.
 
-    On a CPU no GPU is used. What fits nowhere stays on disk and is read from the checkpoint when it is needed.
+    On a CPU no GPU is used. Weights that fit nowhere stay on disk and are read from the checkpoint when needed.
     """
     if model.device_map == "none":
         return {"device_map": {"": device}}
@@ -44,12 +44,12 @@ def is_offloaded(model: nn.Module) -> bool:
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
-    """Where token ids, masks and labels are to go: the device that looks embeddings up; logits come back there."""
+    """The device for token ids, masks and labels: that of the embeddings; logits come back there."""
     return execution_device(model.get_input_embeddings())
 
 
 def execution_device(module: nn.Module) -> torch.device:
-    """Where a module with a weight computes, also if that weight comes from elsewhere each time."""
+    """Where a module with a weight computes, even if that weight is kept elsewhere."""
     device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
     return module.weight.device if device is None else torch.device(device)  # type: ignore[return-value]
 
@@ -119,7 +119,7 @@ def resolve_device(model: ModelConfig) -> torch.device:
 
 
 def resolve_dtype(model: ModelConfig, device: torch.device) -> torch.dtype | None:
-    """The number format asked for; None stands for the checkpoint's own, which auto takes on a GPU."""
+    """The number format asked for; None: the checkpoint's own, which auto takes on a GPU."""
     if model.dtype == "auto":
         # Half precision saves nothing on a CPU that multiplies it slower than float32.
         return torch.float32 if device.type == "cpu" else None
@@ -128,14 +128,14 @@ def resolve_dtype(model: ModelConfig, device: torch.device) -> torch.dtype | Non
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer beside a checkpoint. Raises CheckpointError: none is there, or that of another model."""
+    """The tokenizer in a checkpoint's folder. Raises CheckpointError: there is none, or that of another model."""
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trust_remote_code
         )
     except (OSError, ValueError) as error:
         raise _no_tokenizer(folder, str(error).splitlines()[0]) from error
-    # Where the files are missing some architectures get an empty tokenizer without a word.
+    # Without the files some architectures get an empty tokenizer and no error.
     if not tokenizer("text", add_special_tokens=False)["input_ids"]:
         raise _no_tokenizer(folder, "it finds no token in plain text")
     vocabulary = read_config(folder)["vocab_size"]
@@ -196,7 +196,7 @@ def release_freed_memory() -> None:
 
 @contextmanager
 def explained_memory(where: str, remedy: str) -> Iterator[None]:
-    """Say what to lower where the device or the machine has no more memory. Raises UserError."""
+    """Turn an out-of-memory error into one that names the setting to lower. Raises UserError."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError) as error:

@@ -1,4 +1,4 @@
-"""The dense source model: where it lies, whether it can be carved, and what identifies it. Reads headers only."""
+"""The dense source model: its folder, whether it can be carved, and its cache key. Reads headers only."""
 
 import hashlib
 import json
@@ -40,7 +40,7 @@ HUB_TIMEOUT = 2.5
 
 
 def hub_answers() -> bool:
-    """Whether the hub is there: asked once in a process, and never where HF_HUB_OFFLINE is set."""
+    """Whether the hub answers: asked once in a process, and never if HF_HUB_OFFLINE is set."""
     return not constants.HF_HUB_OFFLINE and _answers(constants.ENDPOINT)
 
 
@@ -55,7 +55,7 @@ def _answers(address: str) -> bool:
 
 
 def _ask(address: str) -> bool:
-    """Whether a server answers; a gateway's word that there is none behind it is no answer."""
+    """Whether a server answers; a gateway's error (5xx) is no answer."""
     try:
         urlopen(Request(address, method="HEAD"), timeout=HUB_TIMEOUT).close()
     except HTTPError as answer:
@@ -106,7 +106,7 @@ def repository(model: ModelConfig) -> str:
 
 
 def missing_from_cache(model: ModelConfig, what: str) -> CheckpointError:
-    """The error of a hub that does not answer, where the cache has not got `what`."""
+    """The error for a hub that does not answer while `what` is not in the cache."""
     offline = constants.HF_HUB_OFFLINE
     silence = "HF_HUB_OFFLINE is set" if offline else f"the hub cannot be reached at {constants.ENDPOINT}"
     return CheckpointError(
@@ -165,7 +165,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def check_source(model: ModelConfig) -> list[UserError]:
-    """Everything that keeps this source from being carved, found without reading a weight."""
+    """All reasons why this source cannot be carved, found without reading a weight."""
     try:
         config = read_source_config(model)
     except UserError as error:
@@ -186,7 +186,7 @@ def check_source(model: ModelConfig) -> list[UserError]:
 
 
 def source_cache_key(model: ModelConfig) -> dict[str, Any]:
-    """What changes when the source changes, for fingerprints. Raises UserError."""
+    """Values that change with the source, for fingerprints. Raises UserError."""
     if model.kind == "hub":
         # The hub keeps each revision in a folder named by its commit.
         return {"name": model.name, "commit": download_config(model).parent.name}

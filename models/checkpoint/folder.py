@@ -42,7 +42,7 @@ def list_shards(folder: Path) -> list[Path]:
 
 
 def read_index(folder: Path) -> dict[str, str]:
-    """Tensor name → shard name, as the index says."""
+    """Tensor name → shard name in the index."""
     path = folder / INDEX
     try:
         weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
@@ -54,7 +54,7 @@ def read_index(folder: Path) -> dict[str, str]:
 
 
 def missing_weights(place: Path | str, names: Iterable[str]) -> CheckpointError:
-    """Why a place without safetensors is refused; `names` are the files it does have."""
+    """The error for a place without safetensors weights; `names` are its files."""
     pickles = sorted(name for name in names if any(Path(name).match(pattern) for pattern in _PICKLE_PATTERNS))
     if not pickles:
         return CheckpointError(f"no {SINGLE} or {INDEX}", where=str(place), do="give a safetensors checkpoint")
@@ -67,7 +67,7 @@ def missing_weights(place: Path | str, names: Iterable[str]) -> CheckpointError:
 
 
 def check_shards(folder: Path) -> tuple[dict[str, TensorEntry], list[CheckpointError]]:
-    """Every tensor of the shards that are whole, and everything wrong with the others."""
+    """Every tensor of the intact shards, and the errors of the others."""
     entries: dict[str, TensorEntry] = {}
     try:
         shards = list_shards(folder)
@@ -127,7 +127,7 @@ Entry = TensorEntry | PackedEntry
 
 
 def join_packed(entries: Mapping[str, TensorEntry], folder: Path) -> tuple[dict[str, Entry], list[CheckpointError]]:
-    """Every tensor of a checkpoint folder as the model sees it, and every packed weight that is not whole.
+    """Every tensor of a checkpoint folder as the model sees it, and an error for every incomplete packed weight.
 
     Reads no more than the few bytes of JSON that go with each 4-bit weight.
     """
@@ -216,11 +216,11 @@ def _read(entry: TensorEntry, weight: str) -> bytes:
 
 
 def _named_dtype(folder: Path) -> str:
-    """What int8 weights are dequantised to: the file does not say what they came from, config.json may."""
+    """The number format to dequantise int8 weights to: config.json may name it, their file does not."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         named = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
     except (OSError, ValueError, AttributeError):
-        # Read and reported by whoever needs the whole of it.
+        # `read_config` reports it.
         return "BF16"
     return _DTYPES.get(named, "BF16")

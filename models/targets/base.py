@@ -1,4 +1,4 @@
-"""What one MoE architecture is, and the rules that follow: gates, their scale, and padding.
+"""The description of one MoE architecture, and the rules that follow from it: gates, their scale, and padding.
 
 With equal router logits every architecture gives its K chosen experts equal gates that sum to less than the dense FFN
 would weigh them. The inverse goes into the down projections or, where the architecture has a factor, into its config.
@@ -68,8 +68,8 @@ class MoETarget:
 
     scoring: str = "softmax"  # of router logits; or sigmoid
     normalised: Callable[[MoEShape], bool] = field(default=lambda _shape: True)  # the K chosen gates sum to 1
-    norm_key: bool = True  # norm_topk_prob stands in config.json
-    factor_key: bool = False  # routed_scaling_factor stands in config.json and takes the scale
+    norm_key: bool = True  # config.json has norm_topk_prob
+    factor_key: bool = False  # config.json has routed_scaling_factor, and the scale goes there
     selection_bias_scale: float = 1.0  # of a bias that is added to logits, where the architecture adds it elsewhere
     least_experts: int = 1
 

@@ -1,4 +1,4 @@
-"""The MoE targets of this folder, which one a carve becomes, and what of a source and a shape one cannot express."""
+"""The MoE targets of this folder, the choice among them, and their limits for a source and a shape."""
 
 from collections.abc import Iterator, Mapping
 from importlib import import_module
@@ -59,7 +59,7 @@ def select_target(source_model_type: str, requested: str, always_on: int, *, poo
 
 
 def check_target(config: Mapping[str, Any], target: MoETarget, shape: MoEShape) -> list[ConfigError]:
-    """What of this source and shape the target cannot express, in addition to what `select_target` refuses.
+    """Features of this source and shape that the target lacks, in addition to those `select_target` refuses.
 
     Args:
         config: config.json of the dense checkpoint.
@@ -77,7 +77,7 @@ def check_target(config: Mapping[str, Any], target: MoETarget, shape: MoEShape) 
 
 
 def _problems(source: Mapping[str, Any], target: MoETarget, shape: MoEShape) -> Iterator[tuple[str, str]]:
-    """What the target cannot express, and the setting that asks for it."""
+    """The missing features, each with the setting that asks for it."""
     name, head_dim, share = target.model_type, source.get("head_dim"), _rotated_share(source)
     if "o" in DENSE_FAMILIES[source["model_type"]].attention_biases(source) and not target.output_bias:
         yield f"{name} has no bias on o_proj", "attention_bias in config.json"
@@ -86,7 +86,7 @@ def _problems(source: Mapping[str, Any], target: MoETarget, shape: MoEShape) -> 
     if not target.layer_windows and source.get("use_sliding_window") and _sliding_layers(source):
         yield f"{name} has one window for all layers or none", "use_sliding_window in config.json"
     if not target.head_dim and head_dim not in {None, _derived_head_dim(source)}:
-        yield f"{name} cannot say head_dim={head_dim}", "head_dim in config.json"
+        yield f"{name} cannot have head_dim={head_dim}", "head_dim in config.json"
     if not target.partial_rotation and share != 1.0:
         yield f"{name} rotates whole heads, not {share:g} of each", "partial_rotary_factor in config.json"
     if shape.pooled and target.packed_pool is None:

@@ -97,11 +97,11 @@ def _rope(dense: Mapping[str, Any]) -> dict[str, Any]:
     # Phi3's own class knows the factor from the two lengths; the others warn where it is not said.
     scaling = {"factor": dense["max_position_embeddings"] / original, **scaling}
     scaling["original_max_position_embeddings"] = original
-    # transformers 4 reads it beside the scaling, transformers 5 within.
+    # transformers 4 reads it outside of the scaling, transformers 5 within.
     return _both(theta, scaling) | {"original_max_position_embeddings": original}
 
 
-# What early Phi-3 checkpoints call it.
+# The name in early Phi-3 checkpoints.
 _LONG = {"su": "longrope"}
 
 
@@ -115,14 +115,14 @@ def _both(theta: float, scaling: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """All parameters, and those that a token passes."""
+    """All parameters, and those active for one token."""
 
     total: int
     active: int
 
 
 def count_dense(source: Mapping[str, Any]) -> ParameterCount:
-    """Of the dense model; an output embedding that is tied to the input's is no parameter of its own.
+    """Count the dense model's parameters; a tied output embedding is not counted twice.
 
     Args:
         source: its config.json.
@@ -135,9 +135,9 @@ def count_dense(source: Mapping[str, Any]) -> ParameterCount:
 def count_carved(
     source: Mapping[str, Any], target: MoETarget, shape: MoEShape, pad_to: int = ALIGNMENT
 ) -> ParameterCount:
-    """Of the checkpoint that `emit_checkpoint` writes: with zero neurons that fill experts up.
+    """Count the parameters that `emit_checkpoint` writes, the zero neurons of padding included.
 
-    Experts that all layers share are passed, and counted, once in every layer. Biases of the selection are buffers.
+    Among the active parameters, shared experts of a pool count once in every layer. Selection biases are buffers.
 
     Args:
         source: config.json of the dense checkpoint.

@@ -95,12 +95,12 @@ def test_plain_sources_can_be_said() -> None:
         (
             {"model_type": "llama", "head_dim": 8},
             "qwen2_moe",
-            "qwen2_moe cannot say head_dim=8\n  where: head_dim in config.json\n  do:    assemble.target=mixtral",
+            "qwen2_moe cannot have head_dim=8\n  where: head_dim in config.json\n  do:    assemble.target=mixtral",
         ),
         (
             {"model_type": "granite", "head_dim": 8},
             "granitemoe",
-            "granitemoe cannot say head_dim=8\n  where: head_dim in config.json\n  do:    assemble.target=tiny_onn",
+            "granitemoe cannot have head_dim=8\n  where: head_dim in config.json\n  do:    assemble.target=tiny_onn",
         ),
         (
             {"model_type": "qwen3", "use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]},
