@@ -20,7 +20,7 @@ class CarveFacts:
     most_copies: int  # highest multiplicity of a neuron
     partition: str  # how neurons were grouped
     router: str
-    projection: str  # what stage=project did, or that it has not run
+    projection: str  # the result of stage=project, or that it has not run
     pad_to: int = ALIGNMENT
 
 
@@ -34,7 +34,7 @@ def write_card(folder: Path, facts: CarveFacts) -> None:
 
 
 def copy_card(source: Path, folder: Path, training: str) -> None:
-    """Write the card of a checkpoint that was trained on from that in `source`; `training` says how."""
+    """Write the card of a checkpoint trained from that in `source`; `training` describes the training."""
     card = (source / "README.md").read_text(encoding="utf-8")
     card = card.replace(_TRAINING.format(NO_TRAINING), _TRAINING.format(training))
     (folder / "README.md").write_text(card, encoding="utf-8")
@@ -92,7 +92,7 @@ def _experts(facts: CarveFacts) -> str:
 
 
 def suitable_runtimes(target: MoETarget, shape: MoEShape, pad_to: int = ALIGNMENT) -> list[str]:
-    """What is known about the kernels of each runtime and this E, N and target."""
+    """One line for each runtime: how well its kernels suit this E, N and target."""
     width = expert_width(shape, pad_to)
     lines = [_transformers(target), *_training(target, shape), *_padding(target, shape, pad_to)]
     served = target.runtimes

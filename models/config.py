@@ -40,11 +40,11 @@ class ModelConfig:
     )
     # With device_map: what the model may take of each GPU, such as 20GiB; null: what is free.
     gpu_memory: str | None = field(default=None, metadata={"fingerprint": False})
-    # With device_map: what it may take of the machine's memory; what is left over is read from disk when needed.
+    # With device_map: what it may take of the machine's memory; the rest is read from disk when needed.
     cpu_memory: str | None = field(default=None, metadata={"fingerprint": False})
     # Run Python code that comes with the checkpoint. Never needed for the supported families.
     trust_remote_code: bool = False
-    # Default shape of a carve of this model; the root dials experts= and n= override it. None: what suits its width.
+    # Default shape of a carve of this model; the root dials experts= and n= override it. None: derived from its width.
     experts: int | None = field(default=None, metadata={"fingerprint": False})
     n: int | None = field(default=None, metadata={"fingerprint": False})
 
@@ -125,7 +125,7 @@ def check_quantization(model: ModelConfig, config: Mapping[str, Any]) -> Iterato
 
 
 def missing_bitsandbytes(what: str = "quantisation") -> ConfigError:
-    """The error of an installation without the optional extra, or of a platform that has none."""
+    """The error for an installation without bitsandbytes, or a platform that it is not published for."""
     platform = (sys.platform, machine())
     known = platform in _PLATFORMS
     return ConfigError(

@@ -17,7 +17,7 @@ _FUSED = {
 
 
 def fused_name(name: str) -> str:
-    """The tensor that holds this one where projections are fused; its own name where that is none of them."""
+    """The fused tensor that holds this one; the name itself for a tensor that is never fused."""
     for part, whole in _FUSED.items():
         if f".{part}." in name:
             return name.replace(part, whole)
@@ -35,7 +35,7 @@ class DenseFamily:
     """One architecture of gated-FFN decoders. Names hold `{layer}` where they repeat."""
 
     model_type: str
-    # What config.json means when it leaves a key out (the defaults of transformers' config class).
+    # Values of keys that config.json leaves out (the defaults of transformers' config class).
     defaults: Mapping[str, Any]
     # Tensors of a layer other than the FFN, carried over as they are.
     qk_norm: bool = False
@@ -64,7 +64,7 @@ class DenseFamily:
         return ("q", "k", "v", "o") if self.qkv_bias and config.get(self.qkv_bias) else ()
 
     def kept(self, layer: int, config: Mapping[str, Any]) -> list[str]:
-        """Names of everything in a layer that is carried over as it is: attention and norms."""
+        """Names of a layer's tensors that are carried over unchanged: attention and norms."""
         attention = [f"{letter}_proj.weight" for letter in "qkvo"]
         attention += [f"{letter}_proj.bias" for letter in self.attention_biases(config)]
         attention += ["q_norm.weight", "k_norm.weight"] if self.qk_norm else []
@@ -161,7 +161,7 @@ _UNGATED = frozenset(
 
 
 def dense_family(config: Mapping[str, Any]) -> DenseFamily:
-    """The family of a checkpoint, from its config.json. Raises CheckpointError: not one of ours."""
+    """The family of a checkpoint, from its config.json. Raises CheckpointError: it is not supported."""
     model_type = config.get("model_type")
     if model_type in DENSE_FAMILIES:
         return DENSE_FAMILIES[model_type]

@@ -1,4 +1,4 @@
-"""An MoE checkpoint, streamed from the dense one: everything but the FFNs is carried over as it is."""
+"""An MoE checkpoint, streamed from the dense one: all tensors but the FFNs are carried over unchanged."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ _PATTERNS = (
 
 
 def copy_tokenizer_files(source_folder: Path, out_folder: Path) -> None:
-    """Copy tokenizer, chat template, generation defaults and licence, where they are."""
+    """Copy tokenizer, chat template, generation defaults and licence, if present."""
     for pattern in _PATTERNS:
         for path in source_folder.glob(pattern):
             if path.is_file():

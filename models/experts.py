@@ -16,7 +16,7 @@ from models.routing import GateKind, LinearRouter, relative_gates
 
 @dataclass(frozen=True)
 class LayerExperts:
-    """Slices of one layer's dense FFN, as they are in the dense checkpoint: nothing scaled."""
+    """Slices of one layer's dense FFN, unscaled."""
 
     gate_END: Float[Tensor, "E N D"]
     up_END: Float[Tensor, "E N D"]
@@ -33,7 +33,7 @@ def slice_experts(
     neurons_EN: Int[Tensor, "E N"],
     always_on_S: Int[Tensor, "S"],
 ) -> LayerExperts:
-    """Rows of gate and up, columns of down, bit for bit.
+    """Cut rows of gate and up and columns of down, bit for bit.
 
     Memory: one dense projection and the slices.
     """
@@ -181,7 +181,7 @@ class ExpertLoop:
         )
 
     def always_on_output(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
-        """What the always-on neurons give."""
+        """The output of the always-on neurons."""
         experts = self.experts
         return self.hidden(x_TD, experts.shared_gate_SD, experts.shared_up_SD) @ experts.shared_down_DS.T
 

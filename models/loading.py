@@ -102,7 +102,7 @@ def _check_plain(linear: nn.Module, layer: int) -> None:
 
 
 def resolve_device(model: ModelConfig) -> torch.device:
-    """The device asked for; auto takes a GPU where there is one. Raises ConfigError."""
+    """The device asked for; auto takes a GPU if there is one. Raises ConfigError."""
     if model.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

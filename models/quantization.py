@@ -115,6 +115,6 @@ def bitsandbytes() -> ModuleType:
     """The package; an optional extra that takes a while to import. Raises ConfigError: it is not installed."""
     if not find_spec("bitsandbytes"):
         raise missing_bitsandbytes()
-    # Advises, as it is imported on a CPU with AVX512-BF16, to install a kernel that `prepare_quantised` keeps it from.
+    # On a CPU with AVX512-BF16 its import advises to install a kernel that `prepare_quantised` switches off.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     return import_module("bitsandbytes")

@@ -33,9 +33,9 @@ from models.dense import check_features, check_tensors, dense_family
 # Not every *.safetensors: some repositories hold the same weights a second time under another name.
 _FILES = ["model*.safetensors", "*.json", "tokenizer*", "*.model", "merges.txt", "*.jinja", "LICENSE*", "NOTICE*"]
 
-# Advice where the hub does not answer.
+# Advice if the hub does not answer.
 CONNECT = "connect once, or HF_ENDPOINT=https://<mirror> before the command"
-# Seconds to wait for the hub before saying that it cannot be reached; its own client asks six times, for half a minute.
+# Seconds to wait for the hub before saying that it cannot be reached; its client retries for half a minute.
 HUB_TIMEOUT = 2.5
 
 
@@ -88,7 +88,7 @@ def download_config(model: ModelConfig) -> Path:
 
 
 def list_files(model: ModelConfig) -> list[str] | None:
-    """Names of all its files; None where the hub does not answer."""
+    """Names of all its files; None if the hub does not answer."""
     if not hub_answers():
         return None
     try:
@@ -207,7 +207,7 @@ def _sha256(data: bytes) -> str:
 
 
 def _check_weights(model: ModelConfig) -> tuple[dict[str, Entry] | None, list[UserError]]:
-    """The tensors, where their headers are at hand, and what is wrong with the weights."""
+    """The tensors, if their headers are on this machine, and the errors of the weights."""
     if model.kind != "hub":
         stored, errors = check_shards(_local_folder(model))
         if errors:
@@ -216,7 +216,7 @@ def _check_weights(model: ModelConfig) -> tuple[dict[str, Entry] | None, list[Us
         return entries, [*errors]
     names = list_files(model)
     if names is None:
-        # Off line, what the cache holds of the weights is checked when they are read.
+        # Off line, cached weights are checked when they are read.
         cached = any((download_config(model).parent / name).exists() for name in (SINGLE, INDEX))
         return None, [] if cached else [missing_from_cache(model, "the model's weights are")]
     return None, [] if {SINGLE, INDEX} & set(names) else [missing_weights(repository(model), names)]

@@ -54,7 +54,7 @@ class DecoderSkeleton:
     """Embedding, masks, position encoding and head by transformers' own code, for every family alike.
 
     Embeddings are scaled as the family scales them, every layer gets its own mask and rotation, and logits are divided
-    or capped, without a line about any of it here. Memory: no weights; they are lent for each call.
+    or capped, with no code for any of it here. Memory: no weights; the caller lends them for each call.
     """
 
     def __init__(self, skeleton: PreTrainedModel, *, device: torch.device, dtype: torch.dtype) -> None:
@@ -123,7 +123,7 @@ class StreamLayer:
     """One decoder layer: attention by transformers' own code, FFN by the caller."""
 
     def __init__(self, module: nn.Module, ffn: DenseFFN, arguments: Callable[[int], dict[str, Any]]) -> None:
-        """Replace the layer's FFN by one that only shows its input.
+        """Replace the layer's FFN by one that only records its input.
 
         Args:
             module: of transformers, weights in place.
@@ -153,7 +153,7 @@ class StreamLayer:
 
     @torch.no_grad()
     def add(self, residual: Float[Tensor, "*T D"], ffn_output: Float[Tensor, "*T D"]) -> Float[Tensor, "*T D"]:
-        """The layer's output: the residual stream and what an FFN gave, normed or scaled where the family does that."""
+        """The layer's output: the residual stream plus an FFN's output, normed or scaled where the family does that."""
         if self._norm is not None:
             ffn_output = self._norm(ffn_output)
         return residual + ffn_output * self._multiplier

@@ -41,7 +41,7 @@ def parameter_groups(
     rest_rate: float = 0.0,
     weight_decay: float = 0.0,
 ) -> list[dict[str, Any]]:
-    """Groups for any torch optimizer; a part whose rate is 0 is frozen and in none of them.
+    """Groups for any torch optimizer; a part whose rate is 0 is frozen and left out.
 
     Weights decay in matrices of experts and the rest, never in routers, norms and biases.
 

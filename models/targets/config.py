@@ -46,11 +46,11 @@ def emit_config(
     rope = _rope(dense)
     config = _common_keys(dense, target, shape, dtype) | rope
     if not target.selection_bias:
-        # Balanced by a bias, an architecture has no such loss, and trainers would ask for it where the key stands. TRL
-        # adds the loss wherever its weight is not 0: even load is not what the routers of a carve were fitted to.
+        # An architecture with a selection bias has no balancing loss, and trainers would ask for it if the key were
+        # there. TRL adds the loss if its weight is not 0; the routers of a carve were not fitted to even load.
         config |= {"output_router_logits": False, "router_aux_loss_coef": 0.0}
     if "transformers_version" in dense:
-        # Tokenizer fixes of transformers depend on who wrote the checkpoint.
+        # Tokenizer fixes of transformers depend on the version that wrote the checkpoint.
         config["transformers_version"] = dense["transformers_version"]
     config |= target.config_keys(replace(given, dense=dense | rope))
     if gate_scale.routed_scaling_factor is not None:
@@ -94,7 +94,7 @@ def _rope(dense: Mapping[str, Any]) -> dict[str, Any]:
     if scaling["rope_type"] != "longrope":
         return _both(theta, scaling)
     original = stored.get("original_max_position_embeddings") or dense["original_max_position_embeddings"]
-    # Phi3's own class knows the factor from the two lengths; the others warn where it is not said.
+    # Phi3's own class knows the factor from the two lengths; the others warn if it is missing.
     scaling = {"factor": dense["max_position_embeddings"] / original, **scaling}
     scaling["original_max_position_embeddings"] = original
     # transformers 4 reads it outside of the scaling, transformers 5 within.

@@ -28,7 +28,7 @@ TARGETS = (
         shared=LAYER + "mlp.shared_expert.{part}.weight",
         shared_router=LAYER + "mlp.shared_expert_gate.weight",
         always_has_shared=True,
-        normalised=lambda _shape: False,  # the family does not, and llama.cpp cannot
-        head_dim=False,  # of transformers 4
+        normalised=lambda _shape: False,  # the family does not renormalise, and llama.cpp cannot
+        head_dim=False,  # in transformers 4
     ),
 )

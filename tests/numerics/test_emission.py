@@ -24,6 +24,10 @@ def report(cases: Path) -> dict[str, dict[str, Any]]:
     return reload_all(cases)
 
 
+def test_every_target_has_a_case() -> None:
+    assert {case.target for case in CASES.values()} == set(MOE_TARGETS)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_all_experts_on_equals_dense_in_a_fresh_process(report: dict[str, dict[str, Any]], name: str) -> None:
     found, case = report[name], CASES[name]

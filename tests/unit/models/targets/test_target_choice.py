@@ -4,8 +4,9 @@ import pytest
 
 from instruments.errors import ConfigError
 from models.config import MoEShape
+from models.dense import DENSE_FAMILIES
 from models.targets.base import GateScale, gate_kind, gate_scale_of
-from models.targets.choose import MOE_TARGETS, check_target, select_target
+from models.targets.choose import MOE_TARGETS, check_target, select_target, targets_of
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,12 @@ from models.targets.choose import MOE_TARGETS, check_target, select_target
 def test_auto_stays_in_the_family_where_it_can(source: str, always_on: int, target: str) -> None:
     assert select_target(source, "auto", always_on).model_type == target
     assert select_target(source, target, always_on).model_type == target
+
+
+@pytest.mark.parametrize("source", DENSE_FAMILIES)
+def test_no_two_targets_of_a_source_have_one_rank(source: str) -> None:
+    ranks = [target.sources[source] for target in targets_of(source, 0)]
+    assert ranks == sorted(set(ranks))
 
 
 @pytest.mark.parametrize(
