@@ -1,1 +1,1 @@
-"""Dense and MoE architectures, checkpoint IO, routing and capture: everything that knows foreign weights."""
+"""Dense and MoE architectures, checkpoint files, experts and routing, the layer stream."""

@@ -3,14 +3,13 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from models.shape import MoEShape
-from models.targets.base import MoETarget
-from models.targets.gate_scale import ALIGNMENT, expert_width, gate_kind, is_power_of_two, shared_width
+from models.config import MoEShape
+from models.targets.base import ALIGNMENT, MoETarget, expert_width, gate_kind, is_power_of_two, shared_width
 
 
 @dataclass(frozen=True)
 class CarveFacts:
-    """What a card says."""
+    """The facts on a card."""
 
     source: str
     target: MoETarget
@@ -21,7 +20,7 @@ class CarveFacts:
     most_copies: int  # highest multiplicity of a neuron
     partition: str  # how neurons were grouped
     router: str
-    projection: str  # what stage=project did, or that it has not run
+    projection: str  # the result of stage=project, or that it has not run
     pad_to: int = ALIGNMENT
 
 
@@ -35,7 +34,7 @@ def write_card(folder: Path, facts: CarveFacts) -> None:
 
 
 def copy_card(source: Path, folder: Path, training: str) -> None:
-    """Write the card of a checkpoint that was trained on from that in `source`; `training` says how."""
+    """Write the card of a checkpoint trained from that in `source`; `training` describes the training."""
     card = (source / "README.md").read_text(encoding="utf-8")
     card = card.replace(_TRAINING.format(NO_TRAINING), _TRAINING.format(training))
     (folder / "README.md").write_text(card, encoding="utf-8")
@@ -92,35 +91,22 @@ def _experts(facts: CarveFacts) -> str:
     return f"{shape.experts} of {shape.n} neurons in each of {facts.layers} layers, {shape.top_k} per token"
 
 
-# Serving runtimes that know the architecture by name.
-_SERVED = {
-    "qwen3_moe": ("vLLM", "SGLang", "llama.cpp"),
-    "qwen2_moe": ("vLLM", "SGLang", "llama.cpp"),
-    "mixtral": ("vLLM", "SGLang", "llama.cpp"),
-    "glm4_moe": ("vLLM", "SGLang", "llama.cpp"),
-    "flex_olmo": ("vLLM",),
-    "granitemoe": ("vLLM", "SGLang", "llama.cpp"),
-    "granitemoeshared": ("vLLM", "llama.cpp"),
-    "tiny_onn": (),
-}
-
-
 def suitable_runtimes(target: MoETarget, shape: MoEShape, pad_to: int = ALIGNMENT) -> list[str]:
-    """What is known about the kernels of each runtime and this E, N and target."""
+    """One line for each runtime: how well its kernels suit this E, N and target."""
     width = expert_width(shape, pad_to)
     lines = [_transformers(target), *_training(target, shape), *_padding(target, shape, pad_to)]
-    served = _SERVED[target.model_type]
+    served = target.runtimes
     lines += [_fused_kernels(shape, width, served)] if "vLLM" in served else []
     lines += [_llama_cpp(width)] if "llama.cpp" in served else []
     if absent := [name for name in ("vLLM", "SGLang", "llama.cpp") if name not in served]:
         lines.append(f"{', '.join(absent)}: {'do' if len(absent) > 1 else 'does'} not know this architecture.")
-    return lines
+    return [*lines, target.runtime_note] if target.runtime_note else lines
 
 
 def _transformers(target: MoETarget) -> str:
     if target.own:
         return (
-            "transformers 4.57 and 5: needs `trust_remote_code=True` (the code lies in this folder), or Tiny-ONN "
+            "transformers 4.57 and 5: needs `trust_remote_code=True` (the code is in this folder), or Tiny-ONN "
             "installed and `import models.tiny_onn.register`."
         )
     return 'transformers 4.57 and 5: loads without remote code; train with `experts_implementation="grouped_mm"`.'

@@ -1,6 +1,14 @@
-"""Which dense model is carved, and how it is loaded."""
+"""Settings of the dense model, the shape of a carve, and what is refused before weights are loaded."""
 
+import re
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
+from platform import machine
+from typing import Any
+
+from instruments.errors import CheckpointError, ConfigError, UserError
 
 
 @dataclass
@@ -23,7 +31,7 @@ class ModelConfig:
     # cpu, cuda, cuda:1 ..., or auto (a GPU where there is one).
     device: str = "auto"
     # Arithmetic of the Linear layers' weights: none (as the checkpoint stores them), nf4, fp4 or int8 (by bitsandbytes
-    # while loading). Experts are cut from the stored weights whatever is said here.
+    # while loading). Experts are always cut from the stored weights.
     quantization: str = field(default="none", metadata={"choices": ("none", "nf4", "fp4", "int8")})
     # For a model larger than one device. none: all on `device`; auto, balanced, sequential: spread over GPUs, then
     # memory, then disk, as accelerate does.
@@ -32,10 +40,114 @@ class ModelConfig:
     )
     # With device_map: what the model may take of each GPU, such as 20GiB; null: what is free.
     gpu_memory: str | None = field(default=None, metadata={"fingerprint": False})
-    # With device_map: what it may take of the machine's memory; what is left over is read from disk when needed.
+    # With device_map: what it may take of the machine's memory; the rest is read from disk when needed.
     cpu_memory: str | None = field(default=None, metadata={"fingerprint": False})
     # Run Python code that comes with the checkpoint. Never needed for the supported families.
     trust_remote_code: bool = False
-    # Default shape of a carve of this model; the root dials experts= and n= override it. None: what suits its width.
+    # Default shape of a carve of this model; the root dials experts= and n= override it. None: derived from its width.
     experts: int | None = field(default=None, metadata={"fingerprint": False})
     n: int | None = field(default=None, metadata={"fingerprint": False})
+
+
+PER_LAYER, GLOBAL_POOL = "per_layer", "global_pool"
+TOPOLOGIES = (PER_LAYER, GLOBAL_POOL)
+
+
+@dataclass(frozen=True)
+class MoEShape:
+    """Per layer: S always-on neurons, and E experts of N neurons, K of which are active per token.
+
+    In a global pool there are E experts in all: every layer sends a token to K of the same E.
+    """
+
+    experts: int
+    n: int
+    top_k: int
+    always_on: int
+    topology: str = PER_LAYER
+
+    @property
+    def active_width(self) -> int:
+        """Neurons a token passes through in a layer: S + K·N."""
+        return self.always_on + self.top_k * self.n
+
+    @property
+    def pooled(self) -> bool:
+        """Whether all layers share the experts."""
+        return self.topology == GLOBAL_POOL
+
+    def neurons(self, layers: int) -> int:
+        """Neurons of the whole model, always-on ones included."""
+        return self.experts * self.n * (1 if self.pooled else layers) + self.always_on * layers
+
+
+# Platforms that bitsandbytes is published for, as sys.platform and platform.machine() name them.
+_PLATFORMS = {
+    ("linux", "x86_64"),
+    ("linux", "aarch64"),
+    ("win32", "AMD64"),
+    ("win32", "ARM64"),
+    ("darwin", "arm64"),
+}
+_MEMORY = re.compile(r"\d+(\.\d+)? ?[KMGT]i?B", re.IGNORECASE)
+
+
+def stored_quantization(config: Mapping[str, Any]) -> str | None:
+    """The storage format by config.json: nf4, fp4, int8, another method's name, or None for plain numbers."""
+    stored = config.get("quantization_config")
+    if not stored:
+        return None
+    if stored.get("load_in_8bit"):
+        return "int8"
+    if stored.get("load_in_4bit"):
+        return str(stored.get("bnb_4bit_quant_type", "fp4"))
+    return str(stored.get("quant_method", "unknown"))
+
+
+def check_quantization(model: ModelConfig, config: Mapping[str, Any]) -> Iterator[UserError]:
+    """Quantisation that this installation or this checkpoint does not allow."""
+    stored, asked = stored_quantization(config), model.quantization
+    if stored not in {None, "nf4", "fp4", "int8"}:
+        yield CheckpointError(
+            f"weights quantised by {stored} cannot be sliced",
+            where="quantization_config in config.json",
+            do="give the unquantised checkpoint, or one stored by bitsandbytes",
+        )
+        return
+    if stored and asked not in {"none", stored}:
+        yield ConfigError(
+            f"model.quantization={asked}, but the checkpoint is stored in {stored}",
+            where="model.quantization",
+            do="model.quantization=none, which takes it as it is, or give the unquantised checkpoint",
+        )
+    if (stored or asked != "none") and not find_spec("bitsandbytes"):
+        yield missing_bitsandbytes(f"a checkpoint stored in {stored}" if stored else f"model.quantization={asked}")
+
+
+def missing_bitsandbytes(what: str = "quantisation") -> ConfigError:
+    """The error for an installation without bitsandbytes, or a platform that it is not published for."""
+    platform = (sys.platform, machine())
+    known = platform in _PLATFORMS
+    return ConfigError(
+        f"{what} needs the package bitsandbytes" + ("" if known else f", which is not made for {' '.join(platform)}"),
+        where="model.quantization",
+        do="pip install -e '.[quantization]'" if known else "model.quantization=none and an unquantised checkpoint",
+    )
+
+
+def check_placement(model: ModelConfig) -> Iterator[ConfigError]:
+    """Memory limits without effect, or that are no amount of memory."""
+    for name in ("gpu_memory", "cpu_memory"):
+        amount = getattr(model, name)
+        if amount is None:
+            continue
+        if model.device_map == "none":
+            yield ConfigError(
+                f"model.{name}={amount} has no effect on a model that is all on one device",
+                where=f"model.{name}",
+                do=f"model.device_map=auto model.{name}={amount}",
+            )
+        if not _MEMORY.fullmatch(amount):
+            yield ConfigError(
+                f"model.{name}={amount} is no amount of memory", where=f"model.{name}", do=f"model.{name}=20GiB"
+            )

@@ -1,4 +1,4 @@
-"""Dense families: weight names, configuration defaults, and what of them can be carved."""
+"""Dense families: weight names, configuration defaults, and which checkpoints can be carved."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Any
 
 from instruments.errors import CheckpointError
 
-# Part → the fused tensor's name; of gate and up each has half the rows, of q, k and v the heads say.
+# Part → the fused tensor's name. Gate and up have half the rows each; the head counts give the rows of q, k and v.
 _FUSED = {
     "mlp.gate_proj": "mlp.gate_up_proj",
     "mlp.up_proj": "mlp.gate_up_proj",
@@ -17,7 +17,7 @@ _FUSED = {
 
 
 def fused_name(name: str) -> str:
-    """The tensor that holds this one where projections are fused; its own name where that is none of them."""
+    """The fused tensor that holds this one; the name itself for a tensor that is never fused."""
     for part, whole in _FUSED.items():
         if f".{part}." in name:
             return name.replace(part, whole)
@@ -35,9 +35,9 @@ class DenseFamily:
     """One architecture of gated-FFN decoders. Names hold `{layer}` where they repeat."""
 
     model_type: str
-    # What config.json means when it leaves a key out (the defaults of transformers' config class).
+    # Values of keys that config.json leaves out (the defaults of transformers' config class).
     defaults: Mapping[str, Any]
-    # Tensors of a layer beside the FFN, carried over as they are.
+    # Tensors of a layer other than the FFN, carried over as they are.
     qk_norm: bool = False
     # Key of config.json that gives q, k, v (and, if named `attention_bias`, o) a bias; True: q, k, v always have one.
     qkv_bias: bool | str = False
@@ -64,7 +64,7 @@ class DenseFamily:
         return ("q", "k", "v", "o") if self.qkv_bias and config.get(self.qkv_bias) else ()
 
     def kept(self, layer: int, config: Mapping[str, Any]) -> list[str]:
-        """Names of everything in a layer that is carried over as it is: attention and norms."""
+        """Names of a layer's tensors that are carried over unchanged: attention and norms."""
         attention = [f"{letter}_proj.weight" for letter in "qkvo"]
         attention += [f"{letter}_proj.bias" for letter in self.attention_biases(config)]
         attention += ["q_norm.weight", "k_norm.weight"] if self.qk_norm else []
@@ -161,7 +161,7 @@ _UNGATED = frozenset(
 
 
 def dense_family(config: Mapping[str, Any]) -> DenseFamily:
-    """The family of a checkpoint, from its config.json. Raises CheckpointError: not one of ours."""
+    """The family of a checkpoint, from its config.json. Raises CheckpointError: it is not supported."""
     model_type = config.get("model_type")
     if model_type in DENSE_FAMILIES:
         return DENSE_FAMILIES[model_type]
@@ -173,18 +173,24 @@ def dense_family(config: Mapping[str, Any]) -> DenseFamily:
     )
 
 
+def keeps_tied(config: Mapping[str, Any]) -> bool:
+    """Whether input and output embedding are one tensor, by config.json or by the family's default."""
+    defaults = DENSE_FAMILIES[str(config["model_type"])].defaults
+    return bool(config.get("tie_word_embeddings", defaults.get("tie_word_embeddings", False)))
+
+
 REQUIRED_KEYS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 
 
 def check_features(config: Mapping[str, Any], family: DenseFamily) -> list[CheckpointError]:
-    """What of this checkpoint no carve can say, beside its architecture."""
+    """Features of a checkpoint of a supported family that no MoE target can express."""
     absent = [key for key in REQUIRED_KEYS if not isinstance(config.get(key), int)]
     if absent:
         return [CheckpointError(f"config.json gives no number for {', '.join(absent)}", do="download or copy it again")]
     found = []
     if config.get("mlp_bias"):
         found.append(("an FFN with biases has no MoE counterpart", "mlp_bias", "choose a model without them"))
-    # Gemma 3 turns positions in layers with a window another way than in those without.
+    # Gemma 3 has another rotation in layers with a window than in those without.
     per_layer = any(isinstance(value, dict) for value in (config.get("rope_parameters") or {}).values())
     if per_layer and family.model_type != "gemma3_text":
         found.append(
@@ -197,7 +203,7 @@ def check_features(config: Mapping[str, Any], family: DenseFamily) -> list[Check
 def check_tensors(
     shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], family: DenseFamily
 ) -> list[CheckpointError]:
-    """Tensors that are missing, unknown, or of another shape than config.json says."""
+    """Tensors that are missing, unknown, or not of the shape in config.json."""
     layers = range(int(config["num_hidden_layers"]))
     expected = {family.embedding, family.final_norm}
     wrong = []

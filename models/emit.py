@@ -1,4 +1,4 @@
-"""An MoE checkpoint, streamed from the dense one: everything but the FFNs is carried over as it is."""
+"""An MoE checkpoint, streamed from the dense one: all tensors but the FFNs are carried over unchanged."""
 
 import json
 import shutil
@@ -14,16 +14,13 @@ from tqdm import tqdm
 from instruments.errors import CheckpointError, ContractError, NumericsError
 from models.checkpoint.reader import ShardReader
 from models.checkpoint.writer import ShardWriter
-from models.dense import DenseFamily, dense_family
-from models.experts import LayerExperts
-from models.shape import MoEShape
-from models.slicing import read_part
+from models.config import MoEShape
+from models.dense import DenseFamily, dense_family, keeps_tied
+from models.experts import LayerExperts, read_part
 from models.source import read_config
-from models.targets.base import MoETarget
+from models.targets.base import ALIGNMENT, MoETarget, expert_width, gate_scale_of, shared_width
 from models.targets.config import emit_config, source_dtype
-from models.targets.gate_scale import ALIGNMENT, expert_width, gate_scale_of, shared_width
-from models.targets.tiny_onn import keeps_tied, own_config
-from models.tiny_onn.keys import copy_code
+from models.targets.tiny_onn import copy_code
 
 _PATTERNS = (
     "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
@@ -32,7 +29,7 @@ _PATTERNS = (
 
 
 def copy_tokenizer_files(source_folder: Path, out_folder: Path) -> None:
-    """Copy tokenizer, chat template, generation defaults and licence, where they are."""
+    """Copy tokenizer, chat template, generation defaults and licence, if present."""
     for pattern in _PATTERNS:
         for path in source_folder.glob(pattern):
             if path.is_file():
@@ -59,17 +56,17 @@ def emit_checkpoint(
         target: the architecture to write; must pass `check_target`.
         shape: E, N, K, S, and whether all layers share the experts.
         routers: layer → ``(E, D)`` router rows, written as they are.
-        experts: layer → its experts, unscaled; the fold of `gate_scale_of` is applied here. Down may be in fp32, to be
-            rounded once: it takes the number format of its gate. Of a pool, the experts that the layer gives: the pool
+        experts: layer → its experts, unscaled; `gate_scale_of` is applied here. Down may be in fp32, to be
+            rounded once: it takes the number format of its gate. For a pool: the layer's share of the experts; the pool
             holds those of the first layer, then those of the second, and so on.
-        selection_bias: layer → ``(E,)`` what is added to the logits to choose by, for targets that have it; None: 0.
+        selection_bias: layer → ``(E,)`` bias added to the logits for the choice only, where a target has one; None: 0.
         dtype: float32, bfloat16, float16, or source: every tensor keeps its own, and the router takes the one that
             config.json names.
         pad_to: experts and always-on neurons are filled up with zero neurons to a multiple of this.
     Raises:
         CheckpointError: the source cannot be read, or the output not written.
         ContractError: routers or experts do not have the shape.
-        NumericsError: folded weights overflow the number format.
+        NumericsError: scaled weights overflow the number format.
     Memory: one shard, one layer's experts (of a pool, all), and the largest tensor.
     """
     config = read_config(source_folder)
@@ -91,15 +88,13 @@ def emit_checkpoint(
             emission.add_pool()
         emission.copy(family.final_norm)
         if not (target.own and keeps_tied(config)):
-            # Some runtimes do not tie what config.json says is tied.
+            # Some runtimes do not tie embeddings, even if config.json says so.
             emission.copy(family.head if family.head in reader.names else family.embedding, family.head)
     copy_tokenizer_files(source_folder, out_folder)
     dtype_name = str(main_dtype).removeprefix("torch.")
     if target.own:
         copy_code(out_folder)
-        moe_config = own_config(config, target, shape, dtype_name, pad_to)
-    else:
-        moe_config = emit_config(config, target, shape, dtype_name, pad_to)
+    moe_config = emit_config(config, target, shape, dtype_name, pad_to)
     (out_folder / "config.json").write_text(json.dumps(moe_config, indent=2) + "\n", encoding="utf-8")
 
 
@@ -137,7 +132,7 @@ class _Emission:
         self._reader, self._writer = reader, writer
         self._target, self._shape, self._pad_to = target, shape, pad_to
         self._main_dtype, self._cast = main_dtype, cast
-        self._fold = gate_scale_of(target, shape)
+        self._gate_scale = gate_scale_of(target, shape)
         self._pool: list[Projections] = []
 
     def copy(self, name: str, out_name: str | None = None) -> None:
@@ -151,7 +146,7 @@ class _Emission:
         self._writer.add(self._target.router.format(layer=layer), router_ED.to(self._main_dtype))
         if self._target.selection_bias:
             bias_E = torch.zeros(self._shape.experts) if bias_E is None else bias_E
-            scaled_E = bias_E.float() * self._fold.selection_bias_scale
+            scaled_E = bias_E.float() * self._gate_scale.selection_bias_scale
             self._writer.add(self._target.selection_bias.format(layer=layer), scaled_E)
         elif bias_E is not None and bias_E.any():
             raise ContractError(f"{self._target.model_type} has no selection bias", where=f"layer {layer}")
@@ -163,10 +158,10 @@ class _Emission:
         if self._shape.pooled:
             self._pool += [_widened(routed, width)] if len(experts.gate_END) else []
         elif self._target.packed:
-            self._add_packed(self._target.packed, layer, _widened(routed, width), self._fold.down_scale)
+            self._add_packed(self._target.packed, layer, _widened(routed, width), self._gate_scale.down_scale)
         else:
             for e, weights in enumerate(zip(*routed, strict=True)):
-                self._add_ffn(self._target.ffn(layer, e), _widened(weights, width), self._fold.down_scale)
+                self._add_ffn(self._target.ffn(layer, e), _widened(weights, width), self._gate_scale.down_scale)
         if shared := shared_width(self._target, self._shape, self._pad_to):
             self._add_shared(layer, experts, shared)
 
@@ -179,14 +174,14 @@ class _Emission:
                 f"the layers give {len(gate)} experts, not {self._shape.experts}", do="stage=extract fresh=true"
             )
         self._pool = []
-        self._add_packed(self._target.packed_pool, 0, (gate, up, down), self._fold.down_scale)
+        self._add_packed(self._target.packed_pool, 0, (gate, up, down), self._gate_scale.down_scale)
 
     def _add_shared(self, layer: int, experts: LayerExperts, width: int) -> None:
         weights = _widened((experts.shared_gate_SD, experts.shared_up_SD, experts.shared_down_DS), width)
         if self._target.packed_shared:
-            self._add_packed(self._target.packed_shared, layer, weights, self._fold.shared_down_scale)
+            self._add_packed(self._target.packed_shared, layer, weights, self._gate_scale.shared_down_scale)
         else:
-            self._add_ffn(self._target.shared_ffn(layer), weights, self._fold.shared_down_scale)
+            self._add_ffn(self._target.shared_ffn(layer), weights, self._gate_scale.shared_down_scale)
         if self._target.shared_router:
             row_1D = torch.full((1, experts.gate_END.shape[2]), _tiny(self._main_dtype), dtype=self._main_dtype)
             self._writer.add(self._target.shared_router.format(layer=layer), row_1D)
@@ -204,7 +199,7 @@ class _Emission:
         self._add_down(names[1].format(layer=layer), down, down_scale, gate.dtype)
 
     def _add_down(self, name: str, down: Tensor, scale: float, gate_dtype: torch.dtype) -> None:
-        """In the number format of its gate, which it may be more precise than: rounded once, as a product."""
+        """Write the product in the number format of the gate, rounded once; `down` may be more precise."""
         self._writer.add(name, _scaled(name, down, scale, self._cast or gate_dtype))
 
     def _add(self, name: str, tensor: Tensor) -> None:
@@ -222,7 +217,7 @@ def _widened(weights: Projections, width: int) -> Projections:
 
 
 def _tiny(dtype: torch.dtype) -> float:
-    """A gate row of this is no zero row to whoever prunes or initialises those, and σ stays ½ to rounding."""
+    """A value for a gate row that pruning does not take for a zero row, and that keeps σ at ½ up to rounding."""
     return 2.0**-24 if dtype == torch.float16 else 2.0**-40
 
 
@@ -243,7 +238,7 @@ def _check_shape(layer: int, experts: LayerExperts, shape: MoEShape) -> None:
     count, n = experts.gate_END.shape[:2]
     found = (count, n, len(experts.shared_gate_SD))
     wanted = (shape.experts, shape.n, shape.always_on)
-    if shape.pooled:  # a layer gives as many as it likes, none included; the sum is looked at in the end
+    if shape.pooled:  # a layer may give any number of experts, or none; `add_pool` checks the sum
         wanted = (count, shape.n if count else n, shape.always_on)
     if found != wanted:
         described = "{} experts of {} neurons and {} always-on neurons"

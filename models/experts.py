@@ -1,4 +1,4 @@
-"""Experts as tensors of a layer, one expert as a module, and a layer of them as a loop."""
+"""The neurons of a layer cut into experts, one expert as a module, and a layer of experts as a loop."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -9,12 +9,14 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from models.checkpoint.reader import ShardReader
+from models.dense import DenseFamily, fused_name
 from models.routing import GateKind, LinearRouter, relative_gates
 
 
 @dataclass(frozen=True)
 class LayerExperts:
-    """Slices of one layer's dense FFN, as they are in the dense checkpoint: nothing scaled."""
+    """Slices of one layer's dense FFN, unscaled."""
 
     gate_END: Float[Tensor, "E N D"]
     up_END: Float[Tensor, "E N D"]
@@ -24,16 +26,75 @@ class LayerExperts:
     shared_down_DS: Float[Tensor, "D S"]
 
 
-class TinyONNExpert(nn.Module):
-    """A standard gated FFN of N neurons: down(act(gate(x)) · up(x))."""
+def slice_experts(
+    reader: ShardReader,
+    family: DenseFamily,
+    layer: int,
+    neurons_EN: Int[Tensor, "E N"],
+    always_on_S: Int[Tensor, "S"],
+) -> LayerExperts:
+    """Cut rows of gate and up and columns of down, bit for bit.
 
-    def __init__(self, hidden_size: int, n: int, hidden_act: str = "silu") -> None:
-        """Three Linear layers without bias."""
+    Memory: one dense projection and the slices.
+    """
+    gate, up, down = family.ffn(layer)
+    gate_END, shared_gate_SD = _rows(read_part(reader, gate), neurons_EN, always_on_S)
+    up_END, shared_up_SD = _rows(read_part(reader, up), neurons_EN, always_on_S)
+    down_EDN, shared_down_DS = _columns(read_part(reader, down), neurons_EN, always_on_S)
+    return LayerExperts(gate_END, up_END, down_EDN, shared_gate_SD, shared_up_SD, shared_down_DS)
+
+
+def _rows(weight_FD: Tensor, neurons_EN: Tensor, always_on_S: Tensor) -> tuple[Tensor, Tensor]:
+    rows = weight_FD.index_select(0, neurons_EN.flatten())
+    return rows.view(*neurons_EN.shape, weight_FD.shape[1]), weight_FD.index_select(0, always_on_S)
+
+
+def _columns(weight_DF: Tensor, neurons_EN: Tensor, always_on_S: Tensor) -> tuple[Tensor, Tensor]:
+    columns_EDN = weight_DF.new_empty(len(neurons_EN), len(weight_DF), neurons_EN.shape[1])
+    for expert_DN, neurons_N in zip(columns_EDN, neurons_EN, strict=True):
+        expert_DN.copy_(weight_DF.index_select(1, neurons_N))
+    return columns_EDN, weight_DF.index_select(1, always_on_S)
+
+
+def read_part(reader: ShardReader, name: str) -> Tensor:
+    """A tensor of a dense checkpoint; gate, up, q, k and v are cut out of a fused tensor where they are stored so.
+
+    Raises:
+        CheckpointError: neither is there.
+    """
+    whole = fused_name(name)
+    if name in reader.names or whole not in reader.names:
+        return reader.tensor(name)
+    rows = _fused_rows(reader, name, whole)
+    # The other parts would stay in memory as long as this one.
+    return reader.tensor(whole)[rows].clone()
+
+
+def _fused_rows(reader: ShardReader, name: str, whole: str) -> slice:
+    count, part = reader.shape(whole)[0], name.split(".")[-2]
+    if part in {"gate_proj", "up_proj"}:
+        return slice(0, count // 2) if part == "gate_proj" else slice(count // 2, count)
+    # As wide as what the output projection takes; k and v share the rest.
+    queries = reader.shape(whole.replace("qkv_proj", "o_proj"))[1]
+    keys = (count - queries) // 2
+    starts = {"q_proj": (0, queries), "k_proj": (queries, queries + keys), "v_proj": (queries + keys, count)}
+    return slice(*starts[part])
+
+
+class TinyONNExpert(nn.Module):
+    """One expert, the unit of a carve: a standard gated FFN of N dense neurons, down(act(gate(x)) · up(x)).
+
+    Checkpoints and training hold all experts of a layer in two tensors, as grouped kernels want it
+    (`models.tiny_onn.sparse_ffn.TinyONNExperts`); this is one of them by itself, which `ExpertLoop.expert` builds.
+    """
+
+    def __init__(self, hidden_size: int, n: int, act: str | Callable[[Tensor], Tensor] = "silu") -> None:
+        """Three Linear layers without bias; `act` is a name of transformers' or a function."""
         super().__init__()
         self.gate_proj = nn.Linear(hidden_size, n, bias=False)
         self.up_proj = nn.Linear(hidden_size, n, bias=False)
         self.down_proj = nn.Linear(n, hidden_size, bias=False)
-        self.act_fn: nn.Module = ACT2FN[hidden_act]
+        self.act_fn: Callable[[Tensor], Tensor] = ACT2FN[act] if isinstance(act, str) else act
 
     @classmethod
     def from_tensors(
@@ -41,12 +102,12 @@ class TinyONNExpert(nn.Module):
         gate_ND: Float[Tensor, "N D"],
         up_ND: Float[Tensor, "N D"],
         down_DN: Float[Tensor, "D N"],
-        hidden_act: str = "silu",
+        act: str | Callable[[Tensor], Tensor] = "silu",
     ) -> "TinyONNExpert":
         """An expert that holds these very tensors."""
         n, hidden_size = gate_ND.shape
         with torch.device("meta"):
-            expert = cls(hidden_size, n, hidden_act)
+            expert = cls(hidden_size, n, act)
         expert.gate_proj.weight = nn.Parameter(gate_ND)
         expert.up_proj.weight = nn.Parameter(up_ND)
         expert.down_proj.weight = nn.Parameter(down_DN)
@@ -120,16 +181,21 @@ class ExpertLoop:
         )
 
     def always_on_output(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
-        """What the always-on neurons give."""
+        """The output of the always-on neurons."""
         experts = self.experts
         return self.hidden(x_TD, experts.shared_gate_SD, experts.shared_up_SD) @ experts.shared_down_DS.T
 
-    def expert_outputs(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T E D"]:
-        """What every expert would give for every token."""
+    def expert(self, index: int) -> TinyONNExpert:
+        """One expert as a module that holds these weights and learns nothing."""
         experts = self.experts
-        output_TED = x_TD.new_empty(len(x_TD), len(experts.gate_END), x_TD.shape[1])
-        for index, down_DN in enumerate(experts.down_EDN):
-            output_TED[:, index] = self.hidden(x_TD, experts.gate_END[index], experts.up_END[index]) @ down_DN.T
+        weights = (experts.gate_END[index], experts.up_END[index], experts.down_EDN[index])
+        return TinyONNExpert.from_tensors(*weights, self.act).requires_grad_(requires_grad=False)
+
+    def expert_outputs(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T E D"]:
+        """The outputs of all experts, chosen or not, for every token; no gradient reaches the experts."""
+        output_TED = x_TD.new_empty(len(x_TD), len(self.neurons_EN), x_TD.shape[1])
+        for index in range(len(self.neurons_EN)):
+            output_TED[:, index] = self.expert(index)(x_TD)
         return output_TED
 
     def _parts(self, x_TD: Tensor) -> Iterator[tuple[Block, Tensor]]:

@@ -1,4 +1,4 @@
-"""The FFN view: a dense gated FFN as its neurons, and what it reads and gives."""
+"""A dense gated FFN as its neurons, and hooks on the inputs and outputs of FFNs."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,12 +39,12 @@ class DenseFFN:
 
     @classmethod
     def of(cls, module: GatedFFN, like: Tensor | None = None) -> "DenseFFN":
-        """The weights of a module as plain numbers, however it keeps them.
+        """The weights of a module as plain numbers.
 
         Args:
-            module: quantised and offloaded layers are welcome.
+            module: its layers may be quantised or offloaded.
             like: a tensor on the device and in the number format the weights are to have; None leaves them as
-                `dense_weight` gives them. What is plain and there already is not copied.
+                `dense_weight` gives them. Plain weights in that place and format are not copied.
         """
         gate_FD, up_FD, down_DF = map(dense_weight, (module.gate_proj, module.up_proj, module.down_proj))
         if like is not None:
@@ -98,7 +98,7 @@ def ffn_parts(layer: nn.Module) -> list[nn.Module]:
 
 
 class _Sum:
-    """A forward hook of several modules that speaks when the last of them has run."""
+    """A forward hook of several modules: calls `on_ffn` with the sum of their outputs once all have run."""
 
     def __init__(self, layer: int, parts: int, on_ffn: OnFFN) -> None:
         self._layer, self._parts, self._on_ffn = layer, parts, on_ffn

@@ -14,17 +14,16 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from instruments.errors import CheckpointError, ConfigError, UserError
-from models.config import ModelConfig
+from models.config import ModelConfig, stored_quantization
 from models.quantization import bitsandbytes_config, explained_offload, prepare_quantised, require_bitsandbytes
-from models.quantization_rules import stored_quantization
 from models.source import read_config
 from models.targets.config import source_dtype
 
 
 def placement(model: ModelConfig, device: torch.device) -> dict[str, Any]:
-    """What `from_pretrained` is to be told: everything on `device`, or what may go where.
+    """Placement arguments of `from_pretrained`: everything on `device`, or memory limits by device.
 
-    On a CPU no GPU is used. What fits nowhere stays on disk and is read from the checkpoint when it is needed.
+    On a CPU no GPU is used. Weights that fit nowhere stay on disk and are read from the checkpoint when needed.
     """
     if model.device_map == "none":
         return {"device_map": {"": device}}
@@ -45,12 +44,12 @@ def is_offloaded(model: nn.Module) -> bool:
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
-    """Where token ids, masks and labels are to go: the device that looks embeddings up; logits come back there."""
+    """The device for token ids, masks and labels: that of the embeddings; logits come back there."""
     return execution_device(model.get_input_embeddings())
 
 
 def execution_device(module: nn.Module) -> torch.device:
-    """Where a module with a weight computes, also if that weight comes from elsewhere each time."""
+    """Where a module with a weight computes, even if that weight is kept elsewhere."""
     device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
     return module.weight.device if device is None else torch.device(device)  # type: ignore[return-value]
 
@@ -102,11 +101,8 @@ def _check_plain(linear: nn.Module, layer: int) -> None:
     )
 
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
 def resolve_device(model: ModelConfig) -> torch.device:
-    """The device asked for; auto takes a GPU where there is one. Raises ConfigError."""
+    """The device asked for; auto takes a GPU if there is one. Raises ConfigError."""
     if model.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -123,22 +119,23 @@ def resolve_device(model: ModelConfig) -> torch.device:
 
 
 def resolve_dtype(model: ModelConfig, device: torch.device) -> torch.dtype | None:
-    """The number format asked for; None stands for the checkpoint's own, which auto takes on a GPU."""
+    """The number format asked for; None: the checkpoint's own, which auto takes on a GPU."""
     if model.dtype == "auto":
         # Half precision saves nothing on a CPU that multiplies it slower than float32.
         return torch.float32 if device.type == "cpu" else None
-    return _DTYPES[model.dtype]
+    dtype: torch.dtype = getattr(torch, model.dtype)
+    return dtype
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer beside a checkpoint. Raises CheckpointError: none is there, or that of another model."""
+    """The tokenizer in a checkpoint's folder. Raises CheckpointError: there is none, or that of another model."""
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trust_remote_code
         )
     except (OSError, ValueError) as error:
         raise _no_tokenizer(folder, str(error).splitlines()[0]) from error
-    # Where the files are missing some architectures get an empty tokenizer without a word.
+    # Without the files some architectures get an empty tokenizer and no error.
     if not tokenizer("text", add_special_tokens=False)["input_ids"]:
         raise _no_tokenizer(folder, "it finds no token in plain text")
     vocabulary = read_config(folder)["vocab_size"]
@@ -199,7 +196,7 @@ def release_freed_memory() -> None:
 
 @contextmanager
 def explained_memory(where: str, remedy: str) -> Iterator[None]:
-    """Say what to lower where the device or the machine has no more memory. Raises UserError."""
+    """Turn an out-of-memory error into one that names the setting to lower. Raises UserError."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError) as error:

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from transformers import BitsAndBytesConfig
 
 from instruments.errors import ConfigError
-from models.config import ModelConfig
-from models.quantization_rules import missing_bitsandbytes
+from models.config import ModelConfig, missing_bitsandbytes
 
 
 def bitsandbytes_config(quantization: str, compute_dtype: torch.dtype) -> BitsAndBytesConfig:
@@ -56,7 +55,7 @@ def require_bitsandbytes(quantization: str) -> None:
 
 @contextmanager
 def explained_offload(model: ModelConfig) -> Iterator[None]:
-    """Say what to do where a quantised model does not fit. Raises ConfigError."""
+    """Turn transformers' refusal to offload into an error that names the settings. Raises ConfigError."""
     try:
         yield
     except ValueError as error:
@@ -72,11 +71,11 @@ def explained_offload(model: ModelConfig) -> Iterator[None]:
 def prepare_quantised(model: nn.Module, dtype: torch.dtype) -> None:
     """Make a quantised model compute in `dtype`, and give gradients on every CPU.
 
-    Where a checkpoint is stored in 4 or 8 bits, transformers leaves its other weights in the format they have on disk,
-    whatever it is asked. And on a CPU with AVX512-BF16 bitsandbytes packs a weight anew at its first use without
-    gradients; its products give no gradient from then on, without a word.
+    transformers leaves the other weights of a checkpoint in 4 or 8 bits in their format on disk, even if another is
+    asked for. And on a CPU with AVX512-BF16 bitsandbytes repacks a weight at its first use without gradients; from
+    then on its products silently give no gradient.
     """
-    # Says at every product of every int8 layer that float16 is what it quantises.
+    # It warns at every product of every int8 layer that inputs are cast to float16.
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -91,7 +90,7 @@ def prepare_quantised(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def dense_weight(module: nn.Module) -> Float[Tensor, "O I"]:
-    """The weight of a Linear layer as plain numbers, wherever and however it is kept.
+    """The weight of a Linear layer as plain numbers, on its device.
 
     Args:
         module: nn.Linear, or Linear4bit or Linear8bitLt of bitsandbytes; its weight may be offloaded.
@@ -100,7 +99,7 @@ def dense_weight(module: nn.Module) -> Float[Tensor, "O I"]:
         products are computed in, of 8 bits in fp32.
     Numerics: what bitsandbytes multiplies by in the backward pass; 4 bits exactly, int8 to 1 fp32 rounding.
     """
-    layer: Any = module  # bitsandbytes' attributes are nobody's type
+    layer: Any = module  # bitsandbytes' attributes are not typed
     with align_module_device(module):
         weight: Tensor = layer.weight.detach()
         if getattr(layer.weight, "quant_state", None) is not None:
@@ -116,6 +115,6 @@ def bitsandbytes() -> ModuleType:
     """The package; an optional extra that takes a while to import. Raises ConfigError: it is not installed."""
     if not find_spec("bitsandbytes"):
         raise missing_bitsandbytes()
-    # Advises, as it is imported on a CPU with AVX512-BF16, to install a kernel that `prepare_quantised` keeps it from.
+    # On a CPU with AVX512-BF16 its import advises to install a kernel that `prepare_quantised` switches off.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     return import_module("bitsandbytes")

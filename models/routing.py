@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and what its gate multiplies each by."""
+"""The choice of experts for a token, and the gates that weigh them."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LinearRouter:
-    """Logits x @ rowsᵀ + bias. The bias takes part in the choice, never in the gates; zeros where there is none."""
+    """Logits x @ rowsᵀ + bias. The bias affects the choice, never the gates; zeros where there is none."""
 
     rows_ED: Tensor
     bias_E: Tensor
@@ -26,7 +26,7 @@ class LinearRouter:
         return len(self.rows_ED)
 
     def logits(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T E"]:
-        """What the choice is made by."""
+        """The choice is by the highest of these."""
         return torch.addmm(self.bias_E, x_TD, self.rows_ED.T)
 
     def choose(self, x_TD: Float[Tensor, "T D"], top_k: int) -> Int[Tensor, "T K"]:
@@ -39,7 +39,7 @@ class LinearRouter:
 
 
 def rounded(router: LinearRouter, dtype: torch.dtype) -> LinearRouter:
-    """What is left of a router in a checkpoint of this number format; a bias is kept in fp32."""
+    """The router after a round trip through a checkpoint of this number format; a bias is kept in fp32."""
     return LinearRouter(router.rows_ED.to(dtype).float(), router.bias_E.float())
 
 
@@ -55,7 +55,7 @@ def chosen_mask(chosen_TK: Int[Tensor, "T K"], experts: int) -> Float[Tensor, "T
 
 
 def has_copies(neurons_EN: Int[Tensor, "E N"]) -> bool:
-    """Whether some neuron stands in more than one expert."""
+    """Whether some neuron is in more than one expert."""
     return bool(neurons_EN.flatten().bincount().max() > 1)
 
 
@@ -77,15 +77,15 @@ def active_copies(
 class GateKind(StrEnum):
     """How an architecture turns router logits into gates."""
 
-    CONSTANT = "constant"  # whatever the logits: no architecture, an idealisation
+    CONSTANT = "constant"  # 1 for any logits: no architecture, an idealisation
     SOFTMAX_OF_CHOSEN = "softmax_of_chosen"  # over the K chosen, or over all and renormalised: the same
     SOFTMAX_OF_ALL = "softmax_of_all"  # over all E, not renormalised
     SIGMOID_OF_CHOSEN = "sigmoid_of_chosen"  # renormalised over the K chosen
     SIGMOID = "sigmoid"  # not renormalised
 
 
-# Standard deviation of router logits that training and bf16 keep, and that costs next to nothing: at 1 a softmax weighs
-# the experts of one token too differently, while its low precision is relative to the logits, that of a sigmoid to ½.
+# Standard deviation of router logits that survives training and bf16 at next to no cost: at 1 a softmax weighs the
+# experts of one token too differently. Rounding errors are relative to the logits for a softmax, to ½ for a sigmoid.
 LOGIT_STD = {
     GateKind.CONSTANT: 1.0,
     GateKind.SOFTMAX_OF_CHOSEN: 0.3,
@@ -116,7 +116,7 @@ def masked_gates(
 def relative_gates(
     kind: GateKind, logits_TE: Float[Tensor, "T E"], chosen_TK: Int[Tensor, "T K"]
 ) -> Float[Tensor, "T K"]:
-    """Gates of the chosen experts times the scale that a checkpoint folds in: 1 each where logits are equal."""
+    """Gates of the chosen experts times the checkpoint's gate scale: 1 each where logits are equal."""
     chosen_logits_TK = logits_TE.gather(1, chosen_TK)
     match kind:
         case GateKind.CONSTANT:

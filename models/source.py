@@ -1,4 +1,4 @@
-"""The dense source model: where it lies, whether it can be carved, and what identifies it. Reads headers only."""
+"""The dense source model: its folder, whether it can be carved, and its cache key. Reads headers only."""
 
 import hashlib
 import json
@@ -19,27 +19,28 @@ from models.checkpoint.folder import (
     GIVE_FOLDER,
     INDEX,
     SINGLE,
+    Entry,
+    PackedEntry,
     check_shards,
+    join_packed,
     list_shards,
     missing_weights,
     require_folder,
 )
-from models.checkpoint.packed import Entry, PackedEntry, join_packed
-from models.config import ModelConfig
+from models.config import ModelConfig, check_placement, check_quantization, stored_quantization
 from models.dense import check_features, check_tensors, dense_family
-from models.quantization_rules import check_placement, check_quantization, stored_quantization
 
 # Not every *.safetensors: some repositories hold the same weights a second time under another name.
 _FILES = ["model*.safetensors", "*.json", "tokenizer*", "*.model", "merges.txt", "*.jinja", "LICENSE*", "NOTICE*"]
 
-# Advice where the hub does not answer.
+# Advice if the hub does not answer.
 CONNECT = "connect once, or HF_ENDPOINT=https://<mirror> before the command"
-# Seconds to wait for the hub before saying that it cannot be reached; its own client asks six times, for half a minute.
+# Seconds to wait for the hub before saying that it cannot be reached; its client retries for half a minute.
 HUB_TIMEOUT = 2.5
 
 
 def hub_answers() -> bool:
-    """Whether the hub is there: asked once in a process, and never where HF_HUB_OFFLINE is set."""
+    """Whether the hub answers: asked once in a process, and never if HF_HUB_OFFLINE is set."""
     return not constants.HF_HUB_OFFLINE and _answers(constants.ENDPOINT)
 
 
@@ -54,7 +55,7 @@ def _answers(address: str) -> bool:
 
 
 def _ask(address: str) -> bool:
-    """Whether a server answers; a gateway's word that there is none behind it is no answer."""
+    """Whether a server answers; a gateway's error (5xx) is no answer."""
     try:
         urlopen(Request(address, method="HEAD"), timeout=HUB_TIMEOUT).close()
     except HTTPError as answer:
@@ -87,7 +88,7 @@ def download_config(model: ModelConfig) -> Path:
 
 
 def list_files(model: ModelConfig) -> list[str] | None:
-    """Names of all its files; None where the hub does not answer."""
+    """Names of all its files; None if the hub does not answer."""
     if not hub_answers():
         return None
     try:
@@ -105,7 +106,7 @@ def repository(model: ModelConfig) -> str:
 
 
 def missing_from_cache(model: ModelConfig, what: str) -> CheckpointError:
-    """The error of a hub that does not answer, where the cache has not got `what`."""
+    """The error for a hub that does not answer while `what` is not in the cache."""
     offline = constants.HF_HUB_OFFLINE
     silence = "HF_HUB_OFFLINE is set" if offline else f"the hub cannot be reached at {constants.ENDPOINT}"
     return CheckpointError(
@@ -164,7 +165,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def check_source(model: ModelConfig) -> list[UserError]:
-    """Everything that keeps this source from being carved, found without reading a weight."""
+    """All reasons why this source cannot be carved, found without reading a weight."""
     try:
         config = read_source_config(model)
     except UserError as error:
@@ -185,7 +186,7 @@ def check_source(model: ModelConfig) -> list[UserError]:
 
 
 def source_cache_key(model: ModelConfig) -> dict[str, Any]:
-    """What changes when the source changes, for fingerprints. Raises UserError."""
+    """Values that change with the source, for fingerprints. Raises UserError."""
     if model.kind == "hub":
         # The hub keeps each revision in a folder named by its commit.
         return {"name": model.name, "commit": download_config(model).parent.name}
@@ -206,7 +207,7 @@ def _sha256(data: bytes) -> str:
 
 
 def _check_weights(model: ModelConfig) -> tuple[dict[str, Entry] | None, list[UserError]]:
-    """The tensors, where their headers are at hand, and what is wrong with the weights."""
+    """The tensors, if their headers are on this machine, and the errors of the weights."""
     if model.kind != "hub":
         stored, errors = check_shards(_local_folder(model))
         if errors:
@@ -215,7 +216,7 @@ def _check_weights(model: ModelConfig) -> tuple[dict[str, Entry] | None, list[Us
         return entries, [*errors]
     names = list_files(model)
     if names is None:
-        # Off line, what the cache holds of the weights is checked when they are read.
+        # Off line, cached weights are checked when they are read.
         cached = any((download_config(model).parent / name).exists() for name in (SINGLE, INDEX))
         return None, [] if cached else [missing_from_cache(model, "the model's weights are")]
     return None, [] if {SINGLE, INDEX} & set(names) else [missing_weights(repository(model), names)]

@@ -1,7 +1,7 @@
 """A dense model run layer by layer from its shards, one layer in memory at a time.
 
 Many streams of hidden states can pass the same layers side by side (the dense model, the carved one, baselines), each
-with its own FFN. Memory is the hidden states plus one layer, whatever the model's size.
+with its own FFN. Memory is the hidden states plus one layer, for a model of any size.
 """
 
 import copy
@@ -18,13 +18,13 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from models.checkpoint.reader import ShardReader
 from models.dense import dense_family
+from models.experts import read_part
 from models.ffn import DenseFFN
-from models.slicing import read_part
 from models.source import read_config
 
 
 class _LayerStandIn(nn.Module):
-    """Passes on what it gets, and keeps what the decoder hands a layer beside it."""
+    """In the place of a decoder layer: passes hidden states on, and keeps the other arguments."""
 
     hidden: Tensor
 
@@ -34,13 +34,13 @@ class _LayerStandIn(nn.Module):
         self.attention_type = getattr(like, "attention_type", None)
         self.arguments: dict[str, Any] = {}
 
-    def forward(self, hidden: Tensor, **arguments: Any) -> Tensor:  # noqa: ANN401 - whatever its release hands a layer
+    def forward(self, hidden: Tensor, **arguments: Any) -> Tensor:  # noqa: ANN401 - differs by release
         self.hidden, self.arguments = hidden, arguments
         return hidden
 
 
 class _FinalNorm(nn.Module):
-    """Stands in for the decoder: all of it but the last norm has already happened."""
+    """In the place of the decoder, after its layers have run: only the last norm is left."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -54,11 +54,11 @@ class DecoderSkeleton:
     """Embedding, masks, position encoding and head by transformers' own code, for every family alike.
 
     Embeddings are scaled as the family scales them, every layer gets its own mask and rotation, and logits are divided
-    or capped, without a line about any of it here. Memory: no weights; they are lent for each call.
+    or capped, with no code for any of it here. Memory: no weights; the caller lends them for each call.
     """
 
     def __init__(self, skeleton: PreTrainedModel, *, device: torch.device, dtype: torch.dtype) -> None:
-        """Build it beside a whole model on the meta device."""
+        """Build it from a whole model on the meta device."""
         self._model = _without_layers(skeleton.config, dtype).to(device)
         decoder = self._model.get_decoder()
         self._norm, decoder.norm = decoder.norm, nn.Identity()
@@ -76,7 +76,7 @@ class DecoderSkeleton:
 
     @torch.no_grad()
     def layer_arguments(self, hidden_1TD: Float[Tensor, "1 T D"]) -> list[dict[str, Any]]:
-        """What each layer is called with beside its hidden states; those of one sequence serve any number."""
+        """Each layer's arguments other than hidden states; those of one sequence hold for any number."""
         self._decoder(inputs_embeds=hidden_1TD, use_cache=False)
         return [stand_in.arguments for stand_in in self._stand_ins]
 
@@ -110,7 +110,7 @@ _LENGTHS_KEPT = 64
 
 
 class _CaptureFFN(nn.Module):
-    """Stands in for a layer's FFN: keeps the input, adds nothing."""
+    """In the place of a layer's FFN: keeps the input, adds nothing."""
 
     x: Tensor
 
@@ -120,15 +120,15 @@ class _CaptureFFN(nn.Module):
 
 
 class StreamLayer:
-    """One decoder layer: attention by transformers' own code, FFN by whoever streams."""
+    """One decoder layer: attention by transformers' own code, FFN by the caller."""
 
     def __init__(self, module: nn.Module, ffn: DenseFFN, arguments: Callable[[int], dict[str, Any]]) -> None:
-        """Replace the layer's FFN by one that only shows its input.
+        """Replace the layer's FFN by one that only records its input.
 
         Args:
             module: of transformers, weights in place.
             ffn: the weights of its FFN.
-            arguments: tokens of a sequence → what the decoder calls the layer with beside them.
+            arguments: length of a sequence → the layer's other arguments.
         """
         self.ffn = ffn
         self._capture = _CaptureFFN()
@@ -153,7 +153,7 @@ class StreamLayer:
 
     @torch.no_grad()
     def add(self, residual: Float[Tensor, "*T D"], ffn_output: Float[Tensor, "*T D"]) -> Float[Tensor, "*T D"]:
-        """The layer's output: the residual stream and what an FFN gave, normed or scaled where the family does that."""
+        """The layer's output: the residual stream plus an FFN's output, normed or scaled where the family does that."""
         if self._norm is not None:
             ffn_output = self._norm(ffn_output)
         return residual + ffn_output * self._multiplier

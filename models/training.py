@@ -1,4 +1,4 @@
-"""Parameter groups for training an MoE, and what its routers decide meanwhile."""
+"""Parameter groups for training an MoE, and a watch on its routers' decisions."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -14,14 +14,14 @@ from instruments.errors import CheckpointError
 
 
 class Part(StrEnum):
-    """What a parameter belongs to."""
+    """The part of the model that a parameter belongs to."""
 
     ROUTER = "router"
     EXPERTS = "experts"  # routed and always-on ones, and the gate of the latter
     REST = "rest"  # embeddings, attention, norms, head
 
 
-# Of every architecture in models/targets/base.py, as transformers names its parameters in memory.
+# For every architecture in models/targets, as transformers names its parameters in memory.
 _ROUTER = re.compile(r"\.(?:gate|router)\.weight$")
 _EXPERTS = re.compile(r"(?:^|\.)(?:experts|shared_experts?|shared_expert_gate|shared_mlp)\.")
 
@@ -41,7 +41,7 @@ def parameter_groups(
     rest_rate: float = 0.0,
     weight_decay: float = 0.0,
 ) -> list[dict[str, Any]]:
-    """Groups for any torch optimizer; a part whose rate is 0 is frozen and in none of them.
+    """Groups for any torch optimizer; a part whose rate is 0 is frozen and left out.
 
     Weights decay in matrices of experts and the rest, never in routers, norms and biases.
 
@@ -97,13 +97,13 @@ def find_routers(model: nn.Module) -> list[nn.Module]:
 
 
 def selection_bias(router: nn.Module) -> Tensor | None:
-    """``(E,)`` what the router adds to its scores to choose by, where its architecture has that."""
+    """``(E,)`` bias that the router adds to its scores for the choice, if its architecture has one."""
     bias = getattr(router, "e_score_correction_bias", None)
     return bias if isinstance(bias, Tensor) else None
 
 
 class RouterWatch:
-    """Collects what routers decide.
+    """Collects the routers' decisions.
 
     Hooks stay in place between the passes and keep nothing then: gradient checkpointing recomputes a layer as it ran,
     hooks included, and what it recomputes is not collected twice.

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from instruments.errors import UserError
-from models.parameters import count_carved
-from models.shape import MoEShape
+from models.config import MoEShape
 from models.targets.choose import select_target
-from models.targets.config import source_dtype
+from models.targets.config import count_carved, source_dtype
 from stages.assemble.config import AssembleConfig
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}

@@ -14,8 +14,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from instruments.errors import ConfigError
-from models.config import ModelConfig
-from models.shape import PER_LAYER, TOPOLOGIES
+from models.config import PER_LAYER, TOPOLOGIES, ModelConfig
 from pipeline.layout import CONF, REPOSITORY
 from pipeline.stages_table import ALL
 from stages.accumulators.config import StoreConfig

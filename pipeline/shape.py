@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from models.shape import PER_LAYER, MoEShape
+from models.config import PER_LAYER, MoEShape
 
 # Share of an FFN that is always on by default: of the FFN, and of its active neurons where few are active.
 ALWAYS_ON_SHARE, ALWAYS_ON_SHARE_OF_ACTIVE = 0.24, 0.48

@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from instruments.errors import ConfigError
-from models.parameters import ParameterCount, count_carved, count_dense
-from models.shape import MoEShape
+from models.config import MoEShape
+from models.dense import keeps_tied
 from models.targets.base import MoETarget
 from models.targets.choose import check_target, select_target
-from models.targets.tiny_onn import keeps_tied
+from models.targets.config import ParameterCount, count_carved, count_dense
 from pipeline.disk import expected_bytes, in_mib
 from pipeline.shape import ShapeRequest, close_shapes, shape_faults
 from stages.assemble.config import AssembleConfig

@@ -9,7 +9,7 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from instruments.errors import ConfigError, UserError
-from models.shape import MoEShape
+from models.config import MoEShape
 from models.source import check_source, read_source_config
 from models.targets.choose import check_target, select_target
 from pipeline.consistency import contradictions, find_uses, involves, map_errors, warn_of_unread

@@ -1,8 +1,12 @@
-"""A checkpoint folder: its shards, and which tensor lies in which."""
+"""A checkpoint folder by its headers: its shards, its tensors, and weights stored in 4 or 8 bits."""
 
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import ceil, prod
 from pathlib import Path
+from typing import Any
 
 from instruments.errors import CheckpointError
 from instruments.safetensors_header import TensorEntry, read_header
@@ -38,7 +42,7 @@ def list_shards(folder: Path) -> list[Path]:
 
 
 def read_index(folder: Path) -> dict[str, str]:
-    """Tensor name → shard name, as the index says."""
+    """Tensor name → shard name in the index."""
     path = folder / INDEX
     try:
         weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
@@ -50,7 +54,7 @@ def read_index(folder: Path) -> dict[str, str]:
 
 
 def missing_weights(place: Path | str, names: Iterable[str]) -> CheckpointError:
-    """Why a place without safetensors is refused; `names` are the files it does have."""
+    """The error for a place without safetensors weights; `names` are its files."""
     pickles = sorted(name for name in names if any(Path(name).match(pattern) for pattern in _PICKLE_PATTERNS))
     if not pickles:
         return CheckpointError(f"no {SINGLE} or {INDEX}", where=str(place), do="give a safetensors checkpoint")
@@ -63,7 +67,7 @@ def missing_weights(place: Path | str, names: Iterable[str]) -> CheckpointError:
 
 
 def check_shards(folder: Path) -> tuple[dict[str, TensorEntry], list[CheckpointError]]:
-    """Every tensor of the shards that are whole, and everything wrong with the others."""
+    """Every tensor of the intact shards, and the errors of the others."""
     entries: dict[str, TensorEntry] = {}
     try:
         shards = list_shards(folder)
@@ -95,3 +99,128 @@ def _index_mismatch(folder: Path, entries: dict[str, TensorEntry]) -> list[Check
         return []
     what = f"{len(wrong)} of {len(index)} tensors are not in the shard the index names: {', '.join(wrong[:3])}"
     return [CheckpointError(what, where=str(folder / INDEX), do="download or copy the checkpoint again")]
+
+
+_STATE = re.compile(r"(?P<weight>.+)\.(?P<key>quant_state\.bitsandbytes__(?P<kind>nf4|fp4))")
+_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_RESTORE = "download or copy the checkpoint again"
+_NESTED = ("nested_absmax", "nested_quant_map")
+
+
+@dataclass(frozen=True)
+class PackedEntry:
+    """One weight that bitsandbytes stored in 4 or 8 bits: as the model sees it, and the tensors it is stored in.
+
+    4 bits: `X.weight` holds two weights a byte, row by row, in blocks with a scale each (`.absmax`, itself quantised
+    where there is `.nested_absmax`), decoded by `.quant_map`; the JSON bytes of `.quant_state.bitsandbytes__nf4` (or
+    fp4) give shape, number format and block size. 8 bits: `X.weight` is int8 and `X.SCB` holds the largest magnitude of
+    each row. Source: bitsandbytes.functional.QuantState.as_dict and bitsandbytes.nn.Linear8bitLt.
+    """
+
+    kind: str  # nf4, fp4 or int8
+    dtype: str  # of the weight once dequantised, as safetensors spells it
+    shape: tuple[int, ...]  # true shape, (out_features, in_features)
+    parts: Mapping[str, TensorEntry]  # "weight", "absmax", "quant_map" ... or "weight", "SCB"
+
+
+Entry = TensorEntry | PackedEntry
+
+
+def join_packed(entries: Mapping[str, TensorEntry], folder: Path) -> tuple[dict[str, Entry], list[CheckpointError]]:
+    """Every tensor of a checkpoint folder as the model sees it, and an error for every incomplete packed weight.
+
+    Reads no more than the few bytes of JSON that go with each 4-bit weight.
+    """
+    joined: dict[str, Entry] = dict(entries)
+    errors, dtype = [], _named_dtype(folder)
+    for name in entries:
+        try:
+            if state := _STATE.fullmatch(name):
+                _replace(joined, state["weight"], _four_bits(entries, state["weight"], state["key"], state["kind"]))
+            elif name.endswith(".SCB"):
+                weight = name.removesuffix("SCB") + "weight"
+                _replace(joined, weight, _eight_bits(entries, weight, dtype))
+        except CheckpointError as error:
+            errors.append(error)
+    return joined, errors
+
+
+def _replace(joined: dict[str, Entry], weight: str, packed: PackedEntry) -> None:
+    stem = weight.removesuffix("weight")
+    for key in packed.parts:
+        joined.pop(f"{weight}.{key}", None)
+    for key in ("SCB", "weight_format"):
+        joined.pop(f"{stem}{key}", None)
+    joined[weight] = packed
+
+
+def _four_bits(entries: Mapping[str, TensorEntry], weight: str, key: str, kind: str) -> PackedEntry:
+    state = _read_state(entries[f"{weight}.{key}"], weight)
+    keys = ["absmax", "quant_map", *(_NESTED if f"{weight}.{_NESTED[0]}" in entries else ())]
+    parts = {"weight": _part(entries, weight, weight), key: entries[f"{weight}.{key}"]}
+    parts |= {name: _part(entries, f"{weight}.{name}", weight) for name in keys}
+    shape = tuple(int(side) for side in state["shape"])
+    size, blocks = prod(shape), ceil(prod(shape) / int(state["blocksize"]))
+    found = (parts["weight"].nbytes, prod(parts["absmax"].shape))
+    if found != (ceil(size / 2), blocks):
+        raise CheckpointError(
+            f"a weight of {shape} needs {ceil(size / 2)} bytes in {blocks} blocks, has {found[0]} in {found[1]}",
+            where=f"{parts['weight'].path}, {weight}",
+            do=_RESTORE,
+        )
+    return PackedEntry(kind, _DTYPES[state["dtype"]], shape, parts)
+
+
+def _eight_bits(entries: Mapping[str, TensorEntry], weight: str, dtype: str) -> PackedEntry:
+    stem = weight.removesuffix("weight")
+    parts = {"weight": _part(entries, weight, weight), "SCB": entries[f"{stem}SCB"]}
+    layout = entries.get(f"{stem}weight_format")
+    code = 0 if layout is None else _read(layout, weight)[0]
+    entry = parts["weight"]
+    if entry.dtype != "I8" or parts["SCB"].shape != entry.shape[:1] or code:
+        raise CheckpointError(
+            f"int8 weights are not stored row by row (format {code}, {entry.dtype} {list(entry.shape)})",
+            where=f"{entry.path}, {weight}",
+            do="load and save the model with bitsandbytes 0.45 or later, or give the unquantised checkpoint",
+        )
+    return PackedEntry("int8", dtype, entry.shape, parts)
+
+
+def _part(entries: Mapping[str, TensorEntry], name: str, weight: str) -> TensorEntry:
+    if name not in entries:
+        raise CheckpointError(f"quantised weight {weight} lacks {name}", do=_RESTORE)
+    return entries[name]
+
+
+def _read_state(entry: TensorEntry, weight: str) -> dict[str, Any]:
+    try:
+        state = dict(json.loads(_read(entry, weight)))
+        if not (state["shape"] and state["blocksize"] and state["dtype"] in _DTYPES):
+            raise ValueError(state)
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"unreadable quantisation state ({type(error).__name__}: {error})",
+            where=f"{entry.path}, {weight}",
+            do=_RESTORE,
+        ) from error
+    return state
+
+
+def _read(entry: TensorEntry, weight: str) -> bytes:
+    with entry.path.open("rb") as file:
+        file.seek(entry.offset)
+        data = file.read(entry.nbytes)
+    if len(data) != entry.nbytes:
+        raise CheckpointError(f"{entry.path.name} was cut short while in use", where=f"{entry.path}, {weight}")
+    return data
+
+
+def _named_dtype(folder: Path) -> str:
+    """The number format to dequantise int8 weights to: config.json may name it, their file does not."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        named = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+    except (OSError, ValueError, AttributeError):
+        # `read_config` reports it.
+        return "BF16"
+    return _DTYPES.get(named, "BF16")

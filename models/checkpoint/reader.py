@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint, one at a time; those stored in 4 or 8 bits as the plain numbers they stand for."""
+"""Tensors of a checkpoint, one at a time; those stored in 4 or 8 bits are dequantised."""
 
 from collections.abc import KeysView, Mapping
 from importlib import import_module
@@ -12,16 +12,15 @@ from torch import Tensor
 from instruments.errors import CheckpointError
 from instruments.safetensors_header import read_header
 from instruments.safetensors_reader import TORCH_DTYPES, EntryReader
-from models.checkpoint.folder import read_checkpoint
-from models.checkpoint.packed import Entry, PackedEntry, join_packed
-from models.quantization_rules import missing_bitsandbytes
+from models.checkpoint.folder import Entry, PackedEntry, join_packed, read_checkpoint
+from models.config import missing_bitsandbytes
 
 
 def dequantise(entry: PackedEntry, parts: Mapping[str, Tensor]) -> Tensor:
     """The weight in its true shape and number format.
 
     Args:
-        entry: what the headers say of it.
+        entry: its description from the headers.
         parts: its tensors as stored.
     Raises:
         ConfigError: bitsandbytes is not installed.
@@ -39,7 +38,7 @@ def dequantise(entry: PackedEntry, parts: Mapping[str, Tensor]) -> Tensor:
     state = functional.QuantState.from_dict(
         {key: part for key, part in parts.items() if key != "weight"}, torch.device("cpu")
     )
-    # Packed bytes may be stored under another format's name, for the sake of distributed training.
+    # For distributed training, packed bytes may be stored under another format's name.
     plain = functional.dequantize_4bit(parts["weight"].view(torch.uint8).view(-1, 1), state)
     return plain.to(TORCH_DTYPES[entry.dtype])
 

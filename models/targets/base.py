@@ -1,46 +1,93 @@
-"""MoE targets: weight names, and what each can say."""
+"""The description of one MoE architecture, and the rules that follow from it: gates, their scale, and padding.
 
-from dataclasses import dataclass
-from enum import StrEnum
+With equal router logits every architecture gives its K chosen experts equal gates that sum to less than the dense FFN
+would weigh them. The inverse goes into the down projections or, where the architecture has a factor, into its config.
+"""
 
-from models.dense import DENSE_FAMILIES
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-_LAYER = "model.layers.{layer}."
+from models.config import MoEShape
+
+LAYER = "model.layers.{layer}."
+
+# Grouped matrix kernels want rows of 16 bytes: 8 numbers in half precision. Fused kernels of serving runtimes are at
+# their fastest from 128 on, llama.cpp's K-quants want 256.
+ALIGNMENT = 8
 
 
-class AlwaysOn(StrEnum):
-    """Where a target keeps neurons that every token passes."""
+@dataclass(frozen=True)
+class GateScale:
+    """Scales applied in fp32 when a checkpoint is written; powers of two change no mantissa."""
 
-    NONE = "none"
-    SIGMOID_GATED = "sigmoid_gated"  # shared expert behind a gate σ(g·x)
-    UNGATED = "ungated"
+    down_scale: float  # routed experts' down
+    shared_down_scale: float  # always-on neurons' down
+    norm_topk_prob: bool | None  # None: the architecture has no such key
+    routed_scaling_factor: float | None  # None: the architecture has no such key
+    selection_bias_scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class ConfigInput:
+    """What a target makes its keys of config.json from."""
+
+    # config.json of the dense model: as it is for the project's own class; for others with its family's defaults and
+    # the position encoding in both spellings.
+    dense: Mapping[str, Any]
+    shape: MoEShape
+    width: int  # of an expert on disk
+    shared: int  # neurons of the always-on FFN on disk
+    gate_scale: GateScale
+    dtype: str
 
 
 @dataclass(frozen=True)
 class MoETarget:
-    """One MoE architecture. Names hold `{layer}`, `{expert}` and `{part}`."""
+    """One MoE architecture. Names of tensors hold `{layer}`, `{expert}` and `{part}`."""
 
     model_type: str
     architecture: str
-    sources: frozenset[str]  # dense families whose attention it can express
-    always_on: AlwaysOn
-    experts: str = _LAYER + "mlp.experts.{expert}.{part}.weight"
+    # Dense families whose attention it can express → rank among their targets; `auto` takes the lowest that fits.
+    sources: Mapping[str, int]
+    # Its keys of config.json in addition to those of all architectures; all keys of the project's own class.
+    config_keys: Callable[[ConfigInput], dict[str, Any]]
+    runtimes: tuple[str, ...] = ()  # serving runtimes that know the architecture by name
+    runtime_note: str = ""  # one more line of the model card
+
+    router: str = LAYER + "mlp.gate.weight"
+    experts: str = LAYER + "mlp.experts.{expert}.{part}.weight"
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    # Where all experts of a layer are one tensor: (E, 2N, D) with gate above up, and (E, D, N).
-    packed: tuple[str, str] | None = None
-    # The same, where one pool of experts is shared by all layers.
-    packed_pool: tuple[str, str] | None = None
-    router: str = _LAYER + "mlp.gate.weight"
-    shared: str | None = None
-    packed_shared: tuple[str, str] | None = None  # (2S, D) and (D, S)
-    shared_router: str | None = None
+    packed: tuple[str, str] | None = None  # all experts of a layer: (E, 2N, D) with gate above up, and (E, D, N)
+    packed_pool: tuple[str, str] | None = None  # the same for one pool of experts that all layers share
+    shared: str | None = None  # the FFN of the always-on neurons
+    packed_shared: tuple[str, str] | None = None  # the same as (2S, D) and (D, S)
+    shared_router: str | None = None  # its gate σ(g·x)
     selection_bias: str | None = None
-    output_bias: bool = False  # attention's o_proj may have a bias
-    sliding_window: bool = False
+
+    scoring: str = "softmax"  # of router logits; or sigmoid
+    normalised: Callable[[MoEShape], bool] = field(default=lambda _shape: True)  # the K chosen gates sum to 1
+    norm_key: bool = True  # config.json has norm_topk_prob
+    factor_key: bool = False  # config.json has routed_scaling_factor, and the scale goes there
+    selection_bias_scale: float = 1.0  # of a bias that is added to logits, where the architecture adds it elsewhere
     least_experts: int = 1
+
+    always_has_shared: bool = False  # at least one always-on neuron
+    shared_as_experts: bool = False  # always-on neurons come in multiples of an expert's width
+
+    output_bias: bool = False  # attention's o_proj may have a bias
+    sliding_window: bool = False  # one window for all layers
+    layer_windows: bool = False  # a window in some layers
     head_dim: bool = True  # heads may be wider or narrower than hidden_size / heads
+    partial_rotation: bool = False  # part of each head may be rotated
     # The project's own class: the source's decoder as it is, with its own weight names and tied or untied head.
     own: bool = False
+
+    @property
+    def has_shared(self) -> bool:
+        """Whether it can keep neurons that every token passes."""
+        return bool(self.shared or self.packed_shared)
 
     def ffn(self, layer: int, expert: int) -> tuple[str, str, str]:
         """Names of an expert's gate, up and down."""
@@ -54,75 +101,53 @@ class MoETarget:
         return gate, up, down
 
 
-_LLAMA_LIKE = frozenset({"llama", "mistral", "phi3"})
-_GRANITE_PACKED = (_LAYER + "block_sparse_moe.input_linear.weight", _LAYER + "block_sparse_moe.output_linear.weight")
+def several_chosen(shape: MoEShape) -> bool:
+    """When to renormalise gates: over one chosen expert they would be 1 whatever the logits, and no router learns."""
+    return shape.top_k > 1
 
-MOE_TARGETS = {
-    target.model_type: target
-    for target in (
-        MoETarget("qwen3_moe", "Qwen3MoeForCausalLM", frozenset({"qwen3"}), AlwaysOn.NONE, output_bias=True),
-        MoETarget(
-            "qwen2_moe",
-            "Qwen2MoeForCausalLM",
-            _LLAMA_LIKE | {"qwen2"},
-            AlwaysOn.SIGMOID_GATED,
-            shared=_LAYER + "mlp.shared_expert.{part}.weight",
-            shared_router=_LAYER + "mlp.shared_expert_gate.weight",
-            head_dim=False,  # of transformers 4
-        ),
-        MoETarget(
-            "mixtral",
-            "MixtralForCausalLM",
-            _LLAMA_LIKE,
-            AlwaysOn.NONE,
-            experts=_LAYER + "block_sparse_moe.experts.{expert}.{part}.weight",
-            parts=("w1", "w3", "w2"),
-            router=_LAYER + "block_sparse_moe.gate.weight",
-            sliding_window=True,
-        ),
-        MoETarget(
-            "glm4_moe",
-            "Glm4MoeForCausalLM",
-            _LLAMA_LIKE | {"qwen3", "qwen2"},
-            AlwaysOn.UNGATED,
-            shared=_LAYER + "mlp.shared_experts.{part}.weight",
-            selection_bias=_LAYER + "mlp.gate.e_score_correction_bias",
-            least_experts=2,
-        ),
-        MoETarget("flex_olmo", "FlexOlmoForCausalLM", frozenset({"olmo2"}), AlwaysOn.NONE, output_bias=True),
-        MoETarget(
-            "granitemoe",
-            "GraniteMoeForCausalLM",
-            frozenset({"granite"}),
-            AlwaysOn.NONE,
-            packed=_GRANITE_PACKED,
-            router=_LAYER + "block_sparse_moe.router.layer.weight",
-            output_bias=True,
-            head_dim=False,
-        ),
-        MoETarget(
-            "granitemoeshared",
-            "GraniteMoeSharedForCausalLM",
-            frozenset({"granite"}),
-            AlwaysOn.UNGATED,
-            packed=_GRANITE_PACKED,
-            router=_LAYER + "block_sparse_moe.router.layer.weight",
-            packed_shared=(_LAYER + "shared_mlp.input_linear.weight", _LAYER + "shared_mlp.output_linear.weight"),
-            output_bias=True,
-            head_dim=False,
-        ),
-        MoETarget(
-            "tiny_onn",
-            "TinyONNForCausalLM",
-            frozenset(DENSE_FAMILIES),
-            AlwaysOn.UNGATED,
-            packed=(_LAYER + "mlp.experts.gate_up_proj", _LAYER + "mlp.experts.down_proj"),
-            packed_pool=("experts.gate_up_proj", "experts.down_proj"),
-            shared=_LAYER + "mlp.shared_experts.{part}.weight",
-            selection_bias=_LAYER + "mlp.gate.e_score_correction_bias",
-            output_bias=True,
-            sliding_window=True,
-            own=True,
-        ),
+
+def gate_scale_of(target: MoETarget, shape: MoEShape) -> GateScale:
+    """The scale of one target: with equal router logits the chosen experts weigh 1 each, the always-on neurons 1.
+
+    Numerics: exact in every number format when `down_scale` is a power of two; else products are made in fp32 and
+    rounded once.
+    """
+    normalised = target.normalised(shape)
+    unscaled = shape.experts if target.scoring == "softmax" else 2  # 1/E, or σ(0) = ½
+    inverse = float(shape.top_k if normalised else unscaled)
+    return GateScale(
+        down_scale=1.0 if target.factor_key else inverse,
+        shared_down_scale=2.0 if target.shared_router else 1.0,  # σ(0) = ½
+        norm_topk_prob=normalised if target.norm_key else None,
+        routed_scaling_factor=inverse if target.factor_key else None,
+        selection_bias_scale=target.selection_bias_scale,
     )
-}
+
+
+def gate_kind(target: MoETarget, shape: MoEShape) -> str:
+    """How the target turns logits into gates: a value of `models.routing.GateKind`, which loads torch."""
+    if target.scoring == "sigmoid":
+        return "sigmoid_of_chosen" if target.normalised(shape) else "sigmoid"
+    return "softmax_of_chosen" if target.normalised(shape) else "softmax_of_all"
+
+
+def is_power_of_two(number: float) -> bool:
+    """1, 2, 4, 8 ..."""
+    return number >= 1 and math.frexp(number)[0] == 0.5
+
+
+def expert_width(shape: MoEShape, pad_to: int = ALIGNMENT) -> int:
+    """Neurons of an expert on disk: N, rounded up to a multiple of `pad_to`."""
+    return _round_up(shape.n, pad_to)
+
+
+def shared_width(target: MoETarget, shape: MoEShape, pad_to: int = ALIGNMENT) -> int:
+    """Neurons of the always-on FFN on disk; 0 where the architecture has none, or can leave it out."""
+    if not target.has_shared:
+        return 0
+    neurons = max(1, shape.always_on) if target.always_has_shared else shape.always_on
+    return _round_up(neurons, expert_width(shape, pad_to) if target.shared_as_experts else pad_to)
+
+
+def _round_up(width: int, multiple: int) -> int:
+    return -(-width // multiple) * multiple

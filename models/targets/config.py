@@ -1,16 +1,12 @@
-"""config.json of the MoE, from config.json of the dense model.
-
-Keys are written for transformers 4 (rope_theta, rope_scaling, torch_dtype) and 5 (rope_parameters, dtype): a generation
-that misses its own falls back on the architecture's defaults without a word.
-"""
+"""config.json of the MoE, from config.json of the dense model, and how many parameters that makes."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from models.dense import DENSE_FAMILIES
-from models.shape import MoEShape
-from models.targets.base import MoETarget
-from models.targets.gate_scale import ALIGNMENT, expert_width, gate_scale_of, shared_width
+from models.config import MoEShape
+from models.dense import DENSE_FAMILIES, keeps_tied
+from models.targets.base import ALIGNMENT, ConfigInput, MoETarget, expert_width, gate_scale_of, shared_width
 
 _DEFAULT_THETA = 10000.0
 
@@ -40,10 +36,33 @@ def emit_config(
         dtype: float32, bfloat16 or float16.
         pad_to: widths are rounded up to a multiple of this.
     """
-    family = DENSE_FAMILIES[str(source["model_type"])]
-    dense = {"hidden_act": "silu", **family.defaults, **source}
+    gate_scale = gate_scale_of(target, shape)
+    given = ConfigInput(
+        source, shape, expert_width(shape, pad_to), shared_width(target, shape, pad_to), gate_scale, dtype
+    )
+    if target.own:
+        return target.config_keys(given)
+    dense = {"hidden_act": "silu", **DENSE_FAMILIES[str(source["model_type"])].defaults, **source}
+    rope = _rope(dense)
+    config = _common_keys(dense, target, shape, dtype) | rope
+    if not target.selection_bias:
+        # An architecture with a selection bias has no balancing loss, and trainers would ask for it if the key were
+        # there. TRL adds the loss if its weight is not 0; the routers of a carve were not fitted to even load.
+        config |= {"output_router_logits": False, "router_aux_loss_coef": 0.0}
+    if "transformers_version" in dense:
+        # Tokenizer fixes of transformers depend on the version that wrote the checkpoint.
+        config["transformers_version"] = dense["transformers_version"]
+    config |= target.config_keys(replace(given, dense=dense | rope))
+    if gate_scale.routed_scaling_factor is not None:
+        config["routed_scaling_factor"] = gate_scale.routed_scaling_factor
+    if gate_scale.norm_topk_prob is not None:
+        config["norm_topk_prob"] = gate_scale.norm_topk_prob
+    return config
+
+
+def _common_keys(dense: Mapping[str, Any], target: MoETarget, shape: MoEShape, dtype: str) -> dict[str, Any]:
     heads = dense["num_attention_heads"]
-    config = {
+    return {
         "architectures": [target.architecture],
         "model_type": target.model_type,
         **{key: dense[key] for key in _CARRIED},
@@ -55,100 +74,13 @@ def emit_config(
         "tie_word_embeddings": False,
         "torch_dtype": dtype,
         "dtype": dtype,
-        **_rope(dense),
     }
-    if not target.selection_bias:
-        # Balanced by a bias, an architecture has no such loss, and trainers would ask for it where the key stands. TRL
-        # adds the loss wherever its weight is not 0: even load is not what the routers of a carve were fitted to.
-        config |= {"output_router_logits": False, "router_aux_loss_coef": 0.0}
-    if "transformers_version" in dense:
-        # Tokenizer fixes of transformers depend on who wrote the checkpoint.
-        config["transformers_version"] = dense["transformers_version"]
-    return config | _particular(dense, target, shape, pad_to)
 
 
 def source_dtype(source: Mapping[str, Any]) -> str | None:
     """Number format that config.json names, if any."""
     named = source.get("dtype") or source.get("torch_dtype")
     return None if named is None else str(named).removeprefix("torch.")
-
-
-def _particular(dense: Mapping[str, Any], target: MoETarget, shape: MoEShape, pad_to: int) -> dict[str, Any]:
-    gate_scale = gate_scale_of(target, shape)
-    width, shared = expert_width(shape, pad_to), shared_width(target, shape, pad_to)
-    match target.model_type:
-        case "mixtral":
-            return {
-                "intermediate_size": width,
-                "num_local_experts": shape.experts,
-                "sliding_window": dense.get("sliding_window") if dense["model_type"] in {"mistral", "phi3"} else None,
-            }
-        case "qwen3_moe":
-            return _qwen(shape, width) | {
-                "attention_bias": bool(dense.get("attention_bias")),
-                "norm_topk_prob": gate_scale.norm_topk_prob,
-            }
-        case "qwen2_moe":
-            return _qwen(shape, width) | {
-                "qkv_bias": dense["model_type"] == "qwen2",
-                "shared_expert_intermediate_size": shared,
-                "norm_topk_prob": gate_scale.norm_topk_prob,
-            }
-        case "glm4_moe":
-            return _glm(dense, shape, width, shared) | {
-                "routed_scaling_factor": gate_scale.routed_scaling_factor,
-                "norm_topk_prob": gate_scale.norm_topk_prob,
-            }
-        case "flex_olmo":
-            return {
-                "intermediate_size": width,
-                "num_experts": shape.experts,
-                "attention_bias": bool(dense.get("attention_bias")),
-                "norm_topk_prob": gate_scale.norm_topk_prob,
-            }
-        case "granitemoe" | "granitemoeshared":
-            return _granite(dense, shape, width, shared)
-    raise AssertionError(f"no config for {target.model_type}")
-
-
-def _qwen(shape: MoEShape, width: int) -> dict[str, Any]:
-    return {
-        "num_experts": shape.experts,
-        "moe_intermediate_size": width,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "use_sliding_window": False,
-        "sliding_window": None,
-    }
-
-
-def _granite(dense: Mapping[str, Any], shape: MoEShape, width: int, shared: int) -> dict[str, Any]:
-    multipliers = ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier")
-    return {
-        "intermediate_size": width,
-        "num_local_experts": shape.experts,
-        # granitemoe has none and ignores it.
-        "shared_intermediate_size": shared,
-        "attention_bias": bool(dense.get("attention_bias")),
-        **{name: dense.get(name, 1.0) for name in multipliers},
-    }
-
-
-def _glm(dense: Mapping[str, Any], shape: MoEShape, width: int, shared: int) -> dict[str, Any]:
-    return {
-        "n_routed_experts": shape.experts,
-        "moe_intermediate_size": width,
-        "n_shared_experts": shared // width,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 0,
-        "num_nextn_predict_layers": 0,
-        "attention_bias": dense["model_type"] == "qwen2",
-        "use_qk_norm": dense["model_type"] == "qwen3",
-        # The architecture rotates half of each head unless told otherwise, at both levels.
-        "partial_rotary_factor": 1.0,
-        "rope_parameters": _rope(dense)["rope_parameters"] | {"partial_rotary_factor": 1.0},
-    }
 
 
 def _rope(dense: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,14 +94,14 @@ def _rope(dense: Mapping[str, Any]) -> dict[str, Any]:
     if scaling["rope_type"] != "longrope":
         return _both(theta, scaling)
     original = stored.get("original_max_position_embeddings") or dense["original_max_position_embeddings"]
-    # Phi3's own class knows the factor from the two lengths; the others warn where it is not said.
+    # Phi3's own class knows the factor from the two lengths; the others warn if it is missing.
     scaling = {"factor": dense["max_position_embeddings"] / original, **scaling}
     scaling["original_max_position_embeddings"] = original
-    # transformers 4 reads it beside the scaling, transformers 5 within.
+    # transformers 4 reads it outside of the scaling, transformers 5 within.
     return _both(theta, scaling) | {"original_max_position_embeddings": original}
 
 
-# What early Phi-3 checkpoints call it.
+# The name in early Phi-3 checkpoints.
 _LONG = {"su": "longrope"}
 
 
@@ -179,3 +111,65 @@ def _both(theta: float, scaling: dict[str, Any]) -> dict[str, Any]:
         "rope_scaling": None if scaling["rope_type"] == "default" else scaling,
         "rope_parameters": {"rope_theta": theta, **scaling},
     }
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """All parameters, and those active for one token."""
+
+    total: int
+    active: int
+
+
+def count_dense(source: Mapping[str, Any]) -> ParameterCount:
+    """Count the dense model's parameters; a tied output embedding is not counted twice.
+
+    Args:
+        source: its config.json.
+    """
+    ffn = 3 * int(source["hidden_size"]) * int(source["intermediate_size"])
+    total = _count_kept(source, tied=keeps_tied(source)) + int(source["num_hidden_layers"]) * ffn
+    return ParameterCount(total, total)
+
+
+def count_carved(
+    source: Mapping[str, Any], target: MoETarget, shape: MoEShape, pad_to: int = ALIGNMENT
+) -> ParameterCount:
+    """Count the parameters that `emit_checkpoint` writes, the zero neurons of padding included.
+
+    Among the active parameters, shared experts of a pool count once in every layer. Selection biases are buffers.
+
+    Args:
+        source: config.json of the dense checkpoint.
+        target: the architecture to write.
+        shape: E, N, K, S.
+        pad_to: widths are rounded up to a multiple of this.
+    """
+    hidden, layers = int(source["hidden_size"]), int(source["num_hidden_layers"])
+    expert = 3 * hidden * expert_width(shape, pad_to)
+    layer = hidden * shape.experts + 3 * hidden * shared_width(target, shape, pad_to)
+    if target.shared_router:
+        layer += hidden
+    others = _count_kept(source, tied=target.own and keeps_tied(source)) + layers * layer
+    experts = shape.experts * expert * (1 if shape.pooled else layers)
+    return ParameterCount(others + experts, others + shape.top_k * expert * layers)
+
+
+# Families that normalise all heads' queries, and all keys, at once.
+_NORM_OF_ALL_HEADS = frozenset({"olmo2"})
+
+
+def _count_kept(source: Mapping[str, Any], *, tied: bool) -> int:
+    """Embeddings, attention and norms."""
+    family = DENSE_FAMILIES[str(source["model_type"])]
+    dense = {**family.defaults, **source}
+    hidden, heads = int(dense["hidden_size"]), int(dense["num_attention_heads"])
+    head_dim = int(dense.get("head_dim") or hidden // heads)
+    widths = {"q": heads * head_dim, "k": int(dense.get("num_key_value_heads") or heads) * head_dim, "o": hidden}
+    widths["v"] = widths["k"]
+    layer = 2 * hidden * (widths["q"] + widths["k"]) + len(family.norms) * hidden
+    layer += sum(widths[projection] for projection in family.attention_biases(dense))
+    if family.qk_norm:
+        layer += widths["q"] + widths["k"] if family.model_type in _NORM_OF_ALL_HEADS else 2 * head_dim
+    embeddings = int(dense["vocab_size"]) * hidden * (1 if tied else 2)
+    return embeddings + int(dense["num_hidden_layers"]) * layer + hidden

@@ -1,55 +1,59 @@
-"""config.json of the project's own class, from config.json of the dense model."""
+"""TinyONN, the project's own class: any dense family's decoder as it is, and experts that all layers may share."""
 
+import shutil
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from models.dense import DENSE_FAMILIES
-from models.shape import MoEShape
-from models.targets.base import MoETarget
-from models.targets.gate_scale import ALIGNMENT, expert_width, gate_scale_of, shared_width
-from models.tiny_onn.keys import tiny_onn_keys
+import models.tiny_onn
+from models.dense import DENSE_FAMILIES, keeps_tied
+from models.targets.base import LAYER, ConfigInput, MoETarget, several_chosen
+
+# About the dense checkpoint's files, not about the model.
+_NOT_CARRIED = frozenset({"_name_or_path", "auto_map", "dtype", "quantization_config", "torch_dtype"})
 
 
-def own_config(
-    source: Mapping[str, Any], target: MoETarget, shape: MoEShape, dtype: str, pad_to: int = ALIGNMENT
-) -> dict[str, Any]:
-    """config.json of a `TinyONNForCausalLM`.
-
-    Args:
-        source: config.json of the dense checkpoint; it is kept whole, for the decoder is built from it.
-        target: tiny_onn.
-        shape: E, N, K, S.
-        dtype: float32, bfloat16 or float16.
-        pad_to: widths are rounded up to a multiple of this.
-    """
-    gate_scale = gate_scale_of(target, shape)
-    scale, normalised = gate_scale.routed_scaling_factor, gate_scale.norm_topk_prob
-    assert scale is not None, "the own class carries the scale in its config"
-    assert normalised is not None, "and says whether gates are renormalised"
-    keys = tiny_onn_keys(
-        source,
-        experts=shape.experts,
-        top_k=shape.top_k,
-        expert_width=expert_width(shape, pad_to),
-        shared_width=shared_width(target, shape, pad_to),
-        routed_scaling_factor=scale,
-        norm_topk_prob=normalised,
-        scoring="sigmoid",
-        dtype=dtype,
-        topology=shape.topology,
-    )
-    tied = {"tie_word_embeddings": keeps_tied(source)}
-    return keys | tied | {"dense": _legacy_rope(keys["dense"]) | tied}
+def _config_keys(given: ConfigInput) -> dict[str, Any]:
+    source, gate_scale, tied = given.dense, given.gate_scale, keeps_tied(given.dense)
+    kept = {key: source[key] for key in ("transformers_version",) if key in source}
+    dense = {key: value for key, value in source.items() if key not in _NOT_CARRIED}
+    return {
+        "architectures": ["TinyONNForCausalLM"],
+        "model_type": "tiny_onn",
+        "auto_map": {
+            "AutoConfig": "configuration_tiny_onn.TinyONNConfig",
+            "AutoModelForCausalLM": "modeling_tiny_onn.TinyONNForCausalLM",
+        },
+        "num_experts": given.shape.experts,
+        "num_experts_per_tok": given.shape.top_k,
+        "moe_intermediate_size": given.width,
+        "shared_intermediate_size": given.shared,
+        "routed_scaling_factor": gate_scale.routed_scaling_factor,
+        "norm_topk_prob": gate_scale.norm_topk_prob,
+        "scoring": "sigmoid",
+        "topology": given.shape.topology,
+        "router_aux_loss_coef": 0.0,
+        "output_router_logits": False,
+        "tie_word_embeddings": tied,
+        "torch_dtype": given.dtype,
+        "dtype": given.dtype,
+        **kept,
+        # The decoder is built from it.
+        "dense": _legacy_rope(dense | {"tie_word_embeddings": tied}),
+    }
 
 
-def _legacy_rope(dense: dict[str, Any]) -> dict[str, Any]:
+_BESIDE_SCALING = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+
+
+def _legacy_rope(dense: Mapping[str, Any]) -> dict[str, Any]:
     """Phi-3's position encoding as its hub checkpoints spell it, which both generations of transformers read.
 
     transformers 4 takes no other keys in its scaling, and does not look for the rotated share of a head within it.
     """
     stored = dense.get("rope_parameters")
     if dense["model_type"] != "phi3" or not stored:
-        return dense
+        return dict(dense)
     rest = {key: value for key, value in dense.items() if key != "rope_parameters"}
     apart = {key: stored[key] for key in _BESIDE_SCALING if key in stored}
     if stored.get("rope_type") != "longrope":
@@ -58,10 +62,33 @@ def _legacy_rope(dense: dict[str, Any]) -> dict[str, Any]:
     return rest | apart | {"rope_scaling": {"type": "longrope", **factors}}
 
 
-_BESIDE_SCALING = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+CODE_FILES = ("configuration_tiny_onn.py", "modeling_tiny_onn.py", "sparse_ffn.py")
 
 
-def keeps_tied(source: Mapping[str, Any]) -> bool:
-    """Whether input and output embedding are one tensor, which the own class leaves as it is."""
-    defaults = DENSE_FAMILIES[str(source["model_type"])].defaults
-    return bool(source.get("tie_word_embeddings", defaults.get("tie_word_embeddings", False)))
+def copy_code(folder: Path) -> None:
+    """Copy the modules that `auto_map` in config.json names into a checkpoint's folder."""
+    (package,) = models.tiny_onn.__path__
+    for name in CODE_FILES:
+        shutil.copyfile(Path(package) / name, folder / name)
+
+
+TARGETS = (
+    MoETarget(
+        model_type="tiny_onn",
+        architecture="TinyONNForCausalLM",
+        sources=dict.fromkeys(DENSE_FAMILIES, 9),  # last: it needs trust_remote_code
+        config_keys=_config_keys,
+        packed=(LAYER + "mlp.experts.gate_up_proj", LAYER + "mlp.experts.down_proj"),
+        packed_pool=("experts.gate_up_proj", "experts.down_proj"),
+        shared=LAYER + "mlp.shared_experts.{part}.weight",
+        selection_bias=LAYER + "mlp.gate.e_score_correction_bias",
+        scoring="sigmoid",  # for logits of a size that suits training, sigmoids differ least between experts
+        normalised=several_chosen,
+        factor_key=True,
+        output_bias=True,
+        sliding_window=True,
+        layer_windows=True,
+        partial_rotation=True,
+        own=True,
+    ),
+)

@@ -1,1 +1,1 @@
-"""TinyONN: any dense decoder with a sparse FFN in every layer, for what no native architecture can say."""
+"""TinyONN: any dense decoder with a sparse FFN in every layer, for what no native architecture can express."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from instruments.errors import ContractError
-from models.shape import MoEShape
+from models.config import MoEShape
 from pipeline.report.chain import REMEDY, Published, read_chain, read_published, settings_of_carve
 
 

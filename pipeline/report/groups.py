@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from models.shape import MoEShape
+from models.config import MoEShape
 from pipeline.report.evaluations import Evaluation
 from pipeline.report.methods import method_of
 from stages.plots.curves import Curve, Point

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 
-from models.shape import MoEShape
+from models.config import MoEShape
 from pipeline.command import command_line
 from pipeline.report.chain import Published
 from pipeline.report.costs import Cost

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from instruments.errors import ContractError
-from models.shape import MoEShape
+from models.config import MoEShape
 from stages.artifacts.tensor_file import load_contract, save_contract
 
 

@@ -2,22 +2,20 @@
 
 from dataclasses import dataclass, field
 
+from models.targets.choose import MOE_TARGETS
 from stages.routing.methods import RIDGE_ROUTERS, ROUTERS, SAMPLED_ROUTERS, TRAINED_ROUTERS, is_priced
 
 VERSION = 6
 
-TARGETS = (
-    "auto", "qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe", "flex_olmo", "granitemoe", "granitemoeshared", "tiny_onn",
-)  # fmt: skip
+TARGETS = ("auto", *MOE_TARGETS)
 
 
 @dataclass
 class AssembleConfig:
     """How experts and a router become a checkpoint."""
 
-    # Target architecture: auto (the source's own family where it can say the shape), qwen3_moe, qwen2_moe, mixtral,
-    # glm4_moe, flex_olmo, granitemoe, granitemoeshared, or tiny_onn (the project's own class, for what none of them can
-    # say).
+    # Target architecture: one of models/targets, such as qwen3_moe or mixtral; tiny_onn, the project's own class, for
+    # what no other can express; or auto, the best that can hold the source's attention and the always-on neurons.
     target: str = field(default="auto", metadata={"choices": TARGETS})
     # residual_ridge: regress on the FFN input, in closed form, the logarithm of what each expert adds beyond what the
     # always-on neurons foretell of it, for that much alignment gives without routing; error: from there on by gradient

@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from models.config import MoEShape
 from models.experts import ExpertLoop
 from models.ffn import DenseFFN
 from models.routing import LinearRouter
-from models.shape import MoEShape
 from stages.artifacts.partition import Partition, PoolPartition
 from stages.assemble.config import AssembleConfig
 from stages.calibration.batches import pick_tokens, take_tokens

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from models.config import MoEShape
 from models.routing import LinearRouter
-from models.shape import MoEShape
 from models.targets.base import MoETarget
 from stages.artifacts.job import Table
 from stages.artifacts.partition import Partition, PoolPartition

@@ -8,16 +8,15 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from models.config import ModelConfig
+from models.config import ModelConfig, MoEShape
 from models.emit import checkpoint_dtype
 from models.experts import ExpertLoop, LayerExperts
 from models.loading import load_tokenizer, release_freed_memory, resolve_device
 from models.routing import LOGIT_STD, GateKind
-from models.shape import MoEShape
 from models.source import read_config, resolve_folder
 from models.stream import LayerStream
+from models.targets.base import gate_kind
 from models.targets.choose import select_target
-from models.targets.gate_scale import gate_kind
 from stages.artifacts.experts import load_layer
 from stages.artifacts.job import Job, Table
 from stages.artifacts.partition import Partition, PoolPartition, load_partition

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from models.checkpoint.reader import ShardReader
 from models.dense import dense_family
-from models.experts import LayerExperts
+from models.experts import LayerExperts, slice_experts
 from models.ffn import DenseFFN
-from models.slicing import slice_experts
 from models.source import read_config
 from stages.artifacts.partition import PoolPartition
 

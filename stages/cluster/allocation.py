@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from models.shape import MoEShape
+from models.config import MoEShape
 from stages.artifacts.statistics import NeuronStatistics, Scores
 
 

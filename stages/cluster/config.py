@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from models.shape import MoEShape
+from models.config import MoEShape
 
 VERSION = 4
 

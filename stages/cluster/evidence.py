@@ -8,8 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from instruments.errors import ConfigError
-from models.config import ModelConfig
-from models.shape import MoEShape
+from models.config import ModelConfig, MoEShape
 from stages.artifacts.statistics import DomainStatistics, NeuronStatistics, Scores
 from stages.calibration.elimination import rank_by_alignment
 from stages.cluster.activity import LayerActivity

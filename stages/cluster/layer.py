@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from models.shape import MoEShape
+from models.config import MoEShape
 from stages.cluster.evidence import LayerEvidence
 from stages.cluster.methods import Method, RoutedNeurons, fill_experts, group_neurons
 from stages.cluster.neuron_map import ALWAYS_ON, DROPPED

@@ -10,8 +10,8 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from models.config import MoEShape
 from models.routing import membership
-from models.shape import MoEShape
 from stages.artifacts.job import Table
 from stages.cluster.balance import assign_balanced
 from stages.cluster.config import NOTHING_RANKED, ClusterConfig, drops

@@ -9,9 +9,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from models.config import ModelConfig
+from models.config import ModelConfig, MoEShape
 from models.loading import release_freed_memory
-from models.shape import MoEShape
 from stages.artifacts.job import Job, Table
 from stages.artifacts.partition import Partition, PoolPartition
 from stages.artifacts.statistics import DomainStatistics, NeuronStatistics, Scores

@@ -10,7 +10,7 @@ from torch.nn.functional import normalize
 
 from models.checkpoint.reader import ShardReader
 from models.dense import dense_family
-from models.slicing import read_part
+from models.experts import read_part
 from models.source import read_config, resolve_folder
 from stages.cluster.config import ClusterConfig
 from stages.cluster.evidence import FEATURES, LayerEvidence, require

@@ -7,10 +7,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from models.config import MoEShape
 from models.experts import ExpertLoop
 from models.ffn import DenseFFN
 from models.routing import LinearRouter, active_copies, choose_experts, chosen_mask, has_copies, membership
-from models.shape import MoEShape
 from stages.calibration.carved_ffn import CarvedFFN, expert_grams, output_norms
 from stages.calibration.elimination import rank_by_alignment
 

@@ -12,11 +12,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import models.tiny_onn.register  # noqa: F401 - transformers then knows the project's own class
 from instruments.ffn_probe import GatedFFN
-from models.config import ModelConfig
+from models.config import ModelConfig, MoEShape
 from models.ffn import DenseFFN, ffn_modules, watch_ffns
 from models.loading import input_device, placement, resolve_device
 from models.routing import choose_experts
-from models.shape import MoEShape
 from stages.calibration.carved_ffn import expert_grams, output_norms
 from stages.evaluate.baselines import LayerFacts
 from stages.evaluate.report import LayerResult, ModelCost

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from models.checkpoint.reader import ShardReader
 from models.experts import LayerExperts
 from models.loading import is_offloaded
-from models.targets.base import MOE_TARGETS
+from models.targets.choose import MOE_TARGETS
 from models.training import find_routers, selection_bias
 from stages.calibration.batches import layer_seed
 from stages.losses import MeanLoss, measure_loss

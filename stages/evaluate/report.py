@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from models.shape import MoEShape
+from models.config import MoEShape
 from stages.artifacts.job import Table
 from stages.losses import MeanLoss
 

@@ -6,12 +6,11 @@ from dataclasses import replace
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from models.config import ModelConfig
+from models.config import ModelConfig, MoEShape
 from models.emit import checkpoint_dtype
 from models.experts import ExpertLoop
 from models.ffn import DenseFFN
 from models.loading import load_dense, load_tokenizer, resolve_device, resolve_dtype
-from models.shape import MoEShape
 from models.source import resolve_folder
 from models.stream import LayerStream
 from stages.artifacts.job import Job, Table

@@ -6,10 +6,9 @@ from tqdm import tqdm
 
 from instruments.errors import ContractError
 from models.checkpoint.reader import ShardReader
-from models.config import ModelConfig
+from models.config import ModelConfig, MoEShape
 from models.dense import dense_family
-from models.shape import MoEShape
-from models.slicing import slice_experts
+from models.experts import slice_experts
 from models.source import read_config, resolve_folder
 from stages.artifacts.experts import Provenance, save_layer, verify_layer
 from stages.artifacts.job import Job, Table

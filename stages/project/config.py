@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from models.shape import MoEShape
+from models.config import MoEShape
 from stages.routing.methods import SAMPLED_ROUTERS, TRAINED_ROUTERS, is_refitted
 
 VERSION = 11

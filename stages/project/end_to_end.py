@@ -7,13 +7,12 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from models.config import ModelConfig
+from models.config import ModelConfig, MoEShape
 from models.experts import ExpertLoop
 from models.ffn import ffn_modules
 from models.loading import execution_device, load_dense
-from models.shape import MoEShape
-from models.targets.base import MOE_TARGETS
-from models.targets.gate_scale import gate_scale_of
+from models.targets.base import gate_scale_of
+from models.targets.choose import MOE_TARGETS
 from stages.artifacts.partition import Partition
 from stages.artifacts.routers import Routers
 from stages.artifacts.tensor_file import load_layer_checkpoint, save_layer_checkpoint

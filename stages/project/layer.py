@@ -6,10 +6,10 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from models.config import MoEShape
 from models.experts import ExpertLoop, LayerExperts
 from models.ffn import DenseFFN
 from models.routing import GateKind, LinearRouter
-from models.shape import MoEShape
 from stages.calibration.alignment import Target, align_down, relative_error, split_validation
 from stages.calibration.gate_scale import at_usual_gates, column_scale, scale_columns
 from stages.project.config import ProjectConfig

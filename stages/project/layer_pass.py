@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from models.config import MoEShape
 from models.experts import ExpertLoop, LayerExperts
 from models.routing import GateKind, LinearRouter, rounded
-from models.shape import MoEShape
 from models.stream import LayerStream
-from models.targets.base import MOE_TARGETS
-from models.targets.gate_scale import gate_kind, gate_scale_of, is_power_of_two
+from models.targets.base import gate_kind, gate_scale_of, is_power_of_two
+from models.targets.choose import MOE_TARGETS
 from stages.artifacts.partition import Partition
 from stages.artifacts.routers import Routers
 from stages.artifacts.tensor_file import load_layer_checkpoint, save_layer_checkpoint

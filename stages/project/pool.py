@@ -10,11 +10,10 @@ from pathlib import Path
 
 import torch
 
-from models.config import ModelConfig
+from models.config import ModelConfig, MoEShape
 from models.experts import ExpertLoop, LayerExperts
 from models.loading import resolve_device
 from models.routing import LinearRouter
-from models.shape import MoEShape
 from models.stream import LayerStream
 from stages.artifacts.job import Job, Table
 from stages.artifacts.partition import PoolPartition

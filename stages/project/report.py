@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from models.shape import MoEShape
+from models.config import MoEShape
 from stages.artifacts.job import Table
 from stages.project.config import ProjectConfig
 from stages.project.gradient_projection import ProjectionOutcome

@@ -1,8 +1,7 @@
 """project: bend the experts towards the dense model, layer by layer, and write the router-ready checkpoint."""
 
-from models.config import ModelConfig
+from models.config import ModelConfig, MoEShape
 from models.loading import load_tokenizer, release_freed_memory, resolve_device
-from models.shape import MoEShape
 from models.source import resolve_folder
 from models.stream import LayerStream
 from stages.artifacts.job import Job, Table

@@ -14,14 +14,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import models.tiny_onn.register  # noqa: F401 - transformers then knows the project's own class
 from models.card import copy_card
-from models.config import ModelConfig
+from models.config import ModelConfig, MoEShape
 from models.emit import copy_tokenizer_files
 from models.loading import load_dense, load_tokenizer, resolve_device
 from models.routing import LinearRouter
-from models.shape import MoEShape
 from models.source import resolve_folder
-from models.targets.base import MOE_TARGETS, MoETarget
-from models.targets.gate_scale import gate_scale_of
+from models.targets.base import MoETarget, gate_scale_of
+from models.targets.choose import MOE_TARGETS
 from models.training import find_routers, selection_bias
 from stages.artifacts.job import Job, Table
 from stages.artifacts.routers import Routers

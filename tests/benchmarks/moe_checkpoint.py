@@ -5,10 +5,10 @@ from pathlib import Path
 import torch
 
 from models.checkpoint.reader import ShardReader
+from models.config import MoEShape
 from models.dense import dense_family
 from models.emit import emit_checkpoint
-from models.shape import MoEShape
-from models.slicing import slice_experts
+from models.experts import slice_experts
 from models.source import read_config
 from models.targets.choose import select_target
 from pipeline.shape import ShapeRequest, resolve_shape

@@ -17,7 +17,7 @@ from benchmarks.workbench import Workbench
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from models.shape import MoEShape
+from models.config import MoEShape
 from models.source import EMBEDDED
 
 # Gathers each token's own experts: meant for the few tokens of a decoding step; a prefill would fill the memory.

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from models.shape import MoEShape
+from models.config import MoEShape
 from pipeline.layout import CONF, groups
 from pipeline.settings import Settings, register_schema, to_settings
 from pipeline.shape import resolve_shape

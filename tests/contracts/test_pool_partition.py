@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from instruments.errors import ContractError
-from models.shape import MoEShape
+from models.config import MoEShape
 from stages.artifacts.partition import Partition, PoolPartition, load_partition
 
 L, E, N, F, S = 3, 5, 4, 20, 2

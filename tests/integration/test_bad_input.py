@@ -107,7 +107,7 @@ def test_errors_that_depend_on_each_other_are_told_at_once(refused):
             message(
                 "mixtral cannot hold the attention of qwen3",
                 "assemble.target",
-                "assemble.target=auto, or one of glm4_moe, tiny_onn",
+                "assemble.target=auto, or one of glm4_moe, dots1, tiny_onn",
             ),
         ]
     )

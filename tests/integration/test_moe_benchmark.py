@@ -9,7 +9,7 @@ from benchmarks.moe_checkpoint import shape_of
 from benchmarks.moe_profile import KINDS, kind_of
 from pico import write_pico
 
-from models.shape import MoEShape
+from models.config import MoEShape
 
 SHARES = ("50 % active", "30 % active")
 COMPARED = [

@@ -14,13 +14,12 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from models.checkpoint.reader import ShardReader
+from models.config import MoEShape
 from models.dense import DENSE_FAMILIES
 from models.emit import emit_checkpoint
-from models.shape import MoEShape
-from models.slicing import slice_experts
+from models.experts import slice_experts
 from models.source import read_config
-from models.targets.base import MOE_TARGETS
-from models.targets.choose import check_target
+from models.targets.choose import MOE_TARGETS, check_target
 
 TOLERANCE = 1e-5
 LAYERS, HIDDEN = 2, 24
@@ -135,6 +134,17 @@ CASES = {
     "granite-tiny_onn": Case("granite", "tiny_onn", always_on=5, pico=MULTIPLIERS),
     "gemma2-copies": Case("gemma2", "tiny_onn", always_on=5, copies=True, pico=GEMMA),
     "olmo2-bfloat16": Case("olmo2", "tiny_onn", always_on=5, dtype=torch.bfloat16),
+    "dots1": Case("qwen3", "dots1", always_on=5, pico={"tie": True}),
+    "dots1-windows-biased": Case(
+        "qwen3", "dots1", always_on=5, pico=WINDOWS | {"use_sliding_window": True, "attention_bias": True}
+    ),
+    "dots1-later-windows": Case(
+        "qwen3", "dots1", pico={"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 1}
+    ),
+    "dots1-windows-unused": Case("qwen3", "dots1", pico={"sliding_window": 4, "max_window_layers": 0}),
+    "dots1-copies": Case("qwen3", "dots1", always_on=11, copies=True),
+    "dots1-bfloat16": Case("qwen3", "dots1", always_on=5, experts=4, n=8, dtype=torch.bfloat16),
+    "dots1-yarn-padded": Case("qwen3", "dots1", always_on=5, pad_to=128, pico={"rope_parameters": YARN_ROPE}),
     "qwen3-padded": Case("qwen3", "qwen3_moe", pad_to=128),
     "qwen2-padded": Case("qwen2", "qwen2_moe", always_on=5, pad_to=128),
     "glm4-padded": Case("qwen3", "glm4_moe", always_on=5, pad_to=128),

@@ -8,13 +8,13 @@ from pico import write_pico
 from transformers import AutoModelForCausalLM
 
 import models.tiny_onn.register  # noqa: F401 - from_pretrained is to know the class
+from models.config import MoEShape
 from models.emit import emit_checkpoint
 from models.experts import ExpertLoop, LayerExperts
 from models.ffn import DenseFFN, ffn_modules
 from models.routing import GateKind, LinearRouter
-from models.shape import MoEShape
-from models.targets.base import MOE_TARGETS
-from models.targets.gate_scale import gate_kind, gate_scale_of
+from models.targets.base import gate_kind, gate_scale_of
+from models.targets.choose import MOE_TARGETS
 from stages.calibration.slices import slice_ffn
 from stages.project.carved_model import CarvedModel, clip_tokens
 from stages.text.batches import batch_sequences

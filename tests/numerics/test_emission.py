@@ -8,7 +8,7 @@ import torch
 from numerics.emission_cases import CASES, LAYERS, TOLERANCE, neurons_of, reload_all, write_case
 from safetensors import safe_open
 
-from models.targets.base import MOE_TARGETS
+from models.targets.choose import MOE_TARGETS
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +22,10 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def report(cases: Path) -> dict[str, dict[str, Any]]:
     return reload_all(cases)
+
+
+def test_every_target_has_a_case() -> None:
+    assert {case.target for case in CASES.values()} == set(MOE_TARGETS)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -8,14 +8,14 @@ from pico import write_pico
 from transformers import AutoModelForCausalLM
 
 import models.tiny_onn.register  # noqa: F401 - from_pretrained is to know the class
+from models.config import MoEShape
 from models.emit import emit_checkpoint
 from models.experts import ExpertLoop, sum_blocks
 from models.ffn import DenseFFN
 from models.routing import GateKind, LinearRouter
-from models.shape import MoEShape
 from models.stream import LayerStream
-from models.targets.base import MOE_TARGETS
-from models.targets.gate_scale import gate_kind
+from models.targets.base import gate_kind
+from models.targets.choose import MOE_TARGETS
 from stages.calibration.carved_ffn import CarvedFFN, replica_scale, routed_copies
 from stages.calibration.slices import slice_ffn
 

@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM
 
 import models.tiny_onn.register  # noqa: F401 - from_pretrained is to know the class
 from models.checkpoint.reader import ShardReader
+from models.config import MoEShape
 from models.emit import emit_checkpoint
 from models.experts import ExpertLoop, LayerExperts
 from models.routing import GateKind, LinearRouter
-from models.shape import MoEShape
-from models.targets.base import MOE_TARGETS
+from models.targets.choose import MOE_TARGETS
 from stages.artifacts.partition import PoolPartition
 from stages.calibration.slices import cut_pool, join_pool
 

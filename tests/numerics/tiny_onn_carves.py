@@ -10,7 +10,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from models.tiny_onn.keys import copy_code, tiny_onn_keys
+from models.config import MoEShape
+from models.targets.choose import MOE_TARGETS
+from models.targets.config import emit_config
+from models.targets.tiny_onn import copy_code
 
 LAYERS, HIDDEN = 3, 24
 EXPERTS, N, ALWAYS_ON = 5, 8, 3
@@ -60,11 +63,12 @@ def save(folder: Path, moe: dict[str, Tensor], dense: Path, *, always_on: int, t
     """Weights, config.json and code."""
     folder.mkdir()
     save_file(moe, folder / "model.safetensors", metadata={"format": "pt"})
-    keys = tiny_onn_keys(
-        json.loads((dense / "config.json").read_text()), experts=EXPERTS, top_k=top_k, expert_width=N,
-        shared_width=always_on, routed_scaling_factor=float(top_k), norm_topk_prob=True, dtype="float32",
-    )  # fmt: skip
-    if tie:
-        keys |= {"tie_word_embeddings": True}
+    source = json.loads((dense / "config.json").read_text()) | {"tie_word_embeddings": tie}
+    shape = MoEShape(EXPERTS, N, top_k, always_on)
+    softmax = {
+        "scoring": "softmax", "norm_topk_prob": True, "routed_scaling_factor": float(top_k),
+        "shared_intermediate_size": always_on,
+    }  # fmt: skip
+    keys = emit_config(source, MOE_TARGETS["tiny_onn"], shape, "float32") | softmax
     (folder / "config.json").write_text(json.dumps(keys))
     copy_code(folder)

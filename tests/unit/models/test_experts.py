@@ -1,7 +1,13 @@
+from collections.abc import Iterator
+
+import pytest
 import torch
+from pico import write_pico
 from transformers.activations import ACT2FN
 
-from models.experts import TinyONNExpert
+from models.checkpoint.reader import ShardReader
+from models.dense import DENSE_FAMILIES
+from models.experts import TinyONNExpert, slice_experts
 
 
 def test_an_expert_is_the_gated_ffn_of_its_neurons() -> None:
@@ -17,3 +23,34 @@ def test_batches_keep_their_shape() -> None:
     expert = TinyONNExpert(hidden_size=6, n=5)
     assert expert(torch.ones(2, 7, 6)).shape == (2, 7, 6)
     assert [tuple(parameter.shape) for parameter in expert.parameters()] == [(5, 6), (5, 6), (6, 5)]
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ShardReader]:
+    dense = write_pico(tmp_path_factory.mktemp("dense"), "llama", intermediate=37, dtype=torch.bfloat16)
+    with ShardReader(dense) as opened:
+        yield opened
+
+
+def test_slices_are_rows_of_gate_and_up_and_columns_of_down(reader: ShardReader) -> None:
+    neurons_EN = torch.tensor([[3, 8, 20], [36, 0, 8]], dtype=torch.int32)
+    always_on_S = torch.tensor([5, 6, 7, 11], dtype=torch.int32)
+    sliced = slice_experts(reader, DENSE_FAMILIES["llama"], 1, neurons_EN, always_on_S)
+    gate, up, down = (reader.tensor(f"model.layers.1.mlp.{part}_proj.weight") for part in ("gate", "up", "down"))
+    for e, neurons in enumerate(neurons_EN.tolist()):
+        for n, neuron in enumerate(neurons):
+            assert torch.equal(sliced.gate_END[e, n], gate[neuron])
+            assert torch.equal(sliced.up_END[e, n], up[neuron])
+            assert torch.equal(sliced.down_EDN[e, :, n], down[:, neuron])
+    for s, neuron in enumerate(always_on_S.tolist()):
+        assert torch.equal(sliced.shared_gate_SD[s], gate[neuron])
+        assert torch.equal(sliced.shared_up_SD[s], up[neuron])
+        assert torch.equal(sliced.shared_down_DS[:, s], down[:, neuron])
+    assert sliced.gate_END.dtype == torch.bfloat16
+
+
+def test_no_always_on_neurons(reader: ShardReader) -> None:
+    none = torch.zeros(0, dtype=torch.int32)
+    sliced = slice_experts(reader, DENSE_FAMILIES["llama"], 0, torch.arange(6, dtype=torch.int32).view(2, 3), none)
+    assert sliced.shared_gate_SD.shape == (0, 24)
+    assert sliced.shared_down_DS.shape == (24, 0)

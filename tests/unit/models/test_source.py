@@ -9,12 +9,11 @@ from pico import write_pico
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from models.config import ModelConfig
+from models.config import ModelConfig, MoEShape
 from models.emit import emit_checkpoint
 from models.experts import LayerExperts
-from models.shape import MoEShape
 from models.source import EMBEDDED, check_source, read_source_config, resolve_folder, source_cache_key
-from models.targets.base import MOE_TARGETS
+from models.targets.choose import MOE_TARGETS
 
 
 @pytest.fixture(scope="module")

@@ -52,7 +52,7 @@ def command(tmp_path, monkeypatch, capsys):
             ["assemble.target=mixtral", "always_on=0"],
             "mixtral cannot hold the attention of qwen3\n"
             "  where: assemble.target\n"
-            "  do:    assemble.target=auto, or one of qwen3_moe, glm4_moe, tiny_onn\n",
+            "  do:    assemble.target=auto, or one of qwen3_moe, glm4_moe, dots1, tiny_onn\n",
         ),
         (
             ["model.label=a/b"],

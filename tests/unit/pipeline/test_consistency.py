@@ -4,7 +4,7 @@ from dataclasses import fields
 
 import pytest
 
-from models.shape import MoEShape
+from models.config import MoEShape
 from pipeline.consistency import find_unread
 from pipeline.settings import Settings, compose, register_schema
 from pipeline.validate import find_errors

@@ -2,7 +2,7 @@
 
 import pytest
 
-from models.shape import MoEShape
+from models.config import MoEShape
 from pipeline.shape import ShapeRequest, largest_power_of_two, resolve_shape, shape_faults
 
 POOL = "global_pool"

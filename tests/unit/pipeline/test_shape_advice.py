@@ -6,9 +6,9 @@ import re
 import pytest
 from pico import write_pico
 
-from models.parameters import count_carved, count_dense
-from models.shape import MoEShape
+from models.config import MoEShape
 from models.source import EMBEDDED, read_config
+from models.targets.config import count_carved, count_dense
 from pipeline.run import introduce
 from pipeline.settings import compose, register_schema
 from pipeline.shape import ShapeRequest

@@ -9,8 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from instruments.errors import CheckpointError
-from models.checkpoint.folder import read_checkpoint
-from models.checkpoint.packed import PackedEntry, join_packed
+from models.checkpoint.folder import PackedEntry, join_packed, read_checkpoint
 from models.checkpoint.reader import ShardReader
 
 UP = "model.layers.1.mlp.up_proj.weight"

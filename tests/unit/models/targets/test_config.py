@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from models.shape import MoEShape
-from models.targets.base import MOE_TARGETS
+from models.config import MoEShape
+from models.targets.choose import MOE_TARGETS
 from models.targets.config import emit_config, source_dtype
-from models.targets.tiny_onn import own_config
 
 SHAPE = MoEShape(experts=6, n=16, top_k=2, always_on=20)
 SIZES = {
@@ -44,6 +43,7 @@ PAIRS = [
     ("mistral", "mixtral"),
     ("llama", "glm4_moe"),
     ("olmo2", "flex_olmo"),
+    ("qwen3", "dots1"),
     ("granite", "granitemoe"),
     ("granite", "granitemoeshared"),
     ("phi3", "mixtral"),
@@ -149,7 +149,7 @@ def test_experts_and_always_on_neurons_are_rounded_up_as_asked(
 ) -> None:
     dense, shape = {"model_type": source, **SIZES}, MoEShape(6, 17, 2, 130)
     assert emit_config(dense, MOE_TARGETS[target], shape, "float32", 128).items() >= expected.items()
-    own = own_config(dense, MOE_TARGETS["tiny_onn"], shape, "float32", 128)
+    own = emit_config(dense, MOE_TARGETS["tiny_onn"], shape, "float32", 128)
     assert (own["moe_intermediate_size"], own["shared_intermediate_size"]) == (128, 256)
 
 
@@ -182,7 +182,7 @@ def test_phi3_keeps_its_window() -> None:
 )
 def test_the_own_class_ties_what_its_source_ties(source: str, stored: dict[str, bool], tied: bool) -> None:
     dense = {key: SIZES[key] for key in SIZES.keys() - {"tie_word_embeddings"}} | stored
-    config = own_config({"model_type": source, **dense}, MOE_TARGETS["tiny_onn"], SHAPE, "bfloat16")
+    config = emit_config({"model_type": source, **dense}, MOE_TARGETS["tiny_onn"], SHAPE, "bfloat16")
     assert config["tie_word_embeddings"] is config["dense"]["tie_word_embeddings"] is tied
     assert config["model_type"] == "tiny_onn"
     assert config["dense"]["model_type"] == source
@@ -196,6 +196,17 @@ def test_glm4_scales_by_its_config_rotates_whole_heads_and_predicts_one_token(tm
     assert config["partial_rotary_factor"] == 1.0
     assert config["use_qk_norm"] is True
     assert config["first_k_dense_replace"] == config["num_nextn_predict_layers"] == 0
+
+
+def test_dots1_keeps_the_windows_that_qwen3_reads() -> None:
+    windows = {"sliding_window": 77, "use_sliding_window": True}
+    last = emitted("qwen3", "dots1", **windows, max_window_layers=1)
+    assert (last["sliding_window"], last["layer_types"]) == (77, ["full_attention", "sliding_attention"])
+    named = emitted("qwen3", "dots1", **windows, layer_types=["sliding_attention", "full_attention"])
+    assert named["layer_types"] == ["sliding_attention", "full_attention"]
+    unused = emitted("qwen3", "dots1", sliding_window=77, max_window_layers=0)
+    assert (unused["sliding_window"], unused["layer_types"]) == (None, ["full_attention"] * 2)
+    assert last["routed_scaling_factor"] == 1.0
 
 
 def test_mistral_keeps_its_window() -> None:

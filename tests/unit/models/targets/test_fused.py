@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 from instruments.errors import CheckpointError, ConfigError
 from instruments.ffn_probe import probe_gradients
 from models.checkpoint.reader import ShardReader
+from models.experts import read_part
 from models.ffn import DenseFFN, ffn_modules, ffn_weight_names
 from models.loading import separate_fused
-from models.slicing import read_part
 
 D, F, HEADS, KEY_HEADS = 24, 40, 4, 2
 

@@ -7,14 +7,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import models.tiny_onn.register  # noqa: F401 - from_config is to know the class
+from models.config import MoEShape
 from models.dense import DENSE_FAMILIES
-from models.parameters import count_carved, count_dense
-from models.shape import MoEShape
 from models.source import EMBEDDED, read_config
-from models.targets.base import MOE_TARGETS
-from models.targets.choose import select_target
-from models.targets.config import emit_config
-from models.targets.tiny_onn import own_config
+from models.targets.choose import MOE_TARGETS, select_target
+from models.targets.config import count_carved, count_dense, emit_config
 from stages.evaluate.comparison import count_parameters
 
 SIZES = {
@@ -37,9 +34,7 @@ def built(config):
 
 
 def carved(source, name, shape, pad_to=8):
-    target = MOE_TARGETS[name]
-    emit = own_config if target.own else emit_config
-    return built(emit(source, target, shape, "float32", pad_to))
+    return built(emit_config(source, MOE_TARGETS[name], shape, "float32", pad_to))
 
 
 @pytest.mark.parametrize("more", [{}, {"tie_word_embeddings": True}, {"attention_bias": True}, {"head_dim": 8}])
@@ -55,7 +50,7 @@ def test_a_dense_model(family, more):
 @pytest.mark.parametrize(("source", "name"), PAIRS)
 def test_a_carved_model(source, name):
     config = {"model_type": source, **SIZES, "tie_word_embeddings": True}
-    shared = MOE_TARGETS[name].always_on != "none"
+    shared = MOE_TARGETS[name].has_shared
     shape = SHAPE if shared else replace(SHAPE, always_on=0)
     model, count = carved(config, name, shape), count_carved(config, MOE_TARGETS[name], shape)
     assert (count.total, count.active) == count_parameters(model, shape)

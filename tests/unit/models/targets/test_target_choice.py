@@ -3,10 +3,10 @@ from typing import Any
 import pytest
 
 from instruments.errors import ConfigError
-from models.shape import MoEShape
-from models.targets.base import MOE_TARGETS
-from models.targets.choose import check_target, select_target
-from models.targets.gate_scale import GateScale, gate_kind, gate_scale_of
+from models.config import MoEShape
+from models.dense import DENSE_FAMILIES
+from models.targets.base import GateScale, gate_kind, gate_scale_of
+from models.targets.choose import MOE_TARGETS, check_target, select_target, targets_of
 
 
 @pytest.mark.parametrize(
@@ -36,13 +36,24 @@ def test_auto_stays_in_the_family_where_it_can(source: str, always_on: int, targ
     assert select_target(source, target, always_on).model_type == target
 
 
+@pytest.mark.parametrize("source", DENSE_FAMILIES)
+def test_no_two_targets_of_a_source_have_one_rank(source: str) -> None:
+    ranks = [target.sources[source] for target in targets_of(source, 0)]
+    assert ranks == sorted(set(ranks))
+
+
 @pytest.mark.parametrize(
     ("source", "requested", "always_on", "text"),
     [
-        ("llama", "mixtrel", 0, "unknown target 'mixtrel'\n{where}qwen2_moe, mixtral, glm4_moe, tiny_onn"),
+        ("llama", "mixtrel", 0, "unknown target 'mixtrel'\n{where}mixtral, glm4_moe, qwen2_moe, tiny_onn"),
         ("qwen2", "mixtral", 0, "mixtral cannot hold the attention of qwen2\n{where}qwen2_moe, glm4_moe, tiny_onn"),
-        ("qwen3", "qwen3_moe", 64, "qwen3_moe has no always-on neurons, 64 are wanted\n{where}glm4_moe, tiny_onn"),
-        ("llama", "mixtral", 1, "mixtral has no always-on neurons, 1 are wanted\n{where}qwen2_moe, glm4_moe, tiny_onn"),
+        (
+            "qwen3",
+            "qwen3_moe",
+            64,
+            "qwen3_moe has no always-on neurons, 64 are wanted\n{where}glm4_moe, dots1, tiny_onn",
+        ),
+        ("llama", "mixtral", 1, "mixtral has no always-on neurons, 1 are wanted\n{where}glm4_moe, qwen2_moe, tiny_onn"),
         ("gemma2", "mixtral", 0, "mixtral cannot hold the attention of gemma2\n{where}tiny_onn"),
         ("olmo2", "flex_olmo", 3, "flex_olmo has no always-on neurons, 3 are wanted\n{where}tiny_onn"),
         (
@@ -91,19 +102,19 @@ def test_plain_sources_can_be_said() -> None:
         (
             {"model_type": "llama", "head_dim": 8},
             "qwen2_moe",
-            "qwen2_moe cannot say head_dim=8\n  where: head_dim in config.json\n  do:    assemble.target=mixtral",
+            "qwen2_moe cannot have head_dim=8\n  where: head_dim in config.json\n  do:    assemble.target=mixtral",
         ),
         (
             {"model_type": "granite", "head_dim": 8},
             "granitemoe",
-            "granitemoe cannot say head_dim=8\n  where: head_dim in config.json\n  do:    assemble.target=tiny_onn",
+            "granitemoe cannot have head_dim=8\n  where: head_dim in config.json\n  do:    assemble.target=tiny_onn",
         ),
         (
             {"model_type": "qwen3", "use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]},
             "qwen3_moe",
             "qwen3_moe has one window for all layers or none\n"
             "  where: use_sliding_window in config.json\n"
-            "  do:    assemble.target=tiny_onn",
+            "  do:    assemble.target=dots1",
         ),
         (
             {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1, "num_hidden_layers": 2},
@@ -128,7 +139,7 @@ def test_sources_a_target_cannot_say(config: dict[str, Any], target: str, text: 
 def test_one_expert_is_too_few_for_glm4() -> None:
     one = MoEShape(experts=1, n=16, top_k=1, always_on=0)
     assert faults({"model_type": "llama"}, "glm4_moe", one) == [
-        "glm4_moe needs at least 2 experts\n  where: experts=1\n  do:    assemble.target=qwen2_moe"
+        "glm4_moe needs at least 2 experts\n  where: experts=1\n  do:    assemble.target=mixtral"
     ]
     assert faults({"model_type": "llama"}, "mixtral", one) == []
 
@@ -162,6 +173,7 @@ def test_several_faults_are_found_at_once() -> None:
             6,
             GateScale(1.0, 1.0, norm_topk_prob=True, routed_scaling_factor=4.0, selection_bias_scale=0.25),
         ),
+        ("dots1", 6, GateScale(4.0, 1.0, norm_topk_prob=True, routed_scaling_factor=None, selection_bias_scale=0.25)),
         ("tiny_onn", 6, GateScale(1.0, 1.0, norm_topk_prob=True, routed_scaling_factor=4.0)),
         ("flex_olmo", 6, GateScale(4.0, 1.0, norm_topk_prob=True, routed_scaling_factor=None)),
         ("flex_olmo", 16, GateScale(16.0, 1.0, norm_topk_prob=False, routed_scaling_factor=None)),
@@ -180,6 +192,7 @@ def test_who_carries_the_scale(target: str, experts: int, gate_scale: GateScale)
         ("flex_olmo", "softmax_of_all", 100.0, None),
         ("tiny_onn", "sigmoid", 1.0, 2.0),
         ("glm4_moe", "sigmoid", 1.0, 2.0),
+        ("dots1", "sigmoid", 2.0, None),
         ("qwen3_moe", "softmax_of_chosen", 1.0, None),
         ("mixtral", "softmax_of_chosen", 1.0, None),
         ("granitemoe", "softmax_of_chosen", 1.0, None),

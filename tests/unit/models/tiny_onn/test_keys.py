@@ -1,9 +1,14 @@
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from models.config import MoEShape
+from models.targets.choose import MOE_TARGETS
+from models.targets.config import emit_config
+from models.targets.tiny_onn import CODE_FILES, copy_code
 from models.tiny_onn.configuration_tiny_onn import TinyONNConfig
-from models.tiny_onn.keys import CODE_FILES, copy_code, tiny_onn_keys
 
 SOURCE = {
     "model_type": "qwen3",
@@ -15,18 +20,15 @@ SOURCE = {
     "transformers_version": "4.51.0",
     "quantization_config": {"quant_method": "bitsandbytes"},
 }
-SIZES = {
-    "experts": 5,
-    "top_k": 2,
-    "expert_width": 8,
-    "shared_width": 3,
-    "routed_scaling_factor": 2.0,
-    "norm_topk_prob": False,
-}
+SHAPE = MoEShape(experts=5, n=7, top_k=1, always_on=3)
+
+
+def keys_of(source: dict[str, Any], shape: MoEShape, dtype: str) -> dict[str, Any]:
+    return emit_config(source, MOE_TARGETS["tiny_onn"], shape, dtype)
 
 
 def test_config_json_says_the_whole_model() -> None:
-    keys = tiny_onn_keys(SOURCE, **SIZES, dtype="bfloat16")
+    keys = keys_of(SOURCE, SHAPE, "bfloat16")
     assert keys == {
         "architectures": ["TinyONNForCausalLM"],
         "model_type": "tiny_onn",
@@ -35,16 +37,16 @@ def test_config_json_says_the_whole_model() -> None:
             "AutoModelForCausalLM": "modeling_tiny_onn.TinyONNForCausalLM",
         },
         "num_experts": 5,
-        "num_experts_per_tok": 2,
+        "num_experts_per_tok": 1,
         "moe_intermediate_size": 8,
-        "shared_intermediate_size": 3,
+        "shared_intermediate_size": 8,
         "routed_scaling_factor": 2.0,
         "norm_topk_prob": False,
-        "scoring": "softmax",
+        "scoring": "sigmoid",
         "topology": "per_layer",
         "router_aux_loss_coef": 0.0,
         "output_router_logits": False,
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": True,
         "torch_dtype": "bfloat16",
         "dtype": "bfloat16",
         "transformers_version": "4.51.0",
@@ -53,16 +55,16 @@ def test_config_json_says_the_whole_model() -> None:
             "architectures": ["Qwen3ForCausalLM"],
             "hidden_size": 24,
             "vocab_size": 61,
-            "tie_word_embeddings": False,
+            "tie_word_embeddings": True,
             "transformers_version": "4.51.0",
         },
     }
-    assert not TinyONNConfig(**keys).dense.tie_word_embeddings
+    assert TinyONNConfig(**keys).dense.tie_word_embeddings
 
 
 def test_the_source_is_left_as_it_is() -> None:
     before = dict(SOURCE)
-    tiny_onn_keys(SOURCE, **SIZES, dtype="float32", topology="global_pool")
+    keys_of(SOURCE, replace(SHAPE, topology="global_pool"), "float32")
     assert before == SOURCE
 
 
@@ -77,7 +79,7 @@ def test_all_the_code_that_is_imported_is_copied(tmp_path) -> None:
 
 
 def test_writing_a_checkpoint_needs_no_torch() -> None:
-    script = "import sys, models.tiny_onn.keys, models.tiny_onn.keys; print({'torch'} & set(sys.modules))"
+    script = "import sys, models.targets.config, models.targets.choose; print({'torch'} & set(sys.modules))"
     root = Path(__file__).parents[4]
     done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

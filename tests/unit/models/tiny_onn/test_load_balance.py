@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from models.tiny_onn.load_balance import measure_imbalance
+from models.tiny_onn.modeling_tiny_onn import measure_imbalance
 
 T, E, K, L = 12, 4, 2, 3
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from models.shape import MoEShape
+from models.config import MoEShape
 from stages.artifacts.statistics import Scores
 from stages.cluster.allocation import count_best, layer_shapes, share_experts, weigh_layers
 

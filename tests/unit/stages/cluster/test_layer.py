@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from models.shape import MoEShape
+from models.config import MoEShape
 from stages.cluster.layer import partition_layer
 from stages.cluster.neuron_map import ALWAYS_ON, DROPPED
 from stages.cluster.views import coactivation_features

@@ -1,6 +1,6 @@
 import pytest
 
-from models.shape import MoEShape
+from models.config import MoEShape
 from stages.cluster.config import ClusterConfig
 from stages.cluster.report import COLUMNS, Coactivation, LayerFigures, Objective, describe, tabulate_layers
 

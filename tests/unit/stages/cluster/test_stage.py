@@ -5,8 +5,7 @@ import torch
 from pico import write_pico
 
 from instruments.errors import ConfigError
-from models.config import ModelConfig
-from models.shape import MoEShape
+from models.config import ModelConfig, MoEShape
 from stages.artifacts.job import Job
 from stages.artifacts.partition import Partition, PoolPartition
 from stages.artifacts.statistics import DomainStatistics, Scores

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
+from models.config import MoEShape
 from models.ffn import DenseFFN
 from models.routing import LinearRouter
-from models.shape import MoEShape
 from stages.evaluate.baselines import LayerFacts
 
 D, F, E, N, K, S = 6, 14, 4, 3, 2, 1

@@ -5,8 +5,8 @@ import torch
 from pico import write_pico
 from transformers import AutoModelForCausalLM
 
+from models.config import MoEShape
 from models.routing import LinearRouter
-from models.shape import MoEShape
 from models.stream import LayerStream
 from stages.evaluate.baseline_pass import Text, run_baselines
 from stages.evaluate.baselines import LayerFacts

@@ -4,9 +4,9 @@ from itertools import combinations
 import pytest
 import torch
 
+from models.config import MoEShape
 from models.experts import ExpertLoop
 from models.routing import LinearRouter
-from models.shape import MoEShape
 from stages.calibration.carved_ffn import replica_scale
 from stages.calibration.slices import slice_ffn
 from stages.evaluate.baselines import copies_scale, start_baseline

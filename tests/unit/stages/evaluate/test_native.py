@@ -4,10 +4,9 @@ from pico import write_pico
 from transformers import AutoModelForCausalLM, Qwen2MoeConfig
 
 import models.tiny_onn.register  # noqa: F401 - from_config is to know the class
-from models.config import ModelConfig
+from models.config import ModelConfig, MoEShape
 from models.ffn import watch_ffns
 from models.loading import is_offloaded, load_dense
-from models.shape import MoEShape
 from models.tiny_onn.configuration_tiny_onn import TinyONNConfig
 from stages.evaluate.comparison import count_parameters, load_carved, measure_speed
 from stages.losses import measure_loss

@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from models.shape import MoEShape
+from models.config import MoEShape
 from stages.evaluate.config import BASELINES
 from stages.evaluate.report import DESCRIPTIONS, Evaluation, LayerResult, ModelCost, summarise, write_report
 from stages.losses import MeanLoss

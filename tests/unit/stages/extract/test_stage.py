@@ -7,8 +7,7 @@ from pico import write_pico
 from safetensors.torch import load_file
 
 from instruments.errors import ContractError
-from models.config import ModelConfig
-from models.shape import MoEShape
+from models.config import ModelConfig, MoEShape
 from stages.artifacts.experts import load_expert, load_layer, load_provenance
 from stages.artifacts.job import Job
 from stages.artifacts.partition import Partition, PoolPartition

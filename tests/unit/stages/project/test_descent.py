@@ -5,9 +5,9 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
+from models.config import MoEShape
 from models.ffn import DenseFFN
 from models.routing import LinearRouter
-from models.shape import MoEShape
 from stages.calibration.alignment import relative_error, split_validation
 from stages.project.config import ProjectConfig
 from stages.project.layer import LayerCarve, project_layer, start, train_experts

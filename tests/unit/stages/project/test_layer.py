@@ -2,8 +2,8 @@
 
 import torch
 
+from models.config import MoEShape
 from models.ffn import DenseFFN
-from models.shape import MoEShape
 from stages.project.config import ProjectConfig
 from stages.project.layer import LayerCarve, project_layer
 from stages.routing.descent import DescentSettings

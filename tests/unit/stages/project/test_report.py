@@ -1,6 +1,6 @@
 import pytest
 
-from models.shape import MoEShape
+from models.config import MoEShape
 from stages.project.config import ProjectConfig
 from stages.project.gradient_projection import ProjectionOutcome
 from stages.project.report import alignment_needs, describe_gradients

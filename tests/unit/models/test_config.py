@@ -1,8 +1,7 @@
 import pytest
 
-from models import quantization_rules
-from models.config import ModelConfig
-from models.quantization_rules import check_placement, check_quantization, stored_quantization
+from models import config as model_config
+from models.config import ModelConfig, check_placement, check_quantization, stored_quantization
 
 NF4 = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}}
 INT8 = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": False, "load_in_8bit": True}}
@@ -58,9 +57,9 @@ def test_other_methods():
     ],
 )
 def test_without_bitsandbytes(monkeypatch, model, config, what):
-    monkeypatch.setattr(quantization_rules, "find_spec", lambda _name: None)
-    monkeypatch.setattr(quantization_rules, "machine", lambda: "x86_64")
-    monkeypatch.setattr(quantization_rules.sys, "platform", "linux")
+    monkeypatch.setattr(model_config, "find_spec", lambda _name: None)
+    monkeypatch.setattr(model_config, "machine", lambda: "x86_64")
+    monkeypatch.setattr(model_config.sys, "platform", "linux")
     assert texts(model, config) == [
         f"{what} needs the package bitsandbytes\n  where: model.quantization\n  do:    pip install -e '.[quantization]'"
     ]
@@ -68,8 +67,8 @@ def test_without_bitsandbytes(monkeypatch, model, config, what):
 
 
 def test_a_platform_that_bitsandbytes_is_not_made_for(monkeypatch):
-    monkeypatch.setattr(quantization_rules, "find_spec", lambda _name: None)
-    monkeypatch.setattr(quantization_rules, "machine", lambda: "riscv64")
+    monkeypatch.setattr(model_config, "find_spec", lambda _name: None)
+    monkeypatch.setattr(model_config, "machine", lambda: "riscv64")
     assert texts(ModelConfig(quantization="nf4")) == [
         "model.quantization=nf4 needs the package bitsandbytes, which is not made for linux riscv64\n"
         "  where: model.quantization\n"

@@ -1,0 +1,58 @@
+"""dots.llm1: Qwen3's attention with its biases and with windows in some layers, and shared experts without a gate."""
+
+from typing import Any
+
+from models.targets.base import LAYER, ConfigInput, MoETarget, several_chosen
+
+
+def _config_keys(given: ConfigInput) -> dict[str, Any]:
+    dense = given.dense
+    # Qwen3 reads a window only where `use_sliding_window` says so, dots.llm1 wherever there is one.
+    window = dense.get("sliding_window", 4096) if dense.get("use_sliding_window") else None
+    return {
+        "n_routed_experts": given.shape.experts,
+        "moe_intermediate_size": given.width,
+        "n_shared_experts": given.shared // given.width,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 0,
+        "moe_layer_freq": 1,
+        "scoring_func": "sigmoid",
+        # vLLM multiplies the shared experts by it as well, so the scale is in the down projections.
+        "routed_scaling_factor": 1.0,
+        "attention_bias": bool(dense.get("attention_bias")),
+        "sliding_window": window,
+        "max_window_layers": dense.get("max_window_layers", 28),
+        "layer_types": _layer_types(given, window),
+    }
+
+
+def _layer_types(given: ConfigInput, window: int | None) -> list[str]:
+    layers, first = int(given.dense["num_hidden_layers"]), int(given.dense.get("max_window_layers", 28))
+    if window is None:
+        return ["full_attention"] * layers
+    derived = ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
+    return list(given.dense.get("layer_types") or derived)
+
+
+TARGETS = (
+    MoETarget(
+        model_type="dots1",
+        architecture="Dots1ForCausalLM",
+        sources={"qwen3": 3},
+        config_keys=_config_keys,
+        runtimes=("vLLM", "SGLang", "llama.cpp"),
+        runtime_note="vLLM gives this architecture no sliding window and no bias on o_proj: serve such a source by "
+        "transformers.",
+        shared=LAYER + "mlp.shared_experts.{part}.weight",
+        always_has_shared=True,
+        shared_as_experts=True,
+        selection_bias=LAYER + "mlp.gate.e_score_correction_bias",
+        selection_bias_scale=0.25,  # it chooses by σ(z) + bias, and σ(z) = ½ + z/4 for the small logits of equal gates
+        scoring="sigmoid",
+        normalised=several_chosen,
+        least_experts=2,
+        output_bias=True,
+        layer_windows=True,
+    ),
+)
