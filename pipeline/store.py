@@ -55,7 +55,7 @@ def _run(wanted: argparse.Namespace) -> str:
     client, place = connect(StoreConfig("redis", url=wanted.url))
     from stages.accumulators.redis_connection import in_words  # noqa: PLC0415 - the rest loads torch
     from stages.accumulators.redis_namespace import find_namespace  # noqa: PLC0415
-    from stages.accumulators.redis_transfer import export_sums, import_sums  # noqa: PLC0415
+    from stages.accumulators.redis_store import export_sums, import_sums  # noqa: PLC0415
 
     with client:
         if wanted.command == "import":

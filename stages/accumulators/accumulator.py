@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from stages.accumulators.config import StoreConfig
-from stages.accumulators.local import LocalStore
-from stages.accumulators.sums import ScanSums, Shapes
+from stages.accumulators.sums import LocalStore, ScanSums, Shapes
 from stages.artifacts.workers import Workers
 
 

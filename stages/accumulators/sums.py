@@ -1,12 +1,19 @@
-"""Running sums of a scan, and which batches are in them."""
+"""Running sums of a scan, and the local files that keep them."""
 
 import json
+import os
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
+
+from instruments.errors import ContractError
 
 # Shape and number format of each tensor.
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -72,3 +79,100 @@ def list_differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list
         for name in sorted(theirs.keys() | ours.keys())
         if theirs.get(name) != ours.get(name)
     ]
+
+
+class LocalStore:
+    """The sums of one worker in `folder/sums.<worker>.safetensors`.
+
+    The file is replaced atomically, so a reader finds the old state or the new one, never half of one. The sums and the
+    batches that are in them stand in the same file: nothing is lost or counted twice.
+    """
+
+    shared = False
+
+    def __init__(
+        self,
+        folder: Path,
+        shapes: Shapes,
+        *,
+        identity: Mapping[str, Any],
+        every: float,
+        worker: int = 0,
+        workers: int = 1,
+        fresh: bool = False,
+    ) -> None:
+        """Go on from what a killed run left, or start from nothing.
+
+        Args:
+            folder: of this fingerprint's unfinished work.
+            shapes: of the sums.
+            identity: what must be the same for sums to be added up.
+            every: seconds between flushes.
+            worker: number of this process.
+            workers: of how many. What higher-numbered workers of an earlier run left is taken over by worker 0, unless
+                its batches have been read again since.
+            fresh: forget what this worker left here; of several machines only the leading worker's is cleaned before.
+
+        Raises:
+            ContractError: sums of another identity lie here.
+        """
+        self.path = folder / f"sums.{worker}.safetensors"
+        self.identity, self.every = json.dumps(identity, sort_keys=True), every
+        self.last = time.monotonic()
+        self.shapes = shapes
+        if fresh:
+            self.path.unlink(missing_ok=True)
+        self.sums = self._load(self.path) if self.path.exists() else empty_sums(shapes)
+        self.inherited: list[ScanSums] = []
+        left = [path for path in sorted(folder.glob("sums.*.safetensors")) if _worker_of(path) >= workers]
+        for part in map(self._load, left if worker == 0 else ()):
+            if not part.done & self.done():
+                self.inherited.append(part)
+
+    def forget(self) -> None:
+        """Start from nothing: another worker has these batches."""
+        self.sums = empty_sums(self.shapes)
+
+    def done(self) -> set[int]:
+        """Batches in this worker's file, and in those it took over."""
+        return self.sums.done.union(*(part.done for part in self.inherited))
+
+    def due(self) -> bool:
+        """Whether the last flush lies `every` seconds back."""
+        return time.monotonic() - self.last >= self.every
+
+    def flush(self) -> None:
+        """Write the state: to a temporary file, to the disk, then in place of the old one."""
+        temporary = self.path.with_suffix(".tmp")
+        facts = {"identity": self.identity, "counters": self.sums.counters, "done": sorted(self.sums.done)}
+        save_file(self.sums.tensors, temporary, metadata={"facts": json.dumps(facts)})
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(self.path)
+        self.last = time.monotonic()
+
+    def collect(self) -> ScanSums:
+        """This worker's sums and those it took over."""
+        return total_of([self.sums, *self.inherited], self.shapes) if self.inherited else self.sums
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+    def _load(self, path: Path) -> ScanSums:
+        try:
+            with safe_open(path, framework="pt") as file:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no dict
+                facts = json.loads(file.metadata()["facts"])
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise ContractError(f"unfinished sums cannot be read: {error}", where=str(path), do=_START_OVER) from error
+        if facts["identity"] != self.identity:
+            what = f"unfinished sums are of a scan with {describe_differences(facts['identity'], self.identity)}"
+            raise ContractError(what, where=str(path), do=_START_OVER)
+        return ScanSums(tensors, facts["counters"], set(facts["done"]))
+
+
+_START_OVER = "the same command with fresh=true, which starts over; or the code that began this scan"
+
+
+def _worker_of(path: Path) -> int:
+    return int(path.name.split(".")[1])

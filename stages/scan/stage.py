@@ -29,8 +29,8 @@ from stages.calibration.forward import save_memory
 from stages.scan.batch_sums import find_domains, make_domain_statistics, sum_shapes
 from stages.scan.config import ScanConfig
 from stages.scan.parameters import PartsPlace, publish_parameters, record_parameters, require_recorded
-from stages.scan.passes import Scanner
-from stages.scan.shares import (
+from stages.scan.passes import (
+    Scanner,
     agree_on_done,
     collect_sums,
     draw_reservoir,
@@ -39,11 +39,10 @@ from stages.scan.shares import (
     token_to_neuron_major,
 )
 from stages.scan.token_sums import NeuronRule
-from stages.text.batches import TokenBatch, batch_sequences
 from stages.text.config import DataConfig
 from stages.text.generated import continue_prompts
 from stages.text.prompts import load_prompts
-from stages.text.sequences import LoadedText, describe_skipped, load_text
+from stages.text.sequences import LoadedText, TokenBatch, batch_sequences, describe_skipped, load_text
 from stages.text.sources import describe_source
 
 

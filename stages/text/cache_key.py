@@ -11,9 +11,8 @@ from instruments.errors import DataError, UserError
 from stages.text.config import DataConfig, check_settings
 from stages.text.documents import Split
 from stages.text.hub import describe_missing_package
-from stages.text.local_files import list_files, read_file
 from stages.text.python_stdlib import list_modules
-from stages.text.sources import describe_emptiness, read_documents, require_conversations
+from stages.text.sources import describe_emptiness, list_files, read_documents, read_file, require_conversations
 
 # Documents of each file that are looked at.
 FIRST_DOCUMENTS = 20

@@ -23,9 +23,8 @@ from transformers import (
 from instruments.errors import DataError
 from models.loading import input_device
 from stages.artifacts.workers import ALONE, Workers
-from stages.text.batches import group_lengths
 from stages.text.config import DataConfig
-from stages.text.sequences import IGNORED, LoadedText, TokenSequence, describe_skipped, select_usable
+from stages.text.sequences import IGNORED, LoadedText, TokenSequence, describe_skipped, group_lengths, select_usable
 from stages.text.written import Written, WrittenFile
 
 

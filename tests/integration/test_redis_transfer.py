@@ -12,9 +12,9 @@ from integration.redis_server import running
 from safetensors.torch import save_file
 
 from pipeline.store import main
-from stages.accumulators.local import LocalStore
 from stages.accumulators.redis_namespace import Namespace
-from stages.accumulators.redis_transfer import load_sums
+from stages.accumulators.redis_store import load_sums
+from stages.accumulators.sums import LocalStore
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -3,8 +3,7 @@ import torch
 from safetensors import safe_open
 
 from instruments.errors import ContractError
-from stages.accumulators.local import LocalStore
-from stages.accumulators.sums import ScanSums
+from stages.accumulators.sums import LocalStore, ScanSums
 
 SHAPES = {
     "sum": ((2, 3), torch.float64),
