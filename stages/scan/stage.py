@@ -40,8 +40,7 @@ from stages.scan.passes import (
 )
 from stages.scan.token_sums import NeuronRule
 from stages.text.config import DataConfig
-from stages.text.generated import continue_prompts
-from stages.text.prompts import load_prompts
+from stages.text.generated import continue_prompts, load_prompts
 from stages.text.sequences import LoadedText, TokenBatch, batch_sequences, describe_skipped, load_text
 from stages.text.sources import describe_source
 
@@ -151,8 +150,7 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, store: StoreConfig, s
     dense = load_dense(replace(model, device=workers.pick_device(model.device)), folder)
     if data.labels == "generated":
         text = continue_prompts(
-            dense, tokenizer, text, data, seed=seed, batch_tokens=scan.written_batch(),
-            resume_file=job.scratch / "written.jsonl", workers=workers,
+            dense, tokenizer, text, data, seed=seed, batch_tokens=scan.written_batch(), workers=workers
         )  # fmt: skip
     save_memory(dense, asked=scan.gradient_checkpointing)
     batches = batch_sequences(text.sequences, scan.read_batch(input_device(dense).type), tokenizer.pad_token_id or 0)
