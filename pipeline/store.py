@@ -64,9 +64,7 @@ def _run(wanted: argparse.Namespace) -> str:
         with in_words(place):
             namespace = find_namespace(client, wanted.namespace, place)
             if wanted.command == "drop":
-                batches = len(namespace.done())
-                namespace.clear()
-                return f"{batches} batches deleted\n"
+                return f"{namespace.clear()} batches deleted\n"
         try:
             sums = export_sums(namespace, wanted.file)
         except (OSError, SafetensorError) as error:

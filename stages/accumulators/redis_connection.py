@@ -150,6 +150,7 @@ def _info(url: str, tries: int) -> dict[str, object]:
         client.close()
 
 
+_START_OVER = "the same command with fresh=true, which starts the scan over"
 GO_ON = "then the same command again: it goes on from the last flush"
 
 
@@ -210,7 +211,7 @@ def _wrong_type(text: str, place: str) -> UserError:
     return UserError(
         f"a Redis key under the scan's namespace is of another type: {key or _without_script(text)}",
         where=place,
-        do=f"delete or rename that key, {GO_ON}; or another store.namespace",
+        do=f"{_START_OVER}; or another store.namespace",
     )
 
 
@@ -222,7 +223,13 @@ def _gone(key: str, place: str) -> UserError:
     return ContractError(
         f"sums that wait in Redis were deleted by somebody else: {_without_script(key)}",
         where=place,
-        do="the same command with fresh=true, which starts the scan over",
+        do=_START_OVER,
+    )
+
+
+def _changed(text: str, place: str) -> UserError:
+    return ContractError(
+        f"sums in Redis were changed by somebody else: {_without_script(text)}", where=place, do=_START_OVER
     )
 
 
@@ -250,6 +257,7 @@ _KINDS: list[tuple[type[Exception], _Explain]] = [
 _CODES: dict[str, _Explain] = {
     "WRONGTYPE": _wrong_type,
     "GONE": _gone,
+    "CHANGED": _changed,
     "OOM": _full,
     "MISCONF": _cannot_save,
     "NOAUTH": _no_login,

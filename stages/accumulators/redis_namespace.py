@@ -1,23 +1,28 @@
 """One scan's keys in Redis and the operations on them; each may be repeated after a lost connection."""
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from redis import Redis
+from torch import Tensor
 
 from instruments.errors import ContractError
 from stages.accumulators.redis_layout import (
     BITS,
+    GREATEST,
     LAYOUT_VERSION,
     Keys,
     columns_of,
     entries_to_add,
     entries_to_read,
+    find_tampering,
     pack_chunks,
+    sum_marks,
+    total_increments,
     unpack_neurons,
 )
 from stages.accumulators.sums import ScanSums, empty_sums, list_differences
@@ -27,6 +32,7 @@ STAGED_FOR = 900
 BYTES_AT_ONCE = 2**23
 UNITS_READ_AT_ONCE = 2048
 KEYS_DELETED_AT_ONCE = 1000
+MOST_BATCHES = 2**24
 
 
 class Namespace:
@@ -47,9 +53,9 @@ class Namespace:
         self.weights = content["weights"]
         self.shapes = {name: (tuple(size), getattr(torch, kind)) for name, (size, kind) in content["sums"].items()}
         self.columns = columns_of(self.shapes)
-        self._claim, self._commit, self._apply, self._read = (
+        self._claim, self._commit, self._apply, self._read, self._done = (
             client.register_script(Path(__file__).with_name(f"redis_{name}.lua").read_text())
-            for name in ("claim", "commit", "apply", "read")
+            for name in ("claim", "commit", "apply", "read", "done")
         )
 
     @property
@@ -69,7 +75,7 @@ class Namespace:
             ContractError: another scan's sums lie there, or keys that no scan made.
         """
         firsts = [f"{prefix}0" for names in self.weights for prefix in self.keys.layer_rows(names)]
-        keys = [self.keys.identity, self.keys.done, self.keys.counters, self.keys.pending, *firsts]
+        keys = [*self._ledger, *firsts]
         held = self._claim(keys=keys, args=[self.identity])
         if isinstance(held, list):
             raise ContractError(
@@ -84,10 +90,22 @@ class Namespace:
                 do="fresh=true, which starts over; another store.namespace; or the code that began this scan",
             )
 
+    @property
+    def _ledger(self) -> list[str]:
+        keys = self.keys
+        return [keys.identity, keys.done, keys.counters, keys.totals, keys.pending]
+
     def done(self) -> set[int]:
-        """Numbers of the batches that are committed."""
-        bitmap = np.frombuffer(self._bytes(self.keys.done), np.uint8)
-        return set(np.flatnonzero(np.unpackbits(bitmap)).tolist())
+        """Numbers of the batches that are committed.
+
+        Raises:
+            ContractError: the marks are not as many as were made.
+        """
+        batches, marks, bitmap = self._done(keys=[self.keys.done, self.keys.totals], args=[MOST_BATCHES // 8])
+        done = set(np.flatnonzero(np.unpackbits(np.frombuffer(bitmap or b"", np.uint8))).tolist())
+        if bitmap is None or (len(done), sum_marks(done)) != (_number(batches), _number(marks)):
+            raise self._tampered("the batches marked as done are not those that were flushed")
+        return done
 
     def stage(self, flush: str, part: ScanSums) -> list[str]:
         """Send a part without adding it; gives the names of its chunks."""
@@ -102,12 +120,13 @@ class Namespace:
 
     def commit(self, names: Sequence[str], part: ScanSums) -> str:
         """Let the staged part count, or not: `redis_commit.lua` says what it answers."""
-        keys = [self.keys.identity, self.keys.done, self.keys.counters, self.keys.pending]
-        counters = [word for name, count in part.counters.items() for word in (name, repr(float(count)))]
+        totals = total_increments(part, self.columns)
+        hashes = ((4, totals), (3, part.counters))
+        counts = [word for key, hash_ in hashes for name, count in hash_.items() for word in (key, name, float(count))]
         return str(
             self._commit(
-                keys=[*keys, *map(self.keys.chunk, names)],
-                args=[self.identity, len(part.done), *sorted(part.done), *counters, *names],
+                keys=[*self._ledger, *map(self.keys.chunk, names)],
+                args=[self.identity, len(part.done), *sorted(part.done), *map(_exact, counts), *names],
             ).decode()
         )
 
@@ -120,29 +139,65 @@ class Namespace:
         keys = [self.keys.chunk(name), self.keys.pending]
         return int(self._apply(keys=keys, args=[name, *entries_to_add(self.columns)]))
 
-    def read(self) -> ScanSums:
-        """All sums, as they are now; what others add meanwhile may be in them by half."""
+    def read(self) -> tuple[ScanSums, dict[str, float]]:
+        """All sums and totals, as they are now; what others add meanwhile may be in them by half."""
         sums = empty_sums(self.shapes)
-        entries = entries_to_read(self.columns)
         for layer, names in enumerate(self.weights):
             for first in range(0, self.width, UNITS_READ_AT_ONCE):
                 count = min(UNITS_READ_AT_ONCE, self.width - first)
-                answer = self._read(args=[*self.keys.layer_rows(names), first, count, *entries])
-                for name, values_F in zip(self.columns, unpack_neurons(answer, len(self.columns)).T, strict=True):
+                values_CF = self._read_columns(names, first, count)
+                for name, values_F in zip(self.columns, values_CF, strict=True):
                     sums.tensors[name][layer, first : first + count] = values_F
             if BITS in self.shapes:
                 bits = np.frombuffer(self._bytes(self.keys.bits(layer)), np.uint8)
-                sums.tensors[BITS][layer].view(-1)[: len(bits)] = torch.from_numpy(bits.copy())
-        counters = self.client.hgetall(self.keys.counters)
-        sums.counters = {_text(name): float(count) for name, count in counters.items()}
+                room = sums.tensors[BITS][layer].view(-1)
+                if len(bits) > len(room):
+                    raise self._tampered(f"the activation bits of layer {layer} are {len(bits)} bytes of {len(room)}")
+                room[: len(bits)] = torch.from_numpy(bits.copy())
+        sums.counters, totals = self._numbers(self.keys.counters), self._numbers(self.keys.totals)
         sums.done = self.done()
-        return sums
+        return sums, totals
 
-    def clear(self) -> None:
-        """Delete all of it; the ledger at once and first, so that a deletion cut short leaves nothing believable."""
-        fixed = [self.keys.identity, self.keys.done, self.keys.counters, self.keys.pending]
-        chunks = [self.keys.chunk(name) for name in self.pending()]
-        self.client.delete(*fixed, *chunks, *(self.keys.bits(layer) for layer in range(self.layers)))
+    def _read_columns(self, names: Mapping[str, str], first: int, count: int) -> Tensor:
+        """Sums of some neurons, (columns, neurons); not a number where the two places of a maximum differ."""
+        answer = self._read(args=[*self.keys.layer_rows(names), first, count, *entries_to_read(self.columns)])
+        greatest = [column for column, name in enumerate(self.columns) if name in GREATEST]
+        values_FC = unpack_neurons(answer, len(self.columns) + len(greatest))
+        for again, column in enumerate(greatest, start=len(self.columns)):
+            values_FC[values_FC[:, column] != values_FC[:, again], column] = torch.nan
+        return values_FC[:, : len(self.columns)].T
+
+    def require_intact(self, sums: ScanSums, totals: Mapping[str, float]) -> None:
+        """Refuse sums, with nothing pending, that are not what their workers committed.
+
+        Raises:
+            ContractError: somebody else wrote to them or deleted of them.
+        """
+        if what := find_tampering(sums, self.columns, totals):
+            raise self._tampered(what)
+
+    def _numbers(self, key: str) -> dict[str, float]:
+        """A hash of numbers; what is none counts as not a number."""
+        return {_text(name): _number(count) for name, count in self.client.hgetall(key).items()}
+
+    def _tampered(self, what: str) -> ContractError:
+        return ContractError(
+            f"sums in Redis were changed by somebody else: {what}",
+            where=self.place,
+            do="the same command with fresh=true, which starts the scan over",
+        )
+
+    def clear(self) -> int:
+        """Delete all of it, and say how many batches it held.
+
+        The ledger goes at once and first, so that a deletion cut short leaves nothing believable.
+        """
+        # Any of them may be of another type by now: to start over is the remedy.
+        kinds = {key: _text(self.client.type(key)) for key in (self.keys.done, self.keys.pending)}
+        batches = int(self.client.bitcount(self.keys.done)) if kinds[self.keys.done] == "string" else 0
+        pending = self.pending() if kinds[self.keys.pending] == "set" else []
+        chunks = map(self.keys.chunk, pending)
+        self.client.delete(*self._ledger, *chunks, *(self.keys.bits(layer) for layer in range(self.layers)))
         # Neuron 0 goes last: `claim` takes it for a sign that something is left.
         prefixes = [prefix for names in self.weights for prefix in self.keys.layer_rows(names)]
         for last in range(self.width, 0, -KEYS_DELETED_AT_ONCE):
@@ -151,6 +206,7 @@ class Namespace:
                 neurons = range(last - 1, max(-1, last - 1 - KEYS_DELETED_AT_ONCE), -1)
                 pipeline.unlink(*(f"{prefix}{neuron}" for neuron in neurons))
             pipeline.execute()
+        return batches
 
     def _bytes(self, key: str) -> bytes:
         held = self.client.get(key) or b""
@@ -184,6 +240,18 @@ def find_namespace(client: "Redis", namespace: str, place: str) -> Namespace:
 
 def _text(answer: bytes | str) -> str:
     return answer if isinstance(answer, str) else answer.decode()
+
+
+def _number(answer: bytes | str) -> float:
+    try:
+        return float(answer)
+    except ValueError:
+        return float("nan")
+
+
+def _exact(word: str | float) -> str:
+    """A number with all its digits."""
+    return repr(word) if isinstance(word, float) else str(word)
 
 
 def _in_loads(chunks: Iterable[bytes]) -> Iterator[list[bytes]]:

@@ -1,4 +1,13 @@
-"""Running sums in a Redis server that many workers write to."""
+"""Running sums in a Redis server that many workers write to, each batch in them once or not at all.
+
+A flush has three steps. Its sums are staged, in chunks that nobody counts yet. One small script commits them: it marks
+the batches as done and the chunks as pending and adds to the totals, or refuses when one of the batches is done. Then
+the chunks are added to the hashes, each by a script that also removes it; a worker that finds pending chunks of a dead
+one adds them. A server that forgets its last second forgets it of marks and sums alike.
+
+Sums go from Redis to a file and back: the file is what `store=local` keeps of an unfinished scan, which goes on from it
+when it lies in its place as `sums.0.safetensors`. Added to it are the names of the weights, which keys in Redis need.
+"""
 
 import json
 import logging
@@ -9,17 +18,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Any
-
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from typing import TYPE_CHECKING
 
 from instruments.errors import ContractError, UserError
 from stages.accumulators.config import StoreConfig
 from stages.accumulators.redis_connection import connect, in_words
 from stages.accumulators.redis_layout import PROJECTIONS, WeightNames, columns_of, default_namespace, pack_cache_key
 from stages.accumulators.redis_namespace import Namespace
-from stages.accumulators.sums import ScanSums, Shapes, empty_sums
+from stages.accumulators.sums import ScanSums, Shapes, empty_sums, load_sums, save_sums
+
+if TYPE_CHECKING:
+    from redis import Redis
 
 COMMIT_TRIES = 5
 READ_TRIES = 5
@@ -84,7 +93,8 @@ class RedisStore:
         """The sums of all workers, dead ones' included.
 
         Raises:
-            ContractError: other workers flush all the while, so that no reading holds whole flushes only.
+            ContractError: other workers flush all the while, so that no reading holds whole flushes only; or somebody
+                else changed the sums.
         """
         self._wait()
         for _ in range(READ_TRIES):
@@ -93,9 +103,10 @@ class RedisStore:
             with in_words(self.namespace.place):
                 before = self.namespace.done()
                 settled = not self.namespace.pending()
-                sums = self.namespace.read()
+                sums, totals = self.namespace.read()
             # A flush committed meanwhile would be among the done batches and not, or not wholly, among the sums.
             if settled and sums.done == before:
+                self.namespace.require_intact(sums, totals)
                 return sums
         raise ContractError(
             "other workers flush to these sums faster than they can be read",
@@ -181,24 +192,12 @@ def open_redis_store(
     return opened
 
 
-if TYPE_CHECKING:
-    from redis import Redis
-
-
 def export_sums(namespace: Namespace, path: Path) -> ScanSums:
     """Write all that lies under a namespace; pending chunks are added first. Replaces the file in one step."""
     with closing(RedisStore(namespace, every=0)) as store:
         sums = store.collect()
     facts = json.loads(namespace.identity)["facts"]
-    content = {
-        "identity": json.dumps(facts, sort_keys=True),
-        "counters": sums.counters,
-        "done": sorted(sums.done),
-        "weights": namespace.weights,
-    }
-    temporary = path.with_name(f"{path.name}.tmp")
-    save_file(sums.tensors, temporary, metadata={"facts": json.dumps(content)})
-    temporary.replace(path)
+    save_sums(path, sums, {"identity": json.dumps(facts, sort_keys=True), "weights": namespace.weights})
     return sums
 
 
@@ -218,6 +217,7 @@ def import_sums(client: "Redis", place: str, prefix: str, path: Path) -> ScanSum
         ContractError: the file is no such file, or the namespace holds another scan or some of the file's batches.
     """
     sums, content = load_sums(path)
+    _require_place(sums, path)
     sizes = {name: [list(value.shape), str(value.dtype).removeprefix("torch.")] for name, value in sums.tensors.items()}
     weights = content.get("weights") or _usual_names(len(sums.tensors["sum_abs"]))
     namespace = Namespace(client, prefix, pack_cache_key(json.loads(content["identity"]), sizes, weights), place)
@@ -236,19 +236,11 @@ def import_sums(client: "Redis", place: str, prefix: str, path: Path) -> ScanSum
         return store.collect()
 
 
-def load_sums(path: Path) -> tuple[ScanSums, dict[str, Any]]:
-    """The sums in a file, and what stands beside them.
-
-    Raises:
-        ContractError: it cannot be read.
-    """
+def _require_place(sums: ScanSums, path: Path) -> None:
     try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no dict
-            content: dict[str, Any] = json.loads((file.metadata() or {})["facts"])
-        columns_of(tensors)
-        return ScanSums(tensors, content["counters"], set(content["done"])), content
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        columns_of(sums.tensors)
+        sums.tensors["sum_abs"]
+    except KeyError as error:
         what = f"this file holds no sums of a scan: {error}"
         raise ContractError(what, where=str(path), do="a file that python -m pipeline.store export wrote") from error
 

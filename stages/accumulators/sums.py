@@ -1,10 +1,10 @@
 """Running sums of a scan, and the local files that keep them."""
 
 import json
-import os
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from instruments.durable import whole_file
 from instruments.errors import ContractError
 
 # Shape and number format of each tensor.
@@ -65,6 +66,41 @@ def total_of(parts: Iterable[ScanSums], shapes: Shapes) -> ScanSums:
     for part in parts:
         total.add(part)
     return total
+
+
+def save_sums(path: Path, sums: ScanSums, facts: Mapping[str, Any]) -> None:
+    """Write sums and further facts, all of it or nothing."""
+    content = {**facts, "counters": sums.counters, "done": sorted(sums.done), "digest": _digest(sums)}
+    with whole_file(path) as file:
+        save_file(sums.tensors, file, metadata={"facts": json.dumps(content)})
+
+
+def load_sums(path: Path) -> tuple[ScanSums, dict[str, Any]]:
+    """What `save_sums` wrote, and its facts.
+
+    Raises:
+        ContractError: there is no such file, or it is damaged.
+    """
+    do = "a file that python -m pipeline.store export wrote"
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no dict
+            facts: dict[str, Any] = json.loads((file.metadata() or {})["facts"])
+        sums = ScanSums(tensors, {name: float(count) for name, count in facts["counters"].items()}, set(facts["done"]))
+        intact = facts["digest"] == _digest(sums) and isinstance(json.loads(facts["identity"]), dict)
+    except (OSError, SafetensorError, AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ContractError(f"this file holds no sums of a scan: {error}", where=str(path), do=do) from error
+    if not intact:
+        raise ContractError("this file of sums is damaged: its content has another digest", where=str(path), do=do)
+    return sums, facts
+
+
+def _digest(sums: ScanSums) -> str:
+    digest = blake2b(json.dumps([sums.counters, sorted(sums.done)], sort_keys=True).encode(), digest_size=16)
+    for name, value in sorted(sums.tensors.items()):
+        digest.update(f"{name} {list(value.shape)}".encode())
+        digest.update(value.contiguous().numpy())
+    return digest.hexdigest()
 
 
 def describe_differences(held: str, wanted: str) -> str:
@@ -142,13 +178,8 @@ class LocalStore:
         return time.monotonic() - self.last >= self.every
 
     def flush(self) -> None:
-        """Write the state: to a temporary file, to the disk, then in place of the old one."""
-        temporary = self.path.with_suffix(".tmp")
-        facts = {"identity": self.identity, "counters": self.sums.counters, "done": sorted(self.sums.done)}
-        save_file(self.sums.tensors, temporary, metadata={"facts": json.dumps(facts)})
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(self.path)
+        """Replace the file by the state of now."""
+        save_sums(self.path, self.sums, {"identity": self.identity})
         self.last = time.monotonic()
 
     def collect(self) -> ScanSums:
@@ -160,15 +191,18 @@ class LocalStore:
 
     def _load(self, path: Path) -> ScanSums:
         try:
-            with safe_open(path, framework="pt") as file:
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no dict
-                facts = json.loads(file.metadata()["facts"])
-        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise ContractError(f"unfinished sums cannot be read: {error}", where=str(path), do=_START_OVER) from error
+            sums, facts = load_sums(path)
+        except ContractError as error:
+            raise ContractError(
+                f"unfinished sums cannot be read: {error.what}", where=error.where, do=_START_OVER
+            ) from error
         if facts["identity"] != self.identity:
             what = f"unfinished sums are of a scan with {describe_differences(facts['identity'], self.identity)}"
             raise ContractError(what, where=str(path), do=_START_OVER)
-        return ScanSums(tensors, facts["counters"], set(facts["done"]))
+        found = {name: (tuple(value.shape), value.dtype) for name, value in sums.tensors.items()}
+        if found != dict(self.shapes):
+            raise ContractError("unfinished sums have other tensors", where=str(path), do=_START_OVER)
+        return sums
 
 
 _START_OVER = "the same command with fresh=true, which starts over; or the code that began this scan"

@@ -13,8 +13,7 @@ from safetensors.torch import save_file
 
 from pipeline.store import main
 from stages.accumulators.redis_namespace import Namespace
-from stages.accumulators.redis_store import load_sums
-from stages.accumulators.sums import LocalStore
+from stages.accumulators.sums import LocalStore, load_sums
 
 REPOSITORY = Path(__file__).parents[2]
 

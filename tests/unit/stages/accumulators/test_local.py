@@ -1,6 +1,9 @@
+import json
+
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from instruments.errors import ContractError
 from stages.accumulators.sums import LocalStore, ScanSums
@@ -113,6 +116,30 @@ def test_damaged_sums_are_refused(tmp_path):
     flushed(tmp_path, 0)
     path = tmp_path / "sums.0.safetensors"
     path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(ContractError, match="unfinished sums cannot be read"):
+        open_store(tmp_path)
+
+
+@pytest.mark.parametrize("place", [-1, -30, -120])
+def test_a_flipped_bit_in_the_sums_is_found(tmp_path, place):
+    flushed(tmp_path, 0)
+    path = tmp_path / "sums.0.safetensors"
+    content = bytearray(path.read_bytes())
+    content[place] ^= 4
+    path.write_bytes(content)
+    with pytest.raises(ContractError) as caught:
+        open_store(tmp_path)
+    assert str(caught.value) == (
+        "unfinished sums cannot be read: this file of sums is damaged: its content has another digest\n"
+        f"  where: {path}\n"
+        "  do:    the same command with fresh=true, which starts over; or the code that began this scan"
+    )
+
+
+@pytest.mark.parametrize("facts", [{}, {"done": [7], "counters": {}, "identity": "{}"}, {"done": 3}, [], "words"])
+def test_facts_of_another_kind_are_refused(tmp_path, facts):
+    path = flushed(tmp_path, 0).path
+    save_file(part(0).tensors, path, metadata={"facts": json.dumps(facts)})
     with pytest.raises(ContractError, match="unfinished sums cannot be read"):
         open_store(tmp_path)
 
