@@ -68,7 +68,7 @@ def _check_splits(data: DataConfig, splits: tuple[Split, ...]) -> Iterator[UserE
 
 
 # Counts changes of the readers that give other tokens for the same text.
-READER_VERSION = 1
+READER_VERSION = 2
 
 
 def data_cache_key(data: DataConfig) -> dict[str, object]:

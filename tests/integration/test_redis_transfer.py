@@ -177,7 +177,7 @@ def test_another_layout_is_refused(server, command, tmp_path, held, layout):
     for words in (["export", tmp_path / "sums.safetensors"], ["drop"]):
         assert command(*words, "--namespace", "t:") == (
             1,
-            f"what lies under the namespace t: is of layout {layout}; known is 2\n"
+            f"what lies under the namespace t: is of layout {layout}; known is 3\n"
             f"  where: Redis at 127.0.0.1:{server.port}, database 0\n"
             "  do:    stage=scan with fresh=true, which starts over, or the release that wrote it\n",
         )
