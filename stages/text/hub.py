@@ -55,10 +55,11 @@ def _stream_rows(data: DataConfig, split: str) -> Iterator[object]:
         raise describe_missing_package() from error
     require_hub(data)
     try:
-        builder = load_dataset_builder(data.name, data.subset, revision=data.revision)
-        if hasattr(builder.config, "batch_size"):  # of Parquet, where it would be as many rows as the file says
-            builder.config.batch_size = ROWS_AT_ONCE
-        splits = builder.as_streaming_dataset()
+        with bounded_memory(MAX_GROWTH):  # types are guessed from the first rows
+            builder = load_dataset_builder(data.name, data.subset, revision=data.revision)
+            if hasattr(builder.config, "batch_size"):  # of Parquet, where it would be as many rows as the file says
+                builder.config.batch_size = ROWS_AT_ONCE
+            splits = builder.as_streaming_dataset()
         _require_splits(list(splits), data)
         rows = iter(splits[split])
         while True:
