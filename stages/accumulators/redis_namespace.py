@@ -1,9 +1,9 @@
 """One scan's keys in Redis and the operations on them; each may be repeated after a lost connection."""
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ BYTES_AT_ONCE = 2**23
 UNITS_READ_AT_ONCE = 2048
 KEYS_DELETED_AT_ONCE = 1000
 MOST_BATCHES = 2**24
+MOST_ELEMENTS = 2**34
 
 
 class Namespace:
@@ -83,9 +84,9 @@ class Namespace:
                 where=self.place,
                 do="another store.namespace, or delete what lies under this one",
             )
-        if held.decode() != self.identity:
+        if _text(held) != self.identity:
             raise ContractError(
-                f"Redis holds sums of a scan with {_differences(held.decode(), self.identity)}",
+                f"Redis holds sums of a scan with {_differences(_text(held), self.identity)}",
                 where=self.place,
                 do="fresh=true, which starts over; another store.namespace; or the code that began this scan",
             )
@@ -225,8 +226,12 @@ def find_namespace(client: "Redis", namespace: str, place: str) -> Namespace:
         what = f"no scan lies under the namespace {namespace or '(empty)'}"
         raise ContractError(what, where=place, do="store.namespace= as the scan was given it")
     try:
-        layout = json.loads(held)["layout"]
-    except (ValueError, KeyError, TypeError):
+        content = json.loads(held)
+        layout = content["layout"]
+        elements = [math.prod(size) for size, _kind in content["sums"].values()] if layout == LAYOUT_VERSION else []
+        layout = layout if all(0 < count < MOST_ELEMENTS for count in elements) else "unknown"
+        namespaced = Namespace(client, namespace, _text(held), place) if layout == LAYOUT_VERSION else None
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
         layout = "unknown"
     if layout != LAYOUT_VERSION:
         what = (
@@ -235,11 +240,12 @@ def find_namespace(client: "Redis", namespace: str, place: str) -> Namespace:
         raise ContractError(
             what, where=place, do="stage=scan with fresh=true, which starts over, or the release that wrote it"
         )
-    return Namespace(client, namespace, _text(held), place)
+    assert namespaced is not None
+    return namespaced
 
 
 def _text(answer: bytes | str) -> str:
-    return answer if isinstance(answer, str) else answer.decode()
+    return answer if isinstance(answer, str) else answer.decode(errors="replace")
 
 
 def _number(answer: bytes | str) -> float:
@@ -268,12 +274,15 @@ def _in_loads(chunks: Iterable[bytes]) -> Iterator[list[bytes]]:
 
 def _differences(held: str, wanted: str) -> str:
     """What differs between two identities, in words."""
-    try:
-        theirs: dict[str, Any] = json.loads(held)
-    except ValueError:
-        return "an identity that is no scan's"
     ours = json.loads(wanted)
-    words = list_differences(theirs.get("facts", {}), ours["facts"])
+    try:
+        theirs = json.loads(held)
+    except (ValueError, RecursionError):
+        theirs = None
+    facts = theirs.get("facts", {}) if isinstance(theirs, dict) else None
+    if not isinstance(facts, dict):
+        return "an identity that is no scan's"
+    words = list_differences(facts, ours["facts"])
     if theirs.get("layout") != ours["layout"]:
         words.append(f"layout {theirs.get('layout', 'unset')} of its fields (here {ours['layout']})")
     words += [f"another {name}" for name in ("sums", "weights") if theirs.get(name) != ours[name]]

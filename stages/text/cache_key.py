@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 
 from instruments.errors import DataError, UserError
-from stages.text.config import DataConfig, check_settings
+from stages.text.config import KINDS, DataConfig, check_settings
 from stages.text.documents import Split
 from stages.text.hub import describe_missing_package
 from stages.text.python_stdlib import list_modules
@@ -100,6 +100,8 @@ def check_data(data: DataConfig, *, heldout: bool = True) -> list[UserError]:
         data: the settings.
         heldout: held-out text will be read, so that there has to be some.
     """
+    if data.kind not in KINDS or data.max_length < 2:  # said by the fields' own rules
+        return []
     return check_settings(data) or check_first_records(data, heldout=heldout)
 
 

@@ -324,9 +324,10 @@ def test_another_identity_is_refused_and_named(server):
     )
     with pytest.raises(ContractError, match=r"a scan with another sums\n"):
         open_store(server.url, shapes=SHAPES | {"sum_abs": ((LAYERS, WIDTH + 1), torch.float64)})
-    server.client().set("t:scan:identity", "mine")
-    with pytest.raises(ContractError, match=r"a scan with an identity that is no scan's\n"):
-        open_store(server.url)
+    for held in ("mine", "[]", "3", "[" * 99_999, '{"facts": 3}'):
+        server.client().set("t:scan:identity", held)
+        with pytest.raises(ContractError, match=r"a scan with an identity that is no scan's\n"):
+            open_store(server.url)
 
 
 def test_keys_that_no_scan_made_are_not_added_to(server):

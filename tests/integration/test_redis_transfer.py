@@ -171,7 +171,18 @@ def test_an_export_that_never_finds_rest_gives_up(server, command, tmp_path, mon
     store.close()
 
 
-@pytest.mark.parametrize(("held", "layout"), [('{"layout": 7}', 7), ("words", "unknown"), ("[]", "unknown")])
+@pytest.mark.parametrize(
+    ("held", "layout"),
+    [
+        ('{"layout": 7}', 7),
+        ("words", "unknown"),
+        ("[]", "unknown"),
+        ("[" * 99_999, "unknown"),
+        ('{"layout": 3}', "unknown"),
+        ('{"layout": 3, "weights": 1, "sums": {"sum_abs": [[99, 1000000000000], "float64"]}}', "unknown"),
+    ],
+    ids=range(6),
+)
 def test_another_layout_is_refused(server, command, tmp_path, held, layout):
     server.client().set("t:scan:identity", held)
     for words in (["export", tmp_path / "sums.safetensors"], ["drop"]):
