@@ -180,9 +180,7 @@ def find_tampering(sums: ScanSums, columns: Sequence[str], totals: Mapping[str, 
         bad = ~(values_LF.isfinite() & (values_LF >= 0))
         if bad.any():
             layer, neuron = bad.nonzero()[0].tolist()
-            return (
-                f"{column} of layer {layer}, neuron {neuron}, is no number of 0 or more, or is said twice and differs"
-            )
+            return f"{column} of layer {layer}, neuron {neuron}, is no number of 0 or more, or its copy differs"
     for name, found in _totals_of(sums, columns).items():
         wanted = totals.get(name, 0.0) + UNIT * totals.get(f"{name}_tiny", 0.0)
         if not abs(found - wanted) <= TOLERANCE * wanted:
@@ -190,9 +188,9 @@ def find_tampering(sums: ScanSums, columns: Sequence[str], totals: Mapping[str, 
             return f"{column} of layer {layer} adds up to {found:.10g}, and {wanted:.10g} was added"
     names = {"tokens", "samples", "loss_sum"} if sums.done else set()
     for name in sorted(names | sums.counters.keys()):
-        counted, wanted = sums.counters.get(name), totals.get(f"counter:{name}")
-        if counted is None or counted != wanted or not 0 <= counted < float("inf"):
-            return f"counter {name} is {counted}, and its total is {wanted}"
+        counted, total = sums.counters.get(name), totals.get(f"counter:{name}")
+        if counted is None or counted != total or not 0 <= counted < float("inf"):
+            return f"counter {name} is {counted}, and its total is {total}"
     return None
 
 

@@ -99,7 +99,7 @@ def _digest(sums: ScanSums) -> str:
     digest = blake2b(json.dumps([sums.counters, sorted(sums.done)], sort_keys=True).encode(), digest_size=16)
     for name, value in sorted(sums.tensors.items()):
         digest.update(f"{name} {list(value.shape)}".encode())
-        digest.update(value.contiguous().numpy())
+        digest.update(value.contiguous().numpy().data)
     return digest.hexdigest()
 
 
