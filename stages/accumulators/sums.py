@@ -96,7 +96,8 @@ def load_sums(path: Path) -> tuple[ScanSums, dict[str, Any]]:
 
 
 def _digest(sums: ScanSums) -> str:
-    digest = blake2b(json.dumps([sums.counters, sorted(sums.done)], sort_keys=True).encode(), digest_size=16)
+    counters = sorted((name, float(count)) for name, count in sums.counters.items())
+    digest = blake2b(json.dumps([counters, sorted(sums.done)]).encode(), digest_size=16)
     for name, value in sorted(sums.tensors.items()):
         digest.update(f"{name} {list(value.shape)}".encode())
         digest.update(value.contiguous().numpy().data)
