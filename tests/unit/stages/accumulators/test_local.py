@@ -25,7 +25,7 @@ def part(*numbers):
         tensors["sum"] += number + 1 / 3
         tensors["max_abs"] = tensors["max_abs"].maximum(torch.full((2, 3), float(number), dtype=torch.float64))
         tensors["bits_LRf"][:, number] = number
-    return ScanSums(tensors, {"tokens": 10 * len(numbers), "loss_sum": 0.1 * len(numbers)}, set(numbers))
+    return ScanSums(tensors, {"tokens": 10 * len(numbers), "loss_sum": 0.5 * len(numbers)}, set(numbers))
 
 
 def flushed(folder, *numbers, **place):
@@ -44,7 +44,7 @@ def test_sums_and_their_batches_come_back_as_they_were(tmp_path):
     assert torch.equal(found.tensors["sum"], part(0, 2, 3).tensors["sum"])
     assert (found.tensors["max_abs"] == 3).all()
     assert found.tensors["bits_LRf"][:, :, 0].tolist() == [[0, 0, 2, 3]] * 2
-    assert found.counters == {"tokens": 30.0}
+    assert found.counters == {"tokens": 30, "loss_sum": 1.5}
     assert found.done == {0, 2, 3}
 
 
