@@ -150,7 +150,7 @@ def _info(url: str, tries: int) -> dict[str, object]:
         client.close()
 
 
-_START_OVER = "the same command with fresh=true, which starts the scan over"
+_START_OVER = "the same command with stage=scan fresh=true, which starts the scan over"
 GO_ON = "then the same command again: it goes on from the last flush"
 
 

@@ -88,7 +88,7 @@ class Namespace:
             raise ContractError(
                 f"Redis holds sums of a scan with {_differences(_text(held), self.identity)}",
                 where=self.place,
-                do="fresh=true, which starts over; another store.namespace; or the code that began this scan",
+                do="stage=scan fresh=true, which starts over; another store.namespace; or the code that began this scan",
             )
 
     @property
@@ -185,7 +185,7 @@ class Namespace:
         return ContractError(
             f"sums in Redis were changed by somebody else: {what}",
             where=self.place,
-            do="the same command with fresh=true, which starts the scan over",
+            do="the same command with stage=scan fresh=true, which starts the scan over",
         )
 
     def clear(self) -> int:
@@ -238,7 +238,7 @@ def find_namespace(client: "Redis", namespace: str, place: str) -> Namespace:
             f"what lies under the namespace {namespace or '(empty)'} is of layout {layout}; known is {LAYOUT_VERSION}"
         )
         raise ContractError(
-            what, where=place, do="stage=scan with fresh=true, which starts over, or the release that wrote it"
+            what, where=place, do="stage=scan fresh=true, which starts over, or the release that wrote it"
         )
     assert namespaced is not None
     return namespaced

@@ -206,7 +206,7 @@ class LocalStore:
         return sums
 
 
-_START_OVER = "the same command with fresh=true, which starts over; or the code that began this scan"
+_START_OVER = "the same command with stage=scan fresh=true, which starts over; or the code that began this scan"
 
 
 def _worker_of(path: Path) -> int:

@@ -257,7 +257,7 @@ def test_a_row_of_another_type_stops_the_flush_and_loses_nothing(server):
     assert str(caught.value) == (
         f"a Redis key under the scan's namespace is of another type: {DOWN}\n"
         f"  where: Redis at 127.0.0.1:{server.port}, database 0, namespace t:\n"
-        "  do:    the same command with fresh=true, which starts the scan over; or another store.namespace"
+        "  do:    the same command with stage=scan fresh=true, which starts the scan over; or another store.namespace"
     )
     server.client().restore(DOWN, 0, row, replace=True)
     assert_equal(store.collect(), make_part(0, 1))
@@ -275,7 +275,7 @@ def test_a_field_that_is_no_number_stops_the_flush_and_loses_nothing(server):
     assert str(caught.value) == (
         f"sums in Redis were changed by somebody else: a field is not a number | key {UP}\n"
         f"  where: Redis at 127.0.0.1:{server.port}, database 0, namespace t:\n"
-        "  do:    the same command with fresh=true, which starts the scan over"
+        "  do:    the same command with stage=scan fresh=true, which starts the scan over"
     )
     server.client().hset(UP, "sum_grad_norm", repr(float(total.tensors["grad_norm_up"][1, 7])))
     assert_equal(store.collect(), make_part(0, 1))
@@ -307,7 +307,7 @@ def test_pending_sums_that_somebody_deleted_are_missed(server):
     assert str(caught.value) == (
         "sums that wait in Redis were deleted by somebody else: t:scan:staged:flush:0\n"
         f"  where: Redis at 127.0.0.1:{server.port}, database 0, namespace t:\n"
-        "  do:    the same command with fresh=true, which starts the scan over"
+        "  do:    the same command with stage=scan fresh=true, which starts the scan over"
     )
     store.close()
 
@@ -320,7 +320,7 @@ def test_another_identity_is_refused_and_named(server):
     assert str(caught.value) == (
         "Redis holds sums of a scan with code c1 (here c2), torch unset (here 9.9)\n"
         f"  where: Redis at 127.0.0.1:{server.port}, database 0, namespace t:\n"
-        "  do:    fresh=true, which starts over; another store.namespace; or the code that began this scan"
+        "  do:    stage=scan fresh=true, which starts over; another store.namespace; or the code that began this scan"
     )
     with pytest.raises(ContractError, match=r"a scan with another sums\n"):
         open_store(server.url, shapes=SHAPES | {"sum_abs": ((LAYERS, WIDTH + 1), torch.float64)})
@@ -417,7 +417,7 @@ def test_sums_that_somebody_changed_are_refused_and_fresh_starts_over(server, at
     with pytest.raises(ContractError) as caught:
         store.collect()
     assert caught.value.what.startswith("sums in Redis were changed by somebody else: ")
-    assert caught.value.do == "the same command with fresh=true, which starts the scan over"
+    assert caught.value.do == "the same command with stage=scan fresh=true, which starts the scan over"
     store.close()
     store = open_store(server.url, fresh=True)
     flush(store, 0)
