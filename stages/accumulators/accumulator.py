@@ -86,9 +86,6 @@ def _make_redis(store: StoreConfig, place: StorePlace, shapes: Shapes) -> SumSto
             store, shapes, label=place.label, identity=place.identity, weights=place.weights, fresh=fresh
         )
 
-    if place.workers.leads:
-        keeper = claim(place.fresh)
-        place.workers.follow(None)
-        return keeper
+    first = claim(place.fresh) if place.workers.leads else None
     place.workers.follow(None)
-    return claim(False)
+    return first or claim(False)

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass, field
 
+# The remedy of sums that cannot be gone on from. Without the stage, only the stage that is asked for starts over.
+START_OVER = "the same command with stage=scan fresh=true, which starts the scan over"
+
 
 @dataclass
 class StoreConfig:

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from redis import exceptions as refusals
 
 from instruments.errors import ConfigError, ContractError, UserError
-from stages.accumulators.config import StoreConfig
+from stages.accumulators.config import START_OVER, StoreConfig
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -150,7 +150,6 @@ def _info(url: str, tries: int) -> dict[str, object]:
         client.close()
 
 
-_START_OVER = "the same command with stage=scan fresh=true, which starts the scan over"
 GO_ON = "then the same command again: it goes on from the last flush"
 
 
@@ -222,9 +221,9 @@ _REFUSALS: dict[str, tuple[type[UserError], str, str]] = {
     "WRONGTYPE": (
         UserError,
         "a Redis key under the scan's namespace is of another type: {}",
-        f"{_START_OVER}; or another store.namespace",
+        f"{START_OVER}; or another store.namespace",
     ),
-    "GONE": (ContractError, "sums that wait in Redis were deleted by somebody else: {}", _START_OVER),
-    "CHANGED": (ContractError, "sums in Redis were changed by somebody else: {}", _START_OVER),
+    "GONE": (ContractError, "sums that wait in Redis were deleted by somebody else: {}", START_OVER),
+    "CHANGED": (ContractError, "sums in Redis were changed by somebody else: {}", START_OVER),
 }
 _UNKNOWN = UserError, "the Redis server refuses: {}", f"see the server's log, {GO_ON}; or another store.namespace"

@@ -11,6 +11,7 @@ from redis import Redis
 from torch import Tensor
 
 from instruments.errors import ContractError
+from stages.accumulators.config import START_OVER
 from stages.accumulators.redis_layout import (
     BITS,
     GREATEST,
@@ -88,7 +89,7 @@ class Namespace:
             raise ContractError(
                 f"Redis holds sums of a scan with {_differences(_text(held), self.identity)}",
                 where=self.place,
-                do="stage=scan fresh=true, which starts over; another store.namespace; or the code that began this scan",
+                do=f"{START_OVER}; another store.namespace; or the code that began this scan",
             )
 
     @property
@@ -185,7 +186,7 @@ class Namespace:
         return ContractError(
             f"sums in Redis were changed by somebody else: {what}",
             where=self.place,
-            do="the same command with stage=scan fresh=true, which starts the scan over",
+            do=START_OVER,
         )
 
     def clear(self) -> int:
@@ -237,9 +238,7 @@ def find_namespace(client: "Redis", namespace: str, place: str) -> Namespace:
         what = (
             f"what lies under the namespace {namespace or '(empty)'} is of layout {layout}; known is {LAYOUT_VERSION}"
         )
-        raise ContractError(
-            what, where=place, do="stage=scan fresh=true, which starts over, or the release that wrote it"
-        )
+        raise ContractError(what, where=place, do=f"{START_OVER}; or the release that wrote it")
     assert namespaced is not None
     return namespaced
 

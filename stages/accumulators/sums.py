@@ -15,6 +15,7 @@ from torch import Tensor
 
 from instruments.durable import whole_file
 from instruments.errors import ContractError
+from stages.accumulators.config import START_OVER
 
 # Shape and number format of each tensor.
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -202,11 +203,15 @@ class LocalStore:
             raise ContractError(what, where=str(path), do=_START_OVER)
         found = {name: (tuple(value.shape), value.dtype) for name, value in sums.tensors.items()}
         if found != dict(self.shapes):
-            raise ContractError("unfinished sums have other tensors", where=str(path), do=_START_OVER)
+            raise ContractError(
+                "unfinished sums have other tensors",
+                where=str(path),
+                do=f"{START_OVER}; or the code that began this scan",
+            )
         return sums
 
 
-_START_OVER = "the same command with stage=scan fresh=true, which starts over; or the code that began this scan"
+_START_OVER = f"{START_OVER}; or the code that began this scan"
 
 
 def _worker_of(path: Path) -> int:

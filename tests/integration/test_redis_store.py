@@ -257,7 +257,8 @@ def test_a_row_of_another_type_stops_the_flush_and_loses_nothing(server):
     assert str(caught.value) == (
         f"a Redis key under the scan's namespace is of another type: {DOWN}\n"
         f"  where: Redis at 127.0.0.1:{server.port}, database 0, namespace t:\n"
-        "  do:    the same command with stage=scan fresh=true, which starts the scan over; or another store.namespace"
+        "  do:    the same command with stage=scan fresh=true, which starts the scan over; "
+        "or another store.namespace"
     )
     server.client().restore(DOWN, 0, row, replace=True)
     assert_equal(store.collect(), make_part(0, 1))
@@ -320,7 +321,8 @@ def test_another_identity_is_refused_and_named(server):
     assert str(caught.value) == (
         "Redis holds sums of a scan with code c1 (here c2), torch unset (here 9.9)\n"
         f"  where: Redis at 127.0.0.1:{server.port}, database 0, namespace t:\n"
-        "  do:    stage=scan fresh=true, which starts over; another store.namespace; or the code that began this scan"
+        "  do:    the same command with stage=scan fresh=true, which starts the scan over; "
+        "another store.namespace; or the code that began this scan"
     )
     with pytest.raises(ContractError, match=r"a scan with another sums\n"):
         open_store(server.url, shapes=SHAPES | {"sum_abs": ((LAYERS, WIDTH + 1), torch.float64)})

@@ -190,7 +190,8 @@ def test_another_layout_is_refused(server, command, tmp_path, held, layout):
             1,
             f"what lies under the namespace t: is of layout {layout}; known is 3\n"
             f"  where: Redis at 127.0.0.1:{server.port}, database 0\n"
-            "  do:    stage=scan fresh=true, which starts over, or the release that wrote it\n",
+            "  do:    the same command with stage=scan fresh=true, which starts the scan over; "
+            "or the release that wrote it\n",
         )
 
 

@@ -108,7 +108,8 @@ def test_sums_of_other_code_are_refused(tmp_path):
     assert str(caught.value) == (
         "unfinished sums are of a scan with scan one (here another)\n"
         f"  where: {tmp_path / 'sums.0.safetensors'}\n"
-        "  do:    the same command with stage=scan fresh=true, which starts over; or the code that began this scan"
+        "  do:    the same command with stage=scan fresh=true, which starts the scan over; "
+        "or the code that began this scan"
     )
 
 
@@ -132,7 +133,8 @@ def test_a_flipped_bit_in_the_sums_is_found(tmp_path, place):
     assert str(caught.value) == (
         "unfinished sums cannot be read: this file of sums is damaged: its content has another digest\n"
         f"  where: {path}\n"
-        "  do:    the same command with stage=scan fresh=true, which starts over; or the code that began this scan"
+        "  do:    the same command with stage=scan fresh=true, which starts the scan over; "
+        "or the code that began this scan"
     )
 
 
