@@ -12,7 +12,7 @@ from stages.artifacts.workers import Workers
 
 
 class SumStore(Protocol):
-    """Keeps the parts of a scan; whatever happens, each batch is in it once or not at all."""
+    """Keeps the parts of a scan; each batch is in it once or not at all, also after a kill."""
 
     # Whether all workers write to one place: then `collect` gives the sums of all of them, else this worker's.
     shared: bool
@@ -28,7 +28,7 @@ class SumStore(Protocol):
         """Start from nothing, where not shared: other workers have these batches."""
 
     def due(self) -> bool:
-        """Whether the last flush lies `checkpoint_every` seconds back."""
+        """Whether the last flush was `checkpoint_every` seconds ago."""
 
     def flush(self) -> None:
         """Make everything added so far survive a kill.

@@ -115,7 +115,7 @@ def _client(url: str, tries: int) -> "Redis":
 def _check_server(url: str, place: str) -> None:
     from redis import exceptions as refusals  # noqa: PLC0415 - an extra
 
-    # A wrong password is refused at once; only what may mend itself is tried again.
+    # A wrong password is refused at once; only what may pass by itself is tried again.
     try:
         info = _info(url, 0)
     except (refusals.AuthenticationError, refusals.AuthorizationError):
@@ -139,7 +139,7 @@ def _check_server(url: str, place: str) -> None:
 @cache  # once for each server
 def _warn_of_loss(place: str) -> None:
     what = "%s keeps no append-only file: sums since its last snapshot are scanned again should it stop. %s"
-    logger.warning(what, place, "To mend it: redis-cli config set appendonly yes")
+    logger.warning(what, place, "To change that: redis-cli config set appendonly yes")
 
 
 def _info(url: str, tries: int) -> dict[str, object]:
@@ -211,7 +211,7 @@ _REFUSALS: dict[str, tuple[type[UserError], str, str]] = {
     "GONE AWAY": (
         UserError,
         "the Redis server cannot be reached: {}",
-        f"start it (redis-server) or mend store.url, {GO_ON}",
+        f"start it (redis-server) or correct store.url, {GO_ON}",
     ),
     "MISCONF": (
         UserError,

@@ -1,4 +1,4 @@
-"""Where the sums of a scan lie in Redis: the keys, the fields, and what the texts of numbers can hold.
+"""Where Redis keeps the sums of a scan: the keys, the fields, and what the texts of numbers can hold.
 
 A neuron's sums are three hashes, one for each projection, `{namespace}param:{weight name}:row:{neuron}`: the neuron's
 row of gate_proj and up_proj, its column of down_proj. `sum_act` is the sum of |h| over tokens, `count_act` the tokens
@@ -112,7 +112,7 @@ def columns_of(names: Mapping[str, object] | Sequence[str]) -> list[str]:
 
 
 def places_of(column: str) -> list[tuple[str, str]]:
-    """Where a sum stands; that of a text domain beside sum_taylor, under its own name."""
+    """The places of a sum; a text domain's is next to sum_taylor, under its own name."""
     return [("gate", column)] if column.startswith(DOMAIN) else FIELDS[column]
 
 

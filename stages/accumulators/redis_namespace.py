@@ -74,7 +74,7 @@ class Namespace:
         """Make the namespace this scan's, or find that it is.
 
         Raises:
-            ContractError: another scan's sums lie there, or keys that no scan made.
+            ContractError: the namespace holds another scan's sums, or keys that no scan made.
         """
         firsts = [f"{prefix}0" for names in self.weights for prefix in self.keys.layer_rows(names)]
         keys = [*self._ledger, *firsts]
@@ -83,7 +83,7 @@ class Namespace:
             raise ContractError(
                 f"the Redis key {held[0].decode()} is there, but no scan has begun under this namespace",
                 where=self.place,
-                do="another store.namespace, or delete what lies under this one",
+                do="another store.namespace, or delete all keys under this one",
             )
         if _text(held) != self.identity:
             raise ContractError(
@@ -217,14 +217,14 @@ class Namespace:
 
 
 def find_namespace(client: "Redis", namespace: str, place: str) -> Namespace:
-    """The scan that lies under a namespace.
+    """The scan under a namespace.
 
     Raises:
         ContractError: none does, or one of another layout.
     """
     held = client.get(Keys(namespace).identity)
     if held is None:
-        what = f"no scan lies under the namespace {namespace or '(empty)'}"
+        what = f"there is no scan under the namespace {namespace or '(empty)'}"
         raise ContractError(what, where=place, do="store.namespace= as the scan was given it")
     try:
         content = json.loads(held)
@@ -235,9 +235,7 @@ def find_namespace(client: "Redis", namespace: str, place: str) -> Namespace:
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
         layout = "unknown"
     if layout != LAYOUT_VERSION:
-        what = (
-            f"what lies under the namespace {namespace or '(empty)'} is of layout {layout}; known is {LAYOUT_VERSION}"
-        )
+        what = f"the scan under the namespace {namespace or '(empty)'} has layout {layout}; known is {LAYOUT_VERSION}"
         raise ContractError(what, where=place, do=f"{START_OVER}; or the release that wrote it")
     assert namespaced is not None
     return namespaced

@@ -6,7 +6,7 @@ the chunks are added to the hashes, each by a script that also removes it; a wor
 one adds them. A server that forgets its last second forgets it of marks and sums alike.
 
 Sums go from Redis to a file and back: the file is what `store=local` keeps of an unfinished scan, which goes on from it
-when it lies in its place as `sums.0.safetensors`. Added to it are the names of the weights, which keys in Redis need.
+when it is put in its place as `sums.0.safetensors`. Added to it are the names of the weights, which keys in Redis need.
 """
 
 import json
@@ -72,7 +72,7 @@ class RedisStore:
             return self.namespace.done()
 
     def due(self) -> bool:
-        """Whether the last flush lies `every` seconds back, and the server is through with it."""
+        """Whether the last flush was `every` seconds ago, and the server has added it."""
         return time.monotonic() - self.last >= self.every and all(part.done() for part in self.adding)
 
     def flush(self) -> None:
@@ -115,7 +115,7 @@ class RedisStore:
         )
 
     def close(self) -> None:
-        """Let go of the server. Committed sums that are not added yet are left to whoever comes next."""
+        """Let go of the server. Committed sums that are not added yet are left to the next worker."""
         self.stop.set()
         self.adders.shutdown(wait=True)
         self.namespace.client.close()
@@ -172,7 +172,7 @@ def open_redis_store(
         label: of the model, part of the default namespace.
         identity: what must be the same for sums to be added up; `scan` is the fingerprint.
         weights: for every layer: gate, up, down → name of the weight.
-        fresh: delete first what lies under the namespace. One worker only may ask for this, before all others.
+        fresh: delete first all keys of the namespace. One worker only may ask for this, before all others.
 
     Raises:
         ConfigError: the settings name no usable server.
@@ -193,7 +193,7 @@ def open_redis_store(
 
 
 def export_sums(namespace: Namespace, path: Path) -> ScanSums:
-    """Write all that lies under a namespace; pending chunks are added first. Replaces the file in one step."""
+    """Write all sums of a namespace; pending chunks are added first. Replaces the file in one step."""
     with closing(RedisStore(namespace, every=0)) as store:
         sums = store.collect()
     facts = json.loads(namespace.identity)["facts"]
@@ -226,7 +226,7 @@ def import_sums(client: "Redis", place: str, prefix: str, path: Path) -> ScanSum
         there = namespace.done() & sums.done
     if there and there != sums.done:
         what = (
-            f"{len(there)} of the file's {len(sums.done)} batches lie in Redis already: the rest cannot be told apart"
+            f"{len(there)} of the file's {len(sums.done)} batches are in Redis already: the rest cannot be told apart"
         )
         raise ContractError(what, where=f"{path}, {namespace.place}", do="a new namespace")
     with closing(RedisStore(namespace, every=0)) as store:

@@ -152,7 +152,7 @@ class LocalStore:
             fresh: forget what this worker left here; of several machines only the leading worker's is cleaned before.
 
         Raises:
-            ContractError: sums of another identity lie here.
+            ContractError: the folder holds sums of another identity.
         """
         self.path = folder / f"sums.{worker}.safetensors"
         self.identity, self.every = json.dumps(identity, sort_keys=True), every
@@ -176,7 +176,7 @@ class LocalStore:
         return self.sums.done.union(*(part.done for part in self.inherited))
 
     def due(self) -> bool:
-        """Whether the last flush lies `every` seconds back."""
+        """Whether the last flush was `every` seconds ago."""
         return time.monotonic() - self.last >= self.every
 
     def flush(self) -> None:

@@ -128,7 +128,7 @@ class Scanner:
         loss_scale = _HALF_LOSS_SCALE if self.gradients and self._in_half_precision() else 1.0
         found = self._measure(batch, slots_BT, loss_scale)
         check_losses(found.losses_B, batch, self.model)
-        # Too large for float16. Every batch starts anew, so that its sums depend on nothing but itself.
+        # Too large for float16. Every batch begins at the full scale: its sums depend on nothing but itself.
         while not self._is_usable(found, last=loss_scale == 1):
             loss_scale /= 16
             found = self._measure(batch, slots_BT, loss_scale)
@@ -171,7 +171,7 @@ def draw_reservoir(total_tokens: int, size: int, seed: int) -> Int[Tensor, "M"]:
     """Slot of each of the stream's M tokens, -1 for those not drawn.
 
     All tokens are known before the scan starts, so the draw is made at once: uniform without replacement, and the same
-    whatever the batch size and wherever a scan was interrupted.
+    for any batch size and after any interruption of the scan.
     """
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randperm(total_tokens, generator=generator)[:size].sort().values

@@ -72,7 +72,7 @@ READER_VERSION = 2
 
 
 def data_cache_key(data: DataConfig) -> dict[str, object]:
-    """What the token sequences depend on beside the settings: plain JSON, equal where the text is equal.
+    """What the token sequences depend on in addition to the settings: plain JSON, equal where the text is equal.
 
     Local files count by content, the standard library by Python version and module sizes, a dataset of the hub by
     name and revision.
@@ -106,7 +106,7 @@ def check_data(data: DataConfig, *, heldout: bool = True) -> list[UserError]:
 
 
 def hash_files(files: list[Path]) -> list[str]:
-    """SHA-256 of each file's content, in order: where the files lie does not matter."""
+    """SHA-256 of each file's content, in order: their place does not matter."""
     hashes = []
     for file in files:
         with file.open("rb") as content:

@@ -92,7 +92,7 @@ def calibration_only(data: DataConfig) -> DataConfig:
 
 
 def check_settings(data: DataConfig) -> list[UserError]:
-    """Every setting that contradicts another. What each may be alone stands in its field."""
+    """Every setting that contradicts another. The field of each says what it may be alone."""
     return [*_check_numbers(data), *_check_generation(data), *_check_source(data)]
 
 

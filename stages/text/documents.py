@@ -202,7 +202,7 @@ Item = TypeVar("Item")
 
 
 def interleave(sources: Iterable[Iterable[Item]]) -> Iterator[Item]:
-    """One item of each source in turn, until all are spent. A source is first touched when its turn comes."""
+    """One item of each source in turn, until all are empty. A source is first touched when its turn comes."""
     waiting = [iter(source) for source in sources]
     while waiting:
         still_waiting = []

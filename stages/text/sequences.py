@@ -97,7 +97,7 @@ def _list_names(names: Sequence[str]) -> str:
 
 
 def describe_nothing_left(data: DataConfig, split: Split, skipped: Skipped) -> DataError:
-    """The error of text of which no sequence could be used."""
+    """The error of text without a usable sequence."""
     where = f"{split} text of {describe_source(data, split)}"
     masked, shifted, short = (len(skipped.get(fault, ())) for fault in (ALL_MASKED, FIRST_ONLY, TOO_SHORT))
     if masked or shifted:
@@ -166,7 +166,7 @@ def load_text(data: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Split
 
     Returns:
         Sequences of 2 to `data.max_length` tokens, each with a label to learn from; the last may be cut to fit the
-        number of tokens. Beside them the names of those skipped before that number was reached.
+        number of tokens; and the names of those skipped before that number was reached.
 
     Raises:
         DataError: the text cannot be read, or nothing is left of it.

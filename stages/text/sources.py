@@ -118,7 +118,7 @@ def _read_records(file: Path, data: DataConfig) -> Iterator[Document]:
             raise DataError(
                 f"not a JSON record: {'it is nested too deeply' if isinstance(error, RecursionError) else why}",
                 where=f"{file}:{number}{character}",
-                do="mend or remove the line",
+                do="correct or remove the line",
             ) from error
         if document := read_record(record, f"{file}:{number}", data, domain=file.stem):
             yield document

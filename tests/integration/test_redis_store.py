@@ -340,7 +340,7 @@ def test_keys_that_no_scan_made_are_not_added_to(server):
     assert str(caught.value) == (
         f"the Redis key {key} is there, but no scan has begun under this namespace\n"
         f"  where: Redis at 127.0.0.1:{server.port}, database 0, namespace t:\n"
-        "  do:    another store.namespace, or delete what lies under this one"
+        "  do:    another store.namespace, or delete all keys under this one"
     )
 
 

@@ -114,7 +114,7 @@ def test_a_line_that_is_no_json(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"text": "one"}) + '\n\n{"text": oops}\n', encoding="utf-8")
     assert message_of(path=str(path)) == (
-        f"not a JSON record: Expecting value\n  where: {path}:3, character 10\n  do:    mend or remove the line"
+        f"not a JSON record: Expecting value\n  where: {path}:3, character 10\n  do:    correct or remove the line"
     )
 
 
