@@ -55,7 +55,7 @@ def _run(wanted: argparse.Namespace) -> str:
     client, place = connect(StoreConfig("redis", url=wanted.url))
     from stages.accumulators.redis_connection import in_words  # noqa: PLC0415 - the rest loads torch
     from stages.accumulators.redis_namespace import find_namespace  # noqa: PLC0415
-    from stages.accumulators.redis_transfer import export_sums, import_sums  # noqa: PLC0415
+    from stages.accumulators.redis_store import export_sums, import_sums  # noqa: PLC0415
 
     with client:
         if wanted.command == "import":
@@ -64,9 +64,7 @@ def _run(wanted: argparse.Namespace) -> str:
         with in_words(place):
             namespace = find_namespace(client, wanted.namespace, place)
             if wanted.command == "drop":
-                batches = len(namespace.done())
-                namespace.clear()
-                return f"{batches} batches deleted\n"
+                return f"{namespace.clear()} batches deleted\n"
         try:
             sums = export_sums(namespace, wanted.file)
         except (OSError, SafetensorError) as error:

@@ -16,8 +16,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from models.loading import input_device
-from stages.text.batches import TokenBatch
-from stages.text.sequences import IGNORED
+from stages.text.sequences import IGNORED, TokenBatch
 
 CHUNK_VALUES = 2**22  # logits whose probabilities are in memory at once, 16 MiB in fp32
 

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Protocol
 
 from stages.accumulators.config import StoreConfig
-from stages.accumulators.local import LocalStore
-from stages.accumulators.sums import ScanSums, Shapes
+from stages.accumulators.sums import LocalStore, ScanSums, Shapes
 from stages.artifacts.workers import Workers
 
 
 class SumStore(Protocol):
-    """Keeps the parts of a scan; whatever happens, each batch is in it once or not at all."""
+    """Keeps the parts of a scan; each batch is in it once or not at all, also after a kill."""
 
     # Whether all workers write to one place: then `collect` gives the sums of all of them, else this worker's.
     shared: bool
@@ -29,7 +28,7 @@ class SumStore(Protocol):
         """Start from nothing, where not shared: other workers have these batches."""
 
     def due(self) -> bool:
-        """Whether the last flush lies `checkpoint_every` seconds back."""
+        """Whether the last flush was `checkpoint_every` seconds ago."""
 
     def flush(self) -> None:
         """Make everything added so far survive a kill.
@@ -87,9 +86,6 @@ def _make_redis(store: StoreConfig, place: StorePlace, shapes: Shapes) -> SumSto
             store, shapes, label=place.label, identity=place.identity, weights=place.weights, fresh=fresh
         )
 
-    if place.workers.leads:
-        keeper = claim(place.fresh)
-        place.workers.follow(None)
-        return keeper
+    first = claim(place.fresh) if place.workers.leads else None
     place.workers.follow(None)
-    return claim(False)
+    return first or claim(False)

@@ -2,12 +2,15 @@
 
 from dataclasses import dataclass, field
 
+# The remedy of sums that cannot be gone on from. Without the stage, only the stage that is asked for starts over.
+START_OVER = "the same command with stage=scan fresh=true, which starts the scan over"
+
 
 @dataclass
 class StoreConfig:
     """Where a running scan keeps its sums."""
 
-    # local: a file beside the artefact being written; redis: a server that many workers share.
+    # local: a file in the folder of the unfinished result; redis: a server that many workers share.
     kind: str = field(default="local", metadata={"choices": ("local", "redis"), "fingerprint": False})
     # Seconds between flushes of a running scan; a killed scan goes on from the last one.
     checkpoint_every: float = field(default=30.0, metadata={"minimum": 0, "fingerprint": False})

@@ -10,7 +10,8 @@ local call, unpack_, TINY, UNIT = redis.pcall, struct.unpack, 2 ^ -24, 2 ^ 128
 -- A script that fails has written what it has written. The chunk then remembers how many fields are in the sums.
 local function give_up(reply, key, passed, skip)
   if passed > skip then redis.call('SETRANGE', KEYS[1], 0, struct.pack('<I4', passed)) end
-  return redis.error_reply(reply.err .. ' | key ' .. key)
+  local why = string.find(reply.err, 'not a float', 1, true) and 'CHANGED a field is not a number' or reply.err
+  return redis.error_reply(why .. ' | key ' .. key)
 end
 
 local skip, first, width, at = unpack_('<I4I4I4', chunk)
@@ -40,7 +41,8 @@ else
         local key, field, reply = keys[projections[entry]], fields[entry]
         if greatest[entry] then
           reply = call('HGET', key, field)
-          if not reply or (type(reply) == 'string' and value > (tonumber(reply) or 0)) then
+          -- What is no number stays, for readers to find.
+          if not reply or (type(reply) == 'string' and value > (tonumber(reply) or 1 / 0)) then
             reply = call('HSET', key, field, value)
           end
         -- Redis writes Lua's numbers with 17 digits, so that nothing is lost on the way.

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from redis import exceptions as refusals
 
 from instruments.errors import ConfigError, ContractError, UserError
-from stages.accumulators.config import StoreConfig
+from stages.accumulators.config import START_OVER, StoreConfig
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -115,7 +115,7 @@ def _client(url: str, tries: int) -> "Redis":
 def _check_server(url: str, place: str) -> None:
     from redis import exceptions as refusals  # noqa: PLC0415 - an extra
 
-    # A wrong password is refused at once; only what may mend itself is tried again.
+    # A wrong password is refused at once; only what may pass by itself is tried again.
     try:
         info = _info(url, 0)
     except (refusals.AuthenticationError, refusals.AuthorizationError):
@@ -139,7 +139,7 @@ def _check_server(url: str, place: str) -> None:
 @cache  # once for each server
 def _warn_of_loss(place: str) -> None:
     what = "%s keeps no append-only file: sums since its last snapshot are scanned again should it stop. %s"
-    logger.warning(what, place, "To mend it: redis-cli config set appendonly yes")
+    logger.warning(what, place, "To change that: redis-cli config set appendonly yes")
 
 
 def _info(url: str, tries: int) -> dict[str, object]:
@@ -170,87 +170,60 @@ def in_words(place: str) -> Iterator[None]:
 
 
 def _explain(error: refusals.RedisError, place: str) -> UserError:
-    explain = next((explain for kind, explain in _KINDS if isinstance(error, kind)), None)
-    if explain:
-        return explain(_first_line(error), place)
-    code, _, rest = _first_line(error).partition(" ")
-    return _CODES.get(code, _refused)(rest if code in _CODES else _first_line(error), place)
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    code, _, rest = line.partition(" ")
+    kind = next((code for kind, code in _KINDS.items() if isinstance(error, kind)), code)
+    text = (rest if kind == code and code in _REFUSALS else line).partition(" script: ")[0]
+    if kind == "WRONGTYPE":  # the scripts' own name the key
+        text = text.partition(" | key ")[2] or text
+    make, what, do = _REFUSALS.get(kind, _UNKNOWN)
+    return make(what.format(text.removeprefix("ERR ")), where=place, do=do)
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def _no_login(text: str, place: str) -> UserError:
-    do = "the right password in the environment's TINY_ONN_REDIS_PASSWORD, the user's name in store.url"
-    return UserError(f"the Redis server does not let us in: {text}", where=place, do=do)
-
-
-def _not_allowed(text: str, place: str) -> UserError:
-    do = "a user with +@read +@write +@scripting +info +ping on the keys of store.namespace (ACL SETUSER)"
-    return UserError(f"the Redis server's user may not do this: {text}", where=place, do=do)
-
-
-def _full(_text: str, place: str) -> UserError:
-    do = f"raise its maxmemory (redis-cli config set maxmemory 4gb) or delete old namespaces, {GO_ON}"
-    return UserError("the Redis server's memory is full (maxmemory)", where=place, do=do)
-
-
-def _replica(_text: str, place: str) -> UserError:
-    return UserError("this Redis server is a read-only replica", where=place, do="store.url= of the primary server")
-
-
-def _unreachable(text: str, place: str) -> UserError:
-    do = f"start it (redis-server) or mend store.url, {GO_ON}"
-    return UserError(f"the Redis server cannot be reached: {text}", where=place, do=do)
-
-
-def _wrong_type(text: str, place: str) -> UserError:
-    text, _, key = text.partition(" | key ")
-    return UserError(
-        f"a Redis key under the scan's namespace is of another type: {key or _without_script(text)}",
-        where=place,
-        do=f"delete or rename that key, {GO_ON}; or another store.namespace",
-    )
-
-
-def _without_script(text: str) -> str:
-    return text.partition(" script: ")[0]
-
-
-def _gone(key: str, place: str) -> UserError:
-    return ContractError(
-        f"sums that wait in Redis were deleted by somebody else: {_without_script(key)}",
-        where=place,
-        do="the same command with fresh=true, which starts the scan over",
-    )
-
-
-def _cannot_save(text: str, place: str) -> UserError:
-    do = f"see the server's log (its disk may be full), {GO_ON}"
-    return UserError(f"the Redis server does not take writes: {text}", where=place, do=do)
-
-
-def _refused(text: str, place: str) -> UserError:
-    do = f"see the server's log, {GO_ON}; or another store.namespace"
-    return UserError(f"the Redis server refuses: {text.removeprefix('ERR ')}", where=place, do=do)
-
-
-_Explain = Callable[[str, str], UserError]
 # The first that fits: the client derives errors of login from errors of connection.
-_KINDS: list[tuple[type[Exception], _Explain]] = [
-    (refusals.AuthenticationError, _no_login),
-    (refusals.AuthorizationError, _no_login),
-    (refusals.NoPermissionError, _not_allowed),
-    (refusals.OutOfMemoryError, _full),
-    (refusals.ReadOnlyError, _replica),
-    (refusals.ConnectionError, _unreachable),
-    (refusals.TimeoutError, _unreachable),
-]
-_CODES: dict[str, _Explain] = {
-    "WRONGTYPE": _wrong_type,
-    "GONE": _gone,
-    "OOM": _full,
-    "MISCONF": _cannot_save,
-    "NOAUTH": _no_login,
+_KINDS: dict[type[Exception], str] = {
+    refusals.AuthenticationError: "NOAUTH",
+    refusals.AuthorizationError: "NOAUTH",
+    refusals.NoPermissionError: "NOPERM",
+    refusals.OutOfMemoryError: "OOM",
+    refusals.ReadOnlyError: "READONLY",
+    refusals.ConnectionError: "GONE AWAY",
+    refusals.TimeoutError: "GONE AWAY",
 }
+# By the first word of the server's answer, or of our scripts': kind of error, what happened, what to do.
+_REFUSALS: dict[str, tuple[type[UserError], str, str]] = {
+    "NOAUTH": (
+        UserError,
+        "the Redis server does not let us in: {}",
+        "the right password in the environment's TINY_ONN_REDIS_PASSWORD, the user's name in store.url",
+    ),
+    "NOPERM": (
+        UserError,
+        "the Redis server's user may not do this: {}",
+        "a user with +@read +@write +@scripting +info +ping on the keys of store.namespace (ACL SETUSER)",
+    ),
+    "OOM": (
+        UserError,
+        "the Redis server's memory is full (maxmemory)",
+        f"raise its maxmemory (redis-cli config set maxmemory 4gb) or delete old namespaces, {GO_ON}",
+    ),
+    "READONLY": (UserError, "this Redis server is a read-only replica", "store.url= of the primary server"),
+    "GONE AWAY": (
+        UserError,
+        "the Redis server cannot be reached: {}",
+        f"start it (redis-server) or correct store.url, {GO_ON}",
+    ),
+    "MISCONF": (
+        UserError,
+        "the Redis server does not take writes: {}",
+        f"see the server's log (its disk may be full), {GO_ON}",
+    ),
+    "WRONGTYPE": (
+        UserError,
+        "a Redis key under the scan's namespace is of another type: {}",
+        f"{START_OVER}; or another store.namespace",
+    ),
+    "GONE": (ContractError, "sums that wait in Redis were deleted by somebody else: {}", START_OVER),
+    "CHANGED": (ContractError, "sums in Redis were changed by somebody else: {}", START_OVER),
+}
+_UNKNOWN = UserError, "the Redis server refuses: {}", f"see the server's log, {GO_ON}; or another store.namespace"

@@ -1,4 +1,4 @@
-"""Where the sums of a scan lie in Redis: the keys, the fields, and what the texts of numbers can hold.
+"""Where Redis keeps the sums of a scan: the keys, the fields, and what the texts of numbers can hold.
 
 A neuron's sums are three hashes, one for each projection, `{namespace}param:{weight name}:row:{neuron}`: the neuron's
 row of gate_proj and up_proj, its column of down_proj. `sum_act` is the sum of |h| over tokens, `count_act` the tokens
@@ -7,12 +7,17 @@ on which the neuron is active, `sum_grad_norm` the sum of gradient norms over sa
 
 HINCRBYFLOAT keeps 17 decimals after the point. An increment below 2^-24 would lose more than 1e-10 of itself, so it
 goes to the field with `_tiny` at its end, counted in units of 2^-128; the sum is field + 2^-128·tiny field.
+
+Readers check the sums against the hash `{namespace}scan:totals`: for every sum and layer the total over all neurons,
+copies of the counters, the number of batches and of their marks. A commit adds to it in one step with the marks in
+`scan:done`.
 """
 
 import json
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -21,7 +26,7 @@ from torch import Tensor
 from instruments.errors import NumericsError
 from stages.accumulators.sums import DOMAIN, ScanSums
 
-LAYOUT_VERSION = 2  # 1: the same sums under avg_act, avg_grad_norm and freq_act
+LAYOUT_VERSION = 3  # 2: without totals
 PROJECTIONS = ("gate", "up", "down")
 # Sum of the scan → where it stands. Read from the first place; the others repeat it for readers of single rows.
 FIELDS = {
@@ -32,9 +37,9 @@ FIELDS = {
     "grad_norm_down": [("down", "sum_grad_norm")],
     "sum_sq": [("gate", "sum_sq")],
     "sum_taylor": [("gate", "sum_taylor")],
-    "max_abs": [("gate", "max_abs")],
+    "max_abs": [("gate", "max_abs"), ("up", "max_abs")],
 }
-GREATEST = frozenset({"max_abs"})  # not added up
+GREATEST = frozenset({"max_abs"})  # not added up; its second place is a copy to check it by
 BITS = "bits_LRf"  # one string for each layer, rows of tokens one after the other
 
 # Layers' weight names: gate, up, down → name.
@@ -61,6 +66,11 @@ class Keys:
     def counters(self) -> str:
         """Hash of tokens, samples and loss_sum."""
         return f"{self.namespace}scan:counters"
+
+    @property
+    def totals(self) -> str:
+        """Hash of what the sums add up to."""
+        return f"{self.namespace}scan:totals"
 
     @property
     def pending(self) -> str:
@@ -102,7 +112,7 @@ def columns_of(names: Mapping[str, object] | Sequence[str]) -> list[str]:
 
 
 def places_of(column: str) -> list[tuple[str, str]]:
-    """Where a sum stands; that of a text domain beside sum_taylor, under its own name."""
+    """The places of a sum; a text domain's is next to sum_taylor, under its own name."""
     return [("gate", column)] if column.startswith(DOMAIN) else FIELDS[column]
 
 
@@ -119,8 +129,9 @@ def entries_to_add(columns: Sequence[str]) -> list[str | int]:
 
 
 def entries_to_read(columns: Sequence[str]) -> list[str | int]:
-    """Script arguments: for every column the projection and name of its first field."""
+    """Script arguments: projection and name of every column's first field, then of the second ones of maxima."""
     places = [places_of(column)[0] for column in columns]
+    places += [places_of(column)[1] for column in columns if column in GREATEST]
     return [word for place, field in places for word in (PROJECTIONS.index(place) + 1, field)]
 
 
@@ -129,6 +140,58 @@ def pack_cache_key(facts: Mapping[str, object], sizes: Mapping[str, Sequence[obj
     layers = [{projection: names[projection] for projection in PROJECTIONS} for names in weights]
     content = {"layout": LAYOUT_VERSION, "facts": dict(facts), "sums": dict(sizes), "weights": layers}
     return json.dumps(content, sort_keys=True)
+
+
+# As redis_apply.lua: increments below the first go to the field of tiny ones, in units of the second.
+TINY, UNIT = 2.0**-24, 2.0**-128
+# Between a total and the sums it is of; every increment keeps ten digits.
+TOLERANCE = 1e-9
+
+
+def total_increments(part: ScanSums, columns: Sequence[str]) -> dict[str, float]:
+    """What a part adds to the totals, by field."""
+    totals = {f"counter:{name}": float(count) for name, count in part.counters.items()}
+    totals |= {"batches": float(len(part.done)), "marks": sum_marks(part.done)}
+    for name, value in _totals_of(part, columns).items():
+        totals |= {name: value} if value >= TINY or value == 0 else {f"{name}_tiny": value / UNIT}
+    return totals
+
+
+def sum_marks(batches: Iterable[int]) -> float:
+    """A number by which one set of batches differs from another; exact up to millions of them."""
+    return float(sum(crc32(str(batch).encode()) for batch in batches))
+
+
+def _totals_of(part: ScanSums, columns: Sequence[str]) -> dict[str, float]:
+    totals = {
+        f"{column}:{layer}": float(values_F.double().sum())
+        for column in columns
+        if column not in GREATEST
+        for layer, values_F in enumerate(part.tensors[column])
+    }
+    bits = enumerate(part.tensors.get(BITS, ()))
+    return totals | {f"{BITS}:{layer}": float(np.bitwise_count(bits_Rf.numpy()).sum()) for layer, bits_Rf in bits}
+
+
+def find_tampering(sums: ScanSums, columns: Sequence[str], totals: Mapping[str, float]) -> str | None:
+    """What shows that sums from Redis are not those that were committed; None where they are."""
+    for column in columns:
+        values_LF = sums.tensors[column].double()
+        bad = ~(values_LF.isfinite() & (values_LF >= 0))
+        if bad.any():
+            layer, neuron = bad.nonzero()[0].tolist()
+            return f"{column} of layer {layer}, neuron {neuron}, is no number of 0 or more, or its copy differs"
+    for name, found in _totals_of(sums, columns).items():
+        wanted = totals.get(name, 0.0) + UNIT * totals.get(f"{name}_tiny", 0.0)
+        if not abs(found - wanted) <= TOLERANCE * wanted:
+            column, _, layer = name.partition(":")
+            return f"{column} of layer {layer} adds up to {found:.10g}, and {wanted:.10g} was added"
+    names = {"tokens", "samples", "loss_sum"} if sums.done else set()
+    for name in sorted(names | sums.counters.keys()):
+        counted, total = sums.counters.get(name), totals.get(f"counter:{name}")
+        if counted is None or counted != total or not 0 <= counted < float("inf"):
+            return f"counter {name} is {counted}, and its total is {total}"
+    return None
 
 
 # At most; the server answers nobody else for 20 to 50 ms.

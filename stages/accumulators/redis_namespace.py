@@ -1,23 +1,29 @@
 """One scan's keys in Redis and the operations on them; each may be repeated after a lost connection."""
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from redis import Redis
+from torch import Tensor
 
 from instruments.errors import ContractError
+from stages.accumulators.config import START_OVER
 from stages.accumulators.redis_layout import (
     BITS,
+    GREATEST,
     LAYOUT_VERSION,
     Keys,
     columns_of,
     entries_to_add,
     entries_to_read,
+    find_tampering,
     pack_chunks,
+    sum_marks,
+    total_increments,
     unpack_neurons,
 )
 from stages.accumulators.sums import ScanSums, empty_sums, list_differences
@@ -27,6 +33,8 @@ STAGED_FOR = 900
 BYTES_AT_ONCE = 2**23
 UNITS_READ_AT_ONCE = 2048
 KEYS_DELETED_AT_ONCE = 1000
+MOST_BATCHES = 2**24
+MOST_ELEMENTS = 2**34
 
 
 class Namespace:
@@ -47,9 +55,9 @@ class Namespace:
         self.weights = content["weights"]
         self.shapes = {name: (tuple(size), getattr(torch, kind)) for name, (size, kind) in content["sums"].items()}
         self.columns = columns_of(self.shapes)
-        self._claim, self._commit, self._apply, self._read = (
+        self._claim, self._commit, self._apply, self._read, self._done = (
             client.register_script(Path(__file__).with_name(f"redis_{name}.lua").read_text())
-            for name in ("claim", "commit", "apply", "read")
+            for name in ("claim", "commit", "apply", "read", "done")
         )
 
     @property
@@ -66,28 +74,40 @@ class Namespace:
         """Make the namespace this scan's, or find that it is.
 
         Raises:
-            ContractError: another scan's sums lie there, or keys that no scan made.
+            ContractError: the namespace holds another scan's sums, or keys that no scan made.
         """
         firsts = [f"{prefix}0" for names in self.weights for prefix in self.keys.layer_rows(names)]
-        keys = [self.keys.identity, self.keys.done, self.keys.counters, self.keys.pending, *firsts]
+        keys = [*self._ledger, *firsts]
         held = self._claim(keys=keys, args=[self.identity])
         if isinstance(held, list):
             raise ContractError(
                 f"the Redis key {held[0].decode()} is there, but no scan has begun under this namespace",
                 where=self.place,
-                do="another store.namespace, or delete what lies under this one",
+                do="another store.namespace, or delete all keys under this one",
             )
-        if held.decode() != self.identity:
+        if _text(held) != self.identity:
             raise ContractError(
-                f"Redis holds sums of a scan with {_differences(held.decode(), self.identity)}",
+                f"Redis holds sums of a scan with {_differences(_text(held), self.identity)}",
                 where=self.place,
-                do="fresh=true, which starts over; another store.namespace; or the code that began this scan",
+                do=f"{START_OVER}; another store.namespace; or the code that began this scan",
             )
 
+    @property
+    def _ledger(self) -> list[str]:
+        keys = self.keys
+        return [keys.identity, keys.done, keys.counters, keys.totals, keys.pending]
+
     def done(self) -> set[int]:
-        """Numbers of the batches that are committed."""
-        bitmap = np.frombuffer(self._bytes(self.keys.done), np.uint8)
-        return set(np.flatnonzero(np.unpackbits(bitmap)).tolist())
+        """Numbers of the batches that are committed.
+
+        Raises:
+            ContractError: the marks are not as many as were made.
+        """
+        batches, marks, bitmap = self._done(keys=[self.keys.done, self.keys.totals], args=[MOST_BATCHES // 8])
+        done = set(np.flatnonzero(np.unpackbits(np.frombuffer(bitmap or b"", np.uint8))).tolist())
+        if bitmap is None or (len(done), sum_marks(done)) != (_number(batches), _number(marks)):
+            raise self._tampered("the batches marked as done are not those that were flushed")
+        return done
 
     def stage(self, flush: str, part: ScanSums) -> list[str]:
         """Send a part without adding it; gives the names of its chunks."""
@@ -102,12 +122,13 @@ class Namespace:
 
     def commit(self, names: Sequence[str], part: ScanSums) -> str:
         """Let the staged part count, or not: `redis_commit.lua` says what it answers."""
-        keys = [self.keys.identity, self.keys.done, self.keys.counters, self.keys.pending]
-        counters = [word for name, count in part.counters.items() for word in (name, repr(float(count)))]
+        totals = total_increments(part, self.columns)
+        hashes = ((4, totals), (3, part.counters))
+        counts = [word for key, hash_ in hashes for name, count in hash_.items() for word in (key, name, float(count))]
         return str(
             self._commit(
-                keys=[*keys, *map(self.keys.chunk, names)],
-                args=[self.identity, len(part.done), *sorted(part.done), *counters, *names],
+                keys=[*self._ledger, *map(self.keys.chunk, names)],
+                args=[self.identity, len(part.done), *sorted(part.done), *map(_exact, counts), *names],
             ).decode()
         )
 
@@ -120,29 +141,65 @@ class Namespace:
         keys = [self.keys.chunk(name), self.keys.pending]
         return int(self._apply(keys=keys, args=[name, *entries_to_add(self.columns)]))
 
-    def read(self) -> ScanSums:
-        """All sums, as they are now; what others add meanwhile may be in them by half."""
+    def read(self) -> tuple[ScanSums, dict[str, float]]:
+        """All sums and totals, as they are now; what others add meanwhile may be in them by half."""
         sums = empty_sums(self.shapes)
-        entries = entries_to_read(self.columns)
         for layer, names in enumerate(self.weights):
             for first in range(0, self.width, UNITS_READ_AT_ONCE):
                 count = min(UNITS_READ_AT_ONCE, self.width - first)
-                answer = self._read(args=[*self.keys.layer_rows(names), first, count, *entries])
-                for name, values_F in zip(self.columns, unpack_neurons(answer, len(self.columns)).T, strict=True):
+                values_CF = self._read_columns(names, first, count)
+                for name, values_F in zip(self.columns, values_CF, strict=True):
                     sums.tensors[name][layer, first : first + count] = values_F
             if BITS in self.shapes:
                 bits = np.frombuffer(self._bytes(self.keys.bits(layer)), np.uint8)
-                sums.tensors[BITS][layer].view(-1)[: len(bits)] = torch.from_numpy(bits.copy())
-        counters = self.client.hgetall(self.keys.counters)
-        sums.counters = {_text(name): float(count) for name, count in counters.items()}
+                room = sums.tensors[BITS][layer].view(-1)
+                if len(bits) > len(room):
+                    raise self._tampered(f"the activation bits of layer {layer} are {len(bits)} bytes of {len(room)}")
+                room[: len(bits)] = torch.from_numpy(bits.copy())
+        sums.counters, totals = self._numbers(self.keys.counters), self._numbers(self.keys.totals)
         sums.done = self.done()
-        return sums
+        return sums, totals
 
-    def clear(self) -> None:
-        """Delete all of it; the ledger at once and first, so that a deletion cut short leaves nothing believable."""
-        fixed = [self.keys.identity, self.keys.done, self.keys.counters, self.keys.pending]
-        chunks = [self.keys.chunk(name) for name in self.pending()]
-        self.client.delete(*fixed, *chunks, *(self.keys.bits(layer) for layer in range(self.layers)))
+    def _read_columns(self, names: Mapping[str, str], first: int, count: int) -> Tensor:
+        """Sums of some neurons, (columns, neurons); not a number where the two places of a maximum differ."""
+        answer = self._read(args=[*self.keys.layer_rows(names), first, count, *entries_to_read(self.columns)])
+        greatest = [column for column, name in enumerate(self.columns) if name in GREATEST]
+        values_FC = unpack_neurons(answer, len(self.columns) + len(greatest))
+        for again, column in enumerate(greatest, start=len(self.columns)):
+            values_FC[values_FC[:, column] != values_FC[:, again], column] = torch.nan
+        return values_FC[:, : len(self.columns)].T
+
+    def require_intact(self, sums: ScanSums, totals: Mapping[str, float]) -> None:
+        """Refuse sums, with nothing pending, that are not what their workers committed.
+
+        Raises:
+            ContractError: somebody else wrote to them or deleted of them.
+        """
+        if what := find_tampering(sums, self.columns, totals):
+            raise self._tampered(what)
+
+    def _numbers(self, key: str) -> dict[str, float]:
+        """A hash of numbers; what is none counts as not a number."""
+        return {_text(name): _number(count) for name, count in self.client.hgetall(key).items()}
+
+    def _tampered(self, what: str) -> ContractError:
+        return ContractError(
+            f"sums in Redis were changed by somebody else: {what}",
+            where=self.place,
+            do=START_OVER,
+        )
+
+    def clear(self) -> int:
+        """Delete all of it, and say how many batches it held.
+
+        The ledger goes at once and first, so that a deletion cut short leaves nothing believable.
+        """
+        # Any of them may be of another type by now: to start over is the remedy.
+        kinds = {key: _text(self.client.type(key)) for key in (self.keys.done, self.keys.pending)}
+        batches = int(self.client.bitcount(self.keys.done)) if kinds[self.keys.done] == "string" else 0
+        pending = self.pending() if kinds[self.keys.pending] == "set" else []
+        chunks = map(self.keys.chunk, pending)
+        self.client.delete(*self._ledger, *chunks, *(self.keys.bits(layer) for layer in range(self.layers)))
         # Neuron 0 goes last: `claim` takes it for a sign that something is left.
         prefixes = [prefix for names in self.weights for prefix in self.keys.layer_rows(names)]
         for last in range(self.width, 0, -KEYS_DELETED_AT_ONCE):
@@ -151,6 +208,7 @@ class Namespace:
                 neurons = range(last - 1, max(-1, last - 1 - KEYS_DELETED_AT_ONCE), -1)
                 pipeline.unlink(*(f"{prefix}{neuron}" for neuron in neurons))
             pipeline.execute()
+        return batches
 
     def _bytes(self, key: str) -> bytes:
         held = self.client.get(key) or b""
@@ -159,31 +217,44 @@ class Namespace:
 
 
 def find_namespace(client: "Redis", namespace: str, place: str) -> Namespace:
-    """The scan that lies under a namespace.
+    """The scan under a namespace.
 
     Raises:
         ContractError: none does, or one of another layout.
     """
     held = client.get(Keys(namespace).identity)
     if held is None:
-        what = f"no scan lies under the namespace {namespace or '(empty)'}"
+        what = f"there is no scan under the namespace {namespace or '(empty)'}"
         raise ContractError(what, where=place, do="store.namespace= as the scan was given it")
     try:
-        layout = json.loads(held)["layout"]
-    except (ValueError, KeyError, TypeError):
+        content = json.loads(held)
+        layout = content["layout"]
+        elements = [math.prod(size) for size, _kind in content["sums"].values()] if layout == LAYOUT_VERSION else []
+        layout = layout if all(0 < count < MOST_ELEMENTS for count in elements) else "unknown"
+        namespaced = Namespace(client, namespace, _text(held), place) if layout == LAYOUT_VERSION else None
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
         layout = "unknown"
     if layout != LAYOUT_VERSION:
-        what = (
-            f"what lies under the namespace {namespace or '(empty)'} is of layout {layout}; known is {LAYOUT_VERSION}"
-        )
-        raise ContractError(
-            what, where=place, do="stage=scan with fresh=true, which starts over, or the release that wrote it"
-        )
-    return Namespace(client, namespace, _text(held), place)
+        what = f"the scan under the namespace {namespace or '(empty)'} has layout {layout}; known is {LAYOUT_VERSION}"
+        raise ContractError(what, where=place, do=f"{START_OVER}; or the release that wrote it")
+    assert namespaced is not None
+    return namespaced
 
 
 def _text(answer: bytes | str) -> str:
-    return answer if isinstance(answer, str) else answer.decode()
+    return answer if isinstance(answer, str) else answer.decode(errors="replace")
+
+
+def _number(answer: bytes | str) -> float:
+    try:
+        return float(answer)
+    except ValueError:
+        return float("nan")
+
+
+def _exact(word: str | float) -> str:
+    """A number with all its digits."""
+    return repr(word) if isinstance(word, float) else str(word)
 
 
 def _in_loads(chunks: Iterable[bytes]) -> Iterator[list[bytes]]:
@@ -200,12 +271,15 @@ def _in_loads(chunks: Iterable[bytes]) -> Iterator[list[bytes]]:
 
 def _differences(held: str, wanted: str) -> str:
     """What differs between two identities, in words."""
-    try:
-        theirs: dict[str, Any] = json.loads(held)
-    except ValueError:
-        return "an identity that is no scan's"
     ours = json.loads(wanted)
-    words = list_differences(theirs.get("facts", {}), ours["facts"])
+    try:
+        theirs = json.loads(held)
+    except (ValueError, RecursionError):
+        theirs = None
+    facts = theirs.get("facts", {}) if isinstance(theirs, dict) else None
+    if not isinstance(facts, dict):
+        return "an identity that is no scan's"
+    words = list_differences(facts, ours["facts"])
     if theirs.get("layout") != ours["layout"]:
         words.append(f"layout {theirs.get('layout', 'unset')} of its fields (here {ours['layout']})")
     words += [f"another {name}" for name in ("sums", "weights") if theirs.get(name) != ours[name]]

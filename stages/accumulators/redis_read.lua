@@ -17,7 +17,8 @@ for neuron = tonumber(ARGV[4]), ARGV[4] + ARGV[5] - 1 do
   end
   for column, place in ipairs(columns) do
     local values = found[place[1]]
-    row[column] = (tonumber(values[place[2]] or 0) or 0) + (tonumber(values[place[2] + 1] or 0) or 0) * 2 ^ -128
+    -- 0 / 0: what is no number shows in the sum.
+    row[column] = (tonumber(values[place[2]] or 0) or 0 / 0) + (tonumber(values[place[2] + 1] or 0) or 0 / 0) * 2 ^ -128
   end
   neurons[#neurons + 1] = struct.pack(row_format, unpack(row))
 end

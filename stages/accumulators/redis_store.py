@@ -1,24 +1,34 @@
 """Running sums in a Redis server that many workers write to, each batch in them once or not at all.
 
 A flush has three steps. Its sums are staged, in chunks that nobody counts yet. One small script commits them: it marks
-the batches as done and the chunks as pending, or refuses when one of the batches is done. Then the chunks are added to
-the hashes, each by a script that also removes it; whoever finds pending chunks of a dead worker adds them. A server
-that forgets its last second forgets it of marks and sums alike.
+the batches as done and the chunks as pending and adds to the totals, or refuses when one of the batches is done. Then
+the chunks are added to the hashes, each by a script that also removes it; a worker that finds pending chunks of a dead
+one adds them. A server that forgets its last second forgets it of marks and sums alike.
+
+Sums go from Redis to a file and back: the file is what `store=local` keeps of an unfinished scan, which goes on from it
+when it is put in its place as `sums.0.safetensors`. Added to it are the names of the weights, which keys in Redis need.
 """
 
+import json
 import logging
 import time
 import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
 from threading import Event
+from typing import TYPE_CHECKING
 
 from instruments.errors import ContractError, UserError
 from stages.accumulators.config import StoreConfig
 from stages.accumulators.redis_connection import connect, in_words
-from stages.accumulators.redis_layout import WeightNames, default_namespace, pack_cache_key
+from stages.accumulators.redis_layout import PROJECTIONS, WeightNames, columns_of, default_namespace, pack_cache_key
 from stages.accumulators.redis_namespace import Namespace
-from stages.accumulators.sums import ScanSums, Shapes, empty_sums
+from stages.accumulators.sums import ScanSums, Shapes, empty_sums, load_sums, save_sums
+
+if TYPE_CHECKING:
+    from redis import Redis
 
 COMMIT_TRIES = 5
 READ_TRIES = 5
@@ -62,7 +72,7 @@ class RedisStore:
             return self.namespace.done()
 
     def due(self) -> bool:
-        """Whether the last flush lies `every` seconds back, and the server is through with it."""
+        """Whether the last flush was `every` seconds ago, and the server has added it."""
         return time.monotonic() - self.last >= self.every and all(part.done() for part in self.adding)
 
     def flush(self) -> None:
@@ -83,7 +93,8 @@ class RedisStore:
         """The sums of all workers, dead ones' included.
 
         Raises:
-            ContractError: other workers flush all the while, so that no reading holds whole flushes only.
+            ContractError: other workers flush all the while, so that no reading holds whole flushes only; or somebody
+                else changed the sums.
         """
         self._wait()
         for _ in range(READ_TRIES):
@@ -92,9 +103,10 @@ class RedisStore:
             with in_words(self.namespace.place):
                 before = self.namespace.done()
                 settled = not self.namespace.pending()
-                sums = self.namespace.read()
+                sums, totals = self.namespace.read()
             # A flush committed meanwhile would be among the done batches and not, or not wholly, among the sums.
             if settled and sums.done == before:
+                self.namespace.require_intact(sums, totals)
                 return sums
         raise ContractError(
             "other workers flush to these sums faster than they can be read",
@@ -103,7 +115,7 @@ class RedisStore:
         )
 
     def close(self) -> None:
-        """Let go of the server. Committed sums that are not added yet are left to whoever comes next."""
+        """Let go of the server. Committed sums that are not added yet are left to the next worker."""
         self.stop.set()
         self.adders.shutdown(wait=True)
         self.namespace.client.close()
@@ -160,7 +172,7 @@ def open_redis_store(
         label: of the model, part of the default namespace.
         identity: what must be the same for sums to be added up; `scan` is the fingerprint.
         weights: for every layer: gate, up, down → name of the weight.
-        fresh: delete first what lies under the namespace. One worker only may ask for this, before all others.
+        fresh: delete first all keys of the namespace. One worker only may ask for this, before all others.
 
     Raises:
         ConfigError: the settings name no usable server.
@@ -178,3 +190,61 @@ def open_redis_store(
     opened = RedisStore(namespace, every=store.checkpoint_every)
     opened.take_up()
     return opened
+
+
+def export_sums(namespace: Namespace, path: Path) -> ScanSums:
+    """Write all sums of a namespace; pending chunks are added first. Replaces the file in one step."""
+    with closing(RedisStore(namespace, every=0)) as store:
+        sums = store.collect()
+    facts = json.loads(namespace.identity)["facts"]
+    save_sums(path, sums, {"identity": json.dumps(facts, sort_keys=True), "weights": namespace.weights})
+    return sums
+
+
+def import_sums(client: "Redis", place: str, prefix: str, path: Path) -> ScanSums:
+    """Add a file's sums to a namespace; done again it changes nothing.
+
+    Args:
+        client: of the server.
+        place: the server in words.
+        prefix: the namespace: new, or one of the same scan with other batches.
+        path: as `export_sums` or `store=local` wrote it.
+
+    Returns:
+        What the namespace now holds.
+
+    Raises:
+        ContractError: the file is no such file, or the namespace holds another scan or some of the file's batches.
+    """
+    sums, content = load_sums(path)
+    _require_place(sums, path)
+    sizes = {name: [list(value.shape), str(value.dtype).removeprefix("torch.")] for name, value in sums.tensors.items()}
+    weights = content.get("weights") or _usual_names(len(sums.tensors["sum_abs"]))
+    namespace = Namespace(client, prefix, pack_cache_key(json.loads(content["identity"]), sizes, weights), place)
+    with in_words(namespace.place):
+        namespace.claim()
+        there = namespace.done() & sums.done
+    if there and there != sums.done:
+        what = (
+            f"{len(there)} of the file's {len(sums.done)} batches are in Redis already: the rest cannot be told apart"
+        )
+        raise ContractError(what, where=f"{path}, {namespace.place}", do="a new namespace")
+    with closing(RedisStore(namespace, every=0)) as store:
+        if not there:
+            store.sums.add(sums)
+            store.flush()
+        return store.collect()
+
+
+def _require_place(sums: ScanSums, path: Path) -> None:
+    try:
+        columns_of(sums.tensors)
+        sums.tensors["sum_abs"]
+    except KeyError as error:
+        what = f"this file holds no sums of a scan: {error}"
+        raise ContractError(what, where=str(path), do="a file that python -m pipeline.store export wrote") from error
+
+
+def _usual_names(layers: int) -> list[dict[str, str]]:
+    """Names of the weights in transformers' decoders, for files that do not tell."""
+    return [{part: f"model.layers.{layer}.mlp.{part}_proj.weight" for part in PROJECTIONS} for layer in range(layers)]

@@ -31,8 +31,8 @@ from stages.calibration.emission import emit_carve, write_carve_card
 from stages.calibration.gate_scale import column_scale, gate_moments, least_squares, scale_columns
 from stages.calibration.token_stream import TokenStream
 from stages.routing.task import RouterTask, load_balance, oracle_agreement, relative_output_error, set_logit_std
-from stages.text.batches import TokenBatch
 from stages.text.config import DataConfig
+from stages.text.sequences import TokenBatch
 
 
 def run(

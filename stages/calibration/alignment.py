@@ -18,7 +18,7 @@ from models.ffn import DenseFFN
 from models.stream import LayerStream, StreamLayer
 from stages.calibration.normal_equations import NormalEquations
 from stages.calibration.token_stream import TokenStream
-from stages.text.batches import TokenBatch
+from stages.text.sequences import TokenBatch
 
 
 def split_validation(batches: int, share: float) -> tuple[list[int], list[int]]:

@@ -9,9 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from stages.calibration.config import VocabularyConfig
-from stages.text.batches import TokenBatch, batch_sequences
 from stages.text.config import DataConfig
-from stages.text.sequences import IGNORED, TokenSequence, load_sequences
+from stages.text.sequences import IGNORED, TokenBatch, TokenSequence, batch_sequences, load_sequences
 
 OFFSET = 1000  # of Zipf and Mandelbrot's law: the rare count for something, too
 SEED = 0

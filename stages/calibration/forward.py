@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from models.loading import input_device, is_offloaded
 from stages.losses import sample_losses
-from stages.text.batches import TokenBatch
+from stages.text.sequences import TokenBatch
 
 
 def forward_losses(model: nn.Module, batch: TokenBatch, *, inplace_backward_logits: bool = False) -> Float[Tensor, "B"]:

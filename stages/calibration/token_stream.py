@@ -11,7 +11,7 @@ from instruments.errors import NumericsError
 from models.stream import LayerStream, StreamLayer
 from stages.calibration.batches import pick_tokens, take_tokens
 from stages.losses import MeanLoss, supervised_tokens, token_losses
-from stages.text.batches import TokenBatch
+from stages.text.sequences import TokenBatch
 
 
 class TokenStream:

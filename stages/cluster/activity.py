@@ -16,8 +16,8 @@ from models.stream import LayerStream
 from stages.calibration.batches import calibration_batches, evenly_spaced
 from stages.calibration.config import VocabularyConfig
 from stages.calibration.token_stream import TokenStream
-from stages.text.batches import TokenBatch
 from stages.text.config import DataConfig
+from stages.text.sequences import TokenBatch
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,8 @@ from models.loading import input_device, load_tokenizer, placement, resolve_devi
 from models.source import resolve_folder
 from stages.artifacts.job import Job
 from stages.diagnose.config import DiagnoseConfig
-from stages.text.batches import batch_sequences
 from stages.text.config import DataConfig
-from stages.text.sequences import load_sequences
+from stages.text.sequences import batch_sequences, load_sequences
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,8 @@ from models.source import resolve_folder
 from stages.artifacts.job import Job, Table
 from stages.calibration.forward import forward_losses, save_memory
 from stages.dump.config import DumpStageConfig
-from stages.text.batches import TokenBatch, batch_sequences
 from stages.text.config import DataConfig
-from stages.text.sequences import load_text
+from stages.text.sequences import TokenBatch, batch_sequences, load_text
 
 
 def summarise(folder: Path, manifest: Manifest, config: DumpConfig, *, seconds: float) -> Table:

@@ -15,7 +15,7 @@ from stages.calibration.carved_ffn import CarvedFFN
 from stages.calibration.token_stream import TokenStream
 from stages.evaluate.baselines import MASKS, Baseline, LayerFacts, start_baseline
 from stages.losses import MeanLoss
-from stages.text.batches import TokenBatch
+from stages.text.sequences import TokenBatch
 
 MOST_BYTES = 1 << 30  # that one memo keeps; the rest is computed again
 

@@ -21,7 +21,7 @@ from stages.evaluate.baselines import LayerFacts
 from stages.evaluate.report import LayerResult, ModelCost
 from stages.losses import MeanLoss, measure_loss
 from stages.routing.task import error_drops
-from stages.text.batches import TokenBatch
+from stages.text.sequences import TokenBatch
 
 
 def load_carved(folder: Path, model: ModelConfig, dtype: torch.dtype, offload_folder: Path) -> PreTrainedModel:

@@ -14,7 +14,7 @@ from models.targets.choose import MOE_TARGETS
 from models.training import find_routers, selection_bias
 from stages.calibration.batches import layer_seed
 from stages.losses import MeanLoss, measure_loss
-from stages.text.batches import TokenBatch
+from stages.text.sequences import TokenBatch
 
 # Masks and oracles choose among one layer's own neurons.
 POOL_BASELINES = ("unaligned", "random_router")

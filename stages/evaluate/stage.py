@@ -26,9 +26,8 @@ from stages.evaluate.comparison import Comparison, compare, load_carved
 from stages.evaluate.config import EvaluateConfig
 from stages.evaluate.pool import read_pool, run_pool_baselines
 from stages.evaluate.report import Evaluation, summarise, write_report
-from stages.text.batches import batch_sequences
 from stages.text.config import DataConfig
-from stages.text.sequences import load_sequences
+from stages.text.sequences import batch_sequences, load_sequences
 
 FactsOf = Callable[[int, DenseFFN], LayerFacts]
 

@@ -13,7 +13,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from models.experts import ExpertLoop, LayerExperts
 from models.loading import input_device
 from stages.losses import prediction_distance
-from stages.text.batches import TokenBatch
+from stages.text.sequences import TokenBatch
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from stages.project.carved_model import CarvedModel
 from stages.project.config import ProjectConfig
 from stages.project.gradient_projection import GradientRounds, ProjectionOutcome
 from stages.project.layer_pass import ProjectedLayer, find_done, gate_of
-from stages.text.batches import TokenBatch
+from stages.text.sequences import TokenBatch
 
 SEED = 9_000  # in the place of a layer's number, beyond all layers
 

@@ -13,7 +13,7 @@ from models.experts import LayerExperts
 from stages.calibration.alignment import split_validation
 from stages.project.carved_model import CarvedModel, TaughtBatch
 from stages.project.config import ProjectConfig
-from stages.text.batches import TokenBatch, split_batch
+from stages.text.sequences import TokenBatch, split_batch
 
 # Matrix of the settings → fields of LayerExperts: routed experts, always-on neurons.
 FIELDS = {

@@ -25,7 +25,7 @@ from stages.project.config import ProjectConfig
 from stages.project.layer import LayerCarve, Outcome, project_layer
 from stages.routing.descent import DescentSettings
 from stages.routing.fit import RouterSettings
-from stages.text.batches import TokenBatch
+from stages.text.sequences import TokenBatch
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from stages.project.pool_alignment import align_pool, layer_errors
 from stages.project.report import describe_gradients
 from stages.routing.fit import RouterSettings, refit_pool_router
 from stages.routing.task import set_logit_std, watch_pool
-from stages.text.batches import TokenBatch
+from stages.text.sequences import TokenBatch
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from stages.accumulators.sums import ScanSums, domain_sum
 from stages.artifacts.statistics import DomainStatistics
 from stages.scan.config import ScanConfig
 from stages.scan.token_sums import NeuronRule, pack_bits, sum_tokens, sum_tokens_compiled
-from stages.text.batches import TokenBatch
+from stages.text.sequences import TokenBatch
 
 MOST_DOMAINS = 32
 OTHER = "other domains"

@@ -178,7 +178,7 @@ def publish_parameters(place: PartsPlace, out: Path, samples: int, encoding: str
 
 def _recorded_elsewhere(place: PartsPlace, what: str) -> ContractError:
     return ContractError(
-        f"the sums hold {what} whose parameter-level record lies with whoever scanned them",
+        f"the sums hold {what} whose parameter-level record is on the machine that scanned them",
         where=f"{place.scratch}; a store that several machines share keeps sums only",
         do="a store.namespace of its own for this scan; fresh=true, which scans again; or scan=default",
     )

@@ -29,8 +29,8 @@ from stages.calibration.forward import save_memory
 from stages.scan.batch_sums import find_domains, make_domain_statistics, sum_shapes
 from stages.scan.config import ScanConfig
 from stages.scan.parameters import PartsPlace, publish_parameters, record_parameters, require_recorded
-from stages.scan.passes import Scanner
-from stages.scan.shares import (
+from stages.scan.passes import (
+    Scanner,
     agree_on_done,
     collect_sums,
     draw_reservoir,
@@ -39,11 +39,9 @@ from stages.scan.shares import (
     token_to_neuron_major,
 )
 from stages.scan.token_sums import NeuronRule
-from stages.text.batches import TokenBatch, batch_sequences
 from stages.text.config import DataConfig
-from stages.text.generated import continue_prompts
-from stages.text.prompts import load_prompts
-from stages.text.sequences import LoadedText, describe_skipped, load_text
+from stages.text.generated import continue_prompts, load_prompts
+from stages.text.sequences import LoadedText, TokenBatch, batch_sequences, describe_skipped, load_text
 from stages.text.sources import describe_source
 
 
@@ -152,8 +150,7 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, store: StoreConfig, s
     dense = load_dense(replace(model, device=workers.pick_device(model.device)), folder)
     if data.labels == "generated":
         text = continue_prompts(
-            dense, tokenizer, text, data, seed=seed, batch_tokens=scan.written_batch(),
-            resume_file=job.scratch / "written.jsonl", workers=workers,
+            dense, tokenizer, text, data, seed=seed, batch_tokens=scan.written_batch(), workers=workers
         )  # fmt: skip
     save_memory(dense, asked=scan.gradient_checkpointing)
     batches = batch_sequences(text.sequences, scan.read_batch(input_device(dense).type), tokenizer.pad_token_id or 0)

@@ -124,7 +124,7 @@ def _count_from(bits: NDArray[np.int32], limit: np.int32) -> np.int32:
 def _find_limit(bits: NDArray[np.int32], count: np.int32, top: np.int32, guess: np.int32) -> np.int32:
     """A value that `count` of the bits reach, or the largest that more reach; `guess` is where to look first.
 
-    From there in growing steps until the value lies between two looks; then by turns where a straight line between them
+    From there in growing steps until the value is between two looks; then by turns where a straight line between them
     would have it, and halfway.
     """
     low, high = np.int32(0), top + np.int32(1)  # enough reach low, too few reach high

@@ -8,12 +8,11 @@ from itertools import islice
 from pathlib import Path
 
 from instruments.errors import DataError, UserError
-from stages.text.config import DataConfig, check_settings
+from stages.text.config import KINDS, DataConfig, check_settings
 from stages.text.documents import Split
 from stages.text.hub import describe_missing_package
-from stages.text.local_files import list_files, read_file
 from stages.text.python_stdlib import list_modules
-from stages.text.sources import describe_emptiness, read_documents, require_conversations
+from stages.text.sources import describe_emptiness, list_files, read_documents, read_file, require_conversations
 
 # Documents of each file that are looked at.
 FIRST_DOCUMENTS = 20
@@ -69,11 +68,11 @@ def _check_splits(data: DataConfig, splits: tuple[Split, ...]) -> Iterator[UserE
 
 
 # Counts changes of the readers that give other tokens for the same text.
-READER_VERSION = 1
+READER_VERSION = 2
 
 
 def data_cache_key(data: DataConfig) -> dict[str, object]:
-    """What the token sequences depend on beside the settings: plain JSON, equal where the text is equal.
+    """What the token sequences depend on in addition to the settings: plain JSON, equal where the text is equal.
 
     Local files count by content, the standard library by Python version and module sizes, a dataset of the hub by
     name and revision.
@@ -101,11 +100,13 @@ def check_data(data: DataConfig, *, heldout: bool = True) -> list[UserError]:
         data: the settings.
         heldout: held-out text will be read, so that there has to be some.
     """
+    if data.kind not in KINDS or data.max_length < 2:  # said by the fields' own rules
+        return []
     return check_settings(data) or check_first_records(data, heldout=heldout)
 
 
 def hash_files(files: list[Path]) -> list[str]:
-    """SHA-256 of each file's content, in order: where the files lie does not matter."""
+    """SHA-256 of each file's content, in order: their place does not matter."""
     hashes = []
     for file in files:
         with file.open("rb") as content:

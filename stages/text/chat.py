@@ -89,7 +89,7 @@ def _refused(document: Document, tokenizer: PreTrainedTokenizerBase, error: Temp
     return DataError(
         f"the chat template refuses the conversation: {error}",
         where=f"{document.name}, tokenizer {tokenizer.name_or_path}",
-        do="mend or remove the record",
+        do="correct or remove the record",
     )
 
 

@@ -1,6 +1,5 @@
 """Settings of the text."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 from instruments.errors import ConfigError, UserError
 
+KINDS = ("python_stdlib", "text", "hub")
 # Settings of one source that mean nothing to another.
 FOREIGN_FIELDS = {
     "python_stdlib": ("path", "heldout_path", "name", "subset", "revision", "heldout_split"),
@@ -24,7 +24,7 @@ class DataConfig:
 
     # python_stdlib: source and docstrings of this interpreter's standard library; text: local .txt and .jsonl files;
     # hub: a dataset of the Hugging Face hub, or a local folder of one.
-    kind: str = "python_stdlib"
+    kind: str = field(default="python_stdlib", metadata={"choices": KINDS})
     # kind=text: a file, or a folder searched for *.txt and *.jsonl. A .jsonl record is one document; a .txt file is cut
     # at blank lines into documents of about 2 000 characters.
     path: str | None = None
@@ -48,13 +48,13 @@ class DataConfig:
     # where scan.domains asks for them.
     domain_field: str | None = None
     # packed: documents joined and cut every max_length tokens; single: one document per sequence, cut at max_length.
-    packing: str = "packed"
+    packing: str = field(default="packed", metadata={"choices": ("packed", "single")})
     # Tokens that count in the loss. full_sequence: all; completion: the assistant's turns. The calibration text must
     # then be conversations; held-out text that is plain counts in full. generated: the scan reads each prompt with what
     # the model itself writes after it, and only that counts; a prompt is a conversation without its last answer, or the
     # first prompt_tokens of plain text, one document per sequence. Other stages read the text as it stands: the
     # assistant's turns of conversations count, plain text in full.
-    labels: str = "full_sequence"
+    labels: str = field(default="full_sequence", metadata={"choices": ("full_sequence", "completion", "generated")})
     # labels=generated: the model writes at most this many tokens after each prompt.
     max_new_tokens: int = field(default=64, metadata={"minimum": 1})
     # labels=generated: 0 writes the likeliest token each time; above 0 tokens are drawn, seeded, at this temperature.
@@ -63,9 +63,9 @@ class DataConfig:
     prompt_tokens: int = field(default=32, metadata={"minimum": 1})
     # What ends a plain-text document. eos: the tokenizer's end-of-text token; blank_line: documents are paragraphs of
     # one running text (WikiText). Conversations end as their chat template ends them.
-    separator: str = "eos"
+    separator: str = field(default="eos", metadata={"choices": ("eos", "blank_line")})
     # Longest sequence, in tokens.
-    max_length: int = 256
+    max_length: int = field(default=256, metadata={"minimum": 2})
     # Calibration tokens, at most.
     tokens: int = 65536
     # Held-out tokens, at most.
@@ -91,18 +91,9 @@ def calibration_only(data: DataConfig) -> DataConfig:
     return replace(data, heldout_split=None, heldout_tokens=0, heldout_share=share)
 
 
-CHOICES = {
-    "kind": ("python_stdlib", "text", "hub"),
-    "packing": ("packed", "single"),
-    "labels": ("full_sequence", "completion", "generated"),
-    "separator": ("eos", "blank_line"),
-}
-HOLD_OUT = "another one, or null: data.heldout_share of the documents is then held out"
-
-
 def check_settings(data: DataConfig) -> list[UserError]:
-    """Every setting that has no meaning, alone or beside the others."""
-    return [*_check_choices(data), *_check_numbers(data), *_check_generation(data), *_check_source(data)]
+    """Every setting that contradicts another. The field of each says what it may be alone."""
+    return [*_check_numbers(data), *_check_generation(data), *_check_source(data)]
 
 
 def check_length(data: DataConfig, source: Mapping[str, Any]) -> list[UserError]:
@@ -126,34 +117,28 @@ def check_length(data: DataConfig, source: Mapping[str, Any]) -> list[UserError]
 
 def longest_sequence(source: Mapping[str, Any]) -> int | None:
     """Tokens a model can read at once by its config.json, stretched rotary positions included; None: unknown."""
-    positions = source.get("max_position_embeddings")
+    positions = _read_size(source, "max_position_embeddings")
     if positions is None:
         return None
-    scaling = source.get("rope_scaling") or source.get("rope_parameters") or {}
-    stretched = scaling.get("factor", 1) * scaling.get("original_max_position_embeddings", positions)
-    return max(int(positions), int(stretched))
+    scaling = source.get("rope_scaling") or source.get("rope_parameters")
+    scaling = scaling if isinstance(scaling, Mapping) else {}
+    original = _read_size(scaling, "original_max_position_embeddings") or positions
+    return max(int(positions), int((_read_size(scaling, "factor") or 1) * original))
 
 
-def _check_choices(data: DataConfig) -> list[UserError]:
-    return [
-        ConfigError(
-            f"data.{field} has no value {getattr(data, field)!r}", do=f"data.{field}= one of {', '.join(choices)}"
-        )
-        for field, choices in CHOICES.items()
-        if getattr(data, field) not in choices
-    ]
+def _read_size(source: Mapping[str, Any], name: str) -> float | None:
+    """A number above 0 of somebody else's config.json; None for anything else."""
+    value = source.get(name)
+    return value if isinstance(value, int | float) and 0 < value < 2**63 else None
 
 
 def _check_numbers(data: DataConfig) -> list[UserError]:
     errors: list[UserError] = []
-    if data.max_length < 2:
-        what = f"data.max_length={data.max_length} leaves nothing to predict: a sequence has at least 2 tokens"
-        errors.append(ConfigError(what, do="data.max_length=256"))
     for name in ("tokens", "heldout_tokens"):
         tokens = getattr(data, name)
         if tokens < max(2, data.max_length):
             what = f"data.{name}={tokens} is less than one sequence of data.max_length={data.max_length} tokens"
-            errors.append(ConfigError(what, do=f"data.{name}={max(2, data.max_length)} or more"))
+            errors.append(ConfigError(what, do=f"data.{name}={max(2, data.max_length)}"))
     if not 0 < data.heldout_share < 1:
         what = f"data.heldout_share={data.heldout_share} is not between 0 and 1, both excluded"
         errors.append(ConfigError(what, do="data.heldout_share=0.1"))
@@ -163,17 +148,14 @@ def _check_numbers(data: DataConfig) -> list[UserError]:
 def _check_generation(data: DataConfig) -> list[UserError]:
     if data.labels != "generated":
         return []
-    errors: list[UserError] = []
-    if not math.isfinite(data.temperature):
-        errors.append(ConfigError(f"data.temperature={data.temperature} is no number", do="data.temperature=0"))
     longest = data.prompt_tokens + data.max_new_tokens
-    if longest > data.max_length:
-        what = (
-            f"data.prompt_tokens={data.prompt_tokens} and data.max_new_tokens={data.max_new_tokens} do not fit into "
-            f"data.max_length={data.max_length}"
-        )
-        errors.append(ConfigError(what, do=f"data.max_length={longest}"))
-    return errors
+    if longest <= data.max_length:
+        return []
+    what = (
+        f"data.prompt_tokens={data.prompt_tokens} and data.max_new_tokens={data.max_new_tokens} do not fit into "
+        f"data.max_length={data.max_length}"
+    )
+    return [ConfigError(what, do=f"data.max_length={longest}")]
 
 
 def _check_source(data: DataConfig) -> list[UserError]:
@@ -185,14 +167,15 @@ def _check_stdlib(data: DataConfig) -> list[UserError]:
     if data.labels != "completion":
         return []
     what = "data.labels=completion needs conversations, and the standard library is plain text"
-    return [ConfigError(what, do="data.labels=full_sequence, or data=text data.path=a .jsonl file of messages")]
+    return [ConfigError(what, do="data.labels=full_sequence")]
 
 
 def _check_text(data: DataConfig) -> list[UserError]:
     if not data.path:
-        return [ConfigError("data.kind=text reads local files, and none is named", do="data.path=a file or a folder")]
+        return [ConfigError("data.kind=text reads local files, and none is named", do="data.path=FILE_OR_FOLDER")]
     if data.heldout_path and Path(data.path).resolve() == Path(data.heldout_path).resolve():
-        return [ConfigError(f"data.heldout_path and data.path are the same: {data.path}", do=HOLD_OUT)]
+        what = f"data.heldout_path and data.path are the same: {data.path}"
+        return [ConfigError(what, do="data.heldout_path=null")]
     return []
 
 
@@ -200,5 +183,6 @@ def _check_hub(data: DataConfig) -> list[UserError]:
     if not data.name:
         return [ConfigError("data.kind=hub reads a dataset, and none is named", do="data.name=Salesforce/wikitext")]
     if data.split == data.heldout_split:
-        return [ConfigError(f"data.heldout_split and data.split are the same: {data.split}", do=HOLD_OUT)]
+        what = f"data.heldout_split and data.split are the same: {data.split}"
+        return [ConfigError(what, do="data.heldout_split=null")]
     return []

@@ -1,13 +1,22 @@
 """Documents before tokenization: records, passages, turns between sources, held-out ones apart."""
 
 import json
+import logging
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
+from itertools import accumulate, islice
 from typing import Literal, TypeVar
 
 from instruments.errors import DataError
 from stages.text.config import DataConfig
+
+logger = logging.getLogger(__name__)
+
+# Text is not trusted: what one document may take. A tokenizer needs seconds and hundreds of MiB for a few million
+# characters, and the chat template is rendered twice for each answer.
+MAX_CHARACTERS = 2**18
+MAX_MESSAGES = 512
 
 Split = Literal["calibration", "heldout"]
 Message = dict[str, str]
@@ -74,6 +83,50 @@ def read_record(record: object, where: str, data: DataConfig, domain: str = "") 
             do="name a column of text: data.text_column=",
         )
     return Document(where, _mend_surrogates(text), domain=domain) if text.strip() else None
+
+
+def bound_documents(documents: Iterable[Document]) -> Iterator[Document]:
+    """Documents of at most MAX_CHARACTERS: longer text is cut into several, of a conversation the first turns stay.
+
+    Raises:
+        DataError: the first message of a conversation is longer.
+    """
+    for document in documents:
+        if document.messages:
+            yield _shorten(document)
+        elif len(document.text) <= MAX_CHARACTERS:
+            yield document
+        else:
+            parts = cut_text(document.text, MAX_CHARACTERS)
+            yield from (replace(document, name=f"{document.name}, part {n}", text=part) for n, part in parts)
+
+
+def cut_text(text: str, longest: int) -> Iterator[tuple[int, str]]:
+    """Numbered parts of at most `longest` characters that are not blank, cut at a space where there is one."""
+    first = number = 0
+    while first < len(text):
+        last = first + longest
+        if last < len(text):
+            last = max(text.rfind(" ", first + 1, last), text.rfind("\n", first + 1, last)) + 1 or last
+        if part := text[first:last].strip():
+            number += 1
+            yield number, part
+        first = last
+
+
+def _shorten(document: Document) -> Document:
+    ends = accumulate(len(message["content"]) + len(message["role"]) for message in document.messages)
+    kept = sum(1 for end in islice(ends, MAX_MESSAGES) if end <= MAX_CHARACTERS)
+    if kept == len(document.messages):
+        return document
+    if not kept:
+        raise DataError(
+            f"the first message is longer than {MAX_CHARACTERS:,} characters",
+            where=document.name,
+            do="shorten or remove the record",
+        )
+    logger.warning("%s: only the first %d of %d messages are read", document.name, kept, len(document.messages))
+    return replace(document, messages=document.messages[:kept])
 
 
 def _read_domain(record: Mapping[str, object], where: str, field: str) -> str:
@@ -149,7 +202,7 @@ Item = TypeVar("Item")
 
 
 def interleave(sources: Iterable[Iterable[Item]]) -> Iterator[Item]:
-    """One item of each source in turn, until all are spent. A source is first touched when its turn comes."""
+    """One item of each source in turn, until all are empty. A source is first touched when its turn comes."""
     waiting = [iter(source) for source in sources]
     while waiting:
         still_waiting = []

@@ -1,123 +1,193 @@
-"""Text that the model writes itself: each prompt with its continuation, labels on what was written."""
+"""Text that the model writes itself: prompts, and each with its continuation, labels on what was written."""
 
-import json
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from hashlib import blake2b
-from pathlib import Path
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Int64
 from torch import Tensor
+from torch.random import fork_rng
 from tqdm import tqdm
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from instruments.errors import DataError
 from models.loading import input_device
 from stages.artifacts.workers import ALONE, Workers
-from stages.text.batches import group_lengths
+from stages.text.chat import encode_prompt
 from stages.text.config import DataConfig
-from stages.text.sequences import IGNORED, LoadedText, TokenSequence, describe_skipped, select_usable
-from stages.text.written import Written, WrittenFile
+from stages.text.documents import Document
+from stages.text.sequences import (
+    IGNORED,
+    LoadedText,
+    Skipped,
+    TokenSequence,
+    describe_skipped,
+    encode_text,
+    group_lengths,
+    select_usable,
+)
+from stages.text.sources import describe_emptiness, describe_source, read_documents
+
+logger = logging.getLogger(__name__)
+
+NO_PROMPT = "nothing stands before the answer"
+NO_ROOM = "the prompt leaves data.max_length no room for data.max_new_tokens"
+NOTHING_WRITTEN = "the model ended the text at once"
 
 
-class SeededSampling(LogitsProcessor):  # type: ignore[misc]  # transformers is not typed
-    """Noise under which the largest logit is a draw from softmax(logits / temperature).
+def load_prompts(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> LoadedText:
+    """Read the calibration text as prompts, one per document, always the same ones for the same settings and text.
 
-    Every prompt has noise of its own at every step, so that its continuation depends neither on its batch nor on what
-    was drawn before: batches, workers and resumed runs give the same tokens.
+    The prompt of a conversation is all before its last answer, the assistant's turn opened; that of plain text is its
+    first `data.prompt_tokens`. A conversation too long to be answered within `data.max_length` is skipped, not cut.
 
-    Numerics: fp32; argmax(z + τ·g) with Gumbel noise g = -log(Exp(1)) follows softmax(z / τ) exactly.
-    Source: the Gumbel-max trick, arXiv:1411.0030.
+    Returns:
+        Prompts without labels, as many as could fill `data.tokens` alone: `continue_prompts` uses those it needs.
+
+    Raises:
+        DataError: the text cannot be read, or no document makes a prompt.
     """
-
-    def __init__(self, numbers: Sequence[int], *, temperature: float, seed: int, prompt_length: int) -> None:
-        """Sample a batch.
-
-        Args:
-            numbers: of its prompts, one per row.
-            temperature: τ, above 0.
-            seed: of all draws.
-            prompt_length: tokens of a row before the first written one, padding included.
-        """
-        self.numbers, self.temperature, self.seed, self.prompt_length = numbers, temperature, seed, prompt_length
-
-    def __call__(self, input_ids: Int64[Tensor, "B T"], scores: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
-        """Add the noise of this step to the logits."""
-        step = input_ids.shape[1] - self.prompt_length
-        noise_BV = torch.empty_like(scores, dtype=torch.float32)
-        for row_V, number in zip(noise_BV, self.numbers, strict=True):
-            generator = torch.Generator(scores.device).manual_seed(draw_seed(self.seed, number, step))
-            row_V.exponential_(generator=generator).log_()
-        return scores - self.temperature * noise_BV
+    skipped: dict[str, list[str]] = defaultdict(list)
+    prompts: list[TokenSequence] = []
+    room = data.tokens
+    for prompt in _read_prompts(data, tokenizer, skipped):
+        prompts.append(prompt)
+        room -= len(prompt.ids)
+        if room <= 0:
+            break
+    for note in describe_skipped(skipped):
+        logger.warning("prompts: %s", note)
+    if not prompts:
+        raise _no_prompts(data, skipped)
+    return LoadedText(prompts, dict(skipped))
 
 
-def draw_seed(seed: int, number: int, step: int) -> int:
-    """A seed of its own for each prompt and step."""
-    return int.from_bytes(blake2b(f"{seed} {number} {step}".encode(), digest_size=7).digest(), "big")
+def _read_prompts(
+    data: DataConfig, tokenizer: PreTrainedTokenizerBase, skipped: dict[str, list[str]]
+) -> Iterator[TokenSequence]:
+    for document in read_documents(data, "calibration"):
+        ids = _encode(document, tokenizer, data)
+        if not ids:
+            skipped[NO_PROMPT].append(document.name)
+        elif len(ids) + data.max_new_tokens > data.max_length:
+            skipped[NO_ROOM].append(document.name)
+        else:
+            yield TokenSequence(document.name, ids, [IGNORED] * len(ids), document.domain)
 
 
-@dataclass(frozen=True)
-class Writing:
-    """How the model writes."""
+def _encode(document: Document, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> list[int]:
+    if document.messages:
+        return encode_prompt(document, tokenizer)
+    ids = encode_text(document.text, tokenizer, data.separator)
+    # A text that fits whole is continued, not ended.
+    if data.separator == "eos" and ids[-1:] == [tokenizer.eos_token_id]:
+        ids.pop()
+    return ids[: data.prompt_tokens]
 
-    max_new_tokens: int
-    temperature: float  # 0: the likeliest token each time
-    seed: int
+
+def _no_prompts(data: DataConfig, skipped: Skipped) -> DataError:
+    if not skipped:
+        return describe_emptiness(data, "calibration")
+    counts = ", ".join(f"{len(names)} ({fault})" for fault, names in skipped.items())
+    return DataError(
+        f"no document makes a prompt; skipped: {counts}",
+        where=f"calibration text of {describe_source(data, 'calibration')}, data.max_length={data.max_length}, "
+        f"data.max_new_tokens={data.max_new_tokens}",
+        do="a larger data.max_length, or conversations that begin with a question",
+    )
+
+
+def continue_prompts(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: LoadedText,
+    data: DataConfig,
+    *,
+    seed: int,
+    batch_tokens: int,
+    workers: Workers = ALONE,
+) -> LoadedText:
+    """Let the model continue prompts until `data.tokens` tokens, prompts included, are reached.
+
+    Batches are fixed and taken in order, each with a seed of its own: the same sequences for any number of workers.
+
+    Args:
+        model: a causal language model, of any precision, on one device or many; the same for every worker.
+        tokenizer: its tokenizer.
+        prompts: of `load_prompts`, the same for every worker.
+        data: how much is written, and at which temperature.
+        seed: of the draws where the temperature is above 0.
+        batch_tokens: tokens per batch, padding and what is to be written included.
+        workers: who shares the work.
+
+    Returns:
+        Sequences of at most `data.max_length` tokens, the last cut to fit, whose labels are the written tokens, the one
+        that ends the text included. Skipped are also the prompts after which nothing was written.
+
+    Raises:
+        DataError: nothing was written after any prompt.
+    """
+    ends, pad_id = find_ends(model, tokenizer), tokenizer.pad_token_id or 0
+    ids = [prompt.ids for prompt in prompts.sequences]
+    groups = group_lengths([len(prompt) + data.max_new_tokens for prompt in ids], batch_tokens)
+    written: list[list[int]] = []
+    tokens = 0
+    with tqdm(total=data.tokens, desc="generate", unit="tok", smoothing=0.1, disable=not workers.leads) as progress:
+        for first in range(0, len(groups), workers.world):
+            if tokens >= data.tokens:
+                break
+            mine = groups[first + workers.rank] if first + workers.rank < len(groups) else range(0)
+            batch = ids[mine.start : mine.stop]
+            found = write_continuations(model, batch, data, ends, pad_id, seed=seed + mine.start) if batch else []
+            news = [row for part in workers.share(found) for row in part]
+            pairs = zip(ids[len(written) :], news, strict=False)
+            tokens += sum(len(prompt) + len(row) for prompt, row in pairs if not _is_silent(row, ends))
+            written += news
+            progress.update(min(tokens, data.tokens) - progress.n)
+    return _label(prompts, written, ends, data.tokens)
 
 
 def write_continuations(
-    model: PreTrainedModel, prompts: Mapping[int, Sequence[int]], writing: Writing, ends: Collection[int], pad_id: int
-) -> dict[int, list[int]]:
-    """What the model writes after each prompt, up to and with the token that ends it.
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    data: DataConfig,
+    ends: Collection[int],
+    pad_id: int,
+    *,
+    seed: int,
+) -> list[list[int]]:
+    """What the model writes after each prompt of a batch, up to and with the token that ends it.
 
-    The model is in evaluation mode meanwhile, whatever mode its modules are in, and nothing of it is changed. Of its
-    generation settings none is used: no sampling, penalty or ban comes between the model and what it would write.
+    The model is in evaluation mode meanwhile, and nothing of it is changed. None of its own generation settings is
+    used: no penalty or ban comes between the model and what it would write. Torch's random state stays as it is.
 
     Args:
         model: a causal language model, of any precision, on one device or many.
-        prompts: token ids by number; a number is the prompt's own, whatever batch it is in.
-        writing: how long, and how tokens are chosen.
+        prompts: token ids.
+        data: `max_new_tokens`, and the temperature: 0 takes the likeliest token each time.
         ends: tokens that end a continuation.
         pad_id: any token.
+        seed: of the draws at a temperature above 0.
 
     Returns:
-        Written token ids by number, at least one each.
+        Written token ids, at least one for each prompt.
 
     Numerics: greedy choices depend on the other prompts of the batch by rounding alone.
     """
-    numbers = list(prompts)
-    ids_BT, mask_BT = pad_left([prompts[number] for number in numbers], pad_id)
-    length = ids_BT.shape[1]
-    processors = LogitsProcessorList()
-    if writing.temperature > 0:
-        processors.append(
-            SeededSampling(numbers, temperature=writing.temperature, seed=writing.seed, prompt_length=length)
-        )
+    ids_BT, mask_BT = pad_left(prompts, pad_id)
+    drawing = {"do_sample": True, "temperature": data.temperature, "top_k": 0} if data.temperature else {}
     settings = GenerationConfig(
-        max_new_tokens=writing.max_new_tokens,
-        do_sample=False,
-        eos_token_id=sorted(ends) or None,
-        pad_token_id=pad_id,
+        max_new_tokens=data.max_new_tokens, eos_token_id=sorted(ends) or None, pad_token_id=pad_id, **drawing
     )
     device = input_device(model)
-    with _only_these(model, settings), _evaluating(model), torch.no_grad():
+    with _only_these(model, settings), _evaluating(model), torch.no_grad(), fork_rng(range(torch.cuda.device_count())):
+        torch.manual_seed(seed)
         rows_BT = model.generate(
-            input_ids=ids_BT.to(device),
-            attention_mask=mask_BT.to(device),
-            generation_config=settings,
-            logits_processor=processors,
+            input_ids=ids_BT.to(device), attention_mask=mask_BT.to(device), generation_config=settings
         )
-    written = (cut_at_end(row, ends) for row in rows_BT[:, length:].tolist())
-    return dict(zip(numbers, written, strict=True))
+    return [cut_at_end(row, ends) for row in rows_BT[:, ids_BT.shape[1] :].tolist()]
 
 
 def find_ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
@@ -164,96 +234,21 @@ def _evaluating(model: PreTrainedModel) -> Iterator[None]:
             module.training = True
 
 
-logger = logging.getLogger(__name__)
-
-NOTHING_WRITTEN = "the model ended the text at once"
-
-
-def continue_prompts(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: LoadedText,
-    data: DataConfig,
-    *,
-    seed: int,
-    batch_tokens: int,
-    resume_file: Path | None = None,
-    workers: Workers = ALONE,
-) -> LoadedText:
-    """Let the model continue prompts until `data.tokens` tokens, prompts included, are reached.
-
-    Prompts are numbered and taken in order. The same sequences come out of any number of workers and of a resumed run;
-    of other batches, too, but for the rounding of logits that nearly tie.
-
-    Args:
-        model: a causal language model, of any precision, on one device or many; the same for every worker.
-        tokenizer: its tokenizer.
-        prompts: of `load_prompts`, the same for every worker.
-        data: how much is written, and at which temperature.
-        seed: of the draws where the temperature is above 0.
-        batch_tokens: tokens per batch, padding and what is to be written included.
-        resume_file: keeps every finished batch, at the leading worker; None keeps nothing.
-        workers: who shares the work.
-
-    Returns:
-        Sequences of at most `data.max_length` tokens, the last cut to fit, whose labels are the written tokens, the one
-        that ends the text included; beside the prompts' skipped names those after which nothing was written.
-
-    Raises:
-        DataError: nothing was written after any prompt.
-        ContractError: the resume file is damaged or belongs to something else.
-    """
-    writing = Writing(data.max_new_tokens, data.temperature, seed)
-    ends = find_ends(model, tokenizer)
-    ids = [prompt.ids for prompt in prompts.sequences]
-    groups = group_lengths([len(prompt) + data.max_new_tokens for prompt in ids], batch_tokens)
-    file = WrittenFile(resume_file, _facts(ids, writing, ends)) if resume_file and workers.leads else None
-    written: Written = workers.follow(file.read() if file else {})
-    with tqdm(total=data.tokens, desc="generate", unit="tok", smoothing=0.1, disable=not workers.leads) as progress:
-        progress.update(min(_count(ids, written, ends), data.tokens))
-        for first in range(0, len(groups), workers.world):
-            if _count(ids, written, ends) >= data.tokens:
-                break
-            share = groups[first + workers.rank] if first + workers.rank < len(groups) else ()
-            mine = {number: ids[number] for number in share if number not in written}
-            found = write_continuations(model, mine, writing, ends, tokenizer.pad_token_id or 0) if mine else {}
-            news = {number: tokens for part in workers.share(found) for number, tokens in part.items()}
-            written |= news
-            if file and news:
-                file.add(news)
-            progress.update(min(_count(ids, written, ends), data.tokens) - progress.n)
-    return _label(prompts, written, ends, data.tokens)
-
-
-def _facts(ids: Sequence[Sequence[int]], writing: Writing, ends: Collection[int]) -> dict[str, object]:
-    """What continuations depend on beside the model."""
-    digest = blake2b(json.dumps(ids).encode(), digest_size=8).hexdigest()
-    return {"prompts": digest, "ends": sorted(ends), **asdict(writing)}
-
-
-def _count(ids: Sequence[Sequence[int]], written: Written, ends: Collection[int]) -> int:
-    """Tokens of the sequences so far."""
-    return sum(len(ids[number]) + len(tokens) for number, tokens in written.items() if not _is_silent(tokens, ends))
-
-
 def _is_silent(tokens: Sequence[int], ends: Collection[int]) -> bool:
     return len(tokens) == 1 and tokens[0] in ends
 
 
-def _label(prompts: LoadedText, written: Written, ends: Collection[int], wanted: int) -> LoadedText:
+def _label(prompts: LoadedText, written: Sequence[Sequence[int]], ends: Collection[int], wanted: int) -> LoadedText:
     """Prompts and continuations joined, in the prompts' order, until `wanted` tokens."""
     silent: list[str] = []
 
     def join() -> Iterator[TokenSequence]:
-        for number, prompt in enumerate(prompts.sequences):
-            tokens = written.get(number)
-            if tokens is None:
-                return
+        for prompt, tokens in zip(prompts.sequences, written, strict=False):
             if _is_silent(tokens, ends):
                 silent.append(prompt.name)
             else:
-                labels = [IGNORED] * len(prompt.ids) + tokens
-                yield TokenSequence(prompt.name, prompt.ids + tokens, labels, prompt.domain)
+                labels = [IGNORED] * len(prompt.ids) + [*tokens]
+                yield TokenSequence(prompt.name, [*prompt.ids, *tokens], labels, prompt.domain)
 
     text = select_usable(join(), wanted)
     for note in describe_skipped({NOTHING_WRITTEN: silent}):

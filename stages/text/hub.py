@@ -1,7 +1,10 @@
 """Datasets of the Hugging Face hub, streamed: no more is fetched than is read."""
 
+import resource
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from zlib import error as zlib_error
 
 from huggingface_hub import constants
 
@@ -9,6 +12,10 @@ from instruments.errors import DataError
 from models.source import CONNECT, hub_answers
 from stages.text.config import DataConfig
 from stages.text.documents import Document, Split, read_record, take_share
+
+# A file of kilobytes can unpack to gigabytes.
+ROWS_AT_ONCE = 64
+MAX_GROWTH = 2**29
 
 
 def read_hub(data: DataConfig, split: Split) -> Iterator[Document]:
@@ -41,21 +48,56 @@ def _read_split(data: DataConfig, split: str) -> Iterator[Document]:
 def _stream_rows(data: DataConfig, split: str) -> Iterator[object]:
     # Imported here: both take a while to import, and datasets is an optional extra.
     try:
-        from datasets import load_dataset  # noqa: PLC0415
+        from datasets import load_dataset_builder  # noqa: PLC0415
         from datasets.exceptions import DatasetsError  # noqa: PLC0415
+        from pyarrow import ArrowException  # noqa: PLC0415
     except ImportError as error:
         raise describe_missing_package() from error
     require_hub(data)
     try:
-        splits = load_dataset(data.name, data.subset, revision=data.revision, streaming=True)
+        with bounded_memory(MAX_GROWTH):  # types are guessed from the first rows
+            builder = load_dataset_builder(data.name, data.subset, revision=data.revision)
+            if hasattr(builder.config, "batch_size"):  # of Parquet, where it would be as many rows as the file says
+                builder.config.batch_size = ROWS_AT_ONCE
+            splits = builder.as_streaming_dataset()
         _require_splits(list(splits), data)
-        yield from splits[split]
-    except (DatasetsError, OSError, ValueError) as error:
+        rows = iter(splits[split])
+        while True:
+            with bounded_memory(MAX_GROWTH):
+                row = next(rows, None)
+            if row is None:
+                return
+            yield row
+    except MemoryError as error:
+        raise DataError(
+            f"a record or a block of records unpacks to more than {MAX_GROWTH // 2**20} MiB",
+            where=_name_dataset(data),
+            do="a dataset of smaller records; or data=text data.path= of its text in .jsonl or .txt files",
+        ) from error
+    # The last five: what readers of damaged or hostile files raise, and of a folder that wants to run its own program.
+    except (DatasetsError, OSError, ValueError, ArrowException, TypeError, EOFError, RuntimeError, zlib_error) as error:
         raise DataError(
             f"cannot read the dataset: {error}",
             where=_name_dataset(data),
             do="check these names and the network; without one: data=python_stdlib, or data=text data.path=a file",
         ) from error
+
+
+@contextmanager
+def bounded_memory(growth: int) -> Iterator[None]:
+    """Let this process take at most so many bytes more, meanwhile; beyond that, MemoryError. On Linux only."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        yield
+        return
+    used = next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith("VmData"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limits = [used + growth, *(limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY)]
+    resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def require_hub(data: DataConfig) -> None:

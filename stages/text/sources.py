@@ -1,13 +1,178 @@
-"""Which reader a configuration names."""
+"""Text of local files, of the hub or of the standard library, as documents."""
 
+import json
+import unicodedata
 from collections.abc import Iterable, Iterator
+from itertools import count
+from pathlib import Path
 
 from instruments.errors import DataError
 from stages.text.config import DataConfig
-from stages.text.documents import Document, Split
+from stages.text.documents import (
+    Document,
+    Split,
+    bound_documents,
+    cut_passages,
+    interleave,
+    leave_out_copies,
+    read_record,
+    take_share,
+)
 from stages.text.hub import read_hub
-from stages.text.local_files import read_text
 from stages.text.python_stdlib import read_stdlib
+
+SUFFIXES = (".jsonl", ".txt")
+# A .txt document is at least this long, in characters, and ends at a blank line ...
+SHORTEST_PASSAGE = 2_000
+# ... or, where no blank line comes, at a line's end after this many.
+LONGEST_PASSAGE = 8_000
+# Files of a folder that take turns; bounds the number of open files.
+FILES_AT_ONCE = 64
+# Bytes of a record: 8 MiB of JSON can take 200 MiB.
+MAX_RECORD = 2**23
+# Bytes of a .txt line before it is cut.
+MAX_LINE = 2**16
+
+
+def read_text(data: DataConfig, split: Split) -> Iterator[Document]:
+    """The documents of one split of local files, lazily.
+
+    With a held-out path the splits are the two paths, less the calibration documents that also occur in the held-out
+    text. Without one, `heldout_share` of the documents is held out, chosen by content.
+
+    Raises:
+        DataError: a path or a record cannot be read.
+    """
+    if data.heldout_path is None:
+        return take_share(read_files(str(data.path), "data.path", data), split, data.heldout_share)
+    heldout = read_files(data.heldout_path, "data.heldout_path", data)
+    return heldout if split == "heldout" else leave_out_copies(read_files(str(data.path), "data.path", data), heldout)
+
+
+def list_files(path: str, option: str) -> list[Path]:
+    """The files a path names: itself, or the .jsonl and .txt files of the folder and the folders in it, sorted.
+
+    Raises:
+        DataError: nothing is there, the file has another suffix, or the folder holds no such file.
+    """
+    found = Path(path).expanduser()
+    if found.is_dir():
+        files = sorted(file for file in found.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
+        if files:
+            _require_readable_names(files, option)
+            return files
+        raise DataError(
+            "the folder holds no .jsonl and no .txt file", where=f"{option}={path}", do=f"{option}=another folder"
+        )
+    if not found.is_file():
+        raise DataError(
+            f"no file and no folder {path}",
+            where=f"{option}, from working folder {Path.cwd()}",
+            do=f"{option}=an existing path",
+        )
+    if found.suffix.lower() not in SUFFIXES:
+        raise DataError(
+            f"cannot read a {found.suffix or 'suffixless'} file",
+            where=f"{option}={path}",
+            do="a .jsonl or .txt file; other formats: data=hub data.name=their folder",
+        )
+    _require_readable_names([found], option)
+    return [found]
+
+
+def _require_readable_names(files: Iterable[Path], option: str) -> None:
+    """Names stand in tables, reports and records, which are UTF-8."""
+    for file in files:
+        if any(unicodedata.category(character) in {"Cc", "Cs"} for character in str(file)):
+            raise DataError(
+                "the name of a file is not UTF-8, or holds a line break or another control character",
+                where=f"{option}, {str(file)!a}",
+                do="rename it",
+            )
+
+
+def read_files(path: str, option: str, data: DataConfig) -> Iterator[Document]:
+    """The documents of a file, or of a folder's files in turn. Raises DataError, for the path at once."""
+    files = list_files(path, option)
+    groups = (files[start : start + FILES_AT_ONCE] for start in range(0, len(files), FILES_AT_ONCE))
+    return (document for group in groups for document in interleave(read_file(file, data) for file in group))
+
+
+def read_file(file: Path, data: DataConfig) -> Iterator[Document]:
+    """The documents of one .jsonl or .txt file, lazily. Raises DataError."""
+    if file.suffix.lower() == ".jsonl":
+        return _read_records(file, data)
+    passages = cut_passages(_read_lines(file, MAX_LINE), SHORTEST_PASSAGE, LONGEST_PASSAGE)
+    return (Document(f"{file}:{number}", text, domain=file.stem) for number, text in passages)
+
+
+def _read_records(file: Path, data: DataConfig) -> Iterator[Document]:
+    for number, line in enumerate(_read_lines(file, MAX_RECORD, whole=True), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            character = f", character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else ""
+            why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+            raise DataError(
+                f"not a JSON record: {'it is nested too deeply' if isinstance(error, RecursionError) else why}",
+                where=f"{file}:{number}{character}",
+                do="correct or remove the line",
+            ) from error
+        if document := read_record(record, f"{file}:{number}", data, domain=file.stem):
+            yield document
+
+
+def _read_lines(file: Path, longest: int, *, whole: bool = False) -> Iterator[str]:
+    """The lines of a file; one of more bytes than `longest` is cut, or refused where it has to be `whole`."""
+    rest = b""
+    try:
+        with file.open("rb") as lines:
+            for number in count(1):
+                line = rest + lines.readline(longest - len(rest))
+                if not line:
+                    return
+                rest = b""
+                if len(line) == longest and not line.endswith(b"\n"):
+                    if whole:
+                        raise _too_long(f"{file}:{number}")
+                    line, rest = _cut_line(line)
+                yield _decode(line, f"{file}:{number}").replace("\r\n", "\n")
+    except OSError as error:
+        raise DataError(
+            f"cannot read the file: {error.strerror}", where=str(file), do="check its permissions"
+        ) from error
+
+
+def _too_long(where: str) -> DataError:
+    return DataError(
+        f"a record is longer than {MAX_RECORD // 2**20} MiB",
+        where=where,
+        do="several records, one a line; or plain text in a .txt file, which may have lines of any length",
+    )
+
+
+def _cut_line(line: bytes) -> tuple[bytes, bytes]:
+    """A part of a line and the rest: after a space near the end, else between two characters."""
+    last = line.rfind(b" ", len(line) - 1024) + 1
+    if not last:
+        last = len(line)
+        while last > len(line) - 4 and line[last - 1] & 0xC0 == 0x80:  # within a character
+            last -= 1
+        last -= line[last - 1] >= 0xC0
+    return line[:last], line[last:]
+
+
+def _decode(line: bytes, where: str) -> str:
+    try:
+        return line.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"not UTF-8: byte {error.start + 1} of the line is 0x{line[error.start]:02x}",
+            where=where,
+            do="convert the file to UTF-8, e.g. iconv -f latin1 -t utf-8",
+        ) from error
 
 
 def read_documents(data: DataConfig, split: Split) -> Iterator[Document]:
@@ -22,6 +187,7 @@ def read_documents(data: DataConfig, split: Split) -> Iterator[Document]:
         documents = read_hub(data, split)
     else:
         documents = read_stdlib(data.heldout_share, split)
+    documents = bound_documents(documents)
     return require_conversations(documents) if split == "calibration" and data.labels == "completion" else documents
 
 

@@ -11,9 +11,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from stages.artifacts.workers import Workers
 from stages.losses import measure_loss
-from stages.text.batches import TokenBatch, batch_sequences
 from stages.text.config import DataConfig
-from stages.text.sequences import IGNORED, TokenSequence, load_sequences
+from stages.text.sequences import IGNORED, TokenBatch, TokenSequence, batch_sequences, load_sequences
 from stages.train.config import TrainConfig
 from stages.train.routers import add_up
 

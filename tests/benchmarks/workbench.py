@@ -13,9 +13,9 @@ from models.loading import load_dense, resolve_device
 from models.source import EMBEDDED
 from stages.calibration.forward import forward_losses
 from stages.scan.config import ScanConfig
-from stages.scan.shares import draw_reservoir
-from stages.text.batches import TokenBatch
+from stages.scan.passes import draw_reservoir
 from stages.text.config import DataConfig
+from stages.text.sequences import TokenBatch
 
 SHAPES = {
     "qwen3-1.7b": {

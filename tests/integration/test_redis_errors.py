@@ -97,7 +97,7 @@ def test_nobody_answers():
     assert str(refusal("redis://me:s3same@127.0.0.1:9/2").value) == (
         "the Redis server cannot be reached: Error 111 connecting to 127.0.0.1:9. Connection refused.\n"
         "  where: Redis at 127.0.0.1:9, database 2\n"
-        f"  do:    start it (redis-server) or mend store.url, {GO_ON}"
+        f"  do:    start it (redis-server) or correct store.url, {GO_ON}"
     )
 
 
@@ -203,7 +203,7 @@ def test_a_server_that_keeps_nothing_is_used_with_a_warning(tmp_path, caplog):
             check_store(StoreConfig("redis", url=server.url))
     assert caplog.messages == [
         f"Redis at 127.0.0.1:{server.port}, database 0 keeps no append-only file: sums since its last snapshot are "
-        "scanned again should it stop. To mend it: redis-cli config set appendonly yes"
+        "scanned again should it stop. To change that: redis-cli config set appendonly yes"
     ]
 
 

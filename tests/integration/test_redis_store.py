@@ -59,10 +59,11 @@ def test_every_row_is_a_hash_of_running_sums(server):
         assert float(row["count_act"]) == part["active_count"][1, 7]
         assert float(row["sum_grad_norm"]) == part[f"grad_norm_{projection}"][1, 7]
     assert client.hgetall(GATE).keys() == {"sum_act", "count_act", "sum_grad_norm", "sum_sq", "sum_taylor", "max_abs"}
-    assert client.hgetall(UP).keys() == client.hgetall(DOWN).keys() == {"sum_act", "count_act", "sum_grad_norm"}
+    assert client.hgetall(UP).keys() == {"sum_act", "count_act", "sum_grad_norm", "max_abs"}
+    assert client.hgetall(DOWN).keys() == {"sum_act", "count_act", "sum_grad_norm"}
     assert client.hgetall("t:scan:counters") == {"tokens": "10", "samples": "4", "loss_sum": "2"}
     rows = LAYERS * 3 * WIDTH
-    assert client.dbsize() == rows + LAYERS + len(("identity", "done", "counters"))
+    assert client.dbsize() == rows + LAYERS + len(("identity", "done", "counters", "totals"))
     store.close()
 
 
@@ -256,8 +257,8 @@ def test_a_row_of_another_type_stops_the_flush_and_loses_nothing(server):
     assert str(caught.value) == (
         f"a Redis key under the scan's namespace is of another type: {DOWN}\n"
         f"  where: Redis at 127.0.0.1:{server.port}, database 0, namespace t:\n"
-        "  do:    delete or rename that key, then the same command again: it goes on from the last flush; or another "
-        "store.namespace"
+        "  do:    the same command with stage=scan fresh=true, which starts the scan over; "
+        "or another store.namespace"
     )
     server.client().restore(DOWN, 0, row, replace=True)
     assert_equal(store.collect(), make_part(0, 1))
@@ -272,13 +273,17 @@ def test_a_field_that_is_no_number_stops_the_flush_and_loses_nothing(server):
     flush(store, 1)
     with pytest.raises(UserError) as caught:
         store.collect()
-    assert str(caught.value).startswith("the Redis server refuses: hash value is not a float")
+    assert str(caught.value) == (
+        f"sums in Redis were changed by somebody else: a field is not a number | key {UP}\n"
+        f"  where: Redis at 127.0.0.1:{server.port}, database 0, namespace t:\n"
+        "  do:    the same command with stage=scan fresh=true, which starts the scan over"
+    )
     server.client().hset(UP, "sum_grad_norm", repr(float(total.tensors["grad_norm_up"][1, 7])))
     assert_equal(store.collect(), make_part(0, 1))
     store.close()
 
 
-@pytest.mark.parametrize("key", ["done", "counters", "pending"])
+@pytest.mark.parametrize("key", ["done", "counters", "totals", "pending"])
 def test_a_ledger_of_another_type_stops_the_flush_before_anything_is_written(server, key):
     store = open_store(server.url)
     server.client().xadd(f"t:scan:{key}", {"a": 1})
@@ -303,7 +308,7 @@ def test_pending_sums_that_somebody_deleted_are_missed(server):
     assert str(caught.value) == (
         "sums that wait in Redis were deleted by somebody else: t:scan:staged:flush:0\n"
         f"  where: Redis at 127.0.0.1:{server.port}, database 0, namespace t:\n"
-        "  do:    the same command with fresh=true, which starts the scan over"
+        "  do:    the same command with stage=scan fresh=true, which starts the scan over"
     )
     store.close()
 
@@ -316,13 +321,15 @@ def test_another_identity_is_refused_and_named(server):
     assert str(caught.value) == (
         "Redis holds sums of a scan with code c1 (here c2), torch unset (here 9.9)\n"
         f"  where: Redis at 127.0.0.1:{server.port}, database 0, namespace t:\n"
-        "  do:    fresh=true, which starts over; another store.namespace; or the code that began this scan"
+        "  do:    the same command with stage=scan fresh=true, which starts the scan over; "
+        "another store.namespace; or the code that began this scan"
     )
     with pytest.raises(ContractError, match=r"a scan with another sums\n"):
         open_store(server.url, shapes=SHAPES | {"sum_abs": ((LAYERS, WIDTH + 1), torch.float64)})
-    server.client().set("t:scan:identity", "mine")
-    with pytest.raises(ContractError, match=r"a scan with an identity that is no scan's\n"):
-        open_store(server.url)
+    for held in ("mine", "[]", "3", "[" * 99_999, '{"facts": 3}'):
+        server.client().set("t:scan:identity", held)
+        with pytest.raises(ContractError, match=r"a scan with an identity that is no scan's\n"):
+            open_store(server.url)
 
 
 def test_keys_that_no_scan_made_are_not_added_to(server):
@@ -333,7 +340,7 @@ def test_keys_that_no_scan_made_are_not_added_to(server):
     assert str(caught.value) == (
         f"the Redis key {key} is there, but no scan has begun under this namespace\n"
         f"  where: Redis at 127.0.0.1:{server.port}, database 0, namespace t:\n"
-        "  do:    another store.namespace, or delete what lies under this one"
+        "  do:    another store.namespace, or delete all keys under this one"
     )
 
 
@@ -363,4 +370,72 @@ def test_sums_that_are_not_finite_are_not_sent(server):
         "  where: stage=scan, batches 2 to 3\n"
         "  do:    model.dtype=float32 or bfloat16"
     )
+    store.close()
+
+
+ROW = "t:param:model.layers.1.mlp.gate_proj.weight:row:7"
+OTHER_ROW = "t:param:model.layers.1.mlp.gate_proj.weight:row:8"
+ATTACKS = {
+    "a field overwritten": lambda client: client.hset(ROW, "sum_act", 4096),
+    "a little more": lambda client: client.hincrbyfloat(ROW, "sum_taylor", 0.125),
+    "a maximum overwritten": lambda client: client.hset(ROW, "max_abs", 4096),
+    "a maximum deleted": lambda client: client.hdel(ROW, "max_abs"),
+    "a field deleted": lambda client: client.hdel(ROW, "sum_sq"),
+    "a row deleted": lambda client: client.delete(ROW),
+    "a neuron deleted": lambda client: client.delete(*(ROW.replace("gate", part) for part in ("gate", "up", "down"))),
+    "a row copied": lambda client: client.copy(OTHER_ROW, ROW, replace=True),
+    "words": lambda client: client.hset(ROW, "sum_act", "evil"),
+    "not a number": lambda client: client.hset(ROW, "sum_act", "nan"),
+    "infinite": lambda client: client.hset(ROW, "sum_taylor", "inf"),
+    "negative": lambda client: client.hset(ROW, "sum_taylor", -3),
+    "negative, unseen in the total": lambda client: (
+        client.hincrbyfloat(ROW, "sum_taylor", -1000), client.hincrbyfloat(OTHER_ROW, "sum_taylor", 1000)
+    ),
+    "tiny ones": lambda client: client.hset(ROW, "sum_act_tiny", "1e40"),
+    "a counter overwritten": lambda client: client.hset("t:scan:counters", "tokens", 1),
+    "a counter deleted": lambda client: client.hdel("t:scan:counters", "samples"),
+    "a counter that is none": lambda client: client.hset("t:scan:counters", "loss_sum", "nan"),
+    "all counters deleted": lambda client: client.delete("t:scan:counters"),
+    "totals deleted": lambda client: client.delete("t:scan:totals"),
+    "a total overwritten": lambda client: client.hset("t:scan:totals", "sum_abs:0", 1),
+    "bits overwritten": lambda client: client.setrange("t:scan:bits:0", 0, b"\xff" * 9),
+    "bits deleted": lambda client: client.delete("t:scan:bits:1"),
+    "more bits than there is room for": lambda client: client.setbit("t:scan:bits:1", 2**20, 1),
+    "a batch more": lambda client: client.setbit("t:scan:done", 5, 1),
+    "a batch far away": lambda client: client.setbit("t:scan:done", 2**31, 1),
+    "a batch moved": lambda client: (client.setbit("t:scan:done", 0, 0), client.setbit("t:scan:done", 2, 1)),
+    "a batch moved far": lambda client: (client.setbit("t:scan:done", 0, 0), client.setbit("t:scan:done", 2**31, 1)),
+    "a batch less": lambda client: client.setbit("t:scan:done", 0, 0),
+    "marks deleted": lambda client: client.delete("t:scan:done"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_sums_that_somebody_changed_are_refused_and_fresh_starts_over(server, attack):
+    store = open_store(server.url)
+    flush(store, 0, 1)
+    store.collect()
+    ATTACKS[attack](server.client())
+    with pytest.raises(ContractError) as caught:
+        store.collect()
+    assert caught.value.what.startswith("sums in Redis were changed by somebody else: ")
+    assert caught.value.do == "the same command with stage=scan fresh=true, which starts the scan over"
+    store.close()
+    store = open_store(server.url, fresh=True)
+    flush(store, 0)
+    assert_equal(store.collect(), make_part(0))
+    store.close()
+
+
+@pytest.mark.parametrize("key", ["t:scan:identity", "t:scan:done", "t:scan:pending", "t:scan:totals", ROW])
+def test_fresh_starts_over_whatever_lies_there(server, key):
+    store = open_store(server.url)
+    flush(store, 0)
+    store.collect()
+    store.close()
+    server.client().delete(key)
+    server.client().xadd(key, {"a": 1})
+    store = open_store(server.url, fresh=True)
+    flush(store, 1)
+    assert_equal(store.collect(), make_part(1))
     store.close()

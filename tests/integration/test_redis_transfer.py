@@ -12,9 +12,8 @@ from integration.redis_server import running
 from safetensors.torch import save_file
 
 from pipeline.store import main
-from stages.accumulators.local import LocalStore
 from stages.accumulators.redis_namespace import Namespace
-from stages.accumulators.redis_transfer import load_sums
+from stages.accumulators.sums import LocalStore, load_sums
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -104,7 +103,7 @@ def test_files_that_overlap_in_part_are_refused(server, command, tmp_path):
     local.flush()
     assert command("import", local.path, "--namespace", "t:") == (
         1,
-        "1 of the file's 3 batches lie in Redis already: the rest cannot be told apart\n"
+        "1 of the file's 3 batches are in Redis already: the rest cannot be told apart\n"
         f"  where: {local.path}, Redis at 127.0.0.1:{server.port}, database 0, namespace t:\n"
         "  do:    a new namespace\n",
     )
@@ -126,7 +125,7 @@ def test_no_scan_lies_there(server, command, tmp_path):
     for words in (["export", tmp_path / "sums.safetensors"], ["drop"]):
         assert command(*words, "--namespace", "") == (
             1,
-            "no scan lies under the namespace (empty)\n"
+            "there is no scan under the namespace (empty)\n"
             f"  where: Redis at 127.0.0.1:{server.port}, database 0\n"
             "  do:    store.namespace= as the scan was given it\n",
         )
@@ -172,15 +171,27 @@ def test_an_export_that_never_finds_rest_gives_up(server, command, tmp_path, mon
     store.close()
 
 
-@pytest.mark.parametrize(("held", "layout"), [('{"layout": 7}', 7), ("words", "unknown"), ("[]", "unknown")])
+@pytest.mark.parametrize(
+    ("held", "layout"),
+    [
+        ('{"layout": 7}', 7),
+        ("words", "unknown"),
+        ("[]", "unknown"),
+        ("[" * 99_999, "unknown"),
+        ('{"layout": 3}', "unknown"),
+        ('{"layout": 3, "weights": 1, "sums": {"sum_abs": [[99, 1000000000000], "float64"]}}', "unknown"),
+    ],
+    ids=range(6),
+)
 def test_another_layout_is_refused(server, command, tmp_path, held, layout):
     server.client().set("t:scan:identity", held)
     for words in (["export", tmp_path / "sums.safetensors"], ["drop"]):
         assert command(*words, "--namespace", "t:") == (
             1,
-            f"what lies under the namespace t: is of layout {layout}; known is 2\n"
+            f"the scan under the namespace t: has layout {layout}; known is 3\n"
             f"  where: Redis at 127.0.0.1:{server.port}, database 0\n"
-            "  do:    stage=scan with fresh=true, which starts over, or the release that wrote it\n",
+            "  do:    the same command with stage=scan fresh=true, which starts the scan over; "
+            "or the release that wrote it\n",
         )
 
 

@@ -17,8 +17,7 @@ from models.targets.base import gate_kind, gate_scale_of
 from models.targets.choose import MOE_TARGETS
 from stages.calibration.slices import slice_ffn
 from stages.project.carved_model import CarvedModel, clip_tokens
-from stages.text.batches import batch_sequences
-from stages.text.sequences import TokenSequence
+from stages.text.sequences import TokenSequence, batch_sequences
 
 E, N, K, F, D, L = 4, 8, 2, 40, 24, 3
 LENGTHS = (9, 5, 7)

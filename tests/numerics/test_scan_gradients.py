@@ -9,15 +9,13 @@ from transformers import AutoModelForCausalLM
 
 from instruments.errors import NumericsError
 from models.ffn import ffn_modules
-from stages.accumulators.local import LocalStore
+from stages.accumulators.sums import LocalStore
 from stages.artifacts.workers import ALONE
 from stages.calibration.forward import enable_gradient_checkpointing
 from stages.scan.batch_sums import sum_shapes
-from stages.scan.passes import Scanner
-from stages.scan.shares import draw_reservoir, scan_shares
+from stages.scan.passes import Scanner, draw_reservoir, scan_shares
 from stages.scan.token_sums import NeuronRule
-from stages.text.batches import batch_sequences
-from stages.text.sequences import TokenSequence
+from stages.text.sequences import TokenSequence, batch_sequences
 
 LENGTHS = (9, 5, 7)
 LAYERS, HIDDEN, WIDTH = 2, 24, 40

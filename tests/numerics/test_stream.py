@@ -10,8 +10,7 @@ from transformers import AutoModelForCausalLM
 from models.stream import LayerStream
 from stages.calibration.token_stream import TokenStream
 from stages.losses import measure_loss
-from stages.text.batches import batch_sequences
-from stages.text.sequences import TokenSequence
+from stages.text.sequences import TokenSequence, batch_sequences
 
 CPU = torch.device("cpu")
 

@@ -1,10 +1,12 @@
+import json
+
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from instruments.errors import ContractError
-from stages.accumulators.local import LocalStore
-from stages.accumulators.sums import ScanSums
+from stages.accumulators.sums import LocalStore, ScanSums
 
 SHAPES = {
     "sum": ((2, 3), torch.float64),
@@ -23,7 +25,7 @@ def part(*numbers):
         tensors["sum"] += number + 1 / 3
         tensors["max_abs"] = tensors["max_abs"].maximum(torch.full((2, 3), float(number), dtype=torch.float64))
         tensors["bits_LRf"][:, number] = number
-    return ScanSums(tensors, {"tokens": 10.0 * len(numbers)}, set(numbers))
+    return ScanSums(tensors, {"tokens": 10 * len(numbers), "loss_sum": 0.5 * len(numbers)}, set(numbers))
 
 
 def flushed(folder, *numbers, **place):
@@ -42,7 +44,7 @@ def test_sums_and_their_batches_come_back_as_they_were(tmp_path):
     assert torch.equal(found.tensors["sum"], part(0, 2, 3).tensors["sum"])
     assert (found.tensors["max_abs"] == 3).all()
     assert found.tensors["bits_LRf"][:, :, 0].tolist() == [[0, 0, 2, 3]] * 2
-    assert found.counters == {"tokens": 30.0}
+    assert found.counters == {"tokens": 30, "loss_sum": 1.5}
     assert found.done == {0, 2, 3}
 
 
@@ -106,7 +108,8 @@ def test_sums_of_other_code_are_refused(tmp_path):
     assert str(caught.value) == (
         "unfinished sums are of a scan with scan one (here another)\n"
         f"  where: {tmp_path / 'sums.0.safetensors'}\n"
-        "  do:    the same command with fresh=true, which starts over; or the code that began this scan"
+        "  do:    the same command with stage=scan fresh=true, which starts the scan over; "
+        "or the code that began this scan"
     )
 
 
@@ -114,6 +117,31 @@ def test_damaged_sums_are_refused(tmp_path):
     flushed(tmp_path, 0)
     path = tmp_path / "sums.0.safetensors"
     path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(ContractError, match="unfinished sums cannot be read"):
+        open_store(tmp_path)
+
+
+@pytest.mark.parametrize("place", [-1, -30, -100])
+def test_a_flipped_bit_in_the_sums_is_found(tmp_path, place):
+    flushed(tmp_path, 0)
+    path = tmp_path / "sums.0.safetensors"
+    content = bytearray(path.read_bytes())
+    content[place] ^= 4
+    path.write_bytes(content)
+    with pytest.raises(ContractError) as caught:
+        open_store(tmp_path)
+    assert str(caught.value) == (
+        "unfinished sums cannot be read: this file of sums is damaged: its content has another digest\n"
+        f"  where: {path}\n"
+        "  do:    the same command with stage=scan fresh=true, which starts the scan over; "
+        "or the code that began this scan"
+    )
+
+
+@pytest.mark.parametrize("facts", [{}, {"done": [7], "counters": {}, "identity": "{}"}, {"done": 3}, [], "words"])
+def test_facts_of_another_kind_are_refused(tmp_path, facts):
+    path = flushed(tmp_path, 0).path
+    save_file(part(0).tensors, path, metadata={"facts": json.dumps(facts)})
     with pytest.raises(ContractError, match="unfinished sums cannot be read"):
         open_store(tmp_path)
 

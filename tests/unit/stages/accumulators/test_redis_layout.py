@@ -48,19 +48,21 @@ def test_entries_name_projection_field_column_and_maximum():
         *(1, "sum_act", 1, 0),
         *(1, "max_abs", 2, 1),
         *(2, "sum_act", 1, 0),
+        *(2, "max_abs", 2, 1),
         *(3, "sum_act", 1, 0),
     ]
     assert entries_to_read(["sum_abs", "grad_norm_down", "max_abs"]) == [
         *(1, "sum_act"),
         *(3, "sum_grad_norm"),
         *(1, "max_abs"),
+        *(2, "max_abs"),
     ]
 
 
 def test_sums_of_an_older_layout_are_named():
     sizes = {"sum_abs": [[1, 3], "float64"]}
     ours = pack_cache_key({"scan": "f"}, sizes, [LAYER])
-    assert _differences(ours.replace('"layout": 2', '"layout": 1'), ours) == "layout 1 of its fields (here 2)"
+    assert _differences(ours.replace('"layout": 3', '"layout": 2'), ours) == "layout 2 of its fields (here 3)"
 
 
 def test_identity_is_one_text_for_one_scan():
@@ -68,7 +70,7 @@ def test_identity_is_one_text_for_one_scan():
     first = pack_cache_key({"scan": "f", "code": "c"}, sizes, [LAYER])
     assert first == pack_cache_key({"code": "c", "scan": "f"}, sizes, [dict(reversed(LAYER.items()))])
     assert json.loads(first) == {
-        "layout": 2,
+        "layout": 3,
         "facts": {"scan": "f", "code": "c"},
         "sums": {"sum_abs": [[1, 3], "float64"]},
         "weights": [LAYER],

@@ -10,7 +10,7 @@ from models.loading import is_offloaded, load_dense
 from models.tiny_onn.configuration_tiny_onn import TinyONNConfig
 from stages.evaluate.comparison import count_parameters, load_carved, measure_speed
 from stages.losses import measure_loss
-from stages.text.batches import TokenBatch
+from stages.text.sequences import TokenBatch
 
 L, D, V, E, N, K, S = 2, 24, 61, 5, 8, 2, 16
 

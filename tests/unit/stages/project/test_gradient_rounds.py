@@ -12,8 +12,7 @@ from stages.calibration.slices import slice_ffn
 from stages.project.carved_model import CarvedModel
 from stages.project.config import ProjectConfig
 from stages.project.gradient_projection import SECTIONS, GradientRounds, divide, shuffle_rounds
-from stages.text.batches import batch_sequences
-from stages.text.sequences import TokenSequence
+from stages.text.sequences import TokenSequence, batch_sequences
 
 D, F, E, N, K = 24, 20, 4, 3, 2
 SETTINGS = ProjectConfig(round_tokens=14, validation_share=0.25)

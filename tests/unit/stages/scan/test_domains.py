@@ -3,7 +3,7 @@ import torch
 
 from stages.scan.batch_sums import MOST_DOMAINS, OTHER, find_domains, sum_taylor_by_domain
 from stages.scan.config import ScanConfig
-from stages.text.batches import TokenBatch
+from stages.text.sequences import TokenBatch
 
 
 def batch(*samples):

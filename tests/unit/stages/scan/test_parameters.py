@@ -68,7 +68,7 @@ def test_sums_that_somebody_else_made_have_no_record_here(tmp_path, worker):
     with pytest.raises(ContractError) as caught:
         require_recorded(place, [3, 4, 5])
     assert str(caught.value) == (
-        f"the sums hold {missing} of 3 samples whose parameter-level record lies with whoever scanned them\n"
+        f"the sums hold {missing} of 3 samples whose parameter-level record is on the machine that scanned them\n"
         f"  where: {tmp_path}; a store that several machines share keeps sums only\n"
         "  do:    a store.namespace of its own for this scan; fresh=true, which scans again; or scan=default"
     )

@@ -1,7 +1,7 @@
 import numpy as np
 import torch
 
-from stages.scan.shares import draw_reservoir, slots_of_batch, token_to_neuron_major
+from stages.scan.passes import draw_reservoir, slots_of_batch, token_to_neuron_major
 
 
 def test_the_draw_is_uniform_size_and_seeded():

@@ -1,5 +1,4 @@
-from stages.text.batches import batch_sequences, group_lengths
-from stages.text.sequences import TokenSequence
+from stages.text.sequences import TokenSequence, batch_sequences, group_lengths
 
 PAD = 9
 

@@ -112,7 +112,7 @@ def test_a_template_that_refuses(tokenizer, conversation, completion):
     assert str(caught.value) == (
         "the chat template refuses the conversation: conversation roles must alternate\n"
         f"  where: f:1, tokenizer {tokenizer.name_or_path}\n"
-        "  do:    mend or remove the record"
+        "  do:    correct or remove the record"
     )
 
 
@@ -170,7 +170,7 @@ def test_a_prompt_the_template_refuses(tokenizer, conversation):
     assert str(caught.value) == (
         "the chat template refuses the conversation: conversation roles must alternate\n"
         f"  where: f:1, tokenizer {tokenizer.name_or_path}\n"
-        "  do:    mend or remove the record"
+        "  do:    correct or remove the record"
     )
 
 

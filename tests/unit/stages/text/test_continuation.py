@@ -6,17 +6,22 @@ from pico import write_pico
 from transformers import AutoModelForCausalLM
 
 from stages.calibration.forward import enable_gradient_checkpointing
-from stages.text.generated import Writing, cut_at_end, find_ends, pad_left, write_continuations
+from stages.text.config import DataConfig
+from stages.text.generated import cut_at_end, find_ends, pad_left, write_continuations
 
-GREEDY = Writing(max_new_tokens=7, temperature=0.0, seed=0)
-SAMPLED = Writing(max_new_tokens=7, temperature=1.5, seed=3)
-PROMPTS = {4: [9, 8, 7, 6, 5], 5: [12], 9: [3, 4, 5], 7: [50, 40, 30, 20], 2: [11, 13]}
+GREEDY = DataConfig(max_new_tokens=7)
+SAMPLED = DataConfig(max_new_tokens=7, temperature=1.5)
+PROMPTS = [[9, 8, 7, 6, 5], [12], [3, 4, 5], [50, 40, 30, 20], [11, 13]]
 
 
 @pytest.fixture(scope="module", params=["qwen3", "llama"])
 def model(request, tmp_path_factory):
     folder = write_pico(tmp_path_factory.mktemp(request.param), request.param)
     return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def write(model, data=GREEDY, *, ends=(), seed=0):
+    return write_continuations(model, PROMPTS, data, ends, 0, seed=seed)
 
 
 @torch.no_grad()
@@ -31,38 +36,49 @@ def write_one_by_one(model, prompt, count, ends):
 
 
 def test_greedy_writing_is_the_likeliest_token_each_time(model):
-    expected = {number: write_one_by_one(model, prompt, 7, ()) for number, prompt in PROMPTS.items()}
-    assert write_continuations(model, PROMPTS, GREEDY, (), 0) == expected
+    expected = [write_one_by_one(model, prompt, 7, ()) for prompt in PROMPTS]
+    assert write(model) == expected
     # Any of these tokens ends a text; the rest of the batch goes on.
-    ends = {expected[4][0], expected[5][3], expected[9][2]}
-    expected = {number: write_one_by_one(model, prompt, 7, ends) for number, prompt in PROMPTS.items()}
-    assert len({len(tokens) for tokens in expected.values()}) > 1
-    assert write_continuations(model, PROMPTS, GREEDY, ends, 0) == expected
+    ends = {expected[0][0], expected[1][3], expected[2][2]}
+    expected = [write_one_by_one(model, prompt, 7, ends) for prompt in PROMPTS]
+    assert len(set(map(len, expected))) > 1
+    assert write(model, ends=ends) == expected
 
 
-@pytest.mark.parametrize("writing", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_what_is_written_does_not_depend_on_the_batch(model, writing):
-    together = write_continuations(model, PROMPTS, writing, {2}, 0)
-    for batch in ([4], [9, 5], [2, 7, 4]):
-        part = {number: PROMPTS[number] for number in batch}
-        assert write_continuations(model, part, writing, {2}, 60) == {number: together[number] for number in batch}
+def test_greedy_writing_does_not_depend_on_the_batch(model):
+    together = write(model, ends={2})
+    for batch in ([0], [2, 1], [4, 3, 0]):
+        part = [PROMPTS[number] for number in batch]
+        assert write_continuations(model, part, GREEDY, {2}, 60, seed=0) == [together[number] for number in batch]
 
 
-def test_draws_depend_on_the_seed(model):
-    other = Writing(max_new_tokens=7, temperature=1.5, seed=4)
-    drawn = write_continuations(model, PROMPTS, SAMPLED, (), 0)
-    assert drawn != write_continuations(model, PROMPTS, other, (), 0)
-    assert drawn != write_continuations(model, PROMPTS, GREEDY, (), 0)
+def test_draws_depend_on_the_seed_alone_and_leave_torch_as_it_was(model):
+    before = torch.get_rng_state()
+    drawn = write(model, SAMPLED, seed=3)
+    assert torch.get_rng_state().equal(before)
+    assert drawn == write(model, SAMPLED, seed=3)
+    assert drawn != write(model, SAMPLED, seed=4)
+    assert drawn != write(model)
+
+
+def test_draws_follow_the_softmax_of_all_tokens_at_the_temperature(model):
+    data = DataConfig(max_new_tokens=1, temperature=0.7)
+    drawn = torch.tensor(write_continuations(model, [[9, 8, 7]] * 4000, data, (), 0, seed=1))
+    with torch.no_grad():
+        expected = (model(torch.tensor([[9, 8, 7]])).logits[0, -1] / 0.7).softmax(0)
+    shares = torch.bincount(drawn[:, 0], minlength=len(expected)) / 4000
+    # Five standard deviations of a share.
+    assert ((shares - expected).abs() < 5 * (expected * (1 - expected) / 4000).sqrt() + 1e-3).all()
 
 
 def test_settings_of_the_checkpoint_do_not_steer_what_is_written(model):
-    expected = write_continuations(model, PROMPTS, GREEDY, (), 0)
+    expected = write(model)
     own = model.generation_config
     changed = {"do_sample": True, "temperature": 9.0, "top_k": 3, "repetition_penalty": 5.0, "max_length": 3}
     saved = {name: getattr(own, name) for name in changed}
     try:
-        own.update(**changed, suppress_tokens=[expected[4][0]])
-        assert write_continuations(model, PROMPTS, GREEDY, (), 0) == expected
+        own.update(**changed, suppress_tokens=[expected[0][0]])
+        assert write(model) == expected
         assert model.generation_config is own
         assert own.repetition_penalty == 5.0
     finally:
@@ -70,13 +86,13 @@ def test_settings_of_the_checkpoint_do_not_steer_what_is_written(model):
 
 
 def test_recomputing_layers_write_with_their_cache_and_stay_as_they_were(model):
-    expected = write_continuations(model, PROMPTS, GREEDY, (), 0)
+    expected = write(model)
     model = deepcopy(model)
     enable_gradient_checkpointing(model)
     lengths = []
     layer = model.get_decoder().layers[0]
     layer.register_forward_pre_hook(lambda _, inputs: lengths.append(inputs[0].shape[1]))
-    assert write_continuations(model, PROMPTS, GREEDY, (), 0) == expected
+    assert write(model) == expected
     assert lengths == [5, 1, 1, 1, 1, 1, 1]
     assert [layer.training for layer in model.get_decoder().layers] == [True, True]
     assert not model.training
@@ -84,7 +100,7 @@ def test_recomputing_layers_write_with_their_cache_and_stay_as_they_were(model):
 
 def test_no_gradient_is_recorded_and_none_forbidden(model):
     with torch.enable_grad():
-        assert write_continuations(model, {1: [5, 6]}, GREEDY, (), 0)
+        assert write_continuations(model, [[5, 6]], GREEDY, (), 0, seed=0)
         assert torch.is_grad_enabled()
 
 

@@ -26,7 +26,7 @@ def test_the_faults_of_all_files_are_named_at_once(tmp_path, write_jsonl):
         "  do:    name the column: data.text_column= or data.messages_column=",
         "not a JSON record: Expecting property name enclosed in double quotes\n"
         f"  where: {folder}/c.jsonl:1, character 3\n"
-        "  do:    mend or remove the line",
+        "  do:    correct or remove the line",
         f"no file and no folder {tmp_path}/none\n"
         f"  where: data.heldout_path, from working folder {tmp_path.cwd()}\n"
         "  do:    data.heldout_path=an existing path",

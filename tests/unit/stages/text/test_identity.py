@@ -37,7 +37,7 @@ def test_the_standard_library_counts_by_version(monkeypatch):
 
 def test_a_dataset_counts_by_name_and_revision(write_jsonl, tmp_path):
     data = DataConfig(kind="hub", name="a/b", subset="c", revision="d")
-    assert data_cache_key(data) == {"kind": "hub", "reader": 1, "name": "a/b", "subset": "c", "revision": "d"}
+    assert data_cache_key(data) == {"kind": "hub", "reader": 2, "name": "a/b", "subset": "c", "revision": "d"}
     write_jsonl("train.jsonl", [{"text": "one"}])
     folder = data_cache_key(DataConfig(kind="hub", name=str(tmp_path)))
     write_jsonl("train.jsonl", [{"text": "two"}])
@@ -45,7 +45,7 @@ def test_a_dataset_counts_by_name_and_revision(write_jsonl, tmp_path):
 
 
 def test_paths_are_looked_at_only_where_the_settings_are_right():
-    (error,) = check_data(DataConfig(kind="text", path="/nowhere", packing="tight"))
+    (error,) = check_data(DataConfig(kind="text", path="/nowhere", heldout_share=2.0))
     assert isinstance(error, ConfigError)
     assert check_data(DataConfig(kind="text", path="/nowhere"))[0].what == "no file and no folder /nowhere"
 

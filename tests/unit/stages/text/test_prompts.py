@@ -4,7 +4,7 @@ import pytest
 
 from instruments.errors import DataError
 from stages.text.config import DataConfig
-from stages.text.prompts import load_prompts
+from stages.text.generated import load_prompts
 
 
 def config_of(path, **settings):

@@ -1,5 +1,7 @@
 import pytest
 
+from pipeline.validate import field_errors
+from stages.text.cache_key import check_data
 from stages.text.config import DataConfig, check_length, check_settings
 
 
@@ -14,22 +16,31 @@ def test_the_defaults_are_right():
     assert messages_of(labels="generated", max_length=96, temperature=0.7) == []
 
 
-def test_every_fault_is_named_at_once():
-    assert messages_of(kind="csv", packing="tight", labels="some", separator="x", max_length=1, heldout_share=1.0) == [
-        "data.kind has no value 'csv'\n  do:    data.kind= one of python_stdlib, text, hub",
-        "data.packing has no value 'tight'\n  do:    data.packing= one of packed, single",
-        "data.labels has no value 'some'\n  do:    data.labels= one of full_sequence, completion, generated",
-        "data.separator has no value 'x'\n  do:    data.separator= one of eos, blank_line",
-        "data.max_length=1 leaves nothing to predict: a sequence has at least 2 tokens\n  do:    data.max_length=256",
-        "data.heldout_share=1.0 is not between 0 and 1, both excluded\n  do:    data.heldout_share=0.1",
+@pytest.mark.parametrize("share", [1.0, 0.0, -1.0, float("nan")])
+def test_a_share_is_between_0_and_1(share):
+    assert messages_of(heldout_share=share) == [
+        f"data.heldout_share={share} is not between 0 and 1, both excluded\n  do:    data.heldout_share=0.1"
     ]
+
+
+def test_every_field_has_its_own_rule():
+    wrong = DataConfig(kind="csv", packing="tight", labels="some", separator="x", max_length=1, temperature=-1)
+    assert [str(error).splitlines()[0] for error in field_errors(wrong, "data.")] == [
+        "data.kind=csv is none of python_stdlib, text, hub",
+        "data.packing=tight is none of packed, single",
+        "data.labels=some is none of full_sequence, completion, generated",
+        "data.temperature=-1 must be at least 0",
+        "data.separator=x is none of eos, blank_line",
+        "data.max_length=1 must be at least 2",
+    ]
+    assert check_data(wrong) == []
 
 
 def test_fewer_tokens_than_one_sequence():
     assert messages_of(tokens=10, heldout_tokens=20, max_length=30) == [
-        "data.tokens=10 is less than one sequence of data.max_length=30 tokens\n  do:    data.tokens=30 or more",
+        "data.tokens=10 is less than one sequence of data.max_length=30 tokens\n  do:    data.tokens=30",
         "data.heldout_tokens=20 is less than one sequence of data.max_length=30 tokens\n"
-        "  do:    data.heldout_tokens=30 or more",
+        "  do:    data.heldout_tokens=30",
     ]
 
 
@@ -39,16 +50,15 @@ def test_fewer_tokens_than_one_sequence():
         (
             {"labels": "completion"},
             "data.labels=completion needs conversations, and the standard library is plain text\n"
-            "  do:    data.labels=full_sequence, or data=text data.path=a .jsonl file of messages",
+            "  do:    data.labels=full_sequence",
         ),
         (
             {"kind": "text"},
-            "data.kind=text reads local files, and none is named\n  do:    data.path=a file or a folder",
+            "data.kind=text reads local files, and none is named\n  do:    data.path=FILE_OR_FOLDER",
         ),
         (
             {"kind": "text", "path": "a.txt", "heldout_path": "./a.txt"},
-            "data.heldout_path and data.path are the same: a.txt\n"
-            "  do:    another one, or null: data.heldout_share of the documents is then held out",
+            "data.heldout_path and data.path are the same: a.txt\n  do:    data.heldout_path=null",
         ),
         (
             {"kind": "hub"},
@@ -56,8 +66,7 @@ def test_fewer_tokens_than_one_sequence():
         ),
         (
             {"kind": "hub", "name": "a/b", "heldout_split": "train"},
-            "data.heldout_split and data.split are the same: train\n"
-            "  do:    another one, or null: data.heldout_share of the documents is then held out",
+            "data.heldout_split and data.split are the same: train\n  do:    data.heldout_split=null",
         ),
     ],
 )
@@ -69,13 +78,6 @@ def test_a_prompt_and_its_continuation_fit_into_a_sequence():
     assert messages_of(labels="generated", prompt_tokens=20, max_new_tokens=45, max_length=64) == [
         "data.prompt_tokens=20 and data.max_new_tokens=45 do not fit into data.max_length=64\n"
         "  do:    data.max_length=65",
-    ]
-
-
-@pytest.mark.parametrize("temperature", [float("nan"), float("inf")])
-def test_a_temperature_is_a_number(temperature):
-    assert messages_of(labels="generated", temperature=temperature) == [
-        f"data.temperature={temperature} is no number\n  do:    data.temperature=0"
     ]
 
 
@@ -112,3 +114,23 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 def test_stretched_positions_count(source, longest):
     assert lengths_of(source, longest) == []
     assert len(lengths_of(source, longest + 1)) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"max_position_embeddings": "many"},
+        {"max_position_embeddings": -3},
+        {"max_position_embeddings": float("inf")},
+        {"max_position_embeddings": [300]},
+        {"max_position_embeddings": 10**40},
+    ],
+)
+def test_a_size_that_is_none_limits_nothing(source):
+    assert lengths_of(source, 301) == []
+
+
+@pytest.mark.parametrize("scaling", ["yarn", [4], {"factor": "4"}, {"factor": float("nan")}, {"factor": -4}])
+def test_positions_stretched_by_nothing(scaling):
+    assert lengths_of({"max_position_embeddings": 300, "rope_scaling": scaling}, 300) == []
+    assert len(lengths_of({"max_position_embeddings": 300, "rope_scaling": scaling}, 301)) == 1

@@ -4,7 +4,7 @@ import pytest
 
 from instruments.errors import DataError
 from stages.text.config import DataConfig
-from stages.text.local_files import list_files, read_text
+from stages.text.sources import list_files, read_text
 
 
 def read(split="calibration", **settings):
@@ -69,7 +69,7 @@ def test_the_files_of_a_folder_take_turns(tmp_path, write_jsonl):
 
 
 def test_more_files_than_may_be_open_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr("stages.text.local_files.FILES_AT_ONCE", 3)
+    monkeypatch.setattr("stages.text.sources.FILES_AT_ONCE", 3)
     for number in range(7):
         (tmp_path / f"{number}.txt").write_text(f"text {number}", encoding="utf-8")
     texts = [document.text for document in read("heldout", heldout_path=str(tmp_path))]
@@ -114,7 +114,7 @@ def test_a_line_that_is_no_json(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"text": "one"}) + '\n\n{"text": oops}\n', encoding="utf-8")
     assert message_of(path=str(path)) == (
-        f"not a JSON record: Expecting value\n  where: {path}:3, character 10\n  do:    mend or remove the line"
+        f"not a JSON record: Expecting value\n  where: {path}:3, character 10\n  do:    correct or remove the line"
     )
 
 
