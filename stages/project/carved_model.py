@@ -50,7 +50,8 @@ def clip_tokens(gradient_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
     to text: unclipped, they decide the direction of a mean over thousands.
     """
     norms_T1 = gradient_TD.norm(dim=1, keepdim=True)
-    return gradient_TD * (norms_T1.median() / norms_T1.clamp_min(torch.finfo(norms_T1.dtype).tiny)).clamp_max(1)
+    scale_T1: Tensor = (norms_T1.median() / norms_T1.clamp_min(torch.finfo(norms_T1.dtype).tiny)).clamp_max(1)
+    return gradient_TD * scale_T1
 
 
 class _GivenHidden(nn.Module):
