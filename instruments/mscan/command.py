@@ -12,7 +12,7 @@ from tabulate import tabulate
 
 from instruments.command_line import check_output, exit_code
 from instruments.errors import ConfigError, ContractError
-from instruments.mscan.delta_sc import delta_sc, grid_by_layer, locate
+from instruments.mscan.header import locate
 from instruments.mscan.reader import Mscan, read_mscan
 from instruments.mscan.version1 import MscanVersion1
 
@@ -183,7 +183,9 @@ def _export(scan: Mscan, sequence: int | None, out: Path) -> int:
 
 
 def _draw(scan: Mscan, sequence: int | None, out: Path) -> None:
-    from instruments.mscan.plot import draw_delta_sc  # noqa: PLC0415 - matplotlib takes a second to load
+    # matplotlib takes a second to load
+    from instruments.mscan.delta_sc import delta_sc, grid_by_layer  # noqa: PLC0415
+    from instruments.mscan.plot import draw_delta_sc  # noqa: PLC0415
 
     if sequence is None:
         activation, gradient, what = scan.activation(), scan.gradient(), f"mean of {len(scan.sequences)} sequences"

@@ -1,6 +1,5 @@
 """ΔSC = z(activation) - z(gradient): which weights work much and would change little."""
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -8,8 +7,7 @@ import numpy as np
 from jaxtyping import Float, Float32
 from numpy.typing import NDArray
 
-_NUMBERED = re.compile(r"\.(\d+)\.(.+)")
-
+from instruments.mscan.header import locate
 
 @dataclass(frozen=True)
 class Grid:
@@ -37,15 +35,6 @@ def delta_sc(
     measured_P = np.isfinite(difference_SP).sum(0)
     total_P = np.nansum(difference_SP, 0)
     return np.where(measured_P > 0, total_P / np.maximum(measured_P, 1), np.nan)
-
-
-def locate(name: str) -> tuple[int | None, str]:
-    """Layer and module of a weight: model.layers.3.self_attn.q_proj.weight is (3, self_attn.q_proj)."""
-    module = name.removesuffix(".weight")
-    numbered = _NUMBERED.search(module)
-    if numbered is None:
-        return None, module.rpartition(".")[2]
-    return int(numbered[1]), numbered[2]
 
 
 def grid_by_layer(names: Iterable[str], values_P: Float[np.ndarray, "P"]) -> Grid:

@@ -1,6 +1,7 @@
 """The header of a file: what was scanned, its parameter table, and how its numbers are stored."""
 
 import json
+import re
 import struct
 from collections.abc import Iterable
 from dataclasses import asdict, astuple, dataclass, field, fields
@@ -97,6 +98,18 @@ class ParameterTable:
 
 def _slices(counts: Iterable[int]) -> list[slice]:
     return [slice(start, stop) for start, stop in pairwise(accumulate(counts, initial=0))]
+
+
+_NUMBERED = re.compile(r"\.(\d+)\.(.+)")
+
+
+def locate(name: str) -> tuple[int | None, str]:
+    """Layer and module of a weight: model.layers.3.self_attn.q_proj.weight is (3, self_attn.q_proj)."""
+    module = name.removesuffix(".weight")
+    numbered = _NUMBERED.search(module)
+    if numbered is None:
+        return None, module.rpartition(".")[2]
+    return int(numbered[1]), numbered[2]
 
 
 MAGIC, VERSION = b"MSCAN", 2

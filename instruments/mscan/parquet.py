@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from pyarrow.parquet import ParquetWriter
 
 from instruments.errors import ContractError
-from instruments.mscan.delta_sc import locate
-from instruments.mscan.header import ParameterTable
+from instruments.mscan.header import ParameterTable, locate
 from instruments.mscan.reader import Mscan
 from instruments.mscan.rows import Rows
 

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from instruments.autograd import in_backward, watch
 from instruments.errors import NumericsError
-from instruments.parameter_scan import measure
+from instruments.parameter_scan.measure import read_input, record_embedding, record_gradient, record_head, record_input, record_lookup
 from instruments.parameter_scan.inputs import InputSquares
 from instruments.parameter_scan.scan_pass import ScanPass
 from instruments.parameter_scan.targets import Target
@@ -124,7 +124,7 @@ class ModuleHooks:
         self.passes.use(scan_pass, name)
         x = _argument(args, kwargs)
         if not self.gradients:
-            measure.record_input(scan_pass, index, self._read(scan_pass, name, x.detach(), x.device))
+            record_input(scan_pass, index, self._read(scan_pass, name, x.detach(), x.device))
             return None
         if not output.requires_grad:
             return None
@@ -139,7 +139,7 @@ class ModuleHooks:
         self.passes.use(scan_pass, self.targets[index].parameter.name.removesuffix(".weight"))
         scan_pass.ids_BT = _argument(args, kwargs)
         if not self.gradients:
-            measure.record_lookup(scan_pass, index, output.detach())
+            record_lookup(scan_pass, index, output.detach())
             return None
         if not torch.is_grad_enabled():
             return None
@@ -163,22 +163,22 @@ class ModuleHooks:
         if self.passes.closed:
             return
         inputs = self._read(scan_pass, name, x, grad.device)
-        measure.record_input(scan_pass, index, inputs)
-        measure.record_gradient(scan_pass, index, inputs, grad, self.product)
+        record_input(scan_pass, index, inputs)
+        record_gradient(scan_pass, index, inputs, grad, self.product)
 
     def _receive_embedding(
         self, scan_pass: ScanPass, index: int, padding_idx: int | None, grad: Tensor, rows: Tensor
     ) -> None:
         if self.passes.closed:
             return
-        measure.record_lookup(scan_pass, index, rows)
+        record_lookup(scan_pass, index, rows)
         # A loss fused with the output embedding goes past the module: half a gradient would be wrong.
         if self.targets[index].head is None or self._head_name(index) in scan_pass.used:
-            measure.record_embedding(scan_pass, index, grad, padding_idx)
+            record_embedding(scan_pass, index, grad, padding_idx)
 
     def _receive_head(self, scan_pass: ScanPass, name: str, grad: Tensor, x: Tensor) -> None:
         if not self.passes.closed:
-            measure.record_head(scan_pass, name, x, grad, self.product)
+            record_head(scan_pass, name, x, grad, self.product)
 
     def _head_name(self, index: int) -> str:
         return f"the output embedding tied to {self.targets[index].parameter.name}"
@@ -187,7 +187,7 @@ class ModuleHooks:
         """The input's norms, those of the module before where it read the same (q, k and v; gate and up)."""
         if scan_pass.last_input is None or not scan_pass.last_input.is_of(x):
             width = self.targets[0].parameter.block_width
-            scan_pass.last_input = measure.read_input(scan_pass, name, x, width, device)
+            scan_pass.last_input = read_input(scan_pass, name, x, width, device)
         return scan_pass.last_input
 
 
