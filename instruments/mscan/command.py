@@ -13,8 +13,7 @@ from tabulate import tabulate
 from instruments.command_line import check_output, exit_code
 from instruments.errors import ConfigError, ContractError
 from instruments.mscan.header import locate
-from instruments.mscan.reader import Mscan, read_mscan
-from instruments.mscan.version1 import MscanVersion1
+from instruments.mscan.reader import Mscan, MscanVersion1, read_mscan
 
 COLUMNS = ("module", "weights", "blocks in", "blocks out", "activation", "gradient", "not measured", "error up to")
 
@@ -184,8 +183,11 @@ def _export(scan: Mscan, sequence: int | None, out: Path) -> int:
 
 def _draw(scan: Mscan, sequence: int | None, out: Path) -> None:
     # matplotlib takes a second to load
-    from instruments.mscan.delta_sc import delta_sc, grid_by_layer  # noqa: PLC0415
-    from instruments.mscan.plot import draw_delta_sc  # noqa: PLC0415
+    from instruments.mscan.delta_sc import (  # noqa: PLC0415
+        delta_sc,
+        draw_delta_sc,
+        grid_by_layer,
+    )
 
     if sequence is None:
         activation, gradient, what = scan.activation(), scan.gradient(), f"mean of {len(scan.sequences)} sequences"

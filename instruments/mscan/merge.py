@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from instruments.errors import ContractError
+from instruments.mscan.header import Rows
 from instruments.mscan.reader import Mscan, Segment, read_mscan
-from instruments.mscan.rows import Rows
-from instruments.mscan.segment_file import SegmentBuffer, SegmentFile
+from instruments.mscan.writer import SegmentBuffer, SegmentFile
 
 _Found = tuple[Segment, int]
 

@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from pyarrow.parquet import ParquetWriter
 
 from instruments.errors import ContractError
-from instruments.mscan.header import ParameterTable, locate
+from instruments.mscan.header import ParameterTable, Rows, locate
 from instruments.mscan.reader import Mscan
-from instruments.mscan.rows import Rows
 
 ROWS_AT_ONCE = 1 << 20
 TABLES = ("total", "input", "output")

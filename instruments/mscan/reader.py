@@ -1,21 +1,32 @@
 """Read an .mscan file through a memory map: what is not asked for is not decoded."""
 
+import json
 import mmap
 import re
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
 
 from instruments.errors import ContractError
-from instruments.mscan.header import START, Header, ParameterTable, read_version, unpack_header
-from instruments.mscan.rows import TOKEN_ARRAYS, Rows, StoredSequence, array_widths
+from instruments.mscan.header import (
+    START,
+    TOKEN_ARRAYS,
+    Header,
+    ParameterTable,
+    Rows,
+    StoredSequence,
+    array_widths,
+    read_version,
+    unpack_header,
+)
 from instruments.mscan.segments import (
     HEADER,
     MAGIC,
@@ -26,7 +37,86 @@ from instruments.mscan.segments import (
     read_segment_header,
     unpack_table,
 )
-from instruments.mscan.version1 import MscanVersion1, read_version1
+
+_HEADER = struct.Struct("<5sHII")
+RECORD = np.dtype(
+    [("token_idx", "<u4"), ("param_id", "<u2"), ("block_idx", "<u2"), ("activation", "<u2"), ("grad_norm", "<u2")]
+)
+
+
+@dataclass(frozen=True)
+class SequenceVersion1:
+    """One sequence; its tokens carry the numbers that follow those of the sequence before it."""
+
+    number: int
+    tokens: int
+    source: str
+
+
+@dataclass(frozen=True)
+class MscanVersion1:
+    """A file of version 1."""
+
+    path: Path
+    model: str
+    created: str
+    parameters: dict[int, str]
+    sequences: tuple[SequenceVersion1, ...]
+    # token_idx counts through all sequences. activation and grad_norm are codes of a scale that was not stored, cut off
+    # and not rounded: a norm smaller than one step is 0.
+    records: NDArray[Any]
+    lost: int  # records that the header was written over, or that a cut took
+    scale: None = field(default=None, init=False)
+    version: int = field(default=1, init=False)
+
+
+def read_version1(path: Path, file: memoryview) -> MscanVersion1:
+    """Read a file whose magic and version have been checked.
+
+    Raises:
+        ContractError: the header is truncated or no JSON.
+    """
+    content, end, stated = _read_header(path, file)
+    try:
+        names = {int(number): str(name) for number, name in content.get("id_to_param_name_map", {}).items()}
+        sequences = tuple(_sequence(row) for row in content.get("sequences", []))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise _damaged_version1(path, f"unreadable header ({type(error).__name__}: {error})") from error
+    records = _read_records(file, end, stated, np.array(list(names), np.int64))
+    model, created = str(content.get("model_name", "")), str(content.get("timestamp", ""))
+    return MscanVersion1(path, model, created, names, sequences, records, stated - len(records))
+
+
+def _sequence(row: dict[str, Any]) -> SequenceVersion1:
+    return SequenceVersion1(int(row["sequence_id"]), int(row["num_tokens"]), str(row.get("source", "")))
+
+
+def _read_header(path: Path, file: memoryview) -> tuple[dict[str, Any], int, int]:
+    """The JSON, where it ends, and the number of records that should follow."""
+    if len(file) < _HEADER.size:
+        raise _damaged_version1(path, f"truncated at {len(file)} bytes, in the first {_HEADER.size}")
+    _magic, _version, end, stated = _HEADER.unpack_from(file)
+    if not _HEADER.size <= end <= len(file):
+        raise _damaged_version1(path, f"truncated at {len(file)} bytes, in a header of {end}, or its length is wrong")
+    try:
+        return dict(json.loads(bytes(file[_HEADER.size : end]))), end, stated
+    except (ValueError, TypeError) as error:
+        raise _damaged_version1(path, f"unreadable header ({type(error).__name__}: {error})") from error
+
+
+def _read_records(file: memoryview, start: int, stated: int, known: NDArray[np.int64]) -> NDArray[Any]:
+    """As many records as there are: from the header on, or counted from the end where the header lies over some."""
+    there = min((len(file) - start) // RECORD.itemsize, stated)
+    from_start = np.frombuffer(file, RECORD, there, start)
+    if there == stated:
+        return from_start
+    from_end = np.frombuffer(file, RECORD, there, len(file) - there * RECORD.itemsize)
+    fits = [np.isin(records["param_id"], known).sum() for records in (from_end, from_start)]
+    return from_end if fits[0] >= fits[1] else from_start
+
+
+def _damaged_version1(path: Path, detail: str) -> ContractError:
+    return ContractError(f"{path.name} is damaged: {detail}", where=str(path), do="copy the file again")
 
 
 @dataclass(frozen=True)

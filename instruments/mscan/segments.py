@@ -11,8 +11,7 @@ import numpy as np
 from jaxtyping import Float32, Float64, UInt16
 from numpy.typing import NDArray
 
-from instruments.mscan.header import ALIGNMENT, Header
-from instruments.mscan.rows import TOKEN_ARRAYS, Rows, StoredSequence, array_widths
+from instruments.mscan.header import ALIGNMENT, TOKEN_ARRAYS, Header, Rows, StoredSequence, array_widths
 
 NOT_MEASURED = 65535
 LAST = 65534  # code of a column's largest value

@@ -22,9 +22,8 @@ from torch.utils.hooks import RemovableHandle
 
 from instruments.errors import ConfigError
 from instruments.parameter_scan.module_hooks import ModuleHooks, Passes
-from instruments.parameter_scan.scan_pass import Layout, ScanPass, bind_arguments, read_call
+from instruments.parameter_scan.scan_pass import Layout, ScanPass, bind_arguments, read_call, to_record
 from instruments.parameter_scan.targets import ScanRecord, Target, WatchedParameter, find_targets
-from instruments.parameter_scan.transfer import to_record
 
 _SCANNED: WeakSet[nn.Module] = WeakSet()
 _PRODUCTS = ("auto", "gram", "direct")

@@ -13,10 +13,18 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from instruments.errors import ConfigError
-from instruments.precision.comparison import Verdict, measure_distance, worst
-from instruments.precision.formats import FORMATS, AxisRange, NumberFormat, axis_ranges, find_format
+from instruments.precision.comparison import (
+    FORMATS,
+    AxisRange,
+    NumberFormat,
+    Verdict,
+    axis_ranges,
+    find_format,
+    measure_distance,
+    worst,
+)
+from instruments.precision.findings import plain_json
 from instruments.precision.reduction import ReductionLoss, measure_reductions
-from instruments.precision.summary import plain_json
 
 # Shares of the values above 0 in size.
 WARNING_SHARE, SEVERE_SHARE = 0.01, 0.10

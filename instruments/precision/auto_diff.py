@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from instruments.errors import ConfigError
+from instruments.precision.comparison import find_format
 from instruments.precision.findings import Diff
-from instruments.precision.formats import find_format
 from instruments.precision.low_precision import AUTOCAST, LowPrecision, Perturbation
 from instruments.precision.passes import LowPass, PerturbedPass, ReferencePass, arguments_of, device_of, reference_of
 from instruments.precision.session import Session

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from instruments.errors import ConfigError
 from instruments.precision.calls import map_tensors
-from instruments.precision.formats import NumberFormat
+from instruments.precision.comparison import NumberFormat
 
 AUTOCAST, CAST = "autocast", "cast"
 MODES = (AUTOCAST, CAST)

@@ -13,13 +13,11 @@ from torch import Tensor, nn
 
 from instruments.errors import NumericsError
 from instruments.precision.calls import Arguments, Call, ModuleTracer, find_tensors, map_tensors, trace_modules
-from instruments.precision.choices import AlikeRows, Choices, is_choice
-from instruments.precision.comparison import measure_distance
+from instruments.precision.comparison import axis_ranges, measure_distance
 from instruments.precision.findings import ChoiceDiff, Diff, OutputDiff
-from instruments.precision.formats import axis_ranges
 from instruments.precision.low_precision import AUTOCAST, FAILURES
-from instruments.precision.session import Session
-from instruments.precision.swamping import find_swamping, sums_up
+from instruments.precision.reduction import find_swamping, sums_up
+from instruments.precision.session import AlikeRows, Choices, Session, is_choice
 
 
 @dataclass

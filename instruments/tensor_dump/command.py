@@ -11,8 +11,7 @@ from tabulate import tabulate
 
 from instruments.command_line import check_output, exit_code
 from instruments.errors import ConfigError
-from instruments.tensor_dump.index import Listing, list_dump
-from instruments.tensor_dump.records import STORED, TensorRecord
+from instruments.tensor_dump.index import STORED, Listing, TensorRecord, list_dump
 
 COLUMNS = ("module", "tensor", "records", "shape", "type", "range", "largest std", "rounding", "suspicious")
 _COMPLAINTS = {
@@ -183,7 +182,7 @@ def _draw(listing: Listing, chosen: Sequence[TensorRecord], out: Path, kind: str
 
 
 def _compare(wanted: argparse.Namespace) -> int:
-    from instruments.tensor_dump.comparison import compare_folders  # noqa: PLC0415 - it reads tensors, with torch
+    from instruments.tensor_dump.reader import compare_folders  # noqa: PLC0415 - it reads tensors, with torch
 
     equal, text = compare_folders(wanted.first, wanted.second, wanted.tolerance)
     sys.stdout.write(text)

@@ -23,24 +23,21 @@ import torch
 from torch import Tensor, nn
 
 from instruments.errors import ConfigError
-from instruments.tensor_dump.capture import RankInfo
-from instruments.tensor_dump.config import ATTENTION, EXPERTS, DumpConfig
-from instruments.tensor_dump.environment import read_control
-from instruments.tensor_dump.experts_modules import find_experts, watch_experts
-from instruments.tensor_dump.host_memory import HostRing
-from instruments.tensor_dump.index import IndexFile
-from instruments.tensor_dump.linear_modules import (
+from instruments.tensor_dump.capture import HostRing, RankInfo
+from instruments.tensor_dump.config import ATTENTION, EXPERTS, DumpConfig, read_control
+from instruments.tensor_dump.index import IndexFile, now
+from instruments.tensor_dump.modules import (
     AttentionWatch,
     find_attentions,
+    find_experts,
     find_linears,
     find_mesh_coordinates,
+    watch_experts,
     watch_linear,
 )
-from instruments.tensor_dump.manifest import Manifest, warn_of
 from instruments.tensor_dump.recorder import Recorder, watch_microbatches
-from instruments.tensor_dump.records import now
 from instruments.tensor_dump.watched import Watched, select, unseen_weights, warn_of_label
-from instruments.tensor_dump.writer import DumpWriter, explain_failure
+from instruments.tensor_dump.writer import DumpWriter, Manifest, explain_failure, warn_of
 
 
 class Handle(Protocol):
@@ -57,7 +54,7 @@ def find_modules(roots: Sequence[nn.Module]) -> list[Watched]:
         prefix = f"chunk{number}" if len(roots) > 1 else ""
         mine = [*find_linears(root, prefix), *find_attentions(root, prefix), *find_experts(root, prefix)]
         if "megatron.core" in sys.modules:
-            from instruments.tensor_dump.megatron_modules import find_megatron  # noqa: PLC0415 - an optional extra
+            from instruments.tensor_dump.modules import find_megatron  # noqa: PLC0415 - an optional extra
 
             mine += find_megatron(root, prefix)
         found += [replace(one, chunk=number) for one in mine]
@@ -71,7 +68,7 @@ def watch(one: Watched, recorder: Recorder) -> Sequence[Handle]:
     if one.layer_type == EXPERTS:
         return watch_experts(one, recorder)
     if "megatron.core" in sys.modules:
-        from instruments.tensor_dump.megatron_modules import is_megatron, watch_megatron  # noqa: PLC0415
+        from instruments.tensor_dump.modules import is_megatron, watch_megatron  # noqa: PLC0415
 
         if is_megatron(one.module):
             return watch_megatron(one, recorder)
@@ -85,7 +82,7 @@ def find_rank_info(roots: Sequence[nn.Module]) -> RankInfo:
         return RankInfo(0, 1, {})
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     if "megatron.core" in sys.modules:
-        from instruments.tensor_dump.megatron_modules import find_coordinates  # noqa: PLC0415
+        from instruments.tensor_dump.modules import find_coordinates  # noqa: PLC0415
 
         if found := find_coordinates():
             return RankInfo(rank, world, found)

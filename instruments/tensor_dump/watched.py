@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from instruments.errors import ConfigError
 from instruments.tensor_dump.config import TENSORS, DumpConfig
-from instruments.tensor_dump.records import Placement
+from instruments.tensor_dump.index import Placement
 
 
 @dataclass(frozen=True, eq=False)

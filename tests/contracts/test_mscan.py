@@ -17,7 +17,7 @@ import torch
 from unit.instruments.mscan.recordings import ARRAYS, PARAMETERS, WIDTH, P, record, sequences
 
 from instruments.errors import ContractError
-from instruments.mscan import segment_file
+from instruments.mscan import writer as segment_file
 from instruments.mscan.header import PREAMBLE
 from instruments.mscan.reader import read_mscan
 from instruments.mscan.segments import HEADER

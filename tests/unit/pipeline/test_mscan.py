@@ -14,8 +14,7 @@ from unit.instruments.mscan.recordings import INPUTS, OUTPUTS, PARAMETERS, WIDTH
 
 from instruments.mscan import command as mscan
 from instruments.mscan.command import main
-from instruments.mscan.reader import read_mscan
-from instruments.mscan.version1 import RECORD
+from instruments.mscan.reader import RECORD, read_mscan
 from instruments.mscan.writer import MscanWriter
 
 REPOSITORY = Path(__file__).parents[3]

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from instruments.errors import ConfigError, NumericsError
 from instruments.precision.auto_diff import auto_diff
 from instruments.precision.comparison import Verdict
-from instruments.precision.summary import notes_of, reason, rows_of, to_json
+from instruments.precision.findings import notes_of, reason, rows_of, to_json
 
 B, T, D, F = 2, 7, 96, 700
 

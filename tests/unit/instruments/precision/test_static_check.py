@@ -8,8 +8,7 @@ import textwrap
 import pytest
 
 from instruments.errors import ConfigError
-from instruments.static_check.check import static_check
-from instruments.static_check.command import main
+from instruments.static_check.check import main, static_check
 from instruments.static_check.operations import autocast_table
 
 HEAD = """
@@ -239,7 +238,7 @@ def test_paths_and_devices_that_are_not_there(tmp_path, check):
 def test_code_without_autocast_needs_no_torch(tmp_path):
     (tmp_path / "train.py").write_text("x = y.half().sum()\n")
     code = (
-        "import sys; from instruments.static_check.command import main\n"
+        "import sys; from instruments.static_check.check import main\n"
         "code = main(sys.argv[1:]); sys.exit(code + 10 * ('torch' in sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
