@@ -54,7 +54,7 @@ def find_modules(roots: Sequence[nn.Module]) -> list[Watched]:
         prefix = f"chunk{number}" if len(roots) > 1 else ""
         mine = [*find_linears(root, prefix), *find_attentions(root, prefix), *find_experts(root, prefix)]
         if "megatron.core" in sys.modules:
-            from instruments.tensor_dump.modules import find_megatron  # noqa: PLC0415 - an optional extra
+            from instruments.tensor_dump.megatron_modules import find_megatron  # noqa: PLC0415 - an optional extra
 
             mine += find_megatron(root, prefix)
         found += [replace(one, chunk=number) for one in mine]
@@ -68,7 +68,7 @@ def watch(one: Watched, recorder: Recorder) -> Sequence[Handle]:
     if one.layer_type == EXPERTS:
         return watch_experts(one, recorder)
     if "megatron.core" in sys.modules:
-        from instruments.tensor_dump.modules import is_megatron, watch_megatron  # noqa: PLC0415
+        from instruments.tensor_dump.megatron_modules import is_megatron, watch_megatron  # noqa: PLC0415
 
         if is_megatron(one.module):
             return watch_megatron(one, recorder)
@@ -82,7 +82,7 @@ def find_rank_info(roots: Sequence[nn.Module]) -> RankInfo:
         return RankInfo(0, 1, {})
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     if "megatron.core" in sys.modules:
-        from instruments.tensor_dump.modules import find_coordinates  # noqa: PLC0415
+        from instruments.tensor_dump.megatron_modules import find_coordinates  # noqa: PLC0415
 
         if found := find_coordinates():
             return RankInfo(rank, world, found)
@@ -200,8 +200,3 @@ class TensorDump:
             explain_failure(writer, self.folder)
         if writer.failure is None:
             self.manifest.write(self.folder, self.identity.rank)
-
-    @property
-    def peak_memory(self) -> int:
-        """Most bytes of the memory for tensors that were in use at once."""
-        return self._ring.most_used if self.enabled else 0
