@@ -8,9 +8,9 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from instruments.precision.analyze_tensor import FIRST_OCTAVE, TensorAnalysis
 from instruments.precision.comparison import FORMATS, SEVERE_L2, WARNING_L2, WARNING_RATIO, Distance, Verdict
 from instruments.precision.findings import Diff, OutputDiff
+from instruments.precision.tensor_analysis import FIRST_OCTAVE, TensorAnalysis
 
 _COLOURS = {Verdict.OK: "#2b6ca3", Verdict.WARNING: "#d69900", Verdict.SEVERE: "#c62828"}
 _NAMED = 8  # findings whose names fit

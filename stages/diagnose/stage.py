@@ -4,9 +4,9 @@ import json
 
 import torch
 
-from instruments.precision.auto_diff import auto_diff
 from instruments.precision.findings import COLUMNS, notes_of, rows_of, to_json
 from instruments.precision.low_precision import CAST
+from instruments.precision.model_diff import auto_diff
 from instruments.precision.plot import draw_diff
 from instruments.static_check.check import static_check
 from models.config import ModelConfig
