@@ -8,7 +8,6 @@ from dataclasses import asdict, astuple, dataclass, field, fields
 from difflib import get_close_matches
 from functools import cached_property
 from itertools import accumulate, pairwise
-from math import ceil
 from pathlib import Path
 from typing import Any, Protocol
 from zlib import crc32
@@ -96,7 +95,7 @@ class ParameterTable:
         )
 
     def _blocks(self, features: int) -> int:
-        return ceil(features / self.block_width)
+        return -(-features // self.block_width)
 
 
 def _slices(counts: Iterable[int]) -> list[slice]:
@@ -122,6 +121,11 @@ START = struct.Struct("<5sH")  # magic and version, alike in both versions
 PREAMBLE = struct.Struct("<5sHBII")  # magic, version, flags, bytes of JSON, checksum
 
 _RESTORE = "copy the file again, or scan again"
+_CONTENT = {
+    "model": str, "created": str, "block_width": int, "encoding": str, "per_token": bool, "metadata": dict,
+    "parameters": list,
+}  # fmt: skip
+MAX_FEATURES, MAX_BLOCKS = 1 << 31, 1 << 24  # more are no weights of a model
 
 
 @dataclass(frozen=True)
@@ -198,9 +202,47 @@ def unpack_header(path: Path, start: memoryview) -> tuple[Header, int]:
     text = start[PREAMBLE.size : end]
     if crc32(text, crc32(start[: PREAMBLE.size - 4])) != checksum:
         raise _damaged(path, f"checksum of the header (bytes 0 to {end}) does not match")
-    content = json.loads(bytes(text))
-    entries = tuple(StoredParameter(*entry) for entry in content.pop("parameters"))
-    return Header(table=ParameterTable(entries, content.pop("block_width")), **content), end
+    try:
+        return _read_content(json.loads(bytes(text))), end
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, f"the header is none that a scanner writes: {error}") from error
+
+
+def _read_content(content: object) -> Header:
+    """The header from its JSON, which a matching checksum does not make right. Raises ValueError."""
+    if not isinstance(content, dict) or content.keys() != _CONTENT.keys():
+        raise ValueError(f"it needs exactly {', '.join(_CONTENT)}")
+    for name, kind in _CONTENT.items():
+        if type(content[name]) is not kind:
+            raise ValueError(f"{name} is no {kind.__name__}")
+    if content["encoding"] not in ENCODINGS:
+        raise ValueError(f"encoding is none of {', '.join(ENCODINGS)}")
+    if not 1 <= content["block_width"] <= MAX_FEATURES:
+        raise ValueError(f"block_width is not between 1 and {MAX_FEATURES}")
+    check_text(content["model"], content["created"])
+    table = ParameterTable(tuple(_read_entry(entry) for entry in content["parameters"]), content["block_width"])
+    if sum(table.widths) > MAX_BLOCKS:
+        raise ValueError(f"its parameters have more than {MAX_BLOCKS} blocks")
+    fields_of = {name: content[name] for name in ("model", "created", "encoding", "per_token", "metadata")}
+    return Header(table=table, **fields_of)
+
+
+def _read_entry(entry: object) -> StoredParameter:
+    if not isinstance(entry, list) or [type(part) for part in entry] != [str, str, int, int]:
+        raise ValueError("a parameter is not [name, kind, in_features, out_features]")
+    name, kind, inputs, outputs = entry
+    check_text(name)
+    if kind not in {"linear", "embedding"} or not all(1 <= side <= MAX_FEATURES for side in (inputs, outputs)):
+        raise ValueError(f"parameter {name} is {kind} of {inputs} to {outputs} features")
+    return StoredParameter(name, kind, inputs, outputs)
+
+
+def check_text(*values: object) -> None:
+    """Raise ValueError where a value is no text that UTF-8 can hold."""
+    for value in values:
+        if not isinstance(value, str):
+            raise ValueError(f"{value!r} is no text")
+        value.encode()
 
 
 def _damaged(path: Path, detail: str) -> ContractError:

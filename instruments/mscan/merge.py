@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from instruments.durable import whole_file
 from instruments.errors import ContractError
 from instruments.mscan.header import Rows
 from instruments.mscan.reader import Mscan, Segment, read_mscan
@@ -54,14 +55,14 @@ def merge_mscan(
         header = replace(header, metadata=dict(metadata))
     if out.exists():
         raise ContractError(f"{out.name} is there already", where=str(out), do="remove it, or choose another name")
-    unfinished = out.with_name(f".{out.name}.merging")
-    unfinished.unlink(missing_ok=True)
-    with closing(SegmentFile.create(unfinished, header)) as file:
-        buffer = SegmentBuffer(file, segment_sequences)
-        for rows in _gather([found[number] for number in wanted]):
-            buffer.add(rows)
-        buffer.seal()
-    unfinished.rename(out)
+    with whole_file(out) as unfinished:
+        unfinished.unlink(missing_ok=True)  # of a merge that was killed
+        with closing(SegmentFile.create(unfinished, header)) as file:
+            buffer = SegmentBuffer(file, segment_sequences)
+            for rows in _gather([found[number] for number in wanted]):
+                buffer.add(rows)
+            buffer.seal()
+            file.finish()
 
 
 def _open_parts(parts: Sequence[Path]) -> list[Mscan]:

@@ -28,8 +28,10 @@ from instruments.mscan.header import (
     unpack_header,
 )
 from instruments.mscan.segments import (
+    CLOSING,
     HEADER,
     MAGIC,
+    MAX_NUMBER,
     SegmentHeader,
     decode_log16,
     error_bound,
@@ -78,9 +80,9 @@ def read_version1(path: Path, file: memoryview) -> MscanVersion1:
     """
     content, end, stated = _read_header(path, file)
     try:
-        names = {int(number): str(name) for number, name in content.get("id_to_param_name_map", {}).items()}
+        names = {_count(number): str(name) for number, name in content.get("id_to_param_name_map", {}).items()}
         sequences = tuple(_sequence(row) for row in content.get("sequences", []))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
         raise _damaged_version1(path, f"unreadable header ({type(error).__name__}: {error})") from error
     records = _read_records(file, end, stated, np.array(list(names), np.int64))
     model, created = str(content.get("model_name", "")), str(content.get("timestamp", ""))
@@ -88,7 +90,14 @@ def read_version1(path: Path, file: memoryview) -> MscanVersion1:
 
 
 def _sequence(row: dict[str, Any]) -> SequenceVersion1:
-    return SequenceVersion1(int(row["sequence_id"]), int(row["num_tokens"]), str(row.get("source", "")))
+    return SequenceVersion1(_count(row["sequence_id"]), _count(row["num_tokens"]), str(row.get("source", "")))
+
+
+def _count(value: Any) -> int:  # noqa: ANN401 - of foreign JSON
+    number = int(value)
+    if not 0 <= number < MAX_NUMBER:
+        raise ValueError(f"{number:.3g} is no count")
+    return number
 
 
 def _read_header(path: Path, file: memoryview) -> tuple[dict[str, Any], int, int]:
@@ -100,7 +109,7 @@ def _read_header(path: Path, file: memoryview) -> tuple[dict[str, Any], int, int
         raise _damaged_version1(path, f"truncated at {len(file)} bytes, in a header of {end}, or its length is wrong")
     try:
         return dict(json.loads(bytes(file[_HEADER.size : end]))), end, stated
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise _damaged_version1(path, f"unreadable header ({type(error).__name__}: {error})") from error
 
 
@@ -126,6 +135,7 @@ class Sealed:
     segments: tuple[SegmentHeader, ...]
     end: int
     torn: int
+    closed: bool  # by its writer: nothing is missing at the end
 
 
 def find_segments(path: Path, file: memoryview, start: int) -> Sealed:
@@ -144,9 +154,24 @@ def find_segments(path: Path, file: memoryview, start: int) -> Sealed:
         if segment is None or segment.index != len(segments) or segment.end > len(file):
             _check_nothing_follows(path, file, position, len(segments))
             break
+        if segment.kind == CLOSING:
+            _check_closing(path, file, segment, segments)
+            return Sealed(tuple(segments), position, 0, closed=True)
         segments.append(segment)
         position = segment.end
-    return Sealed(tuple(segments), position, len(file) - position)
+    return Sealed(tuple(segments), position, len(file) - position, closed=False)
+
+
+def _check_closing(path: Path, file: memoryview, closing: SegmentHeader, segments: list[SegmentHeader]) -> None:
+    """Raise ContractError where a file does not end with its closing header, or that counts something else."""
+    counted = (sum(one.sequences for one in segments), sum(one.tokens for one in segments))
+    if (closing.sequences, closing.tokens) != counted or closing.end != len(file):
+        raise ContractError(
+            f"{path.name} is damaged: {len(file) - closing.end} bytes follow its end, or other sequences are "
+            "counted there",
+            where=f"{path}, bytes {closing.offset} to {len(file)}",
+            do="copy the file again, or scan again",
+        )
 
 
 def check_payload(path: Path, file: memoryview, segment: SegmentHeader) -> None:
@@ -182,9 +207,11 @@ class Segment:
     def __init__(self, header: Header, payload: memoryview, place: SegmentHeader) -> None:
         """Read the sequence table; arrays stay on the disk."""
         self.header = header
-        self.sequences, start = unpack_table(payload)
+        self.sequences, start = unpack_table(payload, place)
         self._payload = payload
-        self._places = lay_out(header, start, place.sequences, place.tokens)
+        self._places, end = lay_out(header, start, place.sequences, place.tokens)
+        if end != len(payload):
+            raise ValueError(f"arrays end at byte {end} of {len(payload)}")
 
     def array(self, name: str, rows: Columns = ALL, columns: Columns = ALL) -> NDArray[np.float32]:
         """Norms as float32, NaN where nothing was measured; a view of the file where nothing needs decoding.
@@ -231,6 +258,7 @@ class Mscan:
     segments: tuple[Segment, ...]
     end: int  # bytes of header and sealed segments
     torn: int  # bytes after them: what a killed writer had not sealed; never read
+    closed: bool  # False: its writer was killed or still writes, or the end is cut off; sequences may be missing
     version: int = field(default=2, init=False)
 
     @property
@@ -322,8 +350,8 @@ def read_mscan(path: Path, *, verify: bool = True) -> Mscan | MscanVersion1:
         verify: read everything once to compare checksums; otherwise only headers are checked.
 
     Raises:
-        ContractError: missing, no .mscan file, of another version, or damaged. A torn tail is no error: `torn` says how
-            long it is.
+        ContractError: missing, no .mscan file, of another version, or damaged. A file that was not closed is no error:
+            `closed` says so, and `torn` how many bytes at its end are of no use.
     """
     file = _map(path)
     if read_version(path, bytes(file[: START.size])) == 1:
@@ -333,16 +361,28 @@ def read_mscan(path: Path, *, verify: bool = True) -> Mscan | MscanVersion1:
     if verify:
         for segment in sealed.segments:
             check_payload(path, file, segment)
-    return Mscan(path, header, _open_segments(header, file, sealed), sealed.end, sealed.torn)
+    segments = tuple(_open_segment(path, header, file, place) for place in sealed.segments)
+    return Mscan(path, header, segments, sealed.end, sealed.torn, sealed.closed)
 
 
-def _open_segments(header: Header, file: memoryview, sealed: Sealed) -> tuple[Segment, ...]:
-    return tuple(Segment(header, file[place.payload : place.end], place) for place in sealed.segments)
+def _open_segment(path: Path, header: Header, file: memoryview, place: SegmentHeader) -> Segment:
+    try:
+        return Segment(header, file[place.payload : place.end], place)
+    except (ValueError, RecursionError) as error:
+        raise ContractError(
+            f"{path.name} is damaged: segment {place.index} is none that a scanner writes: {error}",
+            where=f"{path}, its payload, bytes {place.payload} to {place.end}",
+            do="copy the file again, or scan again",
+        ) from error
 
 
 def _map(path: Path) -> memoryview:
     """The file's bytes, read when they are looked at; the map lives as long as any view of it."""
     try:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise ContractError(
+                f"{path.name} is no regular file", where=str(path), do="name a file that the scanner wrote"
+            )
         with path.open("rb") as file:
             if not path.stat().st_size:
                 return memoryview(b"")

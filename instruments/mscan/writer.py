@@ -27,20 +27,30 @@ from instruments.mscan.header import (
     pack_header,
 )
 from instruments.mscan.reader import Mscan, MscanVersion1, read_mscan
-from instruments.mscan.segments import HEADER, SegmentHeader, pack_payload
+from instruments.mscan.segments import CLOSING, HEADER, SegmentHeader, pack_payload
 from instruments.parameter_scan.targets import ScanRecord, WatchedParameter
 
 
 class SegmentFile:
     """An open file with its header, to which `seal` appends."""
 
-    def __init__(self, path: Path, file: BinaryIO, header: Header, *, segments: int = 0, next_number: int = 0) -> None:
+    def __init__(
+        self,
+        path: Path,
+        file: BinaryIO,
+        header: Header,
+        *,
+        segments: int = 0,
+        counted: tuple[int, int] = (0, 0),
+        next_number: int = 0,
+    ) -> None:
         """Take over a file that stands at its end, behind so many segments; `create` and `reopen` make one."""
         self.path = path
         self.header = header
         self.next_number = next_number
         self._file = file
         self._end, self._segments = file.tell(), segments
+        self._counted = counted  # sequences and tokens in them
 
     @classmethod
     def create(cls, path: Path, header: Header) -> "SegmentFile":
@@ -87,7 +97,8 @@ class SegmentFile:
             file.close()
             raise
         next_number = 1 + max((sequence.number for sequence in found.sequences), default=-1)
-        return cls(path, file, found.header, segments=len(found.segments), next_number=next_number)
+        counted = (len(found.sequences), sum(sequence.tokens for sequence in found.sequences))
+        return cls(path, file, found.header, segments=len(found.segments), counted=counted, next_number=next_number)
 
     def seal(self, rows: Rows) -> None:
         """Append one segment: first the payload, and once that is on the disk, the header.
@@ -110,6 +121,16 @@ class SegmentFile:
         self._file.write(segment.pack())
         _sync(self._file)
         self._end, self._segments = segment.end, self._segments + 1
+        self._counted = (self._counted[0] + segment.sequences, self._counted[1] + segment.tokens)
+
+    def finish(self) -> None:
+        """Say that the file is complete, by the closing header, and close it."""
+        closing = SegmentHeader(self._end, self._segments, *self._counted, 0, 0, CLOSING)
+        self._file.seek(self._end)
+        self._file.truncate()
+        self._file.write(closing.pack())
+        _sync(self._file)
+        self.close()
 
     def close(self) -> None:
         """Close the file, which lets go of the lock."""
@@ -260,9 +281,10 @@ class MscanWriter:
         self._buffer.seal()
 
     def close(self) -> None:
-        """Seal the rest and close the file."""
+        """Seal the rest and mark the file as complete."""
         try:
             self.seal()
+            self._file.finish()
         finally:
             self._file.close()
 
@@ -273,8 +295,14 @@ class MscanWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close; after an error, too, what was added is kept."""
-        self.close()
+        """Close; after an error what was added is kept, and the file is not marked as complete."""
+        if kind is None:
+            self.close()
+            return
+        try:
+            self.seal()
+        finally:
+            self._file.close()
 
 
 def _rows_of(header: Header, record: ScanRecord, numbers: Sequence[int]) -> Rows:

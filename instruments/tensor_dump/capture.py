@@ -138,6 +138,7 @@ class Held:
     statistics: Statistics | None = None
     file: str | None = None
     key: str | None = None
+    checksum: int | None = None
     rounded: "Rounded | None" = None
 
     @classmethod
@@ -165,6 +166,7 @@ class Rounded:
     error: RoundingError
     file: str
     key: str
+    checksum: int
     dtype: torch.dtype
 
 
@@ -238,6 +240,7 @@ def make_record(
         statistics=held.statistics,
         file=held.file,
         key=held.key,
+        checksum=held.checksum,
         metadata=metadata,
     )
 
@@ -252,6 +255,7 @@ def make_rounded_record(record: TensorRecord, capture: Capture, rounded: Rounded
         statistics=rounded.statistics,
         file=rounded.file,
         key=rounded.key,
+        checksum=rounded.checksum,
         rounded_from=record.name,
         rounding=rounded.error,
     )

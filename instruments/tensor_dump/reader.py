@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from types import TracebackType
 
@@ -11,9 +12,10 @@ from tabulate import tabulate
 from torch import Tensor
 from tqdm import tqdm
 
+from instruments.durable import whole_file
 from instruments.errors import CheckpointError, ConfigError, ContractError
 from instruments.safetensors_header import TensorEntry, read_header
-from instruments.safetensors_reader import EntryReader
+from instruments.safetensors_reader import EntryReader, checksum_of
 from instruments.tensor_dump.index import STORED, Listing, Placement, Source, TensorRecord, list_dump
 
 
@@ -57,22 +59,39 @@ class DumpReader:
                 where=str(self.listing.folder),
                 do="dump with keep=tensors, when_full=block or more memory_mib",
             )
+        entry = self._read_entry(record)
         try:
-            tensor = self._files.read(self._entry(record.file, record.key), record.key)
+            tensor = self._files.read(entry, record.key)
         except CheckpointError as error:
-            raise ContractError(
-                f"{record.name} cannot be read: {error.what}",
-                where=str(self.listing.folder / record.file),
-                do="copy that file here again; all other tensors can be read",
-            ) from error
-        if (tuple(tensor.shape), tensor.dtype) != (record.shape, getattr(torch, record.dtype)):
+            raise self._unreadable(record, error) from error
+        where, do = str(self.listing.folder / record.file), "copy the whole dump again"
+        if (tuple(tensor.shape), str(tensor.dtype)) != (record.shape, f"torch.{record.dtype}"):
             raise ContractError(
                 f"{record.name} is {tensor.dtype} {list(tensor.shape)} in its file, the index says {record.dtype} "
                 f"{list(record.shape)}",
-                where=str(self.listing.folder / record.file),
-                do="copy the whole dump again",
+                where=where,
+                do=do,
+            )
+        if checksum_of(tensor) != record.checksum:
+            raise ContractError(
+                f"{record.name} is damaged: its bytes are not those that the index has the checksum of",
+                where=where,
+                do=do,
             )
         return tensor
+
+    def _read_entry(self, record: TensorRecord) -> TensorEntry:
+        try:
+            return self._entry(str(record.file), str(record.key))
+        except CheckpointError as error:
+            raise self._unreadable(record, error) from error
+
+    def _unreadable(self, record: TensorRecord, error: CheckpointError) -> ContractError:
+        return ContractError(
+            f"{record.name} cannot be read: {error.what}",
+            where=str(self.listing.folder / str(record.file)),
+            do="copy that file here again; all other tensors can be read",
+        )
 
     def _entry(self, name: str, key: str) -> TensorEntry:
         path = self.listing.folder / name
@@ -97,21 +116,31 @@ class DumpReader:
                 do="reader.load(record): what each process has, in its own order of tokens",
             )
         parts = self.parts_of(record)
-        joined = torch.empty(record.placement.global_shape, dtype=getattr(torch, record.dtype))
+        first = self.load(record)
+        # What the index claims is not allocated before the files are seen to hold as much.
+        held = sum(prod(self._read_entry(part).shape) for part in parts if part.status == STORED)
+        if held < prod(record.placement.global_shape):
+            raise self._incomplete(record, parts)
+        joined = torch.empty(record.placement.global_shape, dtype=first.dtype)
         covered = torch.zeros(record.placement.global_shape, dtype=torch.bool)
         for part in parts:
             for area, piece in _lay_out(self.load(part), part.placement):
+                if joined[area].shape != piece.shape:
+                    raise self._incomplete(record, parts)
                 joined[area] = piece
                 covered[area] = True
         if not covered.all():
-            ranks = ", ".join(str(part.rank) for part in parts)
-            raise ContractError(
-                f"{record.source.module} {record.source.tensor}: the parts of ranks {ranks} are not the whole of "
-                f"{list(record.placement.global_shape)}",
-                where=str(self.listing.folder),
-                do="copy the indices and files of all processes into one folder, or dump with ranks=null",
-            )
+            raise self._incomplete(record, parts)
         return joined
+
+    def _incomplete(self, record: TensorRecord, parts: Sequence[TensorRecord]) -> ContractError:
+        ranks = ", ".join(str(part.rank) for part in parts)
+        return ContractError(
+            f"{record.source.module} {record.source.tensor}: the parts of ranks {ranks} are not the whole of "
+            f"{list(record.placement.global_shape)}",
+            where=str(self.listing.folder),
+            do="copy the indices and files of all processes into one folder, or dump with ranks=null",
+        )
 
     def parts_of(self, record: TensorRecord) -> list[TensorRecord]:
         """The records of the same tensor at all processes of its tensor-parallel group."""
@@ -130,6 +159,8 @@ class DumpReader:
 def _lay_out(tensor: Tensor, placement: Placement) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
     """Where each piece of a part belongs."""
     axis, count = placement.pieces or (0, 1)
+    if not (0 <= axis < max(tensor.ndim, 1) and 1 <= count <= max(tensor.shape[axis : axis + 1], default=1)):
+        raise ContractError(f"pieces {[axis, count]} do not cut a tensor of {list(tensor.shape)}", do="dump again")
     for number, piece in enumerate(tensor.chunk(count, axis) if count > 1 else [tensor]):
         begins = list(placement.offset)
         if count > 1:
@@ -144,8 +175,13 @@ def export_pt(reader: DumpReader, folder: Path) -> int:
     """
     folder.mkdir(parents=True, exist_ok=True)
     stored = [record for record in reader.records if record.status == STORED]
+    if len({record.name for record in stored}) < len(stored):
+        raise ContractError(
+            "two tensors have one name", where=str(reader.listing.folder), do="copy the whole dump again"
+        )
     for record in tqdm(stored, desc="export", unit="tensor", disable=None):
-        torch.save({"tensor": reader.load(record), **record.to_row()}, folder / f"{record.name}.pt")
+        with whole_file(folder / f"{record.name}.pt") as unfinished:
+            torch.save({"tensor": reader.load(record), **record.to_row()}, unfinished)
     return len(stored)
 
 
@@ -197,7 +233,7 @@ def _key(record: TensorRecord) -> tuple[int, bool, Source]:
 def _difference(record: TensorRecord, other: TensorRecord, a: Tensor, b: Tensor) -> Difference:
     if a.shape != b.shape:
         return Difference(record, other, False, math.nan, math.nan, math.nan)
-    if a.dtype == b.dtype and torch.equal(_bits(a), _bits(b)):
+    if not a.numel() or (a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))):
         return Difference(record, other, True, 0.0, 0.0, 1.0)
     x, y = a.double(), b.double()
     gap, size = float(torch.linalg.vector_norm(y - x)), float(torch.linalg.vector_norm(x))

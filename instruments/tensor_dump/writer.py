@@ -15,8 +15,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from instruments.durable import sync, whole_file
+from instruments.durable import whole_file
 from instruments.errors import UserError
+from instruments.safetensors_reader import checksum_of
 from instruments.tensor_dump.capture import (
     Capture,
     Facts,
@@ -115,8 +116,8 @@ class Manifest:
     def write(self, folder: Path, rank: int) -> None:
         """As `manifest-<rank>.json`."""
         path = folder / f"manifest-{rank:05}.json"
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
-        sync(path)
+        with whole_file(path) as unfinished:
+            unfinished.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
     def complaints(self, config: DumpConfig) -> list[str]:
         """In words, what the user should know."""
@@ -257,11 +258,14 @@ class DumpWriter:
             return
         held.statistics = measure(held.data)
         held.file, held.key = self._keep(name, held.data), name
+        held.checksum = checksum_of(held.data)
         wanted = self._config.quant_type
         if self._config.fake_quant and wanted not in {None, facts.quant_type} and held.data.is_floating_point():
             rounded, error = round_into(held.data, str(wanted))
             key = f"{name}.{wanted}"
-            held.rounded = Rounded(str(wanted), measure(rounded), error, self._keep(key, rounded), key, rounded.dtype)
+            held.rounded = Rounded(
+                str(wanted), measure(rounded), error, self._keep(key, rounded), key, checksum_of(rounded), rounded.dtype
+            )
 
     def _keep(self, key: str, tensor: Tensor) -> str:
         self._tensors[key] = tensor
