@@ -155,21 +155,24 @@ def find_segments(path: Path, file: memoryview, start: int) -> Sealed:
             _check_nothing_follows(path, file, position, len(segments))
             break
         if segment.kind == CLOSING:
-            _check_closing(path, file, segment, segments)
-            return Sealed(tuple(segments), position, 0, closed=True)
+            _check_counts(path, segment, segments)
+            if segment.end == len(file):
+                return Sealed(tuple(segments), position, 0, closed=True)
+            _check_nothing_follows(path, file, segment.end, len(segments) - 1)
+            break
         segments.append(segment)
         position = segment.end
     return Sealed(tuple(segments), position, len(file) - position, closed=False)
 
 
-def _check_closing(path: Path, file: memoryview, closing: SegmentHeader, segments: list[SegmentHeader]) -> None:
-    """Raise ContractError where a file does not end with its closing header, or that counts something else."""
+def _check_counts(path: Path, closing: SegmentHeader, segments: list[SegmentHeader]) -> None:
+    """Raise ContractError where the closing header counts other sequences."""
     counted = (sum(one.sequences for one in segments), sum(one.tokens for one in segments))
-    if (closing.sequences, closing.tokens) != counted or closing.end != len(file):
+    if (closing.sequences, closing.tokens) != counted:
         raise ContractError(
-            f"{path.name} is damaged: {len(file) - closing.end} bytes follow its end, or other sequences are "
-            "counted there",
-            where=f"{path}, bytes {closing.offset} to {len(file)}",
+            f"{path.name} is damaged: {counted[0]:,} sequences of {counted[1]:,} tokens are there, its closing header "
+            f"says {closing.sequences:,} of {closing.tokens:,}",
+            where=f"{path}, bytes {closing.offset} to {closing.end}",
             do="copy the file again, or scan again",
         )
 
