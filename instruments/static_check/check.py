@@ -7,11 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from instruments.command_line import check_output, exit_code
+from instruments.command_line import check_output, exit_code, say
+from instruments.durable import whole_file
 from instruments.errors import ConfigError
 from instruments.static_check.definitions import find_definitions
 from instruments.static_check.precision_rules import Report
-from instruments.static_check.source import Finding, Source, read_source
+from instruments.static_check.source import Finding, Source, read_source, unreadable
 from instruments.static_check.walk import walk_file
 
 UNREADABLE = "LP001"
@@ -68,8 +69,11 @@ def check_file(path: Path, device: str) -> set[Finding]:
     source = read_source(path)
     if not isinstance(source, Source):
         return {source}
-    report = Report(source, find_definitions(source.tree), device)
-    walk_file(report)
+    try:
+        report = Report(source, find_definitions(source.tree), device)
+        walk_file(report)
+    except RecursionError:
+        return {unreadable(path, 1, "is nested too deeply to be checked")}
     return report.findings
 
 
@@ -90,10 +94,11 @@ def _run(wanted: argparse.Namespace) -> int:
     if wanted.json:
         check_output(wanted.json)
     report = static_check(wanted.paths, device=wanted.device)
-    sys.stdout.write(describe(report))
+    say(describe(report))
     if wanted.json:
         records = [finding.record() for finding in report.findings]
-        wanted.json.write_text(json.dumps(records, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+        with whole_file(wanted.json) as unfinished:
+            unfinished.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
     sys.stdout.flush()
     return report.exit_code
 

@@ -2,6 +2,7 @@
 
 import ast
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from instruments.static_check.operations import LOSS_MODULES
 
@@ -151,7 +152,7 @@ class Definitions:
     trains: bool = False  # backward is called somewhere
     autocasts: bool = False
 
-    @property
+    @cached_property
     def scales(self) -> bool:
         """Whether anything here is a GradScaler."""
         return any("scaler" in last_word(text).lower() for text in [*self.made_by, *self.called, *self.imports])

@@ -50,9 +50,10 @@ class State:
     float16_forward: bool = False
     returned: Value | None = None
     ended: bool = False  # by return, raise, continue or break
+    owners: set[str] = field(default_factory=set)  # names whose attributes have values, on this way or another
 
     def copy(self) -> "State":
-        """Of which nothing is shared that changes."""
+        """Of which nothing is shared that changes, except `owners`."""
         return replace(self, values=dict(self.values), facts=dict(self.facts))
 
     def forget_scale(self) -> None:
@@ -102,6 +103,8 @@ class Report:
     device: str  # where the file does not say
     findings: set[Finding] = field(default_factory=set)
     walked: set[int] = field(default_factory=set)  # functions, by id of their node
+    evaluated: dict[int, set[str]] = field(default_factory=dict)  # function → what it calls eval() of
+    calls: int = 0  # that were followed into functions of the file
 
     def add(self, code: str, node: ast.expr, message: str, severity: str | None = None) -> None:
         """Note a finding, unless a comment asks for silence."""
@@ -236,18 +239,21 @@ def check_cast(node: ast.Call, cast: str, frame: Frame) -> None:
     """LP101: weights that learn are kept in 16 bits although autocast or a GradScaler is there."""
     definitions = frame.report.definitions
     assert isinstance(node.func, ast.Attribute)
-    if _is_evaluated(node.func.value, frame):
-        return
-    if cast == FLOAT16 and definitions.trains and definitions.mixes_precision and definitions.is_model(node.func.value):
+    model = node.func.value
+    learns = cast == FLOAT16 and definitions.trains and definitions.mixes_precision and definitions.is_model(model)
+    if learns and not _is_evaluated(model, frame):
         frame.report.add("LP101", node, f"{ast.unparse(node)}: the weights of a model that is trained")
 
 
 def _is_evaluated(model: ast.expr, frame: Frame) -> bool:
     """Whether the function that casts it also calls its `eval()`."""
     around = frame.stack[-1] if frame.stack else frame.report.source.tree
-    calls = (node.func for node in ast.walk(around) if isinstance(node, ast.Call))
-    evaluated = {ast.unparse(func.value) for func in calls if isinstance(func, ast.Attribute) and func.attr == "eval"}
-    return ast.unparse(model) in evaluated
+    known = frame.report.evaluated
+    if id(around) not in known:
+        calls = (node.func for node in ast.walk(around) if isinstance(node, ast.Call))
+        funcs = [func for func in calls if isinstance(func, ast.Attribute) and func.attr == "eval"]
+        known[id(around)] = {ast.unparse(func.value) for func in funcs}
+    return ast.unparse(model) in known[id(around)]
 
 
 def check_operation(node: ast.Call, operation: str, inputs: list[Value], frame: Frame) -> Value:

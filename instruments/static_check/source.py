@@ -113,6 +113,7 @@ class Finding:
 
 
 _NOQA = re.compile(r"#.*?\bnoqa\b(?::\s*(?P<codes>[A-Z]+[0-9]+(?:[\s,]+[A-Z]+[0-9]+)*))?", re.IGNORECASE)
+MAX_LINES, MAX_BYTES = 20_000, 4 << 20  # more is generated code, and takes minutes
 EVERY: frozenset[str] = frozenset({"*"})
 
 
@@ -133,19 +134,24 @@ class Source:
 
 def read_source(path: Path) -> Source | Finding:
     """The file, or a finding that says why not."""
+    if not path.is_file():
+        return unreadable(path, 1, "is no regular file")
     try:
-        data = path.read_bytes()
+        size = path.stat().st_size
+        data = path.read_bytes() if size <= MAX_BYTES else b""
     except OSError as error:
-        return _unreadable(path, 1, f"cannot be read: {error.strerror}")
+        return unreadable(path, 1, f"cannot be read: {error.strerror}")
+    if size > MAX_BYTES or data.count(b"\n") > MAX_LINES:
+        return unreadable(path, 1, f"is longer than {MAX_LINES:,} lines or {MAX_BYTES:,} bytes, and not checked")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of invalid escapes and the like: not ours to report
             tree = ast.parse(data, filename=str(path))
         return Source(str(path), tree, find_silenced(data))
     except SyntaxError as error:
-        return _unreadable(path, error.lineno or 1, f"does not parse: {error.msg}")
+        return unreadable(path, error.lineno or 1, f"does not parse: {error.msg}")
     except (ValueError, RecursionError, MemoryError) as error:
-        return _unreadable(path, 1, f"does not parse: {error}")
+        return unreadable(path, 1, f"does not parse: {error}")
 
 
 def find_silenced(data: bytes) -> dict[int, frozenset[str]]:
@@ -161,5 +167,6 @@ def find_silenced(data: bytes) -> dict[int, frozenset[str]]:
     return found
 
 
-def _unreadable(path: Path, line: int, message: str) -> Finding:
+def unreadable(path: Path, line: int, message: str) -> Finding:
+    """What is found where a file could not be checked."""
     return Finding(str(path), line, 0, "LP001", message, RULES["LP001"].severity)

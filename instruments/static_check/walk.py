@@ -196,6 +196,7 @@ def _look_inside(node: ast.AST, state: State, frame: Frame) -> None:
 
 _MOST_WAYS = 16
 _DEEPEST = 6
+_MOST_CALLS = 5_000  # followed into functions; those that are left are looked at once, on their own
 _SCALING = {"scale", "unscale_", "step", "update", "backward", "clip_grad_norm_", "clip_grad_value_"}
 # Conditions that are one and the same, whatever variable carries them.
 _MIXED = re.compile(r"scaler|\bamp\b|_amp|fp16|mixed|autocast|\bhalf\b", re.IGNORECASE)
@@ -226,8 +227,9 @@ def call_function(
     frame: Frame, state: State, function: Function, owner: str | None, node: ast.Call, arguments: list[Value]
 ) -> Value:
     """Walk into a function of the file; its value is what it returns."""
-    if function in frame.stack or len(frame.stack) >= _DEEPEST:
+    if function in frame.stack or len(frame.stack) >= _DEEPEST or frame.report.calls >= _MOST_CALLS:
         return UNKNOWN
+    frame.report.calls += 1
     frame.report.walked.add(id(function))
     names = [argument.arg for argument in [*function.args.posonlyargs, *function.args.args]]
     if owner is not None and names[:1] in (["self"], ["cls"]):
@@ -329,9 +331,12 @@ def bind(target: ast.expr, value: Value, way: State) -> None:
     text = text_of(target)
     if text is None:
         return
-    for name in [name for name in way.values if name.startswith(f"{text}.")]:
-        del way.values[name]
+    if text in way.owners:
+        for name in [name for name in way.values if name.startswith(f"{text}.")]:
+            del way.values[name]
     way.values[text] = value
+    parts = text.split(".")
+    way.owners.update(".".join(parts[:end]) for end in range(1, len(parts)))
 
 
 def _walk_if(statement: ast.If, way: State, frame: Frame) -> list[State]:

@@ -232,7 +232,7 @@ def test_a_header_that_no_scanner_writes(path, content, detail):
 
 def test_a_pipe_is_not_waited_for(path):
     os.mkfifo(path)
-    with pytest.raises(ContractError, match="scan.mscan is no regular file"):
+    with pytest.raises(ContractError, match=r"scan\.mscan is no regular file"):
         read_mscan(path)
 
 
