@@ -88,7 +88,7 @@ class Trials:
             self.failures["slow"] += 1
         return found
 
-    def __str__(self):
+    def __repr__(self):
         return (
             f"{self.tried} tried, {self.refused} refused, {sum(self.failures.values())} failed: {dict(self.failures)}"
         )
