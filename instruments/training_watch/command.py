@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from instruments.command_line import check_output, exit_code
+from instruments.command_line import check_output, exit_code, say
 from instruments.errors import ContractError
 from instruments.training_watch.findings import read_step_log
 
@@ -30,7 +30,7 @@ def _run(wanted: argparse.Namespace) -> None:
     if wanted.plot:
         check_output(wanted.plot)
     lines = read_lines(wanted.file)
-    sys.stdout.write(describe(lines))
+    say(describe(lines))
     if wanted.plot:
         from instruments.training_watch.plot import draw_training_steps  # noqa: PLC0415 - matplotlib takes a second to load
 
@@ -41,13 +41,38 @@ def _run(wanted: argparse.Namespace) -> None:
 
 def read_lines(path: Path) -> list[Mapping[str, Any]]:
     """All lines of the log. Raises ContractError."""
+    if path.exists() and not path.is_file():
+        raise ContractError("is no regular file", where=str(path), do="name a log of watch_model")
     try:
         lines: list[Mapping[str, Any]] = [*read_step_log(path)]
-    except (OSError, ValueError) as error:
+        for number, line in enumerate(lines, 1):
+            _check_line(number, line)
+    except (OSError, ValueError, RecursionError) as error:
         raise ContractError(f"cannot be read: {error}", where=str(path), do="name a log of watch_model") from error
     if not any(isinstance(line, dict) and {"loss", "gradient_norm"} & line.keys() for line in lines):
         raise ContractError("holds neither losses nor gradient norms", where=str(path), do="name a log of watch_model")
+    if stepless := sum("step" not in line for line in lines):
+        raise ContractError(f"{stepless} lines say no step", where=str(path), do="name a log of watch_model")
     return lines
+
+
+def _check_line(number: int, line: object) -> None:
+    """Raise ValueError where a line is no step of a log."""
+    if not isinstance(line, dict):
+        raise ValueError(f"line {number} is no object")
+    if "step" in line and (type(line["step"]) is not int or abs(line["step"]) >= 1 << 62):
+        raise ValueError(f"line {number}: step {line['step']!r:.40} is no number of a step")
+    for name in {"loss", "gradient_norm", "loss_scale"} & line.keys():
+        try:
+            float(line[name])
+        except (TypeError, OverflowError) as error:
+            raise ValueError(f"line {number}: {name} {line[name]!r:.40} is no number") from error
+    found = [line.get("anomalies", []), line.get("warnings", [])]
+    if not all(isinstance(part, list) for part in found) or not all(isinstance(words, str) for words in found[1]):
+        raise ValueError(f"line {number}: anomalies or warnings are no lists")
+    for one in found[0]:
+        if not isinstance(one, dict) or not all(isinstance(one.get(n), str) for n in ("kind", "severity", "message")):
+            raise ValueError(f"line {number}: an anomaly without kind, severity and message")
 
 
 def describe(lines: Sequence[Mapping[str, Any]]) -> str:
