@@ -30,7 +30,7 @@ DTYPE_BYTES = {
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where a tensor lies: `nbytes` from `offset` of the file `path`."""
+    """Place of a tensor: `nbytes` from `offset` of the file `path`."""
 
     path: Path
     dtype: str  # as the format spells it: BF16, F32 ...
@@ -57,7 +57,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """The free text that a file carries beside its tensors. Raises CheckpointError."""
+    """The free text in a file's header. Raises CheckpointError."""
     header, _data_start = _parse(path, _size_of(path))
     metadata = header.get(_METADATA) or {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):

@@ -68,12 +68,12 @@ class ParameterTable:
 
     @cached_property
     def input_columns(self) -> list[slice]:
-        """Where each weight's input blocks lie; an embedding has none, its inputs are looked up and not multiplied."""
+        """Columns of each weight's input blocks; an embedding has none, its inputs are looked up and not multiplied."""
         return _slices(0 if entry.kind == "embedding" else self._blocks(entry.in_features) for entry in self.entries)
 
     @cached_property
     def output_columns(self) -> list[slice]:
-        """Where each weight's output blocks lie."""
+        """Columns of each weight's output blocks."""
         return _slices(self._blocks(entry.out_features) for entry in self.entries)
 
     @property
@@ -133,7 +133,7 @@ class Header:
     """What is the same for all segments."""
 
     model: str
-    created: str  # ISO 8601, as the writer was told
+    created: str  # ISO 8601, as given to the writer
     table: ParameterTable
     encoding: str = "log16"
     per_token: bool = False

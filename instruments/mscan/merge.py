@@ -87,7 +87,7 @@ def _open_parts(parts: Sequence[Path]) -> list[Mscan]:
 
 
 def _find(files: Sequence[Mscan]) -> dict[int, _Found]:
-    """Where each number's rows lie; the first part that has them counts."""
+    """Place of each number's rows; the first part that has them counts."""
     found: dict[int, _Found] = {}
     for file in files:
         for segment in file.segments:

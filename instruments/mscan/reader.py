@@ -114,7 +114,7 @@ def _read_header(path: Path, file: memoryview) -> tuple[dict[str, Any], int, int
 
 
 def _read_records(file: memoryview, start: int, stated: int, known: NDArray[np.int64]) -> NDArray[Any]:
-    """As many records as there are: from the header on, or counted from the end where the header lies over some."""
+    """As many records as there are: counted from the header on, or from the end where the header covers some."""
     there = min((len(file) - start) // RECORD.itemsize, stated)
     from_start = np.frombuffer(file, RECORD, there, start)
     if there == stated:

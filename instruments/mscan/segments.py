@@ -106,7 +106,7 @@ MAX_NUMBER = 1 << 62
 
 @dataclass(frozen=True)
 class SegmentHeader:
-    """Where a segment lies, and what is in it."""
+    """Place and content of a segment."""
 
     offset: int  # of the header, in the file
     index: int
@@ -136,7 +136,7 @@ class SegmentHeader:
 
 @dataclass(frozen=True)
 class Place:
-    """Where an array lies within a payload."""
+    """Place of an array within a payload."""
 
     scale: int  # bytes; log16 only
     values: int  # bytes
@@ -189,7 +189,7 @@ def unpack_table(payload: memoryview, segment: SegmentHeader) -> tuple[tuple[Sto
 
 
 def lay_out(header: Header, start: int, sequences: int, tokens: int) -> tuple[dict[str, Place], int]:
-    """Where each array of a payload lies, `start` being where the sequence table ends; and where the last one ends."""
+    """Place of each array after `start`, the end of the sequence table; and the end of the last one."""
     places, position = {}, start
     quantised = header.encoding == "log16"
     for name, columns in array_widths(header).items():

@@ -44,7 +44,7 @@ class SegmentFile:
         counted: tuple[int, int] = (0, 0),
         next_number: int = 0,
     ) -> None:
-        """Take over a file that stands at its end, behind so many segments; `create` and `reopen` make one."""
+        """Take over a file open at its end, after so many segments; `create` and `reopen` make one."""
         self.path = path
         self.header = header
         self.next_number = next_number

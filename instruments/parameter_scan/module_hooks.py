@@ -76,7 +76,7 @@ def record_embedding(scan_pass: ScanPass, index: int, delta_BTD: Tensor, padding
     if ids_BT is None:
         return
     if padding_idx is not None:
-        # nn.Embedding never trains this row, also where the token stands inside the text.
+        # nn.Embedding never trains this row, also for such tokens inside the text.
         delta_BTD = delta_BTD.masked_fill((ids_BT == padding_idx).unsqueeze(2), 0)
     if head is not None:
         head = head.to(delta_BTD.device)

@@ -149,7 +149,7 @@ class ScanPass:
     last_input: InputSquares | None = None  # of the module measured last
 
     def take(self) -> Squares:
-        """What was measured; the next backward pass through the same graph begins anew."""
+        """What was measured; the next backward pass through the same graph starts from zero."""
         taken, self.squares, self.head, self.last_input = self.squares, Squares(), None, None
         return taken
 

@@ -8,7 +8,7 @@
 
 Nothing the model computes changes: logits, losses, gradients and `generate()` are bit for bit what they are without it.
 Weights may be frozen, training or quantised; checkpointing, autocast and gradient accumulation are the caller's choice.
-A gradient is that of whatever `backward` was called on: a loss divided or scaled gives norms divided or scaled.
+Gradients are those of the loss that `backward` is called on: a divided or scaled loss gives divided or scaled norms.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -71,7 +71,7 @@ def _ratio(part: float, whole: float) -> float:
 
 
 def changed_rows(reference: Shaped[Tensor, "*rows K"], low: Shaped[Tensor, "*rows K"]) -> Bool[Tensor, "flat_rows"]:
-    """Where the last axis of two integer tensors holds other values, whatever their order: another choice."""
+    """Where the last axis of two integer tensors holds other values in any order: another choice."""
     first, second = (tensor.reshape(-1, tensor.shape[-1]).sort(dim=-1).values for tensor in (reference, low))
     return (first != second).any(dim=-1)
 

@@ -27,7 +27,7 @@ class OutputDiff:
     own_floor: float | None = None
     own_failure: str = ""
     ranges: Sequence[AxisRange] = ()
-    drowned: str = ""
+    swamped: str = ""
 
     @property
     def name(self) -> str:
@@ -40,7 +40,7 @@ class OutputDiff:
         if self.own is None:
             return Verdict.WARNING if self.own_failure else Verdict.OK
         found = judge(self.own.normalised_l2, self.own_floor, self.own.nonfinite)
-        return worst(found, Verdict.WARNING) if self.drowned else found
+        return worst(found, Verdict.WARNING) if self.swamped else found
 
     @property
     def propagated_verdict(self) -> Verdict:
@@ -145,7 +145,7 @@ def _figures(distance: Distance | None, floor: float | None) -> tuple[str, str]:
 
 
 def notes_of(diff: Diff) -> list[str]:
-    """The verdict in words, what comes out at the end, and whatever must not be overlooked."""
+    """The verdict in words, the error of the final output, and all warnings."""
     return [
         *_verdict(diff), *_last(diff), *_choices(diff.choices), *_ranges(diff.outputs), *_oddities(diff),
         f"{len(diff.outputs):,} outputs; {diff.passes} passes, {diff.seconds:.1f} s",
@@ -171,8 +171,8 @@ def reason(output: OutputDiff) -> str:
     """Why an output is not ok."""
     own = output.own_verdict is not Verdict.OK
     distance, floor = (output.own, output.own_floor) if own else (output.propagated, output.propagated_floor)
-    if output.drowned or output.own_failure:
-        return output.drowned or f"it does not run on the FP32 inputs: {output.own_failure}"
+    if output.swamped or output.own_failure:
+        return output.swamped or f"it does not run on the FP32 inputs: {output.own_failure}"
     if distance is None:
         return ""
     if distance.nonfinite:

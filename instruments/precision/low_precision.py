@@ -21,7 +21,7 @@ FAILURES = (RuntimeError, TypeError, ValueError, AssertionError)
 
 
 class LowPrecision:
-    """A model in low precision beside its FP32 reference: the same weights under autocast, or a copy that is cast."""
+    """A model in low precision: the weights of the FP32 reference under autocast, or a copy that is cast."""
 
     def __init__(self, reference: nn.Module, low: NumberFormat, mode: str, cast: nn.Module | None) -> None:
         """Make what runs in low precision; `cast` is a copy that the caller has made. Raises ConfigError."""
@@ -40,7 +40,7 @@ class LowPrecision:
         with torch.autocast(device.type, self.low.dtype) if self.mode == AUTOCAST else nullcontext():
             yield
 
-    def types_of(self, arguments: Any) -> list[torch.dtype | None]:  # noqa: ANN401 - whatever a module takes
+    def types_of(self, arguments: Any) -> list[torch.dtype | None]:  # noqa: ANN401 - any input of a module
         """The number format of every tensor among the arguments of a call, None for what is no floating-point one."""
         return [
             leaf.dtype if isinstance(leaf, Tensor) and leaf.is_floating_point() else None
@@ -102,7 +102,7 @@ class Perturbation:
         self._generators.clear()
         self._series = self.seed + draw
 
-    def of(self, value: Any) -> Any:  # noqa: ANN401 - whatever a module takes or returns
+    def of(self, value: Any) -> Any:  # noqa: ANN401 - any input or output of a module
         """The same with all its tensors perturbed."""
         return map_tensors(self, value)
 

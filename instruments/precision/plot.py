@@ -64,7 +64,7 @@ _FORMAT_COLOURS = ("#2b6ca3", "#d69900", "#c62828", "#70378f")
 
 
 def draw_tensor(found: TensorAnalysis, path: Path) -> None:
-    """Write a PNG of three panels: sizes beside each format's range, the range of every axis, errors of sums."""
+    """Write a PNG of three panels: value sizes against each format's range, the range of every axis, errors of sums."""
     figure = Figure(figsize=(12, 3.8), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(f"{found.name} {'×'.join(map(str, found.shape))}", fontsize=10)

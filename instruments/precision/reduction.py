@@ -109,7 +109,7 @@ _NONE = torch.empty(0, dtype=torch.float64)
 _SEEN = 4 * torch.finfo(torch.float32).eps
 
 
-def sums_up(module: nn.Module, arguments: Arguments, output: Any) -> bool:  # noqa: ANN401 - whatever it returns
+def sums_up(module: nn.Module, arguments: Arguments, output: Any) -> bool:  # noqa: ANN401 - any output of a module
     """Whether it gives fewer axes than it gets, and has no weights that could be large where values are small."""
     given = [tensor.ndim for tensor in find_tensors(arguments).values() if tensor.is_floating_point()]
     made = [tensor.ndim for tensor in find_tensors(output).values() if tensor.is_floating_point()]

@@ -32,7 +32,7 @@ class Choices:
     def before(self, call: Call, module: nn.Module, arguments: Arguments) -> None:
         """Nothing is chosen yet."""
 
-    def after(self, call: Call, module: nn.Module, output: Any) -> None:  # noqa: ANN401 - whatever it returns
+    def after(self, call: Call, module: nn.Module, output: Any) -> None:  # noqa: ANN401 - any output of a module
         """Keep what was chosen."""
         for path, tensor in find_tensors(output).items():
             if is_choice(tensor):

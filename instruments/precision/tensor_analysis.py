@@ -75,7 +75,7 @@ def measure_loss(values: Float[Tensor, "size"], target: NumberFormat) -> FormatL
     )
 
 
-FIRST_OCTAVE, _LAST_OCTAVE = -150, 129  # of the histogram; what lies outside stands in the first or last one
+FIRST_OCTAVE, _LAST_OCTAVE = -150, 129  # of the histogram; values outside count in the first or last one
 
 
 @dataclass(frozen=True)
@@ -101,10 +101,10 @@ class TensorAnalysis:
     def advice(self) -> list[str]:
         """What to compute otherwise, and why."""
         sums = [loss.advice for loss in self.reductions if loss.advice]
-        return sums + [_swamped(axis, loss) for loss in self.losses for axis in self.ranges if _swallows(axis, loss)]
+        return sums + [_swamped(axis, loss) for loss in self.losses for axis in self.ranges if _is_swamped(axis, loss)]
 
 
-def _swallows(axis: AxisRange, loss: FormatLoss) -> bool:
+def _is_swamped(axis: AxisRange, loss: FormatLoss) -> bool:
     return axis.ratio > 2 / FORMATS[loss.format].epsilon
 
 

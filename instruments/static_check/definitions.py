@@ -20,7 +20,7 @@ _SAME = {
 
 
 def find_imports(tree: ast.Module) -> dict[str, str]:
-    """Local name → dotted name, of every import in the file, wherever it stands."""
+    """Local name → dotted name, of every import anywhere in the file."""
     names: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -60,7 +60,7 @@ def dotted_name(node: ast.expr, imports: dict[str, str]) -> str | None:
 
 
 def last_word(text: str | None) -> str:
-    """What stands behind the last dot."""
+    """The part after the last dot."""
     return (text or "").rpartition(".")[2]
 
 
@@ -76,7 +76,7 @@ class Region:
     enabled: bool = True
     device: str | None = None  # None: not said in the file
     dtype: str = LOW
-    certain: bool = True  # False: whoever calls the program decides whether it is on
+    certain: bool = True  # False: whether it is on is decided at run time
 
 
 def read_region(node: ast.expr, imports: dict[str, str]) -> Region | None:

@@ -125,7 +125,7 @@ class Frame:
 
     @property
     def device(self) -> str:
-        """Of the region; one that torch cannot be asked about counts as the device of whoever checks."""
+        """Of the region; one that torch cannot be asked about counts as the device asked for."""
         return self.region.device if self.region.device in {"cuda", "cpu", "xpu", "mps"} else self.report.device
 
     def fate(self, operation: str) -> str:

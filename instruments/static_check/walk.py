@@ -198,7 +198,7 @@ _MOST_WAYS = 16
 _DEEPEST = 6
 _MOST_CALLS = 5_000  # followed into functions; those that are left are looked at once, on their own
 _SCALING = {"scale", "unscale_", "step", "update", "backward", "clip_grad_norm_", "clip_grad_value_"}
-# Conditions that are one and the same, whatever variable carries them.
+# Conditions with one meaning under many names.
 _MIXED = re.compile(r"scaler|\bamp\b|_amp|fp16|mixed|autocast|\bhalf\b", re.IGNORECASE)
 
 

@@ -36,7 +36,7 @@ class Slot:
 
 
 class HostRing:
-    """One buffer, pinned where a GPU is to copy into it; bounded whatever happens."""
+    """One buffer, pinned where a GPU is to copy into it; its size never grows."""
 
     def __init__(self, capacity: int, *, pinned: bool) -> None:
         """`capacity` in bytes."""
@@ -100,7 +100,7 @@ _STREAMS: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def _ready() -> None:
-    """What lies on the CPU is there at once."""
+    """Copies on the CPU are complete at once."""
 
 
 def copy_to_slot(tensor: Tensor, slot: Slot) -> tuple[Tensor, Callable[[], None]]:
@@ -129,7 +129,7 @@ def copy_to_slot(tensor: Tensor, slot: Slot) -> tuple[Tensor, Callable[[], None]
 
 @dataclass(eq=False)
 class Held:
-    """Content that was copied or measured once, whoever shares it. The writer fills in what it finds."""
+    """Content that was copied or measured once, also when several records share it. The writer fills in the rest."""
 
     status: str
     data: Tensor | None = None  # on the CPU; of status statistics its moments, unless they are known already
@@ -172,7 +172,7 @@ class Rounded:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is recorded of a tensor beside its content."""
+    """What is recorded of a tensor in addition to its content."""
 
     shape: tuple[int, ...]
     dtype: str

@@ -41,7 +41,7 @@ class DumpConfig:
     # ... but no more than this many of a sequence; null: all.
     max_tokens: int | None = field(default=None, metadata={"minimum": 1})
     # Also keep what a layer computes again in the backward pass (gradient checkpointing), marked as such. Gradients
-    # are kept once, whatever is said here.
+    # are kept once in any case.
     recomputed: bool = False
     # tensors: their bytes and statistics; statistics: shape, range, mean and deviation alone.
     keep: str = field(default="tensors", metadata={"choices": ("tensors", "statistics")})
@@ -52,16 +52,16 @@ class DumpConfig:
     # When that memory is full: block (training waits), drop (the tensor is counted, not kept), statistics (only its
     # statistics are kept).
     when_full: str = field(default="block", metadata={"choices": ("block", "drop", "statistics")})
-    # MiB after which a file is closed; what is in it counts from then on, whatever happens to the process.
+    # MiB after which a file is closed; from then on its content survives a killed process.
     shard_mib: int = field(default=64, metadata={"minimum": 1})
-    # The number format under study: hifp8, mxfp8, mxfp4, bf16 or fp16. What tensors really are is recorded beside it.
+    # The number format under study: hifp8, mxfp8, mxfp4, bf16 or fp16. The tensors' real format is recorded as well.
     quant_type: str | None = field(default=None, metadata={"choices": QUANT_TYPES})
     # Also store every tensor rounded into quant_type, with its error.
     fake_quant: bool = False
 
 
 def contradictions(config: DumpConfig, prefix: str = "") -> Iterator[ConfigError]:
-    """What is wrong; `prefix` stands before every setting's name."""
+    """What is wrong; `prefix` is put before every setting's name."""
     if not config.fake_quant:
         return
     if config.quant_type is None:

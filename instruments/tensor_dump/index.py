@@ -24,7 +24,7 @@ _NESTED = ("source", "placement", "statistics", "rounding")
 
 @dataclass(frozen=True)
 class Source:
-    """Which tensor of which call it is."""
+    """The call and the tensor of it that a record is about."""
 
     step: int
     microbatch: int  # forward passes of the model within the step, from 0
@@ -39,7 +39,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a process's part lies in the tensor that all processes hold together."""
+    """Place of a process's part in the tensor that all processes hold together."""
 
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]  # of the first piece
@@ -96,7 +96,7 @@ class TensorRecord:
     file: str | None  # inside the folder of the dump
     key: str | None  # inside the file; several records may share one
     checksum: int | None  # CRC-32 of the stored bytes
-    rounded_from: str | None = None  # name of the record of which this is a rounded copy
+    rounded_from: str | None = None  # name of the record that was rounded
     rounding: RoundingError | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
@@ -332,7 +332,7 @@ def _is_list_of_names(value: object) -> bool:
     return isinstance(value, list | dict) and all(isinstance(name, str) for name in value)
 
 
-# What records can be chosen by, beside their own fields.
+# Fields of `Source` that records can be selected by.
 _SOURCE = ("step", "microbatch", "call", "direction", "recompute", "module", "layer", "layer_type", "tensor")
 
 

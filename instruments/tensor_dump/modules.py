@@ -33,7 +33,7 @@ def find_mesh_coordinates(roots: Sequence[nn.Module]) -> dict[str, tuple[int, in
 
 
 def take_local(weight: Tensor) -> tuple[Tensor, Part]:
-    """What this process has of a weight, and where that lies in the whole."""
+    """This process's part of a weight, and its place in the whole."""
     if not _is_sharded(weight):
         return weight, Part.whole(weight, None)
     sharded: Any = weight
@@ -218,7 +218,7 @@ class _Products(TorchFunctionMode):
 
     def __torch_function__(
         self, func: Callable[..., Any], _types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:  # noqa: ANN401 - whatever the function returns
+    ) -> Any:  # noqa: ANN401 - any result of the function
         kwargs = kwargs or {}
         found = self._find(func, args, kwargs)
         call = self._recorder.begin_call(self._watched, found["input"]) if found else None

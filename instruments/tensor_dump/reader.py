@@ -104,7 +104,7 @@ class DumpReader:
         return self._shards[name][key]
 
     def join(self, record: TensorRecord) -> Tensor:
-        """The tensor of which a tensor-parallel process held a part, put together from all of its group.
+        """The whole tensor, joined from the parts of a tensor-parallel group.
 
         Raises:
             ContractError: a process's part is not there, or the tokens are spread by context parallelism.

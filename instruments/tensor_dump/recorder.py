@@ -50,7 +50,7 @@ class CallOrder:
         return turn
 
     def repeat(self, watched: Watched, first_input: Tensor) -> Turn | None:
-        """A call that is a repetition: of which one; None where none is left.
+        """The first call that this one repeats; None where none is left.
 
         A piece that is run again begins with the very tensor of the first time, and goes on in its old order: after
         the call repeated last comes the next. Where neither helps, older calls come first.

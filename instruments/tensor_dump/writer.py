@@ -59,12 +59,12 @@ class Findings:
 
     @property
     def dropped(self) -> int:
-        """Tensors of which nothing was kept for want of memory."""
+        """Tensors dropped because the memory was full."""
         return self.status[DROPPED]
 
     @property
     def measured_only(self) -> int:
-        """Tensors of which only statistics were kept."""
+        """Tensors kept as statistics only."""
         return self.status[STATISTICS]
 
 

@@ -103,7 +103,7 @@ class OutputWatch:
         ]
 
     def _hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def look(_module: nn.Module, _inputs: Any, output: Any) -> None:  # noqa: ANN401 - whatever a module returns
+        def look(_module: nn.Module, _inputs: Any, output: Any) -> None:  # noqa: ANN401 - any output of a module
             # Not held-out text, nor what is computed once more in the backward pass.
             if torch.is_grad_enabled() and not in_backward():
                 for tensor in _tensors(output):
