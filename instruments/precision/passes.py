@@ -15,9 +15,8 @@ from instruments.errors import NumericsError
 from instruments.precision.calls import Arguments, Call, ModuleTracer, find_tensors, map_tensors, trace_modules
 from instruments.precision.comparison import axis_ranges, measure_distance
 from instruments.precision.findings import ChoiceDiff, Diff, OutputDiff
-from instruments.precision.low_precision import AUTOCAST, FAILURES
 from instruments.precision.reduction import find_swamping, sums_up
-from instruments.precision.session import AlikeRows, Choices, Session, is_choice
+from instruments.precision.session import AUTOCAST, FAILURES, AlikeRows, Choices, Session, is_choice
 
 
 @dataclass
