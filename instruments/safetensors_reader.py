@@ -64,4 +64,4 @@ class EntryReader:
 
 def checksum_of(tensor: Tensor) -> int:
     """CRC-32 of a tensor's bytes on the CPU, in row-major order."""
-    return crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+    return crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)

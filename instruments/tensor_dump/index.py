@@ -140,7 +140,7 @@ def _size(shape: Sequence[int]) -> int:
 def _reader(kind: Any) -> Callable[[Any], Any]:  # noqa: ANN401, C901 - a case for each kind of annotation
     """A function that returns its argument as `kind` and raises ValueError where it is none."""
     origin, parts = get_origin(kind), get_args(kind)
-    if is_dataclass(kind):
+    if isinstance(kind, type) and is_dataclass(kind):
         return _dataclass_reader(kind)
     if origin is UnionType:
         inner = _reader(next(part for part in parts if part is not NoneType))
