@@ -159,7 +159,7 @@ class DumpReader:
 def _lay_out(tensor: Tensor, placement: Placement) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
     """Where each piece of a part belongs."""
     axis, count = placement.pieces or (0, 1)
-    if not (0 <= axis < max(tensor.ndim, 1) and 1 <= count <= max(tensor.shape[axis : axis + 1], default=1)):
+    if not (0 <= axis < max(tensor.ndim, 1) and 1 <= count <= max(*tensor.shape[axis : axis + 1], 1, 1)):
         raise ContractError(f"pieces {[axis, count]} do not cut a tensor of {list(tensor.shape)}", do="dump again")
     for number, piece in enumerate(tensor.chunk(count, axis) if count > 1 else [tensor]):
         begins = list(placement.offset)

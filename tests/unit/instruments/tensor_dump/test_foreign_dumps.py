@@ -8,6 +8,7 @@ from unit.instruments.tensor_dump.small_model import run
 
 from instruments.errors import ContractError
 from instruments.tensor_dump.command import main
+from instruments.tensor_dump.config import DumpConfig
 from instruments.tensor_dump.index import list_dump
 from instruments.tensor_dump.reader import DumpReader
 
@@ -119,3 +120,17 @@ def test_names_do_not_steer_the_terminal(dump, capsys):
 def test_the_manifest_is_whole_or_not_there(dump):
     assert not list(dump.glob("*.partial"))
     assert json.loads((dump / "manifest-00000.json").read_text())["steps"] == 1
+
+
+@pytest.mark.parametrize("placement", [{"offset": [1, 0]}, {"global_shape": [2**30, 2**30]}, {"pieces": [7, 2]}])
+def test_a_part_that_does_not_fit_is_not_joined(dump, placement):
+    rows = (dump / "index-00000.jsonl").read_text().splitlines()
+    edit_row(dump, placement=json.loads(rows[1])["placement"] | placement)
+    with DumpReader(dump) as reader, pytest.raises(ContractError):
+        reader.join(reader.records[0])
+
+
+def test_a_tensor_without_values_is_joined(tmp_path):
+    run(tmp_path / "dump", DumpConfig(tensors=["input"], first_token=100), steps=1)
+    with DumpReader(tmp_path / "dump") as reader:
+        assert reader.join(reader.records[0]).numel() == 0
