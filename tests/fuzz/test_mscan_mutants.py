@@ -17,7 +17,7 @@ from instruments.mscan.segments import HEADER
 from instruments.mscan.writer import MscanWriter
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # arithmetic on values that no scan gives
-COUNTS = [pytest.param(150, id="quick"), pytest.param(12_000, id="long", marks=pytest.mark.slow)]
+COUNTS = [pytest.param(150, id="quick"), pytest.param(3_000, id="long", marks=pytest.mark.slow)]
 
 
 def write(path, encoding, per_token=False):
