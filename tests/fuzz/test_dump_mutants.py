@@ -13,7 +13,7 @@ from instruments.tensor_dump.command import complaints_of, summarise
 from instruments.tensor_dump.config import DumpConfig
 from instruments.tensor_dump.reader import DumpReader, compare_folders, export_pt
 
-COUNTS = [pytest.param(60, id="quick"), pytest.param(1_000, id="long", marks=pytest.mark.slow)]
+COUNTS = [pytest.param(60, id="quick"), pytest.param(600, id="long", marks=pytest.mark.slow)]
 TARGETS = {
     "index bytes": "index-00000.jsonl",
     "index JSON": "index-00000.jsonl",
