@@ -1,4 +1,4 @@
-"""What the commands share: exit codes and the file to write."""
+"""What the commands share: exit codes, the file to write, and text that a terminal can show."""
 
 import sys
 from collections.abc import Callable
@@ -16,11 +16,22 @@ def exit_code(work: Callable[[], int | None]) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except UserError as error:
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(f"{printable(str(error))}\n")
         return INVALID if isinstance(error, ConfigError) else FAILED
     except BrokenPipeError:  # `| head` has seen enough
         sys.stderr.close()
         return 0
+
+
+def printable(text: str) -> str:
+    """The text with control characters spelled out: names from files must not steer the terminal."""
+    return "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in text)
+
+
+def say(text: str) -> None:
+    """Write to stdout what its encoding can show of the text."""
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(printable(text).encode(encoding, "backslashreplace").decode(encoding))
 
 
 def check_output(out: Path) -> None:

@@ -2,7 +2,7 @@
 
 
 class UserError(Exception):
-    """Something the user can mend. Printed without a traceback.
+    """Something the user can repair. Printed without a traceback.
 
     Args:
         what: what happened, with the value and the bound.

@@ -93,7 +93,7 @@ def probe_gradients(mlps: Sequence[GatedFFN], on_gradients: OnGradients) -> Iter
     Args:
         mlps: gated FFN modules with gate_proj, up_proj, down_proj and act_fn, in layer order.
         on_gradients: called under no_grad while the backward pass runs; must not keep the tensors.
-    All hooks are gone when the context ends, whatever ends it.
+    All hooks are removed when the context ends, after an error too.
     """
     handles: list[RemovableHandle] = []
     try:

@@ -79,7 +79,7 @@ def weight_squares(
 def prefer_gram(product: str, length: int, inputs: int, outputs: int, *, rows: bool = True) -> bool:
     """Whether to go by Gram matrices: asked for, or cheaper.
 
-    Gram costs 2T² multiply-adds for every row and column, direct T for every element of the weight; beside them stands
+    Gram costs 2T² multiply-adds for every row and column, direct T for every element of the weight; added to that is
     what is done to each number of the products. Without rows only GGᵀ and its product with X are needed.
     """
     if product != "auto":

@@ -5,6 +5,7 @@ without holes. Source: https://github.com/huggingface/safetensors#format.
 """
 
 import json
+import stat
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -16,6 +17,7 @@ from instruments.errors import CheckpointError
 MAX_HEADER_BYTES = 100_000_000
 
 _METADATA = "__metadata__"
+_MOST = 1 << 62  # larger numbers are no sizes
 _RESTORE = "download or copy the file again"
 
 DTYPE_BYTES = {
@@ -28,7 +30,7 @@ DTYPE_BYTES = {
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where a tensor lies: `nbytes` from `offset` of the file `path`."""
+    """Place of a tensor: `nbytes` from `offset` of the file `path`."""
 
     path: Path
     dtype: str  # as the format spells it: BF16, F32 ...
@@ -55,27 +57,36 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """The free text that a file carries beside its tensors. Raises CheckpointError."""
+    """The free text in a file's header. Raises CheckpointError."""
     header, _data_start = _parse(path, _size_of(path))
-    return dict(header.get(_METADATA) or {})
+    metadata = header.get(_METADATA) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise _damaged(path, f"{_METADATA} is no object of texts")
+    return metadata
 
 
 def _parse(path: Path, size: int) -> tuple[dict[str, Any], int]:
     """The header, and where the data begins."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
-            raise _damaged(path, f"header length {length} does not fit a file of {size} bytes")
-        raw = file.read(length)
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+                raise _damaged(path, f"header length {length} does not fit a file of {size} bytes")
+            raw = file.read(length)
+    except OSError as error:
+        raise CheckpointError(f"cannot open {path.name}: {error.strerror}", where=str(path), do=_RESTORE) from error
     try:
         return dict(json.loads(raw.decode())), 8 + length
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise _unreadable(path, error) from error
 
 
 def _size_of(path: Path) -> int:
     try:
-        return path.stat().st_size
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise _damaged(path, "it is no regular file")
+        return status.st_size
     except FileNotFoundError as error:
         raise CheckpointError(f"{path.name} is missing", where=str(path), do=_RESTORE) from error
     except OSError as error:
@@ -84,7 +95,11 @@ def _size_of(path: Path) -> int:
 
 def _entry(path: Path, data_start: int, spec: dict[str, Any]) -> TensorEntry:
     begin, end = spec["data_offsets"]
-    shape = tuple(int(side) for side in spec["shape"])
+    shape = tuple(spec["shape"])
+    if not all(type(number) is int and 0 <= number < _MOST for number in (begin, end, *shape)):
+        raise ValueError("shape or data_offsets hold what is no size")
+    if prod(max(side, 1) for side in shape) >= _MOST:
+        raise ValueError(f"shape {list(shape)} is none of a tensor")
     nbytes = prod(shape) * DTYPE_BYTES[spec["dtype"]]
     if end - begin != nbytes:
         raise ValueError(f"{spec['dtype']} {list(shape)} needs {nbytes} bytes, has {end - begin}")

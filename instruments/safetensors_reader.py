@@ -6,6 +6,7 @@ mapped kills the process; here the cost is one tensor and the failure an error.
 
 from io import BufferedReader
 from pathlib import Path
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ TORCH_DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
     "I8": torch.int8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
     "I16": torch.int16,
     "I32": torch.int32,
     "I64": torch.int64,
@@ -45,9 +49,19 @@ class EntryReader:
         """A private copy on the CPU. Raises CheckpointError: the file was cut short."""
         data = torch.empty(entry.nbytes, dtype=torch.uint8)
         if entry.path not in self._files:
-            self._files[entry.path] = entry.path.open("rb")
+            try:
+                self._files[entry.path] = entry.path.open("rb")
+            except OSError as error:
+                raise CheckpointError(
+                    f"cannot open {entry.path.name}: {error.strerror}", where=str(entry.path)
+                ) from error
         file = self._files[entry.path]
         file.seek(entry.offset)
         if file.readinto(data.numpy().data) != entry.nbytes:
             raise CheckpointError(f"{entry.path.name} was cut short while in use", where=f"{entry.path}, {name}")
         return data.view(TORCH_DTYPES[entry.dtype]).view(entry.shape)
+
+
+def checksum_of(tensor: Tensor) -> int:
+    """CRC-32 of a tensor's bytes on the CPU, in row-major order."""
+    return crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)

@@ -2,7 +2,7 @@
 
 import sys
 
-from instruments.static_check.command import main
+from instruments.static_check.check import main
 
 if __name__ == "__main__":
     sys.exit(main())

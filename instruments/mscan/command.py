@@ -10,11 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 from tabulate import tabulate
 
-from instruments.command_line import check_output, exit_code
+from instruments.command_line import check_output, exit_code, say
 from instruments.errors import ConfigError, ContractError
-from instruments.mscan.delta_sc import delta_sc, grid_by_layer, locate
-from instruments.mscan.reader import Mscan, read_mscan
-from instruments.mscan.version1 import MscanVersion1
+from instruments.mscan.header import locate
+from instruments.mscan.reader import Mscan, MscanVersion1, read_mscan
 
 COLUMNS = ("module", "weights", "blocks in", "blocks out", "activation", "gradient", "not measured", "error up to")
 
@@ -118,7 +117,7 @@ def _values(scan: Mscan, sequence: int | None) -> Iterator[tuple[NDArray[np.floa
 def main(words: Sequence[str] | None = None) -> int:
     """Do what the command line says; returns the exit code.
 
-    0 done, 1 a file cannot be read or written, 2 the command line is wrong, 130 interrupted.
+    0 done, 1 a file cannot be read or written, or its end is missing, 2 the command line is wrong, 130 interrupted.
     """
     wanted = _parser().parse_args(words)
     return exit_code(lambda: _run(wanted))
@@ -141,13 +140,19 @@ def _run(wanted: argparse.Namespace) -> None:
         _run_version1(scan, wanted)
         return
     sequence = None if wanted.sequence is None else _sequence(scan, wanted.sequence)
-    sys.stdout.write(summarise(scan, sequence))
+    say(summarise(scan, sequence))
     if wanted.parquet:
         sys.stdout.write(f"\n{wanted.parquet}: {_export(scan, sequence, wanted.parquet):,} rows\n")
     if wanted.delta_sc:
         _draw(scan, sequence, wanted.delta_sc)
         sys.stdout.write(f"\n{wanted.delta_sc}\n")
     sys.stdout.flush()
+    if not scan.closed:
+        raise ContractError(
+            f"{scan.path.name} was not closed: its end is missing, or its writer is still at work",
+            where=f"{scan.path}, after {len(scan.sequences):,} sequences; {scan.torn:,} bytes of no use follow",
+            do="wait for the writer, copy the file again, or go on scanning into it",
+        )
 
 
 def _run_version1(scan: MscanVersion1, wanted: argparse.Namespace) -> None:
@@ -160,7 +165,7 @@ def _run_version1(scan: MscanVersion1, wanted: argparse.Namespace) -> None:
             where=str(scan.path),
             do=f"python -m pipeline.mscan {scan.path}, or scan again",
         )
-    sys.stdout.write(summarise_version1(scan))
+    say(summarise_version1(scan))
 
 
 def _sequence(scan: Mscan, wanted: str) -> int:
@@ -168,7 +173,7 @@ def _sequence(scan: Mscan, wanted: str) -> int:
     named = [sequence.number for sequence in scan.sequences if sequence.name == wanted]
     if named:
         return named[0]
-    digits = wanted.isascii() and wanted.isdecimal()
+    digits = wanted.isascii() and wanted.isdecimal() and len(wanted) < 19
     return scan.select(int(wanted) if digits else wanted).sequences[0].number
 
 
@@ -183,7 +188,12 @@ def _export(scan: Mscan, sequence: int | None, out: Path) -> int:
 
 
 def _draw(scan: Mscan, sequence: int | None, out: Path) -> None:
-    from instruments.mscan.plot import draw_delta_sc  # noqa: PLC0415 - matplotlib takes a second to load
+    # matplotlib takes a second to load
+    from instruments.mscan.delta_sc import (  # noqa: PLC0415
+        delta_sc,
+        draw_delta_sc,
+        grid_by_layer,
+    )
 
     if sequence is None:
         activation, gradient, what = scan.activation(), scan.gradient(), f"mean of {len(scan.sequences)} sequences"

@@ -1,16 +1,19 @@
 """The header of a file: what was scanned, its parameter table, and how its numbers are stored."""
 
 import json
+import re
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, astuple, dataclass, field, fields
 from difflib import get_close_matches
 from functools import cached_property
 from itertools import accumulate, pairwise
-from math import ceil
 from pathlib import Path
 from typing import Any, Protocol
 from zlib import crc32
+
+import numpy as np
+from numpy.typing import NDArray
 
 from instruments.errors import ContractError
 
@@ -65,12 +68,12 @@ class ParameterTable:
 
     @cached_property
     def input_columns(self) -> list[slice]:
-        """Where each weight's input blocks lie; an embedding has none, its inputs are looked up and not multiplied."""
+        """Columns of each weight's input blocks; an embedding has none, its inputs are looked up and not multiplied."""
         return _slices(0 if entry.kind == "embedding" else self._blocks(entry.in_features) for entry in self.entries)
 
     @cached_property
     def output_columns(self) -> list[slice]:
-        """Where each weight's output blocks lie."""
+        """Columns of each weight's output blocks."""
         return _slices(self._blocks(entry.out_features) for entry in self.entries)
 
     @property
@@ -92,11 +95,23 @@ class ParameterTable:
         )
 
     def _blocks(self, features: int) -> int:
-        return ceil(features / self.block_width)
+        return -(-features // self.block_width)
 
 
 def _slices(counts: Iterable[int]) -> list[slice]:
     return [slice(start, stop) for start, stop in pairwise(accumulate(counts, initial=0))]
+
+
+_NUMBERED = re.compile(r"\.(\d+)\.(.+)")
+
+
+def locate(name: str) -> tuple[int | None, str]:
+    """Layer and module of a weight: model.layers.3.self_attn.q_proj.weight is (3, self_attn.q_proj)."""
+    module = name.removesuffix(".weight")
+    numbered = _NUMBERED.search(module)
+    if numbered is None:
+        return None, module.rpartition(".")[2]
+    return int(numbered[1]), numbered[2]
 
 
 MAGIC, VERSION = b"MSCAN", 2
@@ -106,6 +121,11 @@ START = struct.Struct("<5sH")  # magic and version, alike in both versions
 PREAMBLE = struct.Struct("<5sHBII")  # magic, version, flags, bytes of JSON, checksum
 
 _RESTORE = "copy the file again, or scan again"
+_CONTENT = {
+    "model": str, "created": str, "block_width": int, "encoding": str, "per_token": bool, "metadata": dict,
+    "parameters": list,
+}  # fmt: skip
+MAX_FEATURES, MAX_BLOCKS = 1 << 31, 1 << 24  # more are no weights of a model
 
 
 @dataclass(frozen=True)
@@ -113,7 +133,7 @@ class Header:
     """What is the same for all segments."""
 
     model: str
-    created: str  # ISO 8601, as the writer was told
+    created: str  # ISO 8601, as given to the writer
     table: ParameterTable
     encoding: str = "log16"
     per_token: bool = False
@@ -182,10 +202,104 @@ def unpack_header(path: Path, start: memoryview) -> tuple[Header, int]:
     text = start[PREAMBLE.size : end]
     if crc32(text, crc32(start[: PREAMBLE.size - 4])) != checksum:
         raise _damaged(path, f"checksum of the header (bytes 0 to {end}) does not match")
-    content = json.loads(bytes(text))
-    entries = tuple(StoredParameter(*entry) for entry in content.pop("parameters"))
-    return Header(table=ParameterTable(entries, content.pop("block_width")), **content), end
+    try:
+        return _read_content(json.loads(bytes(text))), end
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, f"the header is none that a scanner writes: {error}") from error
+
+
+def _read_content(content: object) -> Header:
+    """The header from its JSON, which a matching checksum does not make right. Raises ValueError."""
+    if not isinstance(content, dict) or content.keys() != _CONTENT.keys():
+        raise ValueError(f"it needs exactly {', '.join(_CONTENT)}")
+    for name, kind in _CONTENT.items():
+        if type(content[name]) is not kind:
+            raise ValueError(f"{name} is no {kind.__name__}")
+    if content["encoding"] not in ENCODINGS:
+        raise ValueError(f"encoding is none of {', '.join(ENCODINGS)}")
+    if not 1 <= content["block_width"] <= MAX_FEATURES:
+        raise ValueError(f"block_width is not between 1 and {MAX_FEATURES}")
+    check_text(content["model"], content["created"])
+    table = ParameterTable(tuple(_read_entry(entry) for entry in content["parameters"]), content["block_width"])
+    if sum(table.widths) > MAX_BLOCKS:
+        raise ValueError(f"its parameters have more than {MAX_BLOCKS} blocks")
+    fields_of = {name: content[name] for name in ("model", "created", "encoding", "per_token", "metadata")}
+    return Header(table=table, **fields_of)
+
+
+def _read_entry(entry: object) -> StoredParameter:
+    if not isinstance(entry, list) or [type(part) for part in entry] != [str, str, int, int]:
+        raise ValueError("a parameter is not [name, kind, in_features, out_features]")
+    name, kind, inputs, outputs = entry
+    check_text(name)
+    if kind not in {"linear", "embedding"} or not all(1 <= side <= MAX_FEATURES for side in (inputs, outputs)):
+        raise ValueError(f"parameter {name} is {kind} of {inputs} to {outputs} features")
+    return StoredParameter(name, kind, inputs, outputs)
+
+
+def check_text(*values: object) -> None:
+    """Raise ValueError where a value is no text that UTF-8 can hold."""
+    for value in values:
+        if not isinstance(value, str):
+            raise ValueError(f"{value!r} is no text")
+        value.encode()
 
 
 def _damaged(path: Path, detail: str) -> ContractError:
     return ContractError(f"{path.name} is damaged: {detail}", where=str(path), do=_RESTORE)
+
+
+# One row per sequence ...
+SEQUENCE_ARRAYS = ("activation", "gradient", "in_activation", "in_gradient", "out_gradient")
+# ... and one per token.
+TOKEN_ARRAYS = ("token_activation", "token_gradient")
+
+
+@dataclass(frozen=True)
+class StoredSequence:
+    """One sequence: its number in the scan, unique within a file, and what it is called there."""
+
+    number: int
+    name: str
+    tokens: int
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """B sequences; float32 arrays (B, P), (B, I), (B, O) and, where tokens are kept, (Σtokens, P)."""
+
+    sequences: tuple[StoredSequence, ...]
+    arrays: dict[str, NDArray[np.float32]]
+
+    def cut(self, start: int, stop: int) -> "Rows":
+        """Sequences `start` to `stop`, without a copy."""
+        token = self.first_tokens()
+        bounds = {name: slice(start, stop) for name in SEQUENCE_ARRAYS}
+        bounds |= {name: slice(token[start], token[stop]) for name in TOKEN_ARRAYS}
+        return Rows(self.sequences[start:stop], {name: array[bounds[name]] for name, array in self.arrays.items()})
+
+    def first_tokens(self) -> list[int]:
+        """Row of each sequence's first token, and the number of tokens."""
+        return [0, *accumulate(sequence.tokens for sequence in self.sequences)]
+
+    def nbytes(self) -> list[int]:
+        """Bytes of each sequence's float32 rows."""
+        fixed = 4 * sum(array.shape[1] for name, array in self.arrays.items() if name in SEQUENCE_ARRAYS)
+        token = 4 * sum(array.shape[1] for name, array in self.arrays.items() if name in TOKEN_ARRAYS)
+        return [fixed + token * sequence.tokens for sequence in self.sequences]
+
+
+def array_widths(header: Header) -> dict[str, int]:
+    """The arrays of every segment, in the order of the file, each with its number of columns."""
+    parameters, inputs, outputs = header.table.widths
+    widths = dict(zip(SEQUENCE_ARRAYS, (parameters, parameters, inputs, inputs, outputs), strict=True))
+    return widths | dict.fromkeys(TOKEN_ARRAYS if header.per_token else (), parameters)
+
+
+def join(parts: Sequence[Rows]) -> Rows:
+    """All parts, one after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    arrays = {name: np.concatenate([part.arrays[name] for part in parts]) for name in parts[0].arrays}
+    return Rows(tuple(sequence for part in parts for sequence in part.sequences), arrays)

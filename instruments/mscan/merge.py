@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from instruments.durable import whole_file
 from instruments.errors import ContractError
+from instruments.mscan.header import Rows
 from instruments.mscan.reader import Mscan, Segment, read_mscan
-from instruments.mscan.rows import Rows
-from instruments.mscan.segment_file import SegmentBuffer, SegmentFile
+from instruments.mscan.writer import SegmentBuffer, SegmentFile
 
 _Found = tuple[Segment, int]
 
@@ -54,14 +55,14 @@ def merge_mscan(
         header = replace(header, metadata=dict(metadata))
     if out.exists():
         raise ContractError(f"{out.name} is there already", where=str(out), do="remove it, or choose another name")
-    unfinished = out.with_name(f".{out.name}.merging")
-    unfinished.unlink(missing_ok=True)
-    with closing(SegmentFile.create(unfinished, header)) as file:
-        buffer = SegmentBuffer(file, segment_sequences)
-        for rows in _gather([found[number] for number in wanted]):
-            buffer.add(rows)
-        buffer.seal()
-    unfinished.rename(out)
+    with whole_file(out) as unfinished:
+        unfinished.unlink(missing_ok=True)  # of a merge that was killed
+        with closing(SegmentFile.create(unfinished, header)) as file:
+            buffer = SegmentBuffer(file, segment_sequences)
+            for rows in _gather([found[number] for number in wanted]):
+                buffer.add(rows)
+            buffer.seal()
+            file.finish()
 
 
 def _open_parts(parts: Sequence[Path]) -> list[Mscan]:
@@ -86,7 +87,7 @@ def _open_parts(parts: Sequence[Path]) -> list[Mscan]:
 
 
 def _find(files: Sequence[Mscan]) -> dict[int, _Found]:
-    """Where each number's rows lie; the first part that has them counts."""
+    """Place of each number's rows; the first part that has them counts."""
     found: dict[int, _Found] = {}
     for file in files:
         for segment in file.segments:

@@ -13,11 +13,10 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pyarrow.parquet import ParquetWriter
 
+from instruments.durable import whole_file
 from instruments.errors import ContractError
-from instruments.mscan.delta_sc import locate
-from instruments.mscan.header import ParameterTable
+from instruments.mscan.header import ParameterTable, Rows, locate
 from instruments.mscan.reader import Mscan
-from instruments.mscan.rows import Rows
 
 ROWS_AT_ONCE = 1 << 20
 TABLES = ("total", "input", "output")
@@ -30,20 +29,16 @@ def export_parquet(scan: Mscan, out: Path, sequence: int | None = None) -> int:
         ContractError: `out` cannot be written.
     """
     columns = _Columns(scan.parameters)
-    unfinished = out.with_name(f".{out.name}.part")
     written = 0
     try:
-        with ParquetWriter(unfinished, columns.schema()) as writer:
+        with whole_file(out) as unfinished, ParquetWriter(unfinished, columns.schema()) as writer:
             for rows in _parts(scan, sequence, max(1, ROWS_AT_ONCE // max(1, columns.count))):
                 writer.write_table(columns.fill(rows))
                 written += columns.count * len(rows.sequences)
-        unfinished.replace(out)
     except OSError as error:
         raise ContractError(
             f"cannot write {out.name}: {error.strerror or error}", where=str(out), do="name another output file"
         ) from error
-    finally:
-        unfinished.unlink(missing_ok=True)
     return written
 
 

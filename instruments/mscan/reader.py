@@ -1,24 +1,37 @@
 """Read an .mscan file through a memory map: what is not asked for is not decoded."""
 
+import json
 import mmap
 import re
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
 
 from instruments.errors import ContractError
-from instruments.mscan.header import START, Header, ParameterTable, read_version, unpack_header
-from instruments.mscan.rows import TOKEN_ARRAYS, Rows, StoredSequence, array_widths
+from instruments.mscan.header import (
+    START,
+    TOKEN_ARRAYS,
+    Header,
+    ParameterTable,
+    Rows,
+    StoredSequence,
+    array_widths,
+    read_version,
+    unpack_header,
+)
 from instruments.mscan.segments import (
+    CLOSING,
     HEADER,
     MAGIC,
+    MAX_NUMBER,
     SegmentHeader,
     decode_log16,
     error_bound,
@@ -26,7 +39,93 @@ from instruments.mscan.segments import (
     read_segment_header,
     unpack_table,
 )
-from instruments.mscan.version1 import MscanVersion1, read_version1
+
+_HEADER = struct.Struct("<5sHII")
+RECORD = np.dtype(
+    [("token_idx", "<u4"), ("param_id", "<u2"), ("block_idx", "<u2"), ("activation", "<u2"), ("grad_norm", "<u2")]
+)
+
+
+@dataclass(frozen=True)
+class SequenceVersion1:
+    """One sequence; its tokens carry the numbers that follow those of the sequence before it."""
+
+    number: int
+    tokens: int
+    source: str
+
+
+@dataclass(frozen=True)
+class MscanVersion1:
+    """A file of version 1."""
+
+    path: Path
+    model: str
+    created: str
+    parameters: dict[int, str]
+    sequences: tuple[SequenceVersion1, ...]
+    # token_idx counts through all sequences. activation and grad_norm are codes of a scale that was not stored, cut off
+    # and not rounded: a norm smaller than one step is 0.
+    records: NDArray[Any]
+    lost: int  # records that the header was written over, or that a cut took
+    scale: None = field(default=None, init=False)
+    version: int = field(default=1, init=False)
+
+
+def read_version1(path: Path, file: memoryview) -> MscanVersion1:
+    """Read a file whose magic and version have been checked.
+
+    Raises:
+        ContractError: the header is truncated or no JSON.
+    """
+    content, end, stated = _read_header(path, file)
+    try:
+        names = {_count(number): str(name) for number, name in content.get("id_to_param_name_map", {}).items()}
+        sequences = tuple(_sequence(row) for row in content.get("sequences", []))
+    except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
+        raise _damaged_version1(path, f"unreadable header ({type(error).__name__}: {error})") from error
+    records = _read_records(file, end, stated, np.array(list(names), np.int64))
+    model, created = str(content.get("model_name", "")), str(content.get("timestamp", ""))
+    return MscanVersion1(path, model, created, names, sequences, records, stated - len(records))
+
+
+def _sequence(row: dict[str, Any]) -> SequenceVersion1:
+    return SequenceVersion1(_count(row["sequence_id"]), _count(row["num_tokens"]), str(row.get("source", "")))
+
+
+def _count(value: Any) -> int:  # noqa: ANN401 - of foreign JSON
+    number = int(value)
+    if not 0 <= number < MAX_NUMBER:
+        raise ValueError(f"{number:.3g} is no count")
+    return number
+
+
+def _read_header(path: Path, file: memoryview) -> tuple[dict[str, Any], int, int]:
+    """The JSON, where it ends, and the number of records that should follow."""
+    if len(file) < _HEADER.size:
+        raise _damaged_version1(path, f"truncated at {len(file)} bytes, in the first {_HEADER.size}")
+    _magic, _version, end, stated = _HEADER.unpack_from(file)
+    if not _HEADER.size <= end <= len(file):
+        raise _damaged_version1(path, f"truncated at {len(file)} bytes, in a header of {end}, or its length is wrong")
+    try:
+        return dict(json.loads(bytes(file[_HEADER.size : end]))), end, stated
+    except (ValueError, TypeError, RecursionError) as error:
+        raise _damaged_version1(path, f"unreadable header ({type(error).__name__}: {error})") from error
+
+
+def _read_records(file: memoryview, start: int, stated: int, known: NDArray[np.int64]) -> NDArray[Any]:
+    """As many records as there are: counted from the header on, or from the end where the header covers some."""
+    there = min((len(file) - start) // RECORD.itemsize, stated)
+    from_start = np.frombuffer(file, RECORD, there, start)
+    if there == stated:
+        return from_start
+    from_end = np.frombuffer(file, RECORD, there, len(file) - there * RECORD.itemsize)
+    fits = [np.isin(records["param_id"], known).sum() for records in (from_end, from_start)]
+    return from_end if fits[0] >= fits[1] else from_start
+
+
+def _damaged_version1(path: Path, detail: str) -> ContractError:
+    return ContractError(f"{path.name} is damaged: {detail}", where=str(path), do="copy the file again")
 
 
 @dataclass(frozen=True)
@@ -36,6 +135,7 @@ class Sealed:
     segments: tuple[SegmentHeader, ...]
     end: int
     torn: int
+    closed: bool  # by its writer: nothing is missing at the end
 
 
 def find_segments(path: Path, file: memoryview, start: int) -> Sealed:
@@ -54,9 +154,27 @@ def find_segments(path: Path, file: memoryview, start: int) -> Sealed:
         if segment is None or segment.index != len(segments) or segment.end > len(file):
             _check_nothing_follows(path, file, position, len(segments))
             break
+        if segment.kind == CLOSING:
+            _check_counts(path, segment, segments)
+            if segment.end == len(file):
+                return Sealed(tuple(segments), position, 0, closed=True)
+            _check_nothing_follows(path, file, segment.end, len(segments) - 1)
+            break
         segments.append(segment)
         position = segment.end
-    return Sealed(tuple(segments), position, len(file) - position)
+    return Sealed(tuple(segments), position, len(file) - position, closed=False)
+
+
+def _check_counts(path: Path, closing: SegmentHeader, segments: list[SegmentHeader]) -> None:
+    """Raise ContractError where the closing header counts other sequences."""
+    counted = (sum(one.sequences for one in segments), sum(one.tokens for one in segments))
+    if (closing.sequences, closing.tokens) != counted:
+        raise ContractError(
+            f"{path.name} is damaged: {counted[0]:,} sequences of {counted[1]:,} tokens are there, its closing header "
+            f"says {closing.sequences:,} of {closing.tokens:,}",
+            where=f"{path}, bytes {closing.offset} to {closing.end}",
+            do="copy the file again, or scan again",
+        )
 
 
 def check_payload(path: Path, file: memoryview, segment: SegmentHeader) -> None:
@@ -92,9 +210,11 @@ class Segment:
     def __init__(self, header: Header, payload: memoryview, place: SegmentHeader) -> None:
         """Read the sequence table; arrays stay on the disk."""
         self.header = header
-        self.sequences, start = unpack_table(payload)
+        self.sequences, start = unpack_table(payload, place)
         self._payload = payload
-        self._places = lay_out(header, start, place.sequences, place.tokens)
+        self._places, end = lay_out(header, start, place.sequences, place.tokens)
+        if end != len(payload):
+            raise ValueError(f"arrays end at byte {end} of {len(payload)}")
 
     def array(self, name: str, rows: Columns = ALL, columns: Columns = ALL) -> NDArray[np.float32]:
         """Norms as float32, NaN where nothing was measured; a view of the file where nothing needs decoding.
@@ -141,6 +261,7 @@ class Mscan:
     segments: tuple[Segment, ...]
     end: int  # bytes of header and sealed segments
     torn: int  # bytes after them: what a killed writer had not sealed; never read
+    closed: bool  # False: its writer was killed or still writes, or the end is cut off; sequences may be missing
     version: int = field(default=2, init=False)
 
     @property
@@ -232,8 +353,8 @@ def read_mscan(path: Path, *, verify: bool = True) -> Mscan | MscanVersion1:
         verify: read everything once to compare checksums; otherwise only headers are checked.
 
     Raises:
-        ContractError: missing, no .mscan file, of another version, or damaged. A torn tail is no error: `torn` says how
-            long it is.
+        ContractError: missing, no .mscan file, of another version, or damaged. A file that was not closed is no error:
+            `closed` says so, and `torn` how many bytes at its end are of no use.
     """
     file = _map(path)
     if read_version(path, bytes(file[: START.size])) == 1:
@@ -243,16 +364,28 @@ def read_mscan(path: Path, *, verify: bool = True) -> Mscan | MscanVersion1:
     if verify:
         for segment in sealed.segments:
             check_payload(path, file, segment)
-    return Mscan(path, header, _open_segments(header, file, sealed), sealed.end, sealed.torn)
+    segments = tuple(_open_segment(path, header, file, place) for place in sealed.segments)
+    return Mscan(path, header, segments, sealed.end, sealed.torn, sealed.closed)
 
 
-def _open_segments(header: Header, file: memoryview, sealed: Sealed) -> tuple[Segment, ...]:
-    return tuple(Segment(header, file[place.payload : place.end], place) for place in sealed.segments)
+def _open_segment(path: Path, header: Header, file: memoryview, place: SegmentHeader) -> Segment:
+    try:
+        return Segment(header, file[place.payload : place.end], place)
+    except (ValueError, RecursionError) as error:
+        raise ContractError(
+            f"{path.name} is damaged: segment {place.index} is none that a scanner writes: {error}",
+            where=f"{path}, its payload, bytes {place.payload} to {place.end}",
+            do="copy the file again, or scan again",
+        ) from error
 
 
 def _map(path: Path) -> memoryview:
     """The file's bytes, read when they are looked at; the map lives as long as any view of it."""
     try:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise ContractError(
+                f"{path.name} is no regular file", where=str(path), do="name a file that the scanner wrote"
+            )
         with path.open("rb") as file:
             if not path.stat().st_size:
                 return memoryview(b"")

@@ -11,8 +11,7 @@ import numpy as np
 from jaxtyping import Float32, Float64, UInt16
 from numpy.typing import NDArray
 
-from instruments.mscan.header import ALIGNMENT, Header
-from instruments.mscan.rows import TOKEN_ARRAYS, Rows, StoredSequence, array_widths
+from instruments.mscan.header import ALIGNMENT, TOKEN_ARRAYS, Header, Rows, StoredSequence, array_widths, check_text
 
 NOT_MEASURED = 65535
 LAST = 65534  # code of a column's largest value
@@ -62,8 +61,9 @@ def decode_log16(
         codes = codes_RC[rows]
         values = (codes - 1.0) * step_C
         values += offset_C
-        # Codes that are no value would overflow where the scale is large.
-        np.exp(values, where=(codes > 0) & (codes < NOT_MEASURED), out=values)
+        # Codes that are no value would overflow where the scale is large, and so do scales that no writer stores.
+        with np.errstate(over="ignore", invalid="ignore"):
+            np.exp(values, where=(codes > 0) & (codes < NOT_MEASURED), out=values)
         values[codes == 0] = 0
         values[codes == NOT_MEASURED] = np.nan
         values_RC[rows] = values
@@ -72,7 +72,8 @@ def decode_log16(
 
 def error_bound(scale_2C: Float64[np.ndarray, "2 C"]) -> Float64[np.ndarray, "C"]:
     """``(C,)`` largest relative error of a column."""
-    return np.asarray(np.expm1(scale_2C[1] / 2))
+    with np.errstate(over="ignore", invalid="ignore"):  # scales that no writer stores
+        return np.asarray(np.expm1(scale_2C[1] / 2))
 
 
 def _scale(values_RC: NDArray[np.float32]) -> NDArray[np.float64]:
@@ -94,15 +95,18 @@ def _row_chunks(shape: tuple[int, ...]) -> list[slice]:
     return [slice(start, start + step) for start in range(0, shape[0], step)]
 
 
-MAGIC, NORMS = b"MSEG", 1
+MAGIC = b"MSEG"
+NORMS, CLOSING = 1, 2  # kinds: sequences; the end of a file that was closed
 # magic, kind, zero, index in the file, sequences, tokens, bytes of payload, checksum of payload, checksum of the above
 HEADER = struct.Struct("<4sHHIIQQII")
 _LENGTH = struct.Struct("<Q")
+_TABLE = {"number": int, "name": str, "tokens": int, "source": str}  # columns of the sequence table
+MAX_NUMBER = 1 << 62
 
 
 @dataclass(frozen=True)
 class SegmentHeader:
-    """Where a segment lies, and what is in it."""
+    """Place and content of a segment."""
 
     offset: int  # of the header, in the file
     index: int
@@ -110,6 +114,7 @@ class SegmentHeader:
     tokens: int
     payload_length: int
     payload_checksum: int
+    kind: int = NORMS
 
     @property
     def payload(self) -> int:
@@ -124,14 +129,14 @@ class SegmentHeader:
     def pack(self) -> bytes:
         """The 40 bytes."""
         start = HEADER.pack(
-            MAGIC, NORMS, 0, self.index, self.sequences, self.tokens, self.payload_length, self.payload_checksum, 0
+            MAGIC, self.kind, 0, self.index, self.sequences, self.tokens, self.payload_length, self.payload_checksum, 0
         )[:-4]
         return start + crc32(start).to_bytes(4, "little")
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where an array lies within a payload."""
+    """Place of an array within a payload."""
 
     scale: int  # bytes; log16 only
     values: int  # bytes
@@ -144,32 +149,47 @@ def read_segment_header(file: memoryview, offset: int) -> SegmentHeader | None:
     if len(start) < HEADER.size:
         return None
     magic, kind, _zero, index, sequences, tokens, length, payload_checksum, checksum = HEADER.unpack(start)
-    if (magic, kind) != (MAGIC, NORMS) or crc32(start[:-4]) != checksum:
+    if magic != MAGIC or kind not in {NORMS, CLOSING} or crc32(start[:-4]) != checksum:
         return None
-    return SegmentHeader(offset, index, sequences, tokens, length, payload_checksum)
+    return SegmentHeader(offset, index, sequences, tokens, length, payload_checksum, kind)
 
 
 def pack_table(sequences: tuple[StoredSequence, ...]) -> bytes:
     """The sequence table: its length, then JSON, column by column, padded."""
-    columns = {
-        name: [getattr(sequence, name) for sequence in sequences] for name in ("number", "name", "tokens", "source")
-    }
+    columns = {name: [getattr(sequence, name) for sequence in sequences] for name in _TABLE}
     text = json.dumps(columns, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     return _LENGTH.pack(len(text)) + text
 
 
-def unpack_table(payload: memoryview) -> tuple[tuple[StoredSequence, ...], int]:
-    """The sequence table of a payload, and how long it is."""
+def unpack_table(payload: memoryview, segment: SegmentHeader) -> tuple[tuple[StoredSequence, ...], int]:
+    """The sequence table of a payload, and how long it is. Raises ValueError: not what the segment's header says."""
+    if len(payload) < _LENGTH.size:
+        raise ValueError("no sequence table")
     (length,) = _LENGTH.unpack_from(payload)
     end = _LENGTH.size + length
+    if end > len(payload):
+        raise ValueError(f"a sequence table of {length} bytes")
     columns = json.loads(bytes(payload[_LENGTH.size : end]))
-    rows = zip(columns["number"], columns["name"], columns["tokens"], columns["source"], strict=True)
-    return tuple(StoredSequence(*row) for row in rows), end
+    if not isinstance(columns, dict) or columns.keys() != _TABLE.keys():
+        raise ValueError(f"a sequence table without exactly {', '.join(_TABLE)}")
+    for name, kind in _TABLE.items():
+        values = columns[name]
+        if not isinstance(values, list) or len(values) != segment.sequences:
+            raise ValueError(f"{name} is no list of {segment.sequences}")
+        if any(type(value) is not kind for value in values):
+            raise ValueError(f"{name} holds what is no {kind.__name__}")
+        if kind is int and any(not 0 <= value < MAX_NUMBER for value in values):
+            raise ValueError(f"{name} holds numbers outside 0 to {MAX_NUMBER}")
+        if kind is str:
+            check_text(*values)
+    if sum(columns["tokens"]) != segment.tokens:
+        raise ValueError(f"{sum(columns['tokens'])} tokens where the segment's header says {segment.tokens}")
+    return tuple(StoredSequence(*row) for row in zip(*(columns[name] for name in _TABLE), strict=True)), end
 
 
-def lay_out(header: Header, start: int, sequences: int, tokens: int) -> dict[str, Place]:
-    """Where each array of a payload lies, `start` being where the sequence table ends."""
+def lay_out(header: Header, start: int, sequences: int, tokens: int) -> tuple[dict[str, Place], int]:
+    """Place of each array after `start`, the end of the sequence table; and the end of the last one."""
     places, position = {}, start
     quantised = header.encoding == "log16"
     for name, columns in array_widths(header).items():
@@ -177,7 +197,7 @@ def lay_out(header: Header, start: int, sequences: int, tokens: int) -> dict[str
         values = position + (16 * columns if quantised else 0)
         places[name] = Place(position, values, (rows, columns))
         position = aligned(values + rows * columns * (2 if quantised else 4))
-    return places
+    return places, position
 
 
 def pack_payload(header: Header, rows: Rows) -> Iterator[bytes | memoryview]:

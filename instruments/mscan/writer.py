@@ -1,20 +1,216 @@
 """Write what the scanner finds, so that a kill costs the unsealed segment at most."""
 
+import os
+import warnings
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from instruments.errors import ContractError
-from instruments.mscan.header import ENCODINGS, Header, ParameterTable
-from instruments.mscan.rows import TOKEN_ARRAYS, Rows, StoredSequence, array_widths
-from instruments.mscan.segment_file import SegmentBuffer, SegmentFile
+from instruments.mscan.header import (
+    ENCODINGS,
+    TOKEN_ARRAYS,
+    Header,
+    ParameterTable,
+    Rows,
+    StoredSequence,
+    array_widths,
+    join,
+    pack_header,
+)
+from instruments.mscan.reader import Mscan, MscanVersion1, read_mscan
+from instruments.mscan.segments import CLOSING, HEADER, SegmentHeader, pack_payload
 from instruments.parameter_scan.targets import ScanRecord, WatchedParameter
+
+
+class SegmentFile:
+    """An open file with its header, to which `seal` appends."""
+
+    def __init__(
+        self,
+        path: Path,
+        file: BinaryIO,
+        header: Header,
+        *,
+        segments: int = 0,
+        counted: tuple[int, int] = (0, 0),
+        next_number: int = 0,
+    ) -> None:
+        """Take over a file open at its end, after so many segments; `create` and `reopen` make one."""
+        self.path = path
+        self.header = header
+        self.next_number = next_number
+        self._file = file
+        self._end, self._segments = file.tell(), segments
+        self._counted = counted  # sequences and tokens in them
+
+    @classmethod
+    def create(cls, path: Path, header: Header) -> "SegmentFile":
+        """Begin a file. A kill leaves no file, or one with a whole header.
+
+        Raises:
+            ContractError: there is one already.
+        """
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}.new")
+        file = unfinished.open("w+b")
+        try:
+            _lock(file, path)
+            file.write(pack_header(header))
+            _sync(file)
+            _name(unfinished, path)
+        except BaseException:
+            file.close()
+            raise
+        return cls(path, file, header)
+
+    @classmethod
+    def reopen(cls, path: Path, header: Header) -> "SegmentFile":
+        """Go on with a file; a torn tail is cut off, with a warning that says how long it was.
+
+        Raises:
+            ContractError: of version 1, damaged, or with other parameters than `header`; or another process writes it.
+        """
+        file = path.open("r+b")
+        try:
+            _lock(file, path)
+            found = read_mscan(path, verify=False)
+            if isinstance(found, MscanVersion1):
+                raise ContractError(
+                    f"{path.name} is of .mscan version 1, which cannot be continued",
+                    where=str(path),
+                    do="write to another file",
+                )
+            _check_same(found, header)
+            if found.torn:
+                warnings.warn(f"{path}: cut off a torn tail of {found.torn} bytes", stacklevel=4)
+            file.truncate(found.end)
+            file.seek(found.end)
+        except BaseException:
+            file.close()
+            raise
+        next_number = 1 + max((sequence.number for sequence in found.sequences), default=-1)
+        counted = (len(found.sequences), sum(sequence.tokens for sequence in found.sequences))
+        return cls(path, file, found.header, segments=len(found.segments), counted=counted, next_number=next_number)
+
+    def seal(self, rows: Rows) -> None:
+        """Append one segment: first the payload, and once that is on the disk, the header.
+
+        After an error the same rows can be sealed again.
+        """
+        start = self._end
+        self._file.seek(start)
+        self._file.truncate()  # what an earlier call left that the disk had no room for
+        self._file.write(bytes(HEADER.size))
+        length = checksum = 0
+        for part in pack_payload(self.header, rows):
+            self._file.write(part)
+            checksum = crc32(part, checksum)
+            length += len(part)
+        _sync(self._file)
+        tokens = sum(sequence.tokens for sequence in rows.sequences)
+        segment = SegmentHeader(start, self._segments, len(rows.sequences), tokens, length, checksum)
+        self._file.seek(start)
+        self._file.write(segment.pack())
+        _sync(self._file)
+        self._end, self._segments = segment.end, self._segments + 1
+        self._counted = (self._counted[0] + segment.sequences, self._counted[1] + segment.tokens)
+
+    def finish(self) -> None:
+        """Say that the file is complete, by the closing header, and close it."""
+        closing = SegmentHeader(self._end, self._segments, *self._counted, 0, 0, CLOSING)
+        self._file.seek(self._end)
+        self._file.truncate()
+        self._file.write(closing.pack())
+        _sync(self._file)
+        self.close()
+
+    def close(self) -> None:
+        """Close the file, which lets go of the lock."""
+        self._file.close()
+
+
+def _check_same(found: Mscan, header: Header) -> None:
+    differences = found.header.differences(header)
+    if differences:
+        raise ContractError(
+            f"{found.path.name} was written with another {', '.join(differences)}",
+            where=str(found.path),
+            do="write to another file, or scan with the settings of this one",
+        )
+
+
+def _lock(file: BinaryIO, path: Path) -> None:
+    """Held until the file is closed, by the kernel, so that a killed writer leaves no lock."""
+    try:
+        flock(file, LOCK_EX | LOCK_NB)
+    except BlockingIOError:
+        raise ContractError(
+            f"another process is writing {path.name}", where=str(path), do="wait for it, or write to another file"
+        ) from None
+
+
+def _name(unfinished: Path, path: Path) -> None:
+    """Give the file its name, unless there is one of that name."""
+    try:
+        os.link(unfinished, path)
+    except FileExistsError:
+        raise ContractError(
+            f"{path.name} is there already", where=str(path), do="append=True to go on with it, or another name"
+        ) from None
+    finally:
+        unfinished.unlink()
+    folder = os.open(path.parent, os.O_RDONLY)
+    os.fsync(folder)
+    os.close(folder)
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+SEGMENT_BYTES = 64 << 20  # as float32
+
+
+class SegmentBuffer:
+    """Seals a segment after `sequences` of them, or after the one that brings it to 64 MiB.
+
+    Where segments end depends on the sequences alone and not on how many come at a time.
+    """
+
+    def __init__(self, file: SegmentFile, sequences: int) -> None:
+        """Gather for `file`."""
+        assert sequences > 0
+        self._file, self._most = file, sequences
+        self._waiting: list[Rows] = []
+        self._count = self._nbytes = 0
+
+    def add(self, rows: Rows) -> None:
+        """Take over `rows`, which must not change afterwards."""
+        start = 0
+        for row, nbytes in enumerate(rows.nbytes(), 1):
+            self._count += 1
+            self._nbytes += nbytes
+            if self._count == self._most or self._nbytes >= SEGMENT_BYTES:
+                self._waiting.append(rows.cut(start, row))
+                self.seal()
+                start = row
+        if start < len(rows.sequences):
+            self._waiting.append(rows.cut(start, len(rows.sequences)))
+
+    def seal(self) -> None:
+        """Write what waits, if anything does."""
+        if self._waiting:
+            self._file.seal(join(self._waiting))
+        self._waiting, self._count, self._nbytes = [], 0, 0
 
 
 class MscanWriter:
@@ -85,9 +281,10 @@ class MscanWriter:
         self._buffer.seal()
 
     def close(self) -> None:
-        """Seal the rest and close the file."""
+        """Seal the rest and mark the file as complete."""
         try:
             self.seal()
+            self._file.finish()
         finally:
             self._file.close()
 
@@ -98,8 +295,14 @@ class MscanWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close; after an error, too, what was added is kept."""
-        self.close()
+        """Close; after an error what was added is kept, and the file is not marked as complete."""
+        if kind is None:
+            self.close()
+            return
+        try:
+            self.seal()
+        finally:
+            self._file.close()
 
 
 def _rows_of(header: Header, record: ScanRecord, numbers: Sequence[int]) -> Rows:

@@ -99,7 +99,7 @@ class HeadPart:
     token_squares_BS: Tensor | None  # ‖g_s‖²·‖x_s‖²
 
     def to(self, device: torch.device) -> "HeadPart":
-        """The same on another device: of a model spread over several, the embedding may lie apart from the output."""
+        """The same on another device: embedding and output of a model may be on different ones."""
         tokens = None if self.token_squares_BS is None else self.token_squares_BS.to(device)
         return HeadPart(self.x_BSD.to(device), self.at_inputs_BTS.to(device), self.columns_BD.to(device), tokens)
 

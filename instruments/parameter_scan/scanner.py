@@ -8,7 +8,7 @@
 
 Nothing the model computes changes: logits, losses, gradients and `generate()` are bit for bit what they are without it.
 Weights may be frozen, training or quantised; checkpointing, autocast and gradient accumulation are the caller's choice.
-A gradient is that of whatever `backward` was called on: a loss divided or scaled gives norms divided or scaled.
+Gradients are those of the loss that `backward` is called on: a divided or scaled loss gives divided or scaled norms.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,9 +22,8 @@ from torch.utils.hooks import RemovableHandle
 
 from instruments.errors import ConfigError
 from instruments.parameter_scan.module_hooks import ModuleHooks, Passes
-from instruments.parameter_scan.scan_pass import Layout, ScanPass, bind_arguments, read_call
+from instruments.parameter_scan.scan_pass import Layout, ScanPass, bind_arguments, read_call, to_record
 from instruments.parameter_scan.targets import ScanRecord, Target, WatchedParameter, find_targets
-from instruments.parameter_scan.transfer import to_record
 
 _SCANNED: WeakSet[nn.Module] = WeakSet()
 _PRODUCTS = ("auto", "gram", "direct")

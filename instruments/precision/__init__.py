@@ -5,8 +5,8 @@ from typing import Any
 
 # Imported when asked for: static_check needs no torch.
 _PLACES = {
-    "analyze_tensor": "instruments.precision.analyze_tensor",
-    "auto_diff": "instruments.precision.auto_diff",
+    "analyze_tensor": "instruments.precision.tensor_analysis",
+    "auto_diff": "instruments.precision.model_diff",
     "check_loss_scale": "instruments.training_watch.verdict",
     "static_check": "instruments.static_check.check",
     "watch_model": "instruments.training_watch.model_watch",

@@ -25,12 +25,12 @@ class Call(NamedTuple):
 
 
 class ModuleEvents(Protocol):
-    """Who is told; `after` in the order in which calls end, so that a module comes behind its parts."""
+    """Receives module events; children finish before their parents."""
 
     def before(self, call: Call, module: nn.Module, arguments: Arguments) -> None:
         """The module is about to run."""
 
-    def after(self, call: Call, module: nn.Module, output: Any) -> None:  # noqa: ANN401 - whatever it returns
+    def after(self, call: Call, module: nn.Module, output: Any) -> None:  # noqa: ANN401 - any output of a module
         """It has run."""
 
 
@@ -64,7 +64,7 @@ def trace_modules(
 
     Args:
         model: what runs.
-        listener: who is told.
+        listener: receives the events.
         prefix: the name of `model`, where it is itself a part.
         counts: calls of every module so far.
         only: names of the modules that count; None: all.
@@ -103,7 +103,7 @@ def _hook(module: nn.Module, name: str, listener: ModuleEvents, ear: ModuleTrace
     ]
 
 
-def find_tensors(value: Any) -> dict[str, Tensor]:  # noqa: ANN401 - whatever a module returns
+def find_tensors(value: Any) -> dict[str, Tensor]:  # noqa: ANN401 - any output of a module
     """The tensors in it by path, such as "[0]" or ".logits"; of a tensor alone, ""."""
     found, _ = tree_flatten_with_path(value)
     return {keystr(path): leaf for path, leaf in found if isinstance(leaf, Tensor)}

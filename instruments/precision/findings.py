@@ -1,11 +1,13 @@
-"""What a comparison of FP32 with low precision found."""
+"""What auto_diff found, module by module, and its table, notes and JSON."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from instruments.precision.calls import Call
-from instruments.precision.comparison import Distance, Verdict, judge, worst
-from instruments.precision.formats import AxisRange
+from instruments.precision.comparison import WARNING_RATIO, AxisRange, Distance, Verdict, judge, worst
 
 
 @dataclass
@@ -25,7 +27,7 @@ class OutputDiff:
     own_floor: float | None = None
     own_failure: str = ""
     ranges: Sequence[AxisRange] = ()
-    drowned: str = ""
+    swamped: str = ""
 
     @property
     def name(self) -> str:
@@ -38,7 +40,7 @@ class OutputDiff:
         if self.own is None:
             return Verdict.WARNING if self.own_failure else Verdict.OK
         found = judge(self.own.normalised_l2, self.own_floor, self.own.nonfinite)
-        return worst(found, Verdict.WARNING) if self.drowned else found
+        return worst(found, Verdict.WARNING) if self.swamped else found
 
     @property
     def propagated_verdict(self) -> Verdict:
@@ -96,3 +98,172 @@ class Diff:
         A module ends after its parts, so it is the innermost.
         """
         return next(iter(self.ranked()), None)
+
+
+COLUMNS = (
+    "output", "verdict", "own L2", "÷ floor", "propagated L2", "÷ floor", "max rel.", "cosine", "SQNR dB",
+    "range ratio",
+)  # fmt: skip
+_MOST_ROWS = 20
+_SHOWN = 3
+
+
+def rows_of(diff: Diff) -> list[tuple[str, ...]]:
+    """What is not ok, the first divergence on top; then of each kind of the others the one nearest to its limit."""
+    found = diff.ranked()[:_MOST_ROWS]
+    kinds: dict[str, OutputDiff] = {}
+    for output in diff.outputs:
+        if output.verdict is Verdict.OK:
+            kind = re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", output.name)
+            kinds[kind] = max(kinds.get(kind, output), output, key=_nearness)
+    return [_row(output, output.name) for output in found] + [_row(worst, kind) for kind, worst in kinds.items()]
+
+
+def _nearness(output: OutputDiff) -> float:
+    return max(_ratio(output.own, output.own_floor), _ratio(output.propagated, output.propagated_floor))
+
+
+def _ratio(distance: Distance | None, floor: float | None) -> float:
+    return distance.normalised_l2 / floor if distance is not None and floor else 0.0
+
+
+def _row(output: OutputDiff, name: str) -> tuple[str, ...]:
+    arrived = output.propagated
+    wide = max((axis.ratio for axis in output.ranges), default=1.0)
+    return (
+        name, str(output.verdict), *_figures(output.own, output.own_floor), *_figures(arrived, output.propagated_floor),
+        f"{arrived.max_relative:.2g}" if arrived else "", f"{arrived.cosine:.6f}" if arrived else "",
+        f"{arrived.sqnr_db:.1f}" if arrived else "", f"{wide:.2g}",
+    )  # fmt: skip
+
+
+def _figures(distance: Distance | None, floor: float | None) -> tuple[str, str]:
+    if distance is None:
+        return "", ""
+    size = f"{distance.nonfinite} not finite" if distance.nonfinite else f"{distance.normalised_l2:.2g}"
+    return size, f"{_ratio(distance, floor):.2f}" if floor else ""
+
+
+def notes_of(diff: Diff) -> list[str]:
+    """The verdict in words, the error of the final output, and all warnings."""
+    return [
+        *_verdict(diff), *_last(diff), *_choices(diff.choices), *_ranges(diff.outputs), *_oddities(diff),
+        f"{len(diff.outputs):,} outputs; {diff.passes} passes, {diff.seconds:.1f} s",
+    ]  # fmt: skip
+
+
+def _verdict(diff: Diff) -> Iterator[str]:
+    if (first := diff.first) is None:
+        nearest = max(diff.outputs, key=_nearness, default=None)
+        if nearest is None:
+            yield "nothing was compared: no module returned a floating-point tensor"
+        else:
+            yield (
+                f"ok: no error is above {WARNING_RATIO:g} times what the model makes of one unit in the last place of "
+                f"{diff.precision}; nearest to it {nearest.name}, {_nearness(nearest):.2f} times (rounding alone: 0.29)"
+            )
+        return
+    itself = "errs itself" if first.own_verdict is not Verdict.OK else "inherits an error that no module makes alone"
+    yield f"{diff.verdict}: the first divergence is {first.name} ({first.kind}), which {itself}: {reason(first)}"
+
+
+def reason(output: OutputDiff) -> str:
+    """Why an output is not ok."""
+    own = output.own_verdict is not Verdict.OK
+    distance, floor = (output.own, output.own_floor) if own else (output.propagated, output.propagated_floor)
+    if output.swamped or output.own_failure:
+        return output.swamped or f"it does not run on the FP32 inputs: {output.own_failure}"
+    if distance is None:
+        return ""
+    if distance.nonfinite:
+        return (
+            f"{distance.nonfinite:,} of {distance.nonfinite + distance.size:,} values overflow or are undefined "
+            f"(largest in FP32 where both are finite: {distance.largest:.3g})"
+        )
+    times = f", {distance.normalised_l2 / floor:.1f} times what one unit in the last place makes" if floor else ""
+    return f"normalised L2 {distance.normalised_l2:.2g}{times}"
+
+
+def _last(diff: Diff) -> Iterator[str]:
+    if diff.outputs and (arrived := diff.outputs[-1].propagated) is not None:
+        yield (
+            f"at the end ({diff.outputs[-1].name}): normalised L2 {arrived.normalised_l2:.2g}, cosine "
+            f"{arrived.cosine:.6f}, SQNR {arrived.sqnr_db:.1f} dB"
+        )
+
+
+def _choices(choices: Sequence[ChoiceDiff]) -> Iterator[str]:
+    known = [choice for choice in choices if choice.propagated is not None]
+    if not known:
+        return
+    worst = max(known, key=lambda choice: choice.propagated or 0)
+    floors = [choice.floor for choice in known if choice.floor is not None]
+    owns = [choice.own for choice in known if choice.own is not None]
+    yield (
+        f"discrete choices (experts of a token): {_mean([choice.propagated or 0 for choice in known]):.1%} differ in "
+        f"the mean of {len(known)} modules, {worst.propagated or 0:.1%} at most ({worst.call}); fed with FP32 inputs "
+        f"{_mean(owns):.1%}, in FP32 off by one unit {_mean(floors):.1%}. A token near the border goes the other way: "
+        "no error measures that, so such tokens are left out of the figures above from there on"
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _ranges(outputs: Sequence[OutputDiff]) -> Iterator[str]:
+    wide = [(axis, output) for output in outputs for axis in output.ranges if axis.wide]
+    if wide:
+        axis, output = max(wide, key=lambda pair: pair[0].ratio)
+        count = len({other.name for _, other in wide})
+        yield (
+            f"large numbers may swallow small ones, where they are added up: {count} outputs have slices more than 1e4 "
+            f"apart; the widest is {output.name}, {describe_range(axis)}"
+        )
+
+
+def describe_range(axis: AxisRange) -> str:
+    """Which slices are how large."""
+    return (
+        f"dim {axis.axis}: max {axis.largest:.3g} at {axis.largest_at}, {axis.smallest:.3g} at {axis.smallest_at} "
+        f"(ratio {axis.ratio:.2g})"
+    )
+
+
+def _oddities(diff: Diff) -> Iterator[str]:
+    failed = [output.name for output in diff.outputs if output.own_failure]
+    known = [output for output in diff.outputs if output.propagated is not None]
+    undefined = [output.name for output in known if output.propagated and output.propagated.reference_nonfinite]
+    for names, words in (
+        (undefined, "outputs are not finite in FP32 either, and are compared where they are"),
+        (failed, "modules could not be run alone in low precision"),
+        (diff.unused, "modules never ran on this sample, and are not judged"),
+        (diff.silent, "calls returned no tensor"),
+        (diff.only_one, "calls were made by one of the two runs alone"),
+    ):
+        if names:
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            yield f"{len(names)} {words}: {', '.join(names[:_SHOWN])}{more}"
+
+
+def to_json(diff: Diff) -> dict[str, Any]:
+    """All of it; figures that are not finite as text."""
+    outputs = [
+        asdict(output)
+        | {"name": output.name, "verdict": output.verdict, "own_verdict": output.own_verdict,
+           "propagated_verdict": output.propagated_verdict}
+        for output in diff.outputs
+    ]  # fmt: skip
+    found: dict[str, Any] = plain_json(
+        asdict(diff) | {"verdict": diff.verdict, "outputs": outputs, "notes": notes_of(diff)}
+    )
+    return found
+
+
+def plain_json(value: Any) -> Any:  # noqa: ANN401 - anything that JSON holds, or nearly
+    """The same as JSON holds it: figures that are not finite as text."""
+    if isinstance(value, dict):
+        return {key: plain_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_json(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

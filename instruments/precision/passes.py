@@ -13,13 +13,10 @@ from torch import Tensor, nn
 
 from instruments.errors import NumericsError
 from instruments.precision.calls import Arguments, Call, ModuleTracer, find_tensors, map_tensors, trace_modules
-from instruments.precision.choices import AlikeRows, Choices, is_choice
-from instruments.precision.comparison import measure_distance
+from instruments.precision.comparison import axis_ranges, measure_distance
 from instruments.precision.findings import ChoiceDiff, Diff, OutputDiff
-from instruments.precision.formats import axis_ranges
-from instruments.precision.low_precision import AUTOCAST, FAILURES
-from instruments.precision.session import Session
-from instruments.precision.swamping import find_swamping, sums_up
+from instruments.precision.reduction import find_swamping, sums_up
+from instruments.precision.session import AUTOCAST, FAILURES, AlikeRows, Choices, Session, is_choice
 
 
 @dataclass
@@ -56,7 +53,7 @@ class ReferencePass:
             self._trials[call] = self._in_low_precision(call, arguments), self._perturbed(call, module, arguments)
             self._arguments[call] = arguments
 
-    def after(self, call: Call, module: nn.Module, output: Any) -> None:  # noqa: ANN401 - whatever it returns
+    def after(self, call: Call, module: nn.Module, output: Any) -> None:  # noqa: ANN401 - any output of a module
         """Compare, and let the reference wait for the perturbed run."""
         session = self.session
         session.order.setdefault(call, len(session.order))
@@ -64,14 +61,14 @@ class ReferencePass:
         if not tensors and session.windows == 1:
             self.diff.silent.append(str(call))
         trials = self._trials.pop(call, None)
-        drowned = self._swamping(call, module, output)
+        swamped = self._swamping(call, module, output)
         for path, tensor in tensors.items():
             if is_choice(tensor):
                 self._choose(call, path, tensor, trials)
         for path, tensor in tensors.items():
             if (call, path) in session.waiting and trials is not None:
                 session.outputs[call, path] = self._compare(call, path, module, tensor, trials)
-                session.outputs[call, path].drowned = drowned
+                session.outputs[call, path].swamped = swamped
                 session.waiting[call, path] = tensor.to("cpu", copy=True)
 
     def _choose(self, call: Call, path: str, chosen: Tensor, trials: tuple[_Trial, _Trial] | None) -> None:
@@ -107,7 +104,7 @@ class ReferencePass:
                 )
         return found
 
-    def _swamping(self, call: Call, module: nn.Module, output: Any) -> str:  # noqa: ANN401 - whatever it returns
+    def _swamping(self, call: Call, module: nn.Module, output: Any) -> str:  # noqa: ANN401 - any output of a module
         arguments = self._arguments.pop(call, None)
         if arguments is None or not sums_up(module, arguments, output):
             return ""
@@ -159,7 +156,7 @@ def reference_of(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def device_of(model: nn.Module, sample: Any) -> torch.device:  # noqa: ANN401 - any arguments
-    """Where the model lies; of one without parameters, the sample."""
+    """Device of the model; without parameters, of the sample."""
     for tensor in chain(model.parameters(), model.buffers(), find_tensors(sample).values()):
         return tensor.device
     return torch.device("cpu")
@@ -210,7 +207,7 @@ class LowPass:
         self._running.append(call)
         self.session.types[call] = self.session.low.types_of(arguments)
 
-    def after(self, call: Call, module: nn.Module, output: Any) -> None:  # noqa: ANN401 - whatever it returns
+    def after(self, call: Call, module: nn.Module, output: Any) -> None:  # noqa: ANN401 - any output of a module
         """Keep what it gives."""
         self._running.pop()
         for path, tensor in find_tensors(output).items():
@@ -244,7 +241,7 @@ class PerturbedPass:
     def before(self, call: Call, module: nn.Module, arguments: Arguments) -> None:
         """Nothing to do."""
 
-    def after(self, call: Call, module: nn.Module, output: Any) -> None:  # noqa: ANN401 - whatever it returns
+    def after(self, call: Call, module: nn.Module, output: Any) -> None:  # noqa: ANN401 - any output of a module
         """Compare with the reference; of several draws the farthest counts."""
         tensors = find_tensors(output)
         for path, tensor in tensors.items():

@@ -8,10 +8,9 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from instruments.precision.analyze_tensor import FIRST_OCTAVE, TensorAnalysis
-from instruments.precision.comparison import SEVERE_L2, WARNING_L2, WARNING_RATIO, Distance, Verdict
+from instruments.precision.comparison import FORMATS, SEVERE_L2, WARNING_L2, WARNING_RATIO, Distance, Verdict
 from instruments.precision.findings import Diff, OutputDiff
-from instruments.precision.formats import FORMATS
+from instruments.precision.tensor_analysis import FIRST_OCTAVE, TensorAnalysis
 
 _COLOURS = {Verdict.OK: "#2b6ca3", Verdict.WARNING: "#d69900", Verdict.SEVERE: "#c62828"}
 _NAMED = 8  # findings whose names fit
@@ -65,7 +64,7 @@ _FORMAT_COLOURS = ("#2b6ca3", "#d69900", "#c62828", "#70378f")
 
 
 def draw_tensor(found: TensorAnalysis, path: Path) -> None:
-    """Write a PNG of three panels: sizes beside each format's range, the range of every axis, errors of sums."""
+    """Write a PNG of three panels: value sizes against each format's range, the range of every axis, errors of sums."""
     figure = Figure(figsize=(12, 3.8), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(f"{found.name} {'×'.join(map(str, found.shape))}", fontsize=10)

@@ -1,11 +1,139 @@
 """The rules on gradients, casts, losses and reductions."""
 
 import ast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
-from instruments.static_check.names import BFLOAT16, FLOAT16, last_word, read_dtype, text_of
-from instruments.static_check.operations import LOSSES, PRODUCTS, REDUCTIONS, SOFTMAXES
-from instruments.static_check.rules import WARNING
-from instruments.static_check.state import UNKNOWN, Frame, State, Value, mix
+from instruments.static_check.definitions import (
+    BFLOAT16,
+    FLOAT16,
+    LOW,
+    Definitions,
+    Function,
+    Region,
+    last_word,
+    read_dtype,
+    text_of,
+)
+from instruments.static_check.operations import LOSSES, PRODUCTS, REDUCTIONS, SOFTMAXES, autocast_table
+from instruments.static_check.source import RULES, WARNING, Finding, Source
+
+LOWS = frozenset({FLOAT16, BFLOAT16, LOW})
+
+
+@dataclass(frozen=True)
+class Value:
+    """Of an expression."""
+
+    precision: str | None = None  # float16, bfloat16, low, float32; None: not known
+    scaled: bool = False  # a loss times the loss scale
+    constant: bool = False
+
+    @property
+    def is_low(self) -> bool:
+        """Surely in 16 bits."""
+        return self.precision in LOWS
+
+
+UNKNOWN = Value()
+
+
+@dataclass
+class State:
+    """On one way through the code."""
+
+    values: dict[str, Value] = field(default_factory=dict)
+    facts: dict[str, bool] = field(default_factory=dict)  # conditions that were met or not on this way
+    scaled: bool = False  # gradients are multiplied by the loss scale
+    unscaled: frozenset[str] = frozenset()  # optimizers whose gradients may have been unscaled since
+    surely_unscaled: frozenset[str] = frozenset()
+    float16_forward: bool = False
+    returned: Value | None = None
+    ended: bool = False  # by return, raise, continue or break
+    owners: set[str] = field(default_factory=set)  # names whose attributes have values, on this way or another
+
+    def copy(self) -> "State":
+        """Of which nothing is shared that changes, except `owners`."""
+        return replace(self, values=dict(self.values), facts=dict(self.facts))
+
+    def forget_scale(self) -> None:
+        """Gradients are no longer those of a scaled loss."""
+        self.scaled, self.unscaled, self.surely_unscaled = False, frozenset(), frozenset()
+
+    def adopt(self, other: "State") -> None:
+        """Become what another is, in place."""
+        self.__dict__.update(other.copy().__dict__)
+
+
+def join(states: Sequence[State]) -> State:
+    """What is so on all of the ways; optimizers that may have been unscaled on any."""
+    first = states[0].copy()
+    for other in states[1:]:
+        first.values = {name: value for name, value in first.values.items() if other.values.get(name) == value}
+        first.facts = {fact: met for fact, met in first.facts.items() if other.facts.get(fact) == met}
+        first.scaled &= other.scaled
+        first.unscaled |= other.unscaled
+        first.surely_unscaled &= other.surely_unscaled
+        first.float16_forward |= other.float16_forward
+        first.ended &= other.ended
+        if first.returned != other.returned:
+            first.returned = None
+    return first
+
+
+def mix(values: Sequence[Value]) -> Value:
+    """Of an operation without a rule of its own: what torch's type promotion gives, as far as all parts are known."""
+    precisions = {value.precision for value in values if not value.constant}
+    if "float32" in precisions:
+        return Value("float32")
+    if not precisions or None in precisions:
+        return Value(constant=not precisions)
+    return Value(precisions.pop()) if len(precisions) == 1 else Value(LOW)
+
+
+OFF = Region(enabled=False)
+
+
+@dataclass
+class Report:
+    """Of one file; a place that is passed on several ways is reported once."""
+
+    source: Source
+    definitions: Definitions
+    device: str  # where the file does not say
+    findings: set[Finding] = field(default_factory=set)
+    walked: set[int] = field(default_factory=set)  # functions, by id of their node
+    evaluated: dict[int, set[str]] = field(default_factory=dict)  # function → what it calls eval() of
+    calls: int = 0  # that were followed into functions of the file
+
+    def add(self, code: str, node: ast.expr, message: str, severity: str | None = None) -> None:
+        """Note a finding, unless a comment asks for silence."""
+        if not self.source.is_silenced(code, node):
+            place = (self.source.path, node.lineno, node.col_offset)
+            self.findings.add(Finding(*place, code, message, severity or RULES[code].severity))
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One function being walked."""
+
+    report: Report
+    call: Callable[["Frame", State, Function, str | None, ast.Call, list[Value]], Value]  # walk into a function
+    region: Region = OFF
+    class_name: str | None = None
+    stack: tuple[Function, ...] = ()
+
+    @property
+    def device(self) -> str:
+        """Of the region; one that torch cannot be asked about counts as the device asked for."""
+        return self.region.device if self.region.device in {"cuda", "cpu", "xpu", "mps"} else self.report.device
+
+    def fate(self, operation: str) -> str:
+        """What autocast does to it here; kept outside."""
+        if not self.region.enabled:
+            return "kept"
+        return autocast_table(self.device).get(operation, "kept")
+
 
 _CLIPS = {"clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "clip_grads_with_norm_", "get_total_norm"}
 _CHECKS = {"norm", "isnan", "isinf", "isfinite", "vector_norm", "abs", "max", "mean", "sum", "std", "any", "all"}
@@ -111,18 +239,21 @@ def check_cast(node: ast.Call, cast: str, frame: Frame) -> None:
     """LP101: weights that learn are kept in 16 bits although autocast or a GradScaler is there."""
     definitions = frame.report.definitions
     assert isinstance(node.func, ast.Attribute)
-    if _is_evaluated(node.func.value, frame):
-        return
-    if cast == FLOAT16 and definitions.trains and definitions.mixes_precision and definitions.is_model(node.func.value):
+    model = node.func.value
+    learns = cast == FLOAT16 and definitions.trains and definitions.mixes_precision and definitions.is_model(model)
+    if learns and not _is_evaluated(model, frame):
         frame.report.add("LP101", node, f"{ast.unparse(node)}: the weights of a model that is trained")
 
 
 def _is_evaluated(model: ast.expr, frame: Frame) -> bool:
     """Whether the function that casts it also calls its `eval()`."""
     around = frame.stack[-1] if frame.stack else frame.report.source.tree
-    calls = (node.func for node in ast.walk(around) if isinstance(node, ast.Call))
-    evaluated = {ast.unparse(func.value) for func in calls if isinstance(func, ast.Attribute) and func.attr == "eval"}
-    return ast.unparse(model) in evaluated
+    known = frame.report.evaluated
+    if id(around) not in known:
+        calls = (node.func for node in ast.walk(around) if isinstance(node, ast.Call))
+        funcs = [func for func in calls if isinstance(func, ast.Attribute) and func.attr == "eval"]
+        known[id(around)] = {ast.unparse(func.value) for func in funcs}
+    return ast.unparse(model) in known[id(around)]
 
 
 def check_operation(node: ast.Call, operation: str, inputs: list[Value], frame: Frame) -> Value:

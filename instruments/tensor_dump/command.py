@@ -9,10 +9,9 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from instruments.command_line import check_output, exit_code
+from instruments.command_line import check_output, exit_code, say
 from instruments.errors import ConfigError
-from instruments.tensor_dump.index import Listing, list_dump
-from instruments.tensor_dump.records import STORED, TensorRecord
+from instruments.tensor_dump.index import STORED, Listing, TensorRecord, list_dump
 
 COLUMNS = ("module", "tensor", "records", "shape", "type", "range", "largest std", "rounding", "suspicious")
 _COMPLAINTS = {
@@ -154,7 +153,7 @@ def _show(wanted: argparse.Namespace) -> int:
             where=f"--module {wanted.module} --tensor {wanted.tensor} --step {wanted.step}",
             do=f"python -m pipeline.dump show {wanted.folder} --list",
         )
-    sys.stdout.write("".join(f"{record.name}\n" for record in chosen) if wanted.list else summarise(listing, chosen))
+    say("".join(f"{record.name}\n" for record in chosen) if wanted.list else summarise(listing, chosen))
     for out, kind in ((wanted.histogram, "histograms"), (wanted.channels, "channels")):
         if out:
             _draw(listing, chosen, out, kind)
@@ -183,10 +182,10 @@ def _draw(listing: Listing, chosen: Sequence[TensorRecord], out: Path, kind: str
 
 
 def _compare(wanted: argparse.Namespace) -> int:
-    from instruments.tensor_dump.comparison import compare_folders  # noqa: PLC0415 - it reads tensors, with torch
+    from instruments.tensor_dump.reader import compare_folders  # noqa: PLC0415 - it reads tensors, with torch
 
     equal, text = compare_folders(wanted.first, wanted.second, wanted.tolerance)
-    sys.stdout.write(text)
+    say(text)
     return 0 if equal else DIFFERENT
 
 

@@ -1,7 +1,8 @@
-"""What is dumped of a running model, and how; also by environment variables."""
+"""What is dumped of a running model, and how; settings also come from environment variables."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 
 from instruments.errors import ConfigError
 
@@ -40,7 +41,7 @@ class DumpConfig:
     # ... but no more than this many of a sequence; null: all.
     max_tokens: int | None = field(default=None, metadata={"minimum": 1})
     # Also keep what a layer computes again in the backward pass (gradient checkpointing), marked as such. Gradients
-    # are kept once, whatever is said here.
+    # are kept once in any case.
     recomputed: bool = False
     # tensors: their bytes and statistics; statistics: shape, range, mean and deviation alone.
     keep: str = field(default="tensors", metadata={"choices": ("tensors", "statistics")})
@@ -51,16 +52,16 @@ class DumpConfig:
     # When that memory is full: block (training waits), drop (the tensor is counted, not kept), statistics (only its
     # statistics are kept).
     when_full: str = field(default="block", metadata={"choices": ("block", "drop", "statistics")})
-    # MiB after which a file is closed; what is in it counts from then on, whatever happens to the process.
+    # MiB after which a file is closed; from then on its content survives a killed process.
     shard_mib: int = field(default=64, metadata={"minimum": 1})
-    # The number format under study: hifp8, mxfp8, mxfp4, bf16 or fp16. What tensors really are is recorded beside it.
+    # The number format under study: hifp8, mxfp8, mxfp4, bf16 or fp16. The tensors' real format is recorded as well.
     quant_type: str | None = field(default=None, metadata={"choices": QUANT_TYPES})
     # Also store every tensor rounded into quant_type, with its error.
     fake_quant: bool = False
 
 
 def contradictions(config: DumpConfig, prefix: str = "") -> Iterator[ConfigError]:
-    """What is wrong; `prefix` stands before every setting's name."""
+    """What is wrong; `prefix` is put before every setting's name."""
     if not config.fake_quant:
         return
     if config.quant_type is None:
@@ -75,3 +76,69 @@ def contradictions(config: DumpConfig, prefix: str = "") -> Iterator[ConfigError
             where=f"settings {prefix}keep and {prefix}fake_quant",
             do=f"{prefix}keep=tensors, or {prefix}fake_quant=false",
         )
+
+
+ENABLED, FOLDER, QUANT_TYPE = "TENSOR_SAVE_ENABLED", "TENSOR_SAVE_DIR", "CUSTOM_QUANT_TYPE"
+_YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+@dataclass(frozen=True)
+class Control:
+    """Whether, where and what, after a look at the environment."""
+
+    enabled: bool
+    folder: Path
+    config: DumpConfig
+
+
+def read_control(folder: Path | None, config: DumpConfig, environment: Mapping[str, str]) -> Control:
+    """Join arguments and environment; an argument that is given is not overruled, except that ENABLED can switch off.
+
+    Raises:
+        ConfigError: a variable or a setting has no meaning, or there is no folder.
+    """
+    enabled = _read_switch(environment)
+    label = config.quant_type or environment.get(QUANT_TYPE) or None
+    if label not in {None, *QUANT_TYPES}:
+        where = "config.quant_type" if config.quant_type else f"environment variable {QUANT_TYPE}"
+        raise ConfigError(
+            f"unknown quant type {label!r}; known are {', '.join(QUANT_TYPES)}",
+            where=where,
+            do="mxfp8, or leave it out",
+        )
+    named = folder or (Path(environment[FOLDER]) if environment.get(FOLDER) else None)
+    if enabled and named is None:
+        raise ConfigError(
+            "no folder to dump into", where="TensorDump", do=f"TensorDump(model, folder), or {FOLDER}=dump"
+        )
+    joined = replace(config, quant_type=label)
+    _check(joined)
+    return Control(enabled, named or Path(), joined)
+
+
+def _read_switch(environment: Mapping[str, str]) -> bool:
+    word = environment.get(ENABLED, "").strip().lower() or "1"
+    if word not in {*_YES, *_NO}:
+        raise ConfigError(
+            f"{ENABLED}={word} is neither yes nor no", where=f"environment variable {ENABLED}", do=f"{ENABLED}=1, or 0"
+        )
+    return word in _YES
+
+
+def _check(config: DumpConfig) -> None:
+    """What the pipeline checks before a stage runs, for those who come without it."""
+    for spec in fields(config):
+        value, rules = getattr(config, spec.name), spec.metadata
+        for item in value if isinstance(value, list) else [value]:
+            if item is None:
+                continue
+            if "choices" in rules and item not in rules["choices"]:
+                raise _wrong(spec.name, item, f"is none of {', '.join(rules['choices'])}", rules["choices"][0])
+            if "minimum" in rules and item < rules["minimum"]:
+                raise _wrong(spec.name, item, f"is below {rules['minimum']}", rules["minimum"])
+    for error in contradictions(config):
+        raise error
+
+
+def _wrong(name: str, value: object, what: str, remedy: object) -> ConfigError:
+    return ConfigError(f"{name}={value} {what}", where=f"setting {name}", do=f"{name}={remedy}")

@@ -18,7 +18,7 @@ Named = tuple[str, Tensor]
 
 
 def draw_histograms(tensors: Sequence[Named], path: Path) -> None:
-    """One panel a tensor: how many of its finite values lie in each of 120 equal bins, on a logarithmic scale."""
+    """One panel a tensor: a histogram of its finite values in 120 equal bins, on a logarithmic scale."""
     figure, panels = _panels(len(tensors))
     for panel, (name, values) in zip(panels, tensors, strict=True):
         finite = values[values.isfinite()].float()

@@ -1,18 +1,22 @@
-"""Tensors of a dump, read when they are asked for, and joined where processes held parts of them."""
+"""Tensors of a dump: read on demand, joined over processes, compared with those of another dump."""
 
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from types import TracebackType
 
 import torch
+from tabulate import tabulate
 from torch import Tensor
 from tqdm import tqdm
 
-from instruments.errors import CheckpointError, ContractError
+from instruments.durable import whole_file
+from instruments.errors import CheckpointError, ConfigError, ContractError
 from instruments.safetensors_header import TensorEntry, read_header
-from instruments.safetensors_reader import EntryReader
-from instruments.tensor_dump.index import Listing, list_dump
-from instruments.tensor_dump.records import STORED, Placement, TensorRecord
+from instruments.safetensors_reader import EntryReader, checksum_of
+from instruments.tensor_dump.index import STORED, Listing, Placement, Source, TensorRecord, list_dump
 
 
 class DumpReader:
@@ -55,22 +59,39 @@ class DumpReader:
                 where=str(self.listing.folder),
                 do="dump with keep=tensors, when_full=block or more memory_mib",
             )
+        entry = self._read_entry(record)
         try:
-            tensor = self._files.read(self._entry(record.file, record.key), record.key)
+            tensor = self._files.read(entry, record.key)
         except CheckpointError as error:
-            raise ContractError(
-                f"{record.name} cannot be read: {error.what}",
-                where=str(self.listing.folder / record.file),
-                do="copy that file here again; all other tensors can be read",
-            ) from error
-        if (tuple(tensor.shape), tensor.dtype) != (record.shape, getattr(torch, record.dtype)):
+            raise self._unreadable(record, error) from error
+        where, do = str(self.listing.folder / record.file), "copy the whole dump again"
+        if (tuple(tensor.shape), str(tensor.dtype)) != (record.shape, f"torch.{record.dtype}"):
             raise ContractError(
                 f"{record.name} is {tensor.dtype} {list(tensor.shape)} in its file, the index says {record.dtype} "
                 f"{list(record.shape)}",
-                where=str(self.listing.folder / record.file),
-                do="copy the whole dump again",
+                where=where,
+                do=do,
+            )
+        if checksum_of(tensor) != record.checksum:
+            raise ContractError(
+                f"{record.name} is damaged: its bytes do not match the checksum of the index",
+                where=where,
+                do=do,
             )
         return tensor
+
+    def _read_entry(self, record: TensorRecord) -> TensorEntry:
+        try:
+            return self._entry(str(record.file), str(record.key))
+        except CheckpointError as error:
+            raise self._unreadable(record, error) from error
+
+    def _unreadable(self, record: TensorRecord, error: CheckpointError) -> ContractError:
+        return ContractError(
+            f"{record.name} cannot be read: {error.what}",
+            where=str(self.listing.folder / str(record.file)),
+            do="copy that file here again; all other tensors can be read",
+        )
 
     def _entry(self, name: str, key: str) -> TensorEntry:
         path = self.listing.folder / name
@@ -83,7 +104,7 @@ class DumpReader:
         return self._shards[name][key]
 
     def join(self, record: TensorRecord) -> Tensor:
-        """The tensor of which a tensor-parallel process held a part, put together from all of its group.
+        """The whole tensor, joined from the parts of a tensor-parallel group.
 
         Raises:
             ContractError: a process's part is not there, or the tokens are spread by context parallelism.
@@ -95,21 +116,31 @@ class DumpReader:
                 do="reader.load(record): what each process has, in its own order of tokens",
             )
         parts = self.parts_of(record)
-        joined = torch.empty(record.placement.global_shape, dtype=getattr(torch, record.dtype))
+        first = self.load(record)
+        # What the index claims is not allocated before the files are seen to hold as much.
+        held = sum(prod(self._read_entry(part).shape) for part in parts if part.status == STORED)
+        if held < prod(record.placement.global_shape):
+            raise self._incomplete(record, parts)
+        joined = torch.empty(record.placement.global_shape, dtype=first.dtype)
         covered = torch.zeros(record.placement.global_shape, dtype=torch.bool)
         for part in parts:
             for area, piece in _lay_out(self.load(part), part.placement):
+                if joined[area].shape != piece.shape:
+                    raise self._incomplete(record, parts)
                 joined[area] = piece
                 covered[area] = True
         if not covered.all():
-            ranks = ", ".join(str(part.rank) for part in parts)
-            raise ContractError(
-                f"{record.source.module} {record.source.tensor}: the parts of ranks {ranks} are not the whole of "
-                f"{list(record.placement.global_shape)}",
-                where=str(self.listing.folder),
-                do="copy the indices and files of all processes into one folder, or dump with ranks=null",
-            )
+            raise self._incomplete(record, parts)
         return joined
+
+    def _incomplete(self, record: TensorRecord, parts: Sequence[TensorRecord]) -> ContractError:
+        ranks = ", ".join(str(part.rank) for part in parts)
+        return ContractError(
+            f"{record.source.module} {record.source.tensor}: the parts of ranks {ranks} are not the whole of "
+            f"{list(record.placement.global_shape)}",
+            where=str(self.listing.folder),
+            do="copy the indices and files of all processes into one folder, or dump with ranks=null",
+        )
 
     def parts_of(self, record: TensorRecord) -> list[TensorRecord]:
         """The records of the same tensor at all processes of its tensor-parallel group."""
@@ -128,6 +159,8 @@ class DumpReader:
 def _lay_out(tensor: Tensor, placement: Placement) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
     """Where each piece of a part belongs."""
     axis, count = placement.pieces or (0, 1)
+    if not (0 <= axis < max(tensor.ndim, 1) and 1 <= count <= max(*tensor.shape[axis : axis + 1], 1, 1)):
+        raise ContractError(f"pieces {[axis, count]} do not cut a tensor of {list(tensor.shape)}", do="dump again")
     for number, piece in enumerate(tensor.chunk(count, axis) if count > 1 else [tensor]):
         begins = list(placement.offset)
         if count > 1:
@@ -142,6 +175,124 @@ def export_pt(reader: DumpReader, folder: Path) -> int:
     """
     folder.mkdir(parents=True, exist_ok=True)
     stored = [record for record in reader.records if record.status == STORED]
+    if len({record.name for record in stored}) < len(stored):
+        raise ContractError(
+            "two tensors have one name", where=str(reader.listing.folder), do="copy the whole dump again"
+        )
     for record in tqdm(stored, desc="export", unit="tensor", disable=None):
-        torch.save({"tensor": reader.load(record), **record.to_row()}, folder / f"{record.name}.pt")
+        with whole_file(folder / f"{record.name}.pt") as unfinished:
+            torch.save({"tensor": reader.load(record), **record.to_row()}, unfinished)
     return len(stored)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of one tensor in two dumps, `b` against `a`."""
+
+    record: TensorRecord  # of the first
+    other: TensorRecord
+    equal: bool  # to the bit
+    relative_l2: float  # ‖b − a‖ ÷ ‖a‖; NaN where shapes differ or a value is not finite
+    max_abs: float
+    cosine: float
+
+    def beyond(self, tolerance: float) -> bool:
+        """Whether it counts: anything that is not equal, or what is above a relative distance."""
+        if tolerance == 0:
+            return not self.equal
+        return not self.equal and not self.relative_l2 <= tolerance
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Records of two dumps that are of the same tensor, in the order of the first; and how many have no partner."""
+
+    pairs: list[tuple[TensorRecord, TensorRecord]]
+    only_first: int
+    only_second: int
+
+
+def pair(first: DumpReader, second: DumpReader) -> Pairs:
+    """Match stored tensors by process, step, microbatch, call, direction, module and tensor."""
+    ours = {_key(record): record for record in first.select(status=STORED)}
+    theirs = {_key(record): record for record in second.select(status=STORED)}
+    pairs = [(record, theirs[key]) for key, record in ours.items() if key in theirs]
+    return Pairs(pairs, len(ours) - len(pairs), len(theirs) - len(pairs))
+
+
+def compare(first: DumpReader, second: DumpReader, pairs: Pairs) -> Iterator[Difference]:
+    """The difference of every pair, in the order in which the first dump captured them."""
+    for record, other in pairs.pairs:
+        yield _difference(record, other, first.load(record), second.load(other))
+
+
+def _key(record: TensorRecord) -> tuple[int, bool, Source]:
+    return record.rank, record.rounded_from is not None, record.source
+
+
+def _difference(record: TensorRecord, other: TensorRecord, a: Tensor, b: Tensor) -> Difference:
+    if a.shape != b.shape:
+        return Difference(record, other, False, math.nan, math.nan, math.nan)
+    if not a.numel() or (a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))):
+        return Difference(record, other, True, 0.0, 0.0, 1.0)
+    x, y = a.double(), b.double()
+    gap, size = float(torch.linalg.vector_norm(y - x)), float(torch.linalg.vector_norm(x))
+    scale = size * float(torch.linalg.vector_norm(y))
+    relative = gap / size if size else (math.inf if gap else 0.0)
+    cosine = float((x * y).sum()) / scale if scale else math.nan
+    return Difference(record, other, False, relative, float((y - x).abs().max()), cosine)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """As bytes: NaN equals itself, and 0 is not −0."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+COLUMNS = ("module", "tensor", "step", "relative L2", "largest", "cosine")
+_WORST = 10
+
+
+def compare_folders(first: Path, second: Path, tolerance: float) -> tuple[bool, str]:
+    """Whether no tensor is farther apart than `tolerance`; and in words, the first that is and the worst ones.
+
+    Raises:
+        ConfigError: the dumps have no tensor in common.
+    """
+    with DumpReader(first) as ours, DumpReader(second) as theirs:
+        pairs = pair(ours, theirs)
+        if not pairs.pairs:
+            raise ConfigError(
+                "the two dumps have no tensor in common",
+                where=f"{first}, {second}",
+                do="dump the same modules and steps of the same model twice",
+            )
+        bar = tqdm(compare(ours, theirs, pairs), total=len(pairs.pairs), desc="compare", leave=False, disable=None)
+        differences = [found for found in bar if found.beyond(tolerance)]
+    head = f"{len(pairs.pairs):,} tensors compared, {len(differences):,} differ"
+    head += f" by more than {tolerance:g}\n" if tolerance else "\n"
+    alone = f"only in {first}: {pairs.only_first:,}; only in {second}: {pairs.only_second:,}\n"
+    head += alone * bool(pairs.only_first or pairs.only_second)
+    return not differences, head + (_describe(differences) if differences else "")
+
+
+def _describe(differences: Sequence[Difference]) -> str:
+    worst = sorted(differences, key=_badness, reverse=True)[:_WORST]
+    return (
+        f"\nfirst divergence, in the order of capture\n{_table(differences[:1])}\n"
+        f"\nlargest relative distances\n{_table(worst)}\n"
+    )
+
+
+def _badness(difference: Difference) -> float:
+    return math.inf if math.isnan(difference.relative_l2) else difference.relative_l2
+
+
+def _table(differences: Sequence[Difference]) -> str:
+    rows = [
+        (
+            found.record.source.module, found.record.source.tensor, str(found.record.source.step),
+            f"{found.relative_l2:.3g}", f"{found.max_abs:.3g}", f"{found.cosine:.9f}",
+        )
+        for found in differences
+    ]  # fmt: skip
+    return tabulate(rows, COLUMNS, disable_numparse=True)

@@ -11,10 +11,9 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
 from instruments.autograd import in_backward
-from instruments.tensor_dump.capture import Capture, Facts, Held
+from instruments.tensor_dump.capture import Capture, Facts, Held, HostRing, Slot, copy_to_slot
 from instruments.tensor_dump.config import BACKWARD, FORWARD, DumpConfig
-from instruments.tensor_dump.host_memory import HostRing, Slot, copy_to_slot
-from instruments.tensor_dump.records import DROPPED, STATISTICS, STORED, Placement, Source, now
+from instruments.tensor_dump.index import DROPPED, STATISTICS, STORED, Placement, Source, now
 from instruments.tensor_dump.statistics import exact_moments, measure
 from instruments.tensor_dump.watched import Part, Watched, keep_tokens
 from instruments.tensor_dump.writer import DumpWriter
@@ -51,7 +50,7 @@ class CallOrder:
         return turn
 
     def repeat(self, watched: Watched, first_input: Tensor) -> Turn | None:
-        """A call that is a repetition: of which one; None where none is left.
+        """The first call that this one repeats; None where none is left.
 
         A piece that is run again begins with the very tensor of the first time, and goes on in its old order: after
         the call repeated last comes the next. Where neither helps, older calls come first.

@@ -23,24 +23,21 @@ import torch
 from torch import Tensor, nn
 
 from instruments.errors import ConfigError
-from instruments.tensor_dump.capture import RankInfo
-from instruments.tensor_dump.config import ATTENTION, EXPERTS, DumpConfig
-from instruments.tensor_dump.environment import read_control
-from instruments.tensor_dump.experts_modules import find_experts, watch_experts
-from instruments.tensor_dump.host_memory import HostRing
-from instruments.tensor_dump.index import IndexFile
-from instruments.tensor_dump.linear_modules import (
+from instruments.tensor_dump.capture import HostRing, RankInfo
+from instruments.tensor_dump.config import ATTENTION, EXPERTS, DumpConfig, read_control
+from instruments.tensor_dump.index import IndexFile, now
+from instruments.tensor_dump.modules import (
     AttentionWatch,
     find_attentions,
+    find_experts,
     find_linears,
     find_mesh_coordinates,
+    watch_experts,
     watch_linear,
 )
-from instruments.tensor_dump.manifest import Manifest, warn_of
 from instruments.tensor_dump.recorder import Recorder, watch_microbatches
-from instruments.tensor_dump.records import now
 from instruments.tensor_dump.watched import Watched, select, unseen_weights, warn_of_label
-from instruments.tensor_dump.writer import DumpWriter, explain_failure
+from instruments.tensor_dump.writer import DumpWriter, Manifest, explain_failure, warn_of
 
 
 class Handle(Protocol):
@@ -203,8 +200,3 @@ class TensorDump:
             explain_failure(writer, self.folder)
         if writer.failure is None:
             self.manifest.write(self.folder, self.identity.rank)
-
-    @property
-    def peak_memory(self) -> int:
-        """Most bytes of the memory for tensors that were in use at once."""
-        return self._ring.most_used if self.enabled else 0

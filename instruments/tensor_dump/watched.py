@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from instruments.errors import ConfigError
 from instruments.tensor_dump.config import TENSORS, DumpConfig
-from instruments.tensor_dump.records import Placement
+from instruments.tensor_dump.index import Placement
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +147,7 @@ class Part:
 
 
 def keep_tokens(tensor: Tensor, part: Part, config: DumpConfig) -> tuple[Tensor, Placement]:
-    """The kept positions of a tensor, and where they lie among all positions that are kept of all parts.
+    """The kept positions of a tensor, and their place among the kept positions of all parts.
 
     Positions are those of the whole sequence, also where a process holds a part of it.
     """

@@ -1,6 +1,10 @@
-"""The thread that measures what was captured and brings it to the disk."""
+"""The thread that measures captures and writes them to the disk; the manifest, expected against captured."""
 
-from collections.abc import Mapping
+import json
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
 from queue import SimpleQueue
@@ -13,14 +17,135 @@ from torch import Tensor
 
 from instruments.durable import whole_file
 from instruments.errors import UserError
-from instruments.tensor_dump.capture import Capture, Facts, Held, RankInfo, Rounded, make_record, make_rounded_record
-from instruments.tensor_dump.config import DumpConfig
-from instruments.tensor_dump.host_memory import HostRing, Slot
-from instruments.tensor_dump.index import IndexFile
-from instruments.tensor_dump.manifest import Findings
-from instruments.tensor_dump.quantise import round_into
-from instruments.tensor_dump.records import TensorRecord, make_name
-from instruments.tensor_dump.statistics import measure, read_moments
+from instruments.safetensors_reader import checksum_of
+from instruments.tensor_dump.capture import (
+    Capture,
+    Facts,
+    Held,
+    HostRing,
+    RankInfo,
+    Rounded,
+    Slot,
+    make_record,
+    make_rounded_record,
+)
+from instruments.tensor_dump.config import BACKWARD, DumpConfig
+from instruments.tensor_dump.index import DROPPED, STATISTICS, IndexFile, TensorRecord, make_name
+from instruments.tensor_dump.statistics import measure, read_moments, round_into
+from instruments.tensor_dump.watched import Watched
+
+
+@dataclass
+class Findings:
+    """Counted by the writer, capture by capture."""
+
+    captured: Counter[tuple[str, str]] = field(default_factory=Counter)  # (module, tensor) → times
+    zero_gradients: list[str] = field(default_factory=list)  # names of records
+    nonfinite: list[str] = field(default_factory=list)
+    status: Counter[str] = field(default_factory=Counter)
+    lost: int = 0  # captured, and then the disk failed
+
+    def add(self, name: str, capture: Capture) -> None:
+        """Count one."""
+        source, statistics = capture.source, capture.held.statistics
+        self.captured[source.module, source.tensor] += 1
+        self.status[capture.held.status] += 1
+        if statistics is None:
+            return
+        if statistics.nonfinite:
+            self.nonfinite.append(name)
+        elif source.direction == BACKWARD and statistics.all_zero:
+            self.zero_gradients.append(name)
+
+    @property
+    def dropped(self) -> int:
+        """Tensors dropped because the memory was full."""
+        return self.status[DROPPED]
+
+    @property
+    def measured_only(self) -> int:
+        """Tensors kept as statistics only."""
+        return self.status[STATISTICS]
+
+
+logger = logging.getLogger(__name__)
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What was to be captured by one process, and what was."""
+
+    steps: int  # that were dumped
+    expected: dict[str, list[str]]  # module → tensors
+    captured: dict[str, dict[str, int]]  # module → tensor → times
+    never_fired: list[str]  # modules that gave nothing
+    missing: dict[str, list[str]]  # module that fired → tensors that it never gave
+    zero_gradients: list[str]  # names of records
+    nonfinite: list[str]
+    dropped: int
+    statistics_only: int
+    lost: int  # to a disk that failed
+    unseen_weights: list[str]  # matrices that no watched kind of module holds
+
+    @classmethod
+    def of(
+        cls, watched: Sequence[Watched], findings: Findings, config: DumpConfig, *, steps: int, unseen: Sequence[str]
+    ) -> "Manifest":
+        """Compare."""
+        expected = {one.name: list(one.expected(config)) for one in watched}
+        captured = {
+            name: {tensor: findings.captured[name, tensor] for tensor in tensors if findings.captured[name, tensor]}
+            for name, tensors in expected.items()
+        }
+        missing = {name: [tensor for tensor in expected[name] if tensor not in captured[name]] for name in expected}
+        return cls(
+            steps=steps,
+            expected=expected,
+            captured=captured,
+            never_fired=[name for name, found in captured.items() if not found] if steps else [],
+            missing={name: tensors for name, tensors in missing.items() if tensors and captured[name]},
+            zero_gradients=findings.zero_gradients,
+            nonfinite=findings.nonfinite,
+            dropped=findings.dropped,
+            statistics_only=findings.measured_only,
+            lost=findings.lost,
+            unseen_weights=list(unseen),
+        )
+
+    def write(self, folder: Path, rank: int) -> None:
+        """As `manifest-<rank>.json`."""
+        path = folder / f"manifest-{rank:05}.json"
+        with whole_file(path) as unfinished:
+            unfinished.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+    def complaints(self, config: DumpConfig) -> list[str]:
+        """In words, what the user should know."""
+        found = {
+            "modules never fired": self.never_fired,
+            "modules gave no": [f"{name}: {', '.join(tensors)}" for name, tensors in self.missing.items()],
+            "gradients are zero everywhere": self.zero_gradients,
+            "tensors hold values that are not finite": self.nonfinite,
+        }
+        said = [] if self.steps else ["no step was dumped: see first_step and every_steps"]
+        said += [f"{len(names)} {what}: {_some(names)}" for what, names in found.items() if names]
+        if self.dropped:
+            said.append(f"{self.dropped} tensors dropped: the memory of {config.memory_mib} MiB was full")
+        if self.statistics_only and config.keep == "tensors":
+            said.append(f"of {self.statistics_only} tensors only statistics were kept: the memory was full")
+        if self.lost:
+            said.append(f"{self.lost} tensors lost to a disk that failed")
+        return said
+
+
+def warn_of(manifest: Manifest, config: DumpConfig, folder: Path) -> None:
+    """Say it in the log."""
+    for complaint in manifest.complaints(config):
+        logger.warning("tensor dump %s: %s", folder, complaint)
+
+
+def _some(names: Sequence[str]) -> str:
+    return "; ".join(names[:_SHOWN]) + (f"; and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
 def shard_name(rank: int, number: int) -> str:
@@ -133,11 +258,14 @@ class DumpWriter:
             return
         held.statistics = measure(held.data)
         held.file, held.key = self._keep(name, held.data), name
+        held.checksum = checksum_of(held.data)
         wanted = self._config.quant_type
         if self._config.fake_quant and wanted not in {None, facts.quant_type} and held.data.is_floating_point():
             rounded, error = round_into(held.data, str(wanted))
             key = f"{name}.{wanted}"
-            held.rounded = Rounded(str(wanted), measure(rounded), error, self._keep(key, rounded), key, rounded.dtype)
+            held.rounded = Rounded(
+                str(wanted), measure(rounded), error, self._keep(key, rounded), key, checksum_of(rounded), rounded.dtype
+            )
 
     def _keep(self, key: str, tensor: Tensor) -> str:
         self._tensors[key] = tensor

@@ -15,17 +15,18 @@ when the optimizer takes its step, after clipping.
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from instruments.errors import ConfigError
-from instruments.tensor_dump.config import DumpConfig
-from instruments.tensor_dump.tensor_dump import TensorDump
 from instruments.training_watch.findings import SEVERE, StepLog, StepReport, WatchConfig, logger
 from instruments.training_watch.verdict import Measurement, find_trainable
+
+if TYPE_CHECKING:
+    from instruments.tensor_dump.tensor_dump import TensorDump
 
 
 class ModelWatch:
@@ -38,7 +39,7 @@ class ModelWatch:
         scaler: GradScaler | None,
         config: WatchConfig,
         log: Path | None,
-        dump: TensorDump | None,
+        dump: "TensorDump | None",
         first_step: int,
     ) -> None:
         """Put the hooks on."""
@@ -161,6 +162,10 @@ def watch_model(
     """
     dumped = None
     if dump is not None:
+        # Watching alone needs torch and nothing else.
+        from instruments.tensor_dump.config import DumpConfig  # noqa: PLC0415
+        from instruments.tensor_dump.tensor_dump import TensorDump  # noqa: PLC0415
+
         dumped = TensorDump(model, Path(dump), DumpConfig(last_steps=dump_steps), environment={})
     watch = ModelWatch(
         model, optimizer, scaler, config or WatchConfig(), None if log is None else Path(log), dumped, first_step

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from instruments.errors import ConfigError, DataError
-from instruments.precision.analyze_tensor import COLUMNS, analyze_tensor, notes_of, rows_of, to_json
 from instruments.precision.calls import Arguments, Call, find_tensors, trace_modules
 from instruments.precision.plot import draw_tensor
+from instruments.precision.tensor_analysis import COLUMNS, analyze_tensor, notes_of, rows_of, to_json
 from stages.artifacts.job import Table
 from stages.diagnose.subject import Request, load_model, load_sample
 

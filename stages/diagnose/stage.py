@@ -4,10 +4,10 @@ import json
 
 import torch
 
-from instruments.precision.auto_diff import auto_diff
-from instruments.precision.low_precision import CAST
+from instruments.precision.findings import COLUMNS, notes_of, rows_of, to_json
+from instruments.precision.model_diff import auto_diff
 from instruments.precision.plot import draw_diff
-from instruments.precision.summary import COLUMNS, notes_of, rows_of, to_json
+from instruments.precision.session import CAST
 from instruments.static_check.check import static_check
 from models.config import ModelConfig
 from stages.artifacts.job import Job, Table

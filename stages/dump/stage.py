@@ -11,12 +11,10 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from instruments.errors import ConfigError
-from instruments.tensor_dump.config import DumpConfig
-from instruments.tensor_dump.environment import ENABLED, FOLDER, QUANT_TYPE
-from instruments.tensor_dump.index import list_dump
-from instruments.tensor_dump.manifest import Manifest
-from instruments.tensor_dump.records import STORED
+from instruments.tensor_dump.config import ENABLED, FOLDER, QUANT_TYPE, DumpConfig
+from instruments.tensor_dump.index import STORED, list_dump
 from instruments.tensor_dump.tensor_dump import TensorDump
+from instruments.tensor_dump.writer import Manifest
 from models.config import ModelConfig
 from models.loading import load_dense, load_tokenizer
 from models.source import resolve_folder

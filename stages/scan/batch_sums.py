@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from instruments.ffn_probe import FFNGradients, neuron_norms
-from instruments.parameter_scan.transfer import to_host
+from instruments.parameter_scan.scan_pass import to_host
 from stages.accumulators.sums import ScanSums, domain_sum
 from stages.artifacts.statistics import DomainStatistics
 from stages.scan.config import ScanConfig

@@ -12,7 +12,7 @@ LIGHT = [
     "pipeline.cli",
     "instruments.mscan.command",
     "instruments.tensor_dump.command",
-    "instruments.static_check.command",
+    "instruments.static_check.check",
     "models.source",
     "instruments.mscan.reader",
     "instruments.safetensors_header",

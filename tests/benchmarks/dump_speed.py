@@ -50,7 +50,7 @@ def _measure_steps(bench: Workbench, repetitions: int, folder: Path) -> list[Row
 
         def leave() -> None:
             if dumps[-1].enabled:
-                peaks.append(dumps[-1].peak_memory / 2**20)
+                peaks.append(dumps[-1]._ring.most_used / 2**20)
             entered.close()
             bench.freeze()
             _remove(dumps.pop().folder)

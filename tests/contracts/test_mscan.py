@@ -1,5 +1,6 @@
 """What a file promises: everything comes back, nothing torn or damaged is read, however its writer ended."""
 
+import json
 import os
 import re
 import signal
@@ -17,7 +18,7 @@ import torch
 from unit.instruments.mscan.recordings import ARRAYS, PARAMETERS, WIDTH, P, record, sequences
 
 from instruments.errors import ContractError
-from instruments.mscan import segment_file
+from instruments.mscan import writer as segment_file
 from instruments.mscan.header import PREAMBLE
 from instruments.mscan.reader import read_mscan
 from instruments.mscan.segments import HEADER
@@ -69,7 +70,7 @@ def path(tmp_path):
 def test_everything_comes_back(path, encoding):
     records = write(path, encoding=encoding, metadata={"data": "text", "tokens": 31})
     scan = read_mscan(path)
-    assert (scan.version, scan.torn, scan.end) == (2, 0, path.stat().st_size)
+    assert (scan.version, scan.torn, scan.end, scan.closed) == (2, 0, path.stat().st_size - HEADER.size, True)
     assert (scan.header.model, scan.header.created) == ("pico", "2026-01-02T03:04:05+00:00")
     assert (scan.header.encoding, scan.header.per_token) == (encoding, False)
     assert scan.header.metadata == {"data": "text", "tokens": 31}
@@ -118,7 +119,7 @@ def test_what_was_not_measured_is_not_a_number(path, encoding):
 def test_a_file_without_sequences(path):
     write(path, [])
     scan = read_mscan(path)
-    assert (scan.sequences, scan.torn) == ([], 0)
+    assert (scan.sequences, scan.torn, scan.closed) == ([], 0, True)
     assert scan.activation().shape == (0, P)
     assert scan.output_blocks(PARAMETERS[1].name).shape == (0, 2)
 
@@ -165,19 +166,82 @@ def test_the_writer_keeps_no_hold_of_the_scanners_buffers(path):
 def test_a_cut_anywhere_in_the_last_segment_is_a_torn_tail(path):
     write(path, encoding="log16")
     whole = path.read_bytes()
-    last = segment_starts(path)[-1]
-    for length in sorted({*range(last, len(whole), 13), *range(last, last + 50), len(whole) - 1}):
+    last, closing = segment_starts(path)[-2:]
+    for length in sorted({*range(last, closing, 13), *range(last, last + 50), closing - 1}):
         path.write_bytes(whole[:length])
         scan = read_mscan(path)
-        assert (len(scan.sequences), scan.end, scan.torn) == (8, last, length - last)
+        assert (len(scan.sequences), scan.end, scan.torn, scan.closed) == (8, last, length - last, False)
         assert scan.activation().shape == (8, P)
+
+
+def test_a_cut_or_damage_in_the_closing_header_is_said(path):
+    write(path)
+    whole = path.read_bytes()
+    for length in range(len(whole) - HEADER.size, len(whole)):
+        path.write_bytes(whole[:length])
+        scan = read_mscan(path)
+        assert (len(scan.sequences), scan.torn, scan.closed) == (11, length - len(whole) + HEADER.size, False)
+    for at in range(len(whole) - HEADER.size, len(whole)):
+        path.write_bytes(whole)
+        edit(path, at, bytes([whole[at] ^ 1]))
+        assert not read_mscan(path).closed
+    path.write_bytes(whole + b"more")
+    assert not read_mscan(path).closed
+
+
+def test_a_closing_header_that_counts_other_sequences(path):
+    write(path)
+    closing = segment_starts(path)[-1]
+    start = struct.pack("<4sHHIIQQI", b"MSEG", 2, 0, 3, 12, 31, 0, 0)
+    edit(path, closing, start + struct.pack("<I", crc32(start)))
+    with pytest.raises(ContractError) as error:
+        read_mscan(path)
+    tokens = sum(sequence.tokens for sequence in sequences(range(11)))
+    assert str(error.value) == (
+        f"scan.mscan is damaged: 11 sequences of {tokens} tokens are there, its closing header says 12 of 31\n"
+        f"  where: {path}, bytes {closing} to {closing + 40}\n  do:    copy the file again, or scan again"
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "detail"),
+    [
+        ([], "it needs exactly model, created, block_width, encoding, per_token, metadata, parameters"),
+        ({"model": 3}, "model is no str"),
+        ({"encoding": "f16"}, "encoding is none of f32, log16"),
+        ({"block_width": 0}, "block_width is not between 1 and 2147483648"),
+        ({"parameters": [["a", "linear", 4]]}, "a parameter is not [name, kind, in_features, out_features]"),
+        ({"parameters": [["a", "conv", 4, 4]]}, "parameter a is conv of 4 to 4 features"),
+        ({"parameters": [["a", "linear", 2**31, 2**31]]}, "its parameters have more than 16777216 blocks"),
+    ],
+)
+def test_a_header_that_no_scanner_writes(path, content, detail):
+    write(path, [])
+    data = path.read_bytes()
+    end = 16 + struct.unpack("<I", data[8:12])[0]
+    text = json.dumps(json.loads(data[16:end]) | content if content else content).encode()
+    start = PREAMBLE.pack(b"MSCAN", 2, 0, len(text), 0)[:-4]
+    path.write_bytes(start + crc32(text, crc32(start)).to_bytes(4, "little") + text)
+    with pytest.raises(ContractError) as error:
+        read_mscan(path)
+    assert str(error.value) == (
+        f"scan.mscan is damaged: the header is none that a scanner writes: {detail}\n"
+        f"  where: {path}\n  do:    copy the file again, or scan again"
+    )
+
+
+def test_a_pipe_is_not_waited_for(path):
+    os.mkfifo(path)
+    with pytest.raises(ContractError, match=r"scan\.mscan is no regular file"):
+        read_mscan(path)
 
 
 def test_an_unsealed_segment_is_a_torn_tail(path):
     """Its payload is whole, its header still zeros."""
     write(path)
-    last = segment_starts(path)[-1]
+    last, closing = segment_starts(path)[-2:]
     edit(path, last, bytes(HEADER.size))
+    os.truncate(path, closing)
     scan = read_mscan(path)
     assert (len(scan.sequences), scan.torn) == (8, path.stat().st_size - last)
 
@@ -187,11 +251,11 @@ def test_appending_cuts_a_torn_tail_off_and_says_so(path):
     sealed = path.read_bytes()
     path.write_bytes(sealed + b"MSEG torn")
     with (
-        pytest.warns(UserWarning, match=re.escape(f"{path}: cut off a torn tail of 9 bytes")),
+        pytest.warns(UserWarning, match=re.escape(f"{path}: cut off a torn tail of 49 bytes")),
         MscanWriter(path, PARAMETERS, model="pico", block_width=WIDTH, encoding="f32", append=True) as writer,
     ):
         writer.add(record([4, 5]))
-    assert path.read_bytes()[: len(sealed)] == sealed
+    assert path.read_bytes()[: len(sealed) - HEADER.size] == sealed[: -HEADER.size]
     scan = read_mscan(path)
     assert [sequence.number for sequence in scan.sequences] == [0, 1, 2, 3, 4, 5]
     assert scan.torn == 0
@@ -472,8 +536,10 @@ def test_the_specification_is_what_is_written(path):
     )
     assert (magic, kind, zero, index, count, tokens) == (b"MSEG", 1, 0, 0, 2, 2 + 3)
     assert checksum == crc32(segment[:36])
-    assert len(segment) == 40 + size
-    assert payload_checksum == crc32(segment[40:])
+    assert payload_checksum == crc32(segment[40 : 40 + size])
+    closing = segment[40 + size :]
+    assert struct.unpack("<4sHHIIQQI", closing[:36]) == (b"MSEG", 2, 0, 1, 2, 2 + 3, 0, 0)
+    assert closing[36:] == crc32(closing[:36]).to_bytes(4, "little")
     (table,) = struct.unpack("<Q", segment[40:48])
     activation = np.frombuffer(segment, "<f4", 2 * P, 48 + table).reshape(2, P)
     assert np.array_equal(activation, record([0, 1]).activation_BP.numpy())

@@ -14,8 +14,7 @@ from unit.instruments.mscan.recordings import INPUTS, OUTPUTS, PARAMETERS, WIDTH
 
 from instruments.mscan import command as mscan
 from instruments.mscan.command import main
-from instruments.mscan.reader import read_mscan
-from instruments.mscan.version1 import RECORD
+from instruments.mscan.reader import RECORD, read_mscan
 from instruments.mscan.writer import MscanWriter
 
 REPOSITORY = Path(__file__).parents[3]
@@ -47,17 +46,22 @@ def test_the_summary(file, run):
     with file.open("ab") as torn:
         torn.write(b"half a segment")
     code, out, err = run(file)
-    assert (code, err) == (0, "")
+    assert code == 1
+    assert err == (
+        f"{file.name} was not closed: its end is missing, or its writer is still at work\n"
+        f"  where: {file}, after 4 sequences; 54 bytes of no use follow\n"
+        "  do:    wait for the writer, copy the file again, or go on scanning into it\n"
+    )
     facts, table = out.split("\n\n")
     assert facts.splitlines() == [
-        f"file        {file} (.mscan version 2, {file.stat().st_size - 14:,} bytes)",
+        f"file        {file} (.mscan version 2, {file.stat().st_size - 54:,} bytes)",
         "model       pico",
         "created     2026-01-02",
         "parameters  4, in blocks 4 wide",
         "sequences   4 of 12 tokens in 2 segments",
         "encoding    log16, 16 bits on each column's own logarithmic scale",
         "data        text",
-        "torn tail   14 bytes that a killed writer had not sealed; not read",
+        "torn tail   54 bytes that a killed writer had not sealed; not read",
     ]
     head, _rule, *rows = (line.split("  ") for line in table.splitlines())
     rows = [[cell.strip() for cell in row if cell.strip()] for row in rows]

@@ -61,3 +61,21 @@ def test_what_is_no_log_is_explained(tmp_path, capsys):
     assert main([str(tmp_path / "nowhere")]) == 1
     assert main([str(tmp_path / "text"), "--plot", str(tmp_path / "no/a.png")]) == 2
     assert "holds neither losses nor gradient norms" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ([], "line 2 is no object"),
+        ({"step": "x"}, "line 2: step 'x' is no number of a step"),
+        ({"step": 1, "loss": [1]}, "line 2: loss [1] is no number"),
+        ({"step": 1, "anomalies": 3}, "line 2: anomalies or warnings are no lists"),
+        ({"step": 1, "anomalies": [{}]}, "line 2: an anomaly without kind, severity and message"),
+        ({"loss": 1.0}, "1 lines say no step"),
+    ],
+)
+def test_a_line_of_another_kind_is_named(tmp_path, capsys, line, words):
+    path = tmp_path / "log.jsonl"
+    path.write_text(json.dumps({"step": 0, "loss": 1.0}) + "\n" + json.dumps(line) + "\n")
+    assert main([str(path), "--plot", str(tmp_path / "a.png")]) == 1
+    assert words in capsys.readouterr().err

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from instruments.errors import ContractError
-from instruments.mscan.reader import read_mscan
-from instruments.mscan.version1 import RECORD
+from instruments.mscan.reader import RECORD, read_mscan
 
 NAMES = {"3": "model.layers.0.self_attn.q_proj.weight", "8": "model.layers.1.mlp.up_proj.weight"}
 SEQUENCES = [{"sequence_id": 0, "num_tokens": 4, "source": "User: Hello"}, {"sequence_id": 1, "num_tokens": 3}]

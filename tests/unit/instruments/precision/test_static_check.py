@@ -1,15 +1,16 @@
 """The static check: every rule on code that breaks it and on code that does not; regions, comments, bad files."""
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 
 from instruments.errors import ConfigError
-from instruments.static_check.check import static_check
-from instruments.static_check.command import main
+from instruments.static_check.check import main, static_check
 from instruments.static_check.operations import autocast_table
 
 HEAD = """
@@ -239,7 +240,7 @@ def test_paths_and_devices_that_are_not_there(tmp_path, check):
 def test_code_without_autocast_needs_no_torch(tmp_path):
     (tmp_path / "train.py").write_text("x = y.half().sum()\n")
     code = (
-        "import sys; from instruments.static_check.command import main\n"
+        "import sys; from instruments.static_check.check import main\n"
         "code = main(sys.argv[1:]); sys.exit(code + 10 * ('torch' in sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
@@ -258,3 +259,42 @@ def test_the_table_is_kept_for_the_next_process(tmp_path, monkeypatch):
     autocast_table.cache_clear()
     assert autocast_table("cpu") == first
     autocast_table.cache_clear()
+
+
+def refused(path):
+    began = time.monotonic()
+    report = static_check(path)
+    assert time.monotonic() - began < 5
+    (finding,) = report.findings
+    assert (finding.code, report.exit_code) == ("LP001", 2)
+    return finding.message
+
+
+def test_devices_and_pipes_are_not_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe.py")
+    assert refused(tmp_path / "pipe.py") == refused("/dev/zero") == "is no regular file"
+
+
+def test_files_too_long_or_too_deep_to_be_checked(tmp_path):
+    file = tmp_path / "long.py"
+    file.write_text("x = 1\n" * 200_000)
+    assert refused(file) == "is longer than 20,000 lines or 4,194,304 bytes, and not checked"
+    file.write_text("x = " + "+".join(["y"] * 2000) + "\n")
+    assert refused(file) == "is nested too deeply to be checked"
+
+
+def test_twice_the_code_takes_twice_the_time(tmp_path):
+    """What is looked up for every statement must not depend on how many there are."""
+    file = tmp_path / "many.py"
+    file.write_text("import torch\n" + "".join(f"x{i} = torch.sum(torch.randn(3).half())\n" for i in range(4000)))
+    began = time.monotonic()
+    assert len(static_check(file).findings) == 4000
+    assert time.monotonic() - began < 5  # where it was quadratic, five minutes
+
+
+def test_functions_that_call_each_other_many_times(tmp_path):
+    file = tmp_path / "calls.py"
+    file.write_text("".join(f"def f{i}(x):\n" + f"    x = f{i + 1}(x)\n" * 40 for i in range(8)))
+    began = time.monotonic()
+    assert static_check(file).findings == ()
+    assert time.monotonic() - began < 5

@@ -3,9 +3,8 @@ import torch
 
 from instruments.errors import ConfigError, NumericsError
 from instruments.parameter_scan.inputs import split_samples
-from instruments.parameter_scan.scan_pass import CallFacts, Layout, ScanPass, Squares
+from instruments.parameter_scan.scan_pass import CallFacts, Layout, Measured, ScanPass, Squares, to_record
 from instruments.parameter_scan.targets import WatchedParameter
-from instruments.parameter_scan.transfer import Measured, to_record
 
 LAYOUT = Layout.of([WatchedParameter("embed", "embedding", 11, 6, 4), WatchedParameter("q", "linear", 6, 12, 4)])
 

@@ -20,11 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from instruments.errors import ConfigError
+from instruments.precision.comparison import find_format
 from instruments.precision.findings import Diff
-from instruments.precision.formats import find_format
-from instruments.precision.low_precision import AUTOCAST, LowPrecision, Perturbation
 from instruments.precision.passes import LowPass, PerturbedPass, ReferencePass, arguments_of, device_of, reference_of
-from instruments.precision.session import Session
+from instruments.precision.session import AUTOCAST, LowPrecision, Perturbation, Session
 
 PRECISIONS = ("bfloat16", "float16")
 # Perturbed runs; one alone may meet the border between two discrete choices by luck, or miss it.

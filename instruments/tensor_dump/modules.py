@@ -1,4 +1,4 @@
-"""Linear layers, attention of transformers, and their weights under tensor parallelism."""
+"""Hooks on Linear layers, on attention through transformers' kernel interface, and on experts of transformers."""
 
 import inspect
 import sys
@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
-from transformers import AttentionInterface
 
-from instruments.tensor_dump.config import ATTENTION, LINEAR
+from instruments.tensor_dump.config import ATTENTION, BACKWARD, EXPERTS, LINEAR
 from instruments.tensor_dump.recorder import Call, Recorder
 from instruments.tensor_dump.watched import Part, Watched, layer_of
 
@@ -31,7 +33,7 @@ def find_mesh_coordinates(roots: Sequence[nn.Module]) -> dict[str, tuple[int, in
 
 
 def take_local(weight: Tensor) -> tuple[Tensor, Part]:
-    """What this process has of a weight, and where that lies in the whole."""
+    """This process's part of a weight, and its place in the whole."""
     if not _is_sharded(weight):
         return weight, Part.whole(weight, None)
     sharded: Any = weight
@@ -127,6 +129,9 @@ class AttentionWatch:
 
     def __init__(self, watched: Watched, recorder: Recorder) -> None:
         """Look at its kernel's arguments from now on."""
+        from transformers import AttentionInterface  # noqa: PLC0415 - models that are not of transformers need none
+
+        self._interface = AttentionInterface
         if not _watchers:
             _original.append(getattr(AttentionInterface, _LOOK_UP))
             setattr(AttentionInterface, _LOOK_UP, _give_watched)
@@ -136,10 +141,10 @@ class AttentionWatch:
     def remove(self) -> None:
         """Leave the interface as it was, once nothing is watched."""
         if _watchers.pop(self._module, None) is not None and not _watchers:
-            setattr(AttentionInterface, _LOOK_UP, _original.pop())
+            setattr(self._interface, _LOOK_UP, _original.pop())
 
 
-def _give_watched(interface: AttentionInterface, name: str, default: Kernel) -> Kernel:
+def _give_watched(interface: object, name: str, default: Kernel) -> Kernel:
     return partial(_run_watched, _original[0](interface, name, default))
 
 
@@ -160,3 +165,92 @@ def _run_watched(
             recorder.take(call, name, tensor, part)
             recorder.take_gradient(call, f"grad_{name}", tensor, part)
     return kernel(module, query, key, value, *args, **kwargs)
+
+
+_GROUPED = {
+    getattr(place, name)
+    for place, name in ((torch.nn.functional, "grouped_mm"), (torch, "_grouped_mm"))
+    if hasattr(place, name)
+}
+
+
+def find_experts(root: nn.Module, prefix: str) -> Iterator[Watched]:
+    """Every fused parameter of modules that transformers gives a choice of experts implementations."""
+    for name, module in root.named_modules(prefix=prefix):
+        if hasattr(type(module), "_apply_gate") and hasattr(module, "is_transposed"):
+            for own in _fused(module):
+                yield Watched(f"{name}.{own}", module, EXPERTS, layer_of(name), parameter=own)
+
+
+def _fused(module: nn.Module) -> list[str]:
+    return [name for name, parameter in module.named_parameters(recurse=False) if parameter.ndim == 3]
+
+
+def watch_experts(watched: Watched, recorder: Recorder) -> list[RemovableHandle]:
+    """Hooks that look at the products of one parameter, from the beginning of its module to its end."""
+    running: list[_Products] = []
+
+    def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        chosen: Tensor = args[1] if len(args) > 1 else kwargs["top_k_index"]
+        running.append(_Products(watched, recorder, chosen))
+        running[-1].__enter__()
+
+    def after(_module: nn.Module, _args: tuple[Any, ...], _output: object) -> None:
+        if running:
+            running.pop().__exit__(None, None, None)
+
+    module = watched.module
+    return [
+        module.register_forward_pre_hook(before, with_kwargs=True),
+        module.register_forward_hook(after, always_call=True),  # recomputation ends in the middle, with an exception
+    ]
+
+
+class _Products(TorchFunctionMode):
+    """Looks at the products of one parameter in one call of its module."""
+
+    def __init__(self, watched: Watched, recorder: Recorder, chosen_TK: Tensor) -> None:
+        super().__init__()
+        self._watched, self._recorder, self._chosen_TK = watched, recorder, chosen_TK
+        self._weight: Tensor = getattr(watched.module, watched.parameter)
+        self._turn = _fused(watched.module).index(watched.parameter)  # among batched products, which copy the weight
+        self._batched = 0
+
+    def __torch_function__(
+        self, func: Callable[..., Any], _types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:  # noqa: ANN401 - any result of the function
+        kwargs = kwargs or {}
+        found = self._find(func, args, kwargs)
+        call = self._recorder.begin_call(self._watched, found["input"]) if found else None
+        if call is None:
+            return func(*args, **kwargs)
+        for name, tensor in found.items():
+            self._recorder.take(call, name, tensor, Part.whole(tensor, None))
+        output = func(*args, **kwargs)
+        if output.requires_grad:
+            output.register_hook(partial(self._take_gradient, call))
+        return output
+
+    def _find(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
+        """What goes into a product of the parameter; nothing where it is something else."""
+        if func is linear and self._holds(args[1]):
+            rows, weight = args[:2]
+            expert = (weight.storage_offset() - self._weight.storage_offset()) // self._weight.stride(0)
+            return {"input": rows, "weight": weight, "expert": torch.full((len(rows),), expert, device=rows.device)}
+        if func in _GROUPED and self._holds(args[1]):
+            rows = torch.arange(len(args[0]), device=args[0].device)
+            expert = torch.bucketize(rows, kwargs["offs"].long(), right=True)
+            return {"input": args[0], "weight": self._weight, "expert": expert}
+        if func is torch.bmm:
+            self._batched += 1
+            if self._batched == self._turn + 1:
+                rows = args[0 if self._watched.module.is_transposed else 1]
+                return {"input": rows.flatten(1), "weight": self._weight, "expert": self._chosen_TK.reshape(-1)}
+        return {}
+
+    def _holds(self, weight: Tensor) -> bool:
+        return weight.untyped_storage().data_ptr() == self._weight.untyped_storage().data_ptr()
+
+    def _take_gradient(self, call: Call, gradient: Tensor) -> None:
+        rows = gradient.flatten(1)
+        self._recorder.take(call, "grad_output", rows, Part.whole(rows, None), BACKWARD)

@@ -13,10 +13,18 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from instruments.errors import ConfigError
-from instruments.precision.comparison import Verdict, measure_distance, worst
-from instruments.precision.formats import FORMATS, AxisRange, NumberFormat, axis_ranges, find_format
+from instruments.precision.comparison import (
+    FORMATS,
+    AxisRange,
+    NumberFormat,
+    Verdict,
+    axis_ranges,
+    find_format,
+    measure_distance,
+    worst,
+)
+from instruments.precision.findings import plain_json
 from instruments.precision.reduction import ReductionLoss, measure_reductions
-from instruments.precision.summary import plain_json
 
 # Shares of the values above 0 in size.
 WARNING_SHARE, SEVERE_SHARE = 0.01, 0.10
@@ -67,7 +75,7 @@ def measure_loss(values: Float[Tensor, "size"], target: NumberFormat) -> FormatL
     )
 
 
-FIRST_OCTAVE, _LAST_OCTAVE = -150, 129  # of the histogram; what lies outside stands in the first or last one
+FIRST_OCTAVE, _LAST_OCTAVE = -150, 129  # of the histogram; values outside count in the first or last one
 
 
 @dataclass(frozen=True)
@@ -93,10 +101,10 @@ class TensorAnalysis:
     def advice(self) -> list[str]:
         """What to compute otherwise, and why."""
         sums = [loss.advice for loss in self.reductions if loss.advice]
-        return sums + [_swamped(axis, loss) for loss in self.losses for axis in self.ranges if _swallows(axis, loss)]
+        return sums + [_swamped(axis, loss) for loss in self.losses for axis in self.ranges if _is_swamped(axis, loss)]
 
 
-def _swallows(axis: AxisRange, loss: FormatLoss) -> bool:
+def _is_swamped(axis: AxisRange, loss: FormatLoss) -> bool:
     return axis.ratio > 2 / FORMATS[loss.format].epsilon
 
 

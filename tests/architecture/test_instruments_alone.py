@@ -1,0 +1,57 @@
+"""Instruments import under a name of their own, in any training loop's folder, and load no more than they need."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+# Line that imports a public entry; libraries that it must not load.
+ENTRIES = {
+    "watch_model": ("from instruments.precision import watch_model", ("transformers", "numba", "matplotlib")),
+    "auto_diff": ("from instruments.precision import auto_diff", ("transformers", "matplotlib")),
+    "analyze_tensor": ("from instruments.precision import analyze_tensor", ("transformers", "matplotlib")),
+    "static_check": ("from instruments.precision import static_check", ("torch", "transformers")),
+    "TensorDump": ("from instruments.tensor_dump.tensor_dump import TensorDump", ("transformers", "matplotlib")),
+    "DumpReader": ("from instruments.tensor_dump.reader import DumpReader", ("transformers", "matplotlib")),
+    "ParameterTensorScanner": (
+        "from instruments.parameter_scan.scanner import ParameterTensorScanner",
+        ("transformers", "matplotlib"),
+    ),
+    "MscanWriter": ("from instruments.mscan.writer import MscanWriter", ("transformers", "matplotlib")),
+    "read_mscan": ("from instruments.mscan.reader import read_mscan", ("torch", "transformers", "matplotlib")),
+}
+
+
+@pytest.fixture(scope="module")
+def foreign_project(tmp_path_factory):
+    """Somebody's project with our package installed: modules of the names that ours has, too."""
+    root = tmp_path_factory.mktemp("foreign")
+    project, installed = root / "project", root / "site-packages"
+    for folder in (project / "models", project / "stages", installed):
+        folder.mkdir(parents=True)
+    foreign = "raise ImportError('a module of the foreign project')\n"
+    for name in ("models.py", "utils.py", "pipeline.py", "models/__init__.py", "stages/__init__.py"):
+        (project / name).write_text(foreign)
+    for package in ("instruments", "models", "stages", "pipeline"):
+        (installed / package).symlink_to(REPOSITORY / package)
+    return project, installed
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_entry_imports_in_a_foreign_project(foreign_project, name):
+    project, installed = foreign_project
+    line, unwanted = ENTRIES[name]
+    (project / f"train_{name}.py").write_text(
+        f"import sys\n{line}\n"
+        f"assert callable({name})\n"
+        "ours = {name for name in sys.modules if name.split('.')[0] in {'models', 'stages', 'pipeline', 'utils'}}\n"
+        "assert not ours, ours\n"
+        f"heavy = {set(unwanted)} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    command = [sys.executable, f"train_{name}.py"]  # whose folder stands first in sys.path
+    environment = {"PYTHONPATH": str(installed), "PATH": ""}
+    done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,94 @@
+"""Damaged and hostile variants of files, from fixed seeds; and what a reader may do with them."""
+
+import copy
+import time
+from collections import Counter
+
+from instruments.errors import UserError
+
+SECONDS = 5
+HOSTILE = (
+    None, True, False, 0, -1, 1, 2**31, 2**63, 10**30, 0.5, 1e308, float("nan"), float("inf"), float("-inf"), "", "x",
+    ".", "..", "../x", "/tmp/x", "a/b", "a\0b", "\ud800", "\x1b[2J", "-1", "1e9", "a" * 300, [], [[]], [None], [0, 0],
+    [-1], [2**62], {}, {"a": 1}, {"file": "../x"},
+)  # fmt: skip
+
+
+def mutate_bytes(random, data):
+    """One to three of: bits flipped, bytes overwritten, cut off, taken out, doubled or put in."""
+    data = bytearray(data)
+    for _ in range(random.randint(1, 3)):
+        at = random.randrange(max(len(data), 1))
+        length = random.choice([1, 1, 2, 8, 40, random.randrange(max(len(data), 1)) + 1])
+        kind = random.randrange(6)
+        if kind == 0 and data:
+            data[at] ^= 1 << random.randrange(8)
+        elif kind == 1:
+            data[at : at + length] = random.randbytes(min(length, len(data) - at))
+        elif kind == 2:
+            del data[at:]
+        elif kind == 3:
+            del data[at : at + length]
+        elif kind == 4:
+            data[at:at] = data[at : at + length]
+        else:
+            data[at:at] = random.choice([b"\0", b"\xff" * 8, b"\n", b"{", b"MSEG", random.randbytes(16)])
+    return bytes(data)
+
+
+def mutate_json(random, value):
+    """A copy with one to three places replaced, taken out, doubled or joined by a foreign one."""
+    value = copy.deepcopy(value)
+    for _ in range(random.randint(1, 3)):
+        places = list(_places(value))
+        if not places or random.random() < 0.02:
+            return copy.deepcopy(random.choice(HOSTILE))
+        parent, key = random.choice(places)
+        kind = random.randrange(8)
+        if kind < 5:
+            parent[key] = copy.deepcopy(random.choice(HOSTILE))
+        elif kind == 5:
+            del parent[key]
+        elif isinstance(parent, list):
+            parent.insert(key, copy.deepcopy(parent[key]))
+        else:
+            parent[f"{key}_"] = copy.deepcopy(parent[key])
+    return value
+
+
+def _places(value):
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in items:
+        yield value, key
+        yield from _places(part)
+
+
+class Trials:
+    """Counts what a reader did with each mutant: `failures` holds everything but a result or an error for the user."""
+
+    def __init__(self):
+        self.tried, self.refused, self.failures = 0, 0, Counter()
+
+    def run(self, read):
+        """Call; what it returns, or None where it refused or failed."""
+        self.tried += 1
+        began = time.monotonic()
+        found = None
+        try:
+            found = read()
+        except UserError:
+            self.refused += 1
+        except Exception as error:  # noqa: BLE001 - every other exception is a finding
+            frame = error.__traceback__
+            while frame.tb_next is not None:
+                frame = frame.tb_next
+            place = f"{frame.tb_frame.f_code.co_filename.rpartition('/')[2]}:{frame.tb_lineno}"
+            self.failures[f"{type(error).__name__} at {place}"] += 1
+        if time.monotonic() - began > SECONDS:
+            self.failures["slow"] += 1
+        return found
+
+    def __repr__(self):
+        return (
+            f"{self.tried} tried, {self.refused} refused, {sum(self.failures.values())} failed: {dict(self.failures)}"
+        )

@@ -1,0 +1,133 @@
+"""Mutated .mscan files: read in full as they were written, refused with a message, or said to be incomplete."""
+
+import json
+import struct
+from random import Random
+from zlib import crc32
+
+import numpy as np
+import pytest
+from fuzz.mutants import Trials, mutate_bytes, mutate_json
+from unit.instruments.mscan.recordings import PARAMETERS, WIDTH, record
+
+from instruments.mscan.command import summarise, summarise_version1
+from instruments.mscan.header import PREAMBLE
+from instruments.mscan.reader import RECORD, MscanVersion1, read_mscan
+from instruments.mscan.segments import HEADER
+from instruments.mscan.writer import MscanWriter
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # arithmetic on values that no scan gives
+COUNTS = [pytest.param(150, id="quick"), pytest.param(3_000, id="long", marks=pytest.mark.slow)]
+
+
+def write(path, encoding, per_token=False):
+    with MscanWriter(
+        path, PARAMETERS, model="pico", block_width=WIDTH, encoding=encoding, segment_sequences=2, per_token=per_token
+    ) as writer:
+        writer.add(record(range(5), per_token=per_token))
+    return path.read_bytes()
+
+
+def look_at_everything(path):
+    """What the command shows and every array; gives (sequences, activations), and whether the file is whole."""
+    scan = read_mscan(path)
+    if isinstance(scan, MscanVersion1):
+        summarise_version1(scan)
+        return None
+    summarise(scan)
+    for name in scan.parameters.names:
+        scan.input_blocks(name)
+        scan.output_blocks(name)
+    if scan.header.per_token and scan.sequences:
+        scan.tokens(scan.sequences[0].number)
+    list(scan.blocks_of_rows(2))
+    return (scan.sequences, scan.activation()), getattr(scan, "closed", True)
+
+
+def with_header(data, content):
+    """The file with another header, whose checksum matches."""
+    length = PREAMBLE.unpack_from(data)[3]
+    text = json.dumps(content).encode()
+    text += b" " * (-(PREAMBLE.size + len(text)) % 8)
+    start = PREAMBLE.pack(b"MSCAN", 2, 0, len(text), 0)[:-4]
+    return start + crc32(text, crc32(start)).to_bytes(4, "little") + text + data[PREAMBLE.size + length :]
+
+
+def with_segment(data, at, fields=None, table=None):
+    """The file with another header or sequence table of the segment at this byte, whose checksums match."""
+    _magic, kind, zero, index, sequences, tokens, length, _checksum, _own = HEADER.unpack_from(data, at)
+    payload = data[at + HEADER.size : at + HEADER.size + length]
+    if table is not None:
+        (old,) = struct.unpack_from("<Q", payload)
+        text = json.dumps(table).encode()
+        text += b" " * (-len(text) % 8)
+        payload = struct.pack("<Q", len(text)) + text + payload[8 + old :]
+    values = [kind, zero, index, sequences, tokens, len(payload)]
+    for place, value in fields or ():
+        values[place] = value
+    start = HEADER.pack(b"MSEG", *values, crc32(payload), 0)[:-4]
+    return data[:at] + start + crc32(start).to_bytes(4, "little") + payload + data[at + HEADER.size + length :]
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("encoding", ["f32", "log16"])
+def test_damaged_bytes(tmp_path, encoding, count):
+    random, trials, path = Random(1), Trials(), tmp_path / "scan.mscan"
+    data = write(path, encoding)
+    (sequences, activation), whole = look_at_everything(path)
+    assert whole
+    for _ in range(count):
+        mutant = mutate_bytes(random, data)
+        path.write_bytes(mutant)
+        found = trials.run(lambda: look_at_everything(path))
+        if found is not None and found[1] and mutant != data:  # said to be whole: then it must be
+            same = found[0][0] == sequences and np.array_equal(found[0][1], activation)
+            trials.failures["lost without a word"] += not same
+    assert not +trials.failures, trials
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("per_token", [False, True])
+def test_foreign_json_under_matching_checksums(tmp_path, per_token, count):
+    random, trials, path = Random(2), Trials(), tmp_path / "scan.mscan"
+    data = write(path, "log16", per_token)
+    length = PREAMBLE.unpack_from(data)[3]
+    header = json.loads(data[PREAMBLE.size : PREAMBLE.size + length])
+    at = data.index(b"MSEG")
+    (size,) = struct.unpack_from("<Q", data, at + HEADER.size)
+    table = json.loads(data[at + HEADER.size + 8 : at + HEADER.size + 8 + size])
+    for _ in range(count):
+        kind = random.randrange(3)
+        if kind == 0:
+            mutant = with_header(data, mutate_json(random, header))
+        elif kind == 1:
+            mutant = with_segment(data, at, table=mutate_json(random, table))
+        else:
+            places = random.sample([0, 2, 3, 4, 5], random.randint(1, 2))
+            values = [0, 1, 2, 3, 7, 255, 2**16 - 1]
+            mutant = with_segment(data, at, fields=[(place, random.choice(values)) for place in places])
+        path.write_bytes(mutant)
+        trials.run(lambda: look_at_everything(path))
+    assert not +trials.failures, trials
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_version_1(tmp_path, count):
+    random, trials, path = Random(3), Trials(), tmp_path / "old.mscan"
+    content = {
+        "model_name": "pico",
+        "timestamp": "2025",
+        "id_to_param_name_map": {"0": "a.weight", "1": "b.weight"},
+        "sequences": [{"sequence_id": 0, "num_tokens": 5, "source": "made"}, {"sequence_id": 1, "num_tokens": 4}],
+    }
+    records = np.zeros(9, RECORD).tobytes()
+
+    def pack(content):
+        text = json.dumps(content).encode()
+        return struct.pack("<5sHII", b"MSCAN", 1, 15 + len(text), 9) + text + records
+
+    for _ in range(count):
+        mutant = mutate_bytes(random, pack(content)) if random.random() < 0.5 else pack(mutate_json(random, content))
+        path.write_bytes(mutant)
+        trials.run(lambda: look_at_everything(path))
+    assert not +trials.failures, trials

@@ -1,0 +1,136 @@
+"""Dumps from elsewhere: what a row, a manifest or a shard says is checked before it is used."""
+
+import json
+import os
+
+import pytest
+from unit.instruments.tensor_dump.small_model import run
+
+from instruments.errors import ContractError
+from instruments.tensor_dump.command import main
+from instruments.tensor_dump.config import DumpConfig
+from instruments.tensor_dump.index import list_dump
+from instruments.tensor_dump.reader import DumpReader
+
+COPY = "copy the whole dump again, or dump again"
+
+
+@pytest.fixture
+def dump(tmp_path):
+    run(tmp_path / "dump", steps=1)
+    return tmp_path / "dump"
+
+
+def edit_row(dump, **fields):
+    """Other fields in the index's second line, the first tensor."""
+    path = dump / "index-00000.jsonl"
+    header, row, *rest = path.read_text().splitlines()
+    path.write_text("\n".join([header, json.dumps(json.loads(row) | fields), *rest]) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("field", ["name", "file"])
+@pytest.mark.parametrize("value", ["/tmp/x", "../x", "a/b", "..", "", "a\0b", "x" * 241, "..\\x"])
+def test_a_name_that_leads_elsewhere_is_refused(dump, field, value, tmp_path, capsys):
+    path = edit_row(dump, **{field: value})
+    assert main(["export", str(dump), str(tmp_path / "out")]) == 1
+    assert capsys.readouterr().err == (
+        f"index-00000.jsonl is damaged: line 2: {field} {value!r} is no name of a file in the dump's folder\n"
+        f"  where: {path}\n  do:    {COPY}\n"
+    )
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["dump"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "detail"),
+    [
+        ({"shape": [-1]}, "shape [-1] is none of a tensor"),
+        ({"shape": [2**40, 2**40]}, f"shape [{2**40}, {2**40}] is none of a tensor"),
+        ({"shape": 3}, "TensorRecord: 3 is no list of the right length"),
+        ({"shape": [1]}, "the placement of shape [1] has other axes"),
+        ({"status": "kept"}, "status 'kept' is none of stored, statistics, dropped"),
+        ({"checksum": None}, "a stored tensor needs file, key and checksum"),
+        ({"counter": 1.5}, "TensorRecord: 1.5 is no int"),
+        ({"label": "\ud800"}, "TensorRecord: 'utf-8' codec can't encode character '\\ud800' in position 0: "
+                              "surrogates not allowed"),
+    ],
+)  # fmt: skip
+def test_a_field_of_another_kind_is_named(dump, fields, detail):
+    path = edit_row(dump, **fields)
+    with pytest.raises(ContractError) as error:
+        list_dump(dump)
+    assert str(error.value) == (f"index-00000.jsonl is damaged: line 2: {detail}\n  where: {path}\n  do:    {COPY}")
+
+
+def test_every_byte_of_a_tensor_is_under_its_checksum(dump):
+    (shard,) = dump.glob("*.safetensors")
+    data = shard.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    for at in range(start, len(data), 7):
+        shard.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        damaged = []
+        with DumpReader(dump) as reader:
+            for record in reader.select(status="stored"):
+                try:
+                    reader.load(record)
+                except ContractError as error:
+                    assert "its bytes do not match the checksum" in str(error)  # noqa: PT017 - one of many tensors
+                    damaged.append(record.key)
+        assert len(set(damaged)) == 1
+
+
+def test_a_row_may_not_borrow_another_tensor(dump):
+    with DumpReader(dump) as reader:
+        first, second = reader.select(tensor="weight")
+    rows = [json.loads(line) for line in (dump / "index-00000.jsonl").read_text().splitlines()]
+    place = next(number for number, row in enumerate(rows) if row.get("name") == first.name)
+    rows[place]["key"] = second.key
+    (dump / "index-00000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with DumpReader(dump) as reader, pytest.raises(ContractError):
+        reader.load(reader.select(name=first.name)[0])
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"dropped": "x"}'])
+def test_a_damaged_manifest(dump, content, capsys):
+    (dump / "manifest-00000.json").write_text(content)
+    assert main(["show", str(dump)]) == 1
+    assert "manifest-00000.json is damaged" in capsys.readouterr().err
+
+
+def test_pipes_are_not_waited_for(dump, capsys):
+    for name in ("index-00000.jsonl", "tensors-00000-00000.safetensors"):
+        data = (dump / name).read_bytes()
+        (dump / name).unlink()
+        os.mkfifo(dump / name)
+        with pytest.raises(ContractError), DumpReader(dump) as reader:
+            reader.load(reader.select(status="stored")[0])
+        (dump / name).unlink()
+        (dump / name).write_bytes(data)
+
+
+def test_names_do_not_steer_the_terminal(dump, capsys):
+    path = dump / "index-00000.jsonl"
+    path.write_text(path.read_text().replace('"layers.0"', '"\\u001b[2Jlayers.0"'))
+    assert main(["show", str(dump)]) == 0
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown
+    assert "\\x1b[2Jlayers" in shown
+
+
+def test_the_manifest_is_whole_or_not_there(dump):
+    assert not list(dump.glob("*.partial"))
+    assert json.loads((dump / "manifest-00000.json").read_text())["steps"] == 1
+
+
+@pytest.mark.parametrize("placement", [{"offset": [1, 0]}, {"global_shape": [2**30, 2**30]}, {"pieces": [7, 2]}])
+def test_a_part_that_does_not_fit_is_not_joined(dump, placement):
+    rows = (dump / "index-00000.jsonl").read_text().splitlines()
+    edit_row(dump, placement=json.loads(rows[1])["placement"] | placement)
+    with DumpReader(dump) as reader, pytest.raises(ContractError):
+        reader.join(reader.records[0])
+
+
+def test_a_tensor_without_values_is_joined(tmp_path):
+    run(tmp_path / "dump", DumpConfig(tensors=["input"], first_token=100), steps=1)
+    with DumpReader(tmp_path / "dump") as reader:
+        assert reader.join(reader.records[0]).numel() == 0
