@@ -9,8 +9,7 @@ from instruments.command_line import exit_code
 from instruments.errors import ConfigError, UserError
 from pipeline.disk import explain_os_error
 from pipeline.layout import REPOSITORY
-from pipeline.report.page import FILE, write_page
-from pipeline.report.run_source import find_latest, find_source
+from pipeline.report.run_record import find_latest
 
 OUTPUTS = REPOSITORY / "outputs"
 
@@ -23,6 +22,8 @@ def main(words: Sequence[str] | None = None) -> int:
     wanted = _parser().parse_args(words)
 
     def work() -> None:
+        from pipeline.report.page import FILE, find_source, write_page  # noqa: PLC0415 - loads matplotlib
+
         folder = find_run(wanted.run)
         out = wanted.out or folder / FILE
         _check(folder, out)

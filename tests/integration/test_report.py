@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from pipeline.report.__main__ import main
 from pipeline.report.run_record import read_run_record
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-LIGHT, DARK = (0xFC, 0xFC, 0xFB), (0x15, 0x17, 0x1B)  # --paper of pipeline/report/page.css
+LIGHT, DARK = (0xFC, 0xFC, 0xFB), (0x15, 0x17, 0x1B)  # --paper of pipeline/report/charts.py
 
 
 @pytest.fixture(scope="module")
@@ -52,14 +51,6 @@ def test_the_record_says_what_report_md_says(run):
     for stage in record.stages:
         assert f"{stage.seconds:.1f} s, peak memory {stage.peak_bytes / 2**20:,.1f} MiB, " in report
         assert stage.fingerprint[:16] in report
-
-
-def test_the_page_of_an_old_run_can_still_be_made(run, tmp_path, capsys):
-    """Before there was a stages.json; beside the report.md of another run that has nothing to say."""
-    old = shutil.copytree(run, tmp_path / "old", symlinks=True, ignore=shutil.ignore_patterns("stages.json", "*.html"))
-    assert main([str(old)]) == 0
-    assert "kept</td>" not in (old / "report.html").read_text()
-    assert capsys.readouterr().out == f"{old / 'report.html'}\n"
 
 
 @pytest.mark.slow
