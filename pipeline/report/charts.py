@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from io import StringIO
 from textwrap import shorten, wrap
+from typing import Any
 
 import numpy as np
 from markupsafe import Markup
@@ -36,15 +37,14 @@ COLOURS = {  # name in the style sheet → on light and on dark paper
     "ridge": ("#bcd2ea", "#29415a"),
 }  # fmt: skip
 INK = {name: light for name, (light, _dark) in COLOURS.items()}
-STYLE = {
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none", "svg.hashsalt": "tiny-onn", "font.size": 12, "text.parse_math": False,
     "axes.titlesize": 12, "axes.titlelocation": "left", "axes.titlecolor": INK["muted"], "text.color": INK["ink"],
     "axes.labelcolor": INK["muted"], "xtick.color": INK["muted"], "ytick.color": INK["muted"],
     "axes.edgecolor": INK["axis"], "axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False,
     "axes.grid": True, "axes.axisbelow": True, "grid.color": INK["rule"], "legend.frameon": False,
     "figure.facecolor": "none", "axes.facecolor": "none", "xtick.major.size": 0, "ytick.major.size": 0,
-    "xtick.major.pad": 8,
-    "axes.grid.axis": "y", "axes.xmargin": 0.03, "lines.linewidth": 2.5,
+    "xtick.major.pad": 8, "axes.grid.axis": "y", "axes.xmargin": 0.03, "lines.linewidth": 2.5,
 }  # fmt: skip
 LOAD_BOUNDS = (0.25, 0.5, 0.75, 0.9, 1.1, 4 / 3, 2.0, 4.0)  # a load of 1 is an even share
 LOADS = ("none", "below ¼", "from ¼", "from ½", "from ¾", "from 0.9", "from 1.1", "from 1⅓", "from 2", "4 and more")
@@ -240,6 +240,7 @@ def _hint_at(axes: Axes, points: Sequence[tuple[float, float, str]]) -> None:
 def _svg(axes: Axes, title: str) -> Markup:
     """The figure as an element to put into a page; `title` is read out where it cannot be seen."""
     figure = axes.get_figure(root=True)
+    assert figure is not None
     out = StringIO()
     figure.savefig(out, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     width, height = figure.get_size_inches() * 72

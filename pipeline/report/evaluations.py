@@ -165,29 +165,21 @@ class Point:
         return Point(self.x, self.mean / by, self.low / by, self.high / by, self.count)
 
 
-@dataclass(frozen=True)
-class Group:
-    """Evaluations that differ in nothing but the seed."""
-
-    members: Sequence[Evaluation]
-
-    @property
-    def first(self) -> Evaluation:
-        """The member whose shape, width and settings all the others have."""
-        return self.members[0]
-
-    @property
-    def seeds(self) -> list[int]:
-        """Their seeds, ascending."""
-        return sorted({member.seed for member in self.members})
-
-    def point(self, name: str) -> Point | None:
-        """The gap of a model over the seeds; None where it was not measured."""
-        gaps = [gap for member in self.members if (gap := member.gap(name)) is not None]
-        return Point(self.first.share, sum(gaps) / len(gaps), min(gaps), max(gaps), len(gaps)) if gaps else None
+Group = Sequence[Evaluation]  # that differ in nothing but the seed
 
 
-def group_by_seed(evaluations: Iterable[Evaluation]) -> list[Group]:
+def point_of(group: Group, name: str) -> Point | None:
+    """The gap of a model over the seeds; None where it was not measured."""
+    gaps = [gap for member in group if (gap := member.gap(name)) is not None]
+    return Point(group[0].share, sum(gaps) / len(gaps), min(gaps), max(gaps), len(gaps)) if gaps else None
+
+
+def seeds_of(group: Group) -> list[int]:
+    """The seeds, ascending."""
+    return sorted({member.seed for member in group})
+
+
+def group_by_seed(evaluations: Iterable[Evaluation]) -> list[list[Evaluation]]:
     """Groups, from the widest carve to the narrowest; of several evaluations with the same seed the first counts."""
     groups: list[list[Evaluation]] = []
     for found in evaluations:
@@ -197,13 +189,13 @@ def group_by_seed(evaluations: Iterable[Evaluation]) -> list[Group]:
             groups.append([found])
         elif found.seed not in {member.seed for member in group}:
             group.append(found)
-    return sorted((Group(group) for group in groups), key=lambda group: -group.first.share)
+    return sorted(groups, key=lambda group: -group[0].share)
 
 
 def same_method(group: Group, wanted: Evaluation) -> bool:
     """Whether the group is that carve at some width: the same settings, topology, number and size of experts."""
-    mine, theirs = ((shape.experts, shape.n, shape.topology) for shape in (group.first.shape, wanted.shape))
-    return mine == theirs and group.first.settings == wanted.settings
+    mine, theirs = ((shape.experts, shape.n, shape.topology) for shape in (group[0].shape, wanted.shape))
+    return mine == theirs and group[0].settings == wanted.settings
 
 
 def curves_of(groups: Sequence[Group], names: Sequence[str], reference: str = "") -> dict[str, list[Point]]:
@@ -214,7 +206,7 @@ def curves_of(groups: Sequence[Group], names: Sequence[str], reference: str = ""
     curves: dict[str, list[Point]] = {}
     for name in names:
         for group in groups:
-            point, base = group.point(name), group.point(reference)
+            point, base = point_of(group, name), point_of(group, reference)
             if point is None or name == "dense" or (reference and (base is None or base.mean <= TINY)):
                 continue
             curves.setdefault(name, []).append(point / base.mean if base else point)

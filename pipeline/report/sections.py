@@ -19,7 +19,9 @@ from pipeline.report.evaluations import (
     curves_of,
     find_comparable,
     group_by_seed,
+    point_of,
     same_method,
+    seeds_of,
 )
 from pipeline.report.run_record import SHORT, RunRecord, read_all_records
 from pipeline.report.words import duration, method_of, nats, percent, plain, size
@@ -50,7 +52,7 @@ def widths(evaluation: Evaluation) -> Section:
     mine = [group for group in groups if same_method(group, evaluation)]
     others = [group for group in groups if group not in mine]
     names = list(evaluation.models)
-    strays = [point for group in others if (point := group.point("carved"))]
+    strays = [point for group in others if (point := point_of(group, "carved"))]
     curves = {method_of(name, names): points for name, points in curves_of(mine, names).items()}
     parts = {
         method_of(name, names): points
@@ -63,12 +65,10 @@ def widths(evaluation: Evaluation) -> Section:
         "curves": _fitting(
             lambda width: draw_curves(gap_title, "loss gap, nats per token", curves, width, strays=strays, dense=True)
         ),
-        "parts": _fitting(lambda width: draw_curves(part_title, "gap ÷ gap of the static mask", parts, width))
-        if parts
-        else [],
+        "parts": parts and _fitting(lambda width: draw_curves(part_title, "gap ÷ gap of the mask", parts, width)),
         "most": MOST,
         "widths": len(mine),
-        "seeds": max(len(group.seeds) for group in mine),
+        "seeds": max(len(seeds_of(group)) for group in mine),
         "numbers": _numbers_of_widths(mine, names),
         "strong": names.index("carved"),
         "others": len(others),
@@ -78,23 +78,23 @@ def widths(evaluation: Evaluation) -> Section:
 
 def _numbers_of_widths(groups: Sequence[Group], names: Sequence[str]) -> Table:
     rows = [[method_of(name, names).name, *(_gap(group, name) for group in groups)] for name in names]
-    rows.append(["seeds", *(", ".join(map(str, group.seeds)) for group in groups)])
-    return Table("", ["model", *(f"{percent(group.first.share)} active" for group in groups)], rows)
+    rows.append(["seeds", *(", ".join(map(str, seeds_of(group))) for group in groups)])
+    return Table("", ["model", *(f"{percent(group[0].share)} active" for group in groups)], rows)
 
 
 def _gap(group: Group, name: str) -> str:
-    point = group.point(name)
+    point = point_of(group, name)
     return nats(point.mean) if point else "–"
 
 
 def _other_carves(groups: Sequence[Group], wanted: Evaluation) -> Table:
     rows = []
     for group in groups[:MOST_OTHERS]:
-        shape = group.first.shape
+        shape, seeds = group[0].shape, ", ".join(map(str, seeds_of(group)))
         rows.append([
-            _difference(group.first.settings, wanted.settings), percent(group.first.share),
-            f"{shape.top_k} of {shape.experts} × {shape.n}", plain(shape.always_on), ", ".join(map(str, group.seeds)),
-            _gap(group, "carved"), _gap(group, "static_mask_aligned"),
+            _difference(group[0].settings, wanted.settings), percent(group[0].share),
+            f"{shape.top_k} of {shape.experts} × {shape.n}", plain(shape.always_on), seeds, _gap(group, "carved"),
+            _gap(group, "static_mask_aligned"),
         ])  # fmt: skip
     left = len(groups) - len(rows)
     columns = ["other settings", "active", "experts", "always on", "seeds", "this MoE", "static mask, aligned"]

@@ -6,7 +6,15 @@ import pytest
 from unit.pipeline.report_outputs import GAPS, Outputs
 
 from instruments.errors import ContractError
-from pipeline.report.evaluations import Point, curves_of, find_comparable, group_by_seed, read_evaluation, same_method
+from pipeline.report.evaluations import (
+    Point,
+    curves_of,
+    find_comparable,
+    group_by_seed,
+    read_evaluation,
+    same_method,
+    seeds_of,
+)
 from pipeline.report.words import shape_words
 
 
@@ -66,7 +74,7 @@ def test_seeds_become_one_point_and_widths_a_curve(outputs):
     outputs.carve(router="random", gaps=gaps(0.3))
     groups = group_by_seed([wanted, *find_comparable(wanted)])
     mine = [group for group in groups if same_method(group, wanted)]
-    assert [(group.members[0].share, group.seeds) for group in mine] == [(0.7, [0]), (0.5, [0, 1])]
+    assert [(group[0].share, seeds_of(group)) for group in mine] == [(0.7, [0]), (0.5, [0, 1])]
     curves = curves_of(mine, list(wanted.models))
     assert list(curves) == ["carved", "static_mask", "static_mask_aligned", "oracle_aligned"]
     wide, narrow = curves["carved"]
