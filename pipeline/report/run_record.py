@@ -44,10 +44,6 @@ class RunRecord:
         new.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
         new.replace(path)
 
-    def find(self, stage: str) -> StageRun | None:
-        """The run of a stage; None where this run did not need it."""
-        return next((run for run in self.stages if run.stage == stage), None)
-
 
 def read_run_record(folder: Path) -> RunRecord:
     """Read what `write` wrote. Raises ContractError: missing or damaged."""

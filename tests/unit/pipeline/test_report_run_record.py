@@ -14,12 +14,6 @@ def test_what_is_written_is_read(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["stages.json"]
 
 
-def test_the_run_of_a_stage_is_found():
-    run = StageRun("scan", "ab")
-    assert RunRecord([], {}, [run]).find("scan") is run
-    assert RunRecord([], {}, [run]).find("score") is None
-
-
 @pytest.mark.parametrize("content", [None, "no JSON", "[]", '{"stages": [{"stge": 1}]}'])
 def test_a_folder_of_no_run_is_refused(tmp_path, content):
     if content is not None:
