@@ -59,15 +59,16 @@ def draw_bars(title: str, gaps: Sequence[tuple[Method, float]], width: int) -> M
     axes = _axes(width, 30 * len(gaps) + 8, left=room + 10, right=10, top=4, bottom=4)
     names = ["\n".join(wrap(method.name, int(room / LETTER) + 1, max_lines=2, placeholder="…")) for method, _ in gaps]
     colours = [to_rgba(INK[method.ink], 0.4 if method.before else 1.0) for method, _gap in gaps]
-    bars = axes.barh(range(len(gaps)), [gap for _method, gap in gaps], height=0.55, color=colours)
+    lengths = [gap if np.isfinite(gap) else np.nan for _method, gap in gaps]
+    bars = axes.barh(range(len(gaps)), lengths, height=0.55, color=colours)
     axes.bar_label(bars, [nats(gap) for _method, gap in gaps], padding=5)
     axes.axvline(0, color=INK["axis"], linewidth=1)
     axes.set_yticks(range(len(gaps)), names, color=INK["ink"])
-    axes.margins(x=80 / (width - room - 90), y=0.02)
+    axes.margins(x=80 / (width - room - 90))
     axes.use_sticky_edges = False
-    if all(gap >= 0 for _method, gap in gaps):
+    if not any(length < 0 for length in lengths):
         axes.set_xlim(left=0)
-    axes.invert_yaxis()
+    axes.set_ylim(len(gaps) - 0.6, -0.4)
     axes.grid(visible=False)
     axes.xaxis.set_visible(False)
     axes.spines["bottom"].set_visible(False)

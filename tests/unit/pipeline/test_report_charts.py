@@ -83,6 +83,13 @@ def test_bars_carry_names_and_values(width):
     assert {"−0.1000", "+0.4000", OURS.name, MASK.name} == set(words(tree))
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_model_without_a_finite_loss_is_drawn_without_a_bar(value):
+    tree = read(draw_bars("title <1>", [(OURS, 0.1), (MASK, value)], WIDE), WIDE)
+    assert {OURS.name, MASK.name, "+0.1000"} <= set(words(tree))
+    read(draw_curves("title <1>", "gap", {OURS: CURVES[OURS], MASK: [Point(0.5, value, value, value)]}, WIDE), WIDE)
+
+
 @pytest.mark.parametrize("layers", [1, 4, 61])
 def test_every_layer_has_its_point(layers):
     points = [(layer, 0.1, f"layer {layer}: here") for layer in range(layers)]
