@@ -60,12 +60,15 @@ def widths(evaluation: Evaluation) -> Section:
         if max(point.mean for point in points) <= MOST
     }
     gap_title = "Loss gap against the share of active FFN neurons, one curve per method"
-    part_title = "Loss gap as a part of the static mask's, one curve per method"
+    part_name, part_title = (
+        "gap ÷ gap of the static mask",
+        "Loss gap as a part of the static mask's, one curve per method",
+    )
     return {
         "curves": _fitting(
             lambda width: draw_curves(gap_title, "loss gap, nats per token", curves, width, strays=strays, dense=True)
         ),
-        "parts": parts and _fitting(lambda width: draw_curves(part_title, "gap ÷ gap of the mask", parts, width)),
+        "parts": parts and _fitting(lambda width: draw_curves(part_title, part_name, parts, width)),
         "most": MOST,
         "widths": len(mine),
         "seeds": max(len(seeds_of(group)) for group in mine),
