@@ -9,8 +9,7 @@ from instruments.command_line import exit_code
 from instruments.errors import ConfigError, UserError
 from pipeline.disk import explain_os_error
 from pipeline.layout import REPOSITORY
-from pipeline.report.page import FILE, write_page
-from pipeline.report.run_source import find_latest, find_source
+from pipeline.report.run_record import find_latest
 
 OUTPUTS = REPOSITORY / "outputs"
 
@@ -20,46 +19,39 @@ def main(words: Sequence[str] | None = None) -> int:
 
     0 done, 1 something cannot be read or written, 2 the command line is wrong, 130 interrupted.
     """
-    wanted = _parser().parse_args(words)
-
-    def work() -> None:
-        folder = find_run(wanted.run)
-        out = wanted.out or folder / FILE
-        _check(folder, out)
-        try:
-            write_page(find_source(folder), out)
-        except OSError as error:
-            raise explain_os_error(error, where=str(out), folder=out.parent) or UserError(str(error)) from error
-        sys.stdout.write(f"{out}\n")
-
-    return exit_code(work)
-
-
-def find_run(run: Path) -> Path:
-    """The folder that is meant by `latest`, or the one that is named. Raises ConfigError."""
-    if str(run) != "latest" or run.is_dir():
-        return run
-    folder = find_latest(OUTPUTS)
-    if folder is None:
-        raise ConfigError(f"no run is on record under {OUTPUTS}", where="command line", do="python -m pipeline")
-    return folder
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m pipeline.report", description="Write the report of a run.")
     parser.add_argument("run", type=Path, metavar="RUN_FOLDER|latest", help="a folder under outputs/runs, or latest")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where to; report.html in the run's folder")
-    return parser
+    wanted = parser.parse_args(words)
+    return exit_code(lambda: _write(wanted.run, wanted.out))
 
 
-def _check(folder: Path, out: Path) -> None:
-    """Before anything is read. Raises ConfigError."""
+def _write(run: Path, out: Path | None) -> None:
+    """Write the page. Raises UserError: what the command line names cannot be read or written."""
+    folder = _find_run(run)
+    out = out or folder / "report.html"
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}", where="command line", do="ls outputs/runs, or latest")
     if not out.parent.is_dir():
         raise ConfigError(f"there is no folder {out.parent}", where="--out", do=f"mkdir -p {out.parent}")
     if out.is_dir():
         raise ConfigError(f"{out} is a folder", where="--out", do="name a file")
+    from pipeline.report.page import find_source, write_page  # noqa: PLC0415 - loads matplotlib, which errors do without
+
+    try:
+        write_page(find_source(folder), out)
+    except OSError as error:
+        raise explain_os_error(error, where=str(out), folder=out.parent) or UserError(str(error)) from error
+    sys.stdout.write(f"{out}\n")
+
+
+def _find_run(run: Path) -> Path:
+    if str(run) != "latest" or run.is_dir():
+        return run
+    folder = find_latest(OUTPUTS)
+    if folder is None:
+        raise ConfigError(f"no run is on record under {OUTPUTS}", where="command line", do="python -m pipeline")
+    return folder
 
 
 if __name__ == "__main__":

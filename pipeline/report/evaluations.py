@@ -1,7 +1,7 @@
-"""Published evaluations, and which of them can be held against each other."""
+"""Published results, the chain each was made from, and which evaluations can be compared."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -9,12 +9,59 @@ from typing import Any
 
 from instruments.errors import ContractError
 from models.config import MoEShape
-from pipeline.report.chain import REMEDY, Published, read_chain, read_published, settings_of_carve
+from pipeline.artifacts import Manifest, is_complete
+from pipeline.report.run_record import SHORT
+from pipeline.stages_table import STAGES
+
+TINY = 1e-6  # nats; a smaller gap is no denominator
+REMEDY = "run the stage again, with fresh=true"
+# Settings that change no figure of an evaluation (pictures, speed), or that are compared separately.
+IRRELEVANT = ("cluster.map", "evaluate.", "store.", "seed", "shape.", "data.")
+# The source's place and name: its content is compared instead.
+IRRELEVANT_OF_MODEL = tuple(f"model.{key}" for key in ("label", "path", "name", "revision", "experts", "n", "kind"))
+
+
+@dataclass(frozen=True)
+class Published:
+    """One published folder with its manifest."""
+
+    folder: Path
+    manifest: Manifest
+
+    @property
+    def stage(self) -> str:
+        """The stage that made it."""
+        return str(self.manifest.recipe["stage"])
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """Node → settings, as they entered the fingerprint."""
+        settings: Mapping[str, Any] = self.manifest.recipe["settings"]
+        return settings
+
+
+def read_published(folder: Path) -> Published:
+    """A published folder. Raises ContractError."""
+    return Published(folder, Manifest.read(folder, remedy=REMEDY))
+
+
+def read_chain(last: Published) -> dict[str, Published]:
+    """Stage → published result, for `last` and all its ancestors that still exist, in the order of the chain."""
+    found: dict[str, Published] = {}
+    waiting = [last]
+    while waiting:
+        current = waiting.pop()
+        found[current.stage] = current
+        for name, fingerprint in current.manifest.recipe["parents"].items():
+            folder = current.folder.parents[1] / name / fingerprint[:SHORT]
+            if name not in found and is_complete(folder):
+                waiting.append(read_published(folder))
+    return {name: found[name] for name in STAGES if name in found}
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One published evaluation: `evaluation.json` and where it came from."""
+    """One published evaluation: `evaluation.json`, and the results it was made from."""
 
     published: Published
     shape: MoEShape
@@ -35,21 +82,23 @@ class Evaluation:
 
     @cached_property
     def chain(self) -> Mapping[str, Published]:
-        """All results it was made from, itself the last."""
+        """All results it was made from; it is the last."""
         return read_chain(self.published)
 
     @cached_property
     def settings(self) -> Mapping[str, object]:
-        """What decided the carve beside source, shape, seed and held-out text."""
-        return settings_of_carve(self.chain)
-
-    def gap(self, name: str) -> float | None:
-        """Loss above the dense model's, nats per token; None where that model was not measured."""
-        return float(self.models[name]["gap"]) if name in self.models else None
+        """The settings that decided the carve, without source, shape, seed and held-out text: dotted name → value."""
+        flat: dict[str, object] = {}
+        for name, published in self.chain.items():
+            flat |= _flatten(published.settings)
+            flat[f"{name} version"] = published.manifest.recipe["version"]
+        kept = {key: value for key, value in flat.items() if not key.startswith(IRRELEVANT + IRRELEVANT_OF_MODEL)}
+        kept.pop("evaluate version", None)
+        return kept | {key: flat[key] for key in ("data.tokens",) if key in flat}
 
     @property
     def text(self) -> tuple[object, ...]:
-        """What has to be equal for losses to be comparable: the source model, and the held-out tokens."""
+        """The source model and the held-out tokens: losses are comparable only where these are equal."""
         recipe = self.published.manifest.recipe
         elsewhere = {"tokens", "path", "heldout_path"}  # calibration only, or compared by content
         data = {key: value for key, value in recipe["settings"]["data"].items() if key not in elsewhere}
@@ -59,6 +108,17 @@ class Evaluation:
         if "heldout_files" in texts:
             texts["files"] = []
         return source, texts, data, self.heldout_tokens
+
+    def gap(self, name: str) -> float | None:
+        """Loss above the dense model's, nats per token; None where that model was not measured."""
+        return float(self.models[name]["gap"]) if name in self.models else None
+
+
+def _flatten(node: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for key, value in node.items():
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
 
 
 def read_evaluation(folder: Path) -> Evaluation:
@@ -76,13 +136,9 @@ def read_evaluation(folder: Path) -> Evaluation:
 
 
 def find_comparable(wanted: Evaluation) -> list[Evaluation]:
-    """Every published evaluation of the same source on the same held-out text, `wanted` among them, newest first.
-
-    What cannot be read is left out: an old or damaged result says nothing about this one.
-    """
-    artifacts = wanted.published.folder.parents[2]
+    """Every readable evaluation of the same source on the same held-out text, `wanted` included, newest first."""
+    manifests = wanted.published.folder.parents[2].glob("*/evaluate/*/manifest.json")
     found = []
-    manifests = artifacts.glob("*/evaluate/*/manifest.json")
     for manifest in sorted(manifests, key=lambda path: (-path.stat().st_mtime_ns, path)):
         try:
             evaluation = read_evaluation(manifest.parent)
@@ -92,3 +148,66 @@ def find_comparable(wanted: Evaluation) -> list[Evaluation]:
         if comparable:
             found.append(evaluation)
     return found
+
+
+@dataclass(frozen=True)
+class Point:
+    """A gap at one active width: the mean over `count` seeds, the lowest and the highest."""
+
+    x: float
+    mean: float
+    low: float
+    high: float
+    count: int = 1
+
+    def __truediv__(self, by: float) -> "Point":
+        """The point as parts of another gap."""
+        return Point(self.x, self.mean / by, self.low / by, self.high / by, self.count)
+
+
+Group = Sequence[Evaluation]  # that differ in nothing but the seed
+
+
+def point_of(group: Group, name: str) -> Point | None:
+    """The gap of a model over the seeds; None where it was not measured."""
+    gaps = [gap for member in group if (gap := member.gap(name)) is not None]
+    return Point(group[0].share, sum(gaps) / len(gaps), min(gaps), max(gaps), len(gaps)) if gaps else None
+
+
+def seeds_of(group: Group) -> list[int]:
+    """The seeds, ascending."""
+    return sorted({member.seed for member in group})
+
+
+def group_by_seed(evaluations: Iterable[Evaluation]) -> list[list[Evaluation]]:
+    """Groups, from the widest carve to the narrowest; of several evaluations with the same seed the first counts."""
+    groups: list[list[Evaluation]] = []
+    for found in evaluations:
+        same = (group for group in groups if (group[0].shape, group[0].settings) == (found.shape, found.settings))
+        group = next(same, None)
+        if group is None:
+            groups.append([found])
+        elif found.seed not in {member.seed for member in group}:
+            group.append(found)
+    return sorted(groups, key=lambda group: -group[0].share)
+
+
+def same_method(group: Group, wanted: Evaluation) -> bool:
+    """Whether the group is that carve at some width: the same settings, topology, number and size of experts."""
+    mine, theirs = ((shape.experts, shape.n, shape.topology) for shape in (group[0].shape, wanted.shape))
+    return mine == theirs and group[0].settings == wanted.settings
+
+
+def curves_of(groups: Sequence[Group], names: Sequence[str], reference: str = "") -> dict[str, list[Point]]:
+    """Model → its gap at every width, widest first, without the dense model.
+
+    With a `reference`, as parts of that model's gap at the same width, where it has one.
+    """
+    curves: dict[str, list[Point]] = {}
+    for name in names:
+        for group in groups:
+            point, base = point_of(group, name), point_of(group, reference)
+            if point is None or name == "dense" or (reference and (base is None or base.mean <= TINY)):
+                continue
+            curves.setdefault(name, []).append(point / base.mean if base else point)
+    return curves

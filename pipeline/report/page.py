@@ -1,27 +1,25 @@
-"""The whole page: one file without scripts that asks nothing of any network."""
+"""The page of a run: one file without scripts that asks nothing of any network."""
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.report.chain import Published, read_chain, read_published
-from pipeline.report.costs import costs_of
-from pipeline.report.evaluations import Evaluation, find_comparable, read_evaluation
-from pipeline.report.found import found_section
-from pipeline.report.layers import layer_section, neuron_section
-from pipeline.report.quality import quality_section, width_section
-from pipeline.report.run_record import RunRecord
-from pipeline.report.sections import paragraph
-from pipeline.report.settings import cost_section, making_section, shape_words
-from pipeline.report.training import training_section
-from pipeline.report.verdict import key_figures, verdict
-from stages.plots.markup import Markup, element, join
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
-STYLE = Path(__file__).with_name("page.css")
+from instruments.errors import ConfigError, ContractError
+from pipeline.artifacts import is_complete
+from pipeline.command import command_line
+from pipeline.layout import artifact_folder
+from pipeline.report import sections
+from pipeline.report.charts import COLOURS
+from pipeline.report.evaluations import read_chain, read_evaluation, read_published
+from pipeline.report.run_record import RunRecord, StageRun, read_run_record
+from pipeline.report.words import key_figures, plain, shape_words, verdict, without_secrets
+
 FILE = "report.html"
-# A browser told this fetches nothing and runs nothing, whatever the page says.
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
 @dataclass(frozen=True)
@@ -50,70 +48,73 @@ def write_page(source: Source, out: Path) -> Path:
 
 
 def draw_page(source: Source) -> str:
-    """The page. Raises ContractError: the last stage's result cannot be read."""
+    """The page; text from anywhere is escaped. Raises ContractError: the last stage's result cannot be read."""
     last = read_published(source.last)
     chain = read_chain(last)
     evaluation = read_evaluation(source.last) if last.stage == "evaluate" else None
-    title = f"{source.label} → {heading(last, evaluation)}"
-    head = element(
-        "head",
-        element("meta", charset="utf-8"),
-        element("meta", http_equiv="Content-Security-Policy", content=POLICY),
-        element("meta", name_="viewport", content="width=device-width, initial-scale=1"),
-        element("title", title),
-        element("style", Markup(STYLE.read_text(encoding="utf-8"))),
-    )
-    header = draw_header(source.label, heading(last, evaluation), evaluation)
-    body = element("body", header, draw_main(source, last, chain, evaluation), draw_footer())
-    return f"<!DOCTYPE html>\n{element('html', head, body, lang='en')}\n"
-
-
-def heading(last: Published, evaluation: Evaluation | None) -> str:
-    """What the source became; where nothing was evaluated, how far the run went."""
-    return shape_words(evaluation.shape) if evaluation else last.stage
-
-
-def draw_header(label: str, title: str, evaluation: Evaluation | None) -> Markup:
-    """What was carved into what, and what came of it where that was measured."""
-    head = [draw_theme_choice(), paragraph(label, "source"), element("h1", title)]
-    if evaluation is None:
-        words = "This run evaluated nothing: the page says what its stages found, not what a carve loses."
-        return element("header", *head, paragraph(words, "verdict"))
-    tiles = [
-        element("div", element("dt", meaning), element("dd", figure)) for figure, meaning in key_figures(evaluation)
-    ]
-    return element("header", *head, paragraph(verdict(evaluation), "verdict"), element("dl", *tiles, class_="tiles"))
-
-
-def draw_theme_choice() -> Markup:
-    """Light, dark or as the system has it, by the style sheet alone."""
-    choices = [
-        element(
-            "label", element("input", type="radio", name_="theme", id=f"theme-{theme}", checked=theme == "auto"), theme
-        )
-        for theme in ("auto", "light", "dark")
-    ]
-    return element("fieldset", element("legend", "colours"), *choices, class_="theme")
-
-
-def draw_main(source: Source, last: Published, chain: Mapping[str, Published], evaluation: Evaluation | None) -> Markup:
-    """The sections for which there is something to show."""
-    if evaluation is None:
-        opening = [found_section(last)]
-    else:
-        opening = [quality_section(evaluation), width_section(evaluation, find_comparable(evaluation))]
-    return element(
-        "main",
-        *opening,
-        training_section(chain.get("train")),
-        layer_section(evaluation) if evaluation else "",
-        neuron_section(chain),
-        cost_section(costs_of(chain, source.run, source.output_dir)),
-        making_section(chain, source.run, source.config),
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True,
+    )  # fmt: skip
+    environment.filters["plain"] = plain
+    return environment.get_template("page.html.j2").render(
+        colours=COLOURS,
+        label=source.label,
+        heading=shape_words(evaluation.shape) if evaluation else last.stage,
+        verdict=verdict(evaluation) if evaluation else None,
+        tiles=key_figures(evaluation) if evaluation else [],
+        found=None if evaluation else sections.found(last),
+        quality=sections.quality(evaluation) if evaluation else None,
+        widths=sections.widths(evaluation) if evaluation else None,
+        training=sections.training(chain.get("train")),
+        layers=sections.layers(evaluation) if evaluation else None,
+        neurons=sections.neurons(chain),
+        cost=sections.cost(sections.costs_of(chain, source.run, source.output_dir)),
+        command=without_secrets(command_line(list(source.run.overrides))),
+        reports={name: sections.filled(done.manifest.table) for name, done in chain.items() if name != "evaluate"},
+        config=without_secrets(source.config),
+        fingerprints={name: done.manifest.fingerprint for name, done in chain.items()},
+        versions=source.run.versions,
+        made=time.strftime("%Y-%m-%d %H:%M", time.localtime()),
     )
 
 
-def draw_footer() -> Markup:
-    """When the page was made."""
-    made = time.strftime("%Y-%m-%d %H:%M", time.localtime())
-    return element("footer", paragraph(f"Tiny-ONN; page made {made}."), join(""))
+def find_source(folder: Path) -> Source:
+    """What the page of a run needs.
+
+    Raises:
+        ConfigError: no stage of the run was finished.
+        ContractError: its record cannot be read, or the result of its last stage is gone.
+    """
+    folder = folder.resolve()
+    run = read_run_record(folder)
+    label, output_dir, config = _read_config(folder / "config.yaml")
+    if not run.stages:
+        command = without_secrets(command_line(list(run.overrides)))
+        raise ConfigError("no stage of this run was finished", where=str(folder), do=command)
+    output_dir, last = _find_result(folder, output_dir, label, run.stages[-1])
+    return Source(label, run, config, last, output_dir)
+
+
+def _read_config(path: Path) -> tuple[str, Path, str]:
+    """Label of the model, output folder, and the settings as text."""
+    try:
+        config = OmegaConf.load(path)
+        return str(config.model.label), Path(str(config.output_dir)), path.read_text(encoding="utf-8")
+    except (OSError, YAMLError, OmegaConfBaseException, AttributeError) as error:
+        raise ContractError(
+            f"cannot read the settings of the run: {error}", where=str(path), do="name a folder under outputs/runs"
+        ) from error
+
+
+def _find_result(folder: Path, output_dir: Path, label: str, stage: StageRun) -> tuple[Path, Path]:
+    """Output folder and published folder: where the settings say, or around the run's folder if that was moved."""
+    for place in (output_dir, *folder.parents):
+        found = artifact_folder(place, label, stage.stage, stage.fingerprint)
+        if is_complete(found):
+            return place, found
+    raise ContractError(
+        f"the result {stage.fingerprint[:16]} of this run's {stage.stage} was removed",
+        where=str(artifact_folder(output_dir, label, stage.stage, stage.fingerprint)),
+        do="run the command at the head of its report.md again",
+    )

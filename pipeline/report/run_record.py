@@ -2,8 +2,7 @@
 
 import json
 import platform
-import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,8 +12,6 @@ from instruments.errors import ContractError
 FILE = "stages.json"
 SHORT = 16  # letters of a fingerprint in the name of its folder
 PACKAGES = ("torch", "transformers", "safetensors", "numpy", "scikit-learn", "umap-learn", "hydra-core")
-# A stage in the report.md of a run from before there was a stages.json.
-HEADLINE = re.compile(r"^## (\w+)\n\n(?:kept|([\d.,]+) s, peak memory ([\d.,]+) MiB), .*/(\w+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -29,7 +26,7 @@ class StageRun:
 
 @dataclass
 class RunRecord:
-    """The command, what it ran with, and its stages in the order they were done with."""
+    """The command, the installed versions, and the stages in the order in which they finished."""
 
     overrides: Sequence[str]
     versions: dict[str, str]
@@ -37,30 +34,20 @@ class RunRecord:
 
     @classmethod
     def start(cls, overrides: Sequence[str]) -> "RunRecord":
-        """A run of which no stage is done."""
+        """A run that has finished no stage."""
         return cls(list(overrides), installed_versions())
 
     def write(self, folder: Path) -> None:
-        """Write `stages.json`; whoever reads meanwhile finds the old one or the new one whole."""
+        """Write `stages.json`; a concurrent reader sees the old file or the new one, never a part."""
         path = folder / FILE
         new = path.with_suffix(".new")
         new.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
         new.replace(path)
 
-    def find(self, stage: str) -> StageRun | None:
-        """The run of a stage; None where this run had no need of it."""
-        return next((run for run in self.stages if run.stage == stage), None)
-
 
 def read_run_record(folder: Path) -> RunRecord:
-    """What a run's folder says of it; of an old run, what its report.md says.
-
-    Raises:
-        ContractError: neither can be read.
-    """
+    """Read what `write` wrote. Raises ContractError: missing or damaged."""
     try:
-        if not (folder / FILE).exists():
-            return _read_markdown((folder / "report.md").read_text(encoding="utf-8"))
         values = json.loads((folder / FILE).read_text(encoding="utf-8"))
         return RunRecord(**{**values, "stages": [StageRun(**run) for run in values["stages"]]})
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -69,18 +56,25 @@ def read_run_record(folder: Path) -> RunRecord:
         ) from error
 
 
-def _read_markdown(report: str) -> RunRecord:
-    command = re.search(r"^    python -m pipeline ?(.*)$", report, re.MULTILINE)
-    stages = [
-        StageRun(stage, fingerprint, _number(seconds), int(mib * 2**20) if (mib := _number(peak)) else None)
-        for stage, seconds, peak, fingerprint in HEADLINE.findall(report)
-        if len(fingerprint) == SHORT
-    ]
-    return RunRecord(command[1].split() if command else [], {}, stages)
+def read_all_records(output_dir: Path) -> Iterator[RunRecord]:
+    """Every readable record, the newest run first."""
+    for folder in sorted((path.parent for path in _records(output_dir)), key=lambda path: path.name, reverse=True):
+        try:
+            yield read_run_record(folder)
+        except ContractError:
+            continue
 
 
-def _number(words: str) -> float | None:
-    return float(words.replace(",", "")) if words else None
+def find_latest(output_dir: Path) -> Path | None:
+    """The folder of the run that finished a stage last; None where no run has."""
+    for path in sorted(_records(output_dir), key=lambda path: path.stat().st_mtime_ns, reverse=True):
+        if read_run_record(path.parent).stages:
+            return path.parent
+    return None
+
+
+def _records(output_dir: Path) -> list[Path]:
+    return [path for pattern in ("runs", "sweeps/*") for path in output_dir.glob(f"{pattern}/*/{FILE}")]
 
 
 def installed_versions() -> dict[str, str]:

@@ -1,26 +1,277 @@
-"""The parts of the page that every section is made of."""
+"""What the sections of the page show: tables and charts, named as page.html.j2 reads them."""
 
-from stages.plots.markup import Markup, element
+import json
+from base64 import b64encode
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain as joined
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+from safetensors import SafetensorError, safe_open
+
+from pipeline.report.charts import NARROW, WIDE, draw_bars, draw_curves, draw_lines, draw_loads, draw_ridges
+from pipeline.report.evaluations import (
+    Evaluation,
+    Group,
+    Published,
+    curves_of,
+    find_comparable,
+    group_by_seed,
+    point_of,
+    same_method,
+    seeds_of,
+)
+from pipeline.report.run_record import SHORT, RunRecord, read_all_records
+from pipeline.report.words import duration, method_of, nats, percent, plain, size
+from stages.artifacts.job import Table
+from stages.artifacts.tensor_file import unpack_tag
+
+Section = dict[str, Any]
+MASK, MOST = "static_mask", 1.6  # the reference of the second chart of widths, and where its axis ends
+MOST_OTHERS = MOST_FILES = 40
+LARGEST_PICTURE = 8 << 20  # bytes; a larger one would make the page unwieldy
 
 
-def section(name: str, title: str, *content: str) -> Markup:
-    """A section with its heading; empty where there is nothing to show."""
-    if not any(content):
-        return Markup()
-    return element("section", element("h2", title), *content, id=name)
+def quality(evaluation: Evaluation) -> Section:
+    """The table of evaluate, and its gaps as bars."""
+    names, table = list(evaluation.models), evaluation.published.manifest.table
+    gaps = [(method_of(name, names), evaluation.gap(name) or 0.0) for name in names if name != "dense"]
+    gaps.sort(key=lambda bar: bar[1])
+    return {
+        "table": filled(table),
+        "strong": names.index("carved") if len(names) == len(table.rows) else None,
+        "bars": _fitting(lambda width: draw_bars("Loss gap of every model measured", gaps, width)),
+    }
 
 
-def figure(title: str, drawing: Markup, caption: str = "", *, kind: str | None = None) -> Markup:
-    """A drawing with its title above and what has to be known to read it below."""
-    words = element("figcaption", caption) if caption else ""
-    return element("figure", element("h3", title), drawing, words, class_=kind)
+def widths(evaluation: Evaluation) -> Section:
+    """Curves over the active width of this carve, and other carves of the same source for comparison."""
+    groups = group_by_seed([evaluation, *find_comparable(evaluation)])
+    mine = [group for group in groups if same_method(group, evaluation)]
+    others = [group for group in groups if group not in mine]
+    names = list(evaluation.models)
+    strays = [point for group in others if (point := point_of(group, "carved"))]
+    curves = {method_of(name, names): points for name, points in curves_of(mine, names).items()}
+    parts = {
+        method_of(name, names): points
+        for name, points in (curves_of(mine, names, MASK) if len(mine) > 1 else {}).items()
+        if max(point.mean for point in points) <= MOST
+    }
+    gap_title = "Loss gap against the share of active FFN neurons, one curve per method"
+    part_name, part_title = (
+        "gap ÷ gap of the static mask",
+        "Loss gap as a part of the static mask's, one curve per method",
+    )
+    return {
+        "curves": _fitting(
+            lambda width: draw_curves(gap_title, "loss gap, nats per token", curves, width, strays=strays, dense=True)
+        ),
+        "parts": parts and _fitting(lambda width: draw_curves(part_title, part_name, parts, width)),
+        "most": MOST,
+        "widths": len(mine),
+        "seeds": max(len(seeds_of(group)) for group in mine),
+        "numbers": _numbers_of_widths(mine, names),
+        "strong": names.index("carved"),
+        "others": len(others),
+        "other_carves": _other_carves(others, evaluation),
+    }
 
 
-def folded(title: str, *content: str) -> Markup:
-    """What only some readers want, behind a line to click."""
-    return element("details", element("summary", title), *content)
+def _numbers_of_widths(groups: Sequence[Group], names: Sequence[str]) -> Table:
+    rows = [[method_of(name, names).name, *(_gap(group, name) for group in groups)] for name in names]
+    rows.append(["seeds", *(", ".join(map(str, seeds_of(group))) for group in groups)])
+    return Table("", ["model", *(f"{percent(group[0].share)} active" for group in groups)], rows)
 
 
-def paragraph(words: str, kind: str | None = None) -> Markup:
-    """A paragraph."""
-    return element("p", words, class_=kind)
+def _gap(group: Group, name: str) -> str:
+    point = point_of(group, name)
+    return nats(point.mean) if point else "–"
+
+
+def _other_carves(groups: Sequence[Group], wanted: Evaluation) -> Table:
+    rows = []
+    for group in groups[:MOST_OTHERS]:
+        shape, seeds = group[0].shape, ", ".join(map(str, seeds_of(group)))
+        rows.append([
+            _difference(group[0].settings, wanted.settings), percent(group[0].share),
+            f"{shape.top_k} of {shape.experts} × {shape.n}", plain(shape.always_on), seeds, _gap(group, "carved"),
+            _gap(group, "static_mask_aligned"),
+        ])  # fmt: skip
+    left = len(groups) - len(rows)
+    columns = ["other settings", "active", "experts", "always on", "seeds", "this MoE", "static mask, aligned"]
+    return Table("", columns, rows, [f"{left} more are not listed."] if left else [])
+
+
+def _difference(settings: Mapping[str, object], wanted: Mapping[str, object]) -> str:
+    """The settings that differ from those of this run."""
+    keys = [key for key in sorted({*settings, *wanted}) if settings.get(key) != wanted.get(key)]
+    words = [f"{key}={plain(settings.get(key))}" for key in keys]
+    if len(words) > 6:
+        words = [*words[:6], f"and {len(words) - 6} more"]
+    return ", ".join(words) or "none"
+
+
+def training(published: Published | None) -> Section | None:
+    """The gap over the dense model and the experts' load by tokens seen; None where there is no readable record."""
+    try:
+        text = (published.folder / "metrics.jsonl").read_text(encoding="utf-8") if published else ""
+        lines = [json.loads(line) for line in text.splitlines()]
+    except (OSError, ValueError):
+        return None
+    if not lines or published is None:
+        return None
+    dense = float(lines[0]["dense_heldout_loss"])
+    gap = {"this MoE": _over_tokens(lines, "heldout_loss", dense)}
+    load = {
+        "mean of layers": _over_tokens(lines, "load_max_over_mean_average"),
+        "worst layer": _over_tokens(lines, "load_max_over_mean"),
+    }
+    keys = ["tokens", "loss", "heldout_loss", "load_max_over_mean", "dead_experts", "router_entropy", "gradient_norm"]
+    rows = [[str(line["step"]), line["phase"], *(line.get(key) for key in keys)] for line in lines]
+    return {
+        "gap": [draw_lines("Loss gap on held-out text", "nats over dense", gap, x_name="tokens seen")],
+        "load": [draw_lines("Expert load", "largest over mean", load, x_name="tokens seen")],
+        "table": filled(published.manifest.table),
+        "numbers": Table("", ["step", "phase", *(key.replace("_", " ") for key in keys)], rows),
+    }
+
+
+def _over_tokens(lines: Sequence[Mapping[str, Any]], name: str, base: float = 0.0) -> list[tuple[float, float, str]]:
+    """Tokens seen, value above `base` and both in words, for every step whose record has both."""
+    tokens = {0: 0.0} | {line["step"]: float(line["tokens"]) for line in lines if "tokens" in line}
+    points = [
+        (tokens[line["step"]], float(line[name]) - base) for line in lines if name in line and line["step"] in tokens
+    ]
+    return [(x, y, f"{x:,.0f} tokens: {y:.4f}") for x, y in points]
+
+
+def layers(evaluation: Evaluation) -> Section | None:
+    """How closely each carved FFN follows the dense one, and how its router works."""
+    found, shape = evaluation.layers, evaluation.shape
+    if not found:
+        return None
+    chance = shape.top_k / shape.experts
+    oracle = "error oracle" if shape.pooled else "output oracle"
+    errors = [(index, layer["error"], f"layer {index}: {layer['error']:.4f}") for index, layer in enumerate(found)]
+    agreement = [
+        (index, layer["agreement"], f"layer {index}: {percent(layer['agreement'])}")
+        for index, layer in enumerate(found)
+    ]
+    loads = [layer.get("load", []) for layer in found]
+    keys = [key for key, value in found[0].items() if isinstance(value, int | float)]
+    rows = [[str(index), *(layer.get(key) for key in keys)] for index, layer in enumerate(found)]
+    return {
+        "error": [draw_lines("Reconstruction error of every layer", "Σ‖dense − MoE‖² / Σ‖dense‖²", {"": errors})],
+        "agreement": [
+            draw_lines(f"Router's agreement with the {oracle} in every layer", "share of choices", {"": agreement},
+                       reference=(chance, f"chance {percent(chance)}"))
+        ],
+        "oracle": oracle,
+        "pooled": shape.pooled,
+        "loads": _fitting(lambda width: draw_loads("Expert load by layer", loads, width)) if all(loads) else [],
+        "numbers": Table("", ["layer", *(key.replace("_", " ") for key in keys)], rows),
+    }  # fmt: skip
+
+
+def neurons(chain: Mapping[str, Published]) -> Section | None:
+    """How the neurons score, and the maps that the cluster stage drew of them."""
+    section: Section = {"maps": pictures(chain.get("cluster")), "scores": [], "name": ""}
+    if "score" in chain:
+        try:
+            with safe_open(chain["score"].folder / "scores.safetensors", framework="numpy") as file:
+                name = str(unpack_tag(file.metadata())["plain"]["description"]).replace("s_p", "S_p")
+                scores_LF = file.get_tensor("chosen")
+        except (OSError, SafetensorError, KeyError):
+            pass  # removed, damaged or of another version: the page shows what is there
+        else:
+            title = f"Distribution of {name} in every layer"
+            section["name"] = name
+            section["scores"] = _fitting(lambda width: draw_ridges(title, name, scores_LF, width))
+    return section if section["maps"] or section["scores"] else None
+
+
+def pictures(published: Published | None) -> list[dict[str, str]]:
+    """The PNG files of a stage that exist and are not too large."""
+    found = []
+    for name in sorted(published.manifest.files) if published else []:
+        path = published.folder / name if published else Path()
+        if name.endswith(".png") and path.is_file() and path.stat().st_size <= LARGEST_PICTURE:
+            layer = path.stem.removeprefix("neuron_map_layer_")
+            title = f"Map of layer {int(layer)}" if layer.isdecimal() else path.stem.replace("_", " ").capitalize()
+            words = f"{title}: neurons by expert, score and frequency" if layer.isdecimal() else title
+            found.append({"title": title, "words": words, "data": b64encode(path.read_bytes()).decode()})
+    return found
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One stage; `here` where this run computed it, no figures where no run on record did."""
+
+    stage: str
+    tokens: int | None  # calibration tokens it may read
+    seconds: float | None = None
+    peak_bytes: int | None = None
+    here: bool = False
+
+
+def costs_of(chain: Mapping[str, Published], run: RunRecord, output_dir: Path) -> list[Cost]:
+    """The stages in the order of the chain; one that this run kept costs what it cost the run that computed it."""
+    costs = {name: Cost(name, published.settings.get("data", {}).get("tokens")) for name, published in chain.items()}
+    for record in joined([run], read_all_records(output_dir)):
+        for stage in record.stages:
+            cost = costs.get(stage.stage)
+            if cost is None or cost.seconds is not None or stage.seconds is None:
+                continue
+            if stage.fingerprint[:SHORT] == chain[stage.stage].manifest.fingerprint[:SHORT]:
+                costs[stage.stage] = replace(
+                    cost, seconds=stage.seconds, peak_bytes=stage.peak_bytes, here=record is run
+                )
+        if all(cost.seconds is not None for cost in costs.values()):
+            break
+    return list(costs.values())
+
+
+def cost(costs: Sequence[Cost]) -> Section:
+    """Tokens, time and memory of every stage."""
+    rows: list[list[object]] = [
+        [cost.stage, cost.tokens, duration(cost.seconds), size(cost.peak_bytes), "this run" if cost.here else "kept"]
+        for cost in costs
+    ]
+    seconds = [cost.seconds for cost in costs if cost.seconds is not None]
+    peaks = [cost.peak_bytes for cost in costs if cost.peak_bytes is not None]
+    if seconds:
+        rows.append(["together", None, duration(sum(seconds)), size(max(peaks, default=None)), ""])
+    note = "Time and memory of a kept stage are those of the run that computed it, where that is on record."
+    columns = ["stage", "calibration tokens, at most", "time", "peak memory", "computed in"]
+    kept = any(not cost.here for cost in costs)
+    return {"table": Table("", columns, rows, [note] if kept else []), "strong": len(costs) if seconds else None}
+
+
+def found(last: Published) -> Section:
+    """What a last stage that measured no carve found, and the files it wrote."""
+    files = list(last.manifest.files.items())
+    rows = [[name, size(facts.get("size"))] for name, facts in files[:MOST_FILES]]
+    if len(files) > MOST_FILES:
+        rows.append([f"and {len(files) - MOST_FILES} more", ""])
+    return {
+        "stage": last.stage,
+        "table": filled(last.manifest.table),
+        "pictures": [] if last.stage == "cluster" else pictures(last),  # the maps of cluster have their own section
+        "folder": str(last.folder),
+        "count": len(files),
+        "files": Table("", ["file", "size"], rows),
+    }
+
+
+def filled(table: Table) -> Table:
+    """A stage's table without the columns that no row fills."""
+    places = [place for place in range(len(table.columns)) if any(row[place] != "" for row in table.rows)]
+    rows = [[row[place] for place in places] for row in table.rows]
+    return replace(table, columns=[table.columns[place] for place in places], rows=rows)
+
+
+def _fitting(draw: Callable[[int], Markup]) -> list[Markup]:
+    """The chart for a telephone and for wider pages; the style sheet shows one of them."""
+    return [draw(NARROW), draw(WIDE)]

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from pipeline.report.__main__ import main
 from pipeline.report.run_record import read_run_record
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-LIGHT, DARK = (0xFC, 0xFC, 0xFB), (0x15, 0x17, 0x1B)  # --paper of pipeline/report/page.css
+LIGHT, DARK = (0xFC, 0xFC, 0xFB), (0x15, 0x17, 0x1B)  # --paper of pipeline/report/charts.py
 
 
 @pytest.fixture(scope="module")
@@ -23,10 +22,14 @@ def run(carves) -> Path:
     evaluation = carves["embedded"].evaluation
     fingerprint = json.loads((evaluation / "manifest.json").read_text())["fingerprint"]
     for folder in evaluation.parents[3].glob("runs/*"):
-        stage = read_run_record(folder).find("evaluate")
-        if stage is not None and stage.fingerprint == fingerprint:
+        if find_evaluation(folder) == fingerprint:
             return folder
     pytest.fail("no run has that evaluation")
+
+
+def find_evaluation(folder):
+    """Fingerprint of the run's evaluation; None where it made none."""
+    return next((stage.fingerprint for stage in read_run_record(folder).stages if stage.stage == "evaluate"), None)
 
 
 def test_a_run_with_an_evaluation_ends_with_a_page(run, carves):
@@ -42,7 +45,7 @@ def test_every_run_has_one(carves):
     outputs = carves["embedded"].evaluation.parents[3]
     runs = set(outputs.glob("runs/*"))
     assert {path.parent for path in outputs.glob("runs/*/report.html")} == runs
-    assert {path for path in runs if read_run_record(path).find("evaluate")} < runs
+    assert {path for path in runs if find_evaluation(path)} < runs
 
 
 def test_the_record_says_what_report_md_says(run):
@@ -52,14 +55,6 @@ def test_the_record_says_what_report_md_says(run):
     for stage in record.stages:
         assert f"{stage.seconds:.1f} s, peak memory {stage.peak_bytes / 2**20:,.1f} MiB, " in report
         assert stage.fingerprint[:16] in report
-
-
-def test_the_page_of_an_old_run_can_still_be_made(run, tmp_path, capsys):
-    """Before there was a stages.json; beside the report.md of another run that has nothing to say."""
-    old = shutil.copytree(run, tmp_path / "old", symlinks=True, ignore=shutil.ignore_patterns("stages.json", "*.html"))
-    assert main([str(old)]) == 0
-    assert "kept</td>" not in (old / "report.html").read_text()
-    assert capsys.readouterr().out == f"{old / 'report.html'}\n"
 
 
 @pytest.mark.slow

@@ -6,10 +6,16 @@ import pytest
 from unit.pipeline.report_outputs import GAPS, Outputs
 
 from instruments.errors import ContractError
-from pipeline.report.evaluations import find_comparable, read_evaluation
-from pipeline.report.groups import curves_of, group_by_seed, relative_to, same_method
-from pipeline.report.settings import shape_words
-from stages.plots.curves import Point
+from pipeline.report.evaluations import (
+    Point,
+    curves_of,
+    find_comparable,
+    group_by_seed,
+    read_evaluation,
+    same_method,
+    seeds_of,
+)
+from pipeline.report.words import shape_words
 
 
 @pytest.fixture
@@ -68,10 +74,10 @@ def test_seeds_become_one_point_and_widths_a_curve(outputs):
     outputs.carve(router="random", gaps=gaps(0.3))
     groups = group_by_seed([wanted, *find_comparable(wanted)])
     mine = [group for group in groups if same_method(group, wanted)]
-    assert [(group.members[0].share, group.seeds) for group in mine] == [(0.7, [0]), (0.5, [0, 1])]
-    curves = {curve.name: curve for curve in curves_of(mine, list(wanted.models))}
-    assert list(curves) == ["this MoE", "static mask", "static mask, aligned", "output oracle, aligned"]
-    wide, narrow = curves["this MoE"].points
+    assert [(group[0].share, seeds_of(group)) for group in mine] == [(0.7, [0]), (0.5, [0, 1])]
+    curves = curves_of(mine, list(wanted.models))
+    assert list(curves) == ["carved", "static_mask", "static_mask_aligned", "oracle_aligned"]
+    wide, narrow = curves["carved"]
     assert wide == Point(0.7, 0.01, 0.01, 0.01, 1)
     assert (narrow.low, narrow.count) == (0.05, 2)
     assert len(groups) == 3
@@ -83,11 +89,11 @@ def test_gaps_as_parts_of_the_static_masks(outputs):
     outputs.carve(seed=1, gaps=gaps | {"carved": 0.07})
     outputs.carve(top_k=4, gaps=gaps | {"carved": 0.0, "static_mask": 0.0})
     groups = group_by_seed(find_comparable(wanted))
-    ours, mask = relative_to(groups, "static_mask", list(gaps), 1.6)
-    assert (ours.name, mask.name) == ("this MoE", "static mask")
-    (point,) = ours.points  # where the mask costs nothing there is no ratio
+    curves = curves_of(groups, list(gaps), "static_mask")
+    assert list(curves) == ["carved", "static_mask", "random_router"]
+    (point,) = curves["carved"]  # where the mask costs nothing there is no ratio
     assert (point.x, point.mean, point.low, point.high) == pytest.approx((0.5, 0.3, 0.25, 0.35))
-    assert relative_to(groups, "published", list(gaps), 1.6) == []
+    assert curves_of(groups, list(gaps), "published") == {}
 
 
 def test_more_calibration_text_is_another_carve(outputs):

@@ -9,11 +9,10 @@ from unit.pipeline.report_outputs import GAPS, PIXEL, Outputs
 
 from instruments.errors import ContractError
 from pipeline.report.__main__ import main
-from pipeline.report.costs import costs_of
 from pipeline.report.evaluations import read_evaluation
-from pipeline.report.page import Source, draw_page
+from pipeline.report.page import Source, draw_page, find_source
 from pipeline.report.run_record import read_run_record
-from pipeline.report.run_source import find_source
+from pipeline.report.sections import costs_of
 from pipeline.run import Runner
 from pipeline.run_folder import RunFolder
 from pipeline.settings import Settings
@@ -64,7 +63,7 @@ def test_a_page_has_all_its_sections_and_asks_for_nothing(outputs):
     found = read(page)
     assert {"quality", "width", "layers", "neurons", "cost", "making"} <= set(found.ids)
     assert "script" not in found.names
-    assert not re.search(r"""(?:src|href)=["'](?!data:)|url\(|@import|https?:""", page)
+    assert not re.search(r"""(?:src|href)=["'](?!data:|#)|url\(|@import|https?:""", page)
     for words in ("pico", "+0.0500", "Expert load", "Score by layer: S_p", "Map of layer 2", "busiest expert"):
         assert words in page
     assert "tokens/s" not in page  # no row fills that column
@@ -197,7 +196,7 @@ def test_a_run_that_ends_before_an_evaluation_has_a_page_of_what_it_did(outputs,
     stop_after(outputs, run, stage)
     assert main([str(run)]) == 0
     found = read((run / "report.html").read_text())
-    assert {name for name in found.ids if not name.startswith("theme-")} == sections
+    assert {name for name in found.ids if not name.startswith(("theme-", "mark-"))} == sections
     assert {f"What {stage} found", f"{stage} 2", stage, "pico"} <= set(found.words)
     assert capsys.readouterr().out == f"{run / 'report.html'}\n"
 
@@ -273,7 +272,7 @@ def test_a_trained_checkpoint_shows_how_it_was_trained(tmp_path):
                       for trained in (True, False))  # fmt: skip
     nesting = read(trained)
     assert "training" in nesting.ids
-    assert {"500 tokens: 0.1250", "900 tokens: -0.0625", "500 tokens: 3.5000"} <= set(nesting.words)
+    assert {"500 tokens: 0.1250", "900 tokens: −0.0625", "500 tokens: 3.5000"} <= set(nesting.words)
     assert "training" not in read(plain).ids
 
 

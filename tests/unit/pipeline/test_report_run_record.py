@@ -5,24 +5,6 @@ import pytest
 from instruments.errors import ContractError
 from pipeline.report.run_record import RunRecord, StageRun, installed_versions, read_run_record
 
-OLD = """# embedded
-
-    python -m pipeline stage=all data.tokens=8192
-
-## scan
-
-1,217.8 s, peak memory 2,839.5 MiB, outputs/artifacts/embedded/scan/6caf990d51dbfa05
-
-scan
-
-| layer |
-|-------|
-
-## evaluate
-
-kept, /tmp/a b/artifacts/embedded/evaluate/6beda7006ccfa7b4
-"""
-
 
 def test_what_is_written_is_read(tmp_path):
     record = RunRecord.start(["stage=scan"])
@@ -30,23 +12,6 @@ def test_what_is_written_is_read(tmp_path):
     record.write(tmp_path)
     assert read_run_record(tmp_path) == record
     assert [path.name for path in tmp_path.iterdir()] == ["stages.json"]
-
-
-def test_the_run_of_a_stage_is_found():
-    run = StageRun("scan", "ab")
-    assert RunRecord([], {}, [run]).find("scan") is run
-    assert RunRecord([], {}, [run]).find("score") is None
-
-
-def test_an_old_run_is_read_from_its_report(tmp_path):
-    (tmp_path / "report.md").write_text(OLD)
-    record = read_run_record(tmp_path)
-    assert (record.overrides, record.versions) == (["stage=all", "data.tokens=8192"], {})
-    peak = int(2839.5 * 2**20)
-    assert record.stages == [
-        StageRun("scan", "6caf990d51dbfa05", 1217.8, peak),
-        StageRun("evaluate", "6beda7006ccfa7b4"),
-    ]
 
 
 @pytest.mark.parametrize("content", [None, "no JSON", "[]", '{"stages": [{"stge": 1}]}'])

@@ -4,10 +4,18 @@ import pytest
 from unit.pipeline.report_outputs import GAPS, Outputs
 
 from pipeline.report.evaluations import read_evaluation
-from pipeline.report.methods import Method, method_of
-from pipeline.report.numbers import duration, nats, percent, plain, size
-from pipeline.report.settings import without_secrets
-from pipeline.report.verdict import key_figures, verdict
+from pipeline.report.words import (
+    Method,
+    duration,
+    key_figures,
+    method_of,
+    nats,
+    percent,
+    plain,
+    size,
+    verdict,
+    without_secrets,
+)
 
 
 @pytest.fixture
@@ -53,9 +61,9 @@ def test_key_figures_leave_out_what_was_not_measured(tmp_path):
 
 def test_models_unknown_so_far_get_a_hue_of_their_own():
     names = ["dense", "wanda_mask", "wanda_mask_aligned", "published_router"]
-    assert method_of("wanda_mask", names) == Method("wanda mask", "extra-0 before", "pentagon")
-    assert method_of("wanda_mask_aligned", names) == Method("wanda mask, aligned", "extra-0", "pentagon")
-    assert method_of("published_router", names) == Method("published router", "extra-1", "triangle")
+    assert method_of("wanda_mask", names) == Method("wanda mask", "extra-0", "p", before=True)
+    assert method_of("wanda_mask_aligned", names) == Method("wanda mask, aligned", "extra-0", "p")
+    assert method_of("published_router", names) == Method("published router", "extra-1", "^")
 
 
 @pytest.mark.parametrize(

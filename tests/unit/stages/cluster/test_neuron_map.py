@@ -1,9 +1,12 @@
+from itertools import combinations
+
 import matplotlib.image
 import numpy as np
 import pytest
 import torch
+from matplotlib.colors import to_rgb
 
-from stages.cluster.neuron_map import ALWAYS_ON, DROPPED, NeuronMap, draw_neuron_map
+from stages.cluster.neuron_map import ALWAYS_ON, COLOURS, DROPPED, NeuronMap, distinct_colours, draw_neuron_map
 
 
 def neurons_of(home_U, experts, *, s_p=None, frequency=None):
@@ -58,3 +61,15 @@ def test_the_same_input_gives_the_same_bytes(tmp_path):
 def test_degenerate_layers_are_drawn_too(tmp_path, neurons):
     draw_neuron_map(neurons, tmp_path / "map.png", title="Layer 0")
     assert matplotlib.image.imread(tmp_path / "map.png").shape == (748, 2200, 4)
+
+
+def test_the_first_colours_all_differ_clearly():
+    for first, second in combinations(map(to_rgb, COLOURS), 2):
+        assert max(abs(a - b) for a, b in zip(first, second, strict=True)) > 0.15
+
+
+def test_more_colours_than_there_are_repeat():
+    assert distinct_colours(3) == list(COLOURS[:3])
+    many = distinct_colours(100)
+    assert len(many) == 100
+    assert many[32:64] == list(COLOURS)

@@ -1,0 +1,142 @@
+"""Numbers, names and sentences of the report."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from models.config import MoEShape
+from pipeline.report.evaluations import TINY, Evaluation
+
+SECRET = re.compile(r"(?<=://)[^/\s@]+@")  # user and password in an address
+RIVALS = {
+    "static_mask": "a static mask of the same width",
+    "static_mask_aligned": "the aligned static mask",
+    "best_mask_aligned": "the best static mask, aligned",
+    "random_router": "a random router",
+}
+
+
+@dataclass(frozen=True)
+class Method:
+    """How a model of an evaluation is named and drawn; `before` alignment its lines are dashed and its bars pale."""
+
+    name: str
+    ink: str  # one of the colours of charts.py
+    marker: str  # matplotlib's letter
+    before: bool = False
+
+
+KNOWN = {
+    "dense": Method("dense model", "ink", "o"),
+    "carved": Method("this MoE", "moe", "o"),
+    "unaligned": Method("this MoE, not aligned", "moe", "o", before=True),
+    "static_mask": Method("static mask", "mask", "s", before=True),
+    "static_mask_aligned": Method("static mask, aligned", "mask", "s"),
+    "best_mask_aligned": Method("best static mask, aligned", "extra-0", "s"),
+    "random_router": Method("random router", "random", "^", before=True),
+    "random_router_aligned": Method("random router, aligned", "random", "^"),
+    "oracle": Method("output oracle", "oracle", "D", before=True),
+    "oracle_aligned": Method("output oracle, aligned", "oracle", "D"),
+}
+ALIGNED = "_aligned"
+
+
+def method_of(name: str, names: Sequence[str]) -> Method:
+    """The looks of a model; an unknown one gets a colour of its own among `names`."""
+    if name in KNOWN:
+        return KNOWN[name]
+    base = name.removesuffix(ALIGNED)
+    unknown = list(dict.fromkeys(other.removesuffix(ALIGNED) for other in names if other not in KNOWN))
+    place = unknown.index(base) if base in unknown else 0
+    words = base.replace("_", " ") + (", aligned" if name != base else "")
+    return Method(words, f"extra-{place % 3}", "p^"[place % 2], name == base and f"{base}{ALIGNED}" in names)
+
+
+def nats(value: float) -> str:
+    """A difference of losses: four decimals, always signed."""
+    return f"{value:+.4f}".replace("-", "−")
+
+
+def percent(share: float) -> str:
+    """Whole percents, one decimal below ten; the space does not break."""
+    value = 100 * share
+    return f"{value:.{0 if abs(value) >= 9.95 or not value else 1}f}\N{NO-BREAK SPACE}%".replace("-", "−")
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds, minutes or hours."""
+    if seconds is None:
+        return "–"
+    if seconds < 99.95:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5970 else f"{seconds / 3600:.1f} h"
+
+
+def size(count: int | None) -> str:
+    """Bytes in MiB or GiB."""
+    if count is None:
+        return "–"
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+def plain(value: object) -> str:
+    """A cell of a table: whole numbers with separators, others with four digits."""
+    match value:
+        case None:
+            return "–"
+        case bool() | str():
+            return str(value)
+        case int():
+            return f"{value:,}".replace("-", "−")
+        case float():
+            return f"{value:.4g}".replace("-", "−")
+    return str(value)
+
+
+def without_secrets(words: str) -> str:
+    """The words with users and passwords of addresses left out."""
+    return SECRET.sub("…@", words)
+
+
+def shape_words(shape: MoEShape) -> str:
+    """What the source became."""
+    always = f" and {plain(shape.always_on)} always-on neurons" if shape.always_on else ""
+    pooled = " in one pool for all layers" if shape.pooled else ""
+    return f"{shape.experts} experts of {shape.n}{pooled}, {shape.top_k} per token{always}"
+
+
+def verdict(evaluation: Evaluation) -> str:
+    """The gap, compared with the baselines' and the oracle's."""
+    gap = evaluation.gap("carved") or 0.0
+    change = f"costs {nats(gap)} nats per token" if gap > 0 else f"costs nothing measurable ({nats(gap)} nats)"
+    compared = [
+        _compare(gap, other, rival) for name, rival in RIVALS.items() if (other := evaluation.gap(name)) is not None
+    ]
+    listed = " and ".join([", ".join(compared[:-1]), compared[-1]] if len(compared) > 1 else compared)
+    oracle = evaluation.gap("oracle_aligned")
+    ending = (
+        "" if oracle is None else f" Choosing experts by their outputs, which no router can, would cost {nats(oracle)}."
+    )
+    opening = f"Serving each token with {percent(evaluation.share)} of the FFN's neurons {change}"
+    return f"{opening}{': ' if compared else ''}{listed}.{ending}"
+
+
+def _compare(gap: float, other: float, rival: str) -> str:
+    if gap >= other:
+        return f"{rival} does no worse ({nats(other)})"
+    return f"{percent(gap / other)} of what {rival} costs" if gap > TINY else f"{rival} costs {nats(other)}"
+
+
+def key_figures(evaluation: Evaluation) -> list[tuple[str, str]]:
+    """Figure and what it is, for the head of the page."""
+    gap, mask = evaluation.gap("carved") or 0.0, evaluation.gap("static_mask")
+    models, shape = evaluation.models, evaluation.shape
+    figures = [
+        (nats(gap), "nats of loss per token above the dense model"),
+        (f"{models['carved']['perplexity']:,.4g}", f"perplexity; dense {models['dense']['perplexity']:,.4g}"),
+        (percent(evaluation.share), f"of {evaluation.width:,} FFN neurons active per token: {shape.always_on:,} always "
+         f"on, {shape.top_k} of {shape.experts} experts of {shape.n}"),
+    ]  # fmt: skip
+    if mask is not None and mask > TINY:
+        figures.append((percent(gap / mask), "of the static mask's gap"))
+    return figures
