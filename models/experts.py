@@ -23,6 +23,10 @@ class LayerExperts:
     shared_up_SD: Float[Tensor, "S D"]
     shared_down_DS: Float[Tensor, "D S"]
 
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> "LayerExperts":
+        """The same on a device, in a number format, contiguous."""
+        return LayerExperts(**{name: tensor.to(device, dtype).contiguous() for name, tensor in vars(self).items()})
+
 
 class TinyONNExpert(nn.Module):
     """A standard gated FFN of N neurons: down(act(gate(x)) · up(x))."""

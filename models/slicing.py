@@ -1,4 +1,4 @@
-"""Neurons of a dense FFN, cut out of the checkpoint."""
+"""Neurons of a dense FFN, cut out of the checkpoint or out of its weights in memory."""
 
 from jaxtyping import Int
 from torch import Tensor
@@ -6,6 +6,7 @@ from torch import Tensor
 from models.checkpoint.reader import ShardReader
 from models.dense import DenseFamily, fused_name
 from models.experts import LayerExperts
+from models.ffn import DenseFFN
 
 
 def read_part(reader: ShardReader, name: str) -> Tensor:
@@ -61,3 +62,16 @@ def _columns(weight_DF: Tensor, neurons_EN: Tensor, always_on_S: Tensor) -> tupl
     for expert_DN, neurons_N in zip(columns_EDN, neurons_EN, strict=True):
         expert_DN.copy_(weight_DF.index_select(1, neurons_N))
     return columns_EDN, weight_DF.index_select(1, always_on_S)
+
+
+def slice_ffn(ffn: DenseFFN, neurons_EN: Int[Tensor, "E N"], always_S: Int[Tensor, "S"]) -> LayerExperts:
+    """The same out of a layer's weights in memory."""
+    neurons_EN, always_S = neurons_EN.long(), always_S.long()
+    return LayerExperts(
+        ffn.gate_FD[neurons_EN],
+        ffn.up_FD[neurons_EN],
+        ffn.down_DF[:, neurons_EN].movedim(1, 0).contiguous(),
+        ffn.gate_FD[always_S],
+        ffn.up_FD[always_S],
+        ffn.down_DF[:, always_S],
+    )

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from stages.routing.methods import RIDGE_ROUTERS, ROUTERS, SAMPLED_ROUTERS, TRAINED_ROUTERS, is_priced
 
-VERSION = 6
+VERSION = 7
 
 TARGETS = (
     "auto", "qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe", "flex_olmo", "granitemoe", "granitemoeshared", "tiny_onn",

@@ -1,4 +1,4 @@
-"""One layer's projection: each step is tried, judged on held-out tokens, and kept or dropped."""
+"""One layer's projection: each step is tried, judged on validation tokens, and kept or dropped."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -8,15 +8,13 @@ from torch import Tensor
 
 from models.experts import ExpertLoop, LayerExperts
 from models.ffn import DenseFFN
-from models.routing import GateKind, LinearRouter
-from models.shape import MoEShape
+from models.routing import LinearRouter
 from stages.calibration.alignment import Target, align_down, relative_error, split_validation
 from stages.calibration.gate_scale import at_usual_gates, column_scale, scale_columns
 from stages.project.config import ProjectConfig
-from stages.project.gradient_projection import sample_experts
 from stages.routing.fit import RouterSettings, refit_router
 from stages.routing.methods import IMITATING_ROUTERS
-from stages.routing.task import RouterTask, load_balance, make_loop, set_logit_std, watch_contributions
+from stages.routing.task import RouterTask, load_balance, set_logit_std, watch_contributions
 
 
 @dataclass(frozen=True)
@@ -24,26 +22,68 @@ class LayerCarve:
     """What the earlier stages decided for one layer."""
 
     ffn: DenseFFN
-    neurons_EN: Tensor
-    always_S: Tensor
-    router: LinearRouter
-    shape: MoEShape
+    loop: ExpertLoop  # the extracted experts behind the router of stage=assemble, nothing scaled
     refit: RouterSettings
-    logit_std: float  # of the router's logits on the text
     biased: bool  # the router may have a bias
-    gate: GateKind = GateKind.CONSTANT
     text: int | None = None  # batches of text, the first of the inputs; None: all
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """The layer after a step, and its error on the guard tokens."""
+    """The layer after a step, and its error on validation tokens."""
 
     loop: ExpertLoop
     error: float
 
 
-GATE_SPREADS = (0.1, 0.3, 1.0)  # standard deviations of the logits that are tried for fitted gates
+@dataclass(frozen=True)
+class Outcome:
+    """A layer after projection; errors are relative, on validation tokens, after the step named."""
+
+    error_start: float
+    error_aligned: float | None = None  # None: alignment is off
+    penalty: float | None = None  # None: not aligned
+    rounds: int = 0  # of router and alignment that were kept
+    error_end: float = 0.0
+
+
+@torch.no_grad()
+def project_layer(
+    carve: LayerCarve,
+    inputs: Sequence[Tensor],
+    target: Target,
+    settings: ProjectConfig,
+    seed: int,
+) -> tuple[ExpertLoop, Outcome]:
+    """Alignment, rounds of router and alignment, descent.
+
+    Args:
+        carve: the layer.
+        inputs: FFN inputs of the already-carved model, a batch each.
+        target: what the layer should give, see `align_down`.
+        settings: of the stage.
+        seed: of what is trained.
+    """
+    _, validation = split_validation(len(inputs), settings.validation_share)
+
+    def evaluate(loop: ExpertLoop) -> Candidate:
+        return Candidate(loop, relative_error(loop, inputs, target, validation))
+
+    base = scale_columns(carve.loop, column_scale(carve.loop, inputs))
+    state = evaluate(base)
+    outcome = Outcome(state.error)
+    if settings.alignment == "ridge":
+        aligned = align_down(base, inputs, target, settings)
+        state = Candidate(aligned.carved, aligned.error)
+        outcome = replace(outcome, error_aligned=state.error, penalty=aligned.penalty)
+        # The penalty depends on tokens and neurons, hardly on the routing: it is searched once.
+        again = replace(settings, penalties=[aligned.penalty]) if aligned.penalty is not None else settings
+        state, rounds = alternate(carve, base, state, inputs, target, again)
+        outcome = replace(outcome, rounds=rounds)
+    if settings.descent_steps:
+        trained = evaluate(train_experts(state.loop, inputs, target, settings, seed))
+        state = trained if not settings.validate or trained.error < state.error else state
+    return state.loop, replace(outcome, error_end=state.error)
 
 
 def alternate(
@@ -56,23 +96,23 @@ def alternate(
 ) -> tuple[Candidate, int]:
     """Fit the router to the aligned experts, align the unaligned ones to the new routing, as long as it helps.
 
-    Where the routers pay for uneven load, so does the round that is judged.
+    Where routers pay for uneven load, the rounds are compared with that price.
     """
-    if carve.shape.top_k == carve.shape.experts:
+    if base.top_k == base.router.experts:
         return state, 0
     imitates = settings.rounds > 0 and carve.refit.method in IMITATING_ROUTERS
-    contributions = watch_contributions(carve.ffn, carve.neurons_EN, inputs) if imitates else []
+    contributions = watch_contributions(carve.ffn, base.neurons_EN, inputs) if imitates else []
     for kept in range(settings.rounds):
         usual = at_usual_gates(state.loop, inputs)
         router = refit_router(RouterTask(usual, target, carve.biased, inputs, contributions), carve.refit)
         if router is None or chooses_alike(router, state.loop, inputs):
             return state, kept
-        rerouted = reroute(base, set_logit_std(router, inputs[: carve.text], carve.logit_std), inputs)
-        aligned = align_down(rerouted, inputs, target, settings)
+        router = set_logit_std(router, inputs[: carve.text], carve.refit.logit_std)
+        aligned = align_down(reroute(base, router, inputs), inputs, target, settings)
         before, after = (load_cost(loop, inputs, carve.refit) for loop in (state.loop, aligned.carved))
-        if settings.validate and aligned.error_after + after >= state.error + before:
+        if settings.validate and aligned.error + after >= state.error + before:
             return state, kept
-        state = Candidate(aligned.carved, aligned.error_after)
+        state = Candidate(aligned.carved, aligned.error)
     return state, settings.rounds
 
 
@@ -83,28 +123,12 @@ def reroute(base: ExpertLoop, router: LinearRouter, inputs: Sequence[Tensor]) ->
 
 
 def load_cost(loop: ExpertLoop, inputs: Sequence[Tensor], refit: RouterSettings) -> float:
-    """What an uneven load counts for beside the error: the router's price times the variance on the guard tokens."""
+    """The price of uneven load, in units of error: the router's, times the variance on validation tokens."""
     if not refit.descent.balance:
         return 0.0
-    _, validate = split_validation(len(inputs), refit.validation_share)
-    load_E = load_balance(loop.router, [inputs[index] for index in validate], loop.top_k)
+    _, validation = split_validation(len(inputs), refit.validation_share)
+    load_E = load_balance(loop.router, [inputs[index] for index in validation], loop.top_k)
     return refit.descent.balance * float((load_E - 1).square().mean())
-
-
-def fit_gates(
-    base: ExpertLoop, state: Candidate, inputs: Sequence[Tensor], target: Target, settings: ProjectConfig
-) -> tuple[Candidate, float | None]:
-    """Let the gates speak: align to logits of several spreads, and keep what the guard tokens like best.
-
-    A selection bias is written for small logits alone and is left out.
-    """
-    best, kept = state, None
-    for logit_std in GATE_SPREADS:
-        router = set_logit_std(LinearRouter.without_bias(state.loop.router.rows_ED), inputs, logit_std)
-        aligned = align_down(reroute(base, router, inputs), inputs, target, settings)
-        if aligned.error_after < best.error:
-            best, kept = Candidate(aligned.carved, aligned.error_after), logit_std
-    return best, kept
 
 
 def chooses_alike(router: LinearRouter, loop: ExpertLoop, inputs: Sequence[Tensor]) -> bool:
@@ -119,7 +143,7 @@ def chooses_alike(router: LinearRouter, loop: ExpertLoop, inputs: Sequence[Tenso
 def train_experts(
     loop: ExpertLoop, inputs: Sequence[Tensor], target: Target, settings: ProjectConfig, seed: int
 ) -> ExpertLoop:
-    """Adam on the squared error of the layer's output, with the routing as it is; guard tokens are not seen.
+    """Adam on the squared error of the layer's output, with the routing as it is; validation tokens are not seen.
 
     Copies of a neuron become neurons of their own: each goes where its expert needs it.
 
@@ -155,66 +179,3 @@ def train_experts(
         optimizer.step()
         schedule.step()
     return replace(loop, experts=LayerExperts(**{name: weight.detach() for name, weight in weights.items()}))
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """A layer after projection; errors are relative, on guard tokens, after the step named."""
-
-    error_start: float
-    error_aligned: float | None = None  # None: alignment is off
-    penalty: float | None = None  # None: not aligned
-    rounds: int = 0  # of router and alignment that were kept
-    gate_spread: float | None = None  # None: gates stay as the router's mode made them
-    error_end: float = 0.0
-
-
-@torch.no_grad()
-def project_layer(
-    carve: LayerCarve,
-    inputs: Sequence[Tensor],
-    target: Target,
-    settings: ProjectConfig,
-    seed: int,
-) -> tuple[ExpertLoop, Outcome]:
-    """Base, alignment, rounds of router and alignment, descent.
-
-    Args:
-        carve: the layer.
-        inputs: FFN inputs of the already-carved model, a batch each.
-        target: what the layer should give, see `align_down`.
-        settings: of the stage.
-        seed: of a random base and of whatever is trained.
-    """
-    _, validate = split_validation(len(inputs), settings.validation_share)
-
-    def evaluate_candidate(loop: ExpertLoop) -> Candidate:
-        return Candidate(loop, relative_error(loop, inputs, target, validate))
-
-    state = evaluate_candidate(start(carve, carve.router, inputs, settings.base, seed))
-    outcome = Outcome(state.error)
-    base = state.loop
-    if settings.alignment == "ridge":
-        aligned = align_down(base, inputs, target, settings)
-        state = Candidate(aligned.carved, aligned.error_after)
-        outcome = replace(outcome, error_aligned=state.error, penalty=aligned.penalty)
-        # The penalty depends on tokens and neurons, hardly on the routing: it is searched once.
-        again = replace(settings, penalties=[aligned.penalty]) if aligned.penalty is not None else settings
-        state, rounds = alternate(carve, base, state, inputs, target, again)
-        outcome = replace(outcome, rounds=rounds)
-        if settings.gates == "fitted":
-            state, logit_std = fit_gates(base, state, inputs, target, again)
-            outcome = replace(outcome, gate_spread=logit_std)
-    if settings.descent_steps:
-        trained = evaluate_candidate(train_experts(state.loop, inputs, target, settings, seed))
-        state = trained if not settings.validate or trained.error < state.error else state
-    return state.loop, replace(outcome, error_end=state.error)
-
-
-def start(carve: LayerCarve, router: LinearRouter, inputs: Sequence[Tensor], base: str, seed: int) -> ExpertLoop:
-    """The layer before any step: dense slices or seeded noise, down columns scaled to what gates and copies weigh."""
-    loop = make_loop(carve.ffn, carve.neurons_EN, carve.always_S, router, carve.shape.top_k)
-    loop = replace(loop, gate=carve.gate)
-    if base == "random":
-        loop = replace(loop, experts=sample_experts(loop.experts, seed))
-    return scale_columns(loop, column_scale(loop, inputs))

@@ -19,12 +19,13 @@ from models.emit import copy_tokenizer_files
 from models.loading import load_dense, load_tokenizer, resolve_device
 from models.routing import LinearRouter
 from models.shape import MoEShape
-from models.source import resolve_folder
-from models.targets.base import MOE_TARGETS, MoETarget
+from models.source import read_config, resolve_folder
+from models.targets.base import MoETarget
 from models.targets.gate_scale import gate_scale_of
 from models.training import find_routers, selection_bias
 from stages.artifacts.job import Job, Table
 from stages.artifacts.routers import Routers
+from stages.calibration.emission import CheckpointFormat, FormatSettings
 from stages.text.config import DataConfig
 from stages.train.callbacks import drop_unfinished, find_latest, is_whole
 from stages.train.config import TrainConfig
@@ -133,22 +134,21 @@ def _over_tokens(lines: Sequence[Mapping[str, Any]], name: str) -> tuple[list[in
     return [by_step[line["step"]] for line in said], [float(line[name]) for line in said]
 
 
-def keep_result(job: Job, trained: Path, routers: Routers, shape: MoEShape, logit_std: float) -> None:
+def keep_result(job: Job, trained: Path, form: CheckpointFormat, logit_std: float) -> None:
     """Write everything that is published.
 
     Args:
         job: whose `out` it goes to.
         trained: checkpoint of the last phase.
-        routers: those training started from.
-        shape: of the carve.
+        form: of the checkpoint.
         logit_std: of the router logits in the end, as scheduled.
     """
     start, model = job.parents["project"] / "checkpoint", load_trainable(trained)
-    write_native(model, start, job.out / "checkpoint", getattr(torch, routers.dtype))
+    write_native(model, start, job.out / "checkpoint", form.dtype)
     copy_card(start, job.out / "checkpoint", describe(read_record(job.scratch)))
-    scale = gate_scale_of(MOE_TARGETS[routers.target], shape).selection_bias_scale
+    scale = gate_scale_of(form.target, form.shape).selection_bias_scale
     found = [read_router(router, scale) for router in find_routers(model)]
-    replace(routers, logit_std=logit_std).with_layers(found).save(job.out)
+    Routers.of(found, form.dtype, logit_std).save(job.out)
     shutil.copyfile(job.scratch / FILE, job.out / FILE)
     if (job.scratch / EVENTS).exists():
         shutil.copytree(job.scratch / EVENTS, job.out / EVENTS)
@@ -163,7 +163,16 @@ def read_router(router: nn.Module, bias_scale: float) -> LinearRouter:
     return LinearRouter.without_bias(rows_ED) if bias_E is None else LinearRouter(rows_ED, bias_E.float() / bias_scale)
 
 
-def run(job: Job, *, model: ModelConfig, data: DataConfig, train: TrainConfig, shape: MoEShape, seed: int) -> Table:
+def run(
+    job: Job,
+    *,
+    model: ModelConfig,
+    data: DataConfig,
+    assemble: FormatSettings,
+    train: TrainConfig,
+    shape: MoEShape,
+    seed: int,
+) -> Table:
     """Write `checkpoint/`, the routers, `metrics.jsonl`, TensorBoard events and `loss.svg`.
 
     A killed run goes on from its last checkpoint; every process of torchrun takes part.
@@ -171,6 +180,7 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, train: TrainConfig, s
     model = replace(model, device=job.workers.pick_device(model.device), quantization="none")
     source, checkpoint = resolve_folder(model), job.parents["project"] / "checkpoint"
     routers = Routers.load(job.parents["project"])
+    form = CheckpointFormat.of(source, read_config(source), assemble, shape)
     text = read_text(data, train, load_tokenizer(source))
     phases = make_phases(train, train.batch * text.mean_length)
     done, teaches = steps_done(job, phases), bool(train.logits or train.hidden)
@@ -181,7 +191,7 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, train: TrainConfig, s
         text=text,
         schedule=make_schedule(routers.logit_std, train.logit_std, round(train.logit_std_share * total_steps(phases))),
         total=total_steps(phases),
-        balance=balance_of(train, MOE_TARGETS[routers.target], shape),
+        balance=balance_of(train, form.target, shape),
         pooled=shape.pooled,
         teacher=Teacher(dense, train.hidden > 0) if teaches and dense is not None else None,
         heldout=lambda trained: heldout_loss(trained, text.heldout, job.workers, train.precision),
@@ -196,7 +206,7 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, train: TrainConfig, s
     trained = run_phases(job.scratch, phases, course, record, checkpoint, done)
     if record is not None:
         record.close()
-        keep_result(job, trained, routers, shape, course.schedule.at(course.total))
+        keep_result(job, trained, form, course.schedule.at(course.total))
     job.workers.follow(None)  # nobody leaves before the result is kept
     return summarise(read_record(job.scratch), phases, text.tokens) if job.workers.leads else Table("", (), ())
 

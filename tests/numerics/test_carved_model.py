@@ -13,9 +13,9 @@ from models.experts import ExpertLoop, LayerExperts
 from models.ffn import DenseFFN, ffn_modules
 from models.routing import GateKind, LinearRouter
 from models.shape import MoEShape
+from models.slicing import slice_ffn
 from models.targets.base import MOE_TARGETS
 from models.targets.gate_scale import gate_kind, gate_scale_of
-from stages.calibration.slices import slice_ffn
 from stages.project.carved_model import CarvedModel
 from stages.text.batches import batch_sequences
 from stages.text.sequences import TokenSequence
