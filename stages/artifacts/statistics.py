@@ -16,7 +16,7 @@ class NeuronStatistics(TensorFile):
     has `samples_with_gradient == 0` and zeros in the gradient fields.
     """
 
-    VERSION: ClassVar[int] = 1
+    VERSION: ClassVar[int] = 2
     FILE: ClassVar[str] = "statistics.safetensors"
 
     tokens: int
@@ -33,10 +33,7 @@ class NeuronStatistics(TensorFile):
     grad_norm_gate: Tensor  # (L, F) Σ over samples of ‖∇gate row‖
     grad_norm_up: Tensor  # (L, F) Σ over samples of ‖∇up row‖
     grad_norm_down: Tensor  # (L, F) Σ over samples of ‖∇down column‖
-    # Weights of the neuron.
-    weight_norm_gate: Tensor  # (L, F) float32
-    weight_norm_up: Tensor  # (L, F) float32
-    weight_norm_down: Tensor  # (L, F) float32
+    weight_norm_down: Tensor  # (L, F) float32: norms of the down columns
     # Reservoir of R tokens: bit r of neuron j = active at reservoir token r. np.packbits order (most significant
     # first).
     active_bits: Tensor  # (L, F, ceil(R / 8)) uint8

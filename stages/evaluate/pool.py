@@ -16,9 +16,6 @@ from stages.calibration.batches import layer_seed
 from stages.losses import MeanLoss, measure_loss
 from stages.text.batches import TokenBatch
 
-# Masks and oracles choose among one layer's own neurons.
-POOL_BASELINES = ("unaligned", "random_router")
-
 
 def read_pool(checkpoint: Path, device: torch.device) -> Callable[[int], LayerExperts]:
     """Read a pool's checkpoint: layer → all experts and the layer's always-on neurons, fp32, read when needed.
@@ -48,7 +45,7 @@ def read_pool(checkpoint: Path, device: torch.device) -> Callable[[int], LayerEx
 def run_pool_baselines(
     names: Sequence[str], assembled: PreTrainedModel, batches: Sequence[TokenBatch], seed: int
 ) -> dict[str, MeanLoss]:
-    """Held-out loss of the baselines that a pool has, see `POOL_BASELINES`; others are left out.
+    """Held-out loss of unaligned and random_router; masks and oracles choose among one layer's own neurons.
 
     Args:
         names: of baselines.
