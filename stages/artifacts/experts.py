@@ -88,7 +88,7 @@ ROUTED = ("gate_END", "up_END", "down_EDN")
 
 
 def load_pool(folder: Path, layers: int, device: torch.device) -> list[LayerExperts]:
-    """For every layer all experts of a pool, fp32, beside its own always-on neurons. Raises ContractError.
+    """For every layer all experts of a pool, fp32, and its own always-on neurons. Raises ContractError.
 
     Memory: the whole pool, once for all layers.
     """

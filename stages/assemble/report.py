@@ -33,7 +33,7 @@ class RouterReport:
 def summarise(
     reports: Sequence[RouterReport], target: MoETarget, shape: MoEShape, partition: Partition, assemble: AssembleConfig
 ) -> Table:
-    """One row per layer; the chance level stands in the notes."""
+    """One row per layer; the chance level is in the notes."""
     rows = [
         [
             layer,

@@ -1,4 +1,4 @@
-"""Behaviour alignment: bend down_proj towards the dense model's output, in closed form.
+"""Behaviour alignment: fit down_proj to the dense model's output, in closed form.
 
 With routing fixed, E‖target − MoE(x)‖² is a least-squares problem in the down columns; the ridge pulls to the columns
 as they are.

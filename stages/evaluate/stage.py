@@ -18,11 +18,10 @@ from stages.artifacts.statistics import NeuronStatistics
 from stages.calibration.alignment import AlignmentSettings
 from stages.calibration.batches import CalibrationContext
 from stages.calibration.config import VocabularyConfig
-from stages.evaluate.baseline_pass import Text, run_baselines
+from stages.evaluate.baseline_pass import Text, read_pool, run_baselines, run_pool_baselines
 from stages.evaluate.baselines import LayerFacts
 from stages.evaluate.comparison import Comparison, compare, load_carved
 from stages.evaluate.config import EvaluateConfig
-from stages.evaluate.pool import read_pool, run_pool_baselines
 from stages.evaluate.report import Evaluation, summarise, write_report
 from stages.text.batches import TokenBatch, batch_sequences
 from stages.text.config import DataConfig
@@ -79,7 +78,7 @@ def compare_models(
     job: Job, context: CalibrationContext, text: Text, facts_of: FactsOf, evaluate: EvaluateConfig, shape: MoEShape
 ) -> Comparison:
     """Dense and carved model side by side; both are freed before the baselines run."""
-    # The MoE is cut from the stored weights, whatever the scan computed with: it is held against the stored model.
+    # The MoE is cut from the stored weights, so that it is compared with the stored model, however the scan computed.
     dense = load_dense(replace(context.model, quantization="none"), context.folder)
     checkpoint = job.parents[evaluate.checkpoint] / "checkpoint"
     carved = load_carved(checkpoint, context.model, dense.dtype, job.scratch / "offloaded")

@@ -1,4 +1,4 @@
-"""Settings of the projection: gradient projection, behaviour alignment, and the routers' second look."""
+"""Settings of the projection: gradient projection, behaviour alignment, and routers that are fitted again."""
 
 from dataclasses import dataclass, field
 
@@ -25,7 +25,7 @@ REFIT_FIELDS = ("router_steps", "router_rate", "router_tokens")
 
 @dataclass
 class ProjectConfig:
-    """How the extracted experts are bent towards the dense model's behaviour."""
+    """How the extracted experts are fitted to the dense model's behaviour."""
 
     # Gradient projection, after the alignment: W_small = W_base + sign·β·α·λ·∇W / (‖∇W‖₂ + ε) for every neuron of every
     # expert, always-on ones included. ∇W is the gradient of the carved model's distance from the dense one (KL of the
@@ -49,7 +49,7 @@ class ProjectConfig:
     # Penalties tried, relative to the mean diagonal, each pulling to the extracted weights, from the largest down as
     # long as the validation error falls.
     penalties: list[float] = field(default_factory=lambda: [1e-3, 1e-2, 1e-1, 1.0, 10.0], metadata={"above": 0})
-    # Rounds of fitting the router anew, to the aligned experts on the carved model's inputs, and aligning again; a
+    # Rounds of fitting the router again, to the aligned experts on the carved model's inputs, and aligning again; a
     # round that does not lower the validation error ends them. Routers that are fitted to nothing (random, say) stay.
     rounds: int = field(default=1, metadata={"minimum": 0})
     # Steps, first learning rate and tokens of a trained router in these rounds.
@@ -67,7 +67,7 @@ class ProjectConfig:
     pool_tokens: int = field(default=8192, metadata={"minimum": 1})
     # topology=global_pool: times that alignment goes over all experts, one at a time.
     pool_sweeps: int = field(default=2, metadata={"minimum": 1})
-    # Share of the calibration sequences held out to choose the penalty and to judge every step.
+    # Share of the calibration sequences in the validation split, which chooses the penalty and judges every step.
     validation_share: float = field(default=0.125, metadata={"above": 0, "maximum": 0.5})
     # Drop a step that makes validation tokens worse: of alignment layer by layer, of gradient projection as a whole.
     validate: bool = True

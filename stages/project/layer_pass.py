@@ -109,7 +109,7 @@ def find_done(scratch: Path, layer: int) -> ProjectedLayer:
 
 
 def refit_settings(checkpoint: CheckpointFormat, project: ProjectConfig, logit_std: float, seed: int) -> RouterSettings:
-    """How a layer's router is fitted anew: as it was made, with this stage's patience."""
+    """How a layer's router is fitted again: by its method, with this stage's steps and tokens."""
     descent = DescentSettings(project.router_steps, project.router_rate, checkpoint.load_price, seed)
     return RouterSettings(
         checkpoint.settings.router,

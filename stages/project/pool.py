@@ -132,7 +132,7 @@ def reroute_pool(
 
 
 def split_pool(loops: Sequence[ExpertLoop], partition: PoolPartition) -> list[LayerExperts]:
-    """What every layer gives to the pool, beside its own always-on neurons."""
+    """What every layer gives to the pool, and its own always-on neurons."""
     first, parts = 0, []
     for loop, given in zip(loops, partition.given, strict=True):
         here, experts = slice(first, first + given), loop.experts

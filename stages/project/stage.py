@@ -1,4 +1,4 @@
-"""project: bend the experts towards the dense model, layer by layer, and write the router-ready checkpoint."""
+"""project: fit the experts to the dense model, layer by layer, and write the router-ready checkpoint."""
 
 from models.config import ModelConfig
 from models.loading import release_freed_memory

@@ -108,7 +108,7 @@ class Log(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
         self._time = time.perf_counter()
 
     def on_step_end(self, _args: Any, state: Any, control: Any, **__: Any) -> None:  # noqa: ANN401
-        """Look at the held-out text; log the last step whatever its number."""
+        """Look at the held-out text; log the last step, whichever its number."""
         if self.bar is not None:
             self.bar.update()
         over = state.global_step == self.phase.steps

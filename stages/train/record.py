@@ -17,7 +17,7 @@ EVENTS = "tensorboard"
 
 @dataclass(frozen=True)
 class Record:
-    """The file, and the TensorBoard events beside it where they are wanted."""
+    """The file, and TensorBoard events where they are wanted."""
 
     folder: Path
     events: Any = None  # a SummaryWriter
