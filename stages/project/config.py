@@ -85,7 +85,7 @@ class ProjectConfig:
             found |= dict.fromkeys(LAYER_FIELDS, "topology=global_pool")
         else:
             found |= dict.fromkeys(POOL_FIELDS, f"topology={shape.topology}")
-        # In the order in which stages/project/layer.py comes to ask for them.
+        # In the order in which stages/project/layer_pass.py comes to ask for them.
         if self.alignment == "none":
             found |= dict.fromkeys(("rounds", "pool_sweeps", *REFIT_FIELDS), "project.alignment=none")
         elif not is_refitted(router, pooled=shape.pooled):

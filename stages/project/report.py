@@ -6,7 +6,7 @@ from models.shape import MoEShape
 from stages.artifacts.job import Table
 from stages.project.config import ProjectConfig
 from stages.project.gradient_projection import ProjectionOutcome
-from stages.project.layer import Outcome
+from stages.project.layer_pass import Outcome
 
 
 def summarise(

@@ -10,7 +10,7 @@ from models.routing import LinearRouter
 from stages.calibration.alignment import relative_error, split_validation
 from stages.calibration.gate_scale import column_scale, scale_columns
 from stages.project.config import ProjectConfig
-from stages.project.layer import LayerCarve, project_layer, train_experts
+from stages.project.layer_pass import LayerCarve, project_layer, train_experts
 from stages.routing.descent import DescentSettings
 from stages.routing.fit import RouterSettings
 from stages.routing.task import make_loop

@@ -4,7 +4,7 @@ import torch
 
 from models.ffn import DenseFFN
 from stages.project.config import ProjectConfig
-from stages.project.layer import LayerCarve, project_layer
+from stages.project.layer_pass import LayerCarve, project_layer
 from stages.routing.descent import DescentSettings
 from stages.routing.fit import RouterSettings, fit_router
 from stages.routing.task import load_balance, make_loop, watch_experts

@@ -5,8 +5,7 @@ import torch
 
 from models.experts import ExpertLoop, LayerExperts
 from models.routing import LinearRouter
-from stages.project.layer import Outcome
-from stages.project.layer_pass import ProjectedLayer
+from stages.project.layer_pass import Outcome, ProjectedLayer
 
 E, N, D, S = 3, 4, 6, 2
 
