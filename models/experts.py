@@ -13,7 +13,7 @@ from models.routing import GateKind, LinearRouter, relative_gates
 
 
 @dataclass(frozen=True)
-class LayerExperts:
+class ExpertWeights:
     """Slices of one layer's dense FFN, as they are in the dense checkpoint: nothing scaled."""
 
     gate_END: Float[Tensor, "E N D"]
@@ -23,9 +23,9 @@ class LayerExperts:
     shared_up_SD: Float[Tensor, "S D"]
     shared_down_DS: Float[Tensor, "D S"]
 
-    def to(self, device: torch.device | str, dtype: torch.dtype) -> "LayerExperts":
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> "ExpertWeights":
         """The same on a device, in a number format, contiguous."""
-        return LayerExperts(**{name: tensor.to(device, dtype).contiguous() for name, tensor in vars(self).items()})
+        return ExpertWeights(**{name: tensor.to(device, dtype).contiguous() for name, tensor in vars(self).items()})
 
 
 class TinyONNExpert(nn.Module):
@@ -82,7 +82,7 @@ def sum_blocks(blocks: Sequence[Block], tokens: int, width: int) -> Float[Tensor
 class ExpertLoop:
     """Experts, the dense neurons they came from, and the router that chooses K of them."""
 
-    experts: LayerExperts
+    experts: ExpertWeights
     neurons_EN: Int[Tensor, "E N"]
     always_S: Int[Tensor, "S"]
     router: LinearRouter

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from models.checkpoint.reader import ShardReader
 from models.dense import DenseFamily, fused_name
-from models.experts import LayerExperts
+from models.experts import ExpertWeights
 from models.ffn import DenseFFN
 
 
@@ -40,7 +40,7 @@ def slice_experts(
     layer: int,
     neurons_EN: Int[Tensor, "E N"],
     always_on_S: Int[Tensor, "S"],
-) -> LayerExperts:
+) -> ExpertWeights:
     """Rows of gate and up, columns of down, bit for bit.
 
     Memory: one dense projection beside the slices.
@@ -49,7 +49,7 @@ def slice_experts(
     gate_END, shared_gate_SD = _rows(read_part(reader, gate), neurons_EN, always_on_S)
     up_END, shared_up_SD = _rows(read_part(reader, up), neurons_EN, always_on_S)
     down_EDN, shared_down_DS = _columns(read_part(reader, down), neurons_EN, always_on_S)
-    return LayerExperts(gate_END, up_END, down_EDN, shared_gate_SD, shared_up_SD, shared_down_DS)
+    return ExpertWeights(gate_END, up_END, down_EDN, shared_gate_SD, shared_up_SD, shared_down_DS)
 
 
 def _rows(weight_FD: Tensor, neurons_EN: Tensor, always_on_S: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,10 +64,10 @@ def _columns(weight_DF: Tensor, neurons_EN: Tensor, always_on_S: Tensor) -> tupl
     return columns_EDN, weight_DF.index_select(1, always_on_S)
 
 
-def slice_ffn(ffn: DenseFFN, neurons_EN: Int[Tensor, "E N"], always_S: Int[Tensor, "S"]) -> LayerExperts:
+def slice_ffn(ffn: DenseFFN, neurons_EN: Int[Tensor, "E N"], always_S: Int[Tensor, "S"]) -> ExpertWeights:
     """The same out of a layer's weights in memory."""
     neurons_EN, always_S = neurons_EN.long(), always_S.long()
-    return LayerExperts(
+    return ExpertWeights(
         ffn.gate_FD[neurons_EN],
         ffn.up_FD[neurons_EN],
         ffn.down_DF[:, neurons_EN].movedim(1, 0).contiguous(),

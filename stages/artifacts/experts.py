@@ -18,7 +18,7 @@ from torch import Tensor
 from instruments.errors import CheckpointError, ContractError
 from instruments.safetensors_header import read_metadata
 from models.checkpoint.reader import ShardReader
-from models.experts import LayerExperts, TinyONNExpert
+from models.experts import ExpertWeights, TinyONNExpert
 from stages.artifacts.tensor_file import pack_tag, unpack_tag
 
 VERSION = 2
@@ -35,7 +35,7 @@ def layer_file(folder: Path, layer: int) -> Path:
 def save_layer(
     folder: Path,
     layer: int,
-    experts: LayerExperts,
+    experts: ExpertWeights,
     neurons_EN: Int[Tensor, "E N"],
     always_S: Int[Tensor, "S"],
     hidden_act: str,
@@ -48,7 +48,7 @@ def save_layer(
     return path.stat().st_size
 
 
-def verify_layer(folder: Path, layer: int, experts: LayerExperts) -> None:
+def verify_layer(folder: Path, layer: int, experts: ExpertWeights) -> None:
     """Compare the weights on disk with these, bit for bit. Raises ContractError."""
     with _opened(folder, layer) as (reader, _tag):
         for name, tensor in _weights(experts).items():
@@ -58,7 +58,7 @@ def verify_layer(folder: Path, layer: int, experts: LayerExperts) -> None:
                 )
 
 
-def _weights(experts: LayerExperts) -> dict[str, Tensor]:
+def _weights(experts: ExpertWeights) -> dict[str, Tensor]:
     return {
         **_named(_GATE, experts.gate_END, experts.shared_gate_SD),
         **_named(_UP, experts.up_END, experts.shared_up_SD),
@@ -76,18 +76,18 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-def load_layer(folder: Path, layer: int) -> LayerExperts:
+def load_layer(folder: Path, layer: int) -> ExpertWeights:
     """All experts of one layer, bit for bit. Raises ContractError."""
     with _opened(folder, layer) as (reader, tag):
         stacks = (_stack(reader, tag["experts"], name) for name in (_GATE, _UP, _DOWN))
         shared = (reader.tensor(f"always_on.{name}") for name in (_GATE, _UP, _DOWN))
-        return LayerExperts(*stacks, *shared)
+        return ExpertWeights(*stacks, *shared)
 
 
 ROUTED = ("gate_END", "up_END", "down_EDN")
 
 
-def load_pool(folder: Path, layers: int, device: torch.device) -> list[LayerExperts]:
+def load_pool(folder: Path, layers: int, device: torch.device) -> list[ExpertWeights]:
     """For every layer all experts of a pool, fp32, and its own always-on neurons. Raises ContractError.
 
     Memory: the whole pool, once for all layers.
@@ -95,7 +95,7 @@ def load_pool(folder: Path, layers: int, device: torch.device) -> list[LayerExpe
     return join_pool([load_layer(folder, layer).to(device, torch.float32) for layer in range(layers)])
 
 
-def join_pool(parts: Sequence[LayerExperts]) -> list[LayerExperts]:
+def join_pool(parts: Sequence[ExpertWeights]) -> list[ExpertWeights]:
     """What the layers give, joined: one tensor for all layers."""
     pool = {name: torch.cat([getattr(part, name) for part in parts]) for name in ROUTED}
     return [replace(part, **pool) for part in parts]

@@ -10,7 +10,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from models.config import ModelConfig
-from models.experts import ExpertLoop, LayerExperts
+from models.experts import ExpertLoop, ExpertWeights
 from models.ffn import DenseFFN
 from models.loading import release_freed_memory
 from models.routing import LOGIT_STD, GateKind, LinearRouter
@@ -210,7 +210,7 @@ def column_scales(
     return torch.split(scale_EN, partition.given)
 
 
-def scaled(experts: LayerExperts, scale_EN: Tensor) -> LayerExperts:
+def scaled(experts: ExpertWeights, scale_EN: Tensor) -> ExpertWeights:
     """The experts with their down columns multiplied, in fp32 where that changes anything."""
     if bool((scale_EN == 1).all()):
         return experts

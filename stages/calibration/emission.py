@@ -10,7 +10,7 @@ import torch
 from models.card import CarveFacts, write_card
 from models.config import ModelConfig
 from models.emit import checkpoint_dtype, emit_checkpoint
-from models.experts import LayerExperts
+from models.experts import ExpertWeights
 from models.routing import GateKind
 from models.shape import MoEShape
 from models.targets.base import MoETarget
@@ -72,7 +72,7 @@ class CheckpointFormat:
         """What routers pay for uneven load."""
         return self.settings.load_price(pooled=self.shape.pooled)
 
-    def write(self, folder: Path, routers: Routers, experts: Callable[[int], LayerExperts]) -> None:
+    def write(self, folder: Path, routers: Routers, experts: Callable[[int], ExpertWeights]) -> None:
         """Write the checkpoint; `experts` and errors as of `emit_checkpoint`."""
         emit_checkpoint(
             self.source,

@@ -10,7 +10,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from models.checkpoint.reader import ShardReader
-from models.experts import LayerExperts
+from models.experts import ExpertWeights
 from models.loading import is_offloaded
 from models.stream import LayerStream, StreamLayer
 from models.targets.base import MOE_TARGETS
@@ -137,7 +137,7 @@ def run_baselines(
     return {name: run.loss(stream, text) for name, run in runs.items()}
 
 
-def read_pool(checkpoint: Path, device: torch.device) -> Callable[[int], LayerExperts]:
+def read_pool(checkpoint: Path, device: torch.device) -> Callable[[int], ExpertWeights]:
     """Read a pool's checkpoint: layer → all experts and the layer's always-on neurons, fp32, read when needed.
 
     Memory: the pool.
@@ -149,7 +149,7 @@ def read_pool(checkpoint: Path, device: torch.device) -> Callable[[int], LayerEx
         gate_END, up_END = reader.tensor(gate_up).to(device, torch.float32).chunk(2, dim=1)
         down_EDN = reader.tensor(down).to(device, torch.float32)
 
-    def experts_of(layer: int) -> LayerExperts:
+    def experts_of(layer: int) -> ExpertWeights:
         with ShardReader(checkpoint) as reader:
             names = target.shared_ffn(layer)
             if names[0] in reader.names:
@@ -157,7 +157,7 @@ def read_pool(checkpoint: Path, device: torch.device) -> Callable[[int], LayerEx
             else:
                 none_SD = gate_END.new_empty(0, gate_END.shape[2])
                 shared = [none_SD, none_SD, none_SD.T]
-        return LayerExperts(gate_END, up_END, down_EDN, *shared)
+        return ExpertWeights(gate_END, up_END, down_EDN, *shared)
 
     return experts_of
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from models.experts import ExpertLoop, LayerExperts
+from models.experts import ExpertLoop, ExpertWeights
 from models.ffn import DenseFFN
 from models.routing import GateKind, LinearRouter, rounded
 from models.stream import LayerStream
@@ -170,7 +170,7 @@ def train_experts(
     x_TD = torch.cat([inputs[index] for index in fitted])
     wanted_TD = torch.cat([target(index, inputs[index]) for index in fitted])
     scale = wanted_TD.square().mean().clamp_min(1e-30)
-    weights = {spec.name: getattr(loop.experts, spec.name).clone() for spec in fields(LayerExperts)}
+    weights = {spec.name: getattr(loop.experts, spec.name).clone() for spec in fields(ExpertWeights)}
     trained = [weight.requires_grad_() for weight in weights.values() if weight.numel()]
     groups = [
         {"params": [weight], "lr": settings.descent_rate * float(weight.detach().square().mean().sqrt())}
@@ -184,20 +184,20 @@ def train_experts(
         tokens_t = torch.randint(len(x_TD), (min(settings.descent_tokens, len(x_TD)),), generator=generator)
         tokens_t = tokens_t.to(x_TD.device)
         with torch.enable_grad():
-            output_tD = replace(loop, experts=LayerExperts(**weights)).differentiable(x_TD[tokens_t])
+            output_tD = replace(loop, experts=ExpertWeights(**weights)).differentiable(x_TD[tokens_t])
             loss = (output_tD - wanted_TD[tokens_t]).square().mean() / scale
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         schedule.step()
-    return replace(loop, experts=LayerExperts(**{name: weight.detach() for name, weight in weights.items()}))
+    return replace(loop, experts=ExpertWeights(**{name: weight.detach() for name, weight in weights.items()}))
 
 
 @dataclass(frozen=True)
 class ProjectedLayer:
     """A layer on the CPU, in the checkpoint's number format or as exact quotients of it."""
 
-    experts: LayerExperts
+    experts: ExpertWeights
     router: LinearRouter
     outcome: Outcome
 

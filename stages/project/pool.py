@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from models.experts import ExpertLoop, LayerExperts
+from models.experts import ExpertLoop, ExpertWeights
 from models.routing import LinearRouter
 from models.stream import LayerStream
 from stages.artifacts.experts import load_pool
@@ -131,7 +131,7 @@ def reroute_pool(
     return [scale_columns(loop, scale_E1) for loop in rerouted]
 
 
-def split_pool(loops: Sequence[ExpertLoop], partition: PoolPartition) -> list[LayerExperts]:
+def split_pool(loops: Sequence[ExpertLoop], partition: PoolPartition) -> list[ExpertWeights]:
     """What every layer gives to the pool, and its own always-on neurons."""
     first, parts = 0, []
     for loop, given in zip(loops, partition.given, strict=True):

@@ -7,7 +7,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from instruments.errors import ContractError
-from models.experts import LayerExperts
+from models.experts import ExpertWeights
 from stages.artifacts.experts import layer_file, load_expert, load_layer, save_layer, verify_layer
 from stages.artifacts.tensor_file import pack_tag
 
@@ -15,11 +15,11 @@ E, N, D, S = 3, 4, 6, 5
 REMEDY = "  do:    stage=extract fresh=true"
 
 
-def random_layer(always_on: int = S) -> tuple[LayerExperts, torch.Tensor, torch.Tensor]:
+def random_layer(always_on: int = S) -> tuple[ExpertWeights, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     sizes = ((E, N, D), (E, N, D), (E, D, N), (always_on, D), (always_on, D), (D, always_on))
     order = torch.randperm(E * N + always_on, generator=generator).int()
-    experts = LayerExperts(*(torch.randn(size, generator=generator).bfloat16() for size in sizes))
+    experts = ExpertWeights(*(torch.randn(size, generator=generator).bfloat16() for size in sizes))
     return experts, order[: E * N].view(E, N), order[E * N :]
 
 

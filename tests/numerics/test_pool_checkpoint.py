@@ -17,7 +17,7 @@ import models.tiny_onn.register  # noqa: F401 - from_pretrained is to know the c
 from models.checkpoint.reader import ShardReader
 from models.dense import DENSE_FAMILIES
 from models.emit import emit_checkpoint
-from models.experts import ExpertLoop, LayerExperts
+from models.experts import ExpertLoop, ExpertWeights
 from models.routing import GateKind, LinearRouter
 from models.shape import MoEShape
 from models.slicing import slice_experts
@@ -90,7 +90,7 @@ def test_every_layer_equals_the_loop_and_so_do_the_gradients(case, model, implem
     inputs, wanted = torch.randn(2, L, 1, 17, D, generator=draw)
     sum((layer.mlp(x) * y).sum() for layer, x, y in zip(model.model.layers, inputs, wanted, strict=True)).backward()
     weights = {
-        spec.name: getattr(loops[0].experts, spec.name).clone().requires_grad_() for spec in fields(LayerExperts)
+        spec.name: getattr(loops[0].experts, spec.name).clone().requires_grad_() for spec in fields(ExpertWeights)
     }
     routed = {name: weight for name, weight in weights.items() if not name.startswith("shared")}
     rows = [loop.router.rows_ED.clone().requires_grad_() for loop in loops]

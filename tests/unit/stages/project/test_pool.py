@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from models.experts import ExpertLoop, LayerExperts
+from models.experts import ExpertLoop, ExpertWeights
 from models.routing import GateKind, LinearRouter
 from stages.artifacts.experts import join_pool
 from stages.artifacts.partition import PoolPartition
@@ -33,7 +33,7 @@ def draw(*shape, seed=0):
 def part(layer):
     count = PARTITION.given[layer]
     sizes = ((count, N, D), (count, N, D), (count, D, N), (S, D), (S, D), (D, S))
-    return LayerExperts(*(draw(*size, seed=10 * layer + seed) for seed, size in enumerate(sizes)))
+    return ExpertWeights(*(draw(*size, seed=10 * layer + seed) for seed, size in enumerate(sizes)))
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from models.experts import ExpertLoop, LayerExperts
+from models.experts import ExpertLoop, ExpertWeights
 from models.routing import LinearRouter
 from stages.project.layer_pass import Outcome, ProjectedLayer
 
@@ -12,7 +12,7 @@ E, N, D, S = 3, 4, 6, 2
 
 def make_loop():
     draw = lambda *size: torch.randn(*size, generator=torch.Generator().manual_seed(len(size) + sum(size)))  # noqa: E731
-    experts = LayerExperts(draw(E, N, D), draw(E, N, D), draw(E, D, N), draw(S, D), draw(S, D), draw(D, S))
+    experts = ExpertWeights(draw(E, N, D), draw(E, N, D), draw(E, D, N), draw(S, D), draw(S, D), draw(D, S))
     router = LinearRouter.without_bias(draw(E, D))
     return ExpertLoop(experts, torch.arange(E * N).view(E, N), torch.tensor([12, 13]), router, 2, 14, torch.relu)
 
