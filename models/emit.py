@@ -16,7 +16,7 @@ from models.checkpoint.reader import ShardReader
 from models.checkpoint.writer import ShardWriter
 from models.config import MoEShape
 from models.dense import DenseFamily, dense_family, keeps_tied
-from models.experts import LayerExperts, read_part
+from models.experts import ExpertWeights, read_part
 from models.source import read_config
 from models.targets.base import ALIGNMENT, MoETarget, expert_width, gate_scale_of, shared_width
 from models.targets.config import emit_config, source_dtype
@@ -43,7 +43,7 @@ def emit_checkpoint(
     target: MoETarget,
     shape: MoEShape,
     routers: Callable[[int], Tensor],
-    experts: Callable[[int], LayerExperts],
+    experts: Callable[[int], ExpertWeights],
     selection_bias: Callable[[int], Tensor] | None = None,
     dtype: str = "source",
     pad_to: int = ALIGNMENT,
@@ -151,7 +151,7 @@ class _Emission:
         elif bias_E is not None and bias_E.any():
             raise ContractError(f"{self._target.model_type} has no selection bias", where=f"layer {layer}")
 
-    def add_experts(self, layer: int, experts: LayerExperts) -> None:
+    def add_experts(self, layer: int, experts: ExpertWeights) -> None:
         _check_shape(layer, experts, self._shape)
         routed = (experts.gate_END, experts.up_END, experts.down_EDN)
         width = expert_width(self._shape, self._pad_to)
@@ -176,7 +176,7 @@ class _Emission:
         self._pool = []
         self._add_packed(self._target.packed_pool, 0, (gate, up, down), self._gate_scale.down_scale)
 
-    def _add_shared(self, layer: int, experts: LayerExperts, width: int) -> None:
+    def _add_shared(self, layer: int, experts: ExpertWeights, width: int) -> None:
         weights = _widened((experts.shared_gate_SD, experts.shared_up_SD, experts.shared_down_DS), width)
         if self._target.packed_shared:
             self._add_packed(self._target.packed_shared, layer, weights, self._gate_scale.shared_down_scale)
@@ -234,7 +234,7 @@ def _scaled(name: str, weight: Tensor, scale: float, dtype: torch.dtype) -> Tens
     return scaled
 
 
-def _check_shape(layer: int, experts: LayerExperts, shape: MoEShape) -> None:
+def _check_shape(layer: int, experts: ExpertWeights, shape: MoEShape) -> None:
     count, n = experts.gate_END.shape[:2]
     found = (count, n, len(experts.shared_gate_SD))
     wanted = (shape.experts, shape.n, shape.always_on)

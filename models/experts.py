@@ -11,12 +11,13 @@ from transformers.activations import ACT2FN
 
 from models.checkpoint.reader import ShardReader
 from models.dense import DenseFamily, fused_name
+from models.ffn import DenseFFN
 from models.routing import GateKind, LinearRouter, relative_gates
 
 
 @dataclass(frozen=True)
-class LayerExperts:
-    """Slices of one layer's dense FFN, unscaled."""
+class ExpertWeights:
+    """Slices of one layer's dense FFN, as they are in the dense checkpoint: nothing scaled."""
 
     gate_END: Float[Tensor, "E N D"]
     up_END: Float[Tensor, "E N D"]
@@ -25,6 +26,10 @@ class LayerExperts:
     shared_up_SD: Float[Tensor, "S D"]
     shared_down_DS: Float[Tensor, "D S"]
 
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> "ExpertWeights":
+        """The same on a device, in a number format, contiguous."""
+        return ExpertWeights(**{name: tensor.to(device, dtype).contiguous() for name, tensor in vars(self).items()})
+
 
 def slice_experts(
     reader: ShardReader,
@@ -32,7 +37,7 @@ def slice_experts(
     layer: int,
     neurons_EN: Int[Tensor, "E N"],
     always_on_S: Int[Tensor, "S"],
-) -> LayerExperts:
+) -> ExpertWeights:
     """Cut rows of gate and up and columns of down, bit for bit.
 
     Memory: one dense projection and the slices.
@@ -41,7 +46,7 @@ def slice_experts(
     gate_END, shared_gate_SD = _rows(read_part(reader, gate), neurons_EN, always_on_S)
     up_END, shared_up_SD = _rows(read_part(reader, up), neurons_EN, always_on_S)
     down_EDN, shared_down_DS = _columns(read_part(reader, down), neurons_EN, always_on_S)
-    return LayerExperts(gate_END, up_END, down_EDN, shared_gate_SD, shared_up_SD, shared_down_DS)
+    return ExpertWeights(gate_END, up_END, down_EDN, shared_gate_SD, shared_up_SD, shared_down_DS)
 
 
 def _rows(weight_FD: Tensor, neurons_EN: Tensor, always_on_S: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,7 +144,7 @@ def sum_blocks(blocks: Sequence[Block], tokens: int, width: int) -> Float[Tensor
 class ExpertLoop:
     """Experts, the dense neurons they came from, and the router that chooses K of them."""
 
-    experts: LayerExperts
+    experts: ExpertWeights
     neurons_EN: Int[Tensor, "E N"]
     always_S: Int[Tensor, "S"]
     router: LinearRouter
@@ -221,3 +226,16 @@ class ExpertLoop:
     def hidden(self, x_tD: Tensor, gate_ND: Tensor, up_ND: Tensor) -> Tensor:
         """Activations of an expert's neurons."""
         return self.act(x_tD @ gate_ND.T) * (x_tD @ up_ND.T)
+
+
+def slice_ffn(ffn: DenseFFN, neurons_EN: Int[Tensor, "E N"], always_S: Int[Tensor, "S"]) -> ExpertWeights:
+    """The same out of a layer's weights in memory."""
+    neurons_EN, always_S = neurons_EN.long(), always_S.long()
+    return ExpertWeights(
+        ffn.gate_FD[neurons_EN],
+        ffn.up_FD[neurons_EN],
+        ffn.down_DF[:, neurons_EN].movedim(1, 0).contiguous(),
+        ffn.gate_FD[always_S],
+        ffn.up_FD[always_S],
+        ffn.down_DF[:, always_S],
+    )

@@ -47,12 +47,14 @@ CHAIN = (
         "assemble", parents=("cluster", "extract"), nodes=("model", "data", "vocabulary", "assemble", "shape", "seed")
     ),
     Stage(
-        "project", parents=("cluster", "assemble"), nodes=("model", "data", "vocabulary", "project", "shape", "seed")
+        "project",
+        parents=("cluster", "extract", "assemble"),
+        nodes=("model", "data", "vocabulary", "assemble", "project", "shape", "seed"),
     ),
     Stage(
         "train",
         parents=("project",),
-        nodes=("model", "data", "train", "shape", "seed"),
+        nodes=("model", "data", "assemble", "train", "shape", "seed"),
         shared=True,
         reads_heldout=True,
     ),

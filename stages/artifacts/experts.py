@@ -4,9 +4,9 @@
 ``always_on``, and where each came from: ``….neurons``, indices in the dense FFN.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from instruments.errors import CheckpointError, ContractError
 from instruments.safetensors_header import read_metadata
 from models.checkpoint.reader import ShardReader
-from models.experts import LayerExperts, TinyONNExpert
+from models.experts import ExpertWeights, TinyONNExpert
 from stages.artifacts.tensor_file import pack_tag, unpack_tag
 
 VERSION = 2
@@ -27,30 +27,28 @@ _REMEDY = "stage=extract fresh=true"
 _GATE, _UP, _DOWN = "gate_proj.weight", "up_proj.weight", "down_proj.weight"
 
 
-@dataclass(frozen=True)
-class Provenance:
-    """Which neuron of the dense FFN each one is."""
-
-    neurons_EN: Int[Tensor, "E N"]
-    always_on_S: Int[Tensor, "S"]
-
-
 def layer_file(folder: Path, layer: int) -> Path:
     """The file of one layer."""
     return folder / f"layer-{layer:05}.safetensors"
 
 
-def save_layer(folder: Path, layer: int, experts: LayerExperts, provenance: Provenance, hidden_act: str) -> int:
-    """Write one layer; returns its bytes."""
-    tensors = _weights(experts)
-    tensors |= _named("neurons", provenance.neurons_EN, provenance.always_on_S)
+def save_layer(
+    folder: Path,
+    layer: int,
+    experts: ExpertWeights,
+    neurons_EN: Int[Tensor, "E N"],
+    always_S: Int[Tensor, "S"],
+    hidden_act: str,
+) -> int:
+    """Write one layer, with the dense neurons that its experts are; returns its bytes."""
+    tensors = _weights(experts) | _named("neurons", neurons_EN, always_S)
     metadata = pack_tag(version=VERSION, experts=len(experts.gate_END), hidden_act=hidden_act)
     path = layer_file(folder, layer)
     save_file(tensors, path, metadata=metadata)
     return path.stat().st_size
 
 
-def verify_layer(folder: Path, layer: int, experts: LayerExperts) -> None:
+def verify_layer(folder: Path, layer: int, experts: ExpertWeights) -> None:
     """Compare the weights on disk with these, bit for bit. Raises ContractError."""
     with _opened(folder, layer) as (reader, _tag):
         for name, tensor in _weights(experts).items():
@@ -60,7 +58,7 @@ def verify_layer(folder: Path, layer: int, experts: LayerExperts) -> None:
                 )
 
 
-def _weights(experts: LayerExperts) -> dict[str, Tensor]:
+def _weights(experts: ExpertWeights) -> dict[str, Tensor]:
     return {
         **_named(_GATE, experts.gate_END, experts.shared_gate_SD),
         **_named(_UP, experts.up_END, experts.shared_up_SD),
@@ -78,18 +76,29 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-def load_layer(folder: Path, layer: int) -> LayerExperts:
+def load_layer(folder: Path, layer: int) -> ExpertWeights:
     """All experts of one layer, bit for bit. Raises ContractError."""
     with _opened(folder, layer) as (reader, tag):
         stacks = (_stack(reader, tag["experts"], name) for name in (_GATE, _UP, _DOWN))
         shared = (reader.tensor(f"always_on.{name}") for name in (_GATE, _UP, _DOWN))
-        return LayerExperts(*stacks, *shared)
+        return ExpertWeights(*stacks, *shared)
 
 
-def load_provenance(folder: Path, layer: int) -> Provenance:
-    """Where the neurons of one layer came from. Raises ContractError."""
-    with _opened(folder, layer) as (reader, tag):
-        return Provenance(_stack(reader, tag["experts"], "neurons"), reader.tensor("always_on.neurons"))
+ROUTED = ("gate_END", "up_END", "down_EDN")
+
+
+def load_pool(folder: Path, layers: int, device: torch.device) -> list[ExpertWeights]:
+    """For every layer all experts of a pool, fp32, and its own always-on neurons. Raises ContractError.
+
+    Memory: the whole pool, once for all layers.
+    """
+    return join_pool([load_layer(folder, layer).to(device, torch.float32) for layer in range(layers)])
+
+
+def join_pool(parts: Sequence[ExpertWeights]) -> list[ExpertWeights]:
+    """What the layers give, joined: one tensor for all layers."""
+    pool = {name: torch.cat([getattr(part, name) for part in parts]) for name in ROUTED}
+    return [replace(part, **pool) for part in parts]
 
 
 def load_expert(folder: Path, layer: int, expert: int) -> TinyONNExpert:

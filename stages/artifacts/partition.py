@@ -9,11 +9,11 @@ from torch import Tensor
 
 from instruments.errors import ContractError
 from models.config import MoEShape
-from stages.artifacts.tensor_file import load_contract, save_contract
+from stages.artifacts.tensor_file import TensorFile
 
 
 @dataclass(frozen=True)
-class Partition:
+class Partition(TensorFile):
     """Neurons of every expert, sorted within the expert, and the always-on neurons, sorted.
 
     A neuron is always on, or in one or more experts (never twice in one), or dropped.
@@ -56,15 +56,6 @@ class Partition:
         counts = torch.zeros(len(flat), self.width, dtype=torch.int64)
         return counts.scatter_add_(1, flat, torch.ones_like(flat))
 
-    def save(self, folder: Path) -> None:
-        """Write `folder/partition.safetensors`."""
-        save_contract(self, folder / self.FILE, version=self.VERSION)
-
-    @classmethod
-    def load(cls, folder: Path) -> "Partition":
-        """Read what `save` wrote. Raises ContractError."""
-        return load_contract(cls, folder / cls.FILE, version=cls.VERSION)
-
 
 def check_layer(neurons_EN: Tensor, always_S: Tensor, width: int, where: str) -> None:
     """Refuse experts and always-on neurons of a layer that are no partition. Raises ContractError."""
@@ -78,7 +69,7 @@ def check_layer(neurons_EN: Tensor, always_S: Tensor, width: int, where: str) ->
 
 
 @dataclass(frozen=True)
-class PoolPartition:
+class PoolPartition(TensorFile):
     """Experts layer by layer: all neurons of an expert come from one layer.
 
     A neuron is always on in its layer, or in one or more experts (never twice in one), or dropped.
@@ -130,15 +121,6 @@ class PoolPartition:
             self.neurons_of(layer).flatten().long().bincount(minlength=self.width) for layer in range(self.layers)
         ]
         return torch.stack(counts)
-
-    def save(self, folder: Path) -> None:
-        """Write `folder/pool_partition.safetensors`."""
-        save_contract(self, folder / self.FILE, version=self.VERSION)
-
-    @classmethod
-    def load(cls, folder: Path) -> "PoolPartition":
-        """Read what `save` wrote. Raises ContractError."""
-        return load_contract(cls, folder / cls.FILE, version=cls.VERSION)
 
 
 def load_partition(folder: Path, shape: MoEShape) -> Partition | PoolPartition:

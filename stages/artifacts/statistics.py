@@ -1,23 +1,22 @@
 """scan → score → cluster: what each neuron did on the calibration text, and how much it matters."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 from torch import Tensor
 
-from stages.artifacts.tensor_file import load_contract, save_contract
+from stages.artifacts.tensor_file import TensorFile
 
 
 @dataclass(frozen=True)
-class NeuronStatistics:
+class NeuronStatistics(TensorFile):
     """Sums over unmasked tokens and per-sample gradient norms, per layer and neuron.
 
     All (L, F) sums are float64. Divide activation sums by `tokens` and gradient sums by `samples`. A forward-only scan
     has `samples_with_gradient == 0` and zeros in the gradient fields.
     """
 
-    VERSION: ClassVar[int] = 1
+    VERSION: ClassVar[int] = 2
     FILE: ClassVar[str] = "statistics.safetensors"
 
     tokens: int
@@ -34,10 +33,7 @@ class NeuronStatistics:
     grad_norm_gate: Tensor  # (L, F) Σ over samples of ‖∇gate row‖
     grad_norm_up: Tensor  # (L, F) Σ over samples of ‖∇up row‖
     grad_norm_down: Tensor  # (L, F) Σ over samples of ‖∇down column‖
-    # Weights of the neuron.
-    weight_norm_gate: Tensor  # (L, F) float32
-    weight_norm_up: Tensor  # (L, F) float32
-    weight_norm_down: Tensor  # (L, F) float32
+    weight_norm_down: Tensor  # (L, F) float32: norms of the down columns
     # Reservoir of R tokens: bit r of neuron j = active at reservoir token r. np.packbits order (most significant
     # first).
     active_bits: Tensor  # (L, F, ceil(R / 8)) uint8
@@ -53,18 +49,9 @@ class NeuronStatistics:
         """(L, F) fp32 share of tokens where the neuron is among the most active."""
         return (self.active_count / self.tokens).float()
 
-    def save(self, folder: Path) -> None:
-        """Write `folder/statistics.safetensors`."""
-        save_contract(self, folder / self.FILE, version=self.VERSION)
-
-    @classmethod
-    def load(cls, folder: Path) -> "NeuronStatistics":
-        """Read what `save` wrote. Raises ContractError."""
-        return load_contract(cls, folder / cls.FILE, version=cls.VERSION)
-
 
 @dataclass(frozen=True)
-class DomainStatistics:
+class DomainStatistics(TensorFile):
     """The Taylor sums of `NeuronStatistics` apart for every text domain. Written where `scan.domains` asks for it."""
 
     VERSION: ClassVar[int] = 1
@@ -74,18 +61,9 @@ class DomainStatistics:
     samples: list[int]  # of every domain
     sum_taylor: Tensor  # (G, L, F) float64: Σ|h·∂loss/∂h|, per-sample mean loss; divide by `samples`
 
-    def save(self, folder: Path) -> None:
-        """Write `folder/domains.safetensors`."""
-        save_contract(self, folder / self.FILE, version=self.VERSION)
-
-    @classmethod
-    def load(cls, folder: Path) -> "DomainStatistics":
-        """Read what `save` wrote. Raises ContractError."""
-        return load_contract(cls, folder / cls.FILE, version=cls.VERSION)
-
 
 @dataclass(frozen=True)
-class Scores:
+class Scores(TensorFile):
     """(L, F) float32 scores; higher is more important, comparable within a layer only."""
 
     VERSION: ClassVar[int] = 2
@@ -94,12 +72,3 @@ class Scores:
     method: str  # the measure
     description: str  # the same in words, with what it lacks
     chosen: Tensor
-
-    def save(self, folder: Path) -> None:
-        """Write `folder/scores.safetensors`."""
-        save_contract(self, folder / self.FILE, version=self.VERSION)
-
-    @classmethod
-    def load(cls, folder: Path) -> "Scores":
-        """Read what `save` wrote. Raises ContractError."""
-        return load_contract(cls, folder / cls.FILE, version=cls.VERSION)

@@ -1,10 +1,10 @@
-"""A dataclass of tensors and plain values as one safetensors file."""
+"""A dataclass of tensors and plain values, other dataclasses among them, as one safetensors file."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Self, TypeVar, get_type_hints
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -31,16 +31,20 @@ Contract = TypeVar("Contract")
 
 
 def save_contract(contract: Any, path: Path, *, version: int) -> None:  # noqa: ANN401 - any contract dataclass
-    """Write tensor fields as tensors and all other fields as JSON metadata."""
-    tensors: dict[str, torch.Tensor] = {}
-    plain: dict[str, Any] = {}
+    """Write tensor fields as tensors and all other fields as JSON metadata; a part's fields are named `part.field`."""
+    values = dict(_walk(contract))
+    tensors = {name: value.contiguous() for name, value in values.items() if isinstance(value, torch.Tensor)}
+    plain = {name: value for name, value in values.items() if name not in tensors}
+    save_file(tensors, path, metadata=pack_tag(contract=type(contract).__name__, version=version, plain=plain))
+
+
+def _walk(contract: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:  # noqa: ANN401
     for spec in fields(contract):
         value = getattr(contract, spec.name)
-        if isinstance(value, torch.Tensor):
-            tensors[spec.name] = value.contiguous()
+        if is_dataclass(value):
+            yield from _walk(value, f"{prefix}{spec.name}.")
         else:
-            plain[spec.name] = value
-    save_file(tensors, path, metadata=pack_tag(contract=type(contract).__name__, version=version, plain=plain))
+            yield prefix + spec.name, value
 
 
 def load_contract(kind: type[Contract], path: Path, *, version: int) -> Contract:
@@ -61,11 +65,51 @@ def load_contract(kind: type[Contract], path: Path, *, version: int) -> Contract
         wanted = f"{kind.__name__} version {version}"
         raise ContractError(f"expected {wanted}, found {found[0]} version {found[1]}", where=str(path), do=remedy)
     values = {**tag["plain"], **tensors}
-    names = {spec.name for spec in fields(kind)}  # type: ignore[arg-type]
+    names = set(_names(kind))
     if values.keys() != names:
         what = f"{kind.__name__} has fields {sorted(values.keys() ^ names)} too many or too few"
         raise ContractError(what, where=str(path), do=remedy)
-    return kind(**values)
+    return _build(kind, values)
+
+
+def _parts(kind: type) -> dict[str, type | None]:
+    """Field → its dataclass, None for a plain one."""
+    hints = get_type_hints(kind)
+    parts = ((spec.name, hints[spec.name]) for spec in fields(kind))
+    return {name: hint if is_dataclass(hint) else None for name, hint in parts}  # type: ignore[misc]
+
+
+def _names(kind: type, prefix: str = "") -> Iterator[str]:
+    for name, part in _parts(kind).items():
+        if part is None:
+            yield prefix + name
+        else:
+            yield from _names(part, f"{prefix}{name}.")
+
+
+def _build(kind: type[Contract], values: Mapping[str, Any], prefix: str = "") -> Contract:
+    return kind(
+        **{
+            name: values[prefix + name] if part is None else _build(part, values, f"{prefix}{name}.")
+            for name, part in _parts(kind).items()
+        }
+    )
+
+
+class TensorFile:
+    """A dataclass that is a file of its own in the folder of a stage."""
+
+    VERSION: ClassVar[int]
+    FILE: ClassVar[str]
+
+    def save(self, folder: Path) -> None:
+        """Write `folder/FILE`."""
+        save_contract(self, folder / self.FILE, version=self.VERSION)
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """Read what `save` wrote. Raises ContractError."""
+        return load_contract(cls, folder / cls.FILE, version=cls.VERSION)
 
 
 Layer = TypeVar("Layer")

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from models.targets.choose import MOE_TARGETS
 from stages.routing.methods import RIDGE_ROUTERS, ROUTERS, SAMPLED_ROUTERS, TRAINED_ROUTERS, is_priced
 
-VERSION = 6
+VERSION = 7
 
 TARGETS = ("auto", *MOE_TARGETS)
 
@@ -18,7 +18,7 @@ class AssembleConfig:
     # what no other can express; or auto, the best that can hold the source's attention and the always-on neurons.
     target: str = field(default="auto", metadata={"choices": TARGETS})
     # residual_ridge: regress on the FFN input, in closed form, the logarithm of what each expert adds beyond what the
-    # always-on neurons foretell of it, for that much alignment gives without routing; error: from there on by gradient
+    # always-on neurons predict of it, for that much alignment gives without routing; error: from there on by gradient
     # descent, as long as the output error falls on held-out tokens; log_ridge: regress each expert's whole output norm;
     # ridge: its contribution; logistic: from ridge on, trained to choose the experts of largest contribution; centroid:
     # mean input of the tokens an expert serves best; representative: gate row of the neuron that follows its expert
@@ -38,8 +38,8 @@ class AssembleConfig:
     # Tokens it is trained on, and residual_ridge is fitted on (of a pool: any router is fitted and judged on), at most;
     # a trained one keeps E² numbers of each.
     router_tokens: int = field(default=8192, metadata={"minimum": 1})
-    # What a trained router pays for uneven load: this times the variance of the experts' load, beside the relative
-    # error (0.01: variance 1 costs as much as one percent of error). What it costs in error stands in the table.
+    # What a trained router pays for uneven load: this times the variance of the experts' load, added to the relative
+    # error (0.01: variance 1 costs as much as one percent of error). The table shows what it costs in error.
     balance: float = field(default=0.0, metadata={"minimum": 0})
     # train: router logits of standard deviation logit_std, which low precision and training keep, and down columns
     # scaled to what the gates weigh; parity: logits shrunk so that gates are all but constant, for exactness.

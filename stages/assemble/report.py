@@ -22,24 +22,18 @@ STEPS, PRICE = 200, 0.01
 class RouterReport:
     """One layer's router and how it routes the calibration text, on the CPU."""
 
-    rows_ED: Tensor
-    bias_E: Tensor
+    router: LinearRouter
     scale_EN: Tensor  # of the experts' down columns, for what gates and copies weigh
     moments_2E: Tensor  # Σ g and Σ g² of every expert's gates
     load_E: Tensor  # 1 = even share
     agreement: float  # share of the contribution oracle's experts it chooses (of a pool: of the error oracle's)
     error: float  # of the layer's output, relative, before alignment
 
-    @property
-    def router(self) -> LinearRouter:
-        """The router."""
-        return LinearRouter(self.rows_ED, self.bias_E)
-
 
 def summarise(
     reports: Sequence[RouterReport], target: MoETarget, shape: MoEShape, partition: Partition, assemble: AssembleConfig
 ) -> Table:
-    """One row per layer; the chance level stands in the notes."""
+    """One row per layer; the chance level is in the notes."""
     rows = [
         [
             layer,

@@ -1,13 +1,18 @@
-"""Calibration text, and random tokens beside it, as batches that can be split into a fitted and a guarding part."""
+"""What a stage is fitted on: the source, and its calibration text with random tokens, as batches on a device."""
 
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from models.config import ModelConfig
+from models.loading import load_tokenizer, resolve_device
+from models.source import read_config, resolve_folder
 from stages.calibration.config import VocabularyConfig
 from stages.text.config import DataConfig
 from stages.text.sequences import IGNORED, TokenBatch, TokenSequence, batch_sequences, load_sequences
@@ -44,7 +49,7 @@ def draw_sequences(
     ]
 
 
-# The guard part is counted in batches: with fewer than these the split would be too coarse.
+# The validation split is counted in batches: with fewer than these it would be too coarse.
 LEAST_BATCHES = 16
 
 
@@ -66,6 +71,36 @@ def calibration_batches(
     drawn = draw_sequences(tokenizer, met, min(vocabulary.tokens, total), data.max_length)
     marked = (replace(batch, layers=vocabulary.layers, is_text=False) for batch in batch_sequences(drawn, size, pad_id))
     return [*batches, *marked]
+
+
+@dataclass(frozen=True)
+class CalibrationContext:
+    """What a stage that fits something works with; made once in each."""
+
+    model: ModelConfig
+    folder: Path  # of the dense checkpoint
+    config: Mapping[str, Any]  # its config.json
+    batches: list[TokenBatch]  # text, then random tokens
+    device: torch.device
+    seed: int
+
+    @classmethod
+    def of(
+        cls, model: ModelConfig, data: DataConfig, vocabulary: VocabularyConfig, batch_tokens: int, seed: int
+    ) -> "CalibrationContext":
+        """Find the source and tokenise the calibration split. Raises UserError."""
+        folder = resolve_folder(model)
+        batches = calibration_batches(data, vocabulary, load_tokenizer(folder), batch_tokens)
+        return cls(model, folder, read_config(folder), batches, resolve_device(model), seed)
+
+    @property
+    def text(self) -> list[TokenBatch]:
+        """The batches without random tokens; they come first."""
+        return text_only(self.batches)
+
+    def layer_seed(self, index: int) -> int:
+        """A layer's own seed, see `layer_seed`."""
+        return layer_seed(self.seed, index)
 
 
 def text_only(batches: Sequence[TokenBatch]) -> list[TokenBatch]:

@@ -1,16 +1,16 @@
-"""Settings of the vocabulary pass: what the fits see beside the text."""
+"""Settings of the vocabulary pass: random tokens that the fits see in addition to the text."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass
 class VocabularyConfig:
-    """Random tokens beside the calibration text, for partition, routers and alignment.
+    """Random tokens in addition to the calibration text, for partition, routers and alignment.
 
     The first layers know little more of a token than which one it is, and the text has met few of them.
     """
 
-    # Drawn from what the text has not, at most as many as it has; 0 draws none, nor does a pool, whatever stands here.
+    # Drawn from the tokens that the text lacks, at most as many as it has; 0 draws none. A pool never draws any.
     tokens: int = field(default=16384, metadata={"minimum": 0})
     # They pass so many layers, from the first on; unset: all.
     layers: int | None = field(default=12, metadata={"minimum": 1})

@@ -1,4 +1,4 @@
-"""Which neurons an FFN can best do without, when the down columns of those that stay are fitted anew."""
+"""Which neurons an FFN can best do without, when the down columns of those that stay are fitted again."""
 
 from collections.abc import Iterable
 

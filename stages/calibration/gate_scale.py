@@ -37,7 +37,7 @@ def least_squares(moments_2E: Float[Tensor, "2 E"]) -> Float[Tensor, "E"]:
 def column_scale(loop: ExpertLoop, inputs: Sequence[Tensor]) -> Float[Tensor, "E N"]:
     """What each expert's down columns are to be multiplied by, so that their neurons weigh 1 on average.
 
-    First each expert's own constant; then, where neurons stand in several experts, that of the sum of their copies:
+    First each expert's own constant; then, where neurons are in several experts, that of the sum of their copies:
     Σ_t c_j / Σ_t c_j² over the tokens for which neuron j is active, c_j the sum of its copies' scaled gates.
 
     Args:

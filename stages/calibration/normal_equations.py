@@ -75,7 +75,7 @@ class NormalEquations:
         Raises:
             NumericsError: the moments are not finite, or not positive definite even with the penalty.
         """
-        # Whatever is not finite shows in the sum, and the sum makes no tensor as large as they are.
+        # One value that is not finite makes the sum so, and a sum needs no tensor as large as the moments.
         if not (self.gram_AA.sum().isfinite() and self.cross_AY.sum().isfinite()):
             raise NumericsError(
                 "the calibration moments are not finite", do="calibrate in float32: model.dtype=float32"

@@ -1,85 +1,27 @@
-"""All baselines in one pass over the layers: fitted on calibration text, measured on held-out text."""
+"""Baselines in one pass over the layers, fitted on calibration text and measured on held-out text; those of a pool."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
-from models.experts import Block
+from models.checkpoint.reader import ShardReader
+from models.experts import ExpertWeights
+from models.loading import is_offloaded
 from models.stream import LayerStream, StreamLayer
-from stages.calibration.alignment import AlignmentSettings, AlignmentTarget, Target, align_down
-from stages.calibration.carved_ffn import CarvedFFN
+from models.targets.choose import MOE_TARGETS
+from models.training import find_routers, selection_bias
+from stages.calibration.alignment import AlignmentSettings, align_down
+from stages.calibration.batches import layer_seed
 from stages.calibration.token_stream import TokenStream
 from stages.evaluate.baselines import MASKS, Baseline, LayerFacts, start_baseline
-from stages.losses import MeanLoss
+from stages.evaluate.carved_ffn import CarvedFFN, Memo
+from stages.losses import MeanLoss, measure_loss
 from stages.text.sequences import TokenBatch
-
-MOST_BYTES = 1 << 30  # that one memo keeps; the rest is computed again
-
-
-class Memo:
-    """A function of a tensor whose values are kept by the identity of the tensor, which has to live as long."""
-
-    def __init__(self, compute: Callable[[Tensor], Tensor]) -> None:
-        """Nothing is kept yet."""
-        self._compute = compute
-        self._kept: dict[int, Tensor] = {}
-        self._bytes = 0
-
-    def __call__(self, x_TD: Tensor) -> Tensor:
-        """The value, kept where there is room."""
-        if (known := self._kept.get(id(x_TD))) is not None:
-            return known
-        value = self._compute(x_TD)
-        self.keep(x_TD, value)
-        return value
-
-    def keep(self, x_TD: Tensor, value: Tensor) -> None:
-        """A value that was computed elsewhere, kept where there is room."""
-        if self._bytes + value.nbytes <= MOST_BYTES:
-            self._kept[id(x_TD)] = value
-            self._bytes += value.nbytes
-
-    def forget(self, x_TD: Tensor) -> None:
-        """Make room, where this one's value is kept."""
-        value = self._kept.pop(id(x_TD), None)
-        self._bytes -= 0 if value is None else value.nbytes
-
-
-@dataclass(frozen=True)
-class RememberedFFN:
-    """A carved FFN that remembers what its columns multiply."""
-
-    carved: CarvedFFN
-    features: Memo
-
-    @classmethod
-    def of(cls, carved: CarvedFFN) -> "RememberedFFN":
-        """Nothing remembered yet."""
-        return cls(carved, Memo(carved.features))
-
-    @property
-    def width(self) -> int:
-        """F."""
-        return self.carved.width
-
-    def run(self, x_TD: Float[Tensor, "T D"]) -> tuple[list[Block], Float[Tensor, "T D"]]:
-        """The features of all neurons, and the output."""
-        features_TF = self.features(x_TD)
-        everyone, neurons_F = (torch.arange(count, device=x_TD.device) for count in features_TF.shape)
-        return [Block(everyone, neurons_F, features_TF)], features_TF @ self.carved.down_DF.T
-
-    def __call__(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
-        """The output."""
-        return self.features(x_TD) @ self.carved.down_DF.T
-
-    def with_change(self, change_DF: Tensor) -> "RememberedFFN":
-        """The same with other down columns, which no feature depends on."""
-        return replace(self, carved=self.carved.with_change(change_DF))
-
 
 ALIGNED = "_aligned"
 
@@ -130,8 +72,6 @@ class BaselineRun:
         calibration = text.calibration if self.fitted else []
         self._calibration = TokenStream(stream, calibration)
         self._heldout = TokenStream(stream, text.heldout)
-        residual = self.aligned and settings.alignment_target == "residual"
-        self._target = AlignmentTarget("residual", stream, calibration) if residual else None
 
     def step(self, layer: StreamLayer, facts: LayerFacts, cut: CutPass, *, last: bool) -> None:
         """Fit on calibration inputs, then pass the layer with both splits; after the last nothing is fitted."""
@@ -143,22 +83,19 @@ class BaselineRun:
         if not last:
             self._calibration.leave(map(carved, inputs))
         self._heldout.enter(layer)
-        plain = carved.carved if isinstance(carved, RememberedFFN) else carved
+        plain = CarvedFFN(baseline.carved.features, carved.down_DF)
         self._heldout.leave(map(plain, self._heldout.inputs))
 
-    def _align(self, layer: StreamLayer, baseline: Baseline, hidden: Memo) -> RememberedFFN:
+    def _align(self, layer: StreamLayer, baseline: Baseline, hidden: Memo) -> CarvedFFN:
         """The baseline with columns fitted as the carve's; of every batch activations are computed once."""
-        inputs, remembered, wanted = self._calibration.inputs, RememberedFFN.of(baseline.carved), []
+        inputs, features, wanted = self._calibration.inputs, Memo(baseline.carved.features), []
         for x_TD in inputs:
             h_TF = hidden(x_TD)
             hidden.forget(x_TD)
-            wanted.append(layer.ffn.output(h_TF) if self._target is None else h_TF.new_empty(0))
-            remembered.features.keep(x_TD, baseline.features(x_TD, h_TF))
-        target: Target = lambda index, _x: wanted[index]  # noqa: E731
-        if self._target is not None:
-            self._target.enter(layer, self._calibration)
-            target = self._target
-        return align_down(remembered, inputs, target, self._settings).carved
+            wanted.append(layer.ffn.output(h_TF))
+            features.keep(x_TD, baseline.features(x_TD, h_TF))
+        remembered = CarvedFFN(features, baseline.carved.down_DF)
+        return align_down(remembered, inputs, lambda batch, _: wanted[batch], self._settings).carved
 
     def loss(self, stream: LayerStream, text: Text) -> MeanLoss:
         """Held-out loss after the last layer."""
@@ -198,3 +135,62 @@ def run_baselines(
         if not last:
             cut.leave(facts)
     return {name: run.loss(stream, text) for name, run in runs.items()}
+
+
+def read_pool(checkpoint: Path, device: torch.device) -> Callable[[int], ExpertWeights]:
+    """Read a pool's checkpoint: layer → all experts and the layer's always-on neurons, fp32, read when needed.
+
+    Memory: the pool.
+    """
+    target = MOE_TARGETS["tiny_onn"]
+    assert target.packed_pool is not None, "the one target that says a pool"
+    gate_up, down = target.packed_pool
+    with ShardReader(checkpoint) as reader:
+        gate_END, up_END = reader.tensor(gate_up).to(device, torch.float32).chunk(2, dim=1)
+        down_EDN = reader.tensor(down).to(device, torch.float32)
+
+    def experts_of(layer: int) -> ExpertWeights:
+        with ShardReader(checkpoint) as reader:
+            names = target.shared_ffn(layer)
+            if names[0] in reader.names:
+                shared = [reader.tensor(name).to(device, torch.float32) for name in names]
+            else:
+                none_SD = gate_END.new_empty(0, gate_END.shape[2])
+                shared = [none_SD, none_SD, none_SD.T]
+        return ExpertWeights(gate_END, up_END, down_EDN, *shared)
+
+    return experts_of
+
+
+def run_pool_baselines(
+    names: Sequence[str], assembled: PreTrainedModel, batches: Sequence[TokenBatch], seed: int
+) -> dict[str, MeanLoss]:
+    """Held-out loss of unaligned and random_router; masks and oracles choose among one layer's own neurons.
+
+    Args:
+        names: of baselines.
+        assembled: the pool before projection; its routers do not survive.
+        batches: held-out text.
+        seed: of the run.
+    """
+    losses = {}
+    if "unaligned" in names:
+        losses["unaligned"] = measure_loss(assembled, batches, "unaligned")
+    # What is offloaded lies where it cannot be written to.
+    if "random_router" in names and not is_offloaded(assembled):
+        draw_routers(assembled, seed)
+        losses["random_router"] = measure_loss(assembled, batches, "randomly routed")
+    return losses
+
+
+@torch.no_grad()
+def draw_routers(model: PreTrainedModel, seed: int) -> None:
+    """Seeded normal rows of the size of those they replace, which keeps gates as constant as they were."""
+    for layer, router in enumerate(find_routers(model)):
+        weight: Tensor = router.weight  # type: ignore[assignment]
+        # Away from the seeds of assembly, or a random router there would be drawn again.
+        generator = torch.Generator().manual_seed(layer_seed(seed, 5_000 + layer))
+        rows_ED = torch.randn(weight.shape, generator=generator).to(weight)
+        weight.copy_(rows_ED * (weight.norm() / rows_ED.norm()))
+        if (bias_E := selection_bias(router)) is not None:
+            bias_E.zero_()

@@ -11,8 +11,8 @@ from models.config import MoEShape
 from models.experts import ExpertLoop
 from models.ffn import DenseFFN
 from models.routing import LinearRouter, active_copies, choose_experts, chosen_mask, has_copies, membership
-from stages.calibration.carved_ffn import CarvedFFN, expert_grams, output_norms
 from stages.calibration.elimination import rank_by_alignment
+from stages.evaluate.carved_ffn import CarvedFFN, expert_grams, output_norms
 
 
 @dataclass(frozen=True)
@@ -86,18 +86,19 @@ def start_baseline(
         chosen = (choose(x_TD, looked_at(x_TD)) for x_TD in inputs)
         down_DF = down_DF * copies_scale(chosen, member_EF, facts.always_S)
 
-    def copies(x_TD: Tensor, h_TF: Tensor) -> Tensor:
-        return active_copies(choose(x_TD, h_TF), member_EF, facts.always_S)
+    def features(x_TD: Tensor, h_TF: Tensor) -> Tensor:
+        return h_TF * active_copies(choose(x_TD, h_TF), member_EF, facts.always_S)
 
-    return Baseline(CarvedFFN(facts.ffn, copies, down_DF), lambda x_TD, h_TF: h_TF * copies(x_TD, h_TF))
+    return Baseline(CarvedFFN(lambda x_TD: features(x_TD, facts.ffn.hidden(x_TD)), down_DF), features)
 
 
 def copies_scale(
     chosen: Iterable[Int[Tensor, "T K"]], member_EF: Float[Tensor, "E F"], always_S: Int[Tensor, "S"]
 ) -> Float[Tensor, "F"]:
-    """Σ_t c_j / Σ_t c_j², see `replica_scale`, from how often two experts are chosen together.
+    """Σ_t c_j / Σ_t c_j², the least-squares constant for a neuron that may be active more than once.
 
-    With m_ej = 1 where expert e holds neuron j, c_j = Σ_e chosen_e·m_ej: E × E counts stand for T × F copies.
+    It follows from how often two experts are chosen together: with m_ej = 1 where expert e holds neuron j,
+    c_j = Σ_e chosen_e·m_ej, so that E × E counts replace T × F copies.
     """
     experts = len(member_EF)
     together_EE = torch.zeros(experts, experts, dtype=torch.float64, device=member_EF.device)
@@ -125,5 +126,4 @@ def mask_neurons(facts: LayerFacts, measure_F: Float[Tensor, "F"]) -> Baseline:
     ffn = facts.ffn
     kept = measure_F.topk(min(ffn.width, facts.shape.active_width)).indices.sort().values.to(ffn.down_DF.device)
     narrow = DenseFFN(ffn.gate_FD[kept], ffn.up_FD[kept], ffn.down_DF[:, kept], ffn.act)
-    carved = CarvedFFN(narrow, lambda _x_TD, _h: torch.ones((), device=kept.device), narrow.down_DF)
-    return Baseline(carved, lambda _x, h_TF: h_TF.index_select(1, kept))
+    return Baseline(CarvedFFN(narrow.hidden, narrow.down_DF), lambda _x, h_TF: h_TF.index_select(1, kept))

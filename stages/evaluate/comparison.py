@@ -16,8 +16,8 @@ from models.config import ModelConfig, MoEShape
 from models.ffn import DenseFFN, ffn_modules, watch_ffns
 from models.loading import input_device, placement, resolve_device
 from models.routing import choose_experts
-from stages.calibration.carved_ffn import expert_grams, output_norms
 from stages.evaluate.baselines import LayerFacts
+from stages.evaluate.carved_ffn import expert_grams, output_norms
 from stages.evaluate.report import LayerResult, ModelCost
 from stages.losses import MeanLoss, measure_loss
 from stages.routing.task import error_drops
@@ -32,7 +32,7 @@ def load_carved(folder: Path, model: ModelConfig, dtype: torch.dtype, offload_fo
         model: whose device or devices it is to lie on.
         dtype: number format of its weights.
         offload_folder: for weights that fit nowhere else; transformers joins experts while loading, so that what it
-            would read later stands in no file of the checkpoint.
+            would read later is in no file of the checkpoint.
     """
     carved: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         folder,
@@ -196,7 +196,7 @@ def follow_ffns(
 ) -> tuple[MeanLoss, list[LayerFidelity]]:
     """The carved model's loss, and every layer held against the dense FFN on the same inputs.
 
-    The dense weights are taken anew for every batch: where they are plain that costs nothing, and where they are
+    The dense weights are taken again for every batch: where they are plain that costs nothing, and where they are
     offloaded or quantised only one layer's are in memory at a time.
     """
     fidelities: list[LayerFidelity] = []

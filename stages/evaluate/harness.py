@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on one model with the tasks beside this file, and two models compared item by item."""
+"""lm-evaluation-harness on one model with the tasks in this folder, and two models compared item by item."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence

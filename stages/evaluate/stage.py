@@ -2,32 +2,28 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-
-from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from pathlib import Path
 
 from models.config import ModelConfig, MoEShape
 from models.emit import checkpoint_dtype
 from models.experts import ExpertLoop
 from models.ffn import DenseFFN
-from models.loading import load_dense, load_tokenizer, resolve_device, resolve_dtype
-from models.source import resolve_folder
+from models.loading import load_dense, load_tokenizer, resolve_dtype
 from models.stream import LayerStream
 from stages.artifacts.job import Job, Table
 from stages.artifacts.partition import Partition, PoolPartition, load_partition
 from stages.artifacts.routers import Routers
 from stages.artifacts.statistics import NeuronStatistics
 from stages.calibration.alignment import AlignmentSettings
-from stages.calibration.batches import calibration_batches, layer_seed
+from stages.calibration.batches import CalibrationContext
 from stages.calibration.config import VocabularyConfig
-from stages.evaluate.baseline_pass import Text, run_baselines
+from stages.evaluate.baseline_pass import Text, read_pool, run_baselines, run_pool_baselines
 from stages.evaluate.baselines import LayerFacts
 from stages.evaluate.comparison import Comparison, compare, load_carved
 from stages.evaluate.config import EvaluateConfig
-from stages.evaluate.pool import read_pool, run_pool_baselines
 from stages.evaluate.report import Evaluation, summarise, write_report
 from stages.text.config import DataConfig
-from stages.text.sequences import batch_sequences, load_sequences
+from stages.text.sequences import TokenBatch, batch_sequences, load_sequences
 
 FactsOf = Callable[[int, DenseFFN], LayerFacts]
 
@@ -44,18 +40,18 @@ def run(
     seed: int,
 ) -> Table:
     """Write `evaluation.json` and `evaluation.md`."""
-    folder = resolve_folder(model)
+    context = CalibrationContext.of(model, data, vocabulary, evaluate.batch_tokens, seed)
     partition = load_partition(job.parents["cluster"], shape)
-    text = load_text(data, vocabulary, load_tokenizer(folder), evaluate.batch_tokens)
-    carved_facts = read_facts(job, evaluate.checkpoint, model, partition, shape, seed)
-    comparison = compare_models(job, model, text, carved_facts, evaluate, shape)
+    text = Text(context.batches, heldout_batches(context.folder, data, evaluate.batch_tokens))
+    carved_facts = read_facts(job, evaluate.checkpoint, context, partition, shape)
+    comparison = compare_models(job, context, text, carved_facts, evaluate, shape)
     if shape.pooled:
-        dtype = resolve_dtype(model, resolve_device(model)) or checkpoint_dtype(folder, "source")
+        dtype = resolve_dtype(model, context.device) or checkpoint_dtype(context.folder, "source")
         assembled = load_carved(job.parents["assemble"] / "checkpoint", model, dtype, job.scratch / "assembled")
         baselines = run_pool_baselines(evaluate.baselines, assembled, text.heldout, seed)
     else:
-        plain_facts = read_facts(job, "assemble", model, partition, shape, seed)
-        with LayerStream(folder, device=resolve_device(model)) as stream:
+        plain_facts = read_facts(job, "assemble", context, partition, shape)
+        with LayerStream(context.folder, device=context.device) as stream:
             baselines = run_baselines(
                 evaluate.baselines,
                 stream,
@@ -77,30 +73,29 @@ def run(
 
 
 def compare_models(
-    job: Job, model: ModelConfig, text: Text, facts_of: FactsOf, evaluate: EvaluateConfig, shape: MoEShape
+    job: Job, context: CalibrationContext, text: Text, facts_of: FactsOf, evaluate: EvaluateConfig, shape: MoEShape
 ) -> Comparison:
     """Dense and carved model side by side; both are freed before the baselines run."""
-    # The MoE is cut from the stored weights, whatever the scan computed with: it is held against the stored model.
-    dense = load_dense(replace(model, quantization="none"), resolve_folder(model))
-    carved = load_carved(job.parents[evaluate.checkpoint] / "checkpoint", model, dense.dtype, job.scratch / "offloaded")
+    # The MoE is cut from the stored weights, so that it is compared with the stored model, however the scan computed.
+    dense = load_dense(replace(context.model, quantization="none"), context.folder)
+    checkpoint = job.parents[evaluate.checkpoint] / "checkpoint"
+    carved = load_carved(checkpoint, context.model, dense.dtype, job.scratch / "offloaded")
     return compare(dense, carved, text.heldout, facts_of, shape, evaluate.speed_tokens)
 
 
-def load_text(
-    data: DataConfig, vocabulary: VocabularyConfig, tokenizer: PreTrainedTokenizerBase, batch_tokens: int
-) -> Text:
-    """Both splits; baselines are fitted on what the carve was fitted on."""
-    heldout = batch_sequences(load_sequences(data, tokenizer, "heldout"), batch_tokens, tokenizer.pad_token_id or 0)
-    return Text(calibration_batches(data, vocabulary, tokenizer, batch_tokens), heldout)
+def heldout_batches(folder: Path, data: DataConfig, batch_tokens: int) -> list[TokenBatch]:
+    """The held-out split."""
+    tokenizer = load_tokenizer(folder)
+    return batch_sequences(load_sequences(data, tokenizer, "heldout"), batch_tokens, tokenizer.pad_token_id or 0)
 
 
 def read_facts(
-    job: Job, stage: str, model: ModelConfig, partition: Partition | PoolPartition, shape: MoEShape, seed: int
+    job: Job, stage: str, context: CalibrationContext, partition: Partition | PoolPartition, shape: MoEShape
 ) -> FactsOf:
     """What earlier stages found and decided, layer by layer; the routers, and of a pool the experts, are `stage`'s."""
     statistics, routers = NeuronStatistics.load(job.parents["scan"]), Routers.load(job.parents[stage])
-    contribution_LF: Tensor = statistics.sum_abs / statistics.tokens * statistics.weight_norm_down
-    pool = read_pool(job.parents[stage] / "checkpoint", resolve_device(model)) if shape.pooled else None
+    contribution_LF = statistics.contribution
+    pool = read_pool(job.parents[stage] / "checkpoint", context.device) if shape.pooled else None
 
     def facts_of(index: int, ffn: DenseFFN) -> LayerFacts:
         device = ffn.gate_FD.device
@@ -114,7 +109,7 @@ def read_facts(
             contribution_LF[index].to(device),
             shape,
             # Away from the seeds of assembly, or the random router of the baseline would repeat that of a random carve.
-            layer_seed(seed, 5_000 + index),
+            context.layer_seed(5_000 + index),
             pool and ExpertLoop(pool(index), neurons_EN, always_S, router, shape.top_k, ffn.width, ffn.act),
         )
 

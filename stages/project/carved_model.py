@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from models.experts import ExpertLoop, LayerExperts
+from models.experts import ExpertLoop, ExpertWeights
 from models.loading import input_device
 from stages.losses import prediction_distance
 from stages.text.sequences import TokenBatch
@@ -83,7 +83,7 @@ class CarvedModel:
         return [module.loop for module in self._carved]
 
     def weights(self, names: Sequence[str]) -> list[tuple[str, Tensor]]:
-        """Field and tensor of every weight in those fields of `LayerExperts`, shared ones once; none is empty."""
+        """Field and tensor of every weight in those fields of `ExpertWeights`, shared ones once; none is empty."""
         tensors = ((name, getattr(loop.experts, name)) for loop in self.loops for name in names)
         return list({id(tensor): (name, tensor) for name, tensor in tensors if tensor.numel()}.values())
 
@@ -91,8 +91,8 @@ class CarvedModel:
         """Replace what `weights` gives for the same names, in every layer that holds it."""
         by_identity = {id(old): tensor for (_, old), tensor in zip(self.weights(names), new, strict=True)}
         for module in self._carved:
-            held = {spec.name: getattr(module.loop.experts, spec.name) for spec in fields(LayerExperts)}
-            experts = LayerExperts(**{name: by_identity.get(id(tensor), tensor) for name, tensor in held.items()})
+            held = {spec.name: getattr(module.loop.experts, spec.name) for spec in fields(ExpertWeights)}
+            experts = ExpertWeights(**{name: by_identity.get(id(tensor), tensor) for name, tensor in held.items()})
             module.loop = replace(module.loop, experts=experts)
 
     @torch.no_grad()
@@ -112,7 +112,7 @@ class CarvedModel:
 
         Args:
             batches: tokens and the dense model's hidden states.
-            names: fields of `LayerExperts`.
+            names: fields of `ExpertWeights`.
             clipped: no token's gradient at an FFN's output is larger than the batch's median (see `clip_tokens`).
         """
         for module in self._carved:

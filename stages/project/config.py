@@ -1,11 +1,11 @@
-"""Settings of the projection: gradient projection, behaviour alignment, and the routers' second look."""
+"""Settings of the projection: gradient projection, behaviour alignment, and routers that are fitted again."""
 
 from dataclasses import dataclass, field
 
 from models.config import MoEShape
 from stages.routing.methods import SAMPLED_ROUTERS, TRAINED_ROUTERS, is_refitted
 
-VERSION = 11
+VERSION = 12
 
 # Settings that mean something to gradient projection alone.
 GRADIENT_FIELDS = (
@@ -18,14 +18,14 @@ GRADIENT_FIELDS = (
     "round_tokens",
 )
 # Settings of layers that each have experts of their own, and of a pool.
-LAYER_FIELDS = ("gates", "descent_steps", "descent_rate", "descent_tokens")
+LAYER_FIELDS = ("descent_steps", "descent_rate", "descent_tokens")
 POOL_FIELDS = ("pool_tokens", "pool_sweeps")
 REFIT_FIELDS = ("router_steps", "router_rate", "router_tokens")
 
 
 @dataclass
 class ProjectConfig:
-    """How the extracted experts are bent towards the dense model's behaviour."""
+    """How the extracted experts are fitted to the dense model's behaviour."""
 
     # Gradient projection, after the alignment: W_small = W_base + sign·β·α·λ·∇W / (‖∇W‖₂ + ε) for every neuron of every
     # expert, always-on ones included. ∇W is the gradient of the carved model's distance from the dense one (KL of the
@@ -44,22 +44,14 @@ class ProjectConfig:
     gradient_tokens: int = field(default=65536, metadata={"minimum": 1})
     # Tokens of one round: gradient, average with those before, step.
     round_tokens: int = field(default=512, metadata={"minimum": 1})
-    # What alignment starts from: extracted (the dense slices) or random (seeded normal of the same standard deviation).
-    base: str = field(default="extracted", metadata={"choices": ("extracted", "random")})
     # Behaviour alignment: ridge (closed form, down_proj) or none.
     alignment: str = field(default="ridge", metadata={"choices": ("ridge", "none")})
-    # What down_proj is aligned to: local (the dense FFN on the carved model's own inputs) or residual (the dense
-    # model's residual stream, which also corrects what earlier layers got wrong).
-    alignment_target: str = field(default="local", metadata={"choices": ("local", "residual")})
     # Penalties tried, relative to the mean diagonal, each pulling to the extracted weights, from the largest down as
-    # long as held-out tokens gain by it.
+    # long as the validation error falls.
     penalties: list[float] = field(default_factory=lambda: [1e-3, 1e-2, 1e-1, 1.0, 10.0], metadata={"above": 0})
-    # Rounds of fitting the router anew, to the aligned experts on the carved model's inputs, and aligning again; a
-    # round that does not lower the held-out error ends them. Routers that are fitted to nothing (random, say) stay.
+    # Rounds of fitting the router again, to the aligned experts on the carved model's inputs, and aligning again; a
+    # round that does not lower the validation error ends them. Routers that are fitted to nothing (random, say) stay.
     rounds: int = field(default=1, metadata={"minimum": 0})
-    # constant: gates stay as assemble.mode made them; fitted: larger spreads of the logits are tried, layer by layer,
-    # and the columns aligned to what the gates then weigh; the best on held-out tokens stays.
-    gates: str = field(default="constant", metadata={"choices": ("constant", "fitted")})
     # Steps, first learning rate and tokens of a trained router in these rounds.
     router_steps: int = field(default=200, metadata={"minimum": 0})
     router_rate: float = field(default=0.01, metadata={"above": 0})
@@ -75,7 +67,7 @@ class ProjectConfig:
     pool_tokens: int = field(default=8192, metadata={"minimum": 1})
     # topology=global_pool: times that alignment goes over all experts, one at a time.
     pool_sweeps: int = field(default=2, metadata={"minimum": 1})
-    # Share of the calibration sequences held out to choose the penalty and to judge every step.
+    # Share of the calibration sequences in the validation split, which chooses the penalty and judges every step.
     validation_share: float = field(default=0.125, metadata={"above": 0, "maximum": 0.5})
     # Drop a step that makes validation tokens worse: of alignment layer by layer, of gradient projection as a whole.
     validate: bool = True
@@ -90,12 +82,12 @@ class ProjectConfig:
         if not self.descent_steps:
             found |= dict.fromkeys(("descent_rate", "descent_tokens"), "project.descent_steps=0")
         if shape.pooled:
-            found |= dict.fromkeys((*LAYER_FIELDS, "alignment_target"), "topology=global_pool")
+            found |= dict.fromkeys(LAYER_FIELDS, "topology=global_pool")
         else:
             found |= dict.fromkeys(POOL_FIELDS, f"topology={shape.topology}")
-        # In the order in which stages/project/layer.py comes to ask for them.
+        # In the order in which stages/project/layer_pass.py comes to ask for them.
         if self.alignment == "none":
-            found |= dict.fromkeys(("rounds", "gates", "pool_sweeps", *REFIT_FIELDS), "project.alignment=none")
+            found |= dict.fromkeys(("rounds", "pool_sweeps", *REFIT_FIELDS), "project.alignment=none")
         elif not is_refitted(router, pooled=shape.pooled):
             found |= dict.fromkeys(("rounds", *REFIT_FIELDS), f"assemble.router={router}")
         elif shape.top_k == shape.experts:

@@ -4,24 +4,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from transformers import PreTrainedModel
 
-from models.config import ModelConfig, MoEShape
+from models.config import ModelConfig
 from models.experts import ExpertLoop
 from models.ffn import ffn_modules
 from models.loading import execution_device, load_dense
-from models.targets.base import gate_scale_of
-from models.targets.choose import MOE_TARGETS
 from stages.artifacts.partition import Partition
-from stages.artifacts.routers import Routers
 from stages.artifacts.tensor_file import load_layer_checkpoint, save_layer_checkpoint
 from stages.calibration.batches import layer_seed
+from stages.calibration.emission import CheckpointFormat
 from stages.calibration.forward import save_memory
 from stages.project.carved_model import CarvedModel
 from stages.project.config import ProjectConfig
 from stages.project.gradient_projection import GradientRounds, ProjectionOutcome
-from stages.project.layer_pass import ProjectedLayer, find_done, gate_of
+from stages.project.layer_pass import ProjectedLayer, find_done
 from stages.text.sequences import TokenBatch
 
 SEED = 9_000  # in the place of a layer's number, beyond all layers
@@ -61,9 +58,8 @@ def project_layers(
     folder: Path,
     text: Sequence[TokenBatch],
     partition: Partition,
-    routers: Routers,
+    checkpoint: CheckpointFormat,
     project: ProjectConfig,
-    shape: MoEShape,
     *,
     aligned: Path,
     kept: Path,
@@ -81,19 +77,18 @@ def project_layers(
                 partition.neurons[index],
                 partition.always_on[index],
                 mlp.act_fn,
-                top_k=shape.top_k,
+                top_k=checkpoint.shape.top_k,
                 width=partition.width,
-                gate=gate_of(routers, shape),
+                gate=checkpoint.gate,
                 device=execution_device(mlp.gate_proj),
             )
             for index, (layer, mlp) in enumerate(zip(layers, ffn_modules(dense), strict=True))
         ]
 
     loops, outcome = project_end_to_end(model, folder, text, make_loops, project, seed)
-    dtype: torch.dtype = getattr(torch, routers.dtype)
-    gate_scale = gate_scale_of(MOE_TARGETS[routers.target], shape)
     kept.mkdir(exist_ok=True)
     for index, (layer, loop) in enumerate(zip(layers, loops, strict=True)):
-        save_layer_checkpoint(kept, index, ProjectedLayer.of(loop, layer.outcome, dtype, gate_scale.down_scale))
+        rounded = ProjectedLayer.of(loop, layer.outcome, checkpoint.dtype, checkpoint.down_scale)
+        save_layer_checkpoint(kept, index, rounded)
     save_layer_checkpoint(kept, depth, outcome)
     return outcome

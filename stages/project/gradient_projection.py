@@ -9,13 +9,13 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
 
-from models.experts import LayerExperts
+from models.experts import ExpertWeights
 from stages.calibration.alignment import split_validation
 from stages.project.carved_model import CarvedModel, TaughtBatch
 from stages.project.config import ProjectConfig
 from stages.text.sequences import TokenBatch, split_batch
 
-# Matrix of the settings → fields of LayerExperts: routed experts, always-on neurons.
+# Matrix of the settings → fields of ExpertWeights: routed experts, always-on neurons.
 FIELDS = {
     "gate": ("gate_END", "shared_gate_SD"),
     "up": ("up_END", "shared_up_SD"),
@@ -43,7 +43,7 @@ def project_neurons(
 
 
 def neuron_dim(field: str) -> int:
-    """Along which dimension of that field of LayerExperts a neuron's numbers lie."""
+    """Along which dimension of that field of ExpertWeights a neuron's numbers lie."""
     return -2 if "down" in field else -1
 
 
@@ -52,7 +52,7 @@ def rms_neuron(weight: Float[Tensor, "*E P Q"], dim: int) -> float:
     return float(weight.norm(dim=dim).square().mean().sqrt())
 
 
-def sample_experts(experts: LayerExperts, seed: int) -> LayerExperts:
+def sample_experts(experts: ExpertWeights, seed: int) -> ExpertWeights:
     """Seeded normal experts with the standard deviation of the extracted ones; always-on neurons are kept."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -63,9 +63,9 @@ def sample_experts(experts: LayerExperts, seed: int) -> LayerExperts:
 
 
 def projected_fields(matrices: list[str]) -> list[str]:
-    """Fields of LayerExperts that the named matrices stand for, in the order of its fields."""
+    """Fields of ExpertWeights that the named matrices stand for, in the order of its fields."""
     named = {field for matrix in matrices for field in FIELDS[matrix]}
-    return [spec.name for spec in fields(LayerExperts) if spec.name in named]
+    return [spec.name for spec in fields(ExpertWeights) if spec.name in named]
 
 
 MOMENTUM = 0.8  # of the gradient from round to round

@@ -1,77 +1,215 @@
-"""One pass over the layers: each is projected on what the carved layers before it give, and kept in the scratch."""
+"""One pass over the layers: each is projected on what the carved layers before it give, judged by validation tokens."""
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from models.config import MoEShape
-from models.experts import ExpertLoop, LayerExperts
+from models.experts import ExpertLoop, ExpertWeights
+from models.ffn import DenseFFN
 from models.routing import GateKind, LinearRouter, rounded
 from models.stream import LayerStream
-from models.targets.base import gate_kind, gate_scale_of, is_power_of_two
-from models.targets.choose import MOE_TARGETS
+from models.targets.base import is_power_of_two
+from stages.artifacts.experts import load_layer
 from stages.artifacts.partition import Partition
 from stages.artifacts.routers import Routers
 from stages.artifacts.tensor_file import load_layer_checkpoint, save_layer_checkpoint
-from stages.calibration.alignment import AlignmentTarget
-from stages.calibration.batches import layer_seed, text_only
-from stages.calibration.token_stream import TokenStream
+from stages.calibration.alignment import Target, align_down, relative_error, split_validation
+from stages.calibration.batches import CalibrationContext
+from stages.calibration.emission import CheckpointFormat
+from stages.calibration.gate_scale import at_usual_gates, column_scale, scale_columns
+from stages.calibration.token_stream import LayerSample, TokenStream
 from stages.project.config import ProjectConfig
-from stages.project.layer import LayerCarve, Outcome, project_layer
 from stages.routing.descent import DescentSettings
-from stages.routing.fit import RouterSettings
-from stages.text.sequences import TokenBatch
+from stages.routing.fit import RouterSettings, refit_router
+from stages.routing.methods import IMITATING_ROUTERS
+from stages.routing.task import RouterTask, load_balance, set_logit_std, watch_contributions
+
+
+@dataclass(frozen=True)
+class LayerCarve:
+    """What the earlier stages decided for one layer."""
+
+    ffn: DenseFFN
+    loop: ExpertLoop  # the extracted experts behind the router of stage=assemble, nothing scaled
+    refit: RouterSettings
+    biased: bool  # the router may have a bias
+    text: int | None = None  # batches of text, the first of the inputs; None: all
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """The layer after a step, and its error on validation tokens."""
+
+    loop: ExpertLoop
+    error: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A layer after projection; errors are relative, on validation tokens, after the step named."""
+
+    error_start: float
+    error_aligned: float | None = None  # None: alignment is off
+    penalty: float | None = None  # None: not aligned
+    rounds: int = 0  # of router and alignment that were kept
+    error_end: float = 0.0
+
+
+@torch.no_grad()
+def project_layer(
+    carve: LayerCarve,
+    inputs: Sequence[Tensor],
+    target: Target,
+    settings: ProjectConfig,
+    seed: int,
+) -> tuple[ExpertLoop, Outcome]:
+    """Alignment, rounds of router and alignment, descent.
+
+    Args:
+        carve: the layer.
+        inputs: FFN inputs of the already-carved model, a batch each.
+        target: what the layer should give, see `align_down`.
+        settings: of the stage.
+        seed: of what is trained.
+    """
+    _, validation = split_validation(len(inputs), settings.validation_share)
+
+    def evaluate(loop: ExpertLoop) -> Candidate:
+        return Candidate(loop, relative_error(loop, inputs, target, validation))
+
+    base = scale_columns(carve.loop, column_scale(carve.loop, inputs))
+    state = evaluate(base)
+    outcome = Outcome(state.error)
+    if settings.alignment == "ridge":
+        aligned = align_down(base, inputs, target, settings)
+        state = Candidate(aligned.carved, aligned.error)
+        outcome = replace(outcome, error_aligned=state.error, penalty=aligned.penalty)
+        # The penalty depends on tokens and neurons, hardly on the routing: it is searched once.
+        again = replace(settings, penalties=[aligned.penalty]) if aligned.penalty is not None else settings
+        state, rounds = alternate(carve, base, state, inputs, target, again)
+        outcome = replace(outcome, rounds=rounds)
+    if settings.descent_steps:
+        trained = evaluate(train_experts(state.loop, inputs, target, settings, seed))
+        state = trained if not settings.validate or trained.error < state.error else state
+    return state.loop, replace(outcome, error_end=state.error)
+
+
+def alternate(
+    carve: LayerCarve,
+    base: ExpertLoop,
+    state: Candidate,
+    inputs: Sequence[Tensor],
+    target: Target,
+    settings: ProjectConfig,
+) -> tuple[Candidate, int]:
+    """Fit the router to the aligned experts, align the unaligned ones to the new routing, as long as it helps.
+
+    Where routers pay for uneven load, the rounds are compared with that price.
+    """
+    if base.top_k == base.router.experts:
+        return state, 0
+    imitates = settings.rounds > 0 and carve.refit.method in IMITATING_ROUTERS
+    contributions = watch_contributions(carve.ffn, base.neurons_EN, inputs) if imitates else []
+    for kept in range(settings.rounds):
+        usual = at_usual_gates(state.loop, inputs)
+        router = refit_router(RouterTask(usual, target, carve.biased, inputs, contributions), carve.refit)
+        if router is None or chooses_alike(router, state.loop, inputs):
+            return state, kept
+        router = set_logit_std(router, inputs[: carve.text], carve.refit.logit_std)
+        aligned = align_down(reroute(base, router, inputs), inputs, target, settings)
+        before, after = (load_cost(loop, inputs, carve.refit) for loop in (state.loop, aligned.carved))
+        if settings.validate and aligned.error + after >= state.error + before:
+            return state, kept
+        state = Candidate(aligned.carved, aligned.error)
+    return state, settings.rounds
+
+
+def reroute(base: ExpertLoop, router: LinearRouter, inputs: Sequence[Tensor]) -> ExpertLoop:
+    """The layer behind another router, its down columns scaled to that one's gates and choices."""
+    rerouted = replace(base, router=router)
+    return scale_columns(rerouted, column_scale(rerouted, inputs) / column_scale(base, inputs))
+
+
+def load_cost(loop: ExpertLoop, inputs: Sequence[Tensor], refit: RouterSettings) -> float:
+    """The price of uneven load, in units of error: the router's, times the variance on validation tokens."""
+    if not refit.descent.balance:
+        return 0.0
+    _, validation = split_validation(len(inputs), refit.validation_share)
+    load_E = load_balance(loop.router, [inputs[index] for index in validation], loop.top_k)
+    return refit.descent.balance * float((load_E - 1).square().mean())
+
+
+def chooses_alike(router: LinearRouter, loop: ExpertLoop, inputs: Sequence[Tensor]) -> bool:
+    """Whether the layer's own router sends every token to the same experts."""
+    choices = (
+        (router.choose(x_TD, loop.top_k).sort(1).values, loop.router.choose(x_TD, loop.top_k).sort(1).values)
+        for x_TD in inputs
+    )
+    return all(torch.equal(new_TK, old_TK) for new_TK, old_TK in choices)
+
+
+def train_experts(
+    loop: ExpertLoop, inputs: Sequence[Tensor], target: Target, settings: ProjectConfig, seed: int
+) -> ExpertLoop:
+    """Adam on the squared error of the layer's output, with the routing as it is; validation tokens are not seen.
+
+    Copies of a neuron become neurons of their own: each goes where its expert needs it.
+
+    Args:
+        loop: the layer as it is.
+        inputs: its FFN inputs, a batch each.
+        target: see `align_down`.
+        settings: `descent_*` and `validation_share`.
+        seed: of the order of the tokens.
+    """
+    fitted, _ = split_validation(len(inputs), settings.validation_share)
+    x_TD = torch.cat([inputs[index] for index in fitted])
+    wanted_TD = torch.cat([target(index, inputs[index]) for index in fitted])
+    scale = wanted_TD.square().mean().clamp_min(1e-30)
+    weights = {spec.name: getattr(loop.experts, spec.name).clone() for spec in fields(ExpertWeights)}
+    trained = [weight.requires_grad_() for weight in weights.values() if weight.numel()]
+    groups = [
+        {"params": [weight], "lr": settings.descent_rate * float(weight.detach().square().mean().sqrt())}
+        for weight in trained
+    ]
+    # Fused: one pass over all weights, in a quarter of the plain one's time.
+    optimizer = torch.optim.Adam(groups, betas=(0.9, 0.98), fused=True)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, total_iters=settings.descent_steps)
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(settings.descent_steps):
+        tokens_t = torch.randint(len(x_TD), (min(settings.descent_tokens, len(x_TD)),), generator=generator)
+        tokens_t = tokens_t.to(x_TD.device)
+        with torch.enable_grad():
+            output_tD = replace(loop, experts=ExpertWeights(**weights)).differentiable(x_TD[tokens_t])
+            loss = (output_tD - wanted_TD[tokens_t]).square().mean() / scale
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        schedule.step()
+    return replace(loop, experts=ExpertWeights(**{name: weight.detach() for name, weight in weights.items()}))
 
 
 @dataclass(frozen=True)
 class ProjectedLayer:
-    """Experts and router on the CPU, in the checkpoint's number format or as exact quotients of it."""
+    """A layer on the CPU, in the checkpoint's number format or as exact quotients of it."""
 
-    gate_END: Tensor
-    up_END: Tensor
-    down_EDN: Tensor
-    shared_gate_SD: Tensor
-    shared_up_SD: Tensor
-    shared_down_DS: Tensor
-    rows_ED: Tensor
-    bias_E: Tensor
-    found: dict[str, Any]  # fields of the outcome
+    experts: ExpertWeights
+    router: LinearRouter
+    outcome: Outcome
 
     @classmethod
     def of(cls, loop: ExpertLoop, outcome: Outcome, dtype: torch.dtype, down_scale: float = 1.0) -> "ProjectedLayer":
         """Round a layer to the number format of its checkpoint, which holds the experts' down times `down_scale`."""
-        router = rounded(loop.router.to("cpu"), dtype)
-        tensors = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in vars(loop.experts).items()}
+        experts = loop.experts.to("cpu", dtype)
         if dtype != torch.float32 and not is_power_of_two(down_scale):
             # Rounded once, as a product; the format has no such number, so that the quotient is kept in fp32.
             product_EDN = (loop.experts.down_EDN.to("cpu", torch.float32) * down_scale).to(dtype)
-            tensors["down_EDN"] = (product_EDN.float() / down_scale).contiguous()
-        return cls(
-            **tensors,
-            rows_ED=router.rows_ED,
-            bias_E=router.bias_E,
-            found=asdict(outcome),
-        )
-
-    @property
-    def experts(self) -> LayerExperts:
-        """The experts."""
-        return LayerExperts(**{spec.name: getattr(self, spec.name) for spec in fields(LayerExperts)})
-
-    @property
-    def router(self) -> LinearRouter:
-        """The router."""
-        return LinearRouter(self.rows_ED, self.bias_E)
-
-    @property
-    def outcome(self) -> Outcome:
-        """What the steps of the projection came to."""
-        return Outcome(**self.found)
+            experts = replace(experts, down_EDN=product_EDN.float() / down_scale)
+        return cls(experts, rounded(loop.router.to("cpu"), dtype), outcome)
 
     def loop(
         self,
@@ -85,59 +223,48 @@ class ProjectedLayer:
         device: torch.device,
     ) -> ExpertLoop:
         """What the checkpoint will compute, in fp32."""
-        experts = LayerExperts(**{name: tensor.to(device).float() for name, tensor in vars(self.experts).items()})
-        neurons_EN, always_S = neurons_EN.to(device), always_S.to(device)
-        return ExpertLoop(experts, neurons_EN, always_S, self.router.to(device), top_k, width, act, gate)
+        experts, router = self.experts.to(device, torch.float32), self.router.to(device)
+        return ExpertLoop(experts, neurons_EN.to(device), always_S.to(device), router, top_k, width, act, gate)
 
 
 @torch.no_grad()
 def project_all(
     stream: LayerStream,
-    batches: list[TokenBatch],
+    context: CalibrationContext,
+    checkpoint: CheckpointFormat,
+    extracted: Path,
     partition: Partition,
     routers: Routers,
     project: ProjectConfig,
-    shape: MoEShape,
     scratch: Path,
-    seed: int,
 ) -> list[tuple[LinearRouter, Outcome]]:
     """Layers in order, each on the inputs that the layers before it give once carved; each is kept in `scratch`."""
-    tokens, text = TokenStream(stream, batches), len(text_only(batches))
-    target = AlignmentTarget(project.alignment_target, stream, batches)
-    dtype: torch.dtype = getattr(torch, routers.dtype)
-    gate_scale = gate_scale_of(MOE_TARGETS[routers.target], shape)
+    tokens, text, device = TokenStream(stream, context.batches), len(context.text), stream.device
     found = []
     for index, layer in enumerate(tqdm(stream.layers(), total=stream.depth, desc="project", unit="layer")):
         tokens.enter(layer)
-        target.enter(layer, tokens)
-        carve = LayerCarve(
-            layer.ffn,
-            partition.neurons[index].to(stream.device),
-            partition.always_on[index].to(stream.device),
-            routers.layer(index).to(stream.device),
-            shape,
-            refit_settings(routers, project, layer_seed(seed, index)),
-            routers.logit_std,
-            routers.biased,
-            gate_of(routers, shape),
-            text,
+        start = ExpertLoop(
+            load_layer(extracted, index).to(device, torch.float32),
+            partition.neurons[index].to(device),
+            partition.always_on[index].to(device),
+            routers.layer(index).to(device),
+            checkpoint.shape.top_k,
+            partition.width,
+            layer.ffn.act,
+            checkpoint.gate,
         )
         done = load_layer_checkpoint(scratch, index, ProjectedLayer)
         if done is None:
-            loop, outcome = project_layer(carve, tokens.inputs, target, project, layer_seed(seed, index))
-            done = ProjectedLayer.of(loop, outcome, dtype, gate_scale.down_scale)
+            seed = context.layer_seed(index)
+            refit = refit_settings(checkpoint, project, routers.logit_std, seed)
+            carve = LayerCarve(layer.ffn, start, refit, checkpoint.biased, text)
+            seen = LayerSample(tokens.inputs, [layer.ffn(x_TD) for x_TD in tokens.inputs], layer.ffn.act)
+            loop, outcome = project_layer(carve, seen.inputs, seen.target, project, seed)
+            done = ProjectedLayer.of(loop, outcome, checkpoint.dtype, checkpoint.down_scale)
             save_layer_checkpoint(scratch, index, done)
         # The layers to come see what the checkpoint will compute, rounded as it is there.
-        loop = done.loop(
-            carve.neurons_EN,
-            carve.always_S,
-            layer.ffn.act,
-            top_k=shape.top_k,
-            width=partition.width,
-            gate=carve.gate,
-            device=stream.device,
-        )
-        tokens.leave(map(loop, tokens.inputs))
+        rounded_loop = replace(start, experts=done.experts.to(device, torch.float32), router=done.router.to(device))
+        tokens.leave(map(rounded_loop, tokens.inputs))
         found.append((done.router, done.outcome))
     return found
 
@@ -149,19 +276,14 @@ def find_done(scratch: Path, layer: int) -> ProjectedLayer:
     return done
 
 
-def gate_of(routers: Routers, shape: MoEShape) -> GateKind:
-    """How the target turns logits into gates."""
-    return GateKind(gate_kind(MOE_TARGETS[routers.target], shape))
-
-
-def refit_settings(routers: Routers, project: ProjectConfig, seed: int) -> RouterSettings:
-    """How a layer's router is fitted anew: as it was made, with this stage's patience."""
-    descent = DescentSettings(project.router_steps, project.router_rate, routers.balance, seed)
+def refit_settings(checkpoint: CheckpointFormat, project: ProjectConfig, logit_std: float, seed: int) -> RouterSettings:
+    """How a layer's router is fitted again: by its method, with this stage's steps and tokens."""
+    descent = DescentSettings(project.router_steps, project.router_rate, checkpoint.load_price, seed)
     return RouterSettings(
-        routers.method,
-        routers.ridge_penalty,
+        checkpoint.settings.router,
+        checkpoint.settings.ridge_penalty,
         descent,
         project.router_tokens,
         project.validation_share,
-        routers.logit_std,
+        logit_std,
     )

@@ -1,65 +1,52 @@
-"""The projection of a global pool: each step is tried on all layers, judged on held-out tokens, and kept or dropped.
+"""The projection of a global pool: each step is tried on all layers, judged on validation tokens, and kept or dropped.
 
 The layers share their experts, so that no layer can be finished before the next one is begun. Unlike `layer.py` this
 looks at what the layers see in the dense model, not in the carved one.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from models.config import ModelConfig, MoEShape
-from models.experts import ExpertLoop, LayerExperts
-from models.loading import resolve_device
+from models.experts import ExpertLoop, ExpertWeights
 from models.routing import LinearRouter
 from models.stream import LayerStream
+from stages.artifacts.experts import load_pool
 from stages.artifacts.job import Job, Table
 from stages.artifacts.partition import PoolPartition
 from stages.artifacts.routers import Routers
 from stages.calibration.alignment import split_validation
-from stages.calibration.batches import layer_seed, text_only
-from stages.calibration.emission import emit_carve, write_carve_card
+from stages.calibration.batches import CalibrationContext
+from stages.calibration.emission import CheckpointFormat
 from stages.calibration.gate_scale import at_usual_gates, scale_columns, scale_pool
-from stages.calibration.slices import cut_pool, join_pool
 from stages.calibration.token_stream import LayerSample, sample_layers
 from stages.project.config import ProjectConfig
 from stages.project.end_to_end import project_end_to_end
-from stages.project.gradient_projection import ProjectionOutcome, sample_experts
-from stages.project.layer_pass import gate_of
+from stages.project.gradient_projection import ProjectionOutcome
+from stages.project.layer_pass import refit_settings
 from stages.project.pool_alignment import align_pool, layer_errors
 from stages.project.report import describe_gradients
 from stages.routing.fit import RouterSettings, refit_pool_router
 from stages.routing.task import set_logit_std, watch_pool
-from stages.text.sequences import TokenBatch
 
 
 @dataclass(frozen=True)
 class PoolCarve:
     """What the earlier stages decided."""
 
-    partition: PoolPartition
     samples: Sequence[LayerSample]
     refit: Sequence[RouterSettings]  # of every layer
-    logit_std: float  # of the routers' logits
     biased: bool  # routers may have a bias
 
 
 @dataclass(frozen=True)
 class PoolOutcome:
-    """Relative errors of every layer on guard tokens, after the step named; and what became of the steps."""
+    """Relative errors of every layer on validation tokens, after the step named; and what became of the steps."""
 
     errors: dict[str, list[float]] = field(default_factory=dict)
     penalty: float | None = None  # None: not aligned
     rounds: int = 0  # of routers and alignment that were kept
-
-
-def start_pool(parts: Sequence[LayerExperts], base: str, seeds: Sequence[int]) -> list[LayerExperts]:
-    """What every layer gives to the pool: the dense slices, or seeded noise of their size."""
-    if base == "extracted":
-        return list(parts)
-    return [sample_experts(part, seed) if len(part.gate_END) else part for part, seed in zip(parts, seeds, strict=True)]
 
 
 @torch.no_grad()
@@ -73,10 +60,10 @@ def project_pool(
         loops: the layers over the pool as it starts.
         settings: of the stage.
     """
-    _, validate = split_validation(len(carve.samples[0].inputs), settings.validation_share)
-    outcome = PoolOutcome({"as cut": layer_errors(loops, carve.samples, validate)})
+    _, validation = split_validation(len(carve.samples[0].inputs), settings.validation_share)
+    outcome = PoolOutcome({"as cut": layer_errors(loops, carve.samples, validation)})
     loops, outcome = alignment_step(carve, loops, settings, outcome)
-    outcome.errors["at the end"] = layer_errors(loops, carve.samples, validate)
+    outcome.errors["at the end"] = layer_errors(loops, carve.samples, validation)
     return loops, outcome
 
 
@@ -89,21 +76,21 @@ def alignment_step(
     """Align; then fit the routers to what came of it and align the unaligned experts again, as long as it helps."""
     if settings.alignment == "none":
         return loops, outcome
-    fitted, validate = split_validation(len(carve.samples[0].inputs), settings.validation_share)
+    fitted, validation = split_validation(len(carve.samples[0].inputs), settings.validation_share)
 
     def align(start: Sequence[ExpertLoop]) -> tuple[Sequence[ExpertLoop], float, float | None]:
         return align_pool(
             start,
             carve.samples,
             fitted,
-            validate,
+            validation,
             penalties=settings.penalties,
             sweeps=settings.pool_sweeps,
-            guarded=settings.validate,
+            validate=settings.validate,
         )
 
     aligned, error, penalty = align(loops)
-    errors = outcome.errors | {"after alignment": layer_errors(aligned, carve.samples, validate)}
+    errors = outcome.errors | {"after alignment": layer_errors(aligned, carve.samples, validation)}
     kept = 0
     while kept < settings.rounds and loops[0].top_k < len(loops[0].neurons_EN):
         routers = refit_routers(carve, aligned)
@@ -124,7 +111,7 @@ def refit_routers(carve: PoolCarve, loops: Sequence[ExpertLoop]) -> list[LinearR
         router = refit_pool_router(watch_pool(usual, sample.target, sample.inputs, biased=carve.biased), settings)
         if router is None:
             return None
-        routers.append(set_logit_std(router, sample.inputs, carve.logit_std))
+        routers.append(set_logit_std(router, sample.inputs, settings.logit_std))
     return routers
 
 
@@ -144,8 +131,8 @@ def reroute_pool(
     return [scale_columns(loop, scale_E1) for loop in rerouted]
 
 
-def split_pool(loops: Sequence[ExpertLoop], partition: PoolPartition) -> list[LayerExperts]:
-    """What every layer gives to the pool, beside its own always-on neurons."""
+def split_pool(loops: Sequence[ExpertLoop], partition: PoolPartition) -> list[ExpertWeights]:
+    """What every layer gives to the pool, and its own always-on neurons."""
     first, parts = 0, []
     for loop, given in zip(loops, partition.given, strict=True):
         here, experts = slice(first, first + given), loop.experts
@@ -167,7 +154,7 @@ STEPS = ("as cut", "after alignment", "at the end")
 def summarise_pool(
     outcome: PoolOutcome, project: ProjectConfig, gradients: ProjectionOutcome | None, partition: PoolPartition
 ) -> Table:
-    """One row per layer: relative error of the FFN's output on held-out calibration tokens after each step."""
+    """One row per layer: relative error of the FFN's output on validation tokens after each step."""
     rows = [
         [
             layer,
@@ -187,70 +174,58 @@ def summarise_pool(
 
 def describe_pool(outcome: PoolOutcome, project: ProjectConfig, gradients: ProjectionOutcome | None) -> str:
     """The projection in a sentence."""
-    aligned = "off" if project.alignment == "none" else "dropped, since no penalty made the held-out error better"
+    aligned = "off" if project.alignment == "none" else "dropped, since no penalty lowered the validation error"
     if outcome.penalty is not None:
         aligned = f"ridge, {project.pool_sweeps} sweeps over the experts, penalty {outcome.penalty:g}"
-    said = [f"base {project.base}", f"alignment {aligned}"]
+    said = [f"alignment {aligned}"]
     said += [f"{outcome.rounds} rounds of routers and alignment kept"] if outcome.rounds else []
     return "; ".join([*said, describe_gradients(gradients)])
 
 
 @torch.no_grad()
 def run_pool(
-    job: Job,
-    folder: Path,
-    batches: list[TokenBatch],
-    refit: list[RouterSettings],
-    *,
-    model: ModelConfig,
-    project: ProjectConfig,
-    shape: MoEShape,
-    seed: int,
+    job: Job, context: CalibrationContext, checkpoint: CheckpointFormat, routers: Routers, project: ProjectConfig
 ) -> Table:
     """Write `checkpoint/` and the routers.
 
     Args:
         job: of the stage.
-        folder: the dense checkpoint.
-        batches: calibration text.
-        refit: how each layer's router is fitted anew.
-        model: the source.
+        context: source and calibration text.
+        checkpoint: what is written.
+        routers: of stage=assemble.
         project: settings of the stage.
-        shape: of the pool.
-        seed: of the run.
     """
-    partition, routers = PoolPartition.load(job.parents["cluster"]), Routers.load(job.parents["assemble"])
-    with LayerStream(folder, device=resolve_device(model)) as stream:
-        samples = sample_layers(stream, batches, project.pool_tokens)
-    seeds = [layer_seed(seed, layer) for layer in range(partition.layers)]
-    parts = start_pool(cut_pool(folder, partition, stream.device), project.base, seeds)
+    partition = PoolPartition.load(job.parents["cluster"])
+    with LayerStream(context.folder, device=context.device) as stream:
+        samples = sample_layers(stream, context.batches, project.pool_tokens)
+    pool = load_pool(job.parents["extract"], partition.layers, context.device)
     loops = [
         ExpertLoop(
             experts,
-            partition.neurons.to(stream.device),
-            partition.always_on[layer].to(stream.device),
-            routers.layer(layer).to(stream.device),
-            shape.top_k,
+            partition.neurons.to(context.device),
+            partition.always_on[layer].to(context.device),
+            routers.layer(layer).to(context.device),
+            checkpoint.shape.top_k,
             partition.width,
             samples[layer].act,
-            gate_of(routers, shape),
+            checkpoint.gate,
         )
-        for layer, experts in enumerate(join_pool(parts))
+        for layer, experts in enumerate(pool)
     ]
-    carve = PoolCarve(partition, samples, refit, routers.logit_std, routers.biased)
+    refit = [
+        refit_settings(checkpoint, project, routers.logit_std, context.layer_seed(layer))
+        for layer in range(partition.layers)
+    ]
+    carve = PoolCarve(samples, refit, checkpoint.biased)
     aligned, outcome = project_pool(carve, weigh_pool(loops, samples), project)
     projected, gradients = aligned, None
     if project.gradient_projection:
-        projected, gradients = project_end_to_end(model, folder, text_only(batches), lambda _: aligned, project, seed)
-    routers = routers.with_layers([loop.router for loop in projected])
+        projected, gradients = project_end_to_end(
+            context.model, context.folder, context.text, lambda _: aligned, project, context.seed
+        )
+    routers = Routers.of([loop.router for loop in projected], checkpoint.dtype, routers.logit_std)
     routers.save(job.out)
-    checkpoint = job.out / "checkpoint"
-    given, dtype = split_pool(projected, partition), getattr(torch, routers.dtype)
-    emit_carve(folder, checkpoint, shape, routers, lambda layer: in_dtype(given[layer], dtype))
-    write_carve_card(checkpoint, model, shape, partition, routers, describe_pool(outcome, project, gradients))
+    folder, given = job.out / "checkpoint", split_pool(projected, partition)
+    checkpoint.write(folder, routers, lambda layer: given[layer].to("cpu", checkpoint.dtype))
+    checkpoint.write_card(folder, context.model, partition, describe_pool(outcome, project, gradients))
     return summarise_pool(outcome, project, gradients, partition)
-
-
-def in_dtype(experts: LayerExperts, dtype: torch.dtype) -> LayerExperts:
-    """The same on the CPU in the checkpoint's number format."""
-    return LayerExperts(**{spec.name: getattr(experts, spec.name).to("cpu", dtype) for spec in fields(experts)})

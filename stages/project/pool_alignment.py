@@ -21,7 +21,7 @@ from stages.calibration.token_stream import LayerSample
 
 
 class PoolAlignment(NamedTuple):
-    """What came of it: the mean over layers of the relative error on the guard batches, and its penalty."""
+    """What came of it: the mean over layers of the relative error on validation batches, and its penalty."""
 
     loops: Sequence[ExpertLoop]
     error: float
@@ -32,32 +32,32 @@ def align_pool(
     loops: Sequence[ExpertLoop],
     samples: Sequence[LayerSample],
     fitted: Sequence[int],
-    validate: Sequence[int],
+    validation: Sequence[int],
     *,
     penalties: Sequence[float],
     sweeps: int,
-    guarded: bool,
+    validate: bool,
 ) -> PoolAlignment:
-    """Fit the shared down projections; keep the penalty that is best on the guard batches, or none.
+    """Fit the shared down projections; keep the penalty of the lowest validation error, or none.
 
     Args:
         loops: the layers of the pool, which share their routed experts.
         samples: what each layer sees, and what it is to give.
         fitted: batches to fit on.
-        validate: batches to judge by.
+        validation: batches to judge by.
         penalties: of the ridge, relative to the mean diagonal of an expert's own second moment.
         sweeps: times that all experts are gone over.
-        guarded: the columns stay where no penalty makes the guard batches better.
+        validate: the columns stay where no penalty lowers the validation error.
     """
-    best = PoolAlignment(loops, mean_error(loops, samples, validate) if guarded else float("inf"), None)
+    best = PoolAlignment(loops, mean_error(loops, samples, validation) if validate else float("inf"), None)
     last = float("inf")
     for penalty in sorted(penalties, reverse=True):
         candidate = with_down(loops, sweep_experts(loops, samples, fitted, penalty, sweeps))
-        error = mean_error(candidate, samples, validate)
+        error = mean_error(candidate, samples, validation)
         if error < best.error:
             best = PoolAlignment(candidate, error, penalty)
         if error > last:
-            break  # less penalty fits the tokens at hand ever closer, and the held-out ones ever worse
+            break  # less penalty fits the tokens at hand ever closer, and the validation tokens ever worse
         last = error
     return best
 

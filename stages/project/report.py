@@ -6,7 +6,7 @@ from models.config import MoEShape
 from stages.artifacts.job import Table
 from stages.project.config import ProjectConfig
 from stages.project.gradient_projection import ProjectionOutcome
-from stages.project.layer import Outcome
+from stages.project.layer_pass import Outcome
 
 
 def summarise(
@@ -18,7 +18,7 @@ def summarise(
     tokens: int,
     asked: int,
 ) -> Table:
-    """One row per layer: relative error of the FFN's output on held-out calibration tokens after each step."""
+    """One row per layer: relative error of the FFN's output on validation tokens after each step."""
     rows = [
         [
             layer,
@@ -72,10 +72,8 @@ def describe(outcomes: Sequence[Outcome], project: ProjectConfig, gradients: Pro
     aligned = sum(outcome.penalty is not None for outcome in outcomes)
     alignment = f"ridge in {aligned} of {len(outcomes)} layers" if project.alignment == "ridge" else "off"
     rounds = sum(outcome.rounds for outcome in outcomes)
-    said = [f"base {project.base}", f"alignment {alignment}"]
+    said = [f"alignment {alignment}"]
     said += [f"{rounds} rounds of router and alignment kept"] if rounds else []
-    gated = sum(outcome.gate_spread is not None for outcome in outcomes)
-    said += [f"gates fitted in {gated} layers"] if project.gates == "fitted" else []
     said += [f"{project.descent_steps} steps of layer-wise descent"] if project.descent_steps else []
     return "; ".join([*said, describe_gradients(gradients)])
 

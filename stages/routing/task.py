@@ -7,13 +7,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from models.experts import ExpertLoop
+from models.experts import ExpertLoop, slice_ffn
 from models.ffn import DenseFFN
 from models.routing import LinearRouter, choose_experts, chosen_mask, membership
 from stages.calibration.alignment import Target, relative_error
 from stages.calibration.batches import pick_tokens, take_tokens
-from stages.calibration.carved_ffn import expert_contributions
-from stages.calibration.slices import slice_ffn
 from stages.routing.descent import OutputError
 
 MAX_ELEMENTS = 2**26  # of expert outputs in memory at a time: 256 MiB
@@ -100,6 +98,14 @@ def make_loop(
     if router is None:
         router = LinearRouter.without_bias(ffn.gate_FD.new_zeros(len(neurons_EN), ffn.gate_FD.shape[1]))
     return ExpertLoop(slice_ffn(ffn, neurons_EN, always_S), neurons_EN, always_S, router, top_k, ffn.width, ffn.act)
+
+
+def expert_contributions(
+    ffn: DenseFFN, h_TF: Float[Tensor, "T F"], member_EF: Float[Tensor, "E F"]
+) -> Float[Tensor, "T E"]:
+    """Σ_{i∈e} |h_i|·‖d_i‖ of every expert: norms of what its neurons add to the output."""
+    column_norms_F: Tensor = ffn.down_DF.norm(dim=0)
+    return (h_TF.abs() * column_norms_F) @ member_EF.T
 
 
 def watch_contributions(ffn: DenseFFN, neurons_EN: Int[Tensor, "E N"], inputs: Sequence[Tensor]) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-VERSION = 2
+VERSION = 3
 
 # Tokens per batch where the settings leave it open. Few sequences keep a CPU busy, and its larger tensors are fresh
 # memory every time; writing token by token is faster the more sequences write at once, on any device.

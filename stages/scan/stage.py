@@ -50,12 +50,6 @@ def make_statistics(sums: ScanSums, mlps: Sequence[GatedFFN], *, gradients: bool
     tensors = dict(sums.tensors)
     bits_LRf = tensors.pop("bits_LRf")
     samples = int(sums.counters["samples"])
-    norms = {
-        f"weight_norm_{name}": torch.stack(
-            [dense_weight(getattr(mlp, f"{name}_proj")).float().norm(dim=axis).cpu() for mlp in mlps]
-        )
-        for name, axis in (("gate", 1), ("up", 1), ("down", 0))
-    }
     return NeuronStatistics(
         tokens=int(sums.counters["tokens"]),
         samples=samples,
@@ -63,8 +57,8 @@ def make_statistics(sums: ScanSums, mlps: Sequence[GatedFFN], *, gradients: bool
         mean_loss=sums.counters["loss_sum"] / samples,
         active_bits=token_to_neuron_major(bits_LRf, tensors["sum_abs"].shape[1]),
         reservoir_tokens=bits_LRf.shape[1],
+        weight_norm_down=torch.stack([dense_weight(mlp.down_proj).float().norm(dim=0).cpu() for mlp in mlps]),
         **tensors,
-        **norms,
     )
 
 

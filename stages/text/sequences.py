@@ -153,6 +153,10 @@ def load_sequences(data: DataConfig, tokenizer: PreTrainedTokenizerBase, split: 
     return load_text(data, tokenizer, split).sequences
 
 
+# The stages of a run share one DataConfig, and tokenise its calibration split once.
+_last_calibration: list[tuple[DataConfig, str, LoadedText]] = []
+
+
 def load_text(data: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Split) -> LoadedText:
     """Read one split of the text as token sequences, always the same ones for the same settings and text.
 
@@ -171,6 +175,10 @@ def load_text(data: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Split
     Raises:
         DataError: the text cannot be read, or nothing is left of it.
     """
+    key = f"{tokenizer.name_or_path} {data}"
+    for last_data, last_key, text in _last_calibration:
+        if split == "calibration" and last_data is data and last_key == key:
+            return text
     encoded = (encode_document(document, tokenizer, data) for document in read_documents(data, split))
     build = pack_documents if data.packing == "packed" else truncate_documents
     wanted = data.tokens if split == "calibration" else data.heldout_tokens
@@ -182,6 +190,8 @@ def load_text(data: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Split
     source = describe_source(data, split)
     count = len(text.sequences)
     logger.info("%s text: %d of %d tokens, %d sequences of %s", split, text.tokens, wanted, count, source)
+    if split == "calibration":
+        _last_calibration[:] = [(data, key, text)]
     return text
 
 

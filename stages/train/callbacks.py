@@ -19,6 +19,11 @@ from stages.train.config import TrainWatchConfig
 from stages.train.phases import Phase
 from stages.train.record import Record
 
+if TYPE_CHECKING:
+    from stages.train.trainer import MoETrainer
+
+logger = logging.getLogger(__name__)
+
 WHOLE = "whole"  # marks a folder in which nothing is missing
 _PREFIX = "checkpoint-"
 
@@ -50,9 +55,6 @@ def drop_unfinished(folder: Path) -> None:
         if path.is_dir() and not is_whole(path):
             shutil.rmtree(path)
 
-
-if TYPE_CHECKING:
-    from stages.train.trainer import MoETrainer
 
 # Of Trainer's own figures.
 _KEPT = {"loss": "loss", "grad_norm": "gradient_norm"}
@@ -106,7 +108,7 @@ class Log(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
         self._time = time.perf_counter()
 
     def on_step_end(self, _args: Any, state: Any, control: Any, **__: Any) -> None:  # noqa: ANN401
-        """Look at the held-out text; log the last step whatever its number."""
+        """Look at the held-out text; log the last step, whichever its number."""
         if self.bar is not None:
             self.bar.update()
         over = state.global_step == self.phase.steps
@@ -158,12 +160,6 @@ class MarkSaved(TrainerCallback):  # type: ignore[misc]  # transformers is not t
         if args.should_save:
             mark_whole(Path(args.output_dir) / f"checkpoint-{state.global_step}")
         self.trainer.accelerator.wait_for_everyone()
-
-
-if TYPE_CHECKING:
-    from stages.train.trainer import MoETrainer
-
-logger = logging.getLogger(__name__)
 
 
 class Monitor(TrainerCallback):  # type: ignore[misc]  # transformers is not typed

@@ -79,7 +79,7 @@ class TrainConfig:
     save_steps: int = field(default=100, metadata={"minimum": 1, "fingerprint": False})
     # Sequences of held-out text that are looked at.
     heldout_sequences: int = field(default=64, metadata={"minimum": 1, "fingerprint": False})
-    # TensorBoard events beside metrics.jsonl (pip install tensorboard).
+    # TensorBoard events in addition to metrics.jsonl (pip install tensorboard).
     tensorboard: bool = field(default=True, metadata={"fingerprint": False})
 
     def unread(self) -> dict[str, str]:

@@ -134,7 +134,7 @@ class Objective:
         """
         self.settings, self.watch, self.teacher = settings, watch, teacher
         self.balance, self.pooled = balance, pooled
-        self.tally = RunningMetrics(pooled)
+        self.metrics = RunningMetrics(pooled)
         self.load_LE: Tensor | None = None  # since the last optimizer step, of this process
 
     def loss(self, model: nn.Module, inputs: Mapping[str, Tensor], items: Tensor, parts: int, world: int) -> Tensor:
@@ -163,7 +163,7 @@ class Objective:
         means = self._router_means(routings, load_LE, mask_T)
         loss = loss + sum((weight * value for weight, value in means.values()), start=loss.new_zeros(())) / parts
         with torch.no_grad():
-            self.tally.add(
+            self.metrics.add(
                 load_LE,
                 **sums,
                 **{name: value for name, (_, value) in means.items()},
@@ -183,12 +183,12 @@ class Objective:
             sums = {"language_model": next_token_loss(logits_BTV, labels_BT)}
         if self.teacher is None:
             return sums
-        lesson = self.teacher.teach(inputs["input_ids"], inputs["attention_mask"])
+        taught = self.teacher.teach(inputs["input_ids"], inputs["attention_mask"])
         counts_BT = predicts(labels_BT)
         if settings.logits:
-            sums["logits"] = prediction_distance(logits_BTV, lesson.logits_BTV, counts_BT, settings.temperature)
+            sums["logits"] = prediction_distance(logits_BTV, taught.logits_BTV, counts_BT, settings.temperature)
         if settings.hidden:
-            sums["hidden"] = hidden_distance(hidden, lesson.hidden, counts_BT)
+            sums["hidden"] = hidden_distance(hidden, taught.hidden, counts_BT)
         return sums
 
     def _router_means(

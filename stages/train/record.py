@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from instruments.durable import whole_file
+
 logger = logging.getLogger(__name__)
 
 FILE = "metrics.jsonl"
@@ -15,7 +17,7 @@ EVENTS = "tensorboard"
 
 @dataclass(frozen=True)
 class Record:
-    """The file, and the TensorBoard events beside it where they are wanted."""
+    """The file, and TensorBoard events where they are wanted."""
 
     folder: Path
     events: Any = None  # a SummaryWriter
@@ -24,7 +26,8 @@ class Record:
     def open(cls, folder: Path, *, done: int, tensorboard: bool) -> "Record":
         """Go on after `done` steps; what was written about later ones, which a kill undid, is forgotten."""
         kept = [line for line in read_record(folder) if line["step"] <= done]
-        write_lines(folder / FILE, kept)
+        with whole_file(folder / FILE) as unfinished:
+            unfinished.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         return cls(folder, open_events(folder / EVENTS, done) if tensorboard else None)
 
     def write(self, step: int, phase: str, figures: Mapping[str, float]) -> None:
@@ -55,13 +58,6 @@ def read_record(folder: Path) -> list[dict[str, Any]]:
         return []
     whole = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
     return [json.loads(line) for line in whole]
-
-
-def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
-    """Replace the file in one step."""
-    new = path.with_suffix(".new")
-    new.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    new.replace(path)
 
 
 def open_events(folder: Path, done: int) -> Any:  # noqa: ANN401 - a SummaryWriter, which torch does not type

@@ -95,7 +95,7 @@ def move_biases(routers: list[nn.Module], load_LE: Int[Tensor, "L E"], step: flo
 
 
 @dataclass(frozen=True)
-class SpreadSchedule:
+class LogitSchedule:
     """Standard deviation of a token's router logits by optimizer step, if nothing but the stretch changed it."""
 
     start: float
@@ -111,9 +111,9 @@ class SpreadSchedule:
         return self.at(step) / self.at(step - 1)
 
 
-def make_schedule(start: float, end: float, steps: int) -> SpreadSchedule:
+def make_schedule(start: float, end: float, steps: int) -> LogitSchedule:
     """From `start`; never shrinking: an `end` that is smaller, or 0, leaves the spread as it is."""
-    return SpreadSchedule(start, max(start, end), max(1, steps))
+    return LogitSchedule(start, max(start, end), max(1, steps))
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from stages.train.config import TrainConfig
 from stages.train.objective import Objective, Teacher
 from stages.train.phases import Phase
 from stages.train.record import Record
-from stages.train.routers import Balance, SpreadSchedule
+from stages.train.routers import Balance, LogitSchedule
 from stages.train.text import Collator, OrderedSequences, TrainingText
 from stages.train.trainer import MoETrainer
 
@@ -29,7 +29,7 @@ class TrainContext:
 
     settings: TrainConfig
     text: TrainingText
-    schedule: SpreadSchedule
+    schedule: LogitSchedule
     total: int  # steps
     balance: Balance
     pooled: bool
@@ -41,45 +41,45 @@ class TrainContext:
 
 
 def run_phase(
-    model: PreTrainedModel, phase: Phase, course: TrainContext, folder: Path, record: Record | None, seen: int
+    model: PreTrainedModel, phase: Phase, context: TrainContext, folder: Path, record: Record | None, seen: int
 ) -> None:
     """Train, and leave the model as a native checkpoint in `folder/final`.
 
     Args:
         model: where the phase starts, on any device.
         phase: which.
-        course: what all phases share.
+        context: what all phases share.
         folder: of this phase; checkpoints of an earlier run in it are gone on from.
         record: where figures go; None in processes that do not lead.
         seen: tokens trained on before.
     """
     watch = RouterWatch(model)
-    if course.settings.gradient_checkpointing:
+    if context.settings.gradient_checkpointing:
         # Reentrant, it would hide the routers from their own losses.
         enable_gradient_checkpointing(model)
-    objective = Objective(course.settings, watch, course.teacher, balance=course.balance, pooled=course.pooled)
+    objective = Objective(context.settings, watch, context.teacher, balance=context.balance, pooled=context.pooled)
     after, saved = AfterStep(), MarkSaved()
-    monitor = Monitor(course.settings.watch, phase, record)
+    monitor = Monitor(context.settings.watch, phase, record)
     log = Log(
         record,
         phase,
-        total=course.total,
+        total=context.total,
         seen=seen,
-        heldout=lambda: course.heldout(trainer.model),
-        heldout_steps=whole_logs(course.settings.heldout_steps, course.settings),
-        logit_std=course.schedule.at,
+        heldout=lambda: context.heldout(trainer.model),
+        heldout_steps=whole_logs(context.settings.heldout_steps, context.settings),
+        logit_std=context.schedule.at,
     )
-    batch = course.settings.batch
+    batch = context.settings.batch
     trainer = MoETrainer(
         model,
         phase=phase,
-        settings=course.settings,
-        schedule=course.schedule,
+        settings=context.settings,
+        schedule=context.schedule,
         objective=objective,
         look=monitor.look,
-        args=training_arguments(course, phase, folder),
-        train_dataset=OrderedSequences(course.text.sequences, phase.first * batch, phase.steps * batch, course.seed),
-        data_collator=Collator(course.text.pad_id),
+        args=training_arguments(context, phase, folder),
+        train_dataset=OrderedSequences(context.text.sequences, phase.first * batch, phase.steps * batch, context.seed),
+        data_collator=Collator(context.text.pad_id),
         callbacks=[after, log, saved, monitor],
     )
     after.trainer = saved.trainer = monitor.trainer = trainer
@@ -92,25 +92,25 @@ def run_phase(
     watch.remove()
     trainer.save_model(str(folder / "final"))
     trainer.accelerator.wait_for_everyone()
-    if course.workers.leads:
+    if context.workers.leads:
         mark_whole(folder / "final")
         for path in folder.glob("checkpoint-*"):
             shutil.rmtree(path)
     trainer.accelerator.wait_for_everyone()
 
 
-def training_arguments(course: TrainContext, phase: Phase, folder: Path) -> TrainingArguments:
+def training_arguments(context: TrainContext, phase: Phase, folder: Path) -> TrainingArguments:
     """Trainer's own settings."""
-    settings = course.settings
+    settings = context.settings
     return TrainingArguments(
         output_dir=str(folder),
         max_steps=phase.steps,
         per_device_train_batch_size=settings.micro_batch,
-        gradient_accumulation_steps=settings.batch // (settings.micro_batch * course.workers.world),
+        gradient_accumulation_steps=settings.batch // (settings.micro_batch * context.workers.world),
         max_grad_norm=settings.gradient_norm,
         bf16=settings.precision == "bfloat16",
-        use_cpu=course.device.type == "cpu",
-        ddp_backend="gloo" if course.device.type == "cpu" and course.workers.world > 1 else None,
+        use_cpu=context.device.type == "cpu",
+        ddp_backend="gloo" if context.device.type == "cpu" and context.workers.world > 1 else None,
         ddp_find_unused_parameters=False,
         fsdp=settings.fsdp,
         fsdp_config=settings.fsdp_config,
@@ -122,8 +122,8 @@ def training_arguments(course: TrainContext, phase: Phase, folder: Path) -> Trai
         report_to=[],
         disable_tqdm=True,
         remove_unused_columns=False,
-        seed=course.seed,
-        dataloader_pin_memory=course.device.type != "cpu",
+        seed=context.seed,
+        dataloader_pin_memory=context.device.type != "cpu",
     )
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -18,12 +17,12 @@ from models.config import ModelConfig, MoEShape
 from models.emit import copy_tokenizer_files
 from models.loading import load_dense, load_tokenizer, resolve_device
 from models.routing import LinearRouter
-from models.source import resolve_folder
+from models.source import read_config, resolve_folder
 from models.targets.base import MoETarget, gate_scale_of
-from models.targets.choose import MOE_TARGETS
 from models.training import find_routers, selection_bias
 from stages.artifacts.job import Job, Table
 from stages.artifacts.routers import Routers
+from stages.calibration.emission import CheckpointFormat, FormatSettings
 from stages.text.config import DataConfig
 from stages.train.callbacks import drop_unfinished, find_latest, is_whole
 from stages.train.config import TrainConfig
@@ -105,53 +104,24 @@ def describe(lines: Lines) -> str:
     )
 
 
-PLOT_FILE = "loss.svg"
-
-
-def write_plot(lines: Sequence[Mapping[str, Any]], folder: Path) -> None:
-    """Write `folder/loss.svg` from the lines of the record."""
-    figure = Figure(figsize=(8, 6), layout="constrained")
-    gap, load = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    dense = float(lines[0]["dense_heldout_loss"])
-    places, gaps = _over_tokens(lines, "heldout_loss")
-    gap.axhline(0, color="grey", linewidth=1)
-    gap.plot(places, [value - dense for value in gaps], marker="o", markersize=3)
-    gap.set_ylabel("held-out loss over dense, nats")
-    load.plot(*_over_tokens(lines, "load_max_over_mean"), label="worst layer")
-    load.plot(*_over_tokens(lines, "load_max_over_mean_average"), label="mean of layers")
-    load.set_ylabel("load, max over mean")
-    load.set_xlabel("tokens seen")
-    load.legend()
-    figure.savefig(folder / PLOT_FILE)
-
-
-def _over_tokens(lines: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    """Tokens seen and the values of one figure; held-out lines stand beside the count of the line around them."""
-    by_step = {line["step"]: int(line["tokens"]) for line in lines if "tokens" in line} | {0: 0}
-    said = [line for line in lines if name in line and line["step"] in by_step]
-    return [by_step[line["step"]] for line in said], [float(line[name]) for line in said]
-
-
-def keep_result(job: Job, trained: Path, routers: Routers, shape: MoEShape, logit_std: float) -> None:
+def keep_result(job: Job, trained: Path, form: CheckpointFormat, logit_std: float) -> None:
     """Write everything that is published.
 
     Args:
         job: whose `out` it goes to.
         trained: checkpoint of the last phase.
-        routers: those training started from.
-        shape: of the carve.
+        form: of the checkpoint.
         logit_std: of the router logits in the end, as scheduled.
     """
     start, model = job.parents["project"] / "checkpoint", load_trainable(trained)
-    write_native(model, start, job.out / "checkpoint", getattr(torch, routers.dtype))
+    write_native(model, start, job.out / "checkpoint", form.dtype)
     copy_card(start, job.out / "checkpoint", describe(read_record(job.scratch)))
-    scale = gate_scale_of(MOE_TARGETS[routers.target], shape).selection_bias_scale
+    scale = gate_scale_of(form.target, form.shape).selection_bias_scale
     found = [read_router(router, scale) for router in find_routers(model)]
-    replace(routers, logit_std=logit_std).with_layers(found).save(job.out)
+    Routers.of(found, form.dtype, logit_std).save(job.out)
     shutil.copyfile(job.scratch / FILE, job.out / FILE)
     if (job.scratch / EVENTS).exists():
         shutil.copytree(job.scratch / EVENTS, job.out / EVENTS)
-    write_plot(read_record(job.scratch), job.out)
 
 
 def read_router(router: nn.Module, bias_scale: float) -> LinearRouter:
@@ -162,25 +132,35 @@ def read_router(router: nn.Module, bias_scale: float) -> LinearRouter:
     return LinearRouter.without_bias(rows_ED) if bias_E is None else LinearRouter(rows_ED, bias_E.float() / bias_scale)
 
 
-def run(job: Job, *, model: ModelConfig, data: DataConfig, train: TrainConfig, shape: MoEShape, seed: int) -> Table:
-    """Write `checkpoint/`, the routers, `metrics.jsonl`, TensorBoard events and `loss.svg`.
+def run(
+    job: Job,
+    *,
+    model: ModelConfig,
+    data: DataConfig,
+    assemble: FormatSettings,
+    train: TrainConfig,
+    shape: MoEShape,
+    seed: int,
+) -> Table:
+    """Write `checkpoint/`, the routers, `metrics.jsonl` and TensorBoard events.
 
     A killed run goes on from its last checkpoint; every process of torchrun takes part.
     """
     model = replace(model, device=job.workers.pick_device(model.device), quantization="none")
     source, checkpoint = resolve_folder(model), job.parents["project"] / "checkpoint"
     routers = Routers.load(job.parents["project"])
+    form = CheckpointFormat.of(source, read_config(source), assemble, shape)
     text = read_text(data, train, load_tokenizer(source))
     phases = make_phases(train, train.batch * text.mean_length)
     done, teaches = steps_done(job, phases), bool(train.logits or train.hidden)
     # Needed by a teacher to the end, and by nobody else once the start has been measured.
     dense = load_dense(model, source) if teaches or not done else None
-    course = TrainContext(
+    context = TrainContext(
         settings=train,
         text=text,
         schedule=make_schedule(routers.logit_std, train.logit_std, round(train.logit_std_share * total_steps(phases))),
         total=total_steps(phases),
-        balance=balance_of(train, MOE_TARGETS[routers.target], shape),
+        balance=balance_of(train, form.target, shape),
         pooled=shape.pooled,
         teacher=Teacher(dense, train.hidden > 0) if teaches and dense is not None else None,
         heldout=lambda trained: heldout_loss(trained, text.heldout, job.workers, train.precision),
@@ -190,33 +170,33 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, train: TrainConfig, s
     )
     record = Record.open(job.scratch, done=done, tensorboard=train.tensorboard) if job.workers.leads else None
     if dense is not None and not done:
-        measure_start(course, record, dense, checkpoint)
+        measure_start(context, record, dense, checkpoint)
     del dense
-    trained = run_phases(job.scratch, phases, course, record, checkpoint, done)
+    trained = run_phases(job.scratch, phases, context, record, checkpoint, done)
     if record is not None:
         record.close()
-        keep_result(job, trained, routers, shape, course.schedule.at(course.total))
+        keep_result(job, trained, form, context.schedule.at(context.total))
     job.workers.follow(None)  # nobody leaves before the result is kept
     return summarise(read_record(job.scratch), phases, text.tokens) if job.workers.leads else Table("", (), ())
 
 
-def measure_start(course: TrainContext, record: Record | None, dense: PreTrainedModel, checkpoint: Path) -> None:
+def measure_start(context: TrainContext, record: Record | None, dense: PreTrainedModel, checkpoint: Path) -> None:
     """The first line of the record: what is to be reached, and where it begins."""
-    losses = {"dense_heldout_loss": course.heldout(dense)}
-    losses["heldout_loss"] = course.heldout(load_trainable(checkpoint).to(course.device))
+    losses = {"dense_heldout_loss": context.heldout(dense)}
+    losses["heldout_loss"] = context.heldout(load_trainable(checkpoint).to(context.device))
     if record is not None:
         record.write(0, "start", losses)
 
 
 def run_phases(
-    scratch: Path, phases: list[Phase], course: TrainContext, record: Record | None, start: Path, done: int
+    scratch: Path, phases: list[Phase], context: TrainContext, record: Record | None, start: Path, done: int
 ) -> Path:
     """Every phase from the checkpoint that the one before it left; gives that of the last."""
     for phase in phases:
         folder = phase_folder(scratch, phase)
         if not is_whole(folder / "final"):
             seen = tokens_at(scratch, max(done, phase.first))
-            run_phase(load_trainable(start), phase, course, folder, record, seen)
+            run_phase(load_trainable(start), phase, context, folder, record, seen)
         start = folder / "final"
     return start
 

@@ -1,4 +1,4 @@
-"""The text that training reads, and the held-out text it is judged on."""
+"""Training text and held-out text."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -19,7 +19,7 @@ from stages.train.routers import add_up
 
 @dataclass(frozen=True)
 class TrainingText:
-    """Sequences to learn from, and batches that are only looked at."""
+    """Training sequences, and held-out batches."""
 
     sequences: list[TokenSequence]
     heldout: list[TokenBatch]
@@ -27,7 +27,7 @@ class TrainingText:
 
     @property
     def tokens(self) -> int:
-        """There are to learn from."""
+        """Training tokens."""
         return sum(len(sequence.ids) for sequence in self.sequences)
 
     @property

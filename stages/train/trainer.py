@@ -1,4 +1,4 @@
-"""transformers' Trainer with the parts an MoE needs: rates by part, its own loss, growing spread, even load."""
+"""transformers' Trainer with the parts an MoE needs: rates by part, its own loss, growing router logits, even load."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -18,7 +18,7 @@ from stages.losses import supervised_tokens
 from stages.train.config import TrainConfig
 from stages.train.objective import Objective
 from stages.train.phases import Phase, rate_factor, rates_of
-from stages.train.routers import SpreadSchedule, add_up, move_biases, stretch
+from stages.train.routers import LogitSchedule, add_up, move_biases, stretch
 
 
 def explain_not_finite(model: nn.Module, inputs: Mapping[str, Tensor], step: int, folder: Path) -> NumericsError:
@@ -84,7 +84,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
         *,
         phase: Phase,
         settings: TrainConfig,
-        schedule: SpreadSchedule,
+        schedule: LogitSchedule,
         objective: Objective,
         look: Callable[[int], object],
         **arguments: Any,  # noqa: ANN401 - of Trainer
@@ -171,7 +171,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Trainer's figures and ours."""
-        super().log(logs | self.objective.tally.collect(), start_time)
+        super().log(logs | self.objective.metrics.collect(), start_time)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         # Trainer reads the file as it is: experts are stored one by one, and in memory they are one tensor, so that it

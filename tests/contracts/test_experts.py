@@ -7,28 +7,20 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from instruments.errors import ContractError
-from models.experts import LayerExperts
-from stages.artifacts.experts import (
-    Provenance,
-    layer_file,
-    load_expert,
-    load_layer,
-    load_provenance,
-    save_layer,
-    verify_layer,
-)
+from models.experts import ExpertWeights
+from stages.artifacts.experts import layer_file, load_expert, load_layer, save_layer, verify_layer
 from stages.artifacts.tensor_file import pack_tag
 
 E, N, D, S = 3, 4, 6, 5
 REMEDY = "  do:    stage=extract fresh=true"
 
 
-def random_layer(always_on: int = S) -> tuple[LayerExperts, Provenance]:
+def random_layer(always_on: int = S) -> tuple[ExpertWeights, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     sizes = ((E, N, D), (E, N, D), (E, D, N), (always_on, D), (always_on, D), (D, always_on))
     order = torch.randperm(E * N + always_on, generator=generator).int()
-    provenance = Provenance(order[: E * N].view(E, N), order[E * N :])
-    return LayerExperts(*(torch.randn(size, generator=generator).bfloat16() for size in sizes)), provenance
+    experts = ExpertWeights(*(torch.randn(size, generator=generator).bfloat16() for size in sizes))
+    return experts, order[: E * N].view(E, N), order[E * N :]
 
 
 @pytest.fixture
@@ -38,24 +30,26 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_layer_that_gives_no_expert_to_a_pool(tmp_path: Path) -> None:
-    experts, provenance = random_layer()
+    experts, neurons_EN, always_S = random_layer()
     none = {name: getattr(experts, name)[:0] for name in ("gate_END", "up_END", "down_EDN")}
-    save_layer(tmp_path, 0, replace(experts, **none), replace(provenance, neurons_EN=provenance.neurons_EN[:0]), "silu")
+    save_layer(tmp_path, 0, replace(experts, **none), neurons_EN[:0], always_S, "silu")
     read = load_layer(tmp_path, 0)
     assert torch.equal(read.shared_down_DS, experts.shared_down_DS)
     assert (read.gate_END.shape, read.up_END.shape, read.down_EDN.shape) == ((0, 0, D), (0, 0, D), (0, D, 0))
-    assert load_provenance(tmp_path, 0).neurons_EN.shape == (0, 0)
 
 
 @pytest.mark.parametrize("always_on", [S, 0])
 def test_layers_come_back_bit_for_bit(tmp_path: Path, always_on: int) -> None:
-    experts, provenance = random_layer(always_on)
-    size = save_layer(tmp_path, 0, experts, provenance, "silu")
+    experts, neurons_EN, always_S = random_layer(always_on)
+    size = save_layer(tmp_path, 0, experts, neurons_EN, always_S, "silu")
     assert size == layer_file(tmp_path, 0).stat().st_size
-    for written, read in ((experts, load_layer(tmp_path, 0)), (provenance, load_provenance(tmp_path, 0))):
-        for name, tensor in vars(written).items():
-            assert getattr(read, name).dtype == tensor.dtype
-            assert torch.equal(getattr(read, name), tensor)
+    read = load_layer(tmp_path, 0)
+    for name, tensor in vars(experts).items():
+        assert getattr(read, name).dtype == tensor.dtype
+        assert torch.equal(getattr(read, name), tensor)
+    stored = load_file(layer_file(tmp_path, 0))
+    assert torch.equal(torch.stack([stored[f"experts.{e}.neurons"] for e in range(E)]), neurons_EN)
+    assert torch.equal(stored["always_on.neurons"], always_S)
 
 
 def test_names_on_disk(folder: Path) -> None:
@@ -70,7 +64,7 @@ def test_names_on_disk(folder: Path) -> None:
 
 
 def test_one_expert_as_a_module(folder: Path) -> None:
-    experts, _provenance = random_layer()
+    experts, *_neurons = random_layer()
     expert = load_expert(folder, 7, 2)
     assert torch.equal(expert.gate_proj.weight, experts.gate_END[2])
     assert torch.equal(expert.up_proj.weight, experts.up_END[2])
@@ -91,7 +85,7 @@ def test_no_such_layer(folder: Path) -> None:
     assert str(caught.value) == f"cannot read experts: layer-00008.safetensors is missing\n  where: {path}\n{REMEDY}"
 
 
-@pytest.mark.parametrize("load", [load_layer, load_provenance, lambda folder, layer: load_expert(folder, layer, 0)])
+@pytest.mark.parametrize("load", [load_layer, lambda folder, layer: load_expert(folder, layer, 0)])
 def test_truncated_file(folder: Path, load: object) -> None:
     path = layer_file(folder, 7)
     size = path.stat().st_size
@@ -123,7 +117,7 @@ def test_another_version(folder: Path) -> None:
 
 
 def test_verification_sees_one_bit(folder: Path) -> None:
-    experts, _provenance = random_layer()
+    experts, *_neurons = random_layer()
     verify_layer(folder, 7, experts)
     experts.up_END[1].view(torch.int16)[2, 3] ^= 1
     with pytest.raises(ContractError) as caught:

@@ -60,7 +60,7 @@ def test_another_contract_is_refused(tmp_path):
     with pytest.raises(ContractError) as error:
         NeuronStatistics.load(tmp_path)
     assert str(error.value) == (
-        "expected NeuronStatistics version 1, found Partition version 1\n"
+        "expected NeuronStatistics version 2, found Partition version 1\n"
         f"  where: {tmp_path / NeuronStatistics.FILE}\n"
         "  do:    run the stage that writes it again, with fresh=true"
     )

@@ -32,8 +32,6 @@ def statistics():
         grad_norm_gate=sums(),
         grad_norm_up=sums(),
         grad_norm_down=sums(),
-        weight_norm_gate=sums(torch.float32),
-        weight_norm_up=sums(torch.float32),
         weight_norm_down=sums(torch.float32),
         active_bits=torch.randint(256, (L, F, (R + 7) // 8), generator=generator, dtype=torch.uint8),
         reservoir_tokens=R,
@@ -75,7 +73,7 @@ def test_another_version_is_refused(tmp_path, statistics):
     with pytest.raises(ContractError) as error:
         NeuronStatistics.load(tmp_path)
     assert str(error.value) == (
-        "expected NeuronStatistics version 1, found NeuronStatistics version 0\n"
+        "expected NeuronStatistics version 2, found NeuronStatistics version 0\n"
         f"  where: {path}\n"
         "  do:    run the stage that writes it again, with fresh=true"
     )

@@ -124,16 +124,6 @@ def test_fewer_experts_than_layers_and_another_allocation(words, capsys):
     assert "experts that the layers give to the pool, by contribution" in capsys.readouterr().out
 
 
-def test_random_experts_are_the_control_of_cut_ones(words, carve):
-    assert run_command([*words, "stage=project", "project=none", "project.base=random"]) == 0
-    drawn = load_file(last_carve(words).checkpoints["project"] / "model.safetensors")
-    cut = load_file(carve.checkpoints["assemble"] / "model.safetensors")
-    assert drawn.keys() == cut.keys()
-    changed = {name for name in cut if not torch.equal(cut[name], drawn[name])}
-    assert changed == {"experts.gate_up_proj", "experts.down_proj"}
-    assert drawn["experts.down_proj"].std() == pytest.approx(float(cut["experts.down_proj"].std()), rel=0.2)
-
-
 def test_a_pool_is_trained_like_any_checkpoint(words, carve):
     quick = ("train.tokens=1000", "train.batch=4", "train.micro_batch=2", "train.tensorboard=false")
     assert run_command([*words, *GRADIENTS, *quick, "train.heldout_sequences=3", "stage=train"]) == 0

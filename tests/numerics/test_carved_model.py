@@ -10,12 +10,11 @@ from transformers import AutoModelForCausalLM
 import models.tiny_onn.register  # noqa: F401 - from_pretrained is to know the class
 from models.config import MoEShape
 from models.emit import emit_checkpoint
-from models.experts import ExpertLoop, LayerExperts
+from models.experts import ExpertLoop, ExpertWeights, slice_ffn
 from models.ffn import DenseFFN, ffn_modules
 from models.routing import GateKind, LinearRouter
 from models.targets.base import gate_kind, gate_scale_of
 from models.targets.choose import MOE_TARGETS
-from stages.calibration.slices import slice_ffn
 from stages.project.carved_model import CarvedModel, clip_tokens
 from stages.text.sequences import TokenSequence, batch_sequences
 
@@ -63,7 +62,7 @@ def test_gradients_are_those_of_the_emitted_checkpoint(tmp_path, source, target,
         routers=lambda layer: loops[layer].router.rows_ED,
         experts=lambda layer: loops[layer].experts,
     )
-    batches, names = read_batches(), [spec.name for spec in fields(LayerExperts)]
+    batches, names = read_batches(), [spec.name for spec in fields(ExpertWeights)]
     carved = CarvedModel(dense, loops)
     taught = carved.teach(batches)
     found = carved.gradients(taught, names)
@@ -90,7 +89,7 @@ def test_gradients_are_those_of_the_emitted_checkpoint(tmp_path, source, target,
 
 
 def gradients_of(layer, moe, shape):
-    """Of one emitted layer, in the order of the fields of LayerExperts, without the scale that was folded in."""
+    """Of one emitted layer, in the order of the fields of ExpertWeights, without the scale that was folded in."""
     gate_scale = gate_scale_of(moe, shape)
     gate_up, down = layer.mlp.experts.gate_up_proj.grad, layer.mlp.experts.down_proj.grad
     yield from (*gate_up.chunk(2, dim=1), down * gate_scale.down_scale)
@@ -115,7 +114,7 @@ def test_nothing_of_the_model_has_changed_afterwards(tmp_path):
     assert all(parameter.grad is None and not parameter.requires_grad for parameter in dense.parameters())
     for loop, original in zip(carved.loops, loops, strict=True):
         assert all(
-            getattr(loop.experts, spec.name) is getattr(original.experts, spec.name) for spec in fields(LayerExperts)
+            getattr(loop.experts, spec.name) is getattr(original.experts, spec.name) for spec in fields(ExpertWeights)
         )
 
 

@@ -10,14 +10,13 @@ from transformers import AutoModelForCausalLM
 import models.tiny_onn.register  # noqa: F401 - from_pretrained is to know the class
 from models.config import MoEShape
 from models.emit import emit_checkpoint
-from models.experts import ExpertLoop, sum_blocks
+from models.experts import ExpertLoop, slice_ffn, sum_blocks
 from models.ffn import DenseFFN
-from models.routing import GateKind, LinearRouter
+from models.routing import GateKind, LinearRouter, active_copies, membership
 from models.stream import LayerStream
 from models.targets.base import gate_kind
 from models.targets.choose import MOE_TARGETS
-from stages.calibration.carved_ffn import CarvedFFN, replica_scale, routed_copies
-from stages.calibration.slices import slice_ffn
+from stages.evaluate.carved_ffn import CarvedFFN
 
 T, D, F, E, N, K, S = 7, 6, 17, 3, 4, 2, 2
 SILU = torch.nn.functional.silu
@@ -55,9 +54,7 @@ def test_all_experts_of_a_partition_are_the_dense_ffn(ffn):
 
 def test_all_experts_of_a_replicated_partition_are_the_dense_ffn(ffn):
     neurons_EN = torch.stack([torch.arange(first, first + 9) % F for first in (0, 6, 12)])
-    router = LinearRouter.without_bias(torch.randn(3, D))
-    copies = routed_copies(neurons_EN, torch.empty(0, dtype=torch.int64), F, 3, router)
-    scale_F = replica_scale(copies, ffn, [draw_x()])
+    scale_F = 1 / neurons_EN.flatten().bincount(minlength=F)
     assert scale_F.unique().tolist() == [0.5, 1.0]
     loop = make_loop(ffn, neurons_EN, torch.empty(0, dtype=torch.int64), top_k=3, scale_F=scale_F)
     torch.testing.assert_close(loop(draw_x()), ffn(draw_x()), rtol=1e-5, atol=1e-5)
@@ -67,7 +64,12 @@ def test_the_loop_equals_the_carve_in_neuron_space(ffn):
     # Neurons 3 and 8 stand in two experts; 15 and 16 are always on; 14 is dropped.
     neurons_EN, always_S = torch.tensor([[0, 1, 3, 8], [3, 4, 5, 6], [7, 8, 9, 10]]), torch.tensor([15, 16])
     loop = make_loop(ffn, neurons_EN, always_S, K)
-    carved = CarvedFFN(ffn, routed_copies(neurons_EN, always_S, F, K, loop.router), ffn.down_DF)
+    member_EF = membership(neurons_EN, F)
+
+    def features(x_TD):
+        return ffn.hidden(x_TD) * active_copies(loop.router.choose(x_TD, K), member_EF, always_S)
+
+    carved = CarvedFFN(features, ffn.down_DF)
     (blocks, output_TD), (expected, expected_TD) = loop.run(draw_x()), carved.run(draw_x())
     features_TF, expected_TF = (sum_blocks(found, len(output_TD), F) for found in (blocks, expected))
     torch.testing.assert_close(features_TF, expected_TF, rtol=1e-5, atol=1e-6)

@@ -16,12 +16,13 @@ from transformers import AutoModelForCausalLM
 import models.tiny_onn.register  # noqa: F401 - from_pretrained is to know the class
 from models.checkpoint.reader import ShardReader
 from models.config import MoEShape
+from models.dense import DENSE_FAMILIES
 from models.emit import emit_checkpoint
-from models.experts import ExpertLoop, LayerExperts
+from models.experts import ExpertLoop, ExpertWeights, slice_experts
 from models.routing import GateKind, LinearRouter
 from models.targets.choose import MOE_TARGETS
+from stages.artifacts.experts import join_pool
 from stages.artifacts.partition import PoolPartition
-from stages.calibration.slices import cut_pool, join_pool
 
 L, D, F, E, N, K, S = 3, 24, 40, 5, 7, 2, 3
 SHAPE = MoEShape(E, N, K, S, "global_pool")
@@ -41,7 +42,11 @@ def case(tmp_path_factory):
     partition = PoolPartition(F, neurons, torch.tensor([0, 0, 2, 2, 2], dtype=torch.int32), orders[:, :S].contiguous())
     rows_LED = torch.randn(L, E, D, generator=torch.Generator().manual_seed(8))
     bias_LE = torch.randn(L, E, generator=torch.Generator().manual_seed(9)) / 10
-    parts = cut_pool(dense, partition, torch.device("cpu"))
+    with ShardReader(dense) as reader:
+        parts = [
+            slice_experts(reader, DENSE_FAMILIES["qwen3"], layer, partition.neurons_of(layer), always_S)
+            for layer, always_S in enumerate(partition.always_on)
+        ]
     emit_checkpoint(
         dense, folder / "moe", target=MOE_TARGETS["tiny_onn"], shape=SHAPE, routers=lambda layer: rows_LED[layer],
         experts=lambda layer: parts[layer], selection_bias=lambda layer: bias_LE[layer],
@@ -84,7 +89,7 @@ def test_every_layer_equals_the_loop_and_so_do_the_gradients(case, model, implem
     inputs, wanted = torch.randn(2, L, 1, 17, D, generator=draw)
     sum((layer.mlp(x) * y).sum() for layer, x, y in zip(model.model.layers, inputs, wanted, strict=True)).backward()
     weights = {
-        spec.name: getattr(loops[0].experts, spec.name).clone().requires_grad_() for spec in fields(LayerExperts)
+        spec.name: getattr(loops[0].experts, spec.name).clone().requires_grad_() for spec in fields(ExpertWeights)
     }
     routed = {name: weight for name, weight in weights.items() if not name.startswith("shared")}
     rows = [loop.router.rows_ED.clone().requires_grad_() for loop in loops]

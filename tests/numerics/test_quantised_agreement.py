@@ -23,7 +23,7 @@ def draw_statistics(seed, tokens=TOKENS):
         active_bits=torch.zeros(LAYERS, WIDTH, 1, dtype=torch.uint8),
         reservoir_tokens=5,
         **{name: draw() for name in sums},
-        **{f"weight_norm_{name}": draw().float() for name in ("gate", "up", "down")},
+        weight_norm_down=draw().float(),
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def load_choices(**_settings: object) -> dict[str, Any]:
-    """The one split, from the file beside this one: whatever the working folder, and without a network."""
+    """The one split, from the file in this folder, found from any working folder and without a network."""
     from datasets import Dataset  # noqa: PLC0415 - an optional extra brings it
 
     return {"test": Dataset.from_json(str(Path(__file__).with_name("carve_choices.jsonl")))}

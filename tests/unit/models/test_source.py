@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from models.config import ModelConfig, MoEShape
 from models.emit import emit_checkpoint
-from models.experts import LayerExperts
+from models.experts import ExpertWeights
 from models.source import EMBEDDED, check_source, read_source_config, resolve_folder, source_cache_key
 from models.targets.choose import MOE_TARGETS
 
@@ -175,7 +175,7 @@ def test_architecture_and_damage_are_reported_together(folder: Path) -> None:
 
 def test_a_moe_we_wrote_is_no_source(whole: Path, tmp_path: Path) -> None:
     shape = MoEShape(experts=3, n=8, top_k=2, always_on=0)
-    slices = LayerExperts(
+    slices = ExpertWeights(
         *(torch.zeros(3, 8, 24), torch.zeros(3, 8, 24), torch.zeros(3, 24, 8)),
         *(torch.zeros(0, 24), torch.zeros(0, 24), torch.zeros(24, 0)),
     )

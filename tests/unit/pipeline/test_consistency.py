@@ -167,10 +167,10 @@ def test_settings_of_the_other_topology_are_ignored_with_a_word(texts, caplog):
         "project.pool_sweeps=3 is ignored: topology=per_layer",
     ]
     caplog.clear()
-    assert texts(POOL, "cluster.allocation=equal", "assemble.balance=0.1", "project.gates=fitted") == []
+    assert texts(POOL, "cluster.allocation=equal", "assemble.balance=0.1", "project.descent_steps=5") == []
     assert caplog.messages == [
         "assemble.balance=0.1 is ignored: topology=global_pool",
-        "project.gates=fitted is ignored: topology=global_pool",
+        "project.descent_steps=5 is ignored: topology=global_pool",
     ]
 
 

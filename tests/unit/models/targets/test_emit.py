@@ -13,24 +13,24 @@ from instruments.errors import CheckpointError, ContractError, NumericsError
 from models.checkpoint.reader import ShardReader
 from models.config import MoEShape
 from models.emit import emit_checkpoint
-from models.experts import LayerExperts
+from models.experts import ExpertWeights
 from models.targets.choose import MOE_TARGETS
 
 SHAPE = MoEShape(experts=3, n=8, top_k=2, always_on=5)
 DENSE = {"llama": "mixtral", "qwen2": "qwen2_moe", "qwen3": "glm4_moe"}
 
 
-def random_experts(layer: int) -> LayerExperts:
+def random_experts(layer: int) -> ExpertWeights:
     generator = torch.Generator().manual_seed(layer)
     sizes = ((3, 8, 24), (3, 8, 24), (3, 24, 8), (5, 24), (5, 24), (24, 5))
-    return LayerExperts(*(torch.randn(size, generator=generator) for size in sizes))
+    return ExpertWeights(*(torch.randn(size, generator=generator) for size in sizes))
 
 
 def emit(
     dense: Path,
     out: Path,
     target: str = "qwen2_moe",
-    experts: Callable[[int], LayerExperts] = random_experts,
+    experts: Callable[[int], ExpertWeights] = random_experts,
     router: torch.Tensor | None = None,
     dtype: str = "source",
 ) -> Path:
@@ -85,7 +85,7 @@ def test_selection_bias_stays_in_float32(dense: Path, tmp_path: Path) -> None:
 def test_mixed_formats_are_kept(dense: Path, tmp_path: Path) -> None:
     """Experts in bfloat16 beside attention in float32."""
     half = {name: tensor.bfloat16() for name, tensor in vars(random_experts(0)).items()}
-    emit(dense, tmp_path, experts=lambda _layer: LayerExperts(**half))
+    emit(dense, tmp_path, experts=lambda _layer: ExpertWeights(**half))
     with ShardReader(tmp_path) as reader:
         assert reader.dtype("model.layers.0.mlp.experts.2.down_proj.weight") == torch.bfloat16
         assert reader.dtype("model.layers.0.self_attn.q_proj.weight") == torch.float32
@@ -104,7 +104,7 @@ def test_down_is_multiplied_in_float32_and_rounded_once(dense: Path, tmp_path: P
         target=MOE_TARGETS["qwen2_moe"],
         shape=odd,
         routers=lambda _layer: torch.ones(3, 24),
-        experts=lambda _layer: LayerExperts(**half),
+        experts=lambda _layer: ExpertWeights(**half),
         dtype=dtype,
     )
     with ShardReader(tmp_path) as reader:
@@ -145,7 +145,7 @@ def test_a_fold_that_overflows(dense: Path, tmp_path: Path) -> None:
 
 
 def test_a_failed_emission_is_no_checkpoint(dense: Path, tmp_path: Path) -> None:
-    def fail_late(layer: int) -> LayerExperts:
+    def fail_late(layer: int) -> ExpertWeights:
         if layer == 1:
             raise KeyboardInterrupt
         return random_experts(layer)
@@ -223,7 +223,7 @@ def test_the_own_class_keeps_fused_projections_and_the_tied_head(tmp_path: Path)
     ("given", "message"), [((2, 0), "the layers give 2 experts, not 3"), ((3, 1), "the layers give 4")]
 )
 def test_a_pool_is_what_the_layers_give(dense: Path, tmp_path: Path, given: tuple[int, int], message: str) -> None:
-    def experts(layer: int) -> LayerExperts:
+    def experts(layer: int) -> ExpertWeights:
         whole = random_experts(layer)
         wider = {
             name: torch.cat([getattr(whole, name)] * 2)[: given[layer]] for name in ("gate_END", "up_END", "down_EDN")

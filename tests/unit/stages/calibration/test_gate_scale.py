@@ -5,12 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from models.experts import ExpertLoop
+from models.experts import ExpertLoop, slice_ffn
 from models.ffn import DenseFFN
-from models.routing import GateKind, LinearRouter, relative_gates
-from stages.calibration.carved_ffn import replica_scale, routed_copies
+from models.routing import GateKind, LinearRouter, active_copies, membership, relative_gates
 from stages.calibration.gate_scale import at_usual_gates, column_scale, scale_columns, scale_pool
-from stages.calibration.slices import slice_ffn
 
 T, D, F, E, N, K = 50, 6, 12, 4, 3, 2
 KINDS = [kind for kind in GateKind if kind is not GateKind.CONSTANT]
@@ -62,8 +60,10 @@ def test_copies_and_gates_are_made_up_for_together():
 def test_constant_gates_leave_what_copies_ask_for():
     assert torch.equal(column_scale(make_loop(GateKind.CONSTANT), INPUTS), torch.ones(E, N))
     loop = make_loop(GateKind.CONSTANT, COPIED)
-    copies = routed_copies(COPIED, loop.always_S, F, K, loop.router)
-    torch.testing.assert_close(column_scale(loop, INPUTS), replica_scale(copies, FFN, INPUTS)[COPIED])
+    member_EF = membership(COPIED, F)
+    copies_TF = torch.cat([active_copies(loop.router.choose(x_TD, K), member_EF, loop.always_S) for x_TD in INPUTS])
+    scale_F = copies_TF.sum(0) / copies_TF.square().sum(0)
+    torch.testing.assert_close(column_scale(loop, INPUTS), scale_F[COPIED])
     every = make_loop(GateKind.CONSTANT, COPIED, top_k=E)
     multiplicity_F = COPIED.flatten().bincount(minlength=F)
     torch.testing.assert_close(column_scale(every, INPUTS), 1 / multiplicity_F[COPIED])

@@ -44,8 +44,6 @@ def plant() -> Callable[..., Planted]:
             grad_norm_gate=sums(),
             grad_norm_up=sums(),
             grad_norm_down=sums(),
-            weight_norm_gate=sums().float(),
-            weight_norm_up=sums().float(),
             weight_norm_down=sums().float(),
             active_bits=torch.from_numpy(np.packbits(bits_LFR, axis=2)),
             reservoir_tokens=tokens,

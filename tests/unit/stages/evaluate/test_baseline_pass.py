@@ -18,7 +18,6 @@ L, D, F, V, E, N, K, S = 2, 24, 40, 61, 4, 8, 2, 8
 
 @dataclass
 class Settings:
-    alignment_target: str = "local"
     penalties: list[float] = field(default_factory=lambda: [1e-2, 1e-1])
     validation_share: float = 0.25
     validate: bool = True
@@ -41,7 +40,7 @@ def text():
     return Text(batch_sequences(draw(60), 30, 0), batch_sequences(draw(9), 30, 0))
 
 
-def run(folder, text, *names, settings=None, top_k=K, always_on=S):
+def run(folder, text, *names, top_k=K, always_on=S):
     shape = MoEShape(E, N, top_k, always_on)
 
     def facts_of(index, layer):
@@ -53,7 +52,7 @@ def run(folder, text, *names, settings=None, top_k=K, always_on=S):
         return LayerFacts(layer.ffn, order[S:].view(E, N), order[:S], router, contribution_F, shape, seed=index)
 
     with LayerStream(folder, device=torch.device("cpu")) as stream:
-        return run_baselines(names, stream, text, facts_of, settings or Settings(), replicated=False)
+        return run_baselines(names, stream, text, facts_of, Settings(), replicated=False)
 
 
 @pytest.mark.parametrize("name", ["unaligned", "static_mask", "best_mask", "random_router", "oracle"])
@@ -77,12 +76,6 @@ def test_alignment_reads_calibration_text_only(folder, text):
     parts = [run(folder, Text(text.calibration, [batch]), "static_mask_aligned") for batch in text.heldout]
     total = sum(part["static_mask_aligned"].total for part in parts)
     assert whole.total == pytest.approx(total, rel=1e-6)
-
-
-def test_alignment_to_a_target_the_mask_already_meets_changes_nothing(folder, text):
-    settings = Settings(alignment_target="residual")
-    losses = run(folder, text, "static_mask", "static_mask_aligned", top_k=E, settings=settings)
-    assert losses["static_mask_aligned"].nats == pytest.approx(losses["static_mask"].nats, rel=1e-5)
 
 
 def test_neurons_with_copies_share_their_weight(folder, text):

@@ -5,17 +5,16 @@ import pytest
 import torch
 
 from models.config import MoEShape
-from models.experts import ExpertLoop
+from models.experts import ExpertLoop, slice_ffn
 from models.routing import LinearRouter
-from stages.calibration.carved_ffn import replica_scale
-from stages.calibration.slices import slice_ffn
 from stages.evaluate.baselines import copies_scale, start_baseline
 
 METHODS = ("unaligned", "random_router", "oracle")
 
 
 def copies(method, facts, x_TD):
-    return start_baseline(method, facts, []).carved.copies(x_TD, facts.ffn.hidden(x_TD))
+    h_TF = facts.ffn.hidden(x_TD)
+    return (start_baseline(method, facts, []).features(x_TD, h_TF) / h_TF).round()
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -41,7 +40,8 @@ def test_the_best_mask_keeps_what_other_neurons_cannot_say(facts, x_TD):
     x_TD = torch.randn(400, 6, generator=torch.Generator().manual_seed(3))
     carved = start_baseline("best_mask", facts, [x_TD]).carved
     assert carved.width == 13
-    assert sum(bool((row_D == gate_FD[0]).all()) for row_D in carved.ffn.gate_FD) == 1
+    kept_DJ = carved.down_DF
+    assert sum(bool((facts.ffn.down_DF[:, twin] == kept_DJ.T).all(1).any()) for twin in (0, 3)) == 1
 
 
 def test_a_mask_as_wide_as_the_ffn_is_the_ffn(facts, x_TD):
@@ -99,8 +99,9 @@ def test_counts_of_experts_chosen_together_give_the_weight_of_copies(facts, x_TD
     neurons_EN[3], neurons_EN[2, 0] = facts.neurons_EN[0], facts.neurons_EN[1, 0]
     facts = replace(facts, neurons_EN=neurons_EN)
     batches = [x_TD[:5], x_TD[5:]]
-    carved = start_baseline(method, facts, batches).carved
-    wanted_F = replica_scale(carved.copies, facts.ffn, batches)
+    carved, copies_TF = start_baseline(method, facts, batches).carved, copies(method, facts, x_TD)
+    wanted_F = copies_TF.sum(0) / copies_TF.square().sum(0)
+    wanted_F = torch.where(wanted_F.isnan(), 1.0, wanted_F)
     torch.testing.assert_close(carved.down_DF, facts.ffn.down_DF * wanted_F)
     assert (wanted_F != 1).any()
 

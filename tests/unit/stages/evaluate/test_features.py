@@ -2,17 +2,22 @@
 
 import torch
 
-from stages.evaluate import baseline_pass as features
-from stages.evaluate.baseline_pass import RememberedFFN
+from stages.evaluate import carved_ffn
 from stages.evaluate.baselines import start_baseline
+from stages.evaluate.carved_ffn import CarvedFFN, Memo
+
+
+def remember(carved):
+    features = Memo(carved.features)
+    return features, CarvedFFN(features, carved.down_DF)
 
 
 def test_remembered_features_are_used_and_others_computed(facts, x_TD):
     carved = start_baseline("unaligned", facts, []).carved
-    remembered = RememberedFFN.of(carved)
-    torch.testing.assert_close(remembered(x_TD), carved(x_TD))
+    features, remembered = remember(carved)
+    torch.testing.assert_close(remembered(x_TD.clone()), carved(x_TD))
     twice_TF = 2 * carved.features(x_TD)
-    remembered.features.keep(x_TD, twice_TF)
+    features.keep(x_TD, twice_TF)
     torch.testing.assert_close(remembered(x_TD), 2 * carved(x_TD))
     ((block,), output_TD) = remembered.run(x_TD)
     assert torch.equal(block.hidden_tN, twice_TF)
@@ -21,25 +26,23 @@ def test_remembered_features_are_used_and_others_computed(facts, x_TD):
 
 def test_a_change_of_columns_keeps_the_features(facts, x_TD):
     carved = start_baseline("static_mask", facts, []).carved
-    remembered = RememberedFFN.of(carved)
-    remembered.features.keep(x_TD, carved.features(x_TD))
+    features, remembered = remember(carved)
     change_DF = torch.ones_like(carved.down_DF)
     changed = remembered.with_change(change_DF)
-    assert changed.features is remembered.features
+    assert changed.features is features
     torch.testing.assert_close(changed(x_TD), carved.with_change(change_DF)(x_TD))
 
 
 def test_there_is_an_end_to_what_is_remembered(facts, x_TD, monkeypatch):
     carved = start_baseline("static_mask", facts, []).carved
-    remembered, features_TF = RememberedFFN.of(carved), carved.features(x_TD)
-    monkeypatch.setattr(features, "MOST_BYTES", features_TF.nbytes)
+    features, features_TF = Memo(carved.features), carved.features(x_TD)
+    monkeypatch.setattr(carved_ffn, "MOST_BYTES", features_TF.nbytes)
     other_TD = x_TD.clone()
-    remembered.features.keep(x_TD, features_TF)
-    remembered.features.keep(other_TD, features_TF)
-    assert remembered.features(x_TD) is features_TF
-    assert remembered.features(other_TD) is not features_TF
-    torch.testing.assert_close(remembered(other_TD), carved(other_TD))
-    remembered.features.forget(x_TD)
-    remembered.features.keep(other_TD, features_TF)
-    assert remembered.features(other_TD) is features_TF
-    assert remembered.features(x_TD) is not features_TF
+    features.keep(x_TD, features_TF)
+    features.keep(other_TD, features_TF)
+    assert features(x_TD) is features_TF
+    assert features(other_TD) is not features_TF
+    features.forget(x_TD)
+    features.keep(other_TD, features_TF)
+    assert features(other_TD) is features_TF
+    assert features(x_TD) is not features_TF

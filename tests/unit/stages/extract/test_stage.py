@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from instruments.errors import ContractError
 from models.config import ModelConfig, MoEShape
-from stages.artifacts.experts import load_expert, load_layer, load_provenance
+from stages.artifacts.experts import layer_file, load_expert, load_layer
 from stages.artifacts.job import Job
 from stages.artifacts.partition import Partition, PoolPartition
 from stages.extract.config import ExtractConfig
@@ -46,13 +46,13 @@ def test_experts_are_the_dense_neurons(dense: Path, job: Job) -> None:
     for layer in range(LAYERS):
         gate, up, down = (weights[f"model.layers.{layer}.mlp.{part}_proj.weight"] for part in ("gate", "up", "down"))
         neurons_EN = partition.neurons[layer].long()
-        experts, provenance = load_layer(job.out, layer), load_provenance(job.out, layer)
+        experts, stored = load_layer(job.out, layer), load_file(layer_file(job.out, layer))
         assert torch.equal(experts.gate_END, gate[neurons_EN])
         assert torch.equal(experts.up_END, up[neurons_EN])
         assert torch.equal(experts.down_EDN, down[:, neurons_EN].transpose(0, 1))
         assert torch.equal(experts.shared_down_DS, down[:, partition.always_on[layer].long()])
-        assert torch.equal(provenance.neurons_EN, partition.neurons[layer])
-        assert torch.equal(provenance.always_on_S, partition.always_on[layer])
+        assert torch.equal(stored["experts.1.neurons"], partition.neurons[layer, 1])
+        assert torch.equal(stored["always_on.neurons"], partition.always_on[layer])
     assert load_expert(job.out, 1, 0).gate_proj.weight.dtype == torch.bfloat16
     rows = {str(name): value for name, value in table.rows}
     assert rows["layers"] == 2

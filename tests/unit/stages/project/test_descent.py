@@ -5,17 +5,18 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from models.config import MoEShape
 from models.ffn import DenseFFN
 from models.routing import LinearRouter
 from stages.calibration.alignment import relative_error, split_validation
+from stages.calibration.gate_scale import column_scale, scale_columns
 from stages.project.config import ProjectConfig
-from stages.project.layer import LayerCarve, project_layer, start, train_experts
+from stages.project.layer_pass import LayerCarve, project_layer, train_experts
 from stages.routing.descent import DescentSettings
 from stages.routing.fit import RouterSettings
+from stages.routing.task import make_loop
 
 D, F, E, N, K, S = 6, 16, 4, 3, 2, 4
-REFIT = RouterSettings("log_ridge", 1e-3, DescentSettings(0, 0.05, 0.0, 1), tokens=1000)
+REFIT = RouterSettings("log_ridge", 1e-3, DescentSettings(0, 0.05, 0.0, 1), tokens=1000, logit_std=0.001)
 DESCENT = ProjectConfig(descent_steps=60, descent_tokens=64, rounds=0)
 
 
@@ -33,12 +34,13 @@ def target(_, x_TD):
 
 def carve(neurons_EN):
     router = LinearRouter.without_bias(draw(E, D, seed=4))
-    return LayerCarve(FFN, neurons_EN, torch.arange(S), router, MoEShape(E, N, K, S), REFIT, 0.001, biased=False)
+    return LayerCarve(FFN, make_loop(FFN, neurons_EN, torch.arange(S), router, K), REFIT, biased=False)
 
 
 def loop_of(neurons_EN=None):
     neurons_EN = torch.arange(S, F).view(E, N) if neurons_EN is None else neurons_EN
-    return start(carve(neurons_EN), carve(neurons_EN).router, INPUTS, "extracted", 0)
+    loop = carve(neurons_EN).loop
+    return scale_columns(loop, column_scale(loop, INPUTS))
 
 
 def train(loop, inputs=INPUTS, settings=DESCENT, seed=5):
@@ -56,8 +58,8 @@ def test_the_output_for_autograd_is_the_output():
 
 def test_it_lowers_the_error_on_tokens_it_has_not_seen_and_leaves_the_routing():
     before, after = loop_of(), train(loop_of())
-    _, validate = split_validation(len(INPUTS), DESCENT.validation_share)
-    errors = [relative_error(loop, INPUTS, target, validate) for loop in (before, after)]
+    _, validation = split_validation(len(INPUTS), DESCENT.validation_share)
+    errors = [relative_error(loop, INPUTS, target, validation) for loop in (before, after)]
     assert errors[1] < 0.8 * errors[0]
     assert torch.equal(after.router.rows_ED, before.router.rows_ED)
     assert not any(matrix.requires_grad for matrix in matrices(after).values())
@@ -71,10 +73,10 @@ def test_a_first_step_is_the_rate_times_the_size_of_each_matrix():
         assert moved.median() == pytest.approx(0.03 * float(matrix.square().mean().sqrt()), rel=1e-2), name
 
 
-def test_guard_tokens_are_not_looked_at():
-    _, validate = split_validation(len(INPUTS), DESCENT.validation_share)
-    others = [x_TD * 7 if index in validate else x_TD for index, x_TD in enumerate(INPUTS)]
-    assert validate
+def test_validation_tokens_are_not_looked_at():
+    _, validation = split_validation(len(INPUTS), DESCENT.validation_share)
+    others = [x_TD * 7 if index in validation else x_TD for index, x_TD in enumerate(INPUTS)]
+    assert validation
     for name, matrix in matrices(train(loop_of())).items():
         assert torch.equal(matrix, matrices(train(loop_of(), others))[name]), name
 

@@ -1,7 +1,7 @@
 import torch
 
+from models.experts import slice_ffn
 from models.ffn import DenseFFN
-from stages.calibration.slices import slice_ffn
 from stages.project.gradient_projection import neuron_dim, project_neurons, projected_fields, sample_experts
 
 D, F, E, N = 6, 12, 3, 2

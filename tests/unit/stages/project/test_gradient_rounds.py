@@ -5,10 +5,9 @@ import torch
 from pico import write_pico
 from transformers import AutoModelForCausalLM
 
-from models.experts import ExpertLoop
+from models.experts import ExpertLoop, slice_ffn
 from models.ffn import DenseFFN, ffn_modules
 from models.routing import GateKind, LinearRouter
-from stages.calibration.slices import slice_ffn
 from stages.project.carved_model import CarvedModel
 from stages.project.config import ProjectConfig
 from stages.project.gradient_projection import SECTIONS, GradientRounds, divide, shuffle_rounds

@@ -2,13 +2,12 @@
 
 import torch
 
-from models.config import MoEShape
 from models.ffn import DenseFFN
 from stages.project.config import ProjectConfig
-from stages.project.layer import LayerCarve, project_layer
+from stages.project.layer_pass import LayerCarve, project_layer
 from stages.routing.descent import DescentSettings
 from stages.routing.fit import RouterSettings, fit_router
-from stages.routing.task import load_balance, watch_experts
+from stages.routing.task import load_balance, make_loop, watch_experts
 
 D, F, E, N, K = 6, 12, 3, 4, 1
 NONE = torch.empty(0, dtype=torch.long)
@@ -23,9 +22,9 @@ def project(balance):
     inputs = [shift_D + torch.randn(200 + index, D, generator=generator) for index in range(8)]
     neurons_EN = torch.arange(F).view(E, N)
     start = RouterSettings("error", 1e-3, DescentSettings(200, 0.05, 0.0, 1), tokens=1000)
-    refit = RouterSettings("error", 1e-3, DescentSettings(200, 0.05, balance, 1), tokens=1000)
+    refit = RouterSettings("error", 1e-3, DescentSettings(200, 0.05, balance, 1), tokens=1000, logit_std=0.001)
     router = fit_router(watch_experts(ffn, neurons_EN, NONE, inputs, K, biased=False)[0], start)
-    carve = LayerCarve(ffn, neurons_EN, NONE, router, MoEShape(E, N, K, 0), refit, 0.001, biased=False)
+    carve = LayerCarve(ffn, make_loop(ffn, neurons_EN, NONE, router, K), refit, biased=False)
     loop, outcome = project_layer(carve, inputs, lambda _, x_TD: ffn(x_TD), ProjectConfig(), seed=3)
     return float(load_balance(loop.router, inputs, K).max()), outcome
 

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from models.experts import ExpertLoop, LayerExperts
+from models.experts import ExpertLoop, ExpertWeights
 from models.routing import GateKind, LinearRouter
+from stages.artifacts.experts import join_pool
 from stages.artifacts.partition import PoolPartition
-from stages.calibration.slices import join_pool
 from stages.calibration.token_stream import LayerSample
 from stages.project.config import ProjectConfig
-from stages.project.pool import PoolCarve, project_pool, split_pool, start_pool, weigh_pool
+from stages.project.pool import PoolCarve, project_pool, split_pool, weigh_pool
 from stages.project.pool_alignment import layer_errors, mean_error, sweep_experts
 from stages.routing.descent import DescentSettings
 from stages.routing.fit import RouterSettings
@@ -33,7 +33,7 @@ def draw(*shape, seed=0):
 def part(layer):
     count = PARTITION.given[layer]
     sizes = ((count, N, D), (count, N, D), (count, D, N), (S, D), (S, D), (D, S))
-    return LayerExperts(*(draw(*size, seed=10 * layer + seed) for seed, size in enumerate(sizes)))
+    return ExpertWeights(*(draw(*size, seed=10 * layer + seed) for seed, size in enumerate(sizes)))
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def samples():
 
 def carve(samples, method="random"):
     refit = RouterSettings(method, 0.1, DescentSettings(20, 0.02, 0.0, 3), tokens=3000)
-    return PoolCarve(PARTITION, samples, [refit] * L, 1.0, biased=False)
+    return PoolCarve(samples, [refit] * L, biased=False)
 
 
 def test_what_is_joined_comes_apart_again(parts, loops):
@@ -112,16 +112,6 @@ def test_an_expert_that_nobody_chooses_stays(loops, samples):
     swept_EDN = sweep_experts(shunning, samples, range(5), penalty=1e-2, sweeps=1)
     assert torch.equal(swept_EDN[1], down_EDN[1])
     assert not torch.equal(swept_EDN[0], down_EDN[0])
-
-
-def test_random_experts_are_of_the_size_of_those_they_replace(parts):
-    assert start_pool(parts, "extracted", [1, 2, 3]) == parts
-    drawn, again, other = (start_pool(parts, "random", seeds) for seeds in ([1, 2, 3], [1, 2, 3], [4, 5, 6]))
-    assert torch.equal(drawn[2].gate_END, again[2].gate_END)
-    assert not torch.equal(drawn[2].gate_END, other[2].gate_END)
-    assert drawn[0].up_END.std() == pytest.approx(float(parts[0].up_END.std()), rel=0.5)
-    assert drawn[1].gate_END.shape == (0, N, D)
-    assert torch.equal(drawn[2].shared_up_SD, parts[2].shared_up_SD)
 
 
 def test_alignment_lowers_the_error_and_says_so(loops, samples):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from models.experts import ExpertLoop, LayerExperts
+from models.experts import ExpertLoop, ExpertWeights
 from models.routing import LinearRouter
 from stages.routing import task as expert_outputs
 from stages.routing.descent import DescentSettings
@@ -23,7 +23,7 @@ def draw(*shape, seed=0):
 @pytest.fixture
 def loop():
     sizes = ((E, N, D), (E, N, D), (E, D, N), (S, D), (S, D), (D, S))
-    experts = LayerExperts(*(draw(*size, seed=seed) for seed, size in enumerate(sizes)))
+    experts = ExpertWeights(*(draw(*size, seed=seed) for seed, size in enumerate(sizes)))
     unrouted = LinearRouter.without_bias(torch.zeros(E, D))
     return ExpertLoop(experts, torch.arange(E * N).view(E, N), torch.arange(S), unrouted, K, 20, SILU)
 

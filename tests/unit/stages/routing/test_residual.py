@@ -88,7 +88,7 @@ def test_what_is_always_there_is_not_routed_for():
     for method in ("log_ridge", "residual_ridge"):
         router = fit_router(task, replace(SETTINGS, method=method))
         shares[method] = float((router.choose(x_TD, 1) == 0).float().mean())
-        errors[method] = align_down(task.routed(router), task.inputs, task.target, settings).error_after
+        errors[method] = align_down(task.routed(router), task.inputs, task.target, settings).error
     assert shares["residual_ridge"] < 0.1
     assert shares["log_ridge"] > 0.6
     assert errors["residual_ridge"] < 0.5 * errors["log_ridge"]
