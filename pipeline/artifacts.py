@@ -12,9 +12,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from instruments.durable import sync, sync_tree
+from instruments.durable import hash_file, sync, sync_tree
 from instruments.errors import ContractError, UserError
-from pipeline.file_hashes import hash_file
 from stages.artifacts.job import Table
 
 MANIFEST = "manifest.json"

@@ -3,21 +3,14 @@
 import json
 import time
 from contextlib import suppress
-from hashlib import file_digest
 from pathlib import Path
 
-from instruments.durable import whole_file
+from instruments.durable import hash_file, whole_file
 
 # Smaller files are hashed every time.
 REMEMBERED_BYTES = 2**20
 # Nanoseconds: a file that changed just now may change again within one tick of its file system's clock.
 SETTLED = 2 * 10**9
-
-
-def hash_file(path: Path) -> str:
-    """SHA-256 of a file's bytes."""
-    with path.open("rb") as file:
-        return file_digest(file, "sha256").hexdigest()
 
 
 class FileHashes:

@@ -17,3 +17,8 @@ def groups() -> dict[str, list[str]]:
 def artifact_folder(output_dir: Path, label: str, stage: str, fingerprint: str) -> Path:
     """Where the published result of one stage lies: `artifacts/<model>/<stage>/<fingerprint>`."""
     return output_dir / "artifacts" / label / stage / fingerprint[:16]
+
+
+def hashes_file(output_dir: Path) -> Path:
+    """Where the hashes of large files are remembered."""
+    return output_dir / "artifacts" / "hashes.json"

@@ -25,6 +25,8 @@ from pipeline.artifacts import (
 )
 from pipeline.command import command_line
 from pipeline.disk import explain_os_error, in_mib
+from pipeline.file_hashes import FileHashes
+from pipeline.layout import hashes_file
 from pipeline.plan import Step, make_plan
 from pipeline.run_folder import RunFolder, render
 from pipeline.settings import Settings
@@ -127,7 +129,7 @@ class Runner:
         self.run_folder = run_folder
         self.overrides = overrides
         self.workers = workers
-        self.trusted: set[Path] = set()  # published or verified by this process
+        self.hash_of = FileHashes(hashes_file(run_folder.output_dir))
 
     def run(self, steps: Sequence[Step], *, alone: bool = False) -> None:
         """Run what is due; keep the rest. At the end of a stage that was asked for `alone` say how to go on.
@@ -135,6 +137,9 @@ class Runner:
         Raises:
             UserError: a stage failed, or its inputs are damaged. What was published before stays.
         """
+        for step in steps:
+            if not step.due:
+                self.verify(step.stage.name, step.folder)
         for position, step in enumerate(steps):
             try:
                 self.run_step(step) if step.due else self.keep(step)
@@ -167,22 +172,19 @@ class Runner:
             if kept:
                 self.keep(step)
                 return
-            self.verify_parents(step)
+            for name, folder in step.parents.items():
+                self.verify(name, folder)
             log.info("%-9s running", step.stage.name)
             start_measuring()
             start = time.perf_counter()
             job = Job(step.parents, workshop.out, workshop.scratch, step.fingerprint, self.workers, step.fresh)
             table = step.stage.run(job, **step.inputs)
             publish(workshop, fingerprint=step.fingerprint, recipe=step.recipe, table=table)
-        self.trusted.add(step.folder)
         self.tell(step, table, time.perf_counter() - start)
 
-    def verify_parents(self, step: Step) -> None:
-        """Check the inputs against their manifests, once per run."""
-        for name, folder in step.parents.items():
-            if folder not in self.trusted:
-                verify(folder, remedy=command_line(self.overrides, stage=name, fresh="true"))
-                self.trusted.add(folder)
+    def verify(self, stage: str, folder: Path) -> None:
+        """Check what is kept or handed over against its manifest. Raises ContractError."""
+        verify(folder, remedy=command_line(self.overrides, stage=stage, fresh="true"), hash_of=self.hash_of)
 
     def tell(self, step: Step, table: Table, seconds: float) -> None:
         """Print what a stage found, and add it to the report."""
