@@ -1,5 +1,6 @@
 """The command `python -m pipeline`: from words to a run, and from errors to exit codes."""
 
+import logging
 import os
 import sys
 from collections.abc import Collection, Sequence
@@ -8,11 +9,14 @@ from time import sleep
 
 from instruments.command_line import FAILED, INTERRUPTED, INVALID
 from instruments.errors import ConfigError, UserError
+from pipeline.command import hide_passwords
 from pipeline.overrides import first_word, override_errors
 from pipeline.run import carve
 from pipeline.settings import compose, register_schema, run_hydra
 from pipeline.validate import InvalidSettingsError, find_errors
 from stages.artifacts.workers import LostWorkerError, find_workers
+
+logger = logging.getLogger(__name__)
 
 # Seconds. Most faults in the settings are found by all workers; torchrun ends everybody when the first one leaves, and
 # the leading one has told them by then. A worker that is still there has found a fault of its own machine.
@@ -60,6 +64,12 @@ def start(words: Sequence[str]) -> None:
         UserError: the settings are wrong, or a stage failed.
     """
     register_schema()
+    typed, words = words, hide_passwords(words)
+    if words != typed and find_workers().leads:
+        logger.warning(
+            "the password in store.url is written nowhere, but other users of this machine see command lines; "
+            "TINY_ONN_REDIS_PASSWORD in the environment is safer"
+        )
     flags = {word for word in words if word.startswith("-")}
     settings = [word for word in words if "=" in word and word not in flags] if flags else words
     faults = override_errors(settings, sweep=bool({"-m", "--multirun"} & flags))

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from redis import exceptions as refusals
 
 from instruments.errors import ConfigError, ContractError, UserError
-from stages.accumulators.config import StoreConfig
+from stages.accumulators.config import StoreConfig, find_password
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -103,7 +103,7 @@ def _client(url: str, tries: int) -> "Redis":
 
     return Redis.from_url(
         url,
-        password=os.environ.get(PASSWORD),  # one in the URL goes before
+        password=find_password(url) or os.environ.get(PASSWORD),  # one in the URL of the environment goes before
         socket_timeout=ANSWER_WITHIN,
         socket_connect_timeout=5,
         health_check_interval=30,
