@@ -125,6 +125,18 @@ def score_contradictions(score: ScoreConfig, *, gradients: bool) -> Iterator[Con
 def dump_contradictions(dump: DumpStageConfig) -> Iterator[ConfigError]:
     """Of the dump itself, and gradients that nobody computes."""
     yield from of_dump(dump, "dump.")
+    if dump.first_step >= dump.steps:
+        yield ConfigError(
+            f"dump.first_step={dump.first_step} is never reached: steps count from 0, and dump.steps={dump.steps}",
+            where="settings dump.first_step and dump.steps",
+            do=f"dump.steps={dump.first_step + 1}",
+        )
+    if dump.ranks is not None and 0 not in dump.ranks:
+        yield ConfigError(
+            f"dump.ranks={dump.ranks} leaves nobody to dump: the stage is run by process 0 alone",
+            where="setting dump.ranks",
+            do="dump.ranks=null",
+        )
     if not dump.gradients and all(tensor.startswith("grad_") for tensor in dump.tensors):
         yield ConfigError(
             "dump.gradients=false computes no gradient, and dump.tensors asks for nothing else",
@@ -140,7 +152,7 @@ def missing_files(diagnose: DiagnoseConfig) -> Iterator[ConfigError]:
         yield ConfigError(
             f"{checkpoint} holds no config.json, so no checkpoint",
             where="setting diagnose.checkpoint",
-            do="diagnose.checkpoint=outputs/latest/checkpoint, or null for the dense model",
+            do="diagnose.checkpoint=null for the dense model, or a folder that a run left as outputs/latest/checkpoint",
         )
     if file is not None and not Path(file).is_file():
         yield ConfigError(
@@ -194,12 +206,25 @@ def training_contradictions(train: TrainConfig, workers: int) -> Iterator[Config
             do="train.language_model=1",
         )
     at_once = train.micro_batch * workers
-    if train.batch % at_once:
+    if at_once > train.batch > 0:
+        most = max(1, train.batch // workers)
+        yield ConfigError(
+            f"train.micro_batch={train.micro_batch} x {workers} processes is more than train.batch={train.batch}",
+            where="settings train.batch and train.micro_batch",
+            do=f"train.micro_batch={most} train.batch={most * workers}",
+        )
+    elif at_once > 0 and train.batch % at_once:
         processes = f" x {workers} processes" if workers > 1 else ""
         yield ConfigError(
             f"train.batch={train.batch} is no multiple of train.micro_batch={train.micro_batch}{processes}",
             where="settings train.batch and train.micro_batch",
             do=f"train.batch={at_once * max(1, round(train.batch / at_once))}",
+        )
+    if train.fsdp and workers == 1:
+        yield ConfigError(
+            "train.fsdp=true shares the model out over processes, and there is one",
+            where="setting train.fsdp",
+            do="train.fsdp=false, or torchrun --nproc-per-node=2 -m pipeline",
         )
     if train.fsdp_config is not None and (fault := json_fault(Path(train.fsdp_config))):
         yield ConfigError(
@@ -235,5 +260,5 @@ def map_errors(settings: Settings, source: Mapping[str, Any]) -> Iterator[Config
         yield ConfigError(
             f"no layer {', '.join(map(str, unknown))}: the model has {layers}",
             where="setting cluster.map_layers",
-            do="cluster.map_layers=[] for the first, the middle and the last",
+            do="cluster.map_layers=[]",
         )
