@@ -185,32 +185,32 @@ class StagingDir:
 
 
 @contextmanager
-def open_workshop(final: Path, *, fresh: bool) -> Iterator[StagingDir]:
-    """Lock the fingerprint and hand out its workshop; `fresh` also forgets unfinished work of earlier runs.
+def open_staging(final: Path, *, fresh: bool) -> Iterator[StagingDir]:
+    """Lock the fingerprint and hand out its staging; `fresh` also forgets unfinished work of earlier runs.
 
     Raises:
         LockedError: another process is computing this fingerprint.
     """
-    workshop = StagingDir(final)
+    staging = StagingDir(final)
     final.parent.mkdir(parents=True, exist_ok=True)
-    with hold_lock(workshop.lock):
-        workshop.recover()
+    with hold_lock(staging.lock):
+        staging.recover()
         if fresh:
-            remove(workshop.root)
-        workshop.out.mkdir(parents=True)
-        workshop.scratch.mkdir(exist_ok=True)
+            remove(staging.root)
+        staging.out.mkdir(parents=True)
+        staging.scratch.mkdir(exist_ok=True)
         try:
-            yield workshop
+            yield staging
         finally:
-            workshop.recover()
+            staging.recover()
 
 
 def remove_leftovers(stage_folder: Path) -> None:
     """Clean up after all killed runs of a stage, whatever their fingerprint."""
     for name in {path.name.removesuffix(".lock") for path in stage_folder.glob(".*")}:
-        workshop = StagingDir(stage_folder / name.removeprefix("."))
-        with suppress(LockedError), hold_lock(workshop.lock):  # locked: its run is alive
-            workshop.recover()
+        staging = StagingDir(stage_folder / name.removeprefix("."))
+        with suppress(LockedError), hold_lock(staging.lock):  # locked: its run is alive
+            staging.recover()
 
 
 def remove(folder: Path) -> None:
@@ -224,17 +224,17 @@ def remove_if_empty(folder: Path) -> None:
         folder.rmdir()
 
 
-def publish(workshop: StagingDir, *, fingerprint: str, recipe: Mapping[str, Any], table: Table) -> Manifest:
-    """Make the workshop's `out` the published result; scratch is removed.
+def publish(staging: StagingDir, *, fingerprint: str, recipe: Mapping[str, Any], table: Table) -> Manifest:
+    """Make the staging's `out` the published result; scratch is removed.
 
     A kill at any moment leaves the old result or the new one, never a part of one.
     """
-    manifest = Manifest(fingerprint, recipe, describe_files(workshop.out), table)
-    manifest.write(workshop.out)
-    sync_tree(workshop.out)
-    if workshop.final.exists():
-        workshop.final.rename(workshop.replaced)
-    workshop.out.rename(workshop.final)
-    sync(workshop.final.parent)
-    remove(workshop.root)
+    manifest = Manifest(fingerprint, recipe, describe_files(staging.out), table)
+    manifest.write(staging.out)
+    sync_tree(staging.out)
+    if staging.final.exists():
+        staging.final.rename(staging.replaced)
+    staging.out.rename(staging.final)
+    sync(staging.final.parent)
+    remove(staging.root)
     return manifest

@@ -18,7 +18,7 @@ from pipeline.artifacts import (
     Manifest,
     StagingDir,
     is_complete,
-    open_workshop,
+    open_staging,
     publish,
     remove_leftovers,
     verify,
@@ -164,8 +164,8 @@ class Runner:
         log.info("%-9s kept from an earlier run: %s", step.stage.name, shown(step.folder))
 
     def run_step(self, step: Step) -> None:
-        """Run one stage in its workshop and publish the result."""
-        with open_workshop(step.folder, fresh=step.fresh) as workshop:
+        """Run one stage in its staging and publish the result."""
+        with open_staging(step.folder, fresh=step.fresh) as staging:
             kept = is_complete(step.folder) and not step.fresh  # published by another run since the plan was made
             if step.stage.shared:
                 self.workers.follow(not kept)
@@ -177,9 +177,9 @@ class Runner:
             log.info("%-9s running", step.stage.name)
             start_measuring()
             start = time.perf_counter()
-            job = Job(step.parents, workshop.out, workshop.scratch, step.fingerprint, self.workers, step.fresh)
+            job = Job(step.parents, staging.out, staging.scratch, step.fingerprint, self.workers, step.fresh)
             table = step.stage.run(job, **step.inputs)
-            publish(workshop, fingerprint=step.fingerprint, recipe=step.recipe, table=table)
+            publish(staging, fingerprint=step.fingerprint, recipe=step.recipe, table=table)
         self.tell(step, table, time.perf_counter() - start)
 
     def verify(self, stage: str, folder: Path) -> None:

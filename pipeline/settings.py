@@ -34,7 +34,6 @@ from stages.score.config import ScoreConfig
 from stages.text.config import DataConfig
 from stages.train.config import TrainConfig
 
-
 # Flags that print settings and run nothing.
 SHOWING = {"--cfg", "-c", "--info", "-i"}
 

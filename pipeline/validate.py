@@ -229,7 +229,7 @@ def label_errors(settings: Settings) -> Iterator[ConfigError]:
         cleaned = re.sub(r"[^\w.+-]+", "_", Path(label).name).strip("._")[:64]
         yield ConfigError(
             f"model.label={textwrap.shorten(shown, 100, placeholder=' ...')} is no plain folder name",
-            where="setting model.label: letters, digits, _ . + - and spaces, at most 100",
+            where="setting model.label",
             do=f"model.label={cleaned or 'source'}",
         )
     if not DEVICE.fullmatch(device):

@@ -44,7 +44,7 @@ def write_carve_card(
     write_card(
         checkpoint,
         CarveFacts(
-            source=model.name or model.path or model.label,
+            source=model.name or Path(model.path or model.label).resolve().name,
             target=MOE_TARGETS[routers.target],
             shape=shape,
             width=partition.width,
