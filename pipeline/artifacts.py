@@ -143,9 +143,9 @@ def _holder(path: Path) -> str:
 
 @dataclass(frozen=True)
 class StagingDir:
-    """Where a stage works before its result is published: a hidden folder beside it, so that a rename suffices.
+    """Where a stage works before its result is published: a hidden folder next to it, so that one rename publishes.
 
-    `out` starts empty in every run; `scratch` survives a kill. Whoever holds the lock owns both.
+    `out` starts empty in every run; `scratch` survives a kill. The process that holds the lock owns both.
     """
 
     final: Path
@@ -157,12 +157,12 @@ class StagingDir:
 
     @property
     def out(self) -> Path:
-        """What will be published."""
+        """Files to publish."""
         return self.root / "out"
 
     @property
     def scratch(self) -> Path:
-        """What a later run may go on from."""
+        """Files that a later run may continue from."""
         return self.root / "scratch"
 
     @property
@@ -176,7 +176,7 @@ class StagingDir:
         return self.root.with_suffix(".lock")
 
     def recover(self) -> None:
-        """Clean up after a killed run: what is half written goes, scratch stays unless its result is published."""
+        """Clean up after a killed run: half-written files go; scratch stays until its result is published."""
         if self.replaced.exists() and not self.final.exists():
             self.replaced.rename(self.final)
         remove(self.root if self.final.exists() else self.out)
@@ -186,7 +186,7 @@ class StagingDir:
 
 @contextmanager
 def open_staging(final: Path, *, fresh: bool) -> Iterator[StagingDir]:
-    """Lock the fingerprint and hand out its staging; `fresh` also forgets unfinished work of earlier runs.
+    """Lock the fingerprint and make its staging folder; `fresh` also forgets unfinished work of earlier runs.
 
     Raises:
         LockedError: another process is computing this fingerprint.
@@ -206,7 +206,7 @@ def open_staging(final: Path, *, fresh: bool) -> Iterator[StagingDir]:
 
 
 def remove_leftovers(stage_folder: Path) -> None:
-    """Clean up after all killed runs of a stage, whatever their fingerprint."""
+    """Clean up after all killed runs of a stage."""
     for name in {path.name.removesuffix(".lock") for path in stage_folder.glob(".*")}:
         staging = StagingDir(stage_folder / name.removeprefix("."))
         with suppress(LockedError), hold_lock(staging.lock):  # locked: its run is alive

@@ -18,8 +18,8 @@ from stages.artifacts.workers import LostWorkerError, find_workers
 
 logger = logging.getLogger(__name__)
 
-# Seconds. Most faults in the settings are found by all workers; torchrun ends everybody when the first one leaves, and
-# the leading one has told them by then. A worker that is still there has found a fault of its own machine.
+# Seconds. Most faults in the settings are found by all workers, and torchrun ends all when the first one leaves: the
+# leading worker gets time to print them. A worker that still runs after that found a fault of its own machine.
 HEAD_START = 3
 
 
@@ -46,7 +46,7 @@ def run_command(words: Sequence[str]) -> int:
 
 
 def stop_in_words(_signal: int, _frame: object) -> None:
-    """Leave at once, saying what to do: another worker may be waited for in vain, and what counts is flushed."""
+    """Leave at once, saying what to do: a lost worker would be waited for in vain, and all sums are flushed."""
     error = LostWorkerError(
         "told to stop: another worker is gone, or the job was ended",
         where="signal SIGTERM",
@@ -77,7 +77,7 @@ def start(words: Sequence[str]) -> None:
         errors: list[UserError] = [error for found in faults.values() for error in found]
         raise InvalidSettingsError(errors if flags else [*errors, *further_errors(words, faults)])
     if flags:
-        # Hydra wants all settings beside each other.
+        # Hydra wants all settings next to each other.
         sys.argv[1:] = [*(word for word in words if word not in settings), *settings]
         run_hydra(carve)
     else:

@@ -1,4 +1,4 @@
-"""The command line, checked word by word before Hydra sees it, so that every slip is found at once."""
+"""The command line, checked word by word before Hydra sees it, so that all mistakes are reported at once."""
 
 import shlex
 from collections.abc import Iterable, Iterator
@@ -87,7 +87,7 @@ def unreadable_word(word: str) -> ConfigError:
 
 
 def unknown_options(key: str, value: object, known: list[str]) -> list[object]:
-    """What a group is told to take and does not have; overlays may be several, or none."""
+    """Options asked of a group that it does not have; of overlays there may be several, or none."""
     chosen = value if isinstance(value, list) else [value]
     return [option for option in chosen if option not in known and not (option is None and key in OVERLAYS)]
 

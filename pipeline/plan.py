@@ -40,7 +40,7 @@ def make_recipe(
         nodes: all resolved settings by node name; only those the stage looks at are taken ...
         identities: content of the source model and of the data (`model`, `data`).
         parents: fingerprints of the stages it starts from.
-        unread: ... without the settings that nobody reads.
+        unread: ... without the settings that are not read.
     """
     looked_at = [name for name in stage.nodes if name not in stage.unread]
     return {

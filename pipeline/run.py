@@ -41,7 +41,7 @@ CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 def start_measuring() -> None:
-    """Give back what earlier stages left behind, and start measuring anew.
+    """Free the memory of earlier stages, and reset the peak.
 
     Where the system cannot (macOS), the peak stays that of the whole process.
     """
@@ -66,7 +66,7 @@ MOST_FILES = 6
 
 @dataclass(frozen=True)
 class Next:
-    """What is said after a stage, and the settings of the commands that go on from it."""
+    """What to print after a stage, and the settings of the commands that continue from it."""
 
     words: str
     changes: Sequence[dict[str, str]]
@@ -158,7 +158,7 @@ class Runner:
         self.close(steps, alone=alone)
 
     def keep(self, step: Step) -> None:
-        """Say that a published result is used again, and clean up beside it."""
+        """Say that a published result is used again, and clean up next to it."""
         remove_leftovers(step.folder.parent)
         self.run_folder.record_stage(step.stage.name, step.fingerprint)
         log.info("%-9s kept from an earlier run: %s", step.stage.name, shown(step.folder))
@@ -183,11 +183,11 @@ class Runner:
         self.tell(step, table, time.perf_counter() - start)
 
     def verify(self, stage: str, folder: Path) -> None:
-        """Check what is kept or handed over against its manifest. Raises ContractError."""
+        """Check a kept result, or an input, against its manifest. Raises ContractError."""
         verify(folder, remedy=command_line(self.overrides, stage=stage, fresh="true"), hash_of=self.hash_of)
 
     def tell(self, step: Step, table: Table, seconds: float) -> None:
-        """Print what a stage found, and add it to the report."""
+        """Print the table of a stage, and add it to the report."""
         peak = peak_bytes()
         headline = f"{seconds:.1f} s, peak memory {in_mib(peak)}, {shown(step.folder)}"
         log.info("\n%s\n\n%-9s done in %s\n", render(table, "simple"), step.stage.name, headline)
@@ -215,12 +215,12 @@ class Runner:
             log.info("next       %s", NEW_LINE.join([words, *commands]))
 
     def leave_page(self, done: Sequence[Step]) -> None:
-        """The page of a run that ends early, about what it finished."""
+        """Write the page of a run that ends early, about the stages it finished."""
         if done:
             self.write_page(done[-1].folder)
 
     def write_page(self, last: Path) -> Path | None:
-        """The page about the result of the last stage; a run is no failure because it cannot be drawn."""
+        """Write the page about the last stage; a page that cannot be drawn is a warning only."""
         try:
             return self.run_folder.write_page(last)
         except (UserError, OSError) as error:
@@ -270,13 +270,13 @@ def carve(settings: Settings, folder: Path, overrides: Sequence[str]) -> None:
 
 
 def agree_on_plan(steps: Sequence[Step], workers: Workers) -> list[Step]:
-    """The leading worker's plan: what another process publishes meanwhile must not send the workers different ways."""
+    """The leading worker's plan, for all: another process may publish a result while the workers plan."""
     due = workers.follow([step.due for step in steps])
     return [replace(step, due=is_due) for step, is_due in zip(steps, due, strict=True)]
 
 
 def introduce(checked: Checked) -> None:
-    """Say what is carved into what, what that comes to, and what speaks against it."""
+    """Log the source, the shape and its costs, and warn of a poor shape."""
     source = f"{checked.settings.model.label}: {checked.source['num_hidden_layers']} layers of {checked.width} neurons"
     shape = checked.shape
     if shape is None:

@@ -34,7 +34,7 @@ class RunFolder:
     """
 
     def __init__(self, folder: Path, settings: Settings, overrides: Sequence[str]) -> None:
-        """Create the folder and write what is known before the first stage."""
+        """Create the folder; write the settings and the heading of the report."""
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self.label, self.output_dir = settings.model.label, Path(settings.output_dir).absolute()

@@ -1,4 +1,4 @@
-"""All that can be wrong with the settings, found at once and before any weights are loaded."""
+"""Every error in the settings, reported at once and before any weights are loaded."""
 
 import re
 import textwrap
@@ -39,7 +39,7 @@ LIMITS = {"minimum": (lt, "at least"), "above": (le, "above"), "maximum": (gt, "
 
 
 def field_errors(node: Any, prefix: str = "") -> Iterator[ConfigError]:  # noqa: ANN401 - any settings dataclass
-    """Every setting, at any depth, that breaks the rule beside it."""
+    """Every setting, at any depth, that breaks the rule in its field's metadata."""
     for spec in fields(node):
         value, name = getattr(node, spec.name), f"{prefix}{spec.name}"
         if is_dataclass(value):
@@ -141,9 +141,9 @@ def find_errors(settings: Settings, doubtful: Set[str] = frozenset()) -> list[Us
     Args:
         settings: all of them.
         doubtful: first words of settings that could not be read and stand at their defaults. What depends on them is
-            not checked: it would complain about values that nobody chose.
+            not checked, since its errors would be about defaults that the user did not choose.
     """
-    errors: list[UserError] = [*stage_errors(settings), *field_errors(settings), *label_errors(settings)]
+    errors: list[UserError] = [*stage_errors(settings), *field_errors(settings), *name_errors(settings)]
     errors += output_errors(settings)
     sound = not errors and doubtful <= groups().keys() - {"model", "assemble", *OVERLAYS}
     errors += contradictions(settings)
@@ -176,7 +176,7 @@ def source_errors(settings: Settings, source: Mapping[str, Any], doubtful: Set[s
 
 
 def carve_errors(settings: Settings, source: Mapping[str, Any]) -> Iterator[UserError]:
-    """A shape that the source does not allow, or a target that cannot say it."""
+    """A shape that the source does not allow, or that its target cannot express."""
     width = width_of(source)
     shape = resolve_shape(dials_of(settings), width)
     yield from shape_errors(Request(dials_of(settings), settings.assemble, source), shape, settings.model.label)
@@ -221,8 +221,8 @@ def stage_errors(settings: Settings) -> Iterator[ConfigError]:
         yield unknown_choice("stage", settings.stage, [ALL, *STAGES])
 
 
-def label_errors(settings: Settings) -> Iterator[ConfigError]:
-    """A label that is no plain folder name, and a device that is none."""
+def name_errors(settings: Settings) -> Iterator[ConfigError]:
+    """A label that is no plain folder name, and an unknown device."""
     label, device = settings.model.label, settings.model.device
     if not LABEL.fullmatch(label):
         shown = label if label.isprintable() else repr(label)
