@@ -202,7 +202,7 @@ def test_a_damaged_result_is_not_handed_over(outputs, words, capsys, damage):
     said = capsys.readouterr()
     assert str(damaged) in said.err
     assert said.err.endswith(f"output_dir={outputs} stage=project fresh=true\n")
-    assert "checkpoint " not in said.out
+    assert "\ncheckpoint" not in said.out
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json", "model.safetensors"])

@@ -11,7 +11,7 @@ from pipeline.stages_table import STAGES
 from pipeline.validate import field_errors, find_errors
 
 WRONG = [
-    *(f"{name}={value}" for name in ("active", "cluster.capacity", "train.router_rate") for value in ("nan", "inf")),
+    *(f"{name}={value}" for name in ("active", "project.beta", "train.router_rate") for value in ("nan", "inf")),
     *("active=-inf", "project.penalties=[nan]", "project.alpha=inf", "assemble.ridge_penalty=nan", "data.tokens=1e99"),
     *("store.checkpoint_every=inf", "train.batch=1000000 train.micro_batch=1000000", "data.heldout_share=nan"),
     *("seed=12345678901234567890123", "seed=4294967296", "data.tokens=12345678901234567890123", "experts=0", "n=-3"),
