@@ -22,7 +22,7 @@ SHAPE = "shape, model=embedded with F=1024 neurons a layer"
         ),
         (
             ["cluster=kmeans"],
-            "cluster=kmeans is none of balanced_kmeans, router_aware, contiguous, random, rank",
+            "cluster=kmeans is none of balanced_kmeans, contiguous, random, rank, router_aware",
             "setting cluster",
             "cluster=balanced_kmeans",
         ),
