@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from hashlib import file_digest
 from pathlib import Path
 
 
@@ -34,3 +35,9 @@ def whole_file(path: Path) -> Iterator[Path]:
         raise
     unfinished.rename(path)
     sync(path.parent)
+
+
+def hash_file(path: Path) -> str:
+    """SHA-256 of a file's bytes."""
+    with path.open("rb") as file:
+        return file_digest(file, "sha256").hexdigest()

@@ -1,8 +1,24 @@
-"""Errors for the person at the keyboard: what happened, where, what to do."""
+"""Errors for the person at the keyboard: what happened, where, what to do; never with a password."""
+
+import re
+
+# The user information of an address: a password goes, and of a web address also a user alone, which is a token.
+_USER_INFORMATION = re.compile(r"(?<![\w+.-])([a-z][\w+.-]*)://([^\s'\":/@]*)(:[^\s'\"]*)?@", re.IGNORECASE)
+_OPTION = re.compile(r"([?&](?:password|token)=)[^&\s'\"]*", re.IGNORECASE)
+
+
+def redact(text: str) -> str:
+    """The text without the passwords of its addresses; user names stay, so that it can still be pasted."""
+
+    def without(found: re.Match[str]) -> str:
+        scheme, user, _password = found.groups()
+        return f"{scheme}://{user}@" if user and not scheme.lower().startswith("http") else f"{scheme}://"
+
+    return _OPTION.sub(r"\1", _USER_INFORMATION.sub(without, text))
 
 
 class UserError(Exception):
-    """Something the user can repair. Printed without a traceback.
+    """Something the user can correct. Printed without a traceback.
 
     Args:
         what: what happened, with the value and the bound.
@@ -12,12 +28,12 @@ class UserError(Exception):
 
     def __init__(self, what: str, *, where: str = "", do: str = "") -> None:
         """Keep the three parts apart, so that reports can lay them out."""
-        self.what, self.where, self.do = what, where, do
-        lines = [what]
+        self.what, self.where, self.do = redact(what), redact(where), redact(do)
+        lines = [self.what]
         if where:
-            lines.append(f"  where: {where}")
+            lines.append(f"  where: {self.where}")
         if do:
-            lines.append(f"  do:    {do}")
+            lines.append(f"  do:    {self.do}")
         super().__init__("\n".join(lines))
 
 

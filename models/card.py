@@ -1,5 +1,7 @@
 """The model card: what was carved from what, and where it runs."""
 
+import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +26,8 @@ class CarveFacts:
     pad_to: int = ALIGNMENT
 
 
+# owner/name; anything else is a folder.
+_REPOSITORY = re.compile(r"\w[\w.-]*/[\w.-]+", re.ASCII)
 NO_TRAINING = "none: no weights were trained"
 _TRAINING = "| training | {} |"
 
@@ -42,18 +46,18 @@ def copy_card(source: Path, folder: Path, training: str) -> None:
 
 def render_card(facts: CarveFacts) -> str:
     """The card as Markdown with the front matter hubs read."""
-    shape = facts.shape
+    shape, name = facts.shape, base_name(facts.source)
     remote_code = ", trust_remote_code=True" if facts.target.own else ""
     runtimes = "\n".join(f"- {line}" for line in suitable_runtimes(facts.target, shape, facts.pad_to))
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
 tags: [moe, tiny-onn]
-base_model: {facts.source}
+base_model: {json.dumps(name)}
 ---
-# {facts.source}, carved into experts
+# {name}, carved into experts
 
-A Mixture-of-Experts cut out of the dense model `{facts.source}` with Tiny-ONN.
+A Mixture-of-Experts cut out of the dense model `{name}` with Tiny-ONN.
 
 | | |
 |---|---|
@@ -79,6 +83,12 @@ tokenizer = AutoTokenizer.from_pretrained("path/of/this/folder"{remote_code})
 
 {runtimes}
 """
+
+
+def base_name(source: str) -> str:
+    """The source's name for the card: a repository of the hub as it stands, of a folder its last part; no markup."""
+    name = source if _REPOSITORY.fullmatch(source) else Path(source).name
+    return re.sub(r"[^\w .+/-]", "_", name).strip() or "dense"
 
 
 def _experts(facts: CarveFacts) -> str:

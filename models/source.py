@@ -1,8 +1,7 @@
 """The dense source model: its folder, whether it can be carved, and its cache key. Reads headers only."""
 
-import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -14,6 +13,7 @@ from urllib.request import Request, urlopen
 from huggingface_hub import constants, hf_hub_download, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
+from instruments.durable import hash_file
 from instruments.errors import CheckpointError, ConfigError, UserError
 from models.checkpoint.folder import (
     GIVE_FOLDER,
@@ -33,7 +33,10 @@ from models.dense import check_features, check_tensors, dense_family
 # Not every *.safetensors: some repositories hold the same weights a second time under another name.
 _FILES = ["model*.safetensors", "*.json", "tokenizer*", "*.model", "merges.txt", "*.jinja", "LICENSE*", "NOTICE*"]
 
-# Advice if the hub does not answer.
+# What decides a result, apart from the weights: generation_config.json is copied into the carved checkpoint.
+_DECIDING = [pattern for pattern in _FILES if not pattern.startswith(("model*", "LICENSE", "NOTICE"))]
+
+# Advice where the hub does not answer.
 CONNECT = "connect once, or HF_ENDPOINT=https://<mirror> before the command"
 # Seconds to wait for the hub before saying that it cannot be reached; its client retries for half a minute.
 HUB_TIMEOUT = 2.5
@@ -185,25 +188,22 @@ def check_source(model: ModelConfig) -> list[UserError]:
     return [*check_tensors({name: entry.shape for name, entry in entries.items()}, config, family)]
 
 
-def source_cache_key(model: ModelConfig) -> dict[str, Any]:
-    """Values that change with the source, for fingerprints. Raises UserError."""
+def source_cache_key(model: ModelConfig, hash_of: Callable[[Path], str] = hash_file) -> dict[str, Any]:
+    """What changes when the source changes: hashes of its weights, configuration and tokenizer.
+
+    Args:
+        model: the source.
+        hash_of: a file's SHA-256.
+    Raises:
+        UserError: no such source.
+    """
     if model.kind == "hub":
         # The hub keeps each revision in a folder named by its commit.
         return {"name": model.name, "commit": download_config(model).parent.name}
     folder = _local_folder(model)
-    shards = [_shard_cache_key(path) for path in list_shards(folder)]
-    return {"config": _sha256((folder / "config.json").read_bytes()), "shards": shards}
-
-
-def _shard_cache_key(path: Path) -> dict[str, Any]:
-    status = path.stat()
-    with path.open("rb") as file:
-        header = file.read(int.from_bytes(file.read(8), "little"))
-    return {"name": path.name, "size": status.st_size, "header": _sha256(header), "mtime_ns": status.st_mtime_ns}
-
-
-def _sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
+    patterns = [*_DECIDING, "*.py"] if model.trust_remote_code else _DECIDING
+    files = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+    return {"files": {path.name: hash_of(path) for path in sorted(files | {*list_shards(folder)})}}
 
 
 def _check_weights(model: ModelConfig) -> tuple[dict[str, Entry] | None, list[UserError]]:

@@ -3,16 +3,16 @@
 import json
 import os
 import shutil
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from fcntl import LOCK_EX, LOCK_NB, flock
-from hashlib import file_digest
-from pathlib import Path
+from hashlib import sha256
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from instruments.durable import sync, sync_tree
+from filelock import FileLock, Timeout
+
+from instruments.durable import hash_file, sync, sync_tree
 from instruments.errors import ContractError, UserError
 from stages.artifacts.job import Table
 
@@ -21,7 +21,7 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a published folder holds and how it came about; beside its table it holds no times."""
+    """What a published folder holds and how it came about; sealed with its own hash, and without any time."""
 
     fingerprint: str
     recipe: Mapping[str, Any]
@@ -31,7 +31,8 @@ class Manifest:
     def write(self, folder: Path) -> Path:
         """Write `folder/manifest.json`."""
         path = folder / MANIFEST
-        path.write_text(json.dumps(asdict(self), indent=1, sort_keys=True, default=str) + "\n")
+        values = json.loads(json.dumps(asdict(self), default=str))
+        path.write_text(json.dumps({**values, "seal": _seal(values)}, indent=1, sort_keys=True) + "\n")
         return path
 
     @classmethod
@@ -39,18 +40,33 @@ class Manifest:
         """Read what `write` wrote.
 
         Raises:
-            ContractError: missing or damaged; `remedy` is its way out.
+            ContractError: missing, damaged, or naming files outside the folder; `remedy` is its way out.
         """
         path = folder / MANIFEST
         try:
             values = json.loads(path.read_text())
-            return cls(**{**values, "table": Table(**values["table"])})
-        except (OSError, ValueError, TypeError, KeyError) as error:
+            seal = values.pop("seal")
+            manifest = cls(**{**values, "table": Table(**values["table"])})
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ContractError(f"no readable manifest: {error}", where=str(path), do=remedy) from error
+        if seal != _seal(values):
+            raise ContractError("the manifest was changed after it was published", where=str(path), do=remedy)
+        if outside := [name for name in manifest.files if not _is_inside(name)]:
+            raise ContractError(f"the manifest names files outside its folder: {outside}", where=str(path), do=remedy)
+        return manifest
+
+
+def _seal(values: Mapping[str, Any]) -> str:
+    return sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def _is_inside(name: str) -> bool:
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether the folder was published; publishing is one rename, so a manifest vouches for all of it."""
+    """Whether the folder was published: publishing is one rename of a folder that holds its manifest."""
     return (folder / MANIFEST).is_file()
 
 
@@ -62,91 +78,74 @@ def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-def hash_file(path: Path) -> str:
-    """SHA-256 of a file's bytes."""
-    with path.open("rb") as file:
-        return file_digest(file, "sha256").hexdigest()
+def verify(folder: Path, *, remedy: str, hash_of: Callable[[Path], str] = hash_file) -> None:
+    """Check every file of a published result against its manifest.
 
-
-def verify(folder: Path, *, remedy: str) -> None:
-    """Check every file against the manifest before anything is built on it.
-
+    Args:
+        folder: the published result.
+        remedy: the command that computes it again.
+        hash_of: a file's SHA-256.
     Raises:
-        ContractError: naming every file that is missing or was changed; `remedy` is its way out.
+        ContractError: naming every file that is missing or was changed.
     """
+    manifest = Manifest.read(folder, remedy=remedy)
     faults = []
-    for name, expected in Manifest.read(folder, remedy=remedy).files.items():
+    for name, expected in manifest.files.items():
         path = folder / name
         if not path.is_file():
             faults.append(f"{path} is missing")
         elif path.stat().st_size != expected["size"]:
             faults.append(f"{path} has {path.stat().st_size} bytes; {expected['size']} were published")
-        elif hash_file(path) != expected["sha256"]:
+        elif hash_of(path) != expected["sha256"]:
             faults.append(f"{path} was changed after it was published")
+    if not manifest.fingerprint.startswith(folder.name):
+        faults.append(f"{folder} holds the result {manifest.fingerprint}")
     if faults:
         raise ContractError(f"the result of {folder.parent.name} is damaged", where="; ".join(faults), do=remedy)
 
 
-LOCK_TIMEOUT = 0.3  # seconds
+LOCK_TIMEOUT = 0.3  # seconds; enough for another process that only cleans up
 
 
 class LockedError(UserError):
-    """Another process is at work on the same result."""
+    """Another process computes the same result."""
 
 
 @contextmanager
 def hold_lock(path: Path) -> Iterator[None]:
-    """Hold `path` as an exclusive lock; it is gone afterwards.
+    """Hold `path` as an exclusive lock, with this process's number in it; removed afterwards.
 
     Raises:
         LockedError: another process holds it.
     """
-    descriptor = acquire(path)
+    lock = FileLock(path, timeout=LOCK_TIMEOUT)
     try:
-        os.truncate(descriptor, 0)
-        os.write(descriptor, str(os.getpid()).encode())
+        lock.acquire()
+    except Timeout:
+        raise LockedError(
+            "another run is computing the same result",
+            where=f"process {_holder(path)}, lock {path}",
+            do="wait for it, then run the same command again: what it publishes will be reused",
+        ) from None
+    try:
+        path.write_text(str(os.getpid()))
         yield
     finally:
-        path.unlink(missing_ok=True)  # while still held, so that nobody locks a file about to vanish
-        os.close(descriptor)
+        path.unlink(missing_ok=True)  # while still held: another process that has just opened it opens the next one
+        lock.release()
 
 
-def acquire(path: Path) -> int:
-    """Open and lock the file that `path` names now; waits a moment for those who only clean up."""
-    deadline = time.monotonic() + LOCK_TIMEOUT
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            flock(descriptor, LOCK_EX | LOCK_NB)
-        except BlockingIOError:
-            holder = os.read(descriptor, 32).decode() or "just started"
-            os.close(descriptor)
-            if time.monotonic() < deadline:
-                time.sleep(LOCK_TIMEOUT / 10)
-                continue
-            raise LockedError(
-                "another run is computing the same result",
-                where=f"process {holder}, lock {path}",
-                do="wait for it, then run the same command again: what it publishes will be reused",
-            ) from None
-        if is_same_file(descriptor, path):
-            return descriptor
-        os.close(descriptor)  # its holder removed it between our open and our lock
-
-
-def is_same_file(descriptor: int, path: Path) -> bool:
-    """Whether the open file is still the one at `path`."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
+def _holder(path: Path) -> str:
+    with suppress(OSError):
+        return path.read_text() or "just started"
+    return "just started"
 
 
 @dataclass(frozen=True)
 class StagingDir:
-    """Where a stage works before its result is published: a hidden folder beside it, so that a rename suffices.
+    """Where a stage works before its result is published: a hidden folder next to it, so that one rename publishes.
 
-    `out` starts empty in every run; `scratch` survives a kill. Whoever holds the lock owns both.
+    `out` starts empty in every run; `scratch` survives a kill. The process that holds the lock owns both.
     """
 
     final: Path
@@ -158,12 +157,12 @@ class StagingDir:
 
     @property
     def out(self) -> Path:
-        """What will be published."""
+        """Files to publish."""
         return self.root / "out"
 
     @property
     def scratch(self) -> Path:
-        """What a later run may go on from."""
+        """Files that a later run may continue from."""
         return self.root / "scratch"
 
     @property
@@ -177,7 +176,7 @@ class StagingDir:
         return self.root.with_suffix(".lock")
 
     def recover(self) -> None:
-        """Clean up after a killed run: what is half written goes, scratch stays unless its result is published."""
+        """Clean up after a killed run: half-written files go; scratch stays until its result is published."""
         if self.replaced.exists() and not self.final.exists():
             self.replaced.rename(self.final)
         remove(self.root if self.final.exists() else self.out)
@@ -186,32 +185,32 @@ class StagingDir:
 
 
 @contextmanager
-def open_workshop(final: Path, *, fresh: bool) -> Iterator[StagingDir]:
-    """Lock the fingerprint and hand out its workshop; `fresh` also forgets unfinished work of earlier runs.
+def open_staging(final: Path, *, fresh: bool) -> Iterator[StagingDir]:
+    """Lock the fingerprint and make its staging folder; `fresh` also forgets unfinished work of earlier runs.
 
     Raises:
         LockedError: another process is computing this fingerprint.
     """
-    workshop = StagingDir(final)
+    staging = StagingDir(final)
     final.parent.mkdir(parents=True, exist_ok=True)
-    with hold_lock(workshop.lock):
-        workshop.recover()
+    with hold_lock(staging.lock):
+        staging.recover()
         if fresh:
-            remove(workshop.root)
-        workshop.out.mkdir(parents=True)
-        workshop.scratch.mkdir(exist_ok=True)
+            remove(staging.root)
+        staging.out.mkdir(parents=True)
+        staging.scratch.mkdir(exist_ok=True)
         try:
-            yield workshop
+            yield staging
         finally:
-            workshop.recover()
+            staging.recover()
 
 
 def remove_leftovers(stage_folder: Path) -> None:
-    """Clean up after all killed runs of a stage, whatever their fingerprint."""
+    """Clean up after all killed runs of a stage."""
     for name in {path.name.removesuffix(".lock") for path in stage_folder.glob(".*")}:
-        workshop = StagingDir(stage_folder / name.removeprefix("."))
-        with suppress(LockedError), hold_lock(workshop.lock):  # locked: its run is alive
-            workshop.recover()
+        staging = StagingDir(stage_folder / name.removeprefix("."))
+        with suppress(LockedError), hold_lock(staging.lock):  # locked: its run is alive
+            staging.recover()
 
 
 def remove(folder: Path) -> None:
@@ -225,17 +224,17 @@ def remove_if_empty(folder: Path) -> None:
         folder.rmdir()
 
 
-def publish(workshop: StagingDir, *, fingerprint: str, recipe: Mapping[str, Any], table: Table) -> Manifest:
-    """Make the workshop's `out` the published result; scratch is removed.
+def publish(staging: StagingDir, *, fingerprint: str, recipe: Mapping[str, Any], table: Table) -> Manifest:
+    """Make the staging's `out` the published result; scratch is removed.
 
     A kill at any moment leaves the old result or the new one, never a part of one.
     """
-    manifest = Manifest(fingerprint, recipe, describe_files(workshop.out), table)
-    manifest.write(workshop.out)
-    sync_tree(workshop.out)
-    if workshop.final.exists():
-        workshop.final.rename(workshop.replaced)
-    workshop.out.rename(workshop.final)
-    sync(workshop.final.parent)
-    remove(workshop.root)
+    manifest = Manifest(fingerprint, recipe, describe_files(staging.out), table)
+    manifest.write(staging.out)
+    sync_tree(staging.out)
+    if staging.final.exists():
+        staging.final.rename(staging.replaced)
+    staging.out.rename(staging.final)
+    sync(staging.final.parent)
+    remove(staging.root)
     return manifest

@@ -1,5 +1,6 @@
 """The command `python -m pipeline`: from words to a run, and from errors to exit codes."""
 
+import logging
 import os
 import sys
 from collections.abc import Collection, Sequence
@@ -8,14 +9,17 @@ from time import sleep
 
 from instruments.command_line import FAILED, INTERRUPTED, INVALID
 from instruments.errors import ConfigError, UserError
+from pipeline.command import hide_passwords
 from pipeline.overrides import first_word, override_errors
 from pipeline.run import carve
 from pipeline.settings import compose, register_schema, run_hydra
 from pipeline.validate import InvalidSettingsError, find_errors
 from stages.artifacts.workers import LostWorkerError, find_workers
 
-# Seconds. Most faults in the settings are found by all workers; torchrun ends everybody when the first one leaves, and
-# the leading one has told them by then. A worker that is still there has found a fault of its own machine.
+logger = logging.getLogger(__name__)
+
+# Seconds. Most faults in the settings are found by all workers, and torchrun ends all when the first one leaves: the
+# leading worker gets time to print them. A worker that still runs after that found a fault of its own machine.
 HEAD_START = 3
 
 
@@ -42,7 +46,7 @@ def run_command(words: Sequence[str]) -> int:
 
 
 def stop_in_words(_signal: int, _frame: object) -> None:
-    """Leave at once, saying what to do: another worker may be waited for in vain, and what counts is flushed."""
+    """Leave at once, saying what to do: a lost worker would be waited for in vain, and all sums are flushed."""
     error = LostWorkerError(
         "told to stop: another worker is gone, or the job was ended",
         where="signal SIGTERM",
@@ -60,6 +64,12 @@ def start(words: Sequence[str]) -> None:
         UserError: the settings are wrong, or a stage failed.
     """
     register_schema()
+    typed, words = words, hide_passwords(words)
+    if words != typed and find_workers().leads:
+        logger.warning(
+            "the password in store.url is written nowhere, but other users of this machine see command lines; "
+            "TINY_ONN_REDIS_PASSWORD in the environment is safer"
+        )
     flags = {word for word in words if word.startswith("-")}
     settings = [word for word in words if "=" in word and word not in flags] if flags else words
     faults = override_errors(settings, sweep=bool({"-m", "--multirun"} & flags))
@@ -67,7 +77,7 @@ def start(words: Sequence[str]) -> None:
         errors: list[UserError] = [error for found in faults.values() for error in found]
         raise InvalidSettingsError(errors if flags else [*errors, *further_errors(words, faults)])
     if flags:
-        # Hydra wants all settings beside each other.
+        # Hydra wants all settings next to each other.
         sys.argv[1:] = [*(word for word in words if word not in settings), *settings]
         run_hydra(carve)
     else:

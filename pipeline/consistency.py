@@ -22,12 +22,12 @@ from stages.train.config import TrainConfig
 
 logger = logging.getLogger(__name__)
 
-# Group → setting → why nobody reads it. Each group's config.py says so beside its fields.
+# Group → setting → why it is not read, as `unread` of each group's config.py says.
 Unread = Mapping[str, Mapping[str, str]]
 
 
 def find_uses(settings: Settings, shape: MoEShape | None = None, width: int = 0) -> Uses:
-    """What the stages read of each other; without a shape, as much as they may."""
+    """Which results the stages read; without a shape, all that they may read."""
     evaluated = settings.evaluate.checkpoint
     if shape is None:
         return Uses(evaluated)
@@ -36,11 +36,11 @@ def find_uses(settings: Settings, shape: MoEShape | None = None, width: int = 0)
 
 
 def find_unread(settings: Settings, shape: MoEShape | None = None, width: int = 0) -> Unread:
-    """Every setting that nobody reads; without a shape those that depend on none.
+    """Every setting that is not read; without a shape, those that depend on none.
 
     Args:
         settings: all of them.
-        shape: of the carve; None where nothing is carved, or no shape can be told.
+        shape: of the carve; None where nothing is carved, or the shape is unknown.
         width: F of the source.
     """
     found = {
@@ -82,7 +82,7 @@ def _warn_where_set(group: str, node: Any, reasons: Mapping[str, str]) -> None: 
 
 
 def contradictions(settings: Settings) -> Iterator[ConfigError]:
-    """What can be told without the source."""
+    """Every contradiction that can be found without the source."""
     if involves(settings, "score"):
         yield from score_contradictions(settings.score, gradients=settings.scan.gradients)
     yield from domain_contradictions(settings)
@@ -105,7 +105,7 @@ def contradictions(settings: Settings) -> Iterator[ConfigError]:
 
 
 def score_contradictions(score: ScoreConfig, *, gradients: bool) -> Iterator[ConfigError]:
-    """A score of nothing: all terms weigh 0, or it wants gradients that nobody computes."""
+    """A score without terms (all weights 0), or one that needs gradients that the scan does not compute."""
     weights = score.activation_weight, score.gradient_weight, score.frequency_weight
     if score.method == "s_p" and not any(weights):
         yield ConfigError(
@@ -123,8 +123,20 @@ def score_contradictions(score: ScoreConfig, *, gradients: bool) -> Iterator[Con
 
 
 def dump_contradictions(dump: DumpStageConfig) -> Iterator[ConfigError]:
-    """Of the dump itself, and gradients that nobody computes."""
+    """Settings of the dump that exclude each other, or leave nothing to dump."""
     yield from of_dump(dump, "dump.")
+    if dump.first_step >= dump.steps:
+        yield ConfigError(
+            f"dump.first_step={dump.first_step} is never reached: steps count from 0, and dump.steps={dump.steps}",
+            where="settings dump.first_step and dump.steps",
+            do=f"dump.steps={dump.first_step + 1}",
+        )
+    if dump.ranks is not None and 0 not in dump.ranks:
+        yield ConfigError(
+            f"dump.ranks={dump.ranks} dumps nothing: the stage is run by process 0 alone",
+            where="setting dump.ranks",
+            do="dump.ranks=null",
+        )
     if not dump.gradients and all(tensor.startswith("grad_") for tensor in dump.tensors):
         yield ConfigError(
             "dump.gradients=false computes no gradient, and dump.tensors asks for nothing else",
@@ -134,13 +146,13 @@ def dump_contradictions(dump: DumpStageConfig) -> Iterator[ConfigError]:
 
 
 def missing_files(diagnose: DiagnoseConfig) -> Iterator[ConfigError]:
-    """What is to be looked at and is not there."""
+    """Files to diagnose that do not exist."""
     checkpoint, file = diagnose.checkpoint, diagnose.analyze_tensor.file
     if checkpoint is not None and not (Path(checkpoint) / "config.json").is_file():
         yield ConfigError(
             f"{checkpoint} holds no config.json, so no checkpoint",
             where="setting diagnose.checkpoint",
-            do="diagnose.checkpoint=outputs/latest/checkpoint, or null for the dense model",
+            do="diagnose.checkpoint=null for the dense model, or a folder that a run left as outputs/latest/checkpoint",
         )
     if file is not None and not Path(file).is_file():
         yield ConfigError(
@@ -179,7 +191,7 @@ def pool_contradictions(settings: Settings) -> Iterator[ConfigError]:
 
 
 def training_contradictions(train: TrainConfig, workers: int) -> Iterator[ConfigError]:
-    """Phases that make no whole, a loss of nothing, a batch that cannot be shared out."""
+    """Phases that do not add up to 1, a loss without terms, a batch that cannot be divided."""
     shares = train.router_share + train.experts_share + train.all_share
     if abs(shares - 1) > 1e-6:
         yield ConfigError(
@@ -194,12 +206,25 @@ def training_contradictions(train: TrainConfig, workers: int) -> Iterator[Config
             do="train.language_model=1",
         )
     at_once = train.micro_batch * workers
-    if train.batch % at_once:
+    if at_once > train.batch > 0:
+        most = max(1, train.batch // workers)
+        yield ConfigError(
+            f"train.micro_batch={train.micro_batch} x {workers} processes is more than train.batch={train.batch}",
+            where="settings train.batch and train.micro_batch",
+            do=f"train.micro_batch={most} train.batch={most * workers}",
+        )
+    elif at_once > 0 and train.batch % at_once:
         processes = f" x {workers} processes" if workers > 1 else ""
         yield ConfigError(
             f"train.batch={train.batch} is no multiple of train.micro_batch={train.micro_batch}{processes}",
             where="settings train.batch and train.micro_batch",
             do=f"train.batch={at_once * max(1, round(train.batch / at_once))}",
+        )
+    if train.fsdp and workers == 1:
+        yield ConfigError(
+            "train.fsdp=true shares the model out over processes, and there is one",
+            where="setting train.fsdp",
+            do="train.fsdp=false, or torchrun --nproc-per-node=2 -m pipeline",
         )
     if train.fsdp_config is not None and (fault := json_fault(Path(train.fsdp_config))):
         yield ConfigError(
@@ -221,7 +246,7 @@ def json_fault(path: Path) -> str | None:
 
 
 def involves(settings: Settings, stage: str) -> bool:
-    """Whether `stage` is to be run, or a result of it used; of an unknown stage nothing is known."""
+    """Whether `stage` is run, or a result of it used; False where the setting stage is unknown."""
     known = settings.stage in {ALL, *STAGES}
     return known and any(other.name == stage for other in with_ancestors(settings.stage, find_uses(settings)))
 
@@ -235,5 +260,5 @@ def map_errors(settings: Settings, source: Mapping[str, Any]) -> Iterator[Config
         yield ConfigError(
             f"no layer {', '.join(map(str, unknown))}: the model has {layers}",
             where="setting cluster.map_layers",
-            do="cluster.map_layers=[] for the first, the middle and the last",
+            do="cluster.map_layers=[]",
         )

@@ -19,7 +19,7 @@ def main(words: Sequence[str] | None = None) -> int:
     0 done, 1 a checkpoint cannot be read, 2 the command line is wrong or the harness is missing, 130 interrupted.
     """
     wanted = _parser().parse_args(words)
-    # Everything asked for lies on this machine.
+    # The checkpoints are on this machine.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
     def work() -> None:

@@ -1,4 +1,4 @@
-"""Where things are, whatever the working folder."""
+"""Places of files and folders, independent of the working folder."""
 
 from pathlib import Path
 
@@ -15,5 +15,10 @@ def groups() -> dict[str, list[str]]:
 
 
 def artifact_folder(output_dir: Path, label: str, stage: str, fingerprint: str) -> Path:
-    """Where the published result of one stage lies: `artifacts/<model>/<stage>/<fingerprint>`."""
+    """Folder of the published result of one stage: `artifacts/<model>/<stage>/<fingerprint>`."""
     return output_dir / "artifacts" / label / stage / fingerprint[:16]
+
+
+def hashes_file(output_dir: Path) -> Path:
+    """Where the hashes of large files are remembered."""
+    return output_dir / "artifacts" / "hashes.json"

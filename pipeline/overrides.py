@@ -1,5 +1,6 @@
-"""The command line, checked word by word before Hydra sees it, so that every slip is found at once."""
+"""The command line, checked word by word before Hydra sees it, so that all mistakes are reported at once."""
 
+import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
@@ -15,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from instruments.errors import ConfigError
 from pipeline.layout import OVERLAYS, groups
 from pipeline.settings import Settings
-from pipeline.validate import unknown_choice
+from pipeline.validate import EMPTY_OUTPUT, unknown_choice
 
 WHERE = "command line"
 
@@ -51,7 +52,7 @@ def word_errors(word: str, options: dict[str, list[str]], *, sweep: bool) -> Ite
     try:
         override = OverridesParser.create().parse_override(word)
     except HydraException:
-        yield ConfigError(f"{word} is no setting", where=WHERE, do="key=value, such as stage=scan or experts=16")
+        yield unreadable_word(word)
         return
     if override.is_hydra_override() or override.is_delete():
         return
@@ -59,6 +60,9 @@ def word_errors(word: str, options: dict[str, list[str]], *, sweep: bool) -> Ite
         yield ConfigError(f"{word} is a sweep over several values", where=WHERE, do=f"python -m pipeline -m {word}")
         return
     key = override.key_or_group
+    if key == "output_dir" and not str(override.value() or "").strip():  # Hydra would write to it before any check
+        yield EMPTY_OUTPUT
+        return
     for value in values_of(override):
         if key in options:
             yield from (unknown_choice(key, name, options[key]) for name in unknown_options(key, value, options[key]))
@@ -69,8 +73,21 @@ def word_errors(word: str, options: dict[str, list[str]], *, sweep: bool) -> Ite
             yield ConfigError(f"{key}={value} should be {in_words(kind)}", where=WHERE, do=example(key, kind))
 
 
+def unreadable_word(word: str) -> ConfigError:
+    """The error for what is no key=value, or whose value needs quotes."""
+    key, equals, value = word.partition("=")
+    if not equals or find_type(key) is None:
+        return ConfigError(f"{word} is no setting", where=WHERE, do="stage=scan, or another key=value")
+    escaped = value.replace("\\'", "'").replace("'", "\\'")
+    return ConfigError(
+        f"{word} cannot be read: a value with characters such as = ! ( ) [ ] {{ }} needs quotes that the shell leaves",
+        where=WHERE,
+        do=shlex.quote(f"{key}='{escaped}'"),
+    )
+
+
 def unknown_options(key: str, value: object, known: list[str]) -> list[object]:
-    """What a group is told to take and does not have; overlays may be several, or none."""
+    """Options asked of a group that it does not have; of overlays there may be several, or none."""
     chosen = value if isinstance(value, list) else [value]
     return [option for option in chosen if option not in known and not (option is None and key in OVERLAYS)]
 
@@ -91,7 +108,12 @@ def find_type(key: str) -> Any | None:  # noqa: ANN401 - an annotation
 
 
 def accepts(key: str, value: object) -> bool:
-    """Whether the schema takes the value."""
+    """Whether the schema takes the value; of what OmegaConf converts, not a number for a truth or a text for a list."""
+    kind = find_type(key)
+    if kind is bool and isinstance(value, int | float) and value not in {0, 1}:
+        return False
+    if list in {get_origin(part) for part in (kind, *get_args(kind))} and isinstance(value, str) and "${" not in value:
+        return False
     try:
         OmegaConf.update(OmegaConf.structured(Settings), key, value)
     except OmegaConfBaseException:
@@ -126,12 +148,13 @@ def in_words(kind: Any) -> str:  # noqa: ANN401 - an annotation
     """A type as people say it."""
     if get_origin(kind) is list:
         return f"a list of {ONE[get_args(kind)[0]][0].partition(' ')[2]}s"
-    kinds = [ONE[part][0] for part in get_args(kind) or (kind,)]
-    return " or ".join(kinds)
+    return " or ".join(ONE[part][0] if part in ONE else in_words(part) for part in get_args(kind) or (kind,))
 
 
 def example(key: str, kind: Any) -> str:  # noqa: ANN401 - an annotation
     """A value that would do, to paste."""
     if get_origin(kind) is list:
         return f"{key}=[{ONE[get_args(kind)[0]][1]}]"
-    return f"{key}={ONE[(get_args(kind) or (kind,))[0]][1]}"
+    if kind in ONE:
+        return f"{key}={ONE[kind][1]}"
+    return example(key, get_args(kind)[0])

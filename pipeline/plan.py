@@ -13,7 +13,8 @@ from models.source import source_cache_key
 from pipeline.artifacts import is_complete
 from pipeline.consistency import Unread, find_unread
 from pipeline.disk import expected_bytes, free_bytes, in_mib
-from pipeline.layout import artifact_folder
+from pipeline.file_hashes import FileHashes
+from pipeline.layout import artifact_folder, hashes_file
 from pipeline.stages_table import CHAIN, Stage, asked_stages, with_ancestors
 from pipeline.validate import Checked
 from stages.calibration.config import without_random_tokens
@@ -39,7 +40,7 @@ def make_recipe(
         nodes: all resolved settings by node name; only those the stage looks at are taken ...
         identities: content of the source model and of the data (`model`, `data`).
         parents: fingerprints of the stages it starts from.
-        unread: ... without the settings that nobody reads.
+        unread: ... without the settings that are not read.
     """
     looked_at = [name for name in stage.nodes if name not in stage.unread]
     return {
@@ -108,9 +109,10 @@ def make_steps(checked: Checked) -> dict[str, Step]:
     nodes = {spec.name: getattr(settings, spec.name) for spec in fields(settings)} | {"shape": checked.shape}
     if checked.shape is not None and checked.shape.pooled:
         nodes["vocabulary"] = without_random_tokens()
-    identities = {"model": source_cache_key(settings.model), "data": data_cache_key(settings.data)}
-    calibrating = nodes | {"data": calibration_only(settings.data)}
     output_dir = Path(settings.output_dir).absolute()
+    hash_of = FileHashes(hashes_file(output_dir))
+    identities = {"model": source_cache_key(settings.model, hash_of), "data": data_cache_key(settings.data, hash_of)}
+    calibrating = nodes | {"data": calibration_only(settings.data)}
     steps: dict[str, Step] = {}
     unread = find_unread(settings, checked.shape, checked.width)
     for stage in with_ancestors(settings.stage, checked.uses):

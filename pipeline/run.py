@@ -18,13 +18,15 @@ from pipeline.artifacts import (
     Manifest,
     StagingDir,
     is_complete,
-    open_workshop,
+    open_staging,
     publish,
     remove_leftovers,
     verify,
 )
 from pipeline.command import command_line
 from pipeline.disk import explain_os_error, in_mib
+from pipeline.file_hashes import FileHashes
+from pipeline.layout import hashes_file
 from pipeline.plan import Step, make_plan
 from pipeline.run_folder import RunFolder, render
 from pipeline.settings import Settings
@@ -39,7 +41,7 @@ CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 def start_measuring() -> None:
-    """Give back what earlier stages left behind, and start measuring anew.
+    """Free the memory of earlier stages, and reset the peak.
 
     Where the system cannot (macOS), the peak stays that of the whole process.
     """
@@ -64,7 +66,7 @@ MOST_FILES = 6
 
 @dataclass(frozen=True)
 class Next:
-    """What is said after a stage, and the settings of the commands that go on from it."""
+    """What to print after a stage, and the settings of the commands that continue from it."""
 
     words: str
     changes: Sequence[dict[str, str]]
@@ -127,7 +129,7 @@ class Runner:
         self.run_folder = run_folder
         self.overrides = overrides
         self.workers = workers
-        self.trusted: set[Path] = set()  # published or verified by this process
+        self.hash_of = FileHashes(hashes_file(run_folder.output_dir))
 
     def run(self, steps: Sequence[Step], *, alone: bool = False) -> None:
         """Run what is due; keep the rest. At the end of a stage that was asked for `alone` say how to go on.
@@ -135,6 +137,9 @@ class Runner:
         Raises:
             UserError: a stage failed, or its inputs are damaged. What was published before stays.
         """
+        for step in steps:
+            if not step.due:
+                self.verify(step.stage.name, step.folder)
         for position, step in enumerate(steps):
             try:
                 self.run_step(step) if step.due else self.keep(step)
@@ -153,39 +158,36 @@ class Runner:
         self.close(steps, alone=alone)
 
     def keep(self, step: Step) -> None:
-        """Say that a published result is used again, and clean up beside it."""
+        """Say that a published result is used again, and clean up next to it."""
         remove_leftovers(step.folder.parent)
         self.run_folder.record_stage(step.stage.name, step.fingerprint)
         log.info("%-9s kept from an earlier run: %s", step.stage.name, shown(step.folder))
 
     def run_step(self, step: Step) -> None:
-        """Run one stage in its workshop and publish the result."""
-        with open_workshop(step.folder, fresh=step.fresh) as workshop:
+        """Run one stage in its staging and publish the result."""
+        with open_staging(step.folder, fresh=step.fresh) as staging:
             kept = is_complete(step.folder) and not step.fresh  # published by another run since the plan was made
             if step.stage.shared:
                 self.workers.follow(not kept)
             if kept:
                 self.keep(step)
                 return
-            self.verify_parents(step)
+            for name, folder in step.parents.items():
+                self.verify(name, folder)
             log.info("%-9s running", step.stage.name)
             start_measuring()
             start = time.perf_counter()
-            job = Job(step.parents, workshop.out, workshop.scratch, step.fingerprint, self.workers, step.fresh)
+            job = Job(step.parents, staging.out, staging.scratch, step.fingerprint, self.workers, step.fresh)
             table = step.stage.run(job, **step.inputs)
-            publish(workshop, fingerprint=step.fingerprint, recipe=step.recipe, table=table)
-        self.trusted.add(step.folder)
+            publish(staging, fingerprint=step.fingerprint, recipe=step.recipe, table=table)
         self.tell(step, table, time.perf_counter() - start)
 
-    def verify_parents(self, step: Step) -> None:
-        """Check the inputs against their manifests, once per run."""
-        for name, folder in step.parents.items():
-            if folder not in self.trusted:
-                verify(folder, remedy=command_line(self.overrides, stage=name, fresh="true"))
-                self.trusted.add(folder)
+    def verify(self, stage: str, folder: Path) -> None:
+        """Check a kept result, or an input, against its manifest. Raises ContractError."""
+        verify(folder, remedy=command_line(self.overrides, stage=stage, fresh="true"), hash_of=self.hash_of)
 
     def tell(self, step: Step, table: Table, seconds: float) -> None:
-        """Print what a stage found, and add it to the report."""
+        """Print the table of a stage, and add it to the report."""
         peak = peak_bytes()
         headline = f"{seconds:.1f} s, peak memory {in_mib(peak)}, {shown(step.folder)}"
         log.info("\n%s\n\n%-9s done in %s\n", render(table, "simple"), step.stage.name, headline)
@@ -213,12 +215,12 @@ class Runner:
             log.info("next       %s", NEW_LINE.join([words, *commands]))
 
     def leave_page(self, done: Sequence[Step]) -> None:
-        """The page of a run that ends early, about what it finished."""
+        """Write the page of a run that ends early, about the stages it finished."""
         if done:
             self.write_page(done[-1].folder)
 
     def write_page(self, last: Path) -> Path | None:
-        """The page about the result of the last stage; a run is no failure because it cannot be drawn."""
+        """Write the page about the last stage; a page that cannot be drawn is a warning only."""
         try:
             return self.run_folder.write_page(last)
         except (UserError, OSError) as error:
@@ -268,13 +270,13 @@ def carve(settings: Settings, folder: Path, overrides: Sequence[str]) -> None:
 
 
 def agree_on_plan(steps: Sequence[Step], workers: Workers) -> list[Step]:
-    """The leading worker's plan: what another process publishes meanwhile must not send the workers different ways."""
+    """The leading worker's plan, for all: another process may publish a result while the workers plan."""
     due = workers.follow([step.due for step in steps])
     return [replace(step, due=is_due) for step, is_due in zip(steps, due, strict=True)]
 
 
 def introduce(checked: Checked) -> None:
-    """Say what is carved into what, what that comes to, and what speaks against it."""
+    """Log the source, the shape and its costs, and warn of a poor shape."""
     source = f"{checked.settings.model.label}: {checked.source['num_hidden_layers']} layers of {checked.width} neurons"
     shape = checked.shape
     if shape is None:

@@ -10,11 +10,21 @@ from pathlib import Path
 from omegaconf import OmegaConf
 from tabulate import tabulate
 
+from instruments.errors import redact
+from pipeline.command import command_line
 from pipeline.report.run_record import RunRecord, StageRun
 from pipeline.settings import Settings
 from stages.artifacts.job import Table
 
 OWN_LOGGERS = ("pipeline", "stages", "models", "py.warnings")
+
+
+class RedactingFormatter(logging.Formatter):
+    """Log lines and tracebacks without the passwords of addresses."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line as it is written."""
+        return redact(super().format(record))
 
 
 class RunFolder:
@@ -24,21 +34,22 @@ class RunFolder:
     """
 
     def __init__(self, folder: Path, settings: Settings, overrides: Sequence[str]) -> None:
-        """Create the folder and write what is known before the first stage."""
+        """Create the folder; write the settings and the heading of the report."""
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self.label, self.output_dir = settings.model.label, Path(settings.output_dir).absolute()
         self.latest = self.output_dir / "latest"
-        self.record = RunRecord.start(overrides)
+        self.record = RunRecord.start([redact(word) for word in overrides])
         self.record.write(folder)
-        OmegaConf.save(OmegaConf.structured(settings), folder / "config.yaml")
+        config = OmegaConf.to_yaml(OmegaConf.structured(settings))
+        (folder / "config.yaml").write_text(redact(config), encoding="utf-8")
         self.report = folder / "report.md"
-        self.append(f"# {settings.model.label}\n\n    {' '.join(['python -m pipeline', *overrides])}\n")
+        self.append(f"# {settings.model.label}\n\n    {command_line(overrides)}\n")
 
     def append(self, text: str) -> None:
         """Add to the report; it is complete up to the last finished stage at any time."""
         with self.report.open("a") as file:
-            file.write(text)
+            file.write(redact(text))
 
     def append_stage(self, name: str, headline: str, table: Table) -> None:
         """Add one stage to the report."""
@@ -73,8 +84,9 @@ class RunFolder:
     def logging(self) -> Iterator[None]:
         """Send the project's log to the console and, with times, to run.log; foreign logs from warnings up."""
         console = logging.StreamHandler(sys.stdout)
+        console.setFormatter(RedactingFormatter())
         record = logging.FileHandler(self.folder / "run.log")
-        record.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        record.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         logging.captureWarnings(capture=True)
         loggers = [logging.getLogger(name) for name in OWN_LOGGERS]
         for logger in loggers:

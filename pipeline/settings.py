@@ -1,9 +1,11 @@
 """Every setting there is, typed, and how conf/ and a command line become settings."""
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field
+from io import StringIO
 from pathlib import Path
 
 import hydra
@@ -13,7 +15,7 @@ from hydra.errors import HydraException
 from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from instruments.errors import ConfigError
+from instruments.errors import ConfigError, redact
 from models.config import PER_LAYER, TOPOLOGIES, ModelConfig
 from pipeline.layout import CONF, REPOSITORY
 from pipeline.stages_table import ALL
@@ -31,6 +33,9 @@ from stages.score.config import ScoreConfig
 from stages.text.config import DataConfig
 from stages.train.config import TrainConfig
 
+# Flags that print settings and run nothing.
+SHOWING = {"--cfg", "-c", "--info", "-i"}
+
 
 @dataclass
 class Settings:
@@ -44,7 +49,7 @@ class Settings:
     top_k: int | None = field(default=None, metadata={"minimum": 1})
     always_on: int | None = field(default=None, metadata={"minimum": 0})
     active: float = field(default=0.5, metadata={"above": 0, "maximum": 1})
-    seed: int = field(default=0, metadata={"minimum": 0})
+    seed: int = field(default=0, metadata={"minimum": 0, "maximum": 2**32 - 1})
     fresh: bool = False
     output_dir: str = MISSING
 
@@ -104,10 +109,20 @@ def run_hydra(task: Callable[[Settings, Path, Sequence[str]], None]) -> None:
     @hydra.main(str(CONF), "config", version_base="1.3")
     def main(config: DictConfig) -> None:
         job = HydraConfig.get()
+        redact_file(Path(job.sweep.dir) / "multirun.yaml")
         task(to_settings(config), Path(job.runtime.output_dir), job.overrides.task)
 
-    with composition_errors():
+    shown = StringIO()
+    with composition_errors(), redirect_stdout(shown) if SHOWING & {*sys.argv} else nullcontext():
         main()
+    sys.stdout.write(redact(shown.getvalue()))
+
+
+def redact_file(path: Path) -> None:
+    """Take passwords out of a file that Hydra wrote, if it is there."""
+    if path.is_file():
+        text = path.read_text(encoding="utf-8")
+        path.write_text(redact(text), encoding="utf-8")
 
 
 @contextmanager

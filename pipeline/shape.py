@@ -148,7 +148,7 @@ def close_shapes(dials: ShapeRequest, width: int, layers: int) -> list[MoEShape]
 
 
 def shape_faults(shape: MoEShape, width: int) -> list[tuple[str, str]]:
-    """What is wrong with a shape for FFNs `width` wide, and what to add about where."""
+    """Errors of a shape for FFNs of `width` neurons, each with a note for its `where`."""
     faults = []
     if shape.top_k > shape.experts:
         faults.append((f"top_k={shape.top_k} is more than experts={shape.experts}", ""))

@@ -1,4 +1,4 @@
-"""What a shape comes to, what speaks against it, and which settings to use instead."""
+"""Costs of a shape, warnings about it, and better settings."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ MOST_GROWTH = 1.5
 
 @dataclass(frozen=True)
 class Request:
-    """A carve as it was asked for: what its shape is judged by."""
+    """A carve as it was asked for; its shape is judged by this."""
 
     dials: ShapeRequest
     assemble: AssembleConfig
@@ -70,7 +70,7 @@ def describe_shape(request: Request, shape: MoEShape) -> list[str]:
 
 
 def shape_errors(request: Request, shape: MoEShape, model: str) -> Iterator[ConfigError]:
-    """What is wrong with a shape, with a better one.
+    """Errors of a shape, each with better settings.
 
     Args:
         request: what was asked for.
@@ -84,7 +84,7 @@ def shape_errors(request: Request, shape: MoEShape, model: str) -> Iterator[Conf
 
 
 def shape_warnings(request: Request, shape: MoEShape) -> list[str]:
-    """What speaks against a sound shape; empty where nothing does."""
+    """Weaknesses of a sound shape; empty where there are none."""
     width, routed, active = request.width, shape.top_k * shape.n, shape.active_width
     found = []
     if active >= width:
@@ -117,7 +117,7 @@ def shape_warnings(request: Request, shape: MoEShape) -> list[str]:
 
 
 def find_remedy(request: Request) -> str | None:
-    """Settings, to paste, of the closest shape that nothing speaks against; None if there is none."""
+    """Settings, to paste, of the closest shape without weaknesses; None if there is none."""
     for name in dict.fromkeys([request.assemble.target, "auto", "tiny_onn"]):
         tried = replace(request, assemble=replace(request.assemble, target=name))
         for shape in close_shapes(request.dials, request.width, request.layers):
@@ -131,7 +131,7 @@ def find_remedy(request: Request) -> str | None:
 
 
 def is_good(request: Request, shape: MoEShape) -> bool:
-    """Whether a shape is sound, its target can say it, and nothing speaks against it."""
+    """Whether a shape is sound, its target can express it, and it has no weaknesses."""
     if shape_faults(shape, request.width):
         return False
     try:

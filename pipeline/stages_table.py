@@ -9,7 +9,7 @@ from stages.artifacts.job import Table
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage; its code lies in `stages/<name>/`.
+    """One stage; its code is in `stages/<name>/`.
 
     `nodes` are the keyword arguments of its `run`, and the only settings that enter its fingerprint. Where it is
     `shared`, every process that torchrun started takes part; the others are run by the leading one alone. How much
@@ -71,15 +71,15 @@ STAGES = {stage.name: stage for stage in CHAIN}
 ALL = "all"
 
 
-# What evaluate can look at; training is no part of stage=all unless it is what is evaluated, and what looks into a
-# model never is.
+# evaluate looks at one of the first two. stage=all trains only where the trained checkpoint is evaluated, and never
+# runs the stages that look into a model.
 PROJECTED, TRAINED, LOOKING = "project", "train", ("dump", "diagnose")
 _ALWAYS = frozenset(STAGES) - {TRAINED, *LOOKING}
 
 
 @dataclass(frozen=True)
 class Uses:
-    """What the settings of a run make the stages read of each other."""
+    """Which results the stages of a run read of each other."""
 
     evaluated: str = PROJECTED  # evaluate looks at the checkpoint of this stage
     score: bool = True  # cluster ranks neurons by score
@@ -87,7 +87,7 @@ class Uses:
 
 
 def asked_stages(name: str, uses: Uses = Uses()) -> tuple[Stage, ...]:
-    """The stages that `stage=name` asks for; all is all that serves the result."""
+    """The stages that `stage=name` asks for; all: every stage that the evaluated checkpoint needs."""
     served = {uses.evaluated, *_ALWAYS} - (set() if uses.score else {"score"})
     chosen = [stage for stage in CHAIN if name == stage.name or (name == ALL and stage.name in served)]
     return tuple(reading(stage, uses) for stage in chosen)

@@ -32,7 +32,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     explanations = {
-        "export": "write what lies under a namespace to FILE, from which store=local goes on",
+        "export": "write the sums of a namespace to FILE, from which store=local goes on",
         "import": "add FILE to a namespace, from which store=redis goes on",
         "drop": "delete a namespace",
     }
@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(wanted: argparse.Namespace) -> str:
-    """Do it; gives what to tell."""
+    """Do what was asked for; returns the text to print."""
     if wanted.command == "export" and not wanted.file.absolute().parent.is_dir():
         what = f"there is no folder {wanted.file.absolute().parent}"
         raise ConfigError(what, where="command line", do="a FILE in a folder that exists")
@@ -68,9 +68,9 @@ def _run(wanted: argparse.Namespace) -> str:
         try:
             sums = export_sums(namespace, wanted.file)
         except (OSError, SafetensorError) as error:
-            told = explain_os_error(error, where="export", folder=wanted.file.absolute().parent)
+            explained = explain_os_error(error, where="export", folder=wanted.file.absolute().parent)
             what = f"the file cannot be written: {error}"
-            raise told or UserError(what, where=str(wanted.file), do="another FILE") from error
+            raise explained or UserError(what, where=str(wanted.file), do="another FILE") from error
     return f"{len(sums.done)} batches, {sums.counters.get('tokens', 0):,.0f} tokens in {wanted.file}\n"
 
 

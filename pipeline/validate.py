@@ -1,12 +1,17 @@
-"""All that can be wrong with the settings, found at once and before any weights are loaded."""
+"""Every error in the settings, reported at once and before any weights are loaded."""
 
+import re
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import Field, dataclass, fields, is_dataclass
 from difflib import get_close_matches
+from math import isfinite
 from operator import gt, le, lt
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
+
+from omegaconf import MISSING
 
 from instruments.errors import ConfigError, UserError
 from models.config import MoEShape
@@ -24,38 +29,62 @@ from stages.accumulators.redis_connection import check_store
 from stages.text.cache_key import check_data
 from stages.text.config import check_length
 
+LARGEST = 2**63 - 1
+LABEL = re.compile(r"[\w+-][\w.+ -]{0,99}")
+DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+EMPTY_OUTPUT = ConfigError(
+    "output_dir is empty: is a variable of the shell not set?", where="setting output_dir", do="output_dir=outputs"
+)
 LIMITS = {"minimum": (lt, "at least"), "above": (le, "above"), "maximum": (gt, "at most")}
 
 
 def field_errors(node: Any, prefix: str = "") -> Iterator[ConfigError]:  # noqa: ANN401 - any settings dataclass
-    """Every setting, at any depth, that breaks the rule beside it."""
+    """Every setting, at any depth, that breaks the rule in its field's metadata."""
     for spec in fields(node):
         value, name = getattr(node, spec.name), f"{prefix}{spec.name}"
         if is_dataclass(value):
             yield from field_errors(value, f"{name}.")
+        elif value == [] and spec.metadata.get("nonempty"):
+            yield ConfigError(f"{name} is an empty list", where=f"setting {name}", do=f"{name}={sound_value(spec)}")
         elif value is not None:
             for item in value if isinstance(value, list) else [value]:
                 yield from value_errors(name, item, spec)
 
 
 def value_errors(name: str, value: Any, spec: Field[Any]) -> Iterator[ConfigError]:  # noqa: ANN401 - any value
-    """What is wrong with one value; the remedy is the default, or the bound itself."""
+    """What is wrong with one value; numbers are finite, and whole ones fit in 64 bits."""
     choices = spec.metadata.get("choices", ())
     if choices and value not in choices:
-        yield unknown_choice(name, value, choices)
-    for rule, (breaks, words) in LIMITS.items():
-        bound = spec.metadata.get(rule)
-        if bound is not None and breaks(value, bound):
-            remedy = spec.default if isinstance(spec.default, int | float) else bound
-            yield ConfigError(f"{name}={value} must be {words} {bound}", where=f"setting {name}", do=f"{name}={remedy}")
+        yield unknown_choice(name, value, choices, listed=callable(spec.default_factory))
+    faults = []
+    if isinstance(value, float) and not isfinite(value):
+        faults.append("a finite number")
+    elif isinstance(value, int) and abs(value) > LARGEST:
+        faults.append(f"between -{LARGEST} and {LARGEST}")
+    else:
+        bounds = {rule: spec.metadata[rule] for rule in LIMITS if spec.metadata.get(rule) is not None}
+        faults += [f"{LIMITS[rule][1]} {bound}" for rule, bound in bounds.items() if LIMITS[rule][0](value, bound)]
+    for fault in faults:
+        yield ConfigError(f"{name}={value} must be {fault}", where=f"setting {name}", do=f"{name}={sound_value(spec)}")
 
 
-def unknown_choice(name: str, value: object, choices: Iterable[object]) -> ConfigError:
-    """The error for a name outside a closed list, with the closest name as the remedy."""
+def sound_value(spec: Field[Any]) -> str:
+    """The default of a setting, as it is pasted."""
+    if callable(spec.default_factory):
+        return f"[{','.join(f'{item:g}' if isinstance(item, float) else str(item) for item in spec.default_factory())}]"
+    if spec.default in (None, MISSING):
+        return "null"
+    return str(spec.default).lower() if isinstance(spec.default, bool) else str(spec.default)
+
+
+def unknown_choice(name: str, value: object, choices: Iterable[object], *, listed: bool = False) -> ConfigError:
+    """The error for a name outside a closed list, with the closest name as the remedy; `listed`: a list is wanted."""
     known = [str(choice) for choice in choices]
-    close = get_close_matches(str(value), known, n=1, cutoff=0.4)
+    close = (get_close_matches(str(value), known, n=1, cutoff=0.4) or known)[0]
     return ConfigError(
-        f"{name}={value} is none of {', '.join(known)}", where=f"setting {name}", do=f"{name}={(close or known)[0]}"
+        f"{name}={value} is none of {', '.join(known)}",
+        where=f"setting {name}",
+        do=f"{name}=[{close}]" if listed else f"{name}={close}",
     )
 
 
@@ -112,9 +141,9 @@ def find_errors(settings: Settings, doubtful: Set[str] = frozenset()) -> list[Us
     Args:
         settings: all of them.
         doubtful: first words of settings that could not be read and stand at their defaults. What depends on them is
-            not checked: it would complain about values that nobody chose.
+            not checked, since its errors would be about defaults that the user did not choose.
     """
-    errors: list[UserError] = [*stage_errors(settings), *field_errors(settings), *label_errors(settings)]
+    errors: list[UserError] = [*stage_errors(settings), *field_errors(settings), *name_errors(settings)]
     errors += output_errors(settings)
     sound = not errors and doubtful <= groups().keys() - {"model", "assemble", *OVERLAYS}
     errors += contradictions(settings)
@@ -147,7 +176,7 @@ def source_errors(settings: Settings, source: Mapping[str, Any], doubtful: Set[s
 
 
 def carve_errors(settings: Settings, source: Mapping[str, Any]) -> Iterator[UserError]:
-    """A shape that the source does not allow, or a target that cannot say it."""
+    """A shape that the source does not allow, or that its target cannot express."""
     width = width_of(source)
     shape = resolve_shape(dials_of(settings), width)
     yield from shape_errors(Request(dials_of(settings), settings.assemble, source), shape, settings.model.label)
@@ -192,14 +221,22 @@ def stage_errors(settings: Settings) -> Iterator[ConfigError]:
         yield unknown_choice("stage", settings.stage, [ALL, *STAGES])
 
 
-def label_errors(settings: Settings) -> Iterator[ConfigError]:
-    """A label that is no plain folder name."""
-    label = settings.model.label
-    if not label or label.startswith(".") or Path(label).name != label:
+def name_errors(settings: Settings) -> Iterator[ConfigError]:
+    """A label that is no plain folder name, and an unknown device."""
+    label, device = settings.model.label, settings.model.device
+    if not LABEL.fullmatch(label):
+        shown = label if label.isprintable() else repr(label)
+        cleaned = re.sub(r"[^\w.+-]+", "_", Path(label).name).strip("._")[:64]
         yield ConfigError(
-            f"model.label={label} is no plain folder name",
+            f"model.label={textwrap.shorten(shown, 100, placeholder=' ...')} is no plain folder name",
             where="setting model.label",
-            do=f"model.label={Path(label).name.strip('.') or 'source'}",
+            do=f"model.label={cleaned or 'source'}",
+        )
+    if not DEVICE.fullmatch(device):
+        yield ConfigError(
+            f"model.device={device} is none of auto, cpu, cuda, cuda:0, cuda:1 ...",
+            where="setting model.device",
+            do="model.device=auto",
         )
 
 
@@ -213,6 +250,9 @@ def store_errors(store: StoreConfig) -> Iterator[UserError]:
 
 def output_errors(settings: Settings) -> Iterator[ConfigError]:
     """A place where nothing can be written."""
+    if not settings.output_dir.strip():
+        yield EMPTY_OUTPUT
+        return
     place = nearest_existing(Path(settings.output_dir))
     if not place.is_dir():
         yield ConfigError(f"{place} is a file, not a folder", where="setting output_dir", do="output_dir=outputs")
@@ -225,5 +265,5 @@ def output_errors(settings: Settings) -> Iterator[ConfigError]:
         yield ConfigError(
             f"cannot write to {place}: {error.strerror}",
             where="setting output_dir",
-            do="output_dir= a folder you may write to",
+            do="output_dir=outputs",
         )

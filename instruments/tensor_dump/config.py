@@ -24,10 +24,12 @@ class DumpConfig:
 
     # Modules, by glob on their names, as in ["*.layers.3.*", "*.q_proj"]; ["*"] takes every Linear, attention and
     # experts' layer.
-    modules: list[str] = field(default_factory=lambda: ["*"])
+    modules: list[str] = field(default_factory=lambda: ["*"], metadata={"nonempty": True})
     # What is kept. Of Linear layers: input, weight, grad_output; of attention, as its kernel gets them: query, key,
     # value, grad_query, grad_key, grad_value. Of the experts' fused layers also expert: which one each row goes to.
-    tensors: list[str] = field(default_factory=lambda: list(ALL_TENSORS), metadata={"choices": ALL_TENSORS})
+    tensors: list[str] = field(
+        default_factory=lambda: list(ALL_TENSORS), metadata={"choices": ALL_TENSORS, "nonempty": True}
+    )
     # Steps that are dumped: first_step, and every so many after it ...
     first_step: int = field(default=0, metadata={"minimum": 0})
     every_steps: int = field(default=1, metadata={"minimum": 1})

@@ -9,10 +9,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from redis import exceptions as refusals
-
 from instruments.errors import ConfigError, ContractError, UserError
-from stages.accumulators.config import START_OVER, StoreConfig
+from stages.accumulators.config import START_OVER, StoreConfig, find_password
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -103,7 +101,7 @@ def _client(url: str, tries: int) -> "Redis":
 
     return Redis.from_url(
         url,
-        password=os.environ.get(PASSWORD),  # one in the URL goes before
+        password=find_password(url) or os.environ.get(PASSWORD),  # one in the URL of the environment goes before
         socket_timeout=ANSWER_WITHIN,
         socket_connect_timeout=5,
         health_check_interval=30,
@@ -163,16 +161,19 @@ def in_words(place: str) -> Iterator[None]:
     Raises:
         UserError: the server cannot be reached or refuses.
     """
+    from redis import exceptions as refusals  # noqa: PLC0415 - an extra
+
     try:
         yield
     except refusals.RedisError as error:
         raise _explain(error, place) from error
 
 
-def _explain(error: refusals.RedisError, place: str) -> UserError:
+def _explain(error: Exception, place: str) -> UserError:
     line = (str(error).splitlines() or [type(error).__name__])[0]
     code, _, rest = line.partition(" ")
-    kind = next((code for kind, code in _KINDS.items() if isinstance(error, kind)), code)
+    names = {base.__name__ for base in type(error).__mro__}
+    kind = next((code for name, code in _KINDS.items() if name in names), code)
     text = (rest if kind == code and code in _REFUSALS else line).partition(" script: ")[0]
     if kind == "WRONGTYPE":  # the scripts' own name the key
         text = text.partition(" | key ")[2] or text
@@ -181,16 +182,16 @@ def _explain(error: refusals.RedisError, place: str) -> UserError:
 
 
 # The first that fits: the client derives errors of login from errors of connection.
-_KINDS: dict[type[Exception], str] = {
-    refusals.AuthenticationError: "NOAUTH",
-    refusals.AuthorizationError: "NOAUTH",
-    refusals.NoPermissionError: "NOPERM",
-    refusals.OutOfMemoryError: "OOM",
-    refusals.ReadOnlyError: "READONLY",
-    refusals.ConnectionError: "GONE AWAY",
-    refusals.TimeoutError: "GONE AWAY",
+# By the exception's name: the package is an extra, and this module is read without it.
+_KINDS = {
+    "AuthenticationError": "NOAUTH",
+    "AuthorizationError": "NOAUTH",
+    "NoPermissionError": "NOPERM",
+    "OutOfMemoryError": "OOM",
+    "ReadOnlyError": "READONLY",
+    "ConnectionError": "GONE AWAY",
+    "TimeoutError": "GONE AWAY",
 }
-# By the first word of the server's answer, or of our scripts': kind of error, what happened, what to do.
 _REFUSALS: dict[str, tuple[type[UserError], str, str]] = {
     "NOAUTH": (
         UserError,

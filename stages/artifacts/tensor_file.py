@@ -1,6 +1,7 @@
 """A dataclass of tensors and plain values, other dataclasses among them, as one safetensors file."""
 
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -10,8 +11,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from instruments.durable import whole_file
+from instruments.durable import hash_file, sync, whole_file
 from instruments.errors import ContractError
+
+logger = logging.getLogger(__name__)
 
 _KEY = "tiny_onn"
 
@@ -118,16 +121,29 @@ _VERSION = 1  # scratch belongs to one fingerprint, and with it to one version o
 
 
 def save_layer_checkpoint(scratch: Path, index: int, layer: Any) -> None:  # noqa: ANN401 - any dataclass of tensors and plain values
-    """Write what a stage found for a layer, whole or not at all."""
-    with whole_file(_file(scratch, index)) as unfinished:
+    """Write what a stage found for a layer, whole or not at all; the hash of the file is part of its name."""
+    written = scratch / f"layer-{index:05}"
+    with whole_file(written) as unfinished:
         save_contract(layer, unfinished, version=_VERSION)
+    for older in _find_files(scratch, index):
+        older.unlink()
+    written.rename(scratch / f"{written.name}.{hash_file(written)}.safetensors")
+    sync(scratch)
 
 
 def load_layer_checkpoint(scratch: Path, index: int, kind: type[Layer]) -> Layer | None:
-    """What `save_layer_checkpoint` wrote, or None where the layer is still to be done. Raises ContractError."""
-    path = _file(scratch, index)
-    return load_contract(kind, path, version=_VERSION) if path.exists() else None
+    """What `save_layer_checkpoint` wrote, or None where the layer is still to be computed, or damaged.
+
+    Raises:
+        ContractError: a whole file of another kind or version.
+    """
+    for path in _find_files(scratch, index):
+        if hash_file(path) == path.suffixes[0].removeprefix("."):
+            return load_contract(kind, path, version=_VERSION)
+        logger.warning("layer %d of an unfinished run is damaged and will be computed again: %s", index, path)
+        path.unlink()
+    return None
 
 
-def _file(scratch: Path, index: int) -> Path:
-    return scratch / f"layer-{index:05}.safetensors"
+def _find_files(scratch: Path, index: int) -> list[Path]:
+    return sorted(scratch.glob(f"layer-{index:05}.*safetensors"))

@@ -52,7 +52,7 @@ class AssembleConfig:
     parity_logit_std: float = field(default=0.001, metadata={"minimum": 0})
     # Experts are filled up with zero neurons to a multiple of this; kernels want 8 (grouped_mm), 128 (vLLM, SGLang) or
     # 256 (llama.cpp's K-quants).
-    pad_to: int = field(default=8, metadata={"minimum": 1})
+    pad_to: int = field(default=8, metadata={"minimum": 1, "maximum": 4096})
     # Tokens per forward batch while calibrating the router.
     batch_tokens: int = field(default=4096, metadata={"minimum": 1})
     # Number format of the checkpoint: source (as the dense one), float32, bfloat16, float16.

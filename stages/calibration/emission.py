@@ -92,7 +92,7 @@ class CheckpointFormat:
         write_card(
             folder,
             CarveFacts(
-                source=model.name or model.path or model.label,
+                source=model.name or Path(model.path or model.label).resolve().name,
                 target=self.target,
                 shape=self.shape,
                 width=partition.width,

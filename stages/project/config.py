@@ -38,7 +38,8 @@ class ProjectConfig:
     epsilon: float = field(default=1e-8, metadata={"above": 0})
     # Which of gate, up, down are projected.
     matrices: list[str] = field(
-        default_factory=lambda: ["gate", "up", "down"], metadata={"choices": ("gate", "up", "down")}
+        default_factory=lambda: ["gate", "up", "down"],
+        metadata={"choices": ("gate", "up", "down"), "nonempty": True},
     )
     # Calibration tokens whose gradient is taken, at most; each once.
     gradient_tokens: int = field(default=65536, metadata={"minimum": 1})
@@ -48,7 +49,9 @@ class ProjectConfig:
     alignment: str = field(default="ridge", metadata={"choices": ("ridge", "none")})
     # Penalties tried, relative to the mean diagonal, each pulling to the extracted weights, from the largest down as
     # long as the validation error falls.
-    penalties: list[float] = field(default_factory=lambda: [1e-3, 1e-2, 1e-1, 1.0, 10.0], metadata={"above": 0})
+    penalties: list[float] = field(
+        default_factory=lambda: [1e-3, 1e-2, 1e-1, 1.0, 10.0], metadata={"above": 0, "nonempty": True}
+    )
     # Rounds of fitting the router again, to the aligned experts on the carved model's inputs, and aligning again; a
     # round that does not lower the validation error ends them. Routers that are fitted to nothing (random, say) stay.
     rounds: int = field(default=1, metadata={"minimum": 0})

@@ -67,7 +67,8 @@ def project_layers(
 ) -> ProjectionOutcome:
     """The same for layers with experts of their own: read from the folder `aligned`, kept in the folder `kept`."""
     depth = partition.layers
-    if (outcome := load_layer_checkpoint(kept, depth, ProjectionOutcome)) is not None:
+    outcome = load_layer_checkpoint(kept, depth, ProjectionOutcome)
+    if outcome and all(load_layer_checkpoint(kept, layer, ProjectedLayer) is not None for layer in range(depth)):
         return outcome
     layers = [find_done(aligned, layer) for layer in range(depth)]
 

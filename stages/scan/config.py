@@ -35,7 +35,7 @@ class ScanConfig:
     parameters: bool = False
     # Which modules that record holds, by glob on their names, as in ["*.q_proj", "*.mlp.*"]; null takes attention and
     # FFN projections and the input embedding.
-    parameter_patterns: list[str] | None = None
+    parameter_patterns: list[str] | None = field(default=None, metadata={"nonempty": True})
     # Rows and columns of a block of that record.
     block_width: int = field(default=64, metadata={"minimum": 1})
     # Also record every token: the norm of its input and of its contribution to the gradient.

@@ -3,14 +3,15 @@
 import hashlib
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 
+from instruments.durable import hash_file
 from instruments.errors import DataError, UserError
 from stages.text.config import KINDS, DataConfig, check_settings
 from stages.text.documents import Split
-from stages.text.hub import describe_missing_package
+from stages.text.hub import describe_missing_package, find_commit
 from stages.text.python_stdlib import list_modules
 from stages.text.sources import describe_emptiness, list_files, read_documents, read_file, require_conversations
 
@@ -71,23 +72,25 @@ def _check_splits(data: DataConfig, splits: tuple[Split, ...]) -> Iterator[UserE
 READER_VERSION = 2
 
 
-def data_cache_key(data: DataConfig) -> dict[str, object]:
+def data_cache_key(data: DataConfig, hash_of: Callable[[Path], str] = hash_file) -> dict[str, object]:
     """What the token sequences depend on in addition to the settings: plain JSON, equal where the text is equal.
 
     Local files count by content, the standard library by Python version and module sizes, a dataset of the hub by
-    name and revision.
+    name and commit; `hash_of` gives a file's SHA-256.
 
     Raises:
         DataError: a path cannot be read.
     """
     if data.kind == "text":
-        source: dict[str, object] = {"files": hash_files(list_files(str(data.path), "data.path"))}
+        source: dict[str, object] = {"files": [hash_of(file) for file in list_files(str(data.path), "data.path")]}
         if data.heldout_path is not None:
-            source["heldout_files"] = hash_files(list_files(data.heldout_path, "data.heldout_path"))
+            source["heldout_files"] = [hash_of(file) for file in list_files(data.heldout_path, "data.heldout_path")]
     elif data.kind == "hub":
         source = {"name": data.name, "subset": data.subset, "revision": data.revision}
         if (folder := Path(str(data.name))).is_dir():
-            source["files"] = hash_files(sorted(file for file in folder.rglob("*") if file.is_file()))
+            source["files"] = [hash_of(file) for file in sorted(folder.rglob("*")) if file.is_file()]
+        else:
+            source["commit"] = find_commit(data)
     else:
         source = {"python": sys.version.split()[0], "modules": _hash_modules()}
     return {"kind": data.kind, "reader": READER_VERSION, **source}
@@ -103,15 +106,6 @@ def check_data(data: DataConfig, *, heldout: bool = True) -> list[UserError]:
     if data.kind not in KINDS or data.max_length < 2:  # said by the fields' own rules
         return []
     return check_settings(data) or check_first_records(data, heldout=heldout)
-
-
-def hash_files(files: list[Path]) -> list[str]:
-    """SHA-256 of each file's content, in order: their place does not matter."""
-    hashes = []
-    for file in files:
-        with file.open("rb") as content:
-            hashes.append(hashlib.file_digest(content, "sha256").hexdigest())
-    return hashes
 
 
 def _hash_modules() -> str:

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from zlib import error as zlib_error
 
-from huggingface_hub import constants
+from huggingface_hub import constants, hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from instruments.errors import DataError
 from models.source import CONNECT, hub_answers
@@ -115,6 +116,22 @@ def require_hub(data: DataConfig) -> None:
         where=_name_dataset(data),
         do=f"{CONNECT}, or data=python_stdlib, or data=text data.path=<your files>",
     )
+
+
+def find_commit(data: DataConfig) -> str | None:
+    """The commit that the dataset's revision means now, by the cache where no hub answers; None: unknown."""
+    try:
+        # Every repository has this file; the hub keeps it in a folder named by its commit.
+        cached = hf_hub_download(
+            str(data.name),
+            ".gitattributes",
+            repo_type="dataset",
+            revision=data.revision,
+            local_files_only=not hub_answers(),
+        )
+    except (HfHubHTTPError, HFValidationError, OSError):
+        return None
+    return Path(cached).parent.name
 
 
 def _require_splits(splits: list[str], data: DataConfig) -> None:

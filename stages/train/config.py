@@ -31,7 +31,7 @@ class TrainConfig:
     experts_share: float = field(default=0.9, metadata={"minimum": 0, "maximum": 1})
     all_share: float = field(default=0.0, metadata={"minimum": 0, "maximum": 1})
     # Peak learning rates (AdamW). That of the routers is of logits that spread by 1, and follows the spread.
-    router_rate: float = field(default=1e-3, metadata={"minimum": 0})
+    router_rate: float = field(default=1e-3, metadata={"above": 0})
     expert_rate: float = field(default=3e-4, metadata={"minimum": 0})
     rest_rate: float = field(default=1e-4, metadata={"minimum": 0})
     # Share of a phase in which rates rise from 0, and what they end at, as a share of the peak.
@@ -60,8 +60,8 @@ class TrainConfig:
     logit_std: float = field(default=0.5, metadata={"minimum": 0})
     logit_std_share: float = field(default=0.5, metadata={"above": 0, "maximum": 1})
     # Sequences per optimizer step, over all processes, and per forward pass of one process.
-    batch: int = field(default=16, metadata={"minimum": 1})
-    micro_batch: int = field(default=8, metadata={"minimum": 1, "fingerprint": False})
+    batch: int = field(default=16, metadata={"minimum": 1, "maximum": 65536})
+    micro_batch: int = field(default=8, metadata={"minimum": 1, "maximum": 65536, "fingerprint": False})
     # float32, or bfloat16: weights in float32, matrix products in bfloat16 (autocast).
     precision: str = field(default="float32", metadata={"choices": ("float32", "bfloat16")})
     # Recompute activations in the backward pass: less memory, a third more time.

@@ -37,9 +37,26 @@ def test_a_layer_half_written_is_none(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_damaged_layer_says_what_to_do(tmp_path):
-    save_layer_checkpoint(tmp_path, 0, Found(torch.ones(1), torch.ones(1), {}))
+@pytest.mark.parametrize("byte", range(-8, 200, 13))
+def test_a_damaged_layer_is_computed_again_and_said(tmp_path, caplog, byte):
+    save_layer_checkpoint(tmp_path, 3, Found(torch.ones(1), torch.ones(1), {}))
     (path,) = tmp_path.iterdir()
-    path.write_bytes(path.read_bytes()[:-1])
+    content = bytearray(path.read_bytes())
+    content[byte] ^= 1
+    path.write_bytes(content)
+    assert load_layer_checkpoint(tmp_path, 3, Found) is None
+    assert caplog.messages == [f"layer 3 of an unfinished run is damaged and will be computed again: {path}"]
+    save_layer_checkpoint(tmp_path, 3, Found(torch.ones(1), torch.ones(1), {}))
+    assert load_layer_checkpoint(tmp_path, 3, Found) is not None
+
+
+def test_a_layer_that_is_found_again_replaces_the_older_one(tmp_path):
+    for value in (1, 2):
+        save_layer_checkpoint(tmp_path, 0, Found(torch.full((1,), value), torch.ones(1), {}))
+    assert load_layer_checkpoint(tmp_path, 0, Found).rows_ED.item() == 2
+
+
+def test_a_whole_layer_of_another_kind_says_what_to_do(tmp_path):
+    save_layer_checkpoint(tmp_path, 0, Found(torch.ones(1), torch.ones(1), {}))
     with pytest.raises(ContractError, match="run the stage that writes it again, with fresh=true"):
-        load_layer_checkpoint(tmp_path, 0, Found)
+        load_layer_checkpoint(tmp_path, 0, int)

@@ -22,7 +22,7 @@ SHAPE = "shape, model=embedded with F=1024 neurons a layer"
         ),
         (
             ["cluster=kmeans"],
-            "cluster=kmeans is none of balanced_kmeans, router_aware, contiguous, random, rank",
+            "cluster=kmeans is none of balanced_kmeans, contiguous, random, rank, router_aware",
             "setting cluster",
             "cluster=balanced_kmeans",
         ),
@@ -87,7 +87,7 @@ def test_everything_wrong_is_told_at_once(refused, source, tmp_path):
                 "setting stage",
                 "stage=scan",
             ),
-            message("experts=0 must be at least 1", "setting experts", "experts=1"),
+            message("experts=0 must be at least 1", "setting experts", "experts=null"),
             message("the text is empty", f"data.path={text}", "data.path=text that holds something"),
             message(
                 "no checkpoint: cannot read config.json (No such file or directory)",
@@ -118,7 +118,7 @@ def test_a_folder_that_cannot_be_written(refused):
     assert refused("output_dir=/proc/tiny-onn") == message(
         "cannot write to /proc: No such file or directory",
         "setting output_dir",
-        "output_dir= a folder you may write to",
+        "output_dir=outputs",
     )
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -179,6 +180,48 @@ def test_a_tampered_parent_is_named_and_the_remedy_works(outputs, words, capsys)
     assert in_process(outputs, words, "stage=score") == 0
 
 
+@pytest.mark.parametrize("damage", ["deleted", "truncated", "flipped", "of equal size and time", "manifest", "renamed"])
+def test_a_damaged_result_is_not_handed_over(outputs, words, capsys, damage):
+    folder = result(outputs, "project")
+    weights, manifest = folder / "checkpoint" / "model.safetensors", folder / "manifest.json"
+    times, content = (weights.stat().st_atime_ns, weights.stat().st_mtime_ns), weights.read_bytes()
+    damaged = manifest if damage == "manifest" else weights
+    sealed = manifest.read_bytes()
+    damaged.unlink()  # a hard link: the finished run stays as it is
+    if damage == "truncated":
+        weights.write_bytes(content[:-1])
+    elif damage in {"flipped", "of equal size and time"}:
+        weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    elif damage == "manifest":
+        manifest.write_bytes(sealed.replace(b'"size": ', b'"size": 1', 1))
+    elif damage == "renamed":
+        weights.with_name("other.safetensors").write_bytes(content)
+    if damage == "of equal size and time":
+        os.utime(weights, ns=times)
+    assert in_process(outputs, words, "stage=project") == 1
+    said = capsys.readouterr()
+    assert str(damaged) in said.err
+    assert said.err.endswith(f"output_dir={outputs} stage=project fresh=true\n")
+    assert "\ncheckpoint" not in said.out
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json", "model.safetensors"])
+def test_what_decides_a_result_is_looked_at_and_its_time_is_not(words, capsys, tmp_path, name):
+    source = Path(next(word for word in words if word.startswith("model.path="))[len("model.path=") :])
+    changed = Path(shutil.copytree(source, tmp_path / "source"))
+    words = [f"model.path={changed}" if word.startswith("model.path=") else word for word in words]
+    assert in_process(tmp_path, words, "stage=scan") == 0
+    (changed / name).touch()
+    capsys.readouterr()
+    assert in_process(tmp_path, words, "stage=scan") == 0
+    assert "scan      kept from an earlier run" in capsys.readouterr().out
+    content, status = (changed / name).read_bytes(), (changed / name).stat()
+    (changed / name).write_bytes(content[:-3] + b" " + content[-2:] if name.endswith("json") else content[:-3] + b"abc")
+    os.utime(changed / name, ns=(status.st_atime_ns, status.st_mtime_ns))
+    in_process(tmp_path, words, "stage=scan")
+    assert "kept from an earlier run" not in capsys.readouterr().out
+
+
 def test_two_runs_of_one_result_at_once(outputs, words, capsys):
     final = result(outputs, "score")
     with hold_lock(final.with_name(f".{final.name}.lock")):
@@ -191,7 +234,7 @@ def test_a_scan_killed_between_checkpoints_goes_on_to_the_same_statistics(output
     before = hashes(outputs, "scan")
     forget(outputs, "scan")
     run_killed(outputs, words, "stage=scan", at="stages.accumulators.sums:LocalStore.flush", calls=4)
-    assert len(hidden(outputs, "scan")) == 2  # the workshop with its scratch, and a lock nobody holds
+    assert len(hidden(outputs, "scan")) == 2  # the staging folder with its scratch, and a lock nobody holds
     assert in_process(outputs, words, "stage=scan") == 0
     assert hashes(outputs, "scan") == before
     assert hidden(outputs, "scan") == []
@@ -215,6 +258,22 @@ def test_a_kill_between_layers_costs_no_layer_that_is_done(outputs, words, stage
     assert in_process(outputs, words, f"stage={stage}") == 0
     assert len(done) == LAYERS - 1
     assert hashes(outputs, stage) == before
+
+
+def test_a_finished_layer_that_was_damaged_is_computed_again(outputs, words, capsys):
+    before = hashes(outputs, "project")
+    forget(outputs, "project")
+    run_killed(outputs, words, "stage=project", at="stages.project.carved_model:CarvedModel.gradients", calls=2)
+    damaged = sorted(stage_folder(outputs, "project").glob(".*/scratch/layer-*.safetensors"))
+    assert len(damaged) == LAYERS
+    for path, position in zip(damaged, (-1, 3), strict=True):
+        content = bytearray(path.read_bytes())
+        content[position] ^= 1
+        path.write_bytes(content)
+    assert in_process(outputs, words, "stage=project") == 0
+    said = capsys.readouterr().out
+    assert all(f"layer {index} of an unfinished run is damaged" in said for index in range(LAYERS))
+    assert hashes(outputs, "project") == before
 
 
 def test_a_kill_within_gradient_projection_costs_no_layer_and_changes_nothing(outputs, words, monkeypatch):

@@ -6,6 +6,7 @@ import pytest
 from integration.carving import words_of_pico
 from pico import write_pico
 
+from instruments.errors import UserError
 from pipeline.cli import run_command
 
 
@@ -61,13 +62,16 @@ def test_assemble_says_that_its_checkpoint_is_not_the_one_to_use(source, text, t
     ]
 
 
-def test_a_run_that_fails_leaves_the_page_of_what_it_finished(source, text, tmp_path, capsys):
+def fail(*_args, **_settings):
+    raise UserError("no score")
+
+
+def test_a_run_that_fails_leaves_the_page_of_what_it_finished(source, text, tmp_path, capsys, monkeypatch):
     words = [*words_of_pico(source / "pico", text), f"output_dir={tmp_path}"]
     assert run_command([*words, "stage=scan"]) == 0
-    (statistics,) = tmp_path.glob("artifacts/pico/scan/*/statistics.safetensors")
-    statistics.write_bytes(b"damaged")
+    monkeypatch.setattr("stages.score.stage.run", fail)
     assert run_command([*words, "stage=score"]) == 1
-    assert "the result of scan is damaged" in capsys.readouterr().err
+    assert capsys.readouterr().err.endswith("no score\n")
     pages = [path.read_text() for path in tmp_path.glob("runs/*/report.html")]
     assert len(pages) == 2
     assert all("What scan found" in page for page in pages)

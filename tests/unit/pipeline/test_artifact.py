@@ -1,5 +1,7 @@
 """Damage to published results is found and named."""
 
+import json
+
 import pytest
 
 from instruments.errors import ContractError
@@ -40,3 +42,37 @@ def test_a_damaged_manifest_is_a_contract_error(folder, text):
         verify(folder, remedy=REMEDY)
     assert caught.value.where == str(folder / "manifest.json")
     assert caught.value.do == REMEDY
+
+
+def manifest_of(folder):
+    return folder / "manifest.json"
+
+
+def test_no_changed_byte_of_a_manifest_goes_unnoticed(folder):
+    """But for the spaces between its words, which say nothing."""
+    whole = manifest_of(folder).read_bytes()
+    for position, byte in enumerate(whole):
+        changed = bytearray(whole)
+        changed[position] = byte ^ 1
+        manifest_of(folder).write_bytes(changed)
+        try:
+            same = json.loads(changed) == json.loads(whole)
+        except ValueError:
+            same = False
+        if not same:
+            with pytest.raises(ContractError):
+                verify(folder, remedy=REMEDY)
+
+
+def test_a_name_outside_the_folder_is_refused(folder):
+    for name in ("/etc/passwd", "../a", "inner/../../a"):
+        Manifest("f00d", {}, {name: {"size": 1, "sha256": ""}}, Table("", (), ())).write(folder)
+        with pytest.raises(ContractError, match="names files outside its folder"):
+            verify(folder, remedy=REMEDY)
+
+
+def test_the_result_of_another_fingerprint_is_refused(folder):
+    Manifest("beef", {}, {}, Table("", (), ())).write(folder)
+    with pytest.raises(ContractError, match="the result of scan is damaged") as caught:
+        verify(folder, remedy=REMEDY)
+    assert caught.value.where == f"{folder} holds the result beef"

@@ -46,7 +46,7 @@ def command(tmp_path, monkeypatch, capsys):
             "  where: shape, model=embedded with F=1024 neurons a layer\n"
             "  do:    top_k=4 always_on=256\n",
         ),
-        (["experts=0"], "experts=0 must be at least 1\n  where: setting experts\n  do:    experts=1\n"),
+        (["experts=0"], "experts=0 must be at least 1\n  where: setting experts\n  do:    experts=null\n"),
         (["active=0"], "active=0.0 must be above 0\n  where: setting active\n  do:    active=0.5\n"),
         (
             ["assemble.target=mixtral", "always_on=0"],

@@ -35,11 +35,7 @@ TAYLOR = (
     "  where: settings score.method and scan.gradients\n"
     "  do:    scan.gradients=true, or score.method=contribution"
 )
-NO_LAYER = (
-    "no layer 4, -5: the model has 4\n"
-    "  where: setting cluster.map_layers\n"
-    "  do:    cluster.map_layers=[] for the first, the middle and the last"
-)
+NO_LAYER = "no layer 4, -5: the model has 4\n  where: setting cluster.map_layers\n  do:    cluster.map_layers=[]"
 TOO_LONG = (
     "data.max_length=1025 is longer than the model's longest sequence, 1024 tokens\n"
     "  where: setting data.max_length; max_position_embeddings of the model's config.json\n"
@@ -273,10 +269,10 @@ def test_shards_are_set_up_by_a_file_that_can_be_read(texts, tmp_path, held, fau
     file = tmp_path / "fsdp.json"
     if held is not None:
         file.write_text(held)
-    (error,) = texts("stage=train", "train.fsdp=true", f"train.fsdp_config={file}")
+    (error,) = texts("stage=train", f"train.fsdp_config={file}")
     assert error.startswith(fault.format(file))
     file.write_text("{}")
-    assert texts("stage=train", "train.fsdp=true", f"train.fsdp_config={file}") == []
+    assert texts("stage=train", f"train.fsdp_config={file}") == []
 
 
 def test_what_shards_are_set_up_by_is_ignored_without_any(texts, tmp_path, caplog):

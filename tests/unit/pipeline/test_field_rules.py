@@ -26,9 +26,9 @@ def test_defaults_pass():
 def test_every_broken_rule_is_reported():
     errors = list(field_errors(Root(seed=-1, node=Node("randon", 0.0, [3, -4]))))
     assert [str(error) for error in errors] == [
-        "seed=-1 must be at least 0\n  where: setting seed\n  do:    seed=0",
+        "seed=-1 must be at least 0\n  where: setting seed\n  do:    seed=null",
         "node.method=randon is none of rank, random\n  where: setting node.method\n  do:    node.method=random",
         "node.share=0.0 must be above 0\n  where: setting node.share\n  do:    node.share=0.25",
-        "node.layers=-4 must be at least 0\n  where: setting node.layers\n  do:    node.layers=0",
+        "node.layers=-4 must be at least 0\n  where: setting node.layers\n  do:    node.layers=[]",
     ]
     assert [error.do for error in field_errors(Node(share=1.5))] == ["share=0.25"]

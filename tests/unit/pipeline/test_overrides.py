@@ -77,7 +77,7 @@ def test_good_words_pass(word):
         ),
         (
             "experts",
-            "experts is no setting\n  where: command line\n  do:    key=value, such as stage=scan or experts=16",
+            "experts is no setting\n  where: command line\n  do:    stage=scan, or another key=value",
         ),
         (
             "experts=8,16",

@@ -3,7 +3,7 @@
 import pytest
 
 from instruments.errors import DataError
-from pipeline.artifacts import open_workshop, publish
+from pipeline.artifacts import open_staging, publish
 from pipeline.plan import make_plan, select_stages
 from pipeline.settings import compose, register_schema
 from pipeline.stages_table import CHAIN, STAGES, Uses, asked_stages, with_ancestors
@@ -27,9 +27,9 @@ def steps(tmp_path):
 
 
 def pretend_published(step):
-    with open_workshop(step.folder, fresh=False) as workshop:
-        (workshop.out / "result").write_text("x")
-        publish(workshop, fingerprint=step.fingerprint, recipe=step.recipe, table=Table("", (), ()))
+    with open_staging(step.folder, fresh=False) as staging:
+        (staging.out / "result").write_text("x")
+        publish(staging, fingerprint=step.fingerprint, recipe=step.recipe, table=Table("", (), ()))
 
 
 def due(steps):

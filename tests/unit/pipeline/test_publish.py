@@ -1,21 +1,21 @@
-"""Workshops and publishing: whole or not at all."""
+"""Staging and publishing: whole or not at all."""
 
 from contextlib import suppress
 
 import pytest
 
-from pipeline.artifacts import Manifest, StagingDir, is_complete, open_workshop, publish, remove_leftovers, verify
+from pipeline.artifacts import Manifest, StagingDir, is_complete, open_staging, publish, remove_leftovers, verify
 from stages.artifacts.job import Table
 
 TABLE = Table(title="neurons", columns=["layer", "loss"], rows=[[0, 1.5], [1, 2.5]], notes=["a note"])
 
 
 def make(final, *, text="result", fresh=False):
-    with open_workshop(final, fresh=fresh) as workshop:
-        (workshop.out / "inner").mkdir()
-        (workshop.out / "inner" / "a.txt").write_text(text)
-        (workshop.out / "b.txt").write_text("bb")
-        return publish(workshop, fingerprint="f00d", recipe={"stage": "scan"}, table=TABLE)
+    with open_staging(final, fresh=fresh) as staging:
+        (staging.out / "inner").mkdir()
+        (staging.out / "inner" / "a.txt").write_text(text)
+        (staging.out / "b.txt").write_text("bb")
+        return publish(staging, fingerprint="f00d", recipe={"stage": "scan"}, table=TABLE)
 
 
 @pytest.fixture
@@ -50,15 +50,15 @@ def test_a_failed_stage_publishes_nothing_and_keeps_its_scratch(final):
     fail_halfway(final)
     assert not is_complete(final)
     assert names(final.parent) == [".f00d"]
-    with open_workshop(final, fresh=False) as workshop:
-        assert names(workshop.out) == []
-        assert (workshop.scratch / "progress").read_text() == "17"
+    with open_staging(final, fresh=False) as staging:
+        assert names(staging.out) == []
+        assert (staging.scratch / "progress").read_text() == "17"
 
 
 def fail_halfway(final):
-    with suppress(ZeroDivisionError), open_workshop(final, fresh=False) as workshop:
-        (workshop.out / "half.txt").write_text("ha")
-        (workshop.scratch / "progress").write_text("17")
+    with suppress(ZeroDivisionError), open_staging(final, fresh=False) as staging:
+        (staging.out / "half.txt").write_text("ha")
+        (staging.scratch / "progress").write_text("17")
         raise ZeroDivisionError
 
 
@@ -67,11 +67,11 @@ def test_fresh_forgets_scratch_and_replaces_the_result(final):
     scratch = final.with_name(".f00d") / "scratch"
     scratch.mkdir(parents=True)
     (scratch / "progress").write_text("17")
-    with open_workshop(final, fresh=True) as workshop:
-        assert names(workshop.scratch) == []
+    with open_staging(final, fresh=True) as staging:
+        assert names(staging.scratch) == []
         assert (final / "inner" / "a.txt").read_text() == "old"
-        (workshop.out / "new.txt").write_text("new")
-        publish(workshop, fingerprint="f00d", recipe={}, table=TABLE)
+        (staging.out / "new.txt").write_text("new")
+        publish(staging, fingerprint="f00d", recipe={}, table=TABLE)
     assert names(final) == ["manifest.json", "new.txt"]
     assert names(final.parent) == ["f00d"]
 
@@ -97,15 +97,15 @@ def test_scratch_goes_once_its_result_is_published(final):
 
 def test_an_old_result_is_put_back_when_its_replacement_was_killed(final):
     make(final, text="old")
-    workshop = StagingDir(final)
-    workshop.root.mkdir()
-    final.rename(workshop.replaced)
+    staging = StagingDir(final)
+    staging.root.mkdir()
+    final.rename(staging.replaced)
     remove_leftovers(final.parent)
     assert names(final.parent) == ["f00d"]
     assert (final / "inner" / "a.txt").read_text() == "old"
 
 
 def test_the_unfinished_work_of_a_living_run_is_left_alone(final):
-    with open_workshop(final.with_name("beef"), fresh=False) as other:
+    with open_staging(final.with_name("beef"), fresh=False) as other:
         remove_leftovers(final.parent)
         assert other.out.is_dir()

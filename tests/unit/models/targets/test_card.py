@@ -1,4 +1,5 @@
 import pytest
+import yaml
 
 from models.card import CarveFacts, render_card, suitable_runtimes
 from models.config import MoEShape
@@ -11,7 +12,7 @@ def test_the_card_says_what_was_carved_from_what():
         CarveFacts("org/dense", MOE_TARGETS["glm4_moe"], shape, 1024, 4, 12, 3, "by hand", "ridge", "none")
     )
     assert card.startswith("---\nlibrary_name: transformers\n")
-    assert "base_model: org/dense\n" in card
+    assert 'base_model: "org/dense"\n' in card
     for row in (
         "| architecture | `Glm4MoeForCausalLM` |",
         "| experts | 16 of 64 neurons in each of 4 layers, 4 per token |",
@@ -22,6 +23,31 @@ def test_the_card_says_what_was_carved_from_what():
         "| router | ridge |",
     ):
         assert row in card
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("org/dense-0.5B", "org/dense-0.5B"),
+        ("/home/me/secret/qwen", "qwen"),
+        ("/models/x\nlicense: mit\n---", "x_license_ mit_---"),
+        ('/models/a": [b]#`c`', "a__ _b___c_"),
+        ("../qwen", "qwen"),
+        ("/", "dense"),
+    ],
+)
+def test_the_source_of_a_card_is_a_name_and_nothing_else(source, name):
+    shape = MoEShape(experts=16, n=64, top_k=4, always_on=256)
+    card = render_card(CarveFacts(source, MOE_TARGETS["glm4_moe"], shape, 1024, 4, 0, 1, "", "", ""))
+    front = yaml.safe_load(card.split("\n---\n")[0].removeprefix("---\n"))
+    assert front == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["moe", "tiny-onn"],
+        "base_model": name,
+    }
+    assert card.count("license") == name.count("license") * 3
+    assert "/home/me" not in card
 
 
 def test_the_card_of_a_pool_says_that_all_layers_share_it():

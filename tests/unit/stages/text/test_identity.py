@@ -35,9 +35,12 @@ def test_the_standard_library_counts_by_version(monkeypatch):
     assert data_cache_key(DataConfig())["modules"] != identity["modules"]
 
 
-def test_a_dataset_counts_by_name_and_revision(write_jsonl, tmp_path):
-    data = DataConfig(kind="hub", name="a/b", subset="c", revision="d")
-    assert data_cache_key(data) == {"kind": "hub", "reader": 2, "name": "a/b", "subset": "c", "revision": "d"}
+def test_a_dataset_counts_by_name_and_commit(write_jsonl, tmp_path, monkeypatch):
+    data = DataConfig(kind="hub", name="a/b", subset="c")
+    named = {"kind": "hub", "reader": 2, "name": "a/b", "subset": "c", "revision": None}
+    assert data_cache_key(data) == named | {"commit": None}
+    monkeypatch.setattr("stages.text.hub.hf_hub_download", lambda *_, **_options: "/cache/snapshots/c0ffee/file")
+    assert data_cache_key(data) == named | {"commit": "c0ffee"}
     write_jsonl("train.jsonl", [{"text": "one"}])
     folder = data_cache_key(DataConfig(kind="hub", name=str(tmp_path)))
     write_jsonl("train.jsonl", [{"text": "two"}])

@@ -1,0 +1,61 @@
+"""Hashes of large files are remembered, and no change is overlooked."""
+
+import os
+
+import pytest
+
+from instruments.durable import hash_file
+from pipeline.file_hashes import REMEMBERED_BYTES, FileHashes
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    monkeypatch.setattr("pipeline.file_hashes.SETTLED", -1)
+    path = tmp_path / "weights"
+    path.write_bytes(b"\0" * REMEMBERED_BYTES)
+    return path
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """The files whose bytes are read."""
+    found = []
+    monkeypatch.setattr("pipeline.file_hashes.hash_file", lambda path: found.append(path.name) or hash_file(path))
+    return found
+
+
+def test_a_large_file_is_read_once_by_any_process(file, read, tmp_path):
+    for _process in range(2):
+        assert FileHashes(tmp_path / "memory" / "hashes.json")(file) == hash_file(file)
+    assert read == ["weights"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["memory", "weights"]
+
+
+def test_other_bytes_of_the_same_size_and_time_are_read_again(file, tmp_path):
+    hash_of = FileHashes(tmp_path / "hashes.json")
+    before, status = hash_of(file), file.stat()
+    with file.open("r+b") as open_file:
+        open_file.write(b"\1")
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert (file.stat().st_size, file.stat().st_mtime_ns) == (status.st_size, status.st_mtime_ns)
+    assert hash_of(file) == hash_file(file) != before
+
+
+def test_a_touch_changes_no_hash(file, tmp_path):
+    hash_of = FileHashes(tmp_path / "hashes.json")
+    before = hash_of(file)
+    os.utime(file, ns=(1, 1))
+    assert hash_of(file) == before
+
+
+def test_what_changed_just_now_is_not_remembered(file, read, tmp_path, monkeypatch):
+    monkeypatch.setattr("pipeline.file_hashes.SETTLED", 10**12)
+    hash_of = FileHashes(tmp_path / "hashes.json")
+    assert hash_of(file) == hash_of(file)
+    assert read == ["weights", "weights"]
+
+
+@pytest.mark.parametrize("memory", ["", "[1]", "{", '{"a": 3}', "[[]]"])
+def test_a_damaged_memory_only_costs_time(file, tmp_path, memory):
+    (tmp_path / "hashes.json").write_text(memory)
+    assert FileHashes(tmp_path / "hashes.json")(file) == hash_file(file)

@@ -1,0 +1,92 @@
+"""Passwords are used and written nowhere."""
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from instruments.errors import UserError, redact
+from pipeline.command import command_line, hide_passwords
+from pipeline.run_folder import RunFolder
+from pipeline.settings import Settings
+from stages.accumulators.config import StoreConfig, find_password
+from stages.artifacts.job import Table
+
+URL = "redis://me:s3sam@host:1/0"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (URL, "redis://me@host:1/0"),
+        ("redis://:s3sam@host", "redis://host"),
+        ("redis://me:s3:s@m/x@host", "redis://me@host"),
+        ("store.url='rediss://:s3sam@host/0' n=1 a@b", "store.url='rediss://host/0' n=1 a@b"),
+        ("unix:///run/redis.sock?db=0&password=s3sam", "unix:///run/redis.sock?db=0&password="),
+        ("HF_ENDPOINT=https://s3sam@mirror/x", "HF_ENDPOINT=https://mirror/x"),
+        ("redis://me@host and https://site/@me", "redis://me@host and https://site/@me"),
+        ("no address: me:s3@x", "no address: me:s3@x"),
+    ],
+)
+def test_what_is_left_of_an_address(text, expected):
+    assert redact(text) == expected
+
+
+def test_the_store_still_knows_its_password():
+    store = StoreConfig("redis", url="redis://me:s3%40sam@host:1/0")
+    assert store.url == "redis://me@host:1/0"
+    assert find_password(store.url) == "s3@sam"
+    assert find_password("redis://other") is None
+
+
+def test_words_and_remedies():
+    words = hide_passwords(["stage=scan", f"store.url={URL}"])
+    assert words == ["stage=scan", "store.url=redis://me@host:1/0"]
+    assert hide_passwords([f"store.url={URL},redis://:word@there"]) == ["store.url=redis://me@host:1/0,redis://there"]
+    assert "s3sam" not in command_line([f"store.url={URL}"], stage="score")
+    assert "s3sam" not in str(UserError(URL, where=URL, do=URL))
+
+
+def fail():
+    logging.getLogger("stages.scan").info("reading %s", URL)
+    raise ValueError(URL)
+
+
+def test_nothing_that_a_run_leaves(tmp_path, capsys):
+    settings = Settings(experts=3, n=4, output_dir=str(tmp_path), store=StoreConfig("redis", url=URL))
+    run = RunFolder(tmp_path / "run", settings, ["store=redis", f"store.url={URL}"])
+    run.append_stage("scan", URL, Table("T", ("a",), ((URL,),), (URL,)))
+    run.record_stage("scan", "ab" * 32)
+    with pytest.raises(ValueError, match="s3sam"), run.logging():
+        fail()
+    said = capsys.readouterr()
+    written = "".join(path.read_text() for path in (tmp_path / "run").iterdir())
+    assert "s3sam" not in written + said.out + said.err
+    assert written.count("redis://me@host:1/0") >= 7
+
+
+REDIS = ("store=redis", "store.url=redis://me:s3sam@127.0.0.1:1/0", "stage=scan")
+
+
+def command(*words):
+    started = [sys.executable, "-m", "pipeline", *words]
+    root = Path(__file__).parents[3]
+    return subprocess.run(started, capture_output=True, text=True, cwd=root, env=os.environ, check=False)
+
+
+def test_printed_settings():
+    done = command("--cfg", "job", *REDIS)
+    assert "url: redis://me@127.0.0.1:1/0" in done.stdout
+    assert "s3sam" not in done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_what_a_sweep_leaves(tmp_path):
+    done = command("-m", *REDIS, f"output_dir={tmp_path}", "seed=0,1")
+    assert done.returncode == 1
+    written = "".join(path.read_text() for path in tmp_path.rglob("*") if path.is_file())
+    assert "redis://me@127.0.0.1:1/0" in written
+    assert "s3sam" not in written + done.stdout + done.stderr
