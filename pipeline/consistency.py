@@ -169,7 +169,7 @@ def domain_contradictions(settings: Settings) -> Iterator[ConfigError]:
 
 
 def pool_contradictions(settings: Settings) -> Iterator[ConfigError]:
-    """Routers that know an expert by its own weights or the size of its output, which is no use to foreign layers."""
+    """Routers that know an expert by what its own layer's neurons do, which says nothing to other layers."""
     if (router := settings.assemble.router) in {*ROUTERS} - POOL_ROUTERS:
         yield ConfigError(
             f"assemble.router={router} does not ask what an expert does for the layer that borrows it",

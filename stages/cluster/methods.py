@@ -57,10 +57,10 @@ def fit_balanced_kmeans(
 
 def _improve(directions_UC: Tensor, centroids_EC: Tensor, sizes_E: Tensor, iterations: int) -> Tensor:
     """Rounds of assigning neurons and moving centroids until no neuron moves."""
-    labels_U, prices_E = torch.full((len(directions_UC),), -1), None
+    labels_U = torch.full((len(directions_UC),), -1)
     for _ in range(iterations):
         previous_U = labels_U
-        labels_U, prices_E = assign_balanced(directions_UC @ centroids_EC.T, sizes_E, prices_E=prices_E)
+        labels_U = assign_balanced(directions_UC @ centroids_EC.T, sizes_E)
         if torch.equal(labels_U, previous_U):
             break
         centroids_EC = mean_directions(directions_UC, labels_U, len(sizes_E))

@@ -44,7 +44,7 @@ def measure_objective(
     dealt_U = labels_U[torch.from_numpy(rng.permutation(len(labels_U)))]
     total = total_similarity(directions_UC, labels_U, experts)
     affinity_UE = directions_UC @ mean_directions(directions_UC, labels_U, experts).T
-    best_U = assign_balanced(affinity_UE, labels_U.bincount(minlength=experts)).labels_U
+    best_U = assign_balanced(affinity_UE, labels_U.bincount(minlength=experts))
     best = float(affinity_UE.double().gather(1, best_U[:, None]).sum())
     count = max(1, len(labels_U))
     return Objective(

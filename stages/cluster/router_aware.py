@@ -82,14 +82,14 @@ def regroup(
     Returns:
         ``(U,)`` the labels of the round that router_aware most; those it started from at worst.
     """
-    best_U, most, prices_E = labels_U, -1.0, None
+    best_U, most = labels_U, -1.0
     for _ in range(iterations + 1):
         held_TE = energy.held(members(labels_U, len(sizes_E), energy.energy_TU))
         mask_TE = energy.route(held_TE)
         router_aware = float((mask_TE * held_TE).sum())
         if router_aware > most:
             best_U, most = labels_U, router_aware
-        next_U, prices_E = assign_balanced((energy.energy_TU.T @ mask_TE).cpu(), sizes_E, prices_E=prices_E)
+        next_U = assign_balanced((energy.energy_TU.T @ mask_TE).cpu(), sizes_E)
         if torch.equal(next_U, labels_U):
             break
         labels_U = next_U

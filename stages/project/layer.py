@@ -15,8 +15,7 @@ from stages.calibration.gate_scale import at_usual_gates, column_scale, scale_co
 from stages.project.config import ProjectConfig
 from stages.project.gradient_projection import sample_experts
 from stages.routing.fit import RouterSettings, refit_router
-from stages.routing.methods import IMITATING_ROUTERS
-from stages.routing.task import RouterTask, load_balance, make_loop, set_logit_std, watch_contributions
+from stages.routing.task import RouterTask, load_balance, make_loop, set_logit_std
 
 
 @dataclass(frozen=True)
@@ -60,11 +59,9 @@ def alternate(
     """
     if carve.shape.top_k == carve.shape.experts:
         return state, 0
-    imitates = settings.rounds > 0 and carve.refit.method in IMITATING_ROUTERS
-    contributions = watch_contributions(carve.ffn, carve.neurons_EN, inputs) if imitates else []
     for kept in range(settings.rounds):
         usual = at_usual_gates(state.loop, inputs)
-        router = refit_router(RouterTask(usual, target, carve.biased, inputs, contributions), carve.refit)
+        router = refit_router(RouterTask(usual, target, carve.biased, inputs), carve.refit)
         if router is None or chooses_alike(router, state.loop, inputs):
             return state, kept
         rerouted = reroute(base, set_logit_std(router, inputs[: carve.text], carve.logit_std), inputs)

@@ -60,14 +60,12 @@ def _measure_parts(layer: Layer, repetitions: int) -> list[Row]:
     sizes_E, dims = group_sizes(layer.width, layer.experts), ClusterConfig().feature_dims
     centroids_EC = seed_centroids(features_FC, layer.experts, np.random.default_rng(0))
     affinity_FE = features_FC @ centroids_EC.T
-    prices_E = assign_balanced(affinity_FE, sizes_E).prices_E
     parts: dict[str, Callable[[], object]] = {
         f"features of {TOKENS} tokens' bits": lambda: coactivation_features(
             bits_Fr, TOKENS, dims=dims, rng=np.random.default_rng(0)
         ),
         "first centroids": lambda: seed_centroids(features_FC, layer.experts, np.random.default_rng(0)),
         "one assignment": lambda: assign_balanced(affinity_FE, sizes_E),
-        "one assignment, prices known": lambda: assign_balanced(affinity_FE, sizes_E, prices_E=prices_E),
     }
     found = take_turns({name: Task(part) for name, part in parts.items()}, repetitions, CPU)
     return [Row(f"  {layer.name}: {name}", seconds, unit="s") for name, seconds in found.items()]
@@ -81,7 +79,7 @@ def measure_gap() -> Row:
     affinity_FE = (features_FC @ centroids_EC.T).double()
     slots_FS = affinity_FE.repeat_interleave(sizes_E, dim=1).numpy()
     best = float(slots_FS[linear_sum_assignment(slots_FS, maximize=True)].sum())
-    labels_F = assign_balanced(affinity_FE.float(), sizes_E).labels_U
+    labels_F = assign_balanced(affinity_FE.float(), sizes_E)
     ours = float(affinity_FE.gather(1, labels_F[:, None]).sum())
     return Row(f"gap to the exact assignment, F = {EXACT_WIDTH}, E = {experts}", [1 - ours / best], at_most=0.01)
 

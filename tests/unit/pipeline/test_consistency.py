@@ -135,10 +135,10 @@ POOL = "topology=global_pool"
 
 
 def test_all_that_is_wrong_with_a_pool_is_said_at_once(texts):
-    words = ["top_k=17", "n=1025", "assemble.router=log_ridge", "assemble.target=glm4_moe"]
+    words = ["top_k=17", "n=1025", "assemble.router=residual_ridge", "assemble.target=glm4_moe"]
     better = "experts=32 n=64 top_k=8 always_on=0 assemble.target=auto"
     assert texts(POOL, *words) == [
-        "assemble.router=log_ridge does not ask what an expert does for the layer that borrows it\n"
+        "assemble.router=residual_ridge does not ask what an expert does for the layer that borrows it\n"
         "  where: settings assemble.router and topology=global_pool\n"
         "  do:    assemble.router=error, or random",
         "top_k=17 is more than experts=16\n"
@@ -156,7 +156,7 @@ def test_all_that_is_wrong_with_a_pool_is_said_at_once(texts):
 def test_a_pool_is_carved_by_the_settings_of_any_carve(texts, caplog):
     for words in ([], ["assemble.target=tiny_onn", "experts=3"], ["experts=100", "n=256"], ["always_on=64"]):
         assert texts(POOL, *words) == []
-    assert texts(POOL, "stage=extract", "assemble.router=gate_rows") == []
+    assert texts(POOL, "stage=extract", "assemble.router=residual_ridge") == []
     assert caplog.messages == []
 
 

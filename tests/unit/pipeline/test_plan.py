@@ -120,7 +120,7 @@ def test_what_changes_no_result_changes_no_fingerprint(steps, word):
         ("score=taylor", {"scan"}),
         ("cluster.always_on_by=alignment", {"scan"}),  # nobody reads the score
         ("cluster=rank", {"scan", "score"}),
-        ("assemble=centroid", {"scan", "score", "cluster", "extract"}),
+        ("assemble=residual_ridge", {"scan", "score", "cluster", "extract"}),
         ("project=none", {"scan", "score", "cluster", "extract", "assemble"}),
         ("evaluate.speed_tokens=0", ALL - {"evaluate"}),
         ("data.heldout_tokens=1000", ALL - {"evaluate"}),

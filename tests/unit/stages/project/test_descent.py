@@ -15,7 +15,7 @@ from stages.routing.descent import DescentSettings
 from stages.routing.fit import RouterSettings
 
 D, F, E, N, K, S = 6, 16, 4, 3, 2, 4
-REFIT = RouterSettings("log_ridge", 1e-3, DescentSettings(0, 0.05, 0.0, 1), tokens=1000)
+REFIT = RouterSettings("residual_ridge", 1e-3, DescentSettings(0, 0.05, 0.0, 1), tokens=1000)
 DESCENT = ProjectConfig(descent_steps=60, descent_tokens=64, rounds=0)
 
 
