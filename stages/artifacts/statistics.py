@@ -64,27 +64,6 @@ class NeuronStatistics:
 
 
 @dataclass(frozen=True)
-class DomainStatistics:
-    """The Taylor sums of `NeuronStatistics` apart for every text domain. Written where `scan.domains` asks for it."""
-
-    VERSION: ClassVar[int] = 1
-    FILE: ClassVar[str] = "domains.safetensors"
-
-    names: list[str]  # G domains, that of most tokens first
-    samples: list[int]  # of every domain
-    sum_taylor: Tensor  # (G, L, F) float64: Σ|h·∂loss/∂h|, per-sample mean loss; divide by `samples`
-
-    def save(self, folder: Path) -> None:
-        """Write `folder/domains.safetensors`."""
-        save_contract(self, folder / self.FILE, version=self.VERSION)
-
-    @classmethod
-    def load(cls, folder: Path) -> "DomainStatistics":
-        """Read what `save` wrote. Raises ContractError."""
-        return load_contract(cls, folder / cls.FILE, version=cls.VERSION)
-
-
-@dataclass(frozen=True)
 class Scores:
     """(L, F) float32 scores; higher is more important, comparable within a layer only."""
 

@@ -22,10 +22,7 @@ from stages.text.config import DataConfig
 
 @dataclass(frozen=True)
 class LayerActivity:
-    """One layer's FFN and its inputs, (T, D) for every batch, real tokens only; valid until the next layer comes.
-
-    Neuron activations are computed when they are asked for: all of them, T × F, would not fit.
-    """
+    """One layer's FFN and its inputs, (T, D) for every batch, real tokens only; valid until the next layer comes."""
 
     ffn: DenseFFN
     inputs: Sequence[Tensor]
@@ -36,17 +33,9 @@ class LayerActivity:
         return sum(map(len, self.inputs))
 
     def sample(self, tokens: int) -> Float[Tensor, "T D"]:
-        """At most `tokens` of the inputs, spread evenly over the text."""
+        """At most `tokens` of the inputs, evenly spaced over the text."""
         x_TD = torch.cat(list(self.inputs))
         return x_TD[evenly_spaced(len(x_TD), tokens)]
-
-    def hidden(self, batch: int) -> Float[Tensor, "T F"]:
-        """Neuron activations h on one batch."""
-        return self.ffn.hidden(self.inputs[batch])
-
-    def hiddens(self) -> Iterator[Tensor]:
-        """Neuron activations h, (T, F), batch by batch."""
-        return map(self.hidden, range(len(self.inputs)))
 
 
 @contextmanager

@@ -7,20 +7,20 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from models.shape import MoEShape
-from stages.artifacts.statistics import NeuronStatistics, Scores
 
 
-def layer_shapes(shape: MoEShape, allocation: str, scores: Scores, statistics: NeuronStatistics) -> list[MoEShape]:
-    """The shape by which each layer's own neurons are grouped, for `cluster.allocation`.
+def layer_shapes(shape: MoEShape, scores_LF: Float[Tensor, "L F"]) -> list[MoEShape]:
+    """The shape by which each layer's own neurons are grouped into its share of the pool's experts.
 
-    A layer of e experts is grouped as if a token chose among these alone: K of them, at most half, since where all are
-    chosen no grouping is better than another. An expert holds no neuron twice, and copies of a neuron are made only
-    where the pool has more places than the model has neurons.
+    The shares are in proportion to the layers' neurons among the E·N that stand highest by score. A layer of e experts
+    is grouped as if a token chose among these alone: K of them, at most half, since where all are chosen no grouping is
+    better than another. An expert holds no neuron twice, and neurons are copied only where the pool has more places
+    than the model has neurons.
     """
-    layers, width = scores.chosen.shape
+    layers, width = scores_LF.shape
     most = max((width - shape.always_on) // shape.n, -(-shape.experts // layers))
     given_L = share_experts(
-        weigh_layers(allocation, scores, statistics, shape.experts * shape.n),
+        count_best(scores_LF, shape.experts * shape.n).double(),
         shape.experts,
         least=min(1, shape.experts // layers),
         most=most,
@@ -29,25 +29,14 @@ def layer_shapes(shape: MoEShape, allocation: str, scores: Scores, statistics: N
     return [replace(shape, experts=given, top_k=max(1, min(shape.top_k, given // 2))) for given in counts]
 
 
-def weigh_layers(allocation: str, scores: Scores, statistics: NeuronStatistics, slots: int) -> Float[Tensor, "L"]:
-    """What the layers' shares of the pool are in proportion to, fp64."""
-    if allocation == "contribution":
-        return statistics.contribution.double().sum(1)
-    best_L = count_best(scores.chosen, slots).double()
-    if allocation == "score":
-        return best_L
-    # Next to equal, so that only ties are decided by it.
-    return 1 + 1e-6 * best_L.argsort(stable=True).argsort()
-
-
 def count_best(scores_LF: Float[Tensor, "L F"], slots: int) -> Int[Tensor, "L"]:
     """How many neurons of each layer are among the `slots` that stand highest above their own layer's mean.
 
     Scores are comparable within a layer only. Ranks would give every layer the same; standard deviations tell a layer
     with few outstanding neurons from one with many.
     """
-    spread_L1 = scores_LF.std(1, keepdim=True).clamp_min(torch.finfo(scores_LF.dtype).tiny)
-    above_LF = (scores_LF - scores_LF.mean(1, keepdim=True)) / spread_L1
+    deviation_L1 = scores_LF.std(1, keepdim=True).clamp_min(torch.finfo(scores_LF.dtype).tiny)
+    above_LF = (scores_LF - scores_LF.mean(1, keepdim=True)) / deviation_L1
     best = above_LF.flatten().argsort(descending=True, stable=True)[:slots]
     counts_L: Tensor = (best // scores_LF.shape[1]).bincount(minlength=len(scores_LF))
     return counts_L

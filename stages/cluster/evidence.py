@@ -7,10 +7,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from instruments.errors import ConfigError
 from models.config import ModelConfig
 from models.shape import MoEShape
-from stages.artifacts.statistics import DomainStatistics, NeuronStatistics, Scores
+from stages.artifacts.statistics import NeuronStatistics, Scores
 from stages.calibration.elimination import rank_by_alignment
 from stages.cluster.activity import LayerActivity
 from stages.cluster.config import ClusterConfig
@@ -28,7 +27,6 @@ class LayerEvidence:
     scores: Scores | None  # None: nothing is ranked by score
     seed: int
     pass_activity: LayerActivity | None = None
-    domains: DomainStatistics | None = None  # where the scan kept them
 
     @property
     def activity(self) -> LayerActivity:
@@ -50,12 +48,6 @@ class LayerEvidence:
     def draw(self, purpose: int) -> np.random.Generator:
         """Random numbers of this layer and purpose alone, from their beginning."""
         return np.random.default_rng((self.seed, self.layer, purpose))
-
-
-def require(found: object, what: str, do: str) -> None:
-    """Raise ConfigError unless the scan found what the features are made of."""
-    if not found:
-        raise ConfigError(what, where="stage=cluster, setting cluster.features", do=do)
 
 
 def rank_neurons(

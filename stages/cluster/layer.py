@@ -77,9 +77,7 @@ def partition_layer(
     shape: MoEShape,
     *,
     method: Method,
-    iterations: int,
     rng: np.random.Generator,
-    restarts: int = 1,
     evidence: LayerEvidence | None = None,
     tokens: int = 8192,
 ) -> LayerPartition:
@@ -91,9 +89,7 @@ def partition_layer(
         features: what neurons are compared by; called only by the method that does.
         shape: E, N, K and S, with N ≤ F − S; of a pool, as `layer_shapes` gives it.
         method: how neurons are grouped.
-        iterations: most rounds of k-means.
         rng: of this layer alone.
-        restarts: times k-means is started.
         evidence: all else that is known of the layer, for the methods that look at it.
         tokens: calibration tokens that the method `router_aware` looks at, at most.
     Returns:
@@ -103,16 +99,12 @@ def partition_layer(
     if not shape.experts:  # of a pool to which this layer gives none
         return LayerPartition(*roles, roles.routed_U.clone(), roles.routed_U.new_empty(0, shape.n))
     neurons = RoutedNeurons(
-        roles.routed_U,
         scores_F[roles.routed_U],
         lambda: features()[roles.routed_U],
-        evidence,
         partial(measure_routed, evidence, roles, shape, tokens),
         shape.n,
     )
-    labels_U, affinity_UE = group_neurons(
-        method, neurons, shape.experts, iterations=iterations, restarts=restarts, rng=rng
-    )
+    labels_U, affinity_UE = group_neurons(method, neurons, shape.experts, rng=rng)
     return LayerPartition(*roles, labels_U, roles.routed_U[fill_experts(affinity_UE, labels_U, shape.n)])
 
 

@@ -18,7 +18,6 @@ from stages.cluster.config import ClusterConfig
 from stages.cluster.evidence import LayerEvidence
 from stages.cluster.layer import LayerPartition
 from stages.cluster.neuron_map import NeuronMap, draw_neuron_map
-from stages.cluster.views import name_views
 
 MOST_DIMS = 50  # principal components in which both methods compare neurons
 
@@ -83,7 +82,10 @@ def place_by_tsne(points_UP: Points, start_U2: Points, neighbors: int, *, seed: 
     return placed_U2
 
 
+MAP_NEURONS = 8192  # a wider layer shows an even sample
+MAP_NEIGHBORS = 15  # that decide a neuron's place; perplexity of t-SNE
 MAP_NAMES = {"umap": "UMAP", "tsne": "t-SNE"}
+FEATURE_NAMES = {"coactivation": "co-activation", "gate_rows": "gate rows"}
 
 
 def layers_to_draw(cluster: ClusterConfig, layers: int) -> list[int]:
@@ -111,11 +113,11 @@ def plot_layer(
 ) -> str:
     """Write the map of one layer; returns the file's name."""
     width = len(features_FC)
-    shown = torch.from_numpy(np.linspace(0, width - 1, min(width, cluster.map_neurons)).round().astype(np.int64))
+    shown = torch.from_numpy(np.linspace(0, width - 1, min(width, MAP_NEURONS)).round().astype(np.int64))
     coordinates_U2 = place_neurons(
         features_FC[shown],
         cluster.map,  # type: ignore[arg-type] # checked against the choices beside the field
-        neighbors=cluster.map_neighbors,
+        neighbors=MAP_NEIGHBORS,
         rng=rng,
     )
     experts, size = partition.neurons_EN.shape
@@ -130,6 +132,6 @@ def plot_layer(
         picture,
         folder / file,
         title=f"Layer {layer}: {neurons}, {experts} experts of {size}{copies} "
-        f"({MAP_NAMES[cluster.map]} of {name_views(cluster)})",
+        f"({MAP_NAMES[cluster.map]} of {FEATURE_NAMES[cluster.features]})",
     )
     return file

@@ -190,8 +190,7 @@ def tabulate_layers(
         )
     if shapes:
         notes.append(
-            f"experts that the layers give to the pool, by {cluster.allocation}: "
-            f"{', '.join(str(shape.experts) for shape in shapes)}"
+            f"experts that the layers give to the pool, by score: {', '.join(str(shape.experts) for shape in shapes)}"
         )
     if pictures:
         notes.append(f"maps: {', '.join(pictures)}")
@@ -207,7 +206,7 @@ def describe(cluster: ClusterConfig, shape: MoEShape, width: int, score: str | N
         width: F.
         score: the score in words; None where it decided nothing.
     """
-    how = f" on {' and '.join(cluster.views)}" if cluster.method == "balanced_kmeans" else ""
+    how = f" on {cluster.features}" if cluster.method == "balanced_kmeans" else ""
     said = [f"experts by {cluster.method}{how}"]
     ranking = "alignment" if cluster.aligns(shape, width) else score
     if shape.pooled:

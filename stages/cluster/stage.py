@@ -14,7 +14,7 @@ from models.loading import release_freed_memory
 from models.shape import MoEShape
 from stages.artifacts.job import Job, Table
 from stages.artifacts.partition import Partition, PoolPartition
-from stages.artifacts.statistics import DomainStatistics, NeuronStatistics, Scores
+from stages.artifacts.statistics import NeuronStatistics, Scores
 from stages.artifacts.tensor_file import load_layer_checkpoint, save_layer_checkpoint
 from stages.calibration.config import VocabularyConfig
 from stages.cluster.activity import LayerActivity, open_activities
@@ -39,19 +39,19 @@ def run(
     seed: int,
 ) -> Table:
     """Group the neurons of every layer into experts; no layer's draws depend on another layer."""
-    statistics, domains = NeuronStatistics.load(job.parents["scan"]), load_domains(job.parents["scan"])
+    statistics = NeuronStatistics.load(job.parents["scan"])
     layers, width = statistics.sum_abs.shape
     scores = Scores.load(job.parents["score"]) if cluster.reads_score(shape, width) else None
     drawn = layers_to_draw(cluster, layers)
     shapes = [shape] * layers
     if shape.pooled:
         assert scores is not None, "a pool reads the score, see config.py"
-        shapes = layer_shapes(shape, cluster.allocation, scores, statistics)
+        shapes = layer_shapes(shape, scores.chosen)
     partitions, figures, pictures = [], [], []
     batch_tokens = cluster.batch_tokens if cluster.needs_pass(shape, width) else None
     with open_pass(model, data, vocabulary, batch_tokens, layers) as activities:
         for layer, activity in enumerate(tqdm(activities, total=layers, desc="cluster", unit="layer")):
-            evidence = LayerEvidence(layer, model, statistics, scores, seed, activity, domains)
+            evidence = LayerEvidence(layer, model, statistics, scores, seed, activity)
             features = lru_cache(maxsize=1)(partial(view_neurons, cluster, evidence))
             partition = load_layer_checkpoint(job.scratch, layer, LayerPartition)
             if partition is None:
@@ -60,8 +60,6 @@ def run(
                     features,
                     shapes[layer],
                     method=cluster.method,  # type: ignore[arg-type] # checked against the choices beside the field
-                    iterations=cluster.iterations,
-                    restarts=cluster.restarts,
                     rng=evidence.draw(GROUPING),
                     evidence=evidence,
                     tokens=cluster.sample_tokens,
@@ -89,11 +87,6 @@ def save_partition(
         PoolPartition(width, torch.cat(neurons), home_E, always_on_LS, description).save(folder)
     else:
         Partition(width, torch.stack(neurons), always_on_LS, description).save(folder)
-
-
-def load_domains(folder: Path) -> DomainStatistics | None:
-    """What the scan found by text domain, if it was asked to."""
-    return DomainStatistics.load(folder) if (folder / DomainStatistics.FILE).exists() else None
 
 
 @contextmanager

@@ -73,8 +73,8 @@ def score_synergy(
     every term to 0..1 first. A term without spread leaves the order of the others as it is.
 
     Args:
-        activation_LF: ``(L, F)`` mean |h|·‖d‖, or mean |h|.
-        gradients_LF: ``(L, F)`` of each kind (gate, up, down) the mean weight-gradient norm, or its `gradient_rate`;
+        activation_LF: ``(L, F)`` mean |h|·‖d‖.
+        gradients_LF: ``(L, F)`` of each kind (gate, up, down) the `gradient_rate`;
             kinds are normalised apart, so that the kind of largest gradients does not speak for all.
         frequency_LF: ``(L, F)`` share of tokens where the neuron is among the most active.
         weights: a, g, f.

@@ -57,13 +57,9 @@ def score_neurons(statistics: NeuronStatistics, score: ScoreConfig, seed: int) -
 def measure_synergy(statistics: NeuronStatistics, score: ScoreConfig, _seed: int) -> Tensor:
     """S_p."""
     tokens, samples = statistics.tokens, max(1, statistics.samples_with_gradient)
-    activation_LF = statistics.sum_abs / tokens
-    if score.activation == "contribution":
-        activation_LF = activation_LF * statistics.weight_norm_down
+    activation_LF = statistics.sum_abs / tokens * statistics.weight_norm_down
     kinds = (statistics.grad_norm_gate, statistics.grad_norm_up, statistics.grad_norm_down)
-    gradients_LF = [norms / samples for norms in kinds]
-    if score.gradient == "per_activation":
-        gradients_LF = [gradient_rate(norms_LF, activation_LF) for norms_LF in gradients_LF]
+    gradients_LF = [gradient_rate(norms_LF / samples, activation_LF) for norms_LF in kinds]
     return score_synergy(
         activation_LF,
         gradients_LF,

@@ -73,12 +73,12 @@ class DataConfig:
     # Share of the documents (python_stdlib: of the modules) that is held out where no held-out text is named.
     heldout_share: float = 0.1
 
-    def unread(self, *, domains: bool) -> dict[str, str]:
-        """Settings that nothing reads, and why; `domains`: whether the scan tells text domains apart."""
+    def unread(self) -> dict[str, str]:
+        """Settings that nothing reads, and why."""
         found = dict.fromkeys(FOREIGN_FIELDS.get(self.kind, ()), f"data.kind={self.kind}")
         if self.labels != "generated":
             found |= dict.fromkeys(GENERATION_FIELDS, f"data.labels={self.labels}")
-        return found if domains else found | {"domain_field": "scan.domains=false"}
+        return found | {"domain_field": "no stage tells text domains apart"}
 
 
 def calibration_only(data: DataConfig) -> DataConfig:

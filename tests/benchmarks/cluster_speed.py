@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from stages.cluster.balance import assign_balanced
-from stages.cluster.config import ClusterConfig
 from stages.cluster.methods import fit_balanced_kmeans, group_sizes, mean_directions, seed_centroids
-from stages.cluster.views import coactivation_features
+from stages.cluster.views import FEATURE_DIMS, coactivation_features
 
 CPU = torch.device("cpu")
 TOKENS = 8192
@@ -52,17 +51,17 @@ def measure_cluster(repetitions: int) -> list[Row]:
 def group(features_FC: Tensor, layer: Layer) -> Tensor:
     """k-means as the settings have it by default."""
     sizes_E, rng = group_sizes(layer.width, layer.experts), np.random.default_rng(0)
-    return fit_balanced_kmeans(features_FC, sizes_E, iterations=ClusterConfig().iterations, rng=rng)
+    return fit_balanced_kmeans(features_FC, sizes_E, rng=rng)
 
 
 def _measure_parts(layer: Layer, repetitions: int) -> list[Row]:
     bits_Fr, features_FC = draw_bits(layer.width), normalize(draw_features(layer.width), dim=1)
-    sizes_E, dims = group_sizes(layer.width, layer.experts), ClusterConfig().feature_dims
+    sizes_E = group_sizes(layer.width, layer.experts)
     centroids_EC = seed_centroids(features_FC, layer.experts, np.random.default_rng(0))
     affinity_FE = features_FC @ centroids_EC.T
     parts: dict[str, Callable[[], object]] = {
         f"features of {TOKENS} tokens' bits": lambda: coactivation_features(
-            bits_Fr, TOKENS, dims=dims, rng=np.random.default_rng(0)
+            bits_Fr, TOKENS, dims=FEATURE_DIMS, rng=np.random.default_rng(0)
         ),
         "first centroids": lambda: seed_centroids(features_FC, layer.experts, np.random.default_rng(0)),
         "one assignment": lambda: assign_balanced(affinity_FE, sizes_E),
@@ -84,7 +83,7 @@ def measure_gap() -> Row:
     return Row(f"gap to the exact assignment, F = {EXACT_WIDTH}, E = {experts}", [1 - ours / best], at_most=0.01)
 
 
-def draw_features(width: int, dims: int = ClusterConfig().feature_dims) -> Tensor:
+def draw_features(width: int, dims: int = FEATURE_DIMS) -> Tensor:
     """Neurons of topics of very different sizes, with much in common and noise of their own."""
     generator = torch.Generator().manual_seed(0)
     topics_TC = torch.randn(TOPICS, dims, generator=generator)

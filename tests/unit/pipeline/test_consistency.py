@@ -92,7 +92,7 @@ def test_settings_of_text_that_is_not_read_so(texts, caplog):
     assert texts("data.path=my_texts", "data.max_new_tokens=9", "data.domain_field=topic") == []
     assert caplog.messages == [
         "data.path=my_texts is ignored: data.kind=python_stdlib",
-        "data.domain_field=topic is ignored: scan.domains=false",
+        "data.domain_field=topic is ignored: no stage tells text domains apart",
         "data.max_new_tokens=9 is ignored: data.labels=full_sequence",
     ]
 
@@ -161,13 +161,12 @@ def test_a_pool_is_carved_by_the_settings_of_any_carve(texts, caplog):
 
 
 def test_settings_of_the_other_topology_are_ignored_with_a_word(texts, caplog):
-    assert texts("cluster.allocation=equal", "project.pool_sweeps=3") == []
+    assert texts("project.pool_sweeps=3") == []
     assert caplog.messages == [
-        "cluster.allocation=equal is ignored: topology=per_layer",
         "project.pool_sweeps=3 is ignored: topology=per_layer",
     ]
     caplog.clear()
-    assert texts(POOL, "cluster.allocation=equal", "assemble.balance=0.1", "project.gates=fitted") == []
+    assert texts(POOL, "assemble.balance=0.1", "project.gates=fitted") == []
     assert caplog.messages == [
         "assemble.balance=0.1 is ignored: topology=global_pool",
         "project.gates=fitted is ignored: topology=global_pool",

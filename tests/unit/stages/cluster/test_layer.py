@@ -19,7 +19,6 @@ def partition(shape, planted, *, method="balanced_kmeans", seed=0):
         lambda: coactivation_features(statistics.active_bits[0], R, dims=8, rng=np.random.default_rng(seed)),
         shape,
         method=method,
-        iterations=20,
         rng=np.random.default_rng(seed),
     )
 
