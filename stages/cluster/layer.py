@@ -13,8 +13,9 @@ from torch import Tensor
 from models.shape import MoEShape
 from stages.cluster.evidence import LayerEvidence
 from stages.cluster.methods import Method, RoutedNeurons, fill_experts, group_neurons
-from stages.cluster.neuron_map import ALWAYS_ON, DROPPED
 from stages.cluster.router_aware import TokenEnergy, measure_energy
+
+ALWAYS_ON, DROPPED = -1, -2  # homes of neurons that no expert holds
 
 
 class Roles(NamedTuple):

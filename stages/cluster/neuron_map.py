@@ -14,6 +14,8 @@ from matplotlib.patheffects import withStroke
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stages.cluster.layer import ALWAYS_ON, DROPPED
+
 # Drawn greedily from the sRGB cube: each is the farthest in OKLab from those before it, white, grey and black.
 COLOURS = (
     "#1f7ab8", "#ff00ff", "#00c200", "#ff0000", "#3d0085", "#851fff", "#d69900", "#660000",
@@ -28,7 +30,6 @@ def distinct_colours(count: int) -> list[str]:
     return [COLOURS[index % len(COLOURS)] for index in range(count)]
 
 
-ALWAYS_ON, DROPPED = -1, -2
 NAMES = {"s_p": "S_p"}
 MOST_NAMED = len(COLOURS)  # more experts than this are coloured but not listed
 

@@ -46,7 +46,7 @@ class BatchSums:
         slots_BT: Int[Tensor, "B T"],
         rule: NeuronRule,
     ) -> None:
-        """Prepare on the CPU which tokens count (`mask_BT`) and which keep their bits (`slots_BT` >= 0)."""
+        """Prepare on the CPU: tokens that count (`mask_BT`), and tokens that keep their bits (`slots_BT` >= 0)."""
         self.rule = rule
         self.layers: list[LayerSums | None] = [None] * layers
         self.rows: dict[torch.device, Tensor] = {}
@@ -74,7 +74,7 @@ class BatchSums:
         rows_8F[: len(found_5F)] = found_5F
         drawn_R = self.drawn_R.to(h_MF.device, non_blocking=True)
         drawn_RF = h_MF[self._rows_on(h_BTF.device)[drawn_R]].float().abs() >= limits_T[drawn_R, None]
-        """Prepare on the CPU: tokens that count (`mask_BT`), and tokens that keep their bits (`slots_BT` >= 0)."""
+        self.layers[layer] = sums = LayerSums(
             rows_8F, pack_bits(drawn_RF), torch.zeros(len(h_BTF), device=h_BTF.device)
         )
         return sums

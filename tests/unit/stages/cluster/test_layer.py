@@ -3,8 +3,7 @@ import pytest
 import torch
 
 from models.shape import MoEShape
-from stages.cluster.layer import partition_layer
-from stages.cluster.neuron_map import ALWAYS_ON, DROPPED
+from stages.cluster.layer import ALWAYS_ON, DROPPED, partition_layer
 from stages.cluster.views import coactivation_features
 
 F, R = 27, 90

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 import torch
 
-from stages.cluster.neuron_map import ALWAYS_ON, DROPPED, NeuronMap, draw_neuron_map
+from stages.cluster.layer import ALWAYS_ON, DROPPED, NeuronMap, draw_neuron_map
 
 
 def neurons_of(home_U, experts, *, s_p=None, frequency=None):
