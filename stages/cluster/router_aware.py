@@ -13,8 +13,8 @@ from torch import Tensor
 
 from models.routing import choose_experts, chosen_mask
 from stages.calibration.normal_equations import NormalEquations
-from stages.cluster.activity import LayerActivity
 from stages.cluster.balance import assign_balanced
+from stages.cluster.evidence import LayerActivity
 
 ROUTER_PENALTY = 0.1
 PREDICT_PENALTY = 1e-2

@@ -5,7 +5,7 @@ from transformers import AutoModelForCausalLM
 
 from models.config import ModelConfig
 from stages.calibration.config import VocabularyConfig
-from stages.cluster.activity import open_activities, stream_activities
+from stages.cluster.evidence import open_activities, stream_activities
 from stages.text.batches import TokenBatch
 
 L, D, F, V = 3, 24, 40, 61

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from models.shape import MoEShape
-from stages.cluster.allocation import count_best, layer_shapes, share_experts
+from stages.cluster.layer import count_best, layer_shapes, share_experts
 
 L, F = 3, 40
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from models.ffn import DenseFFN
-from stages.cluster.activity import LayerActivity
+from stages.cluster.evidence import LayerActivity
 from stages.cluster.router_aware import measure_energy, members, place_copies, regroup
 
 D, F, E, K, T = 6, 27, 4, 1, 600

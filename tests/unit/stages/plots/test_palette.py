@@ -2,7 +2,7 @@ from itertools import combinations
 
 from matplotlib.colors import to_rgb
 
-from stages.cluster.neuron_map import COLOURS, distinct_colours
+from stages.cluster.picture import COLOURS, distinct_colours
 
 
 def test_the_first_colours_all_differ_clearly():
