@@ -1,4 +1,4 @@
-"""What is known of one layer when its neurons are grouped: statistics, scores, and its activity on the calibration text."""
+"""All that is known of a layer when its neurons are grouped: statistics, scores, activity on the calibration text."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -71,7 +71,7 @@ FEATURES, GROUPING, LAYOUT, CONTROL = range(4)  # what a layer's streams of rand
 
 @dataclass(frozen=True)
 class LayerEvidence:
-    """The layer's rows of all that earlier stages found, and its activity where the settings ask for a pass."""
+    """A layer's statistics and scores, and its activity where the settings ask for a pass."""
 
     layer: int
     model: ModelConfig
@@ -82,14 +82,14 @@ class LayerEvidence:
 
     @property
     def activity(self) -> LayerActivity:
-        """Inputs and activations on the calibration text, for what config.py names as streamed."""
-        assert self.pass_activity is not None, "no pass was made: name what asked among the streamed in config.py"
+        """Inputs on the calibration text, where `needs_pass` in config.py says so."""
+        assert self.pass_activity is not None, "no pass was made, see needs_pass in config.py"
         return self.pass_activity
 
     @property
     def score_F(self) -> Float[Tensor, "F"]:
-        """What stage=score ranks the layer's neurons by, where config.py says that it is read."""
-        assert self.scores is not None, "the score was not asked for: see reads_score in config.py"
+        """Scores of the layer's neurons, where `reads_score` in config.py says so."""
+        assert self.scores is not None, "no score was read, see reads_score in config.py"
         return self.scores.chosen[self.layer]
 
     @property
@@ -105,9 +105,9 @@ class LayerEvidence:
 def rank_neurons(
     cluster: ClusterConfig, evidence: LayerEvidence, shape: MoEShape
 ) -> tuple[Float[Tensor, "F"], Float[Tensor, "F"]]:
-    """What always-on neurons are the highest of, and what decides which of the others find a place in an expert.
+    """Criteria for choosing the always-on neurons, and for dropping others where experts have no room.
 
-    The same, but for a pool: its neurons are those of highest score, however its layers' always-on ones are chosen.
+    They differ in a pool only: its neurons are those of highest score, also where alignment chooses the always-on ones.
     """
     width = evidence.statistics.sum_abs.shape[1]
     if not cluster.ranks(shape, width) and not shape.pooled:
@@ -120,6 +120,6 @@ def rank_neurons(
 def align(cluster: ClusterConfig, evidence: LayerEvidence, shape: MoEShape) -> Float[Tensor, "F"]:
     """The order in which the aligned output can do without neurons."""
     activity = evidence.activity
-    # Without always-on neurons only those that find no slot need be told from the rest.
+    # Without always-on neurons only the dropped ones have to be told apart.
     keep = shape.always_on or shape.experts * shape.n
     return rank_by_alignment(activity.ffn, [activity.sample(cluster.sample_tokens)], keep)

@@ -80,10 +80,10 @@ class Roles(NamedTuple):
 
 
 def split_neurons(measure_F: Float[Tensor, "F"], scores_F: Float[Tensor, "F"], *, always_on: int, slots: int) -> Roles:
-    """Keep the S neurons of highest measure on for every token, and drop what finds no slot in an expert.
+    """Keep the S neurons of highest measure on for every token, and drop those that find no slot in an expert.
 
     Args:
-        measure_F: ``(F,)`` what always-on neurons are chosen by.
+        measure_F: ``(F,)``; the highest are always on.
         scores_F: ``(F,)`` of the other neurons, those with the lowest score are dropped.
         always_on: S, below F.
         slots: E·N places in experts.
@@ -117,7 +117,7 @@ class LayerPartition:
 
     @property
     def home_F(self) -> Int[Tensor, "F"]:
-        """Where every neuron lives: its expert, ALWAYS_ON or DROPPED."""
+        """The expert of every neuron, ALWAYS_ON or DROPPED."""
         home_F = torch.full((sum(map(len, self.roles)),), DROPPED)
         home_F[self.roles.always_on_S] = ALWAYS_ON
         home_F[self.roles.routed_U] = self.labels_U
@@ -138,14 +138,14 @@ def partition_layer(
     """Choose the always-on neurons, group the others into experts, and fill the experts to N neurons each.
 
     Args:
-        measure_F: ``(F,)`` what always-on neurons are chosen by.
-        scores_F: ``(F,)`` what the other neurons are ranked, dropped and dealt by.
-        features: what neurons are compared by; called only by the method that does.
+        measure_F: ``(F,)``; the highest are always on.
+        scores_F: ``(F,)`` ranks the other neurons, to be dropped or dealt.
+        features: ``(F, C)``, called only by methods that compare neurons.
         shape: E, N, K and S, with N ≤ F − S; of a pool, as `layer_shapes` gives it.
         method: how neurons are grouped.
         rng: of this layer alone.
-        evidence: all else that is known of the layer, for the methods that look at it.
-        tokens: calibration tokens that the method `router_aware` looks at, at most.
+        evidence: of the layer, for the method `router_aware`.
+        tokens: calibration tokens for the method `router_aware`, at most.
     Returns:
         Indices into the layer's F neurons, ascending within every expert.
     """

@@ -115,7 +115,7 @@ class Grouping(NamedTuple):
 
 @dataclass(frozen=True)
 class RoutedNeurons:
-    """The neurons to be grouped. Features are computed only for the method that compares them."""
+    """The neurons to be grouped. Features and energy are computed only by methods that need them."""
 
     scores_U: Float[Tensor, "U"]
     features_UC: Callable[[], Tensor]
@@ -165,7 +165,7 @@ def deal_by_rank(scores_U: Float[Tensor, "U"], experts: int) -> Grouping:
 
 
 def group_at_random(neurons: int, experts: int, *, rng: np.random.Generator) -> Grouping:
-    """Seeded and blind to what the neurons do: the plain control."""
+    """Seeded, independent of activations and weights: the plain control."""
     labels_U = torch.from_numpy(rng.permutation(neurons)) % experts
     return Grouping(labels_U, _affinity_in_turn(labels_U, experts))
 

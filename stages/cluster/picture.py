@@ -45,7 +45,7 @@ MOST_NAMED = len(COLOURS)  # more experts than this are coloured but not listed
 
 @dataclass(frozen=True)
 class NeuronMap:
-    """What the picture shows, neuron by neuron."""
+    """The data of a picture, neuron by neuron."""
 
     coordinates_U2: Float[Tensor, "U 2"]
     home_U: Int[Tensor, "U"]  # an expert, ALWAYS_ON or DROPPED
@@ -55,14 +55,14 @@ class NeuronMap:
     experts: int
 
 
-def draw_neuron_map(neurons: NeuronMap, path: Path, *, title: str) -> None:
+def plot_neuron_map(neurons: NeuronMap, path: Path, *, title: str) -> None:
     """Write a PNG of three panels; the same input and libraries give the same bytes."""
     figure = Figure(figsize=(20, 6.8), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=16)
     by_expert, by_score, by_frequency = figure.subplots(1, 3)
-    _draw_experts(by_expert, neurons)
-    _draw_measure(
+    _plot_experts(by_expert, neurons)
+    _plot_measure(
         by_score,
         neurons,
         neurons.score_U,
@@ -71,7 +71,7 @@ def draw_neuron_map(neurons: NeuronMap, path: Path, *, title: str) -> None:
     )
     low, high = _middle(neurons.frequency_U[neurons.frequency_U > 0])
     shown_U = neurons.frequency_U.clamp_min(low / 2)  # a neuron that never fires has no logarithm
-    _draw_measure(by_frequency, neurons, shown_U, LogNorm(low, high), "share of tokens the neuron is active on")
+    _plot_measure(by_frequency, neurons, shown_U, LogNorm(low, high), "share of tokens the neuron is active on")
     for panel, name in ((by_expert, "Expert"), (by_score, "Score"), (by_frequency, "Frequency")):
         panel.set_title(name, fontsize=14)
         panel.set(xticks=[], yticks=[])
@@ -86,7 +86,7 @@ def _middle(values: Tensor) -> tuple[float, float]:
     return (low, high) if high > low else (low, low + 1.0)
 
 
-def _draw_measure(panel: Axes, neurons: NeuronMap, values_U: Tensor, scale: Normalize, label: str) -> None:
+def _plot_measure(panel: Axes, neurons: NeuronMap, values_U: Tensor, scale: Normalize, label: str) -> None:
     """Colour by a measure; the highest are drawn last, on top."""
     order_U = values_U.argsort(stable=True)
     x_U, y_U = neurons.coordinates_U2[order_U].T.numpy()
@@ -95,7 +95,7 @@ def _draw_measure(panel: Axes, neurons: NeuronMap, values_U: Tensor, scale: Norm
     bar.set_label(label, fontsize=12)
 
 
-def _draw_experts(panel: Axes, neurons: NeuronMap) -> None:
+def _plot_experts(panel: Axes, neurons: NeuronMap) -> None:
     """Colour by expert; where the experts are few, number each in its midst and list them all."""
     named = neurons.experts <= MOST_NAMED
     handles = []
@@ -240,14 +240,14 @@ def plot_layer(
         rng=rng,
     )
     experts, size = partition.neurons_EN.shape
-    # What no neuron was ranked by is not shown.
+    # Without a score: contribution.
     scores, frequency_U = evidence.scores, evidence.statistics.frequency[layer, shown]
     name, score_F = ("contribution", evidence.contribution_F) if scores is None else (scores.method, evidence.score_F)
     picture = NeuronMap(coordinates_U2, partition.home_F[shown], score_F[shown], name, frequency_U, experts)
     file = f"neuron_map_layer_{layer:03}.png"
     neurons = f"{width} neurons" if len(shown) == width else f"{len(shown)} of {width} neurons"
     copies = ", coloured by first home" if experts * size > len(partition.roles.routed_U) else ""
-    draw_neuron_map(
+    plot_neuron_map(
         picture,
         folder / file,
         title=f"Layer {layer}: {neurons}, {experts} experts of {size}{copies} "
