@@ -1,6 +1,6 @@
 """Partition and router in turn: neurons go where the tokens that need them are routed, tokens where their neurons went.
 
-The measure is the routed energy: the part of Σ_j (h_j·‖d_j‖)² that the chosen experts hold, where h_j is the residual of
+The measure is the routed energy: the part of Σ_j (h_j·‖d_j‖)² that the chosen experts hold, h_j being the residual of
 its regression on the always-on neurons, because alignment lets these make up for the rest. A partition is as good as a
 linear router can route it: the tokens' experts come from a ridge regression, not from an oracle.
 """

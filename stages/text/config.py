@@ -44,8 +44,8 @@ class DataConfig:
     text_column: str = "text"
     # Field of a record that holds a conversation, a list of {"role", "content"}; preferred where both fields exist.
     messages_column: str = "messages"
-    # Field of a record that names its text domain; unset: the file, dataset or module it comes from. Domains count
-    # where scan.domains asks for them.
+    # Field of a record that names its text domain; unset: the file, dataset or module it comes from. Not used by any
+    # stage.
     domain_field: str | None = None
     # packed: documents joined and cut every max_length tokens; single: one document per sequence, cut at max_length.
     packing: str = "packed"
