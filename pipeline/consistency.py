@@ -45,7 +45,7 @@ def find_unread(settings: Settings, shape: MoEShape | None = None, width: int = 
     """
     found = {
         "scan": settings.scan.unread(),
-        "data": settings.data.unread(domains=settings.scan.domains),
+        "data": settings.data.unread(),
         "store": settings.store.unread(),
         "score": settings.score.unread(),
         "train": settings.train.unread(),
@@ -85,7 +85,6 @@ def contradictions(settings: Settings) -> Iterator[ConfigError]:
     """Every contradiction that can be found without the source."""
     if involves(settings, "score"):
         yield from score_contradictions(settings.score, gradients=settings.scan.gradients)
-    yield from domain_contradictions(settings)
     if involves(settings, "dump"):
         yield from dump_contradictions(settings.dump)
     if involves(settings, "diagnose"):
@@ -162,26 +161,8 @@ def missing_files(diagnose: DiagnoseConfig) -> Iterator[ConfigError]:
         )
 
 
-def domain_contradictions(settings: Settings) -> Iterator[ConfigError]:
-    """Importance by text domain: sums of gradients, which the scan keeps where it is asked to."""
-    if settings.scan.domains and not settings.scan.gradients:
-        yield ConfigError(
-            "scan.domains=true sums Taylor scores by text domain, and scan.gradients=false computes none",
-            where="settings scan.domains and scan.gradients",
-            do="scan.gradients=true, or scan.domains=false",
-        )
-    cluster = settings.cluster
-    profiled = cluster.looks_at_features and "taylor_profile" in cluster.views
-    if involves(settings, "cluster") and profiled and not settings.scan.domains:
-        yield ConfigError(
-            "taylor_profile compares neurons by text domain, and scan.domains=false keeps no such sums",
-            where="settings cluster.features and scan.domains",
-            do="scan.domains=true, or cluster.features=coactivation",
-        )
-
-
 def pool_contradictions(settings: Settings) -> Iterator[ConfigError]:
-    """Routers that know an expert by its own weights or the size of its output, which is no use to foreign layers."""
+    """Routers that know an expert by what its own layer's neurons do, which says nothing to other layers."""
     if (router := settings.assemble.router) in {*ROUTERS} - POOL_ROUTERS:
         yield ConfigError(
             f"assemble.router={router} does not ask what an expert does for the layer that borrows it",

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from instruments.errors import NumericsError
-from stages.accumulators.sums import DOMAIN, ScanSums
+from stages.accumulators.sums import ScanSums
 
 LAYOUT_VERSION = 3  # 2: without totals
 PROJECTIONS = ("gate", "up", "down")
@@ -105,15 +105,9 @@ def columns_of(names: Mapping[str, object] | Sequence[str]) -> list[str]:
     Raises:
         KeyError: one has no place in Redis.
     """
-    domains = sorted(name for name in names if name.startswith(DOMAIN))
-    if unknown := set(names) - set(FIELDS) - {BITS, *domains}:
+    if unknown := set(names) - set(FIELDS) - {BITS}:
         raise KeyError(f"no place in Redis for {', '.join(sorted(unknown))}")
-    return [*(name for name in FIELDS if name in names), *domains]
-
-
-def places_of(column: str) -> list[tuple[str, str]]:
-    """The places of a sum; a text domain's is next to sum_taylor, under its own name."""
-    return [("gate", column)] if column.startswith(DOMAIN) else FIELDS[column]
+    return [name for name in FIELDS if name in names]
 
 
 def entries_to_add(columns: Sequence[str]) -> list[str | int]:
@@ -122,7 +116,7 @@ def entries_to_add(columns: Sequence[str]) -> list[str | int]:
         word
         for projection in PROJECTIONS
         for number, column in enumerate(columns)
-        for place, field in places_of(column)
+        for place, field in FIELDS[column]
         if place == projection
         for word in (PROJECTIONS.index(place) + 1, field, number + 1, int(column in GREATEST))
     ]
@@ -130,8 +124,8 @@ def entries_to_add(columns: Sequence[str]) -> list[str | int]:
 
 def entries_to_read(columns: Sequence[str]) -> list[str | int]:
     """Script arguments: projection and name of every column's first field, then of the second ones of maxima."""
-    places = [places_of(column)[0] for column in columns]
-    places += [places_of(column)[1] for column in columns if column in GREATEST]
+    places = [FIELDS[column][0] for column in columns]
+    places += [FIELDS[column][1] for column in columns if column in GREATEST]
     return [word for place, field in places for word in (PROJECTIONS.index(place) + 1, field)]
 
 
@@ -210,7 +204,7 @@ def pack_chunks(part: ScanSums, columns: Sequence[str], keys: Keys, weights: Wei
         NumericsError: a sum is not finite.
     """
     _check_finite(part, columns)
-    increments = sum(len(places_of(name)) for name in columns)
+    increments = sum(len(FIELDS[name]) for name in columns)
     step = min(UNITS_PER_CHUNK, max(1, INCREMENTS_PER_CHUNK // increments))
     for layer, names in enumerate(weights):
         rows_FC = np.stack([part.tensors[name][layer].double().numpy() for name in columns], axis=1, dtype="<f8")

@@ -20,9 +20,6 @@ from stages.accumulators.config import START_OVER
 # Shape and number format of each tensor.
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
-# Begins the names of (L, F) sums that hold one text domain's part of sum_taylor; its number follows.
-DOMAIN = "taylor_domain_"
-
 # How two parts of a scan become one; every other tensor is added.
 _COMBINE = {"max_abs": torch.maximum, "bits_LRf": torch.bitwise_or}
 
@@ -49,11 +46,6 @@ class ScanSums:
         for name, count in part.counters.items():
             self.counters[name] = self.counters.get(name, 0) + count
         self.done |= part.done
-
-
-def domain_sum(number: int) -> str:
-    """Name of the sum of a text domain."""
-    return f"{DOMAIN}{number:02}"
 
 
 def empty_sums(shapes: Shapes) -> ScanSums:

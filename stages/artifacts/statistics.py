@@ -51,18 +51,6 @@ class NeuronStatistics(TensorFile):
 
 
 @dataclass(frozen=True)
-class DomainStatistics(TensorFile):
-    """The Taylor sums of `NeuronStatistics` apart for every text domain. Written where `scan.domains` asks for it."""
-
-    VERSION: ClassVar[int] = 1
-    FILE: ClassVar[str] = "domains.safetensors"
-
-    names: list[str]  # G domains, that of most tokens first
-    samples: list[int]  # of every domain
-    sum_taylor: Tensor  # (G, L, F) float64: Σ|h·∂loss/∂h|, per-sample mean loss; divide by `samples`
-
-
-@dataclass(frozen=True)
 class Scores(TensorFile):
     """(L, F) float32 scores; higher is more important, comparable within a layer only."""
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from models.targets.choose import MOE_TARGETS
-from stages.routing.methods import RIDGE_ROUTERS, ROUTERS, SAMPLED_ROUTERS, TRAINED_ROUTERS, is_priced
+from stages.routing.methods import FITTED_ROUTERS, ROUTERS, TRAINED_ROUTERS, is_priced
 
 VERSION = 7
 
@@ -17,15 +17,11 @@ class AssembleConfig:
     # Target architecture: one of models/targets, such as qwen3_moe or mixtral; tiny_onn, the project's own class, for
     # what no other can express; or auto, the best that can hold the source's attention and the always-on neurons.
     target: str = field(default="auto", metadata={"choices": TARGETS})
-    # residual_ridge: regress on the FFN input, in closed form, the logarithm of what each expert adds beyond what the
-    # always-on neurons predict of it, for that much alignment gives without routing; error: from there on by gradient
-    # descent, as long as the output error falls on held-out tokens; log_ridge: regress each expert's whole output norm;
-    # ridge: its contribution; logistic: from ridge on, trained to choose the experts of largest contribution; centroid:
-    # mean input of the tokens an expert serves best; representative: gate row of the neuron that follows its expert
-    # best;
-    # gate_rows: mean gate row of the expert's neurons; random: seeded normal rows. With topology=global_pool an
-    # expert's contribution is what it takes off the layer's output error, and residual_ridge, log_ridge, representative
-    # and gate_rows, which ask for something else, are refused.
+    # residual_ridge: the ridge regression, on the FFN input, of the logarithm of what each expert adds beyond what the
+    # always-on neurons predict of it, because alignment gives that much without routing; error: from there on by
+    # gradient descent, as long as the output error falls on validation tokens (with topology=global_pool from
+    # regressions of each expert's output norm and of its drop of the layer's error; residual_ridge is refused there);
+    # random: seeded normal rows.
     router: str = field(default="error", metadata={"choices": ROUTERS})
     # Ridge penalty, relative to the mean diagonal of the input's second moment; of a pool, error tries a tenth and ten
     # times it, too.
@@ -35,7 +31,7 @@ class AssembleConfig:
     router_steps: int = field(default=0, metadata={"minimum": 0})
     # Its learning rate at the first step; it falls linearly.
     router_rate: float = field(default=0.01, metadata={"above": 0})
-    # Tokens it is trained on, and residual_ridge is fitted on (of a pool: any router is fitted and judged on), at most;
+    # Tokens it is trained on, and the regression is fitted on (of a pool: any router is fitted and judged on), at most;
     # a trained one keeps E² numbers of each.
     router_tokens: int = field(default=8192, metadata={"minimum": 1})
     # What a trained router pays for uneven load: this times the variance of the experts' load, added to the relative
@@ -65,13 +61,13 @@ class AssembleConfig:
     def unread(self, *, pooled: bool) -> dict[str, str]:
         """Settings that nothing reads, and why."""
         found, router = {}, f"assemble.router={self.router}"
-        if self.router not in RIDGE_ROUTERS:
+        if self.router not in FITTED_ROUTERS:
             found["ridge_penalty"] = router
         if self.router not in TRAINED_ROUTERS:
             found |= dict.fromkeys(("router_steps", "router_rate"), router)
         elif not self.router_steps:
             found["router_rate"] = "assemble.router_steps=0"
-        if self.router not in SAMPLED_ROUTERS and not pooled:
+        if self.router not in FITTED_ROUTERS and not pooled:
             found["router_tokens"] = router
         if not is_priced(self.router, pooled=pooled):
             found["balance"] = "topology=global_pool" if pooled else router

@@ -1,7 +1,7 @@
-"""The partition of one layer."""
+"""The partition of one layer, and a layer's share of a pool."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -13,8 +13,62 @@ from torch import Tensor
 from models.config import MoEShape
 from stages.cluster.evidence import LayerEvidence
 from stages.cluster.methods import Method, RoutedNeurons, fill_experts, group_neurons
-from stages.cluster.neuron_map import ALWAYS_ON, DROPPED
 from stages.cluster.router_aware import TokenEnergy, measure_energy
+
+
+def layer_shapes(shape: MoEShape, scores_LF: Float[Tensor, "L F"]) -> list[MoEShape]:
+    """The shape by which each layer's own neurons are grouped into its share of the pool's experts.
+
+    The shares are in proportion to the layers' neurons among the E·N that stand highest by score. A layer of e experts
+    is grouped as if a token chose among these alone: K of them, at most half, since where all are chosen no grouping is
+    better than another. An expert holds no neuron twice, and neurons are copied only where the pool has more places
+    than the model has neurons.
+    """
+    layers, width = scores_LF.shape
+    most = max((width - shape.always_on) // shape.n, -(-shape.experts // layers))
+    given_L = share_experts(
+        count_best(scores_LF, shape.experts * shape.n).double(),
+        shape.experts,
+        least=min(1, shape.experts // layers),
+        most=most,
+    )
+    counts = map(int, given_L.tolist())
+    return [replace(shape, experts=given, top_k=max(1, min(shape.top_k, given // 2))) for given in counts]
+
+
+def count_best(scores_LF: Float[Tensor, "L F"], slots: int) -> Int[Tensor, "L"]:
+    """How many neurons of each layer are among the `slots` that stand highest above their own layer's mean.
+
+    Scores are comparable within a layer only. Ranks would give every layer the same; standard deviations tell a layer
+    with few outstanding neurons from one with many.
+    """
+    deviation_L1 = scores_LF.std(1, keepdim=True).clamp_min(torch.finfo(scores_LF.dtype).tiny)
+    above_LF = (scores_LF - scores_LF.mean(1, keepdim=True)) / deviation_L1
+    best = above_LF.flatten().argsort(descending=True, stable=True)[:slots]
+    counts_L: Tensor = (best // scores_LF.shape[1]).bincount(minlength=len(scores_LF))
+    return counts_L
+
+
+def share_experts(weights_L: Float[Tensor, "L"], experts: int, *, least: int, most: int) -> Int[Tensor, "L"]:
+    """Deal experts out in proportion to weights.
+
+    Args:
+        weights_L: ``(L,)`` not negative.
+        experts: E, between L·least and L·most.
+        least: that every layer gets.
+        most: that a layer can have.
+    Returns:
+        ``(L,)`` int64, sums to E; ties go to the lower layer.
+    Source: Sainte-Laguë's highest quotients.
+    """
+    given_L = torch.full((len(weights_L),), least)
+    for _ in range(experts - int(given_L.sum())):
+        quotient_L = torch.where(given_L < most, weights_L / (2 * given_L + 1), -1.0)
+        given_L[quotient_L.argmax()] += 1
+    return given_L
+
+
+ALWAYS_ON, DROPPED = -1, -2  # homes of neurons that no expert holds
 
 
 class Roles(NamedTuple):
@@ -26,10 +80,10 @@ class Roles(NamedTuple):
 
 
 def split_neurons(measure_F: Float[Tensor, "F"], scores_F: Float[Tensor, "F"], *, always_on: int, slots: int) -> Roles:
-    """Keep the S neurons of highest measure on for every token, and drop what finds no slot in an expert.
+    """Keep the S neurons of highest measure on for every token, and drop those that find no slot in an expert.
 
     Args:
-        measure_F: ``(F,)`` what always-on neurons are chosen by.
+        measure_F: ``(F,)``; the highest are always on.
         scores_F: ``(F,)`` of the other neurons, those with the lowest score are dropped.
         always_on: S, below F.
         slots: E·N places in experts.
@@ -63,7 +117,7 @@ class LayerPartition:
 
     @property
     def home_F(self) -> Int[Tensor, "F"]:
-        """Where every neuron lives: its expert, ALWAYS_ON or DROPPED."""
+        """The expert of every neuron, ALWAYS_ON or DROPPED."""
         home_F = torch.full((sum(map(len, self.roles)),), DROPPED)
         home_F[self.roles.always_on_S] = ALWAYS_ON
         home_F[self.roles.routed_U] = self.labels_U
@@ -77,25 +131,21 @@ def partition_layer(
     shape: MoEShape,
     *,
     method: Method,
-    iterations: int,
     rng: np.random.Generator,
-    restarts: int = 1,
     evidence: LayerEvidence | None = None,
     tokens: int = 8192,
 ) -> LayerPartition:
     """Choose the always-on neurons, group the others into experts, and fill the experts to N neurons each.
 
     Args:
-        measure_F: ``(F,)`` what always-on neurons are chosen by.
-        scores_F: ``(F,)`` what the other neurons are ranked, dropped and dealt by.
-        features: what neurons are compared by; called only by the method that does.
+        measure_F: ``(F,)``; the highest are always on.
+        scores_F: ``(F,)`` ranks the other neurons, to be dropped or dealt.
+        features: ``(F, C)``, called only by methods that compare neurons.
         shape: E, N, K and S, with N ≤ F − S; of a pool, as `layer_shapes` gives it.
         method: how neurons are grouped.
-        iterations: most rounds of k-means.
         rng: of this layer alone.
-        restarts: times k-means is started.
-        evidence: all else that is known of the layer, for the methods that look at it.
-        tokens: calibration tokens that the method `router_aware` looks at, at most.
+        evidence: of the layer, for the method `router_aware`.
+        tokens: calibration tokens for the method `router_aware`, at most.
     Returns:
         Indices into the layer's F neurons, ascending within every expert.
     """
@@ -103,16 +153,12 @@ def partition_layer(
     if not shape.experts:  # of a pool to which this layer gives none
         return LayerPartition(*roles, roles.routed_U.clone(), roles.routed_U.new_empty(0, shape.n))
     neurons = RoutedNeurons(
-        roles.routed_U,
         scores_F[roles.routed_U],
         lambda: features()[roles.routed_U],
-        evidence,
         partial(measure_routed, evidence, roles, shape, tokens),
         shape.n,
     )
-    labels_U, affinity_UE = group_neurons(
-        method, neurons, shape.experts, iterations=iterations, restarts=restarts, rng=rng
-    )
+    labels_U, affinity_UE = group_neurons(method, neurons, shape.experts, rng=rng)
     return LayerPartition(*roles, labels_U, roles.routed_U[fill_experts(affinity_UE, labels_U, shape.n)])
 
 

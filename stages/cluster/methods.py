@@ -11,18 +11,17 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from stages.cluster.balance import assign_balanced
-from stages.cluster.evidence import LayerEvidence
 from stages.cluster.router_aware import TokenEnergy, members, place_copies, regroup
+
+ITERATIONS = 20  # of k-means and of router_aware, at most; both stop earlier when no neuron moves
 
 
 def fit_balanced_kmeans(
     features_UC: Float[Tensor, "U C"],
     sizes_E: Int[Tensor, "E"],
     *,
-    iterations: int,
     rng: np.random.Generator,
-    restarts: int = 1,
-    start: Int[Tensor, "U"] | None = None,
+    iterations: int = ITERATIONS,
 ) -> Int[Tensor, "U"]:
     """Group neurons by cosine similarity into clusters of exactly the given sizes.
 
@@ -32,35 +31,18 @@ def fit_balanced_kmeans(
     Args:
         features_UC: ``(U, C)`` fp32, finite; a zero row is a neuron without direction and fills what is left.
         sizes_E: ``(E,)`` neurons per cluster; sums to U, zeros allowed.
-        iterations: most rounds, at least 1.
         rng: draws the first centroids.
-        restarts: times the loop is run, at least 1; the clusters of the highest total are kept.
-        start: ``(U,)`` clusters whose means are the first centroids of the first run, of any sizes; None draws them.
+        iterations: most rounds, at least 1.
     Returns:
         ``(U,)`` int64 cluster of each neuron.
     Source: spherical k-means (Dhillon, Modha 2001) with the assignment step constrained to sizes.
     """
     directions_UC = normalize(features_UC, dim=1)
-    clusters = len(sizes_E)
-    best_U, best_total = torch.full((len(features_UC),), -1), -torch.inf
-    for number in range(restarts):
-        if start is not None and number == 0:
-            centroids_EC = mean_directions(directions_UC, start, clusters)
-        else:
-            centroids_EC = seed_centroids(directions_UC, clusters, rng)
-        labels_U = _improve(directions_UC, centroids_EC, sizes_E, iterations)
-        total = total_similarity(directions_UC, labels_U, clusters)
-        if total > best_total:
-            best_U, best_total = labels_U, total
-    return best_U
-
-
-def _improve(directions_UC: Tensor, centroids_EC: Tensor, sizes_E: Tensor, iterations: int) -> Tensor:
-    """Rounds of assigning neurons and moving centroids until no neuron moves."""
-    labels_U, prices_E = torch.full((len(directions_UC),), -1), None
+    centroids_EC = seed_centroids(directions_UC, len(sizes_E), rng)
+    labels_U = torch.full((len(directions_UC),), -1)
     for _ in range(iterations):
         previous_U = labels_U
-        labels_U, prices_E = assign_balanced(directions_UC @ centroids_EC.T, sizes_E, prices_E=prices_E)
+        labels_U = assign_balanced(directions_UC @ centroids_EC.T, sizes_E)
         if torch.equal(labels_U, previous_U):
             break
         centroids_EC = mean_directions(directions_UC, labels_U, len(sizes_E))
@@ -75,7 +57,7 @@ def total_similarity(directions_UC: Float[Tensor, "U C"], labels_U: Int[Tensor, 
 def mean_directions(
     directions_UC: Float[Tensor, "U C"], labels_U: Int[Tensor, "U"], clusters: int
 ) -> Float[Tensor, "E C"]:
-    """Neuron-length mean of every cluster; zero where a cluster is empty or cancels out."""
+    """Mean direction of every cluster, of length 1; zero where a cluster is empty or cancels out."""
     sums_EC = torch.zeros(clusters, directions_UC.shape[1]).index_add_(0, labels_U, directions_UC)
     return normalize(sums_EC, dim=1)
 
@@ -133,33 +115,21 @@ class Grouping(NamedTuple):
 
 @dataclass(frozen=True)
 class RoutedNeurons:
-    """The neurons to be grouped. Features are computed only for the method that compares them."""
+    """The neurons to be grouped. Features and energy are computed only by methods that need them."""
 
-    indices_U: Int[Tensor, "U"]  # among the layer's F
     scores_U: Float[Tensor, "U"]
     features_UC: Callable[[], Tensor]
-    evidence: LayerEvidence | None = None  # of the whole layer
     energy: Callable[[], TokenEnergy] | None = None  # of the neurons, for the method that routes tokens
     size: int = 0  # N, for the method that places copies
 
 
-def group_neurons(
-    method: Method,
-    neurons: RoutedNeurons,
-    experts: int,
-    *,
-    rng: np.random.Generator,
-    iterations: int,
-    restarts: int = 1,
-) -> Grouping:
+def group_neurons(method: Method, neurons: RoutedNeurons, experts: int, *, rng: np.random.Generator) -> Grouping:
     """Group the routed neurons of a layer."""
     match method:
         case "router_aware":
-            return group_router_aware(neurons, experts, iterations=iterations, restarts=restarts, rng=rng)
+            return group_router_aware(neurons, experts, rng=rng)
         case "balanced_kmeans":
-            return group_by_similarity(
-                neurons.features_UC(), experts, iterations=iterations, restarts=restarts, rng=rng
-            )
+            return group_by_similarity(neurons.features_UC(), experts, rng=rng)
         case "rank":
             return deal_by_rank(neurons.scores_U, experts)
         case "random":
@@ -168,31 +138,19 @@ def group_neurons(
             return group_as_stored(len(neurons.scores_U), experts)
 
 
-def group_by_similarity(
-    features_UC: Float[Tensor, "U C"],
-    experts: int,
-    *,
-    iterations: int,
-    rng: np.random.Generator,
-    restarts: int = 1,
-    start: Int[Tensor, "U"] | None = None,
-) -> Grouping:
+def group_by_similarity(features_UC: Float[Tensor, "U C"], experts: int, *, rng: np.random.Generator) -> Grouping:
     """Balanced k-means; the affinity is the cosine to the expert's mean direction."""
-    sizes_E = group_sizes(len(features_UC), experts)
-    labels_U = fit_balanced_kmeans(features_UC, sizes_E, iterations=iterations, rng=rng, restarts=restarts, start=start)
+    labels_U = fit_balanced_kmeans(features_UC, group_sizes(len(features_UC), experts), rng=rng)
     directions_UC = normalize(features_UC, dim=1)
     return Grouping(labels_U, directions_UC @ mean_directions(directions_UC, labels_U, experts).T)
 
 
-def group_router_aware(
-    neurons: RoutedNeurons, experts: int, *, iterations: int, rng: np.random.Generator, restarts: int = 1
-) -> Grouping:
-    """From balanced k-means on to what a router can capture; copies, where there is room, go where they are missed."""
-    start = group_by_similarity(neurons.features_UC(), experts, iterations=iterations, restarts=restarts, rng=rng)
-    assert neurons.energy is not None, "router_aware is streamed in config.py"
+def group_router_aware(neurons: RoutedNeurons, experts: int, *, rng: np.random.Generator) -> Grouping:
+    """Balanced k-means, then partition and router in turn; copies go where tokens would miss the neuron."""
+    start_U = group_by_similarity(neurons.features_UC(), experts, rng=rng).labels_U
+    assert neurons.energy is not None, "router_aware needs a pass, see needs_pass in config.py"
     energy = neurons.energy()
-    sizes_E = group_sizes(len(start.labels_U), experts)
-    labels_U = regroup(energy, start.labels_U, sizes_E, iterations=iterations)
+    labels_U = regroup(energy, start_U, group_sizes(len(start_U), experts), iterations=ITERATIONS)
     if experts * neurons.size <= len(labels_U):
         return Grouping(labels_U, members(labels_U, experts, energy.energy_TU).T.cpu())
     return Grouping(labels_U, place_copies(energy, labels_U, experts, neurons.size).T.cpu())
@@ -207,7 +165,7 @@ def deal_by_rank(scores_U: Float[Tensor, "U"], experts: int) -> Grouping:
 
 
 def group_at_random(neurons: int, experts: int, *, rng: np.random.Generator) -> Grouping:
-    """Seeded and blind to what the neurons do: the plain control."""
+    """Seeded, independent of activations and weights: the plain control."""
     labels_U = torch.from_numpy(rng.permutation(neurons)) % experts
     return Grouping(labels_U, _affinity_in_turn(labels_U, experts))
 

@@ -1,12 +1,19 @@
-"""Pictures of chosen layers."""
+"""Pictures of chosen layers: which expert holds each neuron, how it scores, how often it fires."""
 
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import LogNorm, Normalize
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patheffects import withStroke
 from numpy.typing import NDArray
 from sklearn.manifold import TSNE
 from sklearn.neighbors import NearestNeighbors
@@ -16,9 +23,120 @@ from torch.nn.functional import normalize
 from instruments.errors import ConfigError
 from stages.cluster.config import ClusterConfig
 from stages.cluster.evidence import LayerEvidence
-from stages.cluster.layer import LayerPartition
-from stages.cluster.neuron_map import NeuronMap, draw_neuron_map
-from stages.cluster.views import name_views
+from stages.cluster.layer import ALWAYS_ON, DROPPED, LayerPartition
+
+# Drawn greedily from the sRGB cube: each is the farthest in OKLab from those before it, white, grey and black.
+COLOURS = (
+    "#1f7ab8", "#ff00ff", "#00c200", "#ff0000", "#3d0085", "#851fff", "#d69900", "#660000",
+    "#ad0085", "#cc85c2", "#14c2c2", "#004700", "#0000eb", "#cce000", "#00851f", "#ff1f99",
+    "#ad1414", "#70a3ff", "#29f5ad", "#003d5c", "#7047a3", "#00ff00", "#ad6614", "#ffa399",
+    "#7a9966", "#ffadff", "#b847d6", "#70005c", "#4766ff", "#ad5c7a", "#adc28f", "#5cebff",
+)  # fmt: skip
+
+
+def distinct_colours(count: int) -> list[str]:
+    """`count` colours; the most different come first, and beyond 32 they repeat."""
+    return [COLOURS[index % len(COLOURS)] for index in range(count)]
+
+
+NAMES = {"s_p": "S_p"}
+MOST_NAMED = len(COLOURS)  # more experts than this are coloured but not listed
+
+
+@dataclass(frozen=True)
+class NeuronMap:
+    """The data of a picture, neuron by neuron."""
+
+    coordinates_U2: Float[Tensor, "U 2"]
+    home_U: Int[Tensor, "U"]  # an expert, ALWAYS_ON or DROPPED
+    score_U: Float[Tensor, "U"]
+    score: str  # the measure
+    frequency_U: Float[Tensor, "U"]
+    experts: int
+
+
+def plot_neuron_map(neurons: NeuronMap, path: Path, *, title: str) -> None:
+    """Write a PNG of three panels; the same input and libraries give the same bytes."""
+    figure = Figure(figsize=(20, 6.8), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=16)
+    by_expert, by_score, by_frequency = figure.subplots(1, 3)
+    _plot_experts(by_expert, neurons)
+    _plot_measure(
+        by_score,
+        neurons,
+        neurons.score_U,
+        Normalize(*_middle(neurons.score_U)),
+        NAMES.get(neurons.score, neurons.score),
+    )
+    low, high = _middle(neurons.frequency_U[neurons.frequency_U > 0])
+    shown_U = neurons.frequency_U.clamp_min(low / 2)  # a neuron that never fires has no logarithm
+    _plot_measure(by_frequency, neurons, shown_U, LogNorm(low, high), "share of tokens the neuron is active on")
+    for panel, name in ((by_expert, "Expert"), (by_score, "Score"), (by_frequency, "Frequency")):
+        panel.set_title(name, fontsize=14)
+        panel.set(xticks=[], yticks=[])
+    figure.savefig(path, metadata={"Software": None})
+
+
+def _middle(values: Tensor) -> tuple[float, float]:
+    """Bounds of the colour scale: the extreme 5 % at either end share the end's colour."""
+    if not len(values):
+        return 0.01, 1.0
+    low, high = np.quantile(values.numpy(), (0.05, 0.95)).tolist()
+    return (low, high) if high > low else (low, low + 1.0)
+
+
+def _plot_measure(panel: Axes, neurons: NeuronMap, values_U: Tensor, scale: Normalize, label: str) -> None:
+    """Colour by a measure; the highest are drawn last, on top."""
+    order_U = values_U.argsort(stable=True)
+    x_U, y_U = neurons.coordinates_U2[order_U].T.numpy()
+    dots = panel.scatter(x_U, y_U, c=values_U[order_U].numpy(), s=_dot_area(neurons), cmap="viridis", norm=scale)
+    bar = panel.figure.colorbar(dots, ax=panel, extend="both", shrink=0.85)
+    bar.set_label(label, fontsize=12)
+
+
+def _plot_experts(panel: Axes, neurons: NeuronMap) -> None:
+    """Colour by expert; where the experts are few, number each in its midst and list them all."""
+    named = neurons.experts <= MOST_NAMED
+    handles = []
+    for home, name, colour in _homes(neurons.experts):
+        points_U2 = neurons.coordinates_U2[neurons.home_U == home].numpy()
+        if not len(points_U2):
+            continue
+        panel.scatter(points_U2[:, 0], points_U2[:, 1], color=colour, s=_dot_area(neurons))
+        if named or home < 0:
+            handles.append(Line2D([], [], marker="o", linestyle="", color=colour, label=f"{name} ({len(points_U2)})"))
+        if named and home >= 0:
+            outline = [withStroke(linewidth=3.5, foreground="white")]
+            panel.annotate(
+                str(home), _midst(points_U2), path_effects=outline, fontsize=12, fontweight="bold", ha="center",
+                va="center",
+            )  # fmt: skip
+    if not named:
+        handles.append(Line2D([], [], linestyle="", label=f"{neurons.experts} experts,\ncolours repeat"))
+    panel.legend(
+        handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, labelspacing=0.3,
+        handletextpad=0.1, fontsize=10 if len(handles) <= 24 else 8,
+    )  # fmt: skip
+
+
+def _homes(experts: int) -> list[tuple[int, str, str]]:
+    """Every home with its name and colour, in the order of drawing."""
+    named: list[tuple[int, str, str]] = [(DROPPED, "dropped", "#dddddd"), (ALWAYS_ON, "always on", "#666666")]
+    return named + [(e, f"expert {e}", colour) for e, colour in enumerate(distinct_colours(experts))]
+
+
+def _midst(points_U2: NDArray[np.float32]) -> tuple[float, float]:
+    """The medoid: unlike a mean, it lies on one of the points."""
+    distance_UU = np.linalg.norm(points_U2[:, None] - points_U2[None], axis=2)
+    x, y = points_U2[distance_UU.sum(1).argmin()].tolist()
+    return x, y
+
+
+def _dot_area(neurons: NeuronMap) -> float:
+    """Area in points² that keeps the panel about as full whatever the number of neurons."""
+    return float(np.clip(24000 / len(neurons.home_U), 3.0, 40.0))
+
 
 MOST_DIMS = 50  # principal components in which both methods compare neurons
 
@@ -83,7 +201,10 @@ def place_by_tsne(points_UP: Points, start_U2: Points, neighbors: int, *, seed: 
     return placed_U2
 
 
+MAP_NEURONS = 8192  # a wider layer shows an even sample
+MAP_NEIGHBORS = 15  # that decide a neuron's place; perplexity of t-SNE
 MAP_NAMES = {"umap": "UMAP", "tsne": "t-SNE"}
+FEATURE_NAMES = {"coactivation": "co-activation", "gate_rows": "gate rows"}
 
 
 def layers_to_draw(cluster: ClusterConfig, layers: int) -> list[int]:
@@ -111,25 +232,25 @@ def plot_layer(
 ) -> str:
     """Write the map of one layer; returns the file's name."""
     width = len(features_FC)
-    shown = torch.from_numpy(np.linspace(0, width - 1, min(width, cluster.map_neurons)).round().astype(np.int64))
+    shown = torch.from_numpy(np.linspace(0, width - 1, min(width, MAP_NEURONS)).round().astype(np.int64))
     coordinates_U2 = place_neurons(
         features_FC[shown],
         cluster.map,  # type: ignore[arg-type] # checked against the choices beside the field
-        neighbors=cluster.map_neighbors,
+        neighbors=MAP_NEIGHBORS,
         rng=rng,
     )
     experts, size = partition.neurons_EN.shape
-    # What no neuron was ranked by is not shown.
+    # Without a score: contribution.
     scores, frequency_U = evidence.scores, evidence.statistics.frequency[layer, shown]
     name, score_F = ("contribution", evidence.contribution_F) if scores is None else (scores.method, evidence.score_F)
     picture = NeuronMap(coordinates_U2, partition.home_F[shown], score_F[shown], name, frequency_U, experts)
     file = f"neuron_map_layer_{layer:03}.png"
     neurons = f"{width} neurons" if len(shown) == width else f"{len(shown)} of {width} neurons"
     copies = ", coloured by first home" if experts * size > len(partition.roles.routed_U) else ""
-    draw_neuron_map(
+    plot_neuron_map(
         picture,
         folder / file,
         title=f"Layer {layer}: {neurons}, {experts} experts of {size}{copies} "
-        f"({MAP_NAMES[cluster.map]} of {name_views(cluster)})",
+        f"({MAP_NAMES[cluster.map]} of {FEATURE_NAMES[cluster.features]})",
     )
     return file

@@ -1,4 +1,4 @@
-"""The closing table."""
+"""The table of the stage: how well each layer's neurons are grouped."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,10 +32,10 @@ class Objective(NamedTuple):
 def measure_objective(
     features_UC: Float[Tensor, "U C"], labels_U: Int[Tensor, "U"], experts: int, *, rng: np.random.Generator
 ) -> Objective:
-    """The objective of k-means for one grouping, and what to hold it against.
+    """The objective of k-means for one grouping, next to chance and to the optimum.
 
     Args:
-        features_UC: ``(U, C)`` what was compared.
+        features_UC: ``(U, C)``.
         labels_U: ``(U,)`` expert of each neuron, before copies.
         experts: E.
         rng: deals out the neurons at random.
@@ -44,7 +44,7 @@ def measure_objective(
     dealt_U = labels_U[torch.from_numpy(rng.permutation(len(labels_U)))]
     total = total_similarity(directions_UC, labels_U, experts)
     affinity_UE = directions_UC @ mean_directions(directions_UC, labels_U, experts).T
-    best_U = assign_balanced(affinity_UE, labels_U.bincount(minlength=experts)).labels_U
+    best_U = assign_balanced(affinity_UE, labels_U.bincount(minlength=experts))
     best = float(affinity_UE.double().gather(1, best_U[:, None]).sum())
     count = max(1, len(labels_U))
     return Objective(
@@ -112,7 +112,7 @@ def _mean(total: int, count: int) -> float | None:
 
 @dataclass(frozen=True)
 class LayerFigures:
-    """What the partition of one layer looks like."""
+    """Figures of one layer's partition."""
 
     coactivation: Coactivation
     objective: Objective | None  # None for methods that compare nothing
@@ -125,7 +125,7 @@ class LayerFigures:
 def measure_layer(
     partition: LayerPartition, evidence: LayerEvidence, features_FC: Float[Tensor, "F C"] | None
 ) -> LayerFigures:
-    """What the table says about one layer; `features_FC` are those that the method compared, if it did."""
+    """Figures of one layer; `features_FC` of methods that compare neurons."""
     roles, statistics, layer = partition.roles, evidence.statistics, evidence.layer
     contribution_F, experts = evidence.contribution_F, len(partition.neurons_EN)
     objective = None
@@ -190,8 +190,7 @@ def tabulate_layers(
         )
     if shapes:
         notes.append(
-            f"experts that the layers give to the pool, by {cluster.allocation}: "
-            f"{', '.join(str(shape.experts) for shape in shapes)}"
+            f"experts that the layers give to the pool, by score: {', '.join(str(shape.experts) for shape in shapes)}"
         )
     if pictures:
         notes.append(f"maps: {', '.join(pictures)}")
@@ -199,7 +198,7 @@ def tabulate_layers(
 
 
 def describe(cluster: ClusterConfig, shape: MoEShape, width: int, score: str | None) -> str:
-    """What grouped the neurons, and what chose those that are always on, dropped or dealt out, in a sentence.
+    """The method, and the criteria for always-on, dropped and dealt-out neurons, in a sentence.
 
     Args:
         cluster: how it was done.
@@ -207,7 +206,7 @@ def describe(cluster: ClusterConfig, shape: MoEShape, width: int, score: str | N
         width: F.
         score: the score in words; None where it decided nothing.
     """
-    how = f" on {' and '.join(cluster.views)}" if cluster.method == "balanced_kmeans" else ""
+    how = f" on {cluster.features}" if cluster.method == "balanced_kmeans" else ""
     said = [f"experts by {cluster.method}{how}"]
     ranking = "alignment" if cluster.aligns(shape, width) else score
     if shape.pooled:

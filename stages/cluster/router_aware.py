@@ -1,8 +1,8 @@
 """Partition and router in turn: neurons go where the tokens that need them are routed, tokens where their neurons went.
 
-The measure is router_aware energy: what the chosen experts hold of Σ_j (h_j·‖d_j‖)², where h_j is taken without the
-part that the always-on neurons foretell, since alignment lets these make up for it. A partition is as good as a linear
-router can route it: the tokens' experts come from a ridge regression, not from an oracle.
+The measure is the routed energy: the part of Σ_j (h_j·‖d_j‖)² that the chosen experts hold, h_j being the residual of
+its regression on the always-on neurons, because alignment lets these make up for the rest. A partition is as good as a
+linear router can route it: the tokens' experts come from a ridge regression, not from an oracle.
 """
 
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from models.routing import choose_experts, chosen_mask
 from stages.calibration.normal_equations import NormalEquations
-from stages.cluster.activity import LayerActivity
 from stages.cluster.balance import assign_balanced
+from stages.cluster.evidence import LayerActivity
 
 ROUTER_PENALTY = 0.1
 PREDICT_PENALTY = 1e-2
@@ -23,7 +23,7 @@ SWEEPS = 2  # over the experts, when copies are placed
 
 @dataclass(frozen=True)
 class TokenEnergy:
-    """What every routed neuron adds for every token, and a way to route tokens by their inputs."""
+    """Energy of every routed neuron on every token, and a way to route tokens by their inputs."""
 
     energy_TU: Tensor
     x_TD: Tensor
@@ -31,11 +31,11 @@ class TokenEnergy:
     top_k: int
 
     def held(self, member_EU: Float[Tensor, "E U"]) -> Float[Tensor, "T E"]:
-        """What every expert holds of a token's energy."""
+        """The part of a token's energy that each expert holds."""
         return self.energy_TU @ member_EU.T
 
     def route(self, held_TE: Float[Tensor, "T E"]) -> Float[Tensor, "T E"]:
-        """1 where a linear router, fitted to what the experts hold, sends the token."""
+        """1 for the experts that a linear router, fitted to the experts' energy, chooses."""
         wanted_TE = held_TE.clamp_min(1e-20).log_()
         wanted_TE -= wanted_TE.mean(1, keepdim=True)
         rows_DE = torch.cholesky_solve(self.x_TD.T @ wanted_TE, self.factor_DD)
@@ -45,7 +45,7 @@ class TokenEnergy:
 def measure_energy(
     activity: LayerActivity, routed_U: Int[Tensor, "U"], always_on_S: Int[Tensor, "S"], *, top_k: int, tokens: int
 ) -> TokenEnergy:
-    """The energy of the routed neurons on at most `tokens` calibration tokens, spread evenly over the text.
+    """The energy of the routed neurons on at most `tokens` calibration tokens, evenly spaced over the text.
 
     Memory: tokens × U.
     """
@@ -80,16 +80,16 @@ def regroup(
         sizes_E: ``(E,)`` neurons each expert takes; sums to U.
         iterations: most rounds.
     Returns:
-        ``(U,)`` the labels of the round that router_aware most; those it started from at worst.
+        ``(U,)`` the labels of highest routed energy; at worst those it started from.
     """
-    best_U, most, prices_E = labels_U, -1.0, None
+    best_U, most = labels_U, -1.0
     for _ in range(iterations + 1):
         held_TE = energy.held(members(labels_U, len(sizes_E), energy.energy_TU))
         mask_TE = energy.route(held_TE)
-        router_aware = float((mask_TE * held_TE).sum())
-        if router_aware > most:
-            best_U, most = labels_U, router_aware
-        next_U, prices_E = assign_balanced((energy.energy_TU.T @ mask_TE).cpu(), sizes_E, prices_E=prices_E)
+        routed = float((mask_TE * held_TE).sum())
+        if routed > most:
+            best_U, most = labels_U, routed
+        next_U = assign_balanced((energy.energy_TU.T @ mask_TE).cpu(), sizes_E)
         if torch.equal(next_U, labels_U):
             break
         labels_U = next_U
@@ -103,10 +103,10 @@ def members(labels_U: Int[Tensor, "U"], experts: int, like: Tensor) -> Float[Ten
 
 
 def place_copies(energy: TokenEnergy, labels_U: Int[Tensor, "U"], experts: int, size: int) -> Float[Tensor, "E U"]:
-    """Fill every expert to `size` neurons with those whose energy its tokens would otherwise miss.
+    """Fill every expert to `size` neurons with those whose energy its tokens would miss.
 
     Every neuron keeps its home. Expert by expert, a neuron is worth what it adds for the tokens that go there and get
-    it from no other chosen expert; the tokens are routed anew after each sweep.
+    it from no other chosen expert; the tokens are routed again after each sweep.
 
     Returns:
         ``(E, U)`` 1 where the expert holds the neuron, `size` in each row.

@@ -13,14 +13,12 @@ from models.config import ModelConfig, MoEShape
 from models.loading import release_freed_memory
 from stages.artifacts.job import Job, Table
 from stages.artifacts.partition import Partition, PoolPartition
-from stages.artifacts.statistics import DomainStatistics, NeuronStatistics, Scores
+from stages.artifacts.statistics import NeuronStatistics, Scores
 from stages.artifacts.tensor_file import load_layer_checkpoint, save_layer_checkpoint
 from stages.calibration.config import VocabularyConfig
-from stages.cluster.activity import LayerActivity, open_activities
-from stages.cluster.allocation import layer_shapes
 from stages.cluster.config import ClusterConfig
-from stages.cluster.evidence import GROUPING, LAYOUT, LayerEvidence, rank_neurons
-from stages.cluster.layer import LayerPartition, partition_layer
+from stages.cluster.evidence import GROUPING, LAYOUT, LayerActivity, LayerEvidence, open_activities, rank_neurons
+from stages.cluster.layer import LayerPartition, layer_shapes, partition_layer
 from stages.cluster.picture import layers_to_draw, plot_layer
 from stages.cluster.report import describe, measure_layer, tabulate_layers
 from stages.cluster.views import view_neurons
@@ -38,19 +36,19 @@ def run(
     seed: int,
 ) -> Table:
     """Group the neurons of every layer into experts; no layer's draws depend on another layer."""
-    statistics, domains = NeuronStatistics.load(job.parents["scan"]), load_domains(job.parents["scan"])
+    statistics = NeuronStatistics.load(job.parents["scan"])
     layers, width = statistics.sum_abs.shape
     scores = Scores.load(job.parents["score"]) if cluster.reads_score(shape, width) else None
     drawn = layers_to_draw(cluster, layers)
     shapes = [shape] * layers
     if shape.pooled:
         assert scores is not None, "a pool reads the score, see config.py"
-        shapes = layer_shapes(shape, cluster.allocation, scores, statistics)
+        shapes = layer_shapes(shape, scores.chosen)
     partitions, figures, pictures = [], [], []
     batch_tokens = cluster.batch_tokens if cluster.needs_pass(shape, width) else None
     with open_pass(model, data, vocabulary, batch_tokens, layers) as activities:
         for layer, activity in enumerate(tqdm(activities, total=layers, desc="cluster", unit="layer")):
-            evidence = LayerEvidence(layer, model, statistics, scores, seed, activity, domains)
+            evidence = LayerEvidence(layer, model, statistics, scores, seed, activity)
             features = lru_cache(maxsize=1)(partial(view_neurons, cluster, evidence))
             partition = load_layer_checkpoint(job.scratch, layer, LayerPartition)
             if partition is None:
@@ -59,8 +57,6 @@ def run(
                     features,
                     shapes[layer],
                     method=cluster.method,  # type: ignore[arg-type] # checked against the choices beside the field
-                    iterations=cluster.iterations,
-                    restarts=cluster.restarts,
                     rng=evidence.draw(GROUPING),
                     evidence=evidence,
                     tokens=cluster.sample_tokens,
@@ -88,11 +84,6 @@ def save_partition(
         PoolPartition(width, torch.cat(neurons), home_E, always_on_LS, description).save(folder)
     else:
         Partition(width, torch.stack(neurons), always_on_LS, description).save(folder)
-
-
-def load_domains(folder: Path) -> DomainStatistics | None:
-    """What the scan found by text domain, if it was asked to."""
-    return DomainStatistics.load(folder) if (folder / DomainStatistics.FILE).exists() else None
 
 
 @contextmanager

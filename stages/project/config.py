@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from models.config import MoEShape
-from stages.routing.methods import SAMPLED_ROUTERS, TRAINED_ROUTERS, is_refitted
+from stages.routing.methods import FITTED_ROUTERS, TRAINED_ROUTERS
 
 VERSION = 12
 
@@ -91,22 +91,20 @@ class ProjectConfig:
         # In the order in which stages/project/layer_pass.py comes to ask for them.
         if self.alignment == "none":
             found |= dict.fromkeys(("rounds", "pool_sweeps", *REFIT_FIELDS), "project.alignment=none")
-        elif not is_refitted(router, pooled=shape.pooled):
+        elif router not in FITTED_ROUTERS:
             found |= dict.fromkeys(("rounds", *REFIT_FIELDS), f"assemble.router={router}")
         elif shape.top_k == shape.experts:
             found |= dict.fromkeys(("rounds", *REFIT_FIELDS), "a token is sent to all experts")
         elif not self.rounds:
             found |= dict.fromkeys(REFIT_FIELDS, "project.rounds=0")
         else:
-            found |= self._unread_of_refit(router, pooled=shape.pooled)
+            found |= self._unread_of_refit(router)
         return found
 
-    def _unread_of_refit(self, router: str, *, pooled: bool) -> dict[str, str]:
+    def _unread_of_refit(self, router: str) -> dict[str, str]:
         found: dict[str, str] = {}
         if router not in TRAINED_ROUTERS:
             found |= dict.fromkeys(("router_steps", "router_rate"), f"assemble.router={router}")
         elif not self.router_steps:
             found["router_rate"] = "project.router_steps=0"
-        if router not in SAMPLED_ROUTERS:
-            found["router_tokens"] = f"assemble.router={router}"
         return found

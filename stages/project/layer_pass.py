@@ -25,8 +25,7 @@ from stages.calibration.token_stream import LayerSample, TokenStream
 from stages.project.config import ProjectConfig
 from stages.routing.descent import DescentSettings
 from stages.routing.fit import RouterSettings, refit_router
-from stages.routing.methods import IMITATING_ROUTERS
-from stages.routing.task import RouterTask, load_balance, set_logit_std, watch_contributions
+from stages.routing.task import RouterTask, load_balance, set_logit_std
 
 
 @dataclass(frozen=True)
@@ -112,11 +111,9 @@ def alternate(
     """
     if base.top_k == base.router.experts:
         return state, 0
-    imitates = settings.rounds > 0 and carve.refit.method in IMITATING_ROUTERS
-    contributions = watch_contributions(carve.ffn, base.neurons_EN, inputs) if imitates else []
     for kept in range(settings.rounds):
         usual = at_usual_gates(state.loop, inputs)
-        router = refit_router(RouterTask(usual, target, carve.biased, inputs, contributions), carve.refit)
+        router = refit_router(RouterTask(usual, target, carve.biased, inputs), carve.refit)
         if router is None or chooses_alike(router, state.loop, inputs):
             return state, kept
         router = set_logit_std(router, inputs[: carve.text], carve.refit.logit_std)

@@ -1,1 +1,1 @@
-"""Routers of one layer: what they are fitted on, ways to fit them, and how they spread tokens."""
+"""Routers of one layer: tasks, ways to fit them, and how they distribute tokens."""

@@ -1,7 +1,7 @@
-"""Routers trained by gradient descent: a few hundred steps on one D × E matrix, held-out tokens decide."""
+"""Routers trained by gradient descent: a few hundred steps on one D × E matrix; validation tokens decide."""
 
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -30,47 +30,15 @@ def load_variance(mask_TE: Float[Tensor, "T E"]) -> Float[Tensor, ""]:
     return variance
 
 
-GATHERED = 2**20  # numbers: 4 MiB
-
-
-class Objective(Protocol):
-    """Relative to its scale: 0.01 is one percent of what is to be gained."""
-
-    def loss(self, tokens_t: Tensor, logits_tE: Tensor, top_k: int, temperature: float) -> Tensor:
-        """Differentiable, mean over some of the tokens."""
-
-    def cost(self, mask_TE: Tensor, logits_TE: Tensor) -> float:
-        """Of a hard choice and the logits it is weighed by, lower is better."""
-
-
-@dataclass(frozen=True)
-class Imitation:
-    """Choose the experts that contribute most: a ranking loss with K winners.
-
-    Source: the listwise top-one likelihood, Cao et al. 2007, with K winners of equal weight.
-    """
-
-    best_TE: Tensor  # 1 where the expert is among the K of largest contribution
-
-    def loss(
-        self, tokens_t: Int[Tensor, "t"], logits_tE: Float[Tensor, "t E"], top_k: int, temperature: float
-    ) -> Float[Tensor, ""]:
-        """−Σ_{e best} log softmax(z)_e / K; knows no temperature."""
-        del temperature
-        likelihood: Tensor = (logits_tE.log_softmax(1) * self.best_TE[tokens_t]).sum(1)
-        return -likelihood.mean() / top_k
-
-    def cost(self, mask_TE: Float[Tensor, "T E"], logits_TE: Float[Tensor, "T E"]) -> float:
-        """Share of the best experts that are not chosen."""
-        del logits_TE
-        return 1 - float((mask_TE * self.best_TE).sum() / self.best_TE.sum())
+GATHERED = 2**20  # overlaps copied at a time: 4 MiB
 
 
 @dataclass(frozen=True)
 class OutputError:
-    """‖r − Σ_{e chosen} g_e·y_e‖², r what the experts are to give, y_e what each gives and g_e its scaled gate.
+    """‖r − Σ_{e chosen} g_e·y_e‖²: r the wanted output of the experts, y_e an expert's output, g_e its scaled gate.
 
-    Expanded as ‖r‖² − 2·gains·w + wᵀ·overlaps·w in the weights w, so that no output is kept.
+    Expanded as ‖r‖² − 2·gains·w + wᵀ·overlaps·w in the weights w, so that no output is kept. Costs and losses are
+    relative to the mean ‖r‖².
     """
 
     gains_TE: Tensor  # r·y_e
@@ -86,7 +54,7 @@ class OutputError:
         return self._error(relaxed_mask(logits_tE, top_k, temperature), logits_tE, tokens_t)
 
     def cost(self, mask_TE: Float[Tensor, "T E"], logits_TE: Float[Tensor, "T E"]) -> float:
-        """Relative error of a hard choice, on all tokens."""
+        """Relative error of a hard choice on all tokens, given the logits that its gates are computed from."""
         return float(self._error(mask_TE, logits_TE, torch.arange(len(mask_TE), device=mask_TE.device)))
 
     def _error(self, mask_tE: Tensor, logits_tE: Tensor, tokens_t: Tensor) -> Tensor:
@@ -112,9 +80,9 @@ def weigh_choice(
 
 
 class _Change(torch.autograd.Function):
-    """mᵀ·O·m − 2·g·m of every token, O symmetric: read once, for by then its gradient 2·(O·m − g) is at hand.
+    """mᵀ·O·m − 2·g·m of every token, O symmetric; its gradient 2·(O·m − g) comes from the same pass over O.
 
-    O is gathered a few tokens at a time: all of them at once are a copy that no cache holds.
+    O is gathered a few tokens at a time: a copy of all of it fits into no cache.
     """
 
     @staticmethod
@@ -134,22 +102,19 @@ class _Change(torch.autograd.Function):
 
 
 BATCH = 2048  # tokens a step
-WARM, COLD = 0.5, 0.1  # temperature of the soft choice at the first and at the last step, in spreads of the logits
-EVAL_POINTS = 8  # times that the held-out tokens are asked
-
-
-Wanted_co = TypeVar("Wanted_co", bound=Objective, covariant=True)
+WARM, COLD = 0.5, 0.1  # temperature of the soft choice at the first and at the last step; the logits' deviation is 1
+EVAL_POINTS = 8  # evaluations on the validation tokens
 
 
 @dataclass(frozen=True)
-class Sample(Generic[Wanted_co]):
-    """Tokens and what is wanted of them."""
+class Sample:
+    """Tokens and the objective of choosing experts for them."""
 
     x_TD: Tensor
-    objective: Wanted_co
+    objective: OutputError
 
     def cost(self, router: LinearRouter, top_k: int, balance: float) -> float:
-        """Of the router's hard choice."""
+        """Cost of the router's hard choice, lower is better."""
         mask_TE = chosen_mask(router.choose(self.x_TD, top_k), router.experts)
         cost = self.objective.cost(mask_TE, self.x_TD @ router.rows_ED.T)
         return cost + (balance * float(load_variance(mask_TE)) if balance else 0.0)
@@ -188,27 +153,27 @@ class _Whitened:
 
 def descend(
     start: LinearRouter,
-    fitted: Sample[Objective],
-    guard: Sample[Objective],
+    train: Sample,
+    validation: Sample,
     top_k: int,
     settings: DescentSettings,
     *,
     biased: bool,
 ) -> LinearRouter:
-    """Improve a router until held-out tokens see no more of it; at worst, `start` comes back.
+    """Train a router, and keep the one of lowest validation cost; at worst, `start` comes back.
 
     Args:
         start: where to begin.
-        fitted: tokens to train on.
-        guard: tokens to judge by.
+        train: tokens to train on.
+        validation: tokens to choose by.
         top_k: K.
         settings: of the descent.
         biased: train the bias, too.
     """
-    space = _Whitened(fitted.x_TD)
-    inputs_TD = space.inputs(fitted.x_TD)
-    start = _neuron_spread(start, fitted.x_TD)
-    best, lowest = start, guard.cost(start, top_k, settings.balance)
+    space = _Whitened(train.x_TD)
+    inputs_TD = space.inputs(train.x_TD)
+    start = _unit_logits(start, train.x_TD)
+    best, lowest = start, validation.cost(start, top_k, settings.balance)
     white_ED = space.from_rows(start.rows_ED).requires_grad_()
     bias_E = start.bias_E.clone().requires_grad_(biased)
     optimizer = torch.optim.Adam([white_ED, bias_E] if biased else [white_ED], lr=settings.rate)
@@ -220,7 +185,7 @@ def descend(
         with torch.enable_grad():
             logits_tE = torch.addmm(bias_E, inputs_TD[tokens_t], white_ED.T)
             temperature = WARM * (COLD / WARM) ** (step / settings.steps)
-            loss = fitted.objective.loss(tokens_t, logits_tE, top_k, temperature)
+            loss = train.objective.loss(tokens_t, logits_tE, top_k, temperature)
             if settings.balance:
                 loss = loss + settings.balance * load_variance(relaxed_mask(logits_tE, top_k, temperature))
             optimizer.zero_grad()
@@ -229,14 +194,14 @@ def descend(
         schedule.step()
         if step % max(1, settings.steps // EVAL_POINTS) == 0 or step == settings.steps:
             router = LinearRouter(space.to_rows(white_ED.detach()), bias_E.detach().clone())
-            cost = guard.cost(router, top_k, settings.balance)
+            cost = validation.cost(router, top_k, settings.balance)
             if cost < lowest:
                 best, lowest = router, cost
     return best
 
 
-def _neuron_spread(router: LinearRouter, x_TD: Tensor) -> LinearRouter:
-    """Logits of standard deviation 1 over experts, the neuron in which temperatures are given."""
+def _unit_logits(router: LinearRouter, x_TD: Tensor) -> LinearRouter:
+    """Scale the logits to standard deviation 1 over experts, the unit of temperatures."""
     rows_ED, bias_E = router.rows_ED - router.rows_ED.mean(0), router.bias_E - router.bias_E.mean()
     deviation = LinearRouter(rows_ED, bias_E).logits(x_TD).square().mean().sqrt().clamp_min(1e-30)
     return LinearRouter(rows_ED / deviation, bias_E / deviation)

@@ -1,4 +1,4 @@
-"""Ridge regression on the FFN input: the router in closed form."""
+"""The router in closed form: ridge regression on the FFN input."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,41 +14,10 @@ from stages.calibration.normal_equations import NormalEquations
 from stages.routing.task import RouterTask, output_norms
 
 
-def fit_ridge(task: RouterTask, batches: Sequence[int], penalty: float) -> LinearRouter:
-    """Regress each expert's contribution on the FFN input, on the given batches."""
-    return regress_contributions(task, batches).router(penalty)
-
-
-def regress_contributions(task: RouterTask, batches: Sequence[int]) -> "RouterRegression":
-    """Regress each expert's contribution on the FFN input, on the given batches."""
-    regression = RouterRegression(task.inputs[0].shape[1], task.experts, task.inputs[0].device)
-    for index in batches:
-        regression.add(task.inputs[index], task.contributions[index])
-    return regression
-
-
-def regress_log_norms(task: RouterTask, batches: Sequence[int]) -> "RouterRegression":
-    """Regress the logarithm of each expert's output norm ‖y_e‖ on the FFN input, on the given batches."""
-    regression = RouterRegression(task.inputs[0].shape[1], task.experts, task.inputs[0].device)
-    for index in batches:
-        regression.add(task.inputs[index], logs(output_norms(task.loop, task.inputs[index])))
-    return regression
-
-
-def logs(norms_TE: Tensor) -> Tensor:
-    """Of a token's experts the larger ones are to be chosen, by whatever factor.
-
-    On the scale of the norms themselves a few loud tokens would decide the fit, and a linear function foretells ratios
-    better than sums.
-    """
-    return norms_TE.clamp_min(1e-20).log()
-
-
 class RouterRegression:
     """Moments of targets that are linear in the input, without intercept: the weight *is* the router's weight.
 
-    What all experts of a token have in common does not change their order: it is taken out of the targets, which the
-    regression then need not explain.
+    A token's mean over experts does not change their order, so it is subtracted from the targets.
     """
 
     def __init__(self, width: int, experts: int, device: torch.device) -> None:
@@ -64,6 +33,31 @@ class RouterRegression:
         return LinearRouter.without_bias(self._moments.solve(penalty))
 
 
+def regress_contributions(task: RouterTask, batches: Sequence[int]) -> RouterRegression:
+    """Regress each expert's contribution on the FFN input, on the given batches."""
+    regression = RouterRegression(task.inputs[0].shape[1], task.experts, task.inputs[0].device)
+    for index in batches:
+        regression.add(task.inputs[index], task.contributions[index])
+    return regression
+
+
+def regress_log_norms(task: RouterTask, batches: Sequence[int]) -> RouterRegression:
+    """Regress the logarithm of each expert's output norm ‖y_e‖ on the FFN input, on the given batches."""
+    regression = RouterRegression(task.inputs[0].shape[1], task.experts, task.inputs[0].device)
+    for index in batches:
+        regression.add(task.inputs[index], logs(output_norms(task.loop, task.inputs[index])))
+    return regression
+
+
+def logs(norms_TE: Tensor) -> Tensor:
+    """Use log norms: only ratios between a token's experts matter.
+
+    On the scale of the norms themselves a few loud tokens would decide the fit, and a linear function predicts ratios
+    better than sums.
+    """
+    return norms_TE.clamp_min(1e-20).log()
+
+
 MAX_ELEMENTS = 2**26  # of neuron activations in memory at a time: 256 MiB
 
 
@@ -71,12 +65,12 @@ def regress_residual_norms(task: RouterTask, batches: Sequence[int], tokens: int
     """Regress the logarithm of each expert's residual on the FFN input.
 
     Of an expert's neurons i it is sqrt(Σ_i (h_i − ĥ_i)²·‖d_i‖²), with ĥ_i the ridge regression of h_i on the
-    activations of the always-on neurons. The partition `router_aware` is made for the same measure.
+    activations of the always-on neurons. `cluster.method=router_aware` groups neurons by the same measure.
 
     Args:
         task: of one layer.
         batches: to fit on.
-        tokens: at most so many are looked at, spread evenly over the batches.
+        tokens: used at most, evenly spaced over the batches.
         penalty: of the regression on the always-on neurons, relative to the mean diagonal of their second moment.
     """
     x_TD = torch.cat([task.inputs[index] for index in batches])
@@ -93,11 +87,11 @@ def regress_residual_norms(task: RouterTask, batches: Sequence[int], tokens: int
 
 @dataclass(frozen=True)
 class RoutedNeurons:
-    """The experts' neurons, R in all: a neuron with copies in several experts is looked at once."""
+    """The experts' neurons, R in all: a neuron with copies in several experts is held once."""
 
     gate_RD: Float[Tensor, "R D"]
     up_RD: Float[Tensor, "R D"]
-    row_EN: Int[Tensor, "E N"]  # where each expert's neurons stand among them
+    row_EN: Int[Tensor, "E N"]  # rows of each expert's neurons
     weight_EN: Float[Tensor, "E N"]  # ‖d_i‖
 
     def expert_norms(self, hidden_tR: Float[Tensor, "t R"]) -> Float[Tensor, "t E"]:
@@ -123,7 +117,7 @@ def distinct_neurons(loop: ExpertLoop) -> RoutedNeurons:
 class Activations:
     """Inputs (t, D), activations of the always-on neurons (t, S) and of the routed ones (t, R), some tokens at a time.
 
-    Where all tokens are one piece it is computed once, else every time.
+    Tokens that fit into one piece are computed once, others at every iteration.
     """
 
     def __init__(self, loop: ExpertLoop, routed: RoutedNeurons, x_TD: Float[Tensor, "T D"]) -> None:

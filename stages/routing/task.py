@@ -1,4 +1,4 @@
-"""What a router of one layer is fitted on."""
+"""A layer's experts, the outputs wanted of them, and how well a router chooses among them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -30,11 +30,10 @@ def output_error(loop: ExpertLoop, x_TD: Float[Tensor, "T D"], target_TD: Float[
 
 
 def error_drops(loop: ExpertLoop, x_TD: Float[Tensor, "T D"], target_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T E"]:
-    """By how much each expert alone lowers the token's squared output error: (2·r·y_e − ‖y_e‖²) / ‖r‖².
+    """Drop of a token's squared output error by each expert alone: (2·r·y_e − ‖y_e‖²) / ‖r‖², at least −1.
 
-    r is what the always-on neurons leave to be given. 1 for an expert that gives all of it, 0 for one that gives
-    nothing; one that more than doubles the error is as bad as any that does, −1, so that a few loud outputs do not
-    decide a fit.
+    r is the wanted output without that of the always-on neurons; 1 for an expert that gives all of it, 0 for one that
+    gives nothing. The bound keeps a few loud outputs from deciding a fit.
     """
     wanted_TD = target_TD - loop.always_on_output(x_TD)
     chunk = max(1, MAX_ELEMENTS // (len(loop.neurons_EN) * x_TD.shape[1]))
@@ -64,13 +63,13 @@ def join(parts: Sequence[OutputError]) -> OutputError:
 
 @dataclass(frozen=True)
 class RouterTask:
-    """A layer's experts, and what they are to give, batch by batch."""
+    """What a router of one layer is fitted on, batch by batch."""
 
-    loop: ExpertLoop  # experts as they are; its router is not looked at
-    target: Target  # the whole layer's wanted output
+    loop: ExpertLoop  # experts as they are; its router is not used
+    target: Target  # wanted output of the whole layer
     biased: bool  # the MoE's architecture has a selection bias, so the router may have an intercept
     inputs: Sequence[Tensor]  # (T, D) FFN inputs
-    contributions: Sequence[Tensor]  # (T, E) Σ_{i∈e} |h_i|·‖d_i‖ of every expert; in a pool what it takes off the error
+    contributions: Sequence[Tensor] = ()  # (T, E) Σ_{i∈e} |h_i|·‖d_i‖ of every expert; in a pool its drop of the error
 
     @property
     def experts(self) -> int:
@@ -108,12 +107,6 @@ def expert_contributions(
     return (h_TF.abs() * column_norms_F) @ member_EF.T
 
 
-def watch_contributions(ffn: DenseFFN, neurons_EN: Int[Tensor, "E N"], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """(T, E) Σ_{i∈e} |h_i|·‖d_i‖ of every batch."""
-    member_EF = membership(neurons_EN, ffn.width)
-    return [expert_contributions(ffn, ffn.hidden(x_TD), member_EF) for x_TD in inputs]
-
-
 def watch_experts(
     ffn: DenseFFN,
     neurons_EN: Int[Tensor, "E N"],
@@ -123,7 +116,7 @@ def watch_experts(
     *,
     biased: bool,
 ) -> tuple[RouterTask, list[Tensor]]:
-    """The task of a router for plain slices, and the FFN's outputs (T, D), from one look at the activations."""
+    """The task of a router for plain slices, and the FFN's outputs (T, D), from one pass over the activations."""
     member_EF = membership(neurons_EN, ffn.width)
     contributions, outputs = [], []
     for x_TD in inputs:
@@ -137,17 +130,17 @@ def watch_experts(
 def watch_pool(loop: ExpertLoop, target: Target, inputs: Sequence[Tensor], *, biased: bool) -> RouterTask:
     """The task of a layer's router over a pool of which most experts were cut from other layers.
 
-    How large a foreign expert's output is says nothing of its use, so that contributions are the drops of the error.
+    The size of a foreign expert's output says nothing of its use: contributions are drops of the error.
     """
     drops = [error_drops(loop, x_TD, target(index, x_TD)) for index, x_TD in enumerate(inputs)]
     return RouterTask(loop, target, biased, inputs, drops)
 
 
-EVAL_TOKENS = 4096  # tokens, spread over the text: a figure for the report, at the price of the whole layer on each
+EVAL_TOKENS = 4096  # for the report's error, evenly spaced: each costs a pass of the whole layer
 
 
 def set_logit_std(router: LinearRouter, inputs: Sequence[Tensor], logit_std: float) -> LinearRouter:
-    """Scale the router so that a token's logits have the standard deviation `spread` over experts, on average.
+    """Scale the router so that a token's logits have the standard deviation `logit_std` over experts, on average.
 
     Rows and bias are centred first: a shift common to all experts changes neither softmax nor choice.
     """
@@ -169,7 +162,7 @@ def load_balance(router: LinearRouter, inputs: Sequence[Tensor], top_k: int) -> 
 def oracle_agreement(router: LinearRouter, task: RouterTask) -> float:
     """Agreement with the contribution oracle: mean share of its K experts that the router also chooses.
 
-    In a pool, contribution is what an expert takes off the error: the error oracle.
+    In a pool, contribution is an expert's drop of the error: the error oracle.
     """
     agreed, total = 0, 0
     for index, x_TD in enumerate(task.inputs):

@@ -28,9 +28,6 @@ class ScanConfig:
     gradient_checkpointing: bool = False
     # How gradient norms are computed: gram (short sequences), direct (long ones), auto (whichever costs less).
     norm_product: str = field(default="auto", metadata={"choices": ("auto", "gram", "direct")})
-    # Also sum up Taylor scores by text domain, the 32 largest and the rest as one, for cluster.features=taylor_profile.
-    # What a domain is: data.domain_field.
-    domains: bool = False
     # Also record every Linear weight and the input embedding by sample, parameter and block: parameters.mscan.
     parameters: bool = False
     # Which modules that record holds, by glob on their names, as in ["*.q_proj", "*.mlp.*"]; null takes attention and

@@ -17,7 +17,7 @@ from stages.accumulators.sums import ScanSums
 from stages.artifacts.workers import Workers
 from stages.calibration.forward import forward_losses
 from stages.losses import supervised_tokens
-from stages.scan.batch_sums import BatchSums, Domains, HostBatch
+from stages.scan.batch_sums import BatchSums, HostBatch
 from stages.scan.parameters import ParameterRecorder
 from stages.scan.token_sums import NeuronRule
 from stages.text.sequences import TokenBatch
@@ -107,7 +107,6 @@ class Scanner:
     rule: NeuronRule
     gradients: bool  # run the backward pass
     parameters: ParameterRecorder | None = None  # also record every weight
-    domains: Domains | None = None  # also sum up Taylor scores by text domain
 
     def scan(self, batch: TokenBatch, slots_BT: Tensor, sums: ScanSums, *, number: int, first_sample: int = 0) -> None:
         """Add batch `number` to `sums`, or nothing where it fails.
@@ -155,8 +154,7 @@ class Scanner:
     def _measure(self, batch: TokenBatch, slots_BT: Tensor, loss_scale: float) -> HostBatch:
         if self.parameters:
             self.parameters.expect(batch.names)
-        domains_B = self.domains.number(batch) if self.domains else None
-        sums = BatchSums(len(self.mlps), batch.attention_mask.bool(), slots_BT, self.rule, domains_B)
+        sums = BatchSums(len(self.mlps), batch.attention_mask.bool(), slots_BT, self.rule)
         if self.gradients:
             with probe_gradients(self.mlps, sums.add_gradients), torch.enable_grad():
                 losses_B = forward_losses(self.model, batch, inplace_backward_logits=True)

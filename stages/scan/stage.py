@@ -26,7 +26,7 @@ from stages.artifacts.job import Job, Table
 from stages.artifacts.statistics import NeuronStatistics
 from stages.artifacts.workers import Workers
 from stages.calibration.forward import save_memory
-from stages.scan.batch_sums import find_domains, make_domain_statistics, sum_shapes
+from stages.scan.batch_sums import sum_shapes
 from stages.scan.config import ScanConfig
 from stages.scan.parameters import PartsPlace, publish_parameters, record_parameters, require_recorded
 from stages.scan.passes import (
@@ -148,14 +148,9 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, store: StoreConfig, s
         )  # fmt: skip
     save_memory(dense, asked=scan.gradient_checkpointing)
     batches = batch_sequences(text.sequences, scan.read_batch(input_device(dense).type), tokenizer.pad_token_id or 0)
-    mlps, domains = ffn_modules(dense), find_domains(batches, scan)
-    shapes = sum_shapes(
-        len(mlps), mlps[0].down_proj.in_features, min(scan.reservoir_tokens, text.tokens),
-        domains=len(domains.names) if domains else 0,
-    )  # fmt: skip
+    mlps = ffn_modules(dense)
+    shapes = sum_shapes(len(mlps), mlps[0].down_proj.in_features, min(scan.reservoir_tokens, text.tokens))
     identity = sums_cache_key(job.fingerprint, batches, dense.dtype)
-    if domains:
-        identity["domains"] = domains.digest(batches)
     place = StorePlace(job.scratch, model.label, identity, ffn_weight_names(dense), workers, job.fresh)
     parts = PartsPlace(job.scratch, identity)
     recording = record_parameters(
@@ -163,7 +158,7 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, store: StoreConfig, s
     )
     with open_store(store, place, shapes) as keeper, recording as parameters:
         rule = NeuronRule(scan.active_share, scan.active_threshold, scan.norm_product)
-        scanner = Scanner(dense, mlps, rule, scan.gradients, parameters, domains)
+        scanner = Scanner(dense, mlps, rule, scan.gradients, parameters)
         slots_M = draw_reservoir(text.tokens, scan.reservoir_tokens, seed)
         done = agree_on_done(keeper, workers)
         resumed_at = sum(batches[number].tokens for number in done)
@@ -174,8 +169,6 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, store: StoreConfig, s
         sums = collect_sums(keeper, workers)
     if sums is None:
         return Table("scan", [], [])
-    if domains:
-        make_domain_statistics(sums, domains, batches).save(job.out)
     statistics = make_statistics(sums, mlps, gradients=scan.gradients)
     statistics.save(job.out)
     if scan.parameters:

@@ -1,1 +1,1 @@
-"""How much each neuron matters: S_p and the plain measures beside it."""
+"""How much each neuron matters: S_p, and plain measures to compare it with."""

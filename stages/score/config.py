@@ -19,11 +19,6 @@ class ScoreConfig:
     # How A, G and F are made comparable within a layer: zscore, rank or minmax. product and inverse_gradient then
     # stretch each term to 0..1.
     normalisation: str = field(default="zscore", metadata={"choices": ("zscore", "rank", "minmax")})
-    # What A is: contribution (mean |h|·‖down column‖, what the neuron adds to the residual stream) or magnitude (|h|).
-    activation: str = field(default="contribution", metadata={"choices": ("contribution", "magnitude")})
-    # What G is: per_activation (logarithm of the mean norm of the neuron's weight gradients over A: how far it is from
-    # settled for what it adds) or norm (the mean norm itself, which is largest where A is).
-    gradient: str = field(default="per_activation", metadata={"choices": ("per_activation", "norm")})
     # Weight a of high activation.
     activation_weight: float = field(default=1.0, metadata={"minimum": 0})
     # Weight g of a low gradient.

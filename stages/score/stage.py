@@ -1,27 +1,152 @@
-"""score: read neuron statistics, write the measure that neurons are ranked by."""
+"""score: read neuron statistics, write the measure that neurons are ranked by: S_p, or a plain one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
+import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from instruments.errors import ConfigError
 from stages.artifacts.job import Job, Table
 from stages.artifacts.statistics import NeuronStatistics, Scores
 from stages.score.config import ScoreConfig
-from stages.score.scores import (
-    SynergyWeights,
-    gradient_rate,
-    has_logit_std,
-    normalise,
-    score_contribution,
-    score_frequency,
-    score_random,
-    score_synergy,
-    score_taylor,
-    score_wanda,
-)
+
+Normalisation = Literal["zscore", "rank", "minmax"]
+
+
+def normalise(values_LF: Shaped[Tensor, "L F"], method: Normalisation) -> Float[Tensor, "L F"]:
+    """Rescale every layer by its own figures.
+
+    Args:
+        values_LF: ``(L, F)`` finite measure of each neuron.
+        method: zscore (mean 0, standard deviation 1), rank (0 lowest to 1 highest, ties share the mean of their
+            ranks) or minmax (0 lowest to 1 highest).
+    Returns:
+        ``(L, F)`` fp64; 0 throughout a layer without spread.
+    """
+    values_LF = values_LF.double()
+    match method:
+        case "zscore":
+            scaled_LF = (values_LF - values_LF.mean(1, keepdim=True)) / values_LF.std(1, correction=0, keepdim=True)
+        case "rank":
+            scaled_LF = torch.stack([_ranks(values_F) for values_F in values_LF]) / (values_LF.shape[1] - 1)
+        case "minmax":
+            low_L1, high_L1 = values_LF.aminmax(dim=1, keepdim=True)
+            scaled_LF = (values_LF - low_L1) / (high_L1 - low_L1)
+    return torch.where(has_logit_std(values_LF), scaled_LF, 0.0)
+
+
+def has_logit_std(values_LF: Shaped[Tensor, "L F"]) -> Shaped[Tensor, "L 1"]:
+    """Whether a layer's neurons differ by more than rounding."""
+    low_L1, high_L1 = values_LF.aminmax(dim=1, keepdim=True)
+    return high_L1 - low_L1 > 1e-12 * torch.maximum(low_L1.abs(), high_L1.abs())
+
+
+def _ranks(values_F: Float[Tensor, "F"]) -> Float[Tensor, "F"]:
+    """0 for the lowest; ties share the mean of their ranks."""
+    _values, group_F, size_G = np.unique(values_F.numpy(), return_inverse=True, return_counts=True)
+    return torch.from_numpy((size_G.cumsum() - (size_G + 1) / 2)[group_F])
+
+
+Form = Literal["weighted", "product", "inverse_gradient"]
+
+
+@dataclass(frozen=True)
+class SynergyWeights:
+    """How much each term of S_p counts; none is negative."""
+
+    activation: float
+    gradient: float
+    frequency: float
+
+
+def score_synergy(
+    activation_LF: Float[Tensor, "L F"],
+    gradients_LF: Sequence[Float[Tensor, "L F"]],
+    frequency_LF: Float[Tensor, "L F"],
+    *,
+    weights: SynergyWeights,
+    form: Form,
+    normalisation: Normalisation,
+) -> Float[Tensor, "L F"]:
+    """Join activation A, gradient G and frequency F into S_p, each term normalised within its layer.
+
+    weighted: a·A − g·G + f·F; product: Aᵃ·(1−G)ᵍ·Fᶠ; inverse_gradient: (a·A + f·F) / (1 + g·G). The last two stretch
+    every term to 0..1 first. A term without spread leaves the order of the others as it is.
+
+    Args:
+        activation_LF: ``(L, F)`` mean |h|·‖d‖.
+        gradients_LF: ``(L, F)`` of each kind (gate, up, down) the `gradient_rate`;
+            kinds are normalised apart, so that the kind of largest gradients does not speak for all.
+        frequency_LF: ``(L, F)`` share of tokens where the neuron is among the most active.
+        weights: a, g, f.
+        form: how the terms are joined.
+        normalisation: zscore, rank or minmax.
+    Returns:
+        ``(L, F)`` fp32, finite; comparable within a layer only.
+    """
+    gradient_LF = torch.stack([normalise(kind_LF, normalisation) for kind_LF in gradients_LF]).mean(0)
+    terms = [normalise(term_LF, normalisation) for term_LF in (activation_LF, gradient_LF, frequency_LF)]
+    if form == "weighted":
+        a_LF, g_LF, f_LF = terms
+        return (weights.activation * a_LF - weights.gradient * g_LF + weights.frequency * f_LF).float()
+    a_LF, g_LF, f_LF = (normalise(term_LF, "minmax") for term_LF in terms)
+    if form == "inverse_gradient":
+        gain_LF = weights.activation * a_LF + weights.frequency * f_LF
+        return (gain_LF / (1 + weights.gradient * g_LF)).float()
+    a_LF, f_LF = (torch.where(has_logit_std(term_LF), term_LF, 1.0) for term_LF in (a_LF, f_LF))
+    return (a_LF**weights.activation * (1 - g_LF) ** weights.gradient * f_LF**weights.frequency).float()
+
+
+def gradient_rate(norms_LF: Float[Tensor, "L F"], activation_LF: Float[Tensor, "L F"]) -> Float[Tensor, "L F"]:
+    """log(‖∇W‖ / activation): how strongly the loss pulls at a neuron for what it adds.
+
+    A neuron that is highly active has large weight gradients for that alone; what is left is how far from settled it
+    is. Neurons that are never active come out near the layer's mean; a layer without gradients is 0 throughout.
+    """
+    norms_LF, activation_LF = (values + 1e-6 * values.mean(1, keepdim=True) for values in (norms_LF, activation_LF))
+    tiny = torch.finfo(norms_LF.dtype).tiny
+    rate_LF = norms_LF.clamp_min(tiny).log() - activation_LF.clamp_min(tiny).log()
+    return torch.where(norms_LF.any(1, keepdim=True), rate_LF, 0.0)
+
+
+def score_taylor(sum_taylor_LF: Float[Tensor, "L F"], tokens: int) -> Float[Tensor, "L F"]:
+    """First-order loss change when a neuron is removed, mean |h·∂loss/∂h| per token.
+
+    Source: arXiv:1611.06440 eq. 5, absolute value inside the mean.
+    """
+    return (sum_taylor_LF / tokens).float()
+
+
+def score_wanda(
+    sum_sq_LF: Float[Tensor, "L F"], down_norm_LF: Float[Tensor, "L F"], tokens: int
+) -> Float[Tensor, "L F"]:
+    """‖d_j‖·rms(h_j): weight times the size of its input.
+
+    Source: arXiv:2306.11695 eq. 1; differs: one figure for the whole column d_j instead of one per weight.
+    """
+    return ((sum_sq_LF / tokens).sqrt() * down_norm_LF).float()
+
+
+def score_contribution(
+    sum_abs_LF: Float[Tensor, "L F"], down_norm_LF: Float[Tensor, "L F"], tokens: int
+) -> Float[Tensor, "L F"]:
+    """Mean |h_j|·‖d_j‖: how long a vector the neuron adds to the residual stream."""
+    return (sum_abs_LF / tokens * down_norm_LF).float()
+
+
+def score_frequency(active_count_LF: Int[Tensor, "L F"], tokens: int) -> Float[Tensor, "L F"]:
+    """Share of tokens where the neuron is among the most active."""
+    return (active_count_LF / tokens).float()
+
+
+def score_random(layers: int, width: int, seed: int) -> Float[Tensor, "L F"]:
+    """Seeded noise in 0..1; every layer has its own stream, so that no layer's draw depends on another's."""
+    rows = [np.random.default_rng((seed, layer)).random(width, dtype=np.float32) for layer in range(layers)]
+    return torch.from_numpy(np.stack(rows))
 
 
 def rank_correlation(first_LF: Float[Tensor, "L F"], second_LF: Float[Tensor, "L F"]) -> list[float | None]:
@@ -57,13 +182,9 @@ def score_neurons(statistics: NeuronStatistics, score: ScoreConfig, seed: int) -
 def measure_synergy(statistics: NeuronStatistics, score: ScoreConfig, _seed: int) -> Tensor:
     """S_p."""
     tokens, samples = statistics.tokens, max(1, statistics.samples_with_gradient)
-    activation_LF = statistics.sum_abs / tokens
-    if score.activation == "contribution":
-        activation_LF = activation_LF * statistics.weight_norm_down
+    activation_LF = statistics.sum_abs / tokens * statistics.weight_norm_down
     kinds = (statistics.grad_norm_gate, statistics.grad_norm_up, statistics.grad_norm_down)
-    gradients_LF = [norms / samples for norms in kinds]
-    if score.gradient == "per_activation":
-        gradients_LF = [gradient_rate(norms_LF, activation_LF) for norms_LF in gradients_LF]
+    gradients_LF = [gradient_rate(norms_LF / samples, activation_LF) for norms_LF in kinds]
     return score_synergy(
         activation_LF,
         gradients_LF,

@@ -44,8 +44,8 @@ class DataConfig:
     text_column: str = "text"
     # Field of a record that holds a conversation, a list of {"role", "content"}; preferred where both fields exist.
     messages_column: str = "messages"
-    # Field of a record that names its text domain; unset: the file, dataset or module it comes from. Domains count
-    # where scan.domains asks for them.
+    # Field of a record that names its text domain; unset: the file, dataset or module it comes from. Not used by any
+    # stage.
     domain_field: str | None = None
     # packed: documents joined and cut every max_length tokens; single: one document per sequence, cut at max_length.
     packing: str = field(default="packed", metadata={"choices": ("packed", "single")})
@@ -73,12 +73,12 @@ class DataConfig:
     # Share of the documents (python_stdlib: of the modules) that is held out where no held-out text is named.
     heldout_share: float = 0.1
 
-    def unread(self, *, domains: bool) -> dict[str, str]:
-        """Settings that nothing reads, and why; `domains`: whether the scan tells text domains apart."""
+    def unread(self) -> dict[str, str]:
+        """Settings that nothing reads, and why."""
         found = dict.fromkeys(FOREIGN_FIELDS.get(self.kind, ()), f"data.kind={self.kind}")
         if self.labels != "generated":
             found |= dict.fromkeys(GENERATION_FIELDS, f"data.labels={self.labels}")
-        return found if domains else found | {"domain_field": "scan.domains=false"}
+        return found | {"domain_field": "no stage tells text domains apart"}
 
 
 def calibration_only(data: DataConfig) -> DataConfig:

@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from stages.cluster.balance import assign_balanced
-from stages.cluster.config import ClusterConfig
 from stages.cluster.methods import fit_balanced_kmeans, group_sizes, mean_directions, seed_centroids
-from stages.cluster.views import coactivation_features
+from stages.cluster.views import FEATURE_DIMS, coactivation_features
 
 CPU = torch.device("cpu")
 TOKENS = 8192
@@ -52,22 +51,20 @@ def measure_cluster(repetitions: int) -> list[Row]:
 def group(features_FC: Tensor, layer: Layer) -> Tensor:
     """k-means as the settings have it by default."""
     sizes_E, rng = group_sizes(layer.width, layer.experts), np.random.default_rng(0)
-    return fit_balanced_kmeans(features_FC, sizes_E, iterations=ClusterConfig().iterations, rng=rng)
+    return fit_balanced_kmeans(features_FC, sizes_E, rng=rng)
 
 
 def _measure_parts(layer: Layer, repetitions: int) -> list[Row]:
     bits_Fr, features_FC = draw_bits(layer.width), normalize(draw_features(layer.width), dim=1)
-    sizes_E, dims = group_sizes(layer.width, layer.experts), ClusterConfig().feature_dims
+    sizes_E = group_sizes(layer.width, layer.experts)
     centroids_EC = seed_centroids(features_FC, layer.experts, np.random.default_rng(0))
     affinity_FE = features_FC @ centroids_EC.T
-    prices_E = assign_balanced(affinity_FE, sizes_E).prices_E
     parts: dict[str, Callable[[], object]] = {
         f"features of {TOKENS} tokens' bits": lambda: coactivation_features(
-            bits_Fr, TOKENS, dims=dims, rng=np.random.default_rng(0)
+            bits_Fr, TOKENS, dims=FEATURE_DIMS, rng=np.random.default_rng(0)
         ),
         "first centroids": lambda: seed_centroids(features_FC, layer.experts, np.random.default_rng(0)),
         "one assignment": lambda: assign_balanced(affinity_FE, sizes_E),
-        "one assignment, prices known": lambda: assign_balanced(affinity_FE, sizes_E, prices_E=prices_E),
     }
     found = take_turns({name: Task(part) for name, part in parts.items()}, repetitions, CPU)
     return [Row(f"  {layer.name}: {name}", seconds, unit="s") for name, seconds in found.items()]
@@ -81,12 +78,12 @@ def measure_gap() -> Row:
     affinity_FE = (features_FC @ centroids_EC.T).double()
     slots_FS = affinity_FE.repeat_interleave(sizes_E, dim=1).numpy()
     best = float(slots_FS[linear_sum_assignment(slots_FS, maximize=True)].sum())
-    labels_F = assign_balanced(affinity_FE.float(), sizes_E).labels_U
+    labels_F = assign_balanced(affinity_FE.float(), sizes_E)
     ours = float(affinity_FE.gather(1, labels_F[:, None]).sum())
     return Row(f"gap to the exact assignment, F = {EXACT_WIDTH}, E = {experts}", [1 - ours / best], at_most=0.01)
 
 
-def draw_features(width: int, dims: int = ClusterConfig().feature_dims) -> Tensor:
+def draw_features(width: int, dims: int = FEATURE_DIMS) -> Tensor:
     """Neurons of topics of very different sizes, with much in common and noise of their own."""
     generator = torch.Generator().manual_seed(0)
     topics_TC = torch.randn(TOPICS, dims, generator=generator)

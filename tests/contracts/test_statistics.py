@@ -6,7 +6,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from instruments.errors import ContractError
-from stages.artifacts.statistics import DomainStatistics, NeuronStatistics
+from stages.artifacts.statistics import NeuronStatistics
 from stages.artifacts.tensor_file import pack_tag, unpack_tag
 
 L, F, R = 2, 7, 19
@@ -99,11 +99,3 @@ def test_equal_contents_are_equal_files(tmp_path, statistics):
         statistics.save(tmp_path / name)
         files.add((tmp_path / name / NeuronStatistics.FILE).read_bytes())
     assert len(files) == 1
-
-
-def test_domains_round_trip(tmp_path):
-    written = DomainStatistics(["a", "b", "other domains"], [3, 2, 1], torch.rand(3, L, F, dtype=torch.float64))
-    written.save(tmp_path)
-    read = DomainStatistics.load(tmp_path)
-    assert (read.names, read.samples) == (written.names, written.samples)
-    assert torch.equal(read.sum_taylor, written.sum_taylor)

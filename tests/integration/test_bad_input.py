@@ -39,10 +39,10 @@ SHAPE = "shape, model=embedded with F=1024 neurons a layer"
             "model.dtype=float32",
         ),
         (
-            ["assemble.rooter=ridge"],
+            ["assemble.rooter=random"],
             "there is no setting assemble.rooter",
             "command line",
-            "assemble.router=ridge",
+            "assemble.router=random",
         ),
         (
             ["n=1025", "always_on=0"],

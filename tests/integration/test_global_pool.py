@@ -111,9 +111,9 @@ def test_the_evaluation_measures_what_transformers_measures(carve, reopened):
     assert (Path(carve.evaluation).parents[3] / "latest" / "report.html").exists()
 
 
-def test_fewer_experts_than_layers_and_another_allocation(words, capsys):
+def test_fewer_experts_than_layers(words, capsys):
     """One expert for three layers: two give none."""
-    few = ["experts=1", "top_k=1", "always_on=0", "cluster.allocation=contribution", "project=none"]
+    few = ["experts=1", "top_k=1", "always_on=0", "project=none"]
     assert run_command([*words, *few, "stage=project"]) == 0
     found = last_carve(words)
     partition = PoolPartition.load(found.stage("cluster"))
@@ -121,7 +121,7 @@ def test_fewer_experts_than_layers_and_another_allocation(words, capsys):
     moe = load_file(found.checkpoints["project"] / "model.safetensors")
     assert moe["experts.down_proj"].shape == (1, D, 8)
     assert not any("shared" in name for name in moe)
-    assert "experts that the layers give to the pool, by contribution" in capsys.readouterr().out
+    assert "experts that the layers give to the pool, by score" in capsys.readouterr().out
 
 
 def test_a_pool_is_trained_like_any_checkpoint(words, carve):

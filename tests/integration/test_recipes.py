@@ -30,7 +30,7 @@ def checkpoint(tmp_path_factory):
             "always_on=8",
             "stage=assemble",
             "cluster=rank",
-            "assemble=ridge",
+            "assemble=residual_ridge",
         ),
     ]
     assert run_command(words) == 0

@@ -88,7 +88,7 @@ def test_settings_of_text_that_is_not_read_so(texts, caplog):
     assert texts("data.path=my_texts", "data.max_new_tokens=9", "data.domain_field=topic") == []
     assert caplog.messages == [
         "data.path=my_texts is ignored: data.kind=python_stdlib",
-        "data.domain_field=topic is ignored: scan.domains=false",
+        "data.domain_field=topic is ignored: no stage tells text domains apart",
         "data.max_new_tokens=9 is ignored: data.labels=full_sequence",
     ]
 
@@ -131,10 +131,10 @@ POOL = "topology=global_pool"
 
 
 def test_all_that_is_wrong_with_a_pool_is_said_at_once(texts):
-    words = ["top_k=17", "n=1025", "assemble.router=log_ridge", "assemble.target=glm4_moe"]
+    words = ["top_k=17", "n=1025", "assemble.router=residual_ridge", "assemble.target=glm4_moe"]
     better = "experts=32 n=64 top_k=8 always_on=0 assemble.target=auto"
     assert texts(POOL, *words) == [
-        "assemble.router=log_ridge does not ask what an expert does for the layer that borrows it\n"
+        "assemble.router=residual_ridge does not ask what an expert does for the layer that borrows it\n"
         "  where: settings assemble.router and topology=global_pool\n"
         "  do:    assemble.router=error, or random",
         "top_k=17 is more than experts=16\n"
@@ -152,18 +152,17 @@ def test_all_that_is_wrong_with_a_pool_is_said_at_once(texts):
 def test_a_pool_is_carved_by_the_settings_of_any_carve(texts, caplog):
     for words in ([], ["assemble.target=tiny_onn", "experts=3"], ["experts=100", "n=256"], ["always_on=64"]):
         assert texts(POOL, *words) == []
-    assert texts(POOL, "stage=extract", "assemble.router=gate_rows") == []
+    assert texts(POOL, "stage=extract", "assemble.router=residual_ridge") == []
     assert caplog.messages == []
 
 
 def test_settings_of_the_other_topology_are_ignored_with_a_word(texts, caplog):
-    assert texts("cluster.allocation=equal", "project.pool_sweeps=3") == []
+    assert texts("project.pool_sweeps=3") == []
     assert caplog.messages == [
-        "cluster.allocation=equal is ignored: topology=per_layer",
         "project.pool_sweeps=3 is ignored: topology=per_layer",
     ]
     caplog.clear()
-    assert texts(POOL, "cluster.allocation=equal", "assemble.balance=0.1", "project.descent_steps=5") == []
+    assert texts(POOL, "assemble.balance=0.1", "project.descent_steps=5") == []
     assert caplog.messages == [
         "assemble.balance=0.1 is ignored: topology=global_pool",
         "project.descent_steps=5 is ignored: topology=global_pool",

@@ -101,7 +101,6 @@ def test_fresh_means_the_asked_stage(steps):
     [
         *("store.checkpoint_every=1", "model.label=other", "model.experts=8", "output_dir=elsewhere", "top_k=4"),
         *("extract.verify=false", "data.path=elsewhere", "data.temperature=1", "scan.block_width=32"),
-        *("cluster.joint_views=[gate_rows]", "cluster.allocation=equal"),
         *("assemble.router_rate=0.5", "project.descent_rate=0.5", "project.pool_sweeps=3", "train.temperature=2"),
     ],
 )
@@ -120,7 +119,7 @@ def test_what_changes_no_result_changes_no_fingerprint(steps, word):
         ("score=taylor", {"scan"}),
         ("cluster.always_on_by=alignment", {"scan"}),  # nobody reads the score
         ("cluster=rank", {"scan", "score"}),
-        ("assemble=centroid", {"scan", "score", "cluster", "extract"}),
+        ("assemble=residual_ridge", {"scan", "score", "cluster", "extract"}),
         ("project=none", {"scan", "score", "cluster", "extract", "assemble"}),
         ("evaluate.speed_tokens=0", ALL - {"evaluate"}),
         ("data.heldout_tokens=1000", ALL - {"evaluate"}),
@@ -145,8 +144,8 @@ S_P_SETTINGS = ("score.gradient_weight=5", "score.form=product", "score.normalis
         (["score=contribution"], S_P_SETTINGS),
         (["cluster.always_on_by=alignment"], ["score=random", *S_P_SETTINGS]),
         (["always_on=0", "experts=16", "n=64"], ["score=random", "cluster.always_on_by=alignment"]),
-        (["cluster=rank", "cluster.map=none"], ["cluster.features=gate_rows", "cluster.feature_dims=9"]),
-        (["cluster=rank"], ["cluster.sample_tokens=9", "cluster.iterations=9", "cluster.batch_tokens=9"]),
+        (["cluster=rank", "cluster.map=none"], ["cluster.features=gate_rows"]),
+        (["cluster=rank"], ["cluster.sample_tokens=9", "cluster.batch_tokens=9"]),
         (["assemble=random"], ["assemble.router_steps=9", "assemble.balance=1", "project.router_steps=9"]),
         (["assemble=random"], ["assemble.ridge_penalty=9", "assemble.router_tokens=9", "project.rounds=2"]),
         (["assemble=residual_ridge"], ["assemble.balance=0.01", "project.router_steps=9"]),

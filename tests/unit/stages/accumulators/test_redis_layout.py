@@ -103,14 +103,3 @@ def test_only_the_tokens_of_the_part_are_written():
     zeros = bytes(4)
     assert first == zeros + (6).to_bytes(4, "little") + zeros + b"a:scan:bits:0\0" + bytes([0, 7, 0, 7])
     assert second == zeros + (16).to_bytes(4, "little") + zeros + b"a:scan:bits:0\0" + bytes([1, 0])
-
-
-def test_sums_of_text_domains_stand_beside_the_sum_of_all():
-    columns = columns_of(["taylor_domain_01", "sum_taylor", "taylor_domain_00"])
-    assert columns == ["sum_taylor", "taylor_domain_00", "taylor_domain_01"]
-    assert entries_to_add(columns) == [
-        *(1, "sum_taylor", 1, 0),
-        *(1, "taylor_domain_00", 2, 0),
-        *(1, "taylor_domain_01", 3, 0),
-    ]
-    assert entries_to_read(columns[1:]) == [*(1, "taylor_domain_00"), *(1, "taylor_domain_01")]

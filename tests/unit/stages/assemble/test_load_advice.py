@@ -10,9 +10,9 @@ from stages.routing.methods import ROUTERS, TRAINED_ROUTERS
     [
         ({"router": "residual_ridge"}, "assemble.router=error assemble.router_steps=200 assemble.balance=0.01"),
         # What an untrained router is set to pay it does not pay.
-        ({"router": "ridge", "balance": 5.0}, "assemble.router=error assemble.router_steps=200 assemble.balance=0.01"),
+        ({"router": "random", "balance": 5.0}, "assemble.router=error assemble.router_steps=200 assemble.balance=0.01"),
         ({"router": "error"}, "assemble.router_steps=200 assemble.balance=0.01"),
-        ({"router": "logistic", "router_steps": 9}, "assemble.balance=0.01"),
+        ({"router": "error", "router_steps": 9}, "assemble.balance=0.01"),
         ({"router": "error", "router_steps": 9, "balance": 0.02}, "assemble.balance=0.2"),
     ],
 )

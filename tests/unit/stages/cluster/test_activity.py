@@ -5,7 +5,7 @@ from transformers import AutoModelForCausalLM
 
 from models.config import ModelConfig
 from stages.calibration.config import VocabularyConfig
-from stages.cluster.activity import open_activities, stream_activities
+from stages.cluster.evidence import open_activities, stream_activities
 from stages.text.sequences import TokenBatch
 
 L, D, F, V = 3, 24, 40, 61
@@ -50,9 +50,8 @@ def test_activities_are_those_of_the_model(folder):
             layers += 1
             assert activity.tokens == 14 + 13
             assert [tuple(x_TD.shape) for x_TD in activity.inputs] == [(14, D), (13, D)]
-            for hidden_TF, seen_BTF, mask_BT in zip(activity.hiddens(), seen[layer], batches.masks, strict=True):
-                torch.testing.assert_close(hidden_TF, seen_BTF[mask_BT.bool()], rtol=1e-4, atol=1e-5)
-            assert torch.equal(activity.hidden(1), list(activity.hiddens())[1])
+            for x_TD, seen_BTF, mask_BT in zip(activity.inputs, seen[layer], batches.masks, strict=True):
+                torch.testing.assert_close(activity.ffn.hidden(x_TD), seen_BTF[mask_BT.bool()], rtol=1e-4, atol=1e-5)
     assert layers == L
 
 

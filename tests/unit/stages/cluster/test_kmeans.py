@@ -89,59 +89,6 @@ def test_first_centroids_lie_apart():
         assert sorted(centroids_EC.argmax(1).tolist()) == [0, 1, 2, 3]
 
 
-def hard(seed=2):
-    """No groups at all, so that where k-means starts matters."""
-    return torch.randn(240, C, generator=torch.Generator().manual_seed(seed))
-
-
-def total(features_UC, labels_U):
-    return total_similarity(normalize(features_UC, dim=1), labels_U, int(labels_U.max()) + 1)
-
-
-def test_the_best_of_several_starts_is_kept():
-    features_UC, sizes_E = hard(), torch.full((30,), 8)
-    totals = []
-    for restarts in (1, 2, 5):
-        labels_U = fit_balanced_kmeans(
-            features_UC, sizes_E, iterations=9, restarts=restarts, rng=np.random.default_rng(0)
-        )
-        assert labels_U.bincount().tolist() == [8] * 30
-        totals.append(total(features_UC, labels_U))
-    assert totals == sorted(totals)
-    assert totals[-1] > totals[0]
-    rng = np.random.default_rng(0)
-    singles = [total(features_UC, fit_balanced_kmeans(features_UC, sizes_E, iterations=9, rng=rng)) for _ in range(5)]
-    assert totals[-1] == max(singles)
-
-
-def test_a_start_is_improved_upon_and_its_sizes_may_be_others():
-    features_UC, group_U = planted()
-    start_U = group_U.clone()
-    start_U[:9] = 0
-    labels_U = fit_balanced_kmeans(
-        features_UC, torch.full((E,), 15), iterations=5, start=start_U, rng=np.random.default_rng(0)
-    )
-    assert torch.equal(labels_U, group_U)
-
-
-def test_a_solution_as_start_stays_and_draws_nothing():
-    features_UC, sizes_E = hard(), torch.full((30,), 8)
-    labels_U = fit_balanced_kmeans(features_UC, sizes_E, iterations=50, rng=np.random.default_rng(0))
-    rng = np.random.default_rng(1)
-    again_U = fit_balanced_kmeans(features_UC, sizes_E, iterations=50, start=labels_U, rng=rng)
-    assert torch.equal(again_U, labels_U)
-    assert rng.random() == np.random.default_rng(1).random()
-
-
-def test_the_start_is_one_of_the_restarts():
-    features_UC, sizes_E = hard(), torch.full((30,), 8)
-    good_U = fit_balanced_kmeans(features_UC, sizes_E, iterations=20, restarts=8, rng=np.random.default_rng(0))
-    labels_U = fit_balanced_kmeans(
-        features_UC, sizes_E, iterations=20, restarts=2, start=good_U, rng=np.random.default_rng(3)
-    )
-    assert total(features_UC, labels_U) >= total(features_UC, good_U)
-
-
 def test_the_total_is_the_sum_of_cosines_to_the_mean():
     directions_UC = torch.eye(3, C)
     assert total_similarity(directions_UC, torch.tensor([0, 0, 1]), 3) == pytest.approx(2 * 0.5**0.5 + 1)

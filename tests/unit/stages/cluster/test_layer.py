@@ -3,8 +3,7 @@ import pytest
 import torch
 
 from models.config import MoEShape
-from stages.cluster.layer import partition_layer
-from stages.cluster.neuron_map import ALWAYS_ON, DROPPED
+from stages.cluster.layer import ALWAYS_ON, DROPPED, partition_layer
 from stages.cluster.views import coactivation_features
 
 F, R = 27, 90
@@ -19,7 +18,6 @@ def partition(shape, planted, *, method="balanced_kmeans", seed=0):
         lambda: coactivation_features(statistics.active_bits[0], R, dims=8, rng=np.random.default_rng(seed)),
         shape,
         method=method,
-        iterations=20,
         rng=np.random.default_rng(seed),
     )
 

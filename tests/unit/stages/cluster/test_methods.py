@@ -12,8 +12,8 @@ def group(method, *, seed=0, features=None):
     def unwanted():
         raise AssertionError("features of a method that compares none")
 
-    neurons = RoutedNeurons(torch.arange(UNITS), SCORES, unwanted if features is None else lambda: features)
-    return group_neurons(method, neurons, E, iterations=9, rng=np.random.default_rng(seed))
+    neurons = RoutedNeurons(SCORES, unwanted if features is None else lambda: features)
+    return group_neurons(method, neurons, E, rng=np.random.default_rng(seed))
 
 
 def test_rank_deals_in_score_order():

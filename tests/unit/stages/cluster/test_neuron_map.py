@@ -6,7 +6,8 @@ import pytest
 import torch
 from matplotlib.colors import to_rgb
 
-from stages.cluster.neuron_map import ALWAYS_ON, COLOURS, DROPPED, NeuronMap, distinct_colours, draw_neuron_map
+from stages.cluster.layer import ALWAYS_ON, DROPPED
+from stages.cluster.picture import COLOURS, NeuronMap, distinct_colours, plot_neuron_map
 
 
 def neurons_of(home_U, experts, *, s_p=None, frequency=None):
@@ -32,7 +33,7 @@ def colours_in(path, left, right):
 
 def test_the_panel_of_experts_shows_every_role_and_each_expert_in_its_colour(tmp_path):
     path = tmp_path / "map.png"
-    draw_neuron_map(neurons_of([ALWAYS_ON, DROPPED, 0, 1, 2, 0, 1, 2, DROPPED], 3), path, title="Layer 0")
+    plot_neuron_map(neurons_of([ALWAYS_ON, DROPPED, 0, 1, 2, 0, 1, 2, DROPPED], 3), path, title="Layer 0")
     first_panel = colours_in(path, 0.0, 0.28)
     assert {0x666666, 0xDDDDDD, 0x1F7AB8, 0xFF00FF, 0x00C200} <= first_panel
     assert 0x1F7AB8 not in colours_in(path, 0.36, 1.0)
@@ -41,7 +42,7 @@ def test_the_panel_of_experts_shows_every_role_and_each_expert_in_its_colour(tmp
 def test_the_same_input_gives_the_same_bytes(tmp_path):
     neurons = neurons_of([0, 1, 2, 3] * 5, 4)
     for name in ("first.png", "second.png"):
-        draw_neuron_map(neurons, tmp_path / name, title="Layer 0")
+        plot_neuron_map(neurons, tmp_path / name, title="Layer 0")
     first = (tmp_path / "first.png").read_bytes()
     assert first == (tmp_path / "second.png").read_bytes()
     assert b"Software" not in first
@@ -59,7 +60,7 @@ def test_the_same_input_gives_the_same_bytes(tmp_path):
     ids=["never active", "no spread", "one active", "many experts", "empty experts"],
 )
 def test_degenerate_layers_are_drawn_too(tmp_path, neurons):
-    draw_neuron_map(neurons, tmp_path / "map.png", title="Layer 0")
+    plot_neuron_map(neurons, tmp_path / "map.png", title="Layer 0")
     assert matplotlib.image.imread(tmp_path / "map.png").shape == (748, 2200, 4)
 
 

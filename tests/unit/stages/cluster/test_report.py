@@ -55,9 +55,9 @@ SCORE, ALIGNMENT = {"always_on_by": "score"}, {"always_on_by": "alignment"}
         ),
         ({"method": "random"}, MoEShape(4, 8, 2, 0), "experts by random; no neuron is always on or dropped"),
         (
-            {"method": "balanced_kmeans", "features": "joint"},
+            {"method": "balanced_kmeans", "features": "gate_rows"},
             MoEShape(4, 6, 2, 8),
-            "experts by balanced_kmeans on coactivation and gate_rows; always-on neurons by s_p",
+            "experts by balanced_kmeans on gate_rows; always-on neurons by s_p",
         ),
         (SCORE, MoEShape(4, 6, 2, 0, "global_pool"), "experts by router_aware; neurons of the pool by s_p"),
         (

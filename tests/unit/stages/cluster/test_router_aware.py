@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from models.ffn import DenseFFN
-from stages.cluster.activity import LayerActivity
+from stages.cluster.evidence import LayerActivity
 from stages.cluster.router_aware import measure_energy, members, place_copies, regroup
 
 D, F, E, K, T = 6, 27, 4, 1, 600
@@ -34,16 +34,16 @@ def test_a_bad_start_ends_at_the_groups_that_belong_together(activity):
     labels_U = regroup(energy, start_U, sizes_E, iterations=20)
     assert labels_U.bincount().tolist() == [6] * E
 
-    def router_aware(labels_U):
+    def routed_energy(labels_U):
         held_TE = energy.held(members(labels_U, E, energy.energy_TU))
         return float((energy.route(held_TE) * held_TE).sum())
 
-    assert router_aware(start_U) < router_aware(labels_U)
-    assert router_aware(labels_U) > 0.98 * router_aware(HOME_U)
+    assert routed_energy(start_U) < routed_energy(labels_U)
+    assert routed_energy(labels_U) > 0.98 * routed_energy(HOME_U)
     assert torch.equal(regroup(energy, HOME_U, sizes_E, iterations=0), HOME_U)
 
 
-def test_energy_leaves_out_what_always_on_neurons_foretell(activity):
+def test_energy_leaves_out_what_always_on_neurons_predict(activity):
     copied = activity.ffn.gate_FD.clone()
     copied[24] = copied[0]
     twin = DenseFFN(copied, copied.clone(), activity.ffn.down_DF, activity.ffn.act)
@@ -67,7 +67,7 @@ def test_copies_go_where_they_are_missed(activity):
     before_EU = members(labels_U, E, member_EU)
     mask_TE = energy.route(energy.held(before_EU))
 
-    def router_aware(member_EU):
+    def routed_energy(member_EU):
         return float(((mask_TE @ member_EU).clamp_max(1) * energy.energy_TU).sum())
 
-    assert router_aware(member_EU) > 1.02 * router_aware(before_EU)
+    assert routed_energy(member_EU) > 1.02 * routed_energy(before_EU)

@@ -8,7 +8,7 @@ from instruments.errors import ConfigError
 from models.config import ModelConfig, MoEShape
 from stages.artifacts.job import Job
 from stages.artifacts.partition import Partition, PoolPartition
-from stages.artifacts.statistics import DomainStatistics, Scores
+from stages.artifacts.statistics import Scores
 from stages.calibration.config import VocabularyConfig
 from stages.cluster.config import ClusterConfig
 from stages.cluster.stage import run
@@ -82,11 +82,11 @@ def test_alignment_ranks_without_a_score(job, plant, dense):
     """What stage=score found is not there to be read."""
     plant(layers=L, width=F).statistics.save(job.parents["scan"])
     data = DataConfig(tokens=96, max_length=32)
-    aligned = grouped(always_on_by="alignment", map="tsne", map_layers=[0], map_neurons=20)
+    aligned = grouped(always_on_by="alignment", map="tsne", map_layers=[0])
     table, partition = cluster(job, aligned, model=dense, data=data)
     how = "experts by balanced_kmeans on coactivation; always-on and dropped neurons by alignment"
     assert table.notes[0] == partition.description == how
-    other, scored = MoEShape(3, 8, 2, 0), grouped(map="tsne", map_layers=[0], map_neurons=20)
+    other, scored = MoEShape(3, 8, 2, 0), grouped(map="tsne", map_layers=[0])
     table, partition = cluster(job, scored, shape=other)
     how = "experts by balanced_kmeans on coactivation; no neuron is always on or dropped"
     assert table.notes[0] == partition.description == how
@@ -167,7 +167,7 @@ def test_a_pool_of_more_places_than_neurons_holds_all_of_them(job, planted):
 
 
 def test_maps_of_chosen_layers(job, planted):
-    config = grouped(map="tsne", map_layers=[-1], map_neurons=20)
+    config = grouped(map="tsne", map_layers=[-1])
     table, with_map = cluster(job, config)
     picture = job.out / "neuron_map_layer_001.png"
     assert sorted(path.name for path in job.out.iterdir()) == [picture.name, Partition.FILE]
@@ -213,18 +213,13 @@ def test_no_bitmaps_to_compare(job, plant, scores):
     assert [row[1:7] for row in table.rows] == [["–"] * 6] * L
 
 
-def test_a_pass_is_made_only_where_something_asks_for_it():
+def test_a_pass_is_made_only_where_it_is_needed():
     plain, whole = grouped(), MoEShape(3, 8, 2, 0)
 
     def needs(shape=SHAPE, **changes):
         return replace(plain, **changes).needs_pass(shape, F)
 
     assert not needs()
-    assert not needs(features="joint")
-    assert not needs(method="rank", features="contribution")
-    assert needs(features="contribution")
-    assert needs(method="rank", features="contribution", map="umap")
-    assert needs(features="joint", joint_views=["gate_rows", "contribution"])
     assert needs(method="router_aware")
     assert needs(always_on_by="alignment")
     assert not needs(always_on_by="alignment", shape=whole)
@@ -237,48 +232,3 @@ def dense(tmp_path):
     return ModelConfig(
         kind="local", path=str(write_pico(tmp_path / "dense", "llama", layers=L, intermediate=F, tokenizer=True))
     )
-
-
-@pytest.mark.parametrize("features", ["contribution", "joint"])
-def test_neurons_are_compared_on_the_calibration_text(job, planted, dense, features):
-    config = grouped(features=features, joint_views=["coactivation", "contribution"], batch_tokens=70)
-    data = DataConfig(tokens=96, max_length=32)
-    table, partition = cluster(job, config, model=dense, data=data)
-    _table, again = cluster(job, replace(config, batch_tokens=32), model=dense, data=data)
-    assert partition.neurons.shape == (L, 3, 6)
-    assert torch.equal(partition.neurons, again.neurons)
-    how = "contribution" if features == "contribution" else "coactivation and contribution"
-    assert table.notes[0].startswith(f"experts by balanced_kmeans on {how}; ")
-
-
-def profile(names):
-    generator = torch.Generator().manual_seed(0)
-    return DomainStatistics(names, [3] * len(names), torch.rand(len(names), L, F, generator=generator).double())
-
-
-def test_neurons_of_one_domain_share_an_expert(job, planted):
-    """Two domains; even neurons are important to the first, odd ones to the second."""
-    domains = profile(["a", "b"])
-    kind_F = torch.arange(F) % 2
-    domains.sum_taylor[:] *= torch.where(kind_F == torch.arange(2)[:, None], 1, 0.01)[:, None]
-    domains.save(job.parents["scan"])
-    table, partition = cluster(job, grouped(features="taylor_profile"), shape=MoEShape(2, F // 2, 1, 0))
-    assert sorted(kind_F[partition.neurons[1].long()].unique(dim=1).flatten().tolist()) == [0, 1]
-    assert table.notes[0].startswith("experts by balanced_kmeans on taylor_profile; ")
-
-
-NO_DOMAINS = """the scan kept no Taylor sums by text domain
-  where: stage=cluster, setting cluster.features
-  do:    scan.domains=true"""
-ONE_DOMAIN = """the calibration text has one domain only (a)
-  where: stage=cluster, setting cluster.features
-  do:    data.domain_field=, files of several domains, or cluster.features=coactivation"""
-
-
-@pytest.mark.parametrize(("names", "message"), [([], NO_DOMAINS), (["a"], ONE_DOMAIN)])
-def test_a_profile_needs_domains(job, planted, names, message):
-    if names:
-        profile(names).save(job.parents["scan"])
-    with pytest.raises(ConfigError) as error:
-        cluster(job, grouped(features="taylor_profile"))
-    assert str(error.value) == message

@@ -16,7 +16,7 @@ from stages.routing.fit import RouterSettings
 from stages.routing.task import make_loop
 
 D, F, E, N, K, S = 6, 16, 4, 3, 2, 4
-REFIT = RouterSettings("log_ridge", 1e-3, DescentSettings(0, 0.05, 0.0, 1), tokens=1000, logit_std=0.001)
+REFIT = RouterSettings("residual_ridge", 1e-3, DescentSettings(0, 0.05, 0.0, 1), tokens=1000, logit_std=0.001)
 DESCENT = ProjectConfig(descent_steps=60, descent_tokens=64, rounds=0)
 
 

@@ -128,7 +128,7 @@ def test_alignment_lowers_the_error_and_says_so(loops, samples):
 def test_routers_are_fitted_to_the_aligned_experts(loops, samples):
     loops = weigh_pool(loops, samples)
     still, plain = project_pool(carve(samples), loops, ProjectConfig(validation_share=0.2, rounds=0))
-    moved, fitted = project_pool(carve(samples, "ridge"), loops, ProjectConfig(validation_share=0.2, rounds=2))
+    moved, fitted = project_pool(carve(samples, "error"), loops, ProjectConfig(validation_share=0.2, rounds=2))
     assert all(torch.equal(a.router.rows_ED, b.router.rows_ED) for a, b in zip(still, loops, strict=True))
     assert fitted.rounds > 0
     assert sum(fitted.errors["at the end"]) < sum(plain.errors["at the end"])

@@ -1,4 +1,4 @@
-"""What an expert adds beyond what the always-on neurons foretell."""
+"""What an expert adds beyond what the always-on neurons predict."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from stages.project.config import ProjectConfig
 from stages.routing import ridge as residual
 from stages.routing.descent import DescentSettings
 from stages.routing.fit import RouterSettings, fit_router
-from stages.routing.ridge import Activations, distinct_neurons, regress_on_always_on
+from stages.routing.ridge import Activations, distinct_neurons, regress_log_norms, regress_on_always_on
 from stages.routing.task import watch_experts
 
 D, S, E, N = 6, 2, 3, 4
@@ -84,14 +84,16 @@ def test_what_is_always_there_is_not_routed_for():
     task = make_task(echo=True)
     x_TD = torch.cat(list(task.inputs))
     settings = ProjectConfig(penalties=[1e-4])
-    errors, shares = {}, {}
-    for method in ("log_ridge", "residual_ridge"):
-        router = fit_router(task, replace(SETTINGS, method=method))
-        shares[method] = float((router.choose(x_TD, 1) == 0).float().mean())
-        errors[method] = align_down(task.routed(router), task.inputs, task.target, settings).error
-    assert shares["residual_ridge"] < 0.1
-    assert shares["log_ridge"] > 0.6
-    assert errors["residual_ridge"] < 0.5 * errors["log_ridge"]
+    by_norm = regress_log_norms(task, SETTINGS.split(task)[0]).router(SETTINGS.penalty)
+    routers = {"norm": by_norm, "residual": fit_router(task, SETTINGS)}
+    shares = {name: float((router.choose(x_TD, 1) == 0).float().mean()) for name, router in routers.items()}
+    errors = {
+        name: align_down(task.routed(router), task.inputs, task.target, settings).error
+        for name, router in routers.items()
+    }
+    assert shares["residual"] < 0.1
+    assert shares["norm"] > 0.6
+    assert errors["residual"] < 0.5 * errors["norm"]
 
 
 def test_without_always_on_neurons_the_residual_is_all_of_it():
@@ -105,8 +107,8 @@ def test_without_always_on_neurons_the_residual_is_all_of_it():
 
 
 @pytest.mark.parametrize(("numbers", "seen"), [(2**26, [100]), (60 * E * N, [60, 40, 60, 40])])
-def test_it_looks_at_as_many_tokens_as_it_is_told(numbers, seen, monkeypatch):
-    """Once where they are one piece, else twice: for what the always-on neurons foretell, and for what is left."""
+def test_it_uses_at_most_the_given_tokens(numbers, seen, monkeypatch):
+    """Once where they are one piece, else twice: for what the always-on neurons predict, and for what is left."""
     monkeypatch.setattr(residual, "MAX_ELEMENTS", numbers)
     task, tokens = make_task(echo=False), []
     hidden = ExpertLoop.hidden

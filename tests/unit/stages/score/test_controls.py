@@ -1,6 +1,6 @@
 import torch
 
-from stages.score.scores import score_contribution, score_frequency, score_random, score_taylor, score_wanda
+from stages.score.stage import score_contribution, score_frequency, score_random, score_taylor, score_wanda
 
 T, F = 5, 3
 

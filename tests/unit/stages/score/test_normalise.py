@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from stages.score.scores import normalise
+from stages.score.stage import normalise
 
 VALUES_LF = torch.tensor([[4.0, 1.0, 1.0, 10.0, 2.0], [-3.0, 5.0, 0.0, 5.0, 1.0]])
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from stages.score.scores import SynergyWeights, gradient_rate, score_synergy
+from stages.score.stage import SynergyWeights, gradient_rate, score_synergy
 
 # One layer of four neurons; all terms already run from 0 to 1, so that minmax leaves them alone.
 ACTIVATION = torch.tensor([[0.0, 0.2, 0.6, 1.0]])
