@@ -24,7 +24,7 @@ class Entry:
 
 
 def read_header(text):
-    """Question and commands of an experiment's file: `# Question: …`, `# Command: …`, further commands indented by two."""
+    """Question and commands of an experiment's file; every command after the first is indented by two."""
     first, question, *lines = text.splitlines()
     assert first == HEADER
     asked = re.fullmatch(r"# Question: (.+\?)", question)
@@ -49,7 +49,8 @@ def read_entry(section):
     title, _, body = section.partition("\n")
     stamp = re.search(r"^(\d{4}-\d\d-\d\d) · (?:after )?((?:`[0-9a-f]{7}` ?)+)· (\w+)$", body, re.M)
     verdict = re.search(r"^\*\*Verdict\.\*\* (.+)", body, re.M | re.S)
-    assert stamp and verdict, title
+    assert stamp, title
+    assert verdict, title
     return Entry(
         experiment=re.fullmatch(r"(\w+): .+", title)[1],
         date=stamp[1],

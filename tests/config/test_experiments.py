@@ -85,7 +85,8 @@ def test_the_help_page_has_a_line_for_each():
 
 
 def test_a_header_ends_with_its_commands():
-    text = "# @package _global_\n# Question: Why?\n# Command: python -m pipeline a\n#   python -m pipeline b\n# A dial.\nn: 1\n"
+    commands = "# Command: python -m pipeline a\n#   python -m pipeline b\n"
+    text = f"# @package _global_\n# Question: Why?\n{commands}# A dial.\nn: 1\n"
     assert read_header(text) == ("Why?", ["python -m pipeline a", "python -m pipeline b"])
 
 
