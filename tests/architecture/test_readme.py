@@ -1,4 +1,4 @@
-"""What the README says about the tree and the command line is so."""
+"""What the README and those of the packages say about the tree and the command line is so."""
 
 import re
 import shlex
@@ -13,6 +13,10 @@ from pipeline.stages_table import STAGES
 
 REPOSITORY = Path(__file__).parents[2]
 README = (REPOSITORY / "README.md").read_text()
+PACKAGES = ("pipeline", "stages", "models", "instruments")
+PAGES = [Path("README.md"), *(Path(name) / "README.md" for name in PACKAGES)]
+# What a newcomer may want to write, and where: the rows of the map's table.
+ADDED = ("a score", "a router", "a MoE target", "a text source", "a baseline")
 
 
 def map_of_the_house():
@@ -45,22 +49,53 @@ def test_the_map_leaves_nothing_out():
     assert depth == set(map_of_the_house())
 
 
-def test_linked_pictures_are_in_the_repository():
-    for name in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", README):
-        assert (REPOSITORY / name).is_file(), name
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_a_page_is_short(page):
+    assert len((REPOSITORY / page).read_text().splitlines()) <= 150
 
 
-COMMANDS = re.findall(r"^    python -m pipeline (.*?)(?:  +#.*)?$", README, re.M)
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)]+)\)", (REPOSITORY / page).read_text()):
+        name, _, anchor = target.partition("#")
+        linked = (REPOSITORY / page).parent / name
+        assert linked.exists(), target
+        if anchor:
+            titles = re.findall(r"^#+ (.+)$", linked.read_text(), re.M)
+            assert anchor in {title.lower().replace(" ", "-") for title in titles}, target
+
+
+def test_the_map_names_the_file_for_what_is_added():
+    rows = {words[0]: words[1:] for words in table_rows() if words[0].startswith("a ")}
+    assert set(ADDED) <= rows.keys()
+    for places in rows.values():
+        for name in re.findall(r"`([^`]+/[^`]*)`", " ".join(places)):
+            assert (REPOSITORY / name).exists(), name
+
+
+def table_rows():
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in README.splitlines() if line[:1] == "|"]
+
+
+COMMANDS = sorted(
+    {
+        command
+        for page in PAGES
+        for command in re.findall(r"^    python -m pipeline (.*?)(?:  +#.*)?$", (REPOSITORY / page).read_text(), re.M)
+    }
+)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_composes(command):
     words = shlex.split(command)
-    if words == ["--help"]:
+    if command.startswith("--"):  # flags of the program, not settings
         return
     register_schema()
-    assert not override_errors(words, sweep=False)
-    settings, _folder = compose(words)
+    sweep = "-m" in words[:1]
+    words = words[sweep:]
+    assert not override_errors(words, sweep=sweep)
+    settings, _folder = compose([re.sub(r",.*", "", word) if sweep else word for word in words])
     assert settings.stage in {"all", *STAGES}
 
 

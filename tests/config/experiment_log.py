@@ -1,30 +1,65 @@
-"""The entry of the experiment log that opens a file of conf/experiment/."""
+"""The experiments of conf/experiment/: the header of each file, and the entries of LOG.md."""
 
 import re
+from dataclasses import dataclass
 from itertools import product
 
 HEADER = "# @package _global_"
-PARTS = ("Question", "Command", "Result", "Verdict")
+# What may repeat a figure; the head of LOG.md explains each.
+STATES = ("today", "then", "removed", "study")
+COMMAND = re.compile(r"python -m pipeline .*")
 
 
-def read_entry(text):
-    """Part → its lines. A part opens with its name; further lines are indented by two.
+@dataclass(frozen=True)
+class Entry:
+    """One section of LOG.md."""
 
-    The entry ends with the first line that is neither, so that comments of settings are no part of it.
-    """
-    first, *lines = text.splitlines()
+    experiment: str
+    date: str
+    commits: list[str]
+    state: str
+    commands: list[str]
+    rows: int
+    verdict: str
+
+
+def read_header(text):
+    """Question and commands of an experiment's file; every command after the first is indented by two."""
+    first, question, *lines = text.splitlines()
     assert first == HEADER
-    parts = {}
-    for line in lines:
-        opened, more = re.fullmatch(r"# (\w+): (.+)", line), re.fullmatch(r"#   (\S.*)", line)
-        if opened:
-            assert opened[1] not in parts, f"{opened[1]} twice"
-            parts[opened[1]] = [opened[2]]
-        elif more and parts:
-            parts[next(reversed(parts))].append(more[1])
-        else:
+    asked = re.fullmatch(r"# Question: (.+\?)", question)
+    assert asked, question
+    opened = re.fullmatch(rf"# Command: ({COMMAND.pattern})", lines[0])
+    assert opened, lines[0]
+    commands = [opened[1]]
+    for line in lines[1:]:
+        more = re.fullmatch(rf"#   ({COMMAND.pattern})", line)
+        if not more:
             break
-    return parts
+        commands.append(more[1])
+    return asked[1], commands
+
+
+def read_log(text):
+    """The entries in their order. Every one has a stamp, a table and a verdict."""
+    return [read_entry(section) for section in re.split(r"^## ", text, flags=re.M)[1:]]
+
+
+def read_entry(section):
+    title, _, body = section.partition("\n")
+    stamp = re.search(r"^(\d{4}-\d\d-\d\d) · (?:after )?((?:`[0-9a-f]{7}` ?)+)· (\w+)$", body, re.M)
+    verdict = re.search(r"^\*\*Verdict\.\*\* (.+)", body, re.M | re.S)
+    assert stamp, title
+    assert verdict, title
+    return Entry(
+        experiment=re.fullmatch(r"(\w+): .+", title)[1],
+        date=stamp[1],
+        commits=re.findall(r"`(\w+)`", stamp[2]),
+        state=stamp[3],
+        commands=re.findall(rf"^    ({COMMAND.pattern})$", body, re.M),
+        rows=len(re.findall(r"^\|", body, re.M)),
+        verdict=verdict[1].strip(),
+    )
 
 
 def expand_sweep(words):

@@ -1,9 +1,10 @@
-"""Every experiment is an entry of the log: what was asked, how to repeat it, what came out, what follows."""
+"""Every experiment is a question, a command and settings; LOG.md holds the results of each."""
 
 import shlex
+from itertools import pairwise
 
 import pytest
-from config.experiment_log import PARTS, expand_sweep, read_entry
+from config.experiment_log import STATES, expand_sweep, read_entry, read_header, read_log
 
 from pipeline.help import group_lines
 from pipeline.layout import CONF
@@ -12,37 +13,63 @@ from pipeline.settings import compose, register_schema
 
 FOLDER = CONF / "experiment"
 EXPERIMENTS = sorted(path.stem for path in FOLDER.glob("*.yaml"))
+LOG = read_log((FOLDER / "LOG.md").read_text(encoding="utf-8"))
+COMMANDS = sorted({command for entry in LOG for command in entry.commands})
+# Entries on more than one experiment, and results of settings that are gone.
+WITHOUT_FILE = {"baseline", "gates"}
 # A line of the help page is 120 columns; the option's name takes 26 of them.
 LONGEST = 94
+MOST_LINES = 12
 
 
-def entry(name):
-    return read_entry((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
-
-
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_the_entry_is_complete(name):
-    parts = entry(name)
-    assert tuple(parts) == PARTS
-    assert len(parts["Question"][0]) <= LONGEST
-    assert parts["Question"][0].endswith("?")
-    assert all("not run" not in line for part in ("Result", "Verdict") for line in parts[part])
+def read(name):
+    return (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_its_commands_run_it(name):
-    """Every one composes, a sweep at both ends of its values; the first one is of this very experiment."""
-    register_schema()
-    commands = [shlex.split(line) for line in entry(name)["Command"]]
-    assert f"experiment={name}" in commands[0]
+def test_a_file_is_question_command_and_settings(name):
+    question, commands = read_header(read(name))
+    assert len(question) <= LONGEST
+    assert len(read(name).splitlines()) <= MOST_LINES
+    assert f"experiment={name}" in shlex.split(commands[0])
     for command in commands:
-        assert command[:3] == ["python", "-m", "pipeline"]
-        words = command[3:]
-        assert not override_errors([word for word in words if word != "-m"], sweep="-m" in words)
-        combinations = expand_sweep(words)
-        compose(combinations[0])
-        if len(combinations) > 1:
-            compose(combinations[-1])
+        check_command(command)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_of_the_log_runs(command):
+    check_command(command)
+
+
+def check_command(command):
+    """It composes, a sweep at both ends of its values."""
+    register_schema()
+    program, words = shlex.split(command)[:3], shlex.split(command)[3:]
+    assert program == ["python", "-m", "pipeline"]
+    assert not override_errors([word for word in words if word != "-m"], sweep="-m" in words)
+    combinations = expand_sweep(words)
+    compose(combinations[0])
+    if len(combinations) > 1:
+        compose(combinations[-1])
+
+
+def test_every_experiment_has_results_and_every_result_an_experiment():
+    assert {entry.experiment for entry in LOG} == {*EXPERIMENTS, *WITHOUT_FILE}
+
+
+def test_the_log_is_newest_first():
+    assert all(newer.date >= older.date for newer, older in pairwise(LOG))
+
+
+def test_entries_are_complete():
+    for entry in LOG:
+        assert entry.state in STATES, entry
+        assert entry.rows >= 3, entry  # head, rule, and something below them
+        assert entry.verdict, entry
+        # What a command is said to repeat names it.
+        assert entry.commands or entry.state in ("study", "removed"), entry
+        assert all(f"experiment={entry.experiment}" in command or entry.experiment == "baseline"
+                   for command in entry.commands), entry  # fmt: skip
 
 
 def test_every_experiment_sets_something():
@@ -54,18 +81,21 @@ def test_every_experiment_sets_something():
 def test_the_help_page_has_a_line_for_each():
     lines = [line.split(maxsplit=1) for line in group_lines()]
     shown = {words[0]: words[1].strip() for words in lines if len(words) == 2}
-    assert {name: shown[name] for name in EXPERIMENTS} == {name: entry(name)["Question"][0] for name in EXPERIMENTS}
+    assert {name: shown[name] for name in EXPERIMENTS} == {name: read_header(read(name))[0] for name in EXPERIMENTS}
 
 
-def test_an_entry_is_read_to_its_last_line():
-    question = "# Question: Why?\n#   And how?\n"
-    text = f"# @package _global_\n{question}# Command: a\n#   b\n# Result: c\n# Verdict: d\n# A dial.\nn: 1\n"
-    assert read_entry(text) == {
-        "Question": ["Why?", "And how?"],
-        "Command": ["a", "b"],
-        "Result": ["c"],
-        "Verdict": ["d"],
-    }
+def test_a_header_ends_with_its_commands():
+    commands = "# Command: python -m pipeline a\n#   python -m pipeline b\n"
+    text = f"# @package _global_\n# Question: Why?\n{commands}# A dial.\nn: 1\n"
+    assert read_header(text) == ("Why?", ["python -m pipeline a", "python -m pipeline b"])
+
+
+def test_an_entry_is_read():
+    entry = read_entry("a_b: c\n\n2026-01-02 · `0123456` `789abcd` · then\n\n    python -m pipeline d\n\n| e |\n|---|\n"
+                       "| f |\n\n**Verdict.** g\nh\n")  # fmt: skip
+    assert (entry.experiment, entry.date, entry.state) == ("a_b", "2026-01-02", "then")
+    assert (entry.commits, entry.commands) == (["0123456", "789abcd"], ["python -m pipeline d"])
+    assert (entry.rows, entry.verdict) == (3, "g\nh")
 
 
 def test_a_sweep_is_every_combination():
