@@ -97,7 +97,8 @@ def load_pool(folder: Path, layers: int, device: torch.device) -> list[ExpertWei
 
 def join_pool(parts: Sequence[ExpertWeights]) -> list[ExpertWeights]:
     """What the layers give, joined: one tensor for all layers."""
-    pool = {name: torch.cat([getattr(part, name) for part in parts]) for name in ROUTED}
+    giving = [part for part in parts if len(part.gate_END)]  # the empty stacks of the others say no width
+    pool = {name: torch.cat([getattr(part, name) for part in giving]) for name in ROUTED}
     return [replace(part, **pool) for part in parts]
 
 

@@ -36,10 +36,10 @@ def normalise(values_LF: Shaped[Tensor, "L F"], method: Normalisation) -> Float[
         case "minmax":
             low_L1, high_L1 = values_LF.aminmax(dim=1, keepdim=True)
             scaled_LF = (values_LF - low_L1) / (high_L1 - low_L1)
-    return torch.where(has_logit_std(values_LF), scaled_LF, 0.0)
+    return torch.where(varies(values_LF), scaled_LF, 0.0)
 
 
-def has_logit_std(values_LF: Shaped[Tensor, "L F"]) -> Shaped[Tensor, "L 1"]:
+def varies(values_LF: Shaped[Tensor, "L F"]) -> Shaped[Tensor, "L 1"]:
     """Whether a layer's neurons differ by more than rounding."""
     low_L1, high_L1 = values_LF.aminmax(dim=1, keepdim=True)
     return high_L1 - low_L1 > 1e-12 * torch.maximum(low_L1.abs(), high_L1.abs())
@@ -97,7 +97,7 @@ def score_synergy(
     if form == "inverse_gradient":
         gain_LF = weights.activation * a_LF + weights.frequency * f_LF
         return (gain_LF / (1 + weights.gradient * g_LF)).float()
-    a_LF, f_LF = (torch.where(has_logit_std(term_LF), term_LF, 1.0) for term_LF in (a_LF, f_LF))
+    a_LF, f_LF = (torch.where(varies(term_LF), term_LF, 1.0) for term_LF in (a_LF, f_LF))
     return (a_LF**weights.activation * (1 - g_LF) ** weights.gradient * f_LF**weights.frequency).float()
 
 
@@ -153,7 +153,7 @@ def rank_correlation(first_LF: Float[Tensor, "L F"], second_LF: Float[Tensor, "L
     """Spearman's rank correlation of two measures in every layer; None where one of them has no spread."""
     ranks = (normalise(normalise(values_LF, "rank"), "zscore") for values_LF in (first_LF, second_LF))
     correlation_L = (next(ranks) * next(ranks)).mean(1)
-    defined_L1 = has_logit_std(first_LF) & has_logit_std(second_LF)
+    defined_L1 = varies(first_LF) & varies(second_LF)
     return [value if ok else None for value, ok in zip(correlation_L.tolist(), defined_L1[:, 0].tolist(), strict=True)]
 
 

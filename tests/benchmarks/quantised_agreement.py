@@ -44,7 +44,9 @@ def compare_scans(
     """Score both scans alike and compare the ranks. Raises ContractError: they are not of the same model and text."""
     sizes = [(tuple(scan.sum_abs.shape), scan.tokens) for scan in (reference, quantised)]
     if sizes[0] != sizes[1]:
-        raise ContractError(f"the scans have (layers, units), tokens of {sizes[0]} and {sizes[1]}", do="scan the same")
+        raise ContractError(
+            f"the scans have (layers, neurons), tokens of {sizes[0]} and {sizes[1]}", do="scan the same"
+        )
     scores = [score_neurons(scan, score, seed=0).chosen for scan in (reference, quantised)]
     terms = {
         name: rank_correlation(_total(reference, fields), _total(quantised, fields)) for name, fields in SUMS.items()
