@@ -44,7 +44,7 @@ class ProjectConfig:
     # Calibration tokens whose gradient is taken, at most; each once.
     gradient_tokens: int = field(default=65536, metadata={"minimum": 1})
     # Tokens of one round: gradient, average with those before, step.
-    round_tokens: int = field(default=512, metadata={"minimum": 1})
+    round_tokens: int = field(default=256, metadata={"minimum": 1})
     # Behaviour alignment: ridge (closed form, down_proj) or none.
     alignment: str = field(default="ridge", metadata={"choices": ("ridge", "none")})
     # Penalties tried, relative to the mean diagonal, each pulling to the extracted weights, from the largest down as

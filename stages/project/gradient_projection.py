@@ -71,7 +71,7 @@ def projected_fields(matrices: list[str]) -> list[str]:
 MOMENTUM = 0.8  # of the gradient from round to round
 SECTIONS = 8  # of the rounds; after each, validation tokens decide
 # λ that are tried in the first section, from the largest down, relative to a matrix's root-mean-square neuron.
-LENGTHS = (0.005, 0.0025, 0.00125, 0.000625)
+LENGTHS = (0.0025, 0.00125, 0.000625)
 VALIDATION_TOKENS = 4096  # at most, whole batches: every section is compared on the same ones
 PATIENCE = 2  # sections in a row that may be undone before the rounds end
 
