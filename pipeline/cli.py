@@ -9,8 +9,7 @@ from time import sleep
 
 from instruments.command_line import FAILED, INTERRUPTED, INVALID
 from instruments.errors import ConfigError, UserError
-from pipeline.command import hide_passwords
-from pipeline.overrides import first_word, override_errors
+from pipeline.overrides import first_word, hide_passwords, override_errors
 from pipeline.run import carve
 from pipeline.settings import compose, register_schema, run_hydra
 from pipeline.validate import InvalidSettingsError, find_errors

@@ -1,7 +1,8 @@
-"""The command line, checked word by word before Hydra sees it, so that all mistakes are reported at once."""
+"""The command line word by word: checked before Hydra sees it, so that all mistakes are reported at once."""
 
+import re
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from types import NoneType
@@ -13,10 +14,11 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from instruments.errors import ConfigError
-from pipeline.layout import OVERLAYS, groups
+from instruments.errors import ConfigError, redact
+from pipeline.help import OVERLAYS, groups
 from pipeline.settings import Settings
 from pipeline.validate import EMPTY_OUTPUT, unknown_choice
+from stages.accumulators.config import hide_password
 
 WHERE = "command line"
 
@@ -158,3 +160,27 @@ def example(key: str, kind: Any) -> str:  # noqa: ANN401 - an annotation
     if kind in ONE:
         return f"{key}={ONE[kind][1]}"
     return example(key, get_args(kind)[0])
+
+
+# Between the addresses of a sweep.
+_NEXT_ADDRESS = re.compile(r",(?=\w+://)")
+
+
+def command_line(overrides: Sequence[str], **changes: object) -> str:
+    """The command that was typed, with some settings changed."""
+    kept = [word for word in overrides if word.partition("=")[0] not in changes]
+    return redact(
+        shlex.join(["python", "-m", "pipeline", *kept, *(f"{key}={value}" for key, value in changes.items())])
+    )
+
+
+def hide_passwords(words: Sequence[str]) -> list[str]:
+    """The words without the password of the store, which this process remembers. Everything else is kept."""
+    return [_hide_password(word) if word.lstrip("+").startswith("store.url=") else word for word in words]
+
+
+def _hide_password(word: str) -> str:
+    key, _equals, value = word.partition("=")
+    for address in _NEXT_ADDRESS.split(value):
+        hide_password(address.strip("'\""))
+    return f"{key}={','.join(map(redact, _NEXT_ADDRESS.split(value)))}"

@@ -10,12 +10,10 @@ from typing import Any
 
 from instruments.errors import ConfigError
 from models.source import source_cache_key
-from pipeline.artifacts import is_complete
+from pipeline.artifacts import FileHashes, artifact_folder, hashes_file, is_complete
 from pipeline.consistency import Unread, find_unread
 from pipeline.disk import expected_bytes, free_bytes, in_mib
-from pipeline.file_hashes import FileHashes
-from pipeline.layout import artifact_folder, hashes_file
-from pipeline.stages_table import CHAIN, Stage, asked_stages, with_ancestors
+from pipeline.settings import CHAIN, Stage, asked_stages, with_ancestors
 from pipeline.validate import Checked
 from stages.calibration.config import without_random_tokens
 from stages.text.cache_key import data_cache_key

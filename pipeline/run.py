@@ -15,23 +15,22 @@ from tempfile import TemporaryDirectory
 from instruments.errors import UserError
 from pipeline.artifacts import (
     MANIFEST,
+    FileHashes,
     Manifest,
     StagingDir,
+    hashes_file,
     is_complete,
     open_staging,
     publish,
     remove_leftovers,
     verify,
 )
-from pipeline.command import command_line
 from pipeline.disk import explain_os_error, in_mib
-from pipeline.file_hashes import FileHashes
-from pipeline.layout import hashes_file
+from pipeline.overrides import command_line
 from pipeline.plan import Step, make_plan
 from pipeline.run_folder import RunFolder, render
-from pipeline.settings import Settings
-from pipeline.shape_advice import describe_shape, find_remedy, shape_warnings
-from pipeline.stages_table import ALL
+from pipeline.settings import ALL, Settings
+from pipeline.shape import describe_shape, find_remedy, shape_warnings
 from pipeline.validate import Checked, validate
 from stages.artifacts.job import Job, Table
 from stages.artifacts.workers import ALONE, Workers, find_workers

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from tabulate import tabulate
 
 from instruments.errors import redact
-from pipeline.command import command_line
+from pipeline.overrides import command_line
 from pipeline.report.run_record import RunRecord, StageRun
 from pipeline.settings import Settings
 from stages.artifacts.job import Table

@@ -19,11 +19,9 @@ from models.source import check_source, read_source_config
 from models.targets.choose import check_target, select_target
 from pipeline.consistency import contradictions, find_uses, involves, map_errors, warn_of_unread
 from pipeline.disk import nearest_existing
-from pipeline.layout import OVERLAYS, groups
-from pipeline.settings import Settings
-from pipeline.shape import ShapeRequest, resolve_shape
-from pipeline.shape_advice import Request, shape_errors
-from pipeline.stages_table import ALL, STAGES, Stage, Uses, with_ancestors
+from pipeline.help import OVERLAYS, groups
+from pipeline.settings import ALL, STAGES, Settings, Stage, Uses, with_ancestors
+from pipeline.shape import Request, ShapeRequest, resolve_shape, shape_errors
 from stages.accumulators.config import StoreConfig
 from stages.accumulators.redis_connection import check_store
 from stages.text.cache_key import check_data

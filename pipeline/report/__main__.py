@@ -8,7 +8,7 @@ from pathlib import Path
 from instruments.command_line import exit_code
 from instruments.errors import ConfigError, UserError
 from pipeline.disk import explain_os_error
-from pipeline.layout import REPOSITORY
+from pipeline.help import REPOSITORY
 from pipeline.report.run_record import find_latest
 
 OUTPUTS = REPOSITORY / "outputs"

@@ -11,7 +11,7 @@ from instruments.errors import ContractError
 from models.config import MoEShape
 from pipeline.artifacts import Manifest, is_complete
 from pipeline.report.run_record import SHORT
-from pipeline.stages_table import STAGES
+from pipeline.settings import STAGES
 
 TINY = 1e-6  # nats; a smaller gap is no denominator
 REMEDY = "run the stage again, with fresh=true"

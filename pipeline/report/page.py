@@ -10,9 +10,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from instruments.errors import ConfigError, ContractError
-from pipeline.artifacts import is_complete
-from pipeline.command import command_line
-from pipeline.layout import artifact_folder
+from pipeline.artifacts import artifact_folder, is_complete
+from pipeline.overrides import command_line
 from pipeline.report import sections
 from pipeline.report.charts import COLOURS
 from pipeline.report.evaluations import read_chain, read_evaluation, read_published

@@ -1,6 +1,6 @@
 """Commands in remedies can be pasted."""
 
-from pipeline.command import command_line
+from pipeline.overrides import command_line
 
 
 def test_changed_settings_replace_typed_ones():
