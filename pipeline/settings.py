@@ -34,6 +34,42 @@ from stages.score.config import ScoreConfig
 from stages.text.config import DataConfig
 from stages.train.config import TrainConfig
 
+ALL = "all"
+# Flags that print settings and run nothing.
+SHOWING = {"--cfg", "-c", "--info", "-i"}
+
+
+@dataclass
+class Settings:
+    """The dials, and one node per configuration group. conf/config.yaml says what each dial means."""
+
+    stage: str = ALL
+    check: str = field(default=CHECKS[0], metadata={"choices": CHECKS})
+    topology: str = field(default=PER_LAYER, metadata={"choices": TOPOLOGIES})
+    experts: int | None = field(default=MISSING, metadata={"minimum": 1})
+    n: int | None = field(default=MISSING, metadata={"minimum": 1})
+    top_k: int | None = field(default=None, metadata={"minimum": 1})
+    always_on: int | None = field(default=None, metadata={"minimum": 0})
+    active: float = field(default=0.5, metadata={"above": 0, "maximum": 1})
+    seed: int = field(default=0, metadata={"minimum": 0, "maximum": 2**32 - 1})
+    fresh: bool = False
+    output_dir: str = MISSING
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    vocabulary: VocabularyConfig = field(default_factory=VocabularyConfig)
+    store: StoreConfig = field(default_factory=StoreConfig)
+    scan: ScanConfig = field(default_factory=ScanConfig)
+    score: ScoreConfig = field(default_factory=ScoreConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    extract: ExtractConfig = field(default_factory=ExtractConfig)
+    assemble: AssembleConfig = field(default_factory=AssembleConfig)
+    project: ProjectConfig = field(default_factory=ProjectConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    dump: DumpStageConfig = field(default_factory=DumpStageConfig)
+    diagnose: DiagnoseConfig = field(default_factory=DiagnoseConfig)
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -67,37 +103,21 @@ class Stage:
 
 
 CHAIN = (
-    Stage("scan", parents=(), nodes=("model", "data", "store", "scan", "seed"), shared=True),
-    Stage("score", parents=("scan",), nodes=("score", "seed")),
-    Stage("cluster", parents=("scan", "score"), nodes=("model", "data", "vocabulary", "cluster", "shape", "seed")),
-    Stage("extract", parents=("cluster",), nodes=("model", "extract", "shape")),
-    Stage(
-        "assemble", parents=("cluster", "extract"), nodes=("model", "data", "vocabulary", "assemble", "shape", "seed")
-    ),
-    Stage(
-        "project",
-        parents=("cluster", "extract", "assemble"),
-        nodes=("model", "data", "vocabulary", "assemble", "project", "shape", "seed"),
-    ),
-    Stage(
-        "train",
-        parents=("project",),
-        nodes=("model", "data", "assemble", "train", "shape", "seed"),
-        shared=True,
-        reads_heldout=True,
-    ),
-    Stage(
-        "evaluate",
-        parents=("scan", "cluster", "assemble", "project"),
-        nodes=("model", "data", "vocabulary", "project", "evaluate", "shape", "seed"),
-        reads_heldout=True,
-    ),
-    Stage("dump", parents=(), nodes=("model", "data", "dump")),
-    Stage("diagnose", parents=(), nodes=("model", "data", "check", "diagnose", "seed"), kept=False),
-)
+    Stage("scan", (), ("model", "data", "store", "scan", "seed"), shared=True),
+    Stage("score", ("scan",), ("score", "seed")),
+    Stage("cluster", ("scan", "score"), ("model", "data", "vocabulary", "cluster", "shape", "seed")),
+    Stage("extract", ("cluster",), ("model", "extract", "shape")),
+    Stage("assemble", ("cluster", "extract"), ("model", "data", "vocabulary", "assemble", "shape", "seed")),
+    Stage("project", ("cluster", "extract", "assemble"),
+          ("model", "data", "vocabulary", "assemble", "project", "shape", "seed")),
+    Stage("train", ("project",), ("model", "data", "assemble", "train", "shape", "seed"),
+          shared=True, reads_heldout=True),
+    Stage("evaluate", ("scan", "cluster", "assemble", "project"),
+          ("model", "data", "vocabulary", "project", "evaluate", "shape", "seed"), reads_heldout=True),
+    Stage("dump", (), ("model", "data", "dump")),
+    Stage("diagnose", (), ("model", "data", "check", "diagnose", "seed"), kept=False),
+)  # fmt: skip
 STAGES = {stage.name: stage for stage in CHAIN}
-ALL = "all"
-
 
 # evaluate looks at one of the first two. stage=all trains only where the trained checkpoint is evaluated, and never
 # runs the stages that look into a model.
@@ -139,42 +159,6 @@ def with_ancestors(name: str, uses: Uses = Uses()) -> tuple[Stage, ...]:
         if stage.name in wanted:
             wanted.update(stage.parents)
     return tuple(stage for stage in stages if stage.name in wanted)
-
-
-# Flags that print settings and run nothing.
-SHOWING = {"--cfg", "-c", "--info", "-i"}
-
-
-@dataclass
-class Settings:
-    """The dials, and one node per configuration group. conf/config.yaml says what each dial means."""
-
-    stage: str = ALL
-    check: str = field(default=CHECKS[0], metadata={"choices": CHECKS})
-    topology: str = field(default=PER_LAYER, metadata={"choices": TOPOLOGIES})
-    experts: int | None = field(default=MISSING, metadata={"minimum": 1})
-    n: int | None = field(default=MISSING, metadata={"minimum": 1})
-    top_k: int | None = field(default=None, metadata={"minimum": 1})
-    always_on: int | None = field(default=None, metadata={"minimum": 0})
-    active: float = field(default=0.5, metadata={"above": 0, "maximum": 1})
-    seed: int = field(default=0, metadata={"minimum": 0, "maximum": 2**32 - 1})
-    fresh: bool = False
-    output_dir: str = MISSING
-
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    vocabulary: VocabularyConfig = field(default_factory=VocabularyConfig)
-    store: StoreConfig = field(default_factory=StoreConfig)
-    scan: ScanConfig = field(default_factory=ScanConfig)
-    score: ScoreConfig = field(default_factory=ScoreConfig)
-    cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    extract: ExtractConfig = field(default_factory=ExtractConfig)
-    assemble: AssembleConfig = field(default_factory=AssembleConfig)
-    project: ProjectConfig = field(default_factory=ProjectConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
-    dump: DumpStageConfig = field(default_factory=DumpStageConfig)
-    diagnose: DiagnoseConfig = field(default_factory=DiagnoseConfig)
 
 
 def register_schema() -> None:

@@ -23,7 +23,7 @@ def texts(*words, sweep=False):
         "n=${experts}",
         "hydra.run.dir=/somewhere",
         "experiment=null",
-        "experiment=[hundred_experts,quarter_active]",
+        "experiment=[hundred_experts,routed_only]",
     ],
 )
 def test_good_words_pass(word):
