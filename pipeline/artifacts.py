@@ -2,13 +2,13 @@
 
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
+from shutil import rmtree
 from typing import Any
 
 from filelock import FileLock, Timeout
@@ -18,6 +18,22 @@ from instruments.errors import ContractError, UserError
 from stages.artifacts.job import Table
 
 MANIFEST = "manifest.json"
+SHORT = 16  # letters of a fingerprint in the name of its folder
+LOCK_TIMEOUT = 0.3  # seconds; enough for another process that only cleans up
+# Smaller files are hashed every time.
+REMEMBERED_BYTES = 2**20
+# Nanoseconds: a file that changed just now may change again within one tick of its file system's clock.
+SETTLED = 2 * 10**9
+
+
+def artifact_folder(output_dir: Path, label: str, stage: str, fingerprint: str) -> Path:
+    """Folder of the published result of one stage: `artifacts/<model>/<stage>/<fingerprint>`."""
+    return output_dir / "artifacts" / label / stage / fingerprint[:SHORT]
+
+
+def hashes_file(output_dir: Path) -> Path:
+    """Where the hashes of large files are remembered."""
+    return output_dir / "artifacts" / "hashes.json"
 
 
 @dataclass(frozen=True)
@@ -52,18 +68,13 @@ class Manifest:
             raise ContractError(f"no readable manifest: {error}", where=str(path), do=remedy) from error
         if seal != _seal(values):
             raise ContractError("the manifest was changed after it was published", where=str(path), do=remedy)
-        if outside := [name for name in manifest.files if not _is_inside(name)]:
+        if outside := [name for name in manifest.files if name.startswith("/") or ".." in PurePosixPath(name).parts]:
             raise ContractError(f"the manifest names files outside its folder: {outside}", where=str(path), do=remedy)
         return manifest
 
 
 def _seal(values: Mapping[str, Any]) -> str:
     return sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-
-
-def _is_inside(name: str) -> bool:
-    path = PurePosixPath(name)
-    return not path.is_absolute() and ".." not in path.parts
 
 
 def is_complete(folder: Path) -> bool:
@@ -77,174 +88,6 @@ def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
     return {
         path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": hash_file(path)} for path in paths
     }
-
-
-def verify(folder: Path, *, remedy: str, hash_of: Callable[[Path], str] = hash_file) -> None:
-    """Check every file of a published result against its manifest.
-
-    Args:
-        folder: the published result.
-        remedy: the command that computes it again.
-        hash_of: a file's SHA-256.
-    Raises:
-        ContractError: naming every file that is missing or was changed.
-    """
-    manifest = Manifest.read(folder, remedy=remedy)
-    faults = []
-    for name, expected in manifest.files.items():
-        path = folder / name
-        if not path.is_file():
-            faults.append(f"{path} is missing")
-        elif path.stat().st_size != expected["size"]:
-            faults.append(f"{path} has {path.stat().st_size} bytes; {expected['size']} were published")
-        elif hash_of(path) != expected["sha256"]:
-            faults.append(f"{path} was changed after it was published")
-    if not manifest.fingerprint.startswith(folder.name):
-        faults.append(f"{folder} holds the result {manifest.fingerprint}")
-    if faults:
-        raise ContractError(f"the result of {folder.parent.name} is damaged", where="; ".join(faults), do=remedy)
-
-
-LOCK_TIMEOUT = 0.3  # seconds; enough for another process that only cleans up
-
-
-class LockedError(UserError):
-    """Another process computes the same result."""
-
-
-@contextmanager
-def hold_lock(path: Path) -> Iterator[None]:
-    """Hold `path` as an exclusive lock, with this process's number in it; removed afterwards.
-
-    Raises:
-        LockedError: another process holds it.
-    """
-    lock = FileLock(path, timeout=LOCK_TIMEOUT)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise LockedError(
-            "another run is computing the same result",
-            where=f"process {_holder(path)}, lock {path}",
-            do="wait for it, then run the same command again: what it publishes will be reused",
-        ) from None
-    try:
-        path.write_text(str(os.getpid()))
-        yield
-    finally:
-        path.unlink(missing_ok=True)  # while still held: another process that has just opened it opens the next one
-        lock.release()
-
-
-def _holder(path: Path) -> str:
-    with suppress(OSError):
-        return path.read_text() or "just started"
-    return "just started"
-
-
-@dataclass(frozen=True)
-class StagingDir:
-    """Where a stage works before its result is published: a hidden folder next to it, so that one rename publishes.
-
-    `out` starts empty in every run; `scratch` survives a kill. The process that holds the lock owns both.
-    """
-
-    final: Path
-
-    @property
-    def root(self) -> Path:
-        """Folder of this fingerprint's unfinished work."""
-        return self.final.with_name(f".{self.final.name}")
-
-    @property
-    def out(self) -> Path:
-        """Files to publish."""
-        return self.root / "out"
-
-    @property
-    def scratch(self) -> Path:
-        """Files that a later run may continue from."""
-        return self.root / "scratch"
-
-    @property
-    def replaced(self) -> Path:
-        """The old result, for the moment between two renames."""
-        return self.root / "replaced"
-
-    @property
-    def lock(self) -> Path:
-        """The lock file."""
-        return self.root.with_suffix(".lock")
-
-    def recover(self) -> None:
-        """Clean up after a killed run: half-written files go; scratch stays until its result is published."""
-        if self.replaced.exists() and not self.final.exists():
-            self.replaced.rename(self.final)
-        remove(self.root if self.final.exists() else self.out)
-        remove_if_empty(self.scratch)
-        remove_if_empty(self.root)
-
-
-@contextmanager
-def open_staging(final: Path, *, fresh: bool) -> Iterator[StagingDir]:
-    """Lock the fingerprint and make its staging folder; `fresh` also forgets unfinished work of earlier runs.
-
-    Raises:
-        LockedError: another process is computing this fingerprint.
-    """
-    staging = StagingDir(final)
-    final.parent.mkdir(parents=True, exist_ok=True)
-    with hold_lock(staging.lock):
-        staging.recover()
-        if fresh:
-            remove(staging.root)
-        staging.out.mkdir(parents=True)
-        staging.scratch.mkdir(exist_ok=True)
-        try:
-            yield staging
-        finally:
-            staging.recover()
-
-
-def remove_leftovers(stage_folder: Path) -> None:
-    """Clean up after all killed runs of a stage."""
-    for name in {path.name.removesuffix(".lock") for path in stage_folder.glob(".*")}:
-        staging = StagingDir(stage_folder / name.removeprefix("."))
-        with suppress(LockedError), hold_lock(staging.lock):  # locked: its run is alive
-            staging.recover()
-
-
-def remove(folder: Path) -> None:
-    """Remove a folder with all that is in it, if it is there."""
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def remove_if_empty(folder: Path) -> None:
-    """Remove the folder unless something is in it, or it is gone already."""
-    with suppress(OSError):
-        folder.rmdir()
-
-
-def publish(staging: StagingDir, *, fingerprint: str, recipe: Mapping[str, Any], table: Table) -> Manifest:
-    """Make the staging's `out` the published result; scratch is removed.
-
-    A kill at any moment leaves the old result or the new one, never a part of one.
-    """
-    manifest = Manifest(fingerprint, recipe, describe_files(staging.out), table)
-    manifest.write(staging.out)
-    sync_tree(staging.out)
-    if staging.final.exists():
-        staging.final.rename(staging.replaced)
-    staging.out.rename(staging.final)
-    sync(staging.final.parent)
-    remove(staging.root)
-    return manifest
-
-
-# Smaller files are hashed every time.
-REMEMBERED_BYTES = 2**20
-# Nanoseconds: a file that changed just now may change again within one tick of its file system's clock.
-SETTLED = 2 * 10**9
 
 
 class FileHashes:
@@ -281,11 +124,124 @@ class FileHashes:
                 unfinished.write_text(json.dumps(present, indent=0), encoding="utf-8")
 
 
-def artifact_folder(output_dir: Path, label: str, stage: str, fingerprint: str) -> Path:
-    """Folder of the published result of one stage: `artifacts/<model>/<stage>/<fingerprint>`."""
-    return output_dir / "artifacts" / label / stage / fingerprint[:16]
+def verify(folder: Path, *, remedy: str, hash_of: Callable[[Path], str] = hash_file) -> None:
+    """Check every file of a published result against its manifest; `remedy` is the command that computes it again.
+
+    Raises:
+        ContractError: naming every file that is missing or was changed.
+    """
+    manifest = Manifest.read(folder, remedy=remedy)
+    faults = []
+    for name, expected in manifest.files.items():
+        path = folder / name
+        if not path.is_file():
+            faults.append(f"{path} is missing")
+        elif path.stat().st_size != expected["size"]:
+            faults.append(f"{path} has {path.stat().st_size} bytes; {expected['size']} were published")
+        elif hash_of(path) != expected["sha256"]:
+            faults.append(f"{path} was changed after it was published")
+    if not manifest.fingerprint.startswith(folder.name):
+        faults.append(f"{folder} holds the result {manifest.fingerprint}")
+    if faults:
+        raise ContractError(f"the result of {folder.parent.name} is damaged", where="; ".join(faults), do=remedy)
 
 
-def hashes_file(output_dir: Path) -> Path:
-    """Where the hashes of large files are remembered."""
-    return output_dir / "artifacts" / "hashes.json"
+class LockedError(UserError):
+    """Another process computes the same result."""
+
+
+@contextmanager
+def hold_lock(path: Path) -> Iterator[None]:
+    """Hold `path` as an exclusive lock, with this process's number in it; removed afterwards.
+
+    Raises:
+        LockedError: another process holds it.
+    """
+    lock = FileLock(path, timeout=LOCK_TIMEOUT)
+    try:
+        lock.acquire()
+    except Timeout:
+        holder = ""
+        with suppress(OSError):
+            holder = path.read_text()
+        raise LockedError(
+            "another run is computing the same result",
+            where=f"process {holder or 'just started'}, lock {path}",
+            do="wait for it, then run the same command again: what it publishes will be reused",
+        ) from None
+    try:
+        path.write_text(str(os.getpid()))
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # while still held: another process that has just opened it opens the next one
+        lock.release()
+
+
+class StagingDir:
+    """Where a stage works before its result is published: a hidden folder next to it, so that one rename publishes.
+
+    The process that holds the lock owns it.
+    """
+
+    def __init__(self, final: Path) -> None:
+        """`final` is the folder to publish."""
+        self.final = final
+        self.root = final.with_name(f".{final.name}")
+        self.out = self.root / "out"  # files to publish; empty at the start of every run
+        self.scratch = self.root / "scratch"  # files that a later run continues from, also after a kill
+        self.replaced = self.root / "replaced"  # the old result, for the moment between two renames
+        self.lock = self.root.with_suffix(".lock")
+
+    def recover(self) -> None:
+        """Clean up after a killed run: half-written files go; scratch stays until its result is published."""
+        if self.replaced.exists() and not self.final.exists():
+            self.replaced.rename(self.final)
+        rmtree(self.root if self.final.exists() else self.out, ignore_errors=True)
+        for folder in (self.scratch, self.root):
+            with suppress(OSError):  # something is in it, or it is gone already
+                folder.rmdir()
+
+
+@contextmanager
+def open_staging(final: Path, *, fresh: bool) -> Iterator[StagingDir]:
+    """Lock the fingerprint and make its staging folder; `fresh` also forgets unfinished work of earlier runs.
+
+    Raises:
+        LockedError: another process is computing this fingerprint.
+    """
+    staging = StagingDir(final)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    with hold_lock(staging.lock):
+        staging.recover()
+        if fresh:
+            rmtree(staging.root, ignore_errors=True)
+        staging.out.mkdir(parents=True)
+        staging.scratch.mkdir(exist_ok=True)
+        try:
+            yield staging
+        finally:
+            staging.recover()
+
+
+def remove_leftovers(stage_folder: Path) -> None:
+    """Clean up after all killed runs of a stage."""
+    for name in {path.name.removesuffix(".lock") for path in stage_folder.glob(".*")}:
+        staging = StagingDir(stage_folder / name.removeprefix("."))
+        with suppress(LockedError), hold_lock(staging.lock):  # locked: its run is alive
+            staging.recover()
+
+
+def publish(staging: StagingDir, *, fingerprint: str, recipe: Mapping[str, Any], table: Table) -> Manifest:
+    """Make the staging's `out` the published result; scratch is removed.
+
+    A kill at any moment leaves the old result or the new one, never a part of one.
+    """
+    manifest = Manifest(fingerprint, recipe, describe_files(staging.out), table)
+    manifest.write(staging.out)
+    sync_tree(staging.out)
+    if staging.final.exists():
+        staging.final.rename(staging.replaced)
+    staging.out.rename(staging.final)
+    sync(staging.final.parent)
+    rmtree(staging.root, ignore_errors=True)
+    return manifest

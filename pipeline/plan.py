@@ -34,11 +34,11 @@ def make_recipe(
     """Everything that decides the result of a stage, as plain JSON.
 
     Args:
-        stage: which stage, with its version.
-        nodes: all resolved settings by node name; only those the stage looks at are taken ...
+        stage: looks at some of the nodes.
+        nodes: all resolved settings by node name.
         identities: content of the source model and of the data (`model`, `data`).
         parents: fingerprints of the stages it starts from.
-        unread: ... without the settings that are not read.
+        unread: settings that do not count, since nothing reads them.
     """
     looked_at = [name for name in stage.nodes if name not in stage.unread]
     return {
@@ -143,18 +143,11 @@ def select_stages(asked: set[str], complete: set[str], stages: Sequence[Stage] =
     return used, due
 
 
-def require_room(steps: list[Step], output_dir: Path) -> None:
-    """Refuse to start what the disk cannot hold.
-
-    Raises:
-        ConfigError: more bytes will be written than are free.
-    """
-    wanted = sum(step.expected_bytes for step in steps if step.due)
-    free = free_bytes(output_dir)
+def require_room(steps: Sequence[Step], output_dir: Path) -> None:
+    """Raises ConfigError: more bytes will be written than are free."""
+    writers = [step for step in steps if step.due and step.expected_bytes]
+    wanted, free = sum(step.expected_bytes for step in writers), free_bytes(output_dir)
     if wanted > free:
-        writers = ", ".join(step.stage.name for step in steps if step.due and step.expected_bytes)
-        raise ConfigError(
-            f"about {in_mib(wanted)} will be written, {in_mib(free)} are free",
-            where=f"{output_dir}, stages {writers}",
-            do="output_dir= on a larger disk, or fewer experts",
-        )
+        what = f"about {in_mib(wanted)} will be written, {in_mib(free)} are free"
+        where = f"{output_dir}, stages {', '.join(step.stage.name for step in writers)}"
+        raise ConfigError(what, where=where, do="output_dir= on a larger disk, or fewer experts")

@@ -14,16 +14,9 @@ from stages.accumulators.config import StoreConfig
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Do what the command line says; returns the exit code.
-
-    0 done, 1 the server or a file refuses, 2 the settings are wrong, 130 interrupted.
-    """
+    """Exit code: 0 done, 1 the server or a file refuses, 2 the settings are wrong, 130 interrupted."""
     wanted = _parser().parse_args(words)
-
-    def work() -> None:
-        sys.stdout.write(_run(wanted))
-
-    return exit_code(work)
+    return exit_code(lambda: _run(wanted))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -45,8 +38,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(wanted: argparse.Namespace) -> str:
-    """Do what was asked for; returns the text to print."""
+def _run(wanted: argparse.Namespace) -> None:
+    """Carry the sums, and print how many."""
     if wanted.command == "export" and not wanted.file.absolute().parent.is_dir():
         what = f"there is no folder {wanted.file.absolute().parent}"
         raise ConfigError(what, where="command line", do="a FILE in a folder that exists")
@@ -60,18 +53,20 @@ def _run(wanted: argparse.Namespace) -> str:
     with client:
         if wanted.command == "import":
             sums = import_sums(client, place, wanted.namespace, wanted.file)
-            return f"{len(sums.done)} batches, {sums.counters.get('tokens', 0):,.0f} tokens in {place}\n"
+            sys.stdout.write(f"{len(sums.done)} batches, {sums.counters.get('tokens', 0):,.0f} tokens in {place}\n")
+            return
         with in_words(place):
             namespace = find_namespace(client, wanted.namespace, place)
             if wanted.command == "drop":
-                return f"{namespace.clear()} batches deleted\n"
+                sys.stdout.write(f"{namespace.clear()} batches deleted\n")
+                return
         try:
             sums = export_sums(namespace, wanted.file)
         except (OSError, SafetensorError) as error:
             explained = explain_os_error(error, where="export", folder=wanted.file.absolute().parent)
             what = f"the file cannot be written: {error}"
             raise explained or UserError(what, where=str(wanted.file), do="another FILE") from error
-    return f"{len(sums.done)} batches, {sums.counters.get('tokens', 0):,.0f} tokens in {wanted.file}\n"
+    sys.stdout.write(f"{len(sums.done)} batches, {sums.counters.get('tokens', 0):,.0f} tokens in {wanted.file}\n")
 
 
 if __name__ == "__main__":

@@ -9,8 +9,7 @@ from typing import Any
 
 from instruments.errors import ContractError
 from models.config import MoEShape
-from pipeline.artifacts import Manifest, is_complete
-from pipeline.report.run_record import SHORT
+from pipeline.artifacts import SHORT, Manifest, is_complete
 from pipeline.settings import STAGES
 
 TINY = 1e-6  # nats; a smaller gap is no denominator

@@ -10,7 +10,6 @@ from pathlib import Path
 from instruments.errors import ContractError
 
 FILE = "stages.json"
-SHORT = 16  # letters of a fingerprint in the name of its folder
 PACKAGES = ("torch", "transformers", "safetensors", "numpy", "scikit-learn", "umap-learn", "hydra-core")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from markupsafe import Markup
 from safetensors import SafetensorError, safe_open
 
+from pipeline.artifacts import SHORT
 from pipeline.report.charts import NARROW, WIDE, draw_bars, draw_curves, draw_lines, draw_loads, draw_ridges
 from pipeline.report.evaluations import (
     Evaluation,
@@ -23,7 +24,7 @@ from pipeline.report.evaluations import (
     same_method,
     seeds_of,
 )
-from pipeline.report.run_record import SHORT, RunRecord, read_all_records
+from pipeline.report.run_record import RunRecord, read_all_records
 from pipeline.report.words import duration, method_of, nats, percent, plain, size
 from stages.artifacts.job import Table
 from stages.artifacts.tensor_file import unpack_tag
