@@ -67,7 +67,7 @@ class RunFolder:
         return write_page(Source(self.label, self.record, config, last, self.output_dir), self.folder / FILE)
 
     def link_checkpoint(self, checkpoint: Path) -> Path:
-        """Link `checkpoint` to the published one, `outputs/latest` to this folder; returns `outputs/latest/checkpoint`."""
+        """Link `checkpoint` to the published one and `latest` to this folder; returns `outputs/latest/checkpoint`."""
         replace_link(self.folder / "checkpoint", checkpoint)
         replace_link(self.latest, self.folder)
         self.append(f"\nCheckpoint: {checkpoint}\n")
