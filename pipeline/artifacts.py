@@ -38,7 +38,7 @@ def hashes_file(output_dir: Path) -> Path:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a published folder holds and how it came about; sealed with its own hash, and without any time."""
+    """Contents and origin of a published folder; sealed with its own hash, and without any time."""
 
     fingerprint: str
     recipe: Mapping[str, Any]

@@ -16,8 +16,7 @@ from stages.evaluate.harness import Answers, Share, answer_choices, compare_answ
 def main(words: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, 1 a checkpoint cannot be read, 2 wrong words or no harness installed, 130 interrupted."""
     wanted = _parser().parse_args(words)
-    # The checkpoints are on this machine.
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the checkpoints are on this machine
 
     def work() -> None:
         _check_folders(wanted.checkpoints)

@@ -2,14 +2,13 @@
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from difflib import get_close_matches
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -79,10 +78,11 @@ def _word_errors(word: str, options: dict[str, list[str]], *, sweep: bool) -> It
     if key == "output_dir" and not str(override.value() or "").strip():  # Hydra would write to it before any check
         yield EMPTY_OUTPUT
         return
-    for value in _values_of(override):
+    values = list(override.sweep_iterator()) if override.is_discrete_sweep() else [override.value()]
+    for value in values:
         if key in options:
             yield from _option_errors(key, value, options[key])
-        elif (kind := _find_type(key)) is None:
+        elif (kind := TYPES.get(key)) is None:
             yield _unknown_key(word, options)
             return
         elif not _accepts(key, kind, value):
@@ -92,7 +92,7 @@ def _word_errors(word: str, options: dict[str, list[str]], *, sweep: bool) -> It
 def _unreadable_word(word: str) -> ConfigError:
     """The error for what is no key=value, or whose value needs quotes."""
     key, equals, value = word.partition("=")
-    if not equals or _find_type(key) is None:
+    if not equals or key not in TYPES:
         return ConfigError(f"{word} is no setting", where=WHERE, do="stage=scan, or another key=value")
     escaped = value.replace("\\'", "'").replace("'", "\\'")
     return ConfigError(
@@ -107,21 +107,6 @@ def _option_errors(key: str, value: object, known: list[str]) -> Iterator[Config
     for option in value if isinstance(value, list) else [value]:
         if option not in known and not (option is None and key in OVERLAYS):
             yield unknown_choice(key, option, known)
-
-
-def _values_of(override: Override) -> list[Any]:
-    """The value, or each value of a sweep."""
-    return list(override.sweep_iterator()) if override.is_discrete_sweep() else [override.value()]
-
-
-def _find_type(key: str) -> Any | None:  # noqa: ANN401 - an annotation
-    """The annotation of the setting `key`, such as `scan.gradients`; None when there is no such setting."""
-    kind: Any = Settings
-    for name in key.split("."):
-        if not is_dataclass(kind):
-            return None
-        kind = get_type_hints(kind).get(name)
-    return kind
 
 
 def _accepts(key: str, kind: Any, value: object) -> bool:  # noqa: ANN401 - an annotation
@@ -140,7 +125,7 @@ def _accepts(key: str, kind: Any, value: object) -> bool:  # noqa: ANN401 - an a
 def _unknown_key(word: str, options: dict[str, list[str]]) -> ConfigError:
     """The error for a setting that does not exist, with the closest one that does."""
     key, _equals, value = word.lstrip("+").partition("=")
-    known = [*_all_keys(Settings), *options]
+    known = [*TYPES, *options]
     by_last_word = {name.rpartition(".")[2]: name for name in known}
     close = get_close_matches(key, known, n=1, cutoff=0.7) or [
         by_last_word[name] for name in get_close_matches(key.rpartition(".")[2], by_last_word, n=1, cutoff=0.7)
@@ -149,14 +134,15 @@ def _unknown_key(word: str, options: dict[str, list[str]]) -> ConfigError:
     return ConfigError(f"there is no setting {key}", where=WHERE, do=remedy)
 
 
-def _all_keys(kind: type, prefix: str = "") -> Iterator[str]:
-    """Dotted names of all settings."""
-    hints = get_type_hints(kind)
-    for spec in fields(kind):
-        if is_dataclass(hints[spec.name]):
-            yield from _all_keys(hints[spec.name], f"{prefix}{spec.name}.")
-        else:
-            yield f"{prefix}{spec.name}"
+def _find_types(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted name and annotation of every setting and group."""
+    for name, annotation in get_type_hints(kind).items():
+        yield f"{prefix}{name}", annotation
+        if is_dataclass(annotation):
+            yield from _find_types(annotation, f"{prefix}{name}.")  # type: ignore[arg-type]
+
+
+TYPES: Mapping[str, Any] = dict(_find_types(Settings))
 
 
 def _in_words(kind: Any) -> str:  # noqa: ANN401 - an annotation

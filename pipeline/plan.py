@@ -90,10 +90,9 @@ def make_plan(checked: Checked) -> list[Step]:
     """
     steps = make_steps(checked)
     wanted = asked_stages(checked.settings.stage, checked.uses)
-    asked = {stage.name for stage in wanted}
     fresh = {stage.name for stage in wanted if checked.settings.fresh or not stage.kept}
     complete = {name for name, step in steps.items() if is_complete(step.folder)} - fresh
-    used, due = select_stages(asked, complete, [step.stage for step in steps.values()])
+    used, due = select_stages({stage.name for stage in wanted}, complete, [step.stage for step in steps.values()])
     plan = [replace(steps[name], due=name in due, fresh=name in fresh) for name in steps if name in used]
     require_room(plan, Path(checked.settings.output_dir))
     if any(step.due and "data" in step.inputs for step in plan):
@@ -104,7 +103,7 @@ def make_plan(checked: Checked) -> list[Step]:
 def make_steps(checked: Checked) -> dict[str, Step]:
     """A step for each asked stage and each of their ancestors, in the order of the chain."""
     settings = checked.settings
-    nodes = {spec.name: getattr(settings, spec.name) for spec in fields(settings)} | {"shape": checked.shape}
+    nodes = {**vars(settings), "shape": checked.shape}
     if checked.shape is not None and checked.shape.pooled:
         nodes["vocabulary"] = without_random_tokens()
     output_dir = Path(settings.output_dir).absolute()
@@ -114,9 +113,8 @@ def make_steps(checked: Checked) -> dict[str, Step]:
     steps: dict[str, Step] = {}
     unread = find_unread(settings, checked.shape, checked.width)
     for stage in with_ancestors(settings.stage, checked.uses):
-        counted = nodes if stage.reads_heldout else calibrating
         parents = {name: steps[name].fingerprint for name in stage.parents}
-        recipe = make_recipe(stage, counted, identities, parents, unread)
+        recipe = make_recipe(stage, nodes if stage.reads_heldout else calibrating, identities, parents, unread)
         address = fingerprint(recipe)
         steps[stage.name] = Step(
             stage=stage,

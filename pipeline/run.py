@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from instruments.errors import UserError
 from pipeline.artifacts import (
     MANIFEST,
     FileHashes,
@@ -187,7 +186,7 @@ class Runner:
         if checkpoints:
             link = self.run_folder.link_checkpoint(checkpoints[-1])
             log.info("checkpoint %s\n           %s", shown(checkpoints[-1]), shown(link))
-        log.info("report     %s", shown(self.write_page(last.folder) or self.run_folder.report))
+        log.info("report     %s", shown(self.run_folder.write_page(last.folder) or self.run_folder.report))
         words, commands = next_commands(last.stage.name, self.overrides) if alone else ("", [])
         if words:
             log.info("next       %s", NEW_LINE.join([words, *commands]))
@@ -195,15 +194,7 @@ class Runner:
     def leave_page(self, done: Sequence[Step]) -> None:
         """Write the page of a run that ends early, about the stages it finished."""
         if done:
-            self.write_page(done[-1].folder)
-
-    def write_page(self, last: Path) -> Path | None:
-        """Write the page about the last stage; a page that cannot be drawn is a warning only."""
-        try:
-            return self.run_folder.write_page(last)
-        except (UserError, OSError) as error:
-            log.warning("no report.html: %s", error)
-            return None
+            self.run_folder.write_page(done[-1].folder)
 
 
 def run_shared_steps(steps: Sequence[Step], workers: Workers) -> None:

@@ -10,11 +10,13 @@ from pathlib import Path
 from omegaconf import OmegaConf
 from tabulate import tabulate
 
-from instruments.errors import redact
+from instruments.errors import UserError, redact
 from pipeline.overrides import command_line
 from pipeline.report.run_record import RunRecord, StageRun
 from pipeline.settings import Settings
 from stages.artifacts.job import Table
+
+log = logging.getLogger(__name__)
 
 OWN_LOGGERS = ("pipeline", "stages", "models", "py.warnings")
 
@@ -59,12 +61,16 @@ class RunFolder:
         self.record.stages.append(StageRun(name, fingerprint, seconds, peak_bytes))
         self.record.write(self.folder)
 
-    def write_page(self, last: Path) -> Path:
-        """Write report.html about the published result of the last stage. Raises UserError: it cannot be read."""
+    def write_page(self, last: Path) -> Path | None:
+        """Write report.html about the published result of the last stage; one that cannot be drawn only warns."""
         from pipeline.report.page import FILE, Source, write_page  # noqa: PLC0415 - loads numpy, which errors do without
 
-        config = (self.folder / "config.yaml").read_text(encoding="utf-8")
-        return write_page(Source(self.label, self.record, config, last, self.output_dir), self.folder / FILE)
+        try:
+            config = (self.folder / "config.yaml").read_text(encoding="utf-8")
+            return write_page(Source(self.label, self.record, config, last, self.output_dir), self.folder / FILE)
+        except (UserError, OSError) as error:
+            log.warning("no report.html: %s", error)
+            return None
 
     def link_checkpoint(self, checkpoint: Path) -> Path:
         """Link `checkpoint` to the published one and `latest` to this folder; returns `outputs/latest/checkpoint`."""

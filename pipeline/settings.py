@@ -142,7 +142,7 @@ def asked_stages(name: str, uses: Uses = Uses()) -> tuple[Stage, ...]:
 
 
 def reading(stage: Stage, uses: Uses) -> Stage:
-    """The stage with the parents and nodes that it looks at."""
+    """The stage with the parents and nodes that it reads in this run."""
     if stage.name == "evaluate" and uses.evaluated not in stage.parents:
         return replace(stage, parents=(*stage.parents, uses.evaluated))
     if stage.name == "cluster":

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from instruments.command_line import exit_code
+from instruments.command_line import exit_code, say
 from instruments.errors import ConfigError, UserError
 from pipeline.disk import explain_os_error
 from stages.accumulators.config import StoreConfig
@@ -16,7 +16,7 @@ from stages.accumulators.config import StoreConfig
 def main(words: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, 1 the server or a file refuses, 2 the settings are wrong, 130 interrupted."""
     wanted = _parser().parse_args(words)
-    return exit_code(lambda: _run(wanted))
+    return exit_code(lambda: say(_run(wanted)))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -38,35 +38,33 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(wanted: argparse.Namespace) -> None:
-    """Carry the sums, and print how many."""
+def _run(wanted: argparse.Namespace) -> str:
+    """Do what was asked for; returns the text to print."""
     if wanted.command == "export" and not wanted.file.absolute().parent.is_dir():
         what = f"there is no folder {wanted.file.absolute().parent}"
         raise ConfigError(what, where="command line", do="a FILE in a folder that exists")
-    from stages.accumulators.redis_connection import connect  # noqa: PLC0415 - without torch
+    from stages.accumulators.redis_connection import connect, in_words  # noqa: PLC0415 - without torch
 
     client, place = connect(StoreConfig("redis", url=wanted.url))
-    from stages.accumulators.redis_connection import in_words  # noqa: PLC0415 - the rest loads torch
+    # The rest loads torch.
     from stages.accumulators.redis_namespace import find_namespace  # noqa: PLC0415
     from stages.accumulators.redis_store import export_sums, import_sums  # noqa: PLC0415
 
     with client:
         if wanted.command == "import":
             sums = import_sums(client, place, wanted.namespace, wanted.file)
-            sys.stdout.write(f"{len(sums.done)} batches, {sums.counters.get('tokens', 0):,.0f} tokens in {place}\n")
-            return
+            return f"{len(sums.done)} batches, {sums.counters.get('tokens', 0):,.0f} tokens in {place}\n"
         with in_words(place):
             namespace = find_namespace(client, wanted.namespace, place)
             if wanted.command == "drop":
-                sys.stdout.write(f"{namespace.clear()} batches deleted\n")
-                return
+                return f"{namespace.clear()} batches deleted\n"
         try:
             sums = export_sums(namespace, wanted.file)
         except (OSError, SafetensorError) as error:
             explained = explain_os_error(error, where="export", folder=wanted.file.absolute().parent)
             what = f"the file cannot be written: {error}"
             raise explained or UserError(what, where=str(wanted.file), do="another FILE") from error
-    sys.stdout.write(f"{len(sums.done)} batches, {sums.counters.get('tokens', 0):,.0f} tokens in {wanted.file}\n")
+    return f"{len(sums.done)} batches, {sums.counters.get('tokens', 0):,.0f} tokens in {wanted.file}\n"
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def field_errors(node: Any, prefix: str = "") -> Iterator[ConfigError]:  # noqa:
 
 
 def value_errors(name: str, value: Any, spec: Field[Any]) -> Iterator[ConfigError]:  # noqa: ANN401 - any value
-    """What is wrong with one value; numbers are finite, and whole ones fit in 64 bits."""
+    """Errors of one value; numbers are finite, and whole ones fit in 64 bits."""
     choices = spec.metadata.get("choices", ())
     if choices and value not in choices:
         yield unknown_choice(name, value, choices, listed=callable(spec.default_factory))

@@ -25,7 +25,7 @@ FILE = "report.html"
 
 @dataclass(frozen=True)
 class Source:
-    """What a page is made from."""
+    """Input of a page."""
 
     label: str
     run: RunRecord
@@ -68,7 +68,7 @@ def draw_page(source: Source) -> str:
 
 
 def _judge(evaluation: Evaluation) -> dict[str, Any]:
-    """What an evaluation adds to a page."""
+    """The parts of a page that show an evaluation."""
     return {
         "heading": shape_words(evaluation.shape),
         "verdict": verdict(evaluation),
@@ -81,13 +81,13 @@ def _judge(evaluation: Evaluation) -> dict[str, Any]:
 
 
 def _describe(last: Published) -> dict[str, Any]:
-    """The same of a run that ends before an evaluation."""
+    """The same parts for a run that ends before an evaluation."""
     absent = dict.fromkeys(("verdict", "tiles", "quality", "widths", "layers"))
     return {**absent, "heading": last.stage, "found": sections.found(last)}
 
 
 def find_source(folder: Path) -> Source:
-    """What the page of a run needs. Raises UserError: its record or its last result is missing, or there is none."""
+    """Input of the page of a run. Raises UserError: its record or last result is missing, or no stage was finished."""
     folder = folder.resolve()
     run = read_run_record(folder)
     label, output_dir, config = _read_config(folder / "config.yaml")

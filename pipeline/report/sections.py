@@ -1,4 +1,4 @@
-"""What the sections of the page show: tables and charts, named as page.html.j2 reads them."""
+"""Tables and charts of the page's sections, named as page.html.j2 reads them."""
 
 import json
 from base64 import b64encode
@@ -228,7 +228,7 @@ def cost(costs: Sequence[Cost]) -> Section:
 
 
 def found(last: Published) -> Section:
-    """What a last stage that measured no carve found, and the files it wrote."""
+    """Results and files of a last stage that measured no carve."""
     files = list(last.manifest.files.items())
     rows = [[name, size(facts.get("size"))] for name, facts in files[:MOST_FILES]]
     if len(files) > MOST_FILES:

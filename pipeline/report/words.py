@@ -94,7 +94,7 @@ def without_secrets(words: str) -> str:
 
 
 def shape_words(shape: MoEShape) -> str:
-    """What the source became."""
+    """The carved shape in words."""
     always = f" and {plain(shape.always_on)} always-on neurons" if shape.always_on else ""
     pooled = " in one pool for all layers" if shape.pooled else ""
     return f"{shape.experts} experts of {shape.n}{pooled}, {shape.top_k} per token{always}"
