@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from difflib import get_close_matches
 from types import NoneType
@@ -67,7 +67,7 @@ def _word_errors(word: str, options: dict[str, list[str]], *, sweep: bool) -> It
     try:
         override = OverridesParser.create().parse_override(word)
     except HydraException:
-        yield _unreadable_word(word)
+        yield _unreadable_word(word, options)
         return
     if override.is_hydra_override() or override.is_delete():
         return
@@ -89,10 +89,10 @@ def _word_errors(word: str, options: dict[str, list[str]], *, sweep: bool) -> It
             yield ConfigError(f"{key}={value} should be {_in_words(kind)}", where=WHERE, do=_example(key, kind))
 
 
-def _unreadable_word(word: str) -> ConfigError:
+def _unreadable_word(word: str, options: Collection[str]) -> ConfigError:
     """The error for what is no key=value, or whose value needs quotes."""
     key, equals, value = word.partition("=")
-    if not equals or key not in TYPES:
+    if not equals or key not in {*TYPES, *options}:
         return ConfigError(f"{word} is no setting", where=WHERE, do="stage=scan, or another key=value")
     escaped = value.replace("\\'", "'").replace("'", "\\'")
     return ConfigError(
@@ -122,7 +122,7 @@ def _accepts(key: str, kind: Any, value: object) -> bool:  # noqa: ANN401 - an a
     return True
 
 
-def _unknown_key(word: str, options: dict[str, list[str]]) -> ConfigError:
+def _unknown_key(word: str, options: Collection[str]) -> ConfigError:
     """The error for a setting that does not exist, with the closest one that does."""
     key, _equals, value = word.lstrip("+").partition("=")
     known = [*TYPES, *options]
@@ -135,11 +135,12 @@ def _unknown_key(word: str, options: dict[str, list[str]]) -> ConfigError:
 
 
 def _find_types(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted name and annotation of every setting and group."""
+    """Dotted name and annotation of every setting."""
     for name, annotation in get_type_hints(kind).items():
-        yield f"{prefix}{name}", annotation
         if is_dataclass(annotation):
             yield from _find_types(annotation, f"{prefix}{name}.")  # type: ignore[arg-type]
+        else:
+            yield f"{prefix}{name}", annotation
 
 
 TYPES: Mapping[str, Any] = dict(_find_types(Settings))
