@@ -35,6 +35,12 @@ def test_good_words_pass(word):
     [
         ("expert=3", "there is no setting expert\n  where: command line\n  do:    experts=3"),
         ("batch_token=3", "there is no setting batch_token\n  where: command line\n  do:    scan.batch_tokens=3"),
+        (
+            "diagnose.analyze_tensor=3",
+            "there is no setting diagnose.analyze_tensor\n"
+            "  where: command line\n"
+            "  do:    diagnose.analyze_tensor.file=3",
+        ),
         ("clusters=rank", "there is no setting clusters\n  where: command line\n  do:    cluster=rank"),
         (
             "scan.gradient=true",
