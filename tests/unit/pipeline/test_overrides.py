@@ -23,7 +23,7 @@ def texts(*words, sweep=False):
         "n=${experts}",
         "hydra.run.dir=/somewhere",
         "experiment=null",
-        "experiment=[hundred_experts,routed_only]",
+        "experiment=[hundred_experts,active_width]",
     ],
 )
 def test_good_words_pass(word):
