@@ -2,26 +2,43 @@
 
 import json
 import os
-import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
+from shutil import rmtree
 from typing import Any
 
 from filelock import FileLock, Timeout
 
-from instruments.durable import hash_file, sync, sync_tree
+from instruments.durable import hash_file, sync, sync_tree, whole_file
 from instruments.errors import ContractError, UserError
 from stages.artifacts.job import Table
 
 MANIFEST = "manifest.json"
+SHORT = 16  # letters of a fingerprint in the name of its folder
+LOCK_TIMEOUT = 0.3  # seconds; enough for another process that only cleans up
+# Smaller files are hashed every time.
+REMEMBERED_BYTES = 2**20
+# Nanoseconds: a file that changed just now may change again within one tick of its file system's clock.
+SETTLED = 2 * 10**9
+
+
+def artifact_folder(output_dir: Path, label: str, stage: str, fingerprint: str) -> Path:
+    """Folder of the published result of one stage: `artifacts/<model>/<stage>/<fingerprint>`."""
+    return output_dir / "artifacts" / label / stage / fingerprint[:SHORT]
+
+
+def hashes_file(output_dir: Path) -> Path:
+    """Where the hashes of large files are remembered."""
+    return output_dir / "artifacts" / "hashes.json"
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a published folder holds and how it came about; sealed with its own hash, and without any time."""
+    """Contents and origin of a published folder; sealed with its own hash, and without any time."""
 
     fingerprint: str
     recipe: Mapping[str, Any]
@@ -51,18 +68,13 @@ class Manifest:
             raise ContractError(f"no readable manifest: {error}", where=str(path), do=remedy) from error
         if seal != _seal(values):
             raise ContractError("the manifest was changed after it was published", where=str(path), do=remedy)
-        if outside := [name for name in manifest.files if not _is_inside(name)]:
+        if outside := [name for name in manifest.files if name.startswith("/") or ".." in PurePosixPath(name).parts]:
             raise ContractError(f"the manifest names files outside its folder: {outside}", where=str(path), do=remedy)
         return manifest
 
 
 def _seal(values: Mapping[str, Any]) -> str:
     return sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-
-
-def _is_inside(name: str) -> bool:
-    path = PurePosixPath(name)
-    return not path.is_absolute() and ".." not in path.parts
 
 
 def is_complete(folder: Path) -> bool:
@@ -78,13 +90,43 @@ def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-def verify(folder: Path, *, remedy: str, hash_of: Callable[[Path], str] = hash_file) -> None:
-    """Check every file of a published result against its manifest.
+class FileHashes:
+    """Hashes kept in a JSON file. Every write changes a file's ctime, which no program can set back."""
 
-    Args:
-        folder: the published result.
-        remedy: the command that computes it again.
-        hash_of: a file's SHA-256.
+    def __init__(self, path: Path) -> None:
+        """Read what `path` holds; a missing or damaged file only costs time."""
+        self._path = path
+        self._known: dict[str, list[object]] = {}
+        with suppress(OSError, ValueError, TypeError):
+            self._known = dict(json.loads(path.read_text(encoding="utf-8")))
+
+    def __call__(self, file: Path) -> str:
+        """SHA-256 of a file's bytes, read again only where the file may have changed. Raises OSError."""
+        status, start = file.stat(), time.time_ns()
+        if status.st_size < REMEMBERED_BYTES:
+            return hash_file(file)
+        key = str(file.absolute())
+        state = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+        match self._known.get(key):
+            case [*known, str(digest)] if known == state:
+                return digest
+        digest = hash_file(file)
+        if start - status.st_ctime_ns > SETTLED:
+            self._known[key] = [*state, digest]
+            self._save()
+        return digest
+
+    def _save(self) -> None:
+        present = {key: value for key, value in self._known.items() if Path(key).exists()}
+        with suppress(OSError):  # a full disk, or another process at the same moment: hashed again next time
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with whole_file(self._path) as unfinished:
+                unfinished.write_text(json.dumps(present, indent=0), encoding="utf-8")
+
+
+def verify(folder: Path, *, remedy: str, hash_of: Callable[[Path], str] = hash_file) -> None:
+    """Check every file of a published result against its manifest; `remedy` is the command that computes it again.
+
     Raises:
         ContractError: naming every file that is missing or was changed.
     """
@@ -104,9 +146,6 @@ def verify(folder: Path, *, remedy: str, hash_of: Callable[[Path], str] = hash_f
         raise ContractError(f"the result of {folder.parent.name} is damaged", where="; ".join(faults), do=remedy)
 
 
-LOCK_TIMEOUT = 0.3  # seconds; enough for another process that only cleans up
-
-
 class LockedError(UserError):
     """Another process computes the same result."""
 
@@ -122,9 +161,12 @@ def hold_lock(path: Path) -> Iterator[None]:
     try:
         lock.acquire()
     except Timeout:
+        holder = ""
+        with suppress(OSError):
+            holder = path.read_text()
         raise LockedError(
             "another run is computing the same result",
-            where=f"process {_holder(path)}, lock {path}",
+            where=f"process {holder or 'just started'}, lock {path}",
             do="wait for it, then run the same command again: what it publishes will be reused",
         ) from None
     try:
@@ -135,53 +177,29 @@ def hold_lock(path: Path) -> Iterator[None]:
         lock.release()
 
 
-def _holder(path: Path) -> str:
-    with suppress(OSError):
-        return path.read_text() or "just started"
-    return "just started"
-
-
-@dataclass(frozen=True)
 class StagingDir:
     """Where a stage works before its result is published: a hidden folder next to it, so that one rename publishes.
 
-    `out` starts empty in every run; `scratch` survives a kill. The process that holds the lock owns both.
+    The process that holds the lock owns it.
     """
 
-    final: Path
-
-    @property
-    def root(self) -> Path:
-        """Folder of this fingerprint's unfinished work."""
-        return self.final.with_name(f".{self.final.name}")
-
-    @property
-    def out(self) -> Path:
-        """Files to publish."""
-        return self.root / "out"
-
-    @property
-    def scratch(self) -> Path:
-        """Files that a later run may continue from."""
-        return self.root / "scratch"
-
-    @property
-    def replaced(self) -> Path:
-        """The old result, for the moment between two renames."""
-        return self.root / "replaced"
-
-    @property
-    def lock(self) -> Path:
-        """The lock file."""
-        return self.root.with_suffix(".lock")
+    def __init__(self, final: Path) -> None:
+        """`final` is the folder to publish."""
+        self.final = final
+        self.root = final.with_name(f".{final.name}")
+        self.out = self.root / "out"  # files to publish; empty at the start of every run
+        self.scratch = self.root / "scratch"  # files that a later run continues from, also after a kill
+        self.replaced = self.root / "replaced"  # the old result, for the moment between two renames
+        self.lock = self.root.with_suffix(".lock")
 
     def recover(self) -> None:
         """Clean up after a killed run: half-written files go; scratch stays until its result is published."""
         if self.replaced.exists() and not self.final.exists():
             self.replaced.rename(self.final)
-        remove(self.root if self.final.exists() else self.out)
-        remove_if_empty(self.scratch)
-        remove_if_empty(self.root)
+        rmtree(self.root if self.final.exists() else self.out, ignore_errors=True)
+        for folder in (self.scratch, self.root):
+            with suppress(OSError):  # something is in it, or it is gone already
+                folder.rmdir()
 
 
 @contextmanager
@@ -196,7 +214,7 @@ def open_staging(final: Path, *, fresh: bool) -> Iterator[StagingDir]:
     with hold_lock(staging.lock):
         staging.recover()
         if fresh:
-            remove(staging.root)
+            rmtree(staging.root, ignore_errors=True)
         staging.out.mkdir(parents=True)
         staging.scratch.mkdir(exist_ok=True)
         try:
@@ -213,17 +231,6 @@ def remove_leftovers(stage_folder: Path) -> None:
             staging.recover()
 
 
-def remove(folder: Path) -> None:
-    """Remove a folder with all that is in it, if it is there."""
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def remove_if_empty(folder: Path) -> None:
-    """Remove the folder unless something is in it, or it is gone already."""
-    with suppress(OSError):
-        folder.rmdir()
-
-
 def publish(staging: StagingDir, *, fingerprint: str, recipe: Mapping[str, Any], table: Table) -> Manifest:
     """Make the staging's `out` the published result; scratch is removed.
 
@@ -236,5 +243,5 @@ def publish(staging: StagingDir, *, fingerprint: str, recipe: Mapping[str, Any],
         staging.final.rename(staging.replaced)
     staging.out.rename(staging.final)
     sync(staging.final.parent)
-    remove(staging.root)
+    rmtree(staging.root, ignore_errors=True)
     return manifest

@@ -3,14 +3,13 @@
 import logging
 import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from signal import SIG_DFL, SIGTERM, signal
 from time import sleep
 
 from instruments.command_line import FAILED, INTERRUPTED, INVALID
 from instruments.errors import ConfigError, UserError
-from pipeline.command import hide_passwords
-from pipeline.overrides import first_word, override_errors
+from pipeline.overrides import first_word, hide_passwords, override_errors
 from pipeline.run import carve
 from pipeline.settings import compose, register_schema, run_hydra
 from pipeline.validate import InvalidSettingsError, find_errors
@@ -24,10 +23,7 @@ HEAD_START = 3
 
 
 def run_command(words: Sequence[str]) -> int:
-    """Do what the command line says; returns the exit code.
-
-    0 done, 1 a stage failed, 2 the settings are wrong (nothing was started), 130 interrupted.
-    """
+    """Exit code: 0 done, 1 a stage failed, 2 the settings are wrong (nothing was started), 130 interrupted."""
     workers = find_workers()
     if workers.world > 1:
         signal(SIGTERM, stop_in_words)  # torchrun ends everybody when one is lost
@@ -58,11 +54,7 @@ def stop_in_words(_signal: int, _frame: object) -> None:
 
 
 def start(words: Sequence[str]) -> None:
-    """Check the words, then compose and carve; words with a flag, such as `--multirun`, go through Hydra's own front.
-
-    Raises:
-        UserError: the settings are wrong, or a stage failed.
-    """
+    """Check the words, then compose and carve; words with a flag such as `--multirun` go through Hydra's own front."""
     register_schema()
     typed, words = words, hide_passwords(words)
     if words != typed and find_workers().leads:
@@ -72,19 +64,15 @@ def start(words: Sequence[str]) -> None:
         )
     flags = {word for word in words if word.startswith("-")}
     settings = [word for word in words if "=" in word and word not in flags] if flags else words
-    faults = override_errors(settings, sweep=bool({"-m", "--multirun"} & flags))
-    if faults:
+    if faults := override_errors(settings, sweep=bool({"-m", "--multirun"} & flags)):
         errors: list[UserError] = [error for found in faults.values() for error in found]
-        raise InvalidSettingsError(errors if flags else [*errors, *further_errors(words, faults)])
+        if not flags:  # further ones, with the faulty words left out
+            sound, _folder = compose([word for word in words if word not in faults])
+            errors += find_errors(sound, doubtful={first_word(word) for word in faults})
+        raise InvalidSettingsError(errors)
     if flags:
         # Hydra wants all settings next to each other.
         sys.argv[1:] = [*(word for word in words if word not in settings), *settings]
         run_hydra(carve)
     else:
         carve(*compose(words), words)
-
-
-def further_errors(words: Sequence[str], faulty: Collection[str]) -> list[UserError]:
-    """What else is wrong, with the faulty words left out."""
-    settings, _folder = compose([word for word in words if word not in faulty])
-    return find_errors(settings, doubtful={first_word(word) for word in faulty})

@@ -10,8 +10,7 @@ from typing import Any
 from instruments.errors import ConfigError
 from instruments.tensor_dump.config import contradictions as of_dump
 from models.config import GLOBAL_POOL, MoEShape
-from pipeline.settings import Settings
-from pipeline.stages_table import ALL, STAGES, Uses, with_ancestors
+from pipeline.settings import ALL, STAGES, Settings, Uses, with_ancestors
 from stages.artifacts.workers import find_workers
 from stages.cluster.config import NOTHING_RANKED
 from stages.diagnose.config import DiagnoseConfig
@@ -35,14 +34,14 @@ def find_uses(settings: Settings, shape: MoEShape | None = None, width: int = 0)
     return Uses(evaluated, score=cluster.reads_score(shape, width), passes=cluster.needs_pass(shape, width))
 
 
-def find_unread(settings: Settings, shape: MoEShape | None = None, width: int = 0) -> Unread:
-    """Every setting that is not read; without a shape, those that depend on none.
+def involves(settings: Settings, stage: str) -> bool:
+    """Whether `stage` is run, or a result of it used; False where the setting stage is unknown."""
+    known = settings.stage in {ALL, *STAGES}
+    return known and any(other.name == stage for other in with_ancestors(settings.stage, find_uses(settings)))
 
-    Args:
-        settings: all of them.
-        shape: of the carve; None where nothing is carved, or the shape is unknown.
-        width: F of the source.
-    """
+
+def find_unread(settings: Settings, shape: MoEShape | None = None, width: int = 0) -> Unread:
+    """Every setting that is not read; without a shape (nothing is carved, or it is unknown) those that need none."""
     found = {
         "scan": settings.scan.unread(),
         "data": settings.data.unread(),
@@ -83,17 +82,20 @@ def _warn_where_set(group: str, node: Any, reasons: Mapping[str, str]) -> None: 
 
 def contradictions(settings: Settings) -> Iterator[ConfigError]:
     """Every contradiction that can be found without the source."""
-    if involves(settings, "score"):
-        yield from score_contradictions(settings.score, gradients=settings.scan.gradients)
-    if involves(settings, "dump"):
-        yield from dump_contradictions(settings.dump)
-    if involves(settings, "diagnose"):
-        yield from missing_files(settings.diagnose)
-    if settings.topology == GLOBAL_POOL and involves(settings, "assemble"):
-        yield from pool_contradictions(settings)
     workers = find_workers().world
+    if involves(settings, "score"):
+        yield from _score_contradictions(settings.score, gradients=settings.scan.gradients)
+    if involves(settings, "dump"):
+        yield from _dump_contradictions(settings.dump)
+    if involves(settings, "diagnose"):
+        yield from _missing_files(settings.diagnose)
+    router, pooled = settings.assemble.router, settings.topology == GLOBAL_POOL and involves(settings, "assemble")
+    if pooled and router in {*ROUTERS} - POOL_ROUTERS:
+        what = f"assemble.router={router} does not ask what an expert does for the layer that borrows it"
+        where = "settings assemble.router and topology=global_pool"
+        yield ConfigError(what, where=where, do="assemble.router=error, or random")
     if involves(settings, "train"):
-        yield from training_contradictions(settings.train, workers)
+        yield from _training_contradictions(settings.train, workers)
     if workers > 1 and settings.model.device_map != "none":
         yield ConfigError(
             f"model.device_map={settings.model.device_map} spreads one model over all devices; torchrun started "
@@ -103,119 +105,83 @@ def contradictions(settings: Settings) -> Iterator[ConfigError]:
         )
 
 
-def score_contradictions(score: ScoreConfig, *, gradients: bool) -> Iterator[ConfigError]:
+def _score_contradictions(score: ScoreConfig, *, gradients: bool) -> Iterator[ConfigError]:
     """A score without terms (all weights 0), or one that needs gradients that the scan does not compute."""
-    weights = score.activation_weight, score.gradient_weight, score.frequency_weight
-    if score.method == "s_p" and not any(weights):
-        yield ConfigError(
-            "score.method=s_p ranks by nothing: the weights of all three terms are 0",
-            where="settings score.activation_weight, score.gradient_weight and score.frequency_weight",
-            do="score.activation_weight=1",
-        )
+    if score.method == "s_p" and not any((score.activation_weight, score.gradient_weight, score.frequency_weight)):
+        what = "score.method=s_p ranks by nothing: the weights of all three terms are 0"
+        where = "settings score.activation_weight, score.gradient_weight and score.frequency_weight"
+        yield ConfigError(what, where=where, do="score.activation_weight=1")
     elif score.needs_gradients and not gradients:
         alone = "score.gradient_weight alone" if score.method == "s_p" else f"score.method={score.method}"
-        yield ConfigError(
-            f"{alone} needs gradients, and scan.gradients=false computes none",
-            where="settings score.method and scan.gradients",
-            do="scan.gradients=true, or score.method=contribution",
-        )
+        what = f"{alone} needs gradients, and scan.gradients=false computes none"
+        where = "settings score.method and scan.gradients"
+        yield ConfigError(what, where=where, do="scan.gradients=true, or score.method=contribution")
 
 
-def dump_contradictions(dump: DumpStageConfig) -> Iterator[ConfigError]:
+def _dump_contradictions(dump: DumpStageConfig) -> Iterator[ConfigError]:
     """Settings of the dump that exclude each other, or leave nothing to dump."""
     yield from of_dump(dump, "dump.")
     if dump.first_step >= dump.steps:
-        yield ConfigError(
-            f"dump.first_step={dump.first_step} is never reached: steps count from 0, and dump.steps={dump.steps}",
-            where="settings dump.first_step and dump.steps",
-            do=f"dump.steps={dump.first_step + 1}",
-        )
+        what = f"dump.first_step={dump.first_step} is never reached: steps count from 0, and dump.steps={dump.steps}"
+        do = f"dump.steps={dump.first_step + 1}"
+        yield ConfigError(what, where="settings dump.first_step and dump.steps", do=do)
     if dump.ranks is not None and 0 not in dump.ranks:
-        yield ConfigError(
-            f"dump.ranks={dump.ranks} dumps nothing: the stage is run by process 0 alone",
-            where="setting dump.ranks",
-            do="dump.ranks=null",
-        )
+        what = f"dump.ranks={dump.ranks} dumps nothing: the stage is run by process 0 alone"
+        yield ConfigError(what, where="setting dump.ranks", do="dump.ranks=null")
     if not dump.gradients and all(tensor.startswith("grad_") for tensor in dump.tensors):
-        yield ConfigError(
-            "dump.gradients=false computes no gradient, and dump.tensors asks for nothing else",
-            where="settings dump.gradients and dump.tensors",
-            do="dump.gradients=true, or dump.tensors=[input,weight]",
-        )
+        what = "dump.gradients=false computes no gradient, and dump.tensors asks for nothing else"
+        do = "dump.gradients=true, or dump.tensors=[input,weight]"
+        yield ConfigError(what, where="settings dump.gradients and dump.tensors", do=do)
 
 
-def missing_files(diagnose: DiagnoseConfig) -> Iterator[ConfigError]:
+def _missing_files(diagnose: DiagnoseConfig) -> Iterator[ConfigError]:
     """Files to diagnose that do not exist."""
     checkpoint, file = diagnose.checkpoint, diagnose.analyze_tensor.file
     if checkpoint is not None and not (Path(checkpoint) / "config.json").is_file():
-        yield ConfigError(
-            f"{checkpoint} holds no config.json, so no checkpoint",
-            where="setting diagnose.checkpoint",
-            do="diagnose.checkpoint=null for the dense model, or a folder that a run left as outputs/latest/checkpoint",
-        )
+        what, where = f"{checkpoint} holds no config.json, so no checkpoint", "setting diagnose.checkpoint"
+        do = "diagnose.checkpoint=null for the dense model, or a folder that a run left as outputs/latest/checkpoint"
+        yield ConfigError(what, where=where, do=do)
     if file is not None and not Path(file).is_file():
-        yield ConfigError(
-            f"there is no file {file}",
-            where="setting diagnose.analyze_tensor.file",
-            do="diagnose.analyze_tensor.file=null for activations of the model",
-        )
+        what, where = f"there is no file {file}", "setting diagnose.analyze_tensor.file"
+        yield ConfigError(what, where=where, do="diagnose.analyze_tensor.file=null for activations of the model")
 
 
-def pool_contradictions(settings: Settings) -> Iterator[ConfigError]:
-    """Routers that know an expert by what its own layer's neurons do, which says nothing to other layers."""
-    if (router := settings.assemble.router) in {*ROUTERS} - POOL_ROUTERS:
-        yield ConfigError(
-            f"assemble.router={router} does not ask what an expert does for the layer that borrows it",
-            where="settings assemble.router and topology=global_pool",
-            do="assemble.router=error, or random",
-        )
-
-
-def training_contradictions(train: TrainConfig, workers: int) -> Iterator[ConfigError]:
-    """Phases that do not add up to 1, a loss without terms, a batch that cannot be divided."""
+def _training_contradictions(train: TrainConfig, workers: int) -> Iterator[ConfigError]:
+    """Phases that do not add up to 1, a loss without terms, processes that have nothing to share."""
     shares = train.router_share + train.experts_share + train.all_share
     if abs(shares - 1) > 1e-6:
-        yield ConfigError(
-            f"the phases' shares add up to {shares:g}, not 1",
-            where="settings train.router_share, train.experts_share and train.all_share",
-            do=f"train.experts_share={max(0.0, 1 - train.router_share - train.all_share):g}",
-        )
+        what = f"the phases' shares add up to {shares:g}, not 1"
+        where = "settings train.router_share, train.experts_share and train.all_share"
+        do = f"train.experts_share={max(0.0, 1 - train.router_share - train.all_share):g}"
+        yield ConfigError(what, where=where, do=do)
     if not (train.language_model or train.logits or train.hidden):
-        yield ConfigError(
-            "nothing is minimised: the weights of all three losses are 0",
-            where="settings train.language_model, train.logits and train.hidden",
-            do="train.language_model=1",
-        )
-    at_once = train.micro_batch * workers
+        what = "nothing is minimised: the weights of all three losses are 0"
+        where = "settings train.language_model, train.logits and train.hidden"
+        yield ConfigError(what, where=where, do="train.language_model=1")
+    yield from _batch_contradictions(train, workers)
+    if train.fsdp and workers == 1:
+        what = "train.fsdp=true shares the model out over processes, and there is one"
+        do = "train.fsdp=false, or torchrun --nproc-per-node=2 -m pipeline"
+        yield ConfigError(what, where="setting train.fsdp", do=do)
+    if train.fsdp_config is not None and (fault := _json_fault(Path(train.fsdp_config))):
+        do = "train.fsdp_config=null for the defaults of transformers, or a file that holds one JSON object"
+        yield ConfigError(fault, where="setting train.fsdp_config", do=do)
+
+
+def _batch_contradictions(train: TrainConfig, workers: int) -> Iterator[ConfigError]:
+    """A batch that cannot be divided among the processes."""
+    at_once, where = train.micro_batch * workers, "settings train.batch and train.micro_batch"
     if at_once > train.batch > 0:
         most = max(1, train.batch // workers)
-        yield ConfigError(
-            f"train.micro_batch={train.micro_batch} x {workers} processes is more than train.batch={train.batch}",
-            where="settings train.batch and train.micro_batch",
-            do=f"train.micro_batch={most} train.batch={most * workers}",
-        )
+        what = f"train.micro_batch={train.micro_batch} x {workers} processes is more than train.batch={train.batch}"
+        yield ConfigError(what, where=where, do=f"train.micro_batch={most} train.batch={most * workers}")
     elif at_once > 0 and train.batch % at_once:
         processes = f" x {workers} processes" if workers > 1 else ""
-        yield ConfigError(
-            f"train.batch={train.batch} is no multiple of train.micro_batch={train.micro_batch}{processes}",
-            where="settings train.batch and train.micro_batch",
-            do=f"train.batch={at_once * max(1, round(train.batch / at_once))}",
-        )
-    if train.fsdp and workers == 1:
-        yield ConfigError(
-            "train.fsdp=true shares the model out over processes, and there is one",
-            where="setting train.fsdp",
-            do="train.fsdp=false, or torchrun --nproc-per-node=2 -m pipeline",
-        )
-    if train.fsdp_config is not None and (fault := json_fault(Path(train.fsdp_config))):
-        yield ConfigError(
-            fault,
-            where="setting train.fsdp_config",
-            do="train.fsdp_config=null for the defaults of transformers, or a file that holds one JSON object",
-        )
+        what = f"train.batch={train.batch} is no multiple of train.micro_batch={train.micro_batch}{processes}"
+        yield ConfigError(what, where=where, do=f"train.batch={at_once * max(1, round(train.batch / at_once))}")
 
 
-def json_fault(path: Path) -> str | None:
+def _json_fault(path: Path) -> str | None:
     """Why this is no file with one JSON object, or None."""
     try:
         held = json.loads(path.read_text(encoding="utf-8"))
@@ -226,20 +192,11 @@ def json_fault(path: Path) -> str | None:
     return None if isinstance(held, dict) else f"{path} holds no JSON object"
 
 
-def involves(settings: Settings, stage: str) -> bool:
-    """Whether `stage` is run, or a result of it used; False where the setting stage is unknown."""
-    known = settings.stage in {ALL, *STAGES}
-    return known and any(other.name == stage for other in with_ancestors(settings.stage, find_uses(settings)))
-
-
 def map_errors(settings: Settings, source: Mapping[str, Any]) -> Iterator[ConfigError]:
     """Layers to draw that the source does not have, by its config.json."""
     if not involves(settings, "cluster") or settings.cluster.map == "none":
         return
-    wanted, layers = settings.cluster.map_layers, int(source["num_hidden_layers"])
-    if unknown := [layer for layer in wanted if not -layers <= layer < layers]:
-        yield ConfigError(
-            f"no layer {', '.join(map(str, unknown))}: the model has {layers}",
-            where="setting cluster.map_layers",
-            do="cluster.map_layers=[]",
-        )
+    layers = int(source["num_hidden_layers"])
+    if unknown := [layer for layer in settings.cluster.map_layers if not -layers <= layer < layers]:
+        what = f"no layer {', '.join(map(str, unknown))}: the model has {layers}"
+        yield ConfigError(what, where="setting cluster.map_layers", do="cluster.map_layers=[]")

@@ -19,14 +19,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def expected_bytes(stage: str, source: Mapping[str, Any], shape: MoEShape | None, assemble: AssembleConfig) -> int:
-    """About how many bytes a stage publishes, to within a hundredth or so; 0 for stages that write little.
-
-    Args:
-        stage: its name.
-        source: config.json of the dense model, one that can be carved.
-        shape: the carve, None where the stage does not depend on it.
-        assemble: target, number format and filling of the checkpoint.
-    """
+    """About how many bytes a stage publishes, to within a hundredth or so; 0 for stages that write little."""
     if shape is None or stage not in {"extract", "assemble", "project", "train"}:
         return 0
     width = BYTES.get(source_dtype(source) or "", 2)
@@ -51,12 +44,13 @@ def explain_os_error(error: Exception, *, where: str, folder: Path, expected: in
     """A full or forbidding disk in words; None when the error is about something else.
 
     Args:
-        error: what was raised; safetensors hides the number of an OSError in its own error's text.
-        where: what was going on.
-        folder: where it was writing.
-        expected: the bytes it was to write, 0 if unknown.
+        error: of the system, or of safetensors, which hides the number of the system's error in its own text.
+        where: the work that failed.
+        folder: the folder that was written to.
+        expected: bytes to be written; 0: unknown.
     """
-    number = os_error_number(error)
+    hidden = re.search(r"\(os error (\d+)\)", str(error))
+    number = error.errno if isinstance(error, OSError) else hidden and int(hidden[1])
     if number in FULL:
         wanted = f"about {in_mib(expected)} wanted, " if expected else ""
         return UserError(
@@ -68,14 +62,6 @@ def explain_os_error(error: Exception, *, where: str, folder: Path, expected: in
         do = "check who may read and write there, or choose another output_dir="
         return UserError(f"access denied: {error}", where=f"{where}, {folder}", do=do)
     return None
-
-
-def os_error_number(error: Exception) -> int | None:
-    """The errno of an OSError, or of one wrapped in the text of another error."""
-    if isinstance(error, OSError):
-        return error.errno
-    found = re.search(r"\(os error (\d+)\)", str(error))
-    return int(found[1]) if found else None
 
 
 def in_mib(size: int) -> str:

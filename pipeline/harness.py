@@ -14,13 +14,9 @@ from stages.evaluate.harness import Answers, Share, answer_choices, compare_answ
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Do what the command line says; returns the exit code.
-
-    0 done, 1 a checkpoint cannot be read, 2 the command line is wrong or the harness is missing, 130 interrupted.
-    """
+    """Exit code: 0 done, 1 a checkpoint cannot be read, 2 wrong words or no harness installed, 130 interrupted."""
     wanted = _parser().parse_args(words)
-    # The checkpoints are on this machine.
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the checkpoints are on this machine
 
     def work() -> None:
         _check_folders(wanted.checkpoints)
@@ -53,38 +49,23 @@ def _answer(folder: Path, wanted: argparse.Namespace) -> Answers:
 
 
 def _check_folders(folders: Sequence[Path]) -> None:
-    missing = [str(folder) for folder in folders if not (folder / "config.json").is_file()]
-    if missing:
-        raise ConfigError(
-            "no config.json, so no checkpoint",
-            where=", ".join(missing),
-            do="python -m pipeline, which leaves one in outputs/latest/checkpoint",
-        )
+    if missing := [str(folder) for folder in folders if not (folder / "config.json").is_file()]:
+        do = "python -m pipeline, which leaves one in outputs/latest/checkpoint"
+        raise ConfigError("no config.json, so no checkpoint", where=", ".join(missing), do=do)
 
 
 def show_answers(answers: Mapping[str, Answers]) -> str:
-    """The table of all items, and that of every kind.
-
-    Args:
-        answers: by name; differences are taken from the first.
-    """
+    """The table of all items, and that of every kind; differences are taken from the first of the answers."""
     first = next(iter(answers.values()))
-    rows = [
-        [
-            name,
-            _percent(Share.of(found.right.values())),
-            _percent(Share.of(found.right_by_length.values())),
-            "" if found is first else _percent(compare_answers(first, found), "+.1f"),
-        ]
-        for name, found in answers.items()
-    ]
     kinds = list(dict.fromkeys(first.kinds.values()))
-    headers = ["accuracy, %", *(f"{kind} ({len(first.of_kind(kind))})" for kind in kinds)]
-    by_kind = [
-        [name, *(f"{100 * Share.of(found.of_kind(kind)).mean:.1f}" for kind in kinds)]
-        for name, found in answers.items()
-    ]
+    rows, by_kind = [], []
+    for name, found in answers.items():
+        right, by_length = Share.of(found.right.values()), Share.of(found.right_by_length.values())
+        above = "" if found is first else _percent(compare_answers(first, found), "+.1f")
+        rows.append([name, _percent(right), _percent(by_length), above])
+        by_kind.append([name, *(f"{100 * Share.of(found.of_kind(kind)).mean:.1f}" for kind in kinds)])
     overall = ["checkpoint", "accuracy, %", "by length, %", "above the first, points"]
+    headers = ["accuracy, %", *(f"{kind} ({len(first.of_kind(kind))})" for kind in kinds)]
     return (
         f"{tabulate(rows, overall, disable_numparse=True)}\n\n{tabulate(by_kind, headers, disable_numparse=True)}\n\n"
         f"{len(first.right)} items; ± is one standard error, that of a difference taken item by item\n"

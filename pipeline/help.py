@@ -1,4 +1,4 @@
-"""The help page, written from the files under conf/."""
+"""The files under conf/ and the help page, written from them."""
 
 import re
 from collections.abc import Iterator
@@ -6,7 +6,17 @@ from pathlib import Path
 
 import yaml
 
-from pipeline.layout import CONF, groups
+REPOSITORY = Path(__file__).resolve().parents[1]
+CONF = REPOSITORY / "conf"
+# Groups whose options touch any setting.
+OVERLAYS = ("experiment", "debug")
+
+
+def groups() -> dict[str, list[str]]:
+    """Configuration groups and their options, read from the folders under conf/."""
+    folders = sorted(folder for folder in CONF.iterdir() if folder.is_dir())
+    return {folder.name: sorted(option.stem for option in folder.glob("*.yaml")) for folder in folders}
+
 
 NEXT_LINE = "\n" + 14 * " "
 PAGE = """Carve a sparse Mixture-of-Experts out of a pretrained dense language model.

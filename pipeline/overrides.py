@@ -1,24 +1,26 @@
-"""The command line, checked word by word before Hydra sees it, so that all mistakes are reported at once."""
+"""The command line word by word: checked before Hydra sees it, so that all mistakes are reported at once."""
 
+import re
 import shlex
-from collections.abc import Iterable, Iterator
-from dataclasses import fields, is_dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from difflib import get_close_matches
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from instruments.errors import ConfigError
-from pipeline.layout import OVERLAYS, groups
+from instruments.errors import ConfigError, redact
+from pipeline.help import OVERLAYS, groups
 from pipeline.settings import Settings
 from pipeline.validate import EMPTY_OUTPUT, unknown_choice
+from stages.accumulators.config import hide_password
 
 WHERE = "command line"
+_NEXT_ADDRESS = re.compile(r",(?=\w+://)")  # between the addresses of a sweep
 
 # Types of single settings: as people say them, and an example.
 ONE: dict[Any, tuple[str, str]] = {
@@ -30,15 +32,29 @@ ONE: dict[Any, tuple[str, str]] = {
 }
 
 
-def override_errors(words: Iterable[str], *, sweep: bool) -> dict[str, list[ConfigError]]:
-    """Faulty words of a command line and what is wrong with each.
+def command_line(overrides: Sequence[str], **changes: object) -> str:
+    """The command that was typed, with some settings changed, to paste; without passwords."""
+    kept = [word for word in overrides if word.partition("=")[0] not in changes]
+    changed = [f"{key}={value}" for key, value in changes.items()]
+    return redact(shlex.join(["python", "-m", "pipeline", *kept, *changed]))
 
-    Args:
-        words: the command line, without flags.
-        sweep: whether several values for one key are wanted.
-    """
+
+def hide_passwords(words: Sequence[str]) -> list[str]:
+    """The words without the password of the store, which this process remembers. Everything else is kept."""
+    return [_hide_password(word) if word.lstrip("+").startswith("store.url=") else word for word in words]
+
+
+def _hide_password(word: str) -> str:
+    key, _equals, value = word.partition("=")
+    for address in _NEXT_ADDRESS.split(value):
+        hide_password(address.strip("'\""))
+    return f"{key}={','.join(map(redact, _NEXT_ADDRESS.split(value)))}"
+
+
+def override_errors(words: Iterable[str], *, sweep: bool) -> dict[str, list[ConfigError]]:
+    """Faulty words of a command line without flags, and their errors; `sweep`: a key may have several values."""
     options = groups()
-    found = {word: list(word_errors(word, options, sweep=sweep)) for word in words}
+    found = {word: list(_word_errors(word, options, sweep=sweep)) for word in words}
     return {word: errors for word, errors in found.items() if errors}
 
 
@@ -47,12 +63,11 @@ def first_word(word: str) -> str:
     return word.partition("=")[0].lstrip("+~").partition(".")[0]
 
 
-def word_errors(word: str, options: dict[str, list[str]], *, sweep: bool) -> Iterator[ConfigError]:
-    """What is wrong with one `key=value`."""
+def _word_errors(word: str, options: dict[str, list[str]], *, sweep: bool) -> Iterator[ConfigError]:
     try:
         override = OverridesParser.create().parse_override(word)
     except HydraException:
-        yield unreadable_word(word)
+        yield _unreadable_word(word, options)
         return
     if override.is_hydra_override() or override.is_delete():
         return
@@ -63,20 +78,21 @@ def word_errors(word: str, options: dict[str, list[str]], *, sweep: bool) -> Ite
     if key == "output_dir" and not str(override.value() or "").strip():  # Hydra would write to it before any check
         yield EMPTY_OUTPUT
         return
-    for value in values_of(override):
+    values = list(override.sweep_iterator()) if override.is_discrete_sweep() else [override.value()]
+    for value in values:
         if key in options:
-            yield from (unknown_choice(key, name, options[key]) for name in unknown_options(key, value, options[key]))
-        elif (kind := find_type(key)) is None:
-            yield unknown_key(word, options)
+            yield from _option_errors(key, value, options[key])
+        elif (kind := TYPES.get(key)) is None:
+            yield _unknown_key(word, options)
             return
-        elif not accepts(key, value):
-            yield ConfigError(f"{key}={value} should be {in_words(kind)}", where=WHERE, do=example(key, kind))
+        elif not _accepts(key, kind, value):
+            yield ConfigError(f"{key}={value} should be {_in_words(kind)}", where=WHERE, do=_example(key, kind))
 
 
-def unreadable_word(word: str) -> ConfigError:
+def _unreadable_word(word: str, options: Collection[str]) -> ConfigError:
     """The error for what is no key=value, or whose value needs quotes."""
     key, equals, value = word.partition("=")
-    if not equals or find_type(key) is None:
+    if not equals or key not in {*TYPES, *options}:
         return ConfigError(f"{word} is no setting", where=WHERE, do="stage=scan, or another key=value")
     escaped = value.replace("\\'", "'").replace("'", "\\'")
     return ConfigError(
@@ -86,30 +102,15 @@ def unreadable_word(word: str) -> ConfigError:
     )
 
 
-def unknown_options(key: str, value: object, known: list[str]) -> list[object]:
+def _option_errors(key: str, value: object, known: list[str]) -> Iterator[ConfigError]:
     """Options asked of a group that it does not have; of overlays there may be several, or none."""
-    chosen = value if isinstance(value, list) else [value]
-    return [option for option in chosen if option not in known and not (option is None and key in OVERLAYS)]
+    for option in value if isinstance(value, list) else [value]:
+        if option not in known and not (option is None and key in OVERLAYS):
+            yield unknown_choice(key, option, known)
 
 
-def values_of(override: Override) -> list[Any]:
-    """The value, or each value of a sweep."""
-    return list(override.sweep_iterator()) if override.is_discrete_sweep() else [override.value()]
-
-
-def find_type(key: str) -> Any | None:  # noqa: ANN401 - an annotation
-    """The annotation of the setting `key`, such as `scan.gradients`; None when there is no such setting."""
-    kind: Any = Settings
-    for name in key.split("."):
-        if not is_dataclass(kind):
-            return None
-        kind = get_type_hints(kind).get(name)
-    return kind
-
-
-def accepts(key: str, value: object) -> bool:
+def _accepts(key: str, kind: Any, value: object) -> bool:  # noqa: ANN401 - an annotation
     """Whether the schema takes the value; of what OmegaConf converts, not a number for a truth or a text for a list."""
-    kind = find_type(key)
     if kind is bool and isinstance(value, int | float) and value not in {0, 1}:
         return False
     if list in {get_origin(part) for part in (kind, *get_args(kind))} and isinstance(value, str) and "${" not in value:
@@ -121,40 +122,39 @@ def accepts(key: str, value: object) -> bool:
     return True
 
 
-def unknown_key(word: str, options: dict[str, list[str]]) -> ConfigError:
+def _unknown_key(word: str, options: Collection[str]) -> ConfigError:
     """The error for a setting that does not exist, with the closest one that does."""
     key, _equals, value = word.lstrip("+").partition("=")
-    known = [*all_keys(Settings), *options]
+    known = [*TYPES, *options]
     by_last_word = {name.rpartition(".")[2]: name for name in known}
-    last = key.rpartition(".")[2]
     close = get_close_matches(key, known, n=1, cutoff=0.7) or [
-        by_last_word[word] for word in get_close_matches(last, by_last_word, n=1, cutoff=0.7)
+        by_last_word[name] for name in get_close_matches(key.rpartition(".")[2], by_last_word, n=1, cutoff=0.7)
     ]
     remedy = f"{close[0]}={value}" if close else "python -m pipeline --help lists the settings"
     return ConfigError(f"there is no setting {key}", where=WHERE, do=remedy)
 
 
-def all_keys(kind: type, prefix: str = "") -> Iterator[str]:
-    """Dotted names of all settings."""
-    hints = get_type_hints(kind)
-    for spec in fields(kind):
-        if is_dataclass(hints[spec.name]):
-            yield from all_keys(hints[spec.name], f"{prefix}{spec.name}.")
+def _find_types(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted name and annotation of every setting."""
+    for name, annotation in get_type_hints(kind).items():
+        if is_dataclass(annotation):
+            yield from _find_types(annotation, f"{prefix}{name}.")  # type: ignore[arg-type]
         else:
-            yield f"{prefix}{spec.name}"
+            yield f"{prefix}{name}", annotation
 
 
-def in_words(kind: Any) -> str:  # noqa: ANN401 - an annotation
+TYPES: Mapping[str, Any] = dict(_find_types(Settings))
+
+
+def _in_words(kind: Any) -> str:  # noqa: ANN401 - an annotation
     """A type as people say it."""
     if get_origin(kind) is list:
         return f"a list of {ONE[get_args(kind)[0]][0].partition(' ')[2]}s"
-    return " or ".join(ONE[part][0] if part in ONE else in_words(part) for part in get_args(kind) or (kind,))
+    return " or ".join(ONE[part][0] if part in ONE else _in_words(part) for part in get_args(kind) or (kind,))
 
 
-def example(key: str, kind: Any) -> str:  # noqa: ANN401 - an annotation
+def _example(key: str, kind: Any) -> str:  # noqa: ANN401 - an annotation
     """A value that would do, to paste."""
     if get_origin(kind) is list:
         return f"{key}=[{ONE[get_args(kind)[0]][1]}]"
-    if kind in ONE:
-        return f"{key}={ONE[kind][1]}"
-    return example(key, get_args(kind)[0])
+    return f"{key}={ONE[kind][1]}" if kind in ONE else _example(key, get_args(kind)[0])

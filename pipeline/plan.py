@@ -10,12 +10,10 @@ from typing import Any
 
 from instruments.errors import ConfigError
 from models.source import source_cache_key
-from pipeline.artifacts import is_complete
+from pipeline.artifacts import FileHashes, artifact_folder, hashes_file, is_complete
 from pipeline.consistency import Unread, find_unread
 from pipeline.disk import expected_bytes, free_bytes, in_mib
-from pipeline.file_hashes import FileHashes
-from pipeline.layout import artifact_folder, hashes_file
-from pipeline.stages_table import CHAIN, Stage, asked_stages, with_ancestors
+from pipeline.settings import CHAIN, Stage, asked_stages, with_ancestors
 from pipeline.validate import Checked
 from stages.calibration.config import without_random_tokens
 from stages.text.cache_key import data_cache_key
@@ -36,11 +34,11 @@ def make_recipe(
     """Everything that decides the result of a stage, as plain JSON.
 
     Args:
-        stage: which stage, with its version.
-        nodes: all resolved settings by node name; only those the stage looks at are taken ...
+        stage: looks at some of the nodes.
+        nodes: all resolved settings by node name.
         identities: content of the source model and of the data (`model`, `data`).
         parents: fingerprints of the stages it starts from.
-        unread: ... without the settings that are not read.
+        unread: settings that do not count, since nothing reads them.
     """
     looked_at = [name for name in stage.nodes if name not in stage.unread]
     return {
@@ -92,10 +90,9 @@ def make_plan(checked: Checked) -> list[Step]:
     """
     steps = make_steps(checked)
     wanted = asked_stages(checked.settings.stage, checked.uses)
-    asked = {stage.name for stage in wanted}
     fresh = {stage.name for stage in wanted if checked.settings.fresh or not stage.kept}
     complete = {name for name, step in steps.items() if is_complete(step.folder)} - fresh
-    used, due = select_stages(asked, complete, [step.stage for step in steps.values()])
+    used, due = select_stages({stage.name for stage in wanted}, complete, [step.stage for step in steps.values()])
     plan = [replace(steps[name], due=name in due, fresh=name in fresh) for name in steps if name in used]
     require_room(plan, Path(checked.settings.output_dir))
     if any(step.due and "data" in step.inputs for step in plan):
@@ -106,7 +103,7 @@ def make_plan(checked: Checked) -> list[Step]:
 def make_steps(checked: Checked) -> dict[str, Step]:
     """A step for each asked stage and each of their ancestors, in the order of the chain."""
     settings = checked.settings
-    nodes = {spec.name: getattr(settings, spec.name) for spec in fields(settings)} | {"shape": checked.shape}
+    nodes = {**vars(settings), "shape": checked.shape}
     if checked.shape is not None and checked.shape.pooled:
         nodes["vocabulary"] = without_random_tokens()
     output_dir = Path(settings.output_dir).absolute()
@@ -116,9 +113,8 @@ def make_steps(checked: Checked) -> dict[str, Step]:
     steps: dict[str, Step] = {}
     unread = find_unread(settings, checked.shape, checked.width)
     for stage in with_ancestors(settings.stage, checked.uses):
-        counted = nodes if stage.reads_heldout else calibrating
         parents = {name: steps[name].fingerprint for name in stage.parents}
-        recipe = make_recipe(stage, counted, identities, parents, unread)
+        recipe = make_recipe(stage, nodes if stage.reads_heldout else calibrating, identities, parents, unread)
         address = fingerprint(recipe)
         steps[stage.name] = Step(
             stage=stage,
@@ -145,18 +141,11 @@ def select_stages(asked: set[str], complete: set[str], stages: Sequence[Stage] =
     return used, due
 
 
-def require_room(steps: list[Step], output_dir: Path) -> None:
-    """Refuse to start what the disk cannot hold.
-
-    Raises:
-        ConfigError: more bytes will be written than are free.
-    """
-    wanted = sum(step.expected_bytes for step in steps if step.due)
-    free = free_bytes(output_dir)
+def require_room(steps: Sequence[Step], output_dir: Path) -> None:
+    """Raises ConfigError: more bytes will be written than are free."""
+    writers = [step for step in steps if step.due and step.expected_bytes]
+    wanted, free = sum(step.expected_bytes for step in writers), free_bytes(output_dir)
     if wanted > free:
-        writers = ", ".join(step.stage.name for step in steps if step.due and step.expected_bytes)
-        raise ConfigError(
-            f"about {in_mib(wanted)} will be written, {in_mib(free)} are free",
-            where=f"{output_dir}, stages {writers}",
-            do="output_dir= on a larger disk, or fewer experts",
-        )
+        what = f"about {in_mib(wanted)} will be written, {in_mib(free)} are free"
+        where = f"{output_dir}, stages {', '.join(step.stage.name for step in writers)}"
+        raise ConfigError(what, where=where, do="output_dir= on a larger disk, or fewer experts")

@@ -8,36 +8,74 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from instruments.errors import UserError
 from pipeline.artifacts import (
     MANIFEST,
+    FileHashes,
     Manifest,
     StagingDir,
+    hashes_file,
     is_complete,
     open_staging,
     publish,
     remove_leftovers,
     verify,
 )
-from pipeline.command import command_line
 from pipeline.disk import explain_os_error, in_mib
-from pipeline.file_hashes import FileHashes
-from pipeline.layout import hashes_file
+from pipeline.overrides import command_line
 from pipeline.plan import Step, make_plan
 from pipeline.run_folder import RunFolder, render
-from pipeline.settings import Settings
-from pipeline.shape_advice import describe_shape, find_remedy, shape_warnings
-from pipeline.stages_table import ALL
+from pipeline.settings import ALL, Settings
+from pipeline.shape import describe_shape, find_remedy, shape_warnings
 from pipeline.validate import Checked, validate
 from stages.artifacts.job import Job, Table
 from stages.artifacts.workers import ALONE, Workers, find_workers
 
-STATUS = Path("/proc/self/status")
-CLEAR_REFS = Path("/proc/self/clear_refs")
+log = logging.getLogger(__name__)
+
+STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+NEW_LINE = "\n" + " " * 11  # under the first word after a heading
+CHECKPOINT_STAGES = ("assemble", "project", "train")
+MOST_FILES = 6
+
+# After a stage that was asked for alone: what goes on from it, and the settings of those commands. A run ends for good
+# after an evaluation, and after a look into a model.
+NEXT: dict[str, tuple[str, list[dict[str, str]]]] = {
+    "scan": ("score ranks the neurons; project runs all that is missing up to the checkpoint to use",
+             [{"stage": "score"}, {"stage": "project"}]),
+    "score": ("cluster groups the neurons into experts", [{"stage": "cluster"}]),
+    "cluster": ("extract cuts the experts out of the dense model", [{"stage": "extract"}]),
+    "extract": ("assemble fits the routers and puts the experts behind them", [{"stage": "assemble"}]),
+    "assemble": ("this checkpoint holds the experts as they were cut, for comparison; project aligns them with the "
+                 "dense model and writes the checkpoint to use", [{"stage": "project"}]),
+    "project": ("evaluate compares this checkpoint with the dense model, train goes on with continued pretraining",
+                [{"stage": "evaluate"}, {"stage": "train"}]),
+    "train": ("evaluate compares the trained checkpoint with the dense model",
+              [{"stage": "evaluate", "evaluate.checkpoint": "train"}]),
+}  # fmt: skip
+
+
+def next_commands(stage: str, overrides: Sequence[str]) -> tuple[str, list[str]]:
+    """The words after a stage, and the commands: the typed settings again, with another stage."""
+    words, changes = NEXT.get(stage, ("", []))
+    kept = [word for word in overrides if word.partition("=")[0] != "fresh"]
+    return words, [command_line(kept, **change) for change in changes]
+
+
+def written_files(folder: Path, manifest: Manifest) -> list[str]:
+    """The files of a published result with their sizes, the largest first; the manifest itself is not among them."""
+    files = sorted(manifest.files.items(), key=lambda item: (-item[1].get("size", 0), item[0]))
+    lines = [f"{folder / name} ({in_mib(facts.get('size', 0))})" for name, facts in files[:MOST_FILES]]
+    left = len(files) - len(lines)
+    return [*lines, f"and {left} smaller; {MANIFEST} lists all"] if left else lines
+
+
+def shown(path: Path) -> str:
+    """A path as short as it can be pasted in the working folder."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def start_measuring() -> None:
@@ -59,66 +97,6 @@ def peak_bytes() -> int:
         return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-MOST_FILES = 6
-
-
-@dataclass(frozen=True)
-class Next:
-    """What to print after a stage, and the settings of the commands that continue from it."""
-
-    words: str
-    changes: Sequence[dict[str, str]]
-
-
-NEXT = {
-    "scan": Next(
-        "score ranks the neurons; project runs all that is missing up to the checkpoint to use",
-        [{"stage": "score"}, {"stage": "project"}],
-    ),
-    "score": Next("cluster groups the neurons into experts", [{"stage": "cluster"}]),
-    "cluster": Next("extract cuts the experts out of the dense model", [{"stage": "extract"}]),
-    "extract": Next("assemble fits the routers and puts the experts behind them", [{"stage": "assemble"}]),
-    "assemble": Next(
-        "this checkpoint holds the experts as they were cut, for comparison; project aligns them with the dense model "
-        "and writes the checkpoint to use",
-        [{"stage": "project"}],
-    ),
-    "project": Next(
-        "evaluate compares this checkpoint with the dense model, train goes on with continued pretraining",
-        [{"stage": "evaluate"}, {"stage": "train"}],
-    ),
-    "train": Next(
-        "evaluate compares the trained checkpoint with the dense model",
-        [{"stage": "evaluate", "evaluate.checkpoint": "train"}],
-    ),
-}
-
-
-def next_commands(stage: str, overrides: Sequence[str]) -> tuple[str, list[str]]:
-    """What is to be said after a stage, and the commands: the typed settings again, with another stage.
-
-    Nothing where a run ends for good: after an evaluation, and after a look into a model.
-    """
-    if stage not in NEXT:
-        return "", []
-    kept = [word for word in overrides if word.partition("=")[0] != "fresh"]
-    return NEXT[stage].words, [command_line(kept, **changes) for changes in NEXT[stage].changes]
-
-
-def written_files(folder: Path, manifest: Manifest) -> list[str]:
-    """The files of a published result with their sizes, the largest first; the manifest itself is not among them."""
-    files = sorted(manifest.files.items(), key=lambda item: (-item[1].get("size", 0), item[0]))
-    lines = [f"{folder / name} ({in_mib(facts.get('size', 0))})" for name, facts in files[:MOST_FILES]]
-    left = len(files) - len(lines)
-    return [*lines, f"and {left} smaller; {MANIFEST} lists all"] if left else lines
-
-
-log = logging.getLogger(__name__)
-
-NEW_LINE = "\n" + " " * 11  # under the first word after a heading
-CHECKPOINT_STAGES = ("assemble", "project", "train")
 
 
 class Runner:
@@ -151,10 +129,9 @@ class Runner:
             except Exception as error:
                 self.leave_page(steps[:position])
                 where, folder = f"stage={step.stage.name}", step.folder.parent
-                explained = explain_os_error(error, where=where, folder=folder, expected=step.expected_bytes)
-                if explained is None:
-                    raise
-                raise explained from error
+                if explained := explain_os_error(error, where=where, folder=folder, expected=step.expected_bytes):
+                    raise explained from error
+                raise
         self.close(steps, alone=alone)
 
     def keep(self, step: Step) -> None:
@@ -209,7 +186,7 @@ class Runner:
         if checkpoints:
             link = self.run_folder.link_checkpoint(checkpoints[-1])
             log.info("checkpoint %s\n           %s", shown(checkpoints[-1]), shown(link))
-        log.info("report     %s", shown(self.write_page(last.folder) or self.run_folder.report))
+        log.info("report     %s", shown(self.run_folder.write_page(last.folder) or self.run_folder.report))
         words, commands = next_commands(last.stage.name, self.overrides) if alone else ("", [])
         if words:
             log.info("next       %s", NEW_LINE.join([words, *commands]))
@@ -217,20 +194,7 @@ class Runner:
     def leave_page(self, done: Sequence[Step]) -> None:
         """Write the page of a run that ends early, about the stages it finished."""
         if done:
-            self.write_page(done[-1].folder)
-
-    def write_page(self, last: Path) -> Path | None:
-        """Write the page about the last stage; a page that cannot be drawn is a warning only."""
-        try:
-            return self.run_folder.write_page(last)
-        except (UserError, OSError) as error:
-            log.warning("no report.html: %s", error)
-            return None
-
-
-def shown(path: Path) -> str:
-    """A path as short as it can be pasted in the working folder."""
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+            self.run_folder.write_page(done[-1].folder)
 
 
 def run_shared_steps(steps: Sequence[Step], workers: Workers) -> None:
@@ -282,15 +246,8 @@ def introduce(checked: Checked) -> None:
     if shape is None:
         log.info("%s\n", source)
         return
-    log.info(
-        "%s -> %d experts of %d%s, %d per token, and %d always on",
-        source,
-        shape.experts,
-        shape.n,
-        " in all, shared by every layer" if shape.pooled else "",
-        shape.top_k,
-        shape.always_on,
-    )
+    experts = f"{shape.experts} experts of {shape.n}{' in all, shared by every layer' if shape.pooled else ''}"
+    log.info("%s -> %s, %d per token, and %d always on", source, experts, shape.top_k, shape.always_on)
     log.info("%s\n", "\n".join(f"  {line}" for line in describe_shape(checked.request, shape)))
     if warnings := shape_warnings(checked.request, shape):
         remedy = find_remedy(checked.request)

@@ -10,11 +10,13 @@ from pathlib import Path
 from omegaconf import OmegaConf
 from tabulate import tabulate
 
-from instruments.errors import redact
-from pipeline.command import command_line
+from instruments.errors import UserError, redact
+from pipeline.overrides import command_line
 from pipeline.report.run_record import RunRecord, StageRun
 from pipeline.settings import Settings
 from stages.artifacts.job import Table
+
+log = logging.getLogger(__name__)
 
 OWN_LOGGERS = ("pipeline", "stages", "models", "py.warnings")
 
@@ -28,10 +30,7 @@ class RedactingFormatter(logging.Formatter):
 
 
 class RunFolder:
-    """`outputs/runs/<time>/`: config.yaml, run.log, report.md, stages.json; at its end report.html.
-
-    Once there is any: a link to the checkpoint.
-    """
+    """`outputs/runs/<time>/`: config.yaml, run.log, report.md, stages.json, report.html, a link to the checkpoint."""
 
     def __init__(self, folder: Path, settings: Settings, overrides: Sequence[str]) -> None:
         """Create the folder; write the settings and the heading of the report."""
@@ -62,19 +61,19 @@ class RunFolder:
         self.record.stages.append(StageRun(name, fingerprint, seconds, peak_bytes))
         self.record.write(self.folder)
 
-    def write_page(self, last: Path) -> Path:
-        """Write report.html about the published result of the last stage. Raises UserError: it cannot be read."""
+    def write_page(self, last: Path) -> Path | None:
+        """Write report.html about the published result of the last stage; one that cannot be drawn only warns."""
         from pipeline.report.page import FILE, Source, write_page  # noqa: PLC0415 - loads numpy, which errors do without
 
-        config = (self.folder / "config.yaml").read_text(encoding="utf-8")
-        return write_page(Source(self.label, self.record, config, last, self.output_dir), self.folder / FILE)
+        try:
+            config = (self.folder / "config.yaml").read_text(encoding="utf-8")
+            return write_page(Source(self.label, self.record, config, last, self.output_dir), self.folder / FILE)
+        except (UserError, OSError) as error:
+            log.warning("no report.html: %s", error)
+            return None
 
     def link_checkpoint(self, checkpoint: Path) -> Path:
-        """Point `checkpoint` in this folder at the published one, and `outputs/latest` at this folder.
-
-        Returns:
-            The stable way to the checkpoint: `outputs/latest/checkpoint`.
-        """
+        """Link `checkpoint` to the published one and `latest` to this folder; returns `outputs/latest/checkpoint`."""
         replace_link(self.folder / "checkpoint", checkpoint)
         replace_link(self.latest, self.folder)
         self.append(f"\nCheckpoint: {checkpoint}\n")
@@ -115,20 +114,14 @@ def replace_link(link: Path, target: Path) -> None:
 
 def render(table: Table, style: str) -> str:
     """A table as text, its notes below; cells that a stage has formatted stay as they are."""
-    rows = [[render_cell(cell) for cell in row] for row in table.rows]
+    rows = [[_render_cell(cell) for cell in row] for row in table.rows]
     aligned = ["left", *["right"] * (len(table.columns) - 1)] if rows else None
     body = tabulate(rows, headers=list(table.columns), tablefmt=style, colalign=aligned, disable_numparse=True)
     notes = "".join(f"\n{note}" for note in table.notes)
     return f"{table.title}\n\n{body}" + (f"\n{notes}" if notes else "")
 
 
-def render_cell(cell: object) -> str:
-    """Numbers as a reader wants them."""
-    match cell:
-        case bool() | str():
-            return str(cell)
-        case int():
-            return f"{cell:,}"
-        case float():
-            return f"{cell:.4g}"
-    return str(cell)
+def _render_cell(cell: object) -> str:
+    if isinstance(cell, float):
+        return f"{cell:.4g}"
+    return f"{cell:,}" if isinstance(cell, int) and not isinstance(cell, bool) else str(cell)

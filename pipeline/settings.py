@@ -1,10 +1,11 @@
-"""Every setting there is, typed, and how conf/ and a command line become settings."""
+"""Every setting there is, what each stage reads of them, and how conf/ and a command line become settings."""
 
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from importlib import import_module
 from io import StringIO
 from pathlib import Path
 
@@ -17,9 +18,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from instruments.errors import ConfigError, redact
 from models.config import PER_LAYER, TOPOLOGIES, ModelConfig
-from pipeline.layout import CONF, REPOSITORY
-from pipeline.stages_table import ALL
+from pipeline.help import CONF, REPOSITORY
 from stages.accumulators.config import StoreConfig
+from stages.artifacts.job import Table
 from stages.assemble.config import AssembleConfig
 from stages.calibration.config import VocabularyConfig
 from stages.cluster.config import ClusterConfig
@@ -33,6 +34,7 @@ from stages.score.config import ScoreConfig
 from stages.text.config import DataConfig
 from stages.train.config import TrainConfig
 
+ALL = "all"
 # Flags that print settings and run nothing.
 SHOWING = {"--cfg", "-c", "--info", "-i"}
 
@@ -67,6 +69,96 @@ class Settings:
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     dump: DumpStageConfig = field(default_factory=DumpStageConfig)
     diagnose: DiagnoseConfig = field(default_factory=DiagnoseConfig)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage; its code is in `stages/<name>/`.
+
+    `nodes` are the keyword arguments of its `run`, and the only settings that enter its fingerprint. Where it is
+    `shared`, every process that torchrun started takes part; the others are run by the leading one alone. How much
+    held-out text there is counts only for one that `reads_heldout`: the others are found again. One that is not
+    `kept` looks at what no fingerprint covers, such as files of the user's, and is run whenever it is asked for.
+    """
+
+    name: str
+    parents: tuple[str, ...]
+    nodes: tuple[str, ...]
+    shared: bool = False
+    reads_heldout: bool = False
+    kept: bool = True
+    unread: tuple[str, ...] = ()  # nodes that are handed over and not looked at, for the settings of a run
+
+    @property
+    def version(self) -> int:
+        """The VERSION of `stages/<name>/config.py`; raised there when the same settings give another result."""
+        version: int = import_module(f"stages.{self.name}.config").VERSION
+        return version
+
+    @property
+    def run(self) -> Callable[..., Table]:
+        """The entry point, imported only now: it loads torch."""
+        run: Callable[..., Table] = import_module(f"stages.{self.name}.stage").run
+        return run
+
+
+CHAIN = (
+    Stage("scan", (), ("model", "data", "store", "scan", "seed"), shared=True),
+    Stage("score", ("scan",), ("score", "seed")),
+    Stage("cluster", ("scan", "score"), ("model", "data", "vocabulary", "cluster", "shape", "seed")),
+    Stage("extract", ("cluster",), ("model", "extract", "shape")),
+    Stage("assemble", ("cluster", "extract"), ("model", "data", "vocabulary", "assemble", "shape", "seed")),
+    Stage("project", ("cluster", "extract", "assemble"),
+          ("model", "data", "vocabulary", "assemble", "project", "shape", "seed")),
+    Stage("train", ("project",), ("model", "data", "assemble", "train", "shape", "seed"),
+          shared=True, reads_heldout=True),
+    Stage("evaluate", ("scan", "cluster", "assemble", "project"),
+          ("model", "data", "vocabulary", "project", "evaluate", "shape", "seed"), reads_heldout=True),
+    Stage("dump", (), ("model", "data", "dump")),
+    Stage("diagnose", (), ("model", "data", "check", "diagnose", "seed"), kept=False),
+)  # fmt: skip
+STAGES = {stage.name: stage for stage in CHAIN}
+
+# evaluate looks at one of the first two. stage=all trains only where the trained checkpoint is evaluated, and never
+# runs the stages that look into a model.
+PROJECTED, TRAINED, LOOKING = "project", "train", ("dump", "diagnose")
+_ALWAYS = frozenset(STAGES) - {TRAINED, *LOOKING}
+
+
+@dataclass(frozen=True)
+class Uses:
+    """Which results the stages of a run read of each other."""
+
+    evaluated: str = PROJECTED  # evaluate looks at the checkpoint of this stage
+    score: bool = True  # cluster ranks neurons by score
+    passes: bool = True  # cluster passes the calibration text
+
+
+def asked_stages(name: str, uses: Uses = Uses()) -> tuple[Stage, ...]:
+    """The stages that `stage=name` asks for; all: every stage that the evaluated checkpoint needs."""
+    served = {uses.evaluated, *_ALWAYS} - (set() if uses.score else {"score"})
+    chosen = [stage for stage in CHAIN if name == stage.name or (name == ALL and stage.name in served)]
+    return tuple(reading(stage, uses) for stage in chosen)
+
+
+def reading(stage: Stage, uses: Uses) -> Stage:
+    """The stage with the parents and nodes that it reads in this run."""
+    if stage.name == "evaluate" and uses.evaluated not in stage.parents:
+        return replace(stage, parents=(*stage.parents, uses.evaluated))
+    if stage.name == "cluster":
+        parents = tuple(name for name in stage.parents if uses.score or name != "score")
+        return replace(stage, parents=parents, unread=() if uses.passes else ("data", "vocabulary"))
+    return stage
+
+
+def with_ancestors(name: str, uses: Uses = Uses()) -> tuple[Stage, ...]:
+    """The stages that `stage=name` asks for and all they start from, in the order of the chain."""
+    stages = [reading(stage, uses) for stage in CHAIN]
+    wanted = {stage.name for stage in asked_stages(name, uses)}
+    for stage in reversed(stages):
+        if stage.name in wanted:
+            wanted.update(stage.parents)
+    return tuple(stage for stage in stages if stage.name in wanted)
 
 
 def register_schema() -> None:

@@ -1,8 +1,17 @@
-"""From the dials to the shape of a carve."""
+"""From the dials to the shape of a carve, its costs and weaknesses, and better settings."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
+from instruments.errors import ConfigError
 from models.config import PER_LAYER, MoEShape
+from models.dense import keeps_tied
+from models.targets.base import MoETarget
+from models.targets.choose import check_target, select_target
+from models.targets.config import ParameterCount, count_carved, count_dense
+from pipeline.disk import expected_bytes, in_mib
+from stages.assemble.config import AssembleConfig
 
 # Share of an FFN that is always on by default: of the FFN, and of its active neurons where few are active.
 ALWAYS_ON_SHARE, ALWAYS_ON_SHARE_OF_ACTIVE = 0.24, 0.48
@@ -10,11 +19,15 @@ ALWAYS_ON_SHARE, ALWAYS_ON_SHARE_OF_ACTIVE = 0.24, 0.48
 EXPERT_WIDTH, WIDTH_STEP = 64, 8
 # A pool of all layers' experts, where nothing else is asked for.
 POOL_EXPERTS, POOL_EXPERT_WIDTH = 100, 256
+# Of the neurons that serve a token, fewer chosen for it than this share: experts hardly matter.
+LEAST_ROUTED = 0.25
+# All parameters, of the dense model's.
+MOST_GROWTH = 1.5
 
 
 @dataclass(frozen=True)
 class ShapeRequest:
-    """What the user asked for; None is filled in from the source's FFN width."""
+    """The shape that the user asked for; None is filled in from the source's FFN width."""
 
     experts: int | None
     n: int | None
@@ -31,6 +44,34 @@ class ShapeRequest:
     def active_neurons(self, width: int) -> int:
         """Neurons of a layer that are to serve each token."""
         return round(self.active * width)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A carve as it was asked for; its shape is judged by this."""
+
+    dials: ShapeRequest
+    assemble: AssembleConfig
+    source: Mapping[str, Any]  # its config.json
+
+    @property
+    def width(self) -> int:
+        """F of the source."""
+        return int(self.source["intermediate_size"])
+
+    @property
+    def layers(self) -> int:
+        """L of the source."""
+        return int(self.source["num_hidden_layers"])
+
+    def target(self, shape: MoEShape) -> MoETarget:
+        """The architecture of the carved model. Raises ConfigError: it cannot express this source or shape."""
+        model_type = str(self.source["model_type"])
+        return select_target(model_type, self.assemble.target, shape.always_on, pooled=shape.pooled)
+
+    def count(self, shape: MoEShape) -> ParameterCount:
+        """Parameters of the carved model. Raises ConfigError, as `target` does."""
+        return count_carved(self.source, self.target(shape), shape, self.assemble.pad_to)
 
 
 def resolve_shape(dials: ShapeRequest, width: int) -> MoEShape:
@@ -50,10 +91,6 @@ def resolve_shape(dials: ShapeRequest, width: int) -> MoEShape:
     With top_k given, always-on neurons fill up the active width; with always_on given, experts do: as many as fit, or
     half of them if all would. A pool chooses a power of two of its experts, and has no always-on neurons unless asked
     to: each layer's own would be the larger part of the model.
-
-    Args:
-        dials: the request.
-        width: F of the source.
     """
     experts, n = fill_experts(dials, width)
     active, top_k, always_on = dials.active_neurons(width), dials.top_k, dials.always_on
@@ -61,20 +98,17 @@ def resolve_shape(dials: ShapeRequest, width: int) -> MoEShape:
         always_on = always_on or 0
         if top_k is None:
             top_k = min(max(2, largest_power_of_two((active - always_on) // n)), experts)
-    elif top_k is None and always_on is None:
-        top_k, always_on = fill_both(experts, n, active, width)
-    elif top_k is None:
-        assert always_on is not None
+    elif top_k is not None:
+        always_on = max(0, active - top_k * n) if always_on is None else always_on
+    elif always_on is not None:
         fitting = (active - always_on) // n
         top_k = max(1, fitting if fitting < experts else experts // 2)
-    elif always_on is None:
-        always_on = max(0, active - top_k * n)
-    assert always_on is not None
+    else:
+        top_k, always_on = _fill_both(experts, n, active, width)
     return MoEShape(experts, n, top_k, always_on, dials.topology)
 
 
-def fill_both(experts: int, n: int, active: int, width: int) -> tuple[int, int]:
-    """top_k and always_on of experts for one layer, see `resolve_shape`."""
+def _fill_both(experts: int, n: int, active: int, width: int) -> tuple[int, int]:
     rest = width - experts * n
     if 0 < rest <= active - 2 * n:
         return (active - rest) // n, rest
@@ -91,21 +125,17 @@ def fill_experts(dials: ShapeRequest, width: int) -> tuple[int, int]:
 
     Left open, there are as many of N as leave about a quarter of the FFN always on, at most half of the active width;
     of a given number each takes its part of the others. N is 64, less where four of these do not fit the active width.
-
-    Args:
-        dials: the request.
-        width: F of the source.
     """
     if dials.pooled:
         return dials.experts or POOL_EXPERTS, dials.n or POOL_EXPERT_WIDTH
     routed = width * (1 - min(ALWAYS_ON_SHARE, ALWAYS_ON_SHARE_OF_ACTIVE * dials.active))
     if dials.experts is not None:
-        return dials.experts, dials.n or round_to_step(routed / dials.experts, width // dials.experts)
+        return dials.experts, dials.n or _round_to_step(routed / dials.experts, width // dials.experts)
     n = dials.n or min(EXPERT_WIDTH, max(1, largest_power_of_two(dials.active_neurons(width) // 4)))
     return max(1, min(round(routed / n), width // n)), n
 
 
-def round_to_step(n: float, at_most: int) -> int:
+def _round_to_step(n: float, at_most: int) -> int:
     """The multiple of 8 next to n, or a smaller number where none fits."""
     stepped = round(n / WIDTH_STEP) * WIDTH_STEP
     if stepped > at_most:
@@ -116,35 +146,6 @@ def round_to_step(n: float, at_most: int) -> int:
 def largest_power_of_two(bound: int) -> int:
     """The largest power of two <= bound, or 0."""
     return 1 << (bound.bit_length() - 1) if bound > 0 else 0
-
-
-def close_shapes(dials: ShapeRequest, width: int, layers: int) -> list[MoEShape]:
-    """Shapes to advise instead of the one asked for, the closest first; not all of them are good ones.
-
-    Args:
-        dials: the request.
-        width: F of the source.
-        layers: of the source.
-    """
-    # Where all neurons are to be active, nothing is saved.
-    asked = replace(dials, top_k=None, active=dials.active if dials.active < 1 else 0.5)
-    experts, n = fill_experts(dials, width)
-    sizes = dict.fromkeys([min(n, EXPERT_WIDTH), n, 64, 128, 256, 32, 16, 8, 4, 2, 1])
-    tried = [asked, replace(asked, always_on=None)]
-    if dials.pooled:
-        # Half of the dense FFNs' neurons.
-        half = layers * width // 2
-        tried += [replace(asked, experts=max(1, half // size), n=size, always_on=None) for size in sizes]
-        return [resolve_shape(candidate, width) for candidate in tried]
-    if dials.experts and fill_experts(parts := replace(asked, n=None, always_on=None), width)[1] >= EXPERT_WIDTH:
-        tried.append(parts)
-    for size in sizes:
-        tried.append(replace(asked, experts=None, n=size, always_on=None))
-        tried.append(replace(asked, experts=-(-width // size), n=size, always_on=0))
-    shapes = [resolve_shape(candidate, width) for candidate in tried]
-    if dials.top_k is not None and dials.always_on is None:
-        shapes.insert(0, MoEShape(experts, n, dials.top_k, max(0, width - experts * n)))
-    return shapes
 
 
 def shape_faults(shape: MoEShape, width: int) -> list[tuple[str, str]]:
@@ -160,3 +161,120 @@ def shape_faults(shape: MoEShape, width: int) -> list[tuple[str, str]]:
         what = f"n={shape.n} needs at least {shape.n} neurons a layer that are not always on; there are {routable}"
         faults.append((what, f", {shape.always_on} of them always on"))
     return faults
+
+
+def shape_errors(request: Request, shape: MoEShape, model: str) -> Iterator[ConfigError]:
+    """Errors of a shape, each with better settings; `model` is the source's label."""
+    if faults := shape_faults(shape, request.width):
+        do = find_remedy(request) or "a model with wider FFNs"
+        for what, more in faults:
+            yield ConfigError(what, where=f"shape, model={model} with F={request.width} neurons a layer{more}", do=do)
+
+
+def shape_warnings(request: Request, shape: MoEShape) -> list[str]:
+    """Weaknesses of a sound shape; empty where there are none."""
+    width, active = request.width, shape.active_width
+    found = []
+    if active >= width:
+        found.append(
+            f"no saving: top_k={shape.top_k} x n={shape.n} + always_on={shape.always_on} = {active} neurons serve each "
+            f"token, the dense FFN has {width}"
+        )
+    if shape.top_k == shape.experts:
+        found.append(f"no routing: every token is sent to every expert (top_k={shape.top_k} of {shape.experts})")
+    elif (routed := shape.top_k * shape.n) < LEAST_ROUTED * active:
+        found.append(
+            f"little routing: {routed:,} of {active:,} active neurons are chosen for a token ({routed / active:.0%}), "
+            "the others are always on"
+        )
+    dropped = width - shape.always_on - shape.experts * shape.n
+    if dropped > 0 and not shape.pooled:
+        found.append(f"dropped: {dropped:,} of {width:,} neurons a layer are in no expert and not always on")
+    return found + _size_warnings(request, shape)
+
+
+def _size_warnings(request: Request, shape: MoEShape) -> list[str]:
+    found = []
+    neurons, dense_neurons = shape.neurons(request.layers), request.width * request.layers
+    if shape.pooled and neurons >= dense_neurons:
+        found.append(
+            f"no smaller: the pool's {shape.experts} x {shape.n} neurons and {request.layers} x {shape.always_on} "
+            f"always-on ones are {neurons:,}, the dense FFNs have {dense_neurons:,}"
+        )
+    total, dense = request.count(shape).total, count_dense(request.source).total
+    if total > MOST_GROWTH * dense:
+        found.append(
+            f"larger: {in_millions(total)} parameters, {total / dense:.1f} x the dense model's {in_millions(dense)}"
+        )
+    return found
+
+
+def find_remedy(request: Request) -> str | None:
+    """Settings, to paste, of the closest shape without weaknesses; None if there is none."""
+    dials = request.dials
+    for name in dict.fromkeys([request.assemble.target, "auto", "tiny_onn"]):
+        tried = replace(request, assemble=replace(request.assemble, target=name))
+        for shape in _close_shapes(dials, request.width, request.layers):
+            if _is_good(tried, shape):
+                words = [] if shape.experts == dials.experts else [f"experts={shape.experts}"]
+                words += [] if shape.n == dials.n else [f"n={shape.n}"]
+                words += [f"top_k={shape.top_k}", f"always_on={shape.always_on}"]
+                words += [] if name == request.assemble.target else [f"assemble.target={name}"]
+                return " ".join(words)
+    return None
+
+
+def _close_shapes(dials: ShapeRequest, width: int, layers: int) -> list[MoEShape]:
+    """Shapes to advise instead of the one asked for, the closest first; not all of them are good ones."""
+    # Where all neurons are to be active, nothing is saved.
+    asked = replace(dials, top_k=None, active=dials.active if dials.active < 1 else 0.5)
+    experts, n = fill_experts(dials, width)
+    sizes = dict.fromkeys([min(n, EXPERT_WIDTH), n, 64, 128, 256, 32, 16, 8, 4, 2, 1])
+    tried = [asked, replace(asked, always_on=None)]
+    if dials.pooled:
+        half = layers * width // 2  # of the dense FFNs' neurons
+        tried += [replace(asked, experts=max(1, half // size), n=size, always_on=None) for size in sizes]
+        return [resolve_shape(candidate, width) for candidate in tried]
+    if dials.experts and fill_experts(parts := replace(asked, n=None, always_on=None), width)[1] >= EXPERT_WIDTH:
+        tried.append(parts)
+    for size in sizes:
+        tried.append(replace(asked, experts=None, n=size, always_on=None))
+        tried.append(replace(asked, experts=-(-width // size), n=size, always_on=0))
+    shapes = [resolve_shape(candidate, width) for candidate in tried]
+    if dials.top_k is not None and dials.always_on is None:
+        shapes.insert(0, MoEShape(experts, n, dials.top_k, max(0, width - experts * n)))
+    return shapes
+
+
+def _is_good(request: Request, shape: MoEShape) -> bool:
+    """Whether a shape is sound, its target can express it, and it has no weaknesses."""
+    if shape_faults(shape, request.width):
+        return False
+    try:
+        target = request.target(shape)
+    except ConfigError:
+        return False
+    return not check_target(request.source, target, shape) and not shape_warnings(request, shape)
+
+
+def describe_shape(request: Request, shape: MoEShape) -> list[str]:
+    """Active neurons and the routed share of them, parameters, and size on disk."""
+    dense, carved = count_dense(request.source), request.count(shape)
+    routed, active = shape.top_k * shape.n, shape.active_width
+    lines = [
+        f"neurons     {active:,} of {request.width:,} serve a token ({active / request.width:.0%} active), "
+        f"{routed:,} of them chosen for it ({routed / active:.0%} routed)",
+        f"parameters  {in_millions(carved.total)} ({carved.total / dense.total:.2f} x the dense model's "
+        f"{in_millions(dense.total)}), {in_millions(carved.active)} active per token "
+        f"({carved.active / dense.total:.2f} x)",
+    ]
+    if keeps_tied(request.source) and not request.target(shape).own:
+        head = in_millions(int(request.source["vocab_size"]) * int(request.source["hidden_size"]))
+        lines.append(f"            {head} of both are the output embedding, in the dense model the input's")
+    size = expected_bytes("assemble", request.source, shape, request.assemble)
+    return [*lines, f"checkpoint  about {in_mib(size)} on disk"]
+
+
+def in_millions(count: int) -> str:
+    """Parameters for reading."""
+    return f"{count / 1e9:,.2f} B" if count >= 1e9 else f"{count / 1e6:,.2f} M"

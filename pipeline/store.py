@@ -7,23 +7,16 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from instruments.command_line import exit_code
+from instruments.command_line import exit_code, say
 from instruments.errors import ConfigError, UserError
 from pipeline.disk import explain_os_error
 from stages.accumulators.config import StoreConfig
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Do what the command line says; returns the exit code.
-
-    0 done, 1 the server or a file refuses, 2 the settings are wrong, 130 interrupted.
-    """
+    """Exit code: 0 done, 1 the server or a file refuses, 2 the settings are wrong, 130 interrupted."""
     wanted = _parser().parse_args(words)
-
-    def work() -> None:
-        sys.stdout.write(_run(wanted))
-
-    return exit_code(work)
+    return exit_code(lambda: say(_run(wanted)))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -50,10 +43,10 @@ def _run(wanted: argparse.Namespace) -> str:
     if wanted.command == "export" and not wanted.file.absolute().parent.is_dir():
         what = f"there is no folder {wanted.file.absolute().parent}"
         raise ConfigError(what, where="command line", do="a FILE in a folder that exists")
-    from stages.accumulators.redis_connection import connect  # noqa: PLC0415 - without torch
+    from stages.accumulators.redis_connection import connect, in_words  # noqa: PLC0415 - without torch
 
     client, place = connect(StoreConfig("redis", url=wanted.url))
-    from stages.accumulators.redis_connection import in_words  # noqa: PLC0415 - the rest loads torch
+    # The rest loads torch.
     from stages.accumulators.redis_namespace import find_namespace  # noqa: PLC0415
     from stages.accumulators.redis_store import export_sums, import_sums  # noqa: PLC0415
 

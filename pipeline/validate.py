@@ -3,7 +3,7 @@
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import Field, dataclass, fields, is_dataclass
+from dataclasses import Field, dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
 from math import isfinite
 from operator import gt, le, lt
@@ -16,14 +16,12 @@ from omegaconf import MISSING
 from instruments.errors import ConfigError, UserError
 from models.config import MoEShape
 from models.source import check_source, read_source_config
-from models.targets.choose import check_target, select_target
+from models.targets.choose import check_target
 from pipeline.consistency import contradictions, find_uses, involves, map_errors, warn_of_unread
 from pipeline.disk import nearest_existing
-from pipeline.layout import OVERLAYS, groups
-from pipeline.settings import Settings
-from pipeline.shape import ShapeRequest, resolve_shape
-from pipeline.shape_advice import Request, shape_errors
-from pipeline.stages_table import ALL, STAGES, Stage, Uses, with_ancestors
+from pipeline.help import OVERLAYS, groups
+from pipeline.settings import ALL, STAGES, Settings, Stage, Uses, with_ancestors
+from pipeline.shape import Request, ShapeRequest, resolve_shape, shape_errors
 from stages.accumulators.config import StoreConfig
 from stages.accumulators.redis_connection import check_store
 from stages.text.cache_key import check_data
@@ -52,7 +50,7 @@ def field_errors(node: Any, prefix: str = "") -> Iterator[ConfigError]:  # noqa:
 
 
 def value_errors(name: str, value: Any, spec: Field[Any]) -> Iterator[ConfigError]:  # noqa: ANN401 - any value
-    """What is wrong with one value; numbers are finite, and whole ones fit in 64 bits."""
+    """Errors of one value; numbers are finite, and whole ones fit in 64 bits."""
     choices = spec.metadata.get("choices", ())
     if choices and value not in choices:
         yield unknown_choice(name, value, choices, listed=callable(spec.default_factory))
@@ -81,11 +79,8 @@ def unknown_choice(name: str, value: object, choices: Iterable[object], *, liste
     """The error for a name outside a closed list, with the closest name as the remedy; `listed`: a list is wanted."""
     known = [str(choice) for choice in choices]
     close = (get_close_matches(str(value), known, n=1, cutoff=0.4) or known)[0]
-    return ConfigError(
-        f"{name}={value} is none of {', '.join(known)}",
-        where=f"setting {name}",
-        do=f"{name}=[{close}]" if listed else f"{name}={close}",
-    )
+    do = f"{name}=[{close}]" if listed else f"{name}={close}"
+    return ConfigError(f"{name}={value} is none of {', '.join(known)}", where=f"setting {name}", do=do)
 
 
 class InvalidSettingsError(ConfigError):
@@ -102,25 +97,23 @@ class Checked:
     """Settings in which no fault was found."""
 
     settings: Settings
-    # None when no asked stage depends on it.
-    shape: MoEShape | None
-    # The source's config.json.
-    source: Mapping[str, Any]
+    shape: MoEShape | None  # None when no asked stage depends on it
+    source: Mapping[str, Any]  # its config.json
 
     @property
-    def uses(self) -> Uses:
-        """What the stages read of each other."""
-        return find_uses(self.settings, self.shape, self.width)
+    def request(self) -> Request:
+        """The carve as it was asked for, to judge its shape by."""
+        return Request(dials_of(self.settings), self.settings.assemble, self.source)
 
     @property
     def width(self) -> int:
         """F, neurons in one FFN of the source."""
-        return width_of(self.source)
+        return self.request.width
 
     @property
-    def request(self) -> Request:
-        """What was asked for, to judge its shape by."""
-        return Request(dials_of(self.settings), self.settings.assemble, self.source)
+    def uses(self) -> Uses:
+        """The results that the stages read of each other."""
+        return find_uses(self.settings, self.shape, self.width)
 
 
 def validate(settings: Settings) -> Checked:
@@ -131,8 +124,10 @@ def validate(settings: Settings) -> Checked:
     """
     if errors := find_errors(settings):
         raise InvalidSettingsError(errors)
-    source = read_source_config(settings.model)
-    return Checked(settings, resolve_shape(dials_of(settings), width_of(source)) if carves(settings) else None, source)
+    checked = Checked(settings, None, read_source_config(settings.model))
+    if not _carves(_wanted(settings)):
+        return checked
+    return replace(checked, shape=resolve_shape(checked.request.dials, checked.width))
 
 
 def find_errors(settings: Settings, doubtful: Set[str] = frozenset()) -> list[UserError]:
@@ -140,59 +135,35 @@ def find_errors(settings: Settings, doubtful: Set[str] = frozenset()) -> list[Us
 
     Args:
         settings: all of them.
-        doubtful: first words of settings that could not be read and stand at their defaults. What depends on them is
-            not checked, since its errors would be about defaults that the user did not choose.
+        doubtful: first words of settings that could not be read and are still at their defaults. Checks that depend on
+            them are left out, since their errors would be about defaults that the user did not choose.
     """
-    errors: list[UserError] = [*stage_errors(settings), *field_errors(settings), *name_errors(settings)]
-    errors += output_errors(settings)
+    wanted = _wanted(settings)
+    errors: list[UserError] = [*_stage_errors(settings), *field_errors(settings), *_name_errors(settings)]
+    errors += _output_errors(settings.output_dir)
     sound = not errors and doubtful <= groups().keys() - {"model", "assemble", *OVERLAYS}
     errors += contradictions(settings)
     if "data" not in doubtful:
-        errors += check_data(settings.data, heldout=reads_heldout(settings))
+        errors += check_data(settings.data, heldout=any(stage.reads_heldout for stage in wanted))
     if "store" not in doubtful:
-        errors += store_errors(settings.store)
+        errors += _store_errors(settings.store)
     source = None
     if "model" not in doubtful:
-        if source_faults := check_source(settings.model):
-            errors += source_faults
-        else:
-            source = read_source_config(settings.model)
-            errors += source_errors(settings, source, doubtful)
-    if source is not None and sound and carves(settings):
-        errors += carve_errors(settings, source)
-        width = width_of(source)
-        clusters = involves(settings, "cluster")
-        warn_of_unread(settings, resolve_shape(dials_of(settings), width), width, clusters=clusters)
+        source_faults = check_source(settings.model)
+        errors += source_faults
+        source = None if source_faults else read_source_config(settings.model)
+    if source is not None and "data" not in doubtful:
+        errors += check_length(settings.data, source)
+    if source is not None:
+        errors += map_errors(settings, source)
+    if source is not None and sound and _carves(wanted):
+        request = Request(dials_of(settings), settings.assemble, source)
+        shape = resolve_shape(request.dials, request.width)
+        errors += _carve_errors(request, shape, settings.model.label)
+        warn_of_unread(settings, shape, request.width, clusters=involves(settings, "cluster"))
     else:
         warn_of_unread(settings)
     return errors
-
-
-def source_errors(settings: Settings, source: Mapping[str, Any], doubtful: Set[str]) -> Iterator[UserError]:
-    """Settings that a sound source has no room for: sequences too long for it, layers that it does not have."""
-    if "data" not in doubtful:
-        yield from check_length(settings.data, source)
-    yield from map_errors(settings, source)
-
-
-def carve_errors(settings: Settings, source: Mapping[str, Any]) -> Iterator[UserError]:
-    """A shape that the source does not allow, or that its target cannot express."""
-    width = width_of(source)
-    shape = resolve_shape(dials_of(settings), width)
-    yield from shape_errors(Request(dials_of(settings), settings.assemble, source), shape, settings.model.label)
-    try:
-        target = select_target(
-            str(source["model_type"]), settings.assemble.target, shape.always_on, pooled=shape.pooled
-        )
-    except UserError as error:
-        yield error
-    else:
-        yield from check_target(source, target, shape)
-
-
-def width_of(source: Mapping[str, Any]) -> int:
-    """F of the source, from its config.json."""
-    return int(source["intermediate_size"])
 
 
 def dials_of(settings: Settings) -> ShapeRequest:
@@ -201,46 +172,45 @@ def dials_of(settings: Settings) -> ShapeRequest:
     return ShapeRequest(*dials)
 
 
-def carves(settings: Settings) -> bool:
-    """Whether any stage to be run or used depends on the shape."""
-    return any("shape" in stage.nodes for stage in _wanted(settings))
-
-
-def reads_heldout(settings: Settings) -> bool:
-    """Whether any stage to be run or used reads held-out text."""
-    return any(stage.reads_heldout for stage in _wanted(settings))
-
-
 def _wanted(settings: Settings) -> tuple[Stage, ...]:
     return with_ancestors(settings.stage, find_uses(settings))
 
 
-def stage_errors(settings: Settings) -> Iterator[ConfigError]:
+def _carves(stages: Iterable[Stage]) -> bool:
+    return any("shape" in stage.nodes for stage in stages)
+
+
+def _carve_errors(request: Request, shape: MoEShape, label: str) -> Iterator[UserError]:
+    """A shape that the source does not allow, or that its target cannot express."""
+    yield from shape_errors(request, shape, label)
+    try:
+        target = request.target(shape)
+    except UserError as error:
+        yield error
+    else:
+        yield from check_target(request.source, target, shape)
+
+
+def _stage_errors(settings: Settings) -> Iterator[ConfigError]:
     """An unknown stage."""
     if settings.stage != ALL and settings.stage not in STAGES:
         yield unknown_choice("stage", settings.stage, [ALL, *STAGES])
 
 
-def name_errors(settings: Settings) -> Iterator[ConfigError]:
+def _name_errors(settings: Settings) -> Iterator[ConfigError]:
     """A label that is no plain folder name, and an unknown device."""
     label, device = settings.model.label, settings.model.device
     if not LABEL.fullmatch(label):
-        shown = label if label.isprintable() else repr(label)
+        shown = textwrap.shorten(label if label.isprintable() else repr(label), 100, placeholder=" ...")
         cleaned = re.sub(r"[^\w.+-]+", "_", Path(label).name).strip("._")[:64]
-        yield ConfigError(
-            f"model.label={textwrap.shorten(shown, 100, placeholder=' ...')} is no plain folder name",
-            where="setting model.label",
-            do=f"model.label={cleaned or 'source'}",
-        )
+        what, do = f"model.label={shown} is no plain folder name", f"model.label={cleaned or 'source'}"
+        yield ConfigError(what, where="setting model.label", do=do)
     if not DEVICE.fullmatch(device):
-        yield ConfigError(
-            f"model.device={device} is none of auto, cpu, cuda, cuda:0, cuda:1 ...",
-            where="setting model.device",
-            do="model.device=auto",
-        )
+        what = f"model.device={device} is none of auto, cpu, cuda, cuda:0, cuda:1 ..."
+        yield ConfigError(what, where="setting model.device", do="model.device=auto")
 
 
-def store_errors(store: StoreConfig) -> Iterator[UserError]:
+def _store_errors(store: StoreConfig) -> Iterator[UserError]:
     """A server that cannot be reached, or does not let us in."""
     try:
         check_store(store)
@@ -248,12 +218,12 @@ def store_errors(store: StoreConfig) -> Iterator[UserError]:
         yield error
 
 
-def output_errors(settings: Settings) -> Iterator[ConfigError]:
+def _output_errors(output_dir: str) -> Iterator[ConfigError]:
     """A place where nothing can be written."""
-    if not settings.output_dir.strip():
+    if not output_dir.strip():
         yield EMPTY_OUTPUT
         return
-    place = nearest_existing(Path(settings.output_dir))
+    place = nearest_existing(Path(output_dir))
     if not place.is_dir():
         yield ConfigError(f"{place} is a file, not a folder", where="setting output_dir", do="output_dir=outputs")
         return
@@ -262,8 +232,5 @@ def output_errors(settings: Settings) -> Iterator[ConfigError]:
         with TemporaryFile(dir=place):
             pass
     except OSError as error:
-        yield ConfigError(
-            f"cannot write to {place}: {error.strerror}",
-            where="setting output_dir",
-            do="output_dir=outputs",
-        )
+        what = f"cannot write to {place}: {error.strerror}"
+        yield ConfigError(what, where="setting output_dir", do="output_dir=outputs")

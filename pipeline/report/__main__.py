@@ -8,17 +8,14 @@ from pathlib import Path
 from instruments.command_line import exit_code
 from instruments.errors import ConfigError, UserError
 from pipeline.disk import explain_os_error
-from pipeline.layout import REPOSITORY
+from pipeline.help import REPOSITORY
 from pipeline.report.run_record import find_latest
 
 OUTPUTS = REPOSITORY / "outputs"
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Do what the command line says; returns the exit code.
-
-    0 done, 1 something cannot be read or written, 2 the command line is wrong, 130 interrupted.
-    """
+    """Exit code: 0 done, 1 something cannot be read or written, 2 the command line is wrong, 130 interrupted."""
     parser = argparse.ArgumentParser(prog="python -m pipeline.report", description="Write the report of a run.")
     parser.add_argument("run", type=Path, metavar="RUN_FOLDER|latest", help="a folder under outputs/runs, or latest")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where to; report.html in the run's folder")
@@ -28,7 +25,9 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _write(run: Path, out: Path | None) -> None:
     """Write the page. Raises UserError: what the command line names cannot be read or written."""
-    folder = _find_run(run)
+    folder = run if str(run) != "latest" or run.is_dir() else find_latest(OUTPUTS)
+    if folder is None:
+        raise ConfigError(f"no run is on record under {OUTPUTS}", where="command line", do="python -m pipeline")
     out = out or folder / "report.html"
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}", where="command line", do="ls outputs/runs, or latest")
@@ -43,15 +42,6 @@ def _write(run: Path, out: Path | None) -> None:
     except OSError as error:
         raise explain_os_error(error, where=str(out), folder=out.parent) or UserError(str(error)) from error
     sys.stdout.write(f"{out}\n")
-
-
-def _find_run(run: Path) -> Path:
-    if str(run) != "latest" or run.is_dir():
-        return run
-    folder = find_latest(OUTPUTS)
-    if folder is None:
-        raise ConfigError(f"no run is on record under {OUTPUTS}", where="command line", do="python -m pipeline")
-    return folder
 
 
 if __name__ == "__main__":

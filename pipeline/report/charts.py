@@ -51,6 +51,10 @@ LOADS = ("none", "below ¼", "from ¼", "from ½", "from ¾", "from 0.9", "from 
 BINS = 60
 SHOWN = (0.002, 0.998)  # quantiles of all scores between which the axis of ridges extends; the end bins hold the rest
 
+Curves = Mapping[Method, Sequence[Point]]
+Line = Sequence[tuple[float, float, str]]  # x, y, words for the pointer
+Reference = tuple[float, str]  # y, its name
+
 
 @rc_context(STYLE)
 def draw_bars(title: str, gaps: Sequence[tuple[Method, float]], width: int) -> Markup:
@@ -77,13 +81,7 @@ def draw_bars(title: str, gaps: Sequence[tuple[Method, float]], width: int) -> M
 
 @rc_context(STYLE)
 def draw_curves(
-    title: str,
-    y_name: str,
-    curves: Mapping[Method, Sequence[Point]],
-    width: int,
-    *,
-    strays: Sequence[Point] = (),
-    dense: bool = False,
+    title: str, y_name: str, curves: Curves, width: int, *, strays: Sequence[Point] = (), dense: bool = False
 ) -> Markup:
     """A value against the share of active neurons, widest first; a whisker spans the seeds; strays are on no curve."""
     aside, room = width > NARROW, 32 if width > NARROW else 42
@@ -118,12 +116,7 @@ def _describe(point: Point) -> str:
 
 @rc_context(STYLE)
 def draw_lines(
-    title: str,
-    y_name: str,
-    lines: Mapping[str, Sequence[tuple[float, float, str]]],
-    *,
-    x_name: str = "layer",
-    reference: tuple[float, str] | None = None,
+    title: str, y_name: str, lines: Mapping[str, Line], *, x_name: str = "layer", reference: Reference | None = None
 ) -> Markup:
     """One or two named lines of (x, y, hint); with a reference, the value to compare with, y is a share."""
     axes = _axes(HALF, 240)
@@ -232,7 +225,7 @@ def _hint(artist: Artist, words: str) -> None:
     artist.set_gid(f"hint {words.replace('-', '−')}")
 
 
-def _hint_at(axes: Axes, points: Sequence[tuple[float, float, str]]) -> None:
+def _hint_at(axes: Axes, points: Line) -> None:
     """Invisible targets for the pointer, larger than the points."""
     for x, y, words in points[:: len(points) // 400 + 1]:
         _hint(axes.plot([x], [y], "o", markersize=10, color=INK["card"], alpha=0)[0], words)

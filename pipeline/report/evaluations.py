@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -9,9 +10,8 @@ from typing import Any
 
 from instruments.errors import ContractError
 from models.config import MoEShape
-from pipeline.artifacts import Manifest, is_complete
-from pipeline.report.run_record import SHORT
-from pipeline.stages_table import STAGES
+from pipeline.artifacts import SHORT, Manifest, is_complete
+from pipeline.settings import STAGES
 
 TINY = 1e-6  # nats; a smaller gap is no denominator
 REMEDY = "run the stage again, with fresh=true"
@@ -102,11 +102,9 @@ class Evaluation:
         recipe = self.published.manifest.recipe
         elsewhere = {"tokens", "path", "heldout_path"}  # calibration only, or compared by content
         data = {key: value for key, value in recipe["settings"]["data"].items() if key not in elsewhere}
-        source, texts = dict(recipe["identity"]["model"]), dict(recipe["identity"]["data"])
-        if "shards" in source:  # a copy has another time
-            source["shards"] = [{**shard, "mtime_ns": 0} for shard in source["shards"]]
+        source, texts = recipe["identity"]["model"], recipe["identity"]["data"]
         if "heldout_files" in texts:
-            texts["files"] = []
+            texts = {**texts, "files": []}
         return source, texts, data, self.heldout_tokens
 
     def gap(self, name: str) -> float | None:
@@ -128,9 +126,8 @@ def read_evaluation(folder: Path) -> Evaluation:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         shape = MoEShape(**record["shape"])
-        return Evaluation(
-            published, shape, record["dense_width"], record["heldout_tokens"], record["models"], record["layers"]
-        )
+        figures = [record[key] for key in ("dense_width", "heldout_tokens", "models", "layers")]
+        return Evaluation(published, shape, *figures)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ContractError(f"no readable evaluation: {error!r}", where=str(path), do=REMEDY) from error
 
@@ -140,13 +137,10 @@ def find_comparable(wanted: Evaluation) -> list[Evaluation]:
     manifests = wanted.published.folder.parents[2].glob("*/evaluate/*/manifest.json")
     found = []
     for manifest in sorted(manifests, key=lambda path: (-path.stat().st_mtime_ns, path)):
-        try:
+        with suppress(ContractError, KeyError, TypeError):
             evaluation = read_evaluation(manifest.parent)
-            comparable = evaluation.text == wanted.text
-        except (ContractError, KeyError, TypeError):
-            continue
-        if comparable:
-            found.append(evaluation)
+            if evaluation.text == wanted.text:
+                found.append(evaluation)
     return found
 
 
@@ -183,12 +177,11 @@ def group_by_seed(evaluations: Iterable[Evaluation]) -> list[list[Evaluation]]:
     """Groups, from the widest carve to the narrowest; of several evaluations with the same seed the first counts."""
     groups: list[list[Evaluation]] = []
     for found in evaluations:
-        same = (group for group in groups if (group[0].shape, group[0].settings) == (found.shape, found.settings))
-        group = next(same, None)
-        if group is None:
+        same = [group for group in groups if (group[0].shape, group[0].settings) == (found.shape, found.settings)]
+        if not same:
             groups.append([found])
-        elif found.seed not in {member.seed for member in group}:
-            group.append(found)
+        elif found.seed not in seeds_of(same[0]):
+            same[0].append(found)
     return sorted(groups, key=lambda group: -group[0].share)
 
 
@@ -199,15 +192,11 @@ def same_method(group: Group, wanted: Evaluation) -> bool:
 
 
 def curves_of(groups: Sequence[Group], names: Sequence[str], reference: str = "") -> dict[str, list[Point]]:
-    """Model → its gap at every width, widest first, without the dense model.
-
-    With a `reference`, as parts of that model's gap at the same width, where it has one.
-    """
+    """Model → its gap at every width, widest first; with a `reference`, as parts of that model's gap at that width."""
     curves: dict[str, list[Point]] = {}
-    for name in names:
+    for name in [name for name in names if name != "dense"]:
         for group in groups:
             point, base = point_of(group, name), point_of(group, reference)
-            if point is None or name == "dense" or (reference and (base is None or base.mean <= TINY)):
-                continue
-            curves.setdefault(name, []).append(point / base.mean if base else point)
+            if point is not None and not (reference and (base is None or base.mean <= TINY)):
+                curves.setdefault(name, []).append(point / base.mean if base else point)
     return curves

@@ -3,19 +3,20 @@
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from instruments.durable import whole_file
 from instruments.errors import ConfigError, ContractError
-from pipeline.artifacts import is_complete
-from pipeline.command import command_line
-from pipeline.layout import artifact_folder
+from pipeline.artifacts import SHORT, artifact_folder, is_complete
+from pipeline.overrides import command_line
 from pipeline.report import sections
 from pipeline.report.charts import COLOURS
-from pipeline.report.evaluations import read_chain, read_evaluation, read_published
+from pipeline.report.evaluations import Evaluation, Published, read_chain, read_evaluation, read_published
 from pipeline.report.run_record import RunRecord, StageRun, read_run_record
 from pipeline.report.words import key_figures, plain, shape_words, verdict, without_secrets
 
@@ -24,7 +25,7 @@ FILE = "report.html"
 
 @dataclass(frozen=True)
 class Source:
-    """What a page is made from."""
+    """Input of a page."""
 
     label: str
     run: RunRecord
@@ -34,16 +35,10 @@ class Source:
 
 
 def write_page(source: Source, out: Path) -> Path:
-    """Write the page of a run.
-
-    Raises:
-        ContractError: the last stage's result cannot be read.
-        OSError: the page cannot be written.
-    """
+    """Write the page of a run. Raises ContractError: the last stage's result cannot be read; and OSError."""
     page = draw_page(source)
-    new = out.with_name(f".{out.name}.new")
-    new.write_text(page, encoding="utf-8")
-    new.replace(out)
+    with whole_file(out) as unfinished:
+        unfinished.write_text(page, encoding="utf-8")
     return out
 
 
@@ -51,26 +46,19 @@ def draw_page(source: Source) -> str:
     """The page; text from anywhere is escaped. Raises ContractError: the last stage's result cannot be read."""
     last = read_published(source.last)
     chain = read_chain(last)
-    evaluation = read_evaluation(source.last) if last.stage == "evaluate" else None
+    folder = FileSystemLoader(Path(__file__).parent)
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True,
-    )  # fmt: skip
+        loader=folder, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
     environment.filters["plain"] = plain
     return environment.get_template("page.html.j2").render(
         colours=COLOURS,
         label=source.label,
-        heading=shape_words(evaluation.shape) if evaluation else last.stage,
-        verdict=verdict(evaluation) if evaluation else None,
-        tiles=key_figures(evaluation) if evaluation else [],
-        found=None if evaluation else sections.found(last),
-        quality=sections.quality(evaluation) if evaluation else None,
-        widths=sections.widths(evaluation) if evaluation else None,
+        **(_judge(read_evaluation(source.last)) if last.stage == "evaluate" else _describe(last)),
         training=sections.training(chain.get("train")),
-        layers=sections.layers(evaluation) if evaluation else None,
         neurons=sections.neurons(chain),
         cost=sections.cost(sections.costs_of(chain, source.run, source.output_dir)),
-        command=without_secrets(command_line(list(source.run.overrides))),
+        command=without_secrets(command_line(source.run.overrides)),
         reports={name: sections.filled(done.manifest.table) for name, done in chain.items() if name != "evaluate"},
         config=without_secrets(source.config),
         fingerprints={name: done.manifest.fingerprint for name, done in chain.items()},
@@ -79,18 +67,32 @@ def draw_page(source: Source) -> str:
     )
 
 
-def find_source(folder: Path) -> Source:
-    """What the page of a run needs.
+def _judge(evaluation: Evaluation) -> dict[str, Any]:
+    """The parts of a page that show an evaluation."""
+    return {
+        "heading": shape_words(evaluation.shape),
+        "verdict": verdict(evaluation),
+        "tiles": key_figures(evaluation),
+        "found": None,
+        "quality": sections.quality(evaluation),
+        "widths": sections.widths(evaluation),
+        "layers": sections.layers(evaluation),
+    }
 
-    Raises:
-        ConfigError: no stage of the run was finished.
-        ContractError: its record cannot be read, or the result of its last stage is gone.
-    """
+
+def _describe(last: Published) -> dict[str, Any]:
+    """The same parts for a run that ends before an evaluation."""
+    absent = dict.fromkeys(("verdict", "tiles", "quality", "widths", "layers"))
+    return {**absent, "heading": last.stage, "found": sections.found(last)}
+
+
+def find_source(folder: Path) -> Source:
+    """Input of the page of a run. Raises UserError: its record or last result is missing, or no stage was finished."""
     folder = folder.resolve()
     run = read_run_record(folder)
     label, output_dir, config = _read_config(folder / "config.yaml")
     if not run.stages:
-        command = without_secrets(command_line(list(run.overrides)))
+        command = without_secrets(command_line(run.overrides))
         raise ConfigError("no stage of this run was finished", where=str(folder), do=command)
     output_dir, last = _find_result(folder, output_dir, label, run.stages[-1])
     return Source(label, run, config, last, output_dir)
@@ -102,9 +104,8 @@ def _read_config(path: Path) -> tuple[str, Path, str]:
         config = OmegaConf.load(path)
         return str(config.model.label), Path(str(config.output_dir)), path.read_text(encoding="utf-8")
     except (OSError, YAMLError, OmegaConfBaseException, AttributeError) as error:
-        raise ContractError(
-            f"cannot read the settings of the run: {error}", where=str(path), do="name a folder under outputs/runs"
-        ) from error
+        what = f"cannot read the settings of the run: {error}"
+        raise ContractError(what, where=str(path), do="name a folder under outputs/runs") from error
 
 
 def _find_result(folder: Path, output_dir: Path, label: str, stage: StageRun) -> tuple[Path, Path]:
@@ -113,8 +114,6 @@ def _find_result(folder: Path, output_dir: Path, label: str, stage: StageRun) ->
         found = artifact_folder(place, label, stage.stage, stage.fingerprint)
         if is_complete(found):
             return place, found
-    raise ContractError(
-        f"the result {stage.fingerprint[:16]} of this run's {stage.stage} was removed",
-        where=str(artifact_folder(output_dir, label, stage.stage, stage.fingerprint)),
-        do="run the command at the head of its report.md again",
-    )
+    what = f"the result {stage.fingerprint[:SHORT]} of this run's {stage.stage} was removed"
+    where = str(artifact_folder(output_dir, label, stage.stage, stage.fingerprint))
+    raise ContractError(what, where=where, do="run the command at the head of its report.md again")

@@ -1,4 +1,4 @@
-"""What a run did, for programs to read: `stages.json` in its folder."""
+"""The stages of a run, for programs to read: `stages.json` in its folder."""
 
 import json
 import platform
@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from instruments.durable import whole_file
 from instruments.errors import ContractError
 
 FILE = "stages.json"
-SHORT = 16  # letters of a fingerprint in the name of its folder
 PACKAGES = ("torch", "transformers", "safetensors", "numpy", "scikit-learn", "umap-learn", "hydra-core")
 
 
@@ -39,10 +39,8 @@ class RunRecord:
 
     def write(self, folder: Path) -> None:
         """Write `stages.json`; a concurrent reader sees the old file or the new one, never a part."""
-        path = folder / FILE
-        new = path.with_suffix(".new")
-        new.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
-        new.replace(path)
+        with whole_file(folder / FILE) as unfinished:
+            unfinished.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
 
 def read_run_record(folder: Path) -> RunRecord:
@@ -51,26 +49,23 @@ def read_run_record(folder: Path) -> RunRecord:
         values = json.loads((folder / FILE).read_text(encoding="utf-8"))
         return RunRecord(**{**values, "stages": [StageRun(**run) for run in values["stages"]]})
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ContractError(
-            f"no record of a run: {error}", where=str(folder), do="name a folder under outputs/runs, or latest"
-        ) from error
+        do = "name a folder under outputs/runs, or latest"
+        raise ContractError(f"no record of a run: {error}", where=str(folder), do=do) from error
 
 
 def read_all_records(output_dir: Path) -> Iterator[RunRecord]:
     """Every readable record, the newest run first."""
-    for folder in sorted((path.parent for path in _records(output_dir)), key=lambda path: path.name, reverse=True):
+    for path in sorted(_records(output_dir), key=lambda path: path.parent.name, reverse=True):
         try:
-            yield read_run_record(folder)
+            yield read_run_record(path.parent)
         except ContractError:
             continue
 
 
 def find_latest(output_dir: Path) -> Path | None:
     """The folder of the run that finished a stage last; None where no run has."""
-    for path in sorted(_records(output_dir), key=lambda path: path.stat().st_mtime_ns, reverse=True):
-        if read_run_record(path.parent).stages:
-            return path.parent
-    return None
+    newest = sorted(_records(output_dir), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    return next((path.parent for path in newest if read_run_record(path.parent).stages), None)
 
 
 def _records(output_dir: Path) -> list[Path]:

@@ -1,16 +1,16 @@
-"""What the sections of the page show: tables and charts, named as page.html.j2 reads them."""
+"""Tables and charts of the page's sections, named as page.html.j2 reads them."""
 
 import json
 from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain as joined
 from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
 from safetensors import SafetensorError, safe_open
 
+from pipeline.artifacts import SHORT
 from pipeline.report.charts import NARROW, WIDE, draw_bars, draw_curves, draw_lines, draw_loads, draw_ridges
 from pipeline.report.evaluations import (
     Evaluation,
@@ -23,13 +23,14 @@ from pipeline.report.evaluations import (
     same_method,
     seeds_of,
 )
-from pipeline.report.run_record import SHORT, RunRecord, read_all_records
+from pipeline.report.run_record import RunRecord, StageRun, read_all_records
 from pipeline.report.words import duration, method_of, nats, percent, plain, size
 from stages.artifacts.job import Table
 from stages.artifacts.tensor_file import unpack_tag
 
 Section = dict[str, Any]
 MASK, MOST = "static_mask", 1.6  # the reference of the second chart of widths, and where its axis ends
+Y_NAME = "loss gap, nats per token"
 MOST_OTHERS = MOST_FILES = 40
 LARGEST_PICTURE = 8 << 20  # bytes; a larger one would make the page unwieldy
 
@@ -54,21 +55,15 @@ def widths(evaluation: Evaluation) -> Section:
     names = list(evaluation.models)
     strays = [point for group in others if (point := point_of(group, "carved"))]
     curves = {method_of(name, names): points for name, points in curves_of(mine, names).items()}
-    parts = {
-        method_of(name, names): points
-        for name, points in (curves_of(mine, names, MASK) if len(mine) > 1 else {}).items()
-        if max(point.mean for point in points) <= MOST
-    }
-    gap_title = "Loss gap against the share of active FFN neurons, one curve per method"
-    part_name, part_title = (
-        "gap ÷ gap of the static mask",
-        "Loss gap as a part of the static mask's, one curve per method",
-    )
+    compared = curves_of(mine, names, MASK) if len(mine) > 1 else {}
+    shown = {name: points for name, points in compared.items() if max(point.mean for point in points) <= MOST}
+    parts = {method_of(name, names): points for name, points in shown.items()}
+    title = "Loss gap against the share of active FFN neurons, one curve per method"
+    part_title = "Loss gap as a part of the static mask's, one curve per method"
     return {
-        "curves": _fitting(
-            lambda width: draw_curves(gap_title, "loss gap, nats per token", curves, width, strays=strays, dense=True)
-        ),
-        "parts": parts and _fitting(lambda width: draw_curves(part_title, part_name, parts, width)),
+        "curves": _fitting(lambda width: draw_curves(title, Y_NAME, curves, width, strays=strays, dense=True)),
+        "parts": parts
+        and _fitting(lambda width: draw_curves(part_title, "gap ÷ gap of the static mask", parts, width)),
         "most": MOST,
         "widths": len(mine),
         "seeds": max(len(seeds_of(group)) for group in mine),
@@ -94,11 +89,10 @@ def _other_carves(groups: Sequence[Group], wanted: Evaluation) -> Table:
     rows = []
     for group in groups[:MOST_OTHERS]:
         shape, seeds = group[0].shape, ", ".join(map(str, seeds_of(group)))
-        rows.append([
-            _difference(group[0].settings, wanted.settings), percent(group[0].share),
-            f"{shape.top_k} of {shape.experts} × {shape.n}", plain(shape.always_on), seeds, _gap(group, "carved"),
-            _gap(group, "static_mask_aligned"),
-        ])  # fmt: skip
+        different = _difference(group[0].settings, wanted.settings)
+        experts = f"{shape.top_k} of {shape.experts} × {shape.n}"
+        gaps = _gap(group, "carved"), _gap(group, "static_mask_aligned")
+        rows.append([different, percent(group[0].share), experts, plain(shape.always_on), seeds, *gaps])
     left = len(groups) - len(rows)
     columns = ["other settings", "active", "experts", "always on", "seeds", "this MoE", "static mask, aligned"]
     return Table("", columns, rows, [f"{left} more are not listed."] if left else [])
@@ -122,12 +116,9 @@ def training(published: Published | None) -> Section | None:
         return None
     if not lines or published is None:
         return None
-    dense = float(lines[0]["dense_heldout_loss"])
-    gap = {"this MoE": _over_tokens(lines, "heldout_loss", dense)}
-    load = {
-        "mean of layers": _over_tokens(lines, "load_max_over_mean_average"),
-        "worst layer": _over_tokens(lines, "load_max_over_mean"),
-    }
+    gap = {"this MoE": _over_tokens(lines, "heldout_loss", float(lines[0]["dense_heldout_loss"]))}
+    named = {"mean of layers": "load_max_over_mean_average", "worst layer": "load_max_over_mean"}
+    load = {name: _over_tokens(lines, key) for name, key in named.items()}
     keys = ["tokens", "loss", "heldout_loss", "load_max_over_mean", "dead_experts", "router_entropy", "gradient_norm"]
     rows = [[str(line["step"]), line["phase"], *(line.get(key) for key in keys)] for line in lines]
     return {
@@ -141,10 +132,8 @@ def training(published: Published | None) -> Section | None:
 def _over_tokens(lines: Sequence[Mapping[str, Any]], name: str, base: float = 0.0) -> list[tuple[float, float, str]]:
     """Tokens seen, value above `base` and both in words, for every step whose record has both."""
     tokens = {0: 0.0} | {line["step"]: float(line["tokens"]) for line in lines if "tokens" in line}
-    points = [
-        (tokens[line["step"]], float(line[name]) - base) for line in lines if name in line and line["step"] in tokens
-    ]
-    return [(x, y, f"{x:,.0f} tokens: {y:.4f}") for x, y in points]
+    found = [(tokens[line["step"]], line[name] - base) for line in lines if name in line and line["step"] in tokens]
+    return [(x, y, f"{x:,.0f} tokens: {y:.4f}") for x, y in found]
 
 
 def layers(evaluation: Evaluation) -> Section | None:
@@ -152,22 +141,17 @@ def layers(evaluation: Evaluation) -> Section | None:
     found, shape = evaluation.layers, evaluation.shape
     if not found:
         return None
-    chance = shape.top_k / shape.experts
-    oracle = "error oracle" if shape.pooled else "output oracle"
+    chance, oracle = shape.top_k / shape.experts, "error oracle" if shape.pooled else "output oracle"
     errors = [(index, layer["error"], f"layer {index}: {layer['error']:.4f}") for index, layer in enumerate(found)]
-    agreement = [
-        (index, layer["agreement"], f"layer {index}: {percent(layer['agreement'])}")
-        for index, layer in enumerate(found)
-    ]
+    choices = [(index, layer["agreement"]) for index, layer in enumerate(found)]
+    agreement = [(index, share, f"layer {index}: {percent(share)}") for index, share in choices]
     loads = [layer.get("load", []) for layer in found]
     keys = [key for key, value in found[0].items() if isinstance(value, int | float)]
     rows = [[str(index), *(layer.get(key) for key in keys)] for index, layer in enumerate(found)]
     return {
         "error": [draw_lines("Reconstruction error of every layer", "Σ‖dense − MoE‖² / Σ‖dense‖²", {"": errors})],
-        "agreement": [
-            draw_lines(f"Router's agreement with the {oracle} in every layer", "share of choices", {"": agreement},
-                       reference=(chance, f"chance {percent(chance)}"))
-        ],
+        "agreement": [draw_lines(f"Router's agreement with the {oracle} in every layer", "share of choices",
+                                 {"": agreement}, reference=(chance, f"chance {percent(chance)}"))],
         "oracle": oracle,
         "pooled": shape.pooled,
         "loads": _fitting(lambda width: draw_loads("Expert load by layer", loads, width)) if all(loads) else [],
@@ -186,8 +170,7 @@ def neurons(chain: Mapping[str, Published]) -> Section | None:
         except (OSError, SafetensorError, KeyError):
             pass  # removed, damaged or of another version: the page shows what is there
         else:
-            title = f"Distribution of {name} in every layer"
-            section["name"] = name
+            title, section["name"] = f"Distribution of {name} in every layer", name
             section["scores"] = _fitting(lambda width: draw_ridges(title, name, scores_LF, width))
     return section if section["maps"] or section["scores"] else None
 
@@ -211,26 +194,21 @@ class Cost:
 
     stage: str
     tokens: int | None  # calibration tokens it may read
-    seconds: float | None = None
-    peak_bytes: int | None = None
-    here: bool = False
+    seconds: float | None
+    peak_bytes: int | None
+    here: bool
 
 
 def costs_of(chain: Mapping[str, Published], run: RunRecord, output_dir: Path) -> list[Cost]:
     """The stages in the order of the chain; one that this run kept costs what it cost the run that computed it."""
-    costs = {name: Cost(name, published.settings.get("data", {}).get("tokens")) for name, published in chain.items()}
-    for record in joined([run], read_all_records(output_dir)):
-        for stage in record.stages:
-            cost = costs.get(stage.stage)
-            if cost is None or cost.seconds is not None or stage.seconds is None:
-                continue
-            if stage.fingerprint[:SHORT] == chain[stage.stage].manifest.fingerprint[:SHORT]:
-                costs[stage.stage] = replace(
-                    cost, seconds=stage.seconds, peak_bytes=stage.peak_bytes, here=record is run
-                )
-        if all(cost.seconds is not None for cost in costs.values()):
-            break
-    return list(costs.values())
+    records, costs = [run, *read_all_records(output_dir)], []
+    for name, published in chain.items():
+        address, tokens = published.manifest.fingerprint[:SHORT], published.settings.get("data", {}).get("tokens")
+        same = ((done, record is run) for record in records for done in record.stages
+                if (done.stage, done.fingerprint[:SHORT]) == (name, address) and done.seconds is not None)  # fmt: skip
+        done, here = next(same, (StageRun(name, address), False))
+        costs.append(Cost(name, tokens, done.seconds, done.peak_bytes, here))
+    return costs
 
 
 def cost(costs: Sequence[Cost]) -> Section:
@@ -250,7 +228,7 @@ def cost(costs: Sequence[Cost]) -> Section:
 
 
 def found(last: Published) -> Section:
-    """What a last stage that measured no carve found, and the files it wrote."""
+    """Results and files of a last stage that measured no carve."""
     files = list(last.manifest.files.items())
     rows = [[name, size(facts.get("size"))] for name, facts in files[:MOST_FILES]]
     if len(files) > MOST_FILES:

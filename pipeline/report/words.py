@@ -81,16 +81,11 @@ def size(count: int | None) -> str:
 
 def plain(value: object) -> str:
     """A cell of a table: whole numbers with separators, others with four digits."""
-    match value:
-        case None:
-            return "–"
-        case bool() | str():
-            return str(value)
-        case int():
-            return f"{value:,}".replace("-", "−")
-        case float():
-            return f"{value:.4g}".replace("-", "−")
-    return str(value)
+    if isinstance(value, float):
+        return f"{value:.4g}".replace("-", "−")
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}".replace("-", "−")
+    return "–" if value is None else str(value)
 
 
 def without_secrets(words: str) -> str:
@@ -99,7 +94,7 @@ def without_secrets(words: str) -> str:
 
 
 def shape_words(shape: MoEShape) -> str:
-    """What the source became."""
+    """The carved shape in words."""
     always = f" and {plain(shape.always_on)} always-on neurons" if shape.always_on else ""
     pooled = " in one pool for all layers" if shape.pooled else ""
     return f"{shape.experts} experts of {shape.n}{pooled}, {shape.top_k} per token{always}"
@@ -109,16 +104,14 @@ def verdict(evaluation: Evaluation) -> str:
     """The gap, compared with the baselines' and the oracle's."""
     gap = evaluation.gap("carved") or 0.0
     change = f"costs {nats(gap)} nats per token" if gap > 0 else f"costs nothing measurable ({nats(gap)} nats)"
-    compared = [
-        _compare(gap, other, rival) for name, rival in RIVALS.items() if (other := evaluation.gap(name)) is not None
-    ]
+    found = {rival: evaluation.gap(name) for name, rival in RIVALS.items()}
+    compared = [_compare(gap, other, rival) for rival, other in found.items() if other is not None]
     listed = " and ".join([", ".join(compared[:-1]), compared[-1]] if len(compared) > 1 else compared)
-    oracle = evaluation.gap("oracle_aligned")
-    ending = (
-        "" if oracle is None else f" Choosing experts by their outputs, which no router can, would cost {nats(oracle)}."
-    )
-    opening = f"Serving each token with {percent(evaluation.share)} of the FFN's neurons {change}"
-    return f"{opening}{': ' if compared else ''}{listed}.{ending}"
+    words = f"Serving each token with {percent(evaluation.share)} of the FFN's neurons {change}"
+    words += f": {listed}." if listed else "."
+    if (oracle := evaluation.gap("oracle_aligned")) is not None:
+        words += f" Choosing experts by their outputs, which no router can, would cost {nats(oracle)}."
+    return words
 
 
 def _compare(gap: float, other: float, rival: str) -> str:

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.overrides import override_errors
-from pipeline.settings import compose, register_schema
-from pipeline.stages_table import STAGES
+from pipeline.settings import STAGES, compose, register_schema
 
 REPOSITORY = Path(__file__).parents[2]
 README = (REPOSITORY / "README.md").read_text()

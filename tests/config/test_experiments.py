@@ -6,8 +6,7 @@ from itertools import pairwise
 import pytest
 from config.experiment_log import STATES, expand_sweep, read_entry, read_header, read_log
 
-from pipeline.help import group_lines
-from pipeline.layout import CONF
+from pipeline.help import CONF, group_lines
 from pipeline.overrides import override_errors
 from pipeline.settings import compose, register_schema
 

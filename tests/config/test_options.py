@@ -11,7 +11,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from models.config import MoEShape
-from pipeline.layout import CONF, groups
+from pipeline.help import CONF, groups
 from pipeline.settings import Settings, register_schema, to_settings
 from pipeline.shape import resolve_shape
 from pipeline.validate import dials_of

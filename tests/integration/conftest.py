@@ -57,7 +57,7 @@ def source(sound, tmp_path) -> Path:
 def refused(tmp_path, monkeypatch, capsys):
     """Run the command, which must refuse its settings before a stage starts or a weight is read; gives its words."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("pipeline.stages_table.Stage.run", property(lambda stage: pytest.fail(f"{stage.name} ran")))
+    monkeypatch.setattr("pipeline.settings.Stage.run", property(lambda stage: pytest.fail(f"{stage.name} ran")))
     monkeypatch.setattr(ShardReader, "tensor", lambda _reader, name: pytest.fail(f"{name} was read"))
 
     def run(*words):

@@ -17,7 +17,7 @@ from models.config import ModelConfig
 from models.source import check_source
 from models.stream import LayerStream
 from pipeline.cli import run_command
-from pipeline.layout import REPOSITORY
+from pipeline.help import REPOSITORY
 
 PROGRESS = re.compile(r"[\w ]+: +\d+%\|")  # of tqdm
 KINDS = ["nf4-nested", "int8"]

@@ -15,7 +15,7 @@ from pico import write_pico
 
 from pipeline.artifacts import hold_lock
 from pipeline.cli import run_command
-from pipeline.stages_table import asked_stages
+from pipeline.settings import asked_stages
 
 REPOSITORY = Path(__file__).parents[2]
 WHOLE = [stage.name for stage in asked_stages("all")]
@@ -132,7 +132,7 @@ def test_the_chain_leaves_a_checkpoint_and_a_report(finished):
 
 
 def test_a_rerun_does_nothing_and_says_so(outputs, words, capsys, monkeypatch):
-    monkeypatch.setattr("pipeline.stages_table.Stage.run", property(lambda stage: pytest.fail(f"{stage.name} ran")))
+    monkeypatch.setattr("pipeline.settings.Stage.run", property(lambda stage: pytest.fail(f"{stage.name} ran")))
     assert in_process(outputs, words) == 0
     said = capsys.readouterr().out
     assert [line.split()[0] for line in said.splitlines() if "kept from an earlier run" in line] == WHOLE

@@ -8,10 +8,9 @@ import numpy as np
 import torch
 import yaml
 
-from pipeline.artifacts import Manifest
-from pipeline.layout import artifact_folder
+from pipeline.artifacts import Manifest, artifact_folder
 from pipeline.report.run_record import RunRecord
-from pipeline.stages_table import PROJECTED, TRAINED, Uses, with_ancestors
+from pipeline.settings import PROJECTED, TRAINED, Uses, with_ancestors
 from stages.artifacts.job import Table
 from stages.artifacts.statistics import Scores
 

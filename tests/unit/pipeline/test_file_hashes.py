@@ -5,12 +5,12 @@ import os
 import pytest
 
 from instruments.durable import hash_file
-from pipeline.file_hashes import REMEMBERED_BYTES, FileHashes
+from pipeline.artifacts import REMEMBERED_BYTES, FileHashes
 
 
 @pytest.fixture
 def file(tmp_path, monkeypatch):
-    monkeypatch.setattr("pipeline.file_hashes.SETTLED", -1)
+    monkeypatch.setattr("pipeline.artifacts.SETTLED", -1)
     path = tmp_path / "weights"
     path.write_bytes(b"\0" * REMEMBERED_BYTES)
     return path
@@ -20,7 +20,7 @@ def file(tmp_path, monkeypatch):
 def read(monkeypatch):
     """The files whose bytes are read."""
     found = []
-    monkeypatch.setattr("pipeline.file_hashes.hash_file", lambda path: found.append(path.name) or hash_file(path))
+    monkeypatch.setattr("pipeline.artifacts.hash_file", lambda path: found.append(path.name) or hash_file(path))
     return found
 
 
@@ -49,7 +49,7 @@ def test_a_touch_changes_no_hash(file, tmp_path):
 
 
 def test_what_changed_just_now_is_not_remembered(file, read, tmp_path, monkeypatch):
-    monkeypatch.setattr("pipeline.file_hashes.SETTLED", 10**12)
+    monkeypatch.setattr("pipeline.artifacts.SETTLED", 10**12)
     hash_of = FileHashes(tmp_path / "hashes.json")
     assert hash_of(file) == hash_of(file)
     assert read == ["weights", "weights"]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 from pipeline.plan import fingerprint, make_recipe, plain_settings
-from pipeline.stages_table import STAGES
+from pipeline.settings import STAGES
 
 IDENTITIES = {"model": {"config": "c0ffee"}, "data": {"python": "3.11.7"}}
 

@@ -6,8 +6,7 @@ import pytest
 
 from pipeline.artifacts import Manifest
 from pipeline.run import NEXT, next_commands, written_files
-from pipeline.settings import compose, register_schema
-from pipeline.stages_table import STAGES
+from pipeline.settings import STAGES, compose, register_schema
 from stages.artifacts.job import Table
 
 

@@ -1,8 +1,8 @@
-"""Slips on the command line: each found, each with its whole message."""
+"""Slips on the command line, each with its whole message, and commands that can be pasted."""
 
 import pytest
 
-from pipeline.overrides import override_errors
+from pipeline.overrides import command_line, override_errors
 
 
 def texts(*words, sweep=False):
@@ -35,6 +35,12 @@ def test_good_words_pass(word):
     [
         ("expert=3", "there is no setting expert\n  where: command line\n  do:    experts=3"),
         ("batch_token=3", "there is no setting batch_token\n  where: command line\n  do:    scan.batch_tokens=3"),
+        (
+            "diagnose.analyze_tensor=3",
+            "there is no setting diagnose.analyze_tensor\n"
+            "  where: command line\n"
+            "  do:    diagnose.analyze_tensor.file=3",
+        ),
         ("clusters=rank", "there is no setting clusters\n  where: command line\n  do:    cluster=rank"),
         (
             "scan.gradient=true",
@@ -101,3 +107,10 @@ def test_every_value_of_a_sweep_is_checked():
         "experts=many should be a whole number or null\n  where: command line\n  do:    experts=16",
         "experts=few should be a whole number or null\n  where: command line\n  do:    experts=16",
     ]
+
+
+def test_changed_settings_replace_typed_ones():
+    typed = ["stage=all", "data.path=/my texts", "experts=3"]
+    assert command_line(typed, stage="scan", fresh="true") == (
+        "python -m pipeline 'data.path=/my texts' experts=3 stage=scan fresh=true"
+    )

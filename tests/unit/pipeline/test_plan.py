@@ -5,8 +5,7 @@ import pytest
 from instruments.errors import DataError
 from pipeline.artifacts import open_staging, publish
 from pipeline.plan import make_plan, select_stages
-from pipeline.settings import compose, register_schema
-from pipeline.stages_table import CHAIN, STAGES, Uses, asked_stages, with_ancestors
+from pipeline.settings import CHAIN, STAGES, Uses, asked_stages, compose, register_schema, with_ancestors
 from pipeline.validate import validate
 from stages.artifacts.job import Table
 

@@ -13,7 +13,6 @@ from pipeline.report.evaluations import read_evaluation
 from pipeline.report.page import Source, draw_page, find_source
 from pipeline.report.run_record import read_run_record
 from pipeline.report.sections import costs_of
-from pipeline.run import Runner
 from pipeline.run_folder import RunFolder
 from pipeline.settings import Settings
 
@@ -238,9 +237,9 @@ def test_a_run_whose_page_cannot_be_drawn_is_no_failure(outputs, caplog):
     run_folder = RunFolder(
         outputs.folder / "runs" / "now", Settings(experts=5, n=8, output_dir=str(outputs.folder)), []
     )
-    assert Runner(run_folder, []).write_page(evaluation) == run_folder.folder / "report.html"
+    assert run_folder.write_page(evaluation) == run_folder.folder / "report.html"
     (evaluation / "evaluation.json").write_text("damaged")
-    assert Runner(run_folder, []).write_page(evaluation) is None
+    assert run_folder.write_page(evaluation) is None
     (said,) = caplog.messages
     assert said.startswith("no report.html: no readable evaluation: JSONDecodeError(")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from instruments.errors import UserError, redact
-from pipeline.command import command_line, hide_passwords
+from pipeline.overrides import command_line, hide_passwords
 from pipeline.run_folder import RunFolder
 from pipeline.settings import Settings
 from stages.accumulators.config import StoreConfig, find_password

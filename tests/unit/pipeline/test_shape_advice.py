@@ -11,8 +11,7 @@ from models.source import EMBEDDED, read_config
 from models.targets.config import count_carved, count_dense
 from pipeline.run import introduce
 from pipeline.settings import compose, register_schema
-from pipeline.shape import ShapeRequest
-from pipeline.shape_advice import Request, find_remedy, shape_warnings
+from pipeline.shape import Request, ShapeRequest, find_remedy, shape_warnings
 from pipeline.validate import InvalidSettingsError, validate
 from stages.assemble.config import AssembleConfig
 

@@ -6,8 +6,7 @@ import shlex
 import pytest
 
 from pipeline.overrides import first_word, override_errors
-from pipeline.settings import compose, register_schema
-from pipeline.stages_table import STAGES
+from pipeline.settings import STAGES, compose, register_schema
 from pipeline.validate import field_errors, find_errors
 
 WRONG = [

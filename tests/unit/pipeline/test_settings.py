@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.layout import REPOSITORY
-from pipeline.stages_table import CHAIN
+from pipeline.help import REPOSITORY
+from pipeline.settings import CHAIN
 
 
 @pytest.mark.parametrize("stage", CHAIN, ids=lambda stage: stage.name)
