@@ -74,6 +74,8 @@ def os_error_number(error: Exception) -> int | None:
     """The errno of an OSError, or of one wrapped in the text of another error."""
     if isinstance(error, OSError):
         return error.errno
+    if "inline_container.cc" in str(error):  # torch.save gives no number; its writer fails where the disk is full
+        return errno.ENOSPC
     found = re.search(r"\(os error (\d+)\)", str(error))
     return int(found[1]) if found else None
 

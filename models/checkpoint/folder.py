@@ -23,14 +23,31 @@ _PICKLE_PATTERNS = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 def require_folder(folder: Path) -> Path:
-    """The folder itself. Raises CheckpointError: there is none."""
+    """The folder itself. Raises CheckpointError: there is none, or a reader would wait for a file in it for ever."""
     try:
         if folder.is_dir():
+            _check_regular(folder)
             return folder
         found = "is a file, not a folder" if folder.exists() else "does not exist"
     except OSError as error:  # a name too long, or a folder that may not be entered
         found = f"cannot be opened ({error.strerror})"
     raise CheckpointError(f"no checkpoint: {folder} {found}", where="model.path", do=GIVE_FOLDER)
+
+
+def _check_regular(folder: Path) -> None:
+    """Refuse pipes, sockets and devices, links to them included."""
+    with os.scandir(folder) as entries:
+        odd = sorted(entry.name for entry in entries if not (entry.is_file() or entry.is_dir() or _is_dangling(entry)))
+    if odd:
+        raise CheckpointError(
+            f"{', '.join(odd[:3])}: a pipe, a socket or a device, and no file of a checkpoint",
+            where=str(folder),
+            do="remove it, or download or copy the checkpoint again",
+        )
+
+
+def _is_dangling(entry: os.DirEntry[str]) -> bool:
+    return entry.is_symlink() and not Path(entry.path).exists()
 
 
 def list_shards(folder: Path) -> list[Path]:
