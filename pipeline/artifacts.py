@@ -14,6 +14,7 @@ from filelock import FileLock, Timeout
 
 from instruments.durable import hash_file, sync, sync_tree
 from instruments.errors import ContractError, UserError
+from pipeline.json_kinds import is_cell, is_count, is_text, list_of, object_of, object_with
 from stages.artifacts.job import Table
 
 MANIFEST = "manifest.json"
@@ -46,7 +47,12 @@ class Manifest:
         try:
             values = json.loads(path.read_text())
             seal = values.pop("seal")
-            manifest = cls(**{**values, "table": Table(**values["table"])})
+            if not _IS_MANIFEST(values):
+                raise ValueError("values of another type")
+            table = values["table"]
+            if any(len(row) != len(table["columns"]) for row in table["rows"]):
+                raise ValueError("rows of a table that do not fit its columns")
+            manifest = cls(**{**values, "table": Table(**table)})
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ContractError(f"no readable manifest: {error}", where=str(path), do=remedy) from error
         if seal != _seal(values):
@@ -56,13 +62,26 @@ class Manifest:
         return manifest
 
 
+_IS_TABLE = object_with(title=is_text, columns=list_of(is_text), rows=list_of(list_of(is_cell)), notes=list_of(is_text))
+_IS_MANIFEST = object_with(
+    fingerprint=is_text,
+    recipe=object_of(lambda _value: True),
+    files=object_of(
+        lambda facts: (
+            isinstance(facts, dict) and is_count(facts.get("size", 0)) and isinstance(facts.get("sha256", ""), str)
+        )
+    ),
+    table=_IS_TABLE,
+)
+
+
 def _seal(values: Mapping[str, Any]) -> str:
     return sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def _is_inside(name: str) -> bool:
     path = PurePosixPath(name)
-    return not path.is_absolute() and ".." not in path.parts
+    return not path.is_absolute() and ".." not in path.parts and "\0" not in name
 
 
 def is_complete(folder: Path) -> bool:
@@ -92,16 +111,23 @@ def verify(folder: Path, *, remedy: str, hash_of: Callable[[Path], str] = hash_f
     faults = []
     for name, expected in manifest.files.items():
         path = folder / name
-        if not path.is_file():
+        if not _is_present(path):
             faults.append(f"{path} is missing")
-        elif path.stat().st_size != expected["size"]:
-            faults.append(f"{path} has {path.stat().st_size} bytes; {expected['size']} were published")
-        elif hash_of(path) != expected["sha256"]:
+        elif path.stat().st_size != expected.get("size"):
+            faults.append(f"{path} has {path.stat().st_size} bytes; {expected.get('size')} were published")
+        elif hash_of(path) != expected.get("sha256"):
             faults.append(f"{path} was changed after it was published")
     if not manifest.fingerprint.startswith(folder.name):
         faults.append(f"{folder} holds the result {manifest.fingerprint}")
     if faults:
         raise ContractError(f"the result of {folder.parent.name} is damaged", where="; ".join(faults), do=remedy)
+
+
+def _is_present(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that no file can have
+        return False
 
 
 LOCK_TIMEOUT = 0.3  # seconds; enough for another process that only cleans up
