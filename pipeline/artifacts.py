@@ -45,7 +45,7 @@ class Manifest:
         """
         path = folder / MANIFEST
         try:
-            values = json.loads(path.read_text())
+            values = json.loads(path.read_text(encoding="utf-8"))
             seal = values.pop("seal")
             if not _IS_MANIFEST(values):
                 raise ValueError("values of another type")
@@ -163,7 +163,7 @@ def hold_lock(path: Path) -> Iterator[None]:
 
 def _holder(path: Path) -> str:
     with suppress(OSError):
-        return path.read_text() or "just started"
+        return path.read_text(encoding="utf-8") or "just started"
     return "just started"
 
 

@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from instruments.errors import ConfigError
 from pipeline.layout import OVERLAYS, groups
 from pipeline.settings import Settings
-from pipeline.validate import EMPTY_OUTPUT, unknown_choice
+from pipeline.validate import EMPTY_OUTPUT, LONGEST, unknown_choice
 
 WHERE = "command line"
 
@@ -51,7 +51,7 @@ def word_errors(word: str, options: dict[str, list[str]], *, sweep: bool) -> Ite
     """What is wrong with one `key=value`."""
     try:
         override = OverridesParser.create().parse_override(word)
-    except HydraException:
+    except (HydraException, ValueError, RecursionError):  # ValueError: a number of more digits than Python reads
         yield unreadable_word(word)
         return
     if override.is_hydra_override() or override.is_delete():
@@ -77,7 +77,11 @@ def unreadable_word(word: str) -> ConfigError:
     """The error for what is no key=value, or whose value needs quotes."""
     key, equals, value = word.partition("=")
     if not equals or find_type(key) is None:
-        return ConfigError(f"{word} is no setting", where=WHERE, do="stage=scan, or another key=value")
+        return ConfigError(f"{word[:200]} is no setting", where=WHERE, do="stage=scan, or another key=value")
+    if len(word) > LONGEST:
+        return ConfigError(
+            f"{key} has a value of {len(value):,} characters", where=WHERE, do=example(key, find_type(key))
+        )
     escaped = value.replace("\\'", "'").replace("'", "\\'")
     return ConfigError(
         f"{word} cannot be read: a value with characters such as = ! ( ) [ ] {{ }} needs quotes that the shell leaves",
