@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from instruments.errors import CheckpointError
 
@@ -222,7 +222,7 @@ def _is_size(value: object) -> bool:
     return type(value) is int and 1 <= value <= _LARGEST
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
 
 
@@ -256,9 +256,9 @@ _KINDS: Mapping[str, Callable[[object], bool]] = {
          "original_max_position_embeddings"), _is_size,
     ),
     **dict.fromkeys(("rms_norm_eps", "initializer_range", "attention_dropout"),
-                    lambda value: _is_number(value) and value >= 0),  # type: ignore[operator] - a number
+                    lambda value: _is_number(value) and value >= 0),
     **dict.fromkeys(("rope_theta", "query_pre_attn_scalar", "rope_local_base_freq"),
-                    lambda value: _is_number(value) and value > 0),  # type: ignore[operator] - a number
+                    lambda value: _is_number(value) and value > 0),
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling",
                      "final_logit_softcapping", "attn_logit_softcapping", "sliding_window", "max_window_layers"),
                     _is_number),
