@@ -25,7 +25,7 @@ def exit_code(work: Callable[[], int | None]) -> int:
 
 def printable(text: str) -> str:
     """The text with control characters spelled out: names from files must not steer the terminal."""
-    return "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in text)
+    return "".join(char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1] for char in text)
 
 
 def say(text: str) -> None:

@@ -1,11 +1,14 @@
 """Settings of the dense model, the shape of a carve, and what is refused before weights are loaded."""
 
+import logging
 import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from importlib.util import find_spec
 from platform import machine
+from types import ModuleType
 from typing import Any
 
 from instruments.errors import CheckpointError, ConfigError, UserError
@@ -133,6 +136,26 @@ def missing_bitsandbytes(what: str = "quantisation") -> ConfigError:
         where="model.quantization",
         do="pip install -e '.[quantization]'" if known else "model.quantization=none and an unquantised checkpoint",
     )
+
+
+def import_bitsandbytes() -> ModuleType:
+    """The package; an optional extra that takes a while to import. Raises ConfigError: it is not installed."""
+    if not find_spec("bitsandbytes"):
+        raise missing_bitsandbytes()
+    # On a CPU with AVX512-BF16 its import fetches a kernel from the hub and runs it, and warns where it cannot:
+    # neither is wanted, and `prepare_quantised` switches that kernel off.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    if "bitsandbytes" in sys.modules:
+        return sys.modules["bitsandbytes"]
+    loaded: dict[str, Any] = sys.modules
+    hidden = loaded.get("kernels")
+    loaded["kernels"] = None  # an import of it then fails
+    try:
+        return import_module("bitsandbytes")
+    finally:
+        del sys.modules["kernels"]
+        if hidden is not None:
+            sys.modules["kernels"] = hidden
 
 
 def check_placement(model: ModelConfig) -> Iterator[ConfigError]:

@@ -1,8 +1,8 @@
 """Dense families: weight names, configuration defaults, and which checkpoints can be carved."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from instruments.errors import CheckpointError
 
@@ -39,6 +39,8 @@ class DenseFamily:
     defaults: Mapping[str, Any]
     # Tensors of a layer other than the FFN, carried over as they are.
     qk_norm: bool = False
+    # It normalises all heads' queries, and all keys, at once.
+    norm_of_all_heads: bool = False
     # Key of config.json that gives q, k, v (and, if named `attention_bias`, o) a bias; True: q, k, v always have one.
     qkv_bias: bool | str = False
     gate: str = _LAYER + "mlp.gate_proj.weight"
@@ -63,13 +65,36 @@ class DenseFamily:
             return ("q", "k", "v")
         return ("q", "k", "v", "o") if self.qkv_bias and config.get(self.qkv_bias) else ()
 
+    def kept_shapes(self, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        """A layer's tensors that are carried over unchanged, attention and norms: name with `{layer}` → shape."""
+        dense = {**self.defaults, **config}
+        hidden, heads = int(dense["hidden_size"]), int(dense["num_attention_heads"])
+        head_dim = int(dense.get("head_dim") or hidden // heads)
+        keys = int(dense.get("num_key_value_heads") or heads) * head_dim
+        rows = {"q": heads * head_dim, "k": keys, "v": keys, "o": hidden}
+        found: dict[str, tuple[int, ...]] = {f"{norm}.weight": (hidden,) for norm in self.norms}
+        for letter, width in rows.items():
+            found[f"self_attn.{letter}_proj.weight"] = (width, rows["q"] if letter == "o" else hidden)
+        for letter in self.attention_biases(config):
+            found[f"self_attn.{letter}_proj.bias"] = (rows[letter],)
+        if self.qk_norm:
+            for letter in "qk":
+                found[f"self_attn.{letter}_norm.weight"] = (rows[letter] if self.norm_of_all_heads else head_dim,)
+        return {_LAYER + name: shape for name, shape in found.items()}
+
     def kept(self, layer: int, config: Mapping[str, Any]) -> list[str]:
         """Names of a layer's tensors that are carried over unchanged: attention and norms."""
-        attention = [f"{letter}_proj.weight" for letter in "qkvo"]
-        attention += [f"{letter}_proj.bias" for letter in self.attention_biases(config)]
-        attention += ["q_norm.weight", "k_norm.weight"] if self.qk_norm else []
-        names = [*(f"{norm}.weight" for norm in self.norms), *(f"self_attn.{name}" for name in attention)]
-        return [_LAYER.format(layer=layer) + name for name in names]
+        return [name.format(layer=layer) for name in self.kept_shapes(config)]
+
+    def layer_shapes(self, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        """A layer's tensors on disk: name with `{layer}` → shape."""
+        width, hidden = int(config["intermediate_size"]), int(config["hidden_size"])
+        ffn = {self.gate: (width, hidden), self.up: (width, hidden), self.down: (hidden, width)}
+        found: dict[str, tuple[int, ...]] = {}
+        for name, shape in (ffn | self.kept_shapes(config)).items():
+            whole = fused_name(name) if self.fused else name
+            found[whole] = (found[whole][0] + shape[0], *shape[1:]) if whole in found else shape
+        return found
 
     def stored(self, names: Iterable[str]) -> list[str]:
         """The tensors on disk that hold these, each once."""
@@ -121,7 +146,14 @@ DENSE_FAMILIES = {
         DenseFamily("mistral", _MISTRAL_DEFAULTS),
         DenseFamily("qwen2", _QWEN_DEFAULTS, qkv_bias=True),
         DenseFamily("qwen3", _QWEN_DEFAULTS | {"head_dim": 128}, qk_norm=True, qkv_bias="attention_bias"),
-        DenseFamily("olmo2", _OLMO2_DEFAULTS, qk_norm=True, qkv_bias="attention_bias", norms=_POST_NORMS),
+        DenseFamily(
+            "olmo2",
+            _OLMO2_DEFAULTS,
+            qk_norm=True,
+            norm_of_all_heads=True,
+            qkv_bias="attention_bias",
+            norms=_POST_NORMS,
+        ),
         DenseFamily("granite", _LLAMA_DEFAULTS, qkv_bias="attention_bias"),
         DenseFamily("phi3", _PHI3_DEFAULTS, fused=True),
         DenseFamily(
@@ -163,11 +195,12 @@ _UNGATED = frozenset(
 def dense_family(config: Mapping[str, Any]) -> DenseFamily:
     """The family of a checkpoint, from its config.json. Raises CheckpointError: it is not supported."""
     model_type = config.get("model_type")
-    if model_type in DENSE_FAMILIES:
+    if isinstance(model_type, str) and model_type in DENSE_FAMILIES:
         return DENSE_FAMILIES[model_type]
-    what = f"architecture {model_type!r} has no gated FFN" if model_type in _UNGATED else None
+    named = repr(model_type)[:100]
+    ungated = isinstance(model_type, str) and model_type in _UNGATED
     raise CheckpointError(
-        what or f"architecture {model_type!r} is not supported",
+        f"architecture {named} {'has no gated FFN' if ungated else 'is not supported'}",
         where="model_type in config.json",
         do=f"choose a dense model of one of these: {', '.join(sorted(DENSE_FAMILIES))}",
     )
@@ -179,14 +212,95 @@ def keeps_tied(config: Mapping[str, Any]) -> bool:
     return bool(config.get("tie_word_embeddings", defaults.get("tie_word_embeddings", False)))
 
 
+_AGAIN = "download or copy it again"
+_LARGEST = 2**31 - 1  # no size and no count of a model is larger
 REQUIRED_KEYS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and 1 <= value <= _LARGEST
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
+
+
+def _is_tokens(value: object) -> bool:
+    return all(
+        type(token) is int and abs(token) <= _LARGEST for token in (value if isinstance(value, list) else [value])
+    )
+
+
+def _is_rope(value: object) -> bool:
+    """Numbers, lists of numbers and a kind; or such an object for each kind of layer."""
+    if not isinstance(value, dict) or not all(
+        isinstance(value.get(key, ""), str | None) for key in ("rope_type", "type")
+    ):
+        return False
+    sizes = [value[key] for key in ("factor", "rope_theta", "original_max_position_embeddings") if key in value]
+    if not all(size is None or (_is_number(size) and size > 0) for size in sizes):
+        return False
+    numbers = [item for item in value.values() if isinstance(item, int | float) and not isinstance(item, bool)]
+    lists = [item for item in value.values() if isinstance(item, list)]
+    parts = [item for item in value.values() if isinstance(item, dict)]
+    return all(map(_is_number, [*numbers, *(part for item in lists for part in item)])) and all(
+        not any(isinstance(item, dict) for item in part.values()) and _is_rope(part) for part in parts
+    )
+
+
+# What a key of config.json holds where it is given and not null.
+_KINDS: Mapping[str, Callable[[object], bool]] = {
+    **dict.fromkeys(
+        (*REQUIRED_KEYS, "num_key_value_heads", "head_dim", "max_position_embeddings",
+         "original_max_position_embeddings"), _is_size,
+    ),
+    **dict.fromkeys(("rms_norm_eps", "initializer_range", "attention_dropout"),
+                    lambda value: _is_number(value) and value >= 0),
+    **dict.fromkeys(("rope_theta", "query_pre_attn_scalar", "rope_local_base_freq"),
+                    lambda value: _is_number(value) and value > 0),
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling",
+                     "final_logit_softcapping", "attn_logit_softcapping", "sliding_window", "max_window_layers"),
+                    _is_number),
+    **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "use_cache", "use_sliding_window"),
+                    lambda value: isinstance(value, bool)),
+    **dict.fromkeys(("hidden_act", "hidden_activation"), lambda value: isinstance(value, str)),
+    **dict.fromkeys(("dtype", "torch_dtype"),
+                    lambda value: isinstance(value, str) and value.removeprefix("torch.") in _DTYPES),
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), _is_rope),
+    "quantization_config": lambda value: isinstance(value, dict),
+    "layer_types": lambda value: isinstance(value, list) and all(isinstance(kind, str) for kind in value),
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), _is_tokens),
+}  # fmt: skip
+
+
+def check_values(config: Mapping[str, Any]) -> list[CheckpointError]:
+    """Values in config.json that no dense model has: negative or infinite sizes, fields of another type."""
+    found = []
+    absent = [key for key in REQUIRED_KEYS if not isinstance(config.get(key), int)]
+    if absent:
+        found.append(CheckpointError(f"config.json gives no number for {', '.join(absent)}", do=_AGAIN))
+    wrong = [
+        f"{key}={repr(config[key])[:60]}"
+        for key, holds in _KINDS.items()
+        if key not in absent and config.get(key) is not None and not holds(config[key])
+    ]
+    if wrong:
+        found.append(CheckpointError("config.json holds values that no model has", where=", ".join(wrong), do=_AGAIN))
+    if absent or wrong:
+        return found
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    if config.get("head_dim") is None and hidden % heads:
+        what = f"hidden_size={hidden} is no multiple of num_attention_heads={heads}, and there is no head_dim"
+        found.append(CheckpointError(what, where="config.json", do=_AGAIN))
+    if heads % (config.get("num_key_value_heads") or 1):
+        what = f"num_attention_heads={heads} is no multiple of num_key_value_heads={config['num_key_value_heads']}"
+        found.append(CheckpointError(what, where="config.json", do=_AGAIN))
+    return found
 
 
 def check_features(config: Mapping[str, Any], family: DenseFamily) -> list[CheckpointError]:
     """Features of a checkpoint of a supported family that no MoE target can express."""
-    absent = [key for key in REQUIRED_KEYS if not isinstance(config.get(key), int)]
-    if absent:
-        return [CheckpointError(f"config.json gives no number for {', '.join(absent)}", do="download or copy it again")]
     found = []
     if config.get("mlp_bias"):
         found.append(("an FFN with biases has no MoE counterpart", "mlp_bias", "choose a model without them"))
@@ -204,35 +318,41 @@ def check_tensors(
     shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], family: DenseFamily
 ) -> list[CheckpointError]:
     """Tensors that are missing, unknown, or not of the shape in config.json."""
-    layers = range(int(config["num_hidden_layers"]))
-    expected = {family.embedding, family.final_norm}
-    wrong = []
-    for layer in layers:
-        wanted = _ffn_shapes(config, family, layer)
-        expected |= {*wanted, *family.stored(family.kept(layer, config))}
-        for name, shape in wanted.items():
-            if name in shapes and shapes[name] != shape:
-                wrong.append(f"{name} is {shapes[name]}, not {shape}")
-    ignored = {template.format(layer=layer) for template in family.ignored for layer in layers} | {family.head}
+    layers, hidden = int(config["num_hidden_layers"]), int(config["hidden_size"])
+    if layers > len(shapes):
+        return [
+            CheckpointError(
+                f"config.json says {layers:,} layers, and the weights are {len(shapes):,} tensors in all",
+                where="num_hidden_layers in config.json",
+                do=_BELONGS,
+            )
+        ]
+    embedding = (int(config["vocab_size"]), hidden)
+    expected: dict[str, tuple[int, ...]] = {family.embedding: embedding, family.final_norm: (hidden,)}
+    of_layer = family.layer_shapes(config)
+    for layer in range(layers):
+        expected |= {name.format(layer=layer): shape for name, shape in of_layer.items()}
+    if family.head in shapes or not keeps_tied(config):
+        expected[family.head] = embedding
+    ignored = {template.format(layer=layer) for template in family.ignored for layer in range(layers)}
+    wrong = [
+        f"{name} is {shapes[name]}, not {shape}"
+        for name, shape in expected.items()
+        if name in shapes and shapes[name] != shape
+    ]
     return [
-        *_problem("tensors are missing", expected - shapes.keys()),
-        *_problem("tensors are unknown to this architecture", shapes.keys() - expected - ignored),
+        *_problem("tensors are missing", expected.keys() - shapes.keys()),
+        *_problem("tensors are unknown to this architecture", shapes.keys() - expected.keys() - ignored),
         *_problem("tensors do not have the shape that config.json says", wrong),
     ]
 
 
-def _ffn_shapes(config: Mapping[str, Any], family: DenseFamily, layer: int) -> dict[str, tuple[int, int]]:
-    """The FFN's tensors on disk."""
-    width, hidden = int(config["intermediate_size"]), int(config["hidden_size"])
-    names = family.stored(family.ffn(layer))
-    rows = (2 * width,) if family.fused else (width, width)
-    shapes = [*((count, hidden) for count in rows), (hidden, width)]
-    return dict(zip(names, shapes, strict=True))
+_BELONGS = "check that config.json belongs to these weights"
 
 
 def _problem(what: str, names: Iterable[str]) -> list[CheckpointError]:
     found = sorted(names)
     if not found:
         return []
-    shown = ", ".join(found[:3]) + (" ..." if len(found) > 3 else "")
-    return [CheckpointError(f"{len(found)} {what}", where=shown, do="check that config.json belongs to these weights")]
+    shown = ", ".join(name[:200] for name in found[:3]) + (" ..." if len(found) > 3 else "")
+    return [CheckpointError(f"{len(found)} {what}", where=shown, do=_BELONGS)]

@@ -1,6 +1,7 @@
 """An MoE checkpoint, streamed from the dense one: all tensors but the FFNs are carried over unchanged."""
 
 import json
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch.nn.functional import pad
 from tqdm import tqdm
 
 from instruments.errors import CheckpointError, ContractError, NumericsError
+from models.checkpoint.folder import read_json
 from models.checkpoint.reader import ShardReader
 from models.checkpoint.writer import ShardWriter
 from models.config import MoEShape
@@ -22,6 +24,8 @@ from models.targets.base import ALIGNMENT, MoETarget, expert_width, gate_scale_o
 from models.targets.config import emit_config, source_dtype
 from models.targets.tiny_onn import copy_code
 
+logger = logging.getLogger(__name__)
+
 _PATTERNS = (
     "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
     "spiece.model", "chat_template*", "LICENSE*", "NOTICE*",
@@ -29,11 +33,24 @@ _PATTERNS = (
 
 
 def copy_tokenizer_files(source_folder: Path, out_folder: Path) -> None:
-    """Copy tokenizer, chat template, generation defaults and licence, if present."""
+    """Copy tokenizer, chat template, generation defaults and licence, if present.
+
+    Code of a tokenizer's own is not copied, nor the `auto_map` by which transformers would look for it.
+    """
     for pattern in _PATTERNS:
         for path in source_folder.glob(pattern):
             if path.is_file():
                 shutil.copyfile(path, out_folder / path.name)
+    path = out_folder / "tokenizer_config.json"
+    try:
+        settings = read_json(path) if path.exists() else {}
+        code = settings.pop("auto_map", None)
+    except (ValueError, AttributeError, TypeError) as error:
+        where = str(source_folder / path.name)
+        raise CheckpointError("tokenizer_config.json is no JSON object", where=where, do="download it again") from error
+    if code is not None:
+        logger.warning("the tokenizer's own code is not copied: auto_map of tokenizer_config.json is left out")
+        path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def emit_checkpoint(

@@ -5,15 +5,17 @@ import ctypes.util
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import get_max_memory
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from instruments.errors import CheckpointError, ConfigError, UserError
+from models.checkpoint.folder import read_checkpoint
 from models.config import ModelConfig, stored_quantization
 from models.quantization import bitsandbytes_config, explained_offload, prepare_quantised, require_bitsandbytes
 from models.source import read_config
@@ -133,20 +135,99 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrain
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError) as error:
-        raise _no_tokenizer(folder, str(error).splitlines()[0]) from error
+        found = tokenizer("text", add_special_tokens=False)["input_ids"]
+        tokens = int(tokenizer.vocab_size)
+    except Exception as error:  # its files are untrusted, and each class fails in its own way
+        raise _no_tokenizer(folder, first_line(error)) from error
     # Without the files some architectures get an empty tokenizer and no error.
-    if not tokenizer("text", add_special_tokens=False)["input_ids"]:
+    if not found:
         raise _no_tokenizer(folder, "it finds no token in plain text")
-    vocabulary = read_config(folder)["vocab_size"]
-    if tokenizer.vocab_size > vocabulary:
-        raise _no_tokenizer(folder, f"it has {tokenizer.vocab_size} tokens, the model {vocabulary}")
+    vocabulary = read_config(folder).get("vocab_size")
+    if isinstance(vocabulary, int) and tokens > vocabulary:
+        raise _no_tokenizer(folder, f"it has {tokens} tokens, the model {vocabulary}")
     return tokenizer
 
 
 def _no_tokenizer(folder: Path, reason: str) -> CheckpointError:
     do = "put the model's tokenizer files beside its config.json"
     return CheckpointError(f"no usable tokenizer: {reason}", where=str(folder), do=do)
+
+
+@contextmanager
+def explained_loading(folder: Path) -> Iterator[None]:
+    """Turn all that transformers raises at files that do not fit into one error; lack of memory and Ctrl-C pass.
+
+    Raises:
+        CheckpointError: transformers cannot load what is in the folder.
+    """
+    try:
+        yield
+    except (UserError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # the files are untrusted, and each class of transformers fails in its own way
+        if any(text in str(error) for text in ("DefaultCPUAllocator", "dispatched on the CPU or the disk")):
+            raise
+        raise CheckpointError(
+            f"transformers cannot load this checkpoint: {first_line(error)}",
+            where=str(folder),
+            do="check that config.json belongs to these weights, or download the checkpoint again",
+        ) from error
+
+
+def first_line(error: Exception) -> str:
+    """The start of an error's text, or its kind where it says nothing."""
+    return str(error).strip().partition("\n")[0][:200] or type(error).__name__
+
+
+def load_whole(folder: Path, **arguments: Any) -> PreTrainedModel:  # noqa: ANN401 - those of from_pretrained
+    """The model in this folder, in evaluation mode, with every weight from its files.
+
+    Raises:
+        CheckpointError: it cannot be loaded, or weights that it needs are missing or of another shape:
+            transformers would draw them at random.
+    """
+    with explained_loading(folder):
+        _check_size(folder, trust_remote_code=bool(arguments.get("trust_remote_code")))
+        loaded, found = AutoModelForCausalLM.from_pretrained(
+            folder, local_files_only=True, use_safetensors=True, output_loading_info=True, **arguments
+        )
+    drawn = sorted({*found["missing_keys"], *(str(entry[0]) for entry in found["mismatched_keys"])})
+    if drawn:
+        raise CheckpointError(
+            f"{len(drawn)} weights of the model are not in the checkpoint, or of another shape",
+            where=f"{folder}: {', '.join(drawn[:3])}" + (" ..." if len(drawn) > 3 else ""),
+            do="check that config.json belongs to these weights, or download the checkpoint again",
+        )
+    model: PreTrainedModel = loaded
+    return model.requires_grad_(False).eval()
+
+
+# Weights that one stored number may hold; 1 for the others.
+_PACKED = {"U8": 2, "I8": 2, "I32": 8}
+
+
+def _check_size(folder: Path, *, trust_remote_code: bool) -> None:
+    """Refuse a config.json of more than the weights hold, before memory is taken for it. Raises CheckpointError."""
+    entries = read_checkpoint(folder).values()
+    stored = sum(prod(entry.shape) * _PACKED.get(entry.dtype, 1) for entry in entries)
+    said = read_config(folder)
+    counts = {key: value for key, value in said.items() if key.startswith("num_") and isinstance(value, int)}
+    bounds = {key: len(entries) if key == "num_hidden_layers" else stored for key in counts}
+    if beyond := [f"{key}={value}" for key, value in counts.items() if value > bounds[key]]:
+        raise _too_large(", ".join(beyond), stored, folder)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        planned = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    if (parameters := planned.num_parameters()) > stored:
+        raise _too_large(f"a model of {parameters:,} parameters", stored, folder)
+
+
+def _too_large(what: str, stored: int, folder: Path) -> CheckpointError:
+    return CheckpointError(
+        f"config.json says {what}, and the weights are {stored:,} numbers",
+        where=str(folder),
+        do="check that config.json belongs to these weights, or download the checkpoint again",
+    )
 
 
 def load_dense(model: ModelConfig, folder: Path) -> PreTrainedModel:
@@ -172,15 +253,9 @@ def load_dense(model: ModelConfig, folder: Path) -> PreTrainedModel:
 
 
 def _load(model: ModelConfig, folder: Path, dtype: torch.dtype | None, arguments: dict[str, Any]) -> PreTrainedModel:
-    dense: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype=dtype or "auto",
-        local_files_only=True,
-        trust_remote_code=model.trust_remote_code,
-        **arguments,
-    )
+    dense = load_whole(folder, dtype=dtype or "auto", trust_remote_code=model.trust_remote_code, **arguments)
     separate_fused(dense)
-    return dense.requires_grad_(False).eval()
+    return dense
 
 
 def release_freed_memory() -> None:

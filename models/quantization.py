@@ -3,9 +3,6 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
-from importlib.util import find_spec
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,7 +12,7 @@ from torch import Tensor, nn
 from transformers import BitsAndBytesConfig
 
 from instruments.errors import ConfigError
-from models.config import ModelConfig, missing_bitsandbytes
+from models.config import ModelConfig, import_bitsandbytes
 
 
 def bitsandbytes_config(quantization: str, compute_dtype: torch.dtype) -> BitsAndBytesConfig:
@@ -40,7 +37,7 @@ def bitsandbytes_config(quantization: str, compute_dtype: torch.dtype) -> BitsAn
 def require_bitsandbytes(quantization: str) -> None:
     """Refuse a package that is missing or too old, and devices that it has no code for. Raises ConfigError."""
     try:
-        bitsandbytes()
+        import_bitsandbytes()
         # Imports the package itself.
         from transformers.integrations import validate_bnb_backend_availability  # noqa: PLC0415
 
@@ -81,7 +78,7 @@ def prepare_quantised(model: nn.Module, dtype: torch.dtype) -> None:
         for parameter in module.parameters(recurse=False):
             if parameter.is_floating_point() and getattr(parameter, "quant_state", None) is None:
                 parameter.data = parameter.data.to(dtype)
-        if isinstance(module, bitsandbytes().nn.Linear4bit):
+        if isinstance(module, import_bitsandbytes().nn.Linear4bit):
             module.support_avx512bf16_for_cpu = False
             # A stored checkpoint names its own for products, mostly float32. And the backward pass decodes weights in
             # the format they were quantised from, though the forward pass does in that of its products.
@@ -103,18 +100,9 @@ def dense_weight(module: nn.Module) -> Float[Tensor, "O I"]:
     with align_module_device(module):
         weight: Tensor = layer.weight.detach()
         if getattr(layer.weight, "quant_state", None) is not None:
-            weight = bitsandbytes().functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+            weight = import_bitsandbytes().functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
         elif weight.dtype == torch.int8:
             # The first forward pass moves the scales from the weight to the layer.
             scales = layer.state.SCB if layer.weight.SCB is None else layer.weight.SCB
-            weight = bitsandbytes().functional.int8_vectorwise_dequant(layer.weight.data, scales)
+            weight = import_bitsandbytes().functional.int8_vectorwise_dequant(layer.weight.data, scales)
     return weight
-
-
-def bitsandbytes() -> ModuleType:
-    """The package; an optional extra that takes a while to import. Raises ConfigError: it is not installed."""
-    if not find_spec("bitsandbytes"):
-        raise missing_bitsandbytes()
-    # On a CPU with AVX512-BF16 its import advises to install a kernel that `prepare_quantised` switches off.
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-    return import_module("bitsandbytes")

@@ -1,6 +1,5 @@
 """The dense source model: its folder, whether it can be carved, and its cache key. Reads headers only."""
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -25,10 +24,11 @@ from models.checkpoint.folder import (
     join_packed,
     list_shards,
     missing_weights,
+    read_json,
     require_folder,
 )
 from models.config import ModelConfig, check_placement, check_quantization, stored_quantization
-from models.dense import check_features, check_tensors, dense_family
+from models.dense import check_features, check_tensors, check_values, dense_family
 
 # Not every *.safetensors: some repositories hold the same weights a second time under another name.
 _FILES = ["model*.safetensors", "*.json", "tokenizer*", "*.model", "merges.txt", "*.jinja", "LICENSE*", "NOTICE*"]
@@ -155,7 +155,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """config.json of a checkpoint folder. Raises CheckpointError."""
     path = require_folder(folder) / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json(path)
     except OSError as error:
         raise CheckpointError(
             f"no checkpoint: cannot read config.json ({error.strerror})", where=str(folder), do=GIVE_FOLDER
@@ -174,18 +174,22 @@ def check_source(model: ModelConfig) -> list[UserError]:
     except UserError as error:
         return [error]
     entries, errors = _check_weights(model)
-    loading = [*check_placement(model), *check_quantization(model, config)]
-    try:
-        family = dense_family(config)
-    except CheckpointError as error:
-        return [*loading, error, *errors]
-    errors = [*loading, *check_features(config, family), *errors]
+    errors = [*check_placement(model), *_check_config(model, config), *errors]
     if errors or entries is None:
         return errors
     packed = [name for name, entry in entries.items() if isinstance(entry, PackedEntry)]
     if packed and not stored_quantization(config):
         return [_unsaid_quantisation(packed)]
-    return [*check_tensors({name: entry.shape for name, entry in entries.items()}, config, family)]
+    return [*check_tensors({name: entry.shape for name, entry in entries.items()}, config, dense_family(config))]
+
+
+def _check_config(model: ModelConfig, config: dict[str, Any]) -> list[UserError]:
+    try:
+        family = dense_family(config)
+    except CheckpointError as error:
+        return [error]
+    wrong = check_values(config)
+    return [*wrong] or [*check_quantization(model, config), *check_features(config, family)]
 
 
 def source_cache_key(model: ModelConfig, hash_of: Callable[[Path], str] = hash_file) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from models.checkpoint.reader import ShardReader
 from models.dense import dense_family
 from models.experts import read_part
 from models.ffn import DenseFFN
+from models.loading import explained_loading
 from models.source import read_config
 
 
@@ -165,11 +166,12 @@ class LayerStream:
     def __init__(self, folder: Path, *, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         """Read the configuration; weights are read when they are needed."""
         source = read_config(folder)
-        self.config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        with explained_loading(folder):
+            self.config = AutoConfig.from_pretrained(folder, local_files_only=True)
         self.device, self.dtype = device, dtype
         self._reader, self._family = ShardReader(folder), dense_family(source)
         self._kept = [self._family.kept(layer, source) for layer in range(self.depth)]
-        with torch.device("meta"):
+        with explained_loading(folder), torch.device("meta"):
             self._skeleton = AutoModelForCausalLM.from_config(self.config, dtype=dtype).eval()
         self._decoder = DecoderSkeleton(self._skeleton, device=device, dtype=dtype)
         self._arguments = lru_cache(_LENGTHS_KEPT)(self._layer_arguments)

@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+from io import TextIOWrapper
 from typing import NoReturn
 
 from pipeline.help import help_page
@@ -12,6 +13,19 @@ from stages.artifacts.workers import find_workers
 def main() -> int:
     """Show the help page, or run the command; returns the exit code."""
     words = sys.argv[1:]
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # what the terminal's encoding lacks is spelled out
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        code = _do(words)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return code
+
+
+def _do(words: list[str]) -> int:
     if {"-h", "--help", "help"} & set(words):
         sys.stdout.write(help_page())
         return 0

@@ -15,6 +15,7 @@ from filelock import FileLock, Timeout
 
 from instruments.durable import hash_file, sync, sync_tree, whole_file
 from instruments.errors import ContractError, UserError
+from pipeline.json_kinds import is_cell, is_count, is_text, list_of, object_of, object_with
 from stages.artifacts.job import Table
 
 MANIFEST = "manifest.json"
@@ -61,9 +62,14 @@ class Manifest:
         """
         path = folder / MANIFEST
         try:
-            values = json.loads(path.read_text())
+            values = json.loads(path.read_text(encoding="utf-8"))
             seal = values.pop("seal")
-            manifest = cls(**{**values, "table": Table(**values["table"])})
+            if not _IS_MANIFEST(values):
+                raise ValueError("values of another type")
+            table = values["table"]
+            if any(len(row) != len(table["columns"]) for row in table["rows"]):
+                raise ValueError("rows of a table that do not fit its columns")
+            manifest = cls(**{**values, "table": Table(**table)})
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ContractError(f"no readable manifest: {error}", where=str(path), do=remedy) from error
         if seal != _seal(values):
@@ -71,6 +77,19 @@ class Manifest:
         if outside := [name for name in manifest.files if name.startswith("/") or ".." in PurePosixPath(name).parts]:
             raise ContractError(f"the manifest names files outside its folder: {outside}", where=str(path), do=remedy)
         return manifest
+
+
+_IS_TABLE = object_with(title=is_text, columns=list_of(is_text), rows=list_of(list_of(is_cell)), notes=list_of(is_text))
+_IS_MANIFEST = object_with(
+    fingerprint=is_text,
+    recipe=object_of(lambda _value: True),
+    files=object_of(
+        lambda facts: (
+            isinstance(facts, dict) and is_count(facts.get("size", 0)) and isinstance(facts.get("sha256", ""), str)
+        )
+    ),
+    table=_IS_TABLE,
+)
 
 
 def _seal(values: Mapping[str, Any]) -> str:
@@ -134,16 +153,23 @@ def verify(folder: Path, *, remedy: str, hash_of: Callable[[Path], str] = hash_f
     faults = []
     for name, expected in manifest.files.items():
         path = folder / name
-        if not path.is_file():
+        if not _is_present(path):
             faults.append(f"{path} is missing")
-        elif path.stat().st_size != expected["size"]:
-            faults.append(f"{path} has {path.stat().st_size} bytes; {expected['size']} were published")
-        elif hash_of(path) != expected["sha256"]:
+        elif path.stat().st_size != expected.get("size"):
+            faults.append(f"{path} has {path.stat().st_size} bytes; {expected.get('size')} were published")
+        elif hash_of(path) != expected.get("sha256"):
             faults.append(f"{path} was changed after it was published")
     if not manifest.fingerprint.startswith(folder.name):
         faults.append(f"{folder} holds the result {manifest.fingerprint}")
     if faults:
         raise ContractError(f"the result of {folder.parent.name} is damaged", where="; ".join(faults), do=remedy)
+
+
+def _is_present(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that no file can have
+        return False
 
 
 class LockedError(UserError):
@@ -163,7 +189,7 @@ def hold_lock(path: Path) -> Iterator[None]:
     except Timeout:
         holder = ""
         with suppress(OSError):
-            holder = path.read_text()
+            holder = path.read_text(encoding="utf-8")
         raise LockedError(
             "another run is computing the same result",
             where=f"process {holder or 'just started'}, lock {path}",
@@ -177,6 +203,7 @@ def hold_lock(path: Path) -> Iterator[None]:
         lock.release()
 
 
+@dataclass(frozen=True)
 class StagingDir:
     """Where a stage works before its result is published: a hidden folder next to it, so that one rename publishes.
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from signal import SIG_DFL, SIGTERM, signal
 from time import sleep
 
-from instruments.command_line import FAILED, INTERRUPTED, INVALID
+from instruments.command_line import FAILED, INTERRUPTED, INVALID, printable
 from instruments.errors import ConfigError, UserError
 from pipeline.overrides import first_word, hide_passwords, override_errors
 from pipeline.run import carve
@@ -36,7 +36,8 @@ def run_command(words: Sequence[str]) -> int:
         if invalid and not workers.leads:
             signal(SIGTERM, SIG_DFL)
             sleep(HEAD_START)
-        sys.stderr.write(f"{error}\n" if workers.world == 1 else f"worker {workers.rank}: {error}\n")
+        text = printable(str(error))
+        sys.stderr.write(f"{text}\n" if workers.world == 1 else f"worker {workers.rank}: {text}\n")
         return INVALID if invalid else FAILED
     return 0
 

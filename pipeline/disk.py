@@ -51,6 +51,8 @@ def explain_os_error(error: Exception, *, where: str, folder: Path, expected: in
     """
     hidden = re.search(r"\(os error (\d+)\)", str(error))
     number = error.errno if isinstance(error, OSError) else hidden and int(hidden[1])
+    if "inline_container.cc" in str(error):  # torch.save gives no number; its writer fails where the disk is full
+        number = errno.ENOSPC
     if number in FULL:
         wanted = f"about {in_mib(expected)} wanted, " if expected else ""
         return UserError(

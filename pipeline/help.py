@@ -69,7 +69,7 @@ def help_page() -> str:
 def dial_lines() -> Iterator[str]:
     """Every dial with the comment above it in conf/config.yaml and its default."""
     comment: list[str] = []
-    for line in (CONF / "config.yaml").read_text().partition("\n\n")[2].splitlines():
+    for line in (CONF / "config.yaml").read_text(encoding="utf-8").partition("\n\n")[2].splitlines():
         dial = re.fullmatch(r"(\w+): (.+)", line)
         if line.startswith("# "):
             comment.append(line[2:])
@@ -91,12 +91,12 @@ def group_lines() -> Iterator[str]:
 
 def default_options() -> dict[str, str | None]:
     """The option that conf/config.yaml takes from each group."""
-    chosen = yaml.safe_load((CONF / "config.yaml").read_text())["defaults"]
+    chosen = yaml.safe_load((CONF / "config.yaml").read_text(encoding="utf-8"))["defaults"]
     entries = [entry for entry in chosen if isinstance(entry, dict)]
     return {group: option for entry in entries for group, option in entry.items() if " " not in group}
 
 
 def summary(path: Path) -> str:
     """The first comment of a file that says something; of an experiment, what it asks."""
-    lines = (line[2:] for line in path.read_text().splitlines() if line.startswith("# "))
+    lines = (line[2:] for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("# "))
     return next(line for line in lines if not line.startswith("@")).removeprefix("Question: ")

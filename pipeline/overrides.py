@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from difflib import get_close_matches
 from types import NoneType
@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from instruments.errors import ConfigError, redact
 from pipeline.help import OVERLAYS, groups
 from pipeline.settings import Settings
-from pipeline.validate import EMPTY_OUTPUT, unknown_choice
+from pipeline.validate import EMPTY_OUTPUT, LONGEST, unknown_choice
 from stages.accumulators.config import hide_password
 
 WHERE = "command line"
@@ -66,7 +66,7 @@ def first_word(word: str) -> str:
 def _word_errors(word: str, options: dict[str, list[str]], *, sweep: bool) -> Iterator[ConfigError]:
     try:
         override = OverridesParser.create().parse_override(word)
-    except HydraException:
+    except (HydraException, ValueError, RecursionError):  # ValueError: a number of more digits than Python reads
         yield _unreadable_word(word, options)
         return
     if override.is_hydra_override() or override.is_delete():
@@ -89,11 +89,14 @@ def _word_errors(word: str, options: dict[str, list[str]], *, sweep: bool) -> It
             yield ConfigError(f"{key}={value} should be {_in_words(kind)}", where=WHERE, do=_example(key, kind))
 
 
-def _unreadable_word(word: str, options: Collection[str]) -> ConfigError:
+def _unreadable_word(word: str, options: Mapping[str, list[str]]) -> ConfigError:
     """The error for what is no key=value, or whose value needs quotes."""
     key, equals, value = word.partition("=")
     if not equals or key not in {*TYPES, *options}:
-        return ConfigError(f"{word} is no setting", where=WHERE, do="stage=scan, or another key=value")
+        return ConfigError(f"{word[:200]} is no setting", where=WHERE, do="stage=scan, or another key=value")
+    if len(word) > LONGEST:
+        do = _example(key, TYPES[key]) if key in TYPES else f"{key}={options[key][0]}"
+        return ConfigError(f"{key} has a value of {len(value):,} characters", where=WHERE, do=do)
     escaped = value.replace("\\'", "'").replace("'", "\\'")
     return ConfigError(
         f"{word} cannot be read: a value with characters such as = ! ( ) [ ] {{ }} needs quotes that the shell leaves",
@@ -122,7 +125,7 @@ def _accepts(key: str, kind: Any, value: object) -> bool:  # noqa: ANN401 - an a
     return True
 
 
-def _unknown_key(word: str, options: Collection[str]) -> ConfigError:
+def _unknown_key(word: str, options: Mapping[str, list[str]]) -> ConfigError:
     """The error for a setting that does not exist, with the closest one that does."""
     key, _equals, value = word.lstrip("+").partition("=")
     known = [*TYPES, *options]

@@ -93,7 +93,7 @@ def start_measuring() -> None:
 def peak_bytes() -> int:
     """Highest resident memory since `start_measuring`, in bytes."""
     if STATUS.exists():
-        line = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
+        line = next(line for line in STATUS.read_text(encoding="utf-8").splitlines() if line.startswith("VmHWM:"))
         return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -4,12 +4,14 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 
 from omegaconf import OmegaConf
 from tabulate import tabulate
 
+from instruments.command_line import printable
 from instruments.errors import UserError, redact
 from pipeline.overrides import command_line
 from pipeline.report.run_record import RunRecord, StageRun
@@ -25,8 +27,20 @@ class RedactingFormatter(logging.Formatter):
     """Log lines and tracebacks without the passwords of addresses."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line as it is written."""
-        return redact(super().format(record))
+        """The line as it is written; names from files must not steer the terminal."""
+        return printable(redact(super().format(record)))
+
+
+class Console(logging.StreamHandler[TextIO]):
+    """Log lines on stdout; silent from when nobody reads there, as behind `| head`: the run itself goes on."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Leave a closed pipe alone; other errors as usual."""
+        if isinstance(sys.exc_info()[1], BrokenPipeError):
+            with suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+        else:
+            super().handleError(record)
 
 
 class RunFolder:
@@ -47,7 +61,7 @@ class RunFolder:
 
     def append(self, text: str) -> None:
         """Add to the report; it is complete up to the last finished stage at any time."""
-        with self.report.open("a") as file:
+        with self.report.open("a", encoding="utf-8") as file:
             file.write(redact(text))
 
     def append_stage(self, name: str, headline: str, table: Table) -> None:
@@ -82,9 +96,9 @@ class RunFolder:
     @contextmanager
     def logging(self) -> Iterator[None]:
         """Send the project's log to the console and, with times, to run.log; foreign logs from warnings up."""
-        console = logging.StreamHandler(sys.stdout)
+        console = Console(sys.stdout)
         console.setFormatter(RedactingFormatter())
-        record = logging.FileHandler(self.folder / "run.log")
+        record = logging.FileHandler(self.folder / "run.log", encoding="utf-8", errors="backslashreplace")
         record.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         logging.captureWarnings(capture=True)
         loggers = [logging.getLogger(name) for name in OWN_LOGGERS]

@@ -182,7 +182,10 @@ def compose(words: Sequence[str]) -> tuple[Settings, Path]:
     """
     with composition_errors():
         with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-            config = hydra.compose("config", list(words), return_hydra_config=True)
+            try:
+                config = hydra.compose("config", list(words), return_hydra_config=True)
+            except ValueError as error:  # Hydra's own, about a list or a text where it takes the other
+                raise HydraException(str(error)) from error
         folder = Path(config.hydra.run.dir)
         with open_dict(config):
             del config["hydra"]

@@ -28,6 +28,7 @@ from stages.text.cache_key import check_data
 from stages.text.config import check_length
 
 LARGEST = 2**63 - 1
+LONGEST = 4000  # characters; Linux takes paths of 4,095 bytes
 LABEL = re.compile(r"[\w+-][\w.+ -]{0,99}")
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 EMPTY_OUTPUT = ConfigError(
@@ -47,6 +48,27 @@ def field_errors(node: Any, prefix: str = "") -> Iterator[ConfigError]:  # noqa:
         elif value is not None:
             for item in value if isinstance(value, list) else [value]:
                 yield from value_errors(name, item, spec)
+
+
+def text_errors(node: Any, prefix: str = "") -> Iterator[ConfigError]:  # noqa: ANN401 - any settings dataclass
+    """Texts that no file can be called, at any depth: nothing can be asked of the disk about them."""
+    for spec in fields(node):
+        value, name = getattr(node, spec.name), f"{prefix}{spec.name}"
+        if is_dataclass(value):
+            yield from text_errors(value, f"{name}.")
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and (
+                len(text) > LONGEST or "\0" in text or max(map(_bytes, text.split("/"))) > 255
+            ):
+                yield ConfigError(
+                    f"{name}={text[:60]!r} ... is no name: {len(text):,} characters, or characters that no name has",
+                    where=f"setting {name}",
+                    do=f"{name}={sound_value(spec)}",
+                )
+
+
+def _bytes(text: str) -> int:
+    return len(text.encode("utf-8", "surrogateescape"))
 
 
 def value_errors(name: str, value: Any, spec: Field[Any]) -> Iterator[ConfigError]:  # noqa: ANN401 - any value
@@ -138,6 +160,8 @@ def find_errors(settings: Settings, doubtful: Set[str] = frozenset()) -> list[Us
         doubtful: first words of settings that could not be read and are still at their defaults. Checks that depend on
             them are left out, since their errors would be about defaults that the user did not choose.
     """
+    if unusable := [*text_errors(settings)]:
+        return [*unusable]
     wanted = _wanted(settings)
     errors: list[UserError] = [*_stage_errors(settings), *field_errors(settings), *_name_errors(settings)]
     errors += _output_errors(settings.output_dir)

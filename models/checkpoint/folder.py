@@ -1,11 +1,14 @@
 """A checkpoint folder by its headers: its shards, its tensors, and weights stored in 4 or 8 bits."""
 
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from errno import EINVAL
 from math import ceil, prod
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 from instruments.errors import CheckpointError
@@ -20,11 +23,31 @@ _PICKLE_PATTERNS = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 def require_folder(folder: Path) -> Path:
-    """The folder itself. Raises CheckpointError: there is none."""
-    if folder.is_dir():
-        return folder
-    found = "is a file, not a folder" if folder.exists() else "does not exist"
+    """The folder itself. Raises CheckpointError: there is none, or a reader would wait for a file in it for ever."""
+    try:
+        if folder.is_dir():
+            _check_regular(folder)
+            return folder
+        found = "is a file, not a folder" if folder.exists() else "does not exist"
+    except OSError as error:  # a name too long, or a folder that may not be entered
+        found = f"cannot be opened ({error.strerror})"
     raise CheckpointError(f"no checkpoint: {folder} {found}", where="model.path", do=GIVE_FOLDER)
+
+
+def _check_regular(folder: Path) -> None:
+    """Refuse pipes, sockets and devices, links to them included."""
+    with os.scandir(folder) as entries:
+        odd = sorted(entry.name for entry in entries if not (entry.is_file() or entry.is_dir() or _is_dangling(entry)))
+    if odd:
+        raise CheckpointError(
+            f"{', '.join(odd[:3])}: a pipe, a socket or a device, and no file of a checkpoint",
+            where=str(folder),
+            do="remove it, or download or copy the checkpoint again",
+        )
+
+
+def _is_dangling(entry: os.DirEntry[str]) -> bool:
+    return entry.is_symlink() and not Path(entry.path).exists()
 
 
 def list_shards(folder: Path) -> list[Path]:
@@ -41,16 +64,47 @@ def list_shards(folder: Path) -> list[Path]:
     raise missing_weights(folder, [path.name for path in folder.iterdir()])
 
 
+MAX_JSON_BYTES = 64 * 2**20  # the index of a model of 100,000 tensors has a tenth of it
+
+
+def read_json(path: Path) -> Any:  # noqa: ANN401 - whatever the file holds
+    """The JSON in a checkpoint's file, which is untrusted.
+
+    Raises:
+        OSError: not there, not readable, or no regular file.
+        ValueError: no JSON, nested too deeply, or too large for what it is for.
+    """
+    status = path.stat()
+    if not S_ISREG(status.st_mode):
+        raise OSError(EINVAL, "it is no regular file")
+    if status.st_size > MAX_JSON_BYTES:
+        raise ValueError(f"{status.st_size:,} bytes are too many")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def read_index(folder: Path) -> dict[str, str]:
-    """Tensor name → shard name in the index."""
+    """Tensor name → shard name in the index, a bare name of a file in the same folder."""
     path = folder / INDEX
     try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        return {str(name): str(shard) for name, shard in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        weight_map = read_json(path)["weight_map"]
+        index = {str(name): str(shard) for name, shard in weight_map.items()}
+        if outside := sorted({shard for shard in index.values() if not is_bare_name(shard)}):
+            raise ValueError(f"it names files outside its folder: {', '.join(map(ascii, outside[:3]))}")
+        return index
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"unreadable shard index ({type(error).__name__}: {error})", where=str(path), do="download or copy it again"
+            f"unreadable shard index ({type(error).__name__}: {str(error)[:200]})",
+            where=str(path),
+            do="download or copy it again",
         ) from error
+
+
+def is_bare_name(name: str) -> bool:
+    """Whether this names a file in the folder itself."""
+    return name not in {"", ".", ".."} and not set(name) & {"/", "\\", "\0"}
 
 
 def missing_weights(place: Path | str, names: Iterable[str]) -> CheckpointError:
@@ -73,8 +127,9 @@ def check_shards(folder: Path) -> tuple[dict[str, TensorEntry], list[CheckpointE
         shards = list_shards(folder)
     except CheckpointError as error:
         return entries, [error]
-    errors: list[CheckpointError] = []
-    for shard in shards:
+    missing = [shard for shard in shards if not os.path.lexists(shard)]
+    errors = [_missing_shards(folder, missing, len(shards))] if len(missing) > 1 else []
+    for shard in shards if not errors else sorted({*shards} - {*missing}):
         try:
             entries |= read_header(shard)
         except CheckpointError as error:
@@ -90,6 +145,13 @@ def read_checkpoint(folder: Path) -> dict[str, TensorEntry]:
     if errors:
         raise errors[0]
     return entries
+
+
+def _missing_shards(folder: Path, missing: list[Path], total: int) -> CheckpointError:
+    """One error for all of them: an index may name any number."""
+    names = ", ".join(path.name for path in missing[:3]) + (" ..." if len(missing) > 3 else "")
+    what = f"{len(missing):,} of {total:,} shards are missing: {names}"
+    return CheckpointError(what, where=str(folder), do="download or copy the checkpoint again")
 
 
 def _index_mismatch(folder: Path, entries: dict[str, TensorEntry]) -> list[CheckpointError]:
@@ -195,11 +257,13 @@ def _part(entries: Mapping[str, TensorEntry], name: str, weight: str) -> TensorE
 def _read_state(entry: TensorEntry, weight: str) -> dict[str, Any]:
     try:
         state = dict(json.loads(_read(entry, weight)))
-        if not (state["shape"] and state["blocksize"] and state["dtype"] in _DTYPES):
+        sizes = [*state["shape"], state["blocksize"]]
+        sound = len(sizes) == 3 and all(type(size) is int and 1 <= size < 2**31 for size in sizes)
+        if not (sound and isinstance(state["dtype"], str) and state["dtype"] in _DTYPES):
             raise ValueError(state)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
-            f"unreadable quantisation state ({type(error).__name__}: {error})",
+            f"unreadable quantisation state ({type(error).__name__}: {str(error)[:200]})",
             where=f"{entry.path}, {weight}",
             do=_RESTORE,
         ) from error
@@ -218,7 +282,7 @@ def _read(entry: TensorEntry, weight: str) -> bytes:
 def _named_dtype(folder: Path) -> str:
     """The number format to dequantise int8 weights to: config.json may name it, their file does not."""
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = read_json(folder / "config.json")
         named = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
     except (OSError, ValueError, AttributeError):
         # `read_config` reports it.

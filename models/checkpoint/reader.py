@@ -1,7 +1,6 @@
 """Tensors of a checkpoint, one at a time; those stored in 4 or 8 bits are dequantised."""
 
 from collections.abc import KeysView, Mapping
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +12,7 @@ from instruments.errors import CheckpointError
 from instruments.safetensors_header import read_header
 from instruments.safetensors_reader import TORCH_DTYPES, EntryReader
 from models.checkpoint.folder import Entry, PackedEntry, join_packed, read_checkpoint
-from models.config import missing_bitsandbytes
+from models.config import import_bitsandbytes, missing_bitsandbytes
 
 
 def dequantise(entry: PackedEntry, parts: Mapping[str, Tensor]) -> Tensor:
@@ -30,7 +29,7 @@ def dequantise(entry: PackedEntry, parts: Mapping[str, Tensor]) -> Tensor:
     # Imported here: it takes a while, and is an optional extra.
     if not find_spec("bitsandbytes"):
         raise missing_bitsandbytes(f"a checkpoint stored in {entry.kind}")
-    functional = import_module("bitsandbytes.functional")
+    functional = import_bitsandbytes().functional
     plain: Tensor
     if entry.kind == "int8":
         plain = functional.int8_vectorwise_dequant(parts["weight"], parts["SCB"])

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 from models.config import MoEShape
@@ -155,21 +156,10 @@ def count_carved(
     return ParameterCount(others + experts, others + shape.top_k * expert * layers)
 
 
-# Families that normalise all heads' queries, and all keys, at once.
-_NORM_OF_ALL_HEADS = frozenset({"olmo2"})
-
-
 def _count_kept(source: Mapping[str, Any], *, tied: bool) -> int:
     """Embeddings, attention and norms."""
     family = DENSE_FAMILIES[str(source["model_type"])]
-    dense = {**family.defaults, **source}
-    hidden, heads = int(dense["hidden_size"]), int(dense["num_attention_heads"])
-    head_dim = int(dense.get("head_dim") or hidden // heads)
-    widths = {"q": heads * head_dim, "k": int(dense.get("num_key_value_heads") or heads) * head_dim, "o": hidden}
-    widths["v"] = widths["k"]
-    layer = 2 * hidden * (widths["q"] + widths["k"]) + len(family.norms) * hidden
-    layer += sum(widths[projection] for projection in family.attention_biases(dense))
-    if family.qk_norm:
-        layer += widths["q"] + widths["k"] if family.model_type in _NORM_OF_ALL_HEADS else 2 * head_dim
-    embeddings = int(dense["vocab_size"]) * hidden * (1 if tied else 2)
-    return embeddings + int(dense["num_hidden_layers"]) * layer + hidden
+    hidden = int(source["hidden_size"])
+    layer = sum(prod(shape) for shape in family.kept_shapes(source).values())
+    embeddings = int(source["vocab_size"]) * hidden * (1 if tied else 2)
+    return embeddings + int(source["num_hidden_layers"]) * layer + hidden

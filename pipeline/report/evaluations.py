@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from instruments.errors import ContractError
-from models.config import MoEShape
+from models.config import TOPOLOGIES, MoEShape
 from pipeline.artifacts import SHORT, Manifest, is_complete
+from pipeline.json_kinds import is_cell, is_count, is_number, is_text, list_of, object_of, object_with
 from pipeline.settings import STAGES
 
 TINY = 1e-6  # nats; a smaller gap is no denominator
@@ -40,9 +41,24 @@ class Published:
         return settings
 
 
+_ANY = object_of(lambda _value: True)
+_IS_RECIPE = object_with(
+    stage=lambda name: isinstance(name, str) and name in STAGES,
+    settings=object_of(lambda value: isinstance(value, dict | list) or is_cell(value)),
+    version=is_cell,
+    parents=lambda parents: (
+        isinstance(parents, dict)
+        and all(name in STAGES and is_text(mark) and mark.isalnum() for name, mark in parents.items())
+    ),
+)
+
+
 def read_published(folder: Path) -> Published:
     """A published folder. Raises ContractError."""
-    return Published(folder, Manifest.read(folder, remedy=REMEDY))
+    manifest = Manifest.read(folder, remedy=REMEDY)
+    if not _IS_RECIPE(manifest.recipe):
+        raise ContractError("the manifest says nothing sound of how this was made", where=str(folder), do=REMEDY)
+    return Published(folder, manifest)
 
 
 def read_chain(last: Published) -> dict[str, Published]:
@@ -119,16 +135,52 @@ def _flatten(node: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
     return flat
 
 
+_IS_MODEL = object_with(gap=is_number, loss=is_number, perplexity=is_number)
+_IS_EVALUATION = object_with(
+    shape=_ANY,
+    dense_width=is_count,
+    heldout_tokens=is_count,
+    models=object_of(_IS_MODEL),
+    layers=list_of(
+        lambda layer: (
+            object_with(error=is_number, agreement=is_number)(layer)
+            and isinstance(layer, dict)
+            and all(is_cell(value) or list_of(is_number)(value) for value in layer.values())
+            and list_of(is_number)(layer.get("load", []))
+        )
+    ),
+)
+
+
+def _shape_of(record: Mapping[str, Any]) -> MoEShape:
+    """Raises ValueError or TypeError: what the record says is no shape, or its parts do not fit together."""
+    if not _IS_EVALUATION(record) or not {"dense", "carved"} <= record["models"].keys():
+        raise ValueError("values that no evaluation has")
+    shape = MoEShape(**record["shape"])
+    counts = (shape.experts, shape.n, shape.top_k, record["dense_width"])
+    if not (all(is_count(count) and count for count in counts) and is_count(shape.always_on)):
+        raise ValueError(f"{shape} is no shape")
+    if shape.topology not in TOPOLOGIES:
+        raise ValueError(f"no topology {shape.topology}")
+    if len({len(layer.get("load", [])) for layer in record["layers"]}) > 1:
+        raise ValueError("layers of different kinds")
+    return shape
+
+
 def read_evaluation(folder: Path) -> Evaluation:
     """A published evaluation. Raises ContractError: damaged or of another version."""
     published = read_published(folder)
     path = folder / "evaluation.json"
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        shape = MoEShape(**record["shape"])
+        shape = _shape_of(record)
+        if not object_with(model=_ANY, data=_ANY)(published.manifest.recipe.get("identity")):
+            raise ValueError("no source and no text")
+        if not object_with(seed=is_count, data=_ANY)(published.settings):
+            raise ValueError("no seed and no text settings")
         figures = [record[key] for key in ("dense_width", "heldout_tokens", "models", "layers")]
         return Evaluation(published, shape, *figures)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise ContractError(f"no readable evaluation: {error!r}", where=str(path), do=REMEDY) from error
 
 

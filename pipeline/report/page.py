@@ -103,7 +103,7 @@ def _read_config(path: Path) -> tuple[str, Path, str]:
     try:
         config = OmegaConf.load(path)
         return str(config.model.label), Path(str(config.output_dir)), path.read_text(encoding="utf-8")
-    except (OSError, YAMLError, OmegaConfBaseException, AttributeError) as error:
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException, AttributeError, TypeError, RecursionError) as error:
         what = f"cannot read the settings of the run: {error}"
         raise ContractError(what, where=str(path), do="name a folder under outputs/runs") from error
 

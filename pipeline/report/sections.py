@@ -11,6 +11,7 @@ from markupsafe import Markup
 from safetensors import SafetensorError, safe_open
 
 from pipeline.artifacts import SHORT
+from pipeline.json_kinds import is_cell, is_count, is_number, is_text, object_of, object_with
 from pipeline.report.charts import NARROW, WIDE, draw_bars, draw_curves, draw_lines, draw_loads, draw_ridges
 from pipeline.report.evaluations import (
     Evaluation,
@@ -107,14 +108,31 @@ def _difference(settings: Mapping[str, object], wanted: Mapping[str, object]) ->
     return ", ".join(words) or "none"
 
 
+_MEASURED = ("tokens", "heldout_loss", "load_max_over_mean", "load_max_over_mean_average")
+
+
+def _is_line(line: object) -> bool:
+    return (
+        object_with(step=is_count, phase=is_text)(line)
+        and object_of(is_cell)(line)
+        and isinstance(line, dict)
+        and all(is_number(line[key]) for key in _MEASURED if key in line)
+    )
+
+
 def training(published: Published | None) -> Section | None:
     """The gap over the dense model and the experts' load by tokens seen; None where there is no readable record."""
     try:
         text = (published.folder / "metrics.jsonl").read_text(encoding="utf-8") if published else ""
         lines = [json.loads(line) for line in text.splitlines()]
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
-    if not lines or published is None:
+    if (
+        not all(map(_is_line, lines))
+        or not lines
+        or published is None
+        or not is_number(lines[0].get("dense_heldout_loss"))
+    ):
         return None
     gap = {"this MoE": _over_tokens(lines, "heldout_loss", float(lines[0]["dense_heldout_loss"]))}
     named = {"mean of layers": "load_max_over_mean_average", "worst layer": "load_max_over_mean"}

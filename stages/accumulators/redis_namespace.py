@@ -56,7 +56,7 @@ class Namespace:
         self.shapes = {name: (tuple(size), getattr(torch, kind)) for name, (size, kind) in content["sums"].items()}
         self.columns = columns_of(self.shapes)
         self._claim, self._commit, self._apply, self._read, self._done = (
-            client.register_script(Path(__file__).with_name(f"redis_{name}.lua").read_text())
+            client.register_script(Path(__file__).with_name(f"redis_{name}.lua").read_text(encoding="utf-8"))
             for name in ("claim", "commit", "apply", "read", "done")
         )
 

@@ -8,14 +8,14 @@ from pickle import UnpicklingError  # noqa: TID251 - only the error
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from instruments.errors import ConfigError, DataError
+from instruments.errors import ConfigError, DataError, UserError
 from instruments.precision.calls import Arguments, Call, find_tensors, trace_modules
 from instruments.precision.plot import draw_tensor
 from instruments.precision.tensor_analysis import COLUMNS, analyze_tensor, notes_of, rows_of, to_json
+from instruments.safetensors_header import read_header
 from stages.artifacts.job import Table
 from stages.diagnose.subject import Request, load_model, load_sample
 
@@ -74,14 +74,23 @@ def read_tensors(path: Path, patterns: Sequence[str]) -> dict[str, Tensor]:
 def _read(path: Path) -> dict[str, Tensor]:
     try:
         if path.suffix == ".safetensors":
+            read_header(path)
             return dict(load_file(path))
         # Tensors and plain containers, nothing that runs code.
         held = torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251
         return dict(_flatten(held, ""))
-    except (OSError, SafetensorError, UnpicklingError, RuntimeError, EOFError) as error:
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        do = "give a .safetensors file, or a .pt file of tensors alone"
-        raise DataError(f"no tensors can be read: {reason}", where=str(path), do=do) from error
+    except UserError:
+        raise
+    except UnpicklingError as error:
+        # torch's own text goes on to advise weights_only=False, which would run what the file says.
+        raise _unreadable(path, "it holds more than tensors, and opening that can run any code") from error
+    except Exception as error:  # torch's reader fails at a foreign file in many ways
+        raise _unreadable(path, str(error).strip().partition("\n")[0][:200] or type(error).__name__) from error
+
+
+def _unreadable(path: Path, reason: str) -> DataError:
+    do = "give a .safetensors file, or a .pt file of tensors alone"
+    return DataError(f"no tensors can be read: {reason}", where=str(path), do=do)
 
 
 def _flatten(held: Any, name: str) -> Iterator[tuple[str, Tensor]]:  # noqa: ANN401 - whatever the file holds

@@ -23,7 +23,7 @@ def check_code(request: Request) -> Table:
     settings = request.settings.static_check
     report = static_check(settings.paths, device=settings.device)
     records = [finding.record() for finding in report.findings]
-    (request.job.out / "static_check.json").write_text(json.dumps(records, ensure_ascii=False, indent=1) + "\n")
+    (request.job.out / "static_check.json").write_text(json.dumps(records, indent=1) + "\n")
     rows = [(f"{one.path}:{one.line}", one.code, one.severity, one.message) for one in report.findings]
     title = f"{report.files:,} files checked, {len(rows):,} findings"
     return Table(title, ("where", "rule", "severity", "what"), rows)

@@ -4,11 +4,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import models.tiny_onn.register  # noqa: F401 - transformers then knows the project's own class
+from instruments.errors import CheckpointError
 from models.config import ModelConfig
-from models.loading import input_device, load_tokenizer, placement, resolve_device
+from models.loading import input_device, load_tokenizer, load_whole, placement, resolve_device
 from models.source import resolve_folder
 from stages.artifacts.job import Job
 from stages.diagnose.config import DiagnoseConfig
@@ -35,20 +36,39 @@ def folder_of(request: Request) -> Path:
 
 def load_model(request: Request, dtype: torch.dtype) -> PreTrainedModel:
     """The model in this number format, as it is loaded for use, in evaluation mode."""
-    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+    return load_whole(
         folder_of(request),
         dtype=dtype,
-        local_files_only=True,
         trust_remote_code=request.model.trust_remote_code,
         **placement(request.model, resolve_device(request.model)),
     )
-    return loaded.requires_grad_(False).eval()
 
 
 def load_sample(request: Request, model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The first so many tokens of the calibration text, as one batch."""
     tokens, device = request.settings.tokens, input_device(model)
-    tokenizer = load_tokenizer(resolve_folder(request.model), trust_remote_code=request.model.trust_remote_code)
+    tokenizer = tokenizer_for(request, model)
     data = replace(request.data, tokens=tokens, max_length=min(tokens, request.data.max_length))
     batch = batch_sequences(load_sequences(data, tokenizer, "calibration"), tokens, tokenizer.pad_token_id or 0)[0]
     return {"input_ids": batch.input_ids.to(device), "attention_mask": batch.attention_mask.to(device)}
+
+
+def tokenizer_for(request: Request, model: PreTrainedModel) -> PreTrainedTokenizerBase:
+    """The checkpoint's own tokenizer; that of the dense model where its folder holds none.
+
+    Raises:
+        CheckpointError: there is none, or it knows tokens that the model does not.
+    """
+    folder = folder_of(request)
+    if not any(folder.glob("tokenizer*")):
+        folder = resolve_folder(request.model)
+    tokenizer = load_tokenizer(folder, trust_remote_code=request.model.trust_remote_code)
+    embedding = model.get_input_embeddings()
+    known = embedding.weight.shape[0]
+    if len(tokenizer) > known:
+        raise CheckpointError(
+            f"the tokenizer has {len(tokenizer)} tokens, the checkpoint {known}",
+            where=f"{folder}, diagnose.checkpoint={request.settings.checkpoint}",
+            do="put the checkpoint's own tokenizer files beside its config.json, or diagnose.checkpoint=null",
+        )
+    return tokenizer

@@ -11,10 +11,9 @@ from instruments.errors import DataError
 from instruments.training_watch.command import draw_training_steps
 from instruments.training_watch.findings import NOTE, StepReport, read_step_log
 from instruments.training_watch.model_watch import watch_model
-from models.loading import input_device, load_tokenizer
-from models.source import resolve_folder
+from models.loading import input_device
 from stages.artifacts.job import Table
-from stages.diagnose.subject import Request, load_model
+from stages.diagnose.subject import Request, load_model, tokenizer_for
 from stages.text.sequences import load_sequences
 
 
@@ -36,7 +35,7 @@ def run_passes(request: Request, model: PreTrainedModel) -> Iterator[StepReport]
     low = torch.float16 if settings.precision == "float16" else torch.bfloat16
     log = request.job.out / "watch.jsonl"
     with watch_model(model, optimizer, scaler, settings.limits, log=log) as watch:
-        for ids in read_batches(request):
+        for ids in read_batches(request, model):
             model.zero_grad(set_to_none=True)
             with torch.autocast(device.type, low, enabled=settings.precision != "float32"):
                 loss = model(input_ids=ids.to(device), labels=ids.to(device), use_cache=False).loss
@@ -48,11 +47,9 @@ def run_passes(request: Request, model: PreTrainedModel) -> Iterator[StepReport]
             yield watch.last
 
 
-def read_batches(request: Request) -> Iterator[torch.Tensor]:
+def read_batches(request: Request, model: PreTrainedModel) -> Iterator[torch.Tensor]:
     """The first sequences, from the start again where they are few. Raises DataError."""
-    folder = resolve_folder(request.model)
-    tokenizer = load_tokenizer(folder, trust_remote_code=request.model.trust_remote_code)
-    found = load_sequences(request.data, tokenizer, "calibration")
+    found = load_sequences(request.data, tokenizer_for(request, model), "calibration")
     usable = [sequence for sequence in found if len(sequence.ids) > 1]
     if not usable:
         raise DataError("no sequence has two tokens", where="check=watch", do="choose a longer text: data.path=")

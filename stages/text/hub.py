@@ -91,7 +91,11 @@ def bounded_memory(growth: int) -> Iterator[None]:
     if not status.exists():
         yield
         return
-    used = next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith("VmData"))
+    used = next(
+        int(line.split()[1]) * 1024
+        for line in status.read_text(encoding="utf-8").splitlines()
+        if line.startswith("VmData")
+    )
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limits = [used + growth, *(limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY)]
     resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))

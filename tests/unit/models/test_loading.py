@@ -1,11 +1,14 @@
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from pico import write_pico
+from safetensors.torch import load_file, save_file
 
 from instruments.errors import CheckpointError, ConfigError
 from models.config import ModelConfig
+from models.emit import copy_tokenizer_files
 from models.loading import load_dense, load_tokenizer, resolve_device, resolve_dtype
 from models.source import EMBEDDED
 
@@ -81,3 +84,48 @@ def test_the_tokenizer_of_another_model(tmp_path: Path) -> None:
     config.write_text(config.read_text().replace('"vocab_size": 4096', '"vocab_size": 61'))
     with pytest.raises(CheckpointError, match="no usable tokenizer: it has 4096 tokens, the model 61"):
         load_tokenizer(folder)
+
+
+def change_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"hidden_act": "nothing"}, "transformers cannot load this checkpoint: "),
+        ({"num_hidden_layers": 10**7}, "config.json says num_hidden_layers=10000000, and the weights are "),
+        ({"vocab_size": 10**9}, "config.json says a model of "),
+        ({"model_type": "nothing"}, "transformers cannot load this checkpoint: "),
+        ({"intermediate_size": 24}, ""),
+    ],
+)
+def test_a_config_of_another_model(tmp_path, changes, what):
+    folder = write_pico(tmp_path, "qwen2")
+    change_config(folder, **changes)
+    with pytest.raises(CheckpointError) as caught:
+        load_dense(ModelConfig(kind="local", path=str(folder), device="cpu"), folder)
+    assert caught.value.what.startswith(what)
+    assert str(folder) in caught.value.where
+
+
+def test_missing_weights_are_not_drawn(tmp_path):
+    folder = write_pico(tmp_path, "qwen2")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.0.mlp.up_proj.weight"]
+    save_file({**tensors, "spare": torch.zeros(5000)}, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="1 weights of the model are not in the checkpoint"):
+        load_dense(ModelConfig(kind="local", path=str(folder), device="cpu"), folder)
+
+
+def test_code_of_a_tokenizer_is_not_asked_for_in_the_copy(tmp_path, caplog):
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    out.mkdir()
+    (source / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["x.Y", None]}, "a": "é"}))
+    (source / "x.py").write_text("raise SystemExit")
+    copy_tokenizer_files(source, out)
+    assert [path.name for path in out.iterdir()] == ["tokenizer_config.json"]
+    assert json.loads((out / "tokenizer_config.json").read_bytes()) == {"a": "é"}
+    assert "auto_map of tokenizer_config.json is left out" in caplog.text

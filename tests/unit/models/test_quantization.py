@@ -1,13 +1,16 @@
+import subprocess
+import sys
+
 import pytest
 import torch
 from numerics.quantised_models import STORED, decoded_weights, store_quantised, write_plain
 from torch import nn
 
 from instruments.errors import ConfigError
-from models import quantization
-from models.config import ModelConfig
+from models import config
+from models.config import ModelConfig, import_bitsandbytes
 from models.loading import load_dense
-from models.quantization import bitsandbytes, dense_weight, explained_offload, require_bitsandbytes
+from models.quantization import dense_weight, explained_offload, require_bitsandbytes
 
 QUANTISED = ["nf4", "fp4", "int8"]
 
@@ -18,7 +21,7 @@ def plain(tmp_path_factory):
 
 
 def quantised_layers(model):
-    kinds = (bitsandbytes().nn.Linear4bit, bitsandbytes().nn.Linear8bitLt)
+    kinds = (import_bitsandbytes().nn.Linear4bit, import_bitsandbytes().nn.Linear8bitLt)
     return {name for name, module in model.named_modules() if isinstance(module, kinds)}
 
 
@@ -63,13 +66,13 @@ def test_int8_layers_say_nothing_at_every_product(plain, caplog):
 
 
 def test_without_bitsandbytes(monkeypatch):
-    monkeypatch.setattr(quantization, "find_spec", lambda _name: None)
+    monkeypatch.setattr(config, "find_spec", lambda _name: None)
     with pytest.raises(ConfigError, match="quantisation needs the package bitsandbytes"):
-        bitsandbytes()
+        import_bitsandbytes()
 
 
 def test_a_bitsandbytes_without_code_for_any_device(monkeypatch):
-    monkeypatch.setattr(bitsandbytes(), "supported_torch_devices", {"elsewhere"})
+    monkeypatch.setattr(import_bitsandbytes(), "supported_torch_devices", {"elsewhere"})
     with pytest.raises(ConfigError) as caught:
         require_bitsandbytes("nf4")
     assert caught.value.what.startswith("bitsandbytes cannot be used here: None of the available devices")
@@ -93,3 +96,19 @@ def test_a_quantised_model_that_does_not_fit(plain):
 def test_other_errors_are_not_explained_away():
     with pytest.raises(ValueError, match="another"), explained_offload(ModelConfig()):
         raise ValueError("another")
+
+
+def test_its_import_asks_the_hub_for_no_kernel():
+    """In a fresh process, where the processor is said to have AVX512-BF16 and a package `kernels` is installed."""
+    program = (
+        "import sys, types\n"
+        "import torch\n"
+        "from models.config import import_bitsandbytes\n"
+        "kernels = types.ModuleType('kernels')\n"
+        "kernels.get_kernel = lambda *_a, **_k: print('asked')\n"
+        "sys.modules['kernels'] = kernels\n"
+        "import_bitsandbytes()\n"
+        "assert sys.modules['kernels'] is kernels\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "asked" not in done.stdout

@@ -1,6 +1,7 @@
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -293,3 +294,106 @@ def test_identity_follows_whatever_decides_a_result(folder: Path) -> None:
     assert {name for name, _hash in changed} >= {
         *("config.json", "tokenizer.json", "chat_template.jinja", "generation_config.json", "merges.txt", shard.name)
     }
+
+
+def test_ten_million_layers_are_compared_with_the_tensors_first(folder: Path) -> None:
+    edit_config(folder, num_hidden_layers=10**7)
+    began = time.monotonic()
+    (text,) = texts(folder)
+    assert time.monotonic() - began < 5
+    assert text.startswith("config.json says 10,000,000 layers, and the weights are 27 tensors in all\n")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_size", -24),
+        ("num_hidden_layers", 0),
+        ("vocab_size", 10**12),
+        ("num_key_value_heads", 2.0),
+        ("rms_norm_eps", float("nan")),
+        ("rope_theta", float("inf")),
+        ("rope_scaling", "yarn"),
+        ("rope_scaling", {"type": "longrope", "original_max_position_embeddings": 0}),
+        ("max_position_embeddings", "many"),
+        ("tie_word_embeddings", "yes"),
+        ("hidden_act", ["silu"]),
+        ("torch_dtype", "load"),
+        ("eos_token_id", {"a": 1}),
+        ("quantization_config", [1]),
+        ("layer_types", "full_attention"),
+    ],
+)
+def test_values_that_no_model_has(folder: Path, key: str, value: object) -> None:
+    edit_config(folder, **{key: value})
+    (error,) = check_source(local(folder))
+    assert error.what == "config.json holds values that no model has"
+    assert error.where == f"{key}={value!r}"
+
+
+def test_numbers_of_heads_that_do_not_fit(folder: Path) -> None:
+    edit_config(folder, num_attention_heads=5)
+    assert [error.what for error in check_source(local(folder))] == [
+        "hidden_size=24 is no multiple of num_attention_heads=5, and there is no head_dim",
+        "num_attention_heads=5 is no multiple of num_key_value_heads=2",
+    ]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["self_attn.q_proj.weight", "self_attn.k_proj.bias", "self_attn.o_proj.weight", "input_layernorm.weight"],
+)
+def test_shapes_of_attention_and_norms(folder: Path, name: str) -> None:
+    whole = f"model.layers.1.{name}"
+    change_tensors(folder, lambda tensors: tensors.update({whole: tensors[whole][:-1].clone()}))
+    (error,) = check_source(local(folder))
+    assert error.what == "1 tensors do not have the shape that config.json says"
+    assert error.where.startswith(f"{whole} is ")
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"])
+def test_shapes_of_embeddings_and_the_last_norm(folder: Path, name: str) -> None:
+    change_tensors(folder, lambda tensors: tensors.update({name: tensors[name][:-1].clone()}))
+    assert [error.where.split(" ")[0] for error in check_source(local(folder))] == [name]
+
+
+def test_an_untied_model_needs_its_head(folder: Path) -> None:
+    change_tensors(folder, lambda tensors: tensors.pop("lm_head.weight"))
+    (error,) = check_source(local(folder))
+    assert (error.what, error.where) == ("1 tensors are missing", "lm_head.weight")
+
+
+def test_missing_shards_are_one_message(folder: Path) -> None:
+    names = {f"model.layers.{layer}.x": f"shard-{layer:06}.safetensors" for layer in range(20_000)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    (text,) = texts(folder)
+    assert text.startswith("20,000 of 20,000 shards are missing: shard-000000.safetensors, shard-000001.safetensors,")
+    assert len(text) < 500
+
+
+@pytest.mark.parametrize("name", ["../other.safetensors", "/etc/passwd", "a/b", "..", "", "a\0b"])
+def test_shards_are_bare_names(folder: Path, name: str) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    assert "it names files outside its folder" in texts(folder)[0]
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors.index.json"])
+def test_deep_json(folder: Path, file: str) -> None:
+    (folder / file).write_text("[" * 200_000)
+    assert "it is nested too deeply" in texts(folder)[0]
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "model.safetensors.index.json", "more.safetensors"])
+def test_pipes_are_not_opened(folder: Path, file: str) -> None:
+    (folder / file).unlink(missing_ok=True)
+    os.mkfifo(folder / file)
+    assert texts(folder)[0].startswith(f"{file}: a pipe, a socket or a device, and no file of a checkpoint\n")
+
+
+def test_devices_are_not_read(folder: Path) -> None:
+    (folder / "tokenizer.json").symlink_to("/dev/zero")
+    assert texts(folder)[0].startswith("tokenizer.json: a pipe, a socket or a device")
+
+
+def test_names_that_no_folder_has() -> None:
+    assert "cannot be opened (File name too long)" in texts(Path("a" * 5000))[0]

@@ -117,3 +117,12 @@ def test_real_writes_beyond_a_limit_are_recognised(tmp_path):
 def test_room_is_measured_where_the_folder_will_be(tmp_path):
     assert nearest_existing(tmp_path / "a" / "b") == tmp_path
     assert free_bytes(tmp_path / "a" / "b") > 0
+
+
+def test_a_full_disk_under_torch_save(tmp_path):
+    """Its writer raises a RuntimeError without a number."""
+    error = RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0")
+    explained = explain_os_error(error, where="stage=train", folder=tmp_path)
+    assert explained is not None
+    assert explained.what.startswith("no room left on the disk")
+    assert explain_os_error(RuntimeError("shapes"), where="stage=train", folder=tmp_path) is None

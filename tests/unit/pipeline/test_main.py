@@ -26,3 +26,36 @@ def test_a_worker_that_is_done_does_not_wait_for_threads_that_may_abort(code):
 
 def test_a_process_alone_shuts_down_as_usual():
     assert leave(0).returncode == -6
+
+
+def run_under(words, stdout=subprocess.PIPE, **environment):
+    command = [sys.executable, "-m", "pipeline", *words]
+    return subprocess.run(
+        command, env=os.environ | environment, cwd=REPOSITORY, stdout=stdout, stderr=subprocess.PIPE, check=False
+    )
+
+
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": ""}
+
+
+@pytest.mark.parametrize("environment", [ASCII, {"PYTHONIOENCODING": "ascii"}])
+def test_the_help_page_in_a_locale_without_unicode(environment):
+    done = run_under(["--help"], **environment)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.decode("ascii").startswith("Carve a sparse Mixture-of-Experts")
+
+
+def test_nobody_reads_the_help_page():
+    """As behind `| head -1`."""
+    read, write = os.pipe()
+    os.close(read)
+    done = run_under(["--help"], stdout=write)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_names_do_not_steer_the_terminal(tmp_path):
+    done = run_under(["model=local", f"model.path={tmp_path}/\x1b[2Jname", f"output_dir={tmp_path}"])
+    assert done.returncode == 2
+    assert b"\x1b" not in done.stderr
+    assert rb"\x1b[2Jname" in done.stderr

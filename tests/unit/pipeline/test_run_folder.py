@@ -1,6 +1,8 @@
 """The record of a run."""
 
 import logging
+import os
+import sys
 import warnings
 
 import pytest
@@ -88,3 +90,17 @@ def test_the_log_goes_to_console_and_file_with_warnings_and_errors(run, capsys):
     assert "careful" in kept
     assert "ZeroDivisionError: by zero" in kept
     assert "noise" not in said + kept
+
+
+def test_nobody_reads_the_console(run, capfd, monkeypatch):
+    """As behind `| head -1`: the run goes on, its log is whole, and nothing is said about the pipe."""
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w", buffering=1) as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        with run.logging():
+            for number in range(3):
+                logging.getLogger("pipeline").info("line %d \x1b[2J", number)
+    log = (run.folder / "run.log").read_text()
+    assert ["line 0" in log, "line 2" in log, "\x1b" in log, r"\x1b[2J" in log] == [True, True, False, True]
+    assert capfd.readouterr().err == ""

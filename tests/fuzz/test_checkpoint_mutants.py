@@ -1,0 +1,116 @@
+"""Mutated checkpoints: config, index, headers and tokenizer. Refused with a message, or usable from end to end."""
+
+import json
+import shutil
+from random import Random
+
+import pytest
+import torch
+from fuzz.mutants import Trials, mutate_bytes, mutate_json
+from pico import write_pico
+
+from instruments.errors import UserError
+from models.checkpoint.reader import ShardReader
+from models.config import ModelConfig, MoEShape
+from models.emit import copy_tokenizer_files
+from models.loading import load_dense, load_tokenizer
+from models.source import check_source, read_source_config, source_cache_key
+from models.stream import LayerStream
+from models.targets.choose import check_target, select_target
+from models.targets.config import count_carved, count_dense, emit_config
+
+# transformers warns of every odd token or dropout before it uses it, or says why it does not.
+pytestmark = pytest.mark.filterwarnings("ignore")
+COUNTS = [pytest.param(25, id="quick"), pytest.param(800, id="long", marks=pytest.mark.slow)]
+TARGETS = {
+    "config JSON": "config.json",
+    "config bytes": "config.json",
+    "index JSON": "model.safetensors.index.json",
+    "shard header": "model-00001-of-00002.safetensors",
+    "shard bytes": "model-00002-of-00002.safetensors",
+    "tokenizer config JSON": "tokenizer_config.json",
+    "tokenizer bytes": "tokenizer.json",
+}
+SHAPE = MoEShape(experts=3, n=8, top_k=2, always_on=8)
+
+
+@pytest.fixture(scope="module", params=["qwen2", "gemma3_text"])
+def original(request, tmp_path_factory):
+    folder = write_pico(tmp_path_factory.mktemp("original"), request.param, tokenizer=True, max_shard_size="600KB")
+    assert len(list(folder.glob("*.safetensors"))) == 2
+    return folder
+
+
+def mutate(random, kind, data):
+    if kind.endswith("bytes"):
+        return mutate_bytes(random, data)
+    if kind == "shard header":
+        length = int.from_bytes(data[:8], "little")
+        text = json.dumps(mutate_json(random, json.loads(data[8 : 8 + length]))).encode()
+        return len(text).to_bytes(8, "little") + text + data[8 + length :]
+    return json.dumps(mutate_json(random, json.loads(data))).encode()
+
+
+def carve_plan(folder):
+    """All that is computed before weights are loaded, then the layers and a copy of the tokenizer."""
+    model = ModelConfig(kind="local", path=str(folder), device="cpu")
+    if faults := check_source(model):
+        raise faults[0]
+    source_cache_key(model)
+    source = read_source_config(model)
+    target = select_target(str(source["model_type"]), "auto", SHAPE.always_on)
+    if faults := list(check_target(source, target, SHAPE)):
+        raise faults[0]
+    json.dumps(emit_config(source, target, SHAPE, "float32"), allow_nan=False)
+    assert count_dense(source).total > 0
+    assert count_carved(source, target, SHAPE).total > 0
+    with ShardReader(folder) as reader:
+        found = {name: reader.tensor(name) for name in reader.names}
+    LayerStream(folder, device=torch.device("cpu"))
+    return found
+
+
+def diagnose(folder):
+    """What `diagnose.checkpoint=` does: no check of the source comes first."""
+    model = ModelConfig(kind="local", path=str(folder), device="cpu")
+    dense = load_dense(model, folder)
+    load_tokenizer(folder)
+    with torch.no_grad():
+        assert dense(torch.tensor([[1, 2, 3]])).logits.shape[1] == 3
+
+
+def copy_files(folder, out):
+    out.mkdir(exist_ok=True)
+    copy_tokenizer_files(folder, out)
+    assert "auto_map" not in json.loads((out / "tokenizer_config.json").read_bytes())
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("kind", TARGETS)
+def test_mutants(tmp_path, original, kind, count):
+    random, trials = Random(7), Trials()
+    written = carve_plan(original)
+    diagnose(original)
+    folder, out = tmp_path / "inner" / "model", tmp_path / "inner" / "out"
+    shutil.copytree(original, folder)
+    target = folder / TARGETS[kind]
+    data = target.read_bytes()
+    for _ in range(count):
+        target.write_bytes(mutate(random, kind, data))
+        found = trials.run(lambda: carve_plan(folder))
+        if found is not None and kind == "index JSON":
+            trials.failures["other weights without a word"] += found.keys() != written.keys()
+        trials.run(lambda: diagnose(folder))
+        if kind == "tokenizer config JSON":
+            trials.run(lambda: copy_files(folder, out))
+        assert {path.name for path in tmp_path.iterdir()} == {"inner"}, trials
+        assert {path.name for path in folder.parent.iterdir()} <= {"model", "out"}, trials
+    assert not +trials.failures, trials
+
+
+def test_a_plain_error_is_counted_as_a_refusal(tmp_path, original):
+    trials = Trials()
+    with pytest.raises(UserError):
+        carve_plan(tmp_path / "none")
+    trials.run(lambda: carve_plan(tmp_path / "none"))
+    assert (trials.tried, trials.refused) == (1, 1)

@@ -1,0 +1,76 @@
+"""Random wrong command lines: refused before anything is written, or a plan of what would be run."""
+
+import shlex
+from dataclasses import fields, is_dataclass
+from functools import partial
+from random import Random
+
+import pytest
+from fuzz.mutants import Trials
+
+import models.source
+import pipeline.cli
+from pipeline.cli import start
+from pipeline.help import groups
+from pipeline.overrides import all_keys
+from pipeline.plan import make_plan
+from pipeline.settings import STAGES, Settings
+from pipeline.validate import validate
+
+COUNTS = [pytest.param(20, id="quick"), pytest.param(400, id="long", marks=pytest.mark.slow)]
+VALUES = (
+    "", "null", "true", "false", "nan", "inf", "-inf", "-1", "0", "1", "2", "0.5", "1e308", "1e-308", "1e99", "-0.0",
+    "9223372036854775808", "123456789012345678901234", "2147483648", "[]", "[[]]", "[nan]", "[0]", "[-1]", "[1,1]",
+    "[null]", "[a,b]", "{}", "{a: 1}", "x", ".", "..", "../x", "/", "/dev/null", "/dev/zero", "/proc/self/mem",
+    "a" * 300, "a/" * 3000, "a b", "a=b", "a!b", "a(b", "'a", '"a', "a\nb", "a\tb", "\x1b[31m", "é", "\u202e",
+    "${seed}", "${nope}", "${oc.env:HOME}", "???", "~", "*", "a,b", "[", "]", "\\", "\\x", "\\u0000", "\udcff",
+    "0x10", "1_000", "1,000", "9" * 5000, "[" * 200, "(" * 50,
+)  # fmt: skip
+# They would ask a network, or a model of a user's.
+ELSEWHERE = ("store.url", "store.host")
+
+
+def make_words(random):
+    """A stage, a place, and one to three settings or groups with a value that fits by chance only."""
+    keys = [key for key in [*all_keys(Settings), *groups()] if key not in ELSEWHERE]
+    words = [f"stage={random.choice([*STAGES, 'all'])}"]
+    for _ in range(random.randint(1, 3)):
+        key = random.choice(keys)
+        kind = random.randrange(12)
+        if kind == 0:
+            key = key[: random.randrange(len(key)) + 1]
+        elif kind == 1:
+            key = random.choice("+~.=") + key
+        elif kind == 2:
+            key = f"{key}.{random.choice(keys)}"
+        options = groups().get(key)
+        value = random.choice(options) if options and random.random() < 0.5 else random.choice(VALUES)
+        words.append(f"{key}={value}" if random.random() < 0.95 else random.choice([key, value, "="]))
+    random.shuffle(words)
+    return words
+
+
+def test_keys_are_known():
+    assert {"seed", "data.tokens", "store.url"} <= {*all_keys(Settings)}
+    assert is_dataclass(Settings)
+    assert fields(Settings)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_wrong_command_lines(tmp_path, monkeypatch, count, caplog):
+    random, trials, place = Random(10), Trials(), tmp_path / "inner"
+    place.mkdir()
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(models.source, "hub_answers", lambda: False)
+    monkeypatch.setattr(pipeline.cli, "carve", lambda settings, _folder, _words: make_plan(validate(settings)))
+    kept = {}
+    for _ in range(count):
+        words = [*make_words(random), "output_dir=outputs"]
+        before = sum(trials.failures.values())
+        trials.run(partial(start, words))
+        if sum(trials.failures.values()) > before:
+            kept[shlex.join(words)[:300]] = None
+        caplog.clear()
+        assert [path.name for path in tmp_path.iterdir()] == ["inner"], words
+        assert {path.name for path in place.iterdir()} <= {"outputs"}, words
+    assert not +trials.failures, f"{trials}\n" + "\n".join(kept)
