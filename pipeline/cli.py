@@ -7,8 +7,7 @@ from collections.abc import Collection, Sequence
 from signal import SIG_DFL, SIGTERM, signal
 from time import sleep
 
-from instruments.command_line import FAILED, INTERRUPTED, INVALID
-from instruments.errors import ConfigError, UserError
+from instruments.errors import FAILED, INTERRUPTED, INVALID, ConfigError, UserError
 from pipeline.command import hide_passwords
 from pipeline.overrides import first_word, override_errors
 from pipeline.run import carve

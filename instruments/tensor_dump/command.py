@@ -6,12 +6,17 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
-from instruments.command_line import check_output, exit_code, say
-from instruments.errors import ConfigError
+from instruments.errors import ConfigError, check_output, exit_code, say
 from instruments.tensor_dump.index import STORED, Listing, TensorRecord, list_dump
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from torch import Tensor
 
 COLUMNS = ("module", "tensor", "records", "shape", "type", "range", "largest std", "rounding", "suspicious")
 _COMPLAINTS = {
@@ -100,6 +105,58 @@ def _some(names: Iterable[str], separator: str = "; ") -> str:
     return separator.join(names[:_SHOWN]) + more
 
 
+_PANELS_ACROSS = 3
+_BLUE, _PALE = "#2b6ca3", "#a9c7e0"
+
+Named = tuple[str, "Tensor"]
+
+
+def draw_histograms(tensors: Sequence[Named], path: Path) -> None:
+    """One panel a tensor: a histogram of its finite values in 120 equal bins, on a logarithmic scale."""
+    figure, panels = _panels(tensors, "value")
+    for panel, (_name, values) in zip(panels, tensors, strict=True):
+        finite = values[values.isfinite()].float().numpy()
+        panel.set_yscale("log")
+        if len(finite):
+            panel.hist(finite, 120, color=_BLUE, histtype="stepfilled", log=True)
+    figure.savefig(path, format="png", metadata={"Software": None})
+
+
+def draw_channels(tensors: Sequence[Named], path: Path) -> None:
+    """One panel a tensor: of every channel (its last axis) the range, and the 1st to 99th percentile."""
+    figure, panels = _panels(tensors, "channel")
+    for panel, (_name, values) in zip(panels, tensors, strict=True):
+        low, p1, p99, high = _channel_ranges(values.float().reshape(-1, values.shape[-1] if values.ndim else 1))
+        panel.fill_between(range(len(low)), low, high, color=_PALE, linewidth=0, step="mid", label="range")
+        panel.fill_between(range(len(low)), p1, p99, color=_BLUE, linewidth=0, step="mid", label="1 to 99 %")
+        panel.legend(fontsize=7)
+    figure.savefig(path, format="png", metadata={"Software": None})
+
+
+def _channel_ranges(values_RC: "Tensor") -> "Tensor":
+    """Minimum, 1st and 99th percentile, and maximum of every channel, over R rows; NaN where a value is not finite."""
+    # Percentiles of 16 384 evenly chosen rows are good enough to look at; quantile() takes no more than 2^24 values.
+    thinned = values_RC[:: max(1, len(values_RC) // 16384)]
+    percentiles = [[column.quantile(share) for column in thinned.unbind(1)] for share in (0.01, 0.99)]
+    low, high = values_RC.aminmax(dim=0)
+    return low.new_tensor([low.tolist(), *percentiles, high.tolist()])
+
+
+def _panels(tensors: Sequence[Named], quantity: str) -> tuple["Figure", list["Axes"]]:
+    from matplotlib.figure import Figure  # noqa: PLC0415 - it takes a second to load
+
+    columns = min(len(tensors), _PANELS_ACROSS)
+    rows = -(-len(tensors) // columns)
+    figure = Figure(figsize=(4.6 * columns, 2.9 * rows), dpi=110, layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False).ravel().tolist()
+    for panel, (name, _values) in zip(panels, tensors, strict=False):
+        panel.set_title(name, fontsize=8)
+        panel.set_xlabel(quantity, fontsize=8)
+    for panel in panels[len(tensors) :]:
+        panel.set_axis_off()
+    return figure, panels[: len(tensors)]
+
+
 DIFFERENT = 3
 MOST_PANELS = 12
 
@@ -162,7 +219,6 @@ def _show(wanted: argparse.Namespace) -> int:
 
 
 def _draw(listing: Listing, chosen: Sequence[TensorRecord], out: Path, kind: str) -> None:
-    from instruments.tensor_dump.plot import draw_channels, draw_histograms  # noqa: PLC0415
     from instruments.tensor_dump.reader import DumpReader  # noqa: PLC0415 - the table alone needs neither torch nor matplotlib
 
     # Layers that share an input share the picture.

@@ -74,9 +74,7 @@ class DumpReader:
             )
         if checksum_of(tensor) != record.checksum:
             raise ContractError(
-                f"{record.name} is damaged: its bytes do not match the checksum of the index",
-                where=where,
-                do=do,
+                f"{record.name} is damaged: its bytes do not match the checksum of the index", where=where, do=do
             )
         return tensor
 

@@ -10,12 +10,21 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
-from instruments.autograd import in_backward
-from instruments.tensor_dump.capture import Capture, Facts, Held, HostRing, Slot, copy_to_slot
+from instruments.gradients import in_backward
+from instruments.tensor_dump.capture import (
+    Capture,
+    Facts,
+    Held,
+    HostRing,
+    Part,
+    Slot,
+    Watched,
+    copy_to_slot,
+    keep_tokens,
+)
 from instruments.tensor_dump.config import BACKWARD, FORWARD, DumpConfig
 from instruments.tensor_dump.index import DROPPED, STATISTICS, STORED, Placement, Source, now
 from instruments.tensor_dump.statistics import exact_moments, measure
-from instruments.tensor_dump.watched import Part, Watched, keep_tokens
 from instruments.tensor_dump.writer import DumpWriter
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from instruments.errors import ConfigError
-from instruments.tensor_dump.capture import HostRing, RankInfo
+from instruments.tensor_dump.capture import HostRing, RankInfo, Watched, select, unseen_weights, warn_of_label
 from instruments.tensor_dump.config import ATTENTION, EXPERTS, DumpConfig, read_control
 from instruments.tensor_dump.index import IndexFile, now
 from instruments.tensor_dump.modules import (
@@ -36,7 +36,6 @@ from instruments.tensor_dump.modules import (
     watch_linear,
 )
 from instruments.tensor_dump.recorder import Recorder, watch_microbatches
-from instruments.tensor_dump.watched import Watched, select, unseen_weights, warn_of_label
 from instruments.tensor_dump.writer import DumpWriter, Manifest, explain_failure, warn_of
 
 

@@ -26,13 +26,13 @@ from instruments.tensor_dump.capture import (
     RankInfo,
     Rounded,
     Slot,
+    Watched,
     make_record,
     make_rounded_record,
 )
 from instruments.tensor_dump.config import BACKWARD, DumpConfig
 from instruments.tensor_dump.index import DROPPED, STATISTICS, IndexFile, TensorRecord, make_name
 from instruments.tensor_dump.statistics import measure, read_moments, round_into
-from instruments.tensor_dump.watched import Watched
 
 
 @dataclass

@@ -22,7 +22,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from instruments.errors import ConfigError
-from instruments.training_watch.findings import SEVERE, StepLog, StepReport, WatchConfig, logger
+from instruments.training_watch.step_log import SEVERE, StepLog, StepReport, WatchConfig, logger
 from instruments.training_watch.verdict import Measurement, find_trainable
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from instruments.autograd import in_backward
 from instruments.errors import ConfigError
+from instruments.gradients import in_backward
 from instruments.precision.calls import find_tensors
-from instruments.training_watch.findings import NOTE, SEVERE, WARNING, Anomaly, StepReport, WatchConfig, shown
+from instruments.training_watch.step_log import NOTE, SEVERE, WARNING, Anomaly, StepReport, WatchConfig, shown
 
 MISSING = -1.0  # the norm of a gradient that is not there
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "module.")
