@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 # The user information of an address: a password goes, and of a web address also a user alone, which is a token.
@@ -86,6 +86,13 @@ def say(text: str) -> None:
     """Write to stdout what its encoding can show of the text."""
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(printable(text).encode(encoding, "backslashreplace").decode(encoding))
+
+
+def some(names: Iterable[str], most: int = 5, separator: str = "; ") -> str:
+    """The first few names, and how many more there are."""
+    names = list(names)
+    more = f"{separator.rstrip(' ,')} and {len(names) - most} more" if len(names) > most else ""
+    return separator.join(names[:most]) + more
 
 
 def check_output(out: Path) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 from zlib import crc32
 
@@ -292,9 +291,7 @@ class MscanWriter:
         """Itself."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         """Close; after an error what was added is kept, and the file is not marked as complete."""
         if kind is None:
             self.close()

@@ -14,18 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from instruments.errors import ConfigError
+from instruments.safetensors_reader import TORCH_DTYPES
 from instruments.tensor_dump.config import TENSORS, DumpConfig
-from instruments.tensor_dump.index import (
-    DROPPED,
-    STATISTICS,
-    STORED,
-    Placement,
-    RoundingError,
-    Source,
-    Statistics,
-    TensorRecord,
-    make_name,
-)
+from instruments.tensor_dump.index import Placement, RoundingError, Source, Statistics, TensorRecord, make_name
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,13 +83,11 @@ def unseen_weights(roots: Sequence[nn.Module], found: Sequence[Watched]) -> Iter
 
 logger = logging.getLogger(__name__)
 
+# fp32, bf16, fp8e4m3 ...
 _NAMES = {
-    torch.float64: "fp64",
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float8_e4m3fn: "fp8e4m3",
-    torch.float8_e5m2: "fp8e5m2",
+    dtype: re.sub("^f", "fp", name.lower().replace("_", ""))
+    for name, dtype in TORCH_DTYPES.items()
+    if dtype.is_floating_point
 }
 
 
@@ -297,21 +286,6 @@ class Held:
     checksum: int | None = None
     rounded: "Rounded | None" = None
 
-    @classmethod
-    def dropped(cls) -> "Held":
-        """Nothing but the fact."""
-        return cls(DROPPED)
-
-    @classmethod
-    def measured(cls, statistics: Statistics) -> "Held":
-        """Numbers alone."""
-        return cls(STATISTICS, statistics=statistics)
-
-    @property
-    def stored(self) -> bool:
-        """Whether its bytes are kept."""
-        return self.status == STORED
-
 
 @dataclass(frozen=True)
 class Rounded:
@@ -376,29 +350,13 @@ def make_record(
     name: str, capture: Capture, identity: RankInfo, label: str | None, metadata: Mapping[str, Any]
 ) -> TensorRecord:
     """The row of a tensor; `label` is what it was said to be."""
-    held, facts = capture.held, capture.facts
+    held = capture.held
     return TensorRecord(
-        name=name,
-        counter=capture.counter,
-        timestamp=capture.timestamp,
-        rank=identity.rank,
-        source=capture.source,
-        parallel=identity.parallel,
-        placement=capture.placement,
-        shape=facts.shape,
-        dtype=facts.dtype,
-        device=facts.device,
-        requires_grad=facts.requires_grad,
-        quant_type=facts.quant_type,
-        label=label,
-        autocast=facts.autocast,
-        status=held.status,
-        statistics=held.statistics,
-        file=held.file,
-        key=held.key,
-        checksum=held.checksum,
-        metadata=metadata,
-    )
+        name=name, counter=capture.counter, timestamp=capture.timestamp, rank=identity.rank, source=capture.source,
+        parallel=identity.parallel, placement=capture.placement, label=label, status=held.status,
+        statistics=held.statistics, file=held.file, key=held.key, checksum=held.checksum, metadata=metadata,
+        **vars(capture.facts),
+    )  # fmt: skip
 
 
 def make_rounded_record(record: TensorRecord, capture: Capture, rounded: Rounded) -> TensorRecord:

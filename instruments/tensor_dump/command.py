@@ -3,14 +3,15 @@
 import argparse
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
-from instruments.errors import ConfigError, check_output, exit_code, say
+from instruments.errors import ConfigError, check_output, exit_code, say, some
+from instruments.safetensors_header import DTYPES
 from instruments.tensor_dump.index import STORED, Listing, TensorRecord, list_dump
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ _COMPLAINTS = {
     "dropped": "tensors were dropped, the memory being full",
     "lost": "tensors were lost to a disk that failed",
 }
-_SHOWN = 3
 
 
 def summarise(listing: Listing, chosen: Sequence[TensorRecord]) -> str:
@@ -46,17 +46,17 @@ def summarise(listing: Listing, chosen: Sequence[TensorRecord]) -> str:
 def complaints_of(listing: Listing) -> Iterator[str]:
     """Missing files, torn ends, killed processes, and what the manifests say."""
     if missing := listing.missing_files:
-        yield f"{len(missing)} files that the index names are missing: {_some(missing)}"
+        yield f"{len(missing)} files that the index names are missing: {some(missing, 3)}"
     if listing.torn:
         yield f"{listing.torn} bytes at the end of an index were left by a killed process, and are not read"
     manifests = listing.manifests()
     killed = [rank for index in listing.indices if (rank := int(index.header["rank"])) not in manifests]
     if killed:
-        yield f"ranks {_some(map(str, killed))} did not end their dump: what is listed is whole, more was to come"
+        yield f"ranks {some(map(str, killed), 3)} did not end their dump: what is listed is whole, more was to come"
     for rank, manifest in sorted(manifests.items()):
         for field, words in _COMPLAINTS.items():
             if found := manifest[field]:
-                count, names = (found, "") if isinstance(found, int) else (len(found), f": {_some(found)}")
+                count, names = (found, "") if isinstance(found, int) else (len(found), f": {some(found, 3)}")
                 yield f"rank {rank}: {count} {words}{names}"
 
 
@@ -79,7 +79,8 @@ def _facts(listing: Listing, chosen: Sequence[TensorRecord]) -> Iterator[tuple[s
         yield "label", f"{', '.join(sorted(labels))}; really {', '.join(real)}"
 
 
-_BYTES = {"float64": 8, "int64": 8, "bfloat16": 2, "float16": 2, "uint8": 1, "int8": 1, "float8_e4m3fn": 1}
+# By torch's name of a number format.
+_BYTES = dict(DTYPES.values())
 
 
 def _row(kind: str, tensor: str, records: Sequence[TensorRecord]) -> tuple[str, ...]:
@@ -92,17 +93,12 @@ def _row(kind: str, tensor: str, records: Sequence[TensorRecord]) -> tuple[str, 
     notes = [f"{zeros} all zero"] * (zeros > 0) + [f"{nonfinite} not finite"] * (nonfinite > 0)
     notes += [f"{len(records) - len(found)} dropped"] * (len(found) < len(records))
     shapes = sorted({"×".join(map(str, record.shape)) for record in records})
+    types = sorted({record.quant_type for record in records})
     return (
-        kind, tensor, f"{len(records):,}", _some(shapes, " "), _some(sorted({record.quant_type for record in records})),
+        kind, tensor, f"{len(records):,}", some(shapes, 3, " "), some(types, 3),
         f"{min(lows):.3g} … {max(highs):.3g}" if lows else "–", f"{max(deviations):.3g}" if deviations else "–",
         f"{max(errors):.2g}" if errors else "", ", ".join(notes),
     )  # fmt: skip
-
-
-def _some(names: Iterable[str], separator: str = "; ") -> str:
-    names = list(names)
-    more = f"{separator}and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return separator.join(names[:_SHOWN]) + more
 
 
 _PANELS_ACROSS = 3

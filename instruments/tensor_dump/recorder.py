@@ -202,15 +202,15 @@ class Recorder:
         if slot is not None:
             data, wait = copy_to_slot(kept, slot)
             return Held(STORED, data, slot, wait)
-        return Held.dropped() if self._config.when_full == "drop" else self._measure(kept)
+        return Held(DROPPED) if self._config.when_full == "drop" else self._measure(kept)
 
     def _measure(self, kept: Tensor) -> Held:
         if not kept.is_cuda:
-            return Held.measured(measure(kept))
+            return Held(STATISTICS, statistics=measure(kept))
         moments = exact_moments(kept)
         slot = self._find_room(moments.nbytes)
         if slot is None:
-            return Held.dropped()
+            return Held(DROPPED)
         data, wait = copy_to_slot(moments, slot)
         return Held(STATISTICS, data, slot, wait)
 

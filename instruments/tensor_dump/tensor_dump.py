@@ -15,7 +15,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -176,9 +175,7 @@ class TensorDump:
             self._running[1].flush().wait()
             explain_failure(self._running[1], self.folder)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         """Take every hook off, write what is left, say what is missing."""
         for handle in self._handles:
             handle.remove()

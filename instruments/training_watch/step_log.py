@@ -60,12 +60,6 @@ def as_json(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)
 
 
-def shown(names: Sequence[str], most: int = 3) -> str:
-    """The first few names, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
-
-
 @dataclass
 class WatchConfig:
     """Thresholds of the monitor, and how much it says."""
