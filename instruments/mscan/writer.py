@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from instruments.durable import sync
 from instruments.errors import ContractError
 from instruments.mscan.header import (
     ENCODINGS,
@@ -166,9 +167,7 @@ def _name(unfinished: Path, path: Path) -> None:
         ) from None
     finally:
         unfinished.unlink()
-    folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)
-    os.close(folder)
+    sync(path.parent)
 
 
 def _sync(file: BinaryIO) -> None:

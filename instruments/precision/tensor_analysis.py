@@ -251,19 +251,14 @@ class TensorAnalysis:
     def advice(self) -> list[str]:
         """What to compute otherwise, and why."""
         sums = [loss.advice for loss in self.reductions if loss.advice]
-        return sums + [_swamped(axis, loss) for loss in self.losses for axis in self.ranges if _is_swamped(axis, loss)]
-
-
-def _is_swamped(axis: AxisRange, loss: FormatLoss) -> bool:
-    return axis.ratio > 2 / FORMATS[loss.format].epsilon
-
-
-def _swamped(axis: AxisRange, loss: FormatLoss) -> str:
-    return (
-        f"dim {axis.axis} holds up to {axis.largest:.3g} at {axis.largest_at} and {axis.smallest:.3g} at "
-        f"{axis.smallest_at}: added up in {loss.format}, the large ones swallow the small ones; scale them apart or "
-        "add in fp32"
-    )
+        return sums + [
+            f"dim {axis.axis} holds up to {axis.largest:.3g} at {axis.largest_at} and {axis.smallest:.3g} at "
+            f"{axis.smallest_at}: added up in {loss.format}, the large ones swallow the small ones; scale them "
+            "apart or add in fp32"
+            for loss in self.losses
+            for axis in self.ranges
+            if axis.ratio > 2 / FORMATS[loss.format].epsilon
+        ]
 
 
 @torch.no_grad()
@@ -286,7 +281,9 @@ def analyze_tensor(
             where=f"tensor of shape {tuple(tensor.shape)}",
             do="give a floating-point tensor, or tensor.float()",
         )
-    values, notes = _prepare(tensor)
+    notes = ["complex: the last dim holds real and imaginary parts"] * tensor.is_complex()
+    values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    values = values if values.dtype == torch.float64 else values.float()
     finite = values.isfinite()
     clean = torch.where(finite, values, 0)
     nonfinite = values.numel() - int(finite.sum())
@@ -299,21 +296,11 @@ def analyze_tensor(
         nonfinite,
         int((values == 0).sum()),
         [measure_loss(clean.flatten(), target) for target in targets],
-        [loss for target in targets for loss in _reductions(clean, target)],
+        [loss for target in targets if clean.numel() for loss in measure_reductions(clean, target)],
         axis_ranges(clean),
         _octaves(clean),
         notes,
     )
-
-
-def _prepare(tensor: Shaped[Tensor, "..."]) -> tuple[Float[Tensor, "..."], list[str]]:
-    if tensor.is_complex():
-        return torch.view_as_real(tensor.resolve_conj()), ["complex: the last dim holds real and imaginary parts"]
-    return (tensor if tensor.dtype == torch.float64 else tensor.float()), []
-
-
-def _reductions(clean: Float[Tensor, "..."], target: NumberFormat) -> list[ReductionLoss]:
-    return measure_reductions(clean, target) if clean.numel() else []
 
 
 def _octaves(clean: Float[Tensor, "..."]) -> list[int]:

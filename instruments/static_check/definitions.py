@@ -131,6 +131,7 @@ def last_word(text: str | None) -> str:
 FLOAT16, BFLOAT16, LOW = "float16", "bfloat16", "low"  # LOW: one of the two
 _DTYPES = {"float16": FLOAT16, "half": FLOAT16, "bfloat16": BFLOAT16, "float32": "float32", "float": "float32"}
 _DEFAULTS = {"cuda": FLOAT16, "cpu": BFLOAT16}
+_MANAGED = {"autocast", "compute_loss_context_manager", "autocast_smart_context_manager"}
 
 
 @dataclass(frozen=True)
@@ -159,32 +160,14 @@ def read_region(node: ast.expr, imports: dict[str, str]) -> Region | None:
         enabled = arguments.get("enabled")
         if device is not None:  # torch.cuda.amp.autocast(enabled, dtype)
             enabled = first or enabled
-        else:
-            device = _device(first)
-        return Region(_is_on(enabled), device, _dtype(arguments.get("dtype"), device, given="dtype" in arguments))
-    if call and last_word(text_of(callee)) in {
-        "autocast",
-        "compute_loss_context_manager",
-        "autocast_smart_context_manager",
-    }:
+        elif isinstance(first, ast.Constant) and isinstance(first.value, str):
+            device = first.value.partition(":")[0]
+        off = isinstance(enabled, ast.Constant) and enabled.value is False
+        given = arguments.get("dtype")
+        return Region(not off, device, (read_dtype(given) or LOW) if given else _DEFAULTS.get(device or "", LOW))
+    if call and last_word(text_of(callee)) in _MANAGED:
         return Region(certain=False)  # of accelerate, Lightning Fabric, transformers' Trainer: mixed_precision decides
     return None
-
-
-def _device(node: ast.expr | None) -> str | None:
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return node.value.partition(":")[0]
-    return None
-
-
-def _is_on(node: ast.expr | None) -> bool:
-    return not (isinstance(node, ast.Constant) and node.value is False)
-
-
-def _dtype(node: ast.expr | None, device: str | None, *, given: bool) -> str:
-    if node is None or not given:
-        return _DEFAULTS.get(device or "", LOW)
-    return read_dtype(node) or LOW
 
 
 def read_dtype(node: ast.expr) -> str | None:
