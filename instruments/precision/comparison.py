@@ -184,7 +184,7 @@ def decibels(relative: float) -> float:
     return math.inf if not relative else -20 * math.log10(relative)
 
 
-# Beyond it, large numbers may swallow small ones where the two are added up.
+# Beyond it, large numbers may swamp small ones where the two are added up.
 WIDE = 1e4
 
 

@@ -62,11 +62,11 @@ class ReferencePass:
         self._alike = AlikeRows()
         self._trials: dict[Call, tuple[_Trial, _Trial]] = {}
         self._arguments: dict[Call, Arguments] = {}  # of modules that are running
-        self._ear: ModuleTracer
+        self._tracer: ModuleTracer
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """One forward pass, and for every module and each of its ancestors one more in each of the two ways."""
-        with self.session.seeded(), trace_modules(self.session.reference, self) as self._ear:
+        with self.session.seeded(), trace_modules(self.session.reference, self) as self._tracer:
             self.session.reference(*args, **kwargs)
 
     def before(self, call: Call, module: nn.Module, arguments: Arguments) -> None:
@@ -153,10 +153,10 @@ class ReferencePass:
 
     def _try(self, call: Call, module: nn.Module, arguments: Arguments) -> _Trial:
         choices, args, kwargs = Choices(), *arguments
-        counts = {**self._ear.counts, call.module: call.number}
+        counts = {**self._tracer.counts, call.module: call.number}
         inside = trace_modules(module, choices, prefix=call.module, counts=counts, only=self.session.choosers)
         try:
-            with self._ear.closed(), self.session.seeded(), inside:
+            with self._tracer.closed(), self.session.seeded(), inside:
                 return _Trial(find_tensors(module(*args, **kwargs)), choices)
         except FAILURES as error:
             return _Trial({}, choices, str(error).partition("\n")[0] or type(error).__name__)

@@ -84,7 +84,7 @@ def _draw_sizes(found: TensorAnalysis, panel: Axes) -> None:
                 math.log2(edge), color=_FORMAT_COLOURS[number % 4], linestyle=style, linewidth=1.2, label=label
             )
     panel.set_xlabel("log2|x|; dotted: the smallest value", fontsize=8)
-    panel.set_title("sizes beside what each format reaches", fontsize=9)
+    panel.set_title("sizes, and what each format reaches", fontsize=9)
     panel.legend(fontsize=7)
 
 

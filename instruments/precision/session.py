@@ -242,7 +242,7 @@ class Session:
 
     @contextmanager
     def seeded(self) -> Iterator[None]:
-        """Whatever is drawn within begins at the same place, and moves nobody else's generator."""
+        """Start random numbers from the seed within; other generators do not move."""
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             torch.manual_seed(self.perturbation.seed)
