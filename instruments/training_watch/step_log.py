@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from instruments.errors import ContractError, check_output, exit_code, say
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 NOTE, WARNING, SEVERE = "note", "warning", "severe"
 
 
@@ -119,16 +122,13 @@ def read_step_log(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-
 def main(words: Sequence[str] | None = None) -> int:
     """Do what the command line says; returns the exit code.
 
     0 done, 1 the file is no such log, 2 the command line is wrong, 130 interrupted.
     """
-    parser = argparse.ArgumentParser(prog="python -m pipeline.watch_log", description=__doc__)
+    about = "What a monitored training did, step by step."
+    parser = argparse.ArgumentParser(prog="python -m pipeline.watch_log", description=about)
     parser.add_argument("file", type=Path, help="log of watch_model, or metrics.jsonl of stage=train")
     parser.add_argument(
         "--plot", type=Path, metavar="OUT", help="draw loss, gradient norm and loss scale, as PNG or SVG"
