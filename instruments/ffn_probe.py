@@ -15,8 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from instruments.autograd import watch
-from instruments.gradient_norms import column_squares, gram_matrix, prefer_gram
+from instruments.gradients import column_squares, gram_matrix, prefer_gram, watch
 
 
 class GatedFFN(Protocol):

@@ -20,11 +20,13 @@ _METADATA = "__metadata__"
 _MOST = 1 << 62  # larger numbers are no sizes
 _RESTORE = "download or copy the file again"
 
-DTYPE_BYTES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1,
-    "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
-    "I32": 4, "U32": 4, "F32": 4,
-    "I64": 8, "U64": 8, "F64": 8,
+# The format's name → torch's, and bytes a value.
+DTYPES = {
+    "BOOL": ("bool", 1), "U8": ("uint8", 1), "I8": ("int8", 1),
+    "F8_E4M3": ("float8_e4m3fn", 1), "F8_E5M2": ("float8_e5m2", 1),
+    "U16": ("uint16", 2), "I16": ("int16", 2), "F16": ("float16", 2), "BF16": ("bfloat16", 2),
+    "U32": ("uint32", 4), "I32": ("int32", 4), "F32": ("float32", 4),
+    "U64": ("uint64", 8), "I64": ("int64", 8), "F64": ("float64", 8),
 }  # fmt: skip
 
 
@@ -100,7 +102,7 @@ def _entry(path: Path, data_start: int, spec: dict[str, Any]) -> TensorEntry:
         raise ValueError("shape or data_offsets hold what is no size")
     if prod(max(side, 1) for side in shape) >= _MOST:
         raise ValueError(f"shape {list(shape)} is none of a tensor")
-    nbytes = prod(shape) * DTYPE_BYTES[spec["dtype"]]
+    nbytes = prod(shape) * DTYPES[spec["dtype"]][1]
     if end - begin != nbytes:
         raise ValueError(f"{spec['dtype']} {list(shape)} needs {nbytes} bytes, has {end - begin}")
     return TensorEntry(path, spec["dtype"], shape, data_start + begin, nbytes)

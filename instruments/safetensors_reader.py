@@ -12,25 +12,9 @@ import torch
 from torch import Tensor
 
 from instruments.errors import CheckpointError
-from instruments.safetensors_header import TensorEntry
+from instruments.safetensors_header import DTYPES, TensorEntry
 
-TORCH_DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "U32": torch.uint32,
-    "U64": torch.uint64,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-}
+TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, theirs) for name, (theirs, _size) in DTYPES.items()}
 
 
 class EntryReader:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from signal import SIG_DFL, SIGTERM, signal
 from time import sleep
 
-from instruments.command_line import FAILED, INTERRUPTED, INVALID, printable
-from instruments.errors import ConfigError, UserError
+from instruments.errors import FAILED, INTERRUPTED, INVALID, ConfigError, UserError, printable
+from pipeline.command import hide_passwords
 from pipeline.overrides import first_word, hide_passwords, override_errors
 from pipeline.run import carve
 from pipeline.settings import compose, register_schema, run_hydra

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from instruments.command_line import exit_code
-from instruments.errors import CheckpointError, ConfigError
+from instruments.errors import CheckpointError, ConfigError, exit_code
 from stages.evaluate.harness import Answers, Share, answer_choices, compare_answers
 
 

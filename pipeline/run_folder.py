@@ -11,8 +11,7 @@ from typing import TextIO
 from omegaconf import OmegaConf
 from tabulate import tabulate
 
-from instruments.command_line import printable
-from instruments.errors import UserError, redact
+from instruments.errors import UserError, printable, redact
 from pipeline.overrides import command_line
 from pipeline.report.run_record import RunRecord, StageRun
 from pipeline.settings import Settings

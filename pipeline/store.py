@@ -7,8 +7,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from instruments.command_line import exit_code, say
-from instruments.errors import ConfigError, UserError
+from instruments.errors import ConfigError, UserError, exit_code, say
 from pipeline.disk import explain_os_error
 from stages.accumulators.config import StoreConfig
 

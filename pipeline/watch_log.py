@@ -2,7 +2,7 @@
 
 import sys
 
-from instruments.training_watch.command import main
+from instruments.training_watch.step_log import main
 
 if __name__ == "__main__":
     sys.exit(main())

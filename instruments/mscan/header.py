@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 import numpy as np
@@ -17,25 +17,8 @@ from numpy.typing import NDArray
 
 from instruments.errors import ContractError
 
-
-class Watched(Protocol):
-    """What is taken from a watched weight."""
-
-    @property
-    def name(self) -> str:
-        """Of the weight: model.layers.0.self_attn.q_proj.weight."""
-
-    @property
-    def kind(self) -> str:
-        """Linear or embedding."""
-
-    @property
-    def in_features(self) -> int:
-        """Columns of the weight; for an embedding, its rows."""
-
-    @property
-    def out_features(self) -> int:
-        """Rows of the weight; for an embedding, its columns."""
+if TYPE_CHECKING:
+    from instruments.parameter_scan.targets import WatchedParameter
 
 
 @dataclass(frozen=True)
@@ -56,7 +39,7 @@ class ParameterTable:
     block_width: int
 
     @classmethod
-    def of(cls, parameters: Iterable[Watched], block_width: int) -> "ParameterTable":
+    def of(cls, parameters: "Iterable[WatchedParameter]", block_width: int) -> "ParameterTable":
         """The table of what a scanner watches."""
         entries = (StoredParameter(p.name, p.kind, p.in_features, p.out_features) for p in parameters)
         return cls(tuple(entries), block_width)
@@ -120,7 +103,6 @@ ALIGNMENT = 8  # bytes; every array begins at a multiple of it
 START = struct.Struct("<5sH")  # magic and version, alike in both versions
 PREAMBLE = struct.Struct("<5sHBII")  # magic, version, flags, bytes of JSON, checksum
 
-_RESTORE = "copy the file again, or scan again"
 _CONTENT = {
     "model": str, "created": str, "block_width": int, "encoding": str, "per_token": bool, "metadata": dict,
     "parameters": list,
@@ -163,6 +145,12 @@ def pack_header(header: Header) -> bytes:
     return start + crc32(text, crc32(start)).to_bytes(4, "little") + text
 
 
+def damaged(path: Path, detail: str, where: str = "") -> ContractError:
+    """The error of a file that is not what was written; `where` in it."""
+    place = f"{path}, {where}" if where else str(path)
+    return ContractError(f"{path.name} is damaged: {detail}", where=place, do="copy the file again, or scan again")
+
+
 def read_version(path: Path, start: bytes) -> int:
     """Version of a file from its first bytes.
 
@@ -170,7 +158,7 @@ def read_version(path: Path, start: bytes) -> int:
         ContractError: truncated, no .mscan file, or of a version that is not known.
     """
     if len(start) < START.size:
-        raise _damaged(path, f"truncated at {len(start)} bytes, in the first {START.size}")
+        raise damaged(path, f"truncated at {len(start)} bytes, in the first {START.size}")
     magic, version = START.unpack_from(start)
     if magic != MAGIC:
         raise ContractError(
@@ -194,18 +182,18 @@ def unpack_header(path: Path, start: memoryview) -> tuple[Header, int]:
         ContractError: truncated or damaged.
     """
     if len(start) < PREAMBLE.size:
-        raise _damaged(path, f"truncated at {len(start)} bytes, in the first {PREAMBLE.size}")
+        raise damaged(path, f"truncated at {len(start)} bytes, in the first {PREAMBLE.size}")
     _magic, _version, _flags, length, checksum = PREAMBLE.unpack_from(start)
     end = PREAMBLE.size + length
     if len(start) < end:
-        raise _damaged(path, f"truncated at {len(start)} bytes, in a header of {end}, or its length is wrong")
+        raise damaged(path, f"truncated at {len(start)} bytes, in a header of {end}, or its length is wrong")
     text = start[PREAMBLE.size : end]
     if crc32(text, crc32(start[: PREAMBLE.size - 4])) != checksum:
-        raise _damaged(path, f"checksum of the header (bytes 0 to {end}) does not match")
+        raise damaged(path, f"checksum of the header (bytes 0 to {end}) does not match")
     try:
         return _read_content(json.loads(bytes(text))), end
     except (ValueError, RecursionError) as error:
-        raise _damaged(path, f"the header is none that a scanner writes: {error}") from error
+        raise damaged(path, f"the header is none that a scanner writes: {error}") from error
 
 
 def _read_content(content: object) -> Header:
@@ -243,10 +231,6 @@ def check_text(*values: object) -> None:
         if not isinstance(value, str):
             raise ValueError(f"{value!r} is no text")
         value.encode()
-
-
-def _damaged(path: Path, detail: str) -> ContractError:
-    return ContractError(f"{path.name} is damaged: {detail}", where=str(path), do=_RESTORE)
 
 
 # One row per sequence ...

@@ -24,6 +24,7 @@ from instruments.mscan.header import (
     Rows,
     StoredSequence,
     array_widths,
+    damaged,
     read_version,
     unpack_header,
 )
@@ -83,7 +84,7 @@ def read_version1(path: Path, file: memoryview) -> MscanVersion1:
         names = {_count(number): str(name) for number, name in content.get("id_to_param_name_map", {}).items()}
         sequences = tuple(_sequence(row) for row in content.get("sequences", []))
     except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
-        raise _damaged_version1(path, f"unreadable header ({type(error).__name__}: {error})") from error
+        raise damaged(path, f"unreadable header ({type(error).__name__}: {error})") from error
     records = _read_records(file, end, stated, np.array(list(names), np.int64))
     model, created = str(content.get("model_name", "")), str(content.get("timestamp", ""))
     return MscanVersion1(path, model, created, names, sequences, records, stated - len(records))
@@ -103,14 +104,14 @@ def _count(value: Any) -> int:  # noqa: ANN401 - of foreign JSON
 def _read_header(path: Path, file: memoryview) -> tuple[dict[str, Any], int, int]:
     """The JSON, where it ends, and the number of records that should follow."""
     if len(file) < _HEADER.size:
-        raise _damaged_version1(path, f"truncated at {len(file)} bytes, in the first {_HEADER.size}")
+        raise damaged(path, f"truncated at {len(file)} bytes, in the first {_HEADER.size}")
     _magic, _version, end, stated = _HEADER.unpack_from(file)
     if not _HEADER.size <= end <= len(file):
-        raise _damaged_version1(path, f"truncated at {len(file)} bytes, in a header of {end}, or its length is wrong")
+        raise damaged(path, f"truncated at {len(file)} bytes, in a header of {end}, or its length is wrong")
     try:
         return dict(json.loads(bytes(file[_HEADER.size : end]))), end, stated
     except (ValueError, TypeError, RecursionError) as error:
-        raise _damaged_version1(path, f"unreadable header ({type(error).__name__}: {error})") from error
+        raise damaged(path, f"unreadable header ({type(error).__name__}: {error})") from error
 
 
 def _read_records(file: memoryview, start: int, stated: int, known: NDArray[np.int64]) -> NDArray[Any]:
@@ -122,10 +123,6 @@ def _read_records(file: memoryview, start: int, stated: int, known: NDArray[np.i
     from_end = np.frombuffer(file, RECORD, there, len(file) - there * RECORD.itemsize)
     fits = [np.isin(records["param_id"], known).sum() for records in (from_end, from_start)]
     return from_end if fits[0] >= fits[1] else from_start
-
-
-def _damaged_version1(path: Path, detail: str) -> ContractError:
-    return ContractError(f"{path.name} is damaged: {detail}", where=str(path), do="copy the file again")
 
 
 @dataclass(frozen=True)
@@ -169,18 +166,15 @@ def _check_counts(path: Path, closing: SegmentHeader, segments: list[SegmentHead
     """Raise ContractError where the closing header counts other sequences."""
     counted = (sum(one.sequences for one in segments), sum(one.tokens for one in segments))
     if (closing.sequences, closing.tokens) != counted:
-        raise ContractError(
-            f"{path.name} is damaged: {counted[0]:,} sequences of {counted[1]:,} tokens are there, its closing header "
-            f"says {closing.sequences:,} of {closing.tokens:,}",
-            where=f"{path}, bytes {closing.offset} to {closing.end}",
-            do="copy the file again, or scan again",
-        )
+        there = f"{counted[0]:,} sequences of {counted[1]:,} tokens are there"
+        said = f"its closing header says {closing.sequences:,} of {closing.tokens:,}"
+        raise damaged(path, f"{there}, {said}", f"bytes {closing.offset} to {closing.end}")
 
 
 def check_payload(path: Path, file: memoryview, segment: SegmentHeader) -> None:
     """Raise ContractError where a payload is not what was written."""
     if crc32(file[segment.payload : segment.end]) != segment.payload_checksum:
-        raise _damaged(path, segment.index, f"its payload, bytes {segment.payload} to {segment.end}")
+        raise _damaged_segment(path, segment.index, f"its payload, bytes {segment.payload} to {segment.end}")
 
 
 def _check_nothing_follows(path: Path, file: memoryview, position: int, index: int) -> None:
@@ -188,15 +182,11 @@ def _check_nothing_follows(path: Path, file: memoryview, position: int, index: i
     for found in re.finditer(re.escape(MAGIC), file[position:]):
         later = read_segment_header(file, position + found.start())
         if later is not None and later.index > index and later.end <= len(file):
-            raise _damaged(path, index, f"its header, bytes {position} to {position + HEADER.size}")
+            raise _damaged_segment(path, index, f"its header, bytes {position} to {position + HEADER.size}")
 
 
-def _damaged(path: Path, index: int, part: str) -> ContractError:
-    return ContractError(
-        f"{path.name} is damaged: the checksum of segment {index} does not match",
-        where=f"{path}, {part}",
-        do="copy the file again, or scan again",
-    )
+def _damaged_segment(path: Path, index: int, part: str) -> ContractError:
+    return damaged(path, f"the checksum of segment {index} does not match", part)
 
 
 ALL = slice(None)
@@ -372,11 +362,8 @@ def _open_segment(path: Path, header: Header, file: memoryview, place: SegmentHe
     try:
         return Segment(header, file[place.payload : place.end], place)
     except (ValueError, RecursionError) as error:
-        raise ContractError(
-            f"{path.name} is damaged: segment {place.index} is none that a scanner writes: {error}",
-            where=f"{path}, its payload, bytes {place.payload} to {place.end}",
-            do="copy the file again, or scan again",
-        ) from error
+        what = f"segment {place.index} is none that a scanner writes: {error}"
+        raise damaged(path, what, f"its payload, bytes {place.payload} to {place.end}") from error
 
 
 def _map(path: Path) -> memoryview:

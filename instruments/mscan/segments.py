@@ -18,9 +18,7 @@ LAST = 65534  # code of a column's largest value
 ELEMENTS_AT_ONCE = 1 << 17  # float64 temporaries that stay in the cache
 
 
-def encode_log16(
-    values_RC: Float32[np.ndarray, "R C"],
-) -> tuple[Float64[np.ndarray, "2 C"], UInt16[np.ndarray, "R C"]]:
+def encode_log16(values_RC: Float32[np.ndarray, "R C"]) -> tuple[Float64[np.ndarray, "2 C"], UInt16[np.ndarray, "R C"]]:
     """Quantise norms column by column.
 
     Args:

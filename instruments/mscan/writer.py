@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 from zlib import crc32
 
@@ -14,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from instruments.durable import sync
 from instruments.errors import ContractError
 from instruments.mscan.header import (
     ENCODINGS,
@@ -167,9 +167,7 @@ def _name(unfinished: Path, path: Path) -> None:
         ) from None
     finally:
         unfinished.unlink()
-    folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)
-    os.close(folder)
+    sync(path.parent)
 
 
 def _sync(file: BinaryIO) -> None:
@@ -292,9 +290,7 @@ class MscanWriter:
         """Itself."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         """Close; after an error what was added is kept, and the file is not marked as complete."""
         if kind is None:
             self.close()

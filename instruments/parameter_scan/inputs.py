@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from instruments.errors import ConfigError
-from instruments.gradient_norms import column_squares, gram_matrix
+from instruments.gradients import column_squares, gram_matrix
 
 
 def sum_blocks(values_BN: Float[Tensor, "B N"], width: int) -> Float[Tensor, "B n"]:

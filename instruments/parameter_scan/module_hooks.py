@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from instruments.autograd import in_backward, watch
 from instruments.errors import NumericsError
-from instruments.gradient_norms import prefer_gram, weight_squares
+from instruments.gradients import in_backward, prefer_gram, watch, weight_squares
 from instruments.parameter_scan.inputs import (
     InputSquares,
     embedding_columns,

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from instruments.errors import ConfigError, NumericsError
+from instruments.errors import ConfigError, NumericsError, some
 from instruments.parameter_scan.inputs import HeadPart, InputSquares
 from instruments.parameter_scan.targets import ScannedSequence, ScanRecord, WatchedParameter
 
@@ -252,26 +252,21 @@ def _check(gradient_BP: Tensor, measured: Sequence[int], names: Sequence[str]) -
     if not measured:
         raise NumericsError(
             f"no gradient reached a watched parameter in {len(names)} of {len(names)} samples",
-            where=_some(names),
+            where=some(names),
             do="call backward on a loss of what the scanned model returned",
         )
     bad = [name for name, row in zip(names, found_BP, strict=True) if not row.isfinite().all()]
     if bad:
         raise NumericsError(
             f"the gradient is not finite in {len(bad)} of {len(names)} samples",
-            where=_some(bad),
+            where=some(bad),
             do="look for a sample without a supervised next token, or scan in another format: float32 or bfloat16",
         )
     zero = [name for name, row in zip(names, found_BP, strict=True) if not row.any()]
     if zero:
         raise NumericsError(
             f"all gradients are zero in {len(zero)} of {len(names)} samples",
-            where=_some(zero),
+            where=some(zero),
             do="see that the loss uses these samples (labels not all masked; the first label of a sample is shifted "
             "away), and that gradients do not vanish in the number format: float32, or a scaled loss",
         )
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = "; ".join(names[:5])
-    return shown if len(names) <= 5 else f"{shown}; and {len(names) - 5} more"

@@ -12,7 +12,6 @@ Gradients are those of the loss that `backward` is called on: a divided or scale
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 from weakref import WeakSet
 
@@ -99,9 +98,7 @@ class ParameterTensorScanner:
         ]
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         """Take every hook off; keep what was measured, on the CPU, until it is collected."""
         for handle in self._handles:
             handle.remove()

@@ -1,4 +1,4 @@
-"""Every call of every module, told as a model runs."""
+"""Every call of every module, as a model runs."""
 
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping
@@ -36,7 +36,7 @@ class ModuleEvents(Protocol):
 
 @dataclass
 class ModuleTracer:
-    """What the hooks of one `trace_modules` share: closed, it hears nothing and counts nothing."""
+    """What the hooks of one `trace_modules` share: closed, it passes on nothing and counts nothing."""
 
     counts: Counter[str]
     open: bool = True
@@ -54,27 +54,27 @@ class ModuleTracer:
 @contextmanager
 def trace_modules(
     model: nn.Module,
-    listener: ModuleEvents,
+    receiver: ModuleEvents,
     *,
     prefix: str = "",
     counts: Mapping[str, int] | None = None,
     only: Container[str] | None = None,
 ) -> Iterator[ModuleTracer]:
-    """Tell `listener` about the calls of `model` and all its parts; the hooks are gone afterwards.
+    """Report to `receiver` the calls of `model` and all its parts; the hooks are gone afterwards.
 
     Args:
         model: what runs.
-        listener: receives the events.
+        receiver: receives the events.
         prefix: the name of `model`, where it is itself a part.
         counts: calls of every module so far.
         only: names of the modules that count; None: all.
     """
-    ear = ModuleTracer(Counter(counts or {}))
+    tracer = ModuleTracer(Counter(counts or {}))
     named = [(".".join(filter(None, (prefix, name))), module) for name, module in model.named_modules()]
-    heard = [(name, module) for name, module in named if only is None or name in only]
-    handles = [handle for name, module in heard for handle in _hook(module, name, listener, ear)]
+    traced = [(name, module) for name, module in named if only is None or name in only]
+    handles = [handle for name, module in traced for handle in _hook(module, name, receiver, tracer)]
     try:
-        yield ear
+        yield tracer
     finally:
         for handle in handles:
             handle.remove()
@@ -84,18 +84,18 @@ class _Handle(Protocol):
     def remove(self) -> None: ...
 
 
-def _hook(module: nn.Module, name: str, listener: ModuleEvents, ear: ModuleTracer) -> list[_Handle]:
+def _hook(module: nn.Module, name: str, receiver: ModuleEvents, tracer: ModuleTracer) -> list[_Handle]:
     running: list[Call] = []  # a module may call itself
 
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if ear.open:
-            running.append(Call(name, ear.counts[name]))
-            ear.counts[name] += 1
-            listener.before(running[-1], module, (args, kwargs))
+        if tracer.open:
+            running.append(Call(name, tracer.counts[name]))
+            tracer.counts[name] += 1
+            receiver.before(running[-1], module, (args, kwargs))
 
     def after(_module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any], output: Any) -> None:  # noqa: ANN401
-        if ear.open:
-            listener.after(running.pop(), module, output)
+        if tracer.open:
+            receiver.after(running.pop(), module, output)
 
     return [
         module.register_forward_pre_hook(before, with_kwargs=True),

@@ -179,12 +179,7 @@ def find_format(name: str | torch.dtype, setting: str = "precision") -> NumberFo
     return FORMATS[name]
 
 
-def decibels(relative: float) -> float:
-    """−20·log10 of a relative error."""
-    return math.inf if not relative else -20 * math.log10(relative)
-
-
-# Beyond it, large numbers may swallow small ones where the two are added up.
+# Beyond it, large numbers may swamp small ones where the two are added up.
 WIDE = 1e4
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from instruments.errors import some
 from instruments.precision.calls import Call
 from instruments.precision.comparison import WARNING_RATIO, AxisRange, Distance, Verdict, judge, worst
 
@@ -105,7 +106,6 @@ COLUMNS = (
     "range ratio",
 )  # fmt: skip
 _MOST_ROWS = 20
-_SHOWN = 3
 
 
 def rows_of(diff: Diff) -> list[tuple[str, ...]]:
@@ -242,8 +242,7 @@ def _oddities(diff: Diff) -> Iterator[str]:
         (diff.only_one, "calls were made by one of the two runs alone"),
     ):
         if names:
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            yield f"{len(names)} {words}: {', '.join(names[:_SHOWN])}{more}"
+            yield f"{len(names)} {words}: {some(names, 3, ', ')}"
 
 
 def to_json(diff: Diff) -> dict[str, Any]:

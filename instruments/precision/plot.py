@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from instruments.precision.comparison import FORMATS, SEVERE_L2, WARNING_L2, WARNING_RATIO, Distance, Verdict
@@ -19,7 +18,6 @@ _NAMED = 8  # findings whose names fit
 def draw_diff(diff: Diff, path: Path) -> None:
     """Write a PNG: above what arrives, below what each module adds; dots coloured by verdict, overflows at the top."""
     figure = Figure(figsize=(11, 7), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
     figure.suptitle(f"FP32 against {diff.precision} ({diff.mode}): {diff.verdict}")
     panels = figure.subplots(2, 1, sharex=True)
     for panel, name in zip(panels, ("propagated", "own"), strict=True):
@@ -66,7 +64,6 @@ _FORMAT_COLOURS = ("#2b6ca3", "#d69900", "#c62828", "#70378f")
 def draw_tensor(found: TensorAnalysis, path: Path) -> None:
     """Write a PNG of three panels: value sizes against each format's range, the range of every axis, errors of sums."""
     figure = Figure(figsize=(12, 3.8), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
     figure.suptitle(f"{found.name} {'×'.join(map(str, found.shape))}", fontsize=10)
     sizes, ranges, sums = figure.subplots(1, 3).tolist()
     _draw_sizes(found, sizes)
@@ -87,7 +84,7 @@ def _draw_sizes(found: TensorAnalysis, panel: Axes) -> None:
                 math.log2(edge), color=_FORMAT_COLOURS[number % 4], linestyle=style, linewidth=1.2, label=label
             )
     panel.set_xlabel("log2|x|; dotted: the smallest value", fontsize=8)
-    panel.set_title("sizes beside what each format reaches", fontsize=9)
+    panel.set_title("sizes, and what each format reaches", fontsize=9)
     panel.legend(fontsize=7)
 
 

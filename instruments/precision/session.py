@@ -242,7 +242,7 @@ class Session:
 
     @contextmanager
     def seeded(self) -> Iterator[None]:
-        """Whatever is drawn within begins at the same place, and moves nobody else's generator."""
+        """Start random numbers from the seed within; other generators do not move."""
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             torch.manual_seed(self.perturbation.seed)
@@ -253,15 +253,15 @@ class Session:
         diff.outputs = sorted(self.outputs.values(), key=lambda output: self.order[output.call])
         diff.choices = sorted(self.choices.values(), key=lambda choice: self.order[choice.call])
         called = {call.module for call in self.order}
-        diff.unused = list(_never_called(self.reference, called))
+        diff.unused = _never_called(self.reference, called)
         diff.only_one = [str(call) for call in self.types.keys() ^ self.order.keys()]
 
 
-def _never_called(model: nn.Module, called: set[str]) -> Iterator[str]:
+def _never_called(model: nn.Module, called: set[str]) -> list[str]:
     """The outermost modules that did not run, leaving out mere lists of modules."""
     found: list[str] = []
     for name, module in model.named_modules():
         runs = getattr(type(module), "forward", None) is not nn.Module.forward
         if name and runs and name not in called and not any(name.startswith(f"{outer}.") for outer in found):
             found.append(name)
-    yield from found
+    return found

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from instruments.command_line import check_output, exit_code, say
 from instruments.durable import whole_file
-from instruments.errors import ConfigError
+from instruments.errors import ConfigError, check_output, exit_code, say
 from instruments.static_check.definitions import find_definitions
 from instruments.static_check.precision_rules import Report
 from instruments.static_check.source import Finding, Source, read_source, unreadable

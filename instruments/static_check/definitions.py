@@ -1,10 +1,74 @@
 """What a file defines: functions, classes, and what names are bound to, wherever in the file that happens."""
 
 import ast
+import hashlib
+import json
+import os
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
+from importlib.metadata import version
+from pathlib import Path
 
-from instruments.static_check.operations import LOSS_MODULES
+LOSSES = frozenset({
+    "binary_cross_entropy", "binary_cross_entropy_with_logits", "cross_entropy", "nll_loss", "mse_loss", "l1_loss",
+    "smooth_l1_loss", "huber_loss", "kl_div",
+})  # fmt: skip
+SOFTMAXES = frozenset({"softmax", "log_softmax", "softmin"})
+REDUCTIONS = frozenset({
+    "sum", "mean", "var", "std", "norm", "vector_norm", "prod", "cumsum", "cumprod", "logsumexp",
+})  # fmt: skip
+PRODUCTS = frozenset({"linear", "matmul", "bmm", "einsum"})
+KNOWN = LOSSES | SOFTMAXES | REDUCTIONS | PRODUCTS | {"pow", "square", "exp", "log", "rsqrt", "sigmoid", "layer_norm"}
+# Losses as modules.
+LOSS_MODULES = {
+    "BCELoss": "binary_cross_entropy",
+    "BCEWithLogitsLoss": "binary_cross_entropy_with_logits",
+    "CrossEntropyLoss": "cross_entropy",
+    "NLLLoss": "nll_loss",
+    "MSELoss": "mse_loss",
+    "L1Loss": "l1_loss",
+    "SmoothL1Loss": "smooth_l1_loss",
+    "HuberLoss": "huber_loss",
+    "KLDivLoss": "kl_div",
+}
+
+
+@cache
+def autocast_table(device: str) -> dict[str, str]:
+    """What becomes of each operation: lowered, float32, kept or refused.
+
+    torch is only imported where its version has not been asked before. Raises ConfigError: no autocast for the device.
+    """
+    path = _cache_folder() / f"autocast-{_identity()}-{device}.json"
+    try:
+        table: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        from instruments.static_check.probe import probe_autocast  # noqa: PLC0415 - it loads torch
+
+        table = probe_autocast(device)
+        _keep(path, table)
+    return table
+
+
+def _keep(path: Path, table: dict[str, str]) -> None:
+    new = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new.write_text(json.dumps(table), encoding="utf-8")
+        new.replace(path)
+    except OSError:
+        return  # it is probed again the next time
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tiny-onn"
+
+
+def _identity() -> str:
+    """Of torch and of what it is asked."""
+    probe = Path(__file__).with_name("probe.py").read_bytes()
+    return f"{version('torch')}-{hashlib.sha256(probe).hexdigest()[:12]}"
+
 
 # Where torch's parts are also reached.
 _SAME = {
@@ -67,6 +131,7 @@ def last_word(text: str | None) -> str:
 FLOAT16, BFLOAT16, LOW = "float16", "bfloat16", "low"  # LOW: one of the two
 _DTYPES = {"float16": FLOAT16, "half": FLOAT16, "bfloat16": BFLOAT16, "float32": "float32", "float": "float32"}
 _DEFAULTS = {"cuda": FLOAT16, "cpu": BFLOAT16}
+_MANAGED = {"autocast", "compute_loss_context_manager", "autocast_smart_context_manager"}
 
 
 @dataclass(frozen=True)
@@ -95,32 +160,14 @@ def read_region(node: ast.expr, imports: dict[str, str]) -> Region | None:
         enabled = arguments.get("enabled")
         if device is not None:  # torch.cuda.amp.autocast(enabled, dtype)
             enabled = first or enabled
-        else:
-            device = _device(first)
-        return Region(_is_on(enabled), device, _dtype(arguments.get("dtype"), device, given="dtype" in arguments))
-    if call and last_word(text_of(callee)) in {
-        "autocast",
-        "compute_loss_context_manager",
-        "autocast_smart_context_manager",
-    }:
+        elif isinstance(first, ast.Constant) and isinstance(first.value, str):
+            device = first.value.partition(":")[0]
+        off = isinstance(enabled, ast.Constant) and enabled.value is False
+        given = arguments.get("dtype")
+        return Region(not off, device, (read_dtype(given) or LOW) if given else _DEFAULTS.get(device or "", LOW))
+    if call and last_word(text_of(callee)) in _MANAGED:
         return Region(certain=False)  # of accelerate, Lightning Fabric, transformers' Trainer: mixed_precision decides
     return None
-
-
-def _device(node: ast.expr | None) -> str | None:
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return node.value.partition(":")[0]
-    return None
-
-
-def _is_on(node: ast.expr | None) -> bool:
-    return not (isinstance(node, ast.Constant) and node.value is False)
-
-
-def _dtype(node: ast.expr | None, device: str | None, *, given: bool) -> str:
-    if node is None or not given:
-        return _DEFAULTS.get(device or "", LOW)
-    return read_dtype(node) or LOW
 
 
 def read_dtype(node: ast.expr) -> str | None:

@@ -7,15 +7,19 @@ from dataclasses import dataclass, field, replace
 from instruments.static_check.definitions import (
     BFLOAT16,
     FLOAT16,
+    LOSSES,
     LOW,
+    PRODUCTS,
+    REDUCTIONS,
+    SOFTMAXES,
     Definitions,
     Function,
     Region,
+    autocast_table,
     last_word,
     read_dtype,
     text_of,
 )
-from instruments.static_check.operations import LOSSES, PRODUCTS, REDUCTIONS, SOFTMAXES, autocast_table
 from instruments.static_check.source import RULES, WARNING, Finding, Source
 
 LOWS = frozenset({FLOAT16, BFLOAT16, LOW})

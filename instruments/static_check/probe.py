@@ -6,6 +6,7 @@ kernels and compute nothing.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from operator import methodcaller
 
 import torch
 from torch import Tensor
@@ -18,25 +19,14 @@ FLOAT32, KEPT, LOWERED, REFUSED = "float32", "kept", "lowered", "refused"
 _Operation = Callable[[Tensor], Tensor]
 # By name; each is given a (4, 4) tensor of values between 0 and 1.
 _OPERATIONS: dict[str, _Operation] = {
-    "softmax": lambda x: x.softmax(-1),
-    "log_softmax": lambda x: x.log_softmax(-1),
+    **{
+        name: methodcaller(name)
+        for name in ("sum", "mean", "var", "std", "norm", "prod", "square", "exp", "log", "rsqrt", "sigmoid")
+    },
+    **{name: methodcaller(name, -1) for name in ("softmax", "log_softmax", "logsumexp", "cumsum", "cumprod")},
     "softmin": lambda x: functional.softmin(x, -1),
-    "logsumexp": lambda x: x.logsumexp(-1),
-    "sum": lambda x: x.sum(),
-    "mean": lambda x: x.mean(),
-    "var": lambda x: x.var(),
-    "std": lambda x: x.std(),
-    "norm": lambda x: x.norm(),
     "vector_norm": torch.linalg.vector_norm,
-    "prod": lambda x: x.prod(),
-    "cumsum": lambda x: x.cumsum(-1),
-    "cumprod": lambda x: x.cumprod(-1),
     "pow": lambda x: x.pow(2),
-    "square": torch.square,
-    "exp": torch.exp,
-    "log": torch.log,
-    "rsqrt": torch.rsqrt,
-    "sigmoid": torch.sigmoid,
     "layer_norm": lambda x: functional.layer_norm(x, (4,)),
     "binary_cross_entropy": lambda x: functional.binary_cross_entropy(x, x),
     "binary_cross_entropy_with_logits": lambda x: functional.binary_cross_entropy_with_logits(x, x),
@@ -51,7 +41,7 @@ _OPERATIONS: dict[str, _Operation] = {
     "matmul": lambda x: x @ x,
     "bmm": lambda x: torch.bmm(x.expand(2, 4, 4), x.expand(2, 4, 4)),
     "einsum": lambda x: torch.einsum("ij,jk->ik", x, x),
-}  # fmt: skip
+}
 
 
 def probe_autocast(device: str) -> dict[str, str]:

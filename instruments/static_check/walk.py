@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from instruments.static_check.definitions import (
+    KNOWN,
     Function,
     Region,
     dotted_name,
@@ -14,7 +15,6 @@ from instruments.static_check.definitions import (
     read_region,
     text_of,
 )
-from instruments.static_check.operations import KNOWN
 from instruments.static_check.precision_rules import (
     UNKNOWN,
     Frame,

@@ -3,15 +3,21 @@
 import argparse
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
-from instruments.command_line import check_output, exit_code, say
-from instruments.errors import ConfigError
+from instruments.errors import ConfigError, check_output, exit_code, say, some
+from instruments.safetensors_header import DTYPES
 from instruments.tensor_dump.index import STORED, Listing, TensorRecord, list_dump
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from torch import Tensor
 
 COLUMNS = ("module", "tensor", "records", "shape", "type", "range", "largest std", "rounding", "suspicious")
 _COMPLAINTS = {
@@ -22,7 +28,6 @@ _COMPLAINTS = {
     "dropped": "tensors were dropped, the memory being full",
     "lost": "tensors were lost to a disk that failed",
 }
-_SHOWN = 3
 
 
 def summarise(listing: Listing, chosen: Sequence[TensorRecord]) -> str:
@@ -41,17 +46,17 @@ def summarise(listing: Listing, chosen: Sequence[TensorRecord]) -> str:
 def complaints_of(listing: Listing) -> Iterator[str]:
     """Missing files, torn ends, killed processes, and what the manifests say."""
     if missing := listing.missing_files:
-        yield f"{len(missing)} files that the index names are missing: {_some(missing)}"
+        yield f"{len(missing)} files that the index names are missing: {some(missing, 3)}"
     if listing.torn:
         yield f"{listing.torn} bytes at the end of an index were left by a killed process, and are not read"
     manifests = listing.manifests()
     killed = [rank for index in listing.indices if (rank := int(index.header["rank"])) not in manifests]
     if killed:
-        yield f"ranks {_some(map(str, killed))} did not end their dump: what is listed is whole, more was to come"
+        yield f"ranks {some(map(str, killed), 3)} did not end their dump: what is listed is whole, more was to come"
     for rank, manifest in sorted(manifests.items()):
         for field, words in _COMPLAINTS.items():
             if found := manifest[field]:
-                count, names = (found, "") if isinstance(found, int) else (len(found), f": {_some(found)}")
+                count, names = (found, "") if isinstance(found, int) else (len(found), f": {some(found, 3)}")
                 yield f"rank {rank}: {count} {words}{names}"
 
 
@@ -74,7 +79,8 @@ def _facts(listing: Listing, chosen: Sequence[TensorRecord]) -> Iterator[tuple[s
         yield "label", f"{', '.join(sorted(labels))}; really {', '.join(real)}"
 
 
-_BYTES = {"float64": 8, "int64": 8, "bfloat16": 2, "float16": 2, "uint8": 1, "int8": 1, "float8_e4m3fn": 1}
+# By torch's name of a number format.
+_BYTES = dict(DTYPES.values())
 
 
 def _row(kind: str, tensor: str, records: Sequence[TensorRecord]) -> tuple[str, ...]:
@@ -87,17 +93,64 @@ def _row(kind: str, tensor: str, records: Sequence[TensorRecord]) -> tuple[str, 
     notes = [f"{zeros} all zero"] * (zeros > 0) + [f"{nonfinite} not finite"] * (nonfinite > 0)
     notes += [f"{len(records) - len(found)} dropped"] * (len(found) < len(records))
     shapes = sorted({"×".join(map(str, record.shape)) for record in records})
+    types = sorted({record.quant_type for record in records})
     return (
-        kind, tensor, f"{len(records):,}", _some(shapes, " "), _some(sorted({record.quant_type for record in records})),
+        kind, tensor, f"{len(records):,}", some(shapes, 3, " "), some(types, 3),
         f"{min(lows):.3g} … {max(highs):.3g}" if lows else "–", f"{max(deviations):.3g}" if deviations else "–",
         f"{max(errors):.2g}" if errors else "", ", ".join(notes),
     )  # fmt: skip
 
 
-def _some(names: Iterable[str], separator: str = "; ") -> str:
-    names = list(names)
-    more = f"{separator}and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return separator.join(names[:_SHOWN]) + more
+_PANELS_ACROSS = 3
+_BLUE, _PALE = "#2b6ca3", "#a9c7e0"
+
+Named = tuple[str, "Tensor"]
+
+
+def draw_histograms(tensors: Sequence[Named], path: Path) -> None:
+    """One panel a tensor: a histogram of its finite values in 120 equal bins, on a logarithmic scale."""
+    figure, panels = _panels(tensors, "value")
+    for panel, (_name, values) in zip(panels, tensors, strict=True):
+        finite = values[values.isfinite()].float().numpy()
+        panel.set_yscale("log")
+        if len(finite):
+            panel.hist(finite, 120, color=_BLUE, histtype="stepfilled", log=True)
+    figure.savefig(path, format="png", metadata={"Software": None})
+
+
+def draw_channels(tensors: Sequence[Named], path: Path) -> None:
+    """One panel a tensor: of every channel (its last axis) the range, and the 1st to 99th percentile."""
+    figure, panels = _panels(tensors, "channel")
+    for panel, (_name, values) in zip(panels, tensors, strict=True):
+        low, p1, p99, high = _channel_ranges(values.float().reshape(-1, values.shape[-1] if values.ndim else 1))
+        panel.fill_between(range(len(low)), low, high, color=_PALE, linewidth=0, step="mid", label="range")
+        panel.fill_between(range(len(low)), p1, p99, color=_BLUE, linewidth=0, step="mid", label="1 to 99 %")
+        panel.legend(fontsize=7)
+    figure.savefig(path, format="png", metadata={"Software": None})
+
+
+def _channel_ranges(values_RC: "Tensor") -> "Tensor":
+    """Minimum, 1st and 99th percentile, and maximum of every channel, over R rows; NaN where a value is not finite."""
+    # Percentiles of 16 384 evenly chosen rows are good enough to look at; quantile() takes no more than 2^24 values.
+    thinned = values_RC[:: max(1, len(values_RC) // 16384)]
+    percentiles = [[column.quantile(share) for column in thinned.unbind(1)] for share in (0.01, 0.99)]
+    low, high = values_RC.aminmax(dim=0)
+    return low.new_tensor([low.tolist(), *percentiles, high.tolist()])
+
+
+def _panels(tensors: Sequence[Named], quantity: str) -> tuple["Figure", list["Axes"]]:
+    from matplotlib.figure import Figure  # noqa: PLC0415 - it takes a second to load
+
+    columns = min(len(tensors), _PANELS_ACROSS)
+    rows = -(-len(tensors) // columns)
+    figure = Figure(figsize=(4.6 * columns, 2.9 * rows), dpi=110, layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False).ravel().tolist()
+    for panel, (name, _values) in zip(panels, tensors, strict=False):
+        panel.set_title(name, fontsize=8)
+        panel.set_xlabel(quantity, fontsize=8)
+    for panel in panels[len(tensors) :]:
+        panel.set_axis_off()
+    return figure, panels[: len(tensors)]
 
 
 DIFFERENT = 3
@@ -162,7 +215,6 @@ def _show(wanted: argparse.Namespace) -> int:
 
 
 def _draw(listing: Listing, chosen: Sequence[TensorRecord], out: Path, kind: str) -> None:
-    from instruments.tensor_dump.plot import draw_channels, draw_histograms  # noqa: PLC0415
     from instruments.tensor_dump.reader import DumpReader  # noqa: PLC0415 - the table alone needs neither torch nor matplotlib
 
     # Layers that share an input share the picture.

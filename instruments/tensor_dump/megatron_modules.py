@@ -14,9 +14,9 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from instruments.tensor_dump.capture import Part, Watched, layer_of
 from instruments.tensor_dump.config import ATTENTION, LINEAR
 from instruments.tensor_dump.recorder import Call, Recorder
-from instruments.tensor_dump.watched import Part, Watched, layer_of
 
 _TOKENS, _HEADS = 0, 2
 _KINDS = {ColumnParallelLinear: LINEAR, RowParallelLinear: LINEAR, DotProductAttention: ATTENTION}

@@ -12,9 +12,9 @@ from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from instruments.tensor_dump.capture import Part, Watched, layer_of
 from instruments.tensor_dump.config import ATTENTION, BACKWARD, EXPERTS, LINEAR
 from instruments.tensor_dump.recorder import Call, Recorder
-from instruments.tensor_dump.watched import Part, Watched, layer_of
 
 _HEADS, _TOKENS = 1, 2  # of (batch, heads, tokens, head_dim)
 TENSOR_PARALLEL = "tp"

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from tabulate import tabulate
@@ -32,9 +31,7 @@ class DumpReader:
         """Files are opened when they are needed."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         """Close them."""
         self._files.close()
 
@@ -74,9 +71,7 @@ class DumpReader:
             )
         if checksum_of(tensor) != record.checksum:
             raise ContractError(
-                f"{record.name} is damaged: its bytes do not match the checksum of the index",
-                where=where,
-                do=do,
+                f"{record.name} is damaged: its bytes do not match the checksum of the index", where=where, do=do
             )
         return tensor
 

@@ -10,12 +10,21 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
-from instruments.autograd import in_backward
-from instruments.tensor_dump.capture import Capture, Facts, Held, HostRing, Slot, copy_to_slot
+from instruments.gradients import in_backward
+from instruments.tensor_dump.capture import (
+    Capture,
+    Facts,
+    Held,
+    HostRing,
+    Part,
+    Slot,
+    Watched,
+    copy_to_slot,
+    keep_tokens,
+)
 from instruments.tensor_dump.config import BACKWARD, FORWARD, DumpConfig
 from instruments.tensor_dump.index import DROPPED, STATISTICS, STORED, Placement, Source, now
 from instruments.tensor_dump.statistics import exact_moments, measure
-from instruments.tensor_dump.watched import Part, Watched, keep_tokens
 from instruments.tensor_dump.writer import DumpWriter
 
 
@@ -193,15 +202,15 @@ class Recorder:
         if slot is not None:
             data, wait = copy_to_slot(kept, slot)
             return Held(STORED, data, slot, wait)
-        return Held.dropped() if self._config.when_full == "drop" else self._measure(kept)
+        return Held(DROPPED) if self._config.when_full == "drop" else self._measure(kept)
 
     def _measure(self, kept: Tensor) -> Held:
         if not kept.is_cuda:
-            return Held.measured(measure(kept))
+            return Held(STATISTICS, statistics=measure(kept))
         moments = exact_moments(kept)
         slot = self._find_room(moments.nbytes)
         if slot is None:
-            return Held.dropped()
+            return Held(DROPPED)
         data, wait = copy_to_slot(moments, slot)
         return Held(STATISTICS, data, slot, wait)
 

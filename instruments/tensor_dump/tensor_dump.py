@@ -15,7 +15,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from instruments.errors import ConfigError
-from instruments.tensor_dump.capture import HostRing, RankInfo
+from instruments.tensor_dump.capture import HostRing, RankInfo, Watched, select, unseen_weights, warn_of_label
 from instruments.tensor_dump.config import ATTENTION, EXPERTS, DumpConfig, read_control
 from instruments.tensor_dump.index import IndexFile, now
 from instruments.tensor_dump.modules import (
@@ -36,7 +35,6 @@ from instruments.tensor_dump.modules import (
     watch_linear,
 )
 from instruments.tensor_dump.recorder import Recorder, watch_microbatches
-from instruments.tensor_dump.watched import Watched, select, unseen_weights, warn_of_label
 from instruments.tensor_dump.writer import DumpWriter, Manifest, explain_failure, warn_of
 
 
@@ -177,9 +175,7 @@ class TensorDump:
             self._running[1].flush().wait()
             explain_failure(self._running[1], self.folder)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         """Take every hook off, write what is left, say what is missing."""
         for handle in self._handles:
             handle.remove()

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from instruments.durable import whole_file
-from instruments.errors import UserError
+from instruments.errors import UserError, some
 from instruments.safetensors_reader import checksum_of
 from instruments.tensor_dump.capture import (
     Capture,
@@ -26,13 +26,13 @@ from instruments.tensor_dump.capture import (
     RankInfo,
     Rounded,
     Slot,
+    Watched,
     make_record,
     make_rounded_record,
 )
 from instruments.tensor_dump.config import BACKWARD, DumpConfig
-from instruments.tensor_dump.index import DROPPED, STATISTICS, IndexFile, TensorRecord, make_name
+from instruments.tensor_dump.index import DROPPED, STATISTICS, STORED, IndexFile, TensorRecord, make_name
 from instruments.tensor_dump.statistics import measure, read_moments, round_into
-from instruments.tensor_dump.watched import Watched
 
 
 @dataclass
@@ -57,19 +57,8 @@ class Findings:
         elif source.direction == BACKWARD and statistics.all_zero:
             self.zero_gradients.append(name)
 
-    @property
-    def dropped(self) -> int:
-        """Tensors dropped because the memory was full."""
-        return self.status[DROPPED]
-
-    @property
-    def measured_only(self) -> int:
-        """Tensors kept as statistics only."""
-        return self.status[STATISTICS]
-
 
 logger = logging.getLogger(__name__)
-_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -107,8 +96,8 @@ class Manifest:
             missing={name: tensors for name, tensors in missing.items() if tensors and captured[name]},
             zero_gradients=findings.zero_gradients,
             nonfinite=findings.nonfinite,
-            dropped=findings.dropped,
-            statistics_only=findings.measured_only,
+            dropped=findings.status[DROPPED],
+            statistics_only=findings.status[STATISTICS],
             lost=findings.lost,
             unseen_weights=list(unseen),
         )
@@ -128,7 +117,7 @@ class Manifest:
             "tensors hold values that are not finite": self.nonfinite,
         }
         said = [] if self.steps else ["no step was dumped: see first_step and every_steps"]
-        said += [f"{len(names)} {what}: {_some(names)}" for what, names in found.items() if names]
+        said += [f"{len(names)} {what}: {some(names)}" for what, names in found.items() if names]
         if self.dropped:
             said.append(f"{self.dropped} tensors dropped: the memory of {config.memory_mib} MiB was full")
         if self.statistics_only and config.keep == "tensors":
@@ -142,10 +131,6 @@ def warn_of(manifest: Manifest, config: DumpConfig, folder: Path) -> None:
     """Say it in the log."""
     for complaint in manifest.complaints(config):
         logger.warning("tensor dump %s: %s", folder, complaint)
-
-
-def _some(names: Sequence[str]) -> str:
-    return "; ".join(names[:_SHOWN]) + (f"; and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
 def shard_name(rank: int, number: int) -> str:
@@ -253,7 +238,7 @@ class DumpWriter:
             return
         if held.wait is not None:
             held.wait()
-        if not held.stored:
+        if held.status != STORED:
             held.statistics = read_moments(held.data, prod(facts.shape))
             return
         held.statistics = measure(held.data)

@@ -14,7 +14,6 @@ when the optimizer takes its step, after clipping.
 
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from instruments.errors import ConfigError
-from instruments.training_watch.findings import SEVERE, StepLog, StepReport, WatchConfig, logger
+from instruments.training_watch.step_log import SEVERE, StepLog, StepReport, WatchConfig, logger
 from instruments.training_watch.verdict import Measurement, find_trainable
 
 if TYPE_CHECKING:
@@ -124,13 +123,11 @@ class ModelWatch:
         """The hooks are there already."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         """Take the hooks off, end the dump."""
         self.remove()
         if self.dump is not None:
-            self.dump.__exit__(kind, error, trace)
+            self.dump.__exit__(kind, *details)
 
 
 def watch_model(

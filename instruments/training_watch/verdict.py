@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from instruments.autograd import in_backward
-from instruments.errors import ConfigError
+from instruments.errors import ConfigError, some
+from instruments.gradients import in_backward
 from instruments.precision.calls import find_tensors
-from instruments.training_watch.findings import NOTE, SEVERE, WARNING, Anomaly, StepReport, WatchConfig, shown
+from instruments.training_watch.step_log import NOTE, SEVERE, WARNING, Anomaly, StepReport, WatchConfig
 
 MISSING = -1.0  # the norm of a gradient that is not there
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "module.")
@@ -202,7 +202,8 @@ def judge_norms(layers: Mapping[str, float], config: WatchConfig) -> list[Anomal
     low = [name for name, norm in layers.items() if norm < config.vanishing and name not in dead]
     high = sorted((name for name in layers if layers[name] > config.exploding), key=lambda name: -layers[name])
     if dead:
-        what = f"no gradient to speak of in {shown(dead)}: at most {config.dead:g} of the median layer's {typical:.2g}"
+        share = f"at most {config.dead:g} of the median layer's {typical:.2g}"
+        what = f"no gradient to speak of in {some(dead, 3, ', ')}: {share}"
         found.append(Anomaly("dead_layer", WARNING, what, tuple(dead)))
     if total < config.vanishing:
         what = f"the gradient vanishes: its norm is {total:.2g}, below {config.vanishing:g}"
@@ -228,7 +229,7 @@ def judge_range(outputs: Sequence[Output], config: WatchConfig) -> list[Anomaly]
     worst = sorted(shares, key=lambda name: -shares[name])
     if not worst:
         return []
-    what = f"outputs up to {shares[worst[0]]:.0%} of the largest number of their format: {shown(worst)}"
+    what = f"outputs up to {shares[worst[0]]:.0%} of the largest number of their format: {some(worst, 3, ', ')}"
     return [Anomaly("near_limit", WARNING, what, tuple(worst))]
 
 
@@ -244,7 +245,7 @@ def _finite_outputs(outputs: Sequence[Output]) -> str:
 
 
 def _with_norms(names: Sequence[str], layers: Mapping[str, float]) -> str:
-    return shown([f"{name} ({layers[name]:.2g})" for name in names])
+    return some([f"{name} ({layers[name]:.2g})" for name in names], 3, ", ")
 
 
 def _word(value: float) -> str:
@@ -255,20 +256,8 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class Scaler(Protocol):
-    """What is asked of a GradScaler."""
-
-    def get_scale(self) -> float:
-        """Its scale."""
-        ...
-
-    def is_enabled(self) -> bool:
-        """Whether it scales at all."""
-        ...
-
-
 def check_loss_scale(
-    scale: Scaler | float, history: Sequence[float] = (), config: WatchConfig | None = None
+    scale: GradScaler | float, history: Sequence[float] = (), config: WatchConfig | None = None
 ) -> list[Anomaly]:
     """Judge a loss scale.
 

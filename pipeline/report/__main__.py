@@ -5,8 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from instruments.command_line import exit_code
-from instruments.errors import ConfigError, UserError
+from instruments.errors import ConfigError, UserError, exit_code
 from pipeline.disk import explain_os_error
 from pipeline.help import REPOSITORY
 from pipeline.report.run_record import find_latest

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from instruments.training_watch.findings import WatchConfig
+from instruments.training_watch.step_log import WatchConfig
 
 VERSION = 1
 CHECKS = ("auto_diff", "analyze_tensor", "static_check", "watch")

@@ -8,9 +8,8 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from instruments.errors import DataError
-from instruments.training_watch.command import draw_training_steps
-from instruments.training_watch.findings import NOTE, StepReport, read_step_log
 from instruments.training_watch.model_watch import watch_model
+from instruments.training_watch.step_log import NOTE, StepReport, draw_training_steps, read_step_log
 from models.loading import input_device
 from stages.artifacts.job import Table
 from stages.diagnose.subject import Request, load_model, tokenizer_for

@@ -13,8 +13,8 @@ from transformers import TrainerCallback
 
 from instruments.durable import sync, sync_tree
 from instruments.errors import ConfigError
-from instruments.training_watch.findings import NOTE, WatchConfig
 from instruments.training_watch.model_watch import ModelWatch, watch_model
+from instruments.training_watch.step_log import NOTE, WatchConfig
 from stages.train.config import TrainWatchConfig
 from stages.train.phases import Phase
 from stages.train.record import Record

@@ -13,7 +13,7 @@ from benchmarks.timing import Task, divide, take_turns
 from benchmarks.workbench import Workbench
 from torch import Tensor
 
-from instruments import gradient_norms
+from instruments import gradients as gradient_norms
 from instruments.ffn_probe import FFNGradients, neuron_norms, neurons_prefer_gram
 
 SHORTEST = 64

@@ -9,7 +9,7 @@ from benchmarks.timing import Task
 from benchmarks.workbench import Workbench
 
 from instruments.ffn_probe import FFNGradients, neuron_norms, neurons_prefer_gram, probe_gradients
-from instruments.gradient_norms import gram_matrix
+from instruments.gradients import gram_matrix
 from models.ffn import ffn_modules
 from stages.accumulators.sums import empty_sums
 from stages.scan.batch_sums import BatchSums, sum_shapes

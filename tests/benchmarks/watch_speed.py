@@ -7,8 +7,8 @@ from benchmarks.rows import Row
 from benchmarks.timing import Task, divide, take_turns
 from benchmarks.workbench import Workbench
 
-from instruments.training_watch.findings import WatchConfig
 from instruments.training_watch.model_watch import ModelWatch, watch_model
+from instruments.training_watch.step_log import WatchConfig
 
 
 def measure_watch(bench: Workbench, repetitions: int) -> list[Row]:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from instruments.command_line import INVALID
-from instruments.training_watch.findings import read_step_log
+from instruments.errors import INVALID
+from instruments.training_watch.step_log import read_step_log
 from pipeline.cli import run_command
 
 TEXT = " ".join(f"{number} larks met {number * 7 % 31} swifts near house {number % 9}." for number in range(400))

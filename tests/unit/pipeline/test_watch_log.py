@@ -5,8 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from instruments.training_watch.command import main
-from instruments.training_watch.findings import Anomaly, StepReport
+from instruments.training_watch.step_log import Anomaly, StepReport, main
 
 
 @pytest.fixture

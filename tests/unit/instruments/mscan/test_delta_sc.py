@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from instruments.mscan.delta_sc import delta_sc, grid_by_layer
+from instruments.mscan.command import delta_sc, grid_by_layer
 from instruments.mscan.header import locate
 
 S, P = 3, 5

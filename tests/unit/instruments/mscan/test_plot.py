@@ -2,7 +2,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from instruments.mscan.delta_sc import Grid, draw_delta_sc
+from instruments.mscan.command import Grid, draw_delta_sc
 
 RED, BLUE, GREY = "#67001f", "#053061", "#dddddd"  # both ends of the scale, and no value
 

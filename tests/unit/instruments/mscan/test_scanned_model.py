@@ -7,7 +7,7 @@ from pico import write_pico
 from transformers import AutoModelForCausalLM
 from unit.instruments.mscan.recordings import ARRAYS
 
-from instruments.mscan.delta_sc import delta_sc, grid_by_layer
+from instruments.mscan.command import delta_sc, grid_by_layer
 from instruments.mscan.reader import read_mscan
 from instruments.mscan.writer import MscanWriter
 from instruments.parameter_scan.scanner import ParameterTensorScanner

@@ -86,7 +86,10 @@ def test_damage_is_said(path, content, detail):
     path.write_bytes(content)
     with pytest.raises(ContractError) as error:
         read_mscan(path)
-    assert str(error.value) == f"old.mscan is damaged: {detail}\n  where: {path}\n  do:    copy the file again"
+    assert (
+        str(error.value)
+        == f"old.mscan is damaged: {detail}\n  where: {path}\n  do:    copy the file again, or scan again"
+    )
 
 
 def test_it_is_neither_continued_nor_merged(path, tmp_path):

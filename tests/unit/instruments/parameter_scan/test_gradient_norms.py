@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from instruments.gradient_norms import column_squares, gram_matrix, prefer_gram, weight_squares
+from instruments.gradients import column_squares, gram_matrix, prefer_gram, weight_squares
 
 B, T, INPUTS, OUTPUTS = 3, 7, 6, 13
 
@@ -28,7 +28,7 @@ def test_columns_and_rows_equal_the_explicit_gradient(operands, gram, wide):
 
 def test_products_larger_than_the_budget_are_done_in_chunks(operands, monkeypatch):
     x, grad = operands
-    monkeypatch.setattr("instruments.gradient_norms._CACHE_FLOATS", 3 * INPUTS)  # 13 rows: 3, 3, 3, 3, 1
+    monkeypatch.setattr("instruments.gradients._CACHE_FLOATS", 3 * INPUTS)  # 13 rows: 3, 3, 3, 3, 1
     for found, truth in zip(weight_squares(x, grad, gram=False), explicit(x, grad), strict=True):
         torch.testing.assert_close(found.double(), truth, rtol=1e-5, atol=0)
 
@@ -49,7 +49,7 @@ def test_a_known_gram_matrix_is_used(operands):
 
 def test_gram_of_half_precision_in_chunks(operands, monkeypatch):
     x = operands[1].bfloat16()
-    monkeypatch.setattr("instruments.gradient_norms._CACHE_FLOATS", B * T)
+    monkeypatch.setattr("instruments.gradients._CACHE_FLOATS", B * T)
     torch.testing.assert_close(gram_matrix(x), x.float() @ x.float().mT, rtol=1e-6, atol=1e-6)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from instruments.errors import ConfigError
 from instruments.static_check.check import main, static_check
-from instruments.static_check.operations import autocast_table
+from instruments.static_check.definitions import autocast_table
 
 HEAD = """
 import torch

@@ -12,8 +12,8 @@ from torch.nn import functional
 from instruments.errors import ConfigError
 from instruments.static_check.check import static_check
 from instruments.tensor_dump.reader import DumpReader
-from instruments.training_watch.findings import WatchConfig, read_step_log
 from instruments.training_watch.model_watch import watch_model
+from instruments.training_watch.step_log import WatchConfig, read_step_log
 from instruments.training_watch.verdict import check_loss_scale
 
 T, D, H, V = 7, 6, 11, 5

@@ -1,13 +1,8 @@
-"""Squared norms of a Linear's weight gradient, by sample, row and column, without gradients of a batch.
-
-For one sample with inputs X (T, I) and output gradients G (T, O), ∇W = GᵀX. Two exact ways:
-
-- Gram: columns Σ_t X⊙((GGᵀ)X), rows Σ_t G⊙((XXᵀ)G): no matrix of the weight's size is ever made;
-- direct: GᵀX itself, some rows at a time, squared and summed both ways.
-"""
+"""Gradients seen from inside the autograd graph, and squared norms of a Linear's weight gradient."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -153,3 +148,40 @@ def _product_column_squares(x_TI: Float[Tensor, "*b T I"], grad_TO: Float[Tensor
 
 def _budget(tensor: Tensor) -> int:
     return _CACHE_FLOATS if tensor.device.type == "cpu" else _DEVICE_FLOATS
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass, as it does while a checkpointed forward pass is run again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class _Watch(torch.autograd.Function):
+    """Identity; hands the gradient, with what the forward pass saved, to `receive`."""
+
+    @staticmethod
+    def forward(ctx: Any, receive: Callable[..., None], value: Tensor, *saved: Tensor) -> Tensor:  # noqa: ANN401 - autograd's context
+        ctx.receive = receive
+        ctx.save_for_backward(*saved)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401 - autograd's context
+        saved = ctx.saved_tensors  # once: under gradient checkpointing a second look is an error
+        if torch.is_autocast_enabled(grads[0].device.type):
+            # A backward pass called inside an autocast region would multiply in half precision.
+            with torch.no_grad(), torch.autocast(grads[0].device.type, enabled=False):
+                ctx.receive(grads[0], *saved)
+        else:
+            with torch.no_grad():
+                ctx.receive(grads[0], *saved)
+        return (None, grads[0], *([None] * len(saved)))
+
+
+def watch(receive: Callable[..., None], value: Tensor, *saved: Tensor) -> Tensor:
+    """`value` itself, whose gradient will go to `receive(gradient, *saved)`, once for every backward pass.
+
+    Gradient checkpointing, which runs the forward pass twice, still runs a Function's backward once; what is saved here
+    is dropped and recomputed as everything else is.
+    """
+    watched: Tensor = _Watch.apply(receive, value, *saved)
+    return watched
