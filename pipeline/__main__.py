@@ -6,7 +6,7 @@ import sys
 from typing import NoReturn
 
 from pipeline.help import help_page
-from stages.artifacts.workers import find_workers
+from stages.artifacts.job import find_workers
 
 
 def main() -> int:

@@ -14,7 +14,7 @@ from pipeline.overrides import first_word, override_errors
 from pipeline.run import carve
 from pipeline.settings import compose, register_schema, run_hydra
 from pipeline.validate import InvalidSettingsError, find_errors
-from stages.artifacts.workers import LostWorkerError, find_workers
+from stages.artifacts.job import LostWorkerError, find_workers
 
 logger = logging.getLogger(__name__)
 

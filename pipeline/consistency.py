@@ -12,7 +12,7 @@ from instruments.tensor_dump.config import contradictions as of_dump
 from models.config import GLOBAL_POOL, MoEShape
 from pipeline.settings import Settings
 from pipeline.stages_table import ALL, STAGES, Uses, with_ancestors
-from stages.artifacts.workers import find_workers
+from stages.artifacts.job import find_workers
 from stages.cluster.config import NOTHING_RANKED
 from stages.diagnose.config import DiagnoseConfig
 from stages.dump.config import DumpStageConfig

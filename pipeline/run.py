@@ -33,8 +33,7 @@ from pipeline.settings import Settings
 from pipeline.shape_advice import describe_shape, find_remedy, shape_warnings
 from pipeline.stages_table import ALL
 from pipeline.validate import Checked, validate
-from stages.artifacts.job import Job, Table
-from stages.artifacts.workers import ALONE, Workers, find_workers
+from stages.artifacts.job import ALONE, Job, Table, Workers, find_workers
 
 STATUS = Path("/proc/self/status")
 CLEAR_REFS = Path("/proc/self/clear_refs")

@@ -10,9 +10,9 @@ from models.config import ModelConfig, MoEShape
 from models.dense import dense_family
 from models.experts import slice_experts
 from models.source import read_config, resolve_folder
+from stages.artifacts.carve import Partition, PoolPartition, load_partition
 from stages.artifacts.experts import save_layer, verify_layer
 from stages.artifacts.job import Job, Table
-from stages.artifacts.partition import Partition, PoolPartition, load_partition
 from stages.extract.config import ExtractConfig
 
 

@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from instruments.errors import DataError
 from models.loading import input_device
-from stages.artifacts.workers import ALONE, Workers
+from stages.artifacts.job import ALONE, Workers
 from stages.text.chat import encode_prompt
 from stages.text.config import DataConfig
 from stages.text.documents import Document

@@ -8,9 +8,9 @@ from safetensors.torch import load_file
 
 from instruments.errors import ContractError
 from models.config import ModelConfig, MoEShape
+from stages.artifacts.carve import Partition, PoolPartition
 from stages.artifacts.experts import layer_file, load_expert, load_layer
 from stages.artifacts.job import Job
-from stages.artifacts.partition import Partition, PoolPartition
 from stages.extract.config import ExtractConfig
 from stages.extract.stage import run
 
