@@ -27,8 +27,7 @@ def run(job: Job, *, model: ModelConfig, extract: ExtractConfig, shape: MoEShape
         for layer in tqdm(range(partition.layers), desc="extract", unit="layer"):
             neurons_EN, always_on_S = partition.neurons_of(layer), partition.always_on[layer]
             experts = slice_experts(reader, dense_family(config), layer, neurons_EN, always_on_S)
-            hidden_act = config.get("hidden_act", "silu")
-            size += save_layer(job.out, layer, experts, neurons_EN, always_on_S, hidden_act)
+            size += save_layer(job.out, layer, experts, neurons_EN, always_on_S)
             if extract.verify:
                 verify_layer(job.out, layer, experts)
     return summarise(partition, size, perf_counter() - started)
