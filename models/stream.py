@@ -138,11 +138,6 @@ class StreamLayer:
         self._norm: nn.Module | None = getattr(module, "post_feedforward_layernorm", None)
         self._multiplier: float = getattr(module, "residual_multiplier", 1.0)
 
-    @property
-    def plain_residual(self) -> bool:
-        """Whether the layer's output is the residual stream plus the FFN's output, nothing between."""
-        return self._norm is None and self._multiplier == 1.0
-
     @torch.no_grad()
     def attend(self, hidden_BTD: Float[Tensor, "B T D"]) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "B T D"]]:
         """Residual stream after attention, and the FFN's input; the layer's output is `add(residual, FFN(input))`.

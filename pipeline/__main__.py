@@ -7,7 +7,7 @@ from io import TextIOWrapper
 from typing import NoReturn
 
 from pipeline.help import help_page
-from stages.artifacts.workers import find_workers
+from stages.artifacts.job import find_workers
 
 
 def main() -> int:

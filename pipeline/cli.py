@@ -8,12 +8,11 @@ from signal import SIG_DFL, SIGTERM, signal
 from time import sleep
 
 from instruments.errors import FAILED, INTERRUPTED, INVALID, ConfigError, UserError, printable
-from pipeline.command import hide_passwords
 from pipeline.overrides import first_word, hide_passwords, override_errors
 from pipeline.run import carve
 from pipeline.settings import compose, register_schema, run_hydra
 from pipeline.validate import InvalidSettingsError, find_errors
-from stages.artifacts.workers import LostWorkerError, find_workers
+from stages.artifacts.job import LostWorkerError, find_workers
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from instruments.errors import ConfigError
 from instruments.tensor_dump.config import contradictions as of_dump
 from models.config import GLOBAL_POOL, MoEShape
 from pipeline.settings import ALL, STAGES, Settings, Uses, with_ancestors
-from stages.artifacts.workers import find_workers
+from stages.artifacts.job import find_workers
 from stages.cluster.config import NOTHING_RANKED
 from stages.diagnose.config import DiagnoseConfig
 from stages.dump.config import DumpStageConfig

@@ -31,8 +31,7 @@ from pipeline.run_folder import RunFolder, render
 from pipeline.settings import ALL, Settings
 from pipeline.shape import describe_shape, find_remedy, shape_warnings
 from pipeline.validate import Checked, validate
-from stages.artifacts.job import Job, Table
-from stages.artifacts.workers import ALONE, Workers, find_workers
+from stages.artifacts.job import ALONE, Job, Table, Workers, find_workers
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from stages.accumulators.config import StoreConfig
 from stages.accumulators.sums import LocalStore, ScanSums, Shapes
-from stages.artifacts.workers import Workers
+from stages.artifacts.job import Workers
 
 
 class SumStore(Protocol):

@@ -97,11 +97,6 @@ def _digest(sums: ScanSums) -> str:
     return digest.hexdigest()
 
 
-def describe_differences(held: str, wanted: str) -> str:
-    """The facts in which two identities differ, each a JSON object: theirs, and ours in brackets."""
-    return ", ".join(list_differences(json.loads(held), json.loads(wanted)))
-
-
 def list_differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
     """One entry for each fact that is not the same."""
     return [
@@ -191,7 +186,8 @@ class LocalStore:
                 f"unfinished sums cannot be read: {error.what}", where=error.where, do=_START_OVER
             ) from error
         if facts["identity"] != self.identity:
-            what = f"unfinished sums are of a scan with {describe_differences(facts['identity'], self.identity)}"
+            differences = list_differences(json.loads(facts["identity"]), json.loads(self.identity))
+            what = f"unfinished sums are of a scan with {', '.join(differences)}"
             raise ContractError(what, where=str(path), do=_START_OVER)
         found = {name: (tuple(value.shape), value.dtype) for name, value in sums.tensors.items()}
         if found != dict(self.shapes):

@@ -18,7 +18,7 @@ from torch import Tensor
 from instruments.errors import CheckpointError, ContractError
 from instruments.safetensors_header import read_metadata
 from models.checkpoint.reader import ShardReader
-from models.experts import ExpertWeights, TinyONNExpert
+from models.experts import ExpertWeights
 from stages.artifacts.tensor_file import pack_tag, unpack_tag
 
 VERSION = 2
@@ -38,11 +38,10 @@ def save_layer(
     experts: ExpertWeights,
     neurons_EN: Int[Tensor, "E N"],
     always_S: Int[Tensor, "S"],
-    hidden_act: str,
 ) -> int:
     """Write one layer, with the dense neurons that its experts are; returns its bytes."""
     tensors = _weights(experts) | _named("neurons", neurons_EN, always_S)
-    metadata = pack_tag(version=VERSION, experts=len(experts.gate_END), hidden_act=hidden_act)
+    metadata = pack_tag(version=VERSION, experts=len(experts.gate_END))
     path = layer_file(folder, layer)
     save_file(tensors, path, metadata=metadata)
     return path.stat().st_size
@@ -100,18 +99,6 @@ def join_pool(parts: Sequence[ExpertWeights]) -> list[ExpertWeights]:
     giving = [part for part in parts if len(part.gate_END)]  # the empty stacks of the others say no width
     pool = {name: torch.cat([getattr(part, name) for part in giving]) for name in ROUTED}
     return [replace(part, **pool) for part in parts]
-
-
-def load_expert(folder: Path, layer: int, expert: int) -> TinyONNExpert:
-    """One expert as a module; nothing else is read. Raises ContractError."""
-    with _opened(folder, layer) as (reader, tag):
-        count = tag["experts"]
-        if not 0 <= expert < count:
-            raise ContractError(
-                f"no expert {expert}: the layer has {count}", where=f"layer {layer}", do=f"an expert of 0..{count - 1}"
-            )
-        gate, up, down = (reader.tensor(f"experts.{expert}.{name}") for name in (_GATE, _UP, _DOWN))
-        return TinyONNExpert.from_tensors(gate, up, down, tag["hidden_act"])
 
 
 def _stack(reader: ShardReader, experts: int, name: str) -> Tensor:

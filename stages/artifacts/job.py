@@ -1,10 +1,131 @@
-"""What every stage gets from the pipeline, and what it gives back."""
+"""What every stage gets from the pipeline, the processes that share its work, and what it gives back."""
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from stages.artifacts.workers import ALONE, Workers
+from instruments.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Longer than any worker waits for the slowest; a worker that died is noticed at once, by its closed connection.
+_LOCK_TIMEOUT = timedelta(days=2)
+
+
+class LostWorkerError(UserError):
+    """Another process of this job is gone."""
+
+
+@dataclass(frozen=True)
+class Workers:
+    """This process among its like. For one process alone every method is a no-op."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process publishes results and speaks to the user."""
+        return self.rank == 0
+
+    @contextmanager
+    def connected(self) -> Iterator[None]:
+        """Meet the other processes, and take leave of them.
+
+        Raises:
+            UserError: they cannot be met.
+        """
+        if self.world == 1:
+            yield
+            return
+        import torch.distributed as dist  # noqa: PLC0415 - settings are checked without torch
+
+        try:
+            dist.init_process_group(_backend(), rank=self.rank, world_size=self.world, timeout=_LOCK_TIMEOUT)
+        except (RuntimeError, ValueError) as error:
+            places = (f"{name}={os.environ.get(name, 'unset')}" for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
+            raise UserError(
+                f"the workers of this job cannot meet: {str(error).splitlines()[0]}",
+                where=f"environment {', '.join(places)}",
+                do="torchrun --nproc-per-node=2 -m pipeline ..., which sets them; without workers, unset RANK",
+            ) from error
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+    def pick_device(self, asked: str) -> str:
+        """The device of this process: where every worker is to have a GPU, its own."""
+        import torch  # noqa: PLC0415 - settings are checked without torch
+
+        if self.world == 1 or asked not in {"auto", "cuda"} or not torch.cuda.is_available():
+            return asked
+        return f"cuda:{self.local_rank % torch.cuda.device_count()}"
+
+    def share(self, value: Any) -> list[Any]:  # noqa: ANN401 - anything that can be pickled between trusted processes
+        """What every process gave, in the order of their ranks. Raises LostWorkerError."""
+        if self.world == 1:
+            return [value]
+        import torch.distributed as dist  # noqa: PLC0415
+
+        values: list[Any] = [None] * self.world
+        with _lost_workers():
+            dist.all_gather_object(values, value)
+        return values
+
+    def follow(self, value: Any) -> Any:  # noqa: ANN401 - anything that can be pickled
+        """What the leading process gave. Raises LostWorkerError."""
+        return self.share(value)[0]
+
+    def reduce_(self, tensor: "Tensor", *, maximum: bool = False) -> None:
+        """Add up (or take the maximum of) everyone's CPU tensor, in place, at the leading process.
+
+        Raises:
+            LostWorkerError: another process is gone.
+        """
+        if self.world == 1:
+            return
+        import torch.distributed as dist  # noqa: PLC0415
+
+        with _lost_workers():
+            dist.reduce(tensor, 0, dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM)
+
+
+def _backend() -> str:
+    """Sums of a scan travel on the CPU, gradients of a training wherever they are."""
+    import torch  # noqa: PLC0415 - settings are checked without torch
+
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+
+
+@contextmanager
+def _lost_workers() -> Iterator[None]:
+    """Turn a broken connection into words."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise LostWorkerError(
+            "another worker of this job is gone",
+            where=f"worker {os.environ.get('RANK', '0')}: {str(error).splitlines()[0]}",
+            do="see its own message, then the same command again: it goes on from what was flushed",
+        ) from error
+
+
+ALONE = Workers()
+
+
+def find_workers(environment: Mapping[str, str] = os.environ) -> Workers:
+    """The place torchrun gave this process (RANK, WORLD_SIZE, LOCAL_RANK), or alone."""
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= environment.keys():
+        return ALONE
+    rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    return Workers(rank, world, int(environment.get("LOCAL_RANK", rank)))
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from torch import Tensor
 from models.config import MoEShape
 from models.routing import LinearRouter
 from models.targets.base import MoETarget
+from stages.artifacts.carve import Partition, PoolPartition
 from stages.artifacts.job import Table
-from stages.artifacts.partition import Partition, PoolPartition
 from stages.assemble.config import AssembleConfig
 from stages.routing.methods import is_priced
 

@@ -14,8 +14,7 @@ from models.experts import ExpertWeights
 from models.routing import GateKind
 from models.targets.base import MoETarget, gate_kind, gate_scale_of
 from models.targets.choose import select_target
-from stages.artifacts.partition import Partition, PoolPartition
-from stages.artifacts.routers import Routers
+from stages.artifacts.carve import Partition, PoolPartition, Routers
 
 
 class FormatSettings(Protocol):

@@ -10,8 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from stages.cluster.balance import assign_balanced
-from stages.cluster.router_aware import TokenEnergy, members, place_copies, regroup
+from stages.cluster.router_aware import TokenEnergy, assign_balanced, members, place_copies, regroup
 
 ITERATIONS = 20  # of k-means and of router_aware, at most; both stop earlier when no neuron moves
 

@@ -11,8 +11,8 @@ from tqdm import tqdm
 
 from models.config import ModelConfig, MoEShape
 from models.loading import release_freed_memory
+from stages.artifacts.carve import Partition, PoolPartition
 from stages.artifacts.job import Job, Table
-from stages.artifacts.partition import Partition, PoolPartition
 from stages.artifacts.statistics import NeuronStatistics, Scores
 from stages.artifacts.tensor_file import load_layer_checkpoint, save_layer_checkpoint
 from stages.calibration.config import VocabularyConfig

@@ -1,21 +1,95 @@
 """diagnose: one check of numerical health, on the dense model, a checkpoint, a tensor or training code."""
 
 import json
+from collections.abc import Iterator, Sequence
 
 import torch
+from torch.amp.grad_scaler import GradScaler
+from tqdm import tqdm
+from transformers import PreTrainedModel
 
+from instruments.errors import DataError
 from instruments.precision.findings import COLUMNS, notes_of, rows_of, to_json
 from instruments.precision.model_diff import auto_diff
 from instruments.precision.plot import draw_diff
 from instruments.precision.session import CAST
 from instruments.static_check.check import static_check
+from instruments.training_watch.model_watch import watch_model
+from instruments.training_watch.step_log import NOTE, StepReport, draw_training_steps, read_step_log
 from models.config import ModelConfig
+from models.loading import input_device
 from stages.artifacts.job import Job, Table
 from stages.diagnose.analyze_tensor import analyze_tensors
 from stages.diagnose.config import DiagnoseConfig
-from stages.diagnose.subject import Request, load_model, load_sample
-from stages.diagnose.watch import watch_passes
+from stages.diagnose.subject import Request, load_model, load_sample, tokenizer_for
 from stages.text.config import DataConfig
+from stages.text.sequences import load_sequences
+
+
+def watch_passes(request: Request) -> Table:
+    """Write `watch.jsonl` and `watch.png`; the table has a row for every kind of finding."""
+    model = load_model(request, torch.float32).requires_grad_(True).train()
+    reports = list(tqdm(run_passes(request, model), total=request.settings.watch.steps, desc="watch", unit="step"))
+    log = request.job.out / "watch.jsonl"
+    draw_training_steps(read_step_log(log), request.job.out / "watch.png")
+    return summarise(reports, request.settings.watch.precision)
+
+
+def run_passes(request: Request, model: PreTrainedModel) -> Iterator[StepReport]:
+    """A report for each pass."""
+    settings, device = request.settings.watch, input_device(model)
+    # It never moves a weight: a scaler takes its gradients through an optimizer.
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = GradScaler(device.type, enabled=settings.precision == "float16")
+    low = torch.float16 if settings.precision == "float16" else torch.bfloat16
+    log = request.job.out / "watch.jsonl"
+    with watch_model(model, optimizer, scaler, settings.limits, log=log) as watch:
+        for ids in read_batches(request, model):
+            model.zero_grad(set_to_none=True)
+            with torch.autocast(device.type, low, enabled=settings.precision != "float32"):
+                loss = model(input_ids=ids.to(device), labels=ids.to(device), use_cache=False).loss
+            watch.note_loss(loss)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            assert watch.last is not None, "the optimizer has stepped"
+            yield watch.last
+
+
+def read_batches(request: Request, model: PreTrainedModel) -> Iterator[torch.Tensor]:
+    """The first sequences, from the start again where they are few. Raises DataError."""
+    found = load_sequences(request.data, tokenizer_for(request, model), "calibration")
+    usable = [sequence for sequence in found if len(sequence.ids) > 1]
+    if not usable:
+        raise DataError("no sequence has two tokens", where="check=watch", do="choose a longer text: data.path=")
+    for step in range(request.settings.watch.steps):
+        ids = usable[step % len(usable)].ids[: request.settings.tokens]
+        yield torch.as_tensor(ids, dtype=torch.long)[None]
+
+
+def summarise(reports: Sequence[StepReport], precision: str) -> Table:
+    """The findings by kind, the ranges of what was measured below."""
+    first: dict[str, tuple[str, int, str]] = {}
+    steps: dict[str, int] = {}
+    for report in reports:
+        for one in report.anomalies:
+            first.setdefault(one.kind, (one.severity, report.step, one.message))
+            steps[one.kind] = steps.get(one.kind, 0) + 1
+    rows = [(kind, severity, steps[kind], step, what) for kind, (severity, step, what) in first.items()]
+    norms = sorted(report.gradient_norm for report in reports)
+    notes = [f"gradient norm {norms[0]:.3g} to {norms[-1]:.3g}"]
+    weakest, strongest = _ends(reports[-1])
+    notes.append(f"in the last step: weakest layer {weakest}, strongest {strongest}")
+    bad = sum(severity != NOTE for severity, _step, _what in first.values())
+    verdict = f"{bad} kinds of findings" if bad else "ok"
+    title = f"{len(reports)} passes in {precision}: {verdict}"
+    return Table(title, ("finding", "severity", "steps", "first", "what"), rows, notes)
+
+
+def _ends(report: StepReport) -> tuple[str, str]:
+    ordered = sorted(report.layers.items(), key=lambda item: item[1])
+    weakest, strongest = (f"{name} ({norm:.2g})" for name, norm in (ordered[0], ordered[-1]))
+    return weakest, strongest
 
 
 def check_code(request: Request) -> Table:

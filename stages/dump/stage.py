@@ -19,8 +19,8 @@ from models.config import ModelConfig
 from models.loading import load_dense, load_tokenizer
 from models.source import resolve_folder
 from stages.artifacts.job import Job, Table
-from stages.calibration.forward import forward_losses, save_memory
 from stages.dump.config import DumpStageConfig
+from stages.losses import forward_losses, save_memory
 from stages.text.config import DataConfig
 from stages.text.sequences import TokenBatch, batch_sequences, load_text
 

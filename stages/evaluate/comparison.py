@@ -16,8 +16,7 @@ from models.config import ModelConfig, MoEShape
 from models.ffn import DenseFFN, ffn_modules, watch_ffns
 from models.loading import input_device, placement, resolve_device
 from models.routing import choose_experts
-from stages.evaluate.baselines import LayerFacts
-from stages.evaluate.carved_ffn import expert_grams, output_norms
+from stages.evaluate.baselines import LayerFacts, expert_grams, output_norms
 from stages.evaluate.report import LayerResult, ModelCost
 from stages.losses import MeanLoss, measure_loss
 from stages.routing.task import error_drops

@@ -10,9 +10,8 @@ from models.experts import ExpertLoop
 from models.ffn import DenseFFN
 from models.loading import load_dense, load_tokenizer, resolve_dtype
 from models.stream import LayerStream
+from stages.artifacts.carve import Partition, PoolPartition, Routers, load_partition
 from stages.artifacts.job import Job, Table
-from stages.artifacts.partition import Partition, PoolPartition, load_partition
-from stages.artifacts.routers import Routers
 from stages.artifacts.statistics import NeuronStatistics
 from stages.calibration.alignment import AlignmentSettings
 from stages.calibration.batches import CalibrationContext

@@ -10,9 +10,9 @@ from models.config import ModelConfig, MoEShape
 from models.dense import dense_family
 from models.experts import slice_experts
 from models.source import read_config, resolve_folder
+from stages.artifacts.carve import Partition, PoolPartition, load_partition
 from stages.artifacts.experts import save_layer, verify_layer
 from stages.artifacts.job import Job, Table
-from stages.artifacts.partition import Partition, PoolPartition, load_partition
 from stages.extract.config import ExtractConfig
 
 
@@ -27,8 +27,7 @@ def run(job: Job, *, model: ModelConfig, extract: ExtractConfig, shape: MoEShape
         for layer in tqdm(range(partition.layers), desc="extract", unit="layer"):
             neurons_EN, always_on_S = partition.neurons_of(layer), partition.always_on[layer]
             experts = slice_experts(reader, dense_family(config), layer, neurons_EN, always_on_S)
-            hidden_act = config.get("hidden_act", "silu")
-            size += save_layer(job.out, layer, experts, neurons_EN, always_on_S, hidden_act)
+            size += save_layer(job.out, layer, experts, neurons_EN, always_on_S)
             if extract.verify:
                 verify_layer(job.out, layer, experts)
     return summarise(partition, size, perf_counter() - started)

@@ -10,11 +10,11 @@ from models.config import ModelConfig
 from models.experts import ExpertLoop
 from models.ffn import ffn_modules
 from models.loading import execution_device, load_dense
-from stages.artifacts.partition import Partition
+from stages.artifacts.carve import Partition
 from stages.artifacts.tensor_file import load_layer_checkpoint, save_layer_checkpoint
 from stages.calibration.batches import layer_seed
 from stages.calibration.emission import CheckpointFormat
-from stages.calibration.forward import save_memory
+from stages.losses import save_memory
 from stages.project.carved_model import CarvedModel
 from stages.project.config import ProjectConfig
 from stages.project.gradient_projection import GradientRounds, ProjectionOutcome

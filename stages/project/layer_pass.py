@@ -13,14 +13,20 @@ from models.ffn import DenseFFN
 from models.routing import GateKind, LinearRouter, rounded
 from models.stream import LayerStream
 from models.targets.base import is_power_of_two
+from stages.artifacts.carve import Partition, Routers
 from stages.artifacts.experts import load_layer
-from stages.artifacts.partition import Partition
-from stages.artifacts.routers import Routers
 from stages.artifacts.tensor_file import load_layer_checkpoint, save_layer_checkpoint
-from stages.calibration.alignment import Target, align_down, relative_error, split_validation
+from stages.calibration.alignment import (
+    Target,
+    align_down,
+    at_usual_gates,
+    column_scale,
+    relative_error,
+    scale_columns,
+    split_validation,
+)
 from stages.calibration.batches import CalibrationContext
 from stages.calibration.emission import CheckpointFormat
-from stages.calibration.gate_scale import at_usual_gates, column_scale, scale_columns
 from stages.calibration.token_stream import LayerSample, TokenStream
 from stages.project.config import ProjectConfig
 from stages.routing.descent import DescentSettings

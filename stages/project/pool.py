@@ -12,14 +12,12 @@ import torch
 from models.experts import ExpertLoop, ExpertWeights
 from models.routing import LinearRouter
 from models.stream import LayerStream
+from stages.artifacts.carve import PoolPartition, Routers
 from stages.artifacts.experts import load_pool
 from stages.artifacts.job import Job, Table
-from stages.artifacts.partition import PoolPartition
-from stages.artifacts.routers import Routers
-from stages.calibration.alignment import split_validation
+from stages.calibration.alignment import at_usual_gates, scale_columns, scale_pool, split_validation
 from stages.calibration.batches import CalibrationContext
 from stages.calibration.emission import CheckpointFormat
-from stages.calibration.gate_scale import at_usual_gates, scale_columns, scale_pool
 from stages.calibration.token_stream import LayerSample, sample_layers
 from stages.project.config import ProjectConfig
 from stages.project.end_to_end import project_end_to_end

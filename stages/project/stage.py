@@ -3,9 +3,8 @@
 from models.config import ModelConfig, MoEShape
 from models.loading import release_freed_memory
 from models.stream import LayerStream
+from stages.artifacts.carve import Partition, Routers
 from stages.artifacts.job import Job, Table
-from stages.artifacts.partition import Partition
-from stages.artifacts.routers import Routers
 from stages.calibration.batches import CalibrationContext
 from stages.calibration.config import VocabularyConfig
 from stages.calibration.emission import CheckpointFormat, FormatSettings

@@ -1,17 +1,158 @@
-"""A router of one layer, by the name of its method."""
+"""A router of one layer: in closed form, by ridge regression on the FFN input, and by the name of its method."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from jaxtyping import Float, Int
+from torch import Tensor
 
+from models.experts import ExpertLoop
 from models.routing import LinearRouter
 from stages.calibration.alignment import split_validation
 from stages.calibration.batches import evenly_spaced
+from stages.calibration.normal_equations import NormalEquations
 from stages.routing.descent import DescentSettings, Sample, descend
 from stages.routing.methods import FITTED_ROUTERS
-from stages.routing.ridge import regress_contributions, regress_log_norms, regress_residual_norms
-from stages.routing.task import RouterTask, join, output_error
+from stages.routing.task import RouterTask, join, output_error, output_norms
+
+
+class RouterRegression:
+    """Moments of targets that are linear in the input, without intercept: the weight *is* the router's weight.
+
+    A token's mean over experts does not change their order, so it is subtracted from the targets.
+    """
+
+    def __init__(self, width: int, experts: int, device: torch.device) -> None:
+        """Start from nothing: D inputs, E targets."""
+        self._moments = NormalEquations(width, experts, device=device)
+
+    def add(self, x_TD: Tensor, wanted_TE: Tensor) -> None:
+        """Add one batch."""
+        self._moments.add(x_TD, wanted_TE - wanted_TE.mean(1, keepdim=True))
+
+    def router(self, penalty: float) -> LinearRouter:
+        """The router at one ridge penalty, relative to the mean diagonal of the input's second moment."""
+        return LinearRouter.without_bias(self._moments.solve(penalty))
+
+
+def regress_contributions(task: RouterTask, batches: Sequence[int]) -> RouterRegression:
+    """Regress each expert's contribution on the FFN input, on the given batches."""
+    regression = RouterRegression(task.inputs[0].shape[1], task.experts, task.inputs[0].device)
+    for index in batches:
+        regression.add(task.inputs[index], task.contributions[index])
+    return regression
+
+
+def regress_log_norms(task: RouterTask, batches: Sequence[int]) -> RouterRegression:
+    """Regress the logarithm of each expert's output norm ‖y_e‖ on the FFN input, on the given batches."""
+    regression = RouterRegression(task.inputs[0].shape[1], task.experts, task.inputs[0].device)
+    for index in batches:
+        regression.add(task.inputs[index], logs(output_norms(task.loop, task.inputs[index])))
+    return regression
+
+
+def logs(norms_TE: Tensor) -> Tensor:
+    """Use log norms: only ratios between a token's experts matter.
+
+    On the scale of the norms themselves a few loud tokens would decide the fit, and a linear function predicts ratios
+    better than sums.
+    """
+    return norms_TE.clamp_min(1e-20).log()
+
+
+MAX_ELEMENTS = 2**26  # of neuron activations in memory at a time: 256 MiB
+
+
+def regress_residual_norms(task: RouterTask, batches: Sequence[int], tokens: int, penalty: float) -> RouterRegression:
+    """Regress the logarithm of each expert's residual on the FFN input.
+
+    Of an expert's neurons i it is sqrt(Σ_i (h_i − ĥ_i)²·‖d_i‖²), with ĥ_i the ridge regression of h_i on the
+    activations of the always-on neurons. `cluster.method=router_aware` groups neurons by the same measure.
+
+    Args:
+        task: of one layer.
+        batches: to fit on.
+        tokens: used at most, evenly spaced over the batches.
+        penalty: of the regression on the always-on neurons, relative to the mean diagonal of their second moment.
+    """
+    x_TD = torch.cat([task.inputs[index] for index in batches])
+    x_TD = x_TD[evenly_spaced(len(x_TD), tokens)]
+    routed = distinct_neurons(task.loop)
+    parts = Activations(task.loop, routed, x_TD)
+    predicted_RS = regress_on_always_on(parts, penalty)
+    regression = RouterRegression(x_TD.shape[1], task.experts, x_TD.device)
+    for x_tD, always_tS, hidden_tR in parts:
+        left_tR = torch.addmm(hidden_tR, always_tS, predicted_RS.T, alpha=-1)
+        regression.add(x_tD, logs(routed.expert_norms(left_tR)))
+    return regression
+
+
+@dataclass(frozen=True)
+class RoutedNeurons:
+    """The experts' neurons, R in all: a neuron with copies in several experts is held once."""
+
+    gate_RD: Float[Tensor, "R D"]
+    up_RD: Float[Tensor, "R D"]
+    row_EN: Int[Tensor, "E N"]  # rows of each expert's neurons
+    weight_EN: Float[Tensor, "E N"]  # ‖d_i‖
+
+    def expert_norms(self, hidden_tR: Float[Tensor, "t R"]) -> Float[Tensor, "t E"]:
+        """sqrt(Σ_i h_i²·‖d_i‖²) over the neurons of every expert.
+
+        No matrix product: for some sizes two processes would differ in its last bits, and routers with them.
+        """
+        experts = zip(self.row_EN, self.weight_EN, strict=True)
+        return torch.stack([(hidden_tR[:, row_N] * weight_N).norm(dim=1) for row_N, weight_N in experts], dim=1)
+
+
+def distinct_neurons(loop: ExpertLoop) -> RoutedNeurons:
+    """The neurons of all experts; copies whose gate or up rows differ are neurons of their own."""
+    gate_PD, up_PD = loop.experts.gate_END.flatten(0, 1), loop.experts.up_END.flatten(0, 1)
+    neurons_R, row_EN = torch.unique(loop.neurons_EN, return_inverse=True)
+    every_P = torch.arange(len(gate_PD), device=gate_PD.device)
+    copy_R = every_P.new_empty(len(neurons_R)).index_copy_(0, row_EN.flatten(), every_P)
+    if not all(torch.equal(rows_PD[copy_R][row_EN.flatten()], rows_PD) for rows_PD in (gate_PD, up_PD)):
+        copy_R, row_EN = every_P, every_P.view_as(row_EN)
+    return RoutedNeurons(gate_PD[copy_R], up_PD[copy_R], row_EN, loop.experts.down_EDN.norm(dim=1))
+
+
+class Activations:
+    """Inputs (t, D), activations of the always-on neurons (t, S) and of the routed ones (t, R), some tokens at a time.
+
+    Tokens that fit into one piece are computed once, others at every iteration.
+    """
+
+    def __init__(self, loop: ExpertLoop, routed: RoutedNeurons, x_TD: Float[Tensor, "T D"]) -> None:
+        """Compute nothing yet."""
+        self.loop, self.routed = loop, routed
+        self._pieces = torch.split(x_TD, max(1, MAX_ELEMENTS // max(1, len(routed.gate_RD))))
+        self._only: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """One piece after the other."""
+        if len(self._pieces) > 1:
+            yield from map(self._compute, self._pieces)
+            return
+        self._only = self._only or self._compute(self._pieces[0])
+        yield self._only
+
+    def _compute(self, x_tD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        experts = self.loop.experts
+        always_tS = self.loop.hidden(x_tD, experts.shared_gate_SD, experts.shared_up_SD)
+        return x_tD, always_tS, self.loop.hidden(x_tD, self.routed.gate_RD, self.routed.up_RD)
+
+
+def regress_on_always_on(parts: Activations, penalty: float) -> Float[Tensor, "R S"]:
+    """Coefficients of the routed neurons on the always-on ones."""
+    gate_RD, always_S = parts.routed.gate_RD, parts.loop.always_S
+    moments = NormalEquations(len(always_S), len(gate_RD), device=gate_RD.device)
+    if not len(always_S):
+        return moments.cross_AY.T.float()
+    for _, always_tS, hidden_tR in parts:
+        moments.add(always_tS, hidden_tR)
+    return moments.solve(penalty)
+
 
 PENALTY_FACTORS = (0.1, 1.0, 10.0)  # of the ridge penalty, tried over a pool
 

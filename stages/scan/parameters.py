@@ -18,7 +18,7 @@ from instruments.mscan.reader import read_mscan
 from instruments.mscan.writer import MscanWriter
 from instruments.parameter_scan.scanner import ParameterTensorScanner
 from instruments.parameter_scan.targets import ScanRecord
-from stages.artifacts.workers import Workers
+from stages.artifacts.job import Workers
 from stages.scan.config import ScanConfig
 
 FILE = "parameters.mscan"

@@ -14,9 +14,8 @@ from instruments.errors import CheckpointError, NumericsError
 from instruments.ffn_probe import GatedFFN, probe_gradients, probe_hidden
 from stages.accumulators.accumulator import SumStore
 from stages.accumulators.sums import ScanSums
-from stages.artifacts.workers import Workers
-from stages.calibration.forward import forward_losses
-from stages.losses import supervised_tokens
+from stages.artifacts.job import Workers
+from stages.losses import forward_losses, supervised_tokens
 from stages.scan.batch_sums import BatchSums, HostBatch
 from stages.scan.parameters import ParameterRecorder
 from stages.scan.token_sums import NeuronRule

@@ -22,10 +22,9 @@ from models.source import resolve_folder
 from stages.accumulators.accumulator import StorePlace, open_store
 from stages.accumulators.config import StoreConfig
 from stages.accumulators.sums import ScanSums
-from stages.artifacts.job import Job, Table
+from stages.artifacts.job import Job, Table, Workers
 from stages.artifacts.statistics import NeuronStatistics
-from stages.artifacts.workers import Workers
-from stages.calibration.forward import save_memory
+from stages.losses import save_memory
 from stages.scan.batch_sums import sum_shapes
 from stages.scan.config import ScanConfig
 from stages.scan.parameters import PartsPlace, publish_parameters, record_parameters, require_recorded
@@ -85,7 +84,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 # What decides the numbers of a batch.
 SOURCES = (
     "stages/scan",
-    "stages/calibration/forward.py",
+    "stages/losses.py",
     "stages/losses.py",
     "instruments/ffn_probe.py",
     "instruments/gradients.py",

@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from instruments.errors import ConfigError
@@ -131,18 +131,6 @@ def score_wanda(
     return ((sum_sq_LF / tokens).sqrt() * down_norm_LF).float()
 
 
-def score_contribution(
-    sum_abs_LF: Float[Tensor, "L F"], down_norm_LF: Float[Tensor, "L F"], tokens: int
-) -> Float[Tensor, "L F"]:
-    """Mean |h_j|·‖d_j‖: how long a vector the neuron adds to the residual stream."""
-    return (sum_abs_LF / tokens * down_norm_LF).float()
-
-
-def score_frequency(active_count_LF: Int[Tensor, "L F"], tokens: int) -> Float[Tensor, "L F"]:
-    """Share of tokens where the neuron is among the most active."""
-    return (active_count_LF / tokens).float()
-
-
 def score_random(layers: int, width: int, seed: int) -> Float[Tensor, "L F"]:
     """Seeded noise in 0..1; every layer has its own stream, so that no layer's draw depends on another's."""
     rows = [np.random.default_rng((seed, layer)).random(width, dtype=np.float32) for layer in range(layers)]
@@ -188,30 +176,20 @@ def measure_synergy(statistics: NeuronStatistics, score: ScoreConfig, _seed: int
     return score_synergy(
         activation_LF,
         gradients_LF,
-        score_frequency(statistics.active_count, tokens),
+        statistics.frequency,
         weights=SynergyWeights(score.activation_weight, score.gradient_weight, score.frequency_weight),
         form=score.form,  # type: ignore[arg-type] # checked against the choices beside the field
         normalisation=score.normalisation,  # type: ignore[arg-type]
     )
 
 
-def measure_contribution(statistics: NeuronStatistics, _score: ScoreConfig, _seed: int) -> Tensor:
-    """Mean |h|·‖d‖."""
-    return score_contribution(statistics.sum_abs, statistics.weight_norm_down, statistics.tokens)
-
-
-def measure_taylor(statistics: NeuronStatistics, _score: ScoreConfig, _seed: int) -> Tensor:
-    """Mean |h·∂loss/∂h|."""
-    return score_taylor(statistics.sum_taylor, statistics.tokens)
-
-
 # (L, F) fp32 by the name of the method.
 MEASURES: dict[str, Callable[[NeuronStatistics, ScoreConfig, int], Tensor]] = {
     "s_p": measure_synergy,
-    "taylor": measure_taylor,
+    "taylor": lambda statistics, *_: score_taylor(statistics.sum_taylor, statistics.tokens),
     "wanda": lambda statistics, *_: score_wanda(statistics.sum_sq, statistics.weight_norm_down, statistics.tokens),
-    "frequency": lambda statistics, *_: score_frequency(statistics.active_count, statistics.tokens),
-    "contribution": measure_contribution,
+    "frequency": lambda statistics, *_: statistics.frequency,
+    "contribution": lambda statistics, *_: statistics.contribution,
     "random": lambda statistics, _, seed: score_random(len(statistics.sum_abs), statistics.sum_abs.shape[1], seed),
 }
 
@@ -226,8 +204,8 @@ def summarise(scores: Scores, statistics: NeuronStatistics) -> Table:
     """One row per layer: how the score spreads, and how far it agrees with contribution and Taylor."""
     spread_L3 = scores.chosen.quantile(torch.tensor([0.05, 0.5, 0.95]), dim=1).T
     silent_L = (statistics.active_count == 0).float().mean(1)
-    with_contribution = rank_correlation(scores.chosen, measure_contribution(statistics, ScoreConfig(), 0))
-    with_taylor = rank_correlation(scores.chosen, measure_taylor(statistics, ScoreConfig(), 0))
+    with_contribution = rank_correlation(scores.chosen, statistics.contribution)
+    with_taylor = rank_correlation(scores.chosen, score_taylor(statistics.sum_taylor, statistics.tokens))
     rows = [
         [
             layer,

@@ -44,9 +44,6 @@ class DataConfig:
     text_column: str = "text"
     # Field of a record that holds a conversation, a list of {"role", "content"}; preferred where both fields exist.
     messages_column: str = "messages"
-    # Field of a record that names its text domain; unset: the file, dataset or module it comes from. Not used by any
-    # stage.
-    domain_field: str | None = None
     # packed: documents joined and cut every max_length tokens; single: one document per sequence, cut at max_length.
     packing: str = field(default="packed", metadata={"choices": ("packed", "single")})
     # Tokens that count in the loss. full_sequence: all; completion: the assistant's turns. The calibration text must
@@ -78,7 +75,7 @@ class DataConfig:
         found = dict.fromkeys(FOREIGN_FIELDS.get(self.kind, ()), f"data.kind={self.kind}")
         if self.labels != "generated":
             found |= dict.fromkeys(GENERATION_FIELDS, f"data.labels={self.labels}")
-        return found | {"domain_field": "no stage tells text domains apart"}
+        return found
 
 
 def calibration_only(data: DataConfig) -> DataConfig:

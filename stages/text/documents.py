@@ -26,13 +26,12 @@ Message = dict[str, str]
 class Document:
     """Plain text, or a conversation (`messages`, then `text` is empty).
 
-    `name` says where it came from, `domain` what it is about: its file, dataset or module, or what a record says.
+    `name` says where it came from.
     """
 
     name: str
     text: str = ""
     messages: tuple[Message, ...] = ()
-    domain: str = ""
 
     @property
     def digest(self) -> bytes:
@@ -41,14 +40,13 @@ class Document:
         return blake2b(content.encode(), digest_size=8).digest()
 
 
-def read_record(record: object, where: str, data: DataConfig, domain: str = "") -> Document | None:
+def read_record(record: object, where: str, data: DataConfig) -> Document | None:
     """Read the conversation or the text of one record.
 
     Args:
         record: what the file or the dataset holds.
         where: its name, e.g. `file:line`.
         data: the names of the columns.
-        domain: of records that name none of their own.
 
     Returns:
         The document; None where the text or the conversation is empty or null.
@@ -62,11 +60,9 @@ def read_record(record: object, where: str, data: DataConfig, domain: str = "") 
             where=where,
             do=f'one JSON object a line: {{"{data.text_column}": "..."}}',
         )
-    if data.domain_field:
-        domain = _read_domain(record, where, data.domain_field)
     if record.get(data.messages_column) is not None:
         messages = _read_messages(record[data.messages_column], f"{where}, column {data.messages_column}")
-        return Document(where, messages=messages, domain=domain) if messages else None
+        return Document(where, messages=messages) if messages else None
     if data.text_column not in record:
         raise DataError(
             f"a record has neither column {data.messages_column!r} nor column {data.text_column!r}",
@@ -82,7 +78,7 @@ def read_record(record: object, where: str, data: DataConfig, domain: str = "") 
             where=where,
             do="name a column of text: data.text_column=",
         )
-    return Document(where, _mend_surrogates(text), domain=domain) if text.strip() else None
+    return Document(where, _mend_surrogates(text)) if text.strip() else None
 
 
 def bound_documents(documents: Iterable[Document]) -> Iterator[Document]:
@@ -127,19 +123,6 @@ def _shorten(document: Document) -> Document:
         )
     logger.warning("%s: only the first %d of %d messages are read", document.name, kept, len(document.messages))
     return replace(document, messages=document.messages[:kept])
-
-
-def _read_domain(record: Mapping[str, object], where: str, field: str) -> str:
-    value = record.get(field)
-    if isinstance(value, str | int) and not isinstance(value, bool):
-        return str(value)
-    raise DataError(
-        f"column {field!r} holds {_kind(value)}, not a name"
-        if field in record
-        else f"a record has no column {field!r}",
-        where=f"{where}; its columns: {', '.join(map(str, record)) or 'none'}",
-        do="data.domain_field= a column that every record has, or null",
-    )
 
 
 def _read_messages(value: object, where: str) -> tuple[Message, ...]:

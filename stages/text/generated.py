@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from instruments.errors import DataError
 from models.loading import input_device
-from stages.artifacts.workers import ALONE, Workers
+from stages.artifacts.job import ALONE, Workers
 from stages.text.chat import encode_prompt
 from stages.text.config import DataConfig
 from stages.text.documents import Document
@@ -74,7 +74,7 @@ def _read_prompts(
         elif len(ids) + data.max_new_tokens > data.max_length:
             skipped[NO_ROOM].append(document.name)
         else:
-            yield TokenSequence(document.name, ids, [IGNORED] * len(ids), document.domain)
+            yield TokenSequence(document.name, ids, [IGNORED] * len(ids))
 
 
 def _encode(document: Document, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> list[int]:
@@ -248,7 +248,7 @@ def _label(prompts: LoadedText, written: Sequence[Sequence[int]], ends: Collecti
                 silent.append(prompt.name)
             else:
                 labels = [IGNORED] * len(prompt.ids) + [*tokens]
-                yield TokenSequence(prompt.name, [*prompt.ids, *tokens], labels, prompt.domain)
+                yield TokenSequence(prompt.name, [*prompt.ids, *tokens], labels)
 
     text = select_usable(join(), wanted)
     for note in describe_skipped({NOTHING_WRITTEN: silent}):

@@ -42,7 +42,7 @@ def describe_missing_package() -> DataError:
 
 def _read_split(data: DataConfig, split: str) -> Iterator[Document]:
     for number, row in enumerate(_stream_rows(data, split), start=1):
-        if document := read_record(row, f"{data.name}[{split}]:{number}", data, domain=str(data.name)):
+        if document := read_record(row, f"{data.name}[{split}]:{number}", data):
             yield document
 
 

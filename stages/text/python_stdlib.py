@@ -75,8 +75,7 @@ def read_module(module: Module, *, docstrings_first: bool) -> Iterator[Document]
     with tokenize.open(module.path) as file:
         source = file.read()
     docstrings, code = split_docstrings(source, module.name)
-    domain = module.name.split(".")[0]
-    kinds = [_cut(docstrings, f"{module.name} docstrings", domain), _cut(code, f"{module.name} source", domain)]
+    kinds = [_cut(docstrings, f"{module.name} docstrings"), _cut(code, f"{module.name} source")]
     yield from interleave(kinds if docstrings_first else reversed(kinds))
 
 
@@ -113,11 +112,9 @@ def _count_lines(node: ast.stmt) -> int:
     return (node.end_lineno or node.lineno) - node.lineno + 1
 
 
-def _cut(text: str, name: str, domain: str) -> Iterator[Document]:
+def _cut(text: str, name: str) -> Iterator[Document]:
     passages = cut_passages(text.splitlines(keepends=True), DOCUMENT_CHARACTERS, 2 * DOCUMENT_CHARACTERS)
-    return (
-        Document(f"{name} {number}", passage, domain=domain) for number, (_, passage) in enumerate(passages, start=1)
-    )
+    return (Document(f"{name} {number}", passage) for number, (_, passage) in enumerate(passages, start=1))
 
 
 def _name_module(file: Path, root: Path) -> Module:

@@ -1,9 +1,9 @@
 """Documents to token sequences, and those to padded batches."""
 
 import logging
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Int64
@@ -23,16 +23,23 @@ ANSWERS_COUNT = ("completion", "generated")
 
 
 @dataclass(frozen=True)
-class EncodedDocument:
-    """Token ids and labels of equal length; a label is the id at its own position, or IGNORED."""
+class TokenSequence:
+    """What the model reads at once.
+
+    `labels[t]` is `ids[t]` where the token counts in the loss and -100 elsewhere. Not shifted: position t is predicted
+    from the tokens before it, so the label of position 0 is never used.
+    """
 
     name: str
     ids: list[int]
     labels: list[int]
-    domain: str = ""
+
+    def cut(self, length: int) -> "TokenSequence":
+        """The first `length` tokens."""
+        return TokenSequence(self.name, self.ids[:length], self.labels[:length])
 
 
-def encode_document(document: Document, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> EncodedDocument:
+def encode_document(document: Document, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> TokenSequence:
     """Tokenize one document, its end included.
 
     Raises:
@@ -41,9 +48,9 @@ def encode_document(document: Document, tokenizer: PreTrainedTokenizerBase, data
     if document.messages:
         ids, supervised = encode_conversation(document, tokenizer, completion=data.labels in ANSWERS_COUNT)
         labels = [id_ if counts else IGNORED for id_, counts in zip(ids, supervised, strict=True)]
-        return EncodedDocument(document.name, ids, labels, document.domain)
+        return TokenSequence(document.name, ids, labels)
     ids = encode_text(document.text, tokenizer, data.separator)
-    return EncodedDocument(document.name, ids, ids, document.domain)
+    return TokenSequence(document.name, ids, ids)
 
 
 def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, separator: str) -> list[int]:
@@ -118,24 +125,6 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class TokenSequence:
-    """What the model reads at once.
-
-    `labels[t]` is `ids[t]` where the token counts in the loss and -100 elsewhere. Not shifted: position t is predicted
-    from the tokens before it, so the label of position 0 is never used.
-    """
-
-    name: str
-    ids: list[int]
-    labels: list[int]
-    domain: str = ""  # that most of its tokens are of
-
-    def cut(self, length: int) -> "TokenSequence":
-        """The first `length` tokens."""
-        return TokenSequence(self.name, self.ids[:length], self.labels[:length], self.domain)
-
-
-@dataclass(frozen=True)
 class LoadedText:
     """What can be learned from, and what was skipped on the way to it."""
 
@@ -195,38 +184,32 @@ def load_text(data: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Split
     return text
 
 
-def pack_documents(documents: Iterable[EncodedDocument], max_length: int) -> Iterator[TokenSequence]:
+def pack_documents(documents: Iterable[TokenSequence], max_length: int) -> Iterator[TokenSequence]:
     """Join documents and cut every `max_length` tokens; the rest at the end is a shorter sequence.
 
     A sequence is named after its number and the document it begins in.
     """
     ids: list[int] = []
     labels: list[int] = []
-    domains: list[str] = []  # of every token
     name, number = "", 0
     for document in documents:
         name = name if ids else document.name
         ids += document.ids
         labels += document.labels
-        domains += [document.domain] * len(document.ids)
         whole = len(ids) - len(ids) % max_length
         for start in range(0, whole, max_length):
             end = start + max_length
-            yield TokenSequence(f"{number}: {name}", ids[start:end], labels[start:end], _most(domains[start:end]))
+            yield TokenSequence(f"{number}: {name}", ids[start:end], labels[start:end])
             name, number = document.name, number + 1
-        ids, labels, domains = ids[whole:], labels[whole:], domains[whole:]
+        ids, labels = ids[whole:], labels[whole:]
     if ids:
-        yield TokenSequence(f"{number}: {name}", ids, labels, _most(domains))
+        yield TokenSequence(f"{number}: {name}", ids, labels)
 
 
-def _most(domains: list[str]) -> str:
-    return Counter(domains).most_common(1)[0][0]
-
-
-def truncate_documents(documents: Iterable[EncodedDocument], max_length: int) -> Iterator[TokenSequence]:
+def truncate_documents(documents: Iterable[TokenSequence], max_length: int) -> Iterator[TokenSequence]:
     """One sequence per document: its first `max_length` tokens."""
     for document in documents:
-        yield TokenSequence(document.name, document.ids[:max_length], document.labels[:max_length], document.domain)
+        yield TokenSequence(document.name, document.ids[:max_length], document.labels[:max_length])
 
 
 def select_usable(sequences: Iterable[TokenSequence], wanted: int) -> LoadedText:
@@ -266,7 +249,6 @@ class TokenBatch:
     attention_mask: Int64[Tensor, "B T"]  # 1 = token, 0 = padding
     labels: Int64[Tensor, "B T"]  # not shifted; -100 where the token does not count in the loss
     names: list[str]
-    domains: list[str] = field(default_factory=list)  # of every sequence; only the scan asks for them
     is_text: bool = True  # False: drawn at random
     layers: int | None = None  # it passes, from the first on; None: all
 
@@ -296,7 +278,6 @@ def split_batch(batch: TokenBatch, batch_tokens: int) -> list[TokenBatch]:
             attention_mask=batch.attention_mask[part],
             labels=batch.labels[part],
             names=batch.names[part],
-            domains=batch.domains[part],
         )
         for part in parts
     ]
@@ -327,5 +308,4 @@ def _pad(group: Sequence[TokenSequence], pad_id: int) -> TokenBatch:
         attention_mask,
         labels,
         [sequence.name for sequence in group],
-        [sequence.domain for sequence in group],
     )

@@ -103,7 +103,7 @@ def read_file(file: Path, data: DataConfig) -> Iterator[Document]:
     if file.suffix.lower() == ".jsonl":
         return _read_records(file, data)
     passages = cut_passages(_read_lines(file, MAX_LINE), SHORTEST_PASSAGE, LONGEST_PASSAGE)
-    return (Document(f"{file}:{number}", text, domain=file.stem) for number, text in passages)
+    return (Document(f"{file}:{number}", text) for number, text in passages)
 
 
 def _read_records(file: Path, data: DataConfig) -> Iterator[Document]:
@@ -120,7 +120,7 @@ def _read_records(file: Path, data: DataConfig) -> Iterator[Document]:
                 where=f"{file}:{number}{character}",
                 do="correct or remove the line",
             ) from error
-        if document := read_record(record, f"{file}:{number}", data, domain=file.stem):
+        if document := read_record(record, f"{file}:{number}", data):
             yield document
 
 

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Tra
 
 from models.loading import explained_memory
 from models.training import RouterWatch
-from stages.artifacts.workers import Workers
-from stages.calibration.forward import enable_gradient_checkpointing
+from stages.artifacts.job import Workers
+from stages.losses import enable_gradient_checkpointing
 from stages.train.callbacks import AfterStep, Log, MarkSaved, Monitor, find_latest, mark_whole
 from stages.train.config import TrainConfig
 from stages.train.objective import Objective, Teacher

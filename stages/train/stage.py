@@ -20,8 +20,8 @@ from models.routing import LinearRouter
 from models.source import read_config, resolve_folder
 from models.targets.base import MoETarget, gate_scale_of
 from models.training import find_routers, selection_bias
+from stages.artifacts.carve import Routers
 from stages.artifacts.job import Job, Table
-from stages.artifacts.routers import Routers
 from stages.calibration.emission import CheckpointFormat, FormatSettings
 from stages.text.config import DataConfig
 from stages.train.callbacks import drop_unfinished, find_latest, is_whole

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from stages.artifacts.workers import Workers
+from stages.artifacts.job import Workers
 from stages.losses import measure_loss
 from stages.text.config import DataConfig
 from stages.text.sequences import IGNORED, TokenBatch, TokenSequence, batch_sequences, load_sequences

@@ -11,7 +11,7 @@ from benchmarks.workbench import Workbench
 from instruments.ffn_probe import FFNGradients, probe_gradients
 from models.ffn import ffn_modules
 from stages.accumulators.sums import ScanSums, empty_sums
-from stages.calibration.forward import forward_losses
+from stages.losses import forward_losses
 from stages.scan.batch_sums import sum_shapes
 from stages.scan.config import ScanConfig
 from stages.scan.passes import Scanner

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from models.config import ModelConfig
 from models.loading import load_dense, resolve_device
 from models.source import EMBEDDED
-from stages.calibration.forward import forward_losses
+from stages.losses import forward_losses
 from stages.scan.config import ScanConfig
 from stages.scan.passes import draw_reservoir
 from stages.text.config import DataConfig

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from instruments.errors import ContractError
 from models.experts import ExpertWeights
-from stages.artifacts.experts import layer_file, load_expert, load_layer, save_layer, verify_layer
+from stages.artifacts.experts import layer_file, load_layer, save_layer, verify_layer
 from stages.artifacts.tensor_file import pack_tag
 
 E, N, D, S = 3, 4, 6, 5
@@ -25,14 +25,14 @@ def random_layer(always_on: int = S) -> tuple[ExpertWeights, torch.Tensor, torch
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    save_layer(tmp_path, 7, *random_layer(), "silu")
+    save_layer(tmp_path, 7, *random_layer())
     return tmp_path
 
 
 def test_a_layer_that_gives_no_expert_to_a_pool(tmp_path: Path) -> None:
     experts, neurons_EN, always_S = random_layer()
     none = {name: getattr(experts, name)[:0] for name in ("gate_END", "up_END", "down_EDN")}
-    save_layer(tmp_path, 0, replace(experts, **none), neurons_EN[:0], always_S, "silu")
+    save_layer(tmp_path, 0, replace(experts, **none), neurons_EN[:0], always_S)
     read = load_layer(tmp_path, 0)
     assert torch.equal(read.shared_down_DS, experts.shared_down_DS)
     assert (read.gate_END.shape, read.up_END.shape, read.down_EDN.shape) == ((0, 0, D), (0, 0, D), (0, D, 0))
@@ -41,7 +41,7 @@ def test_a_layer_that_gives_no_expert_to_a_pool(tmp_path: Path) -> None:
 @pytest.mark.parametrize("always_on", [S, 0])
 def test_layers_come_back_bit_for_bit(tmp_path: Path, always_on: int) -> None:
     experts, neurons_EN, always_S = random_layer(always_on)
-    size = save_layer(tmp_path, 0, experts, neurons_EN, always_S, "silu")
+    size = save_layer(tmp_path, 0, experts, neurons_EN, always_S)
     assert size == layer_file(tmp_path, 0).stat().st_size
     read = load_layer(tmp_path, 0)
     for name, tensor in vars(experts).items():
@@ -63,21 +63,6 @@ def test_names_on_disk(folder: Path) -> None:
     assert len(shapes) == (E + 1) * 4
 
 
-def test_one_expert_as_a_module(folder: Path) -> None:
-    experts, *_neurons = random_layer()
-    expert = load_expert(folder, 7, 2)
-    assert torch.equal(expert.gate_proj.weight, experts.gate_END[2])
-    assert torch.equal(expert.up_proj.weight, experts.up_END[2])
-    assert torch.equal(expert.down_proj.weight, experts.down_EDN[2])
-    assert expert(torch.ones(2, D, dtype=torch.bfloat16)).shape == (2, D)
-
-
-def test_no_such_expert(folder: Path) -> None:
-    with pytest.raises(ContractError) as caught:
-        load_expert(folder, 7, 3)
-    assert str(caught.value) == "no expert 3: the layer has 3\n  where: layer 7\n  do:    an expert of 0..2"
-
-
 def test_no_such_layer(folder: Path) -> None:
     path = folder / "layer-00008.safetensors"
     with pytest.raises(ContractError) as caught:
@@ -85,13 +70,12 @@ def test_no_such_layer(folder: Path) -> None:
     assert str(caught.value) == f"cannot read experts: layer-00008.safetensors is missing\n  where: {path}\n{REMEDY}"
 
 
-@pytest.mark.parametrize("load", [load_layer, lambda folder, layer: load_expert(folder, layer, 0)])
-def test_truncated_file(folder: Path, load: object) -> None:
+def test_truncated_file(folder: Path) -> None:
     path = layer_file(folder, 7)
     size = path.stat().st_size
     path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(ContractError) as caught:
-        load(folder, 7)
+        load_layer(folder, 7)
     damage = f"layer-00007.safetensors is damaged: truncated: {size - 8} bytes, the header says {size}"
     assert str(caught.value) == f"cannot read experts: {damage}\n  where: {path}\n{REMEDY}"
 
@@ -110,7 +94,7 @@ def test_missing_tensor(folder: Path) -> None:
 
 def test_another_version(folder: Path) -> None:
     path = layer_file(folder, 7)
-    save_file(load_file(path), path, metadata=pack_tag(version=9, experts=3, hidden_act="silu"))
+    save_file(load_file(path), path, metadata=pack_tag(version=9, experts=3))
     with pytest.raises(ContractError) as caught:
         load_layer(folder, 7)
     assert str(caught.value) == f"expected experts version 2, found 9\n  where: {path}\n{REMEDY}"

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from instruments.errors import ContractError
-from stages.artifacts.partition import Partition
+from stages.artifacts.carve import Partition
 from stages.artifacts.statistics import NeuronStatistics
 
 L, E, N, F, S = 2, 3, 4, 20, 5

@@ -3,7 +3,7 @@ import torch
 
 from instruments.errors import ContractError
 from models.config import MoEShape
-from stages.artifacts.partition import Partition, PoolPartition, load_partition
+from stages.artifacts.carve import Partition, PoolPartition, load_partition
 
 L, E, N, F, S = 3, 5, 4, 20, 2
 UNITS = torch.stack([torch.arange(N) + start for start in (0, 4, 0, 3, 8)]).int()

@@ -11,8 +11,7 @@ from pico import write_pico
 from safetensors.torch import load_file
 
 from pipeline.cli import FAILED, INVALID, run_command
-from stages.artifacts.partition import PoolPartition
-from stages.artifacts.routers import Routers
+from stages.artifacts.carve import PoolPartition, Routers
 from stages.text.config import DataConfig
 
 L, D, F, E, N, K, S = 3, 24, 40, 7, 6, 2, 4

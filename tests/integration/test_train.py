@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from pipeline.cli import FAILED, run_command
-from stages.artifacts.routers import Routers
+from stages.artifacts.carve import Routers
 
 REPOSITORY = Path(__file__).parents[2]
 QUICK = (

@@ -16,7 +16,7 @@ from models.routing import GateKind, LinearRouter, active_copies, membership
 from models.stream import LayerStream
 from models.targets.base import gate_kind
 from models.targets.choose import MOE_TARGETS
-from stages.evaluate.carved_ffn import CarvedFFN
+from stages.evaluate.baselines import CarvedFFN
 
 T, D, F, E, N, K, S = 7, 6, 17, 3, 4, 2, 2
 SILU = torch.nn.functional.silu

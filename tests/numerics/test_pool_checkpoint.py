@@ -21,8 +21,8 @@ from models.emit import emit_checkpoint
 from models.experts import ExpertLoop, ExpertWeights, slice_experts
 from models.routing import GateKind, LinearRouter
 from models.targets.choose import MOE_TARGETS
+from stages.artifacts.carve import PoolPartition
 from stages.artifacts.experts import join_pool
-from stages.artifacts.partition import PoolPartition
 
 L, D, F, E, N, K, S = 3, 24, 40, 5, 7, 2, 3
 SHAPE = MoEShape(E, N, K, S, "global_pool")

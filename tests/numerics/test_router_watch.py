@@ -5,7 +5,7 @@ import torch
 from pico_moes import MOES, make_moe
 
 from models.training import RouterWatch, find_routers, selection_bias
-from stages.calibration.forward import enable_gradient_checkpointing
+from stages.losses import enable_gradient_checkpointing
 from stages.train.routers import z_loss
 
 

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 from instruments.errors import NumericsError
 from models.ffn import ffn_modules
 from stages.accumulators.sums import LocalStore
-from stages.artifacts.workers import ALONE
-from stages.calibration.forward import enable_gradient_checkpointing
+from stages.artifacts.job import ALONE
+from stages.losses import enable_gradient_checkpointing
 from stages.scan.batch_sums import sum_shapes
 from stages.scan.passes import Scanner, draw_reservoir, scan_shares
 from stages.scan.token_sums import NeuronRule

@@ -16,7 +16,7 @@ from instruments.tensor_dump.reader import DumpReader
 from instruments.tensor_dump.tensor_dump import TensorDump
 from models.config import ModelConfig
 from models.loading import load_dense
-from stages.calibration.forward import enable_gradient_checkpointing
+from stages.losses import enable_gradient_checkpointing
 
 B, T = 2, 7
 

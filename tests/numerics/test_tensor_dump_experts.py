@@ -14,7 +14,7 @@ import models.tiny_onn.register  # noqa: F401
 from instruments.tensor_dump.config import DumpConfig
 from instruments.tensor_dump.reader import DumpReader
 from instruments.tensor_dump.tensor_dump import TensorDump
-from stages.calibration.forward import enable_gradient_checkpointing
+from stages.losses import enable_gradient_checkpointing
 
 E, K, N = 5, 2, 8
 SIZES = {"moe_intermediate_size": N, "num_experts": E, "num_experts_per_tok": K}

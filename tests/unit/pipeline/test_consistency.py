@@ -85,10 +85,9 @@ def test_a_score_that_decides_nothing_is_said(texts, caplog):
 
 
 def test_settings_of_text_that_is_not_read_so(texts, caplog):
-    assert texts("data.path=my_texts", "data.max_new_tokens=9", "data.domain_field=topic") == []
+    assert texts("data.path=my_texts", "data.max_new_tokens=9") == []
     assert caplog.messages == [
         "data.path=my_texts is ignored: data.kind=python_stdlib",
-        "data.domain_field=topic is ignored: no stage tells text domains apart",
         "data.max_new_tokens=9 is ignored: data.labels=full_sequence",
     ]
 

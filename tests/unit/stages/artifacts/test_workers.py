@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from instruments.errors import UserError
-from stages.artifacts.workers import ALONE, Workers, find_workers
+from stages.artifacts.job import ALONE, Workers, find_workers
 
 
 def test_torchrun_names_the_place():

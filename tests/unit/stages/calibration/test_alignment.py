@@ -5,7 +5,7 @@ import torch
 
 from models.ffn import DenseFFN
 from stages.calibration.alignment import align_down, relative_error, split_validation
-from stages.evaluate.carved_ffn import CarvedFFN
+from stages.evaluate.baselines import CarvedFFN
 
 D, F = 6, 12
 

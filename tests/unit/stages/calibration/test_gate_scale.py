@@ -8,7 +8,7 @@ import torch
 from models.experts import ExpertLoop, slice_ffn
 from models.ffn import DenseFFN
 from models.routing import GateKind, LinearRouter, active_copies, membership, relative_gates
-from stages.calibration.gate_scale import at_usual_gates, column_scale, scale_columns, scale_pool
+from stages.calibration.alignment import at_usual_gates, column_scale, scale_columns, scale_pool
 
 T, D, F, E, N, K = 50, 6, 12, 4, 3, 2
 KINDS = [kind for kind in GateKind if kind is not GateKind.CONSTANT]

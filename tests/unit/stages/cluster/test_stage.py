@@ -6,8 +6,8 @@ from pico import write_pico
 
 from instruments.errors import ConfigError
 from models.config import ModelConfig, MoEShape
+from stages.artifacts.carve import Partition, PoolPartition
 from stages.artifacts.job import Job
-from stages.artifacts.partition import Partition, PoolPartition
 from stages.artifacts.statistics import Scores
 from stages.calibration.config import VocabularyConfig
 from stages.cluster.config import ClusterConfig

@@ -2,9 +2,8 @@
 
 import torch
 
-from stages.evaluate import carved_ffn
-from stages.evaluate.baselines import start_baseline
-from stages.evaluate.carved_ffn import CarvedFFN, Memo
+from stages.evaluate import baselines as carved_ffn
+from stages.evaluate.baselines import CarvedFFN, Memo, start_baseline
 
 
 def remember(carved):

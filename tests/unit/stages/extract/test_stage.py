@@ -8,9 +8,9 @@ from safetensors.torch import load_file
 
 from instruments.errors import ContractError
 from models.config import ModelConfig, MoEShape
-from stages.artifacts.experts import layer_file, load_expert, load_layer
+from stages.artifacts.carve import Partition, PoolPartition
+from stages.artifacts.experts import layer_file, load_layer
 from stages.artifacts.job import Job
-from stages.artifacts.partition import Partition, PoolPartition
 from stages.extract.config import ExtractConfig
 from stages.extract.stage import run
 
@@ -53,7 +53,7 @@ def test_experts_are_the_dense_neurons(dense: Path, job: Job) -> None:
         assert torch.equal(experts.shared_down_DS, down[:, partition.always_on[layer].long()])
         assert torch.equal(stored["experts.1.neurons"], partition.neurons[layer, 1])
         assert torch.equal(stored["always_on.neurons"], partition.always_on[layer])
-    assert load_expert(job.out, 1, 0).gate_proj.weight.dtype == torch.bfloat16
+    assert load_layer(job.out, 1).gate_END.dtype == torch.bfloat16
     rows = {str(name): value for name, value in table.rows}
     assert rows["layers"] == 2
     assert rows["experts a layer"] == 3

@@ -7,8 +7,7 @@ import torch
 
 from models.ffn import DenseFFN
 from models.routing import LinearRouter
-from stages.calibration.alignment import relative_error, split_validation
-from stages.calibration.gate_scale import column_scale, scale_columns
+from stages.calibration.alignment import column_scale, relative_error, scale_columns, split_validation
 from stages.project.config import ProjectConfig
 from stages.project.layer_pass import LayerCarve, project_layer, train_experts
 from stages.routing.descent import DescentSettings

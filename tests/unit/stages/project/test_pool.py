@@ -7,8 +7,8 @@ import torch
 
 from models.experts import ExpertLoop, ExpertWeights
 from models.routing import GateKind, LinearRouter
+from stages.artifacts.carve import PoolPartition
 from stages.artifacts.experts import join_pool
-from stages.artifacts.partition import PoolPartition
 from stages.calibration.token_stream import LayerSample
 from stages.project.config import ProjectConfig
 from stages.project.pool import PoolCarve, project_pool, split_pool, weigh_pool

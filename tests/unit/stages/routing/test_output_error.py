@@ -7,7 +7,7 @@ import torch
 
 from models.ffn import DenseFFN
 from models.routing import GateKind, LinearRouter, chosen_mask
-from stages.calibration.gate_scale import gate_moments, least_squares, scale_columns
+from stages.calibration.alignment import gate_moments, least_squares, scale_columns
 from stages.routing import descent as objectives
 from stages.routing import task as expert_outputs
 from stages.routing.descent import load_variance, relaxed_mask

@@ -9,8 +9,7 @@ from models.experts import ExpertLoop, ExpertWeights
 from models.routing import LinearRouter
 from stages.routing import task as expert_outputs
 from stages.routing.descent import DescentSettings
-from stages.routing.fit import RouterSettings, fit_pool_router, refit_pool_router
-from stages.routing.ridge import regress_contributions
+from stages.routing.fit import RouterSettings, fit_pool_router, refit_pool_router, regress_contributions
 from stages.routing.task import error_drops, oracle_agreement, relative_output_error, watch_pool
 
 T, D, E, N, K, S = 29, 6, 4, 3, 1, 2

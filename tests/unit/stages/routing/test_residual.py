@@ -9,10 +9,16 @@ from models.experts import ExpertLoop
 from models.ffn import DenseFFN
 from stages.calibration.alignment import align_down
 from stages.project.config import ProjectConfig
-from stages.routing import ridge as residual
+from stages.routing import fit as residual
 from stages.routing.descent import DescentSettings
-from stages.routing.fit import RouterSettings, fit_router
-from stages.routing.ridge import Activations, distinct_neurons, regress_log_norms, regress_on_always_on
+from stages.routing.fit import (
+    Activations,
+    RouterSettings,
+    distinct_neurons,
+    fit_router,
+    regress_log_norms,
+    regress_on_always_on,
+)
 from stages.routing.task import watch_experts
 
 D, S, E, N = 6, 2, 3, 4

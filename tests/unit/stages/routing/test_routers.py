@@ -6,8 +6,7 @@ import torch
 from models.ffn import DenseFFN
 from models.routing import LinearRouter, active_copies, membership
 from stages.routing.descent import DescentSettings
-from stages.routing.fit import RouterSettings, fit_router, refit_router
-from stages.routing.ridge import regress_contributions
+from stages.routing.fit import RouterSettings, fit_router, refit_router, regress_contributions
 from stages.routing.task import load_balance, oracle_agreement, relative_output_error, set_logit_std, watch_experts
 
 D, F, E, N, K = 6, 12, 3, 4, 1

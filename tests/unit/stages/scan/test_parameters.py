@@ -8,7 +8,7 @@ import torch
 from instruments.errors import ConfigError, ContractError
 from instruments.mscan.writer import MscanWriter
 from instruments.parameter_scan.targets import ScannedSequence, ScanRecord, WatchedParameter
-from stages.artifacts.workers import ALONE, Workers
+from stages.artifacts.job import ALONE, Workers
 from stages.scan.parameters import FILE, PartsPlace, publish_parameters, require_common_folder, require_recorded
 
 PARAMETERS = [WatchedParameter("model.layers.0.mlp.up_proj.weight", "linear", 6, 12, 4)]

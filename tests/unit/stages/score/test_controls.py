@@ -1,6 +1,9 @@
+from types import SimpleNamespace
+
 import torch
 
-from stages.score.stage import score_contribution, score_frequency, score_random, score_taylor, score_wanda
+from stages.artifacts.statistics import NeuronStatistics
+from stages.score.stage import score_random, score_taylor, score_wanda
 
 T, F = 5, 3
 
@@ -19,11 +22,17 @@ def test_controls_against_their_definitions():
     per_weight_DF = down_DF.abs() * h_TF.norm(dim=0).float()
     torch.testing.assert_close(wanda_LF[0], per_weight_DF.norm(dim=0) / T**0.5)
 
-    contribution_LF = score_contribution(h_TF.abs().sum(0)[None], norm_LF, T)
+    sums = SimpleNamespace(
+        tokens=T,
+        sum_abs=h_TF.abs().sum(0)[None],
+        weight_norm_down=norm_LF,
+        active_count=torch.tensor([[0, 5, 2]]),
+    )
+    contribution_LF = NeuronStatistics.contribution.fget(sums)
     outputs_TFD = h_TF[:, :, None].float() * down_DF.T
     torch.testing.assert_close(contribution_LF[0], outputs_TFD.norm(dim=2).mean(0))
 
-    assert score_frequency(torch.tensor([[0, 5, 2]]), T).tolist() == [[0.0, 1.0, 0.4000000059604645]]
+    assert NeuronStatistics.frequency.fget(sums).tolist() == [[0.0, 1.0, 0.4000000059604645]]
 
 
 def test_random_scores_are_seeded_and_no_layer_depends_on_another():

@@ -107,10 +107,9 @@ def test_many_small_values_in_one_record(tmp_path):
 
 def test_long_documents_are_cut():
     text = "words and " * 60_000
-    parts = list(bound_documents([Document("a:1", text, domain="a")]))
+    parts = list(bound_documents([Document("a:1", text)]))
     assert [part.name for part in parts] == ["a:1, part 1", "a:1, part 2", "a:1, part 3"]
     assert " ".join(part.text for part in parts) == text.strip()
-    assert {part.domain for part in parts} == {"a"}
     short = Document("a:2", "x" * MAX_CHARACTERS)
     assert list(bound_documents([short])) == [short]
 

@@ -5,7 +5,7 @@ import torch
 from pico import write_pico
 from transformers import AutoModelForCausalLM
 
-from stages.calibration.forward import enable_gradient_checkpointing
+from stages.losses import enable_gradient_checkpointing
 from stages.text.config import DataConfig
 from stages.text.generated import cut_at_end, find_ends, pad_left, write_continuations
 

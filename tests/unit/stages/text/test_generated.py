@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from instruments.errors import DataError
 from models.source import EMBEDDED
-from stages.artifacts.workers import Workers
+from stages.artifacts.job import Workers
 from stages.text.config import DataConfig
 from stages.text.generated import continue_prompts, load_prompts
 from stages.text.sequences import LoadedText, TokenSequence

@@ -80,34 +80,3 @@ def test_says_what_is_wrong_with_a_record(record, message):
     with pytest.raises(DataError) as caught:
         read_record(record, "f:1", DataConfig())
     assert str(caught.value) == message
-
-
-def test_a_record_may_name_its_domain():
-    data = DataConfig(domain_field="kind")
-    assert read_record({"text": "a", "kind": "b"}, "f:1", data, "f") == Document("f:1", "a", domain="b")
-    assert read_record({"text": "a", "kind": 3}, "f:1", data, "f").domain == "3"
-    assert read_record({"text": "a", "kind": "b"}, "f:1", DataConfig(), "f").domain == "f"
-    assert read_record({"messages": MESSAGES, "kind": "b"}, "f:1", data, "f").domain == "b"
-
-
-@pytest.mark.parametrize(
-    ("record", "message"),
-    [
-        (
-            {"text": "a"},
-            """a record has no column 'kind'
-  where: f:1; its columns: text
-  do:    data.domain_field= a column that every record has, or null""",
-        ),
-        (
-            {"text": "a", "kind": ["b"]},
-            """column 'kind' holds a list, not a name
-  where: f:1; its columns: text, kind
-  do:    data.domain_field= a column that every record has, or null""",
-        ),
-    ],
-)
-def test_says_what_is_wrong_with_a_domain(record, message):
-    with pytest.raises(DataError) as caught:
-        read_record(record, "f:1", DataConfig(domain_field="kind"))
-    assert str(caught.value) == message

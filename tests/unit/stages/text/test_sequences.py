@@ -5,7 +5,6 @@ import pytest
 from instruments.errors import DataError
 from stages.text.config import DataConfig
 from stages.text.sequences import (
-    EncodedDocument,
     TokenSequence,
     load_sequences,
     load_text,
@@ -16,7 +15,7 @@ from stages.text.sequences import (
 
 
 def encoded(name, *ids, masked=0):
-    return EncodedDocument(name, list(ids), [-100] * masked + list(ids[masked:]))
+    return TokenSequence(name, list(ids), [-100] * masked + list(ids[masked:]))
 
 
 def chat(question, answer):
@@ -217,14 +216,3 @@ def test_empty_heldout_text(write_jsonl, tokenizer):
     assert str(caught.value) == (
         f"the text is empty\n  where: heldout text of {heldout}\n  do:    name text that holds something"
     )
-
-
-def test_a_sequence_is_of_the_domain_of_most_of_its_tokens():
-    first, second = (
-        EncodedDocument(name, list(range(length)), list(range(length)), f"domain {name}")
-        for name, length in (("a", 5), ("b", 8))
-    )
-    packed = list(pack_documents([first, second], max_length=4))
-    assert [sequence.domain for sequence in packed] == ["domain a", "domain b", "domain b", "domain b"]
-    assert packed[0].cut(2).domain == "domain a"
-    assert [sequence.domain for sequence in truncate_documents([second], 3)] == ["domain b"]

@@ -2,7 +2,7 @@
 
 import torch
 
-from stages.artifacts.workers import Workers
+from stages.artifacts.job import Workers
 from stages.train.config import TrainConfig
 from stages.train.phases import Phase
 from stages.train.routers import Balance, LogitSchedule

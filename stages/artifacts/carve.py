@@ -1,5 +1,6 @@
-"""cluster → extract, assemble, project, evaluate: the neurons of every expert, of one layer or of a pool."""
+"""cluster, assemble → later stages: the neurons of every expert, and the routers that choose among the experts."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from instruments.errors import ContractError
 from models.config import MoEShape
+from models.routing import LinearRouter, rounded
 from stages.artifacts.tensor_file import TensorFile
 
 
@@ -126,3 +128,26 @@ class PoolPartition(TensorFile):
 def load_partition(folder: Path, shape: MoEShape) -> Partition | PoolPartition:
     """The partition of a shape's topology. Raises ContractError."""
     return PoolPartition.load(folder) if shape.pooled else Partition.load(folder)
+
+
+@dataclass(frozen=True)
+class Routers(TensorFile):
+    """One linear router per layer: the K experts of highest x @ rowsᵀ + bias."""
+
+    VERSION: ClassVar[int] = 3
+    FILE: ClassVar[str] = "routers.safetensors"
+
+    rows: Tensor  # (L, E, D) float32, rounded to the checkpoint's number format
+    bias: Tensor  # (L, E) float32; 0 where the target has none
+    logit_std: float  # standard deviation of a token's logits over experts on the calibration text
+
+    @classmethod
+    def of(cls, layers: Sequence[LinearRouter], dtype: torch.dtype, logit_std: float) -> "Routers":
+        """One router per layer, rounded as a checkpoint of that number format rounds them."""
+        kept = [rounded(router.to("cpu"), dtype) for router in layers]
+        rows_LED, bias_LE = (torch.stack(parts) for parts in zip(*((r.rows_ED, r.bias_E) for r in kept), strict=True))
+        return cls(rows_LED, bias_LE, logit_std)
+
+    def layer(self, index: int) -> LinearRouter:
+        """The router of one layer."""
+        return LinearRouter(self.rows[index], self.bias[index])
