@@ -203,7 +203,6 @@ def hold_lock(path: Path) -> Iterator[None]:
         lock.release()
 
 
-@dataclass(frozen=True)
 class StagingDir:
     """Where a stage works before its result is published: a hidden folder next to it, so that one rename publishes.
 

@@ -14,7 +14,7 @@ from stages.project.gradient_projection import SECTIONS, GradientRounds, divide,
 from stages.text.sequences import TokenSequence, batch_sequences
 
 D, F, E, N, K = 24, 20, 4, 3, 2
-SETTINGS = ProjectConfig(round_tokens=14, validation_share=0.25)
+SETTINGS = ProjectConfig(alpha=3.2, round_tokens=14, validation_share=0.25)  # large steps: few tokens
 
 
 @pytest.fixture(scope="module")
