@@ -58,7 +58,7 @@ TOPOLOGIES = (PER_LAYER, GLOBAL_POOL)
 
 @dataclass(frozen=True)
 class MoEShape:
-    """Per layer: S always-on neurons, and E experts of N neurons, K of which are active per token.
+    """Per layer: S always-on neurons and E experts of N neurons; K experts are active per token.
 
     In a global pool there are E experts in all: every layer sends a token to K of the same E.
     """

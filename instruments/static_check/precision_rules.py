@@ -57,7 +57,7 @@ class State:
     owners: set[str] = field(default_factory=set)  # names whose attributes have values, on this way or another
 
     def copy(self) -> "State":
-        """Of which nothing is shared that changes, except `owners`."""
+        """A state whose changes leave this one alone; only `owners` is shared."""
         return replace(self, values=dict(self.values), facts=dict(self.facts))
 
     def forget_scale(self) -> None:

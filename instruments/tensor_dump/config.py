@@ -20,7 +20,7 @@ QUANT_TYPES = ("hifp8", "mxfp8", "mxfp4", "bf16", "fp16")
 
 @dataclass
 class DumpConfig:
-    """Which tensors of which modules, steps, processes and tokens; where they wait, and what is kept of them."""
+    """Selects tensors by module, step, process and token, and says how they are buffered and stored."""
 
     # Modules, by glob on their names, as in ["*.layers.3.*", "*.q_proj"]; ["*"] takes every Linear, attention and
     # experts' layer.

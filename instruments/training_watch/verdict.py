@@ -282,7 +282,7 @@ def check_loss_scale(
         found.append(Anomaly("loss_scale", WARNING, message))
     falls = count_falls([*history, scale])
     if falls >= config.falls:
-        message = f"the loss scale fell {falls} steps in a row, to {scale:g}: something overflows whatever the scale"
+        message = f"the loss scale fell {falls} steps in a row, to {scale:g}: something overflows at every scale"
         found.append(Anomaly("falling_scale", WARNING, message))
     return found
 

@@ -102,7 +102,7 @@ class MoETarget:
 
 
 def several_chosen(shape: MoEShape) -> bool:
-    """When to renormalise gates: over one chosen expert they would be 1 whatever the logits, and no router learns."""
+    """When to renormalise gates: over one chosen expert they are always 1, and no router learns."""
     return shape.top_k > 1
 
 

@@ -50,8 +50,8 @@ class TinyONNForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
         self._tied_weights_keys = dense._tied_weights_keys
         self.model, self.lm_head = dense.model, dense.lm_head
         self._install_experts()
-        # The dense model computes with this model's modules, whatever they are replaced by; not being one of them, it
-        # is neither saved nor counted.
+        # The dense model shares this model's modules, also those that replace them later. It is not one of
+        # them itself, so it is neither saved nor counted.
         dense._modules = self._modules
         object.__setattr__(self, "_dense", dense)
         self.post_init()

@@ -134,7 +134,7 @@ def _midst(points_U2: NDArray[np.float32]) -> tuple[float, float]:
 
 
 def _dot_area(neurons: NeuronMap) -> float:
-    """Area in points² that keeps the panel about as full whatever the number of neurons."""
+    """Area in points² of a dot; smaller for more neurons, so that the panel is about equally full."""
     return float(np.clip(24000 / len(neurons.home_U), 3.0, 40.0))
 
 

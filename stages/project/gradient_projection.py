@@ -1,7 +1,7 @@
 """Gradient projection: W_small = W_base + sign·β·α·λ·∇W / (‖∇W‖₂ + ε), for every neuron's own weights."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from itertools import pairwise
 
 import torch
@@ -50,16 +50,6 @@ def neuron_dim(field: str) -> int:
 def rms_neuron(weight: Float[Tensor, "*E P Q"], dim: int) -> float:
     """Root mean square of the neurons' norms; `dim` as of `project_neurons`."""
     return float(weight.norm(dim=dim).square().mean().sqrt())
-
-
-def sample_experts(experts: ExpertWeights, seed: int) -> ExpertWeights:
-    """Seeded normal experts with the standard deviation of the extracted ones; always-on neurons are kept."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def sample(weight: Tensor) -> Tensor:
-        return torch.randn(weight.shape, generator=generator).to(weight) * weight.std()
-
-    return replace(experts, **{routed: sample(getattr(experts, routed)) for routed, _ in FIELDS.values()})
 
 
 def projected_fields(matrices: list[str]) -> list[str]:

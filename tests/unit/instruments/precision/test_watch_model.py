@@ -219,7 +219,7 @@ def test_check_loss_scale_alone():
     assert [found.severity for found in check_loss_scale(math.nan)] == ["severe"]
     assert check_loss_scale(2048.0, [2.0**power for power in (15, 14, 13, 12)]) == []
     (falling,) = check_loss_scale(2048.0, [2.0**power for power in (16, 15, 14, 13, 12)])
-    assert falling.message == "the loss scale fell 5 steps in a row, to 2048: something overflows whatever the scale"
+    assert falling.message == "the loss scale fell 5 steps in a row, to 2048: something overflows at every scale"
     assert check_loss_scale(2048.0, [2.0**power for power in (16, 15, 14, 14, 13, 12)]) == []
     assert check_loss_scale(torch.amp.GradScaler("cpu", init_scale=64.0, enabled=False)) == []
     (low,) = check_loss_scale(torch.amp.GradScaler("cpu", init_scale=64.0))

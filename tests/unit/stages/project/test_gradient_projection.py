@@ -2,7 +2,7 @@ import torch
 
 from models.experts import slice_ffn
 from models.ffn import DenseFFN
-from stages.project.gradient_projection import neuron_dim, project_neurons, projected_fields, sample_experts
+from stages.project.gradient_projection import neuron_dim, project_neurons, projected_fields
 
 D, F, E, N = 6, 12, 3, 2
 UNITS_EN, ALWAYS_S = torch.tensor([[0, 5], [5, 7], [2, 3]]), torch.tensor([11])
@@ -40,12 +40,3 @@ def test_a_vanishing_gradient_moves_nothing():
 def test_matrices_stand_for_routed_and_always_on_neurons():
     assert projected_fields(["down"]) == ["down_EDN", "shared_down_DS"]
     assert projected_fields(["up", "gate"]) == ["gate_END", "up_END", "shared_gate_SD", "shared_up_SD"]
-
-
-def test_random_experts_have_the_scale_of_the_extracted_ones():
-    experts = cut_experts()
-    drawn = sample_experts(experts, seed=3)
-    assert torch.equal(drawn.up_END, sample_experts(experts, seed=3).up_END)
-    assert torch.equal(drawn.shared_up_SD, experts.shared_up_SD)
-    assert not torch.isclose(drawn.gate_END, experts.gate_END).any()
-    assert 0.6 < float(drawn.down_EDN.std() / experts.down_EDN.std()) < 1.4
