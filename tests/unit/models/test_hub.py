@@ -58,7 +58,7 @@ def test_a_hub_that_does_not_answer_is_given_up_within_five_seconds(deaf_server:
 
 
 def test_a_command_asks_such_a_hub_once(tmp_path: Path) -> None:
-    """In a process of its own: the hub's client sends requests of its own, once in a process, and waits 5 s for each."""
+    """In a process of its own: the hub's client sends requests of its own, once in a process, and waits 5 s."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"http://127.0.0.1:{server.getsockname()[1]}"
         command = [sys.executable, "-m", "pipeline", "model=qwen1_5_4b", f"output_dir={tmp_path}"]
