@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 from accelerate.utils import get_max_memory
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from instruments.errors import CheckpointError, ConfigError, UserError
 from models.checkpoint.folder import read_checkpoint
 from models.config import ModelConfig, stored_quantization
+from models.experts import TinyONNExpert
 from models.quantization import bitsandbytes_config, explained_offload, prepare_quantised, require_bitsandbytes
 from models.source import read_config
 from models.targets.config import source_dtype
@@ -56,51 +57,27 @@ def execution_device(module: nn.Module) -> torch.device:
     return module.weight.device if device is None else torch.device(device)  # type: ignore[return-value]
 
 
-class SeparateFFN(nn.Module):
-    """The same FFN: gate and up are views of the fused weight, so no memory is needed."""
-
-    def __init__(self, fused: nn.Module) -> None:
-        """Take over the weights of an FFN with gate_up_proj, down_proj and activation_fn."""
-        super().__init__()
-        gate_FD, up_FD = fused.get_parameter("gate_up_proj.weight").chunk(2)
-        self.gate_proj, self.up_proj = _linear(gate_FD), _linear(up_FD)
-        self.down_proj = fused.get_submodule("down_proj")
-        self.act_fn = fused.get_submodule("activation_fn")
-
-    def forward(self, x: Tensor) -> Tensor:
-        """FFN(x)."""
-        output: Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-        return output
-
-
 def separate_fused(model: PreTrainedModel) -> None:
-    """Replace every fused FFN by its equivalent; does nothing where there is none.
+    """Replace every fused FFN by the same with gate and up apart, views of the fused weight; needs no memory.
 
     Raises:
         ConfigError: the fused weight is quantised, or offloaded: it has no halves that are views.
     """
     for index, layer in enumerate(model.get_decoder().layers):
-        if hasattr(layer.mlp, "gate_up_proj"):
-            _check_plain(layer.mlp.gate_up_proj, index)
-            layer.mlp = SeparateFFN(layer.mlp)
-
-
-def _linear(weight_FD: Tensor) -> nn.Linear:
-    width, hidden = weight_FD.shape
-    linear = nn.Linear(hidden, width, bias=False, device="meta")
-    linear.weight = nn.Parameter(weight_FD.detach(), requires_grad=weight_FD.requires_grad)
-    return linear
-
-
-def _check_plain(linear: nn.Module, layer: int) -> None:
-    weight = linear.weight
-    if type(linear) is nn.Linear and weight.device != torch.device("meta"):
-        return
-    raise ConfigError(
-        "gate and up are one weight, which cannot be split where it is quantised or offloaded",
-        where=f"layer {layer}, gate_up_proj",
-        do="model.quantization=none model.device_map=none, or a source that keeps them apart",
-    )
+        fused = layer.mlp
+        if not hasattr(fused, "gate_up_proj"):
+            continue
+        whole_GD = fused.gate_up_proj.weight
+        if type(fused.gate_up_proj) is not nn.Linear or whole_GD.device == torch.device("meta"):
+            raise ConfigError(
+                "gate and up are one weight, which cannot be split where it is quantised or offloaded",
+                where=f"layer {index}, gate_up_proj",
+                do="model.quantization=none model.device_map=none, or a source that keeps them apart",
+            )
+        gate_FD, up_FD = whole_GD.detach().chunk(2)
+        layer.mlp = TinyONNExpert.from_tensors(gate_FD, up_FD, fused.down_proj.weight, fused.activation_fn)
+        layer.mlp.requires_grad_(whole_GD.requires_grad)
+        layer.mlp.down_proj = fused.down_proj  # with its hooks
 
 
 def resolve_device(model: ModelConfig) -> torch.device:
@@ -238,22 +215,18 @@ def load_dense(model: ModelConfig, folder: Path) -> PreTrainedModel:
     """
     device, config = resolve_device(model), read_config(folder)
     dtype, stored = resolve_dtype(model, device), stored_quantization(config)
-    arguments = placement(model, device)
     quantization = stored or model.quantization
+    arguments = placement(model, device) | {"dtype": dtype or "auto", "trust_remote_code": model.trust_remote_code}
     if quantization == "none":
-        return _load(model, folder, dtype, arguments)
-    require_bitsandbytes(quantization)
-    compute_dtype = dtype or getattr(torch, source_dtype(config) or "bfloat16")
-    if stored is None:
-        arguments["quantization_config"] = bitsandbytes_config(quantization, compute_dtype)
-    with explained_offload(model):
-        dense = _load(model, folder, dtype, arguments)
-    prepare_quantised(dense, compute_dtype)
-    return dense
-
-
-def _load(model: ModelConfig, folder: Path, dtype: torch.dtype | None, arguments: dict[str, Any]) -> PreTrainedModel:
-    dense = load_whole(folder, dtype=dtype or "auto", trust_remote_code=model.trust_remote_code, **arguments)
+        dense = load_whole(folder, **arguments)
+    else:
+        require_bitsandbytes(quantization)
+        compute_dtype = dtype or getattr(torch, source_dtype(config) or "bfloat16")
+        if stored is None:
+            arguments["quantization_config"] = bitsandbytes_config(quantization, compute_dtype)
+        with explained_offload(model):
+            dense = load_whole(folder, **arguments)
+        prepare_quantised(dense, compute_dtype)
     separate_fused(dense)
     return dense
 
@@ -274,9 +247,8 @@ def explained_memory(where: str, remedy: str) -> Iterator[None]:
     """Turn an out-of-memory error into one that names the setting to lower. Raises UserError."""
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise UserError(f"out of memory: {str(error).splitlines()[0][:160]}", where=where, do=remedy) from error
-    except RuntimeError as error:
-        if "DefaultCPUAllocator" not in str(error):
+    except (RuntimeError, MemoryError) as error:
+        of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+        if not of_memory:
             raise
         raise UserError(f"out of memory: {str(error).splitlines()[0][:160]}", where=where, do=remedy) from error

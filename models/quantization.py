@@ -16,13 +16,9 @@ from models.config import ModelConfig, import_bitsandbytes
 
 
 def bitsandbytes_config(quantization: str, compute_dtype: torch.dtype) -> BitsAndBytesConfig:
-    """How transformers quantises while loading; embeddings, norms and the head stay as they are.
+    """How transformers quantises while loading, to nf4, fp4 or int8; embeddings, norms and the head stay as they are.
 
     Scales are not quantised a second time: 0.4 bits a weight are not worth a second rounding.
-
-    Args:
-        quantization: nf4, fp4 or int8.
-        compute_dtype: number format of the products.
     """
     if quantization == "int8":
         return BitsAndBytesConfig(load_in_8bit=True)
