@@ -38,7 +38,7 @@ class DenseFamily:
     """One architecture of gated-FFN decoders. Names hold `{layer}` where they repeat."""
 
     model_type: str
-    # Values of keys that config.json leaves out (the defaults of transformers' config class).
+    # Values of keys that config.json leaves out: the defaults of transformers' config class, where they are needed.
     defaults: Mapping[str, Any]
     # Tensors of a layer other than the FFN, carried over as they are.
     qk_norm: bool = False
@@ -117,26 +117,9 @@ _PHI3_DEFAULTS = {
     "original_max_position_embeddings": 4096,
     "sliding_window": None,
 }
-_GEMMA_DEFAULTS = {
-    "bos_token_id": 2,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "rms_norm_eps": 1e-6,
-    "sliding_window": 4096,
-    "tie_word_embeddings": True,
-}
-_SMOLLM3_DEFAULTS = {
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-    "pad_token_id": 128004,
-    "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 32768,
-    "tie_word_embeddings": True,
-}
+# Only TinyONN can hold the rest, which takes their config.json as it is: here are the shapes.
+_GEMMA_DEFAULTS = {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True}
+_SMOLLM3_DEFAULTS = {"num_key_value_heads": 4, "tie_word_embeddings": True}
 
 DENSE_FAMILIES = {
     family.model_type: family
@@ -146,28 +129,12 @@ DENSE_FAMILIES = {
         DenseFamily("qwen2", _QWEN_DEFAULTS, qkv_bias=True),
         DenseFamily("qwen3", _QWEN_DEFAULTS | {"head_dim": 128}, qk_norm=True, qkv_bias="attention_bias"),
         DenseFamily(
-            "olmo2",
-            _OLMO2_DEFAULTS,
-            qk_norm=True,
-            norm_of_all_heads=True,
-            qkv_bias="attention_bias",
-            norms=_POST_NORMS,
+            "olmo2", _OLMO2_DEFAULTS, qk_norm=True, norm_of_all_heads=True, qkv_bias="attention_bias", norms=_POST_NORMS
         ),
         DenseFamily("granite", _LLAMA_DEFAULTS, qkv_bias="attention_bias"),
         DenseFamily("phi3", _PHI3_DEFAULTS, fused=True),
-        DenseFamily(
-            "gemma2",
-            _GEMMA_DEFAULTS | {"max_position_embeddings": 8192},
-            qkv_bias="attention_bias",
-            norms=_PRE_AND_POST_NORMS,
-        ),
-        DenseFamily(
-            "gemma3_text",
-            _GEMMA_DEFAULTS | {"max_position_embeddings": 131072},
-            qk_norm=True,
-            qkv_bias="attention_bias",
-            norms=_PRE_AND_POST_NORMS,
-        ),
+        DenseFamily("gemma2", _GEMMA_DEFAULTS, qkv_bias="attention_bias", norms=_PRE_AND_POST_NORMS),
+        DenseFamily("gemma3_text", _GEMMA_DEFAULTS, qk_norm=True, qkv_bias="attention_bias", norms=_PRE_AND_POST_NORMS),
         DenseFamily("smollm3", _SMOLLM3_DEFAULTS, qkv_bias="attention_bias"),
     )
 }

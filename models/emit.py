@@ -32,10 +32,7 @@ _PATTERNS = (
 
 
 def copy_tokenizer_files(source_folder: Path, out_folder: Path) -> None:
-    """Copy tokenizer, chat template, generation defaults and licence, if present.
-
-    Code of a tokenizer's own is not copied, nor the `auto_map` by which transformers would look for it.
-    """
+    """Copy tokenizer, chat template, generation defaults and licence, if present; but no code, nor its `auto_map`."""
     for pattern in _PATTERNS:
         for path in source_folder.glob(pattern):
             if path.is_file():
@@ -72,17 +69,13 @@ def emit_checkpoint(
         target: the architecture to write; must pass `check_target`.
         shape: E, N, K, S, and whether all layers share the experts.
         routers: layer → ``(E, D)`` router rows, written as they are.
-        experts: layer → its experts, unscaled; `gate_scale_of` is applied here. Down may be in fp32, to be
-            rounded once: it takes the number format of its gate. For a pool: the layer's share of the experts; the pool
-            holds those of the first layer, then those of the second, and so on.
+        experts: layer → its experts, unscaled: `gate_scale_of` is applied here. Down may be in fp32, to be rounded
+            once to the number format of its gate. A pool holds the experts of the first layer, then of the second ...
         selection_bias: layer → ``(E,)`` bias added to the logits for the choice only, where a target has one; None: 0.
         dtype: float32, bfloat16, float16, or source: every tensor keeps its own, and the router takes the one that
             config.json names.
         pad_to: experts and always-on neurons are filled up with zero neurons to a multiple of this.
-    Raises:
-        CheckpointError: the source cannot be read, or the output not written.
-        ContractError: routers or experts do not have the shape.
-        NumericsError: scaled weights overflow the number format.
+    Raises CheckpointError; ContractError: routers or experts of another shape; NumericsError: scaled weights overflow.
     Memory: one shard, one layer's experts (of a pool, all), and the largest tensor.
     """
     if out_folder.resolve() == source_folder.resolve():

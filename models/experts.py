@@ -38,10 +38,7 @@ def slice_experts(
     neurons_EN: Int[Tensor, "E N"],
     always_on_S: Int[Tensor, "S"],
 ) -> ExpertWeights:
-    """Cut rows of gate and up and columns of down, bit for bit.
-
-    Memory: one dense projection and the slices.
-    """
+    """Cut rows of gate and up and columns of down, bit for bit. Memory: one dense projection and the slices."""
     return _slice(map(reader.tensor, family.ffn(layer)), neurons_EN, always_on_S)
 
 
@@ -70,10 +67,9 @@ def _columns(weight_DF: Tensor, neurons_EN: Tensor, always_S: Tensor) -> tuple[T
 
 
 class TinyONNExpert(nn.Module):
-    """One expert: a standard gated FFN of N dense neurons, down(act(gate(x)) · up(x)).
+    """One expert by itself: a standard gated FFN of N dense neurons, down(act(gate(x)) · up(x)).
 
-    Checkpoints and training hold all experts of a layer in two tensors, as grouped kernels want it
-    (`models.tiny_onn.sparse_ffn.TinyONNExperts`); this is one of them by itself.
+    Checkpoints hold all experts of a layer in two tensors: `models.tiny_onn.sparse_ffn.TinyONNExperts`.
     """
 
     def __init__(self, hidden_size: int, n: int, act: str | Callable[[Tensor], Tensor] = "silu") -> None:

@@ -22,6 +22,8 @@ from models.quantization import bitsandbytes_config, explained_offload, prepare_
 from models.source import read_config
 from models.targets.config import source_dtype
 
+_BELONGS = "check that config.json belongs to these weights, or download the checkpoint again"
+
 
 def placement(model: ModelConfig, device: torch.device) -> dict[str, Any]:
     """Placement arguments of `from_pretrained`: everything on `device`, or memory limits by device.
@@ -30,9 +32,9 @@ def placement(model: ModelConfig, device: torch.device) -> dict[str, Any]:
     """
     if model.device_map == "none":
         return {"device_map": {"": device}}
-    limits: dict[int | str, int | str] = {"cpu": model.cpu_memory or get_max_memory()["cpu"]}
+    free = get_max_memory()
+    limits: dict[int | str, int | str] = {"cpu": model.cpu_memory or free["cpu"]}
     if device.type != "cpu":
-        free = get_max_memory()
         limits |= {place: model.gpu_memory or free[place] for place in free if place != "cpu"}
     return {"device_map": model.device_map, "max_memory": limits}
 
@@ -58,11 +60,7 @@ def execution_device(module: nn.Module) -> torch.device:
 
 
 def separate_fused(model: PreTrainedModel) -> None:
-    """Replace every fused FFN by the same with gate and up apart, views of the fused weight; needs no memory.
-
-    Raises:
-        ConfigError: the fused weight is quantised, or offloaded: it has no halves that are views.
-    """
+    """Replace every fused FFN by the same with gate and up apart, views of the fused weight. Raises ConfigError."""
     for index, layer in enumerate(model.get_decoder().layers):
         fused = layer.mlp
         if not hasattr(fused, "gate_up_proj"):
@@ -108,35 +106,25 @@ def resolve_dtype(model: ModelConfig, device: torch.device) -> torch.dtype | Non
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer in a checkpoint's folder. Raises CheckpointError: there is none, or that of another model."""
+    vocabulary = read_config(folder).get("vocab_size")
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trust_remote_code
         )
-        found = tokenizer("text", add_special_tokens=False)["input_ids"]
-        tokens = int(tokenizer.vocab_size)
+        # Without the files some architectures get an empty tokenizer and no error.
+        if not tokenizer("text", add_special_tokens=False)["input_ids"]:
+            raise ValueError("it finds no token in plain text")
+        if isinstance(vocabulary, int) and (tokens := int(tokenizer.vocab_size)) > vocabulary:
+            raise ValueError(f"it has {tokens} tokens, the model {vocabulary}")
     except Exception as error:  # its files are untrusted, and each class fails in its own way
-        raise _no_tokenizer(folder, first_line(error)) from error
-    # Without the files some architectures get an empty tokenizer and no error.
-    if not found:
-        raise _no_tokenizer(folder, "it finds no token in plain text")
-    vocabulary = read_config(folder).get("vocab_size")
-    if isinstance(vocabulary, int) and tokens > vocabulary:
-        raise _no_tokenizer(folder, f"it has {tokens} tokens, the model {vocabulary}")
+        do = "put the model's tokenizer files beside its config.json"
+        raise CheckpointError(f"no usable tokenizer: {first_line(error)}", where=str(folder), do=do) from error
     return tokenizer
-
-
-def _no_tokenizer(folder: Path, reason: str) -> CheckpointError:
-    do = "put the model's tokenizer files beside its config.json"
-    return CheckpointError(f"no usable tokenizer: {reason}", where=str(folder), do=do)
 
 
 @contextmanager
 def explained_loading(folder: Path) -> Iterator[None]:
-    """Turn all that transformers raises at files that do not fit into one error; lack of memory and Ctrl-C pass.
-
-    Raises:
-        CheckpointError: transformers cannot load what is in the folder.
-    """
+    """Turn all that transformers raises at a damaged checkpoint into CheckpointError; lack of memory passes."""
     try:
         yield
     except (UserError, MemoryError, torch.OutOfMemoryError):
@@ -144,11 +132,8 @@ def explained_loading(folder: Path) -> Iterator[None]:
     except Exception as error:  # the files are untrusted, and each class of transformers fails in its own way
         if any(text in str(error) for text in ("DefaultCPUAllocator", "dispatched on the CPU or the disk")):
             raise
-        raise CheckpointError(
-            f"transformers cannot load this checkpoint: {first_line(error)}",
-            where=str(folder),
-            do="check that config.json belongs to these weights, or download the checkpoint again",
-        ) from error
+        what = f"transformers cannot load this checkpoint: {first_line(error)}"
+        raise CheckpointError(what, where=str(folder), do=_BELONGS) from error
 
 
 def first_line(error: Exception) -> str:
@@ -157,11 +142,9 @@ def first_line(error: Exception) -> str:
 
 
 def load_whole(folder: Path, **arguments: Any) -> PreTrainedModel:  # noqa: ANN401 - those of from_pretrained
-    """The model in this folder, in evaluation mode, with every weight from its files.
+    """The model in this folder, in evaluation mode.
 
-    Raises:
-        CheckpointError: it cannot be loaded, or weights that it needs are missing or of another shape:
-            transformers would draw them at random.
+    Raises CheckpointError where weights are missing or of another shape, which transformers would draw at random.
     """
     with explained_loading(folder):
         _check_size(folder, trust_remote_code=bool(arguments.get("trust_remote_code")))
@@ -173,7 +156,7 @@ def load_whole(folder: Path, **arguments: Any) -> PreTrainedModel:  # noqa: ANN4
         raise CheckpointError(
             f"{len(drawn)} weights of the model are not in the checkpoint, or of another shape",
             where=f"{folder}: {', '.join(drawn[:3])}" + (" ..." if len(drawn) > 3 else ""),
-            do="check that config.json belongs to these weights, or download the checkpoint again",
+            do=_BELONGS,
         )
     model: PreTrainedModel = loaded
     return model.requires_grad_(False).eval()
@@ -190,29 +173,20 @@ def _check_size(folder: Path, *, trust_remote_code: bool) -> None:
     said = read_config(folder)
     counts = {key: value for key, value in said.items() if key.startswith("num_") and isinstance(value, int)}
     bounds = {key: len(entries) if key == "num_hidden_layers" else stored for key in counts}
-    if beyond := [f"{key}={value}" for key, value in counts.items() if value > bounds[key]]:
-        raise _too_large(", ".join(beyond), stored, folder)
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
-    with torch.device("meta"):
-        planned = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    if (parameters := planned.num_parameters()) > stored:
-        raise _too_large(f"a model of {parameters:,} parameters", stored, folder)
-
-
-def _too_large(what: str, stored: int, folder: Path) -> CheckpointError:
-    return CheckpointError(
-        f"config.json says {what}, and the weights are {stored:,} numbers",
-        where=str(folder),
-        do="check that config.json belongs to these weights, or download the checkpoint again",
-    )
+    beyond = [f"{key}={value}" for key, value in counts.items() if value > bounds[key]]
+    if not beyond:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):
+            planned = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        if (size := planned.num_parameters()) > stored:
+            beyond.append(f"a model of {size:,} parameters")
+    if beyond:
+        what = f"config.json says {', '.join(beyond)}, and the weights are {stored:,} numbers"
+        raise CheckpointError(what, where=str(folder), do=_BELONGS)
 
 
 def load_dense(model: ModelConfig, folder: Path) -> PreTrainedModel:
-    """The dense model, frozen and in evaluation mode; quantised and spread over devices as asked.
-
-    Raises:
-        ConfigError: no such device, no usable bitsandbytes, or a quantised model that does not fit on the GPUs.
-    """
+    """The dense model, frozen and in evaluation mode; quantised and spread over devices as asked. Raises UserError."""
     device, config = resolve_device(model), read_config(folder)
     dtype, stored = resolve_dtype(model, device), stored_quantization(config)
     quantization = stored or model.quantization

@@ -85,11 +85,9 @@ def prepare_quantised(model: nn.Module, dtype: torch.dtype) -> None:
 def dense_weight(module: nn.Module) -> Float[Tensor, "O I"]:
     """The weight of a Linear layer as plain numbers, on its device.
 
-    Args:
-        module: nn.Linear, or Linear4bit or Linear8bitLt of bitsandbytes; its weight may be offloaded.
-    Returns:
-        ``(out_features, in_features)``: the weight itself where it is plain, else a copy: of 4 bits in the format that
-        products are computed in, of 8 bits in fp32.
+    The weight itself where it is plain, else a copy: of 4 bits in the format that products are computed in, of 8 bits
+    in fp32. It may be offloaded.
+
     Numerics: what bitsandbytes multiplies by in the backward pass; 4 bits exactly, int8 to 1 fp32 rounding.
     """
     layer: Any = module  # bitsandbytes' attributes are not typed

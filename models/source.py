@@ -115,11 +115,7 @@ EMBEDDED = Path(__file__).parent / "embedded"
 
 
 def resolve_folder(model: ModelConfig) -> Path:
-    """The folder of the source; of a hub model safetensors, configuration and tokenizer, and code where it is trusted.
-
-    Raises:
-        UserError: no place given, or the hub cannot be reached or has no such model.
-    """
+    """The folder of the source; a hub model is downloaded: safetensors, configuration, tokenizer. Raises UserError."""
     if model.kind != "hub":
         return _config_folder(model)
     patterns = [*_FILES, "*.py"] if model.trust_remote_code else _FILES
@@ -208,14 +204,7 @@ def _check_weights(model: ModelConfig) -> tuple[dict[str, Entry] | None, Sequenc
 
 
 def source_cache_key(model: ModelConfig, hash_of: Callable[[Path], str] = hash_file) -> dict[str, Any]:
-    """What changes when the source changes: hashes of its weights, configuration and tokenizer.
-
-    Args:
-        model: the source.
-        hash_of: a file's SHA-256.
-    Raises:
-        UserError: no such source.
-    """
+    """What changes when the source changes: hashes of its weights, configuration and tokenizer. Raises UserError."""
     folder = _config_folder(model)
     if model.kind == "hub":
         # The hub keeps each revision in a folder named by its commit.

@@ -62,12 +62,9 @@ class StreamLayer:
     """One decoder layer: attention by transformers' own code, FFN by the caller."""
 
     def __init__(self, module: nn.Module, ffn: DenseFFN, arguments: Callable[[int], dict[str, Any]]) -> None:
-        """Replace the layer's FFN by one that only records its input.
+        """Replace the FFN of transformers' `module` by one that only records its input.
 
-        Args:
-            module: of transformers, weights in place.
-            ffn: the weights of its FFN.
-            arguments: length of a sequence → the layer's other arguments.
+        `arguments` maps the length of a sequence to the module's arguments other than hidden states.
         """
         self.ffn = ffn
         self._capture = _CaptureFFN()

@@ -84,16 +84,11 @@ def _read_index(folder: Path) -> dict[str, str]:
 
 
 def _is_bare_name(name: str) -> bool:
-    """Whether this names a file in the folder itself."""
     return name not in {"", ".", ".."} and not set(name) & {"/", "\\", "\0"}
 
 
 def list_shards(folder: Path) -> list[Path]:
-    """The safetensors files that make up the checkpoint, whether or not each is there.
-
-    Raises:
-        CheckpointError: no folder, no safetensors weights, or an unreadable index.
-    """
+    """The safetensors files that make up the checkpoint, whether or not each is there. Raises CheckpointError."""
     if (require_folder(folder) / INDEX).is_file():
         return sorted({folder / shard for shard in _read_index(folder).values()})
     if (folder / SINGLE).is_file():
@@ -142,10 +137,7 @@ def read_checkpoint(folder: Path) -> dict[str, Entry]:
 
 
 def check_shards(folder: Path) -> tuple[dict[str, Entry], list[CheckpointError]]:
-    """Every tensor of the intact shards as the model sees it, and an error for all that is damaged or incomplete.
-
-    Reads headers and, of weights in 4 bits, a few bytes of JSON.
-    """
+    """Every tensor of the intact shards as the model sees it, by their headers, and an error for each damaged part."""
     try:
         shards, index = list_shards(folder), _read_index(folder)
     except CheckpointError as error:

@@ -64,9 +64,7 @@ class ShardReader:
     def tensor(self, name: str) -> Tensor:
         """A private copy on the CPU; gate, up, q, k and v are cut out of a fused tensor where they are stored so.
 
-        Raises:
-            CheckpointError: no such tensor, or the file has changed.
-            ConfigError: a weight in 4 or 8 bits, and no bitsandbytes to decode it.
+        Raises CheckpointError: there is none, or its file has changed; ConfigError: no bitsandbytes to decode it.
         """
         whole = fused_name(name)
         if name not in self._entries and whole in self._entries:

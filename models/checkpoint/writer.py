@@ -45,11 +45,7 @@ class ShardWriter:
             path.unlink(missing_ok=True)
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take a tensor; it must not change until the shard is written.
-
-        Raises:
-            CheckpointError: a second tensor of the same name, or the shard cannot be written.
-        """
+        """Take a tensor of a new name; it must not change until the shard is written. Raises CheckpointError."""
         if name in self._names:
             raise CheckpointError(f"tensor {name} was already written", where=str(self._folder))
         self._names.add(name)

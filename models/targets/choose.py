@@ -36,9 +36,7 @@ def select_target(source_model_type: str, requested: str, always_on: int, *, poo
     """The architecture that a carve becomes: one of MOE_TARGETS by name, or auto, the first of `targets_of`.
 
     Where all layers share their experts, `auto` takes a target that can say so, and `check_target` refuses others.
-
-    Raises:
-        ConfigError: unknown name, or a target that cannot express this source or always-on neurons.
+    Raises ConfigError: unknown name, or a target that cannot express this source or always-on neurons.
     """
     able = targets_of(source_model_type, always_on)
     if requested == "auto":
