@@ -163,9 +163,9 @@ def keeps_tied(config: Mapping[str, Any]) -> bool:
 
 
 _AGAIN = "download or copy it again"
+_BELONGS = "check that config.json belongs to these weights"
 _LARGEST = 2**31 - 1  # no size and no count of a model is larger
 REQUIRED_KEYS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
-_HEAD_KEYS = ("hidden_size", "num_attention_heads", "num_key_value_heads")
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -239,11 +239,12 @@ def check_values(config: Mapping[str, Any]) -> list[CheckpointError]:
     if wrong:
         problems.append(("config.json holds values that no model has", ", ".join(wrong)))
     if not problems:
-        hidden, heads, key_heads = (config.get(key) for key in _HEAD_KEYS)
+        hidden, heads = config["hidden_size"], config["num_attention_heads"]
+        key_heads = config.get("num_key_value_heads") or 1
         if config.get("head_dim") is None and hidden % heads:
             what = f"hidden_size={hidden} is no multiple of num_attention_heads={heads}, and there is no head_dim"
             problems.append((what, "config.json"))
-        if heads % (key_heads or 1):
+        if heads % key_heads:
             what = f"num_attention_heads={heads} is no multiple of num_key_value_heads={key_heads}"
             problems.append((what, "config.json"))
     return [CheckpointError(what, where=where, do=_AGAIN) for what, where in problems]
@@ -251,26 +252,15 @@ def check_values(config: Mapping[str, Any]) -> list[CheckpointError]:
 
 def check_features(config: Mapping[str, Any], family: DenseFamily) -> list[CheckpointError]:
     """Features of a checkpoint of a supported family that no MoE target can express."""
-    errors = []
+    problems = []
     if config.get("mlp_bias"):
-        errors.append(
-            CheckpointError(
-                "an FFN with biases has no MoE counterpart",
-                where="mlp_bias in config.json",
-                do="choose a model without them",
-            )
-        )
+        problems.append(("an FFN with biases has no MoE counterpart", "mlp_bias", "choose a model without them"))
     # Gemma 3 has another rotation in layers with a window than in those without.
     per_layer = any(isinstance(value, dict) for value in (config.get("rope_parameters") or {}).values())
     if per_layer and family.model_type != "gemma3_text":
-        errors.append(
-            CheckpointError(
-                "a position encoding of its own per layer has no MoE counterpart",
-                where="rope_parameters in config.json",
-                do="choose a model with one for all layers",
-            )
-        )
-    return errors
+        what = "a position encoding of its own per layer has no MoE counterpart"
+        problems.append((what, "rope_parameters", "choose a model with one for all layers"))
+    return [CheckpointError(what, where=f"{key} in config.json", do=do) for what, key, do in problems]
 
 
 def check_tensors(
@@ -289,24 +279,20 @@ def check_tensors(
     if family.head in shapes or not keeps_tied(config):
         expected[family.head] = embedding
     ignored = {_UNUSED.format(layer=layer) for layer in range(layers)}
-    wrong = [
-        f"{name} is {shapes[name]}, not {shape}"
-        for name, shape in expected.items()
-        if name in shapes and shapes[name] != shape
-    ]
+    both = sorted(expected.keys() & shapes.keys())
+    problems = {
+        "tensors are missing": sorted(expected.keys() - shapes.keys()),
+        "tensors are unknown to this architecture": sorted(shapes.keys() - expected.keys() - ignored),
+        "tensors do not have the shape that config.json says": [
+            f"{name} is {shapes[name]}, not {expected[name]}" for name in both if shapes[name] != expected[name]
+        ],
+    }
     return [
-        *_problem("tensors are missing", expected.keys() - shapes.keys()),
-        *_problem("tensors are unknown to this architecture", shapes.keys() - expected.keys() - ignored),
-        *_problem("tensors do not have the shape that config.json says", wrong),
+        CheckpointError(
+            f"{len(names)} {what}",
+            where=", ".join(name[:200] for name in names[:3]) + (" ..." if len(names) > 3 else ""),
+            do=_BELONGS,
+        )
+        for what, names in problems.items()
+        if names
     ]
-
-
-_BELONGS = "check that config.json belongs to these weights"
-
-
-def _problem(what: str, names: Iterable[str]) -> list[CheckpointError]:
-    found = sorted(names)
-    if not found:
-        return []
-    shown = ", ".join(name[:200] for name in found[:3]) + (" ..." if len(found) > 3 else "")
-    return [CheckpointError(f"{len(found)} {what}", where=shown, do=_BELONGS)]

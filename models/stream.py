@@ -6,7 +6,8 @@ with its own FFN. Memory is the hidden states plus one layer, for a model of any
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from contextlib import AbstractContextManager
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ class StreamLayer:
 _LENGTHS_KEPT = 64
 
 
-class LayerStream:
+class LayerStream(AbstractContextManager["LayerStream"]):
     """The layers, embedding and head of one checkpoint of a supported dense family.
 
     Embedding, masks, position encoding and head are computed by transformers' own code, in a model without layers to
@@ -116,11 +117,7 @@ class LayerStream:
         self._stand_ins = [_LayerStandIn(layer) for layer in self._skeleton.get_decoder().layers]
         self._decoder.layers = nn.ModuleList(self._stand_ins)
         self._decoder.config.num_hidden_layers = self.depth
-        self._arguments = lru_cache(_LENGTHS_KEPT)(self._layer_arguments)
-
-    def __enter__(self) -> "LayerStream":
-        """Keep the shards open."""
-        return self
+        self._arguments_of_length = lru_cache(_LENGTHS_KEPT)(self._layer_arguments)
 
     def __exit__(self, *_error: object) -> None:
         """Close the shards."""
@@ -148,10 +145,10 @@ class LayerStream:
         """Every decoder layer in order; the one before is freed."""
         for index, module in enumerate(self._skeleton.get_decoder().layers):
             act = module.mlp.get_submodule("activation_fn" if hasattr(module.mlp, "activation_fn") else "act_fn")
-            ffn = DenseFFN(*map(self._tensor, self._family.ffn(index)), act)
+            gate_FD, up_FD, down_DF = map(self._tensor, self._family.ffn(index))
             module.mlp = nn.Identity()
             module.load_state_dict(self._attention_weights(index), assign=True)
-            yield StreamLayer(module, ffn, lambda length, index=index: self._arguments(length)[index])
+            yield StreamLayer(module, DenseFFN(gate_FD, up_FD, down_DF, act), partial(self._arguments, index))
             module.to("meta")
 
     def head(self) -> Callable[[Float[Tensor, "B T D"]], Float[Tensor, "B T V"]]:
@@ -178,6 +175,9 @@ class LayerStream:
     def _attention_weights(self, index: int) -> dict[str, Tensor]:
         prefix, names = f"model.layers.{index}.", self._family.kept(index, self._reader.config)
         return {name.removeprefix(prefix): self._tensor(name) for name in self._family.stored(names)}
+
+    def _arguments(self, index: int, length: int) -> dict[str, Any]:
+        return self._arguments_of_length(length)[index]
 
     @torch.no_grad()
     def _layer_arguments(self, length: int) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """Tensors of a checkpoint, one at a time: cut out of fused ones, and dequantised where they are in 4 or 8 bits."""
 
 from collections.abc import KeysView, Mapping
+from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,26 +18,18 @@ from models.dense import DenseFamily, dense_family, fused_name
 from models.source import read_config
 
 
-class ShardReader:
+class ShardReader(EntryReader, AbstractContextManager["ShardReader"]):
     """One open checkpoint: its configuration, and its tensors by the names that transformers gives them."""
 
     def __init__(self, source: Path) -> None:
         """Read and check all headers of a checkpoint folder, or of one safetensors file. Raises CheckpointError."""
+        super().__init__()
         self._source = source
         self._entries: dict[str, Entry] = dict(read_header(source)) if source.is_file() else read_checkpoint(source)
-        self._files = EntryReader()
-
-    def __enter__(self) -> "ShardReader":
-        """Shards are opened when they are first needed."""
-        return self
 
     def __exit__(self, *_error: object) -> None:
         """Close the shards."""
         self.close()
-
-    def close(self) -> None:
-        """Close the shards; reading again opens them again."""
-        self._files.close()
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -72,8 +65,8 @@ class ShardReader:
             return self.tensor(whole)[self._fused_rows(name, whole)].clone()
         entry = self._entry(name)
         if isinstance(entry, PackedEntry):
-            return _dequantise(entry, {key: self._files.read(part, name) for key, part in entry.parts.items()})
-        return self._files.read(entry, name)
+            return _dequantise(entry, {key: self.read(part, name) for key, part in entry.parts.items()})
+        return self.read(entry, name)
 
     def _fused_rows(self, name: str, whole: str) -> slice:
         count, part = self.shape(whole)[0], name.split(".")[-2]

@@ -1,6 +1,7 @@
 """A checkpoint written tensor by tensor, in shards."""
 
 import json
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -16,7 +17,7 @@ from models.checkpoint.folder import INDEX, SINGLE
 _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
-class ShardWriter:
+class ShardWriter(AbstractContextManager["ShardWriter"]):
     """Collects tensors and writes a shard whenever one is full.
 
     Memory: one shard and one tensor. As a context manager it closes on success and leaves no checkpoint on failure.
@@ -31,10 +32,6 @@ class ShardWriter:
         self._pointers: set[int] = set()
         self._shards: list[tuple[Path, list[str]]] = []  # path and names of its tensors
         self._names: set[str] = set()
-
-    def __enter__(self) -> "ShardWriter":
-        """Nothing to open."""
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_error: object) -> None:
         """Close after success; after a failure remove what was written."""
@@ -62,7 +59,8 @@ class ShardWriter:
     def close(self) -> None:
         """Write the last shard, give all shards their names, and write the index."""
         self._flush()
-        count, weight_map, total = len(self._shards), {}, 0
+        weight_map: dict[str, str] = {}
+        count, total = len(self._shards), 0
         for number, (path, names) in enumerate(self._shards, start=1):
             final = SINGLE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
             total += sum(entry.nbytes for entry in read_header(path.rename(self._folder / final)).values())
