@@ -46,7 +46,9 @@ def copy_card(source: Path, folder: Path, training: str) -> None:
 
 def render_card(facts: CarveFacts) -> str:
     """The card as Markdown with the front matter hubs read."""
-    shape, name = facts.shape, base_name(facts.source)
+    # A repository of the hub as it is, of a folder the last part of its path; no markup.
+    source = facts.source if _REPOSITORY.fullmatch(facts.source) else Path(facts.source).name
+    shape, name = facts.shape, re.sub(r"[^\w .+/-]", "_", source).strip() or "dense"
     remote_code = ", trust_remote_code=True" if facts.target.own else ""
     runtimes = "\n".join(f"- {line}" for line in suitable_runtimes(facts.target, shape, facts.pad_to))
     return f"""---
@@ -83,12 +85,6 @@ tokenizer = AutoTokenizer.from_pretrained("path/of/this/folder"{remote_code})
 
 {runtimes}
 """
-
-
-def base_name(source: str) -> str:
-    """The source's name for the card: a repository of the hub as it stands, of a folder its last part; no markup."""
-    name = source if _REPOSITORY.fullmatch(source) else Path(source).name
-    return re.sub(r"[^\w .+/-]", "_", name).strip() or "dense"
 
 
 def _experts(facts: CarveFacts) -> str:

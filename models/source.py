@@ -172,13 +172,9 @@ def check_source(model: ModelConfig) -> list[UserError]:
         return errors
     packed = [name for name, entry in entries.items() if isinstance(entry, PackedEntry)]
     if packed and not stored_quantization(config):
-        return [
-            CheckpointError(
-                f"{len(packed)} weights are stored in 4 or 8 bits, and config.json says nothing of it",
-                where=", ".join(packed[:3]) + (" ..." if len(packed) > 3 else ""),
-                do="copy quantization_config from the checkpoint's own config.json",
-            )
-        ]
+        what = f"{len(packed)} weights are stored in 4 or 8 bits, and config.json says nothing of it"
+        where = ", ".join(packed[:3]) + (" ..." if len(packed) > 3 else "")
+        return [CheckpointError(what, where=where, do="copy quantization_config from the checkpoint's own config.json")]
     return [*check_tensors({name: entry.shape for name, entry in entries.items()}, config, dense_family(config))]
 
 

@@ -28,7 +28,7 @@ def require_folder(folder: Path) -> Path:
     """The folder itself. Raises CheckpointError: there is none, or a reader would wait for a file in it for ever."""
     try:
         if folder.is_dir():
-            # Links to nothing are neither; who needs their file says that it is missing.
+            # A link to nothing is reported where its file is needed.
             odd = sorted(path.name for path in folder.iterdir() if path.exists() and not _is_readable(path))
             if not odd:
                 return folder

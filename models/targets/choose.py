@@ -69,7 +69,8 @@ def _problems(source: Mapping[str, Any], target: MoETarget, shape: MoEShape) -> 
     """The missing features, each with the setting that asks for it."""
     name, head_dim = target.model_type, source.get("head_dim")
     derived_head_dim = int(source["hidden_size"]) // int(source["num_attention_heads"])
-    share = (source.get("rope_parameters") or {}).get("partial_rotary_factor") or source.get("partial_rotary_factor", 1)
+    rope = source.get("rope_parameters") or {}
+    share = float(rope.get("partial_rotary_factor") or source.get("partial_rotary_factor") or 1)
     if "o" in DENSE_FAMILIES[source["model_type"]].attention_biases(source) and not target.output_bias:
         yield f"{name} has no bias on o_proj", "attention_bias in config.json"
     if source["model_type"] in _WINDOWED and source["sliding_window"] is not None and not target.sliding_window:
@@ -78,8 +79,8 @@ def _problems(source: Mapping[str, Any], target: MoETarget, shape: MoEShape) -> 
         yield f"{name} has one window for all layers or none", "use_sliding_window in config.json"
     if not target.head_dim and head_dim not in {None, derived_head_dim}:
         yield f"{name} cannot have head_dim={head_dim}", "head_dim in config.json"
-    if not target.partial_rotation and share not in {None, 1}:
-        yield f"{name} rotates whole heads, not {float(share):g} of each", "partial_rotary_factor in config.json"
+    if not target.partial_rotation and share != 1:
+        yield f"{name} rotates whole heads, not {share:g} of each", "partial_rotary_factor in config.json"
     if shape.pooled and target.packed_pool is None:
         yield f"{name} has experts of every layer's own, no pool that all layers share", "topology=global_pool"
     if shape.experts < target.least_experts:
