@@ -166,7 +166,9 @@ class _Emission:
         shared = _widened((experts.shared_gate_SD, experts.shared_up_SD, experts.shared_down_DS), width)
         self._add_ffn(target.packed_shared or target.shared_ffn(layer), layer, shared, scale.shared_down_scale)
         if target.shared_router:
-            row_1D = torch.full((1, experts.gate_END.shape[2]), _tiny(self.main_dtype), dtype=self.main_dtype)
+            # Pruning does not take it for a zero row, and it keeps σ at ½ up to rounding.
+            tiny = 2.0**-24 if self.main_dtype == torch.float16 else 2.0**-40
+            row_1D = torch.full((1, experts.gate_END.shape[2]), tiny, dtype=self.main_dtype)
             self.writer.add(target.shared_router.format(layer=layer), row_1D)
 
     def add_pool(self) -> None:
@@ -205,11 +207,6 @@ def _widened(weights: Projections, width: int) -> Projections:
         return weights
     rows, columns = (0, 0, 0, zero_neurons), (0, zero_neurons)
     return pad(gate, rows), pad(up, rows), pad(down, columns)
-
-
-def _tiny(dtype: torch.dtype) -> float:
-    """A value for a gate row that pruning does not take for a zero row, and that keeps σ at ½ up to rounding."""
-    return 2.0**-24 if dtype == torch.float16 else 2.0**-40
 
 
 def _scaled(name: str, weight: Tensor, scale: float, dtype: torch.dtype) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from models.checkpoint.reader import ShardReader
@@ -111,10 +111,13 @@ class LayerStream(AbstractContextManager["LayerStream"]):
         with explained_loading(folder), torch.device("meta"):
             self.config = AutoConfig.from_pretrained(folder, local_files_only=True)
             self._skeleton = AutoModelForCausalLM.from_config(self.config, dtype=dtype).eval()
-        self._model = _without_layers(self.config, dtype).to(device)
+        small = copy.deepcopy(self.config)
+        small.num_hidden_layers, small.vocab_size, small.pad_token_id = 0, 1, None
+        self._model = AutoModelForCausalLM.from_config(small, dtype=dtype).eval().to(device)
         self._decoder = self._model.get_decoder()
         self._norm, self._decoder.norm = self._decoder.norm, nn.Identity()
         self._stand_ins = [_LayerStandIn(layer) for layer in self._skeleton.get_decoder().layers]
+        self.depth = len(self._stand_ins)  # L
         self._decoder.layers = nn.ModuleList(self._stand_ins)
         self._decoder.config.num_hidden_layers = self.depth
         self._arguments_of_length = lru_cache(_LENGTHS_KEPT)(self._layer_arguments)
@@ -122,11 +125,6 @@ class LayerStream(AbstractContextManager["LayerStream"]):
     def __exit__(self, *_error: object) -> None:
         """Close the shards."""
         self._reader.close()
-
-    @property
-    def depth(self) -> int:
-        """L."""
-        return len(self._stand_ins)
 
     @torch.no_grad()
     def embed(self, batches: Sequence[Tensor]) -> list[Tensor]:
@@ -136,7 +134,8 @@ class LayerStream(AbstractContextManager["LayerStream"]):
         for ids_BT in batches:
             # Only the rows in use are cast and moved.
             used, rows_BT = torch.unique(ids_BT.cpu(), return_inverse=True)
-            self._decoder.embed_tokens.weight = _lent(table_VD[used].to(self.device, self.dtype))
+            rows_UD = table_VD[used].to(self.device, self.dtype)
+            self._decoder.embed_tokens.weight = nn.Parameter(rows_UD, requires_grad=False)
             self._decoder(input_ids=rows_BT.to(self.device), use_cache=False)
             hidden.append(self._stand_ins[0].hidden)
         return hidden
@@ -156,7 +155,7 @@ class LayerStream(AbstractContextManager["LayerStream"]):
         tied = self.config.tie_word_embeddings or self._family.head not in self._reader.names
         output_VD = self._tensor(self._family.embedding if tied else self._family.head)
         self._norm.load_state_dict({"weight": self._tensor(self._family.final_norm)}, assign=True)
-        self._model.lm_head.weight = _lent(output_VD)
+        self._model.lm_head.weight = nn.Parameter(output_VD, requires_grad=False)
         return self._logits
 
     @torch.no_grad()
@@ -185,14 +184,3 @@ class LayerStream(AbstractContextManager["LayerStream"]):
         like_1TD = torch.zeros(1, length, self.config.hidden_size, device=self.device, dtype=self.dtype)
         self._decoder(inputs_embeds=like_1TD, use_cache=False)
         return [stand_in.arguments for stand_in in self._stand_ins]
-
-
-def _lent(weight: Tensor) -> nn.Parameter:
-    return nn.Parameter(weight, requires_grad=False)
-
-
-def _without_layers(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    small = copy.deepcopy(config)
-    small.num_hidden_layers, small.vocab_size, small.pad_token_id = 0, 1, None
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(small, dtype=dtype)
-    return model.eval()

@@ -20,6 +20,7 @@ INDEX = "model.safetensors.index.json"
 GIVE_FOLDER = "model.path=<folder with config.json and model.safetensors>"
 RESTORE = "download or copy the checkpoint again"
 
+_BARE_NAME = re.compile(r"(?!\.{1,2}\Z)[^/\\\0]+")  # of a file in the folder itself
 _PICKLE_PATTERNS = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
 MAX_JSON_BYTES = 64 * 2**20  # the index of a model of 100,000 tensors has a tenth of it
 
@@ -29,7 +30,8 @@ def require_folder(folder: Path) -> Path:
     try:
         if folder.is_dir():
             # A link to nothing is reported where its file is needed.
-            odd = sorted(path.name for path in folder.iterdir() if path.exists() and not _is_readable(path))
+            files = (path for path in folder.iterdir() if path.exists() and not path.is_dir())
+            odd = sorted(path.name for path in files if not path.is_file())
             if not odd:
                 return folder
             raise CheckpointError(
@@ -41,10 +43,6 @@ def require_folder(folder: Path) -> Path:
     except OSError as error:  # a name too long, or a folder that may not be entered
         found = f"cannot be opened ({error.strerror})"
     raise CheckpointError(f"no checkpoint: {folder} {found}", where="model.path", do=GIVE_FOLDER)
-
-
-def _is_readable(path: Path) -> bool:
-    return path.is_file() or path.is_dir()
 
 
 def read_json(path: Path) -> Any:  # noqa: ANN401 - whatever the file holds
@@ -72,7 +70,7 @@ def _read_index(folder: Path) -> dict[str, str]:
         return {}
     try:
         index = {str(name): str(shard) for name, shard in read_json(path)["weight_map"].items()}
-        if outside := sorted({shard for shard in index.values() if not _is_bare_name(shard)}):
+        if outside := sorted(shard for shard in {*index.values()} if not _BARE_NAME.fullmatch(shard)):
             raise ValueError(f"it names files outside its folder: {', '.join(map(ascii, outside[:3]))}")
         return index
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -81,10 +79,6 @@ def _read_index(folder: Path) -> dict[str, str]:
             where=str(path),
             do="download or copy it again",
         ) from error
-
-
-def _is_bare_name(name: str) -> bool:
-    return name not in {"", ".", ".."} and not set(name) & {"/", "\\", "\0"}
 
 
 def list_shards(folder: Path) -> list[Path]:
