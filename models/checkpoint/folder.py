@@ -163,7 +163,8 @@ _NESTED = ("nested_absmax", "nested_quant_map")
 
 def _join_packed(entries: Mapping[str, TensorEntry], folder: Path) -> tuple[dict[str, Entry], list[CheckpointError]]:
     joined: dict[str, Entry] = dict(entries)
-    errors, dtype = [], _named_dtype(folder)
+    errors = []
+    dtype = _named_dtype(folder) if any(name.endswith(".SCB") for name in entries) else ""
     for name in entries:
         try:
             if state := _STATE.fullmatch(name):

@@ -14,9 +14,9 @@ from models.targets.base import MoETarget
 
 def _discover() -> Iterator[MoETarget]:
     """The `TARGETS` of every module in this folder."""
-    for module in sorted(module.name for module in iter_modules(models.targets.__path__)):
-        if module != "choose":
-            yield from getattr(import_module(f"models.targets.{module}"), "TARGETS", ())
+    for module in iter_modules(models.targets.__path__, "models.targets."):
+        if module.name != __name__:
+            yield from getattr(import_module(module.name), "TARGETS", ())
 
 
 MOE_TARGETS: dict[str, MoETarget] = {target.model_type: target for target in _discover()}
