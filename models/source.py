@@ -1,7 +1,7 @@
 """The dense source model: its folder, whether it can be carved, and its cache key. Reads headers only."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from threading import Thread
@@ -66,17 +66,6 @@ def _ask(address: str) -> bool:
     except (OSError, ValueError):
         return False
     return True
-
-
-def list_files(model: ModelConfig) -> list[str] | None:
-    """Names of all files of a hub model; None if the hub does not answer."""
-    if not hub_answers():
-        return None
-    try:
-        files = snapshot_download(_repository(model), revision=model.revision, dry_run=True)
-    except OSError:
-        return None
-    return [file.filename for file in files]
 
 
 def _repository(model: ModelConfig) -> str:
@@ -191,7 +180,11 @@ def _check_weights(model: ModelConfig) -> tuple[dict[str, Entry] | None, Sequenc
     """The tensors, if their headers are on this machine, and the errors of the weights."""
     if model.kind != "hub":
         return check_shards(_config_folder(model))
-    names = list_files(model)
+    names = None
+    if hub_answers():
+        with suppress(OSError):
+            files = snapshot_download(_repository(model), revision=model.revision, dry_run=True)
+            names = [file.filename for file in files]
     if names is None:
         # Off line, cached weights are checked when they are read.
         cached = any((_config_folder(model) / name).exists() for name in (SINGLE, INDEX))
