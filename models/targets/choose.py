@@ -14,9 +14,9 @@ from models.targets.base import MoETarget
 
 def _discover() -> Iterator[MoETarget]:
     """The `TARGETS` of every module in this folder."""
-    for module in sorted(module.name for module in iter_modules(models.targets.__path__)):
-        if module != "choose":
-            yield from getattr(import_module(f"models.targets.{module}"), "TARGETS", ())
+    for module in iter_modules(models.targets.__path__, "models.targets."):
+        if module.name != __name__:
+            yield from getattr(import_module(module.name), "TARGETS", ())
 
 
 MOE_TARGETS: dict[str, MoETarget] = {target.model_type: target for target in _discover()}
@@ -33,15 +33,10 @@ def targets_of(source_model_type: str, always_on: int) -> list[MoETarget]:
 
 
 def select_target(source_model_type: str, requested: str, always_on: int, *, pooled: bool = False) -> MoETarget:
-    """The architecture a carve becomes.
+    """The architecture that a carve becomes: one of MOE_TARGETS by name, or auto, the first of `targets_of`.
 
-    Args:
-        source_model_type: model_type of the dense checkpoint.
-        requested: a name of MOE_TARGETS, or auto: the first of `targets_of`.
-        always_on: S.
-        pooled: all layers share their experts; `auto` takes a target that can, and `check_target` refuses others.
-    Raises:
-        ConfigError: unknown name, or a target that cannot express this source or always-on neurons.
+    Where all layers share their experts, `auto` takes a target that can say so, and `check_target` refuses others.
+    Raises ConfigError: unknown name, or a target that cannot express this source or always-on neurons.
     """
     able = targets_of(source_model_type, always_on)
     if requested == "auto":
@@ -59,35 +54,32 @@ def select_target(source_model_type: str, requested: str, always_on: int, *, poo
 
 
 def check_target(config: Mapping[str, Any], target: MoETarget, shape: MoEShape) -> list[ConfigError]:
-    """Features of this source and shape that the target lacks, in addition to those `select_target` refuses.
-
-    Args:
-        config: config.json of the dense checkpoint.
-        target: the architecture to write.
-        shape: E, N, K, S.
-    """
+    """Features of a source, by its config.json, and of a shape that the target lacks and `select_target` let pass."""
     family = DENSE_FAMILIES[str(config["model_type"])]
     source = {**family.defaults, **config}
-    able = (
-        other for other in targets_of(family.model_type, shape.always_on) if not any(_problems(source, other, shape))
-    )
     problems = list(_problems(source, target, shape))
-    do = f"assemble.target={next(able).model_type}" if problems else ""
+    others = targets_of(family.model_type, shape.always_on) if problems else []
+    do = next(
+        (f"assemble.target={other.model_type}" for other in others if not any(_problems(source, other, shape))), ""
+    )
     return [ConfigError(what, where=where, do=do) for what, where in problems]
 
 
 def _problems(source: Mapping[str, Any], target: MoETarget, shape: MoEShape) -> Iterator[tuple[str, str]]:
     """The missing features, each with the setting that asks for it."""
-    name, head_dim, share = target.model_type, source.get("head_dim"), _rotated_share(source)
+    name, head_dim = target.model_type, source.get("head_dim")
+    derived_head_dim = int(source["hidden_size"]) // int(source["num_attention_heads"])
+    rope = source.get("rope_parameters") or {}
+    share = float(rope.get("partial_rotary_factor") or source.get("partial_rotary_factor") or 1)
     if "o" in DENSE_FAMILIES[source["model_type"]].attention_biases(source) and not target.output_bias:
         yield f"{name} has no bias on o_proj", "attention_bias in config.json"
     if source["model_type"] in _WINDOWED and source["sliding_window"] is not None and not target.sliding_window:
         yield f"{name} has no sliding window", "sliding_window in config.json"
     if not target.layer_windows and source.get("use_sliding_window") and _sliding_layers(source):
         yield f"{name} has one window for all layers or none", "use_sliding_window in config.json"
-    if not target.head_dim and head_dim not in {None, _derived_head_dim(source)}:
+    if not target.head_dim and head_dim not in {None, derived_head_dim}:
         yield f"{name} cannot have head_dim={head_dim}", "head_dim in config.json"
-    if not target.partial_rotation and share != 1.0:
+    if not target.partial_rotation and share != 1:
         yield f"{name} rotates whole heads, not {share:g} of each", "partial_rotary_factor in config.json"
     if shape.pooled and target.packed_pool is None:
         yield f"{name} has experts of every layer's own, no pool that all layers share", "topology=global_pool"
@@ -104,12 +96,3 @@ def _sliding_layers(source: Mapping[str, Any]) -> bool:
     if kinds is not None:
         return "sliding_attention" in kinds
     return int(source.get("max_window_layers", 28)) < int(source["num_hidden_layers"])
-
-
-def _rotated_share(source: Mapping[str, Any]) -> float:
-    stored = (source.get("rope_parameters") or {}).get("partial_rotary_factor")
-    return float(stored or source.get("partial_rotary_factor") or 1.0)
-
-
-def _derived_head_dim(source: Mapping[str, Any]) -> int:
-    return int(source["hidden_size"]) // int(source["num_attention_heads"])

@@ -28,19 +28,13 @@ _CARRIED_OR_DEFAULT = {
 def emit_config(
     source: Mapping[str, Any], target: MoETarget, shape: MoEShape, dtype: str, pad_to: int = ALIGNMENT
 ) -> dict[str, Any]:
-    """The MoE's config.json.
+    """The MoE's config.json, from that of the dense checkpoint, of either transformers generation.
 
-    Args:
-        source: config.json of the dense checkpoint, of either transformers generation.
-        target: the architecture to write.
-        shape: E, N, K, S.
-        dtype: float32, bfloat16 or float16.
-        pad_to: widths are rounded up to a multiple of this.
+    `dtype` is float32, bfloat16 or float16; widths are rounded up to a multiple of `pad_to`.
     """
     gate_scale = gate_scale_of(target, shape)
-    given = ConfigInput(
-        source, shape, expert_width(shape, pad_to), shared_width(target, shape, pad_to), gate_scale, dtype
-    )
+    width, shared = expert_width(shape, pad_to), shared_width(target, shape, pad_to)
+    given = ConfigInput(source, shape, width, shared, gate_scale, dtype)
     if target.own:
         return target.config_keys(given)
     dense = {"hidden_act": "silu", **DENSE_FAMILIES[str(source["model_type"])].defaults, **source}
@@ -91,26 +85,20 @@ def _rope(dense: Mapping[str, Any]) -> dict[str, Any]:
     # Sources that rotate part of each head are refused, so it is 1.
     stored.pop("partial_rotary_factor", None)
     kind = stored.pop("type", "default")
-    scaling = {"rope_type": _LONG.get(kind, kind), **stored}
-    if scaling["rope_type"] != "longrope":
-        return _both(theta, scaling)
-    original = stored.get("original_max_position_embeddings") or dense["original_max_position_embeddings"]
-    # Phi3's own class knows the factor from the two lengths; the others warn if it is missing.
-    scaling = {"factor": dense["max_position_embeddings"] / original, **scaling}
-    scaling["original_max_position_embeddings"] = original
-    # transformers 4 reads it outside of the scaling, transformers 5 within.
-    return _both(theta, scaling) | {"original_max_position_embeddings": original}
-
-
-# The name in early Phi-3 checkpoints.
-_LONG = {"su": "longrope"}
-
-
-def _both(theta: float, scaling: dict[str, Any]) -> dict[str, Any]:
+    # "su" is the name in early Phi-3 checkpoints.
+    scaling = {"rope_type": "longrope" if kind == "su" else kind, **stored}
+    beside = {}
+    if scaling["rope_type"] == "longrope":
+        original = stored.get("original_max_position_embeddings") or dense["original_max_position_embeddings"]
+        # transformers 4 reads it outside of the scaling, transformers 5 within.
+        beside = {"original_max_position_embeddings": original}
+        # Phi3's own class knows the factor from the two lengths; the others warn if it is missing.
+        scaling = {"factor": dense["max_position_embeddings"] / original, **scaling, **beside}
     return {
         "rope_theta": theta,
         "rope_scaling": None if scaling["rope_type"] == "default" else scaling,
         "rope_parameters": {"rope_theta": theta, **scaling},
+        **beside,
     }
 
 
@@ -123,11 +111,7 @@ class ParameterCount:
 
 
 def count_dense(source: Mapping[str, Any]) -> ParameterCount:
-    """Count the dense model's parameters; a tied output embedding is not counted twice.
-
-    Args:
-        source: its config.json.
-    """
+    """Count a dense model's parameters by its config.json; a tied output embedding is not counted twice."""
     ffn = 3 * int(source["hidden_size"]) * int(source["intermediate_size"])
     total = _count_kept(source, tied=keeps_tied(source)) + int(source["num_hidden_layers"]) * ffn
     return ParameterCount(total, total)
@@ -139,18 +123,12 @@ def count_carved(
     """Count the parameters that `emit_checkpoint` writes, the zero neurons of padding included.
 
     Among the active parameters, shared experts of a pool count once in every layer. Selection biases are buffers.
-
-    Args:
-        source: config.json of the dense checkpoint.
-        target: the architecture to write.
-        shape: E, N, K, S.
-        pad_to: widths are rounded up to a multiple of this.
+    `source` is config.json of the dense checkpoint.
     """
     hidden, layers = int(source["hidden_size"]), int(source["num_hidden_layers"])
     expert = 3 * hidden * expert_width(shape, pad_to)
-    layer = hidden * shape.experts + 3 * hidden * shared_width(target, shape, pad_to)
-    if target.shared_router:
-        layer += hidden
+    router = hidden * (shape.experts + bool(target.shared_router))
+    layer = router + 3 * hidden * shared_width(target, shape, pad_to)
     others = _count_kept(source, tied=target.own and keeps_tied(source)) + layers * layer
     experts = shape.experts * expert * (1 if shape.pooled else layers)
     return ParameterCount(others + experts, others + shape.top_k * expert * layers)

@@ -11,7 +11,6 @@ from instruments.errors import ConfigError
 from models.checkpoint.reader import ShardReader
 from models.config import ModelConfig
 from models.dense import dense_family
-from models.experts import read_part
 from models.source import read_config, resolve_folder
 from stages.cluster.config import ClusterConfig
 from stages.cluster.evidence import FEATURES, LayerEvidence
@@ -98,4 +97,4 @@ def read_gate(model: ModelConfig, layer: int) -> Float[Tensor, "F D"]:
     folder = resolve_folder(model)
     with ShardReader(folder) as reader:
         gate_name, _up, _down = dense_family(read_config(folder)).ffn(layer)
-        return read_part(reader, gate_name)
+        return reader.tensor(gate_name)
