@@ -1,20 +1,17 @@
 """Training text and held-out text."""
 
+import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from stages.artifacts.job import Workers
-from stages.losses import measure_loss
 from stages.text.config import DataConfig
-from stages.text.sequences import IGNORED, TokenBatch, TokenSequence, batch_sequences, load_sequences
+from stages.text.sequences import TokenBatch, TokenSequence, batch_sequences, load_sequences
 from stages.train.config import TrainConfig
-from stages.train.routers import add_up
 
 
 @dataclass(frozen=True)
@@ -30,11 +27,6 @@ class TrainingText:
         """Training tokens."""
         return sum(len(sequence.ids) for sequence in self.sequences)
 
-    @property
-    def mean_length(self) -> float:
-        """Tokens of a sequence."""
-        return self.tokens / len(self.sequences)
-
 
 def read_text(data: DataConfig, train: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> TrainingText:
     """As much of the calibration split as training wants, and the first sequences of the held-out one."""
@@ -47,7 +39,7 @@ def read_text(data: DataConfig, train: TrainConfig, tokenizer: PreTrainedTokeniz
 class OrderedSequences(Dataset[TokenSequence]):
     """`length` sequences from a text that may be shorter: one shuffled pass after another, as the seed decides.
 
-    The order is known beforehand, so that a run can be taken up anywhere.
+    The order is known beforehand, so that a run can be resumed anywhere.
     """
 
     def __init__(self, sequences: Sequence[TokenSequence], first: int, length: int, seed: int) -> None:
@@ -78,35 +70,5 @@ class Collator:
 
     def __call__(self, sequences: Sequence[TokenSequence]) -> dict[str, Tensor]:
         """`input_ids`, `attention_mask` and `labels` of ``(B, T)``."""
-        longest = max(len(sequence.ids) for sequence in sequences)
-        rows = {
-            "input_ids": [_filled(sequence.ids, longest, self.pad_id) for sequence in sequences],
-            "attention_mask": [_filled([1] * len(sequence.ids), longest, 0) for sequence in sequences],
-            "labels": [_filled(sequence.labels, longest, IGNORED) for sequence in sequences],
-        }
-        return {name: torch.tensor(values) for name, values in rows.items()}
-
-
-def _filled(values: list[int], length: int, filler: int) -> list[int]:
-    return [*values, *[filler] * (length - len(values))]
-
-
-def heldout_loss(model: PreTrainedModel, batches: list[TokenBatch], workers: Workers, precision: str) -> float:
-    """Mean nats per supervised token over all batches, with every process reading its share of them.
-
-    Args:
-        model: left in the mode it was in.
-        batches: the whole text, the same in every process.
-        workers: who reads.
-        precision: float32, or bfloat16 for autocast, as training computes.
-    """
-    device = next(model.parameters()).device
-    half = torch.autocast(device.type, torch.bfloat16) if precision == "bfloat16" else nullcontext()
-    was_training = model.training
-    model.eval()
-    with half:
-        mine = measure_loss(model, batches[workers.rank :: workers.world]) if workers.rank < len(batches) else None
-    model.train(was_training)
-    sums = torch.tensor([mine.total, mine.tokens] if mine else [0.0, 0.0], dtype=torch.float64, device=device)
-    total, tokens = add_up(sums).tolist()
-    return float(total / tokens)
+        (batch,) = batch_sequences(sequences, sys.maxsize, self.pad_id)
+        return {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "labels": batch.labels}
