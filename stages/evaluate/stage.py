@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 from models.config import ModelConfig, MoEShape
 from models.emit import checkpoint_dtype
@@ -18,11 +17,12 @@ from stages.calibration.batches import CalibrationContext
 from stages.calibration.config import VocabularyConfig
 from stages.evaluate.baseline_pass import Text, read_pool, run_baselines, run_pool_baselines
 from stages.evaluate.baselines import LayerFacts
-from stages.evaluate.comparison import Comparison, compare, load_carved
+from stages.evaluate.comparison import compare, load_carved
 from stages.evaluate.config import EvaluateConfig
-from stages.evaluate.report import Evaluation, summarise, write_report
+from stages.evaluate.report import Evaluation, LayerResult, ModelCost, summarise, write_report
+from stages.losses import MeanLoss
 from stages.text.config import DataConfig
-from stages.text.sequences import TokenBatch, batch_sequences, load_sequences
+from stages.text.sequences import batch_sequences, load_sequences
 
 FactsOf = Callable[[int, DenseFFN], LayerFacts]
 
@@ -41,9 +41,11 @@ def run(
     """Write `evaluation.json` and `evaluation.md`."""
     context = CalibrationContext.of(model, data, vocabulary, evaluate.batch_tokens, seed)
     partition = load_partition(job.parents["cluster"], shape)
-    text = Text(context.batches, heldout_batches(context.folder, data, evaluate.batch_tokens))
+    tokenizer = load_tokenizer(context.folder)
+    sequences, pad_id = load_sequences(data, tokenizer, "heldout"), tokenizer.pad_token_id or 0
+    text = Text(context.batches, batch_sequences(sequences, evaluate.batch_tokens, pad_id))
     carved_facts = read_facts(job, evaluate.checkpoint, context, partition, shape)
-    comparison = compare_models(job, context, text, carved_facts, evaluate, shape)
+    losses, costs, layers = compare_models(job, context, text, carved_facts, evaluate, shape)
     if shape.pooled:
         dtype = resolve_dtype(model, context.device) or checkpoint_dtype(context.folder, "source")
         assembled = load_carved(job.parents["assemble"] / "checkpoint", model, dtype, job.scratch / "assembled")
@@ -59,22 +61,15 @@ def run(
                 project,
                 replicated=int(partition.multiplicity.max()) > 1,
             )
-    evaluation = Evaluation(
-        shape,
-        partition.width,
-        comparison.losses["dense"].tokens,
-        {**comparison.losses, **baselines},
-        comparison.costs,
-        comparison.layers,
-    )
+    evaluation = Evaluation(shape, partition.width, losses["dense"].tokens, losses | baselines, costs, layers)
     write_report(evaluation, job.out)
     return summarise(evaluation)
 
 
 def compare_models(
     job: Job, context: CalibrationContext, text: Text, facts_of: FactsOf, evaluate: EvaluateConfig, shape: MoEShape
-) -> Comparison:
-    """Dense and carved model side by side; both are freed before the baselines run."""
+) -> tuple[dict[str, MeanLoss], dict[str, ModelCost], list[LayerResult]]:
+    """Dense and carved model side by side, as `compare` says; both are freed before the baselines run."""
     # The MoE is cut from the stored weights, so that it is compared with the stored model, however the scan computed.
     dense = load_dense(replace(context.model, quantization="none"), context.folder)
     checkpoint = job.parents[evaluate.checkpoint] / "checkpoint"
@@ -82,16 +77,10 @@ def compare_models(
     return compare(dense, carved, text.heldout, facts_of, shape, evaluate.speed_tokens)
 
 
-def heldout_batches(folder: Path, data: DataConfig, batch_tokens: int) -> list[TokenBatch]:
-    """The held-out split."""
-    tokenizer = load_tokenizer(folder)
-    return batch_sequences(load_sequences(data, tokenizer, "heldout"), batch_tokens, tokenizer.pad_token_id or 0)
-
-
 def read_facts(
     job: Job, stage: str, context: CalibrationContext, partition: Partition | PoolPartition, shape: MoEShape
 ) -> FactsOf:
-    """What earlier stages found and decided, layer by layer; the routers, and of a pool the experts, are `stage`'s."""
+    """Results of earlier stages by layer; the routers, and a pool's experts, are those of `stage`."""
     statistics, routers = NeuronStatistics.load(job.parents["scan"]), Routers.load(job.parents[stage])
     contribution_LF = statistics.contribution
     pool = read_pool(job.parents[stage] / "checkpoint", context.device) if shape.pooled else None
