@@ -145,11 +145,7 @@ def run_pool_baselines(
 ) -> dict[str, MeanLoss]:
     """Held-out loss of unaligned and random_router; masks and oracles choose among one layer's own neurons.
 
-    Args:
-        names: of baselines.
-        assembled: the pool before projection; its routers do not survive.
-        batches: held-out text.
-        seed: of the run.
+    `assembled` is the pool before projection; its routers are overwritten.
     """
     losses = {}
     if "unaligned" in names:

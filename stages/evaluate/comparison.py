@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 import models.tiny_onn.register  # noqa: F401 - transformers then knows the project's own class
 from instruments.ffn_probe import GatedFFN
 from models.config import ModelConfig, MoEShape
 from models.ffn import DenseFFN, ffn_modules, watch_ffns
-from models.loading import input_device, placement, resolve_device
+from models.loading import input_device, load_whole, placement, resolve_device
 from models.routing import choose_experts
 from stages.evaluate.baselines import LayerFacts, expert_grams, output_norms
 from stages.evaluate.report import LayerResult, ModelCost
@@ -33,15 +33,13 @@ def load_carved(folder: Path, model: ModelConfig, dtype: torch.dtype, offload_fo
         offload_folder: for weights that fit nowhere else; transformers joins experts while loading, so that what it
             would read later is in no file of the checkpoint.
     """
-    carved: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+    return load_whole(
         folder,
         dtype=dtype,
-        local_files_only=True,
         experts_implementation="grouped_mm",
         offload_folder=offload_folder,
         **placement(model, resolve_device(model)),
     )
-    return carved.eval().requires_grad_(False)
 
 
 @torch.no_grad()

@@ -71,15 +71,7 @@ class Objective:
     def __init__(
         self, settings: TrainConfig, watch: RouterWatch, teacher: PreTrainedModel | None, balance: Balance, pooled: bool
     ) -> None:
-        """Compose it.
-
-        Args:
-            settings: of the training.
-            watch: of the routers of the model that will be passed to `loss`.
-            teacher: the frozen dense model; None where nothing is distilled.
-            balance: how load is evened out.
-            pooled: all layers share the experts.
-        """
+        """`watch` is of the model that will be passed to `loss`; `teacher` the frozen dense model, if it teaches."""
         self.settings, self.watch, self.teacher = settings, watch, teacher
         self.balance, self.pooled = balance, pooled
         self.metrics = RunningMetrics(pooled)

@@ -29,11 +29,7 @@ def balance_loss(
 ) -> Float[Tensor, ""]:
     """Mean over layers of E · Σ_e (share of choices for e) · (mean probability of e): 1 when all is even.
 
-    Args:
-        routings: by layer.
-        load_LE: what `count_load` gave, of this process or summed over all of them.
-        mask_T: tokens that count.
-        pooled: all layers share the experts, so that the load is that of all layers together.
+    `load_LE` is of this process or summed over all; `pooled`: all layers share the experts, and so their load.
     Source: Switch Transformers, arXiv:2101.03961 eq. 4, per choice.
     """
     probability_LE = torch.stack([routing.logits_TE[mask_T].float().softmax(1).mean(0) for routing in routings])
@@ -73,11 +69,8 @@ def add_up(tensor: Tensor) -> Tensor:
 def move_biases(routers: list[nn.Module], load_LE: Int[Tensor, "L E"], step: float, *, pooled: bool = False) -> None:
     """Raise the selection bias of experts with less than the mean load by `step`, lower that of the others.
 
-    Args:
-        routers: by layer, each with a selection bias.
-        load_LE: tokens since the last move, all processes together.
-        step: how far, in the unit of the router's scores.
-        pooled: the load that counts is that of all layers together.
+    `load_LE` counts the tokens of all processes since the last move; `pooled`: that of all layers together decides.
+    `step` is in the unit of the router's scores.
     Source: auxiliary-loss-free load balancing, arXiv:2408.15664 eq. 2.
     """
     load_LE = load_LE.double()

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 import models.tiny_onn.register  # noqa: F401 - transformers then knows the project's own class
 from models.card import copy_card
 from models.config import ModelConfig, MoEShape
 from models.emit import copy_tokenizer_files
-from models.loading import explained_memory, load_dense, load_tokenizer, resolve_device
+from models.loading import explained_memory, load_dense, load_tokenizer, load_whole, resolve_device
 from models.routing import LinearRouter
 from models.source import read_config, resolve_folder
 from models.targets.base import MoETarget, gate_scale_of
@@ -110,10 +110,7 @@ def balance_of(train: TrainConfig, target: MoETarget, shape: MoEShape) -> Balanc
 
 def load_trainable(folder: Path) -> PreTrainedModel:
     """The MoE in float32, with the kernels whose backward pass does not grow with the square of E."""
-    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, local_files_only=True, experts_implementation="grouped_mm"
-    )
-    return loaded
+    return load_whole(folder, dtype=torch.float32, experts_implementation="grouped_mm")
 
 
 def measure_start(context: TrainContext, dense: PreTrainedModel, checkpoint: Path) -> None:
@@ -125,14 +122,7 @@ def measure_start(context: TrainContext, dense: PreTrainedModel, checkpoint: Pat
 
 
 def run_phase(start: Path, phase: Phase, context: TrainContext, folder: Path) -> None:
-    """Train, and leave the model as a native checkpoint in `folder/final`.
-
-    Args:
-        start: checkpoint that the phase starts from.
-        phase: which.
-        context: what all phases share.
-        folder: of this phase; an earlier run's last checkpoint in it is gone on from.
-    """
+    """Train from the checkpoint `start` to a native one in `folder/final`; resume an earlier run's last in `folder`."""
     found, _ = record.find_latest(folder) or (None, 0)
     # Shards are read by Trainer, everything else here (see `MoETrainer._load_from_checkpoint`).
     model = load_trainable(start if found is None or context.settings.fsdp else found)
@@ -151,14 +141,7 @@ def run_phase(start: Path, phase: Phase, context: TrainContext, folder: Path) ->
 
 
 def keep_result(job: Job, trained: Path, form: CheckpointFormat, logit_std: float) -> None:
-    """Write everything that is published.
-
-    Args:
-        job: whose `out` it goes to.
-        trained: checkpoint of the last phase.
-        form: of the checkpoint.
-        logit_std: of the router logits in the end, as scheduled.
-    """
+    """Publish the last phase's checkpoint `trained`, its routers with the scheduled `logit_std`, and the record."""
     start, model = job.parents["project"] / "checkpoint", load_trainable(trained)
     write_native(model, start, job.out / "checkpoint", form.dtype)
     copy_card(start, job.out / "checkpoint", record.describe(record.read_record(job.scratch)))

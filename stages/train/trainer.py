@@ -207,14 +207,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
 
 
 def explain_not_finite(model: nn.Module, found: list[str], step: int, folder: Path) -> NumericsError:
-    """The error for a step whose gradients are not finite; it is not applied.
-
-    Args:
-        model: as it was before the step, with the gradients.
-        found: what the monitor says of the step.
-        step: its number.
-        folder: of the checkpoints.
-    """
+    """The error for a step with the gradients that `model` holds, of which the monitor `found` something or nothing."""
     bad = [name for name, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
     # Backwards, the last layer comes first.
     place = f"first seen in the gradient of {bad[-1]}" if bad else "in gradients of another process, or their sum"
