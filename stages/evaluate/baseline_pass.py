@@ -43,7 +43,7 @@ class BaselineRun:
         self.fitted = self.aligned or self.method == "best_mask"
         calibration = text.calibration if self.fitted else []
         self._calibration = TokenStream(stream, calibration)
-        self._heldout = TokenStream(stream, text.heldout)
+        self.heldout = TokenStream(stream, text.heldout)
 
     def step(self, layer: StreamLayer, facts: LayerFacts, cut: Sequence[Tensor], hidden: Memo, *, last: bool) -> None:
         """Fit on calibration inputs, then pass the layer with both splits; after the last nothing is fitted.
@@ -57,9 +57,9 @@ class BaselineRun:
         carved = self._align(layer, baseline, hidden) if self.aligned else baseline.carved
         if not last:
             self._calibration.leave(map(carved, inputs))
-        self._heldout.enter(layer)
+        self.heldout.enter(layer)
         plain = CarvedFFN(baseline.carved.features, carved.down_DF)
-        self._heldout.leave(map(plain, self._heldout.inputs))
+        self.heldout.leave(map(plain, self.heldout.inputs))
 
     def _align(self, layer: StreamLayer, baseline: Baseline, hidden: Memo) -> CarvedFFN:
         """The baseline with columns fitted as the carve's; of every batch activations are computed once."""
@@ -71,10 +71,6 @@ class BaselineRun:
             features.keep(x_TD, baseline.features(x_TD, h_TF))
         remembered = CarvedFFN(features, baseline.carved.down_DF)
         return align_down(remembered, inputs, lambda batch, _: wanted[batch], self._settings).carved
-
-    def loss(self, stream: LayerStream, text: Text) -> MeanLoss:
-        """Held-out loss after the last layer."""
-        return self._heldout.loss(stream, text.heldout)
 
 
 @torch.no_grad()
@@ -112,7 +108,7 @@ def run_baselines(
             unaligned = start_baseline("unaligned", facts, cut.inputs, hidden)
             down_FD = unaligned.carved.down_DF.T
             cut.leave(unaligned.features(x_TD, hidden(x_TD)) @ down_FD for x_TD in cut.inputs)
-    return {name: run.loss(stream, text) for name, run in runs.items()}
+    return {name: run.heldout.loss(stream, text.heldout) for name, run in runs.items()}
 
 
 def read_pool(checkpoint: Path, device: torch.device) -> Callable[[int], ExpertWeights]:

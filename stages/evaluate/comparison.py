@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 import models.tiny_onn.register  # noqa: F401 - transformers then knows the project's own class
 from instruments.ffn_probe import GatedFFN
 from models.config import ModelConfig, MoEShape
-from models.ffn import DenseFFN, ffn_modules, watch_ffns
+from models.ffn import DenseFFN, watch_ffns
 from models.loading import input_device, load_whole, placement, resolve_device
 from models.routing import choose_experts
 from stages.evaluate.baselines import LayerFacts, expert_grams, output_norms
-from stages.evaluate.report import LayerResult, ModelCost
+from stages.evaluate.report import LayerResult
 from stages.losses import MeanLoss, measure_loss
 from stages.routing.task import error_drops
 from stages.text.sequences import TokenBatch
@@ -149,23 +149,6 @@ class LayerFidelity:
         """The figures of the layer."""
         unused, load_E = int((self.load_E == 0).sum()), self.load_E / self.load_E.mean()
         return LayerResult(self.error, self.agreement, self.imbalance, unused, load_E.tolist())
-
-
-def compare(
-    dense: PreTrainedModel,
-    carved: PreTrainedModel,
-    batches: Sequence[TokenBatch],
-    facts_of: Callable[[int, DenseFFN], LayerFacts],
-    shape: MoEShape,
-    speed_tokens: int,
-) -> tuple[dict[str, MeanLoss], dict[str, ModelCost], list[LayerResult]]:
-    """Losses and costs of both models by name, and by layer how the carved FFN follows its dense one."""
-    models = {"dense": dense, "carved": carved}
-    losses = {"dense": measure_loss(dense, batches, "dense")}
-    losses["carved"], layers = follow_ffns(carved, batches, ffn_modules(dense), facts_of)
-    speed = measure_speed(models, batches, speed_tokens) if speed_tokens else {}
-    costs = {name: ModelCost(*count_parameters(model, shape), speed.get(name)) for name, model in models.items()}
-    return losses, costs, layers
 
 
 def follow_ffns(

@@ -6,7 +6,7 @@ from dataclasses import replace
 from models.config import ModelConfig, MoEShape
 from models.emit import checkpoint_dtype
 from models.experts import ExpertLoop
-from models.ffn import DenseFFN
+from models.ffn import DenseFFN, ffn_modules
 from models.loading import load_dense, load_tokenizer, resolve_dtype
 from models.stream import LayerStream
 from stages.artifacts.carve import Partition, PoolPartition, Routers, load_partition
@@ -17,10 +17,10 @@ from stages.calibration.batches import CalibrationContext
 from stages.calibration.config import VocabularyConfig
 from stages.evaluate.baseline_pass import Text, read_pool, run_baselines, run_pool_baselines
 from stages.evaluate.baselines import LayerFacts
-from stages.evaluate.comparison import compare, load_carved
+from stages.evaluate.comparison import count_parameters, follow_ffns, load_carved, measure_speed
 from stages.evaluate.config import EvaluateConfig
 from stages.evaluate.report import Evaluation, LayerResult, ModelCost, summarise, write_report
-from stages.losses import MeanLoss
+from stages.losses import MeanLoss, measure_loss
 from stages.text.config import DataConfig
 from stages.text.sequences import batch_sequences, load_sequences
 
@@ -69,12 +69,20 @@ def run(
 def compare_models(
     job: Job, context: CalibrationContext, text: Text, facts_of: FactsOf, evaluate: EvaluateConfig, shape: MoEShape
 ) -> tuple[dict[str, MeanLoss], dict[str, ModelCost], list[LayerResult]]:
-    """Dense and carved model side by side, as `compare` says; both are freed before the baselines run."""
+    """Losses and costs of both models by name, and how each carved FFN follows its dense one.
+
+    The models are freed before the baselines run.
+    """
     # The MoE is cut from the stored weights, so that it is compared with the stored model, however the scan computed.
     dense = load_dense(replace(context.model, quantization="none"), context.folder)
     checkpoint = job.parents[evaluate.checkpoint] / "checkpoint"
     carved = load_carved(checkpoint, context.model, dense.dtype, job.scratch / "offloaded")
-    return compare(dense, carved, text.heldout, facts_of, shape, evaluate.speed_tokens)
+    models = {"dense": dense, "carved": carved}
+    losses = {"dense": measure_loss(dense, text.heldout, "dense")}
+    losses["carved"], layers = follow_ffns(carved, text.heldout, ffn_modules(dense), facts_of)
+    speed = measure_speed(models, text.heldout, evaluate.speed_tokens) if evaluate.speed_tokens else {}
+    costs = {name: ModelCost(*count_parameters(one, shape), speed.get(name)) for name, one in models.items()}
+    return losses, costs, layers
 
 
 def read_facts(
