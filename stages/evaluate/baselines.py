@@ -145,13 +145,10 @@ def choice_of(method: str, facts: LayerFacts) -> Choice:
 def start_baseline(
     method: str, facts: LayerFacts, inputs: Sequence[Tensor], hidden: Callable[[Tensor], Tensor] | None = None
 ) -> Baseline:
-    """The baseline before alignment; copies of a neuron share its weight as in the carve.
+    """The baseline `method` (without `_aligned`) before alignment; copies of a neuron share its weight as in the carve.
 
-    Args:
-        method: name without `_aligned`.
-        facts: of the layer.
-        inputs: calibration inputs, for a mask that is chosen by them and for neurons that have copies.
-        hidden: inputs → activations of all neurons; None computes them.
+    Calibration `inputs` are read for a mask that is chosen by them and for neurons that have copies; `hidden` gives
+    their activations, None computes them.
     """
     if method in MASKS:
         return mask_neurons(facts, MASKS[method](facts, inputs))

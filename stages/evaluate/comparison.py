@@ -24,14 +24,10 @@ from stages.text.sequences import TokenBatch
 
 
 def load_carved(folder: Path, model: ModelConfig, dtype: torch.dtype, offload_folder: Path) -> PreTrainedModel:
-    """The checkpoint, frozen, placed as the dense model is.
+    """The checkpoint, frozen, placed as the dense `model` is.
 
-    Args:
-        folder: of the checkpoint.
-        model: settings of the dense model, for its device or devices.
-        dtype: number format of the weights.
-        offload_folder: for weights that fit nowhere else; transformers joins experts while loading, so that what it
-            would read later is in no file of the checkpoint.
+    Weights that fit nowhere else go to `offload_folder`: transformers joins experts while loading, so that what it
+    would read later is in no file of the checkpoint.
     """
     return load_whole(
         folder,

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from stages.text.config import DataConfig
@@ -36,39 +35,20 @@ def read_text(data: DataConfig, train: TrainConfig, tokenizer: PreTrainedTokeniz
     return TrainingText(sequences, batch_sequences(heldout, train.micro_batch * data.max_length, pad_id), pad_id)
 
 
-class OrderedSequences(Dataset[TokenSequence]):
-    """`length` sequences from a text that may be shorter: one shuffled pass after another, as the seed decides.
+def order_sequences(sequences: Sequence[TokenSequence], first: int, length: int, seed: int) -> list[TokenSequence]:
+    """`length` sequences from the `first` on of an endless order: one shuffled pass over the text after another.
 
-    The order is known beforehand, so that a run can be resumed anywhere.
+    The order follows from the seed alone, so that a run can be resumed anywhere.
     """
-
-    def __init__(self, sequences: Sequence[TokenSequence], first: int, length: int, seed: int) -> None:
-        """From the `first` sequence of that endless order."""
-        self._sequences, self._first, self._length, self._seed = sequences, first, length, seed
-        self._passes: dict[int, list[int]] = {}
-
-    def __len__(self) -> int:
-        """How many there are."""
-        return self._length
-
-    def __getitem__(self, index: int) -> TokenSequence:
-        """The sequence at a place of the order."""
-        if not 0 <= index < self._length:
-            raise IndexError(index)
-        number, place = divmod(self._first + index, len(self._sequences))
-        if number not in self._passes:
-            shuffle = torch.Generator().manual_seed(self._seed + number)
-            self._passes = {number: torch.randperm(len(self._sequences), generator=shuffle).tolist()}
-        return self._sequences[self._passes[number][place]]
+    ordered: list[TokenSequence] = []
+    for number in range(first // len(sequences), -(-(first + length) // len(sequences))):
+        shuffle = torch.Generator().manual_seed(seed + number)
+        ordered += [sequences[place] for place in torch.randperm(len(sequences), generator=shuffle).tolist()]
+    start = first % len(sequences)
+    return ordered[start : start + length]
 
 
-@dataclass(frozen=True)
-class Collator:
-    """Pads to the longest sequence of the batch, on the right."""
-
-    pad_id: int
-
-    def __call__(self, sequences: Sequence[TokenSequence]) -> dict[str, Tensor]:
-        """`input_ids`, `attention_mask` and `labels` of ``(B, T)``."""
-        (batch,) = batch_sequences(sequences, sys.maxsize, self.pad_id)
-        return {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "labels": batch.labels}
+def collate(sequences: Sequence[TokenSequence], pad_id: int) -> dict[str, Tensor]:
+    """`input_ids`, `attention_mask` and `labels` of ``(B, T)``, padded on the right to the longest sequence."""
+    (batch,) = batch_sequences(sequences, sys.maxsize, pad_id)
+    return {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "labels": batch.labels}

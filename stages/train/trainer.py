@@ -26,7 +26,7 @@ from stages.train.objective import Objective
 from stages.train.phases import Phase, rate_factor, rates_of
 from stages.train.record import Record, find_latest, mark_whole
 from stages.train.routers import Balance, LogitSchedule, add_up, move_biases, stretch
-from stages.train.text import Collator, OrderedSequences, TrainingText
+from stages.train.text import TrainingText, collate, order_sequences
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ def training_arguments(context: TrainContext, phase: Phase, folder: Path) -> Tra
         ddp_find_unused_parameters=False,
         fsdp=settings.fsdp,
         fsdp_config=settings.fsdp_config,
-        train_sampling_strategy="sequential",  # OrderedSequences has an order of its own
+        train_sampling_strategy="sequential",  # see `order_sequences`
         logging_steps=settings.log_steps,
         logging_nan_inf_filter=False,
         save_steps=whole_logs(settings.save_steps, settings),
@@ -109,8 +109,8 @@ class MoETrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
         super().__init__(
             model,
             training_arguments(context, phase, folder),
-            Collator(context.text.pad_id),
-            OrderedSequences(context.text.sequences, phase.first * batch, phase.steps * batch, context.seed),
+            partial(collate, pad_id=context.text.pad_id),
+            order_sequences(context.text.sequences, phase.first * batch, phase.steps * batch, context.seed),
             optimizer_cls_and_kwargs=(AdamW, {"params": groups, "betas": BETAS}),
             callbacks=[PhaseCallback(self)],
         )
