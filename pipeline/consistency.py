@@ -154,9 +154,9 @@ def _training_contradictions(train: TrainConfig, workers: int) -> Iterator[Confi
         where = "settings train.router_share, train.experts_share and train.all_share"
         do = f"train.experts_share={max(0.0, 1 - train.router_share - train.all_share):g}"
         yield ConfigError(what, where=where, do=do)
-    if not (train.language_model or train.logits or train.hidden):
-        what = "nothing is minimised: the weights of all three losses are 0"
-        where = "settings train.language_model, train.logits and train.hidden"
+    if not (train.language_model or train.logits):
+        what = "nothing is minimised: the weights of both losses are 0"
+        where = "settings train.language_model and train.logits"
         yield ConfigError(what, where=where, do="train.language_model=1")
     yield from _batch_contradictions(train, workers)
     if train.fsdp and workers == 1:

@@ -24,9 +24,11 @@ from stages.losses import forward_losses, save_memory
 from stages.text.config import DataConfig
 from stages.text.sequences import TokenBatch, batch_sequences, load_text
 
+logger = logging.getLogger(__name__)
+
 
 def summarise(folder: Path, manifest: Manifest, config: DumpConfig, *, seconds: float) -> Table:
-    """The closing table; what is missing or suspicious stands below it."""
+    """The closing table; notes below it name what is missing or suspicious."""
     listing = list_dump(folder)
     stored = {record.key for record in listing.records if record.status == STORED}
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
@@ -39,9 +41,6 @@ def summarise(folder: Path, manifest: Manifest, config: DumpConfig, *, seconds: 
         ("time", f"{seconds:.1f} s, {size / 2**20 / max(seconds, 1e-9):.0f} MiB/s"),
     ]
     return Table("Tensors dumped", ("what", "value"), rows, manifest.complaints(config))
-
-
-logger = logging.getLogger(__name__)
 
 
 def run(job: Job, *, model: ModelConfig, data: DataConfig, dump: DumpStageConfig) -> Table:
