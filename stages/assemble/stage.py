@@ -22,10 +22,9 @@ from stages.artifacts.tensor_file import load_layer_checkpoint, save_layer_check
 from stages.assemble.config import AssembleConfig
 from stages.assemble.report import RouterReport, summarise, summarise_pool
 from stages.calibration.alignment import column_scale, gate_moments, least_squares, scale_columns
-from stages.calibration.batches import CalibrationContext, pick_tokens, take_tokens
+from stages.calibration.batches import CalibrationContext, TokenStream, pick_tokens, take_tokens
 from stages.calibration.config import VocabularyConfig
 from stages.calibration.emission import CheckpointFormat
-from stages.calibration.token_stream import TokenStream
 from stages.routing.descent import DescentSettings
 from stages.routing.fit import RouterSettings, fit_pool_router, fit_router
 from stages.routing.task import (

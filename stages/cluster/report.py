@@ -14,11 +14,10 @@ from models.config import MoEShape
 from models.routing import membership
 from stages.artifacts.job import Table
 from stages.cluster.config import NOTHING_RANKED, ClusterConfig, drops
-from stages.cluster.evidence import CONTROL, LayerEvidence
+from stages.cluster.evidence import CHUNK, CONTROL, LayerEvidence, unpack_bits
 from stages.cluster.layer import LayerPartition
 from stages.cluster.methods import mean_directions, total_similarity
 from stages.cluster.router_aware import assign_balanced
-from stages.cluster.views import CHUNK, unpack_bits
 
 
 class Objective(NamedTuple):

@@ -17,11 +17,18 @@ from stages.artifacts.statistics import NeuronStatistics, Scores
 from stages.artifacts.tensor_file import load_layer_checkpoint, save_layer_checkpoint
 from stages.calibration.config import VocabularyConfig
 from stages.cluster.config import ClusterConfig
-from stages.cluster.evidence import GROUPING, LAYOUT, LayerActivity, LayerEvidence, open_activities, rank_neurons
+from stages.cluster.evidence import (
+    GROUPING,
+    LAYOUT,
+    LayerActivity,
+    LayerEvidence,
+    open_activities,
+    rank_neurons,
+    view_neurons,
+)
 from stages.cluster.layer import LayerPartition, layer_shapes, partition_layer
 from stages.cluster.picture import layers_to_draw, plot_layer
 from stages.cluster.report import describe, measure_layer, tabulate_layers
-from stages.cluster.views import view_neurons
 from stages.text.config import DataConfig
 
 

@@ -16,8 +16,7 @@ from models.stream import LayerStream, StreamLayer
 from models.targets.choose import MOE_TARGETS
 from models.training import find_routers, selection_bias
 from stages.calibration.alignment import AlignmentSettings, align_down
-from stages.calibration.batches import layer_seed
-from stages.calibration.token_stream import TokenStream
+from stages.calibration.batches import TokenStream, layer_seed
 from stages.evaluate.baselines import MASKS, Baseline, CarvedFFN, LayerFacts, Memo, start_baseline
 from stages.losses import MeanLoss, measure_loss
 from stages.text.sequences import TokenBatch

@@ -25,9 +25,8 @@ from stages.calibration.alignment import (
     scale_columns,
     split_validation,
 )
-from stages.calibration.batches import CalibrationContext
+from stages.calibration.batches import CalibrationContext, LayerSample, TokenStream
 from stages.calibration.emission import CheckpointFormat
-from stages.calibration.token_stream import LayerSample, TokenStream
 from stages.project.config import ProjectConfig
 from stages.routing.descent import DescentSettings
 from stages.routing.fit import RouterSettings, refit_router

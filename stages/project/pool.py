@@ -16,9 +16,8 @@ from stages.artifacts.carve import PoolPartition, Routers
 from stages.artifacts.experts import load_pool
 from stages.artifacts.job import Job, Table
 from stages.calibration.alignment import at_usual_gates, scale_columns, scale_pool, split_validation
-from stages.calibration.batches import CalibrationContext
+from stages.calibration.batches import CalibrationContext, LayerSample, sample_layers
 from stages.calibration.emission import CheckpointFormat
-from stages.calibration.token_stream import LayerSample, sample_layers
 from stages.project.config import ProjectConfig
 from stages.project.end_to_end import project_end_to_end
 from stages.project.gradient_projection import ProjectionOutcome

@@ -16,8 +16,8 @@ from torch import Tensor
 from models.experts import ExpertLoop
 from models.routing import relative_gates
 from stages.calibration.alignment import relative_error
+from stages.calibration.batches import LayerSample
 from stages.calibration.normal_equations import NormalEquations
-from stages.calibration.token_stream import LayerSample
 
 
 class PoolAlignment(NamedTuple):

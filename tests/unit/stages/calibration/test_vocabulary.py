@@ -7,9 +7,8 @@ from transformers import AutoTokenizer
 
 from models.source import EMBEDDED
 from models.stream import LayerStream
-from stages.calibration.batches import calibration_batches, draw_sequences, text_only
+from stages.calibration.batches import TokenStream, calibration_batches, draw_sequences, text_only
 from stages.calibration.config import VocabularyConfig
-from stages.calibration.token_stream import TokenStream
 from stages.text.config import DataConfig
 from stages.text.sequences import IGNORED
 
