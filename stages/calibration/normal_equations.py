@@ -1,6 +1,6 @@
-"""Streamed ridge regression from second moments, and the neurons that its refit can best do without."""
+"""Streamed ridge regression: only second moments are kept, never all the tokens."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float, Int
@@ -8,7 +8,6 @@ from torch import Tensor
 
 from instruments.errors import NumericsError
 from models.experts import Block, sum_blocks
-from models.ffn import DenseFFN
 
 LARGE = 2048  # inputs
 SOUND = 1e5  # condition number
@@ -120,81 +119,3 @@ def solving_dtype(inputs: int, penalty: float) -> torch.dtype:
     fp32 keeps two digits of what is itself an estimate.
     """
     return torch.float32 if inputs >= LARGE and inputs / penalty <= SOUND else torch.float64
-
-
-PENALTY = 1e-2  # of the refit, relative to the mean diagonal of the second moment
-SHARE = 32  # one in so many of the neurons that are left goes at a time
-PACKED = 0.8  # of the rows at hand are those of neurons that are left; below that they are copied together
-
-
-def rank_by_alignment(ffn: DenseFFN, inputs: Iterable[Tensor], keep: int) -> Float[Tensor, "F"]:
-    """The order in which neurons are worth keeping, higher is better, by what the aligned output loses without them."""
-    if keep >= ffn.width:
-        return torch.ones(ffn.width)
-    return rank_by_elimination(second_moment(ffn, inputs), ffn.down_DF, keep)
-
-
-def second_moment(ffn: DenseFFN, inputs: Iterable[Tensor]) -> Float[Tensor, "F F"]:
-    """Σ_t h hᵀ over the tokens of all inputs."""
-    gram_FF = ffn.down_DF.new_zeros(ffn.width, ffn.width)
-    for hidden_TF in map(ffn.hidden, inputs):
-        gram_FF.addmm_(hidden_TF.T, hidden_TF)
-    return gram_FF
-
-
-def rank_by_elimination(gram_FF: Float[Tensor, "F F"], down_DF: Float[Tensor, "D F"], keep: int) -> Float[Tensor, "F"]:
-    """Backward elimination: drop the neurons whose loss, once the others' columns are refitted, is least, and again.
-
-    Without neuron j the error Σ_t‖Σ_i h_i·d_i − Σ_{i≠j} h_i·w_i‖² rises by ‖w_j‖² / [G⁻¹]_jj at the best columns w.
-
-    Args:
-        gram_FF: ``(F, F)`` second moment of the activations.
-        down_DF: ``(D, F)`` the columns.
-        keep: neurons at which to stop, at least 1.
-    Returns:
-        ``(F,)`` 0 for the first that went, up; the neurons that stay come last, in the order of their loss.
-    Numerics: inverse in fp64, downdates in fp32; the ridge keeps them stable.
-    Source: the optimal brain surgeon (Hassibi, Stork 1993) for whole neurons, as in ZipLM, arXiv:2302.04089.
-    """
-    inverse_UU, columns_UD = _inverse(gram_FF), down_DF.T.clone()
-    left_U = torch.arange(len(gram_FF), device=gram_FF.device)
-    alive_U = torch.ones_like(left_U, dtype=torch.bool)
-    gone, alive = [], len(left_U)
-    while alive > max(1, keep):
-        count = min(max(1, alive // SHARE), alive - max(1, keep))
-        losses_U = _losses(columns_UD, inverse_UU).masked_fill_(~alive_U, torch.inf)
-        out_u = losses_U.topk(count, largest=False).indices
-        gone.append(left_U[out_u])
-        _drop(inverse_UU, columns_UD, out_u)
-        alive_U[out_u] = False
-        alive -= count
-        if alive < PACKED * len(left_U):
-            stay = alive_U.nonzero()[:, 0]
-            inverse_UU, columns_UD = inverse_UU[stay[:, None], stay], columns_UD[stay]
-            left_U, alive_U = left_U[stay], alive_U[stay]
-    order = _losses(columns_UD, inverse_UU).masked_fill_(~alive_U, torch.inf).argsort()[:alive]
-    order_F = torch.cat([*gone, left_U[order]])
-    ranks_F = torch.empty(len(order_F))
-    ranks_F[order_F.cpu()] = torch.arange(len(order_F), dtype=torch.float32)
-    return ranks_F
-
-
-def _inverse(gram_FF: Tensor) -> Tensor:
-    system_FF = gram_FF.double()
-    system_FF.diagonal().add_(PENALTY * system_FF.diagonal().mean() + 1e-30)
-    inverse_FF: Tensor = torch.cholesky_inverse(torch.linalg.cholesky(system_FF)).float()
-    return inverse_FF
-
-
-def _losses(columns_UD: Tensor, inverse_UU: Tensor) -> Tensor:
-    losses_U: Tensor = columns_UD.square().sum(1) / inverse_UU.diagonal().clamp_min(1e-30)
-    return losses_U
-
-
-def _drop(inverse_UU: Tensor, columns_UD: Tensor, out_u: Tensor) -> None:
-    """Refit inverse and columns of the neurons that stay, in place; rows and columns of those that go become noise."""
-    across_uU = inverse_UU[out_u]
-    joint = torch.cat([across_uU, columns_UD[out_u]], 1)
-    solved = torch.linalg.solve(across_uU[:, out_u].double(), joint.double()).float()
-    inverse_UU.addmm_(across_uU.T, solved[:, : len(inverse_UU)], alpha=-1)
-    columns_UD.addmm_(across_uU.T, solved[:, len(inverse_UU) :], alpha=-1)

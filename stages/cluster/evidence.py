@@ -21,7 +21,7 @@ from models.stream import LayerStream
 from stages.artifacts.statistics import NeuronStatistics, Scores
 from stages.calibration.batches import TokenStream, calibration_batches, evenly_spaced
 from stages.calibration.config import VocabularyConfig
-from stages.calibration.normal_equations import rank_by_alignment
+from stages.calibration.elimination import rank_by_alignment
 from stages.cluster.config import ClusterConfig
 from stages.text.config import DataConfig
 from stages.text.sequences import TokenBatch

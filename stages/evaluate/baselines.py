@@ -15,7 +15,7 @@ from models.config import MoEShape
 from models.experts import Block, ExpertLoop
 from models.ffn import DenseFFN
 from models.routing import LinearRouter, active_copies, choose_experts, chosen_mask, has_copies, membership
-from stages.calibration.normal_equations import rank_by_alignment
+from stages.calibration.elimination import rank_by_alignment
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from models.ffn import DenseFFN
-from stages.calibration import normal_equations as elimination
-from stages.calibration.normal_equations import rank_by_alignment, rank_by_elimination
+from stages.calibration import elimination
+from stages.calibration.elimination import rank_by_alignment, rank_by_elimination
 
 D, F, T = 5, 14, 400
 
