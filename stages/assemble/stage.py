@@ -16,7 +16,7 @@ from models.loading import release_freed_memory
 from models.routing import LOGIT_STD, GateKind, LinearRouter
 from models.stream import LayerStream
 from stages.artifacts.carve import Partition, PoolPartition, Routers, load_partition
-from stages.artifacts.experts import load_layer, load_pool
+from stages.artifacts.experts import CheckpointFormat, load_layer, load_pool
 from stages.artifacts.job import Job, Table
 from stages.artifacts.tensor_file import load_layer_checkpoint, save_layer_checkpoint
 from stages.assemble.config import AssembleConfig
@@ -24,7 +24,6 @@ from stages.assemble.report import RouterReport, summarise, summarise_pool
 from stages.calibration.alignment import column_scale, gate_moments, least_squares, scale_columns
 from stages.calibration.batches import CalibrationContext, TokenStream, pick_tokens, take_tokens
 from stages.calibration.config import VocabularyConfig
-from stages.calibration.emission import CheckpointFormat
 from stages.routing.descent import DescentSettings
 from stages.routing.fit import RouterSettings, fit_pool_router, fit_router
 from stages.routing.task import (

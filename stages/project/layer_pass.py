@@ -14,7 +14,7 @@ from models.routing import GateKind, LinearRouter, rounded
 from models.stream import LayerStream
 from models.targets.base import is_power_of_two
 from stages.artifacts.carve import Partition, Routers
-from stages.artifacts.experts import load_layer
+from stages.artifacts.experts import CheckpointFormat, load_layer
 from stages.artifacts.tensor_file import load_layer_checkpoint, save_layer_checkpoint
 from stages.calibration.alignment import (
     Target,
@@ -26,7 +26,6 @@ from stages.calibration.alignment import (
     split_validation,
 )
 from stages.calibration.batches import CalibrationContext, LayerSample, TokenStream
-from stages.calibration.emission import CheckpointFormat
 from stages.project.config import ProjectConfig
 from stages.routing.descent import DescentSettings
 from stages.routing.fit import RouterSettings, refit_router

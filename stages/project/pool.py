@@ -13,14 +13,12 @@ from models.experts import ExpertLoop, ExpertWeights
 from models.routing import LinearRouter
 from models.stream import LayerStream
 from stages.artifacts.carve import PoolPartition, Routers
-from stages.artifacts.experts import load_pool
+from stages.artifacts.experts import CheckpointFormat, load_pool
 from stages.artifacts.job import Job, Table
 from stages.calibration.alignment import at_usual_gates, scale_columns, scale_pool, split_validation
 from stages.calibration.batches import CalibrationContext, LayerSample, sample_layers
-from stages.calibration.emission import CheckpointFormat
 from stages.project.config import ProjectConfig
-from stages.project.end_to_end import project_end_to_end
-from stages.project.gradient_projection import ProjectionOutcome
+from stages.project.gradient_projection import ProjectionOutcome, project_end_to_end
 from stages.project.layer_pass import refit_settings
 from stages.project.pool_alignment import align_pool, layer_errors
 from stages.project.report import describe_gradients

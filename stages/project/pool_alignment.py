@@ -15,9 +15,8 @@ from torch import Tensor
 
 from models.experts import ExpertLoop
 from models.routing import relative_gates
-from stages.calibration.alignment import relative_error
+from stages.calibration.alignment import NormalEquations, relative_error
 from stages.calibration.batches import LayerSample
-from stages.calibration.normal_equations import NormalEquations
 
 
 class PoolAlignment(NamedTuple):

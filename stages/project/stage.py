@@ -4,12 +4,12 @@ from models.config import ModelConfig, MoEShape
 from models.loading import release_freed_memory
 from models.stream import LayerStream
 from stages.artifacts.carve import Partition, Routers
+from stages.artifacts.experts import CheckpointFormat, FormatSettings
 from stages.artifacts.job import Job, Table
 from stages.calibration.batches import CalibrationContext
 from stages.calibration.config import VocabularyConfig
-from stages.calibration.emission import CheckpointFormat, FormatSettings
 from stages.project.config import ProjectConfig
-from stages.project.end_to_end import project_layers
+from stages.project.gradient_projection import project_layers
 from stages.project.layer_pass import find_done, project_all
 from stages.project.pool import run_pool
 from stages.project.report import describe, summarise

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from models.experts import ExpertLoop
 from models.routing import LinearRouter
-from stages.calibration.alignment import split_validation
+from stages.calibration.alignment import NormalEquations, split_validation
 from stages.calibration.batches import evenly_spaced
 from stages.calibration.config import FITTED_ROUTERS
-from stages.calibration.normal_equations import NormalEquations
 from stages.routing.descent import DescentSettings, Sample, descend
 from stages.routing.task import RouterTask, join, output_error, output_norms
 
