@@ -17,8 +17,8 @@ from models.card import CarveFacts, write_card
 from models.checkpoint.reader import ShardReader
 from models.config import ModelConfig, MoEShape
 from models.emit import checkpoint_dtype, emit_checkpoint
-from models.experts import ExpertWeights
-from models.routing import GateKind
+from models.experts import ExpertLoop, ExpertWeights
+from models.routing import GateKind, LinearRouter
 from models.targets.base import MoETarget, gate_kind, gate_scale_of
 from models.targets.choose import select_target
 from stages.artifacts.carve import Partition, PoolPartition, Routers
@@ -184,8 +184,36 @@ class CheckpointFormat:
         """What routers pay for uneven load."""
         return self.settings.load_price(pooled=self.shape.pooled)
 
-    def write(self, folder: Path, routers: Routers, experts: Callable[[int], ExpertWeights]) -> None:
-        """Write the checkpoint; `experts` and errors as of `emit_checkpoint`."""
+    def loop(
+        self,
+        partition: Partition | PoolPartition,
+        layer: int,
+        experts: ExpertWeights,
+        router: LinearRouter,
+        act: Callable[[Tensor], Tensor],
+        device: torch.device,
+    ) -> ExpertLoop:
+        """One layer in fp32, as the checkpoint will compute it; one over a pool chooses among all its experts."""
+        neurons_EN = partition.neurons if self.shape.pooled else partition.neurons[layer]
+        return ExpertLoop(
+            experts.to(device, torch.float32), neurons_EN.to(device), partition.always_on[layer].to(device),
+            router.to(device), self.shape.top_k, partition.width, act, self.gate,
+        )  # fmt: skip
+
+    def write(
+        self,
+        folder: Path,
+        routers: Routers,
+        experts: Callable[[int], ExpertWeights],
+        *,
+        model: ModelConfig,
+        partition: Partition | PoolPartition,
+        projection: str,
+    ) -> None:
+        """Write the checkpoint and its model card.
+
+        `experts` and errors are as of `emit_checkpoint`; `projection` says in a sentence what was done.
+        """
         emit_checkpoint(
             self.source,
             folder,
@@ -197,11 +225,6 @@ class CheckpointFormat:
             dtype=self.settings.dtype,
             pad_to=self.settings.pad_to,
         )
-
-    def write_card(
-        self, folder: Path, model: ModelConfig, partition: Partition | PoolPartition, projection: str
-    ) -> None:
-        """Write the model card into the checkpoint's folder; `projection` says in a sentence what was done."""
         multiplicity_LF = partition.multiplicity
         write_card(
             folder,

@@ -1,6 +1,6 @@
 """Behaviour alignment: fit down_proj to the dense model's output by ridge regression, scale it to what gates weigh."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, Self, TypeVar
 
@@ -90,7 +90,8 @@ class NormalEquations:
         # Inputs that are always zero (neurons of no active expert) keep a zero weight, and cost nothing.
         used_a = self.gram_AA.diagonal().nonzero()[:, 0]
         dtype = solving_dtype(len(used_a), penalty)
-        system_aa = self._system(used_a, dtype)
+        every = len(used_a) == len(self.gram_AA)
+        system_aa = self.gram_AA.to(dtype, copy=True) if every else self.gram_AA[used_a][:, used_a].to(dtype)
         system_aa.diagonal().copy_(self.gram_AA.diagonal()[used_a] + penalty * scale)
         factor_aa, failed = torch.linalg.cholesky_ex(system_aa, upper=True)
         if failed:
@@ -102,12 +103,6 @@ class NormalEquations:
         solved_aY = torch.cholesky_solve(self.cross_AY[used_a].to(dtype), factor_aa, upper=True)
         weight_AY[self.order_A[used_a]] = solved_aY.float()
         return weight_AY.T
-
-    def _system(self, used_a: Int[Tensor, "a"], dtype: torch.dtype) -> Float[Tensor, "a a"]:
-        """A copy of the used inputs' moments."""
-        if len(used_a) == len(self.gram_AA):
-            return self.gram_AA.to(dtype, copy=True)
-        return self.gram_AA[used_a][:, used_a].to(dtype)
 
 
 def _rows(a_TA: Tensor, tokens_t: Tensor) -> Tensor:
@@ -130,9 +125,6 @@ def split_validation(batches: int, share: float) -> tuple[list[int], list[int]]:
     validation = {round((index + 0.5) * batches / count - 0.5) for index in range(count)} if count else set()
     fitted = [index for index in range(batches) if index not in validation]
     return fitted, sorted(validation) or fitted
-
-
-Target = Callable[[int, Tensor], Tensor]
 
 
 class Alignable(Protocol):
@@ -173,30 +165,26 @@ class Alignment(Generic[Carved]):
 
 
 def relative_error(
-    carved: Callable[[Tensor], Tensor], inputs: Sequence[Tensor], target: Target, batches: Sequence[int]
+    carved: Callable[[Tensor], Tensor], inputs: Sequence[Tensor], wanted: Sequence[Tensor], batches: Sequence[int]
 ) -> float:
-    """Σ‖target − y‖² / Σ‖target‖² over the given batches."""
+    """Σ‖wanted − y‖² / Σ‖wanted‖² over the given batches."""
     missed, total = 0.0, 0.0
     for index in batches:
-        wanted_TD = target(index, inputs[index])
-        missed += float((wanted_TD - carved(inputs[index])).double().square().sum())
-        total += float(wanted_TD.double().square().sum())
+        missed += float((wanted[index] - carved(inputs[index])).double().square().sum())
+        total += float(wanted[index].double().square().sum())
     return missed / total if total else 0.0
 
 
 @torch.no_grad()
 def align_down(
-    carved: Carved,
-    inputs: Sequence[Tensor],
-    target: Target,
-    settings: AlignmentSettings,
+    carved: Carved, inputs: Sequence[Tensor], wanted: Sequence[Tensor], settings: AlignmentSettings
 ) -> Alignment[Carved]:
     """Fit the change of the down columns; keep the penalty of the lowest validation error, or none.
 
     Args:
         carved: the layer as it is.
-        inputs: its FFN inputs, a batch each.
-        target: (batch index, its inputs) → wanted outputs (T, D).
+        inputs: its FFN inputs (T, D), a batch each.
+        wanted: its outputs for them (T, D).
         settings: ridge penalties, relative to the mean diagonal of the features' second moment; share of the batches
             in the validation split; and whether the columns stay where no penalty lowers the validation error.
     """
@@ -204,13 +192,13 @@ def align_down(
     moments = NormalEquations(carved.width, inputs[0].shape[1], device=inputs[0].device)
     for index in fitted:
         blocks, output_TD = carved.run(inputs[index])
-        moments.add_blocks(blocks, target(index, inputs[index]) - output_TD)
-    before = relative_error(carved, inputs, target, validation) if settings.validate else float("inf")
+        moments.add_blocks(blocks, wanted[index] - output_TD)
+    before = relative_error(carved, inputs, wanted, validation) if settings.validate else float("inf")
     best = Alignment(carved, before, None)
     last = float("inf")
     for penalty in sorted(settings.penalties, reverse=True):
         candidate = carved.with_change(moments.solve(penalty))
-        error = relative_error(candidate, inputs, target, validation)
+        error = relative_error(candidate, inputs, wanted, validation)
         if error < best.error:
             best = Alignment(candidate, error, penalty)
         if error > last:
@@ -228,12 +216,14 @@ def gate_weights(loop: ExpertLoop, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, 
 
 def gate_moments(loop: ExpertLoop, inputs: Sequence[Tensor]) -> Float[Tensor, "2 E"]:
     """Σ_t g and Σ_t g² of every expert over the tokens that choose it, fp64."""
-    device = loop.router.rows_ED.device
-    moments_2E = torch.zeros(2, loop.router.experts, dtype=torch.float64, device=device)
-    for x_TD in inputs:
-        weights_TE = gate_weights(loop, x_TD).double()
-        moments_2E += torch.stack([weights_TE.sum(0), weights_TE.square().sum(0)])
-    return moments_2E
+    return sum_moments(gate_weights(loop, x_TD) for x_TD in inputs)
+
+
+def sum_moments(batches: Iterable[Tensor]) -> Float[Tensor, "2 A"]:
+    """Σ_t w and Σ_t w² of every column of weights (T, A), fp64."""
+    weights = (weights_TA.double() for weights_TA in batches)
+    moments = (torch.stack([weights_TA.sum(0), weights_TA.square().sum(0)]) for weights_TA in weights)
+    return sum(moments, torch.zeros((), dtype=torch.float64))
 
 
 def least_squares(moments_2E: Float[Tensor, "2 E"]) -> Float[Tensor, "E"]:
@@ -248,9 +238,8 @@ def column_scale(loop: ExpertLoop, inputs: Sequence[Tensor]) -> Float[Tensor, "E
     First each expert's own constant; then, where neurons are in several experts, that of the sum of their copies:
     Σ_t c_j / Σ_t c_j² over the tokens for which neuron j is active, c_j the sum of its copies' scaled gates.
 
-    Args:
-        loop: the layer; its gates and its choice count, its weights do not.
-        inputs: FFN inputs, a batch each.
+    Only the loop's gates and its choice count, its weights do not.
+
     Numerics: 1 where gates are constant and no copies are active together; 1/multiplicity where all experts are on.
     """
     expert_E = least_squares(gate_moments(loop, inputs))
@@ -258,10 +247,7 @@ def column_scale(loop: ExpertLoop, inputs: Sequence[Tensor]) -> Float[Tensor, "E
     if not has_copies(neurons_EN):
         return expert_E[:, None].expand(neurons_EN.shape)
     member_EF = membership(neurons_EN, loop.width) * expert_E[:, None]
-    moments_2F = torch.zeros(2, loop.width, dtype=torch.float64, device=expert_E.device)
-    for x_TD in inputs:
-        copies_TF = (gate_weights(loop, x_TD) @ member_EF).double()
-        moments_2F += torch.stack([copies_TF.sum(0), copies_TF.square().sum(0)])
+    moments_2F = sum_moments(gate_weights(loop, x_TD) @ member_EF for x_TD in inputs)
     return expert_E[:, None] * least_squares(moments_2F)[neurons_EN]
 
 
@@ -272,8 +258,8 @@ def scale_columns(loop: ExpertLoop, scale_EN: Float[Tensor, "E #N"]) -> ExpertLo
 
 def scale_pool(loops: Sequence[ExpertLoop], inputs: Sequence[Sequence[Tensor]]) -> Float[Tensor, "E 1"]:
     """The same for a pool: one constant per expert, over the tokens of all layers. Neurons have no copies there."""
-    moments = [gate_moments(loop, seen) for loop, seen in zip(loops, inputs, strict=True)]
-    return least_squares(torch.stack(moments).sum(0))[:, None]
+    moments_L2E = torch.stack([gate_moments(loop, seen) for loop, seen in zip(loops, inputs, strict=True)])
+    return least_squares(moments_L2E.sum(0))[:, None]
 
 
 def at_usual_gates(loop: ExpertLoop, inputs: Sequence[Tensor]) -> ExpertLoop:

@@ -28,16 +28,11 @@ SEED = 0
 def draw_sequences(
     tokenizer: PreTrainedTokenizerBase, met: Collection[int], tokens: int, length: int
 ) -> list[TokenSequence]:
-    """At most so many tokens in sequences of `length`, none twice; no label counts in a loss.
+    """At most so many tokens in sequences of at most `length`, none twice; no label counts in a loss.
 
-    A token's weight falls with its id, 1 / (rank + OFFSET): pair merges are numbered in the order they were learnt, the
-    frequent first. The draw is always the same for the same `met`.
-
-    Args:
-        tokenizer: of the model; its special and added tokens are not drawn.
-        met: ids that the text has, which are not drawn either.
-        tokens: most to draw; all that are left where these are fewer.
-        length: of a sequence, at most.
+    Special tokens, added tokens and those that the text has `met` are not drawn. A token's weight falls with its id,
+    1 / (rank + OFFSET): pair merges are numbered in the order they were learnt, the frequent first. The draw is always
+    the same for the same `met`.
     """
     known = {*met, *tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
     ids_V = torch.tensor(sorted(set(tokenizer.get_vocab().values())))
@@ -100,16 +95,11 @@ class CalibrationContext:
     @property
     def text(self) -> list[TokenBatch]:
         """The batches without random tokens; they come first."""
-        return text_only(self.batches)
+        return [batch for batch in self.batches if batch.is_text]
 
     def layer_seed(self, index: int) -> int:
         """A layer's own seed, see `layer_seed`."""
         return layer_seed(self.seed, index)
-
-
-def text_only(batches: Sequence[TokenBatch]) -> list[TokenBatch]:
-    """Without those drawn from the vocabulary."""
-    return [batch for batch in batches if batch.is_text]
 
 
 def evenly_spaced(count: int, wanted: int) -> Int[Tensor, "t"]:
@@ -117,23 +107,18 @@ def evenly_spaced(count: int, wanted: int) -> Int[Tensor, "t"]:
     return torch.linspace(0, count - 1, max(1, min(count, wanted))).round().long()
 
 
-def pick_tokens(lengths: Sequence[int], wanted: int) -> list[Tensor]:
-    """Of every batch the indices of as large a part as keeps all together at about `wanted`; one of each at least."""
-    share = min(1.0, wanted / max(1, sum(lengths)))
-    return [evenly_spaced(length, round(length * share)) for length in lengths]
-
-
-def take_tokens(batches: Sequence[Tensor], picks: Sequence[Tensor]) -> list[Tensor]:
-    """Those tokens of every batch."""
-    return [batch_TD[pick_t] for batch_TD, pick_t in zip(batches, picks, strict=True)]
+def take_tokens(inputs: Sequence[Tensor], outputs: Sequence[Tensor], wanted: int) -> tuple[list[Tensor], list[Tensor]]:
+    """About `wanted` tokens of both: the same evenly spaced part of every batch, at least one token of each."""
+    share = min(1.0, wanted / max(1, sum(map(len, inputs))))
+    picks = [evenly_spaced(len(x_TD), round(len(x_TD) * share)) for x_TD in inputs]
+    taken = ([batch_TD[pick_t] for batch_TD, pick_t in zip(part, picks, strict=True)] for part in (inputs, outputs))
+    return next(taken), next(taken)
 
 
 def layer_seed(seed: int, index: int) -> int:
-    """A layer's own seed; those of another run's `seed` lie apart.
+    """The seed of a layer below 10,007, apart from those of another run's `seed`.
 
-    Args:
-        seed: of the run.
-        index: of the layer, below 10,007. Who must not repeat the draws of another stage adds an offset.
+    A stage that must not repeat the draws of another adds an offset to `index`.
     """
     return seed * 10_007 + index
 
@@ -205,10 +190,6 @@ class LayerSample:
     outputs: list[Tensor]
     act: Callable[[Tensor], Tensor]
 
-    def target(self, batch: int, _x_TD: Tensor) -> Tensor:
-        """The wanted output of a batch."""
-        return self.outputs[batch]
-
 
 @torch.no_grad()
 def sample_layers(stream: LayerStream, batches: Sequence[TokenBatch], tokens: int) -> list[LayerSample]:
@@ -220,8 +201,6 @@ def sample_layers(stream: LayerStream, batches: Sequence[TokenBatch], tokens: in
     for layer in tqdm(stream.layers(), total=stream.depth, desc="sample", unit="layer"):
         passing.enter(layer)
         given = [layer.ffn(x_TD) for x_TD in passing.inputs]
-        picks = pick_tokens([len(x_TD) for x_TD in passing.inputs], tokens)
-        inputs, outputs = take_tokens(passing.inputs, picks), take_tokens(given, picks)
-        samples.append(LayerSample(inputs, outputs, layer.ffn.act))
+        samples.append(LayerSample(*take_tokens(passing.inputs, given, tokens), layer.ffn.act))
         passing.leave(given)
     return samples

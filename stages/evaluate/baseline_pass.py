@@ -93,7 +93,7 @@ class BaselineRun:
             wanted.append(layer.ffn.output(h_TF))
             features.keep(x_TD, baseline.features(x_TD, h_TF))
         remembered = CarvedFFN(features, baseline.carved.down_DF)
-        return align_down(remembered, inputs, lambda batch, _: wanted[batch], self._settings).carved
+        return align_down(remembered, inputs, wanted, self._settings).carved
 
     def loss(self, stream: LayerStream, text: Text) -> MeanLoss:
         """Held-out loss after the last layer."""

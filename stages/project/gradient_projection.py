@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from pathlib import Path
 
 import torch
 from jaxtyping import Float
@@ -11,19 +10,13 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from models.config import ModelConfig
 from models.experts import ExpertLoop, ExpertWeights
-from models.ffn import ffn_modules
-from models.loading import execution_device, load_dense
-from stages.artifacts.carve import Partition
-from stages.artifacts.experts import CheckpointFormat
-from stages.artifacts.tensor_file import load_layer_checkpoint, save_layer_checkpoint
+from models.loading import load_dense
 from stages.calibration.alignment import split_validation
-from stages.calibration.batches import layer_seed
+from stages.calibration.batches import CalibrationContext
 from stages.losses import save_memory
 from stages.project.carved_model import CarvedModel, TaughtBatch
 from stages.project.config import ProjectConfig
-from stages.project.layer_pass import ProjectedLayer, find_done
 from stages.text.sequences import TokenBatch, split_batch
 
 # Matrix of the settings → fields of ExpertWeights: routed experts, always-on neurons.
@@ -44,7 +37,7 @@ def project_neurons(
 
     Args:
         weight: gate or up, a neuron in each row, or down, a neuron in each column; with or without a leading E.
-        gradient: of the loss, of the same shape and any scale.
+        gradient: of the loss, at any scale.
         length: sign·β·α·λ, the L2 norm of each neuron's step; negative goes down the gradient.
         epsilon: keeps a vanishing gradient from being blown up.
         dim: along which a neuron's numbers lie, -1 for rows and -2 for columns.
@@ -56,11 +49,6 @@ def project_neurons(
 def neuron_dim(field: str) -> int:
     """Along which dimension of that field of ExpertWeights a neuron's numbers lie."""
     return -2 if "down" in field else -1
-
-
-def rms_neuron(weight: Float[Tensor, "*E P Q"], dim: int) -> float:
-    """Root mean square of the neurons' norms; `dim` as of `project_neurons`."""
-    return float(weight.norm(dim=dim).square().mean().sqrt())
 
 
 def projected_fields(matrices: list[str]) -> list[str]:
@@ -101,20 +89,18 @@ class GradientRounds:
     """The rounds over one model."""
 
     def __init__(self, model: CarvedModel, text: Sequence[TokenBatch], settings: ProjectConfig, seed: int) -> None:
-        """Share the text out: a part for validation, the rest in rounds of `round_tokens`.
+        """Split the calibration text into a part for validation and rounds of `round_tokens`, in the order of `seed`.
 
-        Args:
-            model: the carved model; `run` changes its experts in place.
-            text: calibration batches.
-            settings: of the projection.
-            seed: of the order of the tokens.
+        `run` changes the experts of `model` in place.
         """
         fitted, held_out = split_validation(len(text), settings.validation_share)
         self._model, self._settings = model, settings
         self._names = projected_fields(settings.matrices)
         weights = model.weights(self._names)
         self._dims = [neuron_dim(name) for name, _ in weights]
-        self._scales = [rms_neuron(weight, dim) for (_, weight), dim in zip(weights, self._dims, strict=True)]
+        # Root mean squares of the neurons' norms.
+        norms = (weight.norm(dim=dim) for (_, weight), dim in zip(weights, self._dims, strict=True))
+        self._scales = [float(norm.square().mean().sqrt()) for norm in norms]
         self._rounds = shuffle_rounds([text[index] for index in fitted], settings, seed)
         self._validation = model.teach(first_tokens([text[index] for index in held_out], VALIDATION_TOKENS))
 
@@ -201,73 +187,29 @@ def divide(count: int, sections: int) -> list[range]:
 
 SEED = 9_000  # in the place of a layer's number, beyond all layers
 
-# The frozen dense model → its layers, carved.
-MakeLoops = Callable[[PreTrainedModel], Sequence[ExpertLoop]]
-
 
 def project_end_to_end(
-    model: ModelConfig,
-    folder: Path,
-    text: Sequence[TokenBatch],
-    make_loops: MakeLoops,
-    project: ProjectConfig,
-    seed: int,
+    context: CalibrationContext, make_loops: Callable[[PreTrainedModel], Sequence[ExpertLoop]], project: ProjectConfig
 ) -> tuple[list[ExpertLoop], ProjectionOutcome]:
     """Rounds of gradient projection over all layers at once; an expert that layers share gets the sum of its gradients.
 
-    Args:
-        model: the source.
-        folder: its checkpoint.
-        text: calibration batches.
-        make_loops: the carved layers, for the model that is loaded here.
-        project: settings of the stage.
-        seed: of the run.
+    `make_loops` gives the carved layers for the frozen dense model, which is loaded here.
     """
     # The experts are cut from the stored weights, whatever the scan computed with: so is the model that teaches them.
-    dense = load_dense(replace(model, quantization="none"), folder)
+    dense = load_dense(replace(context.model, quantization="none"), context.folder)
     save_memory(dense, asked=False)
     carved = CarvedModel(dense, make_loops(dense))
-    outcome = GradientRounds(carved, text, project, layer_seed(seed, SEED)).run()
+    outcome = GradientRounds(carved, context.text, project, context.layer_seed(SEED)).run()
     return carved.loops, outcome
 
 
-def project_layers(
-    model: ModelConfig,
-    folder: Path,
-    text: Sequence[TokenBatch],
-    partition: Partition,
-    checkpoint: CheckpointFormat,
-    project: ProjectConfig,
-    *,
-    aligned: Path,
-    kept: Path,
-    seed: int,
-) -> ProjectionOutcome:
-    """The same for layers with experts of their own: read from the folder `aligned`, kept in the folder `kept`."""
-    depth = partition.layers
-    outcome = load_layer_checkpoint(kept, depth, ProjectionOutcome)
-    if outcome and all(load_layer_checkpoint(kept, layer, ProjectedLayer) is not None for layer in range(depth)):
-        return outcome
-    layers = [find_done(aligned, layer) for layer in range(depth)]
-
-    def make_loops(dense: PreTrainedModel) -> list[ExpertLoop]:
-        return [
-            layer.loop(
-                partition.neurons[index],
-                partition.always_on[index],
-                mlp.act_fn,
-                top_k=checkpoint.shape.top_k,
-                width=partition.width,
-                gate=checkpoint.gate,
-                device=execution_device(mlp.gate_proj),
-            )
-            for index, (layer, mlp) in enumerate(zip(layers, ffn_modules(dense), strict=True))
-        ]
-
-    loops, outcome = project_end_to_end(model, folder, text, make_loops, project, seed)
-    kept.mkdir(exist_ok=True)
-    for index, (layer, loop) in enumerate(zip(layers, loops, strict=True)):
-        rounded = ProjectedLayer.of(loop, layer.outcome, checkpoint.dtype, checkpoint.down_scale)
-        save_layer_checkpoint(kept, index, rounded)
-    save_layer_checkpoint(kept, depth, outcome)
-    return outcome
+def describe_gradients(outcome: ProjectionOutcome | None) -> str:
+    """What gradient projection came to."""
+    if outcome is None:
+        return "gradient projection off"
+    if not outcome.rounds:
+        return "gradient projection tried and undone: no step lowered the KL on validation tokens"
+    return (
+        f"gradient projection in {outcome.rounds} rounds ({outcome.tokens:,} tokens, λ {outcome.length:g}): KL to the "
+        f"dense model on validation tokens {outcome.before:.4f} → {outcome.after:.4f}"
+    )
