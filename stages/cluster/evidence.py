@@ -1,7 +1,6 @@
 """All that is known of a layer when its neurons are grouped: statistics, scores, activity on text, features."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,10 +44,9 @@ class LayerActivity:
         return x_TD[evenly_spaced(len(x_TD), tokens)]
 
 
-@contextmanager
 def open_activities(
     model: ModelConfig, data: DataConfig, vocabulary: VocabularyConfig, batch_tokens: int
-) -> Iterator[Iterator[LayerActivity]]:
+) -> Iterator[LayerActivity]:
     """One pass of the dense model over the calibration text: the activity of every layer in order.
 
     Memory: the hidden states of all tokens and one layer.
@@ -56,7 +54,7 @@ def open_activities(
     folder = resolve_folder(model)
     batches = calibration_batches(data, vocabulary, load_tokenizer(folder), batch_tokens)
     with LayerStream(folder, device=resolve_device(model)) as stream:
-        yield stream_activities(stream, batches)
+        yield from stream_activities(stream, batches)
 
 
 def stream_activities(stream: LayerStream, batches: Sequence[TokenBatch]) -> Iterator[LayerActivity]:
@@ -115,16 +113,14 @@ def rank_neurons(
     if not cluster.ranks(shape, width) and not shape.pooled:
         flat_F = torch.zeros(width)
         return flat_F, flat_F
-    measure_F = align(cluster, evidence, shape) if cluster.aligns(shape, width) else evidence.score_F
+    if cluster.aligns(shape, width):
+        # Without always-on neurons only the dropped ones have to be told apart.
+        keep = shape.always_on or shape.experts * shape.n
+        sample_TD = evidence.activity.sample(cluster.sample_tokens)
+        measure_F = rank_by_alignment(evidence.activity.ffn, [sample_TD], keep)
+    else:
+        measure_F = evidence.score_F
     return measure_F, evidence.score_F if shape.pooled else measure_F
-
-
-def align(cluster: ClusterConfig, evidence: LayerEvidence, shape: MoEShape) -> Float[Tensor, "F"]:
-    """The order in which the aligned output can do without neurons."""
-    activity = evidence.activity
-    # Without always-on neurons only the dropped ones have to be told apart.
-    keep = shape.always_on or shape.experts * shape.n
-    return rank_by_alignment(activity.ffn, [activity.sample(cluster.sample_tokens)], keep)
 
 
 CHUNK = 1024  # neurons unpacked at a time: 32 MiB at 8192 tokens
@@ -192,7 +188,10 @@ def view_neurons(cluster: ClusterConfig, evidence: LayerEvidence) -> Float[Tenso
     """
     rng = evidence.draw(FEATURES)
     if cluster.features == "gate_rows":
-        return gate_row_features(read_gate(evidence.model, evidence.layer), dims=FEATURE_DIMS, rng=rng)
+        folder = resolve_folder(evidence.model)
+        with ShardReader(folder) as reader:
+            gate_FD = read_part(reader, dense_family(read_config(folder)).ffn(evidence.layer)[0])
+        return gate_row_features(gate_FD, dims=FEATURE_DIMS, rng=rng)
     statistics = evidence.statistics
     if not statistics.reservoir_tokens:
         raise ConfigError(
@@ -202,11 +201,3 @@ def view_neurons(cluster: ClusterConfig, evidence: LayerEvidence) -> Float[Tenso
         )
     bits_Fr = statistics.active_bits[evidence.layer]
     return coactivation_features(bits_Fr, statistics.reservoir_tokens, dims=FEATURE_DIMS, rng=rng)
-
-
-def read_gate(model: ModelConfig, layer: int) -> Float[Tensor, "F D"]:
-    """A layer's gate_proj from the checkpoint."""
-    folder = resolve_folder(model)
-    with ShardReader(folder) as reader:
-        gate_name, _up, _down = dense_family(read_config(folder)).ffn(layer)
-        return read_part(reader, gate_name)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -152,17 +151,16 @@ def partition_layer(
     roles = split_neurons(measure_F, scores_F, always_on=shape.always_on, slots=shape.experts * shape.n)
     if not shape.experts:  # of a pool to which this layer gives none
         return LayerPartition(*roles, roles.routed_U.clone(), roles.routed_U.new_empty(0, shape.n))
+
+    def energy() -> TokenEnergy:
+        assert evidence is not None, "the layer's evidence is needed"
+        return measure_energy(evidence.activity, roles.routed_U, roles.always_on_S, top_k=shape.top_k, tokens=tokens)
+
     neurons = RoutedNeurons(
         scores_F[roles.routed_U],
         lambda: features()[roles.routed_U],
-        partial(measure_routed, evidence, roles, shape, tokens),
+        energy,
         shape.n,
     )
     labels_U, affinity_UE = group_neurons(method, neurons, shape.experts, rng=rng)
     return LayerPartition(*roles, labels_U, roles.routed_U[fill_experts(affinity_UE, labels_U, shape.n)])
-
-
-def measure_routed(evidence: LayerEvidence | None, roles: Roles, shape: MoEShape, tokens: int) -> TokenEnergy:
-    """The energy of the routed neurons on calibration tokens."""
-    assert evidence is not None, "the layer's evidence is needed"
-    return measure_energy(evidence.activity, roles.routed_U, roles.always_on_S, top_k=shape.top_k, tokens=tokens)
