@@ -49,15 +49,10 @@ def count_best(scores_LF: Float[Tensor, "L F"], slots: int) -> Int[Tensor, "L"]:
 
 
 def share_experts(weights_L: Float[Tensor, "L"], experts: int, *, least: int, most: int) -> Int[Tensor, "L"]:
-    """Deal experts out in proportion to weights.
+    """Deal E experts out in proportion to weights (not negative), at `least` and at `most` so many to a layer.
 
-    Args:
-        weights_L: ``(L,)`` not negative.
-        experts: E, between L·least and L·most.
-        least: that every layer gets.
-        most: that a layer can have.
-    Returns:
-        ``(L,)`` int64, sums to E; ties go to the lower layer.
+    E is between L·least and L·most; ties go to the lower layer.
+
     Source: Sainte-Laguë's highest quotients.
     """
     given_L = torch.full((len(weights_L),), least)
