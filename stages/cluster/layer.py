@@ -74,15 +74,9 @@ class Roles(NamedTuple):
 
 
 def split_neurons(measure_F: Float[Tensor, "F"], scores_F: Float[Tensor, "F"], *, always_on: int, slots: int) -> Roles:
-    """Keep the S neurons of highest measure on for every token, and drop those that find no slot in an expert.
+    """Keep the S neurons of highest measure on for every token; drop those of lowest score that find no slot.
 
-    Args:
-        measure_F: ``(F,)``; the highest are always on.
-        scores_F: ``(F,)`` of the other neurons, those with the lowest score are dropped.
-        always_on: S, below F.
-        slots: E·N places in experts.
-    Returns:
-        The roles; ties go to the lower index.
+    `slots` are the E·N places in experts; ties go to the lower index.
     """
     by_measure_F = measure_F.argsort(descending=True, stable=True)
     rest = by_measure_F[always_on:].sort().values
