@@ -12,10 +12,10 @@ from instruments.tensor_dump.config import contradictions as of_dump
 from models.config import GLOBAL_POOL, MoEShape
 from pipeline.settings import ALL, STAGES, Settings, Uses, with_ancestors
 from stages.artifacts.job import find_workers
+from stages.calibration.config import POOL_ROUTERS, ROUTERS
 from stages.cluster.config import NOTHING_RANKED
 from stages.diagnose.config import DiagnoseConfig
 from stages.dump.config import DumpStageConfig
-from stages.routing.methods import POOL_ROUTERS, ROUTERS
 from stages.score.config import ScoreConfig
 from stages.train.config import TrainConfig
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from models.targets.choose import MOE_TARGETS
-from stages.routing.methods import FITTED_ROUTERS, ROUTERS, TRAINED_ROUTERS, is_priced
+from stages.calibration.config import FITTED_ROUTERS, ROUTERS, TRAINED_ROUTERS, is_priced
 
 VERSION = 7
 

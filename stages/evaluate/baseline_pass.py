@@ -16,8 +16,7 @@ from models.stream import LayerStream, StreamLayer
 from models.targets.choose import MOE_TARGETS
 from models.training import find_routers, selection_bias
 from stages.calibration.alignment import AlignmentSettings, align_down
-from stages.calibration.batches import layer_seed
-from stages.calibration.token_stream import TokenStream
+from stages.calibration.batches import TokenStream, layer_seed
 from stages.evaluate.baselines import MASKS, Baseline, CarvedFFN, LayerFacts, Memo, start_baseline
 from stages.losses import MeanLoss, measure_loss
 from stages.text.sequences import TokenBatch
@@ -70,7 +69,7 @@ class BaselineRun:
             wanted.append(layer.ffn.output(h_TF))
             features.keep(x_TD, baseline.features(x_TD, h_TF))
         remembered = CarvedFFN(features, baseline.carved.down_DF)
-        return align_down(remembered, inputs, lambda batch, _: wanted[batch], self._settings).carved
+        return align_down(remembered, inputs, wanted, self._settings).carved
 
 
 @torch.no_grad()

@@ -18,8 +18,8 @@ from models.source import read_config, resolve_folder
 from models.targets.base import MoETarget, gate_scale_of
 from models.training import find_routers, selection_bias
 from stages.artifacts.carve import Routers
+from stages.artifacts.experts import CheckpointFormat, FormatSettings
 from stages.artifacts.job import Job, Table
-from stages.calibration.emission import CheckpointFormat, FormatSettings
 from stages.losses import enable_gradient_checkpointing
 from stages.text.config import DataConfig
 from stages.train import record

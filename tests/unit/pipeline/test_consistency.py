@@ -8,7 +8,7 @@ from models.config import MoEShape
 from pipeline.consistency import find_unread
 from pipeline.settings import Settings, compose, register_schema
 from pipeline.validate import find_errors
-from stages.routing.methods import ROUTERS
+from stages.calibration.config import ROUTERS
 
 
 @pytest.fixture
