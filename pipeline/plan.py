@@ -111,7 +111,7 @@ def make_steps(checked: Checked) -> dict[str, Step]:
     identities = {"model": source_cache_key(settings.model, hash_of), "data": data_cache_key(settings.data, hash_of)}
     calibrating = nodes | {"data": calibration_only(settings.data)}
     steps: dict[str, Step] = {}
-    unread = find_unread(settings, checked.shape, checked.width)
+    unread = find_unread(settings, checked.shape, checked.request.width)
     for stage in with_ancestors(settings.stage, checked.uses):
         parents = {name: steps[name].fingerprint for name in stage.parents}
         recipe = make_recipe(stage, nodes if stage.reads_heldout else calibrating, identities, parents, unread)

@@ -240,7 +240,7 @@ def agree_on_plan(steps: Sequence[Step], workers: Workers) -> list[Step]:
 
 def introduce(checked: Checked) -> None:
     """Log the source, the shape and its costs, and warn of a poor shape."""
-    source = f"{checked.settings.model.label}: {checked.source['num_hidden_layers']} layers of {checked.width} neurons"
+    source = f"{checked.settings.model.label}: {checked.source['num_hidden_layers']} layers of {checked.request.width} neurons"
     shape = checked.shape
     if shape is None:
         log.info("%s\n", source)

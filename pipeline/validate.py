@@ -21,7 +21,7 @@ from pipeline.consistency import contradictions, find_uses, involves, map_errors
 from pipeline.disk import nearest_existing
 from pipeline.help import OVERLAYS, groups
 from pipeline.settings import ALL, STAGES, Settings, Stage, Uses, with_ancestors
-from pipeline.shape import Request, ShapeRequest, resolve_shape, shape_errors
+from pipeline.shape import ShapeRequest, resolve_shape, shape_errors
 from stages.accumulators.config import StoreConfig
 from stages.accumulators.redis_connection import check_store
 from stages.text.cache_key import check_data
@@ -123,19 +123,14 @@ class Checked:
     source: Mapping[str, Any]  # its config.json
 
     @property
-    def request(self) -> Request:
-        """The carve as it was asked for, to judge its shape by."""
-        return Request(dials_of(self.settings), self.settings.assemble, self.source)
-
-    @property
-    def width(self) -> int:
-        """F, neurons in one FFN of the source."""
-        return self.request.width
+    def request(self) -> ShapeRequest:
+        """The shape as it was asked for."""
+        return request_shape(self.settings, self.source)
 
     @property
     def uses(self) -> Uses:
         """The results that the stages read of each other."""
-        return find_uses(self.settings, self.shape, self.width)
+        return find_uses(self.settings, self.shape, self.request.width)
 
 
 def validate(settings: Settings) -> Checked:
@@ -149,7 +144,7 @@ def validate(settings: Settings) -> Checked:
     checked = Checked(settings, None, read_source_config(settings.model))
     if not _carves(_wanted(settings)):
         return checked
-    return replace(checked, shape=resolve_shape(checked.request.dials, checked.width))
+    return replace(checked, shape=resolve_shape(checked.request, checked.request.width))
 
 
 def find_errors(settings: Settings, doubtful: Set[str] = frozenset()) -> list[UserError]:
@@ -181,8 +176,8 @@ def find_errors(settings: Settings, doubtful: Set[str] = frozenset()) -> list[Us
     if source is not None:
         errors += map_errors(settings, source)
     if source is not None and sound and _carves(wanted):
-        request = Request(dials_of(settings), settings.assemble, source)
-        shape = resolve_shape(request.dials, request.width)
+        request = request_shape(settings, source)
+        shape = resolve_shape(request, request.width)
         errors += _carve_errors(request, shape, settings.model.label)
         warn_of_unread(settings, shape, request.width, clusters=involves(settings, "cluster"))
     else:
@@ -190,10 +185,10 @@ def find_errors(settings: Settings, doubtful: Set[str] = frozenset()) -> list[Us
     return errors
 
 
-def dials_of(settings: Settings) -> ShapeRequest:
-    """The dials of the shape."""
+def request_shape(settings: Settings, source: Mapping[str, Any]) -> ShapeRequest:
+    """The dials of the shape, for a source with this config.json."""
     dials = settings.experts, settings.n, settings.top_k, settings.always_on, settings.active, settings.topology
-    return ShapeRequest(*dials)
+    return ShapeRequest(*dials, settings.assemble, source)
 
 
 def _wanted(settings: Settings) -> tuple[Stage, ...]:
@@ -204,7 +199,7 @@ def _carves(stages: Iterable[Stage]) -> bool:
     return any("shape" in stage.nodes for stage in stages)
 
 
-def _carve_errors(request: Request, shape: MoEShape, label: str) -> Iterator[UserError]:
+def _carve_errors(request: ShapeRequest, shape: MoEShape, label: str) -> Iterator[UserError]:
     """A shape that the source does not allow, or that its target cannot express."""
     yield from shape_errors(request, shape, label)
     try:
