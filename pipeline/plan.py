@@ -141,7 +141,7 @@ def lacks_pictures(step: Step) -> bool:
     if DRAWN not in step.recipe or not is_complete(step.folder):
         return False
     with suppress(ContractError):  # said before the result is used
-        return Manifest.read(step.folder, remedy="").recipe.get(DRAWN) != step.recipe[DRAWN]
+        return bool(Manifest.read(step.folder, remedy="").recipe.get(DRAWN) != step.recipe[DRAWN])
     return False
 
 
