@@ -13,7 +13,7 @@ from instruments.durable import whole_file
 from instruments.errors import ContractError
 from instruments.mscan.header import Rows
 from instruments.mscan.reader import Mscan, Segment, read_mscan
-from instruments.mscan.writer import SegmentBuffer, SegmentFile
+from instruments.mscan.writer import SegmentFile
 
 _Found = tuple[Segment, int]
 
@@ -35,7 +35,7 @@ def merge_mscan(
     part's torn tail is left out.
 
     Args:
-        parts: at least one file of version 2, all with the same parameters.
+        parts: at least one file, all with the same parameters.
         out: the file to write; it appears when it is complete.
         created: ISO 8601.
         numbers: the sequences that belong into the file; all of them, unless given.
@@ -57,11 +57,9 @@ def merge_mscan(
         raise ContractError(f"{out.name} is there already", where=str(out), do="remove it, or choose another name")
     with whole_file(out) as unfinished:
         unfinished.unlink(missing_ok=True)  # of a merge that was killed
-        with closing(SegmentFile.create(unfinished, header)) as file:
-            buffer = SegmentBuffer(file, segment_sequences)
+        with closing(SegmentFile(unfinished, header, segment_sequences)) as file:
             for rows in _gather([found[number] for number in wanted]):
-                buffer.add(rows)
-            buffer.seal()
+                file.add(rows)
             file.finish()
 
 
@@ -69,10 +67,6 @@ def _open_parts(parts: Sequence[Path]) -> list[Mscan]:
     files: list[Mscan] = []
     for path in parts:
         part = read_mscan(path)
-        if not isinstance(part, Mscan):
-            raise ContractError(
-                f"{path.name} is of .mscan version 1, which cannot be merged", where=str(path), do="leave it out"
-            )
         differences = part.header.differences(replace(files[0].header, encoding=part.header.encoding)) if files else []
         if differences:
             raise ContractError(

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Float32, Float64, UInt16
 from numpy.typing import NDArray
 
-from instruments.mscan.header import ALIGNMENT, TOKEN_ARRAYS, Header, Rows, StoredSequence, array_widths, check_text
+from instruments.mscan.header import ALIGNMENT, Header, Rows, StoredSequence, array_widths, check_text
 
 NOT_MEASURED = 65535
 LAST = 65534  # code of a column's largest value
@@ -132,15 +132,6 @@ class SegmentHeader:
         return start + crc32(start).to_bytes(4, "little")
 
 
-@dataclass(frozen=True)
-class Place:
-    """Place of an array within a payload."""
-
-    scale: int  # bytes; log16 only
-    values: int  # bytes
-    shape: tuple[int, int]
-
-
 def read_segment_header(file: memoryview, offset: int) -> SegmentHeader | None:
     """The header at `offset`; None where there is no whole and undamaged one."""
     start = file[offset : offset + HEADER.size]
@@ -184,18 +175,6 @@ def unpack_table(payload: memoryview, segment: SegmentHeader) -> tuple[tuple[Sto
     if sum(columns["tokens"]) != segment.tokens:
         raise ValueError(f"{sum(columns['tokens'])} tokens where the segment's header says {segment.tokens}")
     return tuple(StoredSequence(*row) for row in zip(*(columns[name] for name in _TABLE), strict=True)), end
-
-
-def lay_out(header: Header, start: int, sequences: int, tokens: int) -> tuple[dict[str, Place], int]:
-    """Place of each array after `start`, the end of the sequence table; and the end of the last one."""
-    places, position = {}, start
-    quantised = header.encoding == "log16"
-    for name, columns in array_widths(header).items():
-        rows = tokens if name in TOKEN_ARRAYS else sequences
-        values = position + (16 * columns if quantised else 0)
-        places[name] = Place(position, values, (rows, columns))
-        position = aligned(values + rows * columns * (2 if quantised else 4))
-    return places, position
 
 
 def pack_payload(header: Header, rows: Rows) -> Iterator[bytes | memoryview]:

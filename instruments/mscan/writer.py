@@ -26,85 +26,93 @@ from instruments.mscan.header import (
     join,
     pack_header,
 )
-from instruments.mscan.reader import Mscan, MscanVersion1, read_mscan
+from instruments.mscan.reader import Mscan, read_mscan
 from instruments.mscan.segments import CLOSING, HEADER, SegmentHeader, pack_payload
 from instruments.parameter_scan.targets import ScanRecord, WatchedParameter
 
+SEGMENT_BYTES = 64 << 20  # as float32
+
 
 class SegmentFile:
-    """An open file with its header, to which `seal` appends."""
+    """A file being written, which gathers rows and appends them as segments.
 
-    def __init__(
-        self,
-        path: Path,
-        file: BinaryIO,
-        header: Header,
-        *,
-        segments: int = 0,
-        counted: tuple[int, int] = (0, 0),
-        next_number: int = 0,
-    ) -> None:
-        """Take over a file open at its end, after so many segments; `create` and `reopen` make one."""
-        self.path = path
-        self.header = header
-        self.next_number = next_number
-        self._file = file
-        self._end, self._segments = file.tell(), segments
-        self._counted = counted  # sequences and tokens in them
+    A segment is sealed after `segment_sequences` of them, or after the one that brings it to 64 MiB: where segments end
+    depends on the sequences alone and not on how many come at a time.
+    """
 
-    @classmethod
-    def create(cls, path: Path, header: Header) -> "SegmentFile":
-        """Begin a file. A kill leaves no file, or one with a whole header.
+    def __init__(self, path: Path, header: Header, segment_sequences: int, *, append: bool = False) -> None:
+        """Begin the file, or with `append` go on with one that is there.
 
         Raises:
-            ContractError: there is one already.
+            ContractError: there is one already; or, with `append`, it is damaged, has other parameters than `header`,
+                or another process writes it.
         """
-        unfinished = path.with_name(f".{path.name}.{os.getpid()}.new")
+        assert segment_sequences > 0
+        self.path, self.header, self.next_number = path, header, 0
+        self._most = segment_sequences
+        self._segments = self._sequences = self._tokens = 0  # that are sealed
+        self._file = self._reopen() if append and path.exists() else self._create()
+        self._end = self._file.tell()
+        self._waiting: list[Rows] = []
+        self._count = self._nbytes = 0
+
+    def _create(self) -> BinaryIO:
+        """A kill leaves no file, or one with a whole header."""
+        unfinished = self.path.with_name(f".{self.path.name}.{os.getpid()}.new")
         file = unfinished.open("w+b")
         try:
-            _lock(file, path)
-            file.write(pack_header(header))
+            _lock(file, self.path)
+            file.write(pack_header(self.header))
             _sync(file)
-            _name(unfinished, path)
+            _name(unfinished, self.path)
         except BaseException:
             file.close()
             raise
-        return cls(path, file, header)
+        return file
 
-    @classmethod
-    def reopen(cls, path: Path, header: Header) -> "SegmentFile":
-        """Go on with a file; a torn tail is cut off, with a warning that says how long it was.
-
-        Raises:
-            ContractError: of version 1, damaged, or with other parameters than `header`; or another process writes it.
-        """
-        file = path.open("r+b")
+    def _reopen(self) -> BinaryIO:
+        """A torn tail is cut off, with a warning that says how long it was."""
+        file = self.path.open("r+b")
         try:
-            _lock(file, path)
-            found = read_mscan(path, verify=False)
-            if isinstance(found, MscanVersion1):
-                raise ContractError(
-                    f"{path.name} is of .mscan version 1, which cannot be continued",
-                    where=str(path),
-                    do="write to another file",
-                )
-            _check_same(found, header)
+            _lock(file, self.path)
+            found = read_mscan(self.path, verify=False)
+            _check_same(found, self.header)
             if found.torn:
-                warnings.warn(f"{path}: cut off a torn tail of {found.torn} bytes", stacklevel=4)
+                warnings.warn(f"{self.path}: cut off a torn tail of {found.torn} bytes", stacklevel=4)
             file.truncate(found.end)
             file.seek(found.end)
         except BaseException:
             file.close()
             raise
-        next_number = 1 + max((sequence.number for sequence in found.sequences), default=-1)
-        counted = (len(found.sequences), sum(sequence.tokens for sequence in found.sequences))
-        return cls(path, file, found.header, segments=len(found.segments), counted=counted, next_number=next_number)
+        self.header = found.header
+        self.next_number = 1 + max((sequence.number for sequence in found.sequences), default=-1)
+        self._segments, self._sequences = len(found.segments), len(found.sequences)
+        self._tokens = sum(sequence.tokens for sequence in found.sequences)
+        return file
 
-    def seal(self, rows: Rows) -> None:
-        """Append one segment: first the payload, and once that is on the disk, the header.
+    def add(self, rows: Rows) -> None:
+        """Take over `rows`, which must not change afterwards."""
+        start = 0
+        for row, nbytes in enumerate(rows.nbytes(), 1):
+            self._count += 1
+            self._nbytes += nbytes
+            if self._count == self._most or self._nbytes >= SEGMENT_BYTES:
+                self._waiting.append(rows.cut(start, row))
+                self.seal()
+                start = row
+        if start < len(rows.sequences):
+            self._waiting.append(rows.cut(start, len(rows.sequences)))
 
-        After an error the same rows can be sealed again.
+    def seal(self) -> None:
+        """Append what waits as one segment: first the payload, and once that is on the disk, the header.
+
+        After an error it can be sealed again.
         """
+        if self._waiting:
+            self._append(join(self._waiting))
+        self._waiting, self._count, self._nbytes = [], 0, 0
+
+    def _append(self, rows: Rows) -> None:
         start = self._end
         self._file.seek(start)
         self._file.truncate()  # what an earlier call left that the disk had no room for
@@ -120,17 +128,19 @@ class SegmentFile:
         self._file.seek(start)
         self._file.write(segment.pack())
         _sync(self._file)
-        self._end, self._segments = segment.end, self._segments + 1
-        self._counted = (self._counted[0] + segment.sequences, self._counted[1] + segment.tokens)
+        self._end = segment.end
+        self._segments += 1
+        self._sequences += segment.sequences
+        self._tokens += tokens
 
     def finish(self) -> None:
-        """Say that the file is complete, by the closing header, and close it."""
-        closing = SegmentHeader(self._end, self._segments, *self._counted, 0, 0, CLOSING)
+        """Seal what waits and say that the file is complete, by the closing header."""
+        self.seal()
+        closing = SegmentHeader(self._end, self._segments, self._sequences, self._tokens, 0, 0, CLOSING)
         self._file.seek(self._end)
         self._file.truncate()
         self._file.write(closing.pack())
         _sync(self._file)
-        self.close()
 
     def close(self) -> None:
         """Close the file, which lets go of the lock."""
@@ -175,42 +185,6 @@ def _sync(file: BinaryIO) -> None:
     os.fsync(file.fileno())
 
 
-SEGMENT_BYTES = 64 << 20  # as float32
-
-
-class SegmentBuffer:
-    """Seals a segment after `sequences` of them, or after the one that brings it to 64 MiB.
-
-    Where segments end depends on the sequences alone and not on how many come at a time.
-    """
-
-    def __init__(self, file: SegmentFile, sequences: int) -> None:
-        """Gather for `file`."""
-        assert sequences > 0
-        self._file, self._most = file, sequences
-        self._waiting: list[Rows] = []
-        self._count = self._nbytes = 0
-
-    def add(self, rows: Rows) -> None:
-        """Take over `rows`, which must not change afterwards."""
-        start = 0
-        for row, nbytes in enumerate(rows.nbytes(), 1):
-            self._count += 1
-            self._nbytes += nbytes
-            if self._count == self._most or self._nbytes >= SEGMENT_BYTES:
-                self._waiting.append(rows.cut(start, row))
-                self.seal()
-                start = row
-        if start < len(rows.sequences):
-            self._waiting.append(rows.cut(start, len(rows.sequences)))
-
-    def seal(self) -> None:
-        """Write what waits, if anything does."""
-        if self._waiting:
-            self._file.seal(join(self._waiting))
-        self._waiting, self._count, self._nbytes = [], 0, 0
-
-
 class MscanWriter:
     """An .mscan file being written; `with` closes it. What was added is safe once its segment is sealed."""
 
@@ -252,9 +226,7 @@ class MscanWriter:
         now = datetime.now(UTC).isoformat(timespec="seconds")
         table = ParameterTable.of(parameters, block_width)
         header = Header(model, created or now, table, encoding, per_token, dict(metadata or {}))
-        open_file = SegmentFile.reopen if append and path.exists() else SegmentFile.create
-        self._file = open_file(path, header)
-        self._buffer = SegmentBuffer(self._file, segment_sequences)
+        self._file = SegmentFile(path, header, segment_sequences, append=append)
         self._next = self._file.next_number
 
     def add(self, record: ScanRecord, numbers: Sequence[int] | None = None) -> None:
@@ -271,17 +243,16 @@ class MscanWriter:
         numbers = range(start, start + len(record.sequences)) if numbers is None else numbers
         rows = _rows_of(self._file.header, record, numbers)
         _check(self._file, rows)
-        self._buffer.add(rows)
+        self._file.add(rows)
         self._next = max(start, *(number + 1 for number in numbers)) if len(numbers) else start
 
     def seal(self) -> None:
         """Bring everything added so far to the disk, as a segment of its own."""
-        self._buffer.seal()
+        self._file.seal()
 
     def close(self) -> None:
         """Seal the rest and mark the file as complete."""
         try:
-            self.seal()
             self._file.finish()
         finally:
             self._file.close()
