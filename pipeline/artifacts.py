@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 
 from instruments.durable import hash_file, sync, sync_tree, whole_file
 from instruments.errors import ContractError, UserError
-from pipeline.json_kinds import is_cell, is_count, is_text, list_of, object_of, object_with
+from instruments.json_kinds import is_cell, is_count, is_text, list_of, object_of, object_with
 from stages.artifacts.job import Table
 
 MANIFEST = "manifest.json"

@@ -12,7 +12,7 @@ from tabulate import tabulate
 
 from instruments.errors import ConfigError, check_output, exit_code, say, some
 from instruments.safetensors_header import DTYPES
-from instruments.tensor_dump.index import STORED, Listing, TensorRecord, list_dump
+from instruments.tensor_dump.index import STORED, Listing, TensorRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,14 +20,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 COLUMNS = ("module", "tensor", "records", "shape", "type", "range", "largest std", "rounding", "suspicious")
-_COMPLAINTS = {
-    "never_fired": "modules never fired",
-    "missing": "modules lack a tensor that was asked for",
-    "zero_gradients": "gradients are zero everywhere",
-    "nonfinite": "tensors hold values that are not finite",
-    "dropped": "tensors were dropped, the memory being full",
-    "lost": "tensors were lost to a disk that failed",
-}
 
 
 def summarise(listing: Listing, chosen: Sequence[TensorRecord]) -> str:
@@ -50,14 +42,11 @@ def complaints_of(listing: Listing) -> Iterator[str]:
     if listing.torn:
         yield f"{listing.torn} bytes at the end of an index were left by a killed process, and are not read"
     manifests = listing.manifests()
-    killed = [rank for index in listing.indices if (rank := int(index.header["rank"])) not in manifests]
+    killed = [index.rank for index in listing.indices if index.rank not in manifests]
     if killed:
         yield f"ranks {some(map(str, killed), 3)} did not end their dump: what is listed is whole, more was to come"
     for rank, manifest in sorted(manifests.items()):
-        for field, words in _COMPLAINTS.items():
-            if found := manifest[field]:
-                count, names = (found, "") if isinstance(found, int) else (len(found), f": {some(found, 3)}")
-                yield f"rank {rank}: {count} {words}{names}"
+        yield from (f"rank {rank}: {complaint}" for complaint in manifest.complaints())
 
 
 def _facts(listing: Listing, chosen: Sequence[TensorRecord]) -> Iterator[tuple[str, str]]:
@@ -71,7 +60,7 @@ def _facts(listing: Listing, chosen: Sequence[TensorRecord]) -> Iterator[tuple[s
         "records",
         f"{len(chosen):,} of {len(listing.records):,}, {len({source.module for source in sources})} modules",
     )
-    yield "processes", ", ".join(str(index.header["rank"]) for index in listing.indices)
+    yield "processes", ", ".join(str(index.rank) for index in listing.indices)
     yield "steps", f"{len(steps)}, {steps[0]} to {steps[-1]}"
     yield "tensors", f"{len(stored):,} of {size / 2**20:,.1f} MiB, those that layers share once"
     if labels:
@@ -197,7 +186,7 @@ def _parser() -> argparse.ArgumentParser:
 def _show(wanted: argparse.Namespace) -> int:
     for out in filter(None, (wanted.histogram, wanted.channels)):
         check_output(out)
-    listing = list_dump(wanted.folder)
+    listing = Listing(wanted.folder)
     step = {} if wanted.step is None else {"step": wanted.step}
     chosen = listing.select(rounded=wanted.rounded, module=wanted.module, tensor=wanted.tensor, **step)
     if not chosen:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from instruments.errors import ContractError
+from instruments.json_kinds import is_cell, is_count, is_number, is_text, list_of, object_of, object_with
 from models.config import TOPOLOGIES, MoEShape
 from pipeline.artifacts import SHORT, Manifest, is_complete
-from pipeline.json_kinds import is_cell, is_count, is_number, is_text, list_of, object_of, object_with
 from pipeline.settings import STAGES
 
 TINY = 1e-6  # nats; a smaller gap is no denominator

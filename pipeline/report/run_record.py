@@ -9,7 +9,7 @@ from pathlib import Path
 
 from instruments.durable import whole_file
 from instruments.errors import ContractError
-from pipeline.json_kinds import is_count, is_number, is_text, list_of, object_of, object_with, optional
+from instruments.json_kinds import is_count, is_number, is_text, list_of, object_of, object_with, optional
 
 FILE = "stages.json"
 PACKAGES = ("torch", "transformers", "safetensors", "numpy", "scikit-learn", "umap-learn", "hydra-core")

@@ -10,8 +10,8 @@ from typing import Any
 from markupsafe import Markup
 from safetensors import SafetensorError, safe_open
 
+from instruments.json_kinds import is_cell, is_count, is_number, is_text, object_of, object_with
 from pipeline.artifacts import SHORT
-from pipeline.json_kinds import is_cell, is_count, is_number, is_text, object_of, object_with
 from pipeline.report.charts import NARROW, WIDE, draw_bars, draw_curves, draw_lines, draw_loads, draw_ridges
 from pipeline.report.evaluations import (
     Evaluation,

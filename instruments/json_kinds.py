@@ -16,6 +16,11 @@ def is_count(value: object) -> bool:
     return type(value) is int and 0 <= value < _LARGEST
 
 
+def is_flag(value: object) -> bool:
+    """True or false."""
+    return isinstance(value, bool)
+
+
 def is_number(value: object) -> bool:
     """A number; a loss may be nan or infinite."""
     return isinstance(value, float) or (type(value) is int and abs(value) < _LARGEST)
@@ -31,9 +36,9 @@ def optional(kind: Kind) -> Kind:
     return lambda value: value is None or kind(value)
 
 
-def list_of(kind: Kind) -> Kind:
-    """A list of these."""
-    return lambda value: isinstance(value, list) and all(map(kind, value))
+def list_of(kind: Kind, length: int | None = None) -> Kind:
+    """A list of these, of any length or of this one."""
+    return lambda value: isinstance(value, list) and length in {None, len(value)} and all(map(kind, value))
 
 
 def object_of(kind: Kind) -> Kind:
