@@ -1,6 +1,9 @@
 """What JSON that was read from a file holds: predicates, for files that somebody may have changed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 Kind = Callable[[object], bool]
 _LARGEST = 2**63
@@ -51,3 +54,25 @@ def object_with(**kinds: Kind) -> Kind:
     return lambda value: (
         isinstance(value, dict) and all(name in value and kind(value[name]) for name, kind in kinds.items())
     )
+
+
+_PLAIN: dict[object, Kind] = {int: is_count, float: is_number, str: is_text, bool: is_flag}
+
+
+def kind_of(hint: Any) -> Kind:  # noqa: ANN401 - any annotation
+    """What an annotation says: a plain type, X | None, list, tuple, mapping from text, or dataclass; else anything."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if is_dataclass(hint):
+        return object_with(**kinds_of(hint))
+    if origin is UnionType:
+        return optional(kind_of(parts[0]))
+    if origin in {list, tuple}:
+        return list_of(kind_of(parts[0]), None if origin is list or ... in parts else len(parts))
+    if origin in {dict, Mapping}:
+        return object_of(kind_of(parts[1]))
+    return _PLAIN.get(hint, lambda _value: True)
+
+
+def kinds_of(fields: Any) -> dict[str, Kind]:  # noqa: ANN401 - a dataclass
+    """Every field of a dataclass."""
+    return {name: kind_of(hint) for name, hint in get_type_hints(fields).items()}

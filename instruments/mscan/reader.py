@@ -28,18 +28,8 @@ from instruments.mscan.header import (
 from instruments.mscan.segments import SegmentHeader, read_segment_header
 
 
-@dataclass(frozen=True)
-class Sealed:
-    """The sealed segments in order; `end` is where they end, `torn` how many bytes of unfinished work follow."""
-
-    segments: tuple[SegmentHeader, ...]
-    end: int
-    torn: int
-    closed: bool  # by its writer: nothing is missing at the end
-
-
-def find_segments(path: Path, file: memoryview, start: int) -> Sealed:
-    """Walk the segments from `start`; a segment that no sealed one follows is a torn tail.
+def find_segments(path: Path, file: memoryview, start: int) -> tuple[list[SegmentHeader], bool]:
+    """Walk the segments from `start` to the first that is not sealed; and whether the file was closed after the last.
 
     A segment's header is written only after its payload has reached the disk, so that a writer that was killed
     leaves no header, and a header whose payload does not match its checksum means damage.
@@ -57,12 +47,12 @@ def find_segments(path: Path, file: memoryview, start: int) -> Sealed:
         if segment.kind == segments.CLOSING:
             _check_counts(path, segment, found)
             if segment.end == len(file):
-                return Sealed(tuple(found), position, 0, closed=True)
+                return found, True
             _check_nothing_follows(path, file, segment.end, len(found) - 1)
             break
         found.append(segment)
         position = segment.end
-    return Sealed(tuple(found), position, len(file) - position, closed=False)
+    return found, False
 
 
 def _check_counts(path: Path, closing: SegmentHeader, found: list[SegmentHeader]) -> None:
@@ -246,12 +236,13 @@ def read_mscan(path: Path, *, verify: bool = True) -> Mscan:
     """
     file = _map(path)
     header, start = unpack_header(path, file)
-    sealed = find_segments(path, file, start)
-    for segment in sealed.segments if verify else ():
-        if crc32(file[segment.payload : segment.end]) != segment.payload_checksum:
-            raise _damaged_segment(path, segment.index, f"its payload, bytes {segment.payload} to {segment.end}")
-    opened = tuple(_open_segment(path, header, file, place) for place in sealed.segments)
-    return Mscan(path, header, opened, sealed.end, sealed.torn, sealed.closed)
+    places, closed = find_segments(path, file, start)
+    for place in places if verify else ():
+        if crc32(file[place.payload : place.end]) != place.payload_checksum:
+            raise _damaged_segment(path, place.index, f"its payload, bytes {place.payload} to {place.end}")
+    end = places[-1].end if places else start
+    opened = tuple(_open_segment(path, header, file, place) for place in places)
+    return Mscan(path, header, opened, end, 0 if closed else len(file) - end, closed)
 
 
 def _open_segment(path: Path, header: Header, file: memoryview, place: SegmentHeader) -> Segment:

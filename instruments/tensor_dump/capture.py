@@ -280,12 +280,8 @@ class Held:
         return cls(status, host, slot, done.synchronize)
 
 
-@dataclass(frozen=True, eq=False)
-class Capture:
-    """One tensor of one call on its way to the index: its record, as far as it is known, and its content."""
-
-    record: TensorRecord
-    held: Held
+# One tensor of one call on its way to the index: its record, as far as it is known, and its content.
+Capture = tuple[TensorRecord, Held]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from instruments.durable import whole_file
 from instruments.errors import ContractError, some
-from instruments.json_kinds import is_count, is_flag, is_number, is_text, list_of, object_of, object_with, optional
+from instruments.json_kinds import is_count, kinds_of
 
 # What became of the bytes. statistics: only the numbers of the row were kept; dropped: not even those.
 STORED, STATISTICS, DROPPED = "stored", "statistics", "dropped"
@@ -71,26 +71,6 @@ class RoundingError:
 
 
 _NESTED = {"source": Source, "placement": Placement, "statistics": Statistics, "rounding": RoundingError}
-_SIZES, _VALUE = list_of(is_count), optional(is_number)
-# Fields of a row; other ones are not read.
-_ROW = {
-    "name": is_text, "counter": is_count, "timestamp": is_text, "rank": is_count,
-    "source": object_with(
-        step=is_count, microbatch=is_count, call=is_count, direction=is_text, recompute=is_flag, module=is_text,
-        layer=optional(is_count), layer_type=is_text, tensor=is_text,
-    ),
-    "parallel": object_of(list_of(is_count, 2)),
-    "placement": object_with(
-        global_shape=_SIZES, offset=_SIZES, pieces=optional(list_of(is_count, 2)), tokens=optional(list_of(is_count, 3))
-    ),
-    "shape": _SIZES, "dtype": is_text, "device": is_text, "requires_grad": is_flag, "quant_type": is_text,
-    "label": optional(is_text), "autocast": optional(is_text), "status": is_text,
-    "statistics": optional(object_with(minimum=_VALUE, maximum=_VALUE, mean=_VALUE, std=_VALUE, nonfinite=is_count)),
-    "file": optional(is_text), "key": optional(is_text), "checksum": optional(is_count),
-    "rounded_from": optional(is_text),
-    "rounding": optional(object_with(relative_l2=is_number, sqnr_db=_VALUE, max_abs=is_number)),
-    "metadata": object_of(lambda _value: True),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -136,10 +116,11 @@ class TensorRecord:
         return record
 
 
-Kind = TypeVar("Kind")
+Made = TypeVar("Made")
+_ROW = kinds_of(TensorRecord)
 
 
-def _make(kind: Callable[..., Kind], values: Mapping[str, Any]) -> Kind:
+def _make(kind: Callable[..., Made], values: Mapping[str, Any]) -> Made:
     return kind(**{spec.name: values[spec.name] for spec in fields(kind)})  # type: ignore[arg-type]
 
 
@@ -259,13 +240,6 @@ class Manifest:
             yield f"{self.lost} tensors lost to a disk that failed"
 
 
-_TENSORS, _NAMES = object_of(list_of(is_text)), list_of(is_text)
-_MANIFEST = {
-    "expected": _TENSORS, "unseen_weights": _NAMES, "steps": is_count, "captured": object_of(object_of(is_count)),
-    "never_fired": _NAMES, "missing": _TENSORS, "zero_gradients": _NAMES, "nonfinite": _NAMES, "dropped": is_count,
-    "statistics_only": is_count, "lost": is_count,
-}  # fmt: skip
-
 FORMAT, VERSION = "tiny-onn tensor dump", 2
 
 
@@ -301,7 +275,7 @@ def read_manifest(path: Path) -> Manifest:
     """What one process wrote at the end of its dump. Raises ContractError: damaged."""
 
     def read(content: Any) -> Manifest:  # noqa: ANN401
-        _check_kinds(content, _MANIFEST)
+        _check_kinds(content, kinds_of(Manifest))
         return _make(Manifest, content)
 
     manifest: Manifest = _parse(path, _read_bytes(path), "", read)

@@ -124,7 +124,7 @@ class Recorder:
             held = self._recall(tensor, placement) or self._hold(kept)
             if held.status != DROPPED and (version := _version(tensor)) is not None:
                 self._seen[id(tensor)] = TensorWeakRef(tensor), version, placement, held
-            captured = Capture(self._describe(source, tensor, kept, placement, held.status), held)
+            captured = self._describe(source, tensor, kept, placement, held.status), held
             if self._config.last_steps is None:
                 self._writer.put(captured)
             else:
@@ -223,8 +223,7 @@ class Recorder:
             captures.clear()
 
     def _forget_oldest(self) -> None:
-        for captured in self._kept.popleft():
-            held = captured.held
+        for _record, held in self._kept.popleft():
             if held.slot is not None:
                 if held.wait is not None:
                     held.wait()

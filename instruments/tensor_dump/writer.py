@@ -18,7 +18,7 @@ from torch import Tensor
 from instruments.durable import sync, whole_file
 from instruments.errors import ContractError, UserError
 from instruments.safetensors_reader import checksum_of
-from instruments.tensor_dump.capture import Capture, HostRing, Slot, dtype_name
+from instruments.tensor_dump.capture import Capture, Held, HostRing, Slot, dtype_name
 from instruments.tensor_dump.config import DumpConfig
 from instruments.tensor_dump.index import FORMAT, STORED, VERSION, Manifest, TensorRecord, make_name
 from instruments.tensor_dump.statistics import measure, read_moments, round_into
@@ -138,41 +138,39 @@ class DumpWriter:
                 item.set()
 
     def _take_up(self, item: Capture | Event) -> None:
-        if isinstance(item, Capture):
-            if item.held.slot is not None:
-                self._slots.append(item.held.slot)
-            if self.failure is None:
-                self._add(item)
-            else:
-                self._manifest.lost += 1
+        if not isinstance(item, Event):
+            self._add(*item)
         full = len(self._rows) >= _ROWS or self._bytes >= self._config.shard_mib * 2**20
         if full or isinstance(item, Event) or self.failure is not None:
             self._seal()
 
-    def _add(self, capture: Capture) -> None:
-        held = capture.held
+    def _add(self, record: TensorRecord, held: Held) -> None:
+        if held.slot is not None:
+            self._slots.append(held.slot)
+        if self.failure is not None:
+            self._manifest.lost += 1
+            return
         if not held.found and held.data is not None:  # once for all records that share it
             if held.wait is not None:
                 held.wait()
             if held.status == STORED:
-                self._keep(capture, held.data)
+                self._keep(record, held, held.data)
             else:
-                held.found = {"statistics": read_moments(held.data, prod(capture.record.shape))}
-        record = replace(capture.record, **held.found)
+                held.found = {"statistics": read_moments(held.data, prod(record.shape))}
+        record = replace(record, **held.found)
         self._manifest.add(record, bytes_wanted=self._config.keep == "tensors")
         self._rows.append(record)
         if held.rounded:
             name = make_name(record.timestamp, record.counter, record.source, held.rounded["quant_type"])
             self._rows.append(replace(record, name=name, rounded_from=record.name, **held.rounded))
 
-    def _keep(self, capture: Capture, data: Tensor) -> None:
+    def _keep(self, record: TensorRecord, held: Held, data: Tensor) -> None:
         """Measure the content and give it a place in the file; also a rounded copy, if that is asked for."""
-        name, wanted = capture.record.name, self._config.quant_type
-        capture.held.found = self._place(name, data)
-        if self._config.fake_quant and wanted not in {None, capture.record.quant_type} and data.is_floating_point():
+        held.found, wanted = self._place(record.name, data), self._config.quant_type
+        if self._config.fake_quant and wanted not in {None, record.quant_type} and data.is_floating_point():
             rounded, error = round_into(data, str(wanted))
             facts = {"dtype": dtype_name(rounded.dtype), "quant_type": str(wanted), "rounding": error}
-            capture.held.rounded = facts | self._place(f"{name}.{wanted}", rounded)
+            held.rounded = facts | self._place(f"{record.name}.{wanted}", rounded)
 
     def _place(self, key: str, tensor: Tensor) -> dict[str, Any]:
         self._tensors[key] = tensor
