@@ -34,6 +34,11 @@ def is_cell(value: object) -> bool:
     return value is None or isinstance(value, bool) or is_text(value) or is_number(value)
 
 
+def is_anything(_value: object) -> bool:
+    """What JSON can hold."""
+    return True
+
+
 def optional(kind: Kind) -> Kind:
     """This, or null."""
     return lambda value: value is None or kind(value)
@@ -70,9 +75,17 @@ def kind_of(hint: Any) -> Kind:  # noqa: ANN401 - any annotation
         return list_of(kind_of(parts[0]), None if origin is list or ... in parts else len(parts))
     if origin in {dict, Mapping}:
         return object_of(kind_of(parts[1]))
-    return _PLAIN.get(hint, lambda _value: True)
+    return _PLAIN.get(hint, is_anything)
 
 
 def kinds_of(fields: Any) -> dict[str, Kind]:  # noqa: ANN401 - a dataclass
     """Every field of a dataclass."""
     return {name: kind_of(hint) for name, hint in get_type_hints(fields).items()}
+
+
+def check_fields(content: Any, kinds: Mapping[str, Kind]) -> None:  # noqa: ANN401 - of foreign JSON
+    """Raise ValueError, with every field that is missing or of another type."""
+    if not isinstance(content, dict):
+        raise ValueError("it is no object")
+    if wrong := [name for name, is_kind in kinds.items() if name not in content or not is_kind(content[name])]:
+        raise ValueError(f"{', '.join(wrong)} missing or of another type")

@@ -263,7 +263,3 @@ def _check_writable(out: Path, source: Path) -> None:
     check_output(out)
     if out.exists() and source.exists() and out.samefile(source):
         raise ConfigError(f"{out} is the .mscan file itself", where="command line", do="name another output file")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instruments.errors import ContractError
+from instruments.json_kinds import check_fields, is_anything, is_count, is_flag, is_text, list_of, object_of
 
 if TYPE_CHECKING:
     from instruments.parameter_scan.targets import WatchedParameter
@@ -101,8 +102,8 @@ _START = struct.Struct("<5sH")  # magic and version
 PREAMBLE = struct.Struct("<5sHBII")  # magic, version, flags, bytes of JSON, checksum
 
 _CONTENT = {
-    "model": str, "created": str, "block_width": int, "encoding": str, "per_token": bool, "metadata": dict,
-    "parameters": list,
+    "model": is_text, "created": is_text, "block_width": is_count, "encoding": is_text, "per_token": is_flag,
+    "metadata": object_of(is_anything), "parameters": list_of(is_anything),
 }  # fmt: skip
 MAX_FEATURES, MAX_BLOCKS = 1 << 31, 1 << 24  # more are no weights of a model
 
@@ -188,39 +189,27 @@ def _check_start(path: Path, file: memoryview) -> None:
         raise damaged(path, f"truncated at {len(file)} bytes, in the first {PREAMBLE.size}")
 
 
-def _read_content(content: object) -> Header:
+def _read_content(content: Any) -> Header:  # noqa: ANN401 - of foreign JSON
     """The header from its JSON, which a matching checksum does not make right. Raises ValueError."""
-    if not isinstance(content, dict) or content.keys() != _CONTENT.keys():
-        raise ValueError(f"it needs exactly {', '.join(_CONTENT)}")
-    for name, kind in _CONTENT.items():
-        if type(content[name]) is not kind:
-            raise ValueError(f"{name} is no {kind.__name__}")
-    if content["encoding"] not in ENCODINGS:
+    check_fields(content, _CONTENT)
+    own = {name: content[name] for name in _CONTENT}
+    if own["encoding"] not in ENCODINGS:
         raise ValueError(f"encoding is none of {', '.join(ENCODINGS)}")
-    if not 1 <= content["block_width"] <= MAX_FEATURES:
+    if not 1 <= own["block_width"] <= MAX_FEATURES:
         raise ValueError(f"block_width is not between 1 and {MAX_FEATURES}")
-    check_text(content["model"], content["created"])
-    entries = tuple(map(_read_entry, content.pop("parameters")))
-    table = ParameterTable(entries, content.pop("block_width"))
+    table = ParameterTable(tuple(map(_read_entry, own.pop("parameters"))), own.pop("block_width"))
     if sum(table.widths) > MAX_BLOCKS:
         raise ValueError(f"its parameters have more than {MAX_BLOCKS} blocks")
-    return Header(table=table, **content)
+    return Header(table=table, **own)
 
 
 def _read_entry(entry: object) -> StoredParameter:
-    if not isinstance(entry, list) or [type(part) for part in entry] != [str, str, int, int]:
+    if not isinstance(entry, list) or [type(part) for part in entry] != [str, str, int, int] or not is_text(entry[0]):
         raise ValueError("a parameter is not [name, kind, in_features, out_features]")
     name, kind, inputs, outputs = entry
-    check_text(name)
     if kind not in {"linear", "embedding"} or not all(1 <= side <= MAX_FEATURES for side in (inputs, outputs)):
         raise ValueError(f"parameter {name} is {kind} of {inputs} to {outputs} features")
     return StoredParameter(name, kind, inputs, outputs)
-
-
-def check_text(*values: str) -> None:
-    """Raise ValueError where UTF-8 cannot hold a text: half a surrogate pair."""
-    for value in values:
-        value.encode()
 
 
 # One row per sequence ...

@@ -1,11 +1,10 @@
 """Several files of one scan into one: workers' parts, and what interrupted runs left."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -26,7 +25,6 @@ def merge_mscan(
     numbers: Collection[int] | None = None,
     encoding: str = "log16",
     segment_sequences: int = 1024,
-    metadata: Mapping[str, Any] | None = None,
 ) -> None:
     """Write all sequences of `parts` to `out` in the order of their numbers, each once.
 
@@ -41,7 +39,6 @@ def merge_mscan(
         numbers: the sequences that belong into the file; all of them, unless given.
         encoding: log16 or f32.
         segment_sequences: sequences a segment.
-        metadata: of the new file; that of the first part, unless given.
 
     Raises:
         ContractError: parts that do not belong together, a damaged part, a number that no part has, or `out` exists.
@@ -51,8 +48,6 @@ def merge_mscan(
     wanted = sorted(found if numbers is None else numbers)
     _check_complete(found, wanted, out)
     header = replace(files[0].header, created=created, encoding=encoding)
-    if metadata is not None:
-        header = replace(header, metadata=dict(metadata))
     if out.exists():
         raise ContractError(f"{out.name} is there already", where=str(out), do="remove it, or choose another name")
     with whole_file(out) as unfinished:

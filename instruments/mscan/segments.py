@@ -11,7 +11,8 @@ import numpy as np
 from jaxtyping import Float32, Float64, UInt16
 from numpy.typing import NDArray
 
-from instruments.mscan.header import ALIGNMENT, Header, Rows, StoredSequence, array_widths, check_text
+from instruments.json_kinds import check_fields, kinds_of, list_of
+from instruments.mscan.header import ALIGNMENT, Header, Rows, StoredSequence, array_widths
 
 NOT_MEASURED = 65535
 LAST = 65534  # code of a column's largest value
@@ -98,8 +99,7 @@ NORMS, CLOSING = 1, 2  # kinds: sequences; the end of a file that was closed
 # magic, kind, zero, index in the file, sequences, tokens, bytes of payload, checksum of payload, checksum of the above
 HEADER = struct.Struct("<4sHHIIQQII")
 _LENGTH = struct.Struct("<Q")
-_TABLE = {"number": int, "name": str, "tokens": int, "source": str}  # columns of the sequence table
-MAX_NUMBER = 1 << 62
+_TABLE = kinds_of(StoredSequence)  # columns of the sequence table
 
 
 @dataclass(frozen=True)
@@ -160,21 +160,10 @@ def unpack_table(payload: memoryview, segment: SegmentHeader) -> tuple[tuple[Sto
     if end > len(payload):
         raise ValueError(f"a sequence table of {length} bytes")
     columns = json.loads(bytes(payload[_LENGTH.size : end]))
-    if not isinstance(columns, dict) or columns.keys() != _TABLE.keys():
-        raise ValueError(f"a sequence table without exactly {', '.join(_TABLE)}")
-    for name, kind in _TABLE.items():
-        values = columns[name]
-        if not isinstance(values, list) or len(values) != segment.sequences:
-            raise ValueError(f"{name} is no list of {segment.sequences}")
-        if any(type(value) is not kind for value in values):
-            raise ValueError(f"{name} holds what is no {kind.__name__}")
-        if kind is int and any(not 0 <= value < MAX_NUMBER for value in values):
-            raise ValueError(f"{name} holds numbers outside 0 to {MAX_NUMBER}")
-        if kind is str:
-            check_text(*values)
+    check_fields(columns, {name: list_of(kind, segment.sequences) for name, kind in _TABLE.items()})
     if sum(columns["tokens"]) != segment.tokens:
         raise ValueError(f"{sum(columns['tokens'])} tokens where the segment's header says {segment.tokens}")
-    return tuple(StoredSequence(*row) for row in zip(*(columns[name] for name in _TABLE), strict=True)), end
+    return tuple(map(StoredSequence, *(columns[name] for name in _TABLE))), end
 
 
 def pack_payload(header: Header, rows: Rows) -> Iterator[bytes | memoryview]:

@@ -236,7 +236,3 @@ def _export(wanted: argparse.Namespace) -> int:
     with DumpReader(wanted.folder) as reader:
         sys.stdout.write(f"{wanted.out}: {export_pt(reader, wanted.out)} files\n")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from instruments.durable import whole_file
 from instruments.errors import ContractError, some
-from instruments.json_kinds import is_count, kinds_of
+from instruments.json_kinds import check_fields, is_count, kinds_of
 
 # What became of the bytes. statistics: only the numbers of the row were kept; dropped: not even those.
 STORED, STATISTICS, DROPPED = "stored", "statistics", "dropped"
@@ -108,7 +108,7 @@ class TensorRecord:
     @classmethod
     def from_row(cls, row: Any) -> "TensorRecord":  # noqa: ANN401
         """What `to_row` made, every field of its type and every name without a folder. Raises ValueError."""
-        _check_kinds(row, _ROW)
+        check_fields(row, _ROW)
         values = {name: _frozen(row[name]) for name in _ROW if name != "metadata"}
         nested = {name: _make(kind, values[name]) for name, kind in _NESTED.items() if values[name] is not None}
         record = cls(**{**values, **nested}, metadata=row["metadata"])
@@ -129,13 +129,6 @@ def _frozen(value: Any) -> Any:  # noqa: ANN401
     if isinstance(value, dict):
         return {name: _frozen(part) for name, part in value.items()}
     return tuple(value) if isinstance(value, list) else value
-
-
-def _check_kinds(content: object, kinds: Mapping[str, Callable[[object], bool]]) -> None:
-    if not isinstance(content, dict):
-        raise ValueError("it is no object")
-    if wrong := [name for name, is_kind in kinds.items() if name not in content or not is_kind(content[name])]:
-        raise ValueError(f"{', '.join(wrong)} missing or of another type")
 
 
 def _check_record(record: TensorRecord) -> None:
@@ -275,7 +268,7 @@ def read_manifest(path: Path) -> Manifest:
     """What one process wrote at the end of its dump. Raises ContractError: damaged."""
 
     def read(content: Any) -> Manifest:  # noqa: ANN401
-        _check_kinds(content, kinds_of(Manifest))
+        check_fields(content, kinds_of(Manifest))
         return _make(Manifest, content)
 
     manifest: Manifest = _parse(path, _read_bytes(path), "", read)

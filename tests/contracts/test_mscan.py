@@ -206,8 +206,8 @@ def test_a_closing_header_that_counts_other_sequences(path):
 @pytest.mark.parametrize(
     ("content", "detail"),
     [
-        ([], "it needs exactly model, created, block_width, encoding, per_token, metadata, parameters"),
-        ({"model": 3}, "model is no str"),
+        ([], "it is no object"),
+        ({"model": 3, "metadata": []}, "model, metadata missing or of another type"),
         ({"encoding": "f16"}, "encoding is none of f32, log16"),
         ({"block_width": 0}, "block_width is not between 1 and 2147483648"),
         ({"parameters": [["a", "linear", 4]]}, "a parameter is not [name, kind, in_features, out_features]"),

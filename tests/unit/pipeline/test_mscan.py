@@ -203,7 +203,7 @@ def test_it_starts_without_torch(file):
 
 
 def test_a_closed_pipe_is_no_error(file):
-    command = f"{sys.executable} -m instruments.mscan.command {file} | true; exit ${{PIPESTATUS[0]}}"
+    command = f"{sys.executable} -m pipeline.mscan {file} | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
