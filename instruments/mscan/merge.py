@@ -1,7 +1,6 @@
 """Several files of one scan into one: workers' parts, and what interrupted runs left."""
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import closing
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -52,10 +51,9 @@ def merge_mscan(
         raise ContractError(f"{out.name} is there already", where=str(out), do="remove it, or choose another name")
     with whole_file(out) as unfinished:
         unfinished.unlink(missing_ok=True)  # of a merge that was killed
-        with closing(SegmentFile(unfinished, header, segment_sequences)) as file:
+        with SegmentFile(unfinished, header, segment_sequences) as file:
             for rows in _gather([found[number] for number in wanted]):
-                file.add(rows)
-            file.finish()
+                file.append(rows)
 
 
 def _open_parts(parts: Sequence[Path]) -> list[Mscan]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 from zlib import crc32
 
 import numpy as np
@@ -26,7 +26,7 @@ from instruments.mscan.header import (
     join,
     pack_header,
 )
-from instruments.mscan.reader import Mscan, read_mscan
+from instruments.mscan.reader import read_mscan
 from instruments.mscan.segments import CLOSING, HEADER, SegmentHeader, pack_payload
 from instruments.parameter_scan.targets import ScanRecord, WatchedParameter
 
@@ -64,10 +64,16 @@ class SegmentFile:
             _lock(file, self.path)
             file.write(pack_header(self.header))
             _sync(file)
-            _name(unfinished, self.path)
-        except BaseException:
+            os.link(unfinished, self.path)  # unlike a rename, it replaces no file
+            sync(self.path.parent)
+        except BaseException as error:
             file.close()
-            raise
+            if not isinstance(error, FileExistsError):
+                raise
+            do = "append=True to go on with it, or another name"
+            raise ContractError(f"{self.path.name} is there already", where=str(self.path), do=do) from None
+        finally:
+            unfinished.unlink()
         return file
 
     def _reopen(self) -> BinaryIO:
@@ -76,7 +82,12 @@ class SegmentFile:
         try:
             _lock(file, self.path)
             found = read_mscan(self.path, verify=False)
-            _check_same(found, self.header)
+            if differences := found.header.differences(self.header):
+                raise ContractError(
+                    f"{self.path.name} was written with another {', '.join(differences)}",
+                    where=str(self.path),
+                    do="write to another file, or scan with the settings of this one",
+                )
             if found.torn:
                 warnings.warn(f"{self.path}: cut off a torn tail of {found.torn} bytes", stacklevel=4)
             file.truncate(found.end)
@@ -90,7 +101,7 @@ class SegmentFile:
         self._tokens = sum(sequence.tokens for sequence in found.sequences)
         return file
 
-    def add(self, rows: Rows) -> None:
+    def append(self, rows: Rows) -> None:
         """Take over `rows`, which must not change afterwards."""
         start = 0
         for row, nbytes in enumerate(rows.nbytes(), 1):
@@ -104,15 +115,13 @@ class SegmentFile:
             self._waiting.append(rows.cut(start, len(rows.sequences)))
 
     def seal(self) -> None:
-        """Append what waits as one segment: first the payload, and once that is on the disk, the header.
-
-        After an error it can be sealed again.
-        """
+        """Bring everything added so far to the disk, as one segment; after an error it can be tried again."""
         if self._waiting:
-            self._append(join(self._waiting))
+            self._write(join(self._waiting))
         self._waiting, self._count, self._nbytes = [], 0, 0
 
-    def _append(self, rows: Rows) -> None:
+    def _write(self, rows: Rows) -> None:
+        """First the payload, and once that is on the disk, the segment's header."""
         start = self._end
         self._file.seek(start)
         self._file.truncate()  # what an earlier call left that the disk had no room for
@@ -133,28 +142,31 @@ class SegmentFile:
         self._sequences += segment.sequences
         self._tokens += tokens
 
-    def finish(self) -> None:
-        """Seal what waits and say that the file is complete, by the closing header."""
-        self.seal()
-        closing = SegmentHeader(self._end, self._segments, self._sequences, self._tokens, 0, 0, CLOSING)
-        self._file.seek(self._end)
-        self._file.truncate()
-        self._file.write(closing.pack())
-        _sync(self._file)
-
     def close(self) -> None:
-        """Close the file, which lets go of the lock."""
-        self._file.close()
+        """Seal what waits, say by the closing header that the file is complete, and let go of it and its lock."""
+        try:
+            self.seal()
+            closing = SegmentHeader(self._end, self._segments, self._sequences, self._tokens, 0, 0, CLOSING)
+            self._file.seek(self._end)
+            self._file.truncate()
+            self._file.write(closing.pack())
+            _sync(self._file)
+        finally:
+            self._file.close()
 
+    def __enter__(self) -> Self:
+        """Itself."""
+        return self
 
-def _check_same(found: Mscan, header: Header) -> None:
-    differences = found.header.differences(header)
-    if differences:
-        raise ContractError(
-            f"{found.path.name} was written with another {', '.join(differences)}",
-            where=str(found.path),
-            do="write to another file, or scan with the settings of this one",
-        )
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
+        """Close; after an error what was added is kept, and the file is not marked as complete."""
+        if kind is None:
+            self.close()
+            return
+        try:
+            self.seal()
+        finally:
+            self._file.close()
 
 
 def _lock(file: BinaryIO, path: Path) -> None:
@@ -167,26 +179,13 @@ def _lock(file: BinaryIO, path: Path) -> None:
         ) from None
 
 
-def _name(unfinished: Path, path: Path) -> None:
-    """Give the file its name, unless there is one of that name."""
-    try:
-        os.link(unfinished, path)
-    except FileExistsError:
-        raise ContractError(
-            f"{path.name} is there already", where=str(path), do="append=True to go on with it, or another name"
-        ) from None
-    finally:
-        unfinished.unlink()
-    sync(path.parent)
-
-
 def _sync(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
 
 
-class MscanWriter:
-    """An .mscan file being written; `with` closes it. What was added is safe once its segment is sealed."""
+class MscanWriter(SegmentFile):
+    """An .mscan file of a scanner's records; `with` closes it. What was added is safe once its segment is sealed."""
 
     def __init__(
         self,
@@ -226,8 +225,7 @@ class MscanWriter:
         now = datetime.now(UTC).isoformat(timespec="seconds")
         table = ParameterTable.of(parameters, block_width)
         header = Header(model, created or now, table, encoding, per_token, dict(metadata or {}))
-        self._file = SegmentFile(path, header, segment_sequences, append=append)
-        self._next = self._file.next_number
+        super().__init__(path, header, segment_sequences, append=append)
 
     def add(self, record: ScanRecord, numbers: Sequence[int] | None = None) -> None:
         """Take over the sequences of a record; whole segments are sealed.
@@ -239,37 +237,19 @@ class MscanWriter:
         Raises:
             ContractError: shapes that do not fit the parameter table, or a value that is no norm.
         """
-        start = self._next
+        start = self.next_number
         numbers = range(start, start + len(record.sequences)) if numbers is None else numbers
-        rows = _rows_of(self._file.header, record, numbers)
-        _check(self._file, rows)
-        self._file.add(rows)
-        self._next = max(start, *(number + 1 for number in numbers)) if len(numbers) else start
+        rows = _rows_of(self.header, record, numbers)
+        _check(self, rows)
+        self.append(rows)
+        self.next_number = max(start, *(number + 1 for number in numbers)) if len(numbers) else start
 
-    def seal(self) -> None:
-        """Bring everything added so far to the disk, as a segment of its own."""
-        self._file.seal()
 
-    def close(self) -> None:
-        """Seal the rest and mark the file as complete."""
-        try:
-            self._file.finish()
-        finally:
-            self._file.close()
-
-    def __enter__(self) -> "MscanWriter":
-        """Itself."""
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
-        """Close; after an error what was added is kept, and the file is not marked as complete."""
-        if kind is None:
-            self.close()
-            return
-        try:
-            self.seal()
-        finally:
-            self._file.close()
+# Array → field of the record.
+_FIELDS = {
+    "activation": "activation_BP", "gradient": "gradient_BP", "in_activation": "in_activation_BI",
+    "in_gradient": "in_gradient_BI", "out_gradient": "out_gradient_BO",
+}  # fmt: skip
 
 
 def _rows_of(header: Header, record: ScanRecord, numbers: Sequence[int]) -> Rows:
@@ -279,13 +259,7 @@ def _rows_of(header: Header, record: ScanRecord, numbers: Sequence[int]) -> Rows
         StoredSequence(int(number), sequence.name, sequence.tokens, sequence.source)
         for number, sequence in zip(numbers, record.sequences, strict=True)
     )
-    arrays = {
-        "activation": _copy(record.activation_BP),
-        "gradient": _copy(record.gradient_BP),
-        "in_activation": _copy(record.in_activation_BI),
-        "in_gradient": _copy(record.in_gradient_BI),
-        "out_gradient": _copy(record.out_gradient_BO),
-    }
+    arrays = {name: np.array(getattr(record, of).detach().numpy(), np.float32) for name, of in _FIELDS.items()}
     if header.per_token:
         if record.token_activation is None or record.token_gradient is None:
             raise ContractError(
@@ -295,10 +269,6 @@ def _rows_of(header: Header, record: ScanRecord, numbers: Sequence[int]) -> Rows
         arrays["token_activation"] = _stack(record.token_activation, parameters)
         arrays["token_gradient"] = _stack(record.token_gradient, parameters)
     return Rows(sequences, arrays)
-
-
-def _copy(values: Tensor) -> NDArray[np.float32]:
-    return np.array(values.detach().numpy(), np.float32)
 
 
 def _stack(values: Sequence[Tensor], columns: int) -> NDArray[np.float32]:

@@ -200,23 +200,16 @@ class HostRing:
         self._slots: deque[Slot] = deque()
         self._changed = Condition()
 
-    def reserve(self, size: int) -> Slot | None:
-        """So many bytes, or None where there is no room now."""
+    def reserve(self, size: int, *, wait: bool = False) -> Slot | None:
+        """So many bytes; where there is no room now None, or with `wait` as soon as there is (within the capacity)."""
         with self._changed:
-            begin = self._find_room(max(size, 1))
-            if begin is None:
-                return None
+            while (begin := self._find_room(max(size, 1))) is None:
+                if not wait:
+                    return None
+                self._changed.wait()
             slot = Slot(begin, begin + max(size, 1), self._buffer[begin : begin + size])
             self._slots.append(slot)
             self.most_used = max(self.most_used, self.used)
-            return slot
-
-    def wait(self, size: int) -> Slot:
-        """So many bytes, as soon as there is room; `size` must not be above the capacity."""
-        assert size <= self.capacity, "larger than the ring: it would wait forever"
-        with self._changed:
-            while (slot := self.reserve(size)) is None:
-                self._changed.wait()
             return slot
 
     def release(self, slot: Slot) -> None:

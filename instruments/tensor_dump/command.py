@@ -8,6 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 from tabulate import tabulate
 
 from instruments.errors import ConfigError, check_output, exit_code, say, some
@@ -111,20 +112,16 @@ def draw_channels(tensors: Sequence[Named], path: Path) -> None:
     """One panel a tensor: of every channel (its last axis) the range, and the 1st to 99th percentile."""
     figure, panels = _panels(tensors, "channel")
     for panel, (_name, values) in zip(panels, tensors, strict=True):
-        low, p1, p99, high = _channel_ranges(values.float().reshape(-1, values.shape[-1] if values.ndim else 1))
+        if not values.numel():
+            continue
+        channels = values.float().reshape(-1, values.shape[-1] if values.ndim else 1).numpy()
+        low, high = channels.min(axis=0), channels.max(axis=0)
+        # Percentiles of some 16 384 evenly chosen rows are good enough to look at.
+        p1, p99 = np.percentile(channels[:: max(1, len(channels) // 16384)], (1, 99), axis=0)
         panel.fill_between(range(len(low)), low, high, color=_PALE, linewidth=0, step="mid", label="range")
         panel.fill_between(range(len(low)), p1, p99, color=_BLUE, linewidth=0, step="mid", label="1 to 99 %")
         panel.legend(fontsize=7)
     figure.savefig(path, format="png", metadata={"Software": None})
-
-
-def _channel_ranges(values_RC: "Tensor") -> "Tensor":
-    """Minimum, 1st and 99th percentile, and maximum of every channel, over R rows; NaN where a value is not finite."""
-    # Percentiles of 16 384 evenly chosen rows are good enough to look at; quantile() takes no more than 2^24 values.
-    thinned = values_RC[:: max(1, len(values_RC) // 16384)]
-    percentiles = [[column.quantile(share) for column in thinned.unbind(1)] for share in (0.01, 0.99)]
-    low, high = values_RC.aminmax(dim=0)
-    return low.new_tensor([low.tolist(), *percentiles, high.tolist()])
 
 
 def _panels(tensors: Sequence[Named], quantity: str) -> tuple["Figure", list["Axes"]]:
@@ -207,9 +204,11 @@ def _draw(listing: Listing, chosen: Sequence[TensorRecord], out: Path, kind: str
     from instruments.tensor_dump.reader import DumpReader  # noqa: PLC0415 - the table alone needs neither torch nor matplotlib
 
     # Layers that share an input share the picture.
-    stored = [*{(record.file, record.key): record for record in reversed(chosen) if record.status == STORED}.values()][
-        ::-1
-    ]
+    first: dict[tuple[str | None, str | None], TensorRecord] = {}
+    for record in chosen:
+        if record.status == STORED:
+            first.setdefault((record.file, record.key), record)
+    stored = list(first.values())
     shown = stored[:MOST_PANELS]
     with DumpReader(listing.folder) as reader:
         tensors = [(f"{record.source.module}\n{record.source.tensor}", reader.load(record)) for record in shown]

@@ -213,7 +213,7 @@ class Recorder:
             slot = self._ring.reserve(size)
         if slot is None and self._config.last_steps is None and self._config.when_full == "block":
             self._writer.flush()  # or the writer might wait for more, before it frees anything
-            return self._ring.wait(size)
+            return self._ring.reserve(size, wait=True)
         return slot
 
     def _write_kept(self) -> None:
