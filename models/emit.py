@@ -14,8 +14,7 @@ from tqdm import tqdm
 
 from instruments.errors import CheckpointError, ContractError, NumericsError
 from models.checkpoint.folder import read_json
-from models.checkpoint.reader import ShardReader
-from models.checkpoint.writer import ShardWriter
+from models.checkpoint.shards import ShardReader, ShardWriter
 from models.config import MoEShape
 from models.dense import keeps_tied
 from models.experts import ExpertWeights

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from models.checkpoint.reader import ShardReader
+from models.checkpoint.shards import ShardReader
 from models.dense import DenseFamily
 from models.ffn import DenseFFN
 from models.routing import GateKind, LinearRouter, relative_gates

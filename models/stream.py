@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from models.checkpoint.reader import ShardReader
+from models.checkpoint.shards import ShardReader
 from models.ffn import DenseFFN
 from models.loading import explained_loading
 

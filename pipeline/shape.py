@@ -8,8 +8,7 @@ from instruments.errors import ConfigError
 from models.config import PER_LAYER, MoEShape
 from models.dense import keeps_tied
 from models.targets.base import MoETarget
-from models.targets.choose import check_target, select_target
-from models.targets.config import ParameterCount, count_carved, count_dense
+from models.targets.config import ParameterCount, check_target, count_carved, count_dense, select_target
 from pipeline.disk import expected_bytes, in_mib
 from stages.assemble.config import AssembleConfig
 

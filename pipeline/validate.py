@@ -16,7 +16,7 @@ from omegaconf import MISSING
 from instruments.errors import ConfigError, UserError
 from models.config import ModelConfig, MoEShape
 from models.source import check_source, read_source_config
-from models.targets.choose import check_target
+from models.targets.config import check_target
 from pipeline.consistency import contradictions, find_uses, involves, map_errors, warn_of_unread
 from pipeline.disk import nearest_existing
 from pipeline.help import OVERLAYS, groups

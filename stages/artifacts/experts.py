@@ -14,13 +14,13 @@ from torch import Tensor
 from instruments.errors import CheckpointError, ContractError
 from instruments.safetensors_header import read_metadata
 from models.card import CarveFacts, write_card
-from models.checkpoint.reader import ShardReader
+from models.checkpoint.shards import ShardReader
 from models.config import ModelConfig, MoEShape
 from models.emit import checkpoint_dtype, emit_checkpoint
 from models.experts import ExpertLoop, ExpertWeights
 from models.routing import GateKind, LinearRouter
 from models.targets.base import MoETarget, gate_kind, gate_scale_of
-from models.targets.choose import select_target
+from models.targets.config import select_target
 from stages.artifacts.carve import Partition, PoolPartition, Routers
 from stages.artifacts.tensor_file import pack_tag, unpack_tag
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from models.targets.choose import MOE_TARGETS
+from models.targets.config import MOE_TARGETS
 from stages.calibration.config import FITTED_ROUTERS, ROUTERS, TRAINED_ROUTERS, is_priced
 
 VERSION = 7

@@ -9,7 +9,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from instruments.errors import ConfigError
-from models.checkpoint.reader import ShardReader
+from models.checkpoint.shards import ShardReader
 from models.config import ModelConfig, MoEShape
 from models.ffn import DenseFFN
 from models.loading import load_tokenizer, resolve_device

@@ -9,11 +9,11 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from models.checkpoint.reader import ShardReader
+from models.checkpoint.shards import ShardReader
 from models.experts import ExpertWeights
 from models.loading import is_offloaded
 from models.stream import LayerStream, StreamLayer
-from models.targets.choose import MOE_TARGETS
+from models.targets.config import MOE_TARGETS
 from models.training import find_routers, selection_bias
 from stages.calibration.alignment import AlignmentSettings, align_down
 from stages.calibration.batches import TokenStream, layer_seed

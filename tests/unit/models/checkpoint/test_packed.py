@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from instruments.errors import CheckpointError
 from models.checkpoint.folder import PackedEntry, read_checkpoint
-from models.checkpoint.reader import ShardReader
+from models.checkpoint.shards import ShardReader
 
 UP = "model.layers.1.mlp.up_proj.weight"
 RESTORE = "  do:    download or copy the checkpoint again"

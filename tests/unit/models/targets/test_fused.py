@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from instruments.errors import CheckpointError, ConfigError
 from instruments.ffn_probe import probe_gradients
-from models.checkpoint.reader import ShardReader
+from models.checkpoint.shards import ShardReader
 from models.ffn import DenseFFN, ffn_modules, ffn_weight_names
 from models.loading import separate_fused
 
