@@ -22,7 +22,11 @@ RESTORE = "download or copy the checkpoint again"
 
 _BARE_NAME = re.compile(r"(?!\.{1,2}\Z)[^/\\\0]+")  # of a file in the folder itself
 _PICKLE_PATTERNS = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
-MAX_JSON_BYTES = 64 * 2**20  # the index of a model of 100,000 tensors has a tenth of it
+# Python takes forty times the bytes of a hostile JSON file. The index of a model of 100,000 tensors has 10 MiB; a
+# tokenizer's vocabulary is read by compiled code.
+MAX_JSON_BYTES = 16 * 2**20
+MAX_VOCABULARY_BYTES = 64 * 2**20
+VOCABULARIES = {"tokenizer.json", "vocab.json"}
 
 
 def require_folder(folder: Path) -> Path:
@@ -30,9 +34,10 @@ def require_folder(folder: Path) -> Path:
     try:
         if folder.is_dir():
             # A link to nothing is reported where its file is needed.
-            files = (path for path in folder.iterdir() if path.exists() and not path.is_dir())
+            files = [path for path in folder.iterdir() if path.exists() and not path.is_dir()]
             odd = sorted(path.name for path in files if not path.is_file())
             if not odd:
+                _check_sizes(files)
                 return folder
             raise CheckpointError(
                 f"{', '.join(odd[:3])}: a pipe, a socket or a device, and no file of a checkpoint",
@@ -43,6 +48,16 @@ def require_folder(folder: Path) -> Path:
     except OSError as error:  # a name too long, or a folder that may not be entered
         found = f"cannot be opened ({error.strerror})"
     raise CheckpointError(f"no checkpoint: {folder} {found}", where="model.path", do=GIVE_FOLDER)
+
+
+def _check_sizes(files: Iterable[Path]) -> None:
+    """Refuse JSON larger than any model has. Raises CheckpointError."""
+    for file in sorted(files):
+        most = MAX_VOCABULARY_BYTES if file.name in VOCABULARIES else MAX_JSON_BYTES
+        if file.suffix == ".json" and (size := file.stat().st_size) > most:
+            raise CheckpointError(
+                f"{file.name} has {size:,} bytes, more than the {most:,} that it may have", where=str(file), do=RESTORE
+            )
 
 
 def read_json(path: Path) -> Any:  # noqa: ANN401 - whatever the file holds
