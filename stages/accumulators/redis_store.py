@@ -25,7 +25,7 @@ from stages.accumulators.config import StoreConfig
 from stages.accumulators.redis_connection import connect, in_words
 from stages.accumulators.redis_layout import PROJECTIONS, WeightNames, columns_of, default_namespace, pack_cache_key
 from stages.accumulators.redis_namespace import Namespace
-from stages.accumulators.sums import ScanSums, Shapes, empty_sums, load_sums, save_sums
+from stages.accumulators.sums import ScanSums, Shapes, SumStore, empty_sums, load_sums, save_sums
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -38,21 +38,15 @@ ADDERS = 2
 logger = logging.getLogger(__name__)
 
 
-class RedisStore:
+class RedisStore(SumStore):
     """The sums of all workers, under one namespace of one server."""
 
     shared = True
 
     def __init__(self, namespace: Namespace, *, every: float) -> None:
-        """Go on with what the namespace holds.
-
-        Args:
-            namespace: claimed for this scan.
-            every: seconds between flushes.
-        """
-        self.namespace, self.every = namespace, every
-        self.last = time.monotonic()
-        self.sums = empty_sums(namespace.shapes)
+        """Go on with what the namespace, claimed for this scan, holds; `every`: seconds between flushes."""
+        super().__init__(empty_sums(namespace.shapes), every)
+        self.namespace = namespace
         # Adding takes the server seconds, in which this process scans on.
         self.adders = ThreadPoolExecutor(ADDERS, "redis")
         self.adding: list[Future[None]] = []
@@ -63,9 +57,6 @@ class RedisStore:
         with in_words(self.namespace.place):
             self._start_adding(self.namespace.pending())
 
-    def forget(self) -> None:
-        """Not asked of a store that all workers share."""
-
     def done(self) -> set[int]:
         """Batches that any worker has flushed."""
         with in_words(self.namespace.place):
@@ -73,7 +64,7 @@ class RedisStore:
 
     def due(self) -> bool:
         """Whether the last flush was `every` seconds ago, and the server has added it."""
-        return time.monotonic() - self.last >= self.every and all(part.done() for part in self.adding)
+        return super().due() and all(part.done() for part in self.adding)
 
     def flush(self) -> None:
         """Commit what was added, or drop it where another worker has one of its batches.
@@ -164,15 +155,9 @@ def open_redis_store(
     weights: WeightNames,
     fresh: bool = False,
 ) -> RedisStore:
-    """The store of a scan, alone or with others that scan the same.
+    """The store of a scan, alone or with others that scan the same; arguments as of `open_store`.
 
-    Args:
-        store: server, namespace and seconds between flushes.
-        shapes: of the sums.
-        label: of the model, part of the default namespace.
-        identity: what must be the same for sums to be added up; `scan` is the fingerprint.
-        weights: for every layer: gate, up, down → name of the weight.
-        fresh: delete first all keys of the namespace. One worker only may ask for this, before all others.
+    With `fresh` all keys of the namespace are deleted first: one worker only may ask for this, before all others.
 
     Raises:
         ConfigError: the settings name no usable server.

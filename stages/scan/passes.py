@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from instruments.errors import CheckpointError, NumericsError
 from instruments.ffn_probe import GatedFFN, probe_gradients, probe_hidden
-from stages.accumulators.accumulator import SumStore
-from stages.accumulators.sums import ScanSums
+from stages.accumulators.sums import LocalStore, ScanSums, SumStore
 from stages.artifacts.job import Workers
 from stages.losses import forward_losses, supervised_tokens
 from stages.scan.batch_sums import BatchSums, HostBatch
@@ -202,11 +201,10 @@ def agree_on_done(store: SumStore, workers: Workers) -> set[int]:
     parts = workers.share(store.done())
     agreed: set[int] = set()
     for rank, part in enumerate(parts):
-        if not store.shared and part & agreed:
-            if rank == workers.rank:
-                store.forget()
-            continue
-        agreed |= part
+        if store.shared or not part & agreed:
+            agreed |= part
+        elif rank == workers.rank and isinstance(store, LocalStore):
+            store.forget()
     return agreed
 
 

@@ -19,9 +19,8 @@ from models.ffn import ffn_modules, ffn_weight_names
 from models.loading import input_device, load_dense, load_tokenizer
 from models.quantization import dense_weight
 from models.source import resolve_folder
-from stages.accumulators.accumulator import StorePlace, open_store
 from stages.accumulators.config import StoreConfig
-from stages.accumulators.sums import ScanSums
+from stages.accumulators.sums import ScanSums, open_store
 from stages.artifacts.job import Job, Table, Workers
 from stages.artifacts.statistics import NeuronStatistics
 from stages.losses import save_memory
@@ -149,12 +148,13 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, store: StoreConfig, s
     mlps = ffn_modules(dense)
     shapes = sum_shapes(len(mlps), mlps[0].down_proj.in_features, min(scan.reservoir_tokens, text.tokens))
     identity = sums_cache_key(job.fingerprint, batches, dense.dtype)
-    place = StorePlace(job.scratch, model.label, identity, ffn_weight_names(dense), workers, job.fresh)
+    weights = ffn_weight_names(dense)
     parts = PartsPlace(job.scratch, identity)
     recording = record_parameters(
         dense, scan, parts, workers, source=describe_source(data, "calibration"), label=model.label, fresh=job.fresh
     )
-    with open_store(store, place, shapes) as keeper, recording as parameters:
+    opened = open_store(store, shapes, job, label=model.label, identity=identity, weights=weights)
+    with opened as keeper, recording as parameters:
         rule = NeuronRule(scan.active_share, scan.active_threshold, scan.norm_product)
         scanner = Scanner(dense, mlps, rule, scan.gradients, parameters)
         slots_M = draw_reservoir(text.tokens, scan.reservoir_tokens, seed)
