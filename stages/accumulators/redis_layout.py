@@ -16,6 +16,7 @@ copies of the counters, the number of batches and of their marks. A commit adds 
 import json
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -112,10 +113,11 @@ def entries_to_read(columns: Sequence[str]) -> list[str | int]:
     return [word for place, field in places for word in (PROJECTIONS.index(place) + 1, field)]
 
 
-def pack_cache_key(facts: Mapping[str, object], sizes: Mapping[str, Sequence[object]], weights: WeightNames) -> str:
+def pack_cache_key(facts: Mapping[str, object], shapes: Mapping[str, Sequence[Any]], weights: WeightNames) -> str:
     """Identity of a scan: its facts, the sizes and number formats of its sums, the names of its weights."""
     layers = [{projection: names[projection] for projection in PROJECTIONS} for names in weights]
-    content = {"layout": LAYOUT_VERSION, "facts": dict(facts), "sums": dict(sizes), "weights": layers}
+    sums = {name: [size, str(kind).removeprefix("torch.")] for name, (size, kind) in shapes.items()}
+    content = {"layout": LAYOUT_VERSION, "facts": dict(facts), "sums": sums, "weights": layers}
     return json.dumps(content, sort_keys=True)
 
 

@@ -165,9 +165,8 @@ def open_redis_store(
         UserError: the server cannot be reached or does not let us in.
     """
     client, place = connect(store)
-    sizes = {name: [list(size), str(kind).removeprefix("torch.")] for name, (size, kind) in shapes.items()}
     prefix = default_namespace(label, identity["scan"]) if store.namespace is None else store.namespace
-    namespace = Namespace(client, prefix, pack_cache_key(identity, sizes, weights), place)
+    namespace = Namespace(client, prefix, pack_cache_key(identity, shapes, weights), place)
     with in_words(namespace.place):
         if fresh:
             namespace.clear()
@@ -187,25 +186,26 @@ def export_sums(namespace: Namespace, path: Path) -> ScanSums:
 
 
 def import_sums(client: "Redis", place: str, prefix: str, path: Path) -> ScanSums:
-    """Add a file's sums to a namespace; done again it changes nothing.
+    """Add a file's sums, of `export_sums` or `store=local`, to a namespace; done again it changes nothing.
 
-    Args:
-        client: of the server.
-        place: the server in words.
-        prefix: the namespace: new, or one of the same scan with other batches.
-        path: as `export_sums` or `store=local` wrote it.
-
-    Returns:
-        What the namespace now holds.
+    The namespace `prefix` is new, or one of the same scan with other batches; what it then holds is returned.
 
     Raises:
         ContractError: the file is no such file, or the namespace holds another scan or some of the file's batches.
     """
     sums, content = load_sums(path)
-    _require_place(sums, path)
-    sizes = {name: [list(value.shape), str(value.dtype).removeprefix("torch.")] for name, value in sums.tensors.items()}
-    weights = content.get("weights") or _usual_names(len(sums.tensors["sum_abs"]))
-    namespace = Namespace(client, prefix, pack_cache_key(json.loads(content["identity"]), sizes, weights), place)
+    try:
+        columns_of(sums.tensors)
+        layers = range(len(sums.tensors["sum_abs"]))
+    except KeyError as error:
+        what = f"this file holds no sums of a scan: {error}"
+        raise ContractError(what, where=str(path), do="a file that python -m pipeline.store export wrote") from error
+    # Without names in the file, those of transformers' decoders.
+    weights = content.get("weights") or [
+        {part: f"model.layers.{layer}.mlp.{part}_proj.weight" for part in PROJECTIONS} for layer in layers
+    ]
+    shapes = {name: (tuple(value.shape), value.dtype) for name, value in sums.tensors.items()}
+    namespace = Namespace(client, prefix, pack_cache_key(json.loads(content["identity"]), shapes, weights), place)
     with in_words(namespace.place):
         namespace.claim()
         there = namespace.done() & sums.done
@@ -219,17 +219,3 @@ def import_sums(client: "Redis", place: str, prefix: str, path: Path) -> ScanSum
             store.sums.add(sums)
             store.flush()
         return store.collect()
-
-
-def _require_place(sums: ScanSums, path: Path) -> None:
-    try:
-        columns_of(sums.tensors)
-        sums.tensors["sum_abs"]
-    except KeyError as error:
-        what = f"this file holds no sums of a scan: {error}"
-        raise ContractError(what, where=str(path), do="a file that python -m pipeline.store export wrote") from error
-
-
-def _usual_names(layers: int) -> list[dict[str, str]]:
-    """Names of the weights in transformers' decoders, for files that do not tell."""
-    return [{part: f"model.layers.{layer}.mlp.{part}_proj.weight" for part in PROJECTIONS} for layer in range(layers)]
