@@ -50,11 +50,7 @@ def connect(store: StoreConfig) -> tuple["Redis", str]:
 
 
 def check_store(store: StoreConfig) -> None:
-    """Whether the store can be used; to be asked before any weights are loaded.
-
-    Raises:
-        UserError: as `connect`.
-    """
+    """Whether the store can be used, before any weights are loaded. Raises UserError as `connect`."""
     if store.kind == "redis":
         connect(store)[0].close()
 
@@ -73,8 +69,7 @@ def _find_url(store: StoreConfig) -> str:
         what = "store.kind=redis names no server"
         raise ConfigError(what, where=f"settings store.url and {URL}", do="store.url=redis://localhost:6379/0")
     if not _is_address(url):
-        # The URL may hold a password: it is not repeated.
-        what = "store.url is no Redis address"
+        what = "store.url is no Redis address"  # not repeated: it may hold a password
         where = "setting store.url" if store.url else f"environment {URL}"
         raise ConfigError(what, where=where, do="store.url=redis://host:6379/0, rediss://host:6379/0 or unix:///path")
     return url
@@ -141,11 +136,8 @@ def _warn_of_loss(place: str) -> None:
 
 
 def _info(url: str, tries: int) -> dict[str, object]:
-    client = _client(url, tries)
-    try:
+    with _client(url, tries) as client:
         return dict(client.info())
-    finally:
-        client.close()
 
 
 GO_ON = "then the same command again: it goes on from the last flush"
@@ -153,10 +145,7 @@ GO_ON = "then the same command again: it goes on from the last flush"
 
 @contextmanager
 def in_words(place: str) -> Iterator[None]:
-    """Turn the client's exceptions into errors for the user.
-
-    Args:
-        place: the server, without its password.
+    """Turn the client's exceptions into errors for the user; `place` is the server, without its password.
 
     Raises:
         UserError: the server cannot be reached or refuses.
@@ -177,7 +166,8 @@ def _explain(error: Exception, place: str) -> UserError:
     text = (rest if kind == code and code in _REFUSALS else line).partition(" script: ")[0]
     if kind == "WRONGTYPE":  # the scripts' own name the key
         text = text.partition(" | key ")[2] or text
-    make, what, do = _REFUSALS.get(kind, _UNKNOWN)
+    what, do = _REFUSALS.get(kind, _UNKNOWN)
+    make = ContractError if kind in _TAMPERING else UserError
     return make(what.format(text.removeprefix("ERR ")), where=place, do=do)
 
 
@@ -192,39 +182,34 @@ _KINDS = {
     "ConnectionError": "GONE AWAY",
     "TimeoutError": "GONE AWAY",
 }
-_REFUSALS: dict[str, tuple[type[UserError], str, str]] = {
+_TAMPERING = ("GONE", "CHANGED")
+_REFUSALS = {
     "NOAUTH": (
-        UserError,
         "the Redis server does not let us in: {}",
         "the right password in the environment's TINY_ONN_REDIS_PASSWORD, the user's name in store.url",
     ),
     "NOPERM": (
-        UserError,
         "the Redis server's user may not do this: {}",
         "a user with +@read +@write +@scripting +info +ping on the keys of store.namespace (ACL SETUSER)",
     ),
     "OOM": (
-        UserError,
         "the Redis server's memory is full (maxmemory)",
         f"raise its maxmemory (redis-cli config set maxmemory 4gb) or delete old namespaces, {GO_ON}",
     ),
-    "READONLY": (UserError, "this Redis server is a read-only replica", "store.url= of the primary server"),
+    "READONLY": ("this Redis server is a read-only replica", "store.url= of the primary server"),
     "GONE AWAY": (
-        UserError,
         "the Redis server cannot be reached: {}",
         f"start it (redis-server) or correct store.url, {GO_ON}",
     ),
     "MISCONF": (
-        UserError,
         "the Redis server does not take writes: {}",
         f"see the server's log (its disk may be full), {GO_ON}",
     ),
     "WRONGTYPE": (
-        UserError,
         "a Redis key under the scan's namespace is of another type: {}",
         f"{START_OVER}; or another store.namespace",
     ),
-    "GONE": (ContractError, "sums that wait in Redis were deleted by somebody else: {}", START_OVER),
-    "CHANGED": (ContractError, "sums in Redis were changed by somebody else: {}", START_OVER),
+    "GONE": ("sums that wait in Redis were deleted by somebody else: {}", START_OVER),
+    "CHANGED": ("sums in Redis were changed by somebody else: {}", START_OVER),
 }
-_UNKNOWN = UserError, "the Redis server refuses: {}", f"see the server's log, {GO_ON}; or another store.namespace"
+_UNKNOWN = "the Redis server refuses: {}", f"see the server's log, {GO_ON}; or another store.namespace"

@@ -16,7 +16,7 @@ copies of the counters, the number of batches and of their marks. A commit adds 
 import json
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -46,36 +46,20 @@ BITS = "bits_LRf"  # one string for each layer, rows of tokens one after the oth
 WeightNames = Sequence[Mapping[str, str]]
 
 
-@dataclass(frozen=True)
 class Keys:
-    """Names of everything under one namespace."""
+    """Names of everything under one namespace.
 
-    namespace: str
+    `identity` says as JSON what was scanned and by which code. `done` is a bitmap of the batches that are in the sums
+    or in chunks that wait to be added, `pending` the set of these chunks. `counters` is a hash of tokens, samples and
+    loss_sum, `totals` one of what the sums add up to.
+    """
 
-    @property
-    def identity(self) -> str:
-        """What was scanned and by which code, as JSON."""
-        return f"{self.namespace}scan:identity"
-
-    @property
-    def done(self) -> str:
-        """Bitmap of the batches that are in the sums, or in chunks that wait to be added."""
-        return f"{self.namespace}scan:done"
-
-    @property
-    def counters(self) -> str:
-        """Hash of tokens, samples and loss_sum."""
-        return f"{self.namespace}scan:counters"
-
-    @property
-    def totals(self) -> str:
-        """Hash of what the sums add up to."""
-        return f"{self.namespace}scan:totals"
-
-    @property
-    def pending(self) -> str:
-        """Set of the committed chunks that wait to be added."""
-        return f"{self.namespace}scan:pending"
+    def __init__(self, namespace: str) -> None:
+        """Every key begins with `namespace`."""
+        self.namespace = namespace
+        names = ("identity", "done", "counters", "totals", "pending")
+        self.ledger = [f"{namespace}scan:{name}" for name in names]
+        self.identity, self.done, self.counters, self.totals, self.pending = self.ledger
 
     def chunk(self, name: str) -> str:
         """Staged part of a flush; `name` is `{flush}:{number}`."""
@@ -129,10 +113,11 @@ def entries_to_read(columns: Sequence[str]) -> list[str | int]:
     return [word for place, field in places for word in (PROJECTIONS.index(place) + 1, field)]
 
 
-def pack_cache_key(facts: Mapping[str, object], sizes: Mapping[str, Sequence[object]], weights: WeightNames) -> str:
+def pack_cache_key(facts: Mapping[str, object], shapes: Mapping[str, Sequence[Any]], weights: WeightNames) -> str:
     """Identity of a scan: its facts, the sizes and number formats of its sums, the names of its weights."""
     layers = [{projection: names[projection] for projection in PROJECTIONS} for names in weights]
-    content = {"layout": LAYOUT_VERSION, "facts": dict(facts), "sums": dict(sizes), "weights": layers}
+    sums = {name: [size, str(kind).removeprefix("torch.")] for name, (size, kind) in shapes.items()}
+    content = {"layout": LAYOUT_VERSION, "facts": dict(facts), "sums": sums, "weights": layers}
     return json.dumps(content, sort_keys=True)
 
 
@@ -147,7 +132,8 @@ def total_increments(part: ScanSums, columns: Sequence[str]) -> dict[str, float]
     totals = {f"counter:{name}": float(count) for name, count in part.counters.items()}
     totals |= {"batches": float(len(part.done)), "marks": sum_marks(part.done)}
     for name, value in _totals_of(part, columns).items():
-        totals |= {name: value} if value >= TINY or value == 0 else {f"{name}_tiny": value / UNIT}
+        tiny = 0 < value < TINY
+        totals[f"{name}_tiny" if tiny else name] = value / UNIT if tiny else value
     return totals
 
 
@@ -163,8 +149,9 @@ def _totals_of(part: ScanSums, columns: Sequence[str]) -> dict[str, float]:
         if column not in GREATEST
         for layer, values_F in enumerate(part.tensors[column])
     }
-    bits = enumerate(part.tensors.get(BITS, ()))
-    return totals | {f"{BITS}:{layer}": float(np.bitwise_count(bits_Rf.numpy()).sum()) for layer, bits_Rf in bits}
+    for layer, bits_Rf in enumerate(part.tensors.get(BITS, ())):
+        totals[f"{BITS}:{layer}"] = float(np.bitwise_count(bits_Rf.numpy()).sum())
+    return totals
 
 
 def find_tampering(sums: ScanSums, columns: Sequence[str], totals: Mapping[str, float]) -> str | None:

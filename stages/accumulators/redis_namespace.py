@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,21 +11,9 @@ from redis import Redis
 from torch import Tensor
 
 from instruments.errors import ContractError
+from stages.accumulators import redis_layout
 from stages.accumulators.config import START_OVER
-from stages.accumulators.redis_layout import (
-    BITS,
-    GREATEST,
-    LAYOUT_VERSION,
-    Keys,
-    columns_of,
-    entries_to_add,
-    entries_to_read,
-    find_tampering,
-    pack_chunks,
-    sum_marks,
-    total_increments,
-    unpack_neurons,
-)
+from stages.accumulators.redis_layout import BITS, GREATEST, LAYOUT_VERSION, Keys, sum_marks
 from stages.accumulators.sums import ScanSums, empty_sums, list_differences
 
 # Seconds after which the server forgets what a dead worker staged but did not commit.
@@ -54,21 +42,12 @@ class Namespace:
         content = json.loads(identity)
         self.weights = content["weights"]
         self.shapes = {name: (tuple(size), getattr(torch, kind)) for name, (size, kind) in content["sums"].items()}
-        self.columns = columns_of(self.shapes)
+        self.columns = redis_layout.columns_of(self.shapes)
+        self.width = int(self.shapes[self.columns[0]][0][1])
         self._claim, self._commit, self._apply, self._read, self._done = (
             client.register_script(Path(__file__).with_name(f"redis_{name}.lua").read_text(encoding="utf-8"))
             for name in ("claim", "commit", "apply", "read", "done")
         )
-
-    @property
-    def layers(self) -> int:
-        """L."""
-        return len(self.weights)
-
-    @property
-    def width(self) -> int:
-        """F."""
-        return int(self.shapes[self.columns[0]][0][1])
 
     def claim(self) -> None:
         """Make the namespace this scan's, or find that it is.
@@ -77,8 +56,7 @@ class Namespace:
             ContractError: the namespace holds another scan's sums, or keys that no scan made.
         """
         firsts = [f"{prefix}0" for names in self.weights for prefix in self.keys.layer_rows(names)]
-        keys = [*self._ledger, *firsts]
-        held = self._claim(keys=keys, args=[self.identity])
+        held = self._claim(keys=[*self.keys.ledger, *firsts], args=[self.identity])
         if isinstance(held, list):
             raise ContractError(
                 f"the Redis key {held[0].decode()} is there, but no scan has begun under this namespace",
@@ -91,11 +69,6 @@ class Namespace:
                 where=self.place,
                 do=f"{START_OVER}; another store.namespace; or the code that began this scan",
             )
-
-    @property
-    def _ledger(self) -> list[str]:
-        keys = self.keys
-        return [keys.identity, keys.done, keys.counters, keys.totals, keys.pending]
 
     def done(self) -> set[int]:
         """Numbers of the batches that are committed.
@@ -112,25 +85,26 @@ class Namespace:
     def stage(self, flush: str, part: ScanSums) -> list[str]:
         """Send a part without adding it; gives the names of its chunks."""
         names: list[str] = []
-        for chunks in _in_loads(pack_chunks(part, self.columns, self.keys, self.weights)):
-            pipeline = self.client.pipeline(transaction=False)
-            for chunk in chunks:
-                names.append(f"{flush}:{len(names)}")
-                pipeline.set(self.keys.chunk(names[-1]), chunk, ex=STAGED_FOR)
-            pipeline.execute()
+        unsent, pipeline = 0, self.client.pipeline(transaction=False)
+        for chunk in redis_layout.pack_chunks(part, self.columns, self.keys, self.weights):
+            names.append(f"{flush}:{len(names)}")
+            pipeline.set(self.keys.chunk(names[-1]), chunk, ex=STAGED_FOR)
+            unsent += len(chunk)
+            if unsent >= BYTES_AT_ONCE:
+                pipeline.execute()
+                unsent = 0
+        pipeline.execute()
         return names
 
     def commit(self, names: Sequence[str], part: ScanSums) -> str:
         """Let the staged part count, or not: `redis_commit.lua` says what it answers."""
-        totals = total_increments(part, self.columns)
-        hashes = ((4, totals), (3, part.counters))
-        counts = [word for key, hash_ in hashes for name, count in hash_.items() for word in (key, name, float(count))]
-        return str(
-            self._commit(
-                keys=[*self._ledger, *map(self.keys.chunk, names)],
-                args=[self.identity, len(part.done), *sorted(part.done), *map(_exact, counts), *names],
-            ).decode()
+        hashes = ((4, redis_layout.total_increments(part, self.columns)), (3, part.counters))  # repr gives all digits
+        counts = [word for key, by in hashes for name, count in by.items() for word in (key, name, repr(float(count)))]
+        answer = self._commit(
+            keys=[*self.keys.ledger, *map(self.keys.chunk, names)],
+            args=[self.identity, len(part.done), *sorted(part.done), *counts, *names],
         )
+        return _text(answer)
 
     def pending(self) -> list[str]:
         """Names of committed chunks that wait to be added."""
@@ -139,7 +113,7 @@ class Namespace:
     def apply(self, name: str) -> int:
         """Add a committed chunk to the sums; gives the number of increments, 0 when it has been added."""
         keys = [self.keys.chunk(name), self.keys.pending]
-        return int(self._apply(keys=keys, args=[name, *entries_to_add(self.columns)]))
+        return int(self._apply(keys=keys, args=[name, *redis_layout.entries_to_add(self.columns)]))
 
     def read(self) -> tuple[ScanSums, dict[str, float]]:
         """All sums and totals, as they are now; what others add meanwhile may be in them by half."""
@@ -151,7 +125,7 @@ class Namespace:
                 for name, values_F in zip(self.columns, values_CF, strict=True):
                     sums.tensors[name][layer, first : first + count] = values_F
             if BITS in self.shapes:
-                bits = np.frombuffer(self._bytes(self.keys.bits(layer)), np.uint8)
+                bits = np.frombuffer(self.client.get(self.keys.bits(layer)) or b"", np.uint8)  # type: ignore[arg-type]
                 room = sums.tensors[BITS][layer].view(-1)
                 if len(bits) > len(room):
                     raise self._tampered(f"the activation bits of layer {layer} are {len(bits)} bytes of {len(room)}")
@@ -162,9 +136,10 @@ class Namespace:
 
     def _read_columns(self, names: Mapping[str, str], first: int, count: int) -> Tensor:
         """Sums of some neurons, (columns, neurons); not a number where the two places of a maximum differ."""
-        answer = self._read(args=[*self.keys.layer_rows(names), first, count, *entries_to_read(self.columns)])
+        wanted = redis_layout.entries_to_read(self.columns)
+        answer = self._read(args=[*self.keys.layer_rows(names), first, count, *wanted])
         greatest = [column for column, name in enumerate(self.columns) if name in GREATEST]
-        values_FC = unpack_neurons(answer, len(self.columns) + len(greatest))
+        values_FC = redis_layout.unpack_neurons(answer, len(self.columns) + len(greatest))
         for again, column in enumerate(greatest, start=len(self.columns)):
             values_FC[values_FC[:, column] != values_FC[:, again], column] = torch.nan
         return values_FC[:, : len(self.columns)].T
@@ -175,7 +150,7 @@ class Namespace:
         Raises:
             ContractError: somebody else wrote to them or deleted of them.
         """
-        if what := find_tampering(sums, self.columns, totals):
+        if what := redis_layout.find_tampering(sums, self.columns, totals):
             raise self._tampered(what)
 
     def _numbers(self, key: str) -> dict[str, float]:
@@ -183,11 +158,8 @@ class Namespace:
         return {_text(name): _number(count) for name, count in self.client.hgetall(key).items()}
 
     def _tampered(self, what: str) -> ContractError:
-        return ContractError(
-            f"sums in Redis were changed by somebody else: {what}",
-            where=self.place,
-            do=START_OVER,
-        )
+        what = f"sums in Redis were changed by somebody else: {what}"
+        return ContractError(what, where=self.place, do=START_OVER)
 
     def clear(self) -> int:
         """Delete all of it, and say how many batches it held.
@@ -198,22 +170,17 @@ class Namespace:
         kinds = {key: _text(self.client.type(key)) for key in (self.keys.done, self.keys.pending)}
         batches = int(self.client.bitcount(self.keys.done)) if kinds[self.keys.done] == "string" else 0
         pending = self.pending() if kinds[self.keys.pending] == "set" else []
-        chunks = map(self.keys.chunk, pending)
-        self.client.delete(*self._ledger, *chunks, *(self.keys.bits(layer) for layer in range(self.layers)))
+        bits = (self.keys.bits(layer) for layer in range(len(self.weights)))
+        self.client.delete(*self.keys.ledger, *map(self.keys.chunk, pending), *bits)
         # Neuron 0 goes last: `claim` takes it for a sign that something is left.
         prefixes = [prefix for names in self.weights for prefix in self.keys.layer_rows(names)]
-        for last in range(self.width, 0, -KEYS_DELETED_AT_ONCE):
+        neurons = range(self.width - 1, -1, -1)
+        for first in range(0, self.width, KEYS_DELETED_AT_ONCE):
             pipeline = self.client.pipeline(transaction=False)
             for prefix in prefixes:
-                neurons = range(last - 1, max(-1, last - 1 - KEYS_DELETED_AT_ONCE), -1)
-                pipeline.unlink(*(f"{prefix}{neuron}" for neuron in neurons))
+                pipeline.unlink(*(f"{prefix}{neuron}" for neuron in neurons[first : first + KEYS_DELETED_AT_ONCE]))
             pipeline.execute()
         return batches
-
-    def _bytes(self, key: str) -> bytes:
-        held = self.client.get(key) or b""
-        assert isinstance(held, bytes)
-        return held
 
 
 def find_namespace(client: "Redis", namespace: str, place: str) -> Namespace:
@@ -226,19 +193,17 @@ def find_namespace(client: "Redis", namespace: str, place: str) -> Namespace:
     if held is None:
         what = f"there is no scan under the namespace {namespace or '(empty)'}"
         raise ContractError(what, where=place, do="store.namespace= as the scan was given it")
+    layout = "unknown"
     try:
         content = json.loads(held)
-        layout = content["layout"]
-        elements = [math.prod(size) for size, _kind in content["sums"].values()] if layout == LAYOUT_VERSION else []
-        layout = layout if all(0 < count < MOST_ELEMENTS for count in elements) else "unknown"
-        namespaced = Namespace(client, namespace, _text(held), place) if layout == LAYOUT_VERSION else None
+        if content["layout"] != LAYOUT_VERSION:
+            layout = content["layout"]
+        elif all(0 < math.prod(size) < MOST_ELEMENTS for size, _kind in content["sums"].values()):
+            return Namespace(client, namespace, _text(held), place)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
-        layout = "unknown"
-    if layout != LAYOUT_VERSION:
-        what = f"the scan under the namespace {namespace or '(empty)'} has layout {layout}; known is {LAYOUT_VERSION}"
-        raise ContractError(what, where=place, do=f"{START_OVER}; or the release that wrote it")
-    assert namespaced is not None
-    return namespaced
+        pass
+    what = f"the scan under the namespace {namespace or '(empty)'} has layout {layout}; known is {LAYOUT_VERSION}"
+    raise ContractError(what, where=place, do=f"{START_OVER}; or the release that wrote it")
 
 
 def _text(answer: bytes | str) -> str:
@@ -250,23 +215,6 @@ def _number(answer: bytes | str) -> float:
         return float(answer)
     except ValueError:
         return float("nan")
-
-
-def _exact(word: str | float) -> str:
-    """A number with all its digits."""
-    return repr(word) if isinstance(word, float) else str(word)
-
-
-def _in_loads(chunks: Iterable[bytes]) -> Iterator[list[bytes]]:
-    """Chunks by as many as are sent at once."""
-    load: list[bytes] = []
-    for chunk in chunks:
-        load.append(chunk)
-        if sum(map(len, load)) >= BYTES_AT_ONCE:
-            yield load
-            load = []
-    if load:
-        yield load
 
 
 def _differences(held: str, wanted: str) -> str:

@@ -25,7 +25,7 @@ from stages.accumulators.config import StoreConfig
 from stages.accumulators.redis_connection import connect, in_words
 from stages.accumulators.redis_layout import PROJECTIONS, WeightNames, columns_of, default_namespace, pack_cache_key
 from stages.accumulators.redis_namespace import Namespace
-from stages.accumulators.sums import ScanSums, Shapes, empty_sums, load_sums, save_sums
+from stages.accumulators.sums import ScanSums, Shapes, SumStore, empty_sums, load_sums, save_sums
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -38,21 +38,15 @@ ADDERS = 2
 logger = logging.getLogger(__name__)
 
 
-class RedisStore:
+class RedisStore(SumStore):
     """The sums of all workers, under one namespace of one server."""
 
     shared = True
 
     def __init__(self, namespace: Namespace, *, every: float) -> None:
-        """Go on with what the namespace holds.
-
-        Args:
-            namespace: claimed for this scan.
-            every: seconds between flushes.
-        """
-        self.namespace, self.every = namespace, every
-        self.last = time.monotonic()
-        self.sums = empty_sums(namespace.shapes)
+        """Go on with what the namespace, claimed for this scan, holds; `every`: seconds between flushes."""
+        super().__init__(empty_sums(namespace.shapes), every)
+        self.namespace = namespace
         # Adding takes the server seconds, in which this process scans on.
         self.adders = ThreadPoolExecutor(ADDERS, "redis")
         self.adding: list[Future[None]] = []
@@ -63,9 +57,6 @@ class RedisStore:
         with in_words(self.namespace.place):
             self._start_adding(self.namespace.pending())
 
-    def forget(self) -> None:
-        """Not asked of a store that all workers share."""
-
     def done(self) -> set[int]:
         """Batches that any worker has flushed."""
         with in_words(self.namespace.place):
@@ -73,7 +64,7 @@ class RedisStore:
 
     def due(self) -> bool:
         """Whether the last flush was `every` seconds ago, and the server has added it."""
-        return time.monotonic() - self.last >= self.every and all(part.done() for part in self.adding)
+        return super().due() and all(part.done() for part in self.adding)
 
     def flush(self) -> None:
         """Commit what was added, or drop it where another worker has one of its batches.
@@ -164,15 +155,9 @@ def open_redis_store(
     weights: WeightNames,
     fresh: bool = False,
 ) -> RedisStore:
-    """The store of a scan, alone or with others that scan the same.
+    """The store of a scan, alone or with others that scan the same; arguments as of `open_store`.
 
-    Args:
-        store: server, namespace and seconds between flushes.
-        shapes: of the sums.
-        label: of the model, part of the default namespace.
-        identity: what must be the same for sums to be added up; `scan` is the fingerprint.
-        weights: for every layer: gate, up, down → name of the weight.
-        fresh: delete first all keys of the namespace. One worker only may ask for this, before all others.
+    With `fresh` all keys of the namespace are deleted first: one worker only may ask for this, before all others.
 
     Raises:
         ConfigError: the settings name no usable server.
@@ -180,9 +165,8 @@ def open_redis_store(
         UserError: the server cannot be reached or does not let us in.
     """
     client, place = connect(store)
-    sizes = {name: [list(size), str(kind).removeprefix("torch.")] for name, (size, kind) in shapes.items()}
     prefix = default_namespace(label, identity["scan"]) if store.namespace is None else store.namespace
-    namespace = Namespace(client, prefix, pack_cache_key(identity, sizes, weights), place)
+    namespace = Namespace(client, prefix, pack_cache_key(identity, shapes, weights), place)
     with in_words(namespace.place):
         if fresh:
             namespace.clear()
@@ -202,25 +186,26 @@ def export_sums(namespace: Namespace, path: Path) -> ScanSums:
 
 
 def import_sums(client: "Redis", place: str, prefix: str, path: Path) -> ScanSums:
-    """Add a file's sums to a namespace; done again it changes nothing.
+    """Add a file's sums, of `export_sums` or `store=local`, to a namespace; done again it changes nothing.
 
-    Args:
-        client: of the server.
-        place: the server in words.
-        prefix: the namespace: new, or one of the same scan with other batches.
-        path: as `export_sums` or `store=local` wrote it.
-
-    Returns:
-        What the namespace now holds.
+    The namespace `prefix` is new, or one of the same scan with other batches; what it then holds is returned.
 
     Raises:
         ContractError: the file is no such file, or the namespace holds another scan or some of the file's batches.
     """
     sums, content = load_sums(path)
-    _require_place(sums, path)
-    sizes = {name: [list(value.shape), str(value.dtype).removeprefix("torch.")] for name, value in sums.tensors.items()}
-    weights = content.get("weights") or _usual_names(len(sums.tensors["sum_abs"]))
-    namespace = Namespace(client, prefix, pack_cache_key(json.loads(content["identity"]), sizes, weights), place)
+    try:
+        columns_of(sums.tensors)
+        layers = range(len(sums.tensors["sum_abs"]))
+    except KeyError as error:
+        what = f"this file holds no sums of a scan: {error}"
+        raise ContractError(what, where=str(path), do="a file that python -m pipeline.store export wrote") from error
+    # Without names in the file, those of transformers' decoders.
+    weights = content.get("weights") or [
+        {part: f"model.layers.{layer}.mlp.{part}_proj.weight" for part in PROJECTIONS} for layer in layers
+    ]
+    shapes = {name: (tuple(value.shape), value.dtype) for name, value in sums.tensors.items()}
+    namespace = Namespace(client, prefix, pack_cache_key(json.loads(content["identity"]), shapes, weights), place)
     with in_words(namespace.place):
         namespace.claim()
         there = namespace.done() & sums.done
@@ -234,17 +219,3 @@ def import_sums(client: "Redis", place: str, prefix: str, path: Path) -> ScanSum
             store.sums.add(sums)
             store.flush()
         return store.collect()
-
-
-def _require_place(sums: ScanSums, path: Path) -> None:
-    try:
-        columns_of(sums.tensors)
-        sums.tensors["sum_abs"]
-    except KeyError as error:
-        what = f"this file holds no sums of a scan: {error}"
-        raise ContractError(what, where=str(path), do="a file that python -m pipeline.store export wrote") from error
-
-
-def _usual_names(layers: int) -> list[dict[str, str]]:
-    """Names of the weights in transformers' decoders, for files that do not tell."""
-    return [{part: f"model.layers.{layer}.mlp.{part}_proj.weight" for part in PROJECTIONS} for layer in range(layers)]

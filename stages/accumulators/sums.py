@@ -2,8 +2,11 @@
 
 import json
 import time
-from collections.abc import Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,8 @@ from torch import Tensor
 
 from instruments.durable import whole_file
 from instruments.errors import ContractError
-from stages.accumulators.config import START_OVER
+from stages.accumulators.config import START_OVER, StoreConfig
+from stages.artifacts.job import Job
 
 # Shape and number format of each tensor.
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -51,14 +55,6 @@ class ScanSums:
 def empty_sums(shapes: Shapes) -> ScanSums:
     """Nothing, in tensors of the given shapes and number formats."""
     return ScanSums({name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()})
-
-
-def total_of(parts: Iterable[ScanSums], shapes: Shapes) -> ScanSums:
-    """All parts together."""
-    total = empty_sums(shapes)
-    for part in parts:
-        total.add(part)
-    return total
 
 
 def save_sums(path: Path, sums: ScanSums, facts: Mapping[str, Any]) -> None:
@@ -106,14 +102,50 @@ def list_differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list
     ]
 
 
-class LocalStore:
+class SumStore(ABC):
+    """Keeps the parts of a scan; each batch is in it once or not at all, also after a kill.
+
+    `sums` is where to add batches; they survive a kill after the next flush.
+    """
+
+    # Whether all workers write to one place: then `collect` gives the sums of all of them, else this worker's.
+    shared = False
+
+    def __init__(self, sums: ScanSums, every: float) -> None:
+        """Seconds between flushes: `every`."""
+        self.sums, self.every = sums, every
+        self.last = time.monotonic()
+
+    @abstractmethod
+    def done(self) -> set[int]:
+        """Batches that need not be read again, as far as this process can see."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Make everything added so far survive a kill.
+
+        A store that finds some of these batches done by another worker drops all of them: what is then missing from
+        `done` is read again.
+        """
+
+    @abstractmethod
+    def collect(self) -> ScanSums:
+        """The sums of every batch in `done`, after a flush."""
+
+    def due(self) -> bool:
+        """Whether the last flush was `every` seconds ago."""
+        return time.monotonic() - self.last >= self.every
+
+    def close(self) -> None:  # noqa: B027 - a file is not held open
+        """Let go of connections; what was not flushed is lost."""
+
+
+class LocalStore(SumStore):
     """The sums of one worker in `folder/sums.<worker>.safetensors`.
 
     The file is replaced atomically, so a reader finds the old state or the new one, never half of one. The sums and the
     batches that are in them stand in the same file: nothing is lost or counted twice.
     """
-
-    shared = False
 
     def __init__(
         self,
@@ -142,12 +174,10 @@ class LocalStore:
             ContractError: the folder holds sums of another identity.
         """
         self.path = folder / f"sums.{worker}.safetensors"
-        self.identity, self.every = json.dumps(identity, sort_keys=True), every
-        self.last = time.monotonic()
-        self.shapes = shapes
+        self.identity, self.shapes = json.dumps(identity, sort_keys=True), shapes
         if fresh:
             self.path.unlink(missing_ok=True)
-        self.sums = self._load(self.path) if self.path.exists() else empty_sums(shapes)
+        super().__init__(self._load(self.path) if self.path.exists() else empty_sums(shapes), every)
         self.inherited: list[ScanSums] = []
         left = [path for path in sorted(folder.glob("sums.*.safetensors")) if _worker_of(path) >= workers]
         for part in map(self._load, left if worker == 0 else ()):
@@ -162,10 +192,6 @@ class LocalStore:
         """Batches in this worker's file, and in those it took over."""
         return self.sums.done.union(*(part.done for part in self.inherited))
 
-    def due(self) -> bool:
-        """Whether the last flush was `every` seconds ago."""
-        return time.monotonic() - self.last >= self.every
-
     def flush(self) -> None:
         """Replace the file by the state of now."""
         save_sums(self.path, self.sums, {"identity": self.identity})
@@ -173,34 +199,69 @@ class LocalStore:
 
     def collect(self) -> ScanSums:
         """This worker's sums and those it took over."""
-        return total_of([self.sums, *self.inherited], self.shapes) if self.inherited else self.sums
-
-    def close(self) -> None:
-        """Nothing is held open."""
+        if not self.inherited:
+            return self.sums
+        total = empty_sums(self.shapes)
+        for part in (self.sums, *self.inherited):
+            total.add(part)
+        return total
 
     def _load(self, path: Path) -> ScanSums:
+        do = f"{START_OVER}; or the code that began this scan"
         try:
             sums, facts = load_sums(path)
         except ContractError as error:
-            raise ContractError(
-                f"unfinished sums cannot be read: {error.what}", where=error.where, do=_START_OVER
-            ) from error
+            raise ContractError(f"unfinished sums cannot be read: {error.what}", where=error.where, do=do) from error
+        what = "unfinished sums have other tensors"
         if facts["identity"] != self.identity:
             differences = list_differences(json.loads(facts["identity"]), json.loads(self.identity))
             what = f"unfinished sums are of a scan with {', '.join(differences)}"
-            raise ContractError(what, where=str(path), do=_START_OVER)
-        found = {name: (tuple(value.shape), value.dtype) for name, value in sums.tensors.items()}
-        if found != dict(self.shapes):
-            raise ContractError(
-                "unfinished sums have other tensors",
-                where=str(path),
-                do=f"{START_OVER}; or the code that began this scan",
-            )
-        return sums
-
-
-_START_OVER = f"{START_OVER}; or the code that began this scan"
+        elif {name: (tuple(value.shape), value.dtype) for name, value in sums.tensors.items()} == dict(self.shapes):
+            return sums
+        raise ContractError(what, where=str(path), do=do)
 
 
 def _worker_of(path: Path) -> int:
     return int(path.name.split(".")[1])
+
+
+@contextmanager
+def open_store(
+    store: StoreConfig,
+    shapes: Shapes,
+    job: Job,
+    *,
+    label: str,
+    identity: Mapping[str, str],
+    weights: Sequence[Mapping[str, str]],
+) -> Iterator[SumStore]:
+    """The store of a scan, closed afterwards.
+
+    Args:
+        store: files in the job's scratch folder, or a server.
+        shapes: of the sums.
+        job: its workers share the scan.
+        label: of the model.
+        identity: what must be the same for sums to be added up; `scan` is the fingerprint.
+        weights: for every layer: gate, up, down → name of the weight.
+
+    Raises:
+        UserError: the store cannot be reached, or holds something else.
+    """
+    workers, every = job.workers, store.checkpoint_every
+    keeper: SumStore | None = None
+    if store.kind == "local":
+        rank, world = workers.rank, workers.world
+        keeper = LocalStore(
+            job.scratch, shapes, identity=identity, every=every, worker=rank, workers=world, fresh=job.fresh
+        )
+    else:
+        from stages.accumulators.redis_store import open_redis_store  # noqa: PLC0415 - an optional extra
+
+        claim = partial(open_redis_store, store, shapes, label=label, identity=identity, weights=weights)
+        # The leading worker claims the namespace before the others look.
+        keeper = claim(fresh=job.fresh) if workers.leads else None
+        workers.follow(None)
+        keeper = keeper or claim()
+    with closing(keeper):
+        yield keeper

@@ -1,6 +1,7 @@
 """What one batch adds to the sums of a scan, computed where the layers are."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -9,7 +10,8 @@ from torch import Tensor
 from instruments.ffn_probe import FFNGradients, neuron_norms
 from instruments.parameter_scan.scan_pass import to_host
 from stages.accumulators.sums import ScanSums
-from stages.scan.token_sums import NeuronRule, pack_bits, sum_tokens, sum_tokens_compiled
+from stages.scan.config import ScanConfig
+from stages.scan.token_sums import pack_bits, sum_tokens, sum_tokens_compiled
 
 # Sums of the forward pass, then of the backward pass: one row each in a layer's buffer.
 FORWARD = ("sum_abs", "sum_sq", "max_abs", "active_count")
@@ -27,8 +29,7 @@ def sum_shapes(layers: int, width: int, reservoir: int) -> dict[str, tuple[tuple
     return shapes
 
 
-@dataclass
-class LayerSums:
+class LayerSums(NamedTuple):
     """One layer's share of a batch."""
 
     rows_8F: Tensor  # float64, in the order of ROWS
@@ -40,14 +41,10 @@ class BatchSums:
     """One batch while it passes the model. Nothing waits for the device before `to_host`."""
 
     def __init__(
-        self,
-        layers: int,
-        mask_BT: Bool[Tensor, "B T"],
-        slots_BT: Int[Tensor, "B T"],
-        rule: NeuronRule,
+        self, layers: int, mask_BT: Bool[Tensor, "B T"], slots_BT: Int[Tensor, "B T"], scan: ScanConfig
     ) -> None:
         """Prepare on the CPU: tokens that count (`mask_BT`), and tokens that keep their bits (`slots_BT` >= 0)."""
-        self.rule = rule
+        self.scan = scan
         self.layers: list[LayerSums | None] = [None] * layers
         self.rows: dict[torch.device, Tensor] = {}
         self.real_T = mask_BT.flatten().nonzero()[:, 0]
@@ -62,14 +59,14 @@ class BatchSums:
     def add_gradients(self, layer: int, record: FFNGradients) -> None:
         """Sums of both passes."""
         sums = self._add_tokens(layer, record.h_BTF, record.h_grad_BTF)
-        for name, norms_BF in neuron_norms(record, self.rule.norm_product).items():
+        for name, norms_BF in neuron_norms(record, self.scan.norm_product).items():
             sums.rows_8F[ROWS[f"grad_norm_{name}"]] = norms_BF.double().sum(0)
-            sums.totals_B += norms_BF.sum(1)
+            sums.totals_B.add_(norms_BF.sum(1))
 
     def _add_tokens(self, layer: int, h_BTF: Tensor, grad_BTF: Tensor | None) -> LayerSums:
         sum_up = sum_tokens_compiled if h_BTF.device.type == "cpu" else sum_tokens
         h_MF, grad_MF = h_BTF.flatten(0, 1), None if grad_BTF is None else grad_BTF.flatten(0, 1)
-        found_5F, limits_T = sum_up(h_MF, grad_MF, self._rows_on(h_BTF.device), self.rule)
+        found_5F, limits_T = sum_up(h_MF, grad_MF, self._rows_on(h_BTF.device), self.scan)
         rows_8F = torch.zeros(len(ROWS), h_MF.shape[1], dtype=torch.float64, device=h_MF.device)
         rows_8F[: len(found_5F)] = found_5F
         drawn_R = self.drawn_R.to(h_MF.device, non_blocking=True)
@@ -83,11 +80,8 @@ class BatchSums:
         """Everything on the CPU, with the batch's losses, by one transfer for each device that holds layers."""
         parts = [part for part in self.layers if part is not None]
         assert len(parts) == len(self.layers), "a layer did not run"
-        kinds = ("rows_8F", "bits_Rf", "totals_B")
-        groups = [[getattr(part, kind) for part in parts] for kind in kinds]
-        found = iter(to_host([losses_B, *(tensor for group in groups for tensor in group)]))
-        losses_B = next(found)
-        rows_L8F, bits_LRf, totals_LB = (torch.stack([next(found) for _ in parts]) for _ in groups)
+        losses_B, *found = to_host([losses_B, *(tensor for part in parts for tensor in part)])
+        rows_L8F, bits_LRf, totals_LB = (torch.stack(found[kind::3]) for kind in range(3))
         return HostBatch(losses_B, rows_L8F, bits_LRf, totals_LB.sum(0), self.slots_R)
 
     def _rows_on(self, device: torch.device) -> Tensor:

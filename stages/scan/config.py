@@ -52,6 +52,10 @@ class ScanConfig:
             found |= dict.fromkeys(record, "scan.parameters=false")
         return found
 
+    def active_count(self, width: int) -> int:
+        """How many of `width` neurons the active share makes."""
+        return max(1, round(self.active_share * width))
+
     def read_batch(self, device_type: str) -> int:
         """Tokens that are read at once."""
         return self.batch_tokens or (SMALL_BATCH if device_type == "cpu" else LARGE_BATCH)

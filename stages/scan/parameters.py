@@ -5,7 +5,7 @@ import logging
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from uuid import uuid4
@@ -26,26 +26,23 @@ FILE = "parameters.mscan"
 logger = logging.getLogger(__name__)
 
 
+@dataclass
 class ParameterRecorder:
-    """One worker's records, in a lossless part of the file to come."""
+    """One worker's records, in a lossless part of the file to come. `record_parameters` closes both."""
 
-    def __init__(self, scanner: ParameterTensorScanner, writer: MscanWriter, source: str) -> None:
-        """Both are closed by `record_parameters`."""
-        self._scanner, self._writer, self._source = scanner, writer, source
-        self._records: list[ScanRecord] = []
+    scanner: ParameterTensorScanner
+    writer: MscanWriter
+    source: str
+    records: list[ScanRecord] = field(default_factory=list)  # of the last pass
 
     def expect(self, names: Sequence[str]) -> None:
         """Name the samples of the pass to come."""
-        self._scanner.name_samples(names, self._source)
+        self.scanner.name_samples(names, self.source)
 
     def take(self, *, last: bool) -> bool:
-        """Take over the pass just made; whether its numbers can be used.
-
-        Raises:
-            NumericsError: they cannot, and this was the `last` try.
-        """
+        """Take over the pass just made; whether its numbers can be used. Raises NumericsError at the `last` try."""
         try:
-            self._records = self._scanner.collect()
+            self.records = self.scanner.collect()
         except NumericsError:
             if last:
                 raise
@@ -54,12 +51,8 @@ class ParameterRecorder:
 
     def keep(self, first: int, loss_scale: float) -> None:
         """Write the pass taken over; its samples are number `first` and following of the scan."""
-        for record in self._records:
-            self._writer.add(_unscale(record, loss_scale), range(first, first + len(record.sequences)))
-
-    def seal(self) -> None:
-        """Make what was kept survive a kill."""
-        self._writer.seal()
+        for record in self.records:
+            self.writer.add(_unscale(record, loss_scale), range(first, first + len(record.sequences)))
 
 
 @dataclass(frozen=True)
@@ -96,7 +89,18 @@ def record_parameters(
     path = place.part(workers.rank)
     if fresh:  # of several machines only the leading worker's is cleaned before
         path.unlink(missing_ok=True)
-    scanner = _make_scanner(model, scan)
+    try:
+        scanner = ParameterTensorScanner(
+            model,
+            scan.parameter_patterns,
+            block_width=scan.block_width,
+            per_token=scan.per_token,
+            gradients=scan.gradients,
+            product=scan.norm_product,
+        )
+    except ConfigError as error:  # which speaks of the scanner's own arguments
+        what, do = (text.replace("patterns=[", "scan.parameter_patterns=[") for text in (error.what, error.do))
+        raise ConfigError(what, where="setting scan.parameter_patterns", do=do) from error
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         writer = MscanWriter(
@@ -114,26 +118,10 @@ def record_parameters(
         yield ParameterRecorder(scanner, writer, source)
 
 
-def _make_scanner(model: nn.Module, scan: ScanConfig) -> ParameterTensorScanner:
-    try:
-        return ParameterTensorScanner(
-            model,
-            scan.parameter_patterns,
-            block_width=scan.block_width,
-            per_token=scan.per_token,
-            gradients=scan.gradients,
-            product=scan.norm_product,
-        )
-    except ConfigError as error:  # which speaks of the scanner's own arguments
-        what, do = (text.replace("patterns=[", "scan.parameter_patterns=[") for text in (error.what, error.do))
-        raise ConfigError(what, where="setting scan.parameter_patterns", do=do) from error
-
-
 def require_common_folder(scratch: Path, workers: Workers) -> None:
     """Refuse workers on machines without a common folder, before they scan: their parts could not be joined.
 
-    Raises:
-        ConfigError: at every worker.
+    Raises ConfigError at every worker.
     """
     token = scratch / f"{FILE}.common.{workers.follow(uuid4().hex)}"
     if workers.leads:
@@ -152,36 +140,27 @@ def require_common_folder(scratch: Path, workers: Workers) -> None:
 
 
 def require_recorded(place: PartsPlace, samples: Collection[int]) -> None:
-    """Refuse to go on from sums whose records are not here, before the rest is scanned.
-
-    Raises:
-        ContractError: a sample is in no part.
-    """
+    """Refuse to go on from sums whose records are not here, before the rest is scanned. Raises ContractError."""
     files = (read_mscan(path, verify=False) for path in place.parts())
     recorded = {sequence.number for file in files for sequence in file.sequences}
     if missing := set(samples) - recorded:
-        raise _recorded_elsewhere(place, f"{len(missing)} of {len(samples)} samples")
+        raise ContractError(
+            f"the sums hold {len(missing)} of {len(samples)} samples whose parameter-level record is on the machine "
+            "that scanned them",
+            where=f"{place.scratch}; a store that several machines share keeps sums only",
+            do="a store.namespace of its own for this scan; fresh=true, which scans again; or scan=default",
+        )
 
 
 def publish_parameters(place: PartsPlace, out: Path, samples: int, encoding: str) -> None:
     """All workers' parts, and those of earlier runs, as `out/parameters.mscan`.
 
-    The same bytes however often the scan was interrupted and however many workers it had.
-
-    Raises:
-        ContractError: a sample is in no part.
+    The same bytes however often the scan was interrupted and however many workers it had. Raises ContractError: a
+    sample is in no part.
     """
     require_recorded(place, range(samples))
     # No time of creation: published results are compared byte for byte.
     merge_mscan(place.parts(), out / FILE, created="", numbers=range(samples), encoding=encoding)
-
-
-def _recorded_elsewhere(place: PartsPlace, what: str) -> ContractError:
-    return ContractError(
-        f"the sums hold {what} whose parameter-level record is on the machine that scanned them",
-        where=f"{place.scratch}; a store that several machines share keeps sums only",
-        do="a store.namespace of its own for this scan; fresh=true, which scans again; or scan=default",
-    )
 
 
 def _unscale(record: ScanRecord, loss_scale: float) -> ScanRecord:

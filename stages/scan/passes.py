@@ -12,34 +12,21 @@ from torch import Tensor, nn
 
 from instruments.errors import CheckpointError, NumericsError
 from instruments.ffn_probe import GatedFFN, probe_gradients, probe_hidden
-from stages.accumulators.accumulator import SumStore
-from stages.accumulators.sums import ScanSums
+from stages.accumulators.sums import LocalStore, ScanSums, SumStore
 from stages.artifacts.job import Workers
 from stages.losses import forward_losses, supervised_tokens
 from stages.scan.batch_sums import BatchSums, HostBatch
+from stages.scan.config import ScanConfig
 from stages.scan.parameters import ParameterRecorder
-from stages.scan.token_sums import NeuronRule
 from stages.text.sequences import TokenBatch
 
 
 def check_losses(losses_B: Float[Tensor, "B"], batch: TokenBatch, model: nn.Module) -> None:
-    """Refuse losses that are not finite, naming the weights that are to blame, or else the samples.
-
-    Raises:
-        CheckpointError: weights are not finite.
-        NumericsError: the weights are, the losses are not.
-    """
+    """Refuse losses that are not finite, naming the weights that are to blame, or else the samples."""
     bad_B = ~losses_B.isfinite()
     if not bad_B.any():
         return
-    unsupervised_B = supervised_tokens(batch.labels) == 0
-    _refuse(
-        unsupervised_B,
-        batch,
-        "no token counts in the loss",
-        "leave these samples out: every label is masked, or the only one stands at the first token, which nothing "
-        "predicts",
-    )
+    _refuse(supervised_tokens(batch.labels) == 0, batch, "no token counts in the loss", _NO_LABEL)
     check_weights(model)
     _refuse(bad_B, batch, "the loss is not finite", "scan in another format: model.dtype=float32")
 
@@ -62,26 +49,18 @@ def check_weights(model: nn.Module) -> None:
 def check_gradients(
     totals_B: Float[Tensor, "B"], losses_B: Float[Tensor, "B"], batch: TokenBatch, model: nn.Module
 ) -> None:
-    """Refuse samples whose gradients are all zero or not finite, naming them and the likely cause.
-
-    Args:
-        totals_B: every sample's Σ‖∇‖ over all layers.
-        losses_B: their losses.
-        batch: the samples.
-        model: which was scanned.
-    """
-    _refuse(
-        ~totals_B.isfinite(),
-        batch,
-        "the gradients are not finite",
-        "model.dtype=float32; if it is, the checkpoint's weights are scaled beyond its range",
-    )
+    """Refuse samples whose Σ‖∇‖ over all layers is zero or not finite, naming them and the likely cause."""
+    _refuse(~totals_B.isfinite(), batch, "the gradients are not finite", _TOO_LARGE)
     silent_B = totals_B == 0
     _refuse(silent_B & (losses_B == 0), batch, "the loss is exactly zero, and so are all gradients", _NO_LOSS)
     dtype = model.get_input_embeddings().weight.dtype  # type: ignore[operator]
     _refuse(silent_B, batch, "all gradients are zero", _UNDERFLOW if dtype != torch.float32 else _NO_PATH)
 
 
+_NO_LABEL = (
+    "leave these samples out: every label is masked, or the only one stands at the first token, which nothing predicts"
+)
+_TOO_LARGE = "model.dtype=float32; if it is, the checkpoint's weights are scaled beyond its range"
 _NO_LOSS = "leave these samples out: the model is certain of every supervised token (a single one, perhaps)"
 _UNDERFLOW = "model.dtype=float32: gradients this small vanish in half precision"
 _NO_PATH = "check that the checkpoint's FFN weights are not all zero"
@@ -103,34 +82,29 @@ class Scanner:
 
     model: nn.Module  # a causal language model, all weights frozen
     mlps: Sequence[GatedFFN]  # its gated FFNs, in layer order
-    rule: NeuronRule
-    gradients: bool  # run the backward pass
+    settings: ScanConfig
     parameters: ParameterRecorder | None = None  # also record every weight
 
     def scan(self, batch: TokenBatch, slots_BT: Tensor, sums: ScanSums, *, number: int, first_sample: int = 0) -> None:
-        """Add batch `number` to `sums`, or nothing where it fails.
+        """Add batch `number` of the scan to `sums`, or nothing where it fails.
 
-        Every sample's loss is its own mean, so a batch of B equals B batches of one.
-
-        Args:
-            batch: B sequences.
-            slots_BT: reservoir slot of every token, -1 for none.
-            sums: updated in place.
-            number: of the batch, among all of the scan.
-            first_sample: number of its first sequence, among all of the scan.
+        Every sample's loss is its own mean, so a batch of B equals B batches of one. `slots_BT` are its tokens' slots
+        of the reservoir, -1 for none; `first_sample` is the number of its first sequence.
 
         Raises:
             CheckpointError: weights are not finite.
             NumericsError: a sample's loss or gradients are not finite, or all its gradients are zero.
         """
-        loss_scale = _HALF_LOSS_SCALE if self.gradients and self._in_half_precision() else 1.0
+        # 4-bit layers compute in the format of the embeddings, too.
+        dtype = self.model.get_input_embeddings().weight.dtype  # type: ignore[operator]
+        loss_scale = _HALF_LOSS_SCALE if self.settings.gradients and dtype == torch.float16 else 1.0
         found = self._measure(batch, slots_BT, loss_scale)
         check_losses(found.losses_B, batch, self.model)
         # Too large for float16. Every batch begins at the full scale: its sums depend on nothing but itself.
         while not self._is_usable(found, last=loss_scale == 1):
             loss_scale /= 16
             found = self._measure(batch, slots_BT, loss_scale)
-        if self.gradients:
+        if self.settings.gradients:
             check_gradients(found.totals_B, found.losses_B, batch, self.model)
         if self.parameters:
             self.parameters.keep(first_sample, loss_scale)
@@ -146,15 +120,11 @@ class Scanner:
         recorded = self.parameters is None or self.parameters.take(last=last)
         return last or (recorded and bool(found.totals_B.isfinite().all()))
 
-    def _in_half_precision(self) -> bool:
-        # 4-bit layers compute in the format of the embeddings, too.
-        return self.model.get_input_embeddings().weight.dtype == torch.float16  # type: ignore[operator, no-any-return]
-
     def _measure(self, batch: TokenBatch, slots_BT: Tensor, loss_scale: float) -> HostBatch:
         if self.parameters:
             self.parameters.expect(batch.names)
-        sums = BatchSums(len(self.mlps), batch.attention_mask.bool(), slots_BT, self.rule)
-        if self.gradients:
+        sums = BatchSums(len(self.mlps), batch.attention_mask.bool(), slots_BT, self.settings)
+        if self.settings.gradients:
             with probe_gradients(self.mlps, sums.add_gradients), torch.enable_grad():
                 losses_B = forward_losses(self.model, batch, inplace_backward_logits=True)
                 (losses_B.sum() * loss_scale).backward()  # type: ignore[no-untyped-call]
@@ -186,11 +156,8 @@ def slots_of_batch(slots_M: Int[Tensor, "M"], first: int, mask_BT: Bool[Tensor, 
 
 def token_to_neuron_major(bits_LRf: Tensor, width: int) -> Tensor:
     """Turn packed rows of tokens, (L, R, ceil(F/8)), into packed rows of neurons, (L, F, ceil(R/8)), layer by layer."""
-    turned = []
-    for bits_Rf in bits_LRf.numpy():
-        bits_RF = np.unpackbits(bits_Rf, axis=1, count=width)
-        turned.append(torch.from_numpy(np.packbits(bits_RF.T, axis=1)))
-    return torch.stack(turned)
+    layers = (np.unpackbits(bits_Rf, axis=1, count=width) for bits_Rf in bits_LRf.numpy())
+    return torch.stack([torch.from_numpy(np.packbits(bits_RF.T, axis=1)) for bits_RF in layers])
 
 
 def agree_on_done(store: SumStore, workers: Workers) -> set[int]:
@@ -202,22 +169,17 @@ def agree_on_done(store: SumStore, workers: Workers) -> set[int]:
     parts = workers.share(store.done())
     agreed: set[int] = set()
     for rank, part in enumerate(parts):
-        if not store.shared and part & agreed:
-            if rank == workers.rank:
-                store.forget()
-            continue
-        agreed |= part
+        if store.shared or not part & agreed:
+            agreed |= part
+        elif rank == workers.rank and isinstance(store, LocalStore):
+            store.forget()
     return agreed
 
 
 def number_samples(batches: Sequence[TokenBatch], numbers: Collection[int]) -> list[int]:
     """Numbers of the samples of some batches, among all of the scan."""
-    ends = list(accumulate(len(batch.names) for batch in batches))
-    return [
-        sample
-        for number in sorted(numbers)
-        for sample in range(ends[number] - len(batches[number].names), ends[number])
-    ]
+    firsts = [0, *accumulate(len(batch.names) for batch in batches)]
+    return [sample for number in sorted(numbers) for sample in range(firsts[number], firsts[number + 1])]
 
 
 def scan_shares(
@@ -229,21 +191,21 @@ def scan_shares(
     *,
     after_batch: Callable[[int], object],
 ) -> None:
-    """Read every batch that is not yet in the store; each worker takes every world-th of them.
+    """Read every batch of the scan that is not yet in the store; each worker takes every world-th of them.
 
-    Args:
-        scanner: the model.
-        batches: of the whole scan.
-        slots_M: reservoir slot of every token of the whole scan, -1 for none.
-        store: keeps the sums.
-        workers: who shares the work.
-        after_batch: called with the number of tokens just read.
+    `slots_M` are the reservoir's slots of all tokens; `after_batch` is called with the number of tokens just read.
     """
     first_tokens = [0, *accumulate(batch.tokens for batch in batches)]
     first_samples = [0, *accumulate(len(batch.names) for batch in batches)]
     while missing := sorted(set(range(len(batches))) - agree_on_done(store, workers)):
         done: set[int] = set()
-        for number in order_share(missing[workers.rank :: workers.world], store):
+        share = missing[workers.rank :: workers.world]
+        if store.shared and share:
+            # Other jobs that flush to the same store, on other machines perhaps, have the same list; each begins
+            # somewhere else, so that they meet late. Not seeded: no two are to draw the same.
+            first = random.randrange(len(share))
+            share = share[first:] + share[:first]
+        for number in share:
             if number in done:
                 continue
             batch = batches[number]
@@ -256,22 +218,10 @@ def scan_shares(
         _flush(store, scanner)
 
 
-def order_share(numbers: Sequence[int], store: SumStore) -> Sequence[int]:
-    """The order in which a worker reads its batches.
-
-    Other jobs that flush to the same store, on other machines perhaps, have the same list; each begins somewhere else,
-    so that they meet late.
-    """
-    if not (store.shared and numbers):
-        return numbers
-    first = random.randrange(len(numbers))  # not seeded: no two jobs are to draw the same
-    return [*numbers[first:], *numbers[:first]]
-
-
 def _flush(store: SumStore, scanner: Scanner) -> None:
     # Parameters first: read again they do no harm, missing they do.
     if scanner.parameters:
-        scanner.parameters.seal()
+        scanner.parameters.writer.seal()
     store.flush()
 
 

@@ -11,7 +11,6 @@ from typing import Never
 import torch
 import transformers
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
 
 from instruments.ffn_probe import GatedFFN
 from models.config import ModelConfig
@@ -19,28 +18,18 @@ from models.ffn import ffn_modules, ffn_weight_names
 from models.loading import input_device, load_dense, load_tokenizer
 from models.quantization import dense_weight
 from models.source import resolve_folder
-from stages.accumulators.accumulator import StorePlace, open_store
 from stages.accumulators.config import StoreConfig
-from stages.accumulators.sums import ScanSums
+from stages.accumulators.sums import ScanSums, open_store
 from stages.artifacts.job import Job, Table, Workers
 from stages.artifacts.statistics import NeuronStatistics
 from stages.losses import save_memory
+from stages.scan import passes
 from stages.scan.batch_sums import sum_shapes
 from stages.scan.config import ScanConfig
 from stages.scan.parameters import PartsPlace, publish_parameters, record_parameters, require_recorded
-from stages.scan.passes import (
-    Scanner,
-    agree_on_done,
-    collect_sums,
-    draw_reservoir,
-    number_samples,
-    scan_shares,
-    token_to_neuron_major,
-)
-from stages.scan.token_sums import NeuronRule
 from stages.text.config import DataConfig
 from stages.text.generated import continue_prompts, load_prompts
-from stages.text.sequences import LoadedText, TokenBatch, batch_sequences, describe_skipped, load_text
+from stages.text.sequences import TokenBatch, batch_sequences, describe_skipped, load_text
 from stages.text.sources import describe_source
 
 
@@ -54,7 +43,7 @@ def make_statistics(sums: ScanSums, mlps: Sequence[GatedFFN], *, gradients: bool
         samples=samples,
         samples_with_gradient=samples if gradients else 0,
         mean_loss=sums.counters["loss_sum"] / samples,
-        active_bits=token_to_neuron_major(bits_LRf, tensors["sum_abs"].shape[1]),
+        active_bits=passes.token_to_neuron_major(bits_LRf, tensors["sum_abs"].shape[1]),
         reservoir_tokens=bits_LRf.shape[1],
         weight_norm_down=torch.stack([dense_weight(mlp.down_proj).float().norm(dim=0).cpu() for mlp in mlps]),
         **tensors,
@@ -85,7 +74,6 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SOURCES = (
     "stages/scan",
     "stages/losses.py",
-    "stages/losses.py",
     "instruments/ffn_probe.py",
     "instruments/gradients.py",
     "instruments/parameter_scan",
@@ -96,31 +84,22 @@ SOURCES = (
 
 
 def sums_cache_key(fingerprint: str, batches: Iterable[TokenBatch], dtype: torch.dtype) -> dict[str, str]:
-    """Settings, inputs and code of a scan.
+    """Settings (`fingerprint`), inputs and code of a scan.
 
-    Args:
-        fingerprint: of its settings.
-        batches: what is read. The settings alone do not fix it: a model writes other text on other hardware.
-        dtype: the model's, which on its part depends on the device where the settings leave it open.
+    The settings alone do not fix the text: a model writes other text on other hardware. Nor do they fix the dtype,
+    which depends on the device where they leave it open.
     """
+    text = hashlib.sha256()
+    for batch in batches:
+        text.update(repr([part.tolist() for part in (batch.input_ids, batch.labels, batch.attention_mask)]).encode())
     return {
         "scan": fingerprint,
-        "text": hash_text(batches),
+        "text": text.hexdigest()[:16],
         "dtype": str(dtype).removeprefix("torch."),
         "code": hash_code(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-
-
-def hash_text(batches: Iterable[TokenBatch]) -> str:
-    """SHA-256 of token ids, labels and padding, batch by batch."""
-    digest = hashlib.sha256()
-    for batch in batches:
-        digest.update(repr(tuple(batch.input_ids.shape)).encode())
-        for tensor in (batch.input_ids, batch.labels, batch.attention_mask):
-            digest.update(tensor.numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 @cache
@@ -137,34 +116,33 @@ def hash_code() -> str:
 def run(job: Job, *, model: ModelConfig, data: DataConfig, store: StoreConfig, scan: ScanConfig, seed: int) -> Table:
     """Read the dense model on text; goes on from the last flush of a killed run, alone or with other workers."""
     folder, workers = resolve_folder(model), job.workers
-    tokenizer = load_tokenizer(folder)
-    text = read_text(data, tokenizer)
+    tokenizer, generated = load_tokenizer(folder), data.labels == "generated"
+    text = load_prompts(data, tokenizer) if generated else load_text(data, tokenizer, "calibration")
     dense = load_dense(replace(model, device=workers.pick_device(model.device)), folder)
-    if data.labels == "generated":
-        text = continue_prompts(
-            dense, tokenizer, text, data, seed=seed, batch_tokens=scan.written_batch(), workers=workers
-        )  # fmt: skip
+    if generated:
+        at_once = scan.written_batch()
+        text = continue_prompts(dense, tokenizer, text, data, seed=seed, batch_tokens=at_once, workers=workers)
     save_memory(dense, asked=scan.gradient_checkpointing)
     batches = batch_sequences(text.sequences, scan.read_batch(input_device(dense).type), tokenizer.pad_token_id or 0)
     mlps = ffn_modules(dense)
     shapes = sum_shapes(len(mlps), mlps[0].down_proj.in_features, min(scan.reservoir_tokens, text.tokens))
     identity = sums_cache_key(job.fingerprint, batches, dense.dtype)
-    place = StorePlace(job.scratch, model.label, identity, ffn_weight_names(dense), workers, job.fresh)
     parts = PartsPlace(job.scratch, identity)
     recording = record_parameters(
         dense, scan, parts, workers, source=describe_source(data, "calibration"), label=model.label, fresh=job.fresh
     )
-    with open_store(store, place, shapes) as keeper, recording as parameters:
-        rule = NeuronRule(scan.active_share, scan.active_threshold, scan.norm_product)
-        scanner = Scanner(dense, mlps, rule, scan.gradients, parameters)
-        slots_M = draw_reservoir(text.tokens, scan.reservoir_tokens, seed)
-        done = agree_on_done(keeper, workers)
+    weights = ffn_weight_names(dense)
+    storing = open_store(store, shapes, job, label=model.label, identity=identity, weights=weights)
+    with storing as keeper, recording as parameters:
+        scanner = passes.Scanner(dense, mlps, scan, parameters)
+        slots_M = passes.draw_reservoir(text.tokens, scan.reservoir_tokens, seed)
+        done = passes.agree_on_done(keeper, workers)
         resumed_at = sum(batches[number].tokens for number in done)
         if scan.parameters and workers.leads:
-            require_recorded(parts, number_samples(batches, done))
+            require_recorded(parts, passes.number_samples(batches, done))
         with show_progress(text.tokens, resumed_at, workers) as progress:
-            scan_shares(scanner, batches, slots_M, keeper, workers, after_batch=progress.update)
-        sums = collect_sums(keeper, workers)
+            passes.scan_shares(scanner, batches, slots_M, keeper, workers, after_batch=progress.update)
+        sums = passes.collect_sums(keeper, workers)
     if sums is None:
         return Table("scan", [], [])
     statistics = make_statistics(sums, mlps, gradients=scan.gradients)
@@ -175,11 +153,6 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, store: StoreConfig, s
         (job.out / "skipped.json").write_text(json.dumps(text.skipped, indent=1, sort_keys=True) + "\n")
     notes = [f"went on from an earlier run at token {resumed_at}"] if resumed_at else []
     return summarise(statistics, [*describe_skipped(text.skipped), *notes])
-
-
-def read_text(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> LoadedText:
-    """The calibration text, or the prompts that the model is to continue."""
-    return load_prompts(data, tokenizer) if data.labels == "generated" else load_text(data, tokenizer, "calibration")
 
 
 def show_progress(total: int, done: int, workers: Workers) -> "tqdm[Never]":

@@ -1,7 +1,6 @@
 """Sums over one layer's tokens: how strongly and how often each neuron fires, and its Taylor score."""
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from inspect import unwrap
 
 import numpy as np
@@ -11,33 +10,18 @@ from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stages.scan.config import ScanConfig
+
 # Tokens whose activations are worked on at once.
 _CHUNK = 4096
 
 
-@dataclass(frozen=True)
-class NeuronRule:
-    """How neurons are measured."""
-
-    active_share: float  # a neuron is active in the token's top share of |h|, ties included, zeros never ...
-    active_threshold: float | None  # ... or, when set, where |h| exceeds this
-    norm_product: str = "auto"  # gram, direct, or the cheaper one
-
-    def active_count(self, width: int) -> int:
-        """How many of `width` neurons the share makes."""
-        return max(1, round(self.active_share * width))
-
-
 def sum_tokens(
-    h_MF: Float[Tensor, "M F"], grad_MF: Float[Tensor, "M F"] | None, rows_T: Int[Tensor, "T"], rule: NeuronRule
+    h_MF: Float[Tensor, "M F"], grad_MF: Float[Tensor, "M F"] | None, rows_T: Int[Tensor, "T"], scan: ScanConfig
 ) -> tuple[Float[Tensor, "5 F"], Float[Tensor, "T"]]:
     """Σ|h|, Σh², max|h|, the number of tokens for which a neuron is active, and Σ|h·∂L/∂h|.
 
-    Args:
-        h_MF: activations, padding included.
-        grad_MF: their gradients; None gives zeros in the last row.
-        rows_T: which of the M rows count.
-        rule: which neurons are active.
+    Of M activations, padding included, the rows of `rows_T` count; without gradients the last sums are zeros.
 
     Returns:
         Float64 sums on the same device, and for every token the |h| from which on a neuron is active.
@@ -48,7 +32,7 @@ def sum_tokens(
     limits = []
     for rows in torch.split(rows_T, _CHUNK):
         magnitude_TF = h_MF[rows].float().abs()
-        limit_T1 = activity_limits(magnitude_TF, rule)
+        limit_T1 = activity_limits(magnitude_TF, scan)
         sums_5F[0] += magnitude_TF.sum(0)
         sums_5F[1] += magnitude_TF.square().sum(0)
         sums_5F[2] = torch.maximum(sums_5F[2], magnitude_TF.amax(0))
@@ -59,13 +43,13 @@ def sum_tokens(
     return sums_5F, torch.cat(limits)
 
 
-def activity_limits(magnitude_TF: Float[Tensor, "T F"], rule: NeuronRule) -> Float[Tensor, "T 1"]:
-    """The |h| from which on a neuron is active, for every token."""
+def activity_limits(magnitude_TF: Float[Tensor, "T F"], scan: ScanConfig) -> Float[Tensor, "T 1"]:
+    """The |h| from which on a neuron is active, for every token: ties included, zeros never."""
     smallest = torch.finfo(torch.float32).tiny
-    if rule.active_threshold is not None:
-        limit = torch.full((len(magnitude_TF), 1), rule.active_threshold, device=magnitude_TF.device)
+    if scan.active_threshold is not None:
+        limit = torch.full((len(magnitude_TF), 1), scan.active_threshold, device=magnitude_TF.device)
         return limit.nextafter(torch.full_like(limit, torch.inf)).clamp_min(smallest)
-    count = rule.active_count(magnitude_TF.shape[1])
+    count = scan.active_count(magnitude_TF.shape[1])
     return magnitude_TF.topk(count, dim=1, sorted=False).values.amin(1, keepdim=True).clamp_min(smallest)
 
 
@@ -86,17 +70,17 @@ _STEP = np.int32(1 << 19)
 
 
 def sum_tokens_compiled(
-    h_MF: Float[Tensor, "M F"], grad_MF: Float[Tensor, "M F"] | None, rows_T: Int[Tensor, "T"], rule: NeuronRule
+    h_MF: Float[Tensor, "M F"], grad_MF: Float[Tensor, "M F"] | None, rows_T: Int[Tensor, "T"], scan: ScanConfig
 ) -> tuple[Float[Tensor, "5 F"], Float[Tensor, "T"]]:
     """`sum_tokens` for tensors on the CPU; one of any number of values that mean the same limit may be returned.
 
     Numerics: float64 over spans of 128 tokens, added in order.
     """
-    h, rows, count = _as_numpy(h_MF), rows_T.numpy(), np.int32(rule.active_count(h_MF.shape[1]))
+    h, rows, count = _as_numpy(h_MF), rows_T.numpy(), np.int32(scan.active_count(h_MF.shape[1]))
     grad = h[:0] if grad_MF is None else _as_numpy(grad_MF)
     fixed = np.int32(0)
-    if rule.active_threshold is not None:
-        above = np.nextafter(np.float32(rule.active_threshold), np.float32(np.inf))
+    if scan.active_threshold is not None:
+        above = np.nextafter(np.float32(scan.active_threshold), np.float32(np.inf))
         fixed = max(above.view(np.int32), _SMALLEST)
     spans = [rows[first : first + _SPAN] for first in range(0, len(rows), _SPAN)]
     with ThreadPoolExecutor(min(torch.get_num_threads(), len(spans))) as threads:

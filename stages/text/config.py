@@ -1,6 +1,6 @@
 """Settings of the text."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -90,16 +90,38 @@ def calibration_only(data: DataConfig) -> DataConfig:
 
 def check_settings(data: DataConfig) -> list[UserError]:
     """Every setting that contradicts another. The field of each says what it may be alone."""
-    return [*_check_numbers(data), *_check_generation(data), *_check_source(data)]
+    return [ConfigError(what, do=do) for what, do in _list_contradictions(data)]
+
+
+def _list_contradictions(data: DataConfig) -> Iterator[tuple[str, str]]:
+    """What is wrong, and the remedy."""
+    for name in ("tokens", "heldout_tokens"):
+        tokens, least = getattr(data, name), max(2, data.max_length)
+        if tokens < least:
+            what = f"data.{name}={tokens} is less than one sequence of data.max_length={data.max_length} tokens"
+            yield what, f"data.{name}={least}"
+    if not 0 < data.heldout_share < 1:
+        yield f"data.heldout_share={data.heldout_share} is not between 0 and 1, both excluded", "data.heldout_share=0.1"
+    longest = data.prompt_tokens + data.max_new_tokens
+    if data.labels == "generated" and longest > data.max_length:
+        parts = f"data.prompt_tokens={data.prompt_tokens} and data.max_new_tokens={data.max_new_tokens}"
+        yield f"{parts} do not fit into data.max_length={data.max_length}", f"data.max_length={longest}"
+    same = data.path and data.heldout_path and Path(data.path).resolve() == Path(data.heldout_path).resolve()
+    if data.kind == "python_stdlib" and data.labels == "completion":
+        what = "data.labels=completion needs conversations, and the standard library is plain text"
+        yield what, "data.labels=full_sequence"
+    elif data.kind == "text" and not data.path:
+        yield "data.kind=text reads local files, and none is named", "data.path=FILE_OR_FOLDER"
+    elif data.kind == "text" and same:
+        yield f"data.heldout_path and data.path are the same: {data.path}", "data.heldout_path=null"
+    elif data.kind == "hub" and not data.name:
+        yield "data.kind=hub reads a dataset, and none is named", "data.name=Salesforce/wikitext"
+    elif data.kind == "hub" and data.split == data.heldout_split:
+        yield f"data.heldout_split and data.split are the same: {data.split}", "data.heldout_split=null"
 
 
 def check_length(data: DataConfig, source: Mapping[str, Any]) -> list[UserError]:
-    """Sequences longer than the source model can read.
-
-    Args:
-        data: the settings.
-        source: config.json of the model; one that names no longest sequence passes.
-    """
+    """Sequences longer than the source model can read; `source` is its config.json."""
     longest = longest_sequence(source)
     if longest is None or data.max_length <= longest:
         return []
@@ -127,59 +149,3 @@ def _read_size(source: Mapping[str, Any], name: str) -> float | None:
     """A number above 0 of somebody else's config.json; None for anything else."""
     value = source.get(name)
     return value if isinstance(value, int | float) and 0 < value < 2**63 else None
-
-
-def _check_numbers(data: DataConfig) -> list[UserError]:
-    errors: list[UserError] = []
-    for name in ("tokens", "heldout_tokens"):
-        tokens = getattr(data, name)
-        if tokens < max(2, data.max_length):
-            what = f"data.{name}={tokens} is less than one sequence of data.max_length={data.max_length} tokens"
-            errors.append(ConfigError(what, do=f"data.{name}={max(2, data.max_length)}"))
-    if not 0 < data.heldout_share < 1:
-        what = f"data.heldout_share={data.heldout_share} is not between 0 and 1, both excluded"
-        errors.append(ConfigError(what, do="data.heldout_share=0.1"))
-    return errors
-
-
-def _check_generation(data: DataConfig) -> list[UserError]:
-    if data.labels != "generated":
-        return []
-    longest = data.prompt_tokens + data.max_new_tokens
-    if longest <= data.max_length:
-        return []
-    what = (
-        f"data.prompt_tokens={data.prompt_tokens} and data.max_new_tokens={data.max_new_tokens} do not fit into "
-        f"data.max_length={data.max_length}"
-    )
-    return [ConfigError(what, do=f"data.max_length={longest}")]
-
-
-def _check_source(data: DataConfig) -> list[UserError]:
-    checks = {"python_stdlib": _check_stdlib, "text": _check_text, "hub": _check_hub}
-    return checks[data.kind](data) if data.kind in checks else []
-
-
-def _check_stdlib(data: DataConfig) -> list[UserError]:
-    if data.labels != "completion":
-        return []
-    what = "data.labels=completion needs conversations, and the standard library is plain text"
-    return [ConfigError(what, do="data.labels=full_sequence")]
-
-
-def _check_text(data: DataConfig) -> list[UserError]:
-    if not data.path:
-        return [ConfigError("data.kind=text reads local files, and none is named", do="data.path=FILE_OR_FOLDER")]
-    if data.heldout_path and Path(data.path).resolve() == Path(data.heldout_path).resolve():
-        what = f"data.heldout_path and data.path are the same: {data.path}"
-        return [ConfigError(what, do="data.heldout_path=null")]
-    return []
-
-
-def _check_hub(data: DataConfig) -> list[UserError]:
-    if not data.name:
-        return [ConfigError("data.kind=hub reads a dataset, and none is named", do="data.name=Salesforce/wikitext")]
-    if data.split == data.heldout_split:
-        what = f"data.heldout_split and data.split are the same: {data.split}"
-        return [ConfigError(what, do="data.heldout_split=null")]
-    return []

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -24,10 +25,7 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Document:
-    """Plain text, or a conversation (`messages`, then `text` is empty).
-
-    `name` says where it came from.
-    """
+    """Plain text, or a conversation (`messages`, then `text` is empty). `name` says where it came from."""
 
     name: str
     text: str = ""
@@ -41,25 +39,14 @@ class Document:
 
 
 def read_record(record: object, where: str, data: DataConfig) -> Document | None:
-    """Read the conversation or the text of one record.
-
-    Args:
-        record: what the file or the dataset holds.
-        where: its name, e.g. `file:line`.
-        data: the names of the columns.
-
-    Returns:
-        The document; None where the text or the conversation is empty or null.
+    """Read the conversation or the text of one record, named `where`; None where it is empty or null.
 
     Raises:
         DataError: neither column is there, or what it holds is no text and no conversation.
     """
     if not isinstance(record, Mapping):
-        raise DataError(
-            f"a record is {_kind(record)}, not an object",
-            where=where,
-            do=f'one JSON object a line: {{"{data.text_column}": "..."}}',
-        )
+        what = f"a record is {_kind(record)}, not an object"
+        raise DataError(what, where=where, do=f'one JSON object a line: {{"{data.text_column}": "..."}}')
     if record.get(data.messages_column) is not None:
         messages = _read_messages(record[data.messages_column], f"{where}, column {data.messages_column}")
         return Document(where, messages=messages) if messages else None
@@ -73,11 +60,8 @@ def read_record(record: object, where: str, data: DataConfig) -> Document | None
     if text is None:
         return None
     if not isinstance(text, str):
-        raise DataError(
-            f"column {data.text_column!r} holds {_kind(text)}, not text",
-            where=where,
-            do="name a column of text: data.text_column=",
-        )
+        what = f"column {data.text_column!r} holds {_kind(text)}, not text"
+        raise DataError(what, where=where, do="name a column of text: data.text_column=")
     return Document(where, _mend_surrogates(text)) if text.strip() else None
 
 
@@ -116,11 +100,8 @@ def _shorten(document: Document) -> Document:
     if kept == len(document.messages):
         return document
     if not kept:
-        raise DataError(
-            f"the first message is longer than {MAX_CHARACTERS:,} characters",
-            where=document.name,
-            do="shorten or remove the record",
-        )
+        what = f"the first message is longer than {MAX_CHARACTERS:,} characters"
+        raise DataError(what, where=document.name, do="shorten or remove the record")
     logger.warning("%s: only the first %d of %d messages are read", document.name, kept, len(document.messages))
     return replace(document, messages=document.messages[:kept])
 
@@ -139,11 +120,8 @@ def _read_message(message: object, where: str) -> Message:
     fields = message if isinstance(message, Mapping) else {}
     role, content = fields.get("role"), fields.get("content")
     if not isinstance(role, str) or not isinstance(content, str):
-        raise DataError(
-            "a message needs a role and a content, both text",
-            where=where,
-            do='{"role": "user", "content": "..."}',
-        )
+        what = "a message needs a role and a content, both text"
+        raise DataError(what, where=where, do='{"role": "user", "content": "..."}')
     return {"role": role, "content": _mend_surrogates(content)}
 
 
@@ -161,9 +139,8 @@ def _kind(value: object) -> str:
 def cut_passages(lines: Iterable[str], shortest: int, longest: int) -> Iterator[tuple[int, str]]:
     """Cut at the first blank line after `shortest` characters, or at the first line's end after `longest`.
 
-    Returns:
-        The number of each passage's first line, counted from 1, and its text, without blank lines before it and white
-        space after it.
+    Gives the number of each passage's first line, counted from 1, and its text, without blank lines before it and white
+    space after it.
     """
     passage: list[str] = []
     length = first = 0
@@ -186,15 +163,13 @@ Item = TypeVar("Item")
 
 def interleave(sources: Iterable[Iterable[Item]]) -> Iterator[Item]:
     """One item of each source in turn, until all are empty. A source is first touched when its turn comes."""
-    waiting = [iter(source) for source in sources]
+    waiting = deque(iter(source) for source in sources)
     while waiting:
-        still_waiting = []
-        for source in waiting:
-            for item in source:
-                yield item
-                still_waiting.append(source)
-                break
-        waiting = still_waiting
+        source = waiting.popleft()
+        for item in source:
+            yield item
+            waiting.append(source)
+            break
 
 
 def is_heldout(digest: bytes, share: float) -> bool:

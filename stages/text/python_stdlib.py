@@ -58,9 +58,10 @@ def list_modules() -> list[Module]:
     root = Path(sysconfig.get_path("stdlib"))
     modules = []
     for name in sys.stdlib_module_names - EXCLUDED_MODULES:
-        files = [root / f"{name}.py", *(root / name).rglob("*.py")]
-        modules += [_name_module(file, root) for file in files if file.is_file()]
-    modules = [module for module in modules if not EXCLUDED_FOLDERS.intersection(module.name.split("."))]
+        for file in (root / f"{name}.py", *(root / name).rglob("*.py")):
+            parts = [part for part in file.relative_to(root).with_suffix("").parts if part != "__init__"]
+            if file.is_file() and not EXCLUDED_FOLDERS.intersection(parts):
+                modules.append(Module(".".join(parts), file))
     if not modules:
         raise DataError(
             "this interpreter has no source of its standard library",
@@ -80,19 +81,16 @@ def read_module(module: Module, *, docstrings_first: bool) -> Iterator[Document]
 
 
 def split_docstrings(source: str, module: str) -> tuple[str, str]:
-    """Take the docstrings out of a source, without importing it.
-
-    Returns:
-        The docstrings, each under the signature of what it describes, and the source without them.
-    """
+    """The docstrings of a source, each under the signature of what it describes, and the source without them."""
     lines = source.splitlines(keepends=True)
     described: list[str] = []
     for node in _find_definitions(ast.parse(source)):
         if docstring := ast.get_docstring(node):
             heading = module if isinstance(node, ast.Module) else _write_signature(node)
             described.append(f"{heading}\n\n{docstring}\n\n")
-            expression = node.body[0]
-            lines[expression.lineno - 1 : expression.end_lineno] = [""] * _count_lines(expression)
+            first, last = node.body[0].lineno, node.body[0].end_lineno
+            for number in range(first - 1, last or first):
+                lines[number] = ""
     return "".join(described), "".join(lines)
 
 
@@ -108,15 +106,6 @@ def _write_signature(node: Definition) -> str:
     return f"class {node.name}" if isinstance(node, ast.ClassDef) else f"{node.name}({ast.unparse(node.args)})"
 
 
-def _count_lines(node: ast.stmt) -> int:
-    return (node.end_lineno or node.lineno) - node.lineno + 1
-
-
 def _cut(text: str, name: str) -> Iterator[Document]:
     passages = cut_passages(text.splitlines(keepends=True), DOCUMENT_CHARACTERS, 2 * DOCUMENT_CHARACTERS)
     return (Document(f"{name} {number}", passage) for number, (_, passage) in enumerate(passages, start=1))
-
-
-def _name_module(file: Path, root: Path) -> Module:
-    parts = file.relative_to(root).with_suffix("").parts
-    return Module(".".join(part for part in parts if part != "__init__"), file)

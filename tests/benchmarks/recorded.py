@@ -14,7 +14,6 @@ from models.ffn import ffn_modules
 from stages.accumulators.sums import empty_sums
 from stages.scan.batch_sums import BatchSums, sum_shapes
 from stages.scan.config import ScanConfig
-from stages.scan.token_sums import NeuronRule
 
 
 def record_layer(bench: Workbench, layer: int) -> FFNGradients:
@@ -31,12 +30,11 @@ def record_layer(bench: Workbench, layer: int) -> FFNGradients:
 
 def record_tasks(record: FFNGradients, layers: int, bench: Workbench) -> dict[str, Task]:
     """Tasks of one layer that differ by one part of the work; "to host" is of all layers."""
-    scan = ScanConfig()
-    rule = NeuronRule(scan.active_share, scan.active_threshold, scan.norm_product)
+    rule = ScanConfig()
     # A threshold takes one comparison; finding the top share of a row takes the time that is asked for.
     by_threshold, none_drawn = replace(rule, active_threshold=1.0), torch.full_like(bench.slots_BT, -1)
 
-    def on_fresh_sums(work: Callable[[BatchSums], object], rule: NeuronRule, slots_BT: torch.Tensor) -> Task:
+    def on_fresh_sums(work: Callable[[BatchSums], object], rule: ScanConfig, slots_BT: torch.Tensor) -> Task:
         fresh: list[BatchSums] = []
         mask_BT = bench.batch.attention_mask.bool()
         return Task(
@@ -73,7 +71,7 @@ def _gram_matrices(record: FFNGradients) -> None:
     gram_matrix(record.out_grad_BTD)
 
 
-def _host_task(record: FFNGradients, layers: int, bench: Workbench, rule: NeuronRule) -> Task:
+def _host_task(record: FFNGradients, layers: int, bench: Workbench, rule: ScanConfig) -> Task:
     sums = BatchSums(layers, bench.batch.attention_mask.bool(), bench.slots_BT, rule)
     with torch.no_grad():
         sums.add_gradients(0, record)

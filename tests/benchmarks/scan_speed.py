@@ -15,7 +15,6 @@ from stages.losses import forward_losses
 from stages.scan.batch_sums import sum_shapes
 from stages.scan.config import ScanConfig
 from stages.scan.passes import Scanner
-from stages.scan.token_sums import NeuronRule
 
 
 def measure_scan(bench: Workbench, repetitions: int) -> list[Row]:
@@ -57,9 +56,8 @@ def measure_forward(bench: Workbench, repetitions: int) -> list[Row]:
 
 def scan_task(bench: Workbench, *, gradients: bool) -> Task:
     """One batch into fresh sums."""
-    scan, mlps = ScanConfig(), ffn_modules(bench.model)
-    rule = NeuronRule(scan.active_share, scan.active_threshold, scan.norm_product)
-    scanner = Scanner(bench.model, mlps, rule, gradients)
+    scan, mlps = ScanConfig(gradients=gradients), ffn_modules(bench.model)
+    scanner = Scanner(bench.model, mlps, scan)
     shapes = sum_shapes(len(mlps), bench.width, int(bench.slots_BT.max()) + 1)
     fresh: list[ScanSums] = []
     return Task(

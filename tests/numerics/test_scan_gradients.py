@@ -13,8 +13,8 @@ from stages.accumulators.sums import LocalStore
 from stages.artifacts.job import ALONE
 from stages.losses import enable_gradient_checkpointing
 from stages.scan.batch_sums import sum_shapes
+from stages.scan.config import ScanConfig
 from stages.scan.passes import Scanner, draw_reservoir, scan_shares
-from stages.scan.token_sums import NeuronRule
 from stages.text.sequences import TokenSequence, batch_sequences
 
 LENGTHS = (9, 5, 7)
@@ -58,7 +58,9 @@ class MemoryStore(LocalStore):
 
 
 def scan_model(model, batches, *, product="auto", gradients=True, store=None):
-    scanner = Scanner(model, ffn_modules(model), NeuronRule(0.1, None, product), gradients)
+    scanner = Scanner(
+        model, ffn_modules(model), ScanConfig(active_share=0.1, norm_product=product, gradients=gradients)
+    )
     store = store or MemoryStore(Path("nowhere"), SHAPES, identity={}, every=3600.0)
     slots_M = draw_reservoir(sum(LENGTHS), 11, seed=5)
     scan_shares(scanner, batches, slots_M, store, ALONE, after_batch=lambda _tokens: None)

@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from stages.scan.token_sums import NeuronRule, pack_bits, sum_tokens, sum_tokens_compiled
+from stages.scan.config import ScanConfig
+from stages.scan.token_sums import pack_bits, sum_tokens, sum_tokens_compiled
 
 FUNCTIONS = [sum_tokens, sum_tokens_compiled]
 
@@ -27,7 +28,10 @@ def plain(h, grad, rule):
 
 
 @pytest.mark.parametrize("sum_up", FUNCTIONS)
-@pytest.mark.parametrize("rule", [NeuronRule(0.1, None), NeuronRule(0.5, None), NeuronRule(0.1, 0.2)])
+@pytest.mark.parametrize(
+    "rule",
+    [ScanConfig(active_share=0.1), ScanConfig(active_share=0.5), ScanConfig(active_share=0.1, active_threshold=0.2)],
+)
 def test_sums_are_those_of_the_obvious_loop(sum_up, rule):
     h, grad = draw()
     rows = torch.tensor([row for row in range(len(h)) if row % 7])
@@ -42,28 +46,30 @@ def test_sums_are_those_of_the_obvious_loop(sum_up, rule):
 def test_without_gradients_the_last_row_is_zero(sum_up):
     h, grad = draw()
     rows = torch.arange(len(h))
-    found, _ = sum_up(h, None, rows, NeuronRule(0.1, None))
-    assert torch.equal(found[:4], sum_up(h, grad, rows, NeuronRule(0.1, None))[0][:4])
+    found, _ = sum_up(h, None, rows, ScanConfig(active_share=0.1))
+    assert torch.equal(found[:4], sum_up(h, grad, rows, ScanConfig(active_share=0.1))[0][:4])
     assert not found[4].any()
 
 
 @pytest.mark.parametrize("sum_up", FUNCTIONS)
 def test_ties_at_the_limit_are_all_active_and_zeros_never(sum_up):
     h = torch.tensor([[2.0, -2.0, 2.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0, 7.0], [0.0, 0.0, 0.0, 0.0, 0.0]])
-    found, _ = sum_up(h, None, torch.arange(3), NeuronRule(0.4, None))
+    found, _ = sum_up(h, None, torch.arange(3), ScanConfig(active_share=0.4))
     assert found[3].tolist() == [1, 1, 1, 0, 1]
 
 
 @pytest.mark.parametrize("sum_up", FUNCTIONS)
 def test_at_least_one_neuron_is_active(sum_up):
-    assert sum_up(torch.tensor([[3.0, 1.0, 2.0]]), None, torch.arange(1), NeuronRule(1e-9, None))[0][3].sum() == 1
+    assert (
+        sum_up(torch.tensor([[3.0, 1.0, 2.0]]), None, torch.arange(1), ScanConfig(active_share=1e-9))[0][3].sum() == 1
+    )
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-6, 1e20])
 def test_limits_are_found_at_any_size(scale):
     h, _ = draw(tokens=40)
     h *= torch.logspace(-3, 3, 40)[:, None] * scale
-    rows, rule = torch.arange(40), NeuronRule(0.2, None)
+    rows, rule = torch.arange(40), ScanConfig(active_share=0.2)
     assert torch.equal(sum_tokens_compiled(h, None, rows, rule)[0][3], sum_tokens(h, None, rows, rule)[0][3])
 
 
@@ -74,7 +80,7 @@ def test_threads_change_nothing():
     try:
         for count in (1, 3):
             torch.set_num_threads(count)
-            found.append(sum_tokens_compiled(h, grad, rows, NeuronRule(0.1, None))[0])
+            found.append(sum_tokens_compiled(h, grad, rows, ScanConfig(active_share=0.1))[0])
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(*found)
