@@ -150,11 +150,6 @@ def _budget(tensor: Tensor) -> int:
     return _CACHE_FLOATS if tensor.device.type == "cpu" else _DEVICE_FLOATS
 
 
-def in_backward() -> bool:
-    """Whether this thread runs a backward pass, as it does while a checkpointed forward pass is run again."""
-    return torch._C._current_graph_task_id() != -1
-
-
 class _Watch(torch.autograd.Function):
     """Identity; hands the gradient, with what the forward pass saved, to `receive`."""
 

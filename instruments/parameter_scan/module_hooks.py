@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from instruments.errors import NumericsError
-from instruments.gradients import in_backward, prefer_gram, watch, weight_squares
+from instruments.gradients import prefer_gram, watch, weight_squares
 from instruments.parameter_scan.inputs import (
     InputSquares,
     embedding_columns,
@@ -23,6 +23,7 @@ from instruments.parameter_scan.inputs import (
 )
 from instruments.parameter_scan.scan_pass import Measured, ScanPass
 from instruments.parameter_scan.targets import Target
+from instruments.precision.calls import in_backward
 
 
 def read_input(scan_pass: ScanPass, name: str, source: Tensor, width: int, device: torch.device) -> InputSquares:

@@ -6,8 +6,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass, as it does while a checkpointed forward pass is run again."""
+    return torch._C._current_graph_task_id() != -1
+
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -1,6 +1,5 @@
 """What auto_diff found, module by module, and its table, notes and JSON."""
 
-import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -9,6 +8,7 @@ from typing import Any
 from instruments.errors import some
 from instruments.precision.calls import Call
 from instruments.precision.comparison import WARNING_RATIO, AxisRange, Distance, Verdict, judge, worst
+from instruments.training_watch.step_log import plain_json
 
 
 @dataclass
@@ -257,12 +257,3 @@ def to_json(diff: Diff) -> dict[str, Any]:
         asdict(diff) | {"verdict": diff.verdict, "outputs": outputs, "notes": notes_of(diff)}
     )
     return found
-
-
-def plain_json(value: Any) -> Any:  # noqa: ANN401 - anything that JSON holds, or nearly
-    """The same as JSON holds it: figures that are not finite as text."""
-    if isinstance(value, dict):
-        return {key: plain_json(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain_json(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

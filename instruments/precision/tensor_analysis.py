@@ -25,7 +25,7 @@ from instruments.precision.comparison import (
     measure_distance,
     worst,
 )
-from instruments.precision.findings import plain_json
+from instruments.training_watch.step_log import plain_json
 
 # Additions one by one that are tried out; of a longer axis the first so many.
 LONGEST = 16384

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
-from instruments.gradients import in_backward
+from instruments.precision.calls import in_backward
 from instruments.tensor_dump.capture import (
     Capture,
     Facts,

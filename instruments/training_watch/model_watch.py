@@ -50,7 +50,7 @@ class ModelWatch:
         self._log = StepLog(log, config)
         self._loss: Tensor | float | None = None
         self._unscaled = False  # in this step, by the scaler
-        self._undo: list[Callable[[], None]] = [self.measurement.remove]
+        self._undo: list[Callable[[], None]] = [handle.remove for handle in self.measurement.handles]
         if optimizer is not None:
             self._follow(optimizer)
         if dump is not None:
