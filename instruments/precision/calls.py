@@ -4,11 +4,12 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 
 def in_backward() -> bool:
@@ -31,8 +32,8 @@ class Call(NamedTuple):
         return f"{name} (call {self.number + 1})" if self.number else name
 
 
-class ModuleEvents(Protocol):
-    """Receives module events; children finish before their parents."""
+class ModuleEvents:
+    """Receives module events; children finish before their parents. By itself it ignores them."""
 
     def before(self, call: Call, module: nn.Module, arguments: Arguments) -> None:
         """The module is about to run."""
@@ -71,7 +72,7 @@ def trace_modules(
 
     Args:
         model: what runs.
-        receiver: receives the events.
+        receiver: gets the events.
         prefix: the name of `model`, where it is itself a part.
         counts: calls of every module so far.
         only: names of the modules that count; None: all.
@@ -87,11 +88,7 @@ def trace_modules(
             handle.remove()
 
 
-class _Handle(Protocol):
-    def remove(self) -> None: ...
-
-
-def _hook(module: nn.Module, name: str, receiver: ModuleEvents, tracer: ModuleTracer) -> list[_Handle]:
+def _hook(module: nn.Module, name: str, receiver: ModuleEvents, tracer: ModuleTracer) -> list[RemovableHandle]:
     running: list[Call] = []  # a module may call itself
 
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

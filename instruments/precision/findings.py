@@ -40,7 +40,7 @@ class OutputDiff:
         """On the module itself."""
         if self.own is None:
             return Verdict.WARNING if self.own_failure else Verdict.OK
-        found = judge(self.own.normalised_l2, self.own_floor, self.own.nonfinite)
+        found = judge(self.own, self.own_floor)
         return worst(found, Verdict.WARNING) if self.swamped else found
 
     @property
@@ -48,7 +48,7 @@ class OutputDiff:
         """On what arrives here."""
         if self.propagated is None:
             return Verdict.OK
-        return judge(self.propagated.normalised_l2, self.propagated_floor, self.propagated.nonfinite)
+        return judge(self.propagated, self.propagated_floor)
 
     @property
     def verdict(self) -> Verdict:

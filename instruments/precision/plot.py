@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -77,9 +78,10 @@ def _draw_sizes(found: TensorAnalysis, panel: Axes) -> None:
     panel.bar(places, [count for count in found.octaves if count], width=1, align="edge", color="#a9c7e0")
     panel.set_yscale("log")
     for number, loss in enumerate(found.losses):
-        target = FORMATS[loss.format]
-        for edge, style in ((target.smallest_normal, "-"), (target.largest, "-"), (target.smallest, ":")):
-            label = f"{loss.format}: {loss.verdict}" if edge == target.largest else None
+        limits = torch.finfo(FORMATS[loss.format])
+        smallest = limits.smallest_normal * limits.eps
+        for edge, style in ((limits.smallest_normal, "-"), (limits.max, "-"), (smallest, ":")):
+            label = f"{loss.format}: {loss.verdict}" if edge == limits.max else None
             panel.axvline(
                 math.log2(edge), color=_FORMAT_COLOURS[number % 4], linestyle=style, linewidth=1.2, label=label
             )

@@ -18,11 +18,14 @@ from instruments.precision.calls import Arguments, find_tensors, map_tensors
 from instruments.precision.comparison import (
     FORMATS,
     AxisRange,
-    NumberFormat,
     Verdict,
     axis_ranges,
     find_format,
+    long_axes,
     measure_distance,
+    name_of,
+    round_to,
+    sizes_along,
     worst,
 )
 from instruments.training_watch.step_log import plain_json
@@ -61,34 +64,33 @@ class ReductionLoss:
 
 
 @torch.no_grad()
-def measure_reductions(values: Float[Tensor, "..."], target: NumberFormat) -> list[ReductionLoss]:
+def measure_reductions(values: Float[Tensor, "..."], target: torch.dtype) -> list[ReductionLoss]:
     """One entry for each axis longer than 1, the last axis first.
 
     Args:
         values: finite, in float32 or float64.
         target: addends and every partial sum are rounded to it.
     """
-    axes = [axis for axis in range(-1, -values.ndim - 1, -1) if values.shape[axis] > 1]
-    return [_measure(values, axis, target) for axis in axes]
+    return [_measure(values, axis, target) for axis in long_axes(values)]
 
 
-def _measure(values: Float[Tensor, "..."], axis: int, target: NumberFormat) -> ReductionLoss:
+def _measure(values: Float[Tensor, "..."], axis: int, target: torch.dtype) -> ReductionLoss:
     size = values.shape[axis]
     length = min(size, LONGEST)
     addends_NS = values.movedim(axis, 0)[:length].reshape(length, -1)
     addends_NS = addends_NS[:, :: -(-addends_NS.numel() // _MOST)].float()
     exact_S = addends_NS.double().sum(0)
-    rounded_NS = target.rounded(addends_NS)
+    rounded_NS = round_to(addends_NS, target)
     sums_S, stagnant = _add_one_by_one(rounded_NS, target)
     return ReductionLoss(
-        format=target.name,
+        format=name_of(target),
         axis=axis,
         length=length,
         size=size,
         one_by_one=_error(exact_S, sums_S),
         pairwise=_error(exact_S, _add_in_pairs(rounded_NS, target)),
         fp32=_error(exact_S, addends_NS.sum(0)),
-        mean=_error(exact_S / length, target.rounded(sums_S / length)),
+        mean=_error(exact_S / length, round_to(sums_S / length, target)),
         stagnant=stagnant,
         cancellation=float(addends_NS.double().abs().sum() / exact_S.abs().sum()) if bool(exact_S.any()) else 0.0,
     )
@@ -99,21 +101,21 @@ def _error(exact_S: Float[Tensor, "S"], found_S: Float[Tensor, "S"]) -> float:
     return float("inf") if distance.nonfinite else distance.normalised_l2
 
 
-def _add_one_by_one(addends_NS: Float[Tensor, "N S"], target: NumberFormat) -> tuple[Float[Tensor, "S"], float]:
+def _add_one_by_one(addends_NS: Float[Tensor, "N S"], target: torch.dtype) -> tuple[Float[Tensor, "S"], float]:
     """The sums, and the share of addends (0 left out) that are too small to move the sum they meet."""
     sum_S = torch.zeros_like(addends_NS[0])
     lost_S = torch.zeros_like(sum_S)
     for addend_S in addends_NS:
-        moved_S = target.rounded(sum_S + addend_S)
+        moved_S = round_to(sum_S + addend_S, target)
         lost_S += (moved_S == sum_S) & (addend_S != 0)
         sum_S = moved_S
     return sum_S, float(lost_S.sum() / (addends_NS != 0).sum().clamp_min(1))
 
 
-def _add_in_pairs(addends_NS: Float[Tensor, "N S"], target: NumberFormat) -> Float[Tensor, "S"]:
+def _add_in_pairs(addends_NS: Float[Tensor, "N S"], target: torch.dtype) -> Float[Tensor, "S"]:
     while len(addends_NS) > 1:
         half = len(addends_NS) // 2
-        pairs_NS = target.rounded(addends_NS[:half] + addends_NS[half : 2 * half])
+        pairs_NS = round_to(addends_NS[:half] + addends_NS[half : 2 * half], target)
         addends_NS = torch.cat([pairs_NS, addends_NS[2 * half :]])
     return addends_NS[0]
 
@@ -131,7 +133,7 @@ def sums_up(module: nn.Module, arguments: Arguments, output: Any) -> bool:  # no
     return bool(given and made) and max(made) < max(given) and next(module.parameters(), None) is None
 
 
-def find_swamping(arguments: Arguments, low: NumberFormat, exact: _Run, rounded: _Run) -> str:
+def find_swamping(arguments: Arguments, low: torch.dtype, exact: _Run, rounded: _Run) -> str:
     """In words, which slices of the inputs have no part in the low-precision output that they have in FP32.
 
     Args:
@@ -151,7 +153,7 @@ def find_swamping(arguments: Arguments, low: NumberFormat, exact: _Run, rounded:
         if seen and float((low_whole - low_rest - part).norm()) > 0.5 * float(part.norm()):
             return (
                 f"dim {axis.axis} of its input holds {axis.largest:.3g} at {axis.largest_at} and no more than "
-                f"{axis.smallest:.3g} at {axis.smallest_at}: in {low.name} the sum no longer sees the small ones"
+                f"{axis.smallest:.3g} at {axis.smallest_at}: in {name_of(low)} the sum no longer sees the small ones"
             )
     return ""
 
@@ -162,18 +164,17 @@ def _flat(outputs: Mapping[str, Tensor]) -> Tensor:
     )
 
 
-def _suspects(arguments: Arguments, low: NumberFormat) -> list[AxisRange]:
+def _suspects(arguments: Arguments, low: torch.dtype) -> list[AxisRange]:
     inputs = [tensor for tensor in find_tensors(arguments).values() if tensor.is_floating_point()]
-    return [axis for tensor in inputs for axis in axis_ranges(tensor) if axis.ratio > 2 / low.epsilon]
+    return [axis for tensor in inputs for axis in axis_ranges(tensor) if axis.ratio > 2 / torch.finfo(low).eps]
 
 
-def _drop_small(tensor: Tensor, axis: AxisRange, low: NumberFormat) -> Tensor:
+def _drop_small(tensor: Tensor, axis: AxisRange, low: torch.dtype) -> Tensor:
     """Zeros for the slices whose values are below half a unit in the last place of the largest."""
     if not tensor.is_floating_point() or tensor.ndim < -axis.axis or tensor.shape[axis.axis] != axis.size:
         return tensor
-    others = [other for other in range(tensor.ndim) if other != axis.axis % tensor.ndim]
-    sizes = tensor.abs().amax(others, keepdim=True) if others else tensor.abs()
-    return torch.where(sizes < axis.largest * low.epsilon / 2, torch.zeros_like(tensor), tensor)
+    sizes = sizes_along(tensor, axis.axis, keepdim=True)
+    return torch.where(sizes < axis.largest * torch.finfo(low).eps / 2, torch.zeros_like(tensor), tensor)
 
 
 # Shares of the values above 0 in size.
@@ -201,22 +202,22 @@ class FormatLoss:
 
 
 @torch.no_grad()
-def measure_loss(values: Float[Tensor, "size"], target: NumberFormat) -> FormatLoss:
+def measure_loss(values: Float[Tensor, "size"], target: torch.dtype) -> FormatLoss:
     """Round finite values to a format, and count.
 
     Args:
         values: finite, in float32 or float64.
         target: rounding is to the nearest; values that round beyond the largest one overflow.
     """
-    sizes = values.abs()
+    sizes, limits = values.abs(), torch.finfo(target)
     known = max(1, int((sizes > 0).sum()))
-    rounded = target.rounded(values)
-    over = (sizes >= target.largest * (1 + target.epsilon / 4)) | ~rounded.isfinite()
+    rounded = round_to(values, target)
+    over = (sizes >= limits.max * (1 + limits.eps / 4)) | ~rounded.isfinite()
     kept = torch.where(over, 0, values)
     distance = measure_distance(kept, torch.where(over, 0, rounded))
     return FormatLoss(
-        format=target.name,
-        underflow=int(((sizes > 0) & (sizes < target.smallest_normal)).sum()) / known,
+        format=name_of(target),
+        underflow=int(((sizes > 0) & (sizes < limits.smallest_normal)).sum()) / known,
         flushed=int(((sizes > 0) & (rounded == 0)).sum()) / known,
         overflow=int(over.sum()),
         normalised_l2=distance.normalised_l2,
@@ -257,7 +258,7 @@ class TensorAnalysis:
             "apart or add in fp32"
             for loss in self.losses
             for axis in self.ranges
-            if axis.ratio > 2 / FORMATS[loss.format].epsilon
+            if axis.ratio > 2 / torch.finfo(FORMATS[loss.format]).eps
         ]
 
 
@@ -277,7 +278,7 @@ def analyze_tensor(
     targets = [find_format(one, "formats") for one in formats]
     if not (tensor.is_floating_point() or tensor.is_complex()):
         raise ConfigError(
-            f"{name} holds {str(tensor.dtype).removeprefix('torch.')}, which no floating-point format rounds in use",
+            f"{name} holds {name_of(tensor.dtype)}, which no floating-point format rounds in use",
             where=f"tensor of shape {tuple(tensor.shape)}",
             do="give a floating-point tensor, or tensor.float()",
         )
@@ -292,7 +293,7 @@ def analyze_tensor(
     return TensorAnalysis(
         name,
         tuple(tensor.shape),
-        str(tensor.dtype).removeprefix("torch."),
+        name_of(tensor.dtype),
         nonfinite,
         int((values == 0).sum()),
         [measure_loss(clean.flatten(), target) for target in targets],

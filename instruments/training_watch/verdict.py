@@ -39,8 +39,8 @@ def gradient_norms(parameters: Sequence[nn.Parameter]) -> Tensor:
             values = _local(parameter.grad)
             groups[values.device, values.dtype].append((place, values))
     for group in groups.values():
-        places, values = zip(*group, strict=True)
-        norms_P[list(places)] = torch.stack(torch._foreach_norm(values, 2, dtype=torch.float32)).to(device)
+        found = torch._foreach_norm([grad for _place, grad in group], 2, dtype=torch.float32)
+        norms_P[[place for place, _grad in group]] = torch.stack(found).to(device)
     return _add_shards(parameters, norms_P)
 
 
