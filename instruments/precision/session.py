@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,12 +111,10 @@ class Perturbation:
         def perturb(_module: nn.Module, _args: Any, output: Any) -> Any:  # noqa: ANN401
             return self.of(output)
 
-        handles = [module.register_forward_hook(perturb) for module in model.modules()]
-        try:
+        with ExitStack() as hooks:
+            for module in model.modules():
+                hooks.callback(module.register_forward_hook(perturb).remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 Key = tuple[Call, str]
