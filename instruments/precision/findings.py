@@ -128,13 +128,11 @@ def _ratio(distance: Distance | None, floor: float | None) -> float:
 
 
 def _row(output: OutputDiff, name: str) -> tuple[str, ...]:
-    arrived = output.propagated
+    own, arrived = output.own, output.propagated
+    sizes = (f"{arrived.max_relative:.2g}", f"{arrived.cosine:.6f}", f"{arrived.sqnr_db:.1f}") if arrived else ("",) * 3
     wide = max((axis.ratio for axis in output.ranges), default=1.0)
-    return (
-        name, str(output.verdict), *_figures(output.own, output.own_floor), *_figures(arrived, output.propagated_floor),
-        f"{arrived.max_relative:.2g}" if arrived else "", f"{arrived.cosine:.6f}" if arrived else "",
-        f"{arrived.sqnr_db:.1f}" if arrived else "", f"{wide:.2g}",
-    )  # fmt: skip
+    figures = *_figures(own, output.own_floor), *_figures(arrived, output.propagated_floor), *sizes
+    return name, str(output.verdict), *figures, f"{wide:.2g}"
 
 
 def _figures(distance: Distance | None, floor: float | None) -> tuple[str, str]:
@@ -155,13 +153,14 @@ def notes_of(diff: Diff) -> list[str]:
 def _verdict(diff: Diff) -> Iterator[str]:
     if (first := diff.first) is None:
         nearest = max(diff.outputs, key=_nearness, default=None)
-        if nearest is None:
-            yield "nothing was compared: no module returned a floating-point tensor"
-        else:
-            yield (
+        yield (
+            "nothing was compared: no module returned a floating-point tensor"
+            if nearest is None
+            else (
                 f"ok: no error is above {WARNING_RATIO:g} times what the model makes of one unit in the last place of "
                 f"{diff.precision}; nearest to it {nearest.name}, {_nearness(nearest):.2f} times (rounding alone: 0.29)"
             )
+        )
         return
     itself = "errs itself" if first.own_verdict is not Verdict.OK else "inherits an error that no module makes alone"
     yield f"{diff.verdict}: the first divergence is {first.name} ({first.kind}), which {itself}: {reason(first)}"
@@ -218,16 +217,9 @@ def _ranges(outputs: Sequence[OutputDiff]) -> Iterator[str]:
         count = len({other.name for _, other in wide})
         yield (
             f"large numbers may swallow small ones, where they are added up: {count} outputs have slices more than 1e4 "
-            f"apart; the widest is {output.name}, {describe_range(axis)}"
+            f"apart; the widest is {output.name}, dim {axis.axis}: max {axis.largest:.3g} at {axis.largest_at}, "
+            f"{axis.smallest:.3g} at {axis.smallest_at} (ratio {axis.ratio:.2g})"
         )
-
-
-def describe_range(axis: AxisRange) -> str:
-    """Which slices are how large."""
-    return (
-        f"dim {axis.axis}: max {axis.largest:.3g} at {axis.largest_at}, {axis.smallest:.3g} at {axis.smallest_at} "
-        f"(ratio {axis.ratio:.2g})"
-    )
 
 
 def _oddities(diff: Diff) -> Iterator[str]:
@@ -247,13 +239,7 @@ def _oddities(diff: Diff) -> Iterator[str]:
 
 def to_json(diff: Diff) -> dict[str, Any]:
     """All of it; figures that are not finite as text."""
-    outputs = [
-        asdict(output)
-        | {"name": output.name, "verdict": output.verdict, "own_verdict": output.own_verdict,
-           "propagated_verdict": output.propagated_verdict}
-        for output in diff.outputs
-    ]  # fmt: skip
-    found: dict[str, Any] = plain_json(
-        asdict(diff) | {"verdict": diff.verdict, "outputs": outputs, "notes": notes_of(diff)}
-    )
-    return found
+    judged = ("name", "verdict", "own_verdict", "propagated_verdict")
+    outputs = [asdict(output) | {name: getattr(output, name) for name in judged} for output in diff.outputs]
+    found: dict[str, Any] = plain_json(asdict(diff) | {"verdict": diff.verdict, "outputs": outputs})
+    return found | {"notes": notes_of(diff)}

@@ -12,10 +12,10 @@ of them, the model runs again for the next part.
 """
 
 import copy
+import fnmatch
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from itertools import chain
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -134,13 +134,11 @@ class ReferencePass(ModuleEvents):
         if arguments is None or not sums_up(module, arguments, output):
             return ""
 
-        def exact(given: Arguments) -> Mapping[str, Tensor]:
-            return self._try(call, module, map_tensors(Tensor.clone, given)).outputs
-
-        def rounded(given: Arguments) -> Mapping[str, Tensor]:
-            return self._in_low_precision(call, given).outputs
-
-        return find_swamping(arguments, self.session.low.dtype, exact, rounded)
+        return find_swamping(
+            arguments, self.session.low.dtype,
+            exact=lambda given: self._try(call, module, map_tensors(Tensor.clone, given)).outputs,
+            rounded=lambda given: self._in_low_precision(call, given).outputs,
+        )  # fmt: skip
 
     def _in_low_precision(self, call: Call, arguments: Arguments) -> _Trial:
         low = self.session.low
@@ -172,19 +170,12 @@ def reference_of(model: nn.Module) -> Iterator[nn.Module]:
     if any(torch.finfo(tensor.dtype).bits < 32 for tensor in held):
         yield copy.deepcopy(model).float().eval()
         return
-    training = {module: module.training for module in model.modules()}
+    training = [module for module in model.modules() if module.training]
     try:
         yield model.eval()
     finally:
-        for module, flag in training.items():
-            module.training = flag
-
-
-def device_of(model: nn.Module, sample: Any) -> torch.device:  # noqa: ANN401 - any arguments
-    """Device of the model; without parameters, of the sample."""
-    for tensor in chain(model.parameters(), model.buffers(), find_tensors(sample).values()):
-        return tensor.device
-    return torch.device("cpu")
+        for module in training:
+            module.training = True
 
 
 def arguments_of(
@@ -315,7 +306,8 @@ def auto_diff(
                           do="precision=bfloat16, or float16")  # fmt: skip
     wanted = _select(model, modules)
     with reference_of(model) as reference:
-        device = device_of(reference, sample)
+        tensors = chain(reference.parameters(), reference.buffers(), find_tensors(sample).values())
+        device = next((tensor.device for tensor in tensors), torch.device("cpu"))
         args, kwargs = arguments_of(reference, sample, device)
         session = Session(
             reference, LowPrecision(reference, target, mode, low), Perturbation(target, seed), device, wanted,
@@ -334,11 +326,12 @@ def auto_diff(
 
 def _select(model: nn.Module, patterns: Sequence[str]) -> frozenset[str]:
     names = [name for name, _ in model.named_modules()]
+    chosen: set[str] = set()
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise ConfigError(
-                f"no module is called {pattern}",
-                where="setting modules",
-                do=f"modules=['{names[len(names) // 2] or '*'}'], or ['*'] for all",
-            )
-    return frozenset(name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns))
+        fitting = fnmatch.filter(names, pattern)
+        if not fitting:
+            example = names[len(names) // 2] or "*"
+            do = f"modules=['{example}'], or ['*'] for all"
+            raise ConfigError(f"no module is called {pattern}", where="setting modules", do=do)
+        chosen.update(fitting)
+    return frozenset(chosen)

@@ -63,18 +63,8 @@ class ReductionLoss:
         return f"sum over dim {self.axis} in fp32: {errors} ({self.format} one by one{lost}{tree})"
 
 
-@torch.no_grad()
-def measure_reductions(values: Float[Tensor, "..."], target: torch.dtype) -> list[ReductionLoss]:
-    """One entry for each axis longer than 1, the last axis first.
-
-    Args:
-        values: finite, in float32 or float64.
-        target: addends and every partial sum are rounded to it.
-    """
-    return [_measure(values, axis, target) for axis in long_axes(values)]
-
-
-def _measure(values: Float[Tensor, "..."], axis: int, target: torch.dtype) -> ReductionLoss:
+def _measure_sums(values: Float[Tensor, "..."], axis: int, target: torch.dtype) -> ReductionLoss:
+    """Sums along an axis of finite values; addends and every partial sum are rounded to `target`."""
     size = values.shape[axis]
     length = min(size, LONGEST)
     addends_NS = values.movedim(axis, 0)[:length].reshape(length, -1)
@@ -83,17 +73,14 @@ def _measure(values: Float[Tensor, "..."], axis: int, target: torch.dtype) -> Re
     rounded_NS = round_to(addends_NS, target)
     sums_S, stagnant = _add_one_by_one(rounded_NS, target)
     return ReductionLoss(
-        format=name_of(target),
-        axis=axis,
-        length=length,
-        size=size,
+        name_of(target), axis, length, size,
         one_by_one=_error(exact_S, sums_S),
         pairwise=_error(exact_S, _add_in_pairs(rounded_NS, target)),
         fp32=_error(exact_S, addends_NS.sum(0)),
         mean=_error(exact_S / length, round_to(sums_S / length, target)),
         stagnant=stagnant,
         cancellation=float(addends_NS.double().abs().sum() / exact_S.abs().sum()) if bool(exact_S.any()) else 0.0,
-    )
+    )  # fmt: skip
 
 
 def _error(exact_S: Float[Tensor, "S"], found_S: Float[Tensor, "S"]) -> float:
@@ -121,7 +108,6 @@ def _add_in_pairs(addends_NS: Float[Tensor, "N S"], target: torch.dtype) -> Floa
 
 
 _Run = Callable[[Arguments], Mapping[str, Tensor]]
-_NONE = torch.empty(0, dtype=torch.float64)
 # FP32 itself must see them: their part is above so many units in its last place.
 _SEEN = 4 * torch.finfo(torch.float32).eps
 
@@ -136,13 +122,12 @@ def sums_up(module: nn.Module, arguments: Arguments, output: Any) -> bool:  # no
 def find_swamping(arguments: Arguments, low: torch.dtype, exact: _Run, rounded: _Run) -> str:
     """In words, which slices of the inputs have no part in the low-precision output that they have in FP32.
 
-    Args:
-        arguments: of the module.
-        low: slices below half of its unit in the last place of the largest slice are suspected.
-        exact: the module in FP32; its outputs by path.
-        rounded: the module in low precision.
+    Slices below half a unit in the last place of the largest one are suspected; `exact` runs the module in FP32,
+    `rounded` in low precision.
     """
-    for axis in _suspects(arguments, low):
+    inputs = [tensor for tensor in find_tensors(arguments).values() if tensor.is_floating_point()]
+    ranges = [axis for tensor in inputs for axis in axis_ranges(tensor)]
+    for axis in [axis for axis in ranges if axis.ratio > 2 / torch.finfo(low).eps]:
         without = map_tensors(partial(_drop_small, axis=axis, low=low), arguments)
         whole, rest = _flat(exact(arguments)), _flat(exact(without))
         low_whole, low_rest = _flat(rounded(arguments)), _flat(rounded(without))
@@ -159,14 +144,8 @@ def find_swamping(arguments: Arguments, low: torch.dtype, exact: _Run, rounded: 
 
 
 def _flat(outputs: Mapping[str, Tensor]) -> Tensor:
-    return torch.cat(
-        [tensor.double().flatten() for tensor in outputs.values() if tensor.is_floating_point()] or [_NONE]
-    )
-
-
-def _suspects(arguments: Arguments, low: torch.dtype) -> list[AxisRange]:
-    inputs = [tensor for tensor in find_tensors(arguments).values() if tensor.is_floating_point()]
-    return [axis for tensor in inputs for axis in axis_ranges(tensor) if axis.ratio > 2 / torch.finfo(low).eps]
+    parts = [tensor.double().flatten() for tensor in outputs.values() if tensor.is_floating_point()]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float64)
 
 
 def _drop_small(tensor: Tensor, axis: AxisRange, low: torch.dtype) -> Tensor:
@@ -201,22 +180,15 @@ class FormatLoss:
         return Verdict.WARNING if self.underflow > WARNING_SHARE else Verdict.OK
 
 
-@torch.no_grad()
-def measure_loss(values: Float[Tensor, "size"], target: torch.dtype) -> FormatLoss:
-    """Round finite values to a format, and count.
-
-    Args:
-        values: finite, in float32 or float64.
-        target: rounding is to the nearest; values that round beyond the largest one overflow.
-    """
+def _measure_rounding(values: Float[Tensor, "size"], target: torch.dtype) -> FormatLoss:
+    """Round finite values to the nearest of a format; those that round beyond its largest one overflow."""
     sizes, limits = values.abs(), torch.finfo(target)
     known = max(1, int((sizes > 0).sum()))
     rounded = round_to(values, target)
     over = (sizes >= limits.max * (1 + limits.eps / 4)) | ~rounded.isfinite()
-    kept = torch.where(over, 0, values)
-    distance = measure_distance(kept, torch.where(over, 0, rounded))
+    distance = measure_distance(torch.where(over, 0, values), torch.where(over, 0, rounded))
     return FormatLoss(
-        format=name_of(target),
+        name_of(target),
         underflow=int(((sizes > 0) & (sizes < limits.smallest_normal)).sum()) / known,
         flushed=int(((sizes > 0) & (rounded == 0)).sum()) / known,
         overflow=int(over.sum()),
@@ -290,25 +262,14 @@ def analyze_tensor(
     nonfinite = values.numel() - int(finite.sum())
     notes += [f"{nonfinite:,} of {values.numel():,} values are not finite and left out"] * (nonfinite > 0)
     notes += ["the tensor is empty"] * (not values.numel())
-    return TensorAnalysis(
-        name,
-        tuple(tensor.shape),
-        name_of(tensor.dtype),
-        nonfinite,
-        int((values == 0).sum()),
-        [measure_loss(clean.flatten(), target) for target in targets],
-        [loss for target in targets if clean.numel() for loss in measure_reductions(clean, target)],
-        axis_ranges(clean),
-        _octaves(clean),
-        notes,
-    )
-
-
-def _octaves(clean: Float[Tensor, "..."]) -> list[int]:
     exponents = torch.frexp(clean[clean != 0]).exponent.long() - 1
     places = exponents.clamp(FIRST_OCTAVE, _LAST_OCTAVE) - FIRST_OCTAVE
-    counts: list[int] = torch.bincount(places, minlength=_LAST_OCTAVE - FIRST_OCTAVE + 1).tolist()
-    return counts
+    return TensorAnalysis(
+        name, tuple(tensor.shape), name_of(tensor.dtype), nonfinite, int((values == 0).sum()),
+        [_measure_rounding(clean.flatten(), target) for target in targets],
+        [_measure_sums(clean, axis, target) for target in targets if clean.numel() for axis in long_axes(clean)],
+        axis_ranges(clean), torch.bincount(places, minlength=_LAST_OCTAVE - FIRST_OCTAVE + 1).tolist(), notes,
+    )  # fmt: skip
 
 
 COLUMNS = (
@@ -351,10 +312,6 @@ def _some(lines: list[str]) -> list[str]:
 
 def to_json(found: Sequence[TensorAnalysis]) -> list[dict[str, Any]]:
     """All of it; figures that are not finite as text."""
-    return [
-        plain_json(
-            asdict(tensor)
-            | {"verdicts": {loss.format: loss.verdict for loss in tensor.losses}, "advice": tensor.advice}
-        )
-        for tensor in found
-    ]
+    verdicts = [{loss.format: loss.verdict for loss in tensor.losses} for tensor in found]
+    facts = [asdict(one) | {"verdicts": ours, "advice": one.advice} for one, ours in zip(found, verdicts, strict=True)]
+    return [plain_json(fact) for fact in facts]

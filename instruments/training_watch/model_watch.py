@@ -41,9 +41,9 @@ class ModelWatch:
         dump: "TensorDump | None",
         first_step: int,
     ) -> None:
-        """Put the hooks on."""
-        self.config, self.scaler, self.dump = config, scaler, dump
-        self.optimizer = optimizer
+        """Put the hooks on; a scaler that is switched off counts as none."""
+        self.optimizer, self.dump = optimizer, dump
+        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.next_step = first_step
         self.last: StepReport | None = None
         self.measurement = Measurement(model, find_trainable(model, optimizer), config)
@@ -77,8 +77,7 @@ class ModelWatch:
         return self._measure()
 
     def _measure(self, factor: Tensor | None = None) -> StepReport:
-        scaler = self.scaler if self.scaler is not None and self.scaler.is_enabled() else None
-        report = self.measurement.read(self.next_step, self._loss, scaler, factor)
+        report = self.measurement.read(self.next_step, self._loss, self.scaler, factor)
         self.last, self._loss = report, None
         self.next_step += 1
         self._log.write(report)
@@ -91,7 +90,7 @@ class ModelWatch:
         inner: Any = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
         handle = inner.register_step_pre_hook(self._before_step)
         self._undo.append(handle.remove)
-        if self.scaler is not None and self.scaler.is_enabled():
+        if self.scaler is not None:
             scaler: Any = self.scaler
             unscale = scaler.unscale_
 

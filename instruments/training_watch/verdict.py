@@ -80,6 +80,11 @@ class Output:
     dtype: torch.dtype
     value: float
 
+    @property
+    def format(self) -> str:
+        """As in "float16"."""
+        return str(self.dtype).removeprefix("torch.")
+
 
 def judge_finiteness(
     loss: float | None, lost: Sequence[str], outputs: Sequence[Output], *, scaled: bool
@@ -97,7 +102,7 @@ def judge_finiteness(
     if bad is not None:
         first, before = outputs[bad], outputs[bad - 1].module if bad else "the model's input"
         word = "NaN" if math.isnan(first.value) else "inf"
-        what = f"{word} first in the output of {first.module} ({_name(first.dtype)}); finite until {before}"
+        what = f"{word} first in the output of {first.module} ({first.format}); finite until {before}"
         return [Anomaly("not_finite", SEVERE, what, (first.module, *backwards))]
     if loss is not None and not math.isfinite(loss):
         what = f"the loss is {loss:g}{_finite_outputs(outputs)}: compute it in float32, inside autocast"
@@ -122,8 +127,8 @@ def judge_norms(layers: Mapping[str, float], config: WatchConfig) -> list[Anomal
     low = [name for name, norm in layers.items() if norm < config.vanishing and name not in dead]
     high = sorted((name for name in layers if layers[name] > config.exploding), key=lambda name: -layers[name])
     if dead:
-        share = f"at most {config.dead:g} of the median layer's {typical:.2g}"
-        what = f"no gradient to speak of in {some(dead, 3, ', ')}: {share}"
+        what = f"no gradient to speak of in {some(dead, 3, ', ')}: at most {config.dead:g} of the median layer's "
+        what += f"{typical:.2g}"
         found.append(Anomaly("dead_layer", WARNING, what, tuple(dead)))
     if total < config.vanishing:
         what = f"the gradient vanishes: its norm is {total:.2g}, below {config.vanishing:g}"
@@ -132,10 +137,9 @@ def judge_norms(layers: Mapping[str, float], config: WatchConfig) -> list[Anomal
         what = f"gradient norms below {config.vanishing:g}: {_with_norms(low, layers)}"
         found.append(Anomaly("vanishing", WARNING, what, tuple(low)))
     if total > config.exploding:
+        high = high or [max(layers, key=lambda name: layers[name])]
         what = f"the gradient explodes: its norm is {total:.3g}, above {config.exploding:g}"
-        worst = max(layers, key=lambda name: layers[name])
-        what += f"; largest: {_with_norms(high or [worst], layers)}"
-        found.append(Anomaly("exploding", WARNING, what, tuple(high or [worst])))
+        found.append(Anomaly("exploding", WARNING, f"{what}; largest: {_with_norms(high, layers)}", tuple(high)))
     return found
 
 
@@ -156,20 +160,13 @@ def judge_range(outputs: Sequence[Output], config: WatchConfig) -> list[Anomaly]
 def _finite_outputs(outputs: Sequence[Output]) -> str:
     if not outputs:
         return ""
-    largest = max(outputs, key=lambda output: output.value)
-    where = f"{largest.value:.3g} in {largest.module}, {_name(largest.dtype)}"
-    return (
-        f", while all outputs of the model are finite (largest {where}; last {outputs[-1].module}, "
-        f"{_name(outputs[-1].dtype)})"
-    )
+    largest, last = max(outputs, key=lambda output: output.value), outputs[-1]
+    ends = f"largest {largest.value:.3g} in {largest.module}, {largest.format}; last {last.module}, {last.format}"
+    return f", while all outputs of the model are finite ({ends})"
 
 
 def _with_norms(names: Sequence[str], layers: Mapping[str, float]) -> str:
     return some([f"{name} ({layers[name]:.2g})" for name in names], 3, ", ")
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def check_loss_scale(
