@@ -167,11 +167,7 @@ class Measured(NamedTuple):
 def to_record(measured: Measured, *, gradients: bool) -> tuple[ScanRecord | None, list[str]]:
     """The record of a pass, and the names of samples left out because no token of theirs is supervised.
 
-    Args:
-        measured: a finished pass; all transfers happen here.
-        gradients: whether a backward pass belongs to it.
-    Raises:
-        NumericsError: the gradient of a sample is zero everywhere, or not finite.
+    All transfers happen here. Raises NumericsError: with gradients, those of a sample are all zero or not finite.
     """
     scan_pass = measured.scan_pass
     squares, mask_BT, supervised_B = _fetch(measured)
@@ -234,24 +230,23 @@ def _fetch(measured: Measured) -> tuple[Squares, Tensor, Tensor | None]:
 
 def _check(gradient_BP: Tensor, measured: Sequence[int], names: Sequence[str]) -> None:
     found_BP = gradient_BP[:, measured]
-    if not measured:
-        raise NumericsError(
-            f"no gradient reached a watched parameter in {len(names)} of {len(names)} samples",
-            where=some(names),
-            do="call backward on a loss of what the scanned model returned",
-        )
-    bad = [name for name, row in zip(names, found_BP, strict=True) if not row.isfinite().all()]
-    if bad:
-        raise NumericsError(
-            f"the gradient is not finite in {len(bad)} of {len(names)} samples",
-            where=some(bad),
-            do="look for a sample without a supervised next token, or scan in another format: float32 or bfloat16",
-        )
-    zero = [name for name, row in zip(names, found_BP, strict=True) if not row.any()]
-    if zero:
-        raise NumericsError(
-            f"all gradients are zero in {len(zero)} of {len(names)} samples",
-            where=some(zero),
-            do="see that the loss uses these samples (labels not all masked; the first label of a sample is shifted "
+    for what, bad, do in (
+        (
+            "no gradient reached a watched parameter",
+            [] if measured else names,
+            "call backward on a loss of what the scanned model returned",
+        ),
+        (
+            "the gradient is not finite",
+            [name for name, row in zip(names, found_BP, strict=True) if not row.isfinite().all()],
+            "look for a sample without a supervised next token, or scan in another format: float32 or bfloat16",
+        ),
+        (
+            "all gradients are zero",
+            [name for name, row in zip(names, found_BP, strict=True) if not row.any()],
+            "see that the loss uses these samples (labels not all masked; the first label of a sample is shifted "
             "away), and that gradients do not vanish in the number format: float32, or a scaled loss",
-        )
+        ),
+    ):
+        if bad:
+            raise NumericsError(f"{what} in {len(bad)} of {len(names)} samples", where=some(bad), do=do)

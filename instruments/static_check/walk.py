@@ -190,9 +190,8 @@ def call_function(
         names = names[1:]
     words = [word.arg or "" for word in node.keywords]
     bound = dict(zip([*names[: len(node.args)], *words], arguments, strict=False))
-    start = state.copy()
-    start.values = {name: value for name, value in state.values.items() if name.startswith("self.")} | bound
-    start.returned, start.facts = None, dict(state.facts)
+    own = {name: value for name, value in state.values.items() if name.startswith("self.")}
+    start = replace(state.copy(), values=own | bound, returned=None)
     region = _decorated(function, frame) if function.decorator_list else frame.region
     inner = replace(frame, class_name=owner or frame.class_name, stack=(*frame.stack, function), region=region)
     ends = walk_body(function.body, [start], inner)

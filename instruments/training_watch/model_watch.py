@@ -88,21 +88,21 @@ class ModelWatch:
 
     def _follow(self, optimizer: Optimizer) -> None:
         inner: Any = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
-        handle = inner.register_step_pre_hook(self._before_step)
-        self._undo.append(handle.remove)
-        if self.scaler is not None:
-            scaler: Any = self.scaler
-            unscale = scaler.unscale_
+        self._undo.append(inner.register_step_pre_hook(self._before_step).remove)
+        if self.scaler is None:
+            return
+        scaler: Any = self.scaler
+        unscale = scaler.unscale_
 
-            def unscale_and_look(asked: Optimizer) -> None:
-                unscale(asked)
-                if asked is inner or asked is optimizer:
-                    self._unscaled = True
-                    self._measure()
+        def unscale_and_look(asked: Optimizer) -> None:
+            unscale(asked)
+            if asked is inner or asked is optimizer:
+                self._unscaled = True
+                self._measure()
 
-            # scaler.step() skips the optimizer where gradients are not finite: its hook alone would miss them.
-            scaler.unscale_ = unscale_and_look
-            self._undo.append(lambda: delattr(scaler, "unscale_"))
+        # scaler.step() skips the optimizer where gradients are not finite: its hook alone would miss them.
+        scaler.unscale_ = unscale_and_look
+        self._undo.append(lambda: delattr(scaler, "unscale_"))
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:  # noqa: ANN401 - the signature of the hook
         if self._unscaled:
