@@ -93,12 +93,9 @@ def _unreadable(path: Path, reason: str) -> DataError:
 def _flatten(held: Any, name: str) -> Iterator[tuple[str, Tensor]]:  # noqa: ANN401 - whatever the file holds
     if isinstance(held, Tensor):
         yield name or "tensor", held
-    elif isinstance(held, Mapping):
-        for key, item in held.items():
+    elif isinstance(held, Mapping | list | tuple):
+        for key, item in held.items() if isinstance(held, Mapping) else enumerate(held):
             yield from _flatten(item, f"{name}.{key}".lstrip("."))
-    elif isinstance(held, list | tuple):
-        for number, item in enumerate(held):
-            yield from _flatten(item, f"{name}.{number}".lstrip("."))
 
 
 _MOST_PICTURES = 12
