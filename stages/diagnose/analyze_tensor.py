@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from instruments.errors import ConfigError, DataError, UserError
-from instruments.precision.calls import Arguments, Call, find_tensors, trace_modules
+from instruments.precision.calls import Call, ModuleEvents, find_tensors, trace_modules
 from instruments.precision.plot import draw_tensor
 from instruments.precision.tensor_analysis import COLUMNS, analyze_tensor, notes_of, rows_of, to_json
 from instruments.safetensors_header import read_header
@@ -20,15 +20,12 @@ from stages.artifacts.job import Table
 from stages.diagnose.subject import Request, load_model, load_sample
 
 
-class _Outputs:
+class _Outputs(ModuleEvents):
     """Tensors from the modules that are asked for, in the order of execution."""
 
     def __init__(self, patterns: Sequence[str]) -> None:
         self.patterns = patterns
         self.found: dict[str, Tensor] = {}
-
-    def before(self, call: Call, module: nn.Module, arguments: Arguments) -> None:
-        """Nothing is there yet."""
 
     def after(self, call: Call, module: nn.Module, output: Any) -> None:  # noqa: ANN401 - whatever it returns
         """Keep them, as they are now."""
