@@ -38,7 +38,7 @@ def loaded(monkeypatch):
         models.append(load_dense(*arguments))
         return models[-1]
 
-    for module in ("scan.stage", "project.end_to_end", "evaluate.stage"):
+    for module in ("scan.stage", "project.gradient_projection", "evaluate.stage"):
         monkeypatch.setattr(f"stages.{module}.load_dense", load)
     return models
 
