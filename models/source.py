@@ -40,11 +40,17 @@ _DECIDING = [pattern for pattern in _FILES if not pattern.startswith(("model*", 
 CONNECT = "connect once, or HF_ENDPOINT=https://<mirror> before the command"
 # Seconds to wait for the hub before saying that it cannot be reached; its client retries for half a minute.
 HUB_TIMEOUT = 2.5
+_SILENT: set[str] = set()  # hubs that were asked and did not answer
 
 
 def hub_answers() -> bool:
     """Whether the hub answers: asked once in a process, and never if HF_HUB_OFFLINE is set."""
-    return not constants.HF_HUB_OFFLINE and _answers(constants.ENDPOINT)
+    if constants.HF_HUB_OFFLINE:
+        return False
+    if not _answers(constants.ENDPOINT):
+        _SILENT.add(constants.ENDPOINT)
+        constants.HF_HUB_OFFLINE = True  # its client would ask again, for its own purposes, and wait 5 s
+    return not constants.HF_HUB_OFFLINE
 
 
 @cache
@@ -67,6 +73,11 @@ def _ask(address: str) -> bool:
     except (OSError, ValueError):
         return False
     return True
+
+
+def offline_by_choice() -> bool:
+    """Whether the person asked for offline mode, rather than the hub being silent."""
+    return bool(constants.HF_HUB_OFFLINE) and constants.ENDPOINT not in _SILENT
 
 
 def download_model(model: ModelConfig) -> Path:
@@ -110,7 +121,7 @@ def repository(model: ModelConfig) -> str:
 
 def missing_from_cache(model: ModelConfig, what: str) -> CheckpointError:
     """The error for a hub that does not answer while `what` is not in the cache."""
-    offline = constants.HF_HUB_OFFLINE
+    offline = offline_by_choice()
     silence = "HF_HUB_OFFLINE is set" if offline else f"the hub cannot be reached at {constants.ENDPOINT}"
     return CheckpointError(
         f"{silence} and {what} not in the cache",

@@ -10,7 +10,7 @@ from huggingface_hub import constants, hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from instruments.errors import DataError
-from models.source import CONNECT, hub_answers
+from models.source import CONNECT, hub_answers, offline_by_choice
 from stages.text.config import DataConfig
 from stages.text.documents import Document, Split, read_record, take_share
 
@@ -113,7 +113,7 @@ def require_hub(data: DataConfig) -> None:
     Raises:
         DataError: the hub cannot be reached.
     """
-    if data.kind != "hub" or constants.HF_HUB_OFFLINE or Path(str(data.name)).is_dir() or hub_answers():
+    if data.kind != "hub" or offline_by_choice() or Path(str(data.name)).is_dir() or hub_answers():
         return
     raise DataError(
         f"the hub cannot be reached at {constants.ENDPOINT}, and the dataset is streamed from it",

@@ -1,6 +1,9 @@
 """Off line only: what a person without a connection, or with a wrong name, reads."""
 
+import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -52,6 +55,21 @@ def test_a_hub_that_does_not_answer_is_given_up_within_five_seconds(deaf_server:
         "or model=local model.path=<its folder>"
     ]
     assert 2 < time.perf_counter() - started < 5
+
+
+def test_a_command_asks_such_a_hub_once(tmp_path: Path) -> None:
+    """In a process of its own: the hub's client sends requests of its own, once in a process, and waits 5 s."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        command = [sys.executable, "-m", "pipeline", "model=qwen1_5_4b", f"output_dir={tmp_path}"]
+        environment = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+        run = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=60)
+        assert run.returncode != 0
+        assert f"the hub cannot be reached at {address}" in run.stderr
+        server.accept()[0].close()
+        server.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            server.accept()
 
 
 @pytest.mark.parametrize(("status", "answers"), [(200, True), (404, True), (503, False)])
