@@ -18,6 +18,7 @@ from pipeline.help import OVERLAYS, groups
 from pipeline.settings import Settings
 from pipeline.validate import EMPTY_OUTPUT, LONGEST, unknown_choice
 from stages.accumulators.config import hide_password
+from stages.text.config import SourceConfig
 
 WHERE = "command line"
 _NEXT_ADDRESS = re.compile(r",(?=\w+://)")  # between the addresses of a sweep
@@ -29,6 +30,7 @@ ONE: dict[Any, tuple[str, str]] = {
     bool: ("true or false", "true"),
     str: ("a text", "name"),
     NoneType: ("null", "null"),
+    SourceConfig: ("a source", "{path:FILE_OR_FOLDER,share:1}"),
 }
 
 

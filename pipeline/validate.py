@@ -47,7 +47,10 @@ def field_errors(node: Any, prefix: str = "") -> Iterator[ConfigError]:  # noqa:
             yield ConfigError(f"{name} is an empty list", where=f"setting {name}", do=f"{name}={sound_value(spec)}")
         elif value is not None:
             for item in value if isinstance(value, list) else [value]:
-                yield from value_errors(name, item, spec)
+                if is_dataclass(item):
+                    yield from field_errors(item, f"{name}: ")
+                else:
+                    yield from value_errors(name, item, spec)
 
 
 def text_errors(node: Any, prefix: str = "") -> Iterator[ConfigError]:  # noqa: ANN401 - any settings dataclass
@@ -57,6 +60,8 @@ def text_errors(node: Any, prefix: str = "") -> Iterator[ConfigError]:  # noqa: 
         if is_dataclass(value):
             yield from text_errors(value, f"{name}.")
         for text in value if isinstance(value, list) else [value]:
+            if is_dataclass(text):
+                yield from text_errors(text, f"{name}: ")
             if isinstance(text, str) and (
                 len(text) > LONGEST or "\0" in text or max(map(_bytes, text.split("/"))) > 255
             ):

@@ -1,0 +1,81 @@
+"""Several sources in one text, each with its share of the tokens."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from instruments.errors import ConfigError
+from stages.text.config import DataConfig, SourceConfig
+
+EXAMPLE = "'data.sources=[{path:FILE_OR_FOLDER,share:0.5},{name:allenai/c4,subset:en,share:0.5}]'"
+
+
+@dataclass(frozen=True)
+class Source:
+    """One part of a mixture."""
+
+    name: str
+    share: float
+    data: DataConfig  # with its part of the tokens, one sequence at least
+
+
+def list_sources(data: DataConfig) -> list[Source]:
+    """The sources of a mixture, none of other kinds; one that names a path reads local files, the others the hub."""
+    found = []
+    for settings in data.sources:
+        said = {key: value for key, value in asdict(settings).items() if value is not None and key != "share"}
+        tokens, heldout_tokens = (
+            max(round(settings.share * wanted), data.max_length) if wanted else 0
+            for wanted in (data.tokens, data.heldout_tokens)
+        )
+        part = replace(data, kind="hub" if settings.path is None else "text", sources=[], **said)
+        part = replace(part, tokens=tokens, heldout_tokens=heldout_tokens)
+        found.append(Source(settings.path or str(settings.name), settings.share, part))
+    return found
+
+
+def mixture_errors(data: DataConfig) -> Iterator[ConfigError]:
+    """What is wrong with the sources by themselves."""
+    if not data.sources:
+        yield ConfigError("data.kind=mixture reads several sources, and none is named", do=EXAMPLE)
+    if data.labels == "generated":
+        what = "data.labels=generated reads one source, and data.kind=mixture several"
+        yield ConfigError(what, do="data.labels=full_sequence")
+    for number, source in enumerate(data.sources, start=1):
+        if (source.path is None) == (source.name is None):
+            named = "no path and no dataset" if source.path is None else "both a path and a dataset"
+            yield ConfigError(f"source {number} names {named}", where="setting data.sources", do=EXAMPLE)
+    total = sum(source.share for source in data.sources)
+    if data.sources and not abs(total - 1) <= 1e-6:  # nor where it is no number
+        shares = ", ".join(f"{source.share:g}" for source in data.sources)
+        what = f"the shares of data.sources are {shares}: their sum is {total:.6g}, not 1"
+        yield ConfigError(what, where="setting data.sources", do=_spell_out(data.sources, total))
+
+
+def _spell_out(sources: Sequence[SourceConfig], total: float) -> str:
+    """The setting with shares that sum to 1, to paste."""
+    parts = []
+    for source in sources:
+        share = source.share / total if 0 < total < math.inf else 1 / len(sources)
+        said = {key: value for key, value in asdict(replace(source, share=f"{share:.6g}")).items() if value is not None}
+        parts.append(",".join(f"{key}:{value}" for key, value in said.items()))
+    return f"'data.sources=[{','.join(f'{{{part}}}' for part in parts)}]'"
+
+
+def interleave_shares(sizes: Sequence[Sequence[int]], shares: Sequence[float]) -> list[tuple[int, int]]:
+    """The order in which sequences of several sources follow each other, so that every beginning is a fair sample.
+
+    Args:
+        sizes: tokens of every sequence, by source.
+        shares: of the sources.
+    Returns:
+        Source and number of every sequence; the numbers of each source ascend.
+    """
+    # A sequence's place is where its middle would be, were its source alone and stretched by its share.
+    places = []
+    for source, (lengths, share) in enumerate(zip(sizes, shares, strict=True)):
+        end = 0
+        for number, length in enumerate(lengths):
+            places.append(((end + length / 2) / share, source, number))
+            end += length
+    return [(source, number) for _, source, number in sorted(places)]
