@@ -6,14 +6,13 @@ parameter needs `requires_grad`, so no weight gradient is ever allocated.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
-import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from instruments.gradients import column_squares, gram_matrix, prefer_gram, watch
 
@@ -51,38 +50,26 @@ class _LayerProbe:
         self.parts: dict[str, Tensor] = {}
 
     def watch_gate(self, _module: nn.Module, args: tuple[Tensor, ...], gate: Tensor) -> Tensor:
-        return watch(self._receive_gate, gate, gate, args[0])
+        return watch(lambda grad, gate, x: self._receive(gate_grad=grad, gate=gate, x=x), gate, gate, args[0])
 
     def watch_up(self, _module: nn.Module, _args: tuple[Tensor, ...], up: Tensor) -> Tensor:
-        return watch(self._receive_up, up, up)
+        return watch(lambda grad, up: self._receive(up_grad=grad, up=up), up, up)
 
     def watch_hidden(self, _module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (watch(lambda grad: self.parts.update(h_grad=grad), args[0]), *args[1:])
+        return (watch(lambda grad: self._receive(h_grad=grad), args[0]), *args[1:])
 
     def watch_output(self, _module: nn.Module, _args: tuple[Tensor, ...], out: Tensor) -> Tensor:
-        return watch(lambda grad: self.parts.update(out_grad=grad), out)
+        return watch(lambda grad: self._receive(out_grad=grad), out)
 
-    def _receive_gate(self, grad: Tensor, gate: Tensor, x: Tensor) -> None:
-        self.parts.update(gate_grad=grad, gate=gate, x=x)
-        self._finish()
-
-    def _receive_up(self, grad: Tensor, up: Tensor) -> None:
-        self.parts.update(up_grad=grad, up=up)
-        self._finish()
-
-    def _finish(self) -> None:
+    def _receive(self, **parts: Tensor) -> None:
+        self.parts |= parts
         if not {"gate", "up", "h_grad", "out_grad"} <= self.parts.keys():
             return
-        parts, self.parts = self.parts, {}
-        with torch.no_grad():
-            # h is recomputed: keeping it from the forward pass would cost T·F more for every layer.
-            hidden = self.act(parts["gate"]) * parts["up"]
-            self.on_gradients(
-                self.layer,
-                FFNGradients(
-                    parts["x"], hidden, parts["gate_grad"], parts["up_grad"], parts["h_grad"], parts["out_grad"]
-                ),
-            )
+        found, self.parts = self.parts, {}
+        # h is recomputed: keeping it from the forward pass would cost T·F more for every layer.
+        hidden = self.act(found["gate"]) * found["up"]
+        names = ("gate_grad", "up_grad", "h_grad", "out_grad")
+        self.on_gradients(self.layer, FFNGradients(found["x"], hidden, *(found[name] for name in names)))
 
 
 @contextmanager
@@ -94,37 +81,27 @@ def probe_gradients(mlps: Sequence[GatedFFN], on_gradients: OnGradients) -> Iter
         on_gradients: called under no_grad while the backward pass runs; must not keep the tensors.
     All hooks are removed when the context ends, after an error too.
     """
-    handles: list[RemovableHandle] = []
-    try:
+    with ExitStack() as hooks:
         for layer, mlp in enumerate(mlps):
             probe = _LayerProbe(layer, mlp, on_gradients)
-            handles += [
-                mlp.gate_proj.register_forward_hook(probe.watch_gate),
-                mlp.up_proj.register_forward_hook(probe.watch_up),
-                mlp.down_proj.register_forward_pre_hook(probe.watch_hidden),
-                mlp.down_proj.register_forward_hook(probe.watch_output),
-            ]
+            hooks.callback(mlp.gate_proj.register_forward_hook(probe.watch_gate).remove)
+            hooks.callback(mlp.up_proj.register_forward_hook(probe.watch_up).remove)
+            hooks.callback(mlp.down_proj.register_forward_pre_hook(probe.watch_hidden).remove)
+            hooks.callback(mlp.down_proj.register_forward_hook(probe.watch_output).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
 def probe_hidden(mlps: Sequence[GatedFFN], on_hidden: OnHidden) -> Iterator[None]:
     """Call `on_hidden(layer, h_BTF)` once per layer and forward pass; for forward-only scans."""
-    handles: list[RemovableHandle] = []
-    try:
+
+    def hook(layer: int, _module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        on_hidden(layer, args[0].detach())
+
+    with ExitStack() as hooks:
         for layer, mlp in enumerate(mlps):
-
-            def watch(_module: nn.Module, args: tuple[Tensor, ...], layer: int = layer) -> None:
-                on_hidden(layer, args[0].detach())
-
-            handles.append(mlp.down_proj.register_forward_pre_hook(watch))
+            hooks.callback(mlp.down_proj.register_forward_pre_hook(partial(hook, layer)).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def neuron_norms(record: FFNGradients, product: str) -> dict[str, Float[Tensor, "B F"]]:

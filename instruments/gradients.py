@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -24,12 +25,7 @@ def column_squares(
 ) -> Float[Tensor, "B I"]:
     """‖∇W[:, i]‖² for every sample and column; with the two tensors exchanged, for every row.
 
-    Args:
-        x_BTI: the Linear's input.
-        grad_BTO: gradient of its output; zero where the loss does not reach.
-        gram: by Gram matrix, or else directly.
-        gram_BTT: GGᵀ in fp32, where it is already known.
-    Numerics: as `weight_squares`.
+    As `weight_squares`, but `gram_BTT` is GGᵀ.
     """
     columns_BI = x_BTI.new_empty(x_BTI.shape[0], x_BTI.shape[2], dtype=torch.float32)
     for part in sample_parts(x_BTI, grad_BTO):
@@ -88,12 +84,11 @@ def gram_matrix(x_TN: Float[Tensor, "*b T N"]) -> Float[Tensor, "*b T T"]:
     """X Xᵀ of every sample in fp32; numbers of half precision are converted some columns at a time."""
     if x_TN.dtype == torch.float32:
         return x_TN @ x_TN.mT
-    *samples, length, columns = x_TN.shape
+    *samples, length, _columns = x_TN.shape
     chunk = max(1, 4 * _budget(x_TN) // (math.prod(samples) * length))
     gram_TT = torch.zeros(*samples, length, length, device=x_TN.device)
-    for first in range(0, columns, chunk):
-        part = x_TN[..., first : first + chunk].float()
-        gram_TT += part @ part.mT
+    for part in x_TN.split(chunk, dim=-1):
+        gram_TT += part.float() @ part.float().mT
     return gram_TT
 
 
@@ -124,35 +119,25 @@ def _product_squares(
     x = x_TI.float()
     column_parts: list[Tensor] = []
     row_parts: list[Tensor] = []
-    for first in range(0, grad_TO.shape[-1], chunk):
-        product = torch.matmul(grad_TO[..., first : first + chunk].float().mT, x)
+    for grad in grad_TO.split(chunk, dim=-1):
+        product = torch.matmul(grad.float().mT, x)
         squares = torch.mul(product, product, out=product)
         column_parts.append(squares.sum(-2))
         row_parts.append(squares.sum(-1))
-    if len(row_parts) == 1:
-        return column_parts[0], row_parts[0]
-    return torch.stack(column_parts).sum(0), torch.cat(row_parts, dim=-1)
+    columns_I = torch.stack(column_parts).sum(0) if len(column_parts) > 1 else column_parts[0]
+    return columns_I, torch.cat(row_parts, dim=-1)
 
 
 def _product_column_squares(x_TI: Float[Tensor, "*b T I"], grad_TO: Float[Tensor, "*b T O"]) -> Float[Tensor, "*b I"]:
     """Column sums of (GᵀX)², some columns at a time; each product is read once."""
-    *samples, _, inputs = x_TI.shape
     grad = grad_TO.float()
-    chunk = max(_LEAST_ROWS, _budget(x_TI) // (math.prod(samples) * grad.shape[-1]))
-    parts: list[Tensor] = []
-    for first in range(0, inputs, chunk):
-        product = torch.matmul(x_TI[..., first : first + chunk].mT, grad)
-        parts.append(torch.mul(product, product, out=product).sum(-1))
-    return torch.cat(parts, dim=-1)
+    chunk = max(_LEAST_ROWS, _budget(x_TI) // (math.prod(grad.shape[:-2]) * grad.shape[-1]))
+    products = (torch.matmul(x.mT, grad) for x in x_TI.split(chunk, dim=-1))
+    return torch.cat([torch.mul(product, product, out=product).sum(-1) for product in products], dim=-1)
 
 
 def _budget(tensor: Tensor) -> int:
     return _CACHE_FLOATS if tensor.device.type == "cpu" else _DEVICE_FLOATS
-
-
-def in_backward() -> bool:
-    """Whether this thread runs a backward pass, as it does while a checkpointed forward pass is run again."""
-    return torch._C._current_graph_task_id() != -1
 
 
 class _Watch(torch.autograd.Function):
@@ -167,13 +152,11 @@ class _Watch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401 - autograd's context
         saved = ctx.saved_tensors  # once: under gradient checkpointing a second look is an error
-        if torch.is_autocast_enabled(grads[0].device.type):
-            # A backward pass called inside an autocast region would multiply in half precision.
-            with torch.no_grad(), torch.autocast(grads[0].device.type, enabled=False):
-                ctx.receive(grads[0], *saved)
-        else:
-            with torch.no_grad():
-                ctx.receive(grads[0], *saved)
+        device = grads[0].device.type
+        # A backward pass called inside an autocast region would multiply in half precision.
+        full = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+        with torch.no_grad(), full:
+            ctx.receive(grads[0], *saved)
         return (None, grads[0], *([None] * len(saved)))
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from instruments.errors import CheckpointError
 
-# The format's own bound; a larger number means the file is something else.
-MAX_HEADER_BYTES = 100_000_000
+# A sixth of the format's own bound: room for 100,000 tensors, at 400 MiB in memory.
+MAX_HEADER_BYTES = 2**24
 
 _METADATA = "__metadata__"
 _MOST = 1 << 62  # larger numbers are no sizes
@@ -72,8 +72,10 @@ def _parse(path: Path, size: int) -> tuple[dict[str, Any], int]:
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            if size < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+            if size < 8 or not 2 <= length <= size - 8:
                 raise _damaged(path, f"header length {length} does not fit a file of {size} bytes")
+            if length > MAX_HEADER_BYTES:
+                raise _damaged(path, f"a header of {length:,} bytes, more than the {MAX_HEADER_BYTES:,} it may have")
             raw = file.read(length)
     except OSError as error:
         raise CheckpointError(f"cannot open {path.name}: {error.strerror}", where=str(path), do=_RESTORE) from error

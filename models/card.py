@@ -46,7 +46,9 @@ def copy_card(source: Path, folder: Path, training: str) -> None:
 
 def render_card(facts: CarveFacts) -> str:
     """The card as Markdown with the front matter hubs read."""
-    shape, name = facts.shape, base_name(facts.source)
+    # A repository of the hub as it is, of a folder the last part of its path; no markup.
+    source = facts.source if _REPOSITORY.fullmatch(facts.source) else Path(facts.source).name
+    shape, name = facts.shape, re.sub(r"[^\w .+/-]", "_", source).strip() or "dense"
     remote_code = ", trust_remote_code=True" if facts.target.own else ""
     runtimes = "\n".join(f"- {line}" for line in suitable_runtimes(facts.target, shape, facts.pad_to))
     return f"""---
@@ -85,12 +87,6 @@ tokenizer = AutoTokenizer.from_pretrained("path/of/this/folder"{remote_code})
 """
 
 
-def base_name(source: str) -> str:
-    """The source's name for the card: a repository of the hub as it stands, of a folder its last part; no markup."""
-    name = source if _REPOSITORY.fullmatch(source) else Path(source).name
-    return re.sub(r"[^\w .+/-]", "_", name).strip() or "dense"
-
-
 def _experts(facts: CarveFacts) -> str:
     shape = facts.shape
     if shape.pooled:
@@ -103,56 +99,37 @@ def _experts(facts: CarveFacts) -> str:
 
 def suitable_runtimes(target: MoETarget, shape: MoEShape, pad_to: int = ALIGNMENT) -> list[str]:
     """One line for each runtime: how well its kernels suit this E, N and target."""
-    width = expert_width(shape, pad_to)
-    lines = [_transformers(target), *_training(target, shape), *_padding(target, shape, pad_to)]
-    served = target.runtimes
-    lines += [_fused_kernels(shape, width, served)] if "vLLM" in served else []
-    lines += [_llama_cpp(width)] if "llama.cpp" in served else []
+    width, shared, served = expert_width(shape, pad_to), shared_width(target, shape, pad_to), target.runtimes
+    lines = [_OWN_CLASS if target.own else _KNOWN_CLASS]
+    if shape.top_k == 1 < shape.experts and gate_kind(target, shape) == "softmax_of_chosen":
+        lines.append(
+            "Training: the gate of one chosen expert is always 1 here, so that a router learns from its load alone."
+        )
+    if width != shape.n:
+        why = "which grouped kernels want" if pad_to == ALIGNMENT else f"a multiple of {pad_to}"
+        lines.append(f"Experts are padded with zero neurons to {width}, {why}; the output is the same.")
+    if shared > shape.always_on:
+        lines.append(f"{shape.always_on} always-on neurons are padded with zero neurons to {shared}.")
+    if "vLLM" in served:
+        lines.append(f"{', '.join(name for name in served if name != 'llama.cpp')}: {_fused_kernels(shape, width)}")
+    if "llama.cpp" in served:
+        others = f"want N % 256 == 0, N is {width}; other formats convert, or use `assemble.pad_to=256`."
+        lines.append(f"llama.cpp: K-quants {others}" if width % 256 else "llama.cpp: N suits the K-quants.")
     if absent := [name for name in ("vLLM", "SGLang", "llama.cpp") if name not in served]:
         lines.append(f"{', '.join(absent)}: {'do' if len(absent) > 1 else 'does'} not know this architecture.")
     return [*lines, target.runtime_note] if target.runtime_note else lines
 
 
-def _transformers(target: MoETarget) -> str:
-    if target.own:
-        return (
-            "transformers 4.57 and 5: needs `trust_remote_code=True` (the code is in this folder), or Tiny-ONN "
-            "installed and `import models.tiny_onn.register`."
-        )
-    return 'transformers 4.57 and 5: loads without remote code; train with `experts_implementation="grouped_mm"`.'
+_OWN_CLASS = (
+    "transformers 4.57 and 5: needs `trust_remote_code=True` (the code is in this folder), or Tiny-ONN installed and "
+    "`import models.tiny_onn.register`."
+)
+_KNOWN_CLASS = 'transformers 4.57 and 5: loads without remote code; train with `experts_implementation="grouped_mm"`.'
 
 
-def _training(target: MoETarget, shape: MoEShape) -> list[str]:
-    if shape.top_k > 1 or shape.experts == 1 or gate_kind(target, shape) != "softmax_of_chosen":
-        return []
-    return ["Training: the gate of one chosen expert is always 1 here, so that a router learns from its load alone."]
-
-
-def _padding(target: MoETarget, shape: MoEShape, pad_to: int) -> list[str]:
-    width, shared = expert_width(shape, pad_to), shared_width(target, shape, pad_to)
-    why = "which grouped kernels want" if pad_to == ALIGNMENT else f"a multiple of {pad_to}"
-    lines = []
-    if width != shape.n:
-        lines.append(f"Experts are padded with zero neurons to {width}, {why}; the output is the same.")
-    if shared > shape.always_on:
-        lines.append(f"{shape.always_on} always-on neurons are padded with zero neurons to {shared}.")
-    return lines
-
-
-def _fused_kernels(shape: MoEShape, width: int, served: tuple[str, ...]) -> str:
-    runtimes = ", ".join(name for name in served if name != "llama.cpp")
+def _fused_kernels(shape: MoEShape, width: int) -> str:
     if is_power_of_two(shape.experts) and width % 128 == 0:
-        return f"{runtimes}: expert count and width suit the fused kernels."
+        return "expert count and width suit the fused kernels."
     wanted = "" if width % 128 == 0 else " (`assemble.pad_to=128` gives that)"
-    return (
-        f"{runtimes}: E = {shape.experts}, N = {width} take a slower path; fast are E a power of two and "
-        f"N % 128 == 0{wanted}."
-    )
-
-
-def _llama_cpp(width: int) -> str:
-    if width % 256:
-        return (
-            f"llama.cpp: K-quants want N % 256 == 0, N is {width}; other formats convert, or use `assemble.pad_to=256`."
-        )
-    return "llama.cpp: N suits the K-quants."
+    slow = f"E = {shape.experts}, N = {width} take a slower path"
+    return f"{slow}; fast are E a power of two and N % 128 == 0{wanted}."

@@ -85,13 +85,7 @@ class MoEShape:
 
 
 # Platforms that bitsandbytes is published for, as sys.platform and platform.machine() name them.
-_PLATFORMS = {
-    ("linux", "x86_64"),
-    ("linux", "aarch64"),
-    ("win32", "AMD64"),
-    ("win32", "ARM64"),
-    ("darwin", "arm64"),
-}
+_PLATFORMS = {"linux x86_64", "linux aarch64", "win32 AMD64", "win32 ARM64", "darwin arm64"}
 _MEMORY = re.compile(r"\d+(\.\d+)? ?[KMGT]i?B", re.IGNORECASE)
 
 
@@ -124,38 +118,35 @@ def check_quantization(model: ModelConfig, config: Mapping[str, Any]) -> Iterato
             do="model.quantization=none, which takes it as it is, or give the unquantised checkpoint",
         )
     if (stored or asked != "none") and not find_spec("bitsandbytes"):
-        yield missing_bitsandbytes(f"a checkpoint stored in {stored}" if stored else f"model.quantization={asked}")
+        yield _missing_bitsandbytes(f"a checkpoint stored in {stored}" if stored else f"model.quantization={asked}")
 
 
-def missing_bitsandbytes(what: str = "quantisation") -> ConfigError:
+def _missing_bitsandbytes(what: str) -> ConfigError:
     """The error for an installation without bitsandbytes, or a platform that it is not published for."""
-    platform = (sys.platform, machine())
+    platform = f"{sys.platform} {machine()}"
     known = platform in _PLATFORMS
     return ConfigError(
-        f"{what} needs the package bitsandbytes" + ("" if known else f", which is not made for {' '.join(platform)}"),
+        f"{what} needs the package bitsandbytes" + ("" if known else f", which is not made for {platform}"),
         where="model.quantization",
         do="pip install -e '.[quantization]'" if known else "model.quantization=none and an unquantised checkpoint",
     )
 
 
-def import_bitsandbytes() -> ModuleType:
-    """The package; an optional extra that takes a while to import. Raises ConfigError: it is not installed."""
+def import_bitsandbytes(what: str = "quantisation") -> ModuleType:
+    """The package, an optional extra that takes a while to import. Raises ConfigError: `what` cannot be without it."""
     if not find_spec("bitsandbytes"):
-        raise missing_bitsandbytes()
+        raise _missing_bitsandbytes(what)
     # On a CPU with AVX512-BF16 its import fetches a kernel from the hub and runs it, and warns where it cannot:
     # neither is wanted, and `prepare_quantised` switches that kernel off.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-    if "bitsandbytes" in sys.modules:
-        return sys.modules["bitsandbytes"]
     loaded: dict[str, Any] = sys.modules
-    hidden = loaded.get("kernels")
+    hidden = {name: loaded[name] for name in ("kernels",) if name in loaded}
     loaded["kernels"] = None  # an import of it then fails
     try:
         return import_module("bitsandbytes")
     finally:
-        del sys.modules["kernels"]
-        if hidden is not None:
-            sys.modules["kernels"] = hidden
+        del loaded["kernels"]
+        loaded |= hidden
 
 
 def check_placement(model: ModelConfig) -> Iterator[ConfigError]:

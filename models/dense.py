@@ -1,5 +1,6 @@
 """Dense families: weight names, configuration defaults, and which checkpoints can be carved."""
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -25,6 +26,8 @@ def fused_name(name: str) -> str:
 
 
 _LAYER = "model.layers.{layer}."
+_FFN = tuple(f"{_LAYER}mlp.{part}_proj.weight" for part in ("gate", "up", "down"))
+_UNUSED = _LAYER + "self_attn.rotary_emb.inv_freq"  # a buffer that old checkpoints hold and no model reads
 _PRE_NORMS = ("input_layernorm", "post_attention_layernorm")
 _POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
 _PRE_AND_POST_NORMS = (*_PRE_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -35,7 +38,7 @@ class DenseFamily:
     """One architecture of gated-FFN decoders. Names hold `{layer}` where they repeat."""
 
     model_type: str
-    # Values of keys that config.json leaves out (the defaults of transformers' config class).
+    # Values of keys that config.json leaves out: the defaults of transformers' config class, where they are needed.
     defaults: Mapping[str, Any]
     # Tensors of a layer other than the FFN, carried over as they are.
     qk_norm: bool = False
@@ -43,21 +46,17 @@ class DenseFamily:
     norm_of_all_heads: bool = False
     # Key of config.json that gives q, k, v (and, if named `attention_bias`, o) a bias; True: q, k, v always have one.
     qkv_bias: bool | str = False
-    gate: str = _LAYER + "mlp.gate_proj.weight"
-    up: str = _LAYER + "mlp.up_proj.weight"
-    down: str = _LAYER + "mlp.down_proj.weight"
     embedding: str = "model.embed_tokens.weight"
     final_norm: str = "model.norm.weight"
     head: str = "lm_head.weight"
-    # Buffers that old checkpoints hold and no model reads.
-    ignored: tuple[str, ...] = (_LAYER + "self_attn.rotary_emb.inv_freq",)
     norms: tuple[str, ...] = _PRE_NORMS
     # q, k, v are one tensor on disk, gate and up another; all names here are those of the parts.
     fused: bool = False
 
     def ffn(self, layer: int) -> tuple[str, str, str]:
-        """Names of gate, up and down; `read_part` finds them where they are fused."""
-        return self.gate.format(layer=layer), self.up.format(layer=layer), self.down.format(layer=layer)
+        """Names of gate, up and down, fused or not."""
+        gate, up, down = (name.format(layer=layer) for name in _FFN)
+        return gate, up, down
 
     def attention_biases(self, config: Mapping[str, Any]) -> tuple[str, ...]:
         """Which of q, k, v and o carry a bias."""
@@ -89,7 +88,7 @@ class DenseFamily:
     def layer_shapes(self, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         """A layer's tensors on disk: name with `{layer}` → shape."""
         width, hidden = int(config["intermediate_size"]), int(config["hidden_size"])
-        ffn = {self.gate: (width, hidden), self.up: (width, hidden), self.down: (hidden, width)}
+        ffn = dict(zip(_FFN, ((width, hidden), (width, hidden), (hidden, width)), strict=True))
         found: dict[str, tuple[int, ...]] = {}
         for name, shape in (ffn | self.kept_shapes(config)).items():
             whole = fused_name(name) if self.fused else name
@@ -118,26 +117,9 @@ _PHI3_DEFAULTS = {
     "original_max_position_embeddings": 4096,
     "sliding_window": None,
 }
-_GEMMA_DEFAULTS = {
-    "bos_token_id": 2,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "rms_norm_eps": 1e-6,
-    "sliding_window": 4096,
-    "tie_word_embeddings": True,
-}
-_SMOLLM3_DEFAULTS = {
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-    "pad_token_id": 128004,
-    "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 32768,
-    "tie_word_embeddings": True,
-}
+# Only TinyONN can hold the rest, which takes their config.json as it is: here are the shapes.
+_GEMMA_DEFAULTS = {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True}
+_SMOLLM3_DEFAULTS = {"num_key_value_heads": 4, "tie_word_embeddings": True}
 
 DENSE_FAMILIES = {
     family.model_type: family
@@ -147,49 +129,18 @@ DENSE_FAMILIES = {
         DenseFamily("qwen2", _QWEN_DEFAULTS, qkv_bias=True),
         DenseFamily("qwen3", _QWEN_DEFAULTS | {"head_dim": 128}, qk_norm=True, qkv_bias="attention_bias"),
         DenseFamily(
-            "olmo2",
-            _OLMO2_DEFAULTS,
-            qk_norm=True,
-            norm_of_all_heads=True,
-            qkv_bias="attention_bias",
-            norms=_POST_NORMS,
+            "olmo2", _OLMO2_DEFAULTS, qk_norm=True, norm_of_all_heads=True, qkv_bias="attention_bias", norms=_POST_NORMS
         ),
         DenseFamily("granite", _LLAMA_DEFAULTS, qkv_bias="attention_bias"),
         DenseFamily("phi3", _PHI3_DEFAULTS, fused=True),
-        DenseFamily(
-            "gemma2",
-            _GEMMA_DEFAULTS | {"max_position_embeddings": 8192},
-            qkv_bias="attention_bias",
-            norms=_PRE_AND_POST_NORMS,
-        ),
-        DenseFamily(
-            "gemma3_text",
-            _GEMMA_DEFAULTS | {"max_position_embeddings": 131072},
-            qk_norm=True,
-            qkv_bias="attention_bias",
-            norms=_PRE_AND_POST_NORMS,
-        ),
+        DenseFamily("gemma2", _GEMMA_DEFAULTS, qkv_bias="attention_bias", norms=_PRE_AND_POST_NORMS),
+        DenseFamily("gemma3_text", _GEMMA_DEFAULTS, qk_norm=True, qkv_bias="attention_bias", norms=_PRE_AND_POST_NORMS),
         DenseFamily("smollm3", _SMOLLM3_DEFAULTS, qkv_bias="attention_bias"),
     )
 }
 
 # Known decoders whose FFN is two plain Linear layers: there is no gate row to carve a neuron by.
-_UNGATED = frozenset(
-    {
-        "bloom",
-        "codegen",
-        "falcon",
-        "gpt2",
-        "gpt_bigcode",
-        "gpt_neo",
-        "gpt_neox",
-        "gptj",
-        "mpt",
-        "opt",
-        "phi",
-        "starcoder2",
-    }
-)
+_UNGATED = re.compile("bloom|codegen|falcon|gpt(2|j|_bigcode|_neox?)|mpt|opt|phi|starcoder2")
 
 
 def dense_family(config: Mapping[str, Any]) -> DenseFamily:
@@ -197,10 +148,9 @@ def dense_family(config: Mapping[str, Any]) -> DenseFamily:
     model_type = config.get("model_type")
     if isinstance(model_type, str) and model_type in DENSE_FAMILIES:
         return DENSE_FAMILIES[model_type]
-    named = repr(model_type)[:100]
-    ungated = isinstance(model_type, str) and model_type in _UNGATED
+    reason = "has no gated FFN" if _UNGATED.fullmatch(str(model_type)) else "is not supported"
     raise CheckpointError(
-        f"architecture {named} {'has no gated FFN' if ungated else 'is not supported'}",
+        f"architecture {repr(model_type)[:100]} {reason}",
         where="model_type in config.json",
         do=f"choose a dense model of one of these: {', '.join(sorted(DENSE_FAMILIES))}",
     )
@@ -213,6 +163,7 @@ def keeps_tied(config: Mapping[str, Any]) -> bool:
 
 
 _AGAIN = "download or copy it again"
+_BELONGS = "check that config.json belongs to these weights"
 _LARGEST = 2**31 - 1  # no size and no count of a model is larger
 REQUIRED_KEYS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -276,42 +227,40 @@ _KINDS: Mapping[str, Callable[[object], bool]] = {
 
 def check_values(config: Mapping[str, Any]) -> list[CheckpointError]:
     """Values in config.json that no dense model has: negative or infinite sizes, fields of another type."""
-    found = []
+    problems = []
     absent = [key for key in REQUIRED_KEYS if not isinstance(config.get(key), int)]
     if absent:
-        found.append(CheckpointError(f"config.json gives no number for {', '.join(absent)}", do=_AGAIN))
+        problems.append((f"config.json gives no number for {', '.join(absent)}", ""))
     wrong = [
         f"{key}={repr(config[key])[:60]}"
         for key, holds in _KINDS.items()
         if key not in absent and config.get(key) is not None and not holds(config[key])
     ]
     if wrong:
-        found.append(CheckpointError("config.json holds values that no model has", where=", ".join(wrong), do=_AGAIN))
-    if absent or wrong:
-        return found
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    if config.get("head_dim") is None and hidden % heads:
-        what = f"hidden_size={hidden} is no multiple of num_attention_heads={heads}, and there is no head_dim"
-        found.append(CheckpointError(what, where="config.json", do=_AGAIN))
-    if heads % (config.get("num_key_value_heads") or 1):
-        what = f"num_attention_heads={heads} is no multiple of num_key_value_heads={config['num_key_value_heads']}"
-        found.append(CheckpointError(what, where="config.json", do=_AGAIN))
-    return found
+        problems.append(("config.json holds values that no model has", ", ".join(wrong)))
+    if not problems:
+        hidden, heads = config["hidden_size"], config["num_attention_heads"]
+        key_heads = config.get("num_key_value_heads") or 1
+        if config.get("head_dim") is None and hidden % heads:
+            what = f"hidden_size={hidden} is no multiple of num_attention_heads={heads}, and there is no head_dim"
+            problems.append((what, "config.json"))
+        if heads % key_heads:
+            what = f"num_attention_heads={heads} is no multiple of num_key_value_heads={key_heads}"
+            problems.append((what, "config.json"))
+    return [CheckpointError(what, where=where, do=_AGAIN) for what, where in problems]
 
 
 def check_features(config: Mapping[str, Any], family: DenseFamily) -> list[CheckpointError]:
     """Features of a checkpoint of a supported family that no MoE target can express."""
-    found = []
+    problems = []
     if config.get("mlp_bias"):
-        found.append(("an FFN with biases has no MoE counterpart", "mlp_bias", "choose a model without them"))
+        problems.append(("an FFN with biases has no MoE counterpart", "mlp_bias", "choose a model without them"))
     # Gemma 3 has another rotation in layers with a window than in those without.
     per_layer = any(isinstance(value, dict) for value in (config.get("rope_parameters") or {}).values())
     if per_layer and family.model_type != "gemma3_text":
-        found.append(
-            ("a position encoding of its own per layer has no MoE counterpart", "rope_parameters",
-             "choose a model with one for all layers")
-        )  # fmt: skip
-    return [CheckpointError(what, where=f"{key} in config.json", do=do) for what, key, do in found]
+        what = "a position encoding of its own per layer has no MoE counterpart"
+        problems.append((what, "rope_parameters", "choose a model with one for all layers"))
+    return [CheckpointError(what, where=f"{key} in config.json", do=do) for what, key, do in problems]
 
 
 def check_tensors(
@@ -320,13 +269,8 @@ def check_tensors(
     """Tensors that are missing, unknown, or not of the shape in config.json."""
     layers, hidden = int(config["num_hidden_layers"]), int(config["hidden_size"])
     if layers > len(shapes):
-        return [
-            CheckpointError(
-                f"config.json says {layers:,} layers, and the weights are {len(shapes):,} tensors in all",
-                where="num_hidden_layers in config.json",
-                do=_BELONGS,
-            )
-        ]
+        what = f"config.json says {layers:,} layers, and the weights are {len(shapes):,} tensors in all"
+        return [CheckpointError(what, where="num_hidden_layers in config.json", do=_BELONGS)]
     embedding = (int(config["vocab_size"]), hidden)
     expected: dict[str, tuple[int, ...]] = {family.embedding: embedding, family.final_norm: (hidden,)}
     of_layer = family.layer_shapes(config)
@@ -334,25 +278,21 @@ def check_tensors(
         expected |= {name.format(layer=layer): shape for name, shape in of_layer.items()}
     if family.head in shapes or not keeps_tied(config):
         expected[family.head] = embedding
-    ignored = {template.format(layer=layer) for template in family.ignored for layer in range(layers)}
-    wrong = [
-        f"{name} is {shapes[name]}, not {shape}"
-        for name, shape in expected.items()
-        if name in shapes and shapes[name] != shape
-    ]
+    ignored = {_UNUSED.format(layer=layer) for layer in range(layers)}
+    both = sorted(expected.keys() & shapes.keys())
+    problems = {
+        "tensors are missing": sorted(expected.keys() - shapes.keys()),
+        "tensors are unknown to this architecture": sorted(shapes.keys() - expected.keys() - ignored),
+        "tensors do not have the shape that config.json says": [
+            f"{name} is {shapes[name]}, not {expected[name]}" for name in both if shapes[name] != expected[name]
+        ],
+    }
     return [
-        *_problem("tensors are missing", expected.keys() - shapes.keys()),
-        *_problem("tensors are unknown to this architecture", shapes.keys() - expected.keys() - ignored),
-        *_problem("tensors do not have the shape that config.json says", wrong),
+        CheckpointError(
+            f"{len(names)} {what}",
+            where=", ".join(name[:200] for name in names[:3]) + (" ..." if len(names) > 3 else ""),
+            do=_BELONGS,
+        )
+        for what, names in problems.items()
+        if names
     ]
-
-
-_BELONGS = "check that config.json belongs to these weights"
-
-
-def _problem(what: str, names: Iterable[str]) -> list[CheckpointError]:
-    found = sorted(names)
-    if not found:
-        return []
-    shown = ", ".join(name[:200] for name in found[:3]) + (" ..." if len(found) > 3 else "")
-    return [CheckpointError(f"{len(found)} {what}", where=shown, do=_BELONGS)]

@@ -9,8 +9,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from models.checkpoint.reader import ShardReader
-from models.dense import DenseFamily, fused_name
+from models.checkpoint.shards import ShardReader
+from models.dense import DenseFamily
 from models.ffn import DenseFFN
 from models.routing import GateKind, LinearRouter, relative_gates
 
@@ -38,59 +38,38 @@ def slice_experts(
     neurons_EN: Int[Tensor, "E N"],
     always_on_S: Int[Tensor, "S"],
 ) -> ExpertWeights:
-    """Cut rows of gate and up and columns of down, bit for bit.
+    """Cut rows of gate and up and columns of down, bit for bit. Memory: one dense projection and the slices."""
+    return _slice(map(reader.tensor, family.ffn(layer)), neurons_EN, always_on_S)
 
-    Memory: one dense projection and the slices.
-    """
-    gate, up, down = family.ffn(layer)
-    gate_END, shared_gate_SD = _rows(read_part(reader, gate), neurons_EN, always_on_S)
-    up_END, shared_up_SD = _rows(read_part(reader, up), neurons_EN, always_on_S)
-    down_EDN, shared_down_DS = _columns(read_part(reader, down), neurons_EN, always_on_S)
+
+def slice_ffn(ffn: DenseFFN, neurons_EN: Int[Tensor, "E N"], always_S: Int[Tensor, "S"]) -> ExpertWeights:
+    """The same out of a layer's weights in memory."""
+    return _slice(iter((ffn.gate_FD, ffn.up_FD, ffn.down_DF)), neurons_EN, always_S)
+
+
+def _slice(projections: Iterator[Tensor], neurons_EN: Tensor, always_S: Tensor) -> ExpertWeights:
+    gate_END, shared_gate_SD = _rows(next(projections), neurons_EN, always_S)
+    up_END, shared_up_SD = _rows(next(projections), neurons_EN, always_S)
+    down_EDN, shared_down_DS = _columns(next(projections), neurons_EN, always_S)
     return ExpertWeights(gate_END, up_END, down_EDN, shared_gate_SD, shared_up_SD, shared_down_DS)
 
 
-def _rows(weight_FD: Tensor, neurons_EN: Tensor, always_on_S: Tensor) -> tuple[Tensor, Tensor]:
+def _rows(weight_FD: Tensor, neurons_EN: Tensor, always_S: Tensor) -> tuple[Tensor, Tensor]:
     rows = weight_FD.index_select(0, neurons_EN.flatten())
-    return rows.view(*neurons_EN.shape, weight_FD.shape[1]), weight_FD.index_select(0, always_on_S)
+    return rows.view(*neurons_EN.shape, weight_FD.shape[1]), weight_FD.index_select(0, always_S)
 
 
-def _columns(weight_DF: Tensor, neurons_EN: Tensor, always_on_S: Tensor) -> tuple[Tensor, Tensor]:
+def _columns(weight_DF: Tensor, neurons_EN: Tensor, always_S: Tensor) -> tuple[Tensor, Tensor]:
     columns_EDN = weight_DF.new_empty(len(neurons_EN), len(weight_DF), neurons_EN.shape[1])
     for expert_DN, neurons_N in zip(columns_EDN, neurons_EN, strict=True):
         expert_DN.copy_(weight_DF.index_select(1, neurons_N))
-    return columns_EDN, weight_DF.index_select(1, always_on_S)
-
-
-def read_part(reader: ShardReader, name: str) -> Tensor:
-    """A tensor of a dense checkpoint; gate, up, q, k and v are cut out of a fused tensor where they are stored so.
-
-    Raises:
-        CheckpointError: neither is there.
-    """
-    whole = fused_name(name)
-    if name in reader.names or whole not in reader.names:
-        return reader.tensor(name)
-    rows = _fused_rows(reader, name, whole)
-    # The other parts would stay in memory as long as this one.
-    return reader.tensor(whole)[rows].clone()
-
-
-def _fused_rows(reader: ShardReader, name: str, whole: str) -> slice:
-    count, part = reader.shape(whole)[0], name.split(".")[-2]
-    if part in {"gate_proj", "up_proj"}:
-        return slice(0, count // 2) if part == "gate_proj" else slice(count // 2, count)
-    # As wide as what the output projection takes; k and v share the rest.
-    queries = reader.shape(whole.replace("qkv_proj", "o_proj"))[1]
-    keys = (count - queries) // 2
-    starts = {"q_proj": (0, queries), "k_proj": (queries, queries + keys), "v_proj": (queries + keys, count)}
-    return slice(*starts[part])
+    return columns_EDN, weight_DF.index_select(1, always_S)
 
 
 class TinyONNExpert(nn.Module):
-    """One expert, the unit of a carve: a standard gated FFN of N dense neurons, down(act(gate(x)) · up(x)).
+    """One expert by itself: a standard gated FFN of N dense neurons, down(act(gate(x)) · up(x)).
 
-    Checkpoints and training hold all experts of a layer in two tensors, as grouped kernels want it
-    (`models.tiny_onn.sparse_ffn.TinyONNExperts`); this is one of them by itself, which `ExpertLoop.expert` builds.
+    Checkpoints hold all experts of a layer in two tensors: `models.tiny_onn.sparse_ffn.TinyONNExperts`.
     """
 
     def __init__(self, hidden_size: int, n: int, act: str | Callable[[Tensor], Tensor] = "silu") -> None:
@@ -155,10 +134,7 @@ class ExpertLoop:
 
     def __call__(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
         """The layer's output."""
-        output_TD = torch.zeros_like(x_TD)
-        for block, down_DN in self._parts(x_TD):
-            output_TD.index_add_(0, block.tokens_t, block.hidden_tN @ down_DN.T)
-        return output_TD
+        return self.run(x_TD)[1]
 
     def differentiable(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
         """The output for autograd: one sum of all parts; adding one by one would copy the gradient for each."""
@@ -206,19 +182,16 @@ class ExpertLoop:
     def _parts(self, x_TD: Tensor) -> Iterator[tuple[Block, Tensor]]:
         """Activations and down columns of the always-on neurons and of every expert."""
         experts = self.experts
-        everyone = torch.arange(len(x_TD), device=x_TD.device)
         if len(self.always_S):
+            everyone = torch.arange(len(x_TD), device=x_TD.device)
             shared_TS = self.hidden(x_TD, experts.shared_gate_SD, experts.shared_up_SD)
             yield Block(everyone, self.always_S.long(), shared_TS), experts.shared_down_DS
         chosen_TK = self.router.choose(x_TD, self.top_k)
         gates_TK = relative_gates(self.gate, x_TD @ self.router.rows_ED.T, chosen_TK)
         # Unbound: the gradient of `gate_END[index]` would be as large as all experts, for each of them.
-        matrices = zip(
-            *(matrix.unbind() for matrix in (experts.gate_END, experts.up_END, experts.down_EDN)), strict=True
-        )
-        for index, (neurons_N, (gate_ND, up_ND, down_DN)) in enumerate(
-            zip(self.neurons_EN.long(), matrices, strict=True)
-        ):
+        matrices = (self.neurons_EN.long(), experts.gate_END, experts.up_END, experts.down_EDN)
+        parts = zip(*(matrix.unbind() for matrix in matrices), strict=True)
+        for index, (neurons_N, gate_ND, up_ND, down_DN) in enumerate(parts):
             tokens, slots = (chosen_TK == index).nonzero().unbind(1)
             h_tN = self.hidden(x_TD.index_select(0, tokens), gate_ND, up_ND)
             yield Block(tokens, neurons_N, h_tN * gates_TK[tokens, slots, None]), down_DN
@@ -226,16 +199,3 @@ class ExpertLoop:
     def hidden(self, x_tD: Tensor, gate_ND: Tensor, up_ND: Tensor) -> Tensor:
         """Activations of an expert's neurons."""
         return self.act(x_tD @ gate_ND.T) * (x_tD @ up_ND.T)
-
-
-def slice_ffn(ffn: DenseFFN, neurons_EN: Int[Tensor, "E N"], always_S: Int[Tensor, "S"]) -> ExpertWeights:
-    """The same out of a layer's weights in memory."""
-    neurons_EN, always_S = neurons_EN.long(), always_S.long()
-    return ExpertWeights(
-        ffn.gate_FD[neurons_EN],
-        ffn.up_FD[neurons_EN],
-        ffn.down_DF[:, neurons_EN].movedim(1, 0).contiguous(),
-        ffn.gate_FD[always_S],
-        ffn.up_FD[always_S],
-        ffn.down_DF[:, always_S],
-    )

@@ -39,12 +39,10 @@ class DenseFFN:
 
     @classmethod
     def of(cls, module: GatedFFN, like: Tensor | None = None) -> "DenseFFN":
-        """The weights of a module as plain numbers.
+        """The weights of a module, quantised and offloaded ones too, as plain numbers.
 
-        Args:
-            module: its layers may be quantised or offloaded.
-            like: a tensor on the device and in the number format the weights are to have; None leaves them as
-                `dense_weight` gives them. Plain weights in that place and format are not copied.
+        They take the device and number format of `like`; None leaves them as `dense_weight` gives them. Plain weights
+        in that place and format are not copied.
         """
         gate_FD, up_FD, down_DF = map(dense_weight, (module.gate_proj, module.up_proj, module.down_proj))
         if like is not None:
@@ -77,11 +75,22 @@ OnFFN = Callable[[int, Tensor, Tensor], None]
 def watch_ffns(model: PreTrainedModel, on_ffn: OnFFN) -> Iterator[None]:
     """Call `on_ffn(layer, inputs, outputs)` for every FFN of a forward pass; leaves no hook behind."""
     handles: list[RemovableHandle] = []
+
+    def watch(layer: int, parts: list[nn.Module]) -> None:
+        outputs: list[Tensor] = []
+
+        def note(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor | tuple[Tensor, ...]) -> None:
+            outputs.append(output[0] if isinstance(output, tuple) else output)
+            if len(outputs) == len(parts):
+                total = sum(outputs[1:], outputs[0])
+                outputs.clear()
+                on_ffn(layer, args[0], total)
+
+        handles.extend(part.register_forward_hook(note) for part in parts)
+
     try:
         for layer, module in enumerate(model.get_decoder().layers):
-            parts = ffn_parts(module)
-            watch = _Sum(layer, len(parts), on_ffn)
-            handles += [part.register_forward_hook(watch) for part in parts]
+            watch(layer, ffn_parts(module))
         yield
     finally:
         for handle in handles:
@@ -95,17 +104,3 @@ def ffn_parts(layer: nn.Module) -> list[nn.Module]:
         return [modules["mlp"]]
     # Granite's experts, and its always-on neurons where it has some.
     return [modules[name] for name in ("block_sparse_moe", "shared_mlp") if name in modules]
-
-
-class _Sum:
-    """A forward hook of several modules: calls `on_ffn` with the sum of their outputs once all have run."""
-
-    def __init__(self, layer: int, parts: int, on_ffn: OnFFN) -> None:
-        self._layer, self._parts, self._on_ffn = layer, parts, on_ffn
-        self._outputs: list[Tensor] = []
-
-    def __call__(self, _module: nn.Module, args: tuple[Tensor, ...], output: Tensor | tuple[Tensor, ...]) -> None:
-        self._outputs.append(output[0] if isinstance(output, tuple) else output)
-        if len(self._outputs) == self._parts:
-            outputs, self._outputs = self._outputs, []
-            self._on_ffn(self._layer, args[0], sum(outputs[1:], outputs[0]))

@@ -11,15 +11,18 @@ from typing import Any
 
 import torch
 from accelerate.utils import get_max_memory
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from instruments.errors import CheckpointError, ConfigError, UserError
 from models.checkpoint.folder import read_checkpoint
 from models.config import ModelConfig, stored_quantization
+from models.experts import TinyONNExpert
 from models.quantization import bitsandbytes_config, explained_offload, prepare_quantised, require_bitsandbytes
 from models.source import read_config
 from models.targets.config import source_dtype
+
+_BELONGS = "check that config.json belongs to these weights, or download the checkpoint again"
 
 
 def placement(model: ModelConfig, device: torch.device) -> dict[str, Any]:
@@ -29,9 +32,9 @@ def placement(model: ModelConfig, device: torch.device) -> dict[str, Any]:
     """
     if model.device_map == "none":
         return {"device_map": {"": device}}
-    limits: dict[int | str, int | str] = {"cpu": model.cpu_memory or get_max_memory()["cpu"]}
+    free = get_max_memory()
+    limits: dict[int | str, int | str] = {"cpu": model.cpu_memory or free["cpu"]}
     if device.type != "cpu":
-        free = get_max_memory()
         limits |= {place: model.gpu_memory or free[place] for place in free if place != "cpu"}
     return {"device_map": model.device_map, "max_memory": limits}
 
@@ -56,51 +59,23 @@ def execution_device(module: nn.Module) -> torch.device:
     return module.weight.device if device is None else torch.device(device)  # type: ignore[return-value]
 
 
-class SeparateFFN(nn.Module):
-    """The same FFN: gate and up are views of the fused weight, so no memory is needed."""
-
-    def __init__(self, fused: nn.Module) -> None:
-        """Take over the weights of an FFN with gate_up_proj, down_proj and activation_fn."""
-        super().__init__()
-        gate_FD, up_FD = fused.get_parameter("gate_up_proj.weight").chunk(2)
-        self.gate_proj, self.up_proj = _linear(gate_FD), _linear(up_FD)
-        self.down_proj = fused.get_submodule("down_proj")
-        self.act_fn = fused.get_submodule("activation_fn")
-
-    def forward(self, x: Tensor) -> Tensor:
-        """FFN(x)."""
-        output: Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-        return output
-
-
 def separate_fused(model: PreTrainedModel) -> None:
-    """Replace every fused FFN by its equivalent; does nothing where there is none.
-
-    Raises:
-        ConfigError: the fused weight is quantised, or offloaded: it has no halves that are views.
-    """
+    """Replace every fused FFN by the same with gate and up apart, views of the fused weight. Raises ConfigError."""
     for index, layer in enumerate(model.get_decoder().layers):
-        if hasattr(layer.mlp, "gate_up_proj"):
-            _check_plain(layer.mlp.gate_up_proj, index)
-            layer.mlp = SeparateFFN(layer.mlp)
-
-
-def _linear(weight_FD: Tensor) -> nn.Linear:
-    width, hidden = weight_FD.shape
-    linear = nn.Linear(hidden, width, bias=False, device="meta")
-    linear.weight = nn.Parameter(weight_FD.detach(), requires_grad=weight_FD.requires_grad)
-    return linear
-
-
-def _check_plain(linear: nn.Module, layer: int) -> None:
-    weight = linear.weight
-    if type(linear) is nn.Linear and weight.device != torch.device("meta"):
-        return
-    raise ConfigError(
-        "gate and up are one weight, which cannot be split where it is quantised or offloaded",
-        where=f"layer {layer}, gate_up_proj",
-        do="model.quantization=none model.device_map=none, or a source that keeps them apart",
-    )
+        fused = layer.mlp
+        if not hasattr(fused, "gate_up_proj"):
+            continue
+        whole_GD = fused.gate_up_proj.weight
+        if type(fused.gate_up_proj) is not nn.Linear or whole_GD.device == torch.device("meta"):
+            raise ConfigError(
+                "gate and up are one weight, which cannot be split where it is quantised or offloaded",
+                where=f"layer {index}, gate_up_proj",
+                do="model.quantization=none model.device_map=none, or a source that keeps them apart",
+            )
+        gate_FD, up_FD = whole_GD.detach().chunk(2)
+        layer.mlp = TinyONNExpert.from_tensors(gate_FD, up_FD, fused.down_proj.weight, fused.activation_fn)
+        layer.mlp.requires_grad_(whole_GD.requires_grad)
+        layer.mlp.down_proj = fused.down_proj  # with its hooks
 
 
 def resolve_device(model: ModelConfig) -> torch.device:
@@ -131,35 +106,25 @@ def resolve_dtype(model: ModelConfig, device: torch.device) -> torch.dtype | Non
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer in a checkpoint's folder. Raises CheckpointError: there is none, or that of another model."""
+    vocabulary = read_config(folder).get("vocab_size")
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trust_remote_code
         )
-        found = tokenizer("text", add_special_tokens=False)["input_ids"]
-        tokens = int(tokenizer.vocab_size)
+        # Without the files some architectures get an empty tokenizer and no error.
+        if not tokenizer("text", add_special_tokens=False)["input_ids"]:
+            raise ValueError("it finds no token in plain text")
+        if isinstance(vocabulary, int) and (tokens := int(tokenizer.vocab_size)) > vocabulary:
+            raise ValueError(f"it has {tokens} tokens, the model {vocabulary}")
     except Exception as error:  # its files are untrusted, and each class fails in its own way
-        raise _no_tokenizer(folder, first_line(error)) from error
-    # Without the files some architectures get an empty tokenizer and no error.
-    if not found:
-        raise _no_tokenizer(folder, "it finds no token in plain text")
-    vocabulary = read_config(folder).get("vocab_size")
-    if isinstance(vocabulary, int) and tokens > vocabulary:
-        raise _no_tokenizer(folder, f"it has {tokens} tokens, the model {vocabulary}")
+        do = "put the model's tokenizer files beside its config.json"
+        raise CheckpointError(f"no usable tokenizer: {first_line(error)}", where=str(folder), do=do) from error
     return tokenizer
-
-
-def _no_tokenizer(folder: Path, reason: str) -> CheckpointError:
-    do = "put the model's tokenizer files beside its config.json"
-    return CheckpointError(f"no usable tokenizer: {reason}", where=str(folder), do=do)
 
 
 @contextmanager
 def explained_loading(folder: Path) -> Iterator[None]:
-    """Turn all that transformers raises at files that do not fit into one error; lack of memory and Ctrl-C pass.
-
-    Raises:
-        CheckpointError: transformers cannot load what is in the folder.
-    """
+    """Turn all that transformers raises at a damaged checkpoint into CheckpointError; lack of memory passes."""
     try:
         yield
     except (UserError, MemoryError, torch.OutOfMemoryError):
@@ -167,11 +132,8 @@ def explained_loading(folder: Path) -> Iterator[None]:
     except Exception as error:  # the files are untrusted, and each class of transformers fails in its own way
         if any(text in str(error) for text in ("DefaultCPUAllocator", "dispatched on the CPU or the disk")):
             raise
-        raise CheckpointError(
-            f"transformers cannot load this checkpoint: {first_line(error)}",
-            where=str(folder),
-            do="check that config.json belongs to these weights, or download the checkpoint again",
-        ) from error
+        what = f"transformers cannot load this checkpoint: {first_line(error)}"
+        raise CheckpointError(what, where=str(folder), do=_BELONGS) from error
 
 
 def first_line(error: Exception) -> str:
@@ -180,11 +142,9 @@ def first_line(error: Exception) -> str:
 
 
 def load_whole(folder: Path, **arguments: Any) -> PreTrainedModel:  # noqa: ANN401 - those of from_pretrained
-    """The model in this folder, in evaluation mode, with every weight from its files.
+    """The model in this folder, in evaluation mode.
 
-    Raises:
-        CheckpointError: it cannot be loaded, or weights that it needs are missing or of another shape:
-            transformers would draw them at random.
+    Raises CheckpointError where weights are missing or of another shape, which transformers would draw at random.
     """
     with explained_loading(folder):
         _check_size(folder, trust_remote_code=bool(arguments.get("trust_remote_code")))
@@ -196,7 +156,7 @@ def load_whole(folder: Path, **arguments: Any) -> PreTrainedModel:  # noqa: ANN4
         raise CheckpointError(
             f"{len(drawn)} weights of the model are not in the checkpoint, or of another shape",
             where=f"{folder}: {', '.join(drawn[:3])}" + (" ..." if len(drawn) > 3 else ""),
-            do="check that config.json belongs to these weights, or download the checkpoint again",
+            do=_BELONGS,
         )
     model: PreTrainedModel = loaded
     return model.requires_grad_(False).eval()
@@ -213,47 +173,34 @@ def _check_size(folder: Path, *, trust_remote_code: bool) -> None:
     said = read_config(folder)
     counts = {key: value for key, value in said.items() if key.startswith("num_") and isinstance(value, int)}
     bounds = {key: len(entries) if key == "num_hidden_layers" else stored for key in counts}
-    if beyond := [f"{key}={value}" for key, value in counts.items() if value > bounds[key]]:
-        raise _too_large(", ".join(beyond), stored, folder)
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
-    with torch.device("meta"):
-        planned = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    if (parameters := planned.num_parameters()) > stored:
-        raise _too_large(f"a model of {parameters:,} parameters", stored, folder)
-
-
-def _too_large(what: str, stored: int, folder: Path) -> CheckpointError:
-    return CheckpointError(
-        f"config.json says {what}, and the weights are {stored:,} numbers",
-        where=str(folder),
-        do="check that config.json belongs to these weights, or download the checkpoint again",
-    )
+    beyond = [f"{key}={value}" for key, value in counts.items() if value > bounds[key]]
+    if not beyond:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):
+            planned = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        if (size := planned.num_parameters()) > stored:
+            beyond.append(f"a model of {size:,} parameters")
+    if beyond:
+        what = f"config.json says {', '.join(beyond)}, and the weights are {stored:,} numbers"
+        raise CheckpointError(what, where=str(folder), do=_BELONGS)
 
 
 def load_dense(model: ModelConfig, folder: Path) -> PreTrainedModel:
-    """The dense model, frozen and in evaluation mode; quantised and spread over devices as asked.
-
-    Raises:
-        ConfigError: no such device, no usable bitsandbytes, or a quantised model that does not fit on the GPUs.
-    """
+    """The dense model, frozen and in evaluation mode; quantised and spread over devices as asked. Raises UserError."""
     device, config = resolve_device(model), read_config(folder)
     dtype, stored = resolve_dtype(model, device), stored_quantization(config)
-    arguments = placement(model, device)
     quantization = stored or model.quantization
+    arguments = placement(model, device) | {"dtype": dtype or "auto", "trust_remote_code": model.trust_remote_code}
     if quantization == "none":
-        return _load(model, folder, dtype, arguments)
-    require_bitsandbytes(quantization)
-    compute_dtype = dtype or getattr(torch, source_dtype(config) or "bfloat16")
-    if stored is None:
-        arguments["quantization_config"] = bitsandbytes_config(quantization, compute_dtype)
-    with explained_offload(model):
-        dense = _load(model, folder, dtype, arguments)
-    prepare_quantised(dense, compute_dtype)
-    return dense
-
-
-def _load(model: ModelConfig, folder: Path, dtype: torch.dtype | None, arguments: dict[str, Any]) -> PreTrainedModel:
-    dense = load_whole(folder, dtype=dtype or "auto", trust_remote_code=model.trust_remote_code, **arguments)
+        dense = load_whole(folder, **arguments)
+    else:
+        require_bitsandbytes(quantization)
+        compute_dtype = dtype or getattr(torch, source_dtype(config) or "bfloat16")
+        if stored is None:
+            arguments["quantization_config"] = bitsandbytes_config(quantization, compute_dtype)
+        with explained_offload(model):
+            dense = load_whole(folder, **arguments)
+        prepare_quantised(dense, compute_dtype)
     separate_fused(dense)
     return dense
 
@@ -274,9 +221,8 @@ def explained_memory(where: str, remedy: str) -> Iterator[None]:
     """Turn an out-of-memory error into one that names the setting to lower. Raises UserError."""
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise UserError(f"out of memory: {str(error).splitlines()[0][:160]}", where=where, do=remedy) from error
-    except RuntimeError as error:
-        if "DefaultCPUAllocator" not in str(error):
+    except (RuntimeError, MemoryError) as error:
+        of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+        if not of_memory:
             raise
         raise UserError(f"out of memory: {str(error).splitlines()[0][:160]}", where=where, do=remedy) from error

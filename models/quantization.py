@@ -16,13 +16,9 @@ from models.config import ModelConfig, import_bitsandbytes
 
 
 def bitsandbytes_config(quantization: str, compute_dtype: torch.dtype) -> BitsAndBytesConfig:
-    """How transformers quantises while loading; embeddings, norms and the head stay as they are.
+    """How transformers quantises while loading, to nf4, fp4 or int8; embeddings, norms and the head stay as they are.
 
     Scales are not quantised a second time: 0.4 bits a weight are not worth a second rounding.
-
-    Args:
-        quantization: nf4, fp4 or int8.
-        compute_dtype: number format of the products.
     """
     if quantization == "int8":
         return BitsAndBytesConfig(load_in_8bit=True)
@@ -89,11 +85,9 @@ def prepare_quantised(model: nn.Module, dtype: torch.dtype) -> None:
 def dense_weight(module: nn.Module) -> Float[Tensor, "O I"]:
     """The weight of a Linear layer as plain numbers, on its device.
 
-    Args:
-        module: nn.Linear, or Linear4bit or Linear8bitLt of bitsandbytes; its weight may be offloaded.
-    Returns:
-        ``(out_features, in_features)``: the weight itself where it is plain, else a copy: of 4 bits in the format that
-        products are computed in, of 8 bits in fp32.
+    The weight itself where it is plain, else a copy: of 4 bits in the format that products are computed in, of 8 bits
+    in fp32. It may be offloaded.
+
     Numerics: what bitsandbytes multiplies by in the backward pass; 4 bits exactly, int8 to 1 fp32 rounding.
     """
     layer: Any = module  # bitsandbytes' attributes are not typed

@@ -86,13 +86,7 @@ class GateKind(StrEnum):
 
 # Standard deviation of router logits that survives training and bf16 at next to no cost: at 1 a softmax weighs the
 # experts of one token too differently. Rounding errors are relative to the logits for a softmax, to ½ for a sigmoid.
-LOGIT_STD = {
-    GateKind.CONSTANT: 1.0,
-    GateKind.SOFTMAX_OF_CHOSEN: 0.3,
-    GateKind.SOFTMAX_OF_ALL: 0.3,
-    GateKind.SIGMOID_OF_CHOSEN: 1.0,
-    GateKind.SIGMOID: 1.0,
-}
+LOGIT_STD = {kind: 0.3 if kind.startswith("softmax") else 1.0 for kind in GateKind}
 
 
 def masked_gates(
@@ -120,14 +114,13 @@ def relative_gates(
     chosen_logits_TK = logits_TE.gather(1, chosen_TK)
     match kind:
         case GateKind.CONSTANT:
-            gates_TK = chosen_logits_TK.new_ones(chosen_logits_TK.shape)
+            return chosen_logits_TK.new_ones(chosen_logits_TK.shape)
         case GateKind.SOFTMAX_OF_CHOSEN:
-            gates_TK = chosen_logits_TK.softmax(1) * chosen_TK.shape[1]
+            return chosen_logits_TK.softmax(1) * chosen_TK.shape[1]
         case GateKind.SOFTMAX_OF_ALL:
-            gates_TK = logits_TE.softmax(1).gather(1, chosen_TK) * logits_TE.shape[1]
+            return logits_TE.softmax(1).gather(1, chosen_TK) * logits_TE.shape[1]
         case GateKind.SIGMOID_OF_CHOSEN:
             scores_TK = chosen_logits_TK.sigmoid()
-            gates_TK = scores_TK / scores_TK.sum(1, keepdim=True) * chosen_TK.shape[1]
+            return scores_TK / scores_TK.sum(1, keepdim=True) * chosen_TK.shape[1]
         case GateKind.SIGMOID:
-            gates_TK = chosen_logits_TK.sigmoid() * 2
-    return gates_TK
+            return chosen_logits_TK.sigmoid() * 2

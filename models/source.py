@@ -1,7 +1,7 @@
 """The dense source model: its folder, whether it can be carved, and its cache key. Reads headers only."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from threading import Thread
@@ -21,7 +21,6 @@ from models.checkpoint.folder import (
     Entry,
     PackedEntry,
     check_shards,
-    join_packed,
     list_shards,
     missing_weights,
     read_json,
@@ -80,46 +79,13 @@ def offline_by_choice() -> bool:
     return bool(constants.HF_HUB_OFFLINE) and constants.ENDPOINT not in _SILENT
 
 
-def download_model(model: ModelConfig) -> Path:
-    """The folder of its safetensors, configuration and tokenizer; code only where it is trusted. Raises UserError."""
-    patterns = [*_FILES, "*.py"] if model.trust_remote_code else _FILES
-    with _explained(model):
-        return Path(
-            snapshot_download(
-                repository(model),
-                revision=model.revision,
-                allow_patterns=patterns,
-                local_files_only=not hub_answers(),
-            )
-        )
-
-
-def download_config(model: ModelConfig) -> Path:
-    """Its config.json alone, in a folder named by the commit. Raises UserError."""
-    with _explained(model):
-        cached = not hub_answers()
-        return Path(hf_hub_download(repository(model), "config.json", revision=model.revision, local_files_only=cached))
-
-
-def list_files(model: ModelConfig) -> list[str] | None:
-    """Names of all its files; None if the hub does not answer."""
-    if not hub_answers():
-        return None
-    try:
-        files = snapshot_download(repository(model), revision=model.revision, dry_run=True)
-    except OSError:
-        return None
-    return [file.filename for file in files]
-
-
-def repository(model: ModelConfig) -> str:
-    """The repository's name. Raises ConfigError: none given."""
+def _repository(model: ModelConfig) -> str:
     if model.name is None:
         raise ConfigError("model=hub needs a repository", where="model.name", do="model.name=Qwen/Qwen2.5-0.5B")
     return model.name
 
 
-def missing_from_cache(model: ModelConfig, what: str) -> CheckpointError:
+def _missing_from_cache(model: ModelConfig, what: str) -> CheckpointError:
     """The error for a hub that does not answer while `what` is not in the cache."""
     offline = offline_by_choice()
     silence = "HF_HUB_OFFLINE is set" if offline else f"the hub cannot be reached at {constants.ENDPOINT}"
@@ -142,24 +108,40 @@ def _explained(model: ModelConfig) -> Iterator[None]:
         do = "check model.name and model.revision; for a gated model: hf auth login"
         raise CheckpointError(f"the hub refused: {str(error).splitlines()[0]}", where=_place(model), do=do) from error
     except OSError as error:
-        raise missing_from_cache(model, "the model is") from error
+        raise _missing_from_cache(model, "the model is") from error
 
 
 EMBEDDED = Path(__file__).parent / "embedded"
 
 
 def resolve_folder(model: ModelConfig) -> Path:
-    """The folder of the source; downloads a hub model's safetensors, configuration and tokenizer.
+    """The folder of the source; a hub model is downloaded: safetensors, configuration, tokenizer. Raises UserError."""
+    if model.kind != "hub":
+        return _config_folder(model)
+    patterns = [*_FILES, "*.py"] if model.trust_remote_code else _FILES
+    with _explained(model):
+        cached = not hub_answers()
+        name = _repository(model)
+        return Path(snapshot_download(name, revision=model.revision, allow_patterns=patterns, local_files_only=cached))
 
-    Raises:
-        UserError: no place given, or the hub cannot be reached or has no such model.
-    """
-    return download_model(model) if model.kind == "hub" else _local_folder(model)
+
+def _config_folder(model: ModelConfig) -> Path:
+    """The folder of the source; of a hub model config.json alone, in a folder named by the commit. Raises UserError."""
+    if model.kind == "embedded":
+        return EMBEDDED
+    if model.kind == "hub":
+        with _explained(model):
+            cached = not hub_answers()
+            name = _repository(model)
+            return Path(hf_hub_download(name, "config.json", revision=model.revision, local_files_only=cached)).parent
+    if model.path is None:
+        raise ConfigError("model=local needs a folder", where="model.path", do="model.path=<folder of the checkpoint>")
+    return Path(model.path).expanduser()
 
 
 def read_source_config(model: ModelConfig) -> dict[str, Any]:
     """config.json of the source; of a hub model only that file is fetched. Raises UserError."""
-    return read_config(download_config(model).parent if model.kind == "hub" else _local_folder(model))
+    return read_config(_config_folder(model))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -184,13 +166,15 @@ def check_source(model: ModelConfig) -> list[UserError]:
         config = read_source_config(model)
     except UserError as error:
         return [error]
-    entries, errors = _check_weights(model)
-    errors = [*check_placement(model), *_check_config(model, config), *errors]
+    entries, wrong_weights = _check_weights(model)
+    errors = [*check_placement(model), *_check_config(model, config), *wrong_weights]
     if errors or entries is None:
         return errors
     packed = [name for name, entry in entries.items() if isinstance(entry, PackedEntry)]
     if packed and not stored_quantization(config):
-        return [_unsaid_quantisation(packed)]
+        what = f"{len(packed)} weights are stored in 4 or 8 bits, and config.json says nothing of it"
+        where = ", ".join(packed[:3]) + (" ..." if len(packed) > 3 else "")
+        return [CheckpointError(what, where=where, do="copy quantization_config from the checkpoint's own config.json")]
     return [*check_tensors({name: entry.shape for name, entry in entries.items()}, config, dense_family(config))]
 
 
@@ -203,51 +187,28 @@ def _check_config(model: ModelConfig, config: dict[str, Any]) -> list[UserError]
     return [*wrong] or [*check_quantization(model, config), *check_features(config, family)]
 
 
-def source_cache_key(model: ModelConfig, hash_of: Callable[[Path], str] = hash_file) -> dict[str, Any]:
-    """What changes when the source changes: hashes of its weights, configuration and tokenizer.
+def _check_weights(model: ModelConfig) -> tuple[dict[str, Entry] | None, Sequence[UserError]]:
+    """The tensors, if their headers are on this machine, and the errors of the weights."""
+    if model.kind != "hub":
+        return check_shards(_config_folder(model))
+    names = None
+    if hub_answers():
+        with suppress(OSError):
+            files = snapshot_download(_repository(model), revision=model.revision, dry_run=True)
+            names = [file.filename for file in files]
+    if names is None:
+        # Off line, cached weights are checked when they are read.
+        cached = any((_config_folder(model) / name).exists() for name in (SINGLE, INDEX))
+        return None, [] if cached else [_missing_from_cache(model, "the model's weights are")]
+    return None, [] if {SINGLE, INDEX} & set(names) else [missing_weights(_repository(model), names)]
 
-    Args:
-        model: the source.
-        hash_of: a file's SHA-256.
-    Raises:
-        UserError: no such source.
-    """
+
+def source_cache_key(model: ModelConfig, hash_of: Callable[[Path], str] = hash_file) -> dict[str, Any]:
+    """What changes when the source changes: hashes of its weights, configuration and tokenizer. Raises UserError."""
+    folder = _config_folder(model)
     if model.kind == "hub":
         # The hub keeps each revision in a folder named by its commit.
-        return {"name": model.name, "commit": download_config(model).parent.name}
-    folder = _local_folder(model)
+        return {"name": model.name, "commit": folder.name}
     patterns = [*_DECIDING, "*.py"] if model.trust_remote_code else _DECIDING
     files = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
     return {"files": {path.name: hash_of(path) for path in sorted(files | {*list_shards(folder)})}}
-
-
-def _check_weights(model: ModelConfig) -> tuple[dict[str, Entry] | None, list[UserError]]:
-    """The tensors, if their headers are on this machine, and the errors of the weights."""
-    if model.kind != "hub":
-        stored, errors = check_shards(_local_folder(model))
-        if errors:
-            return None, [*errors]
-        entries, errors = join_packed(stored, _local_folder(model))
-        return entries, [*errors]
-    names = list_files(model)
-    if names is None:
-        # Off line, cached weights are checked when they are read.
-        cached = any((download_config(model).parent / name).exists() for name in (SINGLE, INDEX))
-        return None, [] if cached else [missing_from_cache(model, "the model's weights are")]
-    return None, [] if {SINGLE, INDEX} & set(names) else [missing_weights(repository(model), names)]
-
-
-def _unsaid_quantisation(packed: list[str]) -> CheckpointError:
-    return CheckpointError(
-        f"{len(packed)} weights are stored in 4 or 8 bits, and config.json says nothing of it",
-        where=", ".join(packed[:3]) + (" ..." if len(packed) > 3 else ""),
-        do="copy quantization_config from the checkpoint's own config.json",
-    )
-
-
-def _local_folder(model: ModelConfig) -> Path:
-    if model.kind == "embedded":
-        return EMBEDDED
-    if model.path is None:
-        raise ConfigError("model=local needs a folder", where="model.path", do="model.path=<folder of the checkpoint>")
-    return Path(model.path).expanduser()

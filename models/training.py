@@ -1,7 +1,7 @@
 """Parameter groups for training an MoE, and a watch on its routers' decisions."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -17,7 +17,7 @@ class Part(StrEnum):
     """The part of the model that a parameter belongs to."""
 
     ROUTER = "router"
-    EXPERTS = "experts"  # routed and always-on ones, and the gate of the latter
+    EXPERTS = "experts"  # routed ones, always-on ones and the gate of those
     REST = "rest"  # embeddings, attention, norms, head
 
 
@@ -56,6 +56,7 @@ def parameter_groups(
     Raises:
         CheckpointError: the model has no routers.
     """
+    find_routers(model)  # raises where there are none
     rates = {Part.ROUTER: router_rate, Part.EXPERTS: expert_rate, Part.REST: rest_rate}
     groups: dict[tuple[Part, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
@@ -64,21 +65,10 @@ def parameter_groups(
         decay = weight_decay if part is not Part.ROUTER and parameter.ndim > 1 else 0.0
         if parameter.requires_grad:
             groups.setdefault((part, decay), []).append(parameter)
-    require_routers(name for name, _ in model.named_parameters())
     return [
         {"params": parameters, "lr": rates[part], "weight_decay": decay, "name": str(part)}
         for (part, decay), parameters in groups.items()
     ]
-
-
-def require_routers(names: Iterable[str]) -> None:
-    """Raise CheckpointError where none of the parameters is a router's."""
-    if not any(part_of(name) is Part.ROUTER for name in names):
-        raise CheckpointError(
-            "the model has no routers: it is not a Mixture-of-Experts, or one of an unknown architecture",
-            where="names of its parameters",
-            do="load the checkpoint of stage=assemble or stage=project",
-        )
 
 
 @dataclass(frozen=True)
@@ -92,7 +82,12 @@ class Routing:
 def find_routers(model: nn.Module) -> list[nn.Module]:
     """The router modules, in layer order; each has a `weight` of ``(E, D)``. Raises CheckpointError: there are none."""
     names = [name for name, _ in model.named_parameters() if part_of(name) is Part.ROUTER]
-    require_routers(names)
+    if not names:
+        raise CheckpointError(
+            "the model has no routers: it is not a Mixture-of-Experts, or one of an unknown architecture",
+            where="names of its parameters",
+            do="load the checkpoint of stage=assemble or stage=project",
+        )
     return [model.get_submodule(name.removesuffix(".weight")) for name in names]
 
 

@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -15,7 +15,6 @@ from filelock import FileLock, Timeout
 
 from instruments.durable import hash_file, sync, sync_tree, whole_file
 from instruments.errors import ContractError, UserError
-from pipeline.json_kinds import is_cell, is_count, is_text, list_of, object_of, object_with
 from stages.artifacts.job import Table
 
 MANIFEST = "manifest.json"
@@ -23,6 +22,9 @@ SHORT = 16  # letters of a fingerprint in the name of its folder
 LOCK_TIMEOUT = 0.3  # seconds; enough for another process that only cleans up
 # Smaller files are hashed every time.
 REMEMBERED_BYTES = 2**20
+LARGEST = 2**63  # size of a file, and of any count
+# What reading JSON raises that somebody may have changed.
+UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 # Nanoseconds: a file that changed just now may change again within one tick of its file system's clock.
 SETTLED = 2 * 10**9
 
@@ -64,13 +66,11 @@ class Manifest:
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
             seal = values.pop("seal")
-            if not _IS_MANIFEST(values):
+            manifest = cls(**{**values, "table": _read_table(**values["table"])})
+            sizes = [facts.get("size", 0) for facts in manifest.files.values()]
+            if not manifest.fingerprint.isalnum() or not all(0 <= size < LARGEST for size in sizes):
                 raise ValueError("values of another type")
-            table = values["table"]
-            if any(len(row) != len(table["columns"]) for row in table["rows"]):
-                raise ValueError("rows of a table that do not fit its columns")
-            manifest = cls(**{**values, "table": Table(**table)})
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except UNREADABLE as error:
             raise ContractError(f"no readable manifest: {error}", where=str(path), do=remedy) from error
         if seal != _seal(values):
             raise ContractError("the manifest was changed after it was published", where=str(path), do=remedy)
@@ -79,17 +79,12 @@ class Manifest:
         return manifest
 
 
-_IS_TABLE = object_with(title=is_text, columns=list_of(is_text), rows=list_of(list_of(is_cell)), notes=list_of(is_text))
-_IS_MANIFEST = object_with(
-    fingerprint=is_text,
-    recipe=object_of(lambda _value: True),
-    files=object_of(
-        lambda facts: (
-            isinstance(facts, dict) and is_count(facts.get("size", 0)) and isinstance(facts.get("sha256", ""), str)
-        )
-    ),
-    table=_IS_TABLE,
-)
+def _read_table(
+    title: object, columns: Sequence[object], rows: Sequence[Sequence[object]], notes: list[object]
+) -> Table:
+    if any(len(row) != len(columns) for row in rows):
+        raise ValueError("rows of a table that do not fit its columns")
+    return Table(str(title), [*map(str, columns)], [[*row] for row in rows], [*map(str, notes)])
 
 
 def _seal(values: Mapping[str, Any]) -> str:

@@ -12,10 +12,10 @@ from instruments.tensor_dump.config import contradictions as of_dump
 from models.config import GLOBAL_POOL, MoEShape
 from pipeline.settings import ALL, STAGES, Settings, Uses, with_ancestors
 from stages.artifacts.job import find_workers
+from stages.calibration.config import POOL_ROUTERS, ROUTERS
 from stages.cluster.config import NOTHING_RANKED
 from stages.diagnose.config import DiagnoseConfig
 from stages.dump.config import DumpStageConfig
-from stages.routing.methods import POOL_ROUTERS, ROUTERS
 from stages.score.config import ScoreConfig
 from stages.train.config import TrainConfig
 
@@ -154,9 +154,9 @@ def _training_contradictions(train: TrainConfig, workers: int) -> Iterator[Confi
         where = "settings train.router_share, train.experts_share and train.all_share"
         do = f"train.experts_share={max(0.0, 1 - train.router_share - train.all_share):g}"
         yield ConfigError(what, where=where, do=do)
-    if not (train.language_model or train.logits or train.hidden):
-        what = "nothing is minimised: the weights of all three losses are 0"
-        where = "settings train.language_model, train.logits and train.hidden"
+    if not (train.language_model or train.logits):
+        what = "nothing is minimised: the weights of both losses are 0"
+        where = "settings train.language_model and train.logits"
         yield ConfigError(what, where=where, do="train.language_model=1")
     yield from _batch_contradictions(train, workers)
     if train.fsdp and workers == 1:

@@ -9,8 +9,7 @@ from typing import Any
 
 from instruments.errors import UserError
 from models.config import MoEShape
-from models.targets.choose import select_target
-from models.targets.config import count_carved, source_dtype
+from models.targets.config import count_carved, select_target, source_dtype
 from stages.assemble.config import AssembleConfig
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}

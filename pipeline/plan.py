@@ -2,15 +2,16 @@
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from instruments.errors import ConfigError
+from instruments.errors import ConfigError, ContractError
 from models.source import source_cache_key
-from pipeline.artifacts import FileHashes, artifact_folder, hashes_file, is_complete
+from pipeline.artifacts import FileHashes, Manifest, artifact_folder, hashes_file, is_complete
 from pipeline.consistency import Unread, find_unread
 from pipeline.disk import expected_bytes, free_bytes, in_mib
 from pipeline.settings import CHAIN, Stage, asked_stages, with_ancestors
@@ -20,6 +21,8 @@ from stages.text.cache_key import data_cache_key
 from stages.text.config import calibration_only
 from stages.text.hub import require_hub
 
+# What a manifest says of pictures; it is no part of the fingerprint.
+DRAWN = "drawn"
 # Nodes that point outside the repository: what they point at counts too, not only their words.
 IDENTIFIED = ("model", "data")
 
@@ -93,6 +96,7 @@ def make_plan(checked: Checked) -> list[Step]:
     steps = make_steps(checked)
     wanted = asked_stages(checked.settings.stage, checked.uses)
     fresh = {stage.name for stage in wanted if checked.settings.fresh or not stage.kept}
+    fresh |= {name for name, step in steps.items() if lacks_pictures(step)}
     complete = {name for name, step in steps.items() if is_complete(step.folder)} - fresh
     used, due = select_stages({stage.name for stage in wanted}, complete, [step.stage for step in steps.values()])
     plan = [replace(steps[name], due=name in due, fresh=name in fresh) for name in steps if name in used]
@@ -104,20 +108,24 @@ def make_plan(checked: Checked) -> list[Step]:
 
 def make_steps(checked: Checked) -> dict[str, Step]:
     """A step for each asked stage and each of their ancestors, in the order of the chain."""
-    settings = checked.settings
-    nodes = {**vars(settings), "shape": checked.shape}
-    if checked.shape is not None and checked.shape.pooled:
+    settings, shape = checked.settings, checked.shape
+    nodes = {**vars(settings), "shape": shape}
+    if shape is not None and shape.pooled:
         nodes["vocabulary"] = without_random_tokens()
     output_dir = Path(settings.output_dir).absolute()
     hash_of = FileHashes(hashes_file(output_dir))
     identities = {"model": source_cache_key(settings.model, hash_of), "data": data_cache_key(settings.data, hash_of)}
-    calibrating = nodes | {"data": calibration_only(settings.data)}
+    undrawn = replace(settings, cluster=replace(settings.cluster, map="none"))  # no stage reads the map
+    unread = find_unread(undrawn, shape, checked.request.width)
+    counted = nodes | {"cluster": undrawn.cluster}
+    calibrating = counted | {"data": calibration_only(settings.data)}
     steps: dict[str, Step] = {}
-    unread = find_unread(settings, checked.shape, checked.width)
     for stage in with_ancestors(settings.stage, checked.uses):
         parents = {name: steps[name].fingerprint for name in stage.parents}
-        recipe = make_recipe(stage, nodes if stage.reads_heldout else calibrating, identities, parents, unread)
+        recipe = make_recipe(stage, counted if stage.reads_heldout else calibrating, identities, parents, unread)
         address = fingerprint(recipe)
+        if stage.name == "cluster" and settings.cluster.map != "none":
+            recipe[DRAWN] = {name: getattr(settings.cluster, name) for name in ("map", "map_layers", "features")}
         steps[stage.name] = Step(
             stage=stage,
             fingerprint=address,
@@ -125,9 +133,18 @@ def make_steps(checked: Checked) -> dict[str, Step]:
             folder=artifact_folder(output_dir, settings.model.label, stage.name, address),
             inputs={node: nodes[node] for node in stage.nodes},
             parents={name: steps[name].folder for name in stage.parents},
-            expected_bytes=expected_bytes(stage.name, checked.source, checked.shape, settings.assemble),
+            expected_bytes=expected_bytes(stage.name, checked.source, shape, settings.assemble),
         )
     return steps
+
+
+def lacks_pictures(step: Step) -> bool:
+    """Whether the result is there with other pictures than those asked for: it is computed again, nothing below it."""
+    if DRAWN not in step.recipe or not is_complete(step.folder):
+        return False
+    with suppress(ContractError):  # said before the result is used
+        return bool(Manifest.read(step.folder, remedy="").recipe.get(DRAWN) != step.recipe[DRAWN])
+    return False
 
 
 def select_stages(asked: set[str], complete: set[str], stages: Sequence[Stage] = CHAIN) -> tuple[set[str], set[str]]:

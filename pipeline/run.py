@@ -240,14 +240,14 @@ def agree_on_plan(steps: Sequence[Step], workers: Workers) -> list[Step]:
 
 def introduce(checked: Checked) -> None:
     """Log the source, the shape and its costs, and warn of a poor shape."""
-    source = f"{checked.settings.model.label}: {checked.source['num_hidden_layers']} layers of {checked.width} neurons"
-    shape = checked.shape
+    shape, request = checked.shape, checked.request
+    source = f"{checked.settings.model.label}: {request.layers} layers of {request.width} neurons"
     if shape is None:
         log.info("%s\n", source)
         return
     experts = f"{shape.experts} experts of {shape.n}{' in all, shared by every layer' if shape.pooled else ''}"
     log.info("%s -> %s, %d per token, and %d always on", source, experts, shape.top_k, shape.always_on)
-    log.info("%s\n", "\n".join(f"  {line}" for line in describe_shape(checked.request, shape)))
-    if warnings := shape_warnings(checked.request, shape):
-        remedy = find_remedy(checked.request)
+    log.info("%s\n", "\n".join(f"  {line}" for line in describe_shape(request, shape)))
+    if warnings := shape_warnings(request, shape):
+        remedy = find_remedy(request)
         log.warning("%s\n", "\n".join([*warnings, *([f"  do:    {remedy}"] if remedy else [])]))

@@ -60,7 +60,7 @@ class RunFolder:
 
     def append(self, text: str) -> None:
         """Add to the report; it is complete up to the last finished stage at any time."""
-        with self.report.open("a", encoding="utf-8") as file:
+        with self.report.open("a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(redact(text))
 
     def append_stage(self, name: str, headline: str, table: Table) -> None:

@@ -39,38 +39,6 @@ ALL = "all"
 SHOWING = {"--cfg", "-c", "--info", "-i"}
 
 
-@dataclass
-class Settings:
-    """The dials, and one node per configuration group. conf/config.yaml says what each dial means."""
-
-    stage: str = ALL
-    check: str = field(default=CHECKS[0], metadata={"choices": CHECKS})
-    topology: str = field(default=PER_LAYER, metadata={"choices": TOPOLOGIES})
-    experts: int | None = field(default=MISSING, metadata={"minimum": 1})
-    n: int | None = field(default=MISSING, metadata={"minimum": 1})
-    top_k: int | None = field(default=None, metadata={"minimum": 1})
-    always_on: int | None = field(default=None, metadata={"minimum": 0})
-    active: float = field(default=0.5, metadata={"above": 0, "maximum": 1})
-    seed: int = field(default=0, metadata={"minimum": 0, "maximum": 2**32 - 1})
-    fresh: bool = False
-    output_dir: str = MISSING
-
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    vocabulary: VocabularyConfig = field(default_factory=VocabularyConfig)
-    store: StoreConfig = field(default_factory=StoreConfig)
-    scan: ScanConfig = field(default_factory=ScanConfig)
-    score: ScoreConfig = field(default_factory=ScoreConfig)
-    cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    extract: ExtractConfig = field(default_factory=ExtractConfig)
-    assemble: AssembleConfig = field(default_factory=AssembleConfig)
-    project: ProjectConfig = field(default_factory=ProjectConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
-    dump: DumpStageConfig = field(default_factory=DumpStageConfig)
-    diagnose: DiagnoseConfig = field(default_factory=DiagnoseConfig)
-
-
 @dataclass(frozen=True)
 class Stage:
     """One stage; its code is in `stages/<name>/`.
@@ -118,6 +86,39 @@ CHAIN = (
     Stage("diagnose", (), ("model", "data", "check", "diagnose", "seed"), kept=False),
 )  # fmt: skip
 STAGES = {stage.name: stage for stage in CHAIN}
+
+
+@dataclass
+class Settings:
+    """The dials, and one node per configuration group. conf/config.yaml says what each dial means."""
+
+    stage: str = field(default=ALL, metadata={"choices": (ALL, *STAGES)})
+    check: str = field(default=CHECKS[0], metadata={"choices": CHECKS})
+    topology: str = field(default=PER_LAYER, metadata={"choices": TOPOLOGIES})
+    experts: int | None = field(default=MISSING, metadata={"minimum": 1})
+    n: int | None = field(default=MISSING, metadata={"minimum": 1})
+    top_k: int | None = field(default=None, metadata={"minimum": 1})
+    always_on: int | None = field(default=None, metadata={"minimum": 0})
+    active: float = field(default=0.5, metadata={"above": 0, "maximum": 1})
+    seed: int = field(default=0, metadata={"minimum": 0, "maximum": 2**32 - 1})
+    fresh: bool = False
+    output_dir: str = MISSING
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    vocabulary: VocabularyConfig = field(default_factory=VocabularyConfig)
+    store: StoreConfig = field(default_factory=StoreConfig)
+    scan: ScanConfig = field(default_factory=ScanConfig)
+    score: ScoreConfig = field(default_factory=ScoreConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    extract: ExtractConfig = field(default_factory=ExtractConfig)
+    assemble: AssembleConfig = field(default_factory=AssembleConfig)
+    project: ProjectConfig = field(default_factory=ProjectConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    dump: DumpStageConfig = field(default_factory=DumpStageConfig)
+    diagnose: DiagnoseConfig = field(default_factory=DiagnoseConfig)
+
 
 # evaluate looks at one of the first two. stage=all trains only where the trained checkpoint is evaluated, and never
 # runs the stages that look into a model.

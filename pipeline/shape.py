@@ -1,15 +1,14 @@
 """From the dials to the shape of a carve, its costs and weaknesses, and better settings."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from instruments.errors import ConfigError
 from models.config import PER_LAYER, MoEShape
 from models.dense import keeps_tied
 from models.targets.base import MoETarget
-from models.targets.choose import check_target, select_target
-from models.targets.config import ParameterCount, count_carved, count_dense
+from models.targets.config import ParameterCount, check_target, count_carved, count_dense, select_target
 from pipeline.disk import expected_bytes, in_mib
 from stages.assemble.config import AssembleConfig
 
@@ -27,7 +26,7 @@ MOST_GROWTH = 1.5
 
 @dataclass(frozen=True)
 class ShapeRequest:
-    """The shape that the user asked for; None is filled in from the source's FFN width."""
+    """The shape that the user asked for; None is filled in from the source's FFN width. Advice needs the last two."""
 
     experts: int | None
     n: int | None
@@ -35,24 +34,13 @@ class ShapeRequest:
     always_on: int | None
     active: float
     topology: str = PER_LAYER
+    assemble: AssembleConfig = field(default_factory=AssembleConfig)
+    source: Mapping[str, Any] = field(default_factory=dict)  # its config.json
 
     @property
     def pooled(self) -> bool:
         """Whether all layers share the experts."""
         return self.topology != PER_LAYER
-
-    def active_neurons(self, width: int) -> int:
-        """Neurons of a layer that are to serve each token."""
-        return round(self.active * width)
-
-
-@dataclass(frozen=True)
-class Request:
-    """A carve as it was asked for; its shape is judged by this."""
-
-    dials: ShapeRequest
-    assemble: AssembleConfig
-    source: Mapping[str, Any]  # its config.json
 
     @property
     def width(self) -> int:
@@ -93,7 +81,7 @@ def resolve_shape(dials: ShapeRequest, width: int) -> MoEShape:
     to: each layer's own would be the larger part of the model.
     """
     experts, n = fill_experts(dials, width)
-    active, top_k, always_on = dials.active_neurons(width), dials.top_k, dials.always_on
+    active, top_k, always_on = round(dials.active * width), dials.top_k, dials.always_on
     if dials.pooled:
         always_on = always_on or 0
         if top_k is None:
@@ -131,7 +119,7 @@ def fill_experts(dials: ShapeRequest, width: int) -> tuple[int, int]:
     routed = width * (1 - min(ALWAYS_ON_SHARE, ALWAYS_ON_SHARE_OF_ACTIVE * dials.active))
     if dials.experts is not None:
         return dials.experts, dials.n or _round_to_step(routed / dials.experts, width // dials.experts)
-    n = dials.n or min(EXPERT_WIDTH, max(1, largest_power_of_two(dials.active_neurons(width) // 4)))
+    n = dials.n or min(EXPERT_WIDTH, max(1, largest_power_of_two(round(dials.active * width) // 4)))
     return max(1, min(round(routed / n), width // n)), n
 
 
@@ -154,16 +142,15 @@ def shape_faults(shape: MoEShape, width: int) -> list[tuple[str, str]]:
     if shape.top_k > shape.experts:
         faults.append((f"top_k={shape.top_k} is more than experts={shape.experts}", ""))
     if shape.always_on >= width:
-        most = width - 1
-        what = f"always_on={shape.always_on} leaves no neuron to route; at most {most} of {width} can be always on"
-        faults.append((what, ""))
+        most = f"at most {width - 1} of {width} can be always on"
+        faults.append((f"always_on={shape.always_on} leaves no neuron to route; {most}", ""))
     elif shape.n > (routable := width - shape.always_on):
         what = f"n={shape.n} needs at least {shape.n} neurons a layer that are not always on; there are {routable}"
         faults.append((what, f", {shape.always_on} of them always on"))
     return faults
 
 
-def shape_errors(request: Request, shape: MoEShape, model: str) -> Iterator[ConfigError]:
+def shape_errors(request: ShapeRequest, shape: MoEShape, model: str) -> Iterator[ConfigError]:
     """Errors of a shape, each with better settings; `model` is the source's label."""
     if faults := shape_faults(shape, request.width):
         do = find_remedy(request) or "a model with wider FFNs"
@@ -171,7 +158,7 @@ def shape_errors(request: Request, shape: MoEShape, model: str) -> Iterator[Conf
             yield ConfigError(what, where=f"shape, model={model} with F={request.width} neurons a layer{more}", do=do)
 
 
-def shape_warnings(request: Request, shape: MoEShape) -> list[str]:
+def shape_warnings(request: ShapeRequest, shape: MoEShape) -> list[str]:
     """Weaknesses of a sound shape; empty where there are none."""
     width, active = request.width, shape.active_width
     found = []
@@ -193,7 +180,7 @@ def shape_warnings(request: Request, shape: MoEShape) -> list[str]:
     return found + _size_warnings(request, shape)
 
 
-def _size_warnings(request: Request, shape: MoEShape) -> list[str]:
+def _size_warnings(request: ShapeRequest, shape: MoEShape) -> list[str]:
     found = []
     neurons, dense_neurons = shape.neurons(request.layers), request.width * request.layers
     if shape.pooled and neurons >= dense_neurons:
@@ -209,44 +196,47 @@ def _size_warnings(request: Request, shape: MoEShape) -> list[str]:
     return found
 
 
-def find_remedy(request: Request) -> str | None:
+def find_remedy(request: ShapeRequest) -> str | None:
     """Settings, to paste, of the closest shape without weaknesses; None if there is none."""
-    dials = request.dials
-    for name in dict.fromkeys([request.assemble.target, "auto", "tiny_onn"]):
+    target = request.assemble.target
+    for name in dict.fromkeys([target, "auto", "tiny_onn"]):
         tried = replace(request, assemble=replace(request.assemble, target=name))
-        for shape in _close_shapes(dials, request.width, request.layers):
-            if _is_good(tried, shape):
-                words = [] if shape.experts == dials.experts else [f"experts={shape.experts}"]
-                words += [] if shape.n == dials.n else [f"n={shape.n}"]
-                words += [f"top_k={shape.top_k}", f"always_on={shape.always_on}"]
-                words += [] if name == request.assemble.target else [f"assemble.target={name}"]
-                return " ".join(words)
+        if shape := next((shape for shape in _close_shapes(request) if _is_good(tried, shape)), None):
+            words = {
+                f"experts={shape.experts}": shape.experts != request.experts,
+                f"n={shape.n}": shape.n != request.n,
+                f"top_k={shape.top_k}": True,
+                f"always_on={shape.always_on}": True,
+                f"assemble.target={name}": name != target,
+            }
+            return " ".join(word for word, changed in words.items() if changed)
     return None
 
 
-def _close_shapes(dials: ShapeRequest, width: int, layers: int) -> list[MoEShape]:
+def _close_shapes(request: ShapeRequest) -> list[MoEShape]:
     """Shapes to advise instead of the one asked for, the closest first; not all of them are good ones."""
     # Where all neurons are to be active, nothing is saved.
-    asked = replace(dials, top_k=None, active=dials.active if dials.active < 1 else 0.5)
-    experts, n = fill_experts(dials, width)
+    asked = replace(request, top_k=None, active=request.active if request.active < 1 else 0.5)
+    width, (experts, n) = request.width, fill_experts(request, request.width)
+    open_split = replace(asked, always_on=None)
     sizes = dict.fromkeys([min(n, EXPERT_WIDTH), n, 64, 128, 256, 32, 16, 8, 4, 2, 1])
-    tried = [asked, replace(asked, always_on=None)]
-    if dials.pooled:
-        half = layers * width // 2  # of the dense FFNs' neurons
-        tried += [replace(asked, experts=max(1, half // size), n=size, always_on=None) for size in sizes]
+    tried = [asked, open_split]
+    if request.pooled:
+        half = request.layers * width // 2  # of the dense FFNs' neurons
+        tried += [replace(open_split, experts=max(1, half // size), n=size) for size in sizes]
         return [resolve_shape(candidate, width) for candidate in tried]
-    if dials.experts and fill_experts(parts := replace(asked, n=None, always_on=None), width)[1] >= EXPERT_WIDTH:
+    if request.experts and fill_experts(parts := replace(open_split, n=None), width)[1] >= EXPERT_WIDTH:
         tried.append(parts)
     for size in sizes:
-        tried.append(replace(asked, experts=None, n=size, always_on=None))
+        tried.append(replace(open_split, experts=None, n=size))
         tried.append(replace(asked, experts=-(-width // size), n=size, always_on=0))
     shapes = [resolve_shape(candidate, width) for candidate in tried]
-    if dials.top_k is not None and dials.always_on is None:
-        shapes.insert(0, MoEShape(experts, n, dials.top_k, max(0, width - experts * n)))
+    if request.top_k is not None and request.always_on is None:
+        shapes.insert(0, MoEShape(experts, n, request.top_k, max(0, width - experts * n)))
     return shapes
 
 
-def _is_good(request: Request, shape: MoEShape) -> bool:
+def _is_good(request: ShapeRequest, shape: MoEShape) -> bool:
     """Whether a shape is sound, its target can express it, and it has no weaknesses."""
     if shape_faults(shape, request.width):
         return False
@@ -257,7 +247,7 @@ def _is_good(request: Request, shape: MoEShape) -> bool:
     return not check_target(request.source, target, shape) and not shape_warnings(request, shape)
 
 
-def describe_shape(request: Request, shape: MoEShape) -> list[str]:
+def describe_shape(request: ShapeRequest, shape: MoEShape) -> list[str]:
     """Active neurons and the routed share of them, parameters, and size on disk."""
     dense, carved = count_dense(request.source), request.count(shape)
     routed, active = shape.top_k * shape.n, shape.active_width

@@ -2,8 +2,8 @@
 
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import Field, dataclass, fields, is_dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import Field, dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from math import isfinite
 from operator import gt, le, lt
@@ -14,15 +14,14 @@ from typing import Any
 from omegaconf import MISSING
 
 from instruments.errors import ConfigError, UserError
-from models.config import MoEShape
+from models.config import ModelConfig, MoEShape
 from models.source import check_source, read_source_config
-from models.targets.choose import check_target
+from models.targets.config import check_target
 from pipeline.consistency import contradictions, find_uses, involves, map_errors, warn_of_unread
 from pipeline.disk import nearest_existing
 from pipeline.help import OVERLAYS, groups
-from pipeline.settings import ALL, STAGES, Settings, Stage, Uses, with_ancestors
-from pipeline.shape import Request, ShapeRequest, resolve_shape, shape_errors
-from stages.accumulators.config import StoreConfig
+from pipeline.settings import Settings, Uses, with_ancestors
+from pipeline.shape import ShapeRequest, resolve_shape, shape_errors
 from stages.accumulators.redis_connection import check_store
 from stages.text.cache_key import check_data
 from stages.text.config import check_length
@@ -37,34 +36,34 @@ EMPTY_OUTPUT = ConfigError(
 LIMITS = {"minimum": (lt, "at least"), "above": (le, "above"), "maximum": (gt, "at most")}
 
 
-def field_errors(node: Any, prefix: str = "") -> Iterator[ConfigError]:  # noqa: ANN401 - any settings dataclass
-    """Every setting, at any depth, that breaks the rule in its field's metadata."""
+def find_fields(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, Field[Any]]]:  # noqa: ANN401 - any dataclass
+    """Dotted name, value and field of every setting, at any depth."""
     for spec in fields(node):
         value, name = getattr(node, spec.name), f"{prefix}{spec.name}"
         if is_dataclass(value):
-            yield from field_errors(value, f"{name}.")
-        elif value == [] and spec.metadata.get("nonempty"):
+            yield from find_fields(value, f"{name}.")
+        elif isinstance(value, list) and value and is_dataclass(value[0]):
+            for number, item in enumerate(value):
+                yield from find_fields(item, f"{name}.{number}.")
+        else:
+            yield name, value, spec
+
+
+def field_errors(node: Any, prefix: str = "") -> Iterator[ConfigError]:  # noqa: ANN401 - any settings dataclass
+    """Every setting, at any depth, that breaks the rule in its field's metadata."""
+    for name, value, spec in find_fields(node, prefix):
+        if value == [] and spec.metadata.get("nonempty"):
             yield ConfigError(f"{name} is an empty list", where=f"setting {name}", do=f"{name}={sound_value(spec)}")
         elif value is not None:
             for item in value if isinstance(value, list) else [value]:
-                if is_dataclass(item):
-                    yield from field_errors(item, f"{name}: ")
-                else:
-                    yield from value_errors(name, item, spec)
+                yield from value_errors(name, item, spec)
 
 
-def text_errors(node: Any, prefix: str = "") -> Iterator[ConfigError]:  # noqa: ANN401 - any settings dataclass
-    """Texts that no file can be called, at any depth: nothing can be asked of the disk about them."""
-    for spec in fields(node):
-        value, name = getattr(node, spec.name), f"{prefix}{spec.name}"
-        if is_dataclass(value):
-            yield from text_errors(value, f"{name}.")
+def text_errors(settings: Settings) -> Iterator[ConfigError]:
+    """Texts that no file can be called: nothing can be asked of the disk about them."""
+    for name, value, spec in find_fields(settings):
         for text in value if isinstance(value, list) else [value]:
-            if is_dataclass(text):
-                yield from text_errors(text, f"{name}: ")
-            if isinstance(text, str) and (
-                len(text) > LONGEST or "\0" in text or max(map(_bytes, text.split("/"))) > 255
-            ):
+            if isinstance(text, str) and (len(text) > LONGEST or "\0" in text or _longest_part(text) > 255):
                 yield ConfigError(
                     f"{name}={text[:60]!r} ... is no name: {len(text):,} characters, or characters that no name has",
                     where=f"setting {name}",
@@ -72,8 +71,8 @@ def text_errors(node: Any, prefix: str = "") -> Iterator[ConfigError]:  # noqa: 
                 )
 
 
-def _bytes(text: str) -> int:
-    return len(text.encode("utf-8", "surrogateescape"))
+def _longest_part(path: str) -> int:
+    return max(len(part.encode("utf-8", "surrogateescape")) for part in path.split("/"))
 
 
 def value_errors(name: str, value: Any, spec: Field[Any]) -> Iterator[ConfigError]:  # noqa: ANN401 - any value
@@ -128,19 +127,14 @@ class Checked:
     source: Mapping[str, Any]  # its config.json
 
     @property
-    def request(self) -> Request:
-        """The carve as it was asked for, to judge its shape by."""
-        return Request(dials_of(self.settings), self.settings.assemble, self.source)
-
-    @property
-    def width(self) -> int:
-        """F, neurons in one FFN of the source."""
-        return self.request.width
+    def request(self) -> ShapeRequest:
+        """The shape as it was asked for."""
+        return request_shape(self.settings, self.source)
 
     @property
     def uses(self) -> Uses:
         """The results that the stages read of each other."""
-        return find_uses(self.settings, self.shape, self.width)
+        return find_uses(self.settings, self.shape, self.request.width)
 
 
 def validate(settings: Settings) -> Checked:
@@ -151,10 +145,9 @@ def validate(settings: Settings) -> Checked:
     """
     if errors := find_errors(settings):
         raise InvalidSettingsError(errors)
-    checked = Checked(settings, None, read_source_config(settings.model))
-    if not _carves(_wanted(settings)):
-        return checked
-    return replace(checked, shape=resolve_shape(checked.request.dials, checked.width))
+    source = read_source_config(settings.model)
+    request = request_shape(settings, source)
+    return Checked(settings, resolve_shape(request, request.width) if carves(settings) else None, source)
 
 
 def find_errors(settings: Settings, doubtful: Set[str] = frozenset()) -> list[UserError]:
@@ -167,84 +160,65 @@ def find_errors(settings: Settings, doubtful: Set[str] = frozenset()) -> list[Us
     """
     if unusable := [*text_errors(settings)]:
         return [*unusable]
-    wanted = _wanted(settings)
-    errors: list[UserError] = [*_stage_errors(settings), *field_errors(settings), *_name_errors(settings)]
+    errors: list[UserError] = [*field_errors(settings), *_name_errors(settings.model)]
     errors += _output_errors(settings.output_dir)
     sound = not errors and doubtful <= groups().keys() - {"model", "assemble", *OVERLAYS}
     errors += contradictions(settings)
     if "data" not in doubtful:
-        errors += check_data(settings.data, heldout=any(stage.reads_heldout for stage in wanted))
+        stages = with_ancestors(settings.stage, find_uses(settings))
+        errors += check_data(settings.data, heldout=any(stage.reads_heldout for stage in stages))
     if "store" not in doubtful:
-        errors += _store_errors(settings.store)
-    source = None
-    if "model" not in doubtful:
-        source_faults = check_source(settings.model)
-        errors += source_faults
-        source = None if source_faults else read_source_config(settings.model)
-    if source is not None and "data" not in doubtful:
+        errors += _raised_by(lambda: check_store(settings.store))
+    source_faults = [] if "model" in doubtful else check_source(settings.model)
+    errors += source_faults
+    if "model" in doubtful or source_faults:
+        warn_of_unread(settings)
+        return errors
+    source = read_source_config(settings.model)
+    if "data" not in doubtful:
         errors += check_length(settings.data, source)
-    if source is not None:
-        errors += map_errors(settings, source)
-    if source is not None and sound and _carves(wanted):
-        request = Request(dials_of(settings), settings.assemble, source)
-        shape = resolve_shape(request.dials, request.width)
-        errors += _carve_errors(request, shape, settings.model.label)
+    errors += map_errors(settings, source)
+    if sound and carves(settings):
+        request = request_shape(settings, source)
+        shape = resolve_shape(request, request.width)
+        errors += shape_errors(request, shape, settings.model.label)
+        errors += _raised_by(lambda: request.target(shape)) or check_target(source, request.target(shape), shape)
         warn_of_unread(settings, shape, request.width, clusters=involves(settings, "cluster"))
     else:
         warn_of_unread(settings)
     return errors
 
 
-def dials_of(settings: Settings) -> ShapeRequest:
-    """The dials of the shape."""
+def request_shape(settings: Settings, source: Mapping[str, Any]) -> ShapeRequest:
+    """The dials of the shape, for a source with this config.json."""
     dials = settings.experts, settings.n, settings.top_k, settings.always_on, settings.active, settings.topology
-    return ShapeRequest(*dials)
+    return ShapeRequest(*dials, settings.assemble, source)
 
 
-def _wanted(settings: Settings) -> tuple[Stage, ...]:
-    return with_ancestors(settings.stage, find_uses(settings))
+def carves(settings: Settings) -> bool:
+    """Whether a stage of this run depends on the shape."""
+    return any("shape" in stage.nodes for stage in with_ancestors(settings.stage, find_uses(settings)))
 
 
-def _carves(stages: Iterable[Stage]) -> bool:
-    return any("shape" in stage.nodes for stage in stages)
-
-
-def _carve_errors(request: Request, shape: MoEShape, label: str) -> Iterator[UserError]:
-    """A shape that the source does not allow, or that its target cannot express."""
-    yield from shape_errors(request, shape, label)
+def _raised_by(check: Callable[[], object]) -> list[UserError]:
     try:
-        target = request.target(shape)
+        check()
     except UserError as error:
-        yield error
-    else:
-        yield from check_target(request.source, target, shape)
+        return [error]
+    return []
 
 
-def _stage_errors(settings: Settings) -> Iterator[ConfigError]:
-    """An unknown stage."""
-    if settings.stage != ALL and settings.stage not in STAGES:
-        yield unknown_choice("stage", settings.stage, [ALL, *STAGES])
-
-
-def _name_errors(settings: Settings) -> Iterator[ConfigError]:
+def _name_errors(model: ModelConfig) -> Iterator[ConfigError]:
     """A label that is no plain folder name, and an unknown device."""
-    label, device = settings.model.label, settings.model.device
+    label = model.label
     if not LABEL.fullmatch(label):
         shown = textwrap.shorten(label if label.isprintable() else repr(label), 100, placeholder=" ...")
         cleaned = re.sub(r"[^\w.+-]+", "_", Path(label).name).strip("._")[:64]
         what, do = f"model.label={shown} is no plain folder name", f"model.label={cleaned or 'source'}"
         yield ConfigError(what, where="setting model.label", do=do)
-    if not DEVICE.fullmatch(device):
-        what = f"model.device={device} is none of auto, cpu, cuda, cuda:0, cuda:1 ..."
+    if not DEVICE.fullmatch(model.device):
+        what = f"model.device={model.device} is none of auto, cpu, cuda, cuda:0, cuda:1 ..."
         yield ConfigError(what, where="setting model.device", do="model.device=auto")
-
-
-def _store_errors(store: StoreConfig) -> Iterator[UserError]:
-    """A server that cannot be reached, or does not let us in."""
-    try:
-        check_store(store)
-    except UserError as error:
-        yield error
 
 
 def _output_errors(output_dir: str) -> Iterator[ConfigError]:
@@ -252,14 +226,15 @@ def _output_errors(output_dir: str) -> Iterator[ConfigError]:
     if not output_dir.strip():
         yield EMPTY_OUTPUT
         return
-    place = nearest_existing(Path(output_dir))
+    place, fault = nearest_existing(Path(output_dir)), ""
     if not place.is_dir():
-        yield ConfigError(f"{place} is a file, not a folder", where="setting output_dir", do="output_dir=outputs")
-        return
-    try:
-        # Really writing tells more than the permission bits: root, read-only mounts, kernel file systems.
-        with TemporaryFile(dir=place):
-            pass
-    except OSError as error:
-        what = f"cannot write to {place}: {error.strerror}"
-        yield ConfigError(what, where="setting output_dir", do="output_dir=outputs")
+        fault = f"{place} is a file, not a folder"
+    else:
+        try:
+            # Really writing tells more than the permission bits: root, read-only mounts, kernel file systems.
+            with TemporaryFile(dir=place):
+                pass
+        except OSError as error:
+            fault = f"cannot write to {place}: {error.strerror}"
+    if fault:
+        yield ConfigError(fault, where="setting output_dir", do="output_dir=outputs")

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from tabulate import tabulate
 
 from instruments.errors import ConfigError, ContractError, check_output, exit_code, say
-from instruments.mscan.header import locate
-from instruments.mscan.reader import Mscan, MscanVersion1, read_mscan
+from instruments.mscan.header import VERSION, locate
+from instruments.mscan.reader import Mscan, read_mscan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,34 +23,13 @@ if TYPE_CHECKING:
 COLUMNS = ("module", "weights", "blocks in", "blocks out", "activation", "gradient", "not measured", "error up to")
 
 
-@dataclass
-class Range:
-    """Extremes of what is measured, and how much is not."""
-
-    low: float = np.inf
-    high: float = -np.inf
-    values: int = 0
-    unmeasured: int = 0
-
-    def include(self, values: NDArray[np.float32]) -> None:
-        """Widen the range by some more values."""
-        self.low = float(np.fmin.reduce(values, axis=None, initial=self.low))
-        self.high = float(np.fmax.reduce(values, axis=None, initial=self.high))
-        self.values += values.size
-        self.unmeasured += int(np.isnan(values).sum())
-
-    def __str__(self) -> str:
-        """As a reader wants it."""
-        return f"{self.low:.3g} … {self.high:.3g}" if self.low <= self.high else "–"
-
-
 def summarise(scan: Mscan, sequence: int | None = None) -> str:
     """The file, and value ranges per kind of module: of all sequences, or of one."""
     header = scan.header
     tokens = sum(one.tokens for one in scan.sequences)
     encoding = {"f32": "f32, lossless", "log16": "log16, 16 bits on each column's own logarithmic scale"}
     facts = [
-        ("file", f"{scan.path} (.mscan version {scan.version}, {scan.end:,} bytes)"),
+        ("file", f"{scan.path} (.mscan version {VERSION}, {scan.end:,} bytes)"),
         ("model", header.model),
         ("created", header.created),
         ("parameters", f"{len(header.table.entries):,}, in blocks {header.table.block_width} wide"),
@@ -67,56 +46,37 @@ def summarise(scan: Mscan, sequence: int | None = None) -> str:
     return f"{tabulate(facts, tablefmt='plain', disable_numparse=True)}\n\n{table}\n"
 
 
-def summarise_version1(scan: MscanVersion1) -> str:
-    """A file of version 1, its codes as what they are."""
-    tokens = sum(one.tokens for one in scan.sequences)
-    facts = [
-        ("file", f"{scan.path} (.mscan version 1)"),
-        ("model", scan.model),
-        ("created", scan.created),
-        ("parameters", f"{len(scan.parameters):,}"),
-        ("sequences", f"{len(scan.sequences):,} of {tokens:,} tokens"),
-        ("records", f"{len(scan.records):,}, {scan.lost:,} more lost to the file's own header or a cut"),
-        ("scale", "not stored: the values below are codes, not norms"),
-    ]
-    for name in ("activation", "grad_norm"):
-        codes = scan.records[name]
-        if len(codes):
-            facts.append((name, f"codes {codes.min()} … {codes.max()}, {np.mean(codes == 0):.0%} of them 0"))
-    return tabulate(facts, tablefmt="plain", disable_numparse=True) + "\n"
-
-
 def _module_rows(scan: Mscan, sequence: int | None) -> Iterator[tuple[str, ...]]:
     table = scan.parameters
     modules: dict[str, list[int]] = {}
     for column, name in enumerate(table.names):
         modules.setdefault(locate(name)[1], []).append(column)
-    ranges = {module: (Range(), Range()) for module in modules}
-    for activation, gradient in _values(scan, sequence):
-        for module, columns in modules.items():
-            ranges[module][0].include(activation[:, columns])
-            ranges[module][1].include(gradient[:, columns])
+    activation, gradient = _norms(scan, sequence)
     bound = np.maximum(scan.error_bound("activation"), scan.error_bound("gradient"))
     for module, columns in modules.items():
-        activation_range, gradient_range = ranges[module]
+        values = activation[:, columns], gradient[:, columns]
         inputs = sum(table.input_columns[c].stop - table.input_columns[c].start for c in columns)
         outputs = sum(table.output_columns[c].stop - table.output_columns[c].start for c in columns)
-        missing = activation_range.unmeasured + gradient_range.unmeasured
-        share = missing / max(1, activation_range.values + gradient_range.values)
+        share = float(np.isnan(values).sum() / max(1, 2 * values[0].size))
         yield (
-            module, f"{len(columns)}", f"{inputs:,}", f"{outputs:,}", str(activation_range), str(gradient_range),
+            module, f"{len(columns)}", f"{inputs:,}", f"{outputs:,}", _range(values[0]), _range(values[1]),
             f"{share:.0%}" if share in {0, 1} else f"{share:.2%}", f"{bound[columns].max():.1e}",
         )  # fmt: skip
 
 
-def _values(scan: Mscan, sequence: int | None) -> Iterator[tuple[NDArray[np.float32], NDArray[np.float32]]]:
-    """Activation and gradient, a segment at a time."""
-    if sequence is not None:
-        arrays = scan.select(sequence).arrays
-        yield arrays["activation"], arrays["gradient"]
-        return
-    for segment in scan.segments:
-        yield segment.array("activation"), segment.array("gradient")
+def _norms(scan: Mscan, sequence: int | None) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """(S, P) activation and gradient, of all sequences or of one."""
+    if sequence is None:
+        return scan.activation(), scan.gradient()
+    arrays = scan.select(sequence).arrays
+    return arrays["activation"], arrays["gradient"]
+
+
+def _range(values: NDArray[np.float32]) -> str:
+    """Of what was measured."""
+    low = np.fmin.reduce(values, axis=None, initial=np.inf)
+    high = np.fmax.reduce(values, axis=None, initial=-np.inf)
+    return f"{low:.3g} … {high:.3g}" if low <= high else "–"
 
 
 @dataclass(frozen=True)
@@ -256,9 +216,6 @@ def _run(wanted: argparse.Namespace) -> None:
     for out in filter(None, (wanted.parquet, wanted.delta_sc)):
         _check_writable(out, wanted.file)
     scan = read_mscan(wanted.file)
-    if isinstance(scan, MscanVersion1):
-        _run_version1(scan, wanted)
-        return
     sequence = None if wanted.sequence is None else _sequence(scan, wanted.sequence)
     say(summarise(scan, sequence))
     if wanted.parquet:
@@ -273,19 +230,6 @@ def _run(wanted: argparse.Namespace) -> None:
             where=f"{scan.path}, after {len(scan.sequences):,} sequences; {scan.torn:,} bytes of no use follow",
             do="wait for the writer, copy the file again, or go on scanning into it",
         )
-
-
-def _run_version1(scan: MscanVersion1, wanted: argparse.Namespace) -> None:
-    asked = [flag for flag in ("parquet", "delta_sc", "sequence") if getattr(wanted, flag)]
-    if asked:
-        flags = ", ".join(f"--{flag.replace('_', '-')}" for flag in asked)
-        raise ContractError(
-            f"{scan.path.name} is of version 1, which stores no scale: its values are codes and no norms, so {flags} "
-            "would show what is not there",
-            where=str(scan.path),
-            do=f"python -m pipeline.mscan {scan.path}, or scan again",
-        )
-    say(summarise_version1(scan))
 
 
 def _sequence(scan: Mscan, wanted: str) -> int:
@@ -308,13 +252,8 @@ def _export(scan: Mscan, sequence: int | None, out: Path) -> int:
 
 
 def _draw(scan: Mscan, sequence: int | None, out: Path) -> None:
-    # matplotlib takes a second to load
-
-    if sequence is None:
-        activation, gradient, what = scan.activation(), scan.gradient(), f"mean of {len(scan.sequences)} sequences"
-    else:
-        rows = scan.select(sequence)
-        activation, gradient, what = rows.arrays["activation"], rows.arrays["gradient"], rows.sequences[0].name
+    activation, gradient = _norms(scan, sequence)
+    what = f"mean of {len(activation)} sequences" if sequence is None else scan.select(sequence).sequences[0].name
     grid = grid_by_layer(scan.parameters.names, delta_sc(activation, gradient))
     draw_delta_sc(grid, out, title=f"ΔSC of {scan.header.model}\n{what}")
 
@@ -324,7 +263,3 @@ def _check_writable(out: Path, source: Path) -> None:
     check_output(out)
     if out.exists() and source.exists() and out.samefile(source):
         raise ConfigError(f"{out} is the .mscan file itself", where="command line", do="name another output file")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,10 +1,10 @@
-"""The header of a file: what was scanned, its parameter table, and how its numbers are stored."""
+"""The header of a file: what was scanned, its parameter table, and how its numbers are stored; rows of sequences."""
 
 import json
 import re
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, astuple, dataclass, field, fields
+from dataclasses import astuple, dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instruments.errors import ContractError
+from instruments.json_kinds import check_fields, is_anything, is_count, is_flag, is_text, list_of, object_of
 
 if TYPE_CHECKING:
     from instruments.parameter_scan.targets import WatchedParameter
@@ -52,12 +53,12 @@ class ParameterTable:
     @cached_property
     def input_columns(self) -> list[slice]:
         """Columns of each weight's input blocks; an embedding has none, its inputs are looked up and not multiplied."""
-        return _slices(0 if entry.kind == "embedding" else self._blocks(entry.in_features) for entry in self.entries)
+        return self._columns(0 if entry.kind == "embedding" else entry.in_features for entry in self.entries)
 
     @cached_property
     def output_columns(self) -> list[slice]:
         """Columns of each weight's output blocks."""
-        return _slices(self._blocks(entry.out_features) for entry in self.entries)
+        return self._columns(entry.out_features for entry in self.entries)
 
     @property
     def widths(self) -> tuple[int, int, int]:
@@ -77,12 +78,9 @@ class ParameterTable:
             do=f"say {near[0]}" if near else "scan a model that has one",
         )
 
-    def _blocks(self, features: int) -> int:
-        return -(-features // self.block_width)
-
-
-def _slices(counts: Iterable[int]) -> list[slice]:
-    return [slice(start, stop) for start, stop in pairwise(accumulate(counts, initial=0))]
+    def _columns(self, features: Iterable[int]) -> list[slice]:
+        stops = accumulate((-(-width // self.block_width) for width in features), initial=0)
+        return [slice(start, stop) for start, stop in pairwise(stops)]
 
 
 _NUMBERED = re.compile(r"\.(\d+)\.(.+)")
@@ -100,12 +98,12 @@ def locate(name: str) -> tuple[int | None, str]:
 MAGIC, VERSION = b"MSCAN", 2
 ENCODINGS = ("f32", "log16")
 ALIGNMENT = 8  # bytes; every array begins at a multiple of it
-START = struct.Struct("<5sH")  # magic and version, alike in both versions
+_START = struct.Struct("<5sH")  # magic and version
 PREAMBLE = struct.Struct("<5sHBII")  # magic, version, flags, bytes of JSON, checksum
 
 _CONTENT = {
-    "model": str, "created": str, "block_width": int, "encoding": str, "per_token": bool, "metadata": dict,
-    "parameters": list,
+    "model": is_text, "created": is_text, "block_width": is_count, "encoding": is_text, "per_token": is_flag,
+    "metadata": object_of(is_anything), "parameters": list_of(is_anything),
 }  # fmt: skip
 MAX_FEATURES, MAX_BLOCKS = 1 << 31, 1 << 24  # more are no weights of a model
 
@@ -121,25 +119,25 @@ class Header:
     per_token: bool = False
     metadata: dict[str, Any] = field(default_factory=dict)
 
+    def content(self) -> dict[str, Any]:
+        """As JSON holds it."""
+        own = {name: value for name, value in vars(self).items() if name != "table"}
+        parameters = [astuple(entry) for entry in self.table.entries]
+        return own | {"block_width": self.table.block_width, "parameters": parameters}
+
     def differences(self, other: "Header") -> list[str]:
         """What keeps the rows of one file out of the other; date and metadata may differ."""
-        names = [spec.name for spec in fields(self) if spec.name not in {"created", "table", "metadata"}]
-        found = [name for name in names if getattr(self, name) != getattr(other, name)]
-        if self.table.block_width != other.table.block_width:
-            found.append("block_width")
-        if self.table.entries != other.table.entries:
-            found.append("parameters")
-        return found
+        theirs = other.content()
+        return [
+            name
+            for name, value in self.content().items()
+            if name not in {"created", "metadata"} and value != theirs[name]
+        ]
 
 
 def pack_header(header: Header) -> bytes:
     """Preamble and JSON, padded with spaces; equal headers are equal bytes."""
-    content = asdict(header) | {
-        "block_width": header.table.block_width,
-        "parameters": [astuple(entry) for entry in header.table.entries],
-    }
-    del content["table"]
-    text = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+    text = json.dumps(header.content(), sort_keys=True, separators=(",", ":")).encode()
     text += b" " * (-(PREAMBLE.size + len(text)) % ALIGNMENT)
     start = PREAMBLE.pack(MAGIC, VERSION, 0, len(text), 0)[:-4]
     return start + crc32(text, crc32(start)).to_bytes(4, "little") + text
@@ -151,44 +149,19 @@ def damaged(path: Path, detail: str, where: str = "") -> ContractError:
     return ContractError(f"{path.name} is damaged: {detail}", where=place, do="copy the file again, or scan again")
 
 
-def read_version(path: Path, start: bytes) -> int:
-    """Version of a file from its first bytes.
+def unpack_header(path: Path, file: memoryview) -> tuple[Header, int]:
+    """The header of a file, and where the segments begin.
 
     Raises:
-        ContractError: truncated, no .mscan file, or of a version that is not known.
+        ContractError: truncated, damaged, no .mscan file, or of another version.
     """
-    if len(start) < START.size:
-        raise damaged(path, f"truncated at {len(start)} bytes, in the first {START.size}")
-    magic, version = START.unpack_from(start)
-    if magic != MAGIC:
-        raise ContractError(
-            f"{path.name} is no .mscan file: it begins with {start[:5]!r}, not {MAGIC!r}",
-            where=str(path),
-            do="name a file that the scanner wrote",
-        )
-    if version not in {1, VERSION}:
-        raise ContractError(
-            f"{path.name} is of .mscan version {version}; known are 1 and {VERSION}",
-            where=str(path),
-            do="read it with the release that wrote it",
-        )
-    return int(version)
-
-
-def unpack_header(path: Path, start: memoryview) -> tuple[Header, int]:
-    """The header of a version 2 file, and where the segments begin.
-
-    Raises:
-        ContractError: truncated or damaged.
-    """
-    if len(start) < PREAMBLE.size:
-        raise damaged(path, f"truncated at {len(start)} bytes, in the first {PREAMBLE.size}")
-    _magic, _version, _flags, length, checksum = PREAMBLE.unpack_from(start)
+    _check_start(path, file)
+    _magic, _version, _flags, length, checksum = PREAMBLE.unpack_from(file)
     end = PREAMBLE.size + length
-    if len(start) < end:
-        raise damaged(path, f"truncated at {len(start)} bytes, in a header of {end}, or its length is wrong")
-    text = start[PREAMBLE.size : end]
-    if crc32(text, crc32(start[: PREAMBLE.size - 4])) != checksum:
+    if len(file) < end:
+        raise damaged(path, f"truncated at {len(file)} bytes, in a header of {end}, or its length is wrong")
+    text = file[PREAMBLE.size : end]
+    if crc32(text, crc32(file[: PREAMBLE.size - 4])) != checksum:
         raise damaged(path, f"checksum of the header (bytes 0 to {end}) does not match")
     try:
         return _read_content(json.loads(bytes(text))), end
@@ -196,41 +169,47 @@ def unpack_header(path: Path, start: memoryview) -> tuple[Header, int]:
         raise damaged(path, f"the header is none that a scanner writes: {error}") from error
 
 
-def _read_content(content: object) -> Header:
+def _check_start(path: Path, file: memoryview) -> None:
+    if len(file) < _START.size:
+        raise damaged(path, f"truncated at {len(file)} bytes, in the first {_START.size}")
+    magic, version = _START.unpack_from(file)
+    if magic != MAGIC:
+        raise ContractError(
+            f"{path.name} is no .mscan file: it begins with {magic!r}, not {MAGIC!r}",
+            where=str(path),
+            do="name a file that the scanner wrote",
+        )
+    if version != VERSION:
+        raise ContractError(
+            f"{path.name} is of .mscan version {version}; {VERSION} is known here",
+            where=str(path),
+            do="read it with the release that wrote it, or scan again",
+        )
+    if len(file) < PREAMBLE.size:
+        raise damaged(path, f"truncated at {len(file)} bytes, in the first {PREAMBLE.size}")
+
+
+def _read_content(content: Any) -> Header:  # noqa: ANN401 - of foreign JSON
     """The header from its JSON, which a matching checksum does not make right. Raises ValueError."""
-    if not isinstance(content, dict) or content.keys() != _CONTENT.keys():
-        raise ValueError(f"it needs exactly {', '.join(_CONTENT)}")
-    for name, kind in _CONTENT.items():
-        if type(content[name]) is not kind:
-            raise ValueError(f"{name} is no {kind.__name__}")
-    if content["encoding"] not in ENCODINGS:
+    check_fields(content, _CONTENT)
+    own = {name: content[name] for name in _CONTENT}
+    if own["encoding"] not in ENCODINGS:
         raise ValueError(f"encoding is none of {', '.join(ENCODINGS)}")
-    if not 1 <= content["block_width"] <= MAX_FEATURES:
+    if not 1 <= own["block_width"] <= MAX_FEATURES:
         raise ValueError(f"block_width is not between 1 and {MAX_FEATURES}")
-    check_text(content["model"], content["created"])
-    table = ParameterTable(tuple(_read_entry(entry) for entry in content["parameters"]), content["block_width"])
+    table = ParameterTable(tuple(map(_read_entry, own.pop("parameters"))), own.pop("block_width"))
     if sum(table.widths) > MAX_BLOCKS:
         raise ValueError(f"its parameters have more than {MAX_BLOCKS} blocks")
-    fields_of = {name: content[name] for name in ("model", "created", "encoding", "per_token", "metadata")}
-    return Header(table=table, **fields_of)
+    return Header(table=table, **own)
 
 
 def _read_entry(entry: object) -> StoredParameter:
-    if not isinstance(entry, list) or [type(part) for part in entry] != [str, str, int, int]:
+    if not isinstance(entry, list) or [type(part) for part in entry] != [str, str, int, int] or not is_text(entry[0]):
         raise ValueError("a parameter is not [name, kind, in_features, out_features]")
     name, kind, inputs, outputs = entry
-    check_text(name)
     if kind not in {"linear", "embedding"} or not all(1 <= side <= MAX_FEATURES for side in (inputs, outputs)):
         raise ValueError(f"parameter {name} is {kind} of {inputs} to {outputs} features")
     return StoredParameter(name, kind, inputs, outputs)
-
-
-def check_text(*values: object) -> None:
-    """Raise ValueError where a value is no text that UTF-8 can hold."""
-    for value in values:
-        if not isinstance(value, str):
-            raise ValueError(f"{value!r} is no text")
-        value.encode()
 
 
 # One row per sequence ...
@@ -249,6 +228,11 @@ class StoredSequence:
     source: str = ""
 
 
+def first_tokens(sequences: Iterable[StoredSequence]) -> list[int]:
+    """Row of each sequence's first token, and the number of tokens."""
+    return [0, *accumulate(sequence.tokens for sequence in sequences)]
+
+
 @dataclass(frozen=True)
 class Rows:
     """B sequences; float32 arrays (B, P), (B, I), (B, O) and, where tokens are kept, (Σtokens, P)."""
@@ -258,14 +242,10 @@ class Rows:
 
     def cut(self, start: int, stop: int) -> "Rows":
         """Sequences `start` to `stop`, without a copy."""
-        token = self.first_tokens()
-        bounds = {name: slice(start, stop) for name in SEQUENCE_ARRAYS}
-        bounds |= {name: slice(token[start], token[stop]) for name in TOKEN_ARRAYS}
-        return Rows(self.sequences[start:stop], {name: array[bounds[name]] for name, array in self.arrays.items()})
-
-    def first_tokens(self) -> list[int]:
-        """Row of each sequence's first token, and the number of tokens."""
-        return [0, *accumulate(sequence.tokens for sequence in self.sequences)]
+        token = first_tokens(self.sequences)
+        rows, tokens = slice(start, stop), slice(token[start], token[stop])
+        arrays = {name: array[tokens if name in TOKEN_ARRAYS else rows] for name, array in self.arrays.items()}
+        return Rows(self.sequences[start:stop], arrays)
 
     def nbytes(self) -> list[int]:
         """Bytes of each sequence's float32 rows."""

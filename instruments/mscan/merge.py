@@ -1,11 +1,9 @@
 """Several files of one scan into one: workers' parts, and what interrupted runs left."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -13,7 +11,7 @@ from instruments.durable import whole_file
 from instruments.errors import ContractError
 from instruments.mscan.header import Rows
 from instruments.mscan.reader import Mscan, Segment, read_mscan
-from instruments.mscan.writer import SegmentBuffer, SegmentFile
+from instruments.mscan.writer import SegmentFile
 
 _Found = tuple[Segment, int]
 
@@ -26,7 +24,6 @@ def merge_mscan(
     numbers: Collection[int] | None = None,
     encoding: str = "log16",
     segment_sequences: int = 1024,
-    metadata: Mapping[str, Any] | None = None,
 ) -> None:
     """Write all sequences of `parts` to `out` in the order of their numbers, each once.
 
@@ -35,13 +32,12 @@ def merge_mscan(
     part's torn tail is left out.
 
     Args:
-        parts: at least one file of version 2, all with the same parameters.
+        parts: at least one file, all with the same parameters.
         out: the file to write; it appears when it is complete.
         created: ISO 8601.
         numbers: the sequences that belong into the file; all of them, unless given.
         encoding: log16 or f32.
         segment_sequences: sequences a segment.
-        metadata: of the new file; that of the first part, unless given.
 
     Raises:
         ContractError: parts that do not belong together, a damaged part, a number that no part has, or `out` exists.
@@ -51,28 +47,19 @@ def merge_mscan(
     wanted = sorted(found if numbers is None else numbers)
     _check_complete(found, wanted, out)
     header = replace(files[0].header, created=created, encoding=encoding)
-    if metadata is not None:
-        header = replace(header, metadata=dict(metadata))
     if out.exists():
         raise ContractError(f"{out.name} is there already", where=str(out), do="remove it, or choose another name")
     with whole_file(out) as unfinished:
         unfinished.unlink(missing_ok=True)  # of a merge that was killed
-        with closing(SegmentFile.create(unfinished, header)) as file:
-            buffer = SegmentBuffer(file, segment_sequences)
+        with SegmentFile(unfinished, header, segment_sequences) as file:
             for rows in _gather([found[number] for number in wanted]):
-                buffer.add(rows)
-            buffer.seal()
-            file.finish()
+                file.append(rows)
 
 
 def _open_parts(parts: Sequence[Path]) -> list[Mscan]:
     files: list[Mscan] = []
     for path in parts:
         part = read_mscan(path)
-        if not isinstance(part, Mscan):
-            raise ContractError(
-                f"{path.name} is of .mscan version 1, which cannot be merged", where=str(path), do="leave it out"
-            )
         differences = part.header.differences(replace(files[0].header, encoding=part.header.encoding)) if files else []
         if differences:
             raise ContractError(

@@ -1,23 +1,20 @@
 """Read an .mscan file through a memory map: what is not asked for is not decoded."""
 
-import json
 import mmap
 import re
-import struct
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
 
 from instruments.errors import ContractError
+from instruments.mscan import segments
 from instruments.mscan.header import (
-    START,
     TOKEN_ARRAYS,
     Header,
     ParameterTable,
@@ -25,118 +22,14 @@ from instruments.mscan.header import (
     StoredSequence,
     array_widths,
     damaged,
-    read_version,
+    first_tokens,
     unpack_header,
 )
-from instruments.mscan.segments import (
-    CLOSING,
-    HEADER,
-    MAGIC,
-    MAX_NUMBER,
-    SegmentHeader,
-    decode_log16,
-    error_bound,
-    lay_out,
-    read_segment_header,
-    unpack_table,
-)
-
-_HEADER = struct.Struct("<5sHII")
-RECORD = np.dtype(
-    [("token_idx", "<u4"), ("param_id", "<u2"), ("block_idx", "<u2"), ("activation", "<u2"), ("grad_norm", "<u2")]
-)
+from instruments.mscan.segments import SegmentHeader, read_segment_header
 
 
-@dataclass(frozen=True)
-class SequenceVersion1:
-    """One sequence; its tokens carry the numbers that follow those of the sequence before it."""
-
-    number: int
-    tokens: int
-    source: str
-
-
-@dataclass(frozen=True)
-class MscanVersion1:
-    """A file of version 1."""
-
-    path: Path
-    model: str
-    created: str
-    parameters: dict[int, str]
-    sequences: tuple[SequenceVersion1, ...]
-    # token_idx counts through all sequences. activation and grad_norm are codes of a scale that was not stored, cut off
-    # and not rounded: a norm smaller than one step is 0.
-    records: NDArray[Any]
-    lost: int  # records that the header was written over, or that a cut took
-    scale: None = field(default=None, init=False)
-    version: int = field(default=1, init=False)
-
-
-def read_version1(path: Path, file: memoryview) -> MscanVersion1:
-    """Read a file whose magic and version have been checked.
-
-    Raises:
-        ContractError: the header is truncated or no JSON.
-    """
-    content, end, stated = _read_header(path, file)
-    try:
-        names = {_count(number): str(name) for number, name in content.get("id_to_param_name_map", {}).items()}
-        sequences = tuple(_sequence(row) for row in content.get("sequences", []))
-    except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
-        raise damaged(path, f"unreadable header ({type(error).__name__}: {error})") from error
-    records = _read_records(file, end, stated, np.array(list(names), np.int64))
-    model, created = str(content.get("model_name", "")), str(content.get("timestamp", ""))
-    return MscanVersion1(path, model, created, names, sequences, records, stated - len(records))
-
-
-def _sequence(row: dict[str, Any]) -> SequenceVersion1:
-    return SequenceVersion1(_count(row["sequence_id"]), _count(row["num_tokens"]), str(row.get("source", "")))
-
-
-def _count(value: Any) -> int:  # noqa: ANN401 - of foreign JSON
-    number = int(value)
-    if not 0 <= number < MAX_NUMBER:
-        raise ValueError(f"{number:.3g} is no count")
-    return number
-
-
-def _read_header(path: Path, file: memoryview) -> tuple[dict[str, Any], int, int]:
-    """The JSON, where it ends, and the number of records that should follow."""
-    if len(file) < _HEADER.size:
-        raise damaged(path, f"truncated at {len(file)} bytes, in the first {_HEADER.size}")
-    _magic, _version, end, stated = _HEADER.unpack_from(file)
-    if not _HEADER.size <= end <= len(file):
-        raise damaged(path, f"truncated at {len(file)} bytes, in a header of {end}, or its length is wrong")
-    try:
-        return dict(json.loads(bytes(file[_HEADER.size : end]))), end, stated
-    except (ValueError, TypeError, RecursionError) as error:
-        raise damaged(path, f"unreadable header ({type(error).__name__}: {error})") from error
-
-
-def _read_records(file: memoryview, start: int, stated: int, known: NDArray[np.int64]) -> NDArray[Any]:
-    """As many records as there are: counted from the header on, or from the end where the header covers some."""
-    there = min((len(file) - start) // RECORD.itemsize, stated)
-    from_start = np.frombuffer(file, RECORD, there, start)
-    if there == stated:
-        return from_start
-    from_end = np.frombuffer(file, RECORD, there, len(file) - there * RECORD.itemsize)
-    fits = [np.isin(records["param_id"], known).sum() for records in (from_end, from_start)]
-    return from_end if fits[0] >= fits[1] else from_start
-
-
-@dataclass(frozen=True)
-class Sealed:
-    """The sealed segments in order; `end` is where they end, `torn` how many bytes of unfinished work follow."""
-
-    segments: tuple[SegmentHeader, ...]
-    end: int
-    torn: int
-    closed: bool  # by its writer: nothing is missing at the end
-
-
-def find_segments(path: Path, file: memoryview, start: int) -> Sealed:
-    """Walk the segments from `start`; a segment that no sealed one follows is a torn tail.
+def find_segments(path: Path, file: memoryview, start: int) -> tuple[list[SegmentHeader], bool]:
+    """Walk the segments from `start` to the first that is not sealed; and whether the file was closed after the last.
 
     A segment's header is written only after its payload has reached the disk, so that a writer that was killed
     leaves no header, and a header whose payload does not match its checksum means damage.
@@ -144,45 +37,40 @@ def find_segments(path: Path, file: memoryview, start: int) -> Sealed:
     Raises:
         ContractError: a damaged header among sealed segments.
     """
-    segments: list[SegmentHeader] = []
+    found: list[SegmentHeader] = []
     position = start
     while position < len(file):
         segment = read_segment_header(file, position)
-        if segment is None or segment.index != len(segments) or segment.end > len(file):
-            _check_nothing_follows(path, file, position, len(segments))
+        if segment is None or segment.index != len(found) or segment.end > len(file):
+            _check_nothing_follows(path, file, position, len(found))
             break
-        if segment.kind == CLOSING:
-            _check_counts(path, segment, segments)
+        if segment.kind == segments.CLOSING:
+            _check_counts(path, segment, found)
             if segment.end == len(file):
-                return Sealed(tuple(segments), position, 0, closed=True)
-            _check_nothing_follows(path, file, segment.end, len(segments) - 1)
+                return found, True
+            _check_nothing_follows(path, file, segment.end, len(found) - 1)
             break
-        segments.append(segment)
+        found.append(segment)
         position = segment.end
-    return Sealed(tuple(segments), position, len(file) - position, closed=False)
+    return found, False
 
 
-def _check_counts(path: Path, closing: SegmentHeader, segments: list[SegmentHeader]) -> None:
+def _check_counts(path: Path, closing: SegmentHeader, found: list[SegmentHeader]) -> None:
     """Raise ContractError where the closing header counts other sequences."""
-    counted = (sum(one.sequences for one in segments), sum(one.tokens for one in segments))
+    counted = (sum(one.sequences for one in found), sum(one.tokens for one in found))
     if (closing.sequences, closing.tokens) != counted:
         there = f"{counted[0]:,} sequences of {counted[1]:,} tokens are there"
         said = f"its closing header says {closing.sequences:,} of {closing.tokens:,}"
         raise damaged(path, f"{there}, {said}", f"bytes {closing.offset} to {closing.end}")
 
 
-def check_payload(path: Path, file: memoryview, segment: SegmentHeader) -> None:
-    """Raise ContractError where a payload is not what was written."""
-    if crc32(file[segment.payload : segment.end]) != segment.payload_checksum:
-        raise _damaged_segment(path, segment.index, f"its payload, bytes {segment.payload} to {segment.end}")
-
-
 def _check_nothing_follows(path: Path, file: memoryview, position: int, index: int) -> None:
     """Raise ContractError where a later segment is sealed."""
-    for found in re.finditer(re.escape(MAGIC), file[position:]):
+    for found in re.finditer(re.escape(segments.MAGIC), file[position:]):
         later = read_segment_header(file, position + found.start())
         if later is not None and later.index > index and later.end <= len(file):
-            raise _damaged_segment(path, index, f"its header, bytes {position} to {position + HEADER.size}")
+            end = position + segments.HEADER.size
+            raise _damaged_segment(path, index, f"its header, bytes {position} to {end}")
 
 
 def _damaged_segment(path: Path, index: int, part: str) -> ContractError:
@@ -198,13 +86,20 @@ class Segment:
     """Some sequences of a file, and their norms."""
 
     def __init__(self, header: Header, payload: memoryview, place: SegmentHeader) -> None:
-        """Read the sequence table; arrays stay on the disk."""
+        """Read the sequence table; arrays stay on the disk. Raises ValueError: the payload is not what it should be."""
         self.header = header
-        self.sequences, start = unpack_table(payload, place)
+        self.sequences, position = segments.unpack_table(payload, place)
         self._payload = payload
-        self._places, end = lay_out(header, start, place.sequences, place.tokens)
-        if end != len(payload):
-            raise ValueError(f"arrays end at byte {end} of {len(payload)}")
+        self._quantised = header.encoding == "log16"
+        # Where each array begins, with the scale of its columns before it, and its shape.
+        self._places: dict[str, tuple[int, tuple[int, int]]] = {}
+        for name, columns in array_widths(header).items():
+            rows = place.tokens if name in TOKEN_ARRAYS else place.sequences
+            self._places[name] = position, (rows, columns)
+            size = 16 * columns + 2 * rows * columns if self._quantised else 4 * rows * columns
+            position = segments.aligned(position + size)
+        if position != len(payload):
+            raise ValueError(f"arrays end at byte {position} of {len(payload)}")
 
     def array(self, name: str, rows: Columns = ALL, columns: Columns = ALL) -> NDArray[np.float32]:
         """Norms as float32, NaN where nothing was measured; a view of the file where nothing needs decoding.
@@ -214,16 +109,16 @@ class Segment:
             rows: of sequences, or of tokens.
             columns: of parameters, input blocks or output blocks.
         """
-        place = self._places[name]
-        if self.header.encoding == "f32":
-            return self._view(place.values, place.shape, np.float32)[rows][:, columns]
-        codes = self._view(place.values, place.shape, np.uint16)[rows][:, columns]
-        return decode_log16(self.scale(name)[:, columns], codes)
+        start, shape = self._places[name]
+        if not self._quantised:
+            return self._view(start, shape, np.float32)[rows][:, columns]
+        codes = self._view(start + 16 * shape[1], shape, np.uint16)[rows][:, columns]
+        return segments.decode_log16(self.scale(name)[:, columns], codes)
 
     def scale(self, name: str) -> NDArray[np.float64]:
         """(2, columns) offset and step of every column of a log16 array."""
-        place = self._places[name]
-        return self._view(place.scale, (2, place.shape[1]), np.float64)
+        start, (_rows, columns) = self._places[name]
+        return self._view(start, (2, columns), np.float64)
 
     def rows(self, picked: NDArray[np.intp]) -> Rows:
         """Some sequences with all their norms."""
@@ -234,8 +129,7 @@ class Segment:
 
     @cached_property
     def _first_tokens(self) -> list[int]:
-        """Row of each sequence's first token, and the number of tokens."""
-        return [0, *accumulate(sequence.tokens for sequence in self.sequences)]
+        return first_tokens(self.sequences)
 
     def _view(self, start: int, shape: tuple[int, int], number_format: type[Number]) -> NDArray[Number]:
         stored = np.dtype(number_format).newbyteorder("<")
@@ -244,7 +138,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Mscan:
-    """A file of version 2. S sequences in the order of the file, P parameters in the order of the table."""
+    """A file that was read. S sequences in the order of the file, P parameters in the order of the table."""
 
     path: Path
     header: Header
@@ -252,7 +146,6 @@ class Mscan:
     end: int  # bytes of header and sealed segments
     torn: int  # bytes after them: what a killed writer had not sealed; never read
     closed: bool  # False: its writer was killed or still writes, or the end is cut off; sequences may be missing
-    version: int = field(default=2, init=False)
 
     @property
     def parameters(self) -> ParameterTable:
@@ -294,21 +187,28 @@ class Mscan:
             raise ContractError(
                 f"{self.path.name} holds no values per token", where=str(self.path), do="scan again with per_token=True"
             )
-        segment, row = self._locate(sequence)
-        rows = segment.rows(np.array([row]))
-        return rows.arrays["token_activation"], rows.arrays["token_gradient"]
+        arrays = self.select(sequence).arrays
+        return arrays["token_activation"], arrays["token_gradient"]
 
-    def select(self, sequence: int | str) -> Rows:
+    def select(self, wanted: int | str) -> Rows:
         """One sequence, by its number or its name, with all its norms. Raises ContractError: no such sequence."""
-        segment, row = self._locate(sequence)
-        return segment.rows(np.array([row]))
+        for segment in self.segments:
+            for row, sequence in enumerate(segment.sequences):
+                if wanted in {sequence.number, sequence.name}:
+                    return segment.rows(np.array([row]))
+        known = f"number {self.sequences[0].number} or name {self.sequences[0].name!r}" if self.sequences else ""
+        raise ContractError(
+            f"no sequence {wanted!r}; there are {len(self.sequences)}",
+            where=str(self.path),
+            do=f"ask for one of them, such as {known}" if known else "scan some text into the file",
+        )
 
     def error_bound(self, name: str) -> NDArray[np.float64]:
         """(columns,) largest relative error of an array's values as stored; 0 where they are stored in full."""
         bound = np.zeros(array_widths(self.header)[name])
         if self.header.encoding == "log16":
             for segment in self.segments:
-                np.maximum(bound, error_bound(segment.scale(name)), out=bound)
+                np.maximum(bound, segments.error_bound(segment.scale(name)), out=bound)
         return bound
 
     def blocks_of_rows(self, size: int) -> Iterator[Rows]:
@@ -322,21 +222,9 @@ class Mscan:
             return np.empty((0, len(range(*columns.indices(array_widths(self.header)[name])))), np.float32)
         return np.concatenate([segment.array(name, columns=columns) for segment in self.segments])
 
-    def _locate(self, wanted: int | str) -> tuple[Segment, int]:
-        for segment in self.segments:
-            for row, sequence in enumerate(segment.sequences):
-                if wanted in {sequence.number, sequence.name}:
-                    return segment, row
-        known = f"number {self.sequences[0].number} or name {self.sequences[0].name!r}" if self.sequences else ""
-        raise ContractError(
-            f"no sequence {wanted!r}; there are {len(self.sequences)}",
-            where=str(self.path),
-            do=f"ask for one of them, such as {known}" if known else "scan some text into the file",
-        )
 
-
-def read_mscan(path: Path, *, verify: bool = True) -> Mscan | MscanVersion1:
-    """Open a file of version 1 or 2.
+def read_mscan(path: Path, *, verify: bool = True) -> Mscan:
+    """Open a file.
 
     Args:
         path: the file.
@@ -347,15 +235,14 @@ def read_mscan(path: Path, *, verify: bool = True) -> Mscan | MscanVersion1:
             `closed` says so, and `torn` how many bytes at its end are of no use.
     """
     file = _map(path)
-    if read_version(path, bytes(file[: START.size])) == 1:
-        return read_version1(path, file)
     header, start = unpack_header(path, file)
-    sealed = find_segments(path, file, start)
-    if verify:
-        for segment in sealed.segments:
-            check_payload(path, file, segment)
-    segments = tuple(_open_segment(path, header, file, place) for place in sealed.segments)
-    return Mscan(path, header, segments, sealed.end, sealed.torn, sealed.closed)
+    places, closed = find_segments(path, file, start)
+    for place in places if verify else ():
+        if crc32(file[place.payload : place.end]) != place.payload_checksum:
+            raise _damaged_segment(path, place.index, f"its payload, bytes {place.payload} to {place.end}")
+    end = places[-1].end if places else start
+    opened = tuple(_open_segment(path, header, file, place) for place in places)
+    return Mscan(path, header, opened, end, 0 if closed else len(file) - end, closed)
 
 
 def _open_segment(path: Path, header: Header, file: memoryview, place: SegmentHeader) -> Segment:

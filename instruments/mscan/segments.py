@@ -11,7 +11,8 @@ import numpy as np
 from jaxtyping import Float32, Float64, UInt16
 from numpy.typing import NDArray
 
-from instruments.mscan.header import ALIGNMENT, TOKEN_ARRAYS, Header, Rows, StoredSequence, array_widths, check_text
+from instruments.json_kinds import check_fields, kinds_of, list_of
+from instruments.mscan.header import ALIGNMENT, Header, Rows, StoredSequence, array_widths
 
 NOT_MEASURED = 65535
 LAST = 65534  # code of a column's largest value
@@ -98,8 +99,7 @@ NORMS, CLOSING = 1, 2  # kinds: sequences; the end of a file that was closed
 # magic, kind, zero, index in the file, sequences, tokens, bytes of payload, checksum of payload, checksum of the above
 HEADER = struct.Struct("<4sHHIIQQII")
 _LENGTH = struct.Struct("<Q")
-_TABLE = {"number": int, "name": str, "tokens": int, "source": str}  # columns of the sequence table
-MAX_NUMBER = 1 << 62
+_TABLE = kinds_of(StoredSequence)  # columns of the sequence table
 
 
 @dataclass(frozen=True)
@@ -132,15 +132,6 @@ class SegmentHeader:
         return start + crc32(start).to_bytes(4, "little")
 
 
-@dataclass(frozen=True)
-class Place:
-    """Place of an array within a payload."""
-
-    scale: int  # bytes; log16 only
-    values: int  # bytes
-    shape: tuple[int, int]
-
-
 def read_segment_header(file: memoryview, offset: int) -> SegmentHeader | None:
     """The header at `offset`; None where there is no whole and undamaged one."""
     start = file[offset : offset + HEADER.size]
@@ -169,33 +160,10 @@ def unpack_table(payload: memoryview, segment: SegmentHeader) -> tuple[tuple[Sto
     if end > len(payload):
         raise ValueError(f"a sequence table of {length} bytes")
     columns = json.loads(bytes(payload[_LENGTH.size : end]))
-    if not isinstance(columns, dict) or columns.keys() != _TABLE.keys():
-        raise ValueError(f"a sequence table without exactly {', '.join(_TABLE)}")
-    for name, kind in _TABLE.items():
-        values = columns[name]
-        if not isinstance(values, list) or len(values) != segment.sequences:
-            raise ValueError(f"{name} is no list of {segment.sequences}")
-        if any(type(value) is not kind for value in values):
-            raise ValueError(f"{name} holds what is no {kind.__name__}")
-        if kind is int and any(not 0 <= value < MAX_NUMBER for value in values):
-            raise ValueError(f"{name} holds numbers outside 0 to {MAX_NUMBER}")
-        if kind is str:
-            check_text(*values)
+    check_fields(columns, {name: list_of(kind, segment.sequences) for name, kind in _TABLE.items()})
     if sum(columns["tokens"]) != segment.tokens:
         raise ValueError(f"{sum(columns['tokens'])} tokens where the segment's header says {segment.tokens}")
-    return tuple(StoredSequence(*row) for row in zip(*(columns[name] for name in _TABLE), strict=True)), end
-
-
-def lay_out(header: Header, start: int, sequences: int, tokens: int) -> tuple[dict[str, Place], int]:
-    """Place of each array after `start`, the end of the sequence table; and the end of the last one."""
-    places, position = {}, start
-    quantised = header.encoding == "log16"
-    for name, columns in array_widths(header).items():
-        rows = tokens if name in TOKEN_ARRAYS else sequences
-        values = position + (16 * columns if quantised else 0)
-        places[name] = Place(position, values, (rows, columns))
-        position = aligned(values + rows * columns * (2 if quantised else 4))
-    return places, position
+    return tuple(map(StoredSequence, *(columns[name] for name in _TABLE))), end
 
 
 def pack_payload(header: Header, rows: Rows) -> Iterator[bytes | memoryview]:

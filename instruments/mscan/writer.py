@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 from zlib import crc32
 
 import numpy as np
@@ -26,85 +26,102 @@ from instruments.mscan.header import (
     join,
     pack_header,
 )
-from instruments.mscan.reader import Mscan, MscanVersion1, read_mscan
+from instruments.mscan.reader import read_mscan
 from instruments.mscan.segments import CLOSING, HEADER, SegmentHeader, pack_payload
 from instruments.parameter_scan.targets import ScanRecord, WatchedParameter
 
+SEGMENT_BYTES = 64 << 20  # as float32
+
 
 class SegmentFile:
-    """An open file with its header, to which `seal` appends."""
+    """A file being written, which gathers rows and appends them as segments.
 
-    def __init__(
-        self,
-        path: Path,
-        file: BinaryIO,
-        header: Header,
-        *,
-        segments: int = 0,
-        counted: tuple[int, int] = (0, 0),
-        next_number: int = 0,
-    ) -> None:
-        """Take over a file open at its end, after so many segments; `create` and `reopen` make one."""
-        self.path = path
-        self.header = header
-        self.next_number = next_number
-        self._file = file
-        self._end, self._segments = file.tell(), segments
-        self._counted = counted  # sequences and tokens in them
+    A segment is sealed after `segment_sequences` of them, or after the one that brings it to 64 MiB: where segments end
+    depends on the sequences alone and not on how many come at a time.
+    """
 
-    @classmethod
-    def create(cls, path: Path, header: Header) -> "SegmentFile":
-        """Begin a file. A kill leaves no file, or one with a whole header.
+    def __init__(self, path: Path, header: Header, segment_sequences: int, *, append: bool = False) -> None:
+        """Begin the file, or with `append` go on with one that is there.
 
         Raises:
-            ContractError: there is one already.
+            ContractError: there is one already; or, with `append`, it is damaged, has other parameters than `header`,
+                or another process writes it.
         """
-        unfinished = path.with_name(f".{path.name}.{os.getpid()}.new")
+        assert segment_sequences > 0
+        self.path, self.header, self.next_number = path, header, 0
+        self._most = segment_sequences
+        self._segments = self._sequences = self._tokens = 0  # that are sealed
+        self._file = self._reopen() if append and path.exists() else self._create()
+        self._end = self._file.tell()
+        self._waiting: list[Rows] = []
+        self._count = self._nbytes = 0
+
+    def _create(self) -> BinaryIO:
+        """A kill leaves no file, or one with a whole header."""
+        unfinished = self.path.with_name(f".{self.path.name}.{os.getpid()}.new")
         file = unfinished.open("w+b")
         try:
-            _lock(file, path)
-            file.write(pack_header(header))
+            _lock(file, self.path)
+            file.write(pack_header(self.header))
             _sync(file)
-            _name(unfinished, path)
-        except BaseException:
+            os.link(unfinished, self.path)  # unlike a rename, it replaces no file
+            sync(self.path.parent)
+        except BaseException as error:
             file.close()
-            raise
-        return cls(path, file, header)
+            if not isinstance(error, FileExistsError):
+                raise
+            do = "append=True to go on with it, or another name"
+            raise ContractError(f"{self.path.name} is there already", where=str(self.path), do=do) from None
+        finally:
+            unfinished.unlink()
+        return file
 
-    @classmethod
-    def reopen(cls, path: Path, header: Header) -> "SegmentFile":
-        """Go on with a file; a torn tail is cut off, with a warning that says how long it was.
-
-        Raises:
-            ContractError: of version 1, damaged, or with other parameters than `header`; or another process writes it.
-        """
-        file = path.open("r+b")
+    def _reopen(self) -> BinaryIO:
+        """A torn tail is cut off, with a warning that says how long it was."""
+        file = self.path.open("r+b")
         try:
-            _lock(file, path)
-            found = read_mscan(path, verify=False)
-            if isinstance(found, MscanVersion1):
+            _lock(file, self.path)
+            found = read_mscan(self.path, verify=False)
+            if differences := found.header.differences(self.header):
                 raise ContractError(
-                    f"{path.name} is of .mscan version 1, which cannot be continued",
-                    where=str(path),
-                    do="write to another file",
+                    f"{self.path.name} was written with another {', '.join(differences)}",
+                    where=str(self.path),
+                    do="write to another file, or scan with the settings of this one",
                 )
-            _check_same(found, header)
             if found.torn:
-                warnings.warn(f"{path}: cut off a torn tail of {found.torn} bytes", stacklevel=4)
+                warnings.warn(f"{self.path}: cut off a torn tail of {found.torn} bytes", stacklevel=4)
             file.truncate(found.end)
             file.seek(found.end)
         except BaseException:
             file.close()
             raise
-        next_number = 1 + max((sequence.number for sequence in found.sequences), default=-1)
-        counted = (len(found.sequences), sum(sequence.tokens for sequence in found.sequences))
-        return cls(path, file, found.header, segments=len(found.segments), counted=counted, next_number=next_number)
+        self.header = found.header
+        self.next_number = 1 + max((sequence.number for sequence in found.sequences), default=-1)
+        self._segments, self._sequences = len(found.segments), len(found.sequences)
+        self._tokens = sum(sequence.tokens for sequence in found.sequences)
+        return file
 
-    def seal(self, rows: Rows) -> None:
-        """Append one segment: first the payload, and once that is on the disk, the header.
+    def append(self, rows: Rows) -> None:
+        """Take over `rows`, which must not change afterwards."""
+        start = 0
+        for row, nbytes in enumerate(rows.nbytes(), 1):
+            self._count += 1
+            self._nbytes += nbytes
+            if self._count == self._most or self._nbytes >= SEGMENT_BYTES:
+                self._waiting.append(rows.cut(start, row))
+                self.seal()
+                start = row
+        if start < len(rows.sequences):
+            self._waiting.append(rows.cut(start, len(rows.sequences)))
 
-        After an error the same rows can be sealed again.
-        """
+    def seal(self) -> None:
+        """Bring everything added so far to the disk, as one segment; after an error it can be tried again."""
+        if self._waiting:
+            self._write(join(self._waiting))
+        self._waiting, self._count, self._nbytes = [], 0, 0
+
+    def _write(self, rows: Rows) -> None:
+        """First the payload, and once that is on the disk, the segment's header."""
         start = self._end
         self._file.seek(start)
         self._file.truncate()  # what an earlier call left that the disk had no room for
@@ -120,31 +137,36 @@ class SegmentFile:
         self._file.seek(start)
         self._file.write(segment.pack())
         _sync(self._file)
-        self._end, self._segments = segment.end, self._segments + 1
-        self._counted = (self._counted[0] + segment.sequences, self._counted[1] + segment.tokens)
-
-    def finish(self) -> None:
-        """Say that the file is complete, by the closing header, and close it."""
-        closing = SegmentHeader(self._end, self._segments, *self._counted, 0, 0, CLOSING)
-        self._file.seek(self._end)
-        self._file.truncate()
-        self._file.write(closing.pack())
-        _sync(self._file)
-        self.close()
+        self._end = segment.end
+        self._segments += 1
+        self._sequences += segment.sequences
+        self._tokens += tokens
 
     def close(self) -> None:
-        """Close the file, which lets go of the lock."""
-        self._file.close()
+        """Seal what waits, say by the closing header that the file is complete, and let go of it and its lock."""
+        try:
+            self.seal()
+            closing = SegmentHeader(self._end, self._segments, self._sequences, self._tokens, 0, 0, CLOSING)
+            self._file.seek(self._end)
+            self._file.truncate()
+            self._file.write(closing.pack())
+            _sync(self._file)
+        finally:
+            self._file.close()
 
+    def __enter__(self) -> Self:
+        """Itself."""
+        return self
 
-def _check_same(found: Mscan, header: Header) -> None:
-    differences = found.header.differences(header)
-    if differences:
-        raise ContractError(
-            f"{found.path.name} was written with another {', '.join(differences)}",
-            where=str(found.path),
-            do="write to another file, or scan with the settings of this one",
-        )
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
+        """Close; after an error what was added is kept, and the file is not marked as complete."""
+        if kind is None:
+            self.close()
+            return
+        try:
+            self.seal()
+        finally:
+            self._file.close()
 
 
 def _lock(file: BinaryIO, path: Path) -> None:
@@ -157,62 +179,13 @@ def _lock(file: BinaryIO, path: Path) -> None:
         ) from None
 
 
-def _name(unfinished: Path, path: Path) -> None:
-    """Give the file its name, unless there is one of that name."""
-    try:
-        os.link(unfinished, path)
-    except FileExistsError:
-        raise ContractError(
-            f"{path.name} is there already", where=str(path), do="append=True to go on with it, or another name"
-        ) from None
-    finally:
-        unfinished.unlink()
-    sync(path.parent)
-
-
 def _sync(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
 
 
-SEGMENT_BYTES = 64 << 20  # as float32
-
-
-class SegmentBuffer:
-    """Seals a segment after `sequences` of them, or after the one that brings it to 64 MiB.
-
-    Where segments end depends on the sequences alone and not on how many come at a time.
-    """
-
-    def __init__(self, file: SegmentFile, sequences: int) -> None:
-        """Gather for `file`."""
-        assert sequences > 0
-        self._file, self._most = file, sequences
-        self._waiting: list[Rows] = []
-        self._count = self._nbytes = 0
-
-    def add(self, rows: Rows) -> None:
-        """Take over `rows`, which must not change afterwards."""
-        start = 0
-        for row, nbytes in enumerate(rows.nbytes(), 1):
-            self._count += 1
-            self._nbytes += nbytes
-            if self._count == self._most or self._nbytes >= SEGMENT_BYTES:
-                self._waiting.append(rows.cut(start, row))
-                self.seal()
-                start = row
-        if start < len(rows.sequences):
-            self._waiting.append(rows.cut(start, len(rows.sequences)))
-
-    def seal(self) -> None:
-        """Write what waits, if anything does."""
-        if self._waiting:
-            self._file.seal(join(self._waiting))
-        self._waiting, self._count, self._nbytes = [], 0, 0
-
-
-class MscanWriter:
-    """An .mscan file being written; `with` closes it. What was added is safe once its segment is sealed."""
+class MscanWriter(SegmentFile):
+    """An .mscan file of a scanner's records; `with` closes it. What was added is safe once its segment is sealed."""
 
     def __init__(
         self,
@@ -252,10 +225,7 @@ class MscanWriter:
         now = datetime.now(UTC).isoformat(timespec="seconds")
         table = ParameterTable.of(parameters, block_width)
         header = Header(model, created or now, table, encoding, per_token, dict(metadata or {}))
-        open_file = SegmentFile.reopen if append and path.exists() else SegmentFile.create
-        self._file = open_file(path, header)
-        self._buffer = SegmentBuffer(self._file, segment_sequences)
-        self._next = self._file.next_number
+        super().__init__(path, header, segment_sequences, append=append)
 
     def add(self, record: ScanRecord, numbers: Sequence[int] | None = None) -> None:
         """Take over the sequences of a record; whole segments are sealed.
@@ -267,38 +237,19 @@ class MscanWriter:
         Raises:
             ContractError: shapes that do not fit the parameter table, or a value that is no norm.
         """
-        start = self._next
+        start = self.next_number
         numbers = range(start, start + len(record.sequences)) if numbers is None else numbers
-        rows = _rows_of(self._file.header, record, numbers)
-        _check(self._file, rows)
-        self._buffer.add(rows)
-        self._next = max(start, *(number + 1 for number in numbers)) if len(numbers) else start
+        rows = _rows_of(self.header, record, numbers)
+        _check(self, rows)
+        self.append(rows)
+        self.next_number = max(start, *(number + 1 for number in numbers)) if len(numbers) else start
 
-    def seal(self) -> None:
-        """Bring everything added so far to the disk, as a segment of its own."""
-        self._buffer.seal()
 
-    def close(self) -> None:
-        """Seal the rest and mark the file as complete."""
-        try:
-            self.seal()
-            self._file.finish()
-        finally:
-            self._file.close()
-
-    def __enter__(self) -> "MscanWriter":
-        """Itself."""
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
-        """Close; after an error what was added is kept, and the file is not marked as complete."""
-        if kind is None:
-            self.close()
-            return
-        try:
-            self.seal()
-        finally:
-            self._file.close()
+# Array → field of the record.
+_FIELDS = {
+    "activation": "activation_BP", "gradient": "gradient_BP", "in_activation": "in_activation_BI",
+    "in_gradient": "in_gradient_BI", "out_gradient": "out_gradient_BO",
+}  # fmt: skip
 
 
 def _rows_of(header: Header, record: ScanRecord, numbers: Sequence[int]) -> Rows:
@@ -308,13 +259,7 @@ def _rows_of(header: Header, record: ScanRecord, numbers: Sequence[int]) -> Rows
         StoredSequence(int(number), sequence.name, sequence.tokens, sequence.source)
         for number, sequence in zip(numbers, record.sequences, strict=True)
     )
-    arrays = {
-        "activation": _copy(record.activation_BP),
-        "gradient": _copy(record.gradient_BP),
-        "in_activation": _copy(record.in_activation_BI),
-        "in_gradient": _copy(record.in_gradient_BI),
-        "out_gradient": _copy(record.out_gradient_BO),
-    }
+    arrays = {name: np.array(getattr(record, of).detach().numpy(), np.float32) for name, of in _FIELDS.items()}
     if header.per_token:
         if record.token_activation is None or record.token_gradient is None:
             raise ContractError(
@@ -324,10 +269,6 @@ def _rows_of(header: Header, record: ScanRecord, numbers: Sequence[int]) -> Rows
         arrays["token_activation"] = _stack(record.token_activation, parameters)
         arrays["token_gradient"] = _stack(record.token_gradient, parameters)
     return Rows(sequences, arrays)
-
-
-def _copy(values: Tensor) -> NDArray[np.float32]:
-    return np.array(values.detach().numpy(), np.float32)
 
 
 def _stack(values: Sequence[Tensor], columns: int) -> NDArray[np.float32]:

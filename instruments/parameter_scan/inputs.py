@@ -30,17 +30,17 @@ def token_block_squares(x_BTN: Float[Tensor, "B T N"], width: int) -> Float[Tens
 
 
 class InputSquares:
-    """Norms and Gram matrix of one input (B, T, I).
-
-    Args:
-        source: the tensor as the module got it, kept so that its memory cannot become another's meanwhile.
-        x_BTI: the same with the samples apart, on the device of the gradients.
-        mask_BT: True at tokens; None where all are.
-        width: of a block.
-    """
+    """Norms and Gram matrix of one input (B, T, I)."""
 
     def __init__(self, source: Tensor, x_BTI: Tensor, mask_BT: Tensor | None, width: int) -> None:
-        """Sum the squares; the Gram matrix waits until it is asked for."""
+        """Sum the squares; the Gram matrix waits until it is asked for.
+
+        Args:
+            source: the tensor as the module got it, kept so that its memory cannot become another's meanwhile.
+            x_BTI: the same with the samples apart, on the device of the gradients.
+            mask_BT: True at tokens; None where all are.
+            width: of a block.
+        """
         self.source, self.x_BTI = source, x_BTI
         squares_BTi = token_block_squares(x_BTI, width)
         self.token_squares_BT = squares_BTi.sum(2)
@@ -57,14 +57,11 @@ class InputSquares:
 
     def is_of(self, other: Tensor) -> bool:
         """Whether `other` is the very same memory read in the same way."""
-        mine = self.source
-        return (
-            mine.data_ptr() == other.data_ptr()
-            and mine.shape == other.shape
-            and mine.stride() == other.stride()
-            and mine.dtype == other.dtype
-            and mine.device == other.device
+        mine, its = (
+            (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+            for tensor in (self.source, other)
         )
+        return mine == its
 
 
 def split_samples(tensor: Tensor, samples: int, length: int, name: str) -> Tensor:
@@ -82,11 +79,6 @@ def split_samples(tensor: Tensor, samples: int, length: int, name: str) -> Tenso
         where="ParameterTensorScanner",
         do="leave it out: patterns=[...]",
     )
-
-
-def last_positions(mask_BT: Tensor | None, length: int, device: torch.device) -> Tensor | None:
-    """The mask of a module that saw the last `length` positions only, as the output embedding may."""
-    return None if mask_BT is None else mask_BT[:, -length:].to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -114,9 +106,7 @@ def head_part(
 ) -> HeadPart:
     """Reduce the gradient of the logits to what the sum of both uses needs."""
     at_inputs = grad_BSV.gather(2, ids_BT.unsqueeze(1).expand(-1, grad_BSV.shape[1], -1)).mT.float()
-    tokens = None
-    if per_token:
-        tokens = (_norms(grad_BSV) * _norms(x_BSD)).square_()
+    tokens = (_norms(grad_BSV) * _norms(x_BSD)).square_() if per_token else None
     return HeadPart(x_BSD, at_inputs, column_squares(x_BSD, grad_BSV, gram=gram), tokens)
 
 
@@ -149,7 +139,9 @@ def embedding_columns(
     columns_BD = lookup_columns(ids_BT, delta_BTD)
     if head is None:
         return columns_BD
-    cross_BD = _sent_back(head).mul_(delta_BTD).sum(1)
+    # B_{id_t}, the row of the output embedding's gradient at every token looked up.
+    sent_back_BTD = head.at_inputs_BTS @ head.x_BSD.float()
+    cross_BD = sent_back_BTD.mul_(delta_BTD).sum(1)
     return columns_BD.add_(head.columns_BD).add_(cross_BD, alpha=2).clamp_min_(0)
 
 
@@ -163,11 +155,6 @@ def embedding_token_squares(delta_BTD: Float[Tensor, "B T D"], head: HeadPart | 
     cross_BS = own_BS * (head.x_BSD.float() * delta_BTD[:, -kept:]).sum(-1)
     squares_BT[:, -kept:] += head.token_squares_BS + 2 * cross_BS
     return squares_BT.clamp_min_(0)
-
-
-def _sent_back(head: HeadPart) -> Tensor:
-    """B_{id_t}, the row of the output embedding's gradient at every token looked up: (B, T, D)."""
-    return head.at_inputs_BTS @ head.x_BSD.float()
 
 
 def _norms(x_BTN: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Forward hooks on the watched modules: what they read is measured as the gradient of what they give arrives."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,80 +11,18 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from instruments.errors import NumericsError
-from instruments.gradients import in_backward, prefer_gram, watch, weight_squares
+from instruments.gradients import prefer_gram, watch, weight_squares
 from instruments.parameter_scan.inputs import (
     InputSquares,
     embedding_columns,
     embedding_token_squares,
     head_part,
-    last_positions,
     split_samples,
     sum_blocks,
 )
 from instruments.parameter_scan.scan_pass import Measured, ScanPass
 from instruments.parameter_scan.targets import Target
-
-
-def read_input(scan_pass: ScanPass, name: str, source: Tensor, width: int, device: torch.device) -> InputSquares:
-    """Norms of a module's input. Raises ConfigError: its samples cannot be told apart."""
-    x_BTI = split_samples(source, scan_pass.facts.samples, scan_pass.facts.length, name).to(device)
-    mask_BT = last_positions(scan_pass.facts.mask_BT, x_BTI.shape[1], x_BTI.device)
-    return InputSquares(source, x_BTI, mask_BT, width)
-
-
-def record_input(scan_pass: ScanPass, index: int, inputs: InputSquares) -> None:
-    """‖X‖² by block and by token."""
-    scan_pass.squares.activation[index] = inputs.block_squares_Bi
-    if scan_pass.per_token:
-        scan_pass.squares.token_activation[index] = inputs.token_squares_BT
-
-
-def record_gradient(scan_pass: ScanPass, index: int, inputs: InputSquares, grad: Tensor, product: str) -> None:
-    """‖∇W‖² of a Linear by block and by token."""
-    x_BTI, width = inputs.x_BTI, scan_pass.layout.parameters[index].block_width
-    grad_BTO = grad.reshape(*x_BTI.shape[:2], -1)
-    gram = prefer_gram(product, x_BTI.shape[1], x_BTI.shape[2], grad_BTO.shape[2])
-    columns_BI, rows_BO = weight_squares(x_BTI, grad_BTO, gram=gram, gram_BTT=inputs.gram() if gram else None)
-    scan_pass.squares.in_gradient[index] = sum_blocks(columns_BI, width)
-    scan_pass.squares.out_gradient[index] = sum_blocks(rows_BO, width)
-    if scan_pass.per_token:
-        norms_BT = torch.linalg.vector_norm(grad_BTO, dim=-1, dtype=torch.float32)
-        scan_pass.squares.token_gradient[index] = inputs.token_squares_BT * norms_BT.square_()
-
-
-def record_lookup(scan_pass: ScanPass, index: int, rows_BTD: Tensor) -> None:
-    """‖rows looked up‖² of the embedding, not cut into blocks."""
-    name = scan_pass.layout.parameters[index].name
-    record_input(scan_pass, index, read_input(scan_pass, name, rows_BTD, rows_BTD.shape[-1], rows_BTD.device))
-
-
-def record_head(scan_pass: ScanPass, name: str, source: Tensor, grad: Tensor, product: str) -> None:
-    """What a tied output embedding contributes to the embedding's gradient."""
-    if scan_pass.ids_BT is None:
-        return
-    x_BSD = split_samples(source, scan_pass.facts.samples, scan_pass.facts.length, name).to(grad.device)
-    grad_BSV = grad.reshape(*x_BSD.shape[:2], -1)
-    gram = prefer_gram(product, x_BSD.shape[1], x_BSD.shape[2], grad_BSV.shape[2], rows=False)
-    ids_BT = scan_pass.ids_BT.to(grad.device)
-    scan_pass.head = head_part(x_BSD, grad_BSV, ids_BT, gram=gram, per_token=scan_pass.per_token)
-
-
-def record_embedding(scan_pass: ScanPass, index: int, delta_BTD: Tensor, padding_idx: int | None) -> None:
-    """‖∇W‖² of the embedding; complete, for the backward pass reaches the look-up last."""
-    ids_BT, head = scan_pass.ids_BT, scan_pass.head
-    if ids_BT is None:
-        return
-    if padding_idx is not None:
-        # nn.Embedding never trains this row, also for such tokens inside the text.
-        delta_BTD = delta_BTD.masked_fill((ids_BT == padding_idx).unsqueeze(2), 0)
-    if head is not None:
-        head = head.to(delta_BTD.device)
-    columns_BD = embedding_columns(ids_BT, delta_BTD, head)
-    width = scan_pass.layout.parameters[index].block_width
-    scan_pass.squares.out_gradient[index] = sum_blocks(columns_BD, width)
-    if scan_pass.per_token:
-        scan_pass.squares.token_gradient[index] = embedding_token_squares(delta_BTD, head)
-    scan_pass.head = None
+from instruments.precision.calls import in_backward
 
 
 class Passes:
@@ -107,21 +45,22 @@ class Passes:
         """A forward pass begins; None for one that is not recorded."""
         self._running = scan_pass
 
-    def current(self) -> ScanPass | None:
-        """The pass a module runs for: forward, or again in a backward pass under checkpointing."""
-        return self._running or (self._reached[-1] if self._reached else None)
+    def enter(self, name: str) -> ScanPass | None:
+        """The pass a module runs for: forward, or again in a backward pass under checkpointing.
 
-    def use(self, scan_pass: ScanPass, name: str) -> None:
-        """A module runs. Raises NumericsError: for the second time in one forward pass."""
-        if scan_pass is not self._running:
-            return
-        if name in scan_pass.used:
+        Raises:
+            NumericsError: it runs for the second time in one forward pass.
+        """
+        if self._running is None:
+            return self._reached[-1] if self._reached else None
+        if name in self._running.used:
             raise NumericsError(
                 f"{name} ran twice in one forward pass; its weight's gradient is the sum of both",
                 where="ParameterTensorScanner",
                 do="leave it out: patterns=[...]",
             )
-        scan_pass.used.add(name)
+        self._running.used.add(name)
+        return self._running
 
     def end(self, output: object, *, gradients: bool) -> None:
         """The forward pass ends, with None where it failed; with gradients its figures come with the backward pass."""
@@ -156,11 +95,8 @@ def _differentiable(output: object) -> list[Tensor]:
     """Tensors with a gradient in what a model returned."""
     if isinstance(output, Tensor):
         return [output] if output.requires_grad else []
-    if isinstance(output, Mapping):
-        return [tensor for value in output.values() for tensor in _differentiable(value)]
-    if isinstance(output, (list, tuple)):
-        return [tensor for value in output for tensor in _differentiable(value)]
-    return []
+    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, list | tuple) else ()
+    return [tensor for value in values for tensor in _differentiable(value)]
 
 
 @dataclass(frozen=True)
@@ -185,78 +121,129 @@ class ModuleHooks:
     def _on_linear(
         self, index: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
     ) -> Tensor | None:
-        scan_pass = self.passes.current()
+        scan_pass = self.passes.enter(self._name(index))
         if scan_pass is None:
             return None
-        name = self.targets[index].parameter.name.removesuffix(".weight")
-        self.passes.use(scan_pass, name)
-        x = _argument(args, kwargs)
+        x = _argument(args, kwargs).detach()
         if not self.gradients:
-            record_input(scan_pass, index, self._read(scan_pass, name, x.detach(), x.device))
+            self._record_input(scan_pass, index, x, x.device)
+        if not self.gradients or not output.requires_grad:
             return None
-        if not output.requires_grad:
-            return None
-        return watch(partial(self._receive_linear, scan_pass, index, name), output, x.detach())
+        return self._watch(partial(self._record_linear, scan_pass, index), output, x)
 
     def _on_embedding(
         self, index: int, module: nn.Embedding, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
     ) -> Tensor | None:
-        scan_pass = self.passes.current()
+        scan_pass = self.passes.enter(self._name(index))
         if scan_pass is None:
             return None
-        self.passes.use(scan_pass, self.targets[index].parameter.name.removesuffix(".weight"))
         scan_pass.ids_BT = _argument(args, kwargs)
         if not self.gradients:
-            record_lookup(scan_pass, index, output.detach())
-            return None
-        if not torch.is_grad_enabled():
+            self._record_lookup(scan_pass, index, output.detach())
+        if not self.gradients or not torch.is_grad_enabled():
             return None
         if not output.requires_grad:
             output = output.detach().requires_grad_()
-        return watch(partial(self._receive_embedding, scan_pass, index, module.padding_idx), output, output.detach())
+        receive = partial(self._record_embedding, scan_pass, index, module.padding_idx)
+        return self._watch(receive, output, output.detach())
 
     def _on_head(
         self, index: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
     ) -> Tensor | None:
-        scan_pass = self.passes.current()
-        if scan_pass is None or not self.gradients:
+        scan_pass = self.passes.enter(self._head_name(index)) if self.gradients else None
+        if scan_pass is None or not output.requires_grad:
             return None
-        name = self._head_name(index)
-        self.passes.use(scan_pass, name)
-        if not output.requires_grad:
-            return None
-        return watch(partial(self._receive_head, scan_pass, name), output, _argument(args, kwargs).detach())
+        return self._watch(partial(self._record_head, scan_pass, index), output, _argument(args, kwargs).detach())
 
-    def _receive_linear(self, scan_pass: ScanPass, index: int, name: str, grad: Tensor, x: Tensor) -> None:
-        if self.passes.closed:
-            return
-        inputs = self._read(scan_pass, name, x, grad.device)
-        record_input(scan_pass, index, inputs)
-        record_gradient(scan_pass, index, inputs, grad, self.product)
+    def _watch(self, receive: Callable[[Tensor, Tensor], None], output: Tensor, saved: Tensor) -> Tensor:
+        """The output, whose gradient goes to `receive` with what was saved, while the scanner is there."""
 
-    def _receive_embedding(
-        self, scan_pass: ScanPass, index: int, padding_idx: int | None, grad: Tensor, rows: Tensor
-    ) -> None:
-        if self.passes.closed:
-            return
-        record_lookup(scan_pass, index, rows)
-        # A loss fused with the output embedding goes past the module: half a gradient would be wrong.
-        if self.targets[index].head is None or self._head_name(index) in scan_pass.used:
-            record_embedding(scan_pass, index, grad, padding_idx)
+        def unless_closed(grad: Tensor, saved: Tensor) -> None:
+            if not self.passes.closed:
+                receive(grad, saved)
 
-    def _receive_head(self, scan_pass: ScanPass, name: str, grad: Tensor, x: Tensor) -> None:
-        if not self.passes.closed:
-            record_head(scan_pass, name, x, grad, self.product)
+        return watch(unless_closed, output, saved)
+
+    def _name(self, index: int) -> str:
+        return self.targets[index].parameter.name.removesuffix(".weight")
 
     def _head_name(self, index: int) -> str:
         return f"the output embedding tied to {self.targets[index].parameter.name}"
 
-    def _read(self, scan_pass: ScanPass, name: str, x: Tensor, device: torch.device) -> InputSquares:
-        """The input's norms, those of the module before where it read the same (q, k and v; gate and up)."""
+    def _record_input(self, scan_pass: ScanPass, index: int, x: Tensor, device: torch.device) -> InputSquares:
+        """‖X‖² of a Linear; that of the module before where it read the same (q, k and v; gate and up)."""
         if scan_pass.last_input is None or not scan_pass.last_input.is_of(x):
-            width = self.targets[0].parameter.block_width
-            scan_pass.last_input = read_input(scan_pass, name, x, width, device)
+            width = self.targets[index].parameter.block_width
+            scan_pass.last_input = read_input(scan_pass, self._name(index), x, width, device)
+        record_input(scan_pass, index, scan_pass.last_input)
         return scan_pass.last_input
+
+    def _record_linear(self, scan_pass: ScanPass, index: int, grad: Tensor, x: Tensor) -> None:
+        """‖X‖² and ‖∇W‖² of a Linear by block and by token."""
+        inputs, width = self._record_input(scan_pass, index, x, grad.device), self.targets[index].parameter.block_width
+        x_BTI = inputs.x_BTI
+        grad_BTO = grad.reshape(*x_BTI.shape[:2], -1)
+        gram = prefer_gram(self.product, x_BTI.shape[1], x_BTI.shape[2], grad_BTO.shape[2])
+        columns_BI, rows_BO = weight_squares(x_BTI, grad_BTO, gram=gram, gram_BTT=inputs.gram() if gram else None)
+        scan_pass.squares.in_gradient[index] = sum_blocks(columns_BI, width)
+        scan_pass.squares.out_gradient[index] = sum_blocks(rows_BO, width)
+        if scan_pass.per_token:
+            norms_BT = torch.linalg.vector_norm(grad_BTO, dim=-1, dtype=torch.float32)
+            scan_pass.squares.token_gradient[index] = inputs.token_squares_BT * norms_BT.square_()
+
+    def _record_head(self, scan_pass: ScanPass, index: int, grad: Tensor, x: Tensor) -> None:
+        """What a tied output embedding contributes to the embedding's gradient."""
+        if scan_pass.ids_BT is None:
+            return
+        facts = scan_pass.facts
+        x_BSD = split_samples(x, facts.samples, facts.length, self._head_name(index)).to(grad.device)
+        grad_BSV = grad.reshape(*x_BSD.shape[:2], -1)
+        gram = prefer_gram(self.product, x_BSD.shape[1], x_BSD.shape[2], grad_BSV.shape[2], rows=False)
+        ids_BT = scan_pass.ids_BT.to(grad.device)
+        scan_pass.head = head_part(x_BSD, grad_BSV, ids_BT, gram=gram, per_token=scan_pass.per_token)
+
+    def _record_lookup(self, scan_pass: ScanPass, index: int, rows_BTD: Tensor) -> None:
+        """‖rows looked up‖² of the embedding, not cut into blocks."""
+        width = rows_BTD.shape[-1]
+        record_input(scan_pass, index, read_input(scan_pass, self._name(index), rows_BTD, width, rows_BTD.device))
+
+    def _record_embedding(
+        self, scan_pass: ScanPass, index: int, padding_idx: int | None, delta_BTD: Tensor, rows_BTD: Tensor
+    ) -> None:
+        """‖rows looked up‖² and ‖∇W‖² of the embedding; complete, for the backward pass reaches the look-up last."""
+        self._record_lookup(scan_pass, index, rows_BTD)
+        # A loss fused with the output embedding goes past the module: half a gradient would be wrong.
+        fused = self.targets[index].head is not None and self._head_name(index) not in scan_pass.used
+        ids_BT, head = scan_pass.ids_BT, scan_pass.head
+        if fused or ids_BT is None:
+            return
+        if padding_idx is not None:
+            # nn.Embedding never trains this row, also for such tokens inside the text.
+            delta_BTD = delta_BTD.masked_fill((ids_BT == padding_idx).unsqueeze(2), 0)
+        if head is not None:
+            head = head.to(delta_BTD.device)
+        columns_BD = embedding_columns(ids_BT, delta_BTD, head)
+        scan_pass.squares.out_gradient[index] = sum_blocks(columns_BD, self.targets[index].parameter.block_width)
+        if scan_pass.per_token:
+            scan_pass.squares.token_gradient[index] = embedding_token_squares(delta_BTD, head)
+        scan_pass.head = None
+
+
+def read_input(scan_pass: ScanPass, name: str, source: Tensor, width: int, device: torch.device) -> InputSquares:
+    """Norms of a module's input. Raises ConfigError: its samples cannot be told apart."""
+    facts = scan_pass.facts
+    x_BTI = split_samples(source, facts.samples, facts.length, name).to(device)
+    mask_BT = facts.mask_BT
+    if mask_BT is not None:  # the output embedding may see the last positions only
+        mask_BT = mask_BT[:, -x_BTI.shape[1] :].to(device, non_blocking=True)
+    return InputSquares(source, x_BTI, mask_BT, width)
+
+
+def record_input(scan_pass: ScanPass, index: int, inputs: InputSquares) -> None:
+    """‖X‖² by block and by token."""
+    scan_pass.squares.activation[index] = inputs.block_squares_Bi
+    if scan_pass.per_token:
+        scan_pass.squares.token_activation[index] = inputs.token_squares_BT
 
 
 def _argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -4,7 +4,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -40,7 +40,8 @@ def read_call(arguments: Mapping[str, Any]) -> CallFacts:
     Raises:
         ConfigError: neither input_ids nor inputs_embeds, or an attention mask of another shape.
     """
-    inputs = next((arguments[name] for name in ("input_ids", "inputs_embeds") if _given(arguments, name)), None)
+    given = (arguments.get(name) for name in ("input_ids", "inputs_embeds"))
+    inputs = next((value for value in given if isinstance(value, Tensor)), None)
     if inputs is None:
         raise ConfigError(
             f"the model was called with {', '.join(sorted(arguments)) or 'nothing'}; its samples cannot be told",
@@ -49,10 +50,6 @@ def read_call(arguments: Mapping[str, Any]) -> CallFacts:
         )
     samples, length = inputs.shape[:2]
     return CallFacts(samples, length, _padding_mask(arguments, samples, length), _supervised(arguments, samples))
-
-
-def _given(arguments: Mapping[str, Any], name: str) -> bool:
-    return isinstance(arguments.get(name), Tensor)
 
 
 def _padding_mask(arguments: Mapping[str, Any], samples: int, length: int) -> Tensor | None:
@@ -73,7 +70,7 @@ def _padding_mask(arguments: Mapping[str, Any], samples: int, length: int) -> Te
 def _supervised(arguments: Mapping[str, Any], samples: int) -> Tensor | None:
     """Labels that count: a causal model's loss moves them by one, so the first of a sample is never used."""
     labels = arguments.get("shift_labels")
-    if labels is None and _given(arguments, "labels"):
+    if labels is None and isinstance(arguments.get("labels"), Tensor):
         labels = arguments["labels"][..., 1:]
     if not isinstance(labels, Tensor) or labels.ndim != 2 or labels.shape[0] != samples:
         return None
@@ -101,13 +98,8 @@ class Layout:
     def join(self, pieces: Mapping[int, Tensor], owners: Tensor, samples: int) -> Float[Tensor, "B n"]:
         """Blocks of every parameter in order, NaN for one that was not measured."""
         counts = owners.bincount(minlength=len(self.parameters)).tolist()
-        return torch.cat(
-            [
-                pieces[index] if index in pieces else torch.full((samples, count), torch.nan)
-                for index, count in enumerate(counts)
-            ],
-            dim=1,
-        )
+        blocks = (pieces.get(index, torch.full((samples, count), torch.nan)) for index, count in enumerate(counts))
+        return torch.cat(list(blocks), dim=1)
 
     def totals(self, squares_Bn: Float[Tensor, "B n"], owners: Tensor) -> Float[Tensor, "B P"]:
         """Sum of every parameter's blocks."""
@@ -124,10 +116,6 @@ class Squares:
     # By position, where asked for: (B, T), or the last positions only.
     token_activation: dict[int, Tensor] = field(default_factory=dict)
     token_gradient: dict[int, Tensor] = field(default_factory=dict)
-
-    def groups(self) -> list[dict[int, Tensor]]:
-        """All of them, in order."""
-        return [self.activation, self.in_gradient, self.out_gradient, self.token_activation, self.token_gradient]
 
 
 @dataclass(eq=False)
@@ -169,8 +157,7 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(NamedTuple):
     """A finished pass."""
 
     scan_pass: ScanPass
@@ -180,17 +167,12 @@ class Measured:
 def to_record(measured: Measured, *, gradients: bool) -> tuple[ScanRecord | None, list[str]]:
     """The record of a pass, and the names of samples left out because no token of theirs is supervised.
 
-    Args:
-        measured: a finished pass; all transfers happen here.
-        gradients: whether a backward pass belongs to it.
-    Raises:
-        NumericsError: the gradient of a sample is zero everywhere, or not finite.
+    All transfers happen here. Raises NumericsError: with gradients, those of a sample are all zero or not finite.
     """
     scan_pass = measured.scan_pass
     squares, mask_BT, supervised_B = _fetch(measured)
-    kept = torch.ones(len(mask_BT), dtype=torch.bool)
-    if gradients and supervised_B is not None:
-        kept = supervised_B > 0
+    every = torch.ones(len(mask_BT), dtype=torch.bool)
+    kept = supervised_B > 0 if gradients and supervised_B is not None else every
     indices = kept.nonzero().flatten().tolist()
     skipped = [name for name, keep in zip(scan_pass.names, kept.tolist(), strict=True) if not keep]
     if not indices:
@@ -231,42 +213,40 @@ def _by_token(
 
 def _fetch(measured: Measured) -> tuple[Squares, Tensor, Tensor | None]:
     """Everything on the CPU: squares, mask (B, T) and supervised tokens (B,), where known."""
-    facts, squares, call = measured.scan_pass.facts, Squares(), dict[str, Tensor]()
-    groups = zip(squares.groups(), measured.squares.groups(), strict=True)
-    wanted: list[tuple[dict[Any, Tensor], Any, Tensor]] = [
-        (target, index, tensor) for target, group in groups for index, tensor in group.items()
-    ]
+    facts, squares = measured.scan_pass.facts, Squares()
+    groups = zip(vars(squares).values(), vars(measured.squares).values(), strict=True)
+    places = [(group, index) for group, found in groups for index in found]
+    tensors = [tensor for group in vars(measured.squares).values() for tensor in group.values()]
     # What is known of the call rides along with the first device.
-    device = wanted[0][2].device if wanted else torch.device("cpu")
-    for name, known in (("mask", facts.mask_BT), ("supervised", facts.supervised_B)):
-        if known is not None:
-            wanted.append((call, name, known.to(device, torch.float32)))
-    for (target, key, _), tensor in zip(wanted, to_host([tensor for *_, tensor in wanted]), strict=True):
-        target[key] = tensor
-    mask_BT = call["mask"] > 0 if "mask" in call else torch.ones(facts.samples, facts.length, dtype=torch.bool)
-    return squares, mask_BT, call.get("supervised")
+    device = tensors[0].device if tensors else torch.device("cpu")
+    known = {name: fact for name in ("mask_BT", "supervised_B") if (fact := getattr(facts, name)) is not None}
+    found = to_host([*tensors, *(fact.to(device, torch.float32) for fact in known.values())])
+    for (group, index), tensor in zip(places, found, strict=False):
+        group[index] = tensor
+    call = dict(zip(known, found[len(places) :], strict=True))
+    mask_BT = call["mask_BT"] > 0 if "mask_BT" in call else torch.ones(facts.samples, facts.length, dtype=torch.bool)
+    return squares, mask_BT, call.get("supervised_B")
 
 
 def _check(gradient_BP: Tensor, measured: Sequence[int], names: Sequence[str]) -> None:
     found_BP = gradient_BP[:, measured]
-    if not measured:
-        raise NumericsError(
-            f"no gradient reached a watched parameter in {len(names)} of {len(names)} samples",
-            where=some(names),
-            do="call backward on a loss of what the scanned model returned",
-        )
-    bad = [name for name, row in zip(names, found_BP, strict=True) if not row.isfinite().all()]
-    if bad:
-        raise NumericsError(
-            f"the gradient is not finite in {len(bad)} of {len(names)} samples",
-            where=some(bad),
-            do="look for a sample without a supervised next token, or scan in another format: float32 or bfloat16",
-        )
-    zero = [name for name, row in zip(names, found_BP, strict=True) if not row.any()]
-    if zero:
-        raise NumericsError(
-            f"all gradients are zero in {len(zero)} of {len(names)} samples",
-            where=some(zero),
-            do="see that the loss uses these samples (labels not all masked; the first label of a sample is shifted "
+    for what, bad, do in (
+        (
+            "no gradient reached a watched parameter",
+            [] if measured else names,
+            "call backward on a loss of what the scanned model returned",
+        ),
+        (
+            "the gradient is not finite",
+            [name for name, row in zip(names, found_BP, strict=True) if not row.isfinite().all()],
+            "look for a sample without a supervised next token, or scan in another format: float32 or bfloat16",
+        ),
+        (
+            "all gradients are zero",
+            [name for name, row in zip(names, found_BP, strict=True) if not row.any()],
+            "see that the loss uses these samples (labels not all masked; the first label of a sample is shifted "
             "away), and that gradients do not vanish in the number format: float32, or a scaled loss",
-        )
+        ),
+    ):
+        if bad:
+            raise NumericsError(f"{what} in {len(bad)} of {len(names)} samples", where=some(bad), do=do)

@@ -57,11 +57,7 @@ class ParameterTensorScanner:
     ) -> None:
         """Find what to watch; the model is touched only on entering."""
         if product not in _PRODUCTS:
-            raise ConfigError(
-                f"product={product!r} is none of {', '.join(_PRODUCTS)}",
-                where="ParameterTensorScanner",
-                do="product='auto'",
-            )
+            raise _refusal(f"product={product!r} is none of {', '.join(_PRODUCTS)}", "product='auto'")
         self._model: nn.Module | None = model
         self._targets: Sequence[Target] = find_targets(model, patterns, block_width)
         self.parameters: list[WatchedParameter] = [target.parameter for target in self._targets]
@@ -78,18 +74,11 @@ class ParameterTensorScanner:
     def __enter__(self) -> "ParameterTensorScanner":
         """Put the hooks on the model."""
         if self._model is None:
-            raise ConfigError(
-                "this scanner has ended",
-                where="ParameterTensorScanner",
-                do="make a new one: ParameterTensorScanner(model)",
-            )
+            raise _refusal("this scanner has ended", "make a new one: ParameterTensorScanner(model)")
         modules = {self._model, *(target.module for target in self._targets)}
         if modules & set(_SCANNED):
-            raise ConfigError(
-                "the model is being scanned already",
-                where="ParameterTensorScanner",
-                do="leave the first `with` block before the next, or watch all in one: patterns=[...]",
-            )
+            do = "leave the first `with` block before the next, or watch all in one: patterns=[...]"
+            raise _refusal("the model is being scanned already", do)
         _SCANNED.update(modules)
         self._handles = [
             self._model.register_forward_pre_hook(self._begin, with_kwargs=True),
@@ -156,6 +145,10 @@ class ParameterTensorScanner:
     def _end(self, _model: nn.Module, _args: tuple[Any, ...], output: object) -> None:
         """Hook after the model's forward, also one that failed (output None)."""
         self._passes.end(output, gradients=self._gradients)
+
+
+def _refusal(what: str, do: str) -> ConfigError:
+    return ConfigError(what, where="ParameterTensorScanner", do=do)
 
 
 def _open_embeds(arguments: Mapping[str, Any]) -> tuple[Any, Any] | None:

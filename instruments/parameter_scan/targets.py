@@ -84,29 +84,23 @@ class Target:
 def find_targets(model: nn.Module, patterns: Sequence[str] | None, block_width: int) -> list[Target]:
     """The embedding, where it is asked for, then every Linear asked for, in the model's order.
 
-    Args:
-        model: any module; subclasses of nn.Linear count, those of bitsandbytes among them.
-        patterns: globs on module names; None for attention and FFN projections and the input embedding.
-        block_width: rows or columns of a block.
-    Raises:
-        ConfigError: nothing matches, a width below 1, or two Linears with one weight.
+    Subclasses of nn.Linear count, those of bitsandbytes among them. Without patterns: attention and FFN projections and
+    the input embedding. Raises ConfigError: nothing matches, a width below 1, or two Linears with one weight.
     """
     if block_width < 1:
         raise ConfigError(f"block_width={block_width} is below 1", where="ParameterTensorScanner", do="block_width=64")
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     embedding = _embedding_target(model, patterns, block_width, linears)
-    head = embedding[0].head if embedding else None
+    globs = DEFAULT_LINEARS if patterns is None else patterns
     chosen = {
         name: module
         for name, module in linears.items()
-        if module is not head and _matches(name, DEFAULT_LINEARS if patterns is None else patterns)
+        if _matches(name, globs) and (embedding is None or module is not embedding.head)
     }
-    targets = embedding + [
-        Target(
-            WatchedParameter(f"{name}.weight", "linear", module.in_features, module.out_features, block_width), module
-        )
-        for name, module in chosen.items()
-    ]
+    targets = [embedding] if embedding is not None else []
+    for name, module in chosen.items():
+        sizes = module.in_features, module.out_features, block_width
+        targets.append(Target(WatchedParameter(f"{name}.weight", "linear", *sizes), module))
     if not targets:
         raise _nothing_matched(patterns, linears)
     _refuse_shared(chosen)
@@ -115,20 +109,18 @@ def find_targets(model: nn.Module, patterns: Sequence[str] | None, block_width: 
 
 def _embedding_target(
     model: nn.Module, patterns: Sequence[str] | None, block_width: int, linears: dict[str, nn.Linear]
-) -> list[Target]:
+) -> Target | None:
     module = input_embedding(model)
     name = next((name for name, other in model.named_modules() if other is module), "")
     if module is None or (patterns is not None and not _matches(name, patterns)):
-        return []
+        return None
     if type(module).forward is not nn.Embedding.forward:
         # Gemma scales what it looks up, bitsandbytes' StableEmbedding normalises it: another gradient.
         warnings.warn(f"{name} ({type(module).__name__}) is no plain look-up: its weight is not scanned", stacklevel=4)
-        return []
+        return None
     head = next((linear for linear in linears.values() if _tied(model, linear, module)), None)
-    parameter = WatchedParameter(
-        f"{name}.weight", "embedding", module.num_embeddings, module.embedding_dim, block_width
-    )
-    return [Target(parameter, module, head)]
+    sizes = module.num_embeddings, module.embedding_dim, block_width
+    return Target(WatchedParameter(f"{name}.weight", "embedding", *sizes), module, head)
 
 
 def input_embedding(model: nn.Module) -> nn.Embedding | None:
@@ -155,10 +147,8 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 def _refuse_shared(chosen: dict[str, nn.Linear]) -> None:
     owners: dict[int, str] = {}
     for name, module in chosen.items():
-        if module.weight.is_meta:
-            continue
         first = owners.setdefault(id(module.weight), name)
-        if first != name:
+        if first != name and not module.weight.is_meta:
             raise ConfigError(
                 f"{first} and {name} share one weight; its gradient is the sum of both",
                 where="ParameterTensorScanner",

@@ -2,12 +2,19 @@
 
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass, as it does while a checkpointed forward pass is run again."""
+    return torch._C._current_graph_task_id() != -1
+
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -24,8 +31,8 @@ class Call(NamedTuple):
         return f"{name} (call {self.number + 1})" if self.number else name
 
 
-class ModuleEvents(Protocol):
-    """Receives module events; children finish before their parents."""
+class ModuleEvents:
+    """Receives module events; children finish before their parents. By itself it ignores them."""
 
     def before(self, call: Call, module: nn.Module, arguments: Arguments) -> None:
         """The module is about to run."""
@@ -64,27 +71,21 @@ def trace_modules(
 
     Args:
         model: what runs.
-        receiver: receives the events.
+        receiver: gets the events.
         prefix: the name of `model`, where it is itself a part.
         counts: calls of every module so far.
         only: names of the modules that count; None: all.
     """
     tracer = ModuleTracer(Counter(counts or {}))
     named = [(".".join(filter(None, (prefix, name))), module) for name, module in model.named_modules()]
-    traced = [(name, module) for name, module in named if only is None or name in only]
-    handles = [handle for name, module in traced for handle in _hook(module, name, receiver, tracer)]
-    try:
+    with ExitStack() as hooks:
+        for name, module in named:
+            if only is None or name in only:
+                _hook(module, name, receiver, tracer, hooks)
         yield tracer
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
-class _Handle(Protocol):
-    def remove(self) -> None: ...
-
-
-def _hook(module: nn.Module, name: str, receiver: ModuleEvents, tracer: ModuleTracer) -> list[_Handle]:
+def _hook(module: nn.Module, name: str, receiver: ModuleEvents, tracer: ModuleTracer, hooks: ExitStack) -> None:
     running: list[Call] = []  # a module may call itself
 
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -93,14 +94,12 @@ def _hook(module: nn.Module, name: str, receiver: ModuleEvents, tracer: ModuleTr
             tracer.counts[name] += 1
             receiver.before(running[-1], module, (args, kwargs))
 
-    def after(_module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any], output: Any) -> None:  # noqa: ANN401
+    def after(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:  # noqa: ANN401
         if tracer.open:
             receiver.after(running.pop(), module, output)
 
-    return [
-        module.register_forward_pre_hook(before, with_kwargs=True),
-        module.register_forward_hook(after, with_kwargs=True),
-    ]
+    hooks.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+    hooks.callback(module.register_forward_hook(after).remove)
 
 
 def find_tensors(value: Any) -> dict[str, Tensor]:  # noqa: ANN401 - any output of a module

@@ -83,11 +83,6 @@ class Verdict(StrEnum):
     WARNING = "warning"
     SEVERE = "severe"
 
-    @property
-    def rank(self) -> int:
-        """0, 1, 2."""
-        return [*Verdict].index(self)
-
 
 # Normalised L2, where there is nothing to measure it against.
 WARNING_L2, SEVERE_L2 = 0.01, 0.10
@@ -95,80 +90,37 @@ WARNING_L2, SEVERE_L2 = 0.01, 0.10
 WARNING_RATIO, SEVERE_RATIO = 2.0, 10.0
 
 
-def judge(normalised_l2: float, floor: float | None, nonfinite: int = 0) -> Verdict:
-    """The verdict on one output.
+def judge(distance: Distance, floor: float | None) -> Verdict:
+    """The verdict on one output. Values that are finite in FP32 alone are severe; errors below 1 % never are.
 
     Args:
-        normalised_l2: ‖y − ŷ‖ / ‖y‖ in low precision.
-        floor: the same of an FP32 run in which every tensor is off by one unit in the last place of that precision;
-            None or not finite where there is none: the plain thresholds then stand alone.
-        nonfinite: values that are finite in FP32 alone.
+        distance: FP32 to low precision.
+        floor: normalised L2 of an FP32 run in which every tensor is off by one unit in the last place of that
+            precision; None or not finite where there is none: the plain thresholds then stand alone.
     """
-    warning, severe = limits(floor)
-    if nonfinite or not normalised_l2 <= severe:
+    warning, severe = WARNING_L2, SEVERE_L2
+    if floor and math.isfinite(floor):
+        warning, severe = WARNING_RATIO * floor, max(WARNING_L2, SEVERE_RATIO * floor)
+    if distance.nonfinite or not distance.normalised_l2 <= severe:
         return Verdict.SEVERE
-    return Verdict.WARNING if normalised_l2 > warning else Verdict.OK
-
-
-def limits(floor: float | None) -> tuple[float, float]:
-    """Normalised L2 above which an output gets a warning, and above which it is severe; the latter never below 1 %."""
-    if floor is None or not math.isfinite(floor) or not floor:
-        return WARNING_L2, SEVERE_L2
-    return WARNING_RATIO * floor, max(WARNING_L2, SEVERE_RATIO * floor)
+    return Verdict.WARNING if distance.normalised_l2 > warning else Verdict.OK
 
 
 def worst(*verdicts: Verdict) -> Verdict:
-    """The one of highest rank; of none, ok."""
-    return max(verdicts, key=lambda verdict: verdict.rank, default=Verdict.OK)
+    """The most harmful; of none, ok."""
+    return max(verdicts, key=[*Verdict].index, default=Verdict.OK)
 
 
-@dataclass(frozen=True)
-class NumberFormat:
-    """A binary floating-point format of torch."""
-
-    name: str
-    dtype: torch.dtype
-
-    @property
-    def largest(self) -> float:
-        """The largest finite value."""
-        return torch.finfo(self.dtype).max
-
-    @property
-    def epsilon(self) -> float:
-        """From 1 to the next value: one unit in the last place of 1."""
-        return torch.finfo(self.dtype).eps
-
-    @property
-    def smallest_normal(self) -> float:
-        """Below it values lose digits (underflow) ..."""
-        return torch.finfo(self.dtype).smallest_normal
-
-    @property
-    def smallest(self) -> float:
-        """... down to this one; below half of it they become 0 (flush to zero)."""
-        return self.smallest_normal * self.epsilon
-
-    def ulp(self, values: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """One unit in the last place of each value; of what the format cannot reach, as if it went on."""
-        exponent = torch.frexp(values.abs().clamp_min(self.smallest_normal)).exponent - 1
-        return torch.ldexp(torch.full_like(values, self.epsilon), exponent)
-
-    def rounded(self, values: Shaped[Tensor, "*shape"]) -> Shaped[Tensor, "*shape"]:
-        """Each value as the format holds it, in the number format it came in."""
-        return values.to(self.dtype).to(values.dtype)
-
-
-# fp8 where torch has it.
 FORMATS = {
-    name: NumberFormat(name, getattr(torch, name))
-    for name in ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
-    if hasattr(torch, name)
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "float8_e5m2": torch.float8_e5m2,
 }
 
 
-def find_format(name: str | torch.dtype, setting: str = "precision") -> NumberFormat:
-    """The format of that name, as in "bfloat16" or torch.bfloat16. Raises ConfigError: there is none."""
+def find_format(name: str | torch.dtype, setting: str = "precision") -> torch.dtype:
+    """The low-precision type of that name, as in "bfloat16" or torch.bfloat16. Raises ConfigError: there is none."""
     name = str(name).removeprefix("torch.")
     if name not in FORMATS:
         raise ConfigError(
@@ -179,8 +131,20 @@ def find_format(name: str | torch.dtype, setting: str = "precision") -> NumberFo
     return FORMATS[name]
 
 
-# Beyond it, large numbers may swamp small ones where the two are added up.
-WIDE = 1e4
+def name_of(dtype: torch.dtype) -> str:
+    """As in "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def ulp(values: Float[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*shape"]:
+    """One unit in the last place of each value in `dtype`; of what that cannot reach, as if it went on."""
+    exponent = torch.frexp(values.abs().clamp_min(torch.finfo(dtype).smallest_normal)).exponent - 1
+    return torch.ldexp(torch.full_like(values, torch.finfo(dtype).eps), exponent)
+
+
+def round_to(values: Shaped[Tensor, "*shape"], dtype: torch.dtype) -> Shaped[Tensor, "*shape"]:
+    """Each value as `dtype` holds it, in the type it came in."""
+    return values.to(dtype).to(values.dtype)
 
 
 @dataclass(frozen=True)
@@ -202,8 +166,8 @@ class AxisRange:
 
     @property
     def wide(self) -> bool:
-        """Whether the ratio is beyond 1e4."""
-        return self.ratio > WIDE
+        """Whether large numbers may swamp small ones where the two are added up."""
+        return self.ratio > 1e4
 
 
 @torch.no_grad()
@@ -211,14 +175,23 @@ def axis_ranges(values: Shaped[Tensor, "..."]) -> list[AxisRange]:
     """One entry for each axis longer than 1, the last axis first; values that are not finite count as 0."""
     if not values.numel():
         return []
-    sizes = torch.where(values.isfinite(), values, 0).abs()
-    axes = [axis for axis in range(-1, -values.ndim - 1, -1) if values.shape[axis] > 1]
-    return [_axis_range(sizes, axis) for axis in axes]
+    sizes = torch.where(values.isfinite(), values, 0)
+    return [_axis_range(sizes, axis) for axis in long_axes(values)]
+
+
+def long_axes(values: Shaped[Tensor, "..."]) -> list[int]:
+    """Axes longer than 1, counted from the end, the last axis first."""
+    return [axis for axis in range(-1, -values.ndim - 1, -1) if values.shape[axis] > 1]
+
+
+def sizes_along(values: Shaped[Tensor, "..."], axis: int, *, keepdim: bool = False) -> Shaped[Tensor, "..."]:
+    """max|·| of each slice along an axis, which is counted from the end."""
+    others = [other for other in range(values.ndim) if other != axis % values.ndim]
+    return values.abs().amax(others, keepdim=keepdim) if others else values.abs()
 
 
 def _axis_range(sizes: Shaped[Tensor, "..."], axis: int) -> AxisRange:
-    others = [other for other in range(sizes.ndim) if other != axis % sizes.ndim]
-    by_slice = (sizes.amax(others) if others else sizes).double()
+    by_slice = sizes_along(sizes, axis).double()
     above = torch.where(by_slice > 0, by_slice, torch.inf)
     found = torch.stack([by_slice.amax(), above.amin(), (by_slice == 0).sum(), by_slice.argmax(), above.argmin()])
     largest, smallest, zero, largest_at, smallest_at = found.tolist()

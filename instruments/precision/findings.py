@@ -1,6 +1,5 @@
 """What auto_diff found, module by module, and its table, notes and JSON."""
 
-import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -9,6 +8,7 @@ from typing import Any
 from instruments.errors import some
 from instruments.precision.calls import Call
 from instruments.precision.comparison import WARNING_RATIO, AxisRange, Distance, Verdict, judge, worst
+from instruments.training_watch.step_log import plain_json
 
 
 @dataclass
@@ -40,7 +40,7 @@ class OutputDiff:
         """On the module itself."""
         if self.own is None:
             return Verdict.WARNING if self.own_failure else Verdict.OK
-        found = judge(self.own.normalised_l2, self.own_floor, self.own.nonfinite)
+        found = judge(self.own, self.own_floor)
         return worst(found, Verdict.WARNING) if self.swamped else found
 
     @property
@@ -48,7 +48,7 @@ class OutputDiff:
         """On what arrives here."""
         if self.propagated is None:
             return Verdict.OK
-        return judge(self.propagated.normalised_l2, self.propagated_floor, self.propagated.nonfinite)
+        return judge(self.propagated, self.propagated_floor)
 
     @property
     def verdict(self) -> Verdict:
@@ -128,13 +128,11 @@ def _ratio(distance: Distance | None, floor: float | None) -> float:
 
 
 def _row(output: OutputDiff, name: str) -> tuple[str, ...]:
-    arrived = output.propagated
+    own, arrived = output.own, output.propagated
+    sizes = (f"{arrived.max_relative:.2g}", f"{arrived.cosine:.6f}", f"{arrived.sqnr_db:.1f}") if arrived else ("",) * 3
     wide = max((axis.ratio for axis in output.ranges), default=1.0)
-    return (
-        name, str(output.verdict), *_figures(output.own, output.own_floor), *_figures(arrived, output.propagated_floor),
-        f"{arrived.max_relative:.2g}" if arrived else "", f"{arrived.cosine:.6f}" if arrived else "",
-        f"{arrived.sqnr_db:.1f}" if arrived else "", f"{wide:.2g}",
-    )  # fmt: skip
+    figures = *_figures(own, output.own_floor), *_figures(arrived, output.propagated_floor), *sizes
+    return name, str(output.verdict), *figures, f"{wide:.2g}"
 
 
 def _figures(distance: Distance | None, floor: float | None) -> tuple[str, str]:
@@ -155,13 +153,14 @@ def notes_of(diff: Diff) -> list[str]:
 def _verdict(diff: Diff) -> Iterator[str]:
     if (first := diff.first) is None:
         nearest = max(diff.outputs, key=_nearness, default=None)
-        if nearest is None:
-            yield "nothing was compared: no module returned a floating-point tensor"
-        else:
-            yield (
+        yield (
+            "nothing was compared: no module returned a floating-point tensor"
+            if nearest is None
+            else (
                 f"ok: no error is above {WARNING_RATIO:g} times what the model makes of one unit in the last place of "
                 f"{diff.precision}; nearest to it {nearest.name}, {_nearness(nearest):.2f} times (rounding alone: 0.29)"
             )
+        )
         return
     itself = "errs itself" if first.own_verdict is not Verdict.OK else "inherits an error that no module makes alone"
     yield f"{diff.verdict}: the first divergence is {first.name} ({first.kind}), which {itself}: {reason(first)}"
@@ -218,16 +217,9 @@ def _ranges(outputs: Sequence[OutputDiff]) -> Iterator[str]:
         count = len({other.name for _, other in wide})
         yield (
             f"large numbers may swallow small ones, where they are added up: {count} outputs have slices more than 1e4 "
-            f"apart; the widest is {output.name}, {describe_range(axis)}"
+            f"apart; the widest is {output.name}, dim {axis.axis}: max {axis.largest:.3g} at {axis.largest_at}, "
+            f"{axis.smallest:.3g} at {axis.smallest_at} (ratio {axis.ratio:.2g})"
         )
-
-
-def describe_range(axis: AxisRange) -> str:
-    """Which slices are how large."""
-    return (
-        f"dim {axis.axis}: max {axis.largest:.3g} at {axis.largest_at}, {axis.smallest:.3g} at {axis.smallest_at} "
-        f"(ratio {axis.ratio:.2g})"
-    )
 
 
 def _oddities(diff: Diff) -> Iterator[str]:
@@ -247,22 +239,7 @@ def _oddities(diff: Diff) -> Iterator[str]:
 
 def to_json(diff: Diff) -> dict[str, Any]:
     """All of it; figures that are not finite as text."""
-    outputs = [
-        asdict(output)
-        | {"name": output.name, "verdict": output.verdict, "own_verdict": output.own_verdict,
-           "propagated_verdict": output.propagated_verdict}
-        for output in diff.outputs
-    ]  # fmt: skip
-    found: dict[str, Any] = plain_json(
-        asdict(diff) | {"verdict": diff.verdict, "outputs": outputs, "notes": notes_of(diff)}
-    )
-    return found
-
-
-def plain_json(value: Any) -> Any:  # noqa: ANN401 - anything that JSON holds, or nearly
-    """The same as JSON holds it: figures that are not finite as text."""
-    if isinstance(value, dict):
-        return {key: plain_json(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain_json(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    judged = ("name", "verdict", "own_verdict", "propagated_verdict")
+    outputs = [asdict(output) | {name: getattr(output, name) for name in judged} for output in diff.outputs]
+    found: dict[str, Any] = plain_json(asdict(diff) | {"verdict": diff.verdict, "outputs": outputs})
+    return found | {"notes": notes_of(diff)}

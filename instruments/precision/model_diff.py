@@ -12,50 +12,58 @@ of them, the model runs again for the next part.
 """
 
 import copy
+import fnmatch
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from itertools import chain
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from instruments.errors import ConfigError, NumericsError
-from instruments.precision.calls import Arguments, Call, ModuleTracer, find_tensors, map_tensors, trace_modules
-from instruments.precision.comparison import axis_ranges, find_format, measure_distance
+from instruments.precision.calls import (
+    Arguments,
+    Call,
+    ModuleEvents,
+    ModuleTracer,
+    find_tensors,
+    map_tensors,
+    trace_modules,
+)
+from instruments.precision.comparison import axis_ranges, find_format, measure_distance, name_of
 from instruments.precision.findings import ChoiceDiff, Diff, OutputDiff
 from instruments.precision.session import (
     AUTOCAST,
     FAILURES,
     AlikeRows,
     Choices,
+    Key,
     LowPrecision,
     Perturbation,
     Session,
     is_choice,
+    types_of,
 )
 from instruments.precision.tensor_analysis import find_swamping, sums_up
 
 
-@dataclass
-class _Trial:
+class _Trial(NamedTuple):
     """A module run again on the side, with the FP32 inputs: what it gave."""
 
     outputs: Mapping[str, Tensor]
-    choices: Choices
+    choices: Mapping[Key, Tensor]
     failure: str = ""
 
 
-class ReferencePass:
+class ReferencePass(ModuleEvents):
     """All in FP32. Before a module runs, it is tried in low precision and perturbed; then the three are compared."""
 
-    def __init__(self, session: Session, diff: Diff) -> None:
-        """`diff` is where calls without tensors are noted."""
-        self.session, self.diff = session, diff
+    def __init__(self, session: Session) -> None:
+        """What is compared in this window."""
+        self.session = session
         self._window = {call for call, _ in session.waiting}
         if session.windows == 1:  # modules that do nothing but choose
             self._window |= {call for call, _ in session.low_choices if call.module in session.wanted}
@@ -81,49 +89,44 @@ class ReferencePass:
         session.order.setdefault(call, len(session.order))
         tensors = find_tensors(output)
         if not tensors and session.windows == 1:
-            self.diff.silent.append(str(call))
+            session.diff.silent.append(str(call))
         trials = self._trials.pop(call, None)
         swamped = self._swamping(call, module, output)
         for path, tensor in tensors.items():
             if is_choice(tensor):
-                self._choose(call, path, tensor, trials)
+                self._choose((call, path), tensor, trials[0].outputs.get(path) if trials else None)
         for path, tensor in tensors.items():
             if (call, path) in session.waiting and trials is not None:
-                session.outputs[call, path] = self._compare(call, path, module, tensor, trials)
-                session.outputs[call, path].swamped = swamped
+                found = self._compare(call, path, module, tensor, trials)
+                found.swamped = swamped
+                session.outputs[call, path] = found
                 session.waiting[call, path] = tensor.to("cpu", copy=True)
 
-    def _choose(self, call: Call, path: str, chosen: Tensor, trials: tuple[_Trial, _Trial] | None) -> None:
+    def _choose(self, key: Key, chosen: Tensor, own: Tensor | None) -> None:
         session = self.session
-        session.reference_choices[call, path] = chosen.clone()
-        if (low := session.low_choices.get((call, path))) is None:
-            return
-        rows = ChoiceDiff(call, path, chosen.numel() // chosen.shape[-1], propagated=self._alike.update(chosen, low))
-        own = trials[0].outputs.get(path) if trials else None
-        rows.own = None if own is None else AlikeRows().update(chosen, own)
-        session.choices.setdefault((call, path), rows)
+        session.reference_choices[key] = chosen.clone()
+        if key in session.low_choices:
+            found = ChoiceDiff(*key, chosen.numel() // chosen.shape[-1])
+            found.propagated = self._alike.update(chosen, session.low_choices[key])
+            found.own = None if own is None else AlikeRows().update(chosen, own)
+            session.choices.setdefault(key, found)
 
     def _compare(
         self, call: Call, path: str, module: nn.Module, exact: Tensor, trials: tuple[_Trial, _Trial]
     ) -> OutputDiff:
-        own, perturbed = trials
+        arrived, (own, perturbed) = self.session.waiting[call, path], trials
         found = OutputDiff(
             call, path, type(module).__name__, sum(1 for _ in module.modules()) - 1, tuple(exact.shape),
-            ranges=axis_ranges(exact), own_failure=own.failure,
+            dtype=name_of(arrived.dtype), ranges=axis_ranges(exact), own_failure=own.failure,
         )  # fmt: skip
-        arrived = self.session.waiting[call, path].to(exact.device)
-        found.dtype = str(arrived.dtype).removeprefix("torch.")
-        if arrived.shape == exact.shape and self._alike.comparable(exact):
-            found.propagated = measure_distance(exact, arrived, self._alike.of(exact))
-            found.unaligned = measure_distance(exact, arrived).normalised_l2
-        for trial, name in ((own, "own"), (perturbed, "own_floor")):
-            tensor = trial.outputs.get(path)
-            alike = AlikeRows.between(self.session.reference_choices, trial.choices.made)
-            if tensor is not None and tensor.shape == exact.shape and alike.comparable(exact):
-                distance = measure_distance(exact, tensor.to(exact.device), alike.of(exact))
-                setattr(
-                    found, name, distance if trial is own else self.session.floor(distance, chained=found.parts > 0)
-                )
+        found.propagated = self._alike.distance(exact, arrived.to(exact.device))
+        if found.propagated is not None:
+            found.unaligned = measure_distance(exact, arrived.to(exact.device)).normalised_l2
+        found.own, floor = (
+            AlikeRows(self.session.reference_choices, trial.choices).distance(exact, trial.outputs.get(path))
+            for trial in (own, perturbed)
+        )
+        found.own_floor = None if floor is None else self.session.floor(floor, chained=found.parts > 0)
         return found
 
     def _swamping(self, call: Call, module: nn.Module, output: Any) -> str:  # noqa: ANN401 - any output of a module
@@ -131,13 +134,11 @@ class ReferencePass:
         if arguments is None or not sums_up(module, arguments, output):
             return ""
 
-        def exact(given: Arguments) -> Mapping[str, Tensor]:
-            return self._try(call, module, map_tensors(Tensor.clone, given)).outputs
-
-        def rounded(given: Arguments) -> Mapping[str, Tensor]:
-            return self._in_low_precision(call, given).outputs
-
-        return find_swamping(arguments, self.session.low.low, exact, rounded)
+        return find_swamping(
+            arguments, self.session.low.dtype,
+            exact=lambda given: self._try(call, module, map_tensors(Tensor.clone, given)).outputs,
+            rounded=lambda given: self._in_low_precision(call, given).outputs,
+        )  # fmt: skip
 
     def _in_low_precision(self, call: Call, arguments: Arguments) -> _Trial:
         low = self.session.low
@@ -157,9 +158,9 @@ class ReferencePass:
         inside = trace_modules(module, choices, prefix=call.module, counts=counts, only=self.session.choosers)
         try:
             with self._tracer.closed(), self.session.seeded(), inside:
-                return _Trial(find_tensors(module(*args, **kwargs)), choices)
+                return _Trial(find_tensors(module(*args, **kwargs)), choices.made)
         except FAILURES as error:
-            return _Trial({}, choices, str(error).partition("\n")[0] or type(error).__name__)
+            return _Trial({}, choices.made, str(error).partition("\n")[0] or type(error).__name__)
 
 
 @contextmanager
@@ -169,19 +170,12 @@ def reference_of(model: nn.Module) -> Iterator[nn.Module]:
     if any(torch.finfo(tensor.dtype).bits < 32 for tensor in held):
         yield copy.deepcopy(model).float().eval()
         return
-    training = {module: module.training for module in model.modules()}
+    training = [module for module in model.modules() if module.training]
     try:
         yield model.eval()
     finally:
-        for module, flag in training.items():
-            module.training = flag
-
-
-def device_of(model: nn.Module, sample: Any) -> torch.device:  # noqa: ANN401 - any arguments
-    """Device of the model; without parameters, of the sample."""
-    for tensor in chain(model.parameters(), model.buffers(), find_tensors(sample).values()):
-        return tensor.device
-    return torch.device("cpu")
+        for module in training:
+            module.training = True
 
 
 def arguments_of(
@@ -201,12 +195,12 @@ def arguments_of(
     return placed
 
 
-class LowPass:
+class LowPass(ModuleEvents):
     """All in low precision: keeps the outputs of this window, and which number formats modules are given."""
 
-    def __init__(self, session: Session, diff: Diff) -> None:
-        """`diff` is where calls without tensors are noted."""
-        self.session, self.diff = session, diff
+    def __init__(self, session: Session) -> None:
+        """Nothing runs yet."""
+        self.session = session
         self._running: list[Call] = []
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -218,8 +212,9 @@ class LowPass:
                 low.model(*args, **kwargs)
         except FAILURES as error:
             place = str(self._running[-1]) if self._running else "the model"
+            what: object = next(iter(str(error).splitlines()), error)
             raise NumericsError(
-                f"the model does not run in {low.low.name}: {str(error).splitlines()[0] if str(error) else error!r}",
+                f"the model does not run in {name_of(low.dtype)}: {what!r}",
                 where=f"mode={low.mode}, in {place}",
                 do="the other mode, or keep this module in fp32" if low.mode == AUTOCAST else f"mode={AUTOCAST}",
             ) from error
@@ -227,7 +222,7 @@ class LowPass:
     def before(self, call: Call, module: nn.Module, arguments: Arguments) -> None:
         """Note what it is given."""
         self._running.append(call)
-        self.session.types[call] = self.session.low.types_of(arguments)
+        self.session.types[call] = types_of(arguments)
 
     def after(self, call: Call, module: nn.Module, output: Any) -> None:  # noqa: ANN401 - any output of a module
         """Keep what it gives."""
@@ -240,7 +235,7 @@ class LowPass:
                 self.session.keep((call, path), tensor)
 
 
-class PerturbedPass:
+class PerturbedPass(ModuleEvents):
     """All in FP32, every tensor that a module returns off by one unit in the last place: how far that leads."""
 
     def __init__(self, session: Session, draw: int) -> None:
@@ -250,34 +245,26 @@ class PerturbedPass:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """One forward pass."""
-        session = self.session
-        session.perturbation.restart(self.draw)
-        args, kwargs = session.perturbation.of((args, kwargs))
-        with (
-            session.seeded(),
-            session.perturbation.on_outputs(session.reference),
-            trace_modules(session.reference, self),
-        ):
-            session.reference(*args, **kwargs)
-
-    def before(self, call: Call, module: nn.Module, arguments: Arguments) -> None:
-        """Nothing to do."""
+        model, perturbation = self.session.reference, self.session.perturbation
+        perturbation.restart(self.draw)
+        args, kwargs = perturbation.of((args, kwargs))
+        with self.session.seeded(), perturbation.on_outputs(model), trace_modules(model, self):
+            model(*args, **kwargs)
 
     def after(self, call: Call, module: nn.Module, output: Any) -> None:  # noqa: ANN401 - any output of a module
         """Compare with the reference; of several draws the farthest counts."""
-        tensors = find_tensors(output)
+        session, tensors = self.session, find_tensors(output)
         for path, tensor in tensors.items():
-            if is_choice(tensor) and (call, path) in self.session.choices:
-                changed = self._alike.update(self.session.reference_choices[call, path], tensor)
-                self.session.choices[call, path].floor = changed
+            if is_choice(tensor) and (call, path) in session.choices:
+                changed = self._alike.update(session.reference_choices[call, path], tensor)
+                session.choices[call, path].floor = changed
         for path, tensor in tensors.items():
-            exact = self.session.waiting.get((call, path))
-            found = self.session.outputs.get((call, path))
-            alike = exact is not None and exact.shape == tensor.shape and self._alike.comparable(tensor)
-            if exact is not None and found is not None and alike:
-                exact = exact.to(tensor.device)
-                floor = self.session.floor(measure_distance(exact, tensor, self._alike.of(tensor)), chained=True)
-                found.propagated_floor = max(floor, found.propagated_floor or 0.0)
+            found = session.outputs.get((call, path))
+            if found is not None and (call, path) in session.waiting:
+                distance = self._alike.distance(session.waiting[call, path].to(tensor.device), tensor)
+                if distance is not None:
+                    floor = session.floor(distance, chained=True)
+                    found.propagated_floor = max(floor, found.propagated_floor or 0.0)
 
 
 PRECISIONS = ("bfloat16", "float16")
@@ -314,36 +301,37 @@ def auto_diff(
     """
     started = perf_counter()
     target = find_format(precision)
-    if target.name not in PRECISIONS:
-        raise ConfigError(f"precision={target.name} is no precision models run in", where="argument precision",
+    if name_of(target) not in PRECISIONS:
+        raise ConfigError(f"precision={name_of(target)} is no precision models run in", where="argument precision",
                           do="precision=bfloat16, or float16")  # fmt: skip
     wanted = _select(model, modules)
     with reference_of(model) as reference:
-        device = device_of(reference, sample)
+        tensors = chain(reference.parameters(), reference.buffers(), find_tensors(sample).values())
+        device = next((tensor.device for tensor in tensors), torch.device("cpu"))
         args, kwargs = arguments_of(reference, sample, device)
         session = Session(
             reference, LowPrecision(reference, target, mode, low), Perturbation(target, seed), device, wanted,
-            budget=memory_mib * 2**20,
+            memory_mib * 2**20, Diff(name_of(target), mode),
         )  # fmt: skip
-        diff = Diff(target.name, mode)
         while session.begin_window():
-            LowPass(session, diff).run(args, kwargs)
-            ReferencePass(session, diff).run(args, kwargs)
+            LowPass(session).run(args, kwargs)
+            ReferencePass(session).run(args, kwargs)
             for draw in range(DRAWS):
                 PerturbedPass(session, draw).run(args, kwargs)
-        diff.passes = session.windows * (2 + DRAWS)
-        session.finish(diff)
-    diff.seconds = perf_counter() - started
-    return diff
+        session.finish()
+    session.diff.passes = session.windows * (2 + DRAWS)
+    session.diff.seconds = perf_counter() - started
+    return session.diff
 
 
 def _select(model: nn.Module, patterns: Sequence[str]) -> frozenset[str]:
     names = [name for name, _ in model.named_modules()]
+    chosen: set[str] = set()
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise ConfigError(
-                f"no module is called {pattern}",
-                where="setting modules",
-                do=f"modules=['{names[len(names) // 2] or '*'}'], or ['*'] for all",
-            )
-    return frozenset(name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns))
+        fitting = fnmatch.filter(names, pattern)
+        if not fitting:
+            example = names[len(names) // 2] or "*"
+            do = f"modules=['{example}'], or ['*'] for all"
+            raise ConfigError(f"no module is called {pattern}", where="setting modules", do=do)
+        chosen.update(fitting)
+    return frozenset(chosen)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -19,14 +20,13 @@ def draw_diff(diff: Diff, path: Path) -> None:
     """Write a PNG: above what arrives, below what each module adds; dots coloured by verdict, overflows at the top."""
     figure = Figure(figsize=(11, 7), dpi=110, layout="constrained")
     figure.suptitle(f"FP32 against {diff.precision} ({diff.mode}): {diff.verdict}")
-    panels = figure.subplots(2, 1, sharex=True)
+    panels, places = figure.subplots(2, 1, sharex=True), range(len(diff.outputs))
     for panel, name in zip(panels, ("propagated", "own"), strict=True):
         errors = [_error(getattr(output, name)) for output in diff.outputs]
         floors = [_floor(getattr(output, f"{name}_floor")) for output in diff.outputs]
         verdicts = [getattr(output, f"{name}_verdict") for output in diff.outputs]
         known = [value for value in (*errors, *floors) if 0 < value < math.inf] or [WARNING_L2]
         top, bottom = 3 * max(*known, SEVERE_L2), min(known) / 3
-        places = range(len(diff.outputs))
         limits = [WARNING_RATIO * floor for floor in floors]
         panel.fill_between(places, bottom, limits, color="#e4edf5", linewidth=0, label="as the model itself")
         panel.plot(places, floors, color="#8fb0cc", linewidth=1, label="FP32 off by one unit in the last place")
@@ -77,12 +77,11 @@ def _draw_sizes(found: TensorAnalysis, panel: Axes) -> None:
     panel.bar(places, [count for count in found.octaves if count], width=1, align="edge", color="#a9c7e0")
     panel.set_yscale("log")
     for number, loss in enumerate(found.losses):
-        target = FORMATS[loss.format]
-        for edge, style in ((target.smallest_normal, "-"), (target.largest, "-"), (target.smallest, ":")):
-            label = f"{loss.format}: {loss.verdict}" if edge == target.largest else None
-            panel.axvline(
-                math.log2(edge), color=_FORMAT_COLOURS[number % 4], linestyle=style, linewidth=1.2, label=label
-            )
+        limits = torch.finfo(FORMATS[loss.format])
+        smallest = limits.smallest_normal * limits.eps
+        colour, label = _FORMAT_COLOURS[number % 4], f"{loss.format}: {loss.verdict}"
+        for edge, style, name in ((limits.smallest_normal, "-", None), (limits.max, "-", label), (smallest, ":", None)):
+            panel.axvline(math.log2(edge), color=colour, linestyle=style, linewidth=1.2, label=name)
     panel.set_xlabel("log2|x|; dotted: the smallest value", fontsize=8)
     panel.set_title("sizes, and what each format reaches", fontsize=9)
     panel.legend(fontsize=7)

@@ -2,22 +2,21 @@
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Shaped
+from jaxtyping import Shaped
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from instruments.errors import ConfigError
-from instruments.precision.calls import Arguments, Call, find_tensors, map_tensors
-from instruments.precision.comparison import Distance, NumberFormat, changed_rows
+from instruments.precision.calls import Call, ModuleEvents, find_tensors, map_tensors
+from instruments.precision.comparison import Distance, changed_rows, measure_distance, ulp
 from instruments.precision.findings import ChoiceDiff, Diff, OutputDiff
 
 AUTOCAST, CAST = "autocast", "cast"
-MODES = (AUTOCAST, CAST)
 # What a module may raise for a number format that it was not written for.
 FAILURES = (RuntimeError, TypeError, ValueError, AssertionError)
 
@@ -25,29 +24,20 @@ FAILURES = (RuntimeError, TypeError, ValueError, AssertionError)
 class LowPrecision:
     """A model in low precision: the weights of the FP32 reference under autocast, or a copy that is cast."""
 
-    def __init__(self, reference: nn.Module, low: NumberFormat, mode: str, cast: nn.Module | None) -> None:
+    def __init__(self, reference: nn.Module, dtype: torch.dtype, mode: str, cast: nn.Module | None) -> None:
         """Make what runs in low precision; `cast` is a copy that the caller has made. Raises ConfigError."""
-        if mode not in MODES:
+        if mode not in {AUTOCAST, CAST}:
             raise ConfigError(
-                f"mode={mode} is none of {', '.join(MODES)}", where="argument mode", do=f"mode={AUTOCAST}"
+                f"mode={mode} is none of {AUTOCAST}, {CAST}", where="argument mode", do=f"mode={AUTOCAST}"
             )
-        self.low, self.mode = low, mode
-        self.model = reference if mode == AUTOCAST else cast or copy.deepcopy(reference).to(low.dtype)
+        self.dtype, self.mode = dtype, mode
+        self.model = reference if mode == AUTOCAST else cast or copy.deepcopy(reference).to(dtype)
         if mode == CAST:
             self.model.eval()
 
-    @contextmanager
-    def active(self, device: torch.device) -> Iterator[None]:
+    def active(self, device: torch.device) -> AbstractContextManager[object]:
         """Within, modules of `model` compute in low precision."""
-        with torch.autocast(device.type, self.low.dtype) if self.mode == AUTOCAST else nullcontext():
-            yield
-
-    def types_of(self, arguments: Any) -> list[torch.dtype | None]:  # noqa: ANN401 - any input of a module
-        """The number format of every tensor among the arguments of a call, None for what is no floating-point one."""
-        return [
-            leaf.dtype if isinstance(leaf, Tensor) and leaf.is_floating_point() else None
-            for leaf in tree_flatten(arguments)[0]
-        ]
+        return torch.autocast(device.type, self.dtype) if self.mode == AUTOCAST else nullcontext()
 
     def convert(self, arguments: Any, types: Sequence[torch.dtype | None] | None) -> Any:  # noqa: ANN401
         """FP32 arguments copied into the formats that the module gets when all runs in low precision.
@@ -58,8 +48,14 @@ class LowPrecision:
         """
         leaves, spec = tree_flatten(arguments)
         if types is None or len(types) != len(leaves):
-            types = [self.low.dtype if self.mode == CAST else None] * len(leaves)
+            types = [self.dtype if self.mode == CAST else None] * len(leaves)
         return tree_unflatten([_convert(leaf, kind) for leaf, kind in zip(leaves, types, strict=True)], spec)
+
+
+def types_of(arguments: Any) -> list[torch.dtype | None]:  # noqa: ANN401 - any input of a module
+    """The number format of every tensor among the arguments of a call, None for what is no floating-point one."""
+    leaves = tree_flatten(arguments)[0]
+    return [leaf.dtype if isinstance(leaf, Tensor) and leaf.is_floating_point() else None for leaf in leaves]
 
 
 def _convert(leaf: Any, kind: torch.dtype | None) -> Any:  # noqa: ANN401 - any leaf of the arguments
@@ -82,9 +78,9 @@ class Perturbation:
     Source: Monte Carlo arithmetic (Parker 1997), with coins instead of uniform noise.
     """
 
-    def __init__(self, low: NumberFormat, seed: int) -> None:
+    def __init__(self, dtype: torch.dtype, seed: int) -> None:
         """`seed` decides every coin."""
-        self.low, self.seed, self._series = low, seed, seed
+        self.dtype, self.seed, self._series = dtype, seed, seed
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def __call__(self, values: Shaped[Tensor, "*shape"]) -> Shaped[Tensor, "*shape"]:
@@ -96,7 +92,7 @@ class Perturbation:
             generator = torch.Generator(values.device).manual_seed(self._series)
             self._generators[values.device] = generator
         coins = torch.randint(0, 2, values.shape, generator=generator, device=values.device).mul_(2).sub_(1)
-        moved = values + coins * self.low.ulp(values.float()).to(values.dtype)
+        moved = values + coins * ulp(values.float(), self.dtype).to(values.dtype)
         return torch.where(values.isfinite(), moved, values)
 
     def restart(self, draw: int = 0) -> None:
@@ -115,15 +111,14 @@ class Perturbation:
         def perturb(_module: nn.Module, _args: Any, output: Any) -> Any:  # noqa: ANN401
             return self.of(output)
 
-        handles = [module.register_forward_hook(perturb) for module in model.modules()]
-        try:
+        with ExitStack() as hooks:
+            for module in model.modules():
+                hooks.callback(module.register_forward_hook(perturb).remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 Key = tuple[Call, str]
+EMPTY: Mapping[Key, Tensor] = {}
 
 
 def is_choice(tensor: Tensor) -> bool:
@@ -131,39 +126,27 @@ def is_choice(tensor: Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex()) and tensor.ndim > 0 and tensor.numel() > 0
 
 
-class Choices:
+class Choices(ModuleEvents):
     """Integer outputs of a pass, by call and path."""
 
     def __init__(self) -> None:
         """Empty."""
         self.made: dict[Key, Tensor] = {}
 
-    def before(self, call: Call, module: nn.Module, arguments: Arguments) -> None:
-        """Nothing is chosen yet."""
-
     def after(self, call: Call, module: nn.Module, output: Any) -> None:  # noqa: ANN401 - any output of a module
         """Keep what was chosen."""
-        for path, tensor in find_tensors(output).items():
-            if is_choice(tensor):
-                self.made[call, path] = tensor.clone()
+        self.made |= {(call, path): one.clone() for path, one in find_tensors(output).items() if is_choice(one)}
 
 
 class AlikeRows:
     """Tokens for which two runs have chosen alike so far; the others went other ways, which no error measures."""
 
-    def __init__(self) -> None:
-        """All of them."""
+    def __init__(self, reference: Mapping[Key, Tensor] = EMPTY, low: Mapping[Key, Tensor] = EMPTY) -> None:
+        """By the choices that both have made so far."""
         self._by_count: dict[int, Tensor] = {}
         self._sorted: set[int] = set()
-
-    @classmethod
-    def between(cls, reference: Mapping[Key, Tensor], low: Mapping[Key, Tensor]) -> "AlikeRows":
-        """By the choices that both have made."""
-        rows = cls()
-        for key, chosen in low.items():
-            if key in reference:
-                rows.update(reference[key], chosen)
-        return rows
+        for key in [key for key in low if key in reference]:
+            self.update(reference[key], low[key])
 
     def update(self, reference: Shaped[Tensor, "..."], low: Shaped[Tensor, "..."]) -> float | None:
         """Take one more choice into account; gives the share of rows that chose otherwise, None of another shape."""
@@ -177,16 +160,20 @@ class AlikeRows:
             self._by_count[len(changed)] = ~changed if known is None else known.to(changed.device) & ~changed
         return float(changed.double().mean())
 
-    def comparable(self, tensor: Shaped[Tensor, "..."]) -> bool:
-        """False for a row each for every expert of every token: sorted by expert, one other choice moves them all."""
-        return not tensor.ndim or not tensor.numel() or tensor.numel() // tensor.shape[-1] not in self._sorted
+    def distance(self, exact: Shaped[Tensor, "..."], found: Tensor | None) -> Distance | None:
+        """Of the tokens that chose alike; of all, where none is left.
 
-    def of(self, tensor: Shaped[Tensor, "..."]) -> Bool[Tensor, "rows"] | None:
-        """Which vectors of its last axis count; None: all, or there is none left."""
-        if not tensor.ndim or not tensor.numel():
+        None where shapes differ, and for a row each for every expert of every token: sorted by expert, one other choice
+        moves them all.
+        """
+        if found is None or found.shape != exact.shape:
             return None
-        rows = self._by_count.get(tensor.numel() // tensor.shape[-1])
-        return rows.to(tensor.device) if rows is not None and bool(rows.any()) and not bool(rows.all()) else None
+        count = exact.numel() // exact.shape[-1] if exact.ndim and exact.numel() else 0
+        if count in self._sorted:
+            return None
+        rows = self._by_count.get(count)
+        alike = rows.to(exact.device) if rows is not None and bool(rows.any()) and not bool(rows.all()) else None
+        return measure_distance(exact, found.to(exact.device), alike)
 
 
 @dataclass
@@ -199,6 +186,7 @@ class Session:
     device: torch.device
     wanted: frozenset[str]  # names of modules that are compared
     budget: int  # bytes that may wait
+    diff: Diff  # what has been found
     waiting: dict[Key, Tensor] = field(default_factory=dict)
     types: dict[Call, list[torch.dtype | None]] = field(default_factory=dict)  # of arguments in low precision
     choosers: set[str] = field(default_factory=set)  # modules with integer outputs
@@ -238,30 +226,24 @@ class Session:
         An output that consists of one huge value nearly is off by as much, whichever way the coins fell, and by more
         where it has gone through several modules.
         """
-        return max(perturbed.normalised_l2, self.low.low.epsilon * (1.0 if chained else 0.5))
+        return max(perturbed.normalised_l2, torch.finfo(self.low.dtype).eps * (1.0 if chained else 0.5))
 
     @contextmanager
     def seeded(self) -> Iterator[None]:
         """Start random numbers from the seed within; other generators do not move."""
-        devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(self.perturbation.seed)
             yield
 
-    def finish(self, diff: Diff) -> None:
-        """Hand over what was found, in the order of the reference."""
-        diff.outputs = sorted(self.outputs.values(), key=lambda output: self.order[output.call])
-        diff.choices = sorted(self.choices.values(), key=lambda choice: self.order[choice.call])
+    def finish(self) -> None:
+        """Put into `diff` what was found, in the order of the reference."""
+        self.diff.outputs = sorted(self.outputs.values(), key=lambda output: self.order[output.call])
+        self.diff.choices = sorted(self.choices.values(), key=lambda choice: self.order[choice.call])
+        self.diff.only_one = [str(call) for call in self.types.keys() ^ self.order.keys()]
         called = {call.module for call in self.order}
-        diff.unused = _never_called(self.reference, called)
-        diff.only_one = [str(call) for call in self.types.keys() ^ self.order.keys()]
-
-
-def _never_called(model: nn.Module, called: set[str]) -> list[str]:
-    """The outermost modules that did not run, leaving out mere lists of modules."""
-    found: list[str] = []
-    for name, module in model.named_modules():
-        runs = getattr(type(module), "forward", None) is not nn.Module.forward
-        if name and runs and name not in called and not any(name.startswith(f"{outer}.") for outer in found):
-            found.append(name)
-    return found
+        # The outermost modules that did not run, leaving out mere lists of modules.
+        for name, module in self.reference.named_modules():
+            runs = getattr(type(module), "forward", None) is not nn.Module.forward
+            below = any(name.startswith(f"{outer}.") for outer in self.diff.unused)
+            if name and runs and name not in called and not below:
+                self.diff.unused.append(name)

@@ -18,14 +18,17 @@ from instruments.precision.calls import Arguments, find_tensors, map_tensors
 from instruments.precision.comparison import (
     FORMATS,
     AxisRange,
-    NumberFormat,
     Verdict,
     axis_ranges,
     find_format,
+    long_axes,
     measure_distance,
+    name_of,
+    round_to,
+    sizes_along,
     worst,
 )
-from instruments.precision.findings import plain_json
+from instruments.training_watch.step_log import plain_json
 
 # Additions one by one that are tried out; of a longer axis the first so many.
 LONGEST = 16384
@@ -60,38 +63,24 @@ class ReductionLoss:
         return f"sum over dim {self.axis} in fp32: {errors} ({self.format} one by one{lost}{tree})"
 
 
-@torch.no_grad()
-def measure_reductions(values: Float[Tensor, "..."], target: NumberFormat) -> list[ReductionLoss]:
-    """One entry for each axis longer than 1, the last axis first.
-
-    Args:
-        values: finite, in float32 or float64.
-        target: addends and every partial sum are rounded to it.
-    """
-    axes = [axis for axis in range(-1, -values.ndim - 1, -1) if values.shape[axis] > 1]
-    return [_measure(values, axis, target) for axis in axes]
-
-
-def _measure(values: Float[Tensor, "..."], axis: int, target: NumberFormat) -> ReductionLoss:
+def _measure_sums(values: Float[Tensor, "..."], axis: int, target: torch.dtype) -> ReductionLoss:
+    """Sums along an axis of finite values; addends and every partial sum are rounded to `target`."""
     size = values.shape[axis]
     length = min(size, LONGEST)
     addends_NS = values.movedim(axis, 0)[:length].reshape(length, -1)
     addends_NS = addends_NS[:, :: -(-addends_NS.numel() // _MOST)].float()
     exact_S = addends_NS.double().sum(0)
-    rounded_NS = target.rounded(addends_NS)
+    rounded_NS = round_to(addends_NS, target)
     sums_S, stagnant = _add_one_by_one(rounded_NS, target)
     return ReductionLoss(
-        format=target.name,
-        axis=axis,
-        length=length,
-        size=size,
+        name_of(target), axis, length, size,
         one_by_one=_error(exact_S, sums_S),
         pairwise=_error(exact_S, _add_in_pairs(rounded_NS, target)),
         fp32=_error(exact_S, addends_NS.sum(0)),
-        mean=_error(exact_S / length, target.rounded(sums_S / length)),
+        mean=_error(exact_S / length, round_to(sums_S / length, target)),
         stagnant=stagnant,
         cancellation=float(addends_NS.double().abs().sum() / exact_S.abs().sum()) if bool(exact_S.any()) else 0.0,
-    )
+    )  # fmt: skip
 
 
 def _error(exact_S: Float[Tensor, "S"], found_S: Float[Tensor, "S"]) -> float:
@@ -99,27 +88,26 @@ def _error(exact_S: Float[Tensor, "S"], found_S: Float[Tensor, "S"]) -> float:
     return float("inf") if distance.nonfinite else distance.normalised_l2
 
 
-def _add_one_by_one(addends_NS: Float[Tensor, "N S"], target: NumberFormat) -> tuple[Float[Tensor, "S"], float]:
+def _add_one_by_one(addends_NS: Float[Tensor, "N S"], target: torch.dtype) -> tuple[Float[Tensor, "S"], float]:
     """The sums, and the share of addends (0 left out) that are too small to move the sum they meet."""
     sum_S = torch.zeros_like(addends_NS[0])
     lost_S = torch.zeros_like(sum_S)
     for addend_S in addends_NS:
-        moved_S = target.rounded(sum_S + addend_S)
+        moved_S = round_to(sum_S + addend_S, target)
         lost_S += (moved_S == sum_S) & (addend_S != 0)
         sum_S = moved_S
     return sum_S, float(lost_S.sum() / (addends_NS != 0).sum().clamp_min(1))
 
 
-def _add_in_pairs(addends_NS: Float[Tensor, "N S"], target: NumberFormat) -> Float[Tensor, "S"]:
+def _add_in_pairs(addends_NS: Float[Tensor, "N S"], target: torch.dtype) -> Float[Tensor, "S"]:
     while len(addends_NS) > 1:
         half = len(addends_NS) // 2
-        pairs_NS = target.rounded(addends_NS[:half] + addends_NS[half : 2 * half])
+        pairs_NS = round_to(addends_NS[:half] + addends_NS[half : 2 * half], target)
         addends_NS = torch.cat([pairs_NS, addends_NS[2 * half :]])
     return addends_NS[0]
 
 
 _Run = Callable[[Arguments], Mapping[str, Tensor]]
-_NONE = torch.empty(0, dtype=torch.float64)
 # FP32 itself must see them: their part is above so many units in its last place.
 _SEEN = 4 * torch.finfo(torch.float32).eps
 
@@ -131,16 +119,15 @@ def sums_up(module: nn.Module, arguments: Arguments, output: Any) -> bool:  # no
     return bool(given and made) and max(made) < max(given) and next(module.parameters(), None) is None
 
 
-def find_swamping(arguments: Arguments, low: NumberFormat, exact: _Run, rounded: _Run) -> str:
+def find_swamping(arguments: Arguments, low: torch.dtype, exact: _Run, rounded: _Run) -> str:
     """In words, which slices of the inputs have no part in the low-precision output that they have in FP32.
 
-    Args:
-        arguments: of the module.
-        low: slices below half of its unit in the last place of the largest slice are suspected.
-        exact: the module in FP32; its outputs by path.
-        rounded: the module in low precision.
+    Slices below half a unit in the last place of the largest one are suspected; `exact` runs the module in FP32,
+    `rounded` in low precision.
     """
-    for axis in _suspects(arguments, low):
+    inputs = [tensor for tensor in find_tensors(arguments).values() if tensor.is_floating_point()]
+    ranges = [axis for tensor in inputs for axis in axis_ranges(tensor)]
+    for axis in [axis for axis in ranges if axis.ratio > 2 / torch.finfo(low).eps]:
         without = map_tensors(partial(_drop_small, axis=axis, low=low), arguments)
         whole, rest = _flat(exact(arguments)), _flat(exact(without))
         low_whole, low_rest = _flat(rounded(arguments)), _flat(rounded(without))
@@ -151,29 +138,22 @@ def find_swamping(arguments: Arguments, low: NumberFormat, exact: _Run, rounded:
         if seen and float((low_whole - low_rest - part).norm()) > 0.5 * float(part.norm()):
             return (
                 f"dim {axis.axis} of its input holds {axis.largest:.3g} at {axis.largest_at} and no more than "
-                f"{axis.smallest:.3g} at {axis.smallest_at}: in {low.name} the sum no longer sees the small ones"
+                f"{axis.smallest:.3g} at {axis.smallest_at}: in {name_of(low)} the sum no longer sees the small ones"
             )
     return ""
 
 
 def _flat(outputs: Mapping[str, Tensor]) -> Tensor:
-    return torch.cat(
-        [tensor.double().flatten() for tensor in outputs.values() if tensor.is_floating_point()] or [_NONE]
-    )
+    parts = [tensor.double().flatten() for tensor in outputs.values() if tensor.is_floating_point()]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float64)
 
 
-def _suspects(arguments: Arguments, low: NumberFormat) -> list[AxisRange]:
-    inputs = [tensor for tensor in find_tensors(arguments).values() if tensor.is_floating_point()]
-    return [axis for tensor in inputs for axis in axis_ranges(tensor) if axis.ratio > 2 / low.epsilon]
-
-
-def _drop_small(tensor: Tensor, axis: AxisRange, low: NumberFormat) -> Tensor:
+def _drop_small(tensor: Tensor, axis: AxisRange, low: torch.dtype) -> Tensor:
     """Zeros for the slices whose values are below half a unit in the last place of the largest."""
     if not tensor.is_floating_point() or tensor.ndim < -axis.axis or tensor.shape[axis.axis] != axis.size:
         return tensor
-    others = [other for other in range(tensor.ndim) if other != axis.axis % tensor.ndim]
-    sizes = tensor.abs().amax(others, keepdim=True) if others else tensor.abs()
-    return torch.where(sizes < axis.largest * low.epsilon / 2, torch.zeros_like(tensor), tensor)
+    sizes = sizes_along(tensor, axis.axis, keepdim=True)
+    return torch.where(sizes < axis.largest * torch.finfo(low).eps / 2, torch.zeros_like(tensor), tensor)
 
 
 # Shares of the values above 0 in size.
@@ -200,23 +180,16 @@ class FormatLoss:
         return Verdict.WARNING if self.underflow > WARNING_SHARE else Verdict.OK
 
 
-@torch.no_grad()
-def measure_loss(values: Float[Tensor, "size"], target: NumberFormat) -> FormatLoss:
-    """Round finite values to a format, and count.
-
-    Args:
-        values: finite, in float32 or float64.
-        target: rounding is to the nearest; values that round beyond the largest one overflow.
-    """
-    sizes = values.abs()
+def _measure_rounding(values: Float[Tensor, "size"], target: torch.dtype) -> FormatLoss:
+    """Round finite values to the nearest of a format; those that round beyond its largest one overflow."""
+    sizes, limits = values.abs(), torch.finfo(target)
     known = max(1, int((sizes > 0).sum()))
-    rounded = target.rounded(values)
-    over = (sizes >= target.largest * (1 + target.epsilon / 4)) | ~rounded.isfinite()
-    kept = torch.where(over, 0, values)
-    distance = measure_distance(kept, torch.where(over, 0, rounded))
+    rounded = round_to(values, target)
+    over = (sizes >= limits.max * (1 + limits.eps / 4)) | ~rounded.isfinite()
+    distance = measure_distance(torch.where(over, 0, values), torch.where(over, 0, rounded))
     return FormatLoss(
-        format=target.name,
-        underflow=int(((sizes > 0) & (sizes < target.smallest_normal)).sum()) / known,
+        name_of(target),
+        underflow=int(((sizes > 0) & (sizes < limits.smallest_normal)).sum()) / known,
         flushed=int(((sizes > 0) & (rounded == 0)).sum()) / known,
         overflow=int(over.sum()),
         normalised_l2=distance.normalised_l2,
@@ -257,7 +230,7 @@ class TensorAnalysis:
             "apart or add in fp32"
             for loss in self.losses
             for axis in self.ranges
-            if axis.ratio > 2 / FORMATS[loss.format].epsilon
+            if axis.ratio > 2 / torch.finfo(FORMATS[loss.format]).eps
         ]
 
 
@@ -277,7 +250,7 @@ def analyze_tensor(
     targets = [find_format(one, "formats") for one in formats]
     if not (tensor.is_floating_point() or tensor.is_complex()):
         raise ConfigError(
-            f"{name} holds {str(tensor.dtype).removeprefix('torch.')}, which no floating-point format rounds in use",
+            f"{name} holds {name_of(tensor.dtype)}, which no floating-point format rounds in use",
             where=f"tensor of shape {tuple(tensor.shape)}",
             do="give a floating-point tensor, or tensor.float()",
         )
@@ -289,25 +262,14 @@ def analyze_tensor(
     nonfinite = values.numel() - int(finite.sum())
     notes += [f"{nonfinite:,} of {values.numel():,} values are not finite and left out"] * (nonfinite > 0)
     notes += ["the tensor is empty"] * (not values.numel())
-    return TensorAnalysis(
-        name,
-        tuple(tensor.shape),
-        str(tensor.dtype).removeprefix("torch."),
-        nonfinite,
-        int((values == 0).sum()),
-        [measure_loss(clean.flatten(), target) for target in targets],
-        [loss for target in targets if clean.numel() for loss in measure_reductions(clean, target)],
-        axis_ranges(clean),
-        _octaves(clean),
-        notes,
-    )
-
-
-def _octaves(clean: Float[Tensor, "..."]) -> list[int]:
     exponents = torch.frexp(clean[clean != 0]).exponent.long() - 1
     places = exponents.clamp(FIRST_OCTAVE, _LAST_OCTAVE) - FIRST_OCTAVE
-    counts: list[int] = torch.bincount(places, minlength=_LAST_OCTAVE - FIRST_OCTAVE + 1).tolist()
-    return counts
+    return TensorAnalysis(
+        name, tuple(tensor.shape), name_of(tensor.dtype), nonfinite, int((values == 0).sum()),
+        [_measure_rounding(clean.flatten(), target) for target in targets],
+        [_measure_sums(clean, axis, target) for target in targets if clean.numel() for axis in long_axes(clean)],
+        axis_ranges(clean), torch.bincount(places, minlength=_LAST_OCTAVE - FIRST_OCTAVE + 1).tolist(), notes,
+    )  # fmt: skip
 
 
 COLUMNS = (
@@ -350,10 +312,6 @@ def _some(lines: list[str]) -> list[str]:
 
 def to_json(found: Sequence[TensorAnalysis]) -> list[dict[str, Any]]:
     """All of it; figures that are not finite as text."""
-    return [
-        plain_json(
-            asdict(tensor)
-            | {"verdicts": {loss.format: loss.verdict for loss in tensor.losses}, "advice": tensor.advice}
-        )
-        for tensor in found
-    ]
+    verdicts = [{loss.format: loss.verdict for loss in tensor.losses} for tensor in found]
+    facts = [asdict(one) | {"verdicts": ours, "advice": one.advice} for one, ours in zip(found, verdicts, strict=True)]
+    return [plain_json(fact) for fact in facts]

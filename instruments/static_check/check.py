@@ -10,11 +10,9 @@ from pathlib import Path
 from instruments.durable import whole_file
 from instruments.errors import ConfigError, check_output, exit_code, say
 from instruments.static_check.definitions import find_definitions
-from instruments.static_check.precision_rules import Report
-from instruments.static_check.source import Finding, Source, read_source, unreadable
+from instruments.static_check.source import UNREADABLE, Finding, Source, read_source, unreadable
+from instruments.static_check.state import Report
 from instruments.static_check.walk import walk_file
-
-UNREADABLE = "LP001"
 
 
 @dataclass(frozen=True)
@@ -25,14 +23,10 @@ class StaticReport:
     findings: tuple[Finding, ...]
 
     @property
-    def unreadable(self) -> tuple[Finding, ...]:
-        """Files that do not parse."""
-        return tuple(finding for finding in self.findings if finding.code == UNREADABLE)
-
-    @property
     def exit_code(self) -> int:
         """0 nothing found, 1 findings, 2 a file could not be checked."""
-        return 2 if self.unreadable else int(bool(self.findings))
+        unreadable = any(finding.code == UNREADABLE for finding in self.findings)
+        return 2 if unreadable else int(bool(self.findings))
 
 
 def static_check(paths: Path | str | Sequence[Path | str], *, device: str = "cuda") -> StaticReport:

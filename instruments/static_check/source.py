@@ -1,4 +1,4 @@
-"""A file of Python code, the rules, and findings in it."""
+"""A file of Python code, and findings in it."""
 
 import ast
 import io
@@ -11,60 +11,6 @@ from pathlib import Path
 SEVERE, WARNING = "severe", "warning"
 
 
-@dataclass(frozen=True)
-class Rule:
-    """One rule; the message is completed where it applies."""
-
-    severity: str
-    why: str
-    fix: str
-
-
-RULES = {
-    "LP001": Rule(SEVERE, "nothing in it was checked", "correct the file, or leave it out of PATH"),
-    "LP101": Rule(SEVERE,
-        "updates smaller than half a unit in the last place of a 16-bit weight are lost, and GradScaler refuses to "
-        "unscale float16 gradients",
-        "keep the weights in float32 and let autocast choose: drop the cast"),
-    "LP102": Rule(SEVERE,
-        "the loss is computed in the model's 16-bit output: float16 overflows at 65504, which ends in inf or NaN; "
-        "bfloat16 keeps 8 bits",
-        "compute the loss inside the autocast block, or of logits.float()"),
-    "LP103": Rule(WARNING,
-        "small probabilities are rounded to 8 (bfloat16) or 11 (float16) bits or flushed to zero, and their sum is no "
-        "longer 1; autocast does not promote it here",
-        "pass dtype=torch.float32"),
-    "LP104": Rule(SEVERE,
-        "a probability next to 1 rounds to 1 in 16 bits and its logarithm is lost; where autocast knows it, it raises",
-        "use binary_cross_entropy_with_logits (BCEWithLogitsLoss) on the logits, without the sigmoid"),
-    "LP105": Rule(WARNING,
-        "the result is rounded to 16 bits (bfloat16 keeps 8 of them), and in float16 a sum above 65504 is inf",
-        "reduce in float32: dtype=torch.float32 where the function takes it, else .float() before it"),
-    "LP201": Rule(SEVERE,
-        "gradients are still multiplied by the loss scale, so that the bound is as much too small",
-        "call scaler.unscale_(optimizer) before clipping"),
-    "LP202": Rule(SEVERE,
-        "the loss scale never adapts, and the next unscale_ of this optimizer raises",
-        "call scaler.update() once, after all optimizers' scaler.step()"),
-    "LP203": Rule(SEVERE,
-        "the second call raises: gradients would be divided by the scale twice",
-        "call unscale_ once for each optimizer between two scaler.update()"),
-    "LP204": Rule(SEVERE,
-        "the optimizer takes gradients that are multiplied by the loss scale, inf and NaN included",
-        "call scaler.step(optimizer), then scaler.update()"),
-    "LP205": Rule(WARNING,
-        "what is measured is the gradient times the loss scale, and overflows that GradScaler is there to skip",
-        "call scaler.unscale_(optimizer) first"),
-    "LP301": Rule(WARNING,
-        "backward ops already run in the types that autocast chose forward; under autocast, those written in Python "
-        "are cast once more",
-        "end the autocast block after the loss is computed"),
-    "LP302": Rule(WARNING,
-        "float16 gradients below 6e-8 are zero without loss scaling",
-        "scale the loss with torch.amp.GradScaler, or use dtype=torch.bfloat16"),
-}  # fmt: skip
-
-
 @dataclass(frozen=True, order=True)
 class Finding:
     """One place in one file."""
@@ -75,17 +21,17 @@ class Finding:
     code: str
     message: str
     severity: str
+    why: str
+    fix: str
 
     def __str__(self) -> str:
         """Three lines: what and where, why, what to do."""
-        rule = RULES[self.code]
         head = f"{self.path}:{self.line}: {self.code} {self.severity} {self.message}"
-        return f"{head}\n    why: {rule.why}\n    fix: {rule.fix}"
+        return f"{head}\n    why: {self.why}\n    fix: {self.fix}"
 
     def record(self) -> dict[str, object]:
         """For JSON."""
-        rule = RULES[self.code]
-        return {**vars(self), "why": rule.why, "fix": rule.fix}
+        return dict(vars(self))
 
 
 _NOQA = re.compile(r"#.*?\bnoqa\b(?::\s*(?P<codes>[A-Z]+[0-9]+(?:[\s,]+[A-Z]+[0-9]+)*))?", re.IGNORECASE)
@@ -101,10 +47,9 @@ class Source:
     tree: ast.Module
     silenced: dict[int, frozenset[str]]  # line → codes, or EVERY
 
-    def is_silenced(self, code: str, node: ast.AST) -> bool:
+    def is_silenced(self, code: str, node: ast.expr) -> bool:
         """Whether a comment on one of the node's lines says so."""
-        first = getattr(node, "lineno", 1)
-        lines = range(first, (getattr(node, "end_lineno", None) or first) + 1)
+        lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
         return any(self.silenced.get(line, frozenset()) & {code, *EVERY} for line in lines)
 
 
@@ -143,6 +88,10 @@ def find_silenced(data: bytes) -> dict[int, frozenset[str]]:
     return found
 
 
+UNREADABLE = "LP001"
+
+
 def unreadable(path: Path, line: int, message: str) -> Finding:
     """What is found where a file could not be checked."""
-    return Finding(str(path), line, 0, "LP001", message, RULES["LP001"].severity)
+    fix = "correct the file, or leave it out of PATH"
+    return Finding(str(path), line, 0, UNREADABLE, message, SEVERE, "nothing in it was checked", fix)

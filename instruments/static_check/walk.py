@@ -5,32 +5,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from instruments.static_check.definitions import (
-    KNOWN,
-    Function,
-    Region,
-    dotted_name,
-    last_word,
-    read_dtype,
-    read_region,
-    text_of,
-)
-from instruments.static_check.precision_rules import (
-    UNKNOWN,
-    Frame,
-    Report,
-    State,
-    Value,
-    check_cast,
-    check_gradients,
-    check_operation,
-    join,
-    mix,
-    note_region,
-)
+from instruments.static_check.autocast import KNOWN, Region, called_name, read_dtype, read_region, text_of
+from instruments.static_check.definitions import Function
+from instruments.static_check.precision_rules import check_cast, check_gradients, check_operation
+from instruments.static_check.state import UNKNOWN, Frame, Report, State, Value, join, mix
 
 _CASTS = {"half": "float16", "bfloat16": "bfloat16", "float": "float32", "double": "float32"}
-_PLACES = ("torch.nn.functional.", "torch.special.", "torch.linalg.", "torch.")
+_PLACES = {"torch.nn.functional", "torch.special", "torch.linalg", "torch"}
 # Modules and builtins whose functions of the same names are not torch's.
 _PLAIN = {"sum", "pow", "print", "len", "min", "max", "range", "isinstance", "getattr", "str", "int", "float", "bool"}
 _NO_TENSORS = {"item", "tolist", "numpy", "argmax", "argsort", "size", "dim", "numel", "long", "int", "bool", "keys"}
@@ -41,25 +22,20 @@ def evaluate_call(node: ast.Call, base: Value, arguments: list[Value], state: St
     done = check_gradients(node, arguments, state, frame)
     if done is not None:
         return done
+    definitions = frame.definitions
     cast = read_cast(node, frame)
     if cast is not None:
         check_cast(node, cast, frame)
-        if (
-            isinstance(node.func, ast.Attribute)
-            and (text := text_of(node.func.value))
-            and frame.report.definitions.is_model(node.func.value)
-        ):
-            state.values[text] = Value(cast)  # modules are cast in place
+        if isinstance(node.func, ast.Attribute) and definitions.is_model(node.func.value):
+            state.values[text_of(node.func.value)] = Value(cast)  # modules are cast in place
         return Value(cast, scaled=base.scaled)
-    local = _local_function(node, frame)
-    if local is not None:
-        return frame.call(frame, state, local[0], local[1], node, arguments)
+    function, owner = _local_function(node, frame)
+    if function is not None:
+        return call_function(frame, state, function, owner, node, arguments)
     operation = find_operation(node, frame)
     if operation is not None:
-        method = (
-            isinstance(node.func, ast.Attribute) and dotted_name(node.func, frame.report.definitions.imports) is None
-        )
-        inputs = [base, *arguments] if method and not _is_object(node, frame) else arguments
+        method = isinstance(node.func, ast.Attribute) and not definitions.full_name(node.func)
+        inputs = [base, *arguments] if method and not definitions.loss_of(node.func) else arguments
         return check_operation(node, operation, inputs, frame)
     return _unknown(node, base, arguments, state, frame)
 
@@ -67,7 +43,7 @@ def evaluate_call(node: ast.Call, base: Value, arguments: list[Value], state: St
 def read_cast(node: ast.Call, frame: Frame) -> str | None:
     """The type that `.half()`, `.to(torch.float16)` and the like cast to."""
     func = node.func
-    if not isinstance(func, ast.Attribute) or dotted_name(func, frame.report.definitions.imports):
+    if not isinstance(func, ast.Attribute) or frame.definitions.full_name(func):
         return None
     if func.attr in _CASTS and not node.args and not node.keywords:
         return _CASTS[func.attr]
@@ -80,58 +56,40 @@ def read_cast(node: ast.Call, frame: Frame) -> str | None:
 
 def find_operation(node: ast.Call, frame: Frame) -> str | None:
     """What torch calls what is called: a function, a method of a tensor, a loss module."""
-    definitions = frame.report.definitions
-    full = dotted_name(node.func, definitions.imports)
-    if full is not None:
-        for place in _PLACES:
-            name = full.removeprefix(place)
-            if full.startswith(place) and name in KNOWN:
-                return name
-        return None
-    loss = definitions.loss_of(text_of(node.func) or "")
-    if loss is not None:
-        return loss
-    if isinstance(node.func, ast.Attribute) and node.func.attr in KNOWN:
-        return node.func.attr
-    return None
+    full = frame.definitions.full_name(node.func)
+    if full:
+        place, _dot, name = full.rpartition(".")
+        return name if place in _PLACES and name in KNOWN else None
+    known = isinstance(node.func, ast.Attribute) and node.func.attr in KNOWN
+    return frame.definitions.loss_of(node.func) or (called_name(node) if known else None)
 
 
-def _is_object(node: ast.Call, frame: Frame) -> bool:
-    return frame.report.definitions.loss_of(text_of(node.func) or "") is not None
-
-
-def _local_function(node: ast.Call, frame: Frame) -> tuple[ast.FunctionDef | ast.AsyncFunctionDef, str | None] | None:
+def _local_function(node: ast.Call, frame: Frame) -> tuple[Function | None, str | None]:
     """The function of this file that is called, and its class."""
-    definitions, text = frame.report.definitions, text_of(node.func)
-    if text is None:
-        return None
+    definitions, text = frame.definitions, text_of(node.func)
     if text in definitions.functions and "." not in text:
         return definitions.functions[text], None
-    owner = definitions.class_of(text)
-    name = "forward"
+    owner, name = definitions.class_of(text), "forward"
     if owner is None:
         head, _dot, name = text.rpartition(".")
         owner = frame.class_name if head == "self" else definitions.class_of(head)
-    found = definitions.method(owner, name) if owner and name else None
-    return (found, owner) if found is not None else None
+    return (definitions.method(owner, name) if owner and name else None), owner
 
 
 def _unknown(node: ast.Call, base: Value, arguments: list[Value], state: State, frame: Frame) -> Value:
     """Under autocast, what others compute comes out in 16 bits; elsewhere methods keep the type of their tensor."""
-    callee = text_of(node.func)
-    word = last_word(callee) or (node.func.attr if isinstance(node.func, ast.Attribute) else "")
+    word = called_name(node)
     if word in _NO_TENSORS or word in _PLAIN or "loss" in word.lower() or "criterion" in word.lower():
         return UNKNOWN
-    cast = state.values.get(callee or "")
-    if cast is not None and cast.is_low and not frame.region.enabled:
+    cast = state.values.get(text_of(node.func), UNKNOWN)
+    if cast.is_low and not frame.region.enabled:
         return Value(cast.precision)  # a module whose weights were cast
-    if frame.region.enabled and frame.region.certain and frame.report.definitions.is_model(node.func):
+    if frame.region.enabled and frame.region.certain and frame.definitions.is_model(node.func):
         return Value(frame.region.dtype)
     if base.precision is not None and isinstance(node.func, ast.Attribute):
         return Value(base.precision)
-    if dotted_name(node.func, frame.report.definitions.imports) and not node.keywords:
-        mixed = mix(arguments)
-        return Value(mixed.precision) if len(arguments) == 1 else UNKNOWN
+    if frame.definitions.full_name(node.func) and not node.keywords and len(arguments) == 1:
+        return Value(mix(arguments).precision)
     return UNKNOWN
 
 
@@ -153,8 +111,8 @@ def evaluate(node: ast.expr, state: State, frame: Frame) -> Value:  # noqa: C901
             return state.values.get(node.id, UNKNOWN)
         case ast.Attribute():
             base = evaluate(node.value, state, frame)
-            known = state.values.get(text_of(node) or "")
-            return known or (UNKNOWN if node.attr in _FACTS else Value(base.precision))
+            other = UNKNOWN if node.attr in _FACTS else Value(base.precision)
+            return state.values.get(text_of(node), other)
         case ast.Subscript():
             evaluate(node.slice, state, frame)
             return evaluate(node.value, state, frame)
@@ -204,22 +162,18 @@ _MIXED = re.compile(r"scaler|\bamp\b|_amp|fp16|mixed|autocast|\bhalf\b", re.IGNO
 
 def walk_file(report: Report) -> None:
     """Look at everything: what nobody in the file calls by itself, all else where it is called."""
-    frame = Frame(report, call_function)
+    frame = Frame(report)
     walk_body(report.source.tree.body, [State()], frame)
     definitions = report.definitions
     methods = [(function, name.rpartition(".")[0] or None) for name, function in definitions.functions.items()]
-    called = {
-        node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        for node in ast.walk(report.source.tree)
-        if isinstance(node, ast.Call)
-    }
+    called = {called_name(node) for node in ast.walk(report.source.tree) if isinstance(node, ast.Call)}
     # First those that nobody calls: they reach the others in the regions these run in.
     for function, owner in sorted(methods, key=lambda pair: pair[0].name in called or pair[0].name == "forward"):
         if id(function) not in report.walked:
             report.walked.add(id(function))
             inner = replace(frame, class_name=owner, region=_decorated(function, frame), stack=(function,))
             start = State()
-            note_region(start, inner)
+            start.note_region(inner.region)
             walk_body(function.body, [start], inner)
 
 
@@ -235,28 +189,20 @@ def call_function(
     if owner is not None and names[:1] in (["self"], ["cls"]):
         names = names[1:]
     words = [word.arg or "" for word in node.keywords]
-    bound = dict(
-        zip(
-            [*names[: len(node.args)], *words],
-            [*arguments[: len(node.args)], *arguments[len(node.args) :]],
-            strict=False,
-        )
-    )
-    start = state.copy()
-    start.values = {name: value for name, value in state.values.items() if name.startswith("self.")} | bound
-    start.returned, start.facts = None, dict(state.facts)
+    bound = dict(zip([*names[: len(node.args)], *words], arguments, strict=False))
+    own = {name: value for name, value in state.values.items() if name.startswith("self.")}
+    start = replace(state.copy(), values=own | bound, returned=None)
     region = _decorated(function, frame) if function.decorator_list else frame.region
     inner = replace(frame, class_name=owner or frame.class_name, stack=(*frame.stack, function), region=region)
     ends = walk_body(function.body, [start], inner)
     end = join([way for way in ends if way.returned is not None] or ends)
     values = state.values | {name: value for name, value in end.values.items() if name.startswith("self.")}
-    returned = end.returned
     state.adopt(replace(end, values=values, facts=state.facts, returned=state.returned, ended=state.ended))
-    return returned or UNKNOWN
+    return end.returned or UNKNOWN
 
 
 def _decorated(function: Function, frame: Frame) -> Region:
-    regions = [read_region(one, frame.report.definitions.imports) for one in function.decorator_list]
+    regions = [read_region(one, frame.definitions.imports) for one in function.decorator_list]
     return next((region for region in regions if region is not None), frame.region)
 
 
@@ -326,10 +272,10 @@ def bind(target: ast.expr, value: Value, way: State) -> None:
     """Give a target its value; of several, those called a loss are in float32 where the others are low."""
     if isinstance(target, ast.Tuple | ast.List):
         for part in target.elts:
-            bind(part, UNKNOWN if "loss" in (text_of(part) or "") else value, way)
+            bind(part, UNKNOWN if "loss" in text_of(part) else value, way)
         return
     text = text_of(target)
-    if text is None:
+    if not text:
         return
     if text in way.owners:
         for name in [name for name in way.values if name.startswith(f"{text}.")]:
@@ -342,7 +288,7 @@ def bind(target: ast.expr, value: Value, way: State) -> None:
 def _walk_if(statement: ast.If, way: State, frame: Frame) -> list[State]:
     evaluate(statement.test, way, frame)
     fact, positive = _fact(statement.test)
-    matters = frame.report.definitions.scales and _touches_scaling(statement)
+    matters = frame.definitions.scales and _touches_scaling(statement)
     if matters and fact in way.facts:
         return walk_body(statement.body if way.facts[fact] == positive else statement.orelse, [way], frame)
     met, other = way, way.copy()
@@ -375,17 +321,17 @@ def _touches_scaling(statement: ast.If) -> bool:
 
 
 def _walk_with(statement: ast.With | ast.AsyncWith, way: State, frame: Frame) -> list[State]:
-    definitions = frame.report.definitions
+    definitions = frame.definitions
     for item in statement.items:
         context = item.context_expr
-        region = read_region(context, definitions.imports) or definitions.regions.get(text_of(context) or "")
+        region = read_region(context, definitions.imports) or definitions.regions.get(text_of(context))
         if region is None:
             value = evaluate(context, way, frame)
             if item.optional_vars is not None:
                 bind(item.optional_vars, value, way)
         else:
             frame = replace(frame, region=region)
-            note_region(way, frame)
+            way.note_region(region)
     return walk_body(statement.body, [way], frame)
 
 

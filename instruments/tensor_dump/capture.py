@@ -5,10 +5,11 @@ import re
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from threading import Condition
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,10 @@ from torch import Tensor, nn
 from instruments.errors import ConfigError
 from instruments.safetensors_reader import TORCH_DTYPES
 from instruments.tensor_dump.config import TENSORS, DumpConfig
-from instruments.tensor_dump.index import Placement, RoundingError, Source, Statistics, TensorRecord, make_name
+from instruments.tensor_dump.index import Placement, TensorRecord
+
+if TYPE_CHECKING:
+    from instruments.tensor_dump.recorder import Recorder
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,12 +31,15 @@ class Watched:
     module: nn.Module
     layer_type: str  # linear, attention or experts
     layer: int | None  # of the decoder, from 0
-    chunk: int = 0  # of the pipeline, where a process has several
+    watch: (
+        "Callable[[Watched, Recorder], Sequence[AbstractContextManager[object]]]"  # puts the hooks on; each undoes one
+    )
     parameter: str = ""  # of the module, where that holds several layers
+    chunk: int = 0  # of the pipeline, where a process has several
 
-    def expected(self, config: DumpConfig) -> tuple[str, ...]:
+    def expected(self, config: DumpConfig) -> list[str]:
         """The tensors it is to give."""
-        return tuple(tensor for tensor in TENSORS[self.layer_type] if tensor in config.tensors)
+        return [tensor for tensor in TENSORS[self.layer_type] if tensor in config.tensors]
 
 
 def layer_of(name: str) -> int | None:
@@ -56,7 +63,7 @@ def select(found: Sequence[Watched], config: DumpConfig) -> list[Watched]:
         raise ConfigError(
             f"tensors={config.tensors}: the modules asked for have none of them",
             where=f"setting tensors; modules={config.modules} are {kinds}",
-            do=f"tensors={[name for one in chosen[:1] for name in TENSORS[one.layer_type]]}",
+            do=f"tensors={list(TENSORS[chosen[0].layer_type])}",
         )
     return [one for one in chosen if one.expected(config)]
 
@@ -94,9 +101,7 @@ _NAMES = {
 def quant_type_of(tensor: Tensor) -> str:
     """Its number format: fp32, bf16 ...; of a weight packed by bitsandbytes nf4, fp4 or int8."""
     state = getattr(tensor, "quant_state", None)  # of a Params4bit
-    if state is not None:
-        return str(state.quant_type)
-    return _NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
+    return str(state.quant_type) if state is not None else _NAMES.get(tensor.dtype, dtype_name(tensor.dtype))
 
 
 def autocast_type_of(tensor: Tensor) -> str | None:
@@ -107,13 +112,17 @@ def autocast_type_of(tensor: Tensor) -> str | None:
     return _NAMES[torch.get_autocast_dtype(kind)]
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Without the module: float32."""
+    return str(dtype).removeprefix("torch.")
+
+
 def warn_of_label(label: str, watched: Sequence[Watched]) -> None:
     """Say where weights are not what they are said to be; records hold both."""
     weights = {id(weight): weight for one in watched for weight in one.module.parameters(recurse=False)}
     real = Counter(quant_type_of(weight) for weight in weights.values())
-    others = {kind: count for kind, count in real.items() if kind != label}
-    if others:
-        found = ", ".join(f"{count} in {kind}" for kind, count in sorted(others.items()))
+    found = ", ".join(f"{count} in {kind}" for kind, count in sorted(real.items()) if kind != label)
+    if found:
         logger.warning(
             "quant_type=%s is a label: the parameters of watched modules are %s; records say both", label, found
         )
@@ -191,23 +200,16 @@ class HostRing:
         self._slots: deque[Slot] = deque()
         self._changed = Condition()
 
-    def reserve(self, size: int) -> Slot | None:
-        """So many bytes, or None where there is no room now."""
+    def reserve(self, size: int, *, wait: bool = False) -> Slot | None:
+        """So many bytes; where there is no room now None, or with `wait` as soon as there is (within the capacity)."""
         with self._changed:
-            begin = self._find_room(max(size, 1))
-            if begin is None:
-                return None
+            while (begin := self._find_room(max(size, 1))) is None:
+                if not wait:
+                    return None
+                self._changed.wait()
             slot = Slot(begin, begin + max(size, 1), self._buffer[begin : begin + size])
             self._slots.append(slot)
             self.most_used = max(self.most_used, self.used)
-            return slot
-
-    def wait(self, size: int) -> Slot:
-        """So many bytes, as soon as there is room; `size` must not be above the capacity."""
-        assert size <= self.capacity, "larger than the ring: it would wait forever"
-        with self._changed:
-            while (slot := self.reserve(size)) is None:
-                self._changed.wait()
             return slot
 
     def release(self, slot: Slot) -> None:
@@ -229,47 +231,16 @@ class HostRing:
     def _find_room(self, size: int) -> int | None:
         if not self._slots:
             return 0 if size <= self.capacity else None
-        oldest, begin = self._slots[0].begin, _aligned(self._slots[-1].end)
-        if self._slots[-1].end > oldest:  # free: behind the newest, and before the oldest
+        oldest, newest = self._slots[0].begin, self._slots[-1].end
+        begin = newest + -newest % ALIGNMENT
+        if newest > oldest:  # free: behind the newest, and before the oldest
             if begin + size <= self.capacity:
                 return begin
             return 0 if size <= oldest else None
         return begin if begin + size <= oldest else None
 
 
-def _aligned(position: int) -> int:
-    return position + -position % ALIGNMENT
-
-
 _STREAMS: dict[torch.device, torch.cuda.Stream] = {}
-
-
-def _ready() -> None:
-    """Copies on the CPU are complete at once."""
-
-
-def copy_to_slot(tensor: Tensor, slot: Slot) -> tuple[Tensor, Callable[[], None]]:
-    """Begin to copy a tensor, in row-major order, into the slot.
-
-    Later changes of the tensor do not reach the copy.
-
-    Returns:
-        The copy, and what to call before it is read.
-    """
-    host = slot.data.view(tensor.dtype).view(tensor.shape)
-    if not tensor.is_cuda:
-        host.copy_(tensor)
-        return host, _ready
-    # Cloned in the stream that made it, so that the next kernel may overwrite it; carried away by another one.
-    own = tensor.clone(memory_format=torch.contiguous_format)
-    stream = _STREAMS.setdefault(tensor.device, torch.cuda.Stream(tensor.device))
-    stream.wait_stream(torch.cuda.current_stream(tensor.device))
-    done = torch.cuda.Event()
-    with torch.cuda.stream(stream):
-        host.copy_(own, non_blocking=True)
-        done.record(stream)
-    own.record_stream(stream)
-    return host, done.synchronize
 
 
 @dataclass(eq=False)
@@ -279,62 +250,31 @@ class Held:
     status: str
     data: Tensor | None = None  # on the CPU; of status statistics its moments, unless they are known already
     slot: Slot | None = None
-    wait: Callable[[], None] | None = None  # before `data` is read
-    statistics: Statistics | None = None
-    file: str | None = None
-    key: str | None = None
-    checksum: int | None = None
-    rounded: "Rounded | None" = None
-
-
-@dataclass(frozen=True)
-class Rounded:
-    """A copy rounded into a number format, as it was written."""
-
-    quant_type: str
-    statistics: Statistics
-    error: RoundingError
-    file: str
-    key: str
-    checksum: int
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What is recorded of a tensor in addition to its content."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    device: str
-    requires_grad: bool
-    quant_type: str
-    autocast: str | None
+    wait: Callable[[], None] | None = None  # before `data` is read; on the CPU copies are complete at once
+    found: dict[str, Any] = field(default_factory=dict)  # statistics, file, key, checksum of its records
+    rounded: dict[str, Any] = field(default_factory=dict)  # fields of the records of a rounded copy, if there is one
 
     @classmethod
-    def of(cls, tensor: Tensor, kept: Tensor) -> "Facts":
-        """Of a tensor, and the part of it that is kept."""
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        return cls(
-            tuple(kept.shape),
-            dtype,
-            str(tensor.device),
-            tensor.requires_grad,
-            quant_type_of(tensor),
-            autocast_type_of(tensor),
-        )
+    def copy(cls, status: str, tensor: Tensor, slot: Slot) -> "Held":
+        """Begin to copy a tensor, in row-major order, into the slot; its later changes do not reach the copy."""
+        host = slot.data.view(tensor.dtype).view(tensor.shape)
+        if not tensor.is_cuda:
+            host.copy_(tensor)
+            return cls(status, host, slot)
+        # Cloned in the stream that made it, so that the next kernel may overwrite it; carried away by another one.
+        own = tensor.clone(memory_format=torch.contiguous_format)
+        stream = _STREAMS.setdefault(tensor.device, torch.cuda.Stream(tensor.device))
+        stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        done = torch.cuda.Event()
+        with torch.cuda.stream(stream):
+            host.copy_(own, non_blocking=True)
+            done.record(stream)
+        own.record_stream(stream)
+        return cls(status, host, slot, done.synchronize)
 
 
-@dataclass(frozen=True, eq=False)
-class Capture:
-    """One tensor of one call, on its way to the index."""
-
-    counter: int
-    timestamp: str
-    source: Source
-    placement: Placement
-    facts: Facts
-    held: Held
+# One tensor of one call on its way to the index: its record, as far as it is known, and its content.
+Capture = tuple[TensorRecord, Held]
 
 
 @dataclass(frozen=True)
@@ -344,32 +284,3 @@ class RankInfo:
     rank: int
     world: int
     parallel: Mapping[str, tuple[int, int]]  # tp, pp ...: coordinate and how many there are
-
-
-def make_record(
-    name: str, capture: Capture, identity: RankInfo, label: str | None, metadata: Mapping[str, Any]
-) -> TensorRecord:
-    """The row of a tensor; `label` is what it was said to be."""
-    held = capture.held
-    return TensorRecord(
-        name=name, counter=capture.counter, timestamp=capture.timestamp, rank=identity.rank, source=capture.source,
-        parallel=identity.parallel, placement=capture.placement, label=label, status=held.status,
-        statistics=held.statistics, file=held.file, key=held.key, checksum=held.checksum, metadata=metadata,
-        **vars(capture.facts),
-    )  # fmt: skip
-
-
-def make_rounded_record(record: TensorRecord, capture: Capture, rounded: Rounded) -> TensorRecord:
-    """The row of the copy of a tensor that was rounded into a number format."""
-    return replace(
-        record,
-        name=make_name(capture.timestamp, capture.counter, capture.source, rounded.quant_type),
-        dtype=str(rounded.dtype).removeprefix("torch."),
-        quant_type=rounded.quant_type,
-        statistics=rounded.statistics,
-        file=rounded.file,
-        key=rounded.key,
-        checksum=rounded.checksum,
-        rounded_from=record.name,
-        rounding=rounded.error,
-    )

@@ -8,11 +8,12 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 from tabulate import tabulate
 
 from instruments.errors import ConfigError, check_output, exit_code, say, some
 from instruments.safetensors_header import DTYPES
-from instruments.tensor_dump.index import STORED, Listing, TensorRecord, list_dump
+from instruments.tensor_dump.index import STORED, Listing, TensorRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,14 +21,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 COLUMNS = ("module", "tensor", "records", "shape", "type", "range", "largest std", "rounding", "suspicious")
-_COMPLAINTS = {
-    "never_fired": "modules never fired",
-    "missing": "modules lack a tensor that was asked for",
-    "zero_gradients": "gradients are zero everywhere",
-    "nonfinite": "tensors hold values that are not finite",
-    "dropped": "tensors were dropped, the memory being full",
-    "lost": "tensors were lost to a disk that failed",
-}
 
 
 def summarise(listing: Listing, chosen: Sequence[TensorRecord]) -> str:
@@ -50,14 +43,11 @@ def complaints_of(listing: Listing) -> Iterator[str]:
     if listing.torn:
         yield f"{listing.torn} bytes at the end of an index were left by a killed process, and are not read"
     manifests = listing.manifests()
-    killed = [rank for index in listing.indices if (rank := int(index.header["rank"])) not in manifests]
+    killed = [index.rank for index in listing.indices if index.rank not in manifests]
     if killed:
         yield f"ranks {some(map(str, killed), 3)} did not end their dump: what is listed is whole, more was to come"
     for rank, manifest in sorted(manifests.items()):
-        for field, words in _COMPLAINTS.items():
-            if found := manifest[field]:
-                count, names = (found, "") if isinstance(found, int) else (len(found), f": {some(found, 3)}")
-                yield f"rank {rank}: {count} {words}{names}"
+        yield from (f"rank {rank}: {complaint}" for complaint in manifest.complaints())
 
 
 def _facts(listing: Listing, chosen: Sequence[TensorRecord]) -> Iterator[tuple[str, str]]:
@@ -71,7 +61,7 @@ def _facts(listing: Listing, chosen: Sequence[TensorRecord]) -> Iterator[tuple[s
         "records",
         f"{len(chosen):,} of {len(listing.records):,}, {len({source.module for source in sources})} modules",
     )
-    yield "processes", ", ".join(str(index.header["rank"]) for index in listing.indices)
+    yield "processes", ", ".join(str(index.rank) for index in listing.indices)
     yield "steps", f"{len(steps)}, {steps[0]} to {steps[-1]}"
     yield "tensors", f"{len(stored):,} of {size / 2**20:,.1f} MiB, those that layers share once"
     if labels:
@@ -122,20 +112,16 @@ def draw_channels(tensors: Sequence[Named], path: Path) -> None:
     """One panel a tensor: of every channel (its last axis) the range, and the 1st to 99th percentile."""
     figure, panels = _panels(tensors, "channel")
     for panel, (_name, values) in zip(panels, tensors, strict=True):
-        low, p1, p99, high = _channel_ranges(values.float().reshape(-1, values.shape[-1] if values.ndim else 1))
+        if not values.numel():
+            continue
+        channels = values.float().reshape(-1, values.shape[-1] if values.ndim else 1).numpy()
+        low, high = channels.min(axis=0), channels.max(axis=0)
+        # Percentiles of some 16 384 evenly chosen rows are good enough to look at.
+        p1, p99 = np.percentile(channels[:: max(1, len(channels) // 16384)], (1, 99), axis=0)
         panel.fill_between(range(len(low)), low, high, color=_PALE, linewidth=0, step="mid", label="range")
         panel.fill_between(range(len(low)), p1, p99, color=_BLUE, linewidth=0, step="mid", label="1 to 99 %")
         panel.legend(fontsize=7)
     figure.savefig(path, format="png", metadata={"Software": None})
-
-
-def _channel_ranges(values_RC: "Tensor") -> "Tensor":
-    """Minimum, 1st and 99th percentile, and maximum of every channel, over R rows; NaN where a value is not finite."""
-    # Percentiles of 16 384 evenly chosen rows are good enough to look at; quantile() takes no more than 2^24 values.
-    thinned = values_RC[:: max(1, len(values_RC) // 16384)]
-    percentiles = [[column.quantile(share) for column in thinned.unbind(1)] for share in (0.01, 0.99)]
-    low, high = values_RC.aminmax(dim=0)
-    return low.new_tensor([low.tolist(), *percentiles, high.tolist()])
 
 
 def _panels(tensors: Sequence[Named], quantity: str) -> tuple["Figure", list["Axes"]]:
@@ -197,7 +183,7 @@ def _parser() -> argparse.ArgumentParser:
 def _show(wanted: argparse.Namespace) -> int:
     for out in filter(None, (wanted.histogram, wanted.channels)):
         check_output(out)
-    listing = list_dump(wanted.folder)
+    listing = Listing(wanted.folder)
     step = {} if wanted.step is None else {"step": wanted.step}
     chosen = listing.select(rounded=wanted.rounded, module=wanted.module, tensor=wanted.tensor, **step)
     if not chosen:
@@ -218,9 +204,11 @@ def _draw(listing: Listing, chosen: Sequence[TensorRecord], out: Path, kind: str
     from instruments.tensor_dump.reader import DumpReader  # noqa: PLC0415 - the table alone needs neither torch nor matplotlib
 
     # Layers that share an input share the picture.
-    stored = [*{(record.file, record.key): record for record in reversed(chosen) if record.status == STORED}.values()][
-        ::-1
-    ]
+    first: dict[tuple[str | None, str | None], TensorRecord] = {}
+    for record in chosen:
+        if record.status == STORED:
+            first.setdefault((record.file, record.key), record)
+    stored = list(first.values())
     shown = stored[:MOST_PANELS]
     with DumpReader(listing.folder) as reader:
         tensors = [(f"{record.source.module}\n{record.source.tensor}", reader.load(record)) for record in shown]
@@ -247,7 +235,3 @@ def _export(wanted: argparse.Namespace) -> int:
     with DumpReader(wanted.folder) as reader:
         sys.stdout.write(f"{wanted.out}: {export_pt(reader, wanted.out)} files\n")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

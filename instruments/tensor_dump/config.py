@@ -84,22 +84,21 @@ ENABLED, FOLDER, QUANT_TYPE = "TENSOR_SAVE_ENABLED", "TENSOR_SAVE_DIR", "CUSTOM_
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
-@dataclass(frozen=True)
-class Control:
-    """Whether, where and what, after a look at the environment."""
+def read_control(
+    folder: Path | None, config: DumpConfig, environment: Mapping[str, str]
+) -> tuple[bool, Path, DumpConfig]:
+    """Whether to dump, where to and what, after a look at the environment.
 
-    enabled: bool
-    folder: Path
-    config: DumpConfig
-
-
-def read_control(folder: Path | None, config: DumpConfig, environment: Mapping[str, str]) -> Control:
-    """Join arguments and environment; an argument that is given is not overruled, except that ENABLED can switch off.
+    An argument that is given is not overruled, except that ENABLED can switch off.
 
     Raises:
         ConfigError: a variable or a setting has no meaning, or there is no folder.
     """
-    enabled = _read_switch(environment)
+    word = environment.get(ENABLED, "").strip().lower() or "1"
+    if word not in {*_YES, *_NO}:
+        raise ConfigError(
+            f"{ENABLED}={word} is neither yes nor no", where=f"environment variable {ENABLED}", do=f"{ENABLED}=1, or 0"
+        )
     label = config.quant_type or environment.get(QUANT_TYPE) or None
     if label not in {None, *QUANT_TYPES}:
         where = "config.quant_type" if config.quant_type else f"environment variable {QUANT_TYPE}"
@@ -108,6 +107,7 @@ def read_control(folder: Path | None, config: DumpConfig, environment: Mapping[s
             where=where,
             do="mxfp8, or leave it out",
         )
+    enabled = word in _YES
     named = folder or (Path(environment[FOLDER]) if environment.get(FOLDER) else None)
     if enabled and named is None:
         raise ConfigError(
@@ -115,16 +115,7 @@ def read_control(folder: Path | None, config: DumpConfig, environment: Mapping[s
         )
     joined = replace(config, quant_type=label)
     _check(joined)
-    return Control(enabled, named or Path(), joined)
-
-
-def _read_switch(environment: Mapping[str, str]) -> bool:
-    word = environment.get(ENABLED, "").strip().lower() or "1"
-    if word not in {*_YES, *_NO}:
-        raise ConfigError(
-            f"{ENABLED}={word} is neither yes nor no", where=f"environment variable {ENABLED}", do=f"{ENABLED}=1, or 0"
-        )
-    return word in _YES
+    return enabled, named or Path(), joined
 
 
 def _check(config: DumpConfig) -> None:
@@ -132,15 +123,13 @@ def _check(config: DumpConfig) -> None:
     for spec in fields(config):
         value, rules = getattr(config, spec.name), spec.metadata
         for item in value if isinstance(value, list) else [value]:
-            if item is None:
-                continue
-            if "choices" in rules and item not in rules["choices"]:
-                raise _wrong(spec.name, item, f"is none of {', '.join(rules['choices'])}", rules["choices"][0])
-            if "minimum" in rules and item < rules["minimum"]:
-                raise _wrong(spec.name, item, f"is below {rules['minimum']}", rules["minimum"])
+            what = remedy = None
+            if item is not None and item not in rules.get("choices", [item]):
+                what, remedy = f"is none of {', '.join(rules['choices'])}", rules["choices"][0]
+            elif item is not None and "minimum" in rules and item < rules["minimum"]:
+                what, remedy = f"is below {rules['minimum']}", rules["minimum"]
+            if what:
+                name = spec.name
+                raise ConfigError(f"{name}={item} {what}", where=f"setting {name}", do=f"{name}={remedy}")
     for error in contradictions(config):
         raise error
-
-
-def _wrong(name: str, value: object, what: str, remedy: object) -> ConfigError:
-    return ConfigError(f"{name}={value} {what}", where=f"setting {name}", do=f"{name}={remedy}")

@@ -1,25 +1,22 @@
-"""The index of a dump: JSON lines that only grow, one tensor each."""
+"""The index of a dump: JSON lines that only grow, one tensor each; and the manifest, expected against captured."""
 
 import json
-import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
-from fcntl import LOCK_EX, LOCK_NB, flock
 from fnmatch import fnmatchcase
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar
 
-from instruments.durable import sync
-from instruments.errors import ContractError
+from instruments.durable import whole_file
+from instruments.errors import ContractError, some
+from instruments.json_kinds import check_fields, is_count, kinds_of
 
 # What became of the bytes. statistics: only the numbers of the row were kept; dropped: not even those.
 STORED, STATISTICS, DROPPED = "stored", "statistics", "dropped"
-_NESTED = ("source", "placement", "statistics", "rounding")
 
 
 @dataclass(frozen=True)
@@ -73,6 +70,9 @@ class RoundingError:
     max_abs: float
 
 
+_NESTED = {"source": Source, "placement": Placement, "statistics": Statistics, "rounding": RoundingError}
+
+
 @dataclass(frozen=True)
 class TensorRecord:
     """A row of the index."""
@@ -92,10 +92,10 @@ class TensorRecord:
     label: str | None  # what it was said to be
     autocast: str | None  # what kernels computed in, where that is decided by autocast
     status: str
-    statistics: Statistics | None
-    file: str | None  # inside the folder of the dump
-    key: str | None  # inside the file; several records may share one
-    checksum: int | None  # CRC-32 of the stored bytes
+    statistics: Statistics | None = None
+    file: str | None = None  # inside the folder of the dump
+    key: str | None = None  # inside the file; several records may share one
+    checksum: int | None = None  # CRC-32 of the stored bytes
     rounded_from: str | None = None  # name of the record that was rounded
     rounding: RoundingError | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -106,22 +106,43 @@ class TensorRecord:
         return {**vars(self), **nested}  # asdict copies every value, at ten times the cost
 
     @classmethod
-    def from_row(cls, row: object) -> "TensorRecord":
+    def from_row(cls, row: Any) -> "TensorRecord":  # noqa: ANN401
         """What `to_row` made, every field of its type and every name without a folder. Raises ValueError."""
-        record: TensorRecord = _read_record(row)
-        for field_name, name in (("name", record.name), ("file", record.file)):
-            if name is not None and not is_bare(name):
-                raise ValueError(f"{field_name} {name!r} is no name of a file in the dump's folder")
-        sides = (*record.shape, *record.placement.global_shape, *record.placement.offset)
-        if any(side < 0 for side in sides) or max(_size(record.shape), _size(record.placement.global_shape)) > _MOST:
-            raise ValueError(f"shape {list(record.shape)} is none of a tensor")
-        if not len(record.shape) == len(record.placement.global_shape) == len(record.placement.offset):
-            raise ValueError(f"the placement of shape {list(record.shape)} has other axes")
-        if record.status not in {STORED, STATISTICS, DROPPED}:
-            raise ValueError(f"status {record.status!r} is none of {STORED}, {STATISTICS}, {DROPPED}")
-        if record.status == STORED and None in {record.file, record.key, record.checksum}:
-            raise ValueError("a stored tensor needs file, key and checksum")
+        check_fields(row, _ROW)
+        values = {name: _frozen(row[name]) for name in _ROW if name != "metadata"}
+        nested = {name: _make(kind, values[name]) for name, kind in _NESTED.items() if values[name] is not None}
+        record = cls(**{**values, **nested}, metadata=row["metadata"])
+        _check_record(record)
         return record
+
+
+Made = TypeVar("Made")
+_ROW = kinds_of(TensorRecord)
+
+
+def _make(kind: Callable[..., Made], values: Mapping[str, Any]) -> Made:
+    return kind(**{spec.name: values[spec.name] for spec in fields(kind)})  # type: ignore[arg-type]
+
+
+def _frozen(value: Any) -> Any:  # noqa: ANN401
+    """Its lists as tuples."""
+    if isinstance(value, dict):
+        return {name: _frozen(part) for name, part in value.items()}
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _check_record(record: TensorRecord) -> None:
+    for field_name, name in (("name", record.name), ("file", record.file)):
+        if name is not None and not is_bare(name):
+            raise ValueError(f"{field_name} {name!r} is no name of a file in the dump's folder")
+    if max(_size(record.shape), _size(record.placement.global_shape)) > _MOST:
+        raise ValueError(f"shape {list(record.shape)} is none of a tensor")
+    if not len(record.shape) == len(record.placement.global_shape) == len(record.placement.offset):
+        raise ValueError(f"the placement of shape {list(record.shape)} has other axes")
+    if record.status not in {STORED, STATISTICS, DROPPED}:
+        raise ValueError(f"status {record.status!r} is none of {STORED}, {STATISTICS}, {DROPPED}")
+    if record.status == STORED and None in {record.file, record.key, record.checksum}:
+        raise ValueError("a stored tensor needs file, key and checksum")
 
 
 def is_bare(name: str) -> bool:
@@ -129,69 +150,12 @@ def is_bare(name: str) -> bool:
     return name not in {"", ".", ".."} and len(name.encode()) <= _LONGEST and not set(name) & set("/\\\0")
 
 
-_MOST = 1 << 62  # size of a tensor, and of any other whole number
+_MOST = 1 << 62  # values of a tensor
 _LONGEST = 240  # bytes of a file's name, with an ending to come
 
 
 def _size(shape: Sequence[int]) -> int:
     return prod(max(side, 1) for side in shape)
-
-
-def _reader(kind: Any) -> Callable[[Any], Any]:  # noqa: ANN401, C901 - a case for each kind of annotation
-    """A function that returns its argument as `kind` and raises ValueError where it is none."""
-    origin, parts = get_origin(kind), get_args(kind)
-    if isinstance(kind, type) and is_dataclass(kind):
-        return _dataclass_reader(kind)
-    if origin is UnionType:
-        inner = _reader(next(part for part in parts if part is not NoneType))
-        return lambda value: None if value is None else inner(value)
-    if origin is tuple:
-        item, length = _reader(parts[0]), None if parts[-1] is Ellipsis else len(parts)
-
-        def read_tuple(value: object) -> tuple[Any, ...]:
-            if not isinstance(value, list) or length not in {None, len(value)}:
-                raise ValueError(f"{value!r:.80} is no list of the right length")
-            return tuple(map(item, value))
-
-        return read_tuple
-    if origin is Mapping:
-        entry = _reader(parts[1])
-
-        def read_mapping(value: object) -> dict[str, Any]:
-            if not isinstance(value, dict):
-                raise ValueError(f"{value!r:.80} is no object")
-            return {name: entry(one) for name, one in value.items()}
-
-        return read_mapping
-    if kind is Any:
-        return lambda value: value
-    accepted = (int, float) if kind is float else (kind,)
-
-    def read_plain(value: object) -> object:
-        if type(value) not in accepted or (type(value) is int and abs(value) > _MOST):
-            raise ValueError(f"{value!r:.80} is no {kind.__name__}")
-        if isinstance(value, str):
-            value.encode()  # half a surrogate pair is no text
-        return value
-
-    return read_plain
-
-
-def _dataclass_reader(kind: type[Any]) -> Callable[[Any], Any]:
-    readers = {name: _reader(hint) for name, hint in get_type_hints(kind).items()}
-
-    def read(value: object) -> object:
-        if not isinstance(value, dict) or value.keys() != readers.keys():
-            raise ValueError(f"{kind.__name__} needs exactly {', '.join(readers)}")
-        try:
-            return kind(**{name: reader(value[name]) for name, reader in readers.items()})
-        except ValueError as error:
-            raise ValueError(f"{kind.__name__}: {error}") from error
-
-    return read
-
-
-_read_record = _dataclass_reader(TensorRecord)
 
 
 def make_name(timestamp: str, counter: int, source: Source, quant_type: str) -> str:
@@ -208,6 +172,67 @@ def now() -> str:
     return datetime.now(UTC).strftime("%Y%m%dT%H%M%S%f")
 
 
+@dataclass
+class Manifest:
+    """What was to be captured by one process, and what was."""
+
+    expected: dict[str, list[str]]  # module → tensors
+    unseen_weights: list[str]  # matrices that no watched kind of module holds
+    steps: int = 0  # that were dumped
+    captured: dict[str, dict[str, int]] = field(default_factory=dict)  # module → tensor → times
+    never_fired: list[str] = field(default_factory=list)  # modules that gave nothing
+    missing: dict[str, list[str]] = field(default_factory=dict)  # module that fired → tensors that it never gave
+    zero_gradients: list[str] = field(default_factory=list)  # names of records
+    nonfinite: list[str] = field(default_factory=list)
+    dropped: int = 0
+    statistics_only: int = 0  # their bytes were asked for
+    lost: int = 0  # to a disk that failed
+
+    def add(self, record: TensorRecord, *, bytes_wanted: bool) -> None:
+        """Count a capture."""
+        source, statistics = record.source, record.statistics
+        times = self.captured.setdefault(source.module, {})
+        times[source.tensor] = times.get(source.tensor, 0) + 1
+        self.dropped += record.status == DROPPED
+        self.statistics_only += bytes_wanted and record.status == STATISTICS
+        if statistics is not None and statistics.nonfinite:
+            self.nonfinite.append(record.name)
+        elif statistics is not None and statistics.all_zero and source.direction == "backward":
+            self.zero_gradients.append(record.name)
+
+    def finish(self, steps: int) -> None:
+        """Compare with what was expected, after so many dumped steps."""
+        self.steps = steps
+        self.never_fired = [name for name in self.expected if name not in self.captured] if steps else []
+        for name, times in self.captured.items():
+            if missing := [tensor for tensor in self.expected[name] if tensor not in times]:
+                self.missing[name] = missing
+
+    def write(self, folder: Path, rank: int) -> None:
+        """As `manifest-<rank>.json`."""
+        path = folder / f"manifest-{rank:05}.json"
+        with whole_file(path) as unfinished:
+            unfinished.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+    def complaints(self) -> Iterator[str]:
+        """In words, what must not be overlooked."""
+        if not self.steps:
+            yield "no step was dumped: see first_step and every_steps"
+        found = {
+            "modules never fired": self.never_fired,
+            "modules gave no": [f"{name}: {', '.join(tensors)}" for name, tensors in self.missing.items()],
+            "gradients are zero everywhere": self.zero_gradients,
+            "tensors hold values that are not finite": self.nonfinite,
+        }
+        yield from (f"{len(names)} {what}: {some(names)}" for what, names in found.items() if names)
+        if self.dropped:
+            yield f"{self.dropped} tensors dropped: the memory was full; raise memory_mib"
+        if self.statistics_only:
+            yield f"of {self.statistics_only} tensors only statistics were kept: the memory was full; raise memory_mib"
+        if self.lost:
+            yield f"{self.lost} tensors lost to a disk that failed"
+
+
 FORMAT, VERSION = "tiny-onn tensor dump", 2
 
 
@@ -215,55 +240,9 @@ FORMAT, VERSION = "tiny-onn tensor dump", 2
 class Index:
     """All that one process has written."""
 
-    path: Path
-    header: Mapping[str, Any]
+    rank: int
     records: tuple[TensorRecord, ...]
     torn: int  # bytes of an unfinished line
-
-
-class IndexFile:
-    """An index being written, held by one process."""
-
-    def __init__(self, folder: Path, rank: int, header: Mapping[str, Any]) -> None:
-        """Begin the index of `rank`.
-
-        Raises:
-            ContractError: the folder holds a dump of this rank, or another process is writing one.
-        """
-        self.path = folder / f"index-{rank:05}.jsonl"
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("ab")
-        try:
-            flock(self._file, LOCK_EX | LOCK_NB)
-        except BlockingIOError:
-            self._file.close()
-            raise ContractError(
-                f"another process is dumping into this folder as rank {rank}",
-                where=str(self.path),
-                do="give every dump a folder of its own; processes of one job need torch.distributed to tell ranks",
-            ) from None
-        if self._file.tell():
-            self._file.close()
-            raise ContractError(
-                "the folder holds a dump already",
-                where=str(self.path),
-                do="another folder, or remove this one if nobody needs it",
-            )
-        self._append([{"format": FORMAT, "version": VERSION, "rank": rank, **header}])
-        sync(folder)
-
-    def add(self, records: Iterable[TensorRecord]) -> None:
-        """Append rows, on the disk when this returns. Their bytes must be there already."""
-        self._append([record.to_row() for record in records])
-
-    def close(self) -> None:
-        """Let go of the file and its lock."""
-        self._file.close()
-
-    def _append(self, rows: list[dict[str, Any]]) -> None:
-        self._file.write(b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows))
-        self._file.flush()
-        os.fsync(self._file.fileno())
 
 
 def read_index(path: Path) -> Index:
@@ -274,22 +253,33 @@ def read_index(path: Path) -> Index:
     """
     whole, _, rest = _read_bytes(path).rpartition(b"\n")
     first, *lines = whole.split(b"\n")
-    content = _parse_line(path, 1, first, lambda header: header)
-    if not isinstance(content, dict) or (content.get("format"), content.get("version")) != (FORMAT, VERSION):
+    header = _parse(path, first, "line 1: ", lambda content: content)
+    if not isinstance(header, dict) or (header.get("format"), header.get("version")) != (FORMAT, VERSION):
         raise ContractError(
             f"{path.name} is no index of a tensor dump of version {VERSION}", where=str(path), do="name a dump's folder"
         )
-    if type(content.get("rank")) is not int or not 0 <= content["rank"] < _MOST:
+    if not is_count(header.get("rank")):
         raise _damaged(path, "its first line names no rank")
-    records = (_parse_line(path, number, line, TensorRecord.from_row) for number, line in enumerate(lines, 2))
-    return Index(path, content, tuple(records), len(rest))
+    records = (_parse(path, line, f"line {number}: ", TensorRecord.from_row) for number, line in enumerate(lines, 2))
+    return Index(header["rank"], tuple(records), len(rest))
 
 
-def _parse_line(path: Path, number: int, line: bytes, read: Callable[[Any], Any]) -> Any:  # noqa: ANN401
+def read_manifest(path: Path) -> Manifest:
+    """What one process wrote at the end of its dump. Raises ContractError: damaged."""
+
+    def read(content: Any) -> Manifest:  # noqa: ANN401
+        check_fields(content, kinds_of(Manifest))
+        return _make(Manifest, content)
+
+    manifest: Manifest = _parse(path, _read_bytes(path), "", read)
+    return manifest
+
+
+def _parse(path: Path, text: bytes, place: str, read: Callable[[Any], Any]) -> Any:  # noqa: ANN401
     try:
-        return read(json.loads(line))
+        return read(json.loads(text))
     except (ValueError, RecursionError) as error:
-        raise _damaged(path, f"line {number}: {error}") from error
+        raise _damaged(path, f"{place}{error}") from error
 
 
 def _read_bytes(path: Path) -> bytes:
@@ -309,39 +299,20 @@ def _damaged(path: Path, detail: str) -> ContractError:
     )
 
 
-# What a manifest says of one process, as far as the listing needs it.
-_NAMES, _COUNTS = ("never_fired", "missing", "zero_gradients", "nonfinite"), ("dropped", "lost")
-
-
-def read_manifest(path: Path) -> dict[str, Any]:
-    """Expected against captured, by one process. Raises ContractError: damaged."""
-    try:
-        content = json.loads(_read_bytes(path))
-    except (ValueError, RecursionError) as error:
-        raise _damaged(path, str(error)) from error
-    if not isinstance(content, dict):
-        raise _damaged(path, "it is no object")
-    wrong = [name for name in _NAMES if not _is_list_of_names(content.get(name))]
-    wrong += [name for name in _COUNTS if type(content.get(name)) is not int]
-    if wrong:
-        raise _damaged(path, f"{', '.join(wrong)} missing or of another type")
-    return content
-
-
-def _is_list_of_names(value: object) -> bool:
-    return isinstance(value, list | dict) and all(isinstance(name, str) for name in value)
-
-
-# Fields of `Source` that records can be selected by.
-_SOURCE = ("step", "microbatch", "call", "direction", "recompute", "module", "layer", "layer_type", "tensor")
-
-
-@dataclass(frozen=True)
 class Listing:
     """The indices of all processes of a dump."""
 
-    folder: Path
-    indices: tuple[Index, ...]
+    def __init__(self, folder: Path | str) -> None:
+        """Read them.
+
+        Raises:
+            ContractError: there is none, or one is damaged.
+        """
+        self.folder = Path(folder)
+        paths = sorted(self.folder.glob("index-*.jsonl"))
+        if not paths:
+            raise ContractError("no tensor dump here: no index-*.jsonl", where=str(folder), do="name a dump's folder")
+        self.indices = [read_index(path) for path in paths]
 
     @cached_property
     def records(self) -> tuple[TensorRecord, ...]:
@@ -360,8 +331,8 @@ class Listing:
         """Bytes at the ends of indices that killed processes left."""
         return sum(index.torn for index in self.indices)
 
-    def manifests(self) -> dict[int, dict[str, Any]]:
-        """Expected against captured, by rank; of a process that was killed there is none."""
+    def manifests(self) -> dict[int, Manifest]:
+        """Expected against captured, by rank; of a process that was killed there is none. Raises ContractError."""
         paths = sorted(self.folder.glob("manifest-*.json"))
         ranks = {path: re.fullmatch(r"manifest-(\d{5,18})", path.stem, re.ASCII) for path in paths}
         return {int(found[1]): read_manifest(path) for path, found in ranks.items() if found}
@@ -380,20 +351,8 @@ class Listing:
         return chosen
 
 
-def list_dump(folder: Path) -> Listing:
-    """Read the indices of a dump.
-
-    Raises:
-        ContractError: there is none, or one is damaged.
-    """
-    paths = sorted(folder.glob("index-*.jsonl"))
-    if not paths:
-        raise ContractError("no tensor dump here: no index-*.jsonl", where=str(folder), do="name a dump's folder")
-    return Listing(folder, tuple(read_index(path) for path in paths))
-
-
 def _value(record: TensorRecord, name: str) -> object:
-    return getattr(record.source if name in _SOURCE else record, name)
+    return getattr(record.source if hasattr(record.source, name) else record, name)
 
 
 def _fits(value: object, wanted: object) -> bool:

@@ -3,6 +3,7 @@
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,18 @@ from instruments.tensor_dump.recorder import Call, Recorder
 
 _HEADS, _TOKENS = 1, 2  # of (batch, heads, tokens, head_dim)
 TENSOR_PARALLEL = "tp"
+
+
+def find_known(root: nn.Module, prefix: str) -> Iterator[Watched]:
+    """Every nn.Linear (of bitsandbytes and PEFT, too), attention that asks for its kernel, and fused experts."""
+    for name, module in root.named_modules(prefix=prefix):
+        if isinstance(module, nn.Linear):
+            yield Watched(name, module, LINEAR, layer_of(name), watch_linear)
+        if _asks_for_kernel(type(module)):
+            yield Watched(name, module, ATTENTION, layer_of(name), watch_attention)
+        if hasattr(type(module), "_apply_gate") and hasattr(module, "is_transposed"):
+            for own in _fused(module):
+                yield Watched(f"{name}.{own}", module, EXPERTS, layer_of(name), watch_experts, parameter=own)
 
 
 def find_mesh_coordinates(roots: Sequence[nn.Module]) -> dict[str, tuple[int, int]]:
@@ -46,63 +59,70 @@ def take_local(weight: Tensor) -> tuple[Tensor, Part]:
     return sharded.to_local(), Part(tuple(weight.shape), tuple(offset), None)
 
 
-def part_of_features(tensor: Tensor, module: nn.Linear, axis: int, token_axis: int | None) -> Part:
-    """Of a layer's output (`axis` 0 of the weight) or input (1): a part of the features, or all of them."""
-    width = (module.out_features, module.in_features)[axis]
-    if not _is_sharded(module.weight) or tensor.shape[-1] == width:
-        return Part.whole(tensor, token_axis)
-    begin = take_local(module.weight)[1].offset[axis]
-    return Part((*tensor.shape[:-1], width), (*[0] * (tensor.ndim - 1), begin), token_axis)
-
-
-def part_of_heads(tensor: Tensor, module: nn.Module, name: str) -> Part:
-    """Of a query, key or value: the heads that a process has."""
-    config = getattr(module, "config", None)
-    heads = getattr(config, "num_attention_heads" if name == "query" else "num_key_value_heads", None)
-    place = find_mesh_coordinates([module]).get(TENSOR_PARALLEL)
-    if place is None or heads is None or tensor.shape[_HEADS] == heads:
-        return Part.whole(tensor, _TOKENS)
-    return Part.of_axis(tensor, _HEADS, *place, _TOKENS)
-
-
 def _is_sharded(weight: Tensor) -> bool:
     module = sys.modules.get("torch.distributed.tensor")  # nobody has a DTensor who did not import it
     return module is not None and isinstance(weight, module.DTensor)
 
 
-def find_linears(root: nn.Module, prefix: str) -> Iterator[Watched]:
-    """Every nn.Linear, those of bitsandbytes and PEFT among them."""
-    for name, module in root.named_modules(prefix=prefix):
-        if isinstance(module, nn.Linear):
-            yield Watched(name, module, LINEAR, layer_of(name))
+def hook_layer(
+    watched: Watched,
+    recorder: Recorder,
+    *,
+    argument: str,
+    input_part: Callable[[Tensor], Part],
+    weight: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Tensor, Part]],
+    output: Callable[[Any], tuple[Tensor, Part]],
+) -> list[RemovableHandle]:
+    """Hooks that give a layer's input and weight before it runs, and the gradient of what it gives.
 
-
-def watch_linear(watched: Watched, recorder: Recorder) -> list[RemovableHandle]:
-    """Hooks that give the input and the weight before the layer runs, and the gradient of what it gives."""
+    Args:
+        watched: the layer.
+        recorder: what they give it to.
+        argument: name of the input, where it is passed by name.
+        input_part: what this process holds of the input.
+        weight: from the call's arguments, the weight and what this process holds of it.
+        output: from what the layer returns, its output and what this process holds of it.
+    """
     calls: list[Call] = []  # of the layer that is running: one, or none
 
-    def before(module: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls.clear()
-        inputs: Tensor = args[0] if args else kwargs["input"]
+        inputs: Tensor = args[0] if args else kwargs[argument]
         call = recorder.begin_call(watched, inputs)
-        if call is None:
-            return
-        calls.append(call)
-        recorder.take(call, "input", inputs, part_of_features(inputs, module, 1, token_axis(inputs)))
-        recorder.take(call, "weight", *take_local(module.weight))
+        if call is not None:
+            calls.append(call)
+            recorder.take(call, "input", inputs, input_part(inputs))
+            recorder.take(call, "weight", *weight(args, kwargs))
 
-    def after(module: nn.Linear, _args: tuple[Any, ...], output: Tensor) -> None:
+    def after(_module: nn.Module, _args: tuple[Any, ...], result: object) -> None:
         if calls:
-            part = part_of_features(output, module, 0, token_axis(output))
-            recorder.take_gradient(calls.pop(), "grad_output", output, part)
+            recorder.take_gradient(calls.pop(), "grad_output", *output(result))
 
     module = watched.module
     return [module.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after)]
 
 
-def token_axis(tensor: Tensor) -> int | None:
-    """The axis before the last, of (batch, tokens, features) and (tokens, features) alike."""
-    return tensor.ndim - 2 if tensor.ndim >= 2 else None
+def watch_linear(watched: Watched, recorder: Recorder) -> list[RemovableHandle]:
+    """Its input, its weight as this process holds it, and the gradient of its output."""
+    module: Any = watched.module
+
+    def part_of(tensor: Tensor, width: int, axis: int) -> Part:
+        """Of an output (`axis` 0 of the weight) or an input (1): a part of the features, or all of them."""
+        # The axis before the last counts tokens, of (batch, tokens, features) and (tokens, features) alike.
+        token_axis = tensor.ndim - 2 if tensor.ndim >= 2 else None
+        if not _is_sharded(module.weight) or tensor.shape[-1] == width:
+            return Part.whole(tensor, token_axis)
+        begin = take_local(module.weight)[1].offset[axis]
+        return Part((*tensor.shape[:-1], width), (*[0] * (tensor.ndim - 1), begin), token_axis)
+
+    return hook_layer(
+        watched,
+        recorder,
+        argument="input",
+        input_part=lambda inputs: part_of(inputs, module.in_features, 1),
+        weight=lambda _args, _kwargs: take_local(module.weight),
+        output=lambda output: (output, part_of(output, module.out_features, 0)),
+    )
 
 
 Kernel = Callable[..., Any]
@@ -112,36 +132,30 @@ _watchers: dict[nn.Module, tuple[Watched, Recorder]] = {}
 _original: list[Kernel] = []
 
 
-def find_attentions(root: nn.Module, prefix: str) -> Iterator[Watched]:
-    """Every module whose forward pass asks the interface for its kernel."""
-    for name, module in root.named_modules(prefix=prefix):
-        if _asks_for_kernel(type(module)):
-            yield Watched(name, module, ATTENTION, layer_of(name))
-
-
 def _asks_for_kernel(kind: type[nn.Module]) -> bool:
     code = getattr(inspect.unwrap(kind.forward), "__code__", None)
     return code is not None and _LOOK_UP in code.co_names
 
 
-class AttentionWatch:
-    """A watched attention layer, until `remove` is called."""
+def watch_attention(watched: Watched, recorder: Recorder) -> list[Any]:
+    """Look at the arguments of its kernel; the interface is as it was, once nothing is watched."""
+    return [_watching(watched, recorder)]
 
-    def __init__(self, watched: Watched, recorder: Recorder) -> None:
-        """Look at its kernel's arguments from now on."""
-        from transformers import AttentionInterface  # noqa: PLC0415 - models that are not of transformers need none
 
-        self._interface = AttentionInterface
+@contextmanager
+def _watching(watched: Watched, recorder: Recorder) -> Iterator[None]:
+    from transformers import AttentionInterface  # noqa: PLC0415 - models that are not of transformers need none
+
+    if not _watchers:
+        _original.append(getattr(AttentionInterface, _LOOK_UP))
+        setattr(AttentionInterface, _LOOK_UP, _give_watched)
+    _watchers[watched.module] = (watched, recorder)
+    try:
+        yield
+    finally:
+        del _watchers[watched.module]
         if not _watchers:
-            _original.append(getattr(AttentionInterface, _LOOK_UP))
-            setattr(AttentionInterface, _LOOK_UP, _give_watched)
-        self._module = watched.module
-        _watchers[self._module] = (watched, recorder)
-
-    def remove(self) -> None:
-        """Leave the interface as it was, once nothing is watched."""
-        if _watchers.pop(self._module, None) is not None and not _watchers:
-            setattr(self._interface, _LOOK_UP, _original.pop())
+            setattr(AttentionInterface, _LOOK_UP, _original.pop())
 
 
 def _give_watched(interface: object, name: str, default: Kernel) -> Kernel:
@@ -157,14 +171,32 @@ def _run_watched(
     *args: Any,  # noqa: ANN401 - what a kernel takes is its own affair
     **kwargs: Any,  # noqa: ANN401
 ) -> Any:  # noqa: ANN401
-    watched, recorder = _watchers.get(module, (None, None))
-    call = recorder.begin_call(watched, query) if watched and recorder else None
-    if call and recorder:
-        for name, tensor in (("query", query), ("key", key), ("value", value)):
-            part = part_of_heads(tensor, module, name)
-            recorder.take(call, name, tensor, part)
-            recorder.take_gradient(call, f"grad_{name}", tensor, part)
+    if module in _watchers:
+        tensors = {"query": query, "key": key, "value": value}
+        take_heads(*_watchers[module], tensors, partial(_part_of_heads, module))
     return kernel(module, query, key, value, *args, **kwargs)
+
+
+def take_heads(
+    watched: Watched, recorder: Recorder, tensors: dict[str, Tensor], part_of: Callable[[str, Tensor], Part]
+) -> None:
+    """Keep query, key and value of a call, and their gradients; `part_of` says what this process holds of each."""
+    call = recorder.begin_call(watched, tensors["query"])
+    if call is None:
+        return
+    for name, tensor in tensors.items():
+        part = part_of(name, tensor)
+        recorder.take(call, name, tensor, part)
+        recorder.take_gradient(call, f"grad_{name}", tensor, part)
+
+
+def _part_of_heads(module: nn.Module, name: str, tensor: Tensor) -> Part:
+    config = getattr(module, "config", None)
+    heads = getattr(config, "num_attention_heads" if name == "query" else "num_key_value_heads", None)
+    place = find_mesh_coordinates([module]).get(TENSOR_PARALLEL)
+    if place is None or heads is None or tensor.shape[_HEADS] == heads:
+        return Part.whole(tensor, _TOKENS)
+    return Part.of_axis(tensor, _HEADS, *place, _TOKENS)
 
 
 _GROUPED = {
@@ -172,14 +204,6 @@ _GROUPED = {
     for place, name in ((torch.nn.functional, "grouped_mm"), (torch, "_grouped_mm"))
     if hasattr(place, name)
 }
-
-
-def find_experts(root: nn.Module, prefix: str) -> Iterator[Watched]:
-    """Every fused parameter of modules that transformers gives a choice of experts implementations."""
-    for name, module in root.named_modules(prefix=prefix):
-        if hasattr(type(module), "_apply_gate") and hasattr(module, "is_transposed"):
-            for own in _fused(module):
-                yield Watched(f"{name}.{own}", module, EXPERTS, layer_of(name), parameter=own)
 
 
 def _fused(module: nn.Module) -> list[str]:

@@ -15,15 +15,15 @@ from instruments.durable import whole_file
 from instruments.errors import CheckpointError, ConfigError, ContractError
 from instruments.safetensors_header import TensorEntry, read_header
 from instruments.safetensors_reader import EntryReader, checksum_of
-from instruments.tensor_dump.index import STORED, Listing, Placement, Source, TensorRecord, list_dump
+from instruments.tensor_dump.index import STORED, Listing, Placement, Source, TensorRecord
 
 
-class DumpReader:
+class DumpReader(Listing):
     """A dump that was written, or is being written: what it lists is whole."""
 
     def __init__(self, folder: Path | str) -> None:
         """Read the indices. Raises ContractError."""
-        self.listing: Listing = list_dump(Path(folder))
+        super().__init__(folder)
         self._shards: dict[str, dict[str, TensorEntry]] = {}
         self._files = EntryReader()
 
@@ -35,33 +35,23 @@ class DumpReader:
         """Close them."""
         self._files.close()
 
-    @property
-    def records(self) -> Sequence[TensorRecord]:
-        """All of them, in the order in which they were captured."""
-        return self.listing.records
-
-    def select(self, *, rounded: bool = False, **wanted: object) -> list[TensorRecord]:
-        """As `Listing.select`: `reader.select(module="*.q_proj", tensor="input", step={0, 5})`."""
-        return self.listing.select(rounded=rounded, **wanted)
-
     def load(self, record: TensorRecord) -> Tensor:
         """A private copy of one tensor, on the CPU.
 
         Raises:
             ContractError: its bytes were not kept, its file is missing or is not what was written.
         """
-        if record.status != STORED or record.file is None or record.key is None:
+        if record.status != STORED:
             raise ContractError(
                 f"{record.name} has no bytes: its status is {record.status}",
-                where=str(self.listing.folder),
+                where=str(self.folder),
                 do="dump with keep=tensors, when_full=block or more memory_mib",
             )
-        entry = self._read_entry(record)
         try:
-            tensor = self._files.read(entry, record.key)
+            tensor = self._files.read(self._entry(record), str(record.key))
         except CheckpointError as error:
             raise self._unreadable(record, error) from error
-        where, do = str(self.listing.folder / record.file), "copy the whole dump again"
+        where, do = str(self.folder / str(record.file)), "copy the whole dump again"
         if (tuple(tensor.shape), str(tensor.dtype)) != (record.shape, f"torch.{record.dtype}"):
             raise ContractError(
                 f"{record.name} is {tensor.dtype} {list(tensor.shape)} in its file, the index says {record.dtype} "
@@ -75,28 +65,24 @@ class DumpReader:
             )
         return tensor
 
-    def _read_entry(self, record: TensorRecord) -> TensorEntry:
+    def _entry(self, record: TensorRecord) -> TensorEntry:
+        """Where the bytes are. Raises ContractError."""
+        name, key = str(record.file), str(record.key)
         try:
-            return self._entry(str(record.file), str(record.key))
+            if name not in self._shards:
+                self._shards[name] = read_header(self.folder / name)
+            if key not in self._shards[name]:
+                raise CheckpointError(f"there is no tensor {key}")
         except CheckpointError as error:
             raise self._unreadable(record, error) from error
+        return self._shards[name][key]
 
     def _unreadable(self, record: TensorRecord, error: CheckpointError) -> ContractError:
         return ContractError(
             f"{record.name} cannot be read: {error.what}",
-            where=str(self.listing.folder / str(record.file)),
+            where=str(self.folder / str(record.file)),
             do="copy that file here again; all other tensors can be read",
         )
-
-    def _entry(self, name: str, key: str) -> TensorEntry:
-        path = self.listing.folder / name
-        if name not in self._shards:
-            if not path.is_file():
-                raise CheckpointError(f"{name} is missing", where=str(path))
-            self._shards[name] = dict(read_header(path))
-        if key not in self._shards[name]:
-            raise CheckpointError(f"there is no tensor {key}", do="check that the dump is complete")
-        return self._shards[name][key]
 
     def join(self, record: TensorRecord) -> Tensor:
         """The whole tensor, joined from the parts of a tensor-parallel group.
@@ -107,17 +93,16 @@ class DumpReader:
         if record.parallel.get("cp", (0, 1))[1] > 1 and record.source.tensor != "weight":
             raise ContractError(
                 f"{record.source.module} {record.source.tensor}: tokens of context-parallel processes are not joined",
-                where=str(self.listing.folder),
+                where=str(self.folder),
                 do="reader.load(record): what each process has, in its own order of tokens",
             )
-        parts = self.parts_of(record)
+        parts, shape = self.parts_of(record), record.placement.global_shape
         first = self.load(record)
         # What the index claims is not allocated before the files are seen to hold as much.
-        held = sum(prod(self._read_entry(part).shape) for part in parts if part.status == STORED)
-        if held < prod(record.placement.global_shape):
+        held = sum(prod(self._entry(part).shape) for part in parts if part.status == STORED)
+        if held < prod(shape):
             raise self._incomplete(record, parts)
-        joined = torch.empty(record.placement.global_shape, dtype=first.dtype)
-        covered = torch.zeros(record.placement.global_shape, dtype=torch.bool)
+        joined, covered = torch.empty(shape, dtype=first.dtype), torch.zeros(shape, dtype=torch.bool)
         for part in parts:
             for area, piece in _lay_out(self.load(part), part.placement):
                 if joined[area].shape != piece.shape:
@@ -133,20 +118,18 @@ class DumpReader:
         return ContractError(
             f"{record.source.module} {record.source.tensor}: the parts of ranks {ranks} are not the whole of "
             f"{list(record.placement.global_shape)}",
-            where=str(self.listing.folder),
+            where=str(self.folder),
             do="copy the indices and files of all processes into one folder, or dump with ranks=null",
         )
 
     def parts_of(self, record: TensorRecord) -> list[TensorRecord]:
         """The records of the same tensor at all processes of its tensor-parallel group."""
-        group = {name: place for name, place in record.parallel.items() if name != "tp"}
+        kind, group = (record.source, record.quant_type), {**record.parallel, "tp": None}
         return [
             other
-            for other in self.records
-            if other.source == record.source
-            and other.quant_type == record.quant_type
-            and (other.rounded_from is None) == (record.rounded_from is None)
-            and {name: place for name, place in other.parallel.items() if name != "tp"} == group
+            for other in self.select(rounded=record.rounded_from is not None)
+            if (other.source, other.quant_type) == kind
+            and {**other.parallel, "tp": None} == group
             and (other.rank == record.rank or "tp" in record.parallel)
         ]
 
@@ -171,9 +154,7 @@ def export_pt(reader: DumpReader, folder: Path) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     stored = [record for record in reader.records if record.status == STORED]
     if len({record.name for record in stored}) < len(stored):
-        raise ContractError(
-            "two tensors have one name", where=str(reader.listing.folder), do="copy the whole dump again"
-        )
+        raise ContractError("two tensors have one name", where=str(reader.folder), do="copy the whole dump again")
     for record in tqdm(stored, desc="export", unit="tensor", disable=None):
         with whole_file(folder / f"{record.name}.pt") as unfinished:
             torch.save({"tensor": reader.load(record), **record.to_row()}, unfinished)
@@ -182,60 +163,26 @@ def export_pt(reader: DumpReader, folder: Path) -> int:
 
 @dataclass(frozen=True)
 class Difference:
-    """Of one tensor in two dumps, `b` against `a`."""
+    """Of one tensor in two dumps, `b` against `a`: it is not the same to the bit."""
 
-    record: TensorRecord  # of the first
-    other: TensorRecord
-    equal: bool  # to the bit
+    source: Source
     relative_l2: float  # ‖b − a‖ ÷ ‖a‖; NaN where shapes differ or a value is not finite
     max_abs: float
     cosine: float
 
-    def beyond(self, tolerance: float) -> bool:
-        """Whether it counts: anything that is not equal, or what is above a relative distance."""
-        if tolerance == 0:
-            return not self.equal
-        return not self.equal and not self.relative_l2 <= tolerance
 
-
-@dataclass(frozen=True)
-class Pairs:
-    """Records of two dumps that are of the same tensor, in the order of the first; and how many have no partner."""
-
-    pairs: list[tuple[TensorRecord, TensorRecord]]
-    only_first: int
-    only_second: int
-
-
-def pair(first: DumpReader, second: DumpReader) -> Pairs:
-    """Match stored tensors by process, step, microbatch, call, direction, module and tensor."""
-    ours = {_key(record): record for record in first.select(status=STORED)}
-    theirs = {_key(record): record for record in second.select(status=STORED)}
-    pairs = [(record, theirs[key]) for key, record in ours.items() if key in theirs]
-    return Pairs(pairs, len(ours) - len(pairs), len(theirs) - len(pairs))
-
-
-def compare(first: DumpReader, second: DumpReader, pairs: Pairs) -> Iterator[Difference]:
-    """The difference of every pair, in the order in which the first dump captured them."""
-    for record, other in pairs.pairs:
-        yield _difference(record, other, first.load(record), second.load(other))
-
-
-def _key(record: TensorRecord) -> tuple[int, bool, Source]:
-    return record.rank, record.rounded_from is not None, record.source
-
-
-def _difference(record: TensorRecord, other: TensorRecord, a: Tensor, b: Tensor) -> Difference:
+def find_difference(source: Source, a: Tensor, b: Tensor) -> Difference | None:
+    """None where both are equal to the bit, or have no values."""
     if a.shape != b.shape:
-        return Difference(record, other, False, math.nan, math.nan, math.nan)
+        return Difference(source, math.nan, math.nan, math.nan)
     if not a.numel() or (a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))):
-        return Difference(record, other, True, 0.0, 0.0, 1.0)
+        return None
     x, y = a.double(), b.double()
     gap, size = float(torch.linalg.vector_norm(y - x)), float(torch.linalg.vector_norm(x))
     scale = size * float(torch.linalg.vector_norm(y))
     relative = gap / size if size else (math.inf if gap else 0.0)
     cosine = float((x * y).sum()) / scale if scale else math.nan
-    return Difference(record, other, False, relative, float((y - x).abs().max()), cosine)
+    return Difference(source, relative, float((y - x).abs().max()), cosine)
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -248,34 +195,40 @@ _WORST = 10
 
 
 def compare_folders(first: Path, second: Path, tolerance: float) -> tuple[bool, str]:
-    """Whether no tensor is farther apart than `tolerance`; and in words, the first that is and the worst ones.
+    """Whether no stored tensor is farther apart than `tolerance`; and in words, the first that is and the worst ones.
 
+    Args:
+        first: one dump.
+        second: the other; its tensors belong to those of the same process, step, microbatch, call, module and name.
+        tolerance: relative L2 distance that does not count yet; 0: any bit counts.
     Raises:
         ConfigError: the dumps have no tensor in common.
     """
     with DumpReader(first) as ours, DumpReader(second) as theirs:
-        pairs = pair(ours, theirs)
-        if not pairs.pairs:
+        mine, others = (
+            {(record.rank, record.source): record for record in reader.select(status=STORED)}
+            for reader in (ours, theirs)
+        )
+        common = [key for key in mine if key in others]
+        if not common:
             raise ConfigError(
                 "the two dumps have no tensor in common",
                 where=f"{first}, {second}",
                 do="dump the same modules and steps of the same model twice",
             )
-        bar = tqdm(compare(ours, theirs, pairs), total=len(pairs.pairs), desc="compare", leave=False, disable=None)
-        differences = [found for found in bar if found.beyond(tolerance)]
-    head = f"{len(pairs.pairs):,} tensors compared, {len(differences):,} differ"
-    head += f" by more than {tolerance:g}\n" if tolerance else "\n"
-    alone = f"only in {first}: {pairs.only_first:,}; only in {second}: {pairs.only_second:,}\n"
-    head += alone * bool(pairs.only_first or pairs.only_second)
-    return not differences, head + (_describe(differences) if differences else "")
-
-
-def _describe(differences: Sequence[Difference]) -> str:
-    worst = sorted(differences, key=_badness, reverse=True)[:_WORST]
-    return (
-        f"\nfirst divergence, in the order of capture\n{_table(differences[:1])}\n"
-        f"\nlargest relative distances\n{_table(worst)}\n"
-    )
+        bar = tqdm(common, desc="compare", leave=False, disable=None)
+        found = [find_difference(key[1], ours.load(mine[key]), theirs.load(others[key])) for key in bar]
+    differences = [one for one in found if one and not (tolerance and one.relative_l2 <= tolerance)]
+    text = f"{len(common):,} tensors compared, {len(differences):,} differ"
+    text += f" by more than {tolerance:g}\n" if tolerance else "\n"
+    only_first, only_second = len(mine) - len(common), len(others) - len(common)
+    if only_first or only_second:
+        text += f"only in {first}: {only_first:,}; only in {second}: {only_second:,}\n"
+    if differences:
+        worst = sorted(differences, key=_badness, reverse=True)[:_WORST]
+        text += f"\nfirst divergence, in the order of capture\n{_table(differences[:1])}\n"
+        text += f"\nlargest relative distances\n{_table(worst)}\n"
+    return not differences, text
 
 
 def _badness(difference: Difference) -> float:
@@ -285,7 +238,7 @@ def _badness(difference: Difference) -> float:
 def _table(differences: Sequence[Difference]) -> str:
     rows = [
         (
-            found.record.source.module, found.record.source.tensor, str(found.record.source.step),
+            found.source.module, found.source.tensor, str(found.source.step),
             f"{found.relative_l2:.3g}", f"{found.max_abs:.3g}", f"{found.cosine:.9f}",
         )
         for found in differences

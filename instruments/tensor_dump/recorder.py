@@ -1,39 +1,27 @@
 """What the hooks speak to: which step and microbatch it is, and what is to become of a tensor."""
 
 from collections import Counter, defaultdict, deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
-from instruments.gradients import in_backward
-from instruments.tensor_dump.capture import (
-    Capture,
-    Facts,
-    Held,
-    HostRing,
-    Part,
-    Slot,
-    Watched,
-    copy_to_slot,
-    keep_tokens,
-)
+from instruments.precision.calls import in_backward
+from instruments.tensor_dump import capture
+from instruments.tensor_dump.capture import Capture, Held, HostRing, Part, RankInfo, Slot, Watched
 from instruments.tensor_dump.config import BACKWARD, FORWARD, DumpConfig
-from instruments.tensor_dump.index import DROPPED, STATISTICS, STORED, Placement, Source, now
+from instruments.tensor_dump.index import DROPPED, STATISTICS, STORED, Placement, Source, TensorRecord, make_name, now
 from instruments.tensor_dump.statistics import exact_moments, measure
 from instruments.tensor_dump.writer import DumpWriter
 
-
-@dataclass(frozen=True)
-class Turn:
-    """A place in the order of calls."""
-
-    microbatch: int
-    number: int  # among the module's calls in the microbatch
+# A place in the order of calls: the microbatch, and the number among the module's calls in it.
+Turn = tuple[int, int]
 
 
 class CallOrder:
@@ -41,7 +29,7 @@ class CallOrder:
 
     def __init__(self) -> None:
         """None so far."""
-        self._order: list[tuple[Watched, Turn, TensorWeakRef]] = []
+        self._order: list[tuple[Turn, TensorWeakRef]] = []
         self._numbers: Counter[tuple[Watched, int]] = Counter()
         self._open: defaultdict[Watched, list[int]] = defaultdict(list)  # positions that were not run again yet
         self._latest = -2  # position that was run again last
@@ -52,10 +40,10 @@ class CallOrder:
 
     def begin(self, watched: Watched, microbatch: int, first_input: Tensor) -> Turn:
         """A call in a forward pass."""
-        turn = Turn(microbatch, self._numbers[watched, microbatch])
+        turn = microbatch, self._numbers[watched, microbatch]
         self._numbers[watched, microbatch] += 1
         self._open[watched].append(len(self._order))
-        self._order.append((watched, turn, TensorWeakRef(first_input)))
+        self._order.append((turn, TensorWeakRef(first_input)))
         return turn
 
     def repeat(self, watched: Watched, first_input: Tensor) -> Turn | None:
@@ -67,11 +55,11 @@ class CallOrder:
         left = self._open[watched]
         if not left:
             return None
-        likely = [one for one in left if _is_same(self._order[one][2](), first_input)] or left
+        likely = [one for one in left if _is_same(self._order[one][1](), first_input)] or left
         position = self._latest + 1 if self._latest + 1 in likely else likely[0]
         left.remove(position)
         self._latest = position
-        return self._order[position][1]
+        return self._order[position][0]
 
 
 def _is_same(kept: Tensor | None, tensor: Tensor) -> bool:
@@ -89,23 +77,15 @@ class Call:
     recompute: bool
 
 
-@dataclass(frozen=True, eq=False)
-class _Seen:
-    """A tensor that was captured in this step, while it lives."""
-
-    tensor: TensorWeakRef
-    version: int
-    placement: Placement
-    held: Held
-
-
 class Recorder:
     """Turns what hooks see into captures. Hooks may run in several threads of the autograd engine."""
 
-    def __init__(self, config: DumpConfig, writer: DumpWriter, ring: HostRing, *, rank: int, world: int) -> None:
-        """`writer` gets the captures; `ring` is where their bytes wait."""
+    def __init__(
+        self, config: DumpConfig, writer: DumpWriter, ring: HostRing, rank_info: RankInfo, metadata: Mapping[str, Any]
+    ) -> None:
+        """`writer` gets the captures; `ring` is where their bytes wait; every record has the `metadata`."""
         self._config, self._writer, self._ring = config, writer, ring
-        self._rank, self._world = rank, world
+        self._rank_info, self._metadata = rank_info, metadata
         self._lock = Lock()
         self._captured = 0
         self.dumped_steps = 0  # that were on the schedule
@@ -124,7 +104,7 @@ class Recorder:
             return None
         microbatch = max(self._microbatches[watched.chunk] - 1, 0)
         if in_backward():
-            turn = self._calls.repeat(watched, first_input) or Turn(microbatch, 0)
+            turn = self._calls.repeat(watched, first_input) or (microbatch, 0)
             return Call(watched, self._step, turn, recompute=True)
         return Call(watched, self._step, self._calls.begin(watched, microbatch, first_input), recompute=False)
 
@@ -136,17 +116,19 @@ class Recorder:
             return
         watched = call.watched
         source = Source(
-            call.step, call.turn.microbatch, call.turn.number, direction, call.recompute,
+            call.step, *call.turn, direction, call.recompute,
             watched.name, watched.layer, watched.layer_type, tensor_name,
         )  # fmt: skip
         with self._lock, torch.no_grad():
-            kept, placement = keep_tokens(tensor.detach(), part, self._config)
+            kept, placement = capture.keep_tokens(tensor.detach(), part, self._config)
             held = self._recall(tensor, placement) or self._hold(kept)
-            if held.status != DROPPED:
-                self._remember(tensor, placement, held)
-            counter = self._captured * self._world + self._rank
-            self._captured += 1
-            self._deliver(Capture(counter, now(), source, placement, Facts.of(tensor, kept), held))
+            if held.status != DROPPED and (version := _version(tensor)) is not None:
+                self._seen[id(tensor)] = TensorWeakRef(tensor), version, placement, held
+            captured = self._describe(source, tensor, kept, placement, held.status), held
+            if self._config.last_steps is None:
+                self._writer.put(captured)
+            else:
+                self._kept[-1].append(captured)
 
     def take_gradient(self, call: Call, tensor_name: str, tensor: Tensor, part: Part) -> None:
         """Keep the gradient of a tensor, once it is known; a tensor that asks for none has none."""
@@ -178,41 +160,48 @@ class Recorder:
         self._microbatches: Counter[int] = Counter()  # chunk → forward passes so far
         self._active = turn >= 0 and rest == 0 and (config.max_steps is None or turn < config.max_steps)
         self._calls = CallOrder()
-        self._seen: dict[int, _Seen] = {}
+        # By id, tensors captured in this step: themselves while they live, their version and what was kept of them.
+        self._seen: dict[int, tuple[TensorWeakRef, int, Placement, Held]] = {}
 
     def _on_gradient(self, call: Call, tensor_name: str, part: Part, gradient: Tensor) -> None:
         self.take(call, tensor_name, gradient, part, BACKWARD)
 
     def _recall(self, tensor: Tensor, placement: Placement) -> Held | None:
         """What was kept of the same tensor, if it has not changed since."""
-        seen = self._seen.get(id(tensor))
-        if seen is None or seen.tensor() is not tensor or seen.version != _version(tensor):
+        if id(tensor) not in self._seen:
             return None
-        return seen.held if seen.placement == placement else None
+        seen, version, place, held = self._seen[id(tensor)]
+        return held if seen() is tensor and version == _version(tensor) and place == placement else None
 
-    def _remember(self, tensor: Tensor, placement: Placement, held: Held) -> None:
-        if (version := _version(tensor)) is not None:
-            self._seen[id(tensor)] = _Seen(TensorWeakRef(tensor), version, placement, held)
+    def _describe(
+        self, source: Source, tensor: Tensor, kept: Tensor, placement: Placement, status: str
+    ) -> TensorRecord:
+        """The record, without what the writer finds out of the content."""
+        info, timestamp, quant_type = self._rank_info, now(), capture.quant_type_of(tensor)
+        counter = self._captured * info.world + info.rank
+        self._captured += 1
+        return TensorRecord(
+            name=make_name(timestamp, counter, source, quant_type), counter=counter, timestamp=timestamp,
+            rank=info.rank, source=source, parallel=info.parallel, placement=placement, shape=tuple(kept.shape),
+            dtype=capture.dtype_name(tensor.dtype), device=str(tensor.device), requires_grad=tensor.requires_grad,
+            quant_type=quant_type, label=self._config.quant_type, autocast=capture.autocast_type_of(tensor),
+            status=status, metadata=self._metadata,
+        )  # fmt: skip
 
     def _hold(self, kept: Tensor) -> Held:
         """Copy or measure, as the settings and the room ask for."""
         if self._config.keep == "statistics":
             return self._measure(kept)
-        slot = self._find_room(kept.nbytes)
-        if slot is not None:
-            data, wait = copy_to_slot(kept, slot)
-            return Held(STORED, data, slot, wait)
+        if (slot := self._find_room(kept.nbytes)) is not None:
+            return Held.copy(STORED, kept, slot)
         return Held(DROPPED) if self._config.when_full == "drop" else self._measure(kept)
 
     def _measure(self, kept: Tensor) -> Held:
         if not kept.is_cuda:
-            return Held(STATISTICS, statistics=measure(kept))
+            return Held(STATISTICS, found={"statistics": measure(kept)})
         moments = exact_moments(kept)
         slot = self._find_room(moments.nbytes)
-        if slot is None:
-            return Held(DROPPED)
-        data, wait = copy_to_slot(moments, slot)
-        return Held(STATISTICS, data, slot, wait)
+        return Held(DROPPED) if slot is None else Held.copy(STATISTICS, moments, slot)
 
     def _find_room(self, size: int) -> Slot | None:
         """Memory for so many bytes, or None where the settings say not to wait for it."""
@@ -224,27 +213,21 @@ class Recorder:
             slot = self._ring.reserve(size)
         if slot is None and self._config.last_steps is None and self._config.when_full == "block":
             self._writer.flush()  # or the writer might wait for more, before it frees anything
-            return self._ring.wait(size)
+            return self._ring.reserve(size, wait=True)
         return slot
-
-    def _deliver(self, capture: Capture) -> None:
-        if self._config.last_steps is None:
-            self._writer.put(capture)
-        else:
-            self._kept[-1].append(capture)
 
     def _write_kept(self) -> None:
         for captures in self._kept:
-            for capture in captures:
-                self._writer.put(capture)
+            for captured in captures:
+                self._writer.put(captured)
             captures.clear()
 
     def _forget_oldest(self) -> None:
-        for capture in self._kept.popleft():
-            if capture.held.slot is not None:
-                if capture.held.wait is not None:
-                    capture.held.wait()
-                self._ring.release(capture.held.slot)
+        for _record, held in self._kept.popleft():
+            if held.slot is not None:
+                if held.wait is not None:
+                    held.wait()
+                self._ring.release(held.slot)
 
 
 def _version(tensor: Tensor) -> int | None:

@@ -10,12 +10,14 @@ Nothing the model computes changes, and no file of transformers or megatron-core
 be recomputed, the processes of a job each write their own part into the same folder.
 """
 
+import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -23,26 +25,13 @@ from torch import Tensor, nn
 
 from instruments.errors import ConfigError
 from instruments.tensor_dump.capture import HostRing, RankInfo, Watched, select, unseen_weights, warn_of_label
-from instruments.tensor_dump.config import ATTENTION, EXPERTS, DumpConfig, read_control
-from instruments.tensor_dump.index import IndexFile, now
-from instruments.tensor_dump.modules import (
-    AttentionWatch,
-    find_attentions,
-    find_experts,
-    find_linears,
-    find_mesh_coordinates,
-    watch_experts,
-    watch_linear,
-)
+from instruments.tensor_dump.config import DumpConfig, read_control
+from instruments.tensor_dump.index import Manifest, now
+from instruments.tensor_dump.modules import find_known, find_mesh_coordinates
 from instruments.tensor_dump.recorder import Recorder, watch_microbatches
-from instruments.tensor_dump.writer import DumpWriter, Manifest, explain_failure, warn_of
+from instruments.tensor_dump.writer import DumpWriter, IndexFile
 
-
-class Handle(Protocol):
-    """What takes a hook off."""
-
-    def remove(self) -> None:
-        """Once."""
+logger = logging.getLogger(__name__)
 
 
 def find_modules(roots: Sequence[nn.Module]) -> list[Watched]:
@@ -50,28 +39,13 @@ def find_modules(roots: Sequence[nn.Module]) -> list[Watched]:
     found: list[Watched] = []
     for number, root in enumerate(roots):
         prefix = f"chunk{number}" if len(roots) > 1 else ""
-        mine = [*find_linears(root, prefix), *find_attentions(root, prefix), *find_experts(root, prefix)]
+        mine = list(find_known(root, prefix))
         if "megatron.core" in sys.modules:
             from instruments.tensor_dump.megatron_modules import find_megatron  # noqa: PLC0415 - an optional extra
 
             mine += find_megatron(root, prefix)
         found += [replace(one, chunk=number) for one in mine]
     return found
-
-
-def watch(one: Watched, recorder: Recorder) -> Sequence[Handle]:
-    """Put the adapter's hooks on a module."""
-    if isinstance(one.module, nn.Linear):
-        return watch_linear(one, recorder)
-    if one.layer_type == EXPERTS:
-        return watch_experts(one, recorder)
-    if "megatron.core" in sys.modules:
-        from instruments.tensor_dump.megatron_modules import is_megatron, watch_megatron  # noqa: PLC0415
-
-        if is_megatron(one.module):
-            return watch_megatron(one, recorder)
-    assert one.layer_type == ATTENTION
-    return [AttentionWatch(one, recorder)]
 
 
 def find_rank_info(roots: Sequence[nn.Module]) -> RankInfo:
@@ -115,18 +89,19 @@ class TensorDump:
         environment: Mapping[str, str] = os.environ,
     ) -> None:
         """Find what to watch; the model is touched only on entering."""
-        control = read_control(None if folder is None else Path(folder), config or DumpConfig(), environment)
-        self.config, self.folder, self.metadata = control.config, control.folder, dict(metadata or {})
-        self.manifest: Manifest | None = None  # when it has ended
+        named = None if folder is None else Path(folder)
+        enabled, self.folder, self.config = read_control(named, config or DumpConfig(), environment)
+        self.metadata = dict(metadata or {})
+        self.manifest: Manifest | None = None  # complete when the dump has ended
         self._roots = [model] if isinstance(model, nn.Module) else list(model)
         self.identity = find_rank_info(self._roots)
         ranks = self.config.ranks
-        self.enabled = control.enabled and (ranks is None or self.identity.rank in ranks)
+        self.enabled = enabled and (ranks is None or self.identity.rank in ranks)
         found = find_modules(self._roots) if self.enabled else []
         self.watched = select(found, self.config) if self.enabled else []
         self._unseen = list(unseen_weights(self._roots, found)) if self.enabled else []
-        self._handles: list[Handle] = []
-        self._running: tuple[Recorder, DumpWriter, IndexFile] | None = None
+        self._hooks = ExitStack()
+        self._running: tuple[Recorder, DumpWriter] | None = None
 
     def __enter__(self) -> "TensorDump":
         """Put the hooks on the model."""
@@ -139,19 +114,23 @@ class TensorDump:
                 where="TensorDump",
                 do="leave the first `with` block before the next, or dump all in one: modules=[...]",
             )
-        header = {"started": now(), "world": self.identity.world, "config": asdict(self.config)}
-        index = IndexFile(self.folder, self.identity.rank, header)
+        config, rank_info = self.config, self.identity
+        header = {"started": now(), "world": rank_info.world, "config": asdict(config)}
+        index = IndexFile(self.folder, rank_info.rank, header)
         on_gpu = any(parameter.is_cuda for root in self._roots for parameter in root.parameters())
-        ring = HostRing(self.config.memory_mib * 2**20, pinned=on_gpu)
-        writer = DumpWriter(self.folder, index, ring, self.config, self.identity, self.metadata)
-        recorder = Recorder(self.config, writer, ring, rank=self.identity.rank, world=self.identity.world)
-        self._running, self._ring = (recorder, writer, index), ring
+        self._ring = HostRing(config.memory_mib * 2**20, pinned=on_gpu)
+        self.manifest = Manifest({one.name: one.expected(config) for one in self.watched}, self._unseen)
+        writer = DumpWriter(self.folder, rank_info.rank, index, self._ring, config, self.manifest)
+        recorder = Recorder(config, writer, self._ring, rank_info, self.metadata)
+        self._running = recorder, writer
         _DUMPED.update(modules)
-        self._handles = [watch_microbatches(root, number, recorder) for number, root in enumerate(self._roots)]
+        for number, root in enumerate(self._roots):
+            self._hooks.enter_context(watch_microbatches(root, number, recorder))
         for one in self.watched:
-            self._handles += watch(one, recorder)
-        if self.config.quant_type is not None:
-            warn_of_label(self.config.quant_type, self.watched)
+            for hook in one.watch(one, recorder):
+                self._hooks.enter_context(hook)
+        if config.quant_type is not None:
+            warn_of_label(config.quant_type, self.watched)
         return self
 
     def step(self, loss: Tensor | float | None = None) -> None:
@@ -164,35 +143,32 @@ class TensorDump:
         """
         if self._running is None:
             return
-        recorder, writer, _index = self._running
+        recorder, writer = self._running
         asked = self.config.last_steps is not None and loss is not None
         recorder.end_step(finite=not asked or bool(torch.as_tensor(loss).isfinite().all()))
-        explain_failure(writer, self.folder)
+        writer.check()
 
     def flush(self) -> None:
         """Wait until everything captured so far is on the disk. Raises UserError, as `step` does."""
         if self._running is not None:
-            self._running[1].flush().wait()
-            explain_failure(self._running[1], self.folder)
+            writer = self._running[1]
+            writer.flush().wait()
+            writer.check()
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         """Take every hook off, write what is left, say what is missing."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        if self._running is None:
+        self._hooks.close()
+        if self._running is None or self.manifest is None:
             return
         _DUMPED.difference_update(one.module for one in self.watched)
-        recorder, writer, index = self._running
+        recorder, writer = self._running
         self._running = None
         recorder.close()
         writer.close()
-        index.close()
-        self.manifest = Manifest.of(
-            self.watched, writer.findings, self.config, steps=recorder.dumped_steps, unseen=self._unseen
-        )
-        warn_of(self.manifest, self.config, self.folder)
+        self.manifest.finish(recorder.dumped_steps)
+        for complaint in self.manifest.complaints():
+            logger.warning("tensor dump %s: %s", self.folder, complaint)
         if kind is None:
-            explain_failure(writer, self.folder)
+            writer.check()
         if writer.failure is None:
             self.manifest.write(self.folder, self.identity.rank)

@@ -1,10 +1,10 @@
-"""The thread that measures captures and writes them to the disk; the manifest, expected against captured."""
+"""The thread that measures captures and writes them to the disk, bytes first and then the rows of the index."""
 
 import json
-import logging
-from collections import Counter
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import replace
+from fcntl import LOCK_EX, LOCK_NB, flock
 from math import prod
 from pathlib import Path
 from queue import SimpleQueue
@@ -15,137 +15,55 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from instruments.durable import whole_file
-from instruments.errors import UserError, some
+from instruments.durable import sync, whole_file
+from instruments.errors import ContractError, UserError
 from instruments.safetensors_reader import checksum_of
-from instruments.tensor_dump.capture import (
-    Capture,
-    Facts,
-    Held,
-    HostRing,
-    RankInfo,
-    Rounded,
-    Slot,
-    Watched,
-    make_record,
-    make_rounded_record,
-)
-from instruments.tensor_dump.config import BACKWARD, DumpConfig
-from instruments.tensor_dump.index import DROPPED, STATISTICS, STORED, IndexFile, TensorRecord, make_name
+from instruments.tensor_dump.capture import Capture, Held, HostRing, Slot, dtype_name
+from instruments.tensor_dump.config import DumpConfig
+from instruments.tensor_dump.index import FORMAT, STORED, VERSION, Manifest, TensorRecord, make_name
 from instruments.tensor_dump.statistics import measure, read_moments, round_into
 
 
-@dataclass
-class Findings:
-    """Counted by the writer, capture by capture."""
+class IndexFile:
+    """An index being written, held by one process."""
 
-    captured: Counter[tuple[str, str]] = field(default_factory=Counter)  # (module, tensor) → times
-    zero_gradients: list[str] = field(default_factory=list)  # names of records
-    nonfinite: list[str] = field(default_factory=list)
-    status: Counter[str] = field(default_factory=Counter)
-    lost: int = 0  # captured, and then the disk failed
+    def __init__(self, folder: Path, rank: int, header: Mapping[str, Any]) -> None:
+        """Begin the index of `rank`.
 
-    def add(self, name: str, capture: Capture) -> None:
-        """Count one."""
-        source, statistics = capture.source, capture.held.statistics
-        self.captured[source.module, source.tensor] += 1
-        self.status[capture.held.status] += 1
-        if statistics is None:
-            return
-        if statistics.nonfinite:
-            self.nonfinite.append(name)
-        elif source.direction == BACKWARD and statistics.all_zero:
-            self.zero_gradients.append(name)
+        Raises:
+            ContractError: the folder holds a dump of this rank, or another process is writing one.
+        """
+        path = folder / f"index-{rank:05}.jsonl"
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("ab")
+        try:
+            flock(self._file, LOCK_EX | LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise ContractError(
+                f"another process is dumping into this folder as rank {rank}",
+                where=str(path),
+                do="give every dump a folder of its own; processes of one job need torch.distributed to tell ranks",
+            ) from None
+        if self._file.tell():
+            self._file.close()
+            raise ContractError(
+                "the folder holds a dump already",
+                where=str(path),
+                do="another folder, or remove this one if nobody needs it",
+            )
+        self.add([{"format": FORMAT, "version": VERSION, "rank": rank, **header}])
+        sync(folder)
 
+    def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Append rows, on the disk when this returns. The bytes that they speak of must be there already."""
+        self._file.write(b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows))
+        self._file.flush()
+        os.fsync(self._file.fileno())
 
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What was to be captured by one process, and what was."""
-
-    steps: int  # that were dumped
-    expected: dict[str, list[str]]  # module → tensors
-    captured: dict[str, dict[str, int]]  # module → tensor → times
-    never_fired: list[str]  # modules that gave nothing
-    missing: dict[str, list[str]]  # module that fired → tensors that it never gave
-    zero_gradients: list[str]  # names of records
-    nonfinite: list[str]
-    dropped: int
-    statistics_only: int
-    lost: int  # to a disk that failed
-    unseen_weights: list[str]  # matrices that no watched kind of module holds
-
-    @classmethod
-    def of(
-        cls, watched: Sequence[Watched], findings: Findings, config: DumpConfig, *, steps: int, unseen: Sequence[str]
-    ) -> "Manifest":
-        """Compare."""
-        expected = {one.name: list(one.expected(config)) for one in watched}
-        captured = {
-            name: {tensor: findings.captured[name, tensor] for tensor in tensors if findings.captured[name, tensor]}
-            for name, tensors in expected.items()
-        }
-        missing = {name: [tensor for tensor in expected[name] if tensor not in captured[name]] for name in expected}
-        return cls(
-            steps=steps,
-            expected=expected,
-            captured=captured,
-            never_fired=[name for name, found in captured.items() if not found] if steps else [],
-            missing={name: tensors for name, tensors in missing.items() if tensors and captured[name]},
-            zero_gradients=findings.zero_gradients,
-            nonfinite=findings.nonfinite,
-            dropped=findings.status[DROPPED],
-            statistics_only=findings.status[STATISTICS],
-            lost=findings.lost,
-            unseen_weights=list(unseen),
-        )
-
-    def write(self, folder: Path, rank: int) -> None:
-        """As `manifest-<rank>.json`."""
-        path = folder / f"manifest-{rank:05}.json"
-        with whole_file(path) as unfinished:
-            unfinished.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
-
-    def complaints(self, config: DumpConfig) -> list[str]:
-        """In words, what the user should know."""
-        found = {
-            "modules never fired": self.never_fired,
-            "modules gave no": [f"{name}: {', '.join(tensors)}" for name, tensors in self.missing.items()],
-            "gradients are zero everywhere": self.zero_gradients,
-            "tensors hold values that are not finite": self.nonfinite,
-        }
-        said = [] if self.steps else ["no step was dumped: see first_step and every_steps"]
-        said += [f"{len(names)} {what}: {some(names)}" for what, names in found.items() if names]
-        if self.dropped:
-            said.append(f"{self.dropped} tensors dropped: the memory of {config.memory_mib} MiB was full")
-        if self.statistics_only and config.keep == "tensors":
-            said.append(f"of {self.statistics_only} tensors only statistics were kept: the memory was full")
-        if self.lost:
-            said.append(f"{self.lost} tensors lost to a disk that failed")
-        return said
-
-
-def warn_of(manifest: Manifest, config: DumpConfig, folder: Path) -> None:
-    """Say it in the log."""
-    for complaint in manifest.complaints(config):
-        logger.warning("tensor dump %s: %s", folder, complaint)
-
-
-def shard_name(rank: int, number: int) -> str:
-    """Of a process's files, in the order it wrote them."""
-    return f"tensors-{rank:05}-{number:05}.safetensors"
-
-
-def save_shard(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write contiguous tensors; after an error or a kill there is no file of this name.
-
-    Raises:
-        OSError, SafetensorError: the disk is full or forbids it.
-    """
-    with whole_file(path) as unfinished:
-        save_file(dict(tensors), unfinished, metadata={"format": "pt"})
+    def close(self) -> None:
+        """Let go of the file and its lock."""
+        self._file.close()
 
 
 # Rows that wait for a file to be closed, at most; those without bytes would wait forever.
@@ -156,28 +74,20 @@ class DumpWriter:
     """Takes captures in their order; `close` waits until all are on the disk."""
 
     def __init__(
-        self,
-        folder: Path,
-        index: IndexFile,
-        ring: HostRing,
-        config: DumpConfig,
-        identity: RankInfo,
-        metadata: Mapping[str, Any],
+        self, folder: Path, rank: int, index: IndexFile, ring: HostRing, config: DumpConfig, manifest: Manifest
     ) -> None:
-        """Start the thread."""
-        self.findings = Findings()
+        """Start the thread; it gives memory back to the `ring` and counts captures in the `manifest`."""
         self.failure: BaseException | None = None  # of the thread; what comes after it is counted as lost
-        self.told = False  # whether the thread that trains knows of it
-        self._folder, self._index, self._ring = folder, index, ring
-        self._config, self._identity, self._metadata = config, identity, dict(metadata)
-        self._queue: SimpleQueue[Capture | Event] = SimpleQueue()
+        self._told = False  # whether the thread that trains knows of it
+        self._folder, self._rank, self._index, self._ring = folder, rank, index, ring
+        self._config, self._manifest = config, manifest
+        self._queue: SimpleQueue[Capture | Event | None] = SimpleQueue()
         # Of the file to come: its tensors, their bytes, the rows that wait for it and the memory that it will free.
         self._tensors: dict[str, Tensor] = {}
         self._bytes = 0
         self._rows: list[TensorRecord] = []
         self._slots: list[Slot] = []
         self._shards = 0
-        self._closing = False
         self._thread = Thread(target=self._work, name="tensor dump", daemon=True)
         self._thread.start()
 
@@ -193,77 +103,93 @@ class DumpWriter:
 
     def close(self) -> None:
         """Write what is left and end the thread."""
-        self._closing = True
         self.flush()
+        self._queue.put(None)
         self._thread.join()
+        self._index.close()
+
+    def check(self) -> None:
+        """Raise what the thread met, once.
+
+        Raises:
+            UserError: the disk is full or forbids writing.
+        """
+        if self.failure is None or self._told:
+            return
+        self._told = True
+        if not isinstance(self.failure, OSError | SafetensorError):
+            raise self.failure
+        raise UserError(
+            f"the dump ended early, {self._manifest.lost} tensors are lost: {self.failure}",
+            where=f"{self._folder}; what its index lists is whole",
+            do="free some space or dump into another folder; or dump less: modules=[...], max_steps=, max_tokens=, "
+            "keep=statistics",
+        ) from self.failure
 
     def _work(self) -> None:
-        while True:
-            item = self._queue.get()
+        while (item := self._queue.get()) is not None:
             try:
                 self._take_up(item)
             except BaseException as error:  # noqa: BLE001 - raised again in the thread that trains
                 self.failure = error
-                self._lose()
+                self._manifest.lost += len(self._rows)
+                self._release()  # nobody must wait for memory
             if isinstance(item, Event):
                 item.set()
-                if self._closing and self._queue.empty():
-                    return
 
     def _take_up(self, item: Capture | Event) -> None:
-        if isinstance(item, Capture):
-            if item.held.slot is not None:
-                self._slots.append(item.held.slot)
-            if self.failure is None:
-                self._add(item)
-            else:
-                self.findings.lost += 1
+        if not isinstance(item, Event):
+            self._add(*item)
         full = len(self._rows) >= _ROWS or self._bytes >= self._config.shard_mib * 2**20
         if full or isinstance(item, Event) or self.failure is not None:
             self._seal()
 
-    def _add(self, capture: Capture) -> None:
-        held, facts = capture.held, capture.facts
-        name = make_name(capture.timestamp, capture.counter, capture.source, facts.quant_type)
-        self._fill_in(held, name, facts)
-        self.findings.add(name, capture)
-        record = make_record(name, capture, self._identity, self._config.quant_type, self._metadata)
+    def _add(self, record: TensorRecord, held: Held) -> None:
+        if held.slot is not None:
+            self._slots.append(held.slot)
+        if self.failure is not None:
+            self._manifest.lost += 1
+            return
+        if not held.found and held.data is not None:  # once for all records that share it
+            if held.wait is not None:
+                held.wait()
+            if held.status == STORED:
+                self._keep(record, held, held.data)
+            else:
+                held.found = {"statistics": read_moments(held.data, prod(record.shape))}
+        record = replace(record, **held.found)
+        self._manifest.add(record, bytes_wanted=self._config.keep == "tensors")
         self._rows.append(record)
-        if held.rounded is not None:
-            self._rows.append(make_rounded_record(record, capture, held.rounded))
+        if held.rounded:
+            name = make_name(record.timestamp, record.counter, record.source, held.rounded["quant_type"])
+            self._rows.append(replace(record, name=name, rounded_from=record.name, **held.rounded))
 
-    def _fill_in(self, held: Held, name: str, facts: Facts) -> None:
-        """Measure the content and give it a place in the file; once for all who share it."""
-        if held.statistics is not None or held.data is None:
-            return
-        if held.wait is not None:
-            held.wait()
-        if held.status != STORED:
-            held.statistics = read_moments(held.data, prod(facts.shape))
-            return
-        held.statistics = measure(held.data)
-        held.file, held.key = self._keep(name, held.data), name
-        held.checksum = checksum_of(held.data)
-        wanted = self._config.quant_type
-        if self._config.fake_quant and wanted not in {None, facts.quant_type} and held.data.is_floating_point():
-            rounded, error = round_into(held.data, str(wanted))
-            key = f"{name}.{wanted}"
-            held.rounded = Rounded(
-                str(wanted), measure(rounded), error, self._keep(key, rounded), key, checksum_of(rounded), rounded.dtype
-            )
+    def _keep(self, record: TensorRecord, held: Held, data: Tensor) -> None:
+        """Measure the content and give it a place in the file; also a rounded copy, if that is asked for."""
+        held.found, wanted = self._place(record.name, data), self._config.quant_type
+        if self._config.fake_quant and wanted not in {None, record.quant_type} and data.is_floating_point():
+            rounded, error = round_into(data, str(wanted))
+            facts = {"dtype": dtype_name(rounded.dtype), "quant_type": str(wanted), "rounding": error}
+            held.rounded = facts | self._place(f"{record.name}.{wanted}", rounded)
 
-    def _keep(self, key: str, tensor: Tensor) -> str:
+    def _place(self, key: str, tensor: Tensor) -> dict[str, Any]:
         self._tensors[key] = tensor
         self._bytes += tensor.nbytes
-        return shard_name(self._identity.rank, self._shards)
+        return {
+            "statistics": measure(tensor), "file": self._shard_name(), "key": key, "checksum": checksum_of(tensor)
+        }  # fmt: skip
+
+    def _shard_name(self) -> str:
+        return f"tensors-{self._rank:05}-{self._shards:05}.safetensors"
 
     def _seal(self) -> None:
         """Bytes first, then the rows that speak of them."""
         if self._tensors:
-            save_shard(self._folder / shard_name(self._identity.rank, self._shards), self._tensors)
+            with whole_file(self._folder / self._shard_name()) as unfinished:
+                save_file(self._tensors, unfinished, metadata={"format": "pt"})
             self._shards += 1
         if self._rows:
-            self._index.add(self._rows)
+            self._index.add([record.to_row() for record in self._rows])
         self._release()
 
     def _release(self) -> None:
@@ -271,28 +197,3 @@ class DumpWriter:
         for slot in self._slots:
             self._ring.release(slot)
         self._slots = []
-
-    def _lose(self) -> None:
-        """After a failure: nobody must wait for memory, and what is lost is counted."""
-        self.findings.lost += len(self._rows)
-        self._release()
-
-
-def explain_failure(writer: DumpWriter, folder: Path) -> None:
-    """Raise what the writer met, once.
-
-    Raises:
-        UserError: the disk is full or forbids writing.
-    """
-    failure = writer.failure
-    if failure is None or writer.told:
-        return
-    writer.told = True
-    if not isinstance(failure, OSError | SafetensorError):
-        raise failure
-    raise UserError(
-        f"the dump ended early, {writer.findings.lost} tensors are lost: {failure}",
-        where=f"{folder}; what its index lists is whole",
-        do="free some space or dump into another folder; or dump less: modules=[...], max_steps=, max_tokens=, "
-        "keep=statistics",
-    ) from failure

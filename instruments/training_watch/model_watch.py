@@ -41,16 +41,16 @@ class ModelWatch:
         dump: "TensorDump | None",
         first_step: int,
     ) -> None:
-        """Put the hooks on."""
-        self.config, self.scaler, self.dump = config, scaler, dump
-        self.optimizer = optimizer
+        """Put the hooks on; a scaler that is switched off counts as none."""
+        self.optimizer, self.dump = optimizer, dump
+        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.next_step = first_step
         self.last: StepReport | None = None
         self.measurement = Measurement(model, find_trainable(model, optimizer), config)
         self._log = StepLog(log, config)
         self._loss: Tensor | float | None = None
         self._unscaled = False  # in this step, by the scaler
-        self._undo: list[Callable[[], None]] = [self.measurement.remove]
+        self._undo: list[Callable[[], None]] = [handle.remove for handle in self.measurement.handles]
         if optimizer is not None:
             self._follow(optimizer)
         if dump is not None:
@@ -77,8 +77,7 @@ class ModelWatch:
         return self._measure()
 
     def _measure(self, factor: Tensor | None = None) -> StepReport:
-        scaler = self.scaler if self.scaler is not None and self.scaler.is_enabled() else None
-        report = self.measurement.read(self.next_step, self._loss, scaler, factor)
+        report = self.measurement.read(self.next_step, self._loss, self.scaler, factor)
         self.last, self._loss = report, None
         self.next_step += 1
         self._log.write(report)
@@ -89,21 +88,21 @@ class ModelWatch:
 
     def _follow(self, optimizer: Optimizer) -> None:
         inner: Any = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
-        handle = inner.register_step_pre_hook(self._before_step)
-        self._undo.append(handle.remove)
-        if self.scaler is not None and self.scaler.is_enabled():
-            scaler: Any = self.scaler
-            unscale = scaler.unscale_
+        self._undo.append(inner.register_step_pre_hook(self._before_step).remove)
+        if self.scaler is None:
+            return
+        scaler: Any = self.scaler
+        unscale = scaler.unscale_
 
-            def unscale_and_look(asked: Optimizer) -> None:
-                unscale(asked)
-                if asked is inner or asked is optimizer:
-                    self._unscaled = True
-                    self._measure()
+        def unscale_and_look(asked: Optimizer) -> None:
+            unscale(asked)
+            if asked is inner or asked is optimizer:
+                self._unscaled = True
+                self._measure()
 
-            # scaler.step() skips the optimizer where gradients are not finite: its hook alone would miss them.
-            scaler.unscale_ = unscale_and_look
-            self._undo.append(lambda: delattr(scaler, "unscale_"))
+        # scaler.step() skips the optimizer where gradients are not finite: its hook alone would miss them.
+        scaler.unscale_ = unscale_and_look
+        self._undo.append(lambda: delattr(scaler, "unscale_"))
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:  # noqa: ANN401 - the signature of the hook
         if self._unscaled:

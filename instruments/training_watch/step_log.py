@@ -28,10 +28,6 @@ class Anomaly:
     message: str
     where: tuple[str, ...] = ()  # modules, the first or worst one first
 
-    def record(self) -> dict[str, object]:
-        """For JSON."""
-        return {**vars(self), "where": list(self.where)}
-
 
 @dataclass(frozen=True)
 class StepReport:
@@ -41,26 +37,32 @@ class StepReport:
     loss: float | None
     gradient_norm: float
     loss_scale: float | None
-    layers: dict[str, float]  # gradient norm by module, in the order they run
+    layers: Mapping[str, float]  # gradient norm by module, in the order they run
     largest_output: tuple[str, float] | None  # module, value
     anomalies: tuple[Anomaly, ...]
 
     def record(self, *, layers: bool) -> dict[str, object]:
-        """For JSON, which knows neither NaN nor inf: they are written as text that float() reads."""
-        facts: dict[str, object] = {"step": self.step, "gradient_norm": as_json(self.gradient_norm)}
-        facts |= {"loss": as_json(self.loss)} if self.loss is not None else {}
-        facts |= {"loss_scale": as_json(self.loss_scale)} if self.loss_scale is not None else {}
-        if self.largest_output is not None:
-            name, value = self.largest_output
-            facts["largest_output"] = {"module": name, "value": as_json(value)}
-        if layers or self.anomalies:
-            facts["layers"] = {name: as_json(norm) for name, norm in self.layers.items()}
-        return facts | {"anomalies": [anomaly.record() for anomaly in self.anomalies]}
+        """For JSON; without the layers where they are not asked for and nothing was found."""
+        output = self.largest_output
+        facts = {
+            "step": self.step,
+            "gradient_norm": self.gradient_norm,
+            "loss": self.loss,
+            "loss_scale": self.loss_scale,
+            "largest_output": None if output is None else {"module": output[0], "value": output[1]},
+            "layers": self.layers if layers or self.anomalies else None,
+            "anomalies": [vars(anomaly) for anomaly in self.anomalies],
+        }
+        return {name: plain_json(fact) for name, fact in facts.items() if fact is not None}
 
 
-def as_json(value: float) -> float | str:
-    """A number, or the text of one that JSON cannot hold."""
-    return value if math.isfinite(value) else str(value)
+def plain_json(value: Any) -> Any:  # noqa: ANN401 - anything that JSON holds, or nearly
+    """The same as JSON holds it: figures that are not finite as text, which float() reads."""
+    if isinstance(value, dict):
+        return {key: plain_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_json(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclass
@@ -91,11 +93,14 @@ class WatchConfig:
 logger = logging.getLogger(__name__)
 
 
+_LEVELS = {NOTE: logging.INFO, WARNING: logging.WARNING, SEVERE: logging.ERROR}
+
+
 class StepLog:
     """The file, and what has been said before."""
 
     def __init__(self, path: Path | None, config: WatchConfig) -> None:
-        """`path` is gone on with where it is there already; None: words alone."""
+        """Lines are appended to the file at `path`; None: findings are logged only."""
         self.path, self.config = path, config
         self._said: dict[tuple[str, tuple[str, ...]], int] = {}  # finding → the step it was last said at
         if path is not None:
@@ -105,21 +110,13 @@ class StepLog:
         """A line, and a warning for each finding that is new or was last said long ago."""
         for anomaly in report.anomalies:
             key = (anomaly.kind, anomaly.where[:1])
-            last = self._said.get(key)
-            if last is None or report.step - last >= self.config.repeat_steps:
+            if key not in self._said or report.step - self._said[key] >= self.config.repeat_steps:
                 self._said[key] = report.step
-                levels = {NOTE: logging.INFO, SEVERE: logging.ERROR}
-                logger.log(levels.get(anomaly.severity, logging.WARNING), "step %d: %s", report.step, anomaly.message)
+                logger.log(_LEVELS[anomaly.severity], "step %d: %s", report.step, anomaly.message)
         if self.path is not None:
             layers = report.step % self.config.layer_steps == 0
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(report.record(layers=layers)) + "\n")
-
-
-def read_step_log(path: Path) -> list[dict[str, object]]:
-    """All whole lines; a last one that a kill cut short is left out."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -134,34 +131,40 @@ def main(words: Sequence[str] | None = None) -> int:
         "--plot", type=Path, metavar="OUT", help="draw loss, gradient norm and loss scale, as PNG or SVG"
     )
     wanted = parser.parse_args(words)
-    return exit_code(lambda: _run(wanted))
+    return exit_code(lambda: _run(wanted.file, wanted.plot))
 
 
-def _run(wanted: argparse.Namespace) -> None:
-    if wanted.plot:
-        check_output(wanted.plot)
-    lines = read_lines(wanted.file)
+def _run(file: Path, picture: Path | None) -> None:
+    if picture:
+        check_output(picture)
+    lines = check_log(file)
     say(describe(lines))
-    if wanted.plot:
-        draw_training_steps(lines, wanted.plot)
-        sys.stdout.write(f"{wanted.plot}\n")
+    if picture:
+        draw_training_steps(lines, picture)
+        sys.stdout.write(f"{picture}\n")
     sys.stdout.flush()
 
 
-def read_lines(path: Path) -> list[Mapping[str, Any]]:
-    """All lines of the log. Raises ContractError."""
-    if path.exists() and not path.is_file():
-        raise ContractError("is no regular file", where=str(path), do="name a log of watch_model")
+def read_step_log(path: Path) -> list[dict[str, Any]]:
+    """All whole lines; a last one that a kill cut short is left out."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def check_log(path: Path) -> list[dict[str, Any]]:
+    """All whole lines of a file that somebody names. Raises ContractError: it is no log of steps."""
     try:
-        lines: list[Mapping[str, Any]] = [*read_step_log(path)]
+        if path.exists() and not path.is_file():
+            raise ValueError("it is no regular file")
+        lines = read_step_log(path)
         for number, line in enumerate(lines, 1):
             _check_line(number, line)
+        if not any({"loss", "gradient_norm"} & line.keys() for line in lines):
+            raise ValueError("it holds neither losses nor gradient norms")
+        if stepless := sum("step" not in line for line in lines):
+            raise ValueError(f"{stepless} lines say no step")
     except (OSError, ValueError, RecursionError) as error:
         raise ContractError(f"cannot be read: {error}", where=str(path), do="name a log of watch_model") from error
-    if not any(isinstance(line, dict) and {"loss", "gradient_norm"} & line.keys() for line in lines):
-        raise ContractError("holds neither losses nor gradient norms", where=str(path), do="name a log of watch_model")
-    if stepless := sum("step" not in line for line in lines):
-        raise ContractError(f"{stepless} lines say no step", where=str(path), do="name a log of watch_model")
     return lines
 
 
@@ -188,13 +191,12 @@ def describe(lines: Sequence[Mapping[str, Any]]) -> str:
     """How many steps, and every kind of finding with its first place and words."""
     found = [(line["step"], one["kind"], one["message"]) for line in lines for one in line.get("anomalies", ())]
     found += [(line["step"], "warning", words) for line in lines for words in line.get("warnings", ())]
-    counts = Counter(kind for _step, kind, _message in found)
-    first: dict[str, str] = {}
-    for step, kind, message in found:
-        first.setdefault(kind, f"first at step {step}: {message}")
     steps = {line["step"] for line in lines}
-    head = f"{len(steps):,} steps, {min(steps)} to {max(steps)}; {len(found):,} findings\n"
-    return head + "".join(f"{kind} ({count:,} times), {first[kind]}\n" for kind, count in counts.items())
+    text = f"{len(steps):,} steps, {min(steps)} to {max(steps)}; {len(found):,} findings\n"
+    for kind, count in Counter(kind for _step, kind, _message in found).items():
+        step, message = next((step, message) for step, other, message in found if other == kind)
+        text += f"{kind} ({count:,} times), first at step {step}: {message}\n"
+    return text
 
 
 _CURVES = (("loss", "loss", False), ("gradient_norm", "gradient norm", True), ("loss_scale", "loss scale", True))

@@ -18,53 +18,46 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 GIVE_FOLDER = "model.path=<folder with config.json and model.safetensors>"
+RESTORE = "download or copy the checkpoint again"
 
+_BARE_NAME = re.compile(r"(?!\.{1,2}\Z)[^/\\\0]+")  # of a file in the folder itself
 _PICKLE_PATTERNS = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
+# Python takes forty times the bytes of a hostile JSON file. The index of a model of 100,000 tensors has 10 MiB; a
+# tokenizer's vocabulary is read by compiled code.
+MAX_JSON_BYTES = 16 * 2**20
+MAX_VOCABULARY_BYTES = 64 * 2**20
+VOCABULARIES = {"tokenizer.json", "vocab.json"}
 
 
 def require_folder(folder: Path) -> Path:
     """The folder itself. Raises CheckpointError: there is none, or a reader would wait for a file in it for ever."""
     try:
         if folder.is_dir():
-            _check_regular(folder)
-            return folder
+            # A link to nothing is reported where its file is needed.
+            files = [path for path in folder.iterdir() if path.exists() and not path.is_dir()]
+            odd = sorted(path.name for path in files if not path.is_file())
+            if not odd:
+                _check_sizes(files)
+                return folder
+            raise CheckpointError(
+                f"{', '.join(odd[:3])}: a pipe, a socket or a device, and no file of a checkpoint",
+                where=str(folder),
+                do=f"remove it, or {RESTORE}",
+            )
         found = "is a file, not a folder" if folder.exists() else "does not exist"
     except OSError as error:  # a name too long, or a folder that may not be entered
         found = f"cannot be opened ({error.strerror})"
     raise CheckpointError(f"no checkpoint: {folder} {found}", where="model.path", do=GIVE_FOLDER)
 
 
-def _check_regular(folder: Path) -> None:
-    """Refuse pipes, sockets and devices, links to them included."""
-    with os.scandir(folder) as entries:
-        odd = sorted(entry.name for entry in entries if not (entry.is_file() or entry.is_dir() or _is_dangling(entry)))
-    if odd:
-        raise CheckpointError(
-            f"{', '.join(odd[:3])}: a pipe, a socket or a device, and no file of a checkpoint",
-            where=str(folder),
-            do="remove it, or download or copy the checkpoint again",
-        )
-
-
-def _is_dangling(entry: os.DirEntry[str]) -> bool:
-    return entry.is_symlink() and not Path(entry.path).exists()
-
-
-def list_shards(folder: Path) -> list[Path]:
-    """The safetensors files that make up the checkpoint, whether or not each is there.
-
-    Raises:
-        CheckpointError: no folder, no safetensors weights, or an unreadable index.
-    """
-    require_folder(folder)
-    if (folder / INDEX).is_file():
-        return sorted({folder / shard for shard in read_index(folder).values()})
-    if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
-    raise missing_weights(folder, [path.name for path in folder.iterdir()])
-
-
-MAX_JSON_BYTES = 64 * 2**20  # the index of a model of 100,000 tensors has a tenth of it
+def _check_sizes(files: Iterable[Path]) -> None:
+    """Refuse JSON larger than any model has. Raises CheckpointError."""
+    for file in sorted(files):
+        most = MAX_VOCABULARY_BYTES if file.name in VOCABULARIES else MAX_JSON_BYTES
+        if file.suffix == ".json" and (size := file.stat().st_size) > most:
+            raise CheckpointError(
+                f"{file.name} has {size:,} bytes, more than the {most:,} that it may have", where=str(file), do=RESTORE
+            )
 
 
 def read_json(path: Path) -> Any:  # noqa: ANN401 - whatever the file holds
@@ -85,13 +78,14 @@ def read_json(path: Path) -> Any:  # noqa: ANN401 - whatever the file holds
         raise ValueError("it is nested too deeply") from None
 
 
-def read_index(folder: Path) -> dict[str, str]:
-    """Tensor name → shard name in the index, a bare name of a file in the same folder."""
+def _read_index(folder: Path) -> dict[str, str]:
+    """Tensor name → shard name, a bare name of a file in the folder; empty where the checkpoint is one file."""
     path = folder / INDEX
+    if not path.is_file():
+        return {}
     try:
-        weight_map = read_json(path)["weight_map"]
-        index = {str(name): str(shard) for name, shard in weight_map.items()}
-        if outside := sorted({shard for shard in index.values() if not is_bare_name(shard)}):
+        index = {str(name): str(shard) for name, shard in read_json(path)["weight_map"].items()}
+        if outside := sorted(shard for shard in {*index.values()} if not _BARE_NAME.fullmatch(shard)):
             raise ValueError(f"it names files outside its folder: {', '.join(map(ascii, outside[:3]))}")
         return index
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -102,9 +96,13 @@ def read_index(folder: Path) -> dict[str, str]:
         ) from error
 
 
-def is_bare_name(name: str) -> bool:
-    """Whether this names a file in the folder itself."""
-    return name not in {"", ".", ".."} and not set(name) & {"/", "\\", "\0"}
+def list_shards(folder: Path) -> list[Path]:
+    """The safetensors files that make up the checkpoint, whether or not each is there. Raises CheckpointError."""
+    if (require_folder(folder) / INDEX).is_file():
+        return sorted({folder / shard for shard in _read_index(folder).values()})
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    raise missing_weights(folder, [path.name for path in folder.iterdir()])
 
 
 def missing_weights(place: Path | str, names: Iterable[str]) -> CheckpointError:
@@ -118,55 +116,6 @@ def missing_weights(place: Path | str, names: Iterable[str]) -> CheckpointError:
         do="give a safetensors checkpoint, or convert one you trust: AutoModelForCausalLM.from_pretrained(...)"
         ".save_pretrained(...)",
     )
-
-
-def check_shards(folder: Path) -> tuple[dict[str, TensorEntry], list[CheckpointError]]:
-    """Every tensor of the intact shards, and the errors of the others."""
-    entries: dict[str, TensorEntry] = {}
-    try:
-        shards = list_shards(folder)
-    except CheckpointError as error:
-        return entries, [error]
-    missing = [shard for shard in shards if not os.path.lexists(shard)]
-    errors = [_missing_shards(folder, missing, len(shards))] if len(missing) > 1 else []
-    for shard in shards if not errors else sorted({*shards} - {*missing}):
-        try:
-            entries |= read_header(shard)
-        except CheckpointError as error:
-            errors.append(error)
-    if not errors and (folder / INDEX).is_file():
-        errors += _index_mismatch(folder, entries)
-    return entries, errors
-
-
-def read_checkpoint(folder: Path) -> dict[str, TensorEntry]:
-    """Every tensor of the checkpoint. Raises the first CheckpointError."""
-    entries, errors = check_shards(folder)
-    if errors:
-        raise errors[0]
-    return entries
-
-
-def _missing_shards(folder: Path, missing: list[Path], total: int) -> CheckpointError:
-    """One error for all of them: an index may name any number."""
-    names = ", ".join(path.name for path in missing[:3]) + (" ..." if len(missing) > 3 else "")
-    what = f"{len(missing):,} of {total:,} shards are missing: {names}"
-    return CheckpointError(what, where=str(folder), do="download or copy the checkpoint again")
-
-
-def _index_mismatch(folder: Path, entries: dict[str, TensorEntry]) -> list[CheckpointError]:
-    index = read_index(folder)
-    wrong = sorted(name for name, shard in index.items() if name not in entries or entries[name].path.name != shard)
-    if not wrong:
-        return []
-    what = f"{len(wrong)} of {len(index)} tensors are not in the shard the index names: {', '.join(wrong[:3])}"
-    return [CheckpointError(what, where=str(folder / INDEX), do="download or copy the checkpoint again")]
-
-
-_STATE = re.compile(r"(?P<weight>.+)\.(?P<key>quant_state\.bitsandbytes__(?P<kind>nf4|fp4))")
-_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-_RESTORE = "download or copy the checkpoint again"
-_NESTED = ("nested_absmax", "nested_quant_map")
 
 
 @dataclass(frozen=True)
@@ -188,69 +137,101 @@ class PackedEntry:
 Entry = TensorEntry | PackedEntry
 
 
-def join_packed(entries: Mapping[str, TensorEntry], folder: Path) -> tuple[dict[str, Entry], list[CheckpointError]]:
-    """Every tensor of a checkpoint folder as the model sees it, and an error for every incomplete packed weight.
+def read_checkpoint(folder: Path) -> dict[str, Entry]:
+    """Every tensor of the checkpoint. Raises the first CheckpointError."""
+    entries, errors = check_shards(folder)
+    if errors:
+        raise errors[0]
+    return entries
 
-    Reads no more than the few bytes of JSON that go with each 4-bit weight.
-    """
+
+def check_shards(folder: Path) -> tuple[dict[str, Entry], list[CheckpointError]]:
+    """Every tensor of the intact shards as the model sees it, by their headers, and an error for each damaged part."""
+    try:
+        shards, index = list_shards(folder), _read_index(folder)
+    except CheckpointError as error:
+        return {}, [error]
+    stored: dict[str, TensorEntry] = {}
+    errors = []
+    missing = [shard for shard in shards if not os.path.lexists(shard)]
+    if len(missing) > 1:  # one error for all of them: an index may name any number
+        names = ", ".join(path.name for path in missing[:3]) + (" ..." if len(missing) > 3 else "")
+        what = f"{len(missing):,} of {len(shards):,} shards are missing: {names}"
+        errors.append(CheckpointError(what, where=str(folder), do=RESTORE))
+        shards = sorted({*shards} - {*missing})
+    for shard in shards:
+        try:
+            stored |= read_header(shard)
+        except CheckpointError as error:
+            errors.append(error)
+    wrong = sorted(name for name, shard in index.items() if name not in stored or stored[name].path.name != shard)
+    if wrong and not errors:
+        what = f"{len(wrong)} of {len(index)} tensors are not in the shard the index names: {', '.join(wrong[:3])}"
+        errors.append(CheckpointError(what, where=str(folder / INDEX), do=RESTORE))
+    return ({**stored}, errors) if errors else _join_packed(stored, folder)
+
+
+_STATE = re.compile(r"(?P<weight>.+)\.quant_state\.bitsandbytes__(?P<kind>nf4|fp4)")
+_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_NESTED = ("nested_absmax", "nested_quant_map")
+
+
+def _join_packed(entries: Mapping[str, TensorEntry], folder: Path) -> tuple[dict[str, Entry], list[CheckpointError]]:
     joined: dict[str, Entry] = dict(entries)
-    errors, dtype = [], _named_dtype(folder)
+    errors = []
+    dtype = _named_dtype(folder) if any(name.endswith(".SCB") for name in entries) else ""
     for name in entries:
         try:
             if state := _STATE.fullmatch(name):
-                _replace(joined, state["weight"], _four_bits(entries, state["weight"], state["key"], state["kind"]))
+                weight = state["weight"]
+                packed = _four_bits(entries, weight, name, state["kind"])
             elif name.endswith(".SCB"):
                 weight = name.removesuffix("SCB") + "weight"
-                _replace(joined, weight, _eight_bits(entries, weight, dtype))
+                packed = _eight_bits(entries, weight, name, dtype)
+            else:
+                continue
         except CheckpointError as error:
             errors.append(error)
+            continue
+        stem = weight.removesuffix("weight")
+        for part in (*(f"{weight}.{key}" for key in packed.parts), f"{stem}SCB", f"{stem}weight_format"):
+            joined.pop(part, None)
+        joined[weight] = packed
     return joined, errors
 
 
-def _replace(joined: dict[str, Entry], weight: str, packed: PackedEntry) -> None:
-    stem = weight.removesuffix("weight")
-    for key in packed.parts:
-        joined.pop(f"{weight}.{key}", None)
-    for key in ("SCB", "weight_format"):
-        joined.pop(f"{stem}{key}", None)
-    joined[weight] = packed
-
-
-def _four_bits(entries: Mapping[str, TensorEntry], weight: str, key: str, kind: str) -> PackedEntry:
-    state = _read_state(entries[f"{weight}.{key}"], weight)
+def _four_bits(entries: Mapping[str, TensorEntry], weight: str, state_name: str, kind: str) -> PackedEntry:
+    state = _read_state(entries[state_name], weight)
     keys = ["absmax", "quant_map", *(_NESTED if f"{weight}.{_NESTED[0]}" in entries else ())]
-    parts = {"weight": _part(entries, weight, weight), key: entries[f"{weight}.{key}"]}
-    parts |= {name: _part(entries, f"{weight}.{name}", weight) for name in keys}
+    parts = {"weight": _part(entries, weight, weight), state_name.removeprefix(f"{weight}."): entries[state_name]}
+    parts |= {key: _part(entries, f"{weight}.{key}", weight) for key in keys}
     shape = tuple(int(side) for side in state["shape"])
-    size, blocks = prod(shape), ceil(prod(shape) / int(state["blocksize"]))
+    wanted = (ceil(prod(shape) / 2), ceil(prod(shape) / int(state["blocksize"])))
     found = (parts["weight"].nbytes, prod(parts["absmax"].shape))
-    if found != (ceil(size / 2), blocks):
+    if found != wanted:
         raise CheckpointError(
-            f"a weight of {shape} needs {ceil(size / 2)} bytes in {blocks} blocks, has {found[0]} in {found[1]}",
+            f"a weight of {shape} needs {wanted[0]} bytes in {wanted[1]} blocks, has {found[0]} in {found[1]}",
             where=f"{parts['weight'].path}, {weight}",
-            do=_RESTORE,
+            do=RESTORE,
         )
     return PackedEntry(kind, _DTYPES[state["dtype"]], shape, parts)
 
 
-def _eight_bits(entries: Mapping[str, TensorEntry], weight: str, dtype: str) -> PackedEntry:
-    stem = weight.removesuffix("weight")
-    parts = {"weight": _part(entries, weight, weight), "SCB": entries[f"{stem}SCB"]}
-    layout = entries.get(f"{stem}weight_format")
+def _eight_bits(entries: Mapping[str, TensorEntry], weight: str, scales: str, dtype: str) -> PackedEntry:
+    entry, layout = _part(entries, weight, weight), entries.get(f"{weight}_format")
     code = 0 if layout is None else _read(layout, weight)[0]
-    entry = parts["weight"]
-    if entry.dtype != "I8" or parts["SCB"].shape != entry.shape[:1] or code:
+    if entry.dtype != "I8" or entries[scales].shape != entry.shape[:1] or code:
         raise CheckpointError(
             f"int8 weights are not stored row by row (format {code}, {entry.dtype} {list(entry.shape)})",
             where=f"{entry.path}, {weight}",
             do="load and save the model with bitsandbytes 0.45 or later, or give the unquantised checkpoint",
         )
-    return PackedEntry("int8", dtype, entry.shape, parts)
+    return PackedEntry("int8", dtype, entry.shape, {"weight": entry, "SCB": entries[scales]})
 
 
 def _part(entries: Mapping[str, TensorEntry], name: str, weight: str) -> TensorEntry:
     if name not in entries:
-        raise CheckpointError(f"quantised weight {weight} lacks {name}", do=_RESTORE)
+        raise CheckpointError(f"quantised weight {weight} lacks {name}", do=RESTORE)
     return entries[name]
 
 
@@ -265,7 +246,7 @@ def _read_state(entry: TensorEntry, weight: str) -> dict[str, Any]:
         raise CheckpointError(
             f"unreadable quantisation state ({type(error).__name__}: {str(error)[:200]})",
             where=f"{entry.path}, {weight}",
-            do=_RESTORE,
+            do=RESTORE,
         ) from error
     return state
 

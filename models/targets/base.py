@@ -89,16 +89,14 @@ class MoETarget:
         """Whether it can keep neurons that every token passes."""
         return bool(self.shared or self.packed_shared)
 
-    def ffn(self, layer: int, expert: int) -> tuple[str, str, str]:
+    def ffn(self, layer: int, expert: int) -> tuple[str, ...]:
         """Names of an expert's gate, up and down."""
-        gate, up, down = (self.experts.format(layer=layer, expert=expert, part=part) for part in self.parts)
-        return gate, up, down
+        return tuple(self.experts.format(layer=layer, expert=expert, part=part) for part in self.parts)
 
-    def shared_ffn(self, layer: int) -> tuple[str, str, str]:
+    def shared_ffn(self, layer: int) -> tuple[str, ...]:
         """Names of the shared expert's gate, up and down."""
         assert self.shared is not None, f"{self.model_type} has no shared expert"
-        gate, up, down = (self.shared.format(layer=layer, part=part) for part in self.parts)
-        return gate, up, down
+        return tuple(self.shared.format(layer=layer, part=part) for part in self.parts)
 
 
 def several_chosen(shape: MoEShape) -> bool:
@@ -126,9 +124,9 @@ def gate_scale_of(target: MoETarget, shape: MoEShape) -> GateScale:
 
 def gate_kind(target: MoETarget, shape: MoEShape) -> str:
     """How the target turns logits into gates: a value of `models.routing.GateKind`, which loads torch."""
-    if target.scoring == "sigmoid":
-        return "sigmoid_of_chosen" if target.normalised(shape) else "sigmoid"
-    return "softmax_of_chosen" if target.normalised(shape) else "softmax_of_all"
+    if target.normalised(shape):
+        return f"{target.scoring}_of_chosen"
+    return "sigmoid" if target.scoring == "sigmoid" else "softmax_of_all"
 
 
 def is_power_of_two(number: float) -> bool:

@@ -1,13 +1,104 @@
-"""config.json of the MoE, from config.json of the dense model, and how many parameters that makes."""
+"""The MoE targets of this folder: the choice among them, their config.json, and how many parameters that makes."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from importlib import import_module
 from math import prod
+from pkgutil import iter_modules
 from typing import Any
 
+import models.targets
+from instruments.errors import ConfigError
 from models.config import MoEShape
 from models.dense import DENSE_FAMILIES, keeps_tied
 from models.targets.base import ALIGNMENT, ConfigInput, MoETarget, expert_width, gate_scale_of, shared_width
+
+
+def _discover() -> Iterator[MoETarget]:
+    """The `TARGETS` of every module in this folder."""
+    for module in iter_modules(models.targets.__path__, "models.targets."):
+        if module.name != __name__:
+            yield from getattr(import_module(module.name), "TARGETS", ())
+
+
+MOE_TARGETS: dict[str, MoETarget] = {target.model_type: target for target in _discover()}
+
+
+def targets_of(source_model_type: str, always_on: int) -> list[MoETarget]:
+    """The targets that can hold a family's attention and this many always-on neurons, best first."""
+    able = [
+        target
+        for target in MOE_TARGETS.values()
+        if source_model_type in target.sources and (target.has_shared or not always_on)
+    ]
+    return sorted(able, key=lambda target: target.sources[source_model_type])
+
+
+def select_target(source_model_type: str, requested: str, always_on: int, *, pooled: bool = False) -> MoETarget:
+    """The architecture that a carve becomes: one of MOE_TARGETS by name, or auto, the first of `targets_of`.
+
+    Where all layers share their experts, `auto` takes a target that can say so, and `check_target` refuses others.
+    Raises ConfigError: unknown name, or a target that cannot express this source or always-on neurons.
+    """
+    able = targets_of(source_model_type, always_on)
+    if requested == "auto":
+        return next(target for target in able if target.packed_pool or not pooled)
+    if requested not in MOE_TARGETS:
+        what = f"unknown target {requested!r}"
+    elif source_model_type not in MOE_TARGETS[requested].sources:
+        what = f"{requested} cannot hold the attention of {source_model_type}"
+    elif MOE_TARGETS[requested] not in able:
+        what = f"{requested} has no always-on neurons, {always_on} are wanted"
+    else:
+        return MOE_TARGETS[requested]
+    names = ", ".join(target.model_type for target in able)
+    raise ConfigError(what, where="assemble.target", do=f"assemble.target=auto, or one of {names}")
+
+
+def check_target(config: Mapping[str, Any], target: MoETarget, shape: MoEShape) -> list[ConfigError]:
+    """Features of a source, by its config.json, and of a shape that the target lacks and `select_target` let pass."""
+    family = DENSE_FAMILIES[str(config["model_type"])]
+    source = {**family.defaults, **config}
+    problems = list(_problems(source, target, shape))
+    others = targets_of(family.model_type, shape.always_on) if problems else []
+    do = next(
+        (f"assemble.target={other.model_type}" for other in others if not any(_problems(source, other, shape))), ""
+    )
+    return [ConfigError(what, where=where, do=do) for what, where in problems]
+
+
+def _problems(source: Mapping[str, Any], target: MoETarget, shape: MoEShape) -> Iterator[tuple[str, str]]:
+    """The missing features, each with the setting that asks for it."""
+    name, head_dim = target.model_type, source.get("head_dim")
+    derived_head_dim = int(source["hidden_size"]) // int(source["num_attention_heads"])
+    rope = source.get("rope_parameters") or {}
+    share = float(rope.get("partial_rotary_factor") or source.get("partial_rotary_factor") or 1)
+    if "o" in DENSE_FAMILIES[source["model_type"]].attention_biases(source) and not target.output_bias:
+        yield f"{name} has no bias on o_proj", "attention_bias in config.json"
+    if source["model_type"] in _WINDOWED and source["sliding_window"] is not None and not target.sliding_window:
+        yield f"{name} has no sliding window", "sliding_window in config.json"
+    if not target.layer_windows and source.get("use_sliding_window") and _sliding_layers(source):
+        yield f"{name} has one window for all layers or none", "use_sliding_window in config.json"
+    if not target.head_dim and head_dim not in {None, derived_head_dim}:
+        yield f"{name} cannot have head_dim={head_dim}", "head_dim in config.json"
+    if not target.partial_rotation and share != 1:
+        yield f"{name} rotates whole heads, not {share:g} of each", "partial_rotary_factor in config.json"
+    if shape.pooled and target.packed_pool is None:
+        yield f"{name} has experts of every layer's own, no pool that all layers share", "topology=global_pool"
+    if shape.experts < target.least_experts:
+        yield f"{name} needs at least {target.least_experts} experts", f"experts={shape.experts}"
+
+
+# Families whose layers all share one window.
+_WINDOWED = frozenset({"mistral", "phi3"})
+
+
+def _sliding_layers(source: Mapping[str, Any]) -> bool:
+    kinds = source.get("layer_types")
+    if kinds is not None:
+        return "sliding_attention" in kinds
+    return int(source.get("max_window_layers", 28)) < int(source["num_hidden_layers"])
+
 
 _DEFAULT_THETA = 10000.0
 
@@ -28,19 +119,13 @@ _CARRIED_OR_DEFAULT = {
 def emit_config(
     source: Mapping[str, Any], target: MoETarget, shape: MoEShape, dtype: str, pad_to: int = ALIGNMENT
 ) -> dict[str, Any]:
-    """The MoE's config.json.
+    """The MoE's config.json, from that of the dense checkpoint, of either transformers generation.
 
-    Args:
-        source: config.json of the dense checkpoint, of either transformers generation.
-        target: the architecture to write.
-        shape: E, N, K, S.
-        dtype: float32, bfloat16 or float16.
-        pad_to: widths are rounded up to a multiple of this.
+    `dtype` is float32, bfloat16 or float16; widths are rounded up to a multiple of `pad_to`.
     """
     gate_scale = gate_scale_of(target, shape)
-    given = ConfigInput(
-        source, shape, expert_width(shape, pad_to), shared_width(target, shape, pad_to), gate_scale, dtype
-    )
+    width, shared = expert_width(shape, pad_to), shared_width(target, shape, pad_to)
+    given = ConfigInput(source, shape, width, shared, gate_scale, dtype)
     if target.own:
         return target.config_keys(given)
     dense = {"hidden_act": "silu", **DENSE_FAMILIES[str(source["model_type"])].defaults, **source}
@@ -91,26 +176,20 @@ def _rope(dense: Mapping[str, Any]) -> dict[str, Any]:
     # Sources that rotate part of each head are refused, so it is 1.
     stored.pop("partial_rotary_factor", None)
     kind = stored.pop("type", "default")
-    scaling = {"rope_type": _LONG.get(kind, kind), **stored}
-    if scaling["rope_type"] != "longrope":
-        return _both(theta, scaling)
-    original = stored.get("original_max_position_embeddings") or dense["original_max_position_embeddings"]
-    # Phi3's own class knows the factor from the two lengths; the others warn if it is missing.
-    scaling = {"factor": dense["max_position_embeddings"] / original, **scaling}
-    scaling["original_max_position_embeddings"] = original
-    # transformers 4 reads it outside of the scaling, transformers 5 within.
-    return _both(theta, scaling) | {"original_max_position_embeddings": original}
-
-
-# The name in early Phi-3 checkpoints.
-_LONG = {"su": "longrope"}
-
-
-def _both(theta: float, scaling: dict[str, Any]) -> dict[str, Any]:
+    # "su" is the name in early Phi-3 checkpoints.
+    scaling = {"rope_type": "longrope" if kind == "su" else kind, **stored}
+    beside = {}
+    if scaling["rope_type"] == "longrope":
+        original = stored.get("original_max_position_embeddings") or dense["original_max_position_embeddings"]
+        # transformers 4 reads it outside of the scaling, transformers 5 within.
+        beside = {"original_max_position_embeddings": original}
+        # Phi3's own class knows the factor from the two lengths; the others warn if it is missing.
+        scaling = {"factor": dense["max_position_embeddings"] / original, **scaling, **beside}
     return {
         "rope_theta": theta,
         "rope_scaling": None if scaling["rope_type"] == "default" else scaling,
         "rope_parameters": {"rope_theta": theta, **scaling},
+        **beside,
     }
 
 
@@ -123,11 +202,7 @@ class ParameterCount:
 
 
 def count_dense(source: Mapping[str, Any]) -> ParameterCount:
-    """Count the dense model's parameters; a tied output embedding is not counted twice.
-
-    Args:
-        source: its config.json.
-    """
+    """Count a dense model's parameters by its config.json; a tied output embedding is not counted twice."""
     ffn = 3 * int(source["hidden_size"]) * int(source["intermediate_size"])
     total = _count_kept(source, tied=keeps_tied(source)) + int(source["num_hidden_layers"]) * ffn
     return ParameterCount(total, total)
@@ -139,18 +214,12 @@ def count_carved(
     """Count the parameters that `emit_checkpoint` writes, the zero neurons of padding included.
 
     Among the active parameters, shared experts of a pool count once in every layer. Selection biases are buffers.
-
-    Args:
-        source: config.json of the dense checkpoint.
-        target: the architecture to write.
-        shape: E, N, K, S.
-        pad_to: widths are rounded up to a multiple of this.
+    `source` is config.json of the dense checkpoint.
     """
     hidden, layers = int(source["hidden_size"]), int(source["num_hidden_layers"])
     expert = 3 * hidden * expert_width(shape, pad_to)
-    layer = hidden * shape.experts + 3 * hidden * shared_width(target, shape, pad_to)
-    if target.shared_router:
-        layer += hidden
+    router = hidden * (shape.experts + bool(target.shared_router))
+    layer = router + 3 * hidden * shared_width(target, shape, pad_to)
     others = _count_kept(source, tied=target.own and keeps_tied(source)) + layers * layer
     experts = shape.experts * expert * (1 if shape.pooled else layers)
     return ParameterCount(others + experts, others + shape.top_k * expert * layers)

@@ -6,9 +6,13 @@ from models.targets.base import LAYER, ConfigInput, MoETarget, several_chosen
 
 
 def _config_keys(given: ConfigInput) -> dict[str, Any]:
-    dense = given.dense
+    dense, layers = given.dense, range(int(given.dense["num_hidden_layers"]))
     # Qwen3 reads a window only where `use_sliding_window` says so, dots.llm1 wherever there is one.
     window = dense.get("sliding_window", 4096) if dense.get("use_sliding_window") else None
+    first = int(dense.get("max_window_layers", 28)) if window is not None else len(layers)
+    kinds = ["sliding_attention" if layer >= first else "full_attention" for layer in layers]
+    if window is not None and dense.get("layer_types"):
+        kinds = list(dense["layer_types"])
     return {
         "n_routed_experts": given.shape.experts,
         "moe_intermediate_size": given.width,
@@ -23,16 +27,8 @@ def _config_keys(given: ConfigInput) -> dict[str, Any]:
         "attention_bias": bool(dense.get("attention_bias")),
         "sliding_window": window,
         "max_window_layers": dense.get("max_window_layers", 28),
-        "layer_types": _layer_types(given, window),
+        "layer_types": kinds,
     }
-
-
-def _layer_types(given: ConfigInput, window: int | None) -> list[str]:
-    layers, first = int(given.dense["num_hidden_layers"]), int(given.dense.get("max_window_layers", 28))
-    if window is None:
-        return ["full_attention"] * layers
-    derived = ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
-    return list(given.dense.get("layer_types") or derived)
 
 
 TARGETS = (

@@ -1,33 +1,26 @@
 """GLM-4-MoE: Llama's, Qwen2's or Qwen3's attention, and shared experts without a gate."""
 
-from typing import Any
-
-from models.targets.base import LAYER, ConfigInput, MoETarget, several_chosen
-
-
-def _config_keys(given: ConfigInput) -> dict[str, Any]:
-    return {
-        "n_routed_experts": given.shape.experts,
-        "moe_intermediate_size": given.width,
-        "n_shared_experts": given.shared // given.width,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 0,
-        "num_nextn_predict_layers": 0,
-        "attention_bias": given.dense["model_type"] == "qwen2",
-        "use_qk_norm": given.dense["model_type"] == "qwen3",
-        # Without this key the architecture rotates half of each head, at both levels.
-        "partial_rotary_factor": 1.0,
-        "rope_parameters": given.dense["rope_parameters"] | {"partial_rotary_factor": 1.0},
-    }
-
+from models.targets.base import LAYER, MoETarget, several_chosen
 
 TARGETS = (
     MoETarget(
         model_type="glm4_moe",
         architecture="Glm4MoeForCausalLM",
         sources={"qwen3": 2, "qwen2": 2, "llama": 2, "mistral": 2, "phi3": 2},
-        config_keys=_config_keys,
+        config_keys=lambda given: {
+            "n_routed_experts": given.shape.experts,
+            "moe_intermediate_size": given.width,
+            "n_shared_experts": given.shared // given.width,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 0,
+            "num_nextn_predict_layers": 0,
+            "attention_bias": given.dense["model_type"] == "qwen2",
+            "use_qk_norm": given.dense["model_type"] == "qwen3",
+            # Without this key the architecture rotates half of each head, at both levels.
+            "partial_rotary_factor": 1.0,
+            "rope_parameters": given.dense["rope_parameters"] | {"partial_rotary_factor": 1.0},
+        },
         runtimes=("vLLM", "SGLang", "llama.cpp"),
         shared=LAYER + "mlp.shared_experts.{part}.weight",
         always_has_shared=True,

@@ -1,26 +1,19 @@
 """Mixtral: Llama's attention, one sliding window for all layers or none, no always-on neurons."""
 
-from typing import Any
-
-from models.targets.base import LAYER, ConfigInput, MoETarget
-
-
-def _config_keys(given: ConfigInput) -> dict[str, Any]:
-    return {
-        "intermediate_size": given.width,
-        "num_local_experts": given.shape.experts,
-        "sliding_window": given.dense.get("sliding_window")
-        if given.dense["model_type"] in {"mistral", "phi3"}
-        else None,
-    }
-
+from models.targets.base import LAYER, MoETarget
 
 TARGETS = (
     MoETarget(
         model_type="mixtral",
         architecture="MixtralForCausalLM",
         sources={"llama": 1, "mistral": 1, "phi3": 1},
-        config_keys=_config_keys,
+        config_keys=lambda given: {
+            "intermediate_size": given.width,
+            "num_local_experts": given.shape.experts,
+            "sliding_window": given.dense.get("sliding_window")
+            if given.dense["model_type"] in {"mistral", "phi3"}
+            else None,
+        },
         runtimes=("vLLM", "SGLang", "llama.cpp"),
         router=LAYER + "block_sparse_moe.gate.weight",
         experts=LAYER + "block_sparse_moe.experts.{expert}.{part}.weight",

@@ -1,29 +1,22 @@
 """Qwen2-MoE: Qwen2's attention with or without its biases, and a shared expert behind a gate σ(g·x)."""
 
-from typing import Any
-
-from models.targets.base import LAYER, ConfigInput, MoETarget
-
-
-def _config_keys(given: ConfigInput) -> dict[str, Any]:
-    return {
-        "num_experts": given.shape.experts,
-        "moe_intermediate_size": given.width,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "use_sliding_window": False,
-        "sliding_window": None,
-        "qkv_bias": given.dense["model_type"] == "qwen2",
-        "shared_expert_intermediate_size": given.shared,
-    }
-
+from models.targets.base import LAYER, MoETarget
 
 TARGETS = (
     MoETarget(
         model_type="qwen2_moe",
         architecture="Qwen2MoeForCausalLM",
         sources={"qwen2": 1, "llama": 3, "mistral": 3, "phi3": 3},
-        config_keys=_config_keys,
+        config_keys=lambda given: {
+            "num_experts": given.shape.experts,
+            "moe_intermediate_size": given.width,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "use_sliding_window": False,
+            "sliding_window": None,
+            "qkv_bias": given.dense["model_type"] == "qwen2",
+            "shared_expert_intermediate_size": given.shared,
+        },
         runtimes=("vLLM", "SGLang", "llama.cpp"),
         shared=LAYER + "mlp.shared_expert.{part}.weight",
         shared_router=LAYER + "mlp.shared_expert_gate.weight",

@@ -15,7 +15,6 @@ _NOT_CARRIED = frozenset({"_name_or_path", "auto_map", "dtype", "quantization_co
 
 def _config_keys(given: ConfigInput) -> dict[str, Any]:
     source, gate_scale, tied = given.dense, given.gate_scale, keeps_tied(given.dense)
-    kept = {key: source[key] for key in ("transformers_version",) if key in source}
     dense = {key: value for key, value in source.items() if key not in _NOT_CARRIED}
     return {
         "architectures": ["TinyONNForCausalLM"],
@@ -37,7 +36,7 @@ def _config_keys(given: ConfigInput) -> dict[str, Any]:
         "tie_word_embeddings": tied,
         "torch_dtype": given.dtype,
         "dtype": given.dtype,
-        **kept,
+        **{key: source[key] for key in ("transformers_version",) if key in source},
         # The decoder is built from it.
         "dense": _legacy_rope(dense | {"tie_word_embeddings": tied}),
     }

@@ -10,8 +10,7 @@ from typing import Any
 
 from instruments.errors import ContractError
 from models.config import TOPOLOGIES, MoEShape
-from pipeline.artifacts import SHORT, Manifest, is_complete
-from pipeline.json_kinds import is_cell, is_count, is_number, is_text, list_of, object_of, object_with
+from pipeline.artifacts import LARGEST, SHORT, UNREADABLE, Manifest, is_complete
 from pipeline.settings import STAGES
 
 TINY = 1e-6  # nats; a smaller gap is no denominator
@@ -28,37 +27,28 @@ class Published:
 
     folder: Path
     manifest: Manifest
+    stage: str  # that made it
+    settings: Mapping[str, Any]  # node → settings, as they entered the fingerprint
+    parents: Mapping[str, str]  # stage → fingerprint
 
     @property
-    def stage(self) -> str:
-        """The stage that made it."""
-        return str(self.manifest.recipe["stage"])
-
-    @property
-    def settings(self) -> Mapping[str, Any]:
-        """Node → settings, as they entered the fingerprint."""
-        settings: Mapping[str, Any] = self.manifest.recipe["settings"]
-        return settings
-
-
-_ANY = object_of(lambda _value: True)
-_IS_RECIPE = object_with(
-    stage=lambda name: isinstance(name, str) and name in STAGES,
-    settings=object_of(lambda value: isinstance(value, dict | list) or is_cell(value)),
-    version=is_cell,
-    parents=lambda parents: (
-        isinstance(parents, dict)
-        and all(name in STAGES and is_text(mark) and mark.isalnum() for name, mark in parents.items())
-    ),
-)
+    def tokens(self) -> int | None:
+        """Calibration tokens that the stage may read."""
+        data = self.settings.get("data")
+        return data.get("tokens") if isinstance(data, dict) else None
 
 
 def read_published(folder: Path) -> Published:
     """A published folder. Raises ContractError."""
     manifest = Manifest.read(folder, remedy=REMEDY)
-    if not _IS_RECIPE(manifest.recipe):
-        raise ContractError("the manifest says nothing sound of how this was made", where=str(folder), do=REMEDY)
-    return Published(folder, manifest)
+    try:
+        stage, settings, parents = (manifest.recipe[key] for key in ("stage", "settings", "parents"))
+        if not {stage, *parents} <= STAGES.keys() or not all(mark.isalnum() for mark in parents.values()):
+            raise ValueError("unknown stages")
+        return Published(folder, manifest, stage, {**settings}, parents)
+    except UNREADABLE as error:
+        what = f"the manifest says nothing sound of how this was made: {error}"
+        raise ContractError(what, where=str(folder), do=REMEDY) from error
 
 
 def read_chain(last: Published) -> dict[str, Published]:
@@ -68,7 +58,7 @@ def read_chain(last: Published) -> dict[str, Published]:
     while waiting:
         current = waiting.pop()
         found[current.stage] = current
-        for name, fingerprint in current.manifest.recipe["parents"].items():
+        for name, fingerprint in current.parents.items():
             folder = current.folder.parents[1] / name / fingerprint[:SHORT]
             if name not in found and is_complete(folder):
                 waiting.append(read_published(folder))
@@ -82,19 +72,15 @@ class Evaluation:
     published: Published
     shape: MoEShape
     width: int
-    heldout_tokens: int
-    models: Mapping[str, Mapping[str, Any]]
+    seed: int
+    text: tuple[object, ...]  # the source and the held-out tokens: losses are comparable only where these are equal
+    models: Mapping[str, Mapping[str, float]]
     layers: Sequence[Mapping[str, Any]]
 
     @property
     def share(self) -> float:
         """Part of the dense FFN's neurons that serve a token; above 1 where copies outnumber neurons."""
         return self.shape.active_width / self.width
-
-    @property
-    def seed(self) -> int:
-        """Seed of everything random."""
-        return int(self.published.settings["seed"])
 
     @cached_property
     def chain(self) -> Mapping[str, Published]:
@@ -107,25 +93,14 @@ class Evaluation:
         flat: dict[str, object] = {}
         for name, published in self.chain.items():
             flat |= _flatten(published.settings)
-            flat[f"{name} version"] = published.manifest.recipe["version"]
+            flat[f"{name} version"] = published.manifest.recipe.get("version")
         kept = {key: value for key, value in flat.items() if not key.startswith(IRRELEVANT + IRRELEVANT_OF_MODEL)}
         kept.pop("evaluate version", None)
         return kept | {key: flat[key] for key in ("data.tokens",) if key in flat}
 
-    @property
-    def text(self) -> tuple[object, ...]:
-        """The source model and the held-out tokens: losses are comparable only where these are equal."""
-        recipe = self.published.manifest.recipe
-        elsewhere = {"tokens", "path", "heldout_path"}  # calibration only, or compared by content
-        data = {key: value for key, value in recipe["settings"]["data"].items() if key not in elsewhere}
-        source, texts = recipe["identity"]["model"], recipe["identity"]["data"]
-        if "heldout_files" in texts:
-            texts = {**texts, "files": []}
-        return source, texts, data, self.heldout_tokens
-
     def gap(self, name: str) -> float | None:
         """Loss above the dense model's, nats per token; None where that model was not measured."""
-        return float(self.models[name]["gap"]) if name in self.models else None
+        return self.models[name]["gap"] if name in self.models else None
 
 
 def _flatten(node: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
@@ -135,53 +110,42 @@ def _flatten(node: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
     return flat
 
 
-_IS_MODEL = object_with(gap=is_number, loss=is_number, perplexity=is_number)
-_IS_EVALUATION = object_with(
-    shape=_ANY,
-    dense_width=is_count,
-    heldout_tokens=is_count,
-    models=object_of(_IS_MODEL),
-    layers=list_of(
-        lambda layer: (
-            object_with(error=is_number, agreement=is_number)(layer)
-            and isinstance(layer, dict)
-            and all(is_cell(value) or list_of(is_number)(value) for value in layer.values())
-            and list_of(is_number)(layer.get("load", []))
-        )
-    ),
-)
-
-
-def _shape_of(record: Mapping[str, Any]) -> MoEShape:
-    """Raises ValueError or TypeError: what the record says is no shape, or its parts do not fit together."""
-    if not _IS_EVALUATION(record) or not {"dense", "carved"} <= record["models"].keys():
-        raise ValueError("values that no evaluation has")
-    shape = MoEShape(**record["shape"])
-    counts = (shape.experts, shape.n, shape.top_k, record["dense_width"])
-    if not (all(is_count(count) and count for count in counts) and is_count(shape.always_on)):
-        raise ValueError(f"{shape} is no shape")
-    if shape.topology not in TOPOLOGIES:
-        raise ValueError(f"no topology {shape.topology}")
-    if len({len(layer.get("load", [])) for layer in record["layers"]}) > 1:
-        raise ValueError("layers of different kinds")
-    return shape
-
-
 def read_evaluation(folder: Path) -> Evaluation:
     """A published evaluation. Raises ContractError: damaged or of another version."""
     published = read_published(folder)
     path = folder / "evaluation.json"
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        shape = _shape_of(record)
-        if not object_with(model=_ANY, data=_ANY)(published.manifest.recipe.get("identity")):
-            raise ValueError("no source and no text")
-        if not object_with(seed=is_count, data=_ANY)(published.settings):
-            raise ValueError("no seed and no text settings")
-        figures = [record[key] for key in ("dense_width", "heldout_tokens", "models", "layers")]
-        return Evaluation(published, shape, *figures)
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        shape, width = MoEShape(**record["shape"]), record["dense_width"]
+        counts = (shape.experts, shape.n, shape.top_k, width, shape.always_on + 1)
+        if not all(isinstance(count, int) and 0 < count < LARGEST for count in counts):
+            raise ValueError(f"{shape} is no shape")
+        if shape.topology not in TOPOLOGIES or not {"dense", "carved"} <= record["models"].keys():
+            raise ValueError("a topology that is unknown, or a model that is missing")
+        figures = {
+            name: {key: float(model[key]) for key in ("gap", "loss", "perplexity")}
+            for name, model in record["models"].items()
+        }
+        layers = [_read_layer(**layer) for layer in record["layers"]]
+        if len({len(layer["load"]) for layer in layers}) > 1:
+            raise ValueError("layers of different kinds")
+        text = _describe_text(published.manifest.recipe, record["heldout_tokens"])
+        return Evaluation(published, shape, width, int(published.settings["seed"]), text, figures, layers)
+    except UNREADABLE as error:
         raise ContractError(f"no readable evaluation: {error!r}", where=str(path), do=REMEDY) from error
+
+
+def _read_layer(error: float, agreement: float, load: Sequence[float] = (), **more: object) -> Mapping[str, Any]:
+    return {"error": float(error), "agreement": float(agreement), **more, "load": [*map(float, load)]}
+
+
+def _describe_text(recipe: Mapping[str, Any], heldout_tokens: object) -> tuple[object, ...]:
+    elsewhere = {"tokens", "path", "heldout_path"}  # calibration only, or compared by content
+    data = {key: value for key, value in recipe["settings"]["data"].items() if key not in elsewhere}
+    source, texts = dict(recipe["identity"]["model"]), dict(recipe["identity"]["data"])
+    if "heldout_files" in texts:
+        texts["files"] = []
+    return source, texts, data, heldout_tokens
 
 
 def find_comparable(wanted: Evaluation) -> list[Evaluation]:
@@ -189,7 +153,7 @@ def find_comparable(wanted: Evaluation) -> list[Evaluation]:
     manifests = wanted.published.folder.parents[2].glob("*/evaluate/*/manifest.json")
     found = []
     for manifest in sorted(manifests, key=lambda path: (-path.stat().st_mtime_ns, path)):
-        with suppress(ContractError, KeyError, TypeError):
+        with suppress(ContractError):
             evaluation = read_evaluation(manifest.parent)
             if evaluation.text == wanted.text:
                 found.append(evaluation)

@@ -38,7 +38,7 @@ def write_page(source: Source, out: Path) -> Path:
     """Write the page of a run. Raises ContractError: the last stage's result cannot be read; and OSError."""
     page = draw_page(source)
     with whole_file(out) as unfinished:
-        unfinished.write_text(page, encoding="utf-8")
+        unfinished.write_text(page, encoding="utf-8", errors="backslashreplace")
     return out
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from instruments.durable import whole_file
 from instruments.errors import ContractError
-from pipeline.json_kinds import is_count, is_number, is_text, list_of, object_of, object_with, optional
+from pipeline.artifacts import LARGEST, UNREADABLE
 
 FILE = "stages.json"
 PACKAGES = ("torch", "transformers", "safetensors", "numpy", "scikit-learn", "umap-learn", "hydra-core")
@@ -44,31 +44,24 @@ class RunRecord:
             unfinished.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
 
-_IS_RECORD = object_with(
-    overrides=list_of(is_text),
-    versions=object_of(is_text),
-    stages=list_of(
-        lambda run: (
-            object_with(stage=lambda name: is_text(name) and "/" not in str(name), fingerprint=is_text)(run)
-            and isinstance(run, dict)
-            and str(run["fingerprint"]).isalnum()
-            and optional(is_number)(run.get("seconds"))
-            and optional(is_count)(run.get("peak_bytes"))
-        )
-    ),
-)
-
-
 def read_run_record(folder: Path) -> RunRecord:
     """Read what `write` wrote. Raises ContractError: missing or damaged."""
     try:
         values = json.loads((folder / FILE).read_text(encoding="utf-8"))
-        if not _IS_RECORD(values):
-            raise ValueError("values of another type")
-        return RunRecord(**{**values, "stages": [StageRun(**run) for run in values["stages"]]})
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        stages = [_read_stage_run(**run) for run in values.pop("stages")]
+        return RunRecord([*map(str, values.pop("overrides"))], dict(values.pop("versions")), stages, **values)
+    except UNREADABLE as error:
         do = "name a folder under outputs/runs, or latest"
         raise ContractError(f"no record of a run: {error}", where=str(folder), do=do) from error
+
+
+def _read_stage_run(
+    stage: str, fingerprint: str, seconds: float | None = None, peak_bytes: int | None = None
+) -> StageRun:
+    figures = [figure for figure in (seconds, peak_bytes) if figure is not None]
+    if not (stage + fingerprint).isalnum() or not all(0 <= figure < LARGEST for figure in figures):
+        raise ValueError("values of another type")
+    return StageRun(stage, fingerprint, seconds, peak_bytes)
 
 
 def read_all_records(output_dir: Path) -> Iterator[RunRecord]:

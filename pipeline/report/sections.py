@@ -10,8 +10,7 @@ from typing import Any
 from markupsafe import Markup
 from safetensors import SafetensorError, safe_open
 
-from pipeline.artifacts import SHORT
-from pipeline.json_kinds import is_cell, is_count, is_number, is_text, object_of, object_with
+from pipeline.artifacts import SHORT, UNREADABLE
 from pipeline.report.charts import NARROW, WIDE, draw_bars, draw_curves, draw_lines, draw_loads, draw_ridges
 from pipeline.report.evaluations import (
     Evaluation,
@@ -108,37 +107,20 @@ def _difference(settings: Mapping[str, object], wanted: Mapping[str, object]) ->
     return ", ".join(words) or "none"
 
 
-_MEASURED = ("tokens", "heldout_loss", "load_max_over_mean", "load_max_over_mean_average")
-
-
-def _is_line(line: object) -> bool:
-    return (
-        object_with(step=is_count, phase=is_text)(line)
-        and object_of(is_cell)(line)
-        and isinstance(line, dict)
-        and all(is_number(line[key]) for key in _MEASURED if key in line)
-    )
-
-
 def training(published: Published | None) -> Section | None:
     """The gap over the dense model and the experts' load by tokens seen; None where there is no readable record."""
-    try:
-        text = (published.folder / "metrics.jsonl").read_text(encoding="utf-8") if published else ""
-        lines = [json.loads(line) for line in text.splitlines()]
-    except (OSError, ValueError, RecursionError):
+    if published is None:
         return None
-    if (
-        not all(map(_is_line, lines))
-        or not lines
-        or published is None
-        or not is_number(lines[0].get("dense_heldout_loss"))
-    ):
-        return None
-    gap = {"this MoE": _over_tokens(lines, "heldout_loss", float(lines[0]["dense_heldout_loss"]))}
-    named = {"mean of layers": "load_max_over_mean_average", "worst layer": "load_max_over_mean"}
-    load = {name: _over_tokens(lines, key) for name, key in named.items()}
     keys = ["tokens", "loss", "heldout_loss", "load_max_over_mean", "dead_experts", "router_entropy", "gradient_norm"]
-    rows = [[str(line["step"]), line["phase"], *(line.get(key) for key in keys)] for line in lines]
+    try:
+        text = (published.folder / "metrics.jsonl").read_text(encoding="utf-8")
+        lines = [json.loads(line) for line in text.splitlines()]
+        gap = {"this MoE": _over_tokens(lines, "heldout_loss", float(lines[0]["dense_heldout_loss"]))}
+        named = {"mean of layers": "load_max_over_mean_average", "worst layer": "load_max_over_mean"}
+        load = {name: _over_tokens(lines, key) for name, key in named.items()}
+        rows = [[str(line["step"]), line["phase"], *(line.get(key) for key in keys)] for line in lines]
+    except UNREADABLE:
+        return None
     return {
         "gap": [draw_lines("Loss gap on held-out text", "nats over dense", gap, x_name="tokens seen")],
         "load": [draw_lines("Expert load", "largest over mean", load, x_name="tokens seen")],
@@ -151,7 +133,7 @@ def _over_tokens(lines: Sequence[Mapping[str, Any]], name: str, base: float = 0.
     """Tokens seen, value above `base` and both in words, for every step whose record has both."""
     tokens = {0: 0.0} | {line["step"]: float(line["tokens"]) for line in lines if "tokens" in line}
     found = [(tokens[line["step"]], line[name] - base) for line in lines if name in line and line["step"] in tokens]
-    return [(x, y, f"{x:,.0f} tokens: {y:.4f}") for x, y in found]
+    return [(x, float(y), f"{x:,.0f} tokens: {y:.4f}") for x, y in found]
 
 
 def layers(evaluation: Evaluation) -> Section | None:
@@ -163,7 +145,7 @@ def layers(evaluation: Evaluation) -> Section | None:
     errors = [(index, layer["error"], f"layer {index}: {layer['error']:.4f}") for index, layer in enumerate(found)]
     choices = [(index, layer["agreement"]) for index, layer in enumerate(found)]
     agreement = [(index, share, f"layer {index}: {percent(share)}") for index, share in choices]
-    loads = [layer.get("load", []) for layer in found]
+    loads = [layer["load"] for layer in found]
     keys = [key for key, value in found[0].items() if isinstance(value, int | float)]
     rows = [[str(index), *(layer.get(key) for key in keys)] for index, layer in enumerate(found)]
     return {
@@ -221,7 +203,7 @@ def costs_of(chain: Mapping[str, Published], run: RunRecord, output_dir: Path) -
     """The stages in the order of the chain; one that this run kept costs what it cost the run that computed it."""
     records, costs = [run, *read_all_records(output_dir)], []
     for name, published in chain.items():
-        address, tokens = published.manifest.fingerprint[:SHORT], published.settings.get("data", {}).get("tokens")
+        address, tokens = published.manifest.fingerprint[:SHORT], published.tokens
         same = ((done, record is run) for record in records for done in record.stages
                 if (done.stage, done.fingerprint[:SHORT]) == (name, address) and done.seconds is not None)  # fmt: skip
         done, here = next(same, (StageRun(name, address), False))

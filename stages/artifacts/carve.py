@@ -14,8 +14,50 @@ from models.routing import LinearRouter, rounded
 from stages.artifacts.tensor_file import TensorFile
 
 
+class _Layers(TensorFile):
+    """What both topologies say of a partition."""
+
+    width: int  # F
+    neurons: Tensor  # int32, sorted within an expert
+    always_on: Tensor  # (L, S) int32, sorted
+    description: str  # how it was made, in a sentence
+
+    @property
+    def layers(self) -> int:
+        """L."""
+        return len(self.always_on)
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """L, E, N, S, F."""
+        experts, n = self.neurons.shape[-2:]
+        return self.layers, experts, n, self.always_on.shape[1], self.width
+
+    def neurons_of(self, layer: int) -> Tensor:
+        """(e, N) neurons of the experts that are cut from the layer."""
+        raise NotImplementedError
+
+    @property
+    def multiplicity(self) -> Tensor:
+        """(L, F) int64: how many experts hold the neuron; 0 for always-on and dropped neurons."""
+        held = (self.neurons_of(layer).flatten().long() for layer in range(self.layers))
+        return torch.stack([neurons_P.bincount(minlength=self.width) for neurons_P in held])
+
+    def check_layers(self, name: str) -> None:
+        """Refuse experts and always-on neurons that are no partition of a layer. Raises ContractError."""
+        for layer, always_S in enumerate(self.always_on):
+            neurons_EN, where = self.neurons_of(layer), f"{name}, layer {layer}"
+            used = torch.cat([neurons_EN.flatten(), always_S])
+            if len(used) and (used.min() < 0 or used.max() >= self.width):
+                raise ContractError(f"neuron index outside 0..{self.width - 1}", where=where)
+            if any(len(row.unique()) != len(row) for row in [*neurons_EN, always_S]):
+                raise ContractError("a neuron stands twice in one expert", where=where)
+            if torch.isin(neurons_EN, always_S).any():
+                raise ContractError("an always-on neuron is also in an expert", where=where)
+
+
 @dataclass(frozen=True)
-class Partition(TensorFile):
+class Partition(_Layers):
     """Neurons of every expert, sorted within the expert, and the always-on neurons, sorted.
 
     A neuron is always on, or in one or more experts (never twice in one), or dropped.
@@ -27,55 +69,22 @@ class Partition(TensorFile):
     width: int  # F
     neurons: Tensor  # (L, E, N) int32
     always_on: Tensor  # (L, S) int32
-    description: str = ""  # how it was made, in a sentence
+    description: str = ""
 
     def __post_init__(self) -> None:
         """Refuse what is no partition."""
         if self.neurons.ndim != 3 or self.always_on.ndim != 2 or len(self.neurons) != len(self.always_on):
             raise ContractError(f"partition shapes {tuple(self.neurons.shape)} and {tuple(self.always_on.shape)}")
-        for layer, (neurons_EN, always_S) in enumerate(zip(self.neurons, self.always_on, strict=True)):
-            check_layer(neurons_EN, always_S, self.width, f"partition, layer {layer}")
-
-    @property
-    def layers(self) -> int:
-        """L."""
-        return len(self.neurons)
-
-    @property
-    def sizes(self) -> tuple[int, int, int, int, int]:
-        """L, E, N, S, F."""
-        layers, experts, n = self.neurons.shape
-        return layers, experts, n, self.always_on.shape[1], self.width
+        self.check_layers("partition")
 
     def neurons_of(self, layer: int) -> Tensor:
         """(E, N) neurons of the layer's experts."""
         return self.neurons[layer]
 
-    @property
-    def multiplicity(self) -> Tensor:
-        """(L, F) int64: how many experts hold the neuron; 0 for always-on and dropped neurons."""
-        flat = self.neurons.flatten(1).long()
-        counts = torch.zeros(len(flat), self.width, dtype=torch.int64)
-        return counts.scatter_add_(1, flat, torch.ones_like(flat))
-
-
-def check_layer(neurons_EN: Tensor, always_S: Tensor, width: int, where: str) -> None:
-    """Refuse experts and always-on neurons of a layer that are no partition. Raises ContractError."""
-    used = torch.cat([neurons_EN.flatten(), always_S])
-    if len(used) and (used.min() < 0 or used.max() >= width):
-        raise ContractError(f"neuron index outside 0..{width - 1}", where=where)
-    if any(len(row.unique()) != len(row) for row in neurons_EN) or len(torch.unique(always_S)) != len(always_S):
-        raise ContractError("a neuron stands twice in one expert", where=where)
-    if torch.isin(neurons_EN, always_S).any():
-        raise ContractError("an always-on neuron is also in an expert", where=where)
-
 
 @dataclass(frozen=True)
-class PoolPartition(TensorFile):
-    """Experts layer by layer: all neurons of an expert come from one layer.
-
-    A neuron is always on in its layer, or in one or more experts (never twice in one), or dropped.
-    """
+class PoolPartition(_Layers):
+    """The same for experts that all layers share: all neurons of an expert come from one layer."""
 
     VERSION: ClassVar[int] = 1
     FILE: ClassVar[str] = "pool_partition.safetensors"
@@ -84,7 +93,7 @@ class PoolPartition(TensorFile):
     neurons: Tensor  # (E, N) int32, in the expert's home layer
     home: Tensor  # (E,) int32, the layer an expert was cut from; ascends
     always_on: Tensor  # (L, S) int32
-    description: str = ""  # how it was made, in a sentence
+    description: str = ""
 
     def __post_init__(self) -> None:
         """Refuse what is no partition."""
@@ -93,18 +102,7 @@ class PoolPartition(TensorFile):
             raise ContractError(f"pool partition shapes {', '.join(map(str, shapes))}")
         if len(self.home) and (self.home.diff() < 0).any() | (self.home[0] < 0) | (self.home[-1] >= self.layers):
             raise ContractError(f"home layers do not ascend within 0..{self.layers - 1}", where="pool partition")
-        for layer in range(self.layers):
-            check_layer(self.neurons_of(layer), self.always_on[layer], self.width, f"pool partition, layer {layer}")
-
-    @property
-    def layers(self) -> int:
-        """L."""
-        return len(self.always_on)
-
-    @property
-    def sizes(self) -> tuple[int, int, int, int, int]:
-        """L, E, N, S, F."""
-        return (self.layers, *self.neurons.shape, self.always_on.shape[1], self.width)
+        self.check_layers("pool partition")
 
     @property
     def given(self) -> list[int]:
@@ -115,14 +113,6 @@ class PoolPartition(TensorFile):
     def neurons_of(self, layer: int) -> Tensor:
         """(e, N) neurons of the experts that the layer gives."""
         return self.neurons[self.home == layer]
-
-    @property
-    def multiplicity(self) -> Tensor:
-        """(L, F) int64: how many experts hold the neuron; 0 for always-on and dropped neurons."""
-        counts = [
-            self.neurons_of(layer).flatten().long().bincount(minlength=self.width) for layer in range(self.layers)
-        ]
-        return torch.stack(counts)
 
 
 def load_partition(folder: Path, shape: MoEShape) -> Partition | PoolPartition:

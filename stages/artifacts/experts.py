@@ -1,14 +1,10 @@
-"""extract → assemble, project: the neurons of every expert, cut out of the dense FFNs, one file a layer.
+"""The experts of a carve on disk: as cut, one file a layer, and the checkpoint that they become."""
 
-``layer-00000.safetensors`` holds ``experts.{e}.{gate,up,down}_proj.weight`` shaped like any gated FFN, the same under
-``always_on``, and where each came from: ``….neurons``, indices in the dense FFN.
-"""
-
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from jaxtyping import Int
@@ -17,8 +13,15 @@ from torch import Tensor
 
 from instruments.errors import CheckpointError, ContractError
 from instruments.safetensors_header import read_metadata
-from models.checkpoint.reader import ShardReader
-from models.experts import ExpertWeights
+from models.card import CarveFacts, write_card
+from models.checkpoint.shards import ShardReader
+from models.config import ModelConfig, MoEShape
+from models.emit import checkpoint_dtype, emit_checkpoint
+from models.experts import ExpertLoop, ExpertWeights
+from models.routing import GateKind, LinearRouter
+from models.targets.base import MoETarget, gate_kind, gate_scale_of
+from models.targets.config import select_target
+from stages.artifacts.carve import Partition, PoolPartition, Routers
 from stages.artifacts.tensor_file import pack_tag, unpack_tag
 
 VERSION = 2
@@ -127,3 +130,115 @@ def _opened(folder: Path, layer: int) -> Iterator[tuple[ShardReader, dict[str, A
             yield reader, tag
     except CheckpointError as error:
         raise ContractError(f"cannot read experts: {error.what}", where=str(path), do=_REMEDY) from error
+
+
+class FormatSettings(Protocol):
+    """Settings of stage=assemble that every later stage goes by."""
+
+    target: str
+    router: str
+    ridge_penalty: float
+    mode: str
+    pad_to: int
+    dtype: str
+
+    def load_price(self, *, pooled: bool) -> float:
+        """What a router pays for uneven load."""
+
+
+@dataclass(frozen=True)
+class CheckpointFormat:
+    """Architecture, number format and shape of the checkpoint that a carve becomes."""
+
+    source: Path  # folder of the dense checkpoint
+    shape: MoEShape
+    target: MoETarget
+    dtype: torch.dtype  # of the experts
+    settings: FormatSettings
+
+    @classmethod
+    def of(
+        cls, source: Path, config: Mapping[str, Any], settings: FormatSettings, shape: MoEShape
+    ) -> "CheckpointFormat":
+        """What the settings of stage=assemble ask for; `config` is the source's config.json."""
+        target = select_target(config["model_type"], settings.target, shape.always_on, pooled=shape.pooled)
+        return cls(source, shape, target, checkpoint_dtype(source, settings.dtype), settings)
+
+    @property
+    def gate(self) -> GateKind:
+        """How the architecture turns logits into gates."""
+        return GateKind(gate_kind(self.target, self.shape))
+
+    @property
+    def down_scale(self) -> float:
+        """What the experts' down projections are multiplied by when they are written."""
+        return gate_scale_of(self.target, self.shape).down_scale
+
+    @property
+    def biased(self) -> bool:
+        """Whether routers choose by a bias, too; it is written for small logits alone."""
+        return self.target.selection_bias is not None and self.settings.mode == "parity"
+
+    @property
+    def load_price(self) -> float:
+        """What routers pay for uneven load."""
+        return self.settings.load_price(pooled=self.shape.pooled)
+
+    def loop(
+        self,
+        partition: Partition | PoolPartition,
+        layer: int,
+        experts: ExpertWeights,
+        router: LinearRouter,
+        act: Callable[[Tensor], Tensor],
+        device: torch.device,
+    ) -> ExpertLoop:
+        """One layer in fp32, as the checkpoint will compute it; one over a pool chooses among all its experts."""
+        neurons_EN = partition.neurons if self.shape.pooled else partition.neurons[layer]
+        return ExpertLoop(
+            experts.to(device, torch.float32), neurons_EN.to(device), partition.always_on[layer].to(device),
+            router.to(device), self.shape.top_k, partition.width, act, self.gate,
+        )  # fmt: skip
+
+    def write(
+        self,
+        folder: Path,
+        routers: Routers,
+        experts: Callable[[int], ExpertWeights],
+        *,
+        model: ModelConfig,
+        partition: Partition | PoolPartition,
+        projection: str,
+    ) -> None:
+        """Write the checkpoint and its model card.
+
+        `experts` and errors are as of `emit_checkpoint`; `projection` says in a sentence what was done.
+        """
+        emit_checkpoint(
+            self.source,
+            folder,
+            target=self.target,
+            shape=self.shape,
+            routers=lambda layer: routers.rows[layer],
+            selection_bias=(lambda layer: routers.bias[layer]) if self.biased else None,
+            experts=experts,
+            dtype=self.settings.dtype,
+            pad_to=self.settings.pad_to,
+        )
+        multiplicity_LF = partition.multiplicity
+        write_card(
+            folder,
+            CarveFacts(
+                source=model.name or Path(model.path or model.label).resolve().name,
+                target=self.target,
+                shape=self.shape,
+                width=partition.width,
+                layers=partition.layers,
+                dropped=int((multiplicity_LF == 0).sum()) - partition.layers * self.shape.always_on,
+                most_copies=int(multiplicity_LF.max()),
+                partition=partition.description,
+                router=self.settings.router,
+                projection=projection,
+                pad_to=self.settings.pad_to,
+            ),
+        )

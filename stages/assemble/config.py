@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from models.targets.choose import MOE_TARGETS
-from stages.routing.methods import FITTED_ROUTERS, ROUTERS, TRAINED_ROUTERS, is_priced
+from models.targets.config import MOE_TARGETS
+from stages.calibration.config import FITTED_ROUTERS, ROUTERS, TRAINED_ROUTERS, is_priced
 
 VERSION = 7
 

@@ -12,7 +12,7 @@ from models.targets.base import MoETarget
 from stages.artifacts.carve import Partition, PoolPartition
 from stages.artifacts.job import Table
 from stages.assemble.config import AssembleConfig
-from stages.routing.methods import is_priced
+from stages.calibration.config import is_priced
 
 # What is advised where routers leave experts unused, and do not learn yet.
 STEPS, PRICE = 200, 0.01

@@ -1,11 +1,12 @@
 """assemble: fit a router per layer on the dense model's inputs, write experts and routers as a native checkpoint."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 from tqdm import tqdm
 
@@ -16,16 +17,14 @@ from models.loading import release_freed_memory
 from models.routing import LOGIT_STD, GateKind, LinearRouter
 from models.stream import LayerStream
 from stages.artifacts.carve import Partition, PoolPartition, Routers, load_partition
-from stages.artifacts.experts import load_layer, load_pool
+from stages.artifacts.experts import CheckpointFormat, load_layer, load_pool
 from stages.artifacts.job import Job, Table
 from stages.artifacts.tensor_file import load_layer_checkpoint, save_layer_checkpoint
 from stages.assemble.config import AssembleConfig
 from stages.assemble.report import RouterReport, summarise, summarise_pool
 from stages.calibration.alignment import column_scale, gate_moments, least_squares, scale_columns
-from stages.calibration.batches import CalibrationContext, pick_tokens, take_tokens
+from stages.calibration.batches import CalibrationContext, TokenStream, take_tokens
 from stages.calibration.config import VocabularyConfig
-from stages.calibration.emission import CheckpointFormat
-from stages.calibration.token_stream import TokenStream
 from stages.routing.descent import DescentSettings
 from stages.routing.fit import RouterSettings, fit_pool_router, fit_router
 from stages.routing.task import (
@@ -54,20 +53,22 @@ def run(
     context = CalibrationContext.of(model, data, vocabulary, assemble.batch_tokens, seed)
     checkpoint = CheckpointFormat.of(context.folder, context.config, assemble, shape)
     partition = load_partition(job.parents["cluster"], shape)
+    pool = load_pool(job.parents["extract"], partition.layers, context.device) if shape.pooled else None
     with LayerStream(context.folder, device=context.device) as stream:
-        fit = (
-            over_pool(job.parents["extract"], partition, checkpoint, assemble, context.device)
-            if isinstance(partition, PoolPartition)
-            else over_own(partition, checkpoint, assemble, context.device)
-        )
-        reports = fit_all(stream, context, fit, checkpoint, assemble, job.scratch)
+        reports = fit_all(stream, context, checkpoint, partition, pool, assemble, job.scratch)
     release_freed_memory()
     std = logit_std(assemble, checkpoint.gate)
     routers = Routers.of([report.router for report in reports], checkpoint.dtype, std)
     routers.save(job.out)
-    scales, folder = column_scales(reports, assemble, partition), job.out / "checkpoint"
-    checkpoint.write(folder, routers, lambda layer: scaled(load_layer(job.parents["extract"], layer), scales[layer]))
-    checkpoint.write_card(folder, model, partition, "none: experts are the dense slices")
+    scales = column_scales(reports, assemble, partition)
+    checkpoint.write(
+        job.out / "checkpoint",
+        routers,
+        lambda layer: scaled(load_layer(job.parents["extract"], layer), scales[layer]),
+        model=model,
+        partition=partition,
+        projection="none: experts are the dense slices",
+    )
     if isinstance(partition, PoolPartition):
         return summarise_pool(reports, partition, shape)
     return summarise(reports, checkpoint.target, shape, partition, assemble)
@@ -88,74 +89,57 @@ class Fitted(NamedTuple):
     outputs: Sequence[Tensor]
 
 
-# Layer, its FFN, the FFN's inputs, and a seed of its own → its router.
-Fit = Callable[[int, DenseFFN, Sequence[Tensor], int], Fitted]
-
-
-def over_own(partition: Partition, checkpoint: CheckpointFormat, assemble: AssembleConfig, device: torch.device) -> Fit:
-    """Each layer chooses among its own experts."""
-    top_k, biased = checkpoint.shape.top_k, checkpoint.biased
-
-    def fit(layer: int, ffn: DenseFFN, inputs: Sequence[Tensor], seed: int) -> Fitted:
-        neurons_EN, always_S = partition.neurons[layer].to(device), partition.always_on[layer].to(device)
-        task, outputs = watch_experts(ffn, neurons_EN, always_S, inputs, top_k, biased=biased)
-        return Fitted(task, fit_router(task, router_settings(assemble, seed, assemble.balance)), outputs)
-
-    return fit
-
-
-def over_pool(
-    extracted: Path,
-    partition: PoolPartition,
+def fit_layer(
+    ffn: DenseFFN,
+    inputs: Sequence[Tensor],
+    experts: ExpertWeights | None,
+    neurons_EN: Int[Tensor, "E N"],
+    always_S: Int[Tensor, "S"],
     checkpoint: CheckpointFormat,
-    assemble: AssembleConfig,
-    device: torch.device,
-) -> Fit:
-    """Each layer chooses among all experts, from any layer.
+    settings: RouterSettings,
+) -> Fitted:
+    """Let a layer choose among its own experts, the given neurons of its FFN, or among the `experts` of a pool.
 
-    No layer is to use all of them alike, so that nothing is paid for uneven load. The outputs of all experts are
-    computed for `router_tokens` tokens alone: they cost E·N / F times the dense FFN.
+    The outputs of a pool's experts are computed for `settings.tokens` tokens alone: they cost E·N / F times the dense
+    FFN.
     """
-    pool, neurons_EN = load_pool(extracted, partition.layers, device), partition.neurons.to(device)
     top_k, biased = checkpoint.shape.top_k, checkpoint.biased
-
-    def fit(layer: int, ffn: DenseFFN, inputs: Sequence[Tensor], seed: int) -> Fitted:
-        outputs = [ffn(x_TD) for x_TD in inputs]
-        unrouted = LinearRouter.without_bias(ffn.gate_FD.new_zeros(len(neurons_EN), ffn.gate_FD.shape[1]))
-        always_S = partition.always_on[layer].to(device)
-        loop = ExpertLoop(pool[layer], neurons_EN, always_S, unrouted, top_k, ffn.width, ffn.act)
-        picks = pick_tokens([len(x_TD) for x_TD in inputs], assemble.router_tokens)
-        seen, wanted = take_tokens(inputs, picks), take_tokens(outputs, picks)
-        task = watch_pool(loop, lambda batch, _: wanted[batch], seen, biased=biased)
-        return Fitted(task, fit_pool_router(task, router_settings(assemble, seed, balance=0.0)), outputs)
-
-    return fit
-
-
-def router_settings(assemble: AssembleConfig, seed: int, balance: float) -> RouterSettings:
-    """What decides the router of one layer."""
-    descent = DescentSettings(assemble.router_steps, assemble.router_rate, balance, seed)
-    return RouterSettings(assemble.router, assemble.ridge_penalty, descent, assemble.router_tokens)
+    if experts is None:
+        task = watch_experts(ffn, neurons_EN, always_S, inputs, top_k, biased=biased)
+        return Fitted(task, fit_router(task, settings), task.wanted)
+    outputs = [ffn(x_TD) for x_TD in inputs]
+    unrouted = LinearRouter.without_bias(ffn.gate_FD.new_zeros(len(neurons_EN), ffn.gate_FD.shape[1]))
+    loop = ExpertLoop(experts, neurons_EN, always_S, unrouted, top_k, ffn.width, ffn.act)
+    seen, wanted = take_tokens(inputs, outputs, settings.tokens)
+    task = watch_pool(loop, wanted, seen, biased=biased)
+    return Fitted(task, fit_pool_router(task, settings), outputs)
 
 
 @torch.no_grad()
 def fit_all(
     stream: LayerStream,
     context: CalibrationContext,
-    fit: Fit,
     checkpoint: CheckpointFormat,
+    partition: Partition | PoolPartition,
+    pool: Sequence[ExpertWeights] | None,
     assemble: AssembleConfig,
     scratch: Path,
 ) -> list[RouterReport]:
     """Pass the dense model's layers once, fitting each router on the inputs its FFN sees; each is kept in `scratch`."""
-    tokens, text = TokenStream(stream, context.batches), len(context.text)
+    tokens, text, device = TokenStream(stream, context.batches), len(context.text), stream.device
     reports = []
     for index, layer in enumerate(tqdm(stream.layers(), total=stream.depth, desc="assemble", unit="layer")):
         tokens.enter(layer)
         report = load_layer_checkpoint(scratch, index, RouterReport)
         outputs: Iterable[Tensor] = map(layer.ffn, tokens.inputs)
         if report is None:
-            task, router, outputs = fit(index, layer.ffn, tokens.inputs, context.layer_seed(index))
+            seed = context.layer_seed(index)
+            descent = DescentSettings(assemble.router_steps, assemble.router_rate, checkpoint.load_price, seed)
+            settings = RouterSettings(assemble.router, assemble.ridge_penalty, descent, assemble.router_tokens)
+            neurons_EN = (partition.neurons[index] if pool is None else partition.neurons).to(device)
+            always_S, experts = partition.always_on[index].to(device), None if pool is None else pool[index]
+            fitted = fit_layer(layer.ffn, tokens.inputs, experts, neurons_EN, always_S, checkpoint, settings)
+            task, router, outputs = fitted
             router = set_logit_std(router, tokens.inputs[:text], logit_std(assemble, checkpoint.gate))
             loop = replace(task.routed(router), gate=checkpoint.gate)
             scale_EN = scale_of(loop, tokens.inputs, assemble, pooled=checkpoint.shape.pooled)
@@ -168,23 +152,20 @@ def fit_all(
 
 def scale_of(loop: ExpertLoop, inputs: Sequence[Tensor], assemble: AssembleConfig, *, pooled: bool) -> Tensor:
     """(E, N) what the experts' down columns are multiplied by; 1 where gates are to count as constant."""
-    if assemble.mode == "train":
-        # Neurons of a pool are numbered by layer: equal numbers are no copies.
-        return expand(least_squares(gate_moments(loop, inputs)), loop) if pooled else column_scale(loop, inputs)
+    if assemble.mode == "train" and not pooled:
+        return column_scale(loop, inputs)
     if loop.top_k == loop.router.experts and not pooled:
         return column_scale(replace(loop, gate=GateKind.CONSTANT), inputs)  # copies are all active together
-    return expand(torch.ones(loop.router.experts, device=inputs[0].device), loop)
-
-
-def expand(scale_E: Tensor, loop: ExpertLoop) -> Tensor:
-    """One constant for all columns of an expert."""
+    scale_E = torch.ones(loop.router.experts, device=inputs[0].device)
+    if assemble.mode == "train":  # neurons of a pool are numbered by layer: equal numbers are no copies
+        scale_E = least_squares(gate_moments(loop, inputs))
     return scale_E[:, None].expand(loop.neurons_EN.shape)
 
 
 def measure_router(loop: ExpertLoop, scale_EN: Tensor, task: RouterTask, text: int) -> RouterReport:
     """How a layer's router does on the calibration text, the first batches of the task."""
     moments_2E = gate_moments(loop, task.inputs)
-    task = replace(task, inputs=task.inputs[:text], contributions=task.contributions[:text])
+    task = replace(task, inputs=task.inputs[:text], wanted=task.wanted[:text], contributions=task.contributions[:text])
     return RouterReport(
         loop.router.to("cpu"),
         scale_EN.cpu(),

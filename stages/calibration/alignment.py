@@ -1,20 +1,122 @@
-"""Behaviour alignment: fit down_proj to the dense model's output in closed form, and scale it to what gates weigh.
+"""Behaviour alignment: fit down_proj to the dense model's output by ridge regression, scale it to what gates weigh."""
 
-With routing fixed, E‖target − MoE(x)‖² is a least-squares problem in the down columns; the ridge pulls to the columns
-as they are.
-"""
-
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, Self, TypeVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from models.experts import Block, ExpertLoop
+from instruments.errors import NumericsError
+from models.experts import Block, ExpertLoop, sum_blocks
 from models.routing import has_copies, membership, relative_gates
-from stages.calibration.normal_equations import NormalEquations
+
+LARGE = 2048  # inputs
+SOUND = 1e5  # condition number
+PANEL = 512  # rows of the upper triangle that are added at a time
+
+
+class NormalEquations:
+    """Moments of min_W Σ_t ‖y_t − W a_t‖² + λ‖W‖², with λ = penalty × the mean diagonal of Σ a aᵀ.
+
+    Products run in fp32, sums are kept in fp64. Of `gram_AA` the upper triangle counts, in the order of `order_A`.
+    """
+
+    def __init__(self, inputs: int, outputs: int, *, device: torch.device | None = None) -> None:
+        """Start from nothing: A inputs, Y outputs."""
+        self.gram_AA = torch.zeros(inputs, inputs, dtype=torch.float64, device=device)
+        self.cross_AY = torch.zeros(inputs, outputs, dtype=torch.float64, device=device)
+        self.order_A = torch.arange(inputs, device=device)  # the input that each row of the moments is of
+        self.rows = 0
+
+    def add(self, a_TA: Float[Tensor, "T A"], y_TY: Float[Tensor, "T Y"]) -> None:
+        """Add one batch of rows."""
+        self.gram_AA += (a_TA.T @ a_TA).to(self.gram_AA)
+        self.cross_AY += (a_TA.T @ y_TY).to(self.cross_AY)
+        self.rows += len(a_TA)
+
+    def add_blocks(self, blocks: Sequence[Block], y_TY: Float[Tensor, "T Y"]) -> None:
+        """Add one batch of rows that are zero outside blocks of them, blocks of the same neurons every time.
+
+        Where blocks are disjoint, arithmetic falls with the share of what is not zero.
+        """
+        neurons_P = torch.cat([block.neurons_N for block in blocks])
+        if bool((torch.bincount(neurons_P) > 1).any()):
+            self._add_overlapping(blocks, y_TY)
+        else:
+            self._add_disjoint(blocks, neurons_P, y_TY)
+        self.rows += len(y_TY)
+
+    def _add_disjoint(self, blocks: Sequence[Block], neurons_P: Int[Tensor, "P"], y_TY: Float[Tensor, "T Y"]) -> None:
+        """Each block meets itself and those after it, on its own rows: half of the products, in one piece each."""
+        if not self.rows:
+            others = torch.isin(self.order_A, neurons_P, invert=True)
+            self.order_A = torch.cat([neurons_P, self.order_A[others]])
+        assert torch.equal(self.order_A[: len(neurons_P)], neurons_P), "blocks of other neurons than before"
+        ends = torch.tensor([len(block.neurons_N) for block in blocks]).cumsum(0).tolist()
+        a_TP = y_TY.new_zeros(len(y_TY), len(neurons_P))
+        for (tokens_t, neurons_N, hidden_tN), end in zip(blocks, ends, strict=True):
+            a_TP[:, end - len(neurons_N) : end].index_copy_(0, tokens_t, hidden_tN)
+        for (tokens_t, neurons_N, hidden_tN), end in zip(blocks, ends, strict=True):
+            start = end - len(neurons_N)
+            later_tP = _rows(a_TP[:, start:], tokens_t)
+            self.gram_AA[start:end, start : len(neurons_P)] += (hidden_tN.T @ later_tP).to(self.gram_AA)
+            self.cross_AY[start:end] += (hidden_tN.T @ _rows(y_TY, tokens_t)).to(self.cross_AY)
+
+    def _add_overlapping(self, blocks: Sequence[Block], y_TY: Float[Tensor, "T Y"]) -> None:
+        """Blocks that share neurons are summed; what is zero is multiplied too: few pieces are worth it."""
+        a_TA = sum_blocks(blocks, len(y_TY), len(self.gram_AA))
+        for start in range(0, len(self.gram_AA), PANEL):
+            rows = slice(start, start + PANEL)
+            self.gram_AA[rows, start:] += (a_TA[:, rows].T @ a_TA[:, start:]).to(self.gram_AA)
+        self.cross_AY += (a_TA.T @ y_TY).to(self.cross_AY)
+
+    def solve(self, penalty: float) -> Float[Tensor, "Y A"]:
+        """W of the ridge regression, fp32.
+
+        Raises:
+            NumericsError: the moments are not finite, or not positive definite even with the penalty.
+        """
+        # One value that is not finite makes the sum so, and a sum needs no tensor as large as the moments.
+        if not (self.gram_AA.sum().isfinite() and self.cross_AY.sum().isfinite()):
+            raise NumericsError(
+                "the calibration moments are not finite", do="calibrate in float32: model.dtype=float32"
+            )
+        scale = self.gram_AA.diagonal().mean()
+        if scale == 0:
+            # Inputs that are all zero (a pruned layer) ask for nothing.
+            return torch.zeros_like(self.cross_AY.T).float()
+        # Inputs that are always zero (neurons of no active expert) keep a zero weight, and cost nothing.
+        used_a = self.gram_AA.diagonal().nonzero()[:, 0]
+        dtype = solving_dtype(len(used_a), penalty)
+        every = len(used_a) == len(self.gram_AA)
+        system_aa = self.gram_AA.to(dtype, copy=True) if every else self.gram_AA[used_a][:, used_a].to(dtype)
+        system_aa.diagonal().copy_(self.gram_AA.diagonal()[used_a] + penalty * scale)
+        factor_aa, failed = torch.linalg.cholesky_ex(system_aa, upper=True)
+        if failed:
+            raise NumericsError(
+                f"{self.rows} calibration tokens do not determine {len(system_aa)} coefficients",
+                do="more tokens (data.tokens=) or a larger penalty",
+            )
+        weight_AY = torch.zeros_like(self.cross_AY, dtype=torch.float32)
+        solved_aY = torch.cholesky_solve(self.cross_AY[used_a].to(dtype), factor_aa, upper=True)
+        weight_AY[self.order_A[used_a]] = solved_aY.float()
+        return weight_AY.T
+
+
+def _rows(a_TA: Tensor, tokens_t: Tensor) -> Tensor:
+    """Those rows; all of them are not copied."""
+    return a_TA if len(tokens_t) == len(a_TA) else a_TA.index_select(0, tokens_t)
+
+
+def solving_dtype(inputs: int, penalty: float) -> torch.dtype:
+    """fp64; fp32 for systems that are large and, by their penalty, sound: at half the time.
+
+    The largest eigenvalue is at most the trace, so the condition number is at most inputs / penalty + 1; at 10⁵ of it
+    fp32 keeps two digits of what is itself an estimate.
+    """
+    return torch.float32 if inputs >= LARGE and inputs / penalty <= SOUND else torch.float64
 
 
 def split_validation(batches: int, share: float) -> tuple[list[int], list[int]]:
@@ -23,9 +125,6 @@ def split_validation(batches: int, share: float) -> tuple[list[int], list[int]]:
     validation = {round((index + 0.5) * batches / count - 0.5) for index in range(count)} if count else set()
     fitted = [index for index in range(batches) if index not in validation]
     return fitted, sorted(validation) or fitted
-
-
-Target = Callable[[int, Tensor], Tensor]
 
 
 class Alignable(Protocol):
@@ -66,30 +165,26 @@ class Alignment(Generic[Carved]):
 
 
 def relative_error(
-    carved: Callable[[Tensor], Tensor], inputs: Sequence[Tensor], target: Target, batches: Sequence[int]
+    carved: Callable[[Tensor], Tensor], inputs: Sequence[Tensor], wanted: Sequence[Tensor], batches: Sequence[int]
 ) -> float:
-    """Σ‖target − y‖² / Σ‖target‖² over the given batches."""
+    """Σ‖wanted − y‖² / Σ‖wanted‖² over the given batches."""
     missed, total = 0.0, 0.0
     for index in batches:
-        wanted_TD = target(index, inputs[index])
-        missed += float((wanted_TD - carved(inputs[index])).double().square().sum())
-        total += float(wanted_TD.double().square().sum())
+        missed += float((wanted[index] - carved(inputs[index])).double().square().sum())
+        total += float(wanted[index].double().square().sum())
     return missed / total if total else 0.0
 
 
 @torch.no_grad()
 def align_down(
-    carved: Carved,
-    inputs: Sequence[Tensor],
-    target: Target,
-    settings: AlignmentSettings,
+    carved: Carved, inputs: Sequence[Tensor], wanted: Sequence[Tensor], settings: AlignmentSettings
 ) -> Alignment[Carved]:
     """Fit the change of the down columns; keep the penalty of the lowest validation error, or none.
 
     Args:
         carved: the layer as it is.
-        inputs: its FFN inputs, a batch each.
-        target: (batch index, its inputs) → wanted outputs (T, D).
+        inputs: its FFN inputs (T, D), a batch each.
+        wanted: its outputs for them (T, D).
         settings: ridge penalties, relative to the mean diagonal of the features' second moment; share of the batches
             in the validation split; and whether the columns stay where no penalty lowers the validation error.
     """
@@ -97,13 +192,13 @@ def align_down(
     moments = NormalEquations(carved.width, inputs[0].shape[1], device=inputs[0].device)
     for index in fitted:
         blocks, output_TD = carved.run(inputs[index])
-        moments.add_blocks(blocks, target(index, inputs[index]) - output_TD)
-    before = relative_error(carved, inputs, target, validation) if settings.validate else float("inf")
+        moments.add_blocks(blocks, wanted[index] - output_TD)
+    before = relative_error(carved, inputs, wanted, validation) if settings.validate else float("inf")
     best = Alignment(carved, before, None)
     last = float("inf")
     for penalty in sorted(settings.penalties, reverse=True):
         candidate = carved.with_change(moments.solve(penalty))
-        error = relative_error(candidate, inputs, target, validation)
+        error = relative_error(candidate, inputs, wanted, validation)
         if error < best.error:
             best = Alignment(candidate, error, penalty)
         if error > last:
@@ -121,12 +216,14 @@ def gate_weights(loop: ExpertLoop, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, 
 
 def gate_moments(loop: ExpertLoop, inputs: Sequence[Tensor]) -> Float[Tensor, "2 E"]:
     """Σ_t g and Σ_t g² of every expert over the tokens that choose it, fp64."""
-    device = loop.router.rows_ED.device
-    moments_2E = torch.zeros(2, loop.router.experts, dtype=torch.float64, device=device)
-    for x_TD in inputs:
-        weights_TE = gate_weights(loop, x_TD).double()
-        moments_2E += torch.stack([weights_TE.sum(0), weights_TE.square().sum(0)])
-    return moments_2E
+    return sum_moments(gate_weights(loop, x_TD) for x_TD in inputs)
+
+
+def sum_moments(batches: Iterable[Tensor]) -> Float[Tensor, "2 A"]:
+    """Σ_t w and Σ_t w² of every column of weights (T, A), fp64."""
+    weights = (weights_TA.double() for weights_TA in batches)
+    moments = (torch.stack([weights_TA.sum(0), weights_TA.square().sum(0)]) for weights_TA in weights)
+    return sum(moments, torch.zeros((), dtype=torch.float64))
 
 
 def least_squares(moments_2E: Float[Tensor, "2 E"]) -> Float[Tensor, "E"]:
@@ -141,9 +238,8 @@ def column_scale(loop: ExpertLoop, inputs: Sequence[Tensor]) -> Float[Tensor, "E
     First each expert's own constant; then, where neurons are in several experts, that of the sum of their copies:
     Σ_t c_j / Σ_t c_j² over the tokens for which neuron j is active, c_j the sum of its copies' scaled gates.
 
-    Args:
-        loop: the layer; its gates and its choice count, its weights do not.
-        inputs: FFN inputs, a batch each.
+    Only the loop's gates and its choice count, its weights do not.
+
     Numerics: 1 where gates are constant and no copies are active together; 1/multiplicity where all experts are on.
     """
     expert_E = least_squares(gate_moments(loop, inputs))
@@ -151,10 +247,7 @@ def column_scale(loop: ExpertLoop, inputs: Sequence[Tensor]) -> Float[Tensor, "E
     if not has_copies(neurons_EN):
         return expert_E[:, None].expand(neurons_EN.shape)
     member_EF = membership(neurons_EN, loop.width) * expert_E[:, None]
-    moments_2F = torch.zeros(2, loop.width, dtype=torch.float64, device=expert_E.device)
-    for x_TD in inputs:
-        copies_TF = (gate_weights(loop, x_TD) @ member_EF).double()
-        moments_2F += torch.stack([copies_TF.sum(0), copies_TF.square().sum(0)])
+    moments_2F = sum_moments(gate_weights(loop, x_TD) @ member_EF for x_TD in inputs)
     return expert_E[:, None] * least_squares(moments_2F)[neurons_EN]
 
 
@@ -165,8 +258,8 @@ def scale_columns(loop: ExpertLoop, scale_EN: Float[Tensor, "E #N"]) -> ExpertLo
 
 def scale_pool(loops: Sequence[ExpertLoop], inputs: Sequence[Sequence[Tensor]]) -> Float[Tensor, "E 1"]:
     """The same for a pool: one constant per expert, over the tokens of all layers. Neurons have no copies there."""
-    moments = [gate_moments(loop, seen) for loop, seen in zip(loops, inputs, strict=True)]
-    return least_squares(torch.stack(moments).sum(0))[:, None]
+    moments_L2E = torch.stack([gate_moments(loop, seen) for loop, seen in zip(loops, inputs, strict=True)])
+    return least_squares(moments_L2E.sum(0))[:, None]
 
 
 def at_usual_gates(loop: ExpertLoop, inputs: Sequence[Tensor]) -> ExpertLoop:

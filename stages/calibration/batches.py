@@ -1,6 +1,6 @@
-"""What a stage is fitted on: the source, and its calibration text with random tokens, as batches on a device."""
+"""What a stage is fitted on: source, calibration text and random tokens in batches, and their way through layers."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -8,12 +8,16 @@ from typing import Any
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from instruments.errors import NumericsError
 from models.config import ModelConfig
 from models.loading import load_tokenizer, resolve_device
 from models.source import read_config, resolve_folder
+from models.stream import LayerStream, StreamLayer
 from stages.calibration.config import VocabularyConfig
+from stages.losses import MeanLoss, supervised_tokens, token_losses
 from stages.text.config import DataConfig
 from stages.text.sequences import IGNORED, TokenBatch, TokenSequence, batch_sequences, load_sequences
 
@@ -24,16 +28,11 @@ SEED = 0
 def draw_sequences(
     tokenizer: PreTrainedTokenizerBase, met: Collection[int], tokens: int, length: int
 ) -> list[TokenSequence]:
-    """At most so many tokens in sequences of `length`, none twice; no label counts in a loss.
+    """At most so many tokens in sequences of at most `length`, none twice; no label counts in a loss.
 
-    A token's weight falls with its id, 1 / (rank + OFFSET): pair merges are numbered in the order they were learnt, the
-    frequent first. The draw is always the same for the same `met`.
-
-    Args:
-        tokenizer: of the model; its special and added tokens are not drawn.
-        met: ids that the text has, which are not drawn either.
-        tokens: most to draw; all that are left where these are fewer.
-        length: of a sequence, at most.
+    Special tokens, added tokens and those that the text has `met` are not drawn. A token's weight falls with its id,
+    1 / (rank + OFFSET): pair merges are numbered in the order they were learnt, the frequent first. The draw is always
+    the same for the same `met`.
     """
     known = {*met, *tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
     ids_V = torch.tensor(sorted(set(tokenizer.get_vocab().values())))
@@ -96,16 +95,11 @@ class CalibrationContext:
     @property
     def text(self) -> list[TokenBatch]:
         """The batches without random tokens; they come first."""
-        return text_only(self.batches)
+        return [batch for batch in self.batches if batch.is_text]
 
     def layer_seed(self, index: int) -> int:
         """A layer's own seed, see `layer_seed`."""
         return layer_seed(self.seed, index)
-
-
-def text_only(batches: Sequence[TokenBatch]) -> list[TokenBatch]:
-    """Without those drawn from the vocabulary."""
-    return [batch for batch in batches if batch.is_text]
 
 
 def evenly_spaced(count: int, wanted: int) -> Int[Tensor, "t"]:
@@ -113,22 +107,100 @@ def evenly_spaced(count: int, wanted: int) -> Int[Tensor, "t"]:
     return torch.linspace(0, count - 1, max(1, min(count, wanted))).round().long()
 
 
-def pick_tokens(lengths: Sequence[int], wanted: int) -> list[Tensor]:
-    """Of every batch the indices of as large a part as keeps all together at about `wanted`; one of each at least."""
-    share = min(1.0, wanted / max(1, sum(lengths)))
-    return [evenly_spaced(length, round(length * share)) for length in lengths]
-
-
-def take_tokens(batches: Sequence[Tensor], picks: Sequence[Tensor]) -> list[Tensor]:
-    """Those tokens of every batch."""
-    return [batch_TD[pick_t] for batch_TD, pick_t in zip(batches, picks, strict=True)]
+def take_tokens(inputs: Sequence[Tensor], outputs: Sequence[Tensor], wanted: int) -> tuple[list[Tensor], list[Tensor]]:
+    """About `wanted` tokens of both: the same evenly spaced part of every batch, at least one token of each."""
+    share = min(1.0, wanted / max(1, sum(map(len, inputs))))
+    picks = [evenly_spaced(len(x_TD), round(len(x_TD) * share)) for x_TD in inputs]
+    taken = ([batch_TD[pick_t] for batch_TD, pick_t in zip(part, picks, strict=True)] for part in (inputs, outputs))
+    return next(taken), next(taken)
 
 
 def layer_seed(seed: int, index: int) -> int:
-    """A layer's own seed; those of another run's `seed` lie apart.
+    """The seed of a layer below 10,007, apart from those of another run's `seed`.
 
-    Args:
-        seed: of the run.
-        index: of the layer, below 10,007. Who must not repeat the draws of another stage adds an offset.
+    A stage that must not repeat the draws of another adds an offset to `index`.
     """
     return seed * 10_007 + index
+
+
+class TokenStream:
+    """Enter a layer to see its FFN inputs, fit what is to be fitted on them, leave with what the FFN gives for them.
+
+    Between `enter` and `leave`, `inputs` holds the FFN inputs of every batch, real tokens only, (T, D) each. Memory:
+    two hidden states per token.
+
+    Batches that pass some layers only come last, so that those before keep their places when these are gone.
+    """
+
+    inputs: list[Tensor]
+
+    def __init__(self, stream: LayerStream, batches: Sequence[TokenBatch]) -> None:
+        """Embed the tokens."""
+        self.masks: list[Tensor] = [batch.attention_mask.bool().to(stream.device) for batch in batches]
+        self.hidden = stream.embed([batch.input_ids for batch in batches])
+        self._layers = [batch.layers for batch in batches]  # that each passes; None: all
+        self.inputs = []
+        self.entered = 0  # layers so far
+        self._layer: StreamLayer | None = None
+
+    def enter(self, layer: StreamLayer) -> None:
+        """Pass the layer's attention.
+
+        Raises:
+            NumericsError: an FFN input is not finite.
+        """
+        self.inputs, self._layer = [], layer
+        while self._layers and self._layers[-1] is not None and self._layers[-1] <= self.entered:
+            del self._layers[-1], self.masks[-1], self.hidden[-1]
+        self.entered += 1
+        for index, mask_BT in enumerate(self.masks):
+            self.hidden[index], x_BTD = layer.attend(self.hidden[index])
+            self.inputs.append(x_BTD[mask_BT])
+        if not all(bool(x_TD.isfinite().all()) for x_TD in self.inputs):
+            raise NumericsError(
+                "hidden states are not finite",
+                where=f"FFN input of layer {self.entered - 1}",
+                do="check the weights of the layers before it; in another precision, if that is narrow",
+            )
+
+    def leave(self, outputs: Iterable[Tensor]) -> None:
+        """Add the FFN's outputs, (T, D) for every batch of `inputs`, to the residual stream as the layer adds them."""
+        assert self._layer is not None, "enter a layer first"
+        for hidden_BTD, mask_BT, output_TD in zip(self.hidden, self.masks, outputs, strict=True):
+            hidden_BTD[mask_BT] = self._layer.add(hidden_BTD[mask_BT], output_TD)
+        self.inputs, self._layer = [], None
+
+    @torch.no_grad()
+    def loss(self, stream: LayerStream, batches: Sequence[TokenBatch]) -> MeanLoss:
+        """Next-token loss after the last layer, a sequence at a time: logits are wide."""
+        logits = stream.head()
+        total, count = 0.0, 0
+        for hidden_BTD, batch in zip(self.hidden, batches, strict=True):
+            for hidden_TD, labels_T in zip(hidden_BTD, batch.labels.to(stream.device), strict=True):
+                total += float(token_losses(logits(hidden_TD[None]), labels_T[None]).double().sum())
+                count += int(supervised_tokens(labels_T[None]))
+        return MeanLoss(total, count)
+
+
+@dataclass(frozen=True)
+class LayerSample:
+    """Inputs and outputs of one layer's FFN, (t, D) for every batch, and its activation function."""
+
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    act: Callable[[Tensor], Tensor]
+
+
+@torch.no_grad()
+def sample_layers(stream: LayerStream, batches: Sequence[TokenBatch], tokens: int) -> list[LayerSample]:
+    """One pass of the dense model: the same tokens in every layer, about so many, spread evenly over each batch.
+
+    Memory: 2·L·D numbers a token.
+    """
+    passing, samples = TokenStream(stream, batches), []
+    for layer in tqdm(stream.layers(), total=stream.depth, desc="sample", unit="layer"):
+        passing.enter(layer)
+        given = [layer.ffn(x_TD) for x_TD in passing.inputs]
+        samples.append(LayerSample(*take_tokens(passing.inputs, given, tokens), layer.ffn.act))
+        passing.leave(given)
+    return samples

@@ -44,11 +44,6 @@ class ClusterConfig:
         """Whether the method compares neurons by features."""
         return self.method in COMPARING_METHODS
 
-    @property
-    def looks_at_features(self) -> bool:
-        """Whether the method or the map does."""
-        return self.groups_by_features or self.map != "none"
-
     def ranks(self, shape: MoEShape, width: int) -> bool:
         """Whether some neurons are always on, dropped or dealt out, so that `always_on_by` decides which."""
         others = not shape.pooled and (self.method == "rank" or drops(shape, width))
@@ -73,7 +68,7 @@ class ClusterConfig:
             found["always_on_by"] = NOTHING_RANKED
         if self.method != "router_aware" and not self.aligns(shape, width):
             found["sample_tokens"] = f"cluster.method={self.method}"
-        if not self.looks_at_features:
+        if not self.groups_by_features and self.map == "none":
             found["features"] = f"cluster.method={self.method} and cluster.map=none"
         if not self.needs_pass(shape, width):
             found["batch_tokens"] = "no pass over the text is made"

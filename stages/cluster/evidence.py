@@ -1,24 +1,24 @@
-"""All that is known of a layer when its neurons are grouped: statistics, scores, activity on the calibration text."""
+"""All that is known of a layer when its neurons are grouped: statistics, scores, activity on text, features."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, UInt8
 from torch import Tensor
 
+from instruments.errors import ConfigError
+from models.checkpoint.shards import ShardReader
 from models.config import ModelConfig, MoEShape
 from models.ffn import DenseFFN
 from models.loading import load_tokenizer, resolve_device
 from models.source import resolve_folder
 from models.stream import LayerStream
 from stages.artifacts.statistics import NeuronStatistics, Scores
-from stages.calibration.batches import calibration_batches, evenly_spaced
+from stages.calibration.batches import TokenStream, calibration_batches, evenly_spaced
 from stages.calibration.config import VocabularyConfig
 from stages.calibration.elimination import rank_by_alignment
-from stages.calibration.token_stream import TokenStream
 from stages.cluster.config import ClusterConfig
 from stages.text.config import DataConfig
 from stages.text.sequences import TokenBatch
@@ -42,10 +42,9 @@ class LayerActivity:
         return x_TD[evenly_spaced(len(x_TD), tokens)]
 
 
-@contextmanager
 def open_activities(
     model: ModelConfig, data: DataConfig, vocabulary: VocabularyConfig, batch_tokens: int
-) -> Iterator[Iterator[LayerActivity]]:
+) -> Iterator[LayerActivity]:
     """One pass of the dense model over the calibration text: the activity of every layer in order.
 
     Memory: the hidden states of all tokens and one layer.
@@ -53,7 +52,7 @@ def open_activities(
     folder = resolve_folder(model)
     batches = calibration_batches(data, vocabulary, load_tokenizer(folder), batch_tokens)
     with LayerStream(folder, device=resolve_device(model)) as stream:
-        yield stream_activities(stream, batches)
+        yield from stream_activities(stream, batches)
 
 
 def stream_activities(stream: LayerStream, batches: Sequence[TokenBatch]) -> Iterator[LayerActivity]:
@@ -112,13 +111,91 @@ def rank_neurons(
     if not cluster.ranks(shape, width) and not shape.pooled:
         flat_F = torch.zeros(width)
         return flat_F, flat_F
-    measure_F = align(cluster, evidence, shape) if cluster.aligns(shape, width) else evidence.score_F
+    if cluster.aligns(shape, width):
+        # Without always-on neurons only the dropped ones have to be told apart.
+        keep = shape.always_on or shape.experts * shape.n
+        sample_TD = evidence.activity.sample(cluster.sample_tokens)
+        measure_F = rank_by_alignment(evidence.activity.ffn, [sample_TD], keep)
+    else:
+        measure_F = evidence.score_F
     return measure_F, evidence.score_F if shape.pooled else measure_F
 
 
-def align(cluster: ClusterConfig, evidence: LayerEvidence, shape: MoEShape) -> Float[Tensor, "F"]:
-    """The order in which the aligned output can do without neurons."""
-    activity = evidence.activity
-    # Without always-on neurons only the dropped ones have to be told apart.
-    keep = shape.always_on or shape.experts * shape.n
-    return rank_by_alignment(activity.ffn, [activity.sample(cluster.sample_tokens)], keep)
+CHUNK = 1024  # neurons unpacked at a time: 32 MiB at 8192 tokens
+SWEEPS = 3
+FEATURE_DIMS = 64  # directions kept
+
+
+def coactivation_features(
+    active_bits_Fr: UInt8[Tensor, "F r"], tokens: int, *, dims: int, rng: np.random.Generator
+) -> Float[Tensor, "F C"]:
+    """Where each neuron fires, as bits over reservoir tokens, in the directions that tell most neurons apart.
+
+    The cosine of two rows is (up to the reduction) the share of tokens where both fire: |i∩j| / √(|i|·|j|).
+
+    Args:
+        active_bits_Fr: ``(F, ceil(R/8))`` packed bits, most significant first.
+        tokens: R, at least 1.
+        dims: directions kept, C = min(dims, R).
+        rng: draws the first directions.
+    Returns:
+        ``(F, C)`` fp32; the zero row for a neuron that never fires.
+    """
+    return _project_on_top_directions(
+        lambda start, stop: unpack_bits(active_bits_Fr[start:stop], tokens), len(active_bits_Fr), tokens, dims, rng
+    )
+
+
+def gate_row_features(gate_FD: Float[Tensor, "F D"], *, dims: int, rng: np.random.Generator) -> Float[Tensor, "F C"]:
+    """What each neuron listens to: its gate row, in the directions that tell most neurons apart. C = min(dims, D)."""
+    return _project_on_top_directions(
+        lambda start, stop: gate_FD[start:stop].float(), len(gate_FD), gate_FD.shape[1], dims, rng
+    )
+
+
+def unpack_bits(packed_Ur: UInt8[Tensor, "U r"], tokens: int) -> Float[Tensor, "U R"]:
+    """Packed bits as fp32 zeros and ones."""
+    return torch.from_numpy(np.unpackbits(packed_Ur.numpy(), axis=1, count=tokens)).float()
+
+
+def _project_on_top_directions(
+    rows: Callable[[int, int], Tensor], count: int, width: int, dims: int, rng: np.random.Generator
+) -> Float[Tensor, "F C"]:
+    """Coordinates of all rows in the span of their leading right singular vectors, a chunk of rows in memory at a time.
+
+    Cosines within the span are what clustering needs, so the vectors themselves are never told apart.
+
+    Source: randomised subspace iteration, arXiv:0909.4061 algorithm 4.4.
+    """
+    starts = range(0, count, CHUNK)
+    directions_MC = torch.from_numpy(rng.standard_normal((width, min(dims, width)), dtype=np.float32))
+    for _ in range(SWEEPS):
+        pulled_MC = torch.zeros_like(directions_MC)
+        for start in starts:
+            chunk_UM = rows(start, start + CHUNK)
+            pulled_MC += chunk_UM.T @ (chunk_UM @ directions_MC)
+        directions_MC = torch.linalg.qr(pulled_MC).Q
+    return torch.cat([rows(start, start + CHUNK) @ directions_MC for start in starts])
+
+
+def view_neurons(cluster: ClusterConfig, evidence: LayerEvidence) -> Float[Tensor, "F C"]:
+    """The features by which a layer's neurons are compared, as `cluster.features` asks.
+
+    Raises:
+        ConfigError: the scan did not keep them.
+    """
+    rng = evidence.draw(FEATURES)
+    if cluster.features == "gate_rows":
+        folder = resolve_folder(evidence.model)
+        with ShardReader(folder) as reader:
+            gate_FD = reader.tensor(reader.family.ffn(evidence.layer)[0])
+        return gate_row_features(gate_FD, dims=FEATURE_DIMS, rng=rng)
+    statistics = evidence.statistics
+    if not statistics.reservoir_tokens:
+        raise ConfigError(
+            "the scan kept no activation bitmaps to compare neurons by",
+            where="stage=cluster, setting cluster.features",
+            do="scan.reservoir_tokens=4096, or cluster.features=gate_rows",
+        )
+    bits_Fr = statistics.active_bits[evidence.layer]
+    return coactivation_features(bits_Fr, statistics.reservoir_tokens, dims=FEATURE_DIMS, rng=rng)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -50,15 +49,10 @@ def count_best(scores_LF: Float[Tensor, "L F"], slots: int) -> Int[Tensor, "L"]:
 
 
 def share_experts(weights_L: Float[Tensor, "L"], experts: int, *, least: int, most: int) -> Int[Tensor, "L"]:
-    """Deal experts out in proportion to weights.
+    """Deal E experts out in proportion to weights (not negative), at `least` and at `most` so many to a layer.
 
-    Args:
-        weights_L: ``(L,)`` not negative.
-        experts: E, between L·least and L·most.
-        least: that every layer gets.
-        most: that a layer can have.
-    Returns:
-        ``(L,)`` int64, sums to E; ties go to the lower layer.
+    E is between L·least and L·most; ties go to the lower layer.
+
     Source: Sainte-Laguë's highest quotients.
     """
     given_L = torch.full((len(weights_L),), least)
@@ -80,15 +74,9 @@ class Roles(NamedTuple):
 
 
 def split_neurons(measure_F: Float[Tensor, "F"], scores_F: Float[Tensor, "F"], *, always_on: int, slots: int) -> Roles:
-    """Keep the S neurons of highest measure on for every token, and drop those that find no slot in an expert.
+    """Keep the S neurons of highest measure on for every token; drop those of lowest score that find no slot.
 
-    Args:
-        measure_F: ``(F,)``; the highest are always on.
-        scores_F: ``(F,)`` of the other neurons, those with the lowest score are dropped.
-        always_on: S, below F.
-        slots: E·N places in experts.
-    Returns:
-        The roles; ties go to the lower index.
+    `slots` are the E·N places in experts; ties go to the lower index.
     """
     by_measure_F = measure_F.argsort(descending=True, stable=True)
     rest = by_measure_F[always_on:].sort().values
@@ -152,17 +140,16 @@ def partition_layer(
     roles = split_neurons(measure_F, scores_F, always_on=shape.always_on, slots=shape.experts * shape.n)
     if not shape.experts:  # of a pool to which this layer gives none
         return LayerPartition(*roles, roles.routed_U.clone(), roles.routed_U.new_empty(0, shape.n))
+
+    def energy() -> TokenEnergy:
+        assert evidence is not None, "the layer's evidence is needed"
+        return measure_energy(evidence.activity, roles.routed_U, roles.always_on_S, top_k=shape.top_k, tokens=tokens)
+
     neurons = RoutedNeurons(
         scores_F[roles.routed_U],
         lambda: features()[roles.routed_U],
-        partial(measure_routed, evidence, roles, shape, tokens),
+        energy,
         shape.n,
     )
     labels_U, affinity_UE = group_neurons(method, neurons, shape.experts, rng=rng)
     return LayerPartition(*roles, labels_U, roles.routed_U[fill_experts(affinity_UE, labels_U, shape.n)])
-
-
-def measure_routed(evidence: LayerEvidence | None, roles: Roles, shape: MoEShape, tokens: int) -> TokenEnergy:
-    """The energy of the routed neurons on calibration tokens."""
-    assert evidence is not None, "the layer's evidence is needed"
-    return measure_energy(evidence.activity, roles.routed_U, roles.always_on_S, top_k=shape.top_k, tokens=tokens)

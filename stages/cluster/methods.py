@@ -129,12 +129,14 @@ def group_neurons(method: Method, neurons: RoutedNeurons, experts: int, *, rng: 
             return group_router_aware(neurons, experts, rng=rng)
         case "balanced_kmeans":
             return group_by_similarity(neurons.features_UC(), experts, rng=rng)
-        case "rank":
-            return deal_by_rank(neurons.scores_U, experts)
-        case "random":
-            return group_at_random(len(neurons.scores_U), experts, rng=rng)
-        case "contiguous":
-            return group_as_stored(len(neurons.scores_U), experts)
+        case "rank":  # dealt out in the order of their scores: every expert gets its share of strong ones
+            labels_U = neurons.scores_U.argsort(descending=True, stable=True).argsort() % experts
+        case "random":  # independent of activations and weights: the plain control
+            labels_U = torch.from_numpy(rng.permutation(len(neurons.scores_U))) % experts
+        case "contiguous":  # neighbours in the weight matrix share an expert
+            labels_U = torch.arange(experts).repeat_interleave(group_sizes(len(neurons.scores_U), experts))
+    # An expert with room takes the next group, then the one after: copies spread evenly over the neurons.
+    return Grouping(labels_U, -((labels_U[:, None] - torch.arange(experts)) % experts).float())
 
 
 def group_by_similarity(features_UC: Float[Tensor, "U C"], experts: int, *, rng: np.random.Generator) -> Grouping:
@@ -153,28 +155,3 @@ def group_router_aware(neurons: RoutedNeurons, experts: int, *, rng: np.random.G
     if experts * neurons.size <= len(labels_U):
         return Grouping(labels_U, members(labels_U, experts, energy.energy_TU).T.cpu())
     return Grouping(labels_U, place_copies(energy, labels_U, experts, neurons.size).T.cpu())
-
-
-def deal_by_rank(scores_U: Float[Tensor, "U"], experts: int) -> Grouping:
-    """Deal the neurons out in the order of their scores, so that every expert gets its share of strong ones."""
-    order_U = scores_U.argsort(descending=True, stable=True)
-    labels_U = torch.empty_like(order_U)
-    labels_U[order_U] = torch.arange(len(order_U)) % experts
-    return Grouping(labels_U, _affinity_in_turn(labels_U, experts))
-
-
-def group_at_random(neurons: int, experts: int, *, rng: np.random.Generator) -> Grouping:
-    """Seeded, independent of activations and weights: the plain control."""
-    labels_U = torch.from_numpy(rng.permutation(neurons)) % experts
-    return Grouping(labels_U, _affinity_in_turn(labels_U, experts))
-
-
-def group_as_stored(neurons: int, experts: int) -> Grouping:
-    """Neighbours in the weight matrix share an expert."""
-    labels_U = torch.arange(experts).repeat_interleave(group_sizes(neurons, experts))
-    return Grouping(labels_U, _affinity_in_turn(labels_U, experts))
-
-
-def _affinity_in_turn(labels_U: Int[Tensor, "U"], experts: int) -> Float[Tensor, "U E"]:
-    """An expert with room takes the next group, then the one after: copies spread evenly over the neurons."""
-    return -((labels_U[:, None] - torch.arange(experts)) % experts).float()

@@ -152,9 +152,7 @@ def place_neurons(
         features_UC: ``(U, C)`` finite, U at least 4; a zero row is a neuron without direction.
         method: umap or tsne.
         neighbors: neighbours (umap) or perplexity (tsne), lowered where there are too few neurons.
-        rng: of this picture; the same stream gives the same picture on the same machine.
-    Returns:
-        ``(U, 2)`` fp32.
+        rng: the same stream gives the same picture on the same machine.
     """
     points_UP = principal_points(features_UC)
     start_U2 = 1e-3 * rng.standard_normal((len(points_UP), 2), dtype=np.float32)  # tells neurons apart that are alike

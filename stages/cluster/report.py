@@ -14,11 +14,10 @@ from models.config import MoEShape
 from models.routing import membership
 from stages.artifacts.job import Table
 from stages.cluster.config import NOTHING_RANKED, ClusterConfig, drops
-from stages.cluster.evidence import CONTROL, LayerEvidence
+from stages.cluster.evidence import CHUNK, CONTROL, LayerEvidence, unpack_bits
 from stages.cluster.layer import LayerPartition
 from stages.cluster.methods import mean_directions, total_similarity
 from stages.cluster.router_aware import assign_balanced
-from stages.cluster.views import CHUNK, unpack_bits
 
 
 class Objective(NamedTuple):
@@ -32,14 +31,7 @@ class Objective(NamedTuple):
 def measure_objective(
     features_UC: Float[Tensor, "U C"], labels_U: Int[Tensor, "U"], experts: int, *, rng: np.random.Generator
 ) -> Objective:
-    """The objective of k-means for one grouping, next to chance and to the optimum.
-
-    Args:
-        features_UC: ``(U, C)``.
-        labels_U: ``(U,)`` expert of each neuron, before copies.
-        experts: E.
-        rng: deals out the neurons at random.
-    """
+    """The objective of k-means for one grouping (before copies), next to chance, drawn by `rng`, and to the optimum."""
     directions_UC = normalize(features_UC, dim=1)
     dealt_U = labels_U[torch.from_numpy(rng.permutation(len(labels_U)))]
     total = total_similarity(directions_UC, labels_U, experts)
@@ -74,12 +66,7 @@ def measure_coactivation(
     Counted per token from how many neurons of each expert fire, never pair by pair. Copies of a neuron in two experts
     are no pair.
 
-    Args:
-        active_bits_Fr: ``(F, ceil(R/8))`` packed bits.
-        tokens: R, at least 1.
-        neurons_EN: ``(E, N)`` neurons of every expert.
-    Returns:
-        Both chances, over reservoir tokens and pairs.
+    `active_bits_Fr` are ``(F, ceil(R/8))`` packed bits of `tokens`, R.
     """
     experts, size = neurons_EN.shape
     member_EF = membership(neurons_EN, len(active_bits_Fr))
@@ -200,11 +187,7 @@ def tabulate_layers(
 def describe(cluster: ClusterConfig, shape: MoEShape, width: int, score: str | None) -> str:
     """The method, and the criteria for always-on, dropped and dealt-out neurons, in a sentence.
 
-    Args:
-        cluster: how it was done.
-        shape: of the carve.
-        width: F.
-        score: the score in words; None where it decided nothing.
+    `score` is the score in words, None where it decided nothing.
     """
     how = f" on {cluster.features}" if cluster.method == "balanced_kmeans" else ""
     said = [f"experts by {cluster.method}{how}"]

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from models.routing import choose_experts, chosen_mask
-from stages.calibration.normal_equations import NormalEquations
+from stages.calibration.alignment import NormalEquations
 from stages.cluster.evidence import LayerActivity
 
 MAX_PIVOTS = 10**9  # of the network simplex: far more than it ever takes

@@ -1,7 +1,6 @@
 """cluster: read statistics and scores, write the partition and maps of chosen layers."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from functools import lru_cache, partial
 from itertools import repeat
 from pathlib import Path
@@ -17,11 +16,18 @@ from stages.artifacts.statistics import NeuronStatistics, Scores
 from stages.artifacts.tensor_file import load_layer_checkpoint, save_layer_checkpoint
 from stages.calibration.config import VocabularyConfig
 from stages.cluster.config import ClusterConfig
-from stages.cluster.evidence import GROUPING, LAYOUT, LayerActivity, LayerEvidence, open_activities, rank_neurons
+from stages.cluster.evidence import (
+    GROUPING,
+    LAYOUT,
+    LayerActivity,
+    LayerEvidence,
+    open_activities,
+    rank_neurons,
+    view_neurons,
+)
 from stages.cluster.layer import LayerPartition, layer_shapes, partition_layer
 from stages.cluster.picture import layers_to_draw, plot_layer
 from stages.cluster.report import describe, measure_layer, tabulate_layers
-from stages.cluster.views import view_neurons
 from stages.text.config import DataConfig
 
 
@@ -45,28 +51,29 @@ def run(
         assert scores is not None, "a pool reads the score, see config.py"
         shapes = layer_shapes(shape, scores.chosen)
     partitions, figures, pictures = [], [], []
-    batch_tokens = cluster.batch_tokens if cluster.needs_pass(shape, width) else None
-    with open_pass(model, data, vocabulary, batch_tokens, layers) as activities:
-        for layer, activity in enumerate(tqdm(activities, total=layers, desc="cluster", unit="layer")):
-            evidence = LayerEvidence(layer, model, statistics, scores, seed, activity)
-            features = lru_cache(maxsize=1)(partial(view_neurons, cluster, evidence))
-            partition = load_layer_checkpoint(job.scratch, layer, LayerPartition)
-            if partition is None:
-                partition = partition_layer(
-                    *rank_neurons(cluster, evidence, shapes[layer]),
-                    features,
-                    shapes[layer],
-                    method=cluster.method,  # type: ignore[arg-type] # checked against the choices beside the field
-                    rng=evidence.draw(GROUPING),
-                    evidence=evidence,
-                    tokens=cluster.sample_tokens,
-                )
-                save_layer_checkpoint(job.scratch, layer, partition)
-            partitions.append(partition)
-            figures.append(measure_layer(partition, evidence, features() if cluster.groups_by_features else None))
-            if layer in drawn and shapes[layer].experts:
-                rng = evidence.draw(LAYOUT)
-                pictures.append(plot_layer(job.out, layer, partition, features(), evidence, cluster, rng))
+    activities: Iterable[LayerActivity | None] = repeat(None, layers)
+    if cluster.needs_pass(shape, width):
+        activities = open_activities(model, data, vocabulary, cluster.batch_tokens)
+    for layer, activity in enumerate(tqdm(activities, total=layers, desc="cluster", unit="layer")):
+        evidence = LayerEvidence(layer, model, statistics, scores, seed, activity)
+        features = lru_cache(maxsize=1)(partial(view_neurons, cluster, evidence))
+        partition = load_layer_checkpoint(job.scratch, layer, LayerPartition)
+        if partition is None:
+            partition = partition_layer(
+                *rank_neurons(cluster, evidence, shapes[layer]),
+                features,
+                shapes[layer],
+                method=cluster.method,  # type: ignore[arg-type] # checked against the choices beside the field
+                rng=evidence.draw(GROUPING),
+                evidence=evidence,
+                tokens=cluster.sample_tokens,
+            )
+            save_layer_checkpoint(job.scratch, layer, partition)
+        partitions.append(partition)
+        figures.append(measure_layer(partition, evidence, features() if cluster.groups_by_features else None))
+        if layer in drawn and shapes[layer].experts:
+            rng = evidence.draw(LAYOUT)
+            pictures.append(plot_layer(job.out, layer, partition, features(), evidence, cluster, rng))
     release_freed_memory()
     description = describe(cluster, shape, width, scores.description if scores else None)
     save_partition(job.out, partitions, shape, width, description)
@@ -84,15 +91,3 @@ def save_partition(
         PoolPartition(width, torch.cat(neurons), home_E, always_on_LS, description).save(folder)
     else:
         Partition(width, torch.stack(neurons), always_on_LS, description).save(folder)
-
-
-@contextmanager
-def open_pass(
-    model: ModelConfig, data: DataConfig, vocabulary: VocabularyConfig, batch_tokens: int | None, layers: int
-) -> Iterator[Iterable[LayerActivity | None]]:
-    """The activity of every layer in order, or None for each where no setting asks for a pass."""
-    if batch_tokens is None:
-        yield repeat(None, layers)
-        return
-    with open_activities(model, data, vocabulary, batch_tokens) as activities:
-        yield activities

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from instruments.errors import ConfigError, DataError, UserError
-from instruments.precision.calls import Arguments, Call, find_tensors, trace_modules
+from instruments.precision.calls import Call, ModuleEvents, find_tensors, trace_modules
 from instruments.precision.plot import draw_tensor
 from instruments.precision.tensor_analysis import COLUMNS, analyze_tensor, notes_of, rows_of, to_json
 from instruments.safetensors_header import read_header
@@ -20,15 +20,12 @@ from stages.artifacts.job import Table
 from stages.diagnose.subject import Request, load_model, load_sample
 
 
-class _Outputs:
+class _Outputs(ModuleEvents):
     """Tensors from the modules that are asked for, in the order of execution."""
 
     def __init__(self, patterns: Sequence[str]) -> None:
         self.patterns = patterns
         self.found: dict[str, Tensor] = {}
-
-    def before(self, call: Call, module: nn.Module, arguments: Arguments) -> None:
-        """Nothing is there yet."""
 
     def after(self, call: Call, module: nn.Module, output: Any) -> None:  # noqa: ANN401 - whatever it returns
         """Keep them, as they are now."""
@@ -96,12 +93,9 @@ def _unreadable(path: Path, reason: str) -> DataError:
 def _flatten(held: Any, name: str) -> Iterator[tuple[str, Tensor]]:  # noqa: ANN401 - whatever the file holds
     if isinstance(held, Tensor):
         yield name or "tensor", held
-    elif isinstance(held, Mapping):
-        for key, item in held.items():
+    elif isinstance(held, Mapping | list | tuple):
+        for key, item in held.items() if isinstance(held, Mapping) else enumerate(held):
             yield from _flatten(item, f"{name}.{key}".lstrip("."))
-    elif isinstance(held, list | tuple):
-        for number, item in enumerate(held):
-            yield from _flatten(item, f"{name}.{number}".lstrip("."))
 
 
 _MOST_PICTURES = 12

@@ -1,6 +1,7 @@
 """diagnose: one check of numerical health, on the dense model, a checkpoint, a tensor or training code."""
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -69,27 +70,21 @@ def read_batches(request: Request, model: PreTrainedModel) -> Iterator[torch.Ten
 
 def summarise(reports: Sequence[StepReport], precision: str) -> Table:
     """The findings by kind, the ranges of what was measured below."""
-    first: dict[str, tuple[str, int, str]] = {}
-    steps: dict[str, int] = {}
-    for report in reports:
-        for one in report.anomalies:
-            first.setdefault(one.kind, (one.severity, report.step, one.message))
-            steps[one.kind] = steps.get(one.kind, 0) + 1
-    rows = [(kind, severity, steps[kind], step, what) for kind, (severity, step, what) in first.items()]
-    norms = sorted(report.gradient_norm for report in reports)
-    notes = [f"gradient norm {norms[0]:.3g} to {norms[-1]:.3g}"]
-    weakest, strongest = _ends(reports[-1])
-    notes.append(f"in the last step: weakest layer {weakest}, strongest {strongest}")
-    bad = sum(severity != NOTE for severity, _step, _what in first.values())
-    verdict = f"{bad} kinds of findings" if bad else "ok"
-    title = f"{len(reports)} passes in {precision}: {verdict}"
-    return Table(title, ("finding", "severity", "steps", "first", "what"), rows, notes)
-
-
-def _ends(report: StepReport) -> tuple[str, str]:
-    ordered = sorted(report.layers.items(), key=lambda item: item[1])
+    found = [(report.step, one) for report in reports for one in report.anomalies]
+    counts = Counter(one.kind for _step, one in found)
+    first = {one.kind: (step, one) for step, one in reversed(found)}
+    rows = [(kind, first[kind][1].severity, count, first[kind][0], first[kind][1].message)
+            for kind, count in counts.items()]  # fmt: skip
+    norms = [report.gradient_norm for report in reports]
+    ordered = sorted(reports[-1].layers.items(), key=lambda item: item[1])
     weakest, strongest = (f"{name} ({norm:.2g})" for name, norm in (ordered[0], ordered[-1]))
-    return weakest, strongest
+    notes = [
+        f"gradient norm {min(norms):.3g} to {max(norms):.3g}",
+        f"in the last step: weakest layer {weakest}, strongest {strongest}",
+    ]
+    bad = sum(one.severity != NOTE for _step, one in first.values())
+    title = f"{len(reports)} passes in {precision}: {f'{bad} kinds of findings' if bad else 'ok'}"
+    return Table(title, ("finding", "severity", "steps", "first", "what"), rows, notes)
 
 
 def check_code(request: Request) -> Table:

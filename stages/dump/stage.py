@@ -11,10 +11,9 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from instruments.errors import ConfigError
-from instruments.tensor_dump.config import ENABLED, FOLDER, QUANT_TYPE, DumpConfig
-from instruments.tensor_dump.index import STORED, list_dump
+from instruments.tensor_dump.config import ENABLED, FOLDER, QUANT_TYPE
+from instruments.tensor_dump.index import STORED, Listing, Manifest
 from instruments.tensor_dump.tensor_dump import TensorDump
-from instruments.tensor_dump.writer import Manifest
 from models.config import ModelConfig
 from models.loading import load_dense, load_tokenizer
 from models.source import resolve_folder
@@ -24,10 +23,12 @@ from stages.losses import forward_losses, save_memory
 from stages.text.config import DataConfig
 from stages.text.sequences import TokenBatch, batch_sequences, load_text
 
+logger = logging.getLogger(__name__)
 
-def summarise(folder: Path, manifest: Manifest, config: DumpConfig, *, seconds: float) -> Table:
-    """The closing table; what is missing or suspicious stands below it."""
-    listing = list_dump(folder)
+
+def summarise(folder: Path, manifest: Manifest, *, seconds: float) -> Table:
+    """The closing table; notes below it name what is missing or suspicious."""
+    listing = Listing(folder)
     stored = {record.key for record in listing.records if record.status == STORED}
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     rows = [
@@ -38,10 +39,7 @@ def summarise(folder: Path, manifest: Manifest, config: DumpConfig, *, seconds: 
         ("written", f"{size / 2**20:.1f} MiB"),
         ("time", f"{seconds:.1f} s, {size / 2**20 / max(seconds, 1e-9):.0f} MiB/s"),
     ]
-    return Table("Tensors dumped", ("what", "value"), rows, manifest.complaints(config))
-
-
-logger = logging.getLogger(__name__)
+    return Table("Tensors dumped", ("what", "value"), rows, list(manifest.complaints()))
 
 
 def run(job: Job, *, model: ModelConfig, data: DataConfig, dump: DumpStageConfig) -> Table:
@@ -59,7 +57,7 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, dump: DumpStageConfig
         for batch in tqdm(batches, desc="dump", unit="step"):
             dumped.step(read_batch(dense, batch, gradients=dump.gradients))
     assert dumped.manifest is not None
-    return summarise(job.out, dumped.manifest, dump, seconds=perf_counter() - started)
+    return summarise(job.out, dumped.manifest, seconds=perf_counter() - started)
 
 
 def make_dump(dense: PreTrainedModel, job: Job, dump: DumpStageConfig, label: str) -> TensorDump:

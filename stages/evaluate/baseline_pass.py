@@ -9,15 +9,14 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from models.checkpoint.reader import ShardReader
+from models.checkpoint.shards import ShardReader
 from models.experts import ExpertWeights
 from models.loading import is_offloaded
 from models.stream import LayerStream, StreamLayer
-from models.targets.choose import MOE_TARGETS
+from models.targets.config import MOE_TARGETS
 from models.training import find_routers, selection_bias
 from stages.calibration.alignment import AlignmentSettings, align_down
-from stages.calibration.batches import layer_seed
-from stages.calibration.token_stream import TokenStream
+from stages.calibration.batches import TokenStream, layer_seed
 from stages.evaluate.baselines import MASKS, Baseline, CarvedFFN, LayerFacts, Memo, start_baseline
 from stages.losses import MeanLoss, measure_loss
 from stages.text.sequences import TokenBatch
@@ -33,33 +32,6 @@ class Text:
     heldout: Sequence[TokenBatch]
 
 
-class CutPass:
-    """The carve before alignment on calibration text, for what is counted on its inputs; nothing where nothing is.
-
-    One pass serves every baseline that is not fitted itself: their inputs differ little from these.
-    """
-
-    def __init__(self, stream: LayerStream, calibration: Sequence[TokenBatch]) -> None:
-        """Embed the text."""
-        self._tokens = TokenStream(stream, calibration)
-
-    def enter(self, layer: StreamLayer) -> None:
-        """See the layer's inputs; activations are computed when they are asked for."""
-        self._tokens.enter(layer)
-        self.hidden = Memo(layer.ffn.hidden)
-
-    def leave(self, facts: LayerFacts) -> None:
-        """Pass the layer."""
-        cut = start_baseline("unaligned", facts, self.inputs, self.hidden)
-        down_FD = cut.carved.down_DF.T
-        self._tokens.leave(cut.features(x_TD, self.hidden(x_TD)) @ down_FD for x_TD in self.inputs)
-
-    @property
-    def inputs(self) -> list[Tensor]:
-        """Of this layer, a batch each."""
-        return self._tokens.inputs
-
-
 class BaselineRun:
     """One baseline on its way through the layers, on both splits."""
 
@@ -70,20 +42,23 @@ class BaselineRun:
         self.fitted = self.aligned or self.method == "best_mask"
         calibration = text.calibration if self.fitted else []
         self._calibration = TokenStream(stream, calibration)
-        self._heldout = TokenStream(stream, text.heldout)
+        self.heldout = TokenStream(stream, text.heldout)
 
-    def step(self, layer: StreamLayer, facts: LayerFacts, cut: CutPass, *, last: bool) -> None:
-        """Fit on calibration inputs, then pass the layer with both splits; after the last nothing is fitted."""
+    def step(self, layer: StreamLayer, facts: LayerFacts, cut: Sequence[Tensor], hidden: Memo, *, last: bool) -> None:
+        """Fit on calibration inputs, then pass the layer with both splits; after the last nothing is fitted.
+
+        What is not fitted reads instead the carve's inputs `cut`, whose activations are `hidden`.
+        """
         self._calibration.enter(layer)
         inputs = self._calibration.inputs
-        seen, hidden = (inputs, Memo(layer.ffn.hidden)) if self.fitted else (cut.inputs, cut.hidden)
-        baseline = start_baseline(self.method, facts, seen, hidden)
+        hidden = Memo(layer.ffn.hidden) if self.fitted else hidden
+        baseline = start_baseline(self.method, facts, inputs if self.fitted else cut, hidden)
         carved = self._align(layer, baseline, hidden) if self.aligned else baseline.carved
         if not last:
             self._calibration.leave(map(carved, inputs))
-        self._heldout.enter(layer)
+        self.heldout.enter(layer)
         plain = CarvedFFN(baseline.carved.features, carved.down_DF)
-        self._heldout.leave(map(plain, self._heldout.inputs))
+        self.heldout.leave(map(plain, self.heldout.inputs))
 
     def _align(self, layer: StreamLayer, baseline: Baseline, hidden: Memo) -> CarvedFFN:
         """The baseline with columns fitted as the carve's; of every batch activations are computed once."""
@@ -94,11 +69,7 @@ class BaselineRun:
             wanted.append(layer.ffn.output(h_TF))
             features.keep(x_TD, baseline.features(x_TD, h_TF))
         remembered = CarvedFFN(features, baseline.carved.down_DF)
-        return align_down(remembered, inputs, lambda batch, _: wanted[batch], self._settings).carved
-
-    def loss(self, stream: LayerStream, text: Text) -> MeanLoss:
-        """Held-out loss after the last layer."""
-        return self._heldout.loss(stream, text.heldout)
+        return align_down(remembered, inputs, wanted, self._settings).carved
 
 
 @torch.no_grad()
@@ -120,20 +91,23 @@ def run_baselines(
         facts_of: layer → what is known of it.
         settings: of the alignment.
         replicated: some neurons have copies, so that even unaligned baselines need a weight for them: from how often
-            copies are chosen together on what the carve before alignment sees.
+            copies are chosen together on the inputs of the carve before alignment. One pass of that serves all
+            baselines that are not fitted: their own inputs differ little.
     Memory: hidden states of every baseline, on both splits where it is fitted, one layer, and what `Memo` keeps.
     """
     runs = {name: BaselineRun(name, stream, text, settings) for name in names}
     counted = replicated and any(not run.fitted and run.method not in MASKS for run in runs.values())
-    cut = CutPass(stream, text.calibration if counted else [])
+    cut = TokenStream(stream, text.calibration if counted else [])
     for index, layer in enumerate(tqdm(stream.layers(), total=stream.depth, desc="baselines", unit="layer")):
-        facts, last = facts_of(index, layer), index == stream.depth - 1
+        facts, hidden, last = facts_of(index, layer), Memo(layer.ffn.hidden), index == stream.depth - 1
         cut.enter(layer)
         for run in runs.values():
-            run.step(layer, facts, cut, last=last)
+            run.step(layer, facts, cut.inputs, hidden, last=last)
         if not last:
-            cut.leave(facts)
-    return {name: run.loss(stream, text) for name, run in runs.items()}
+            unaligned = start_baseline("unaligned", facts, cut.inputs, hidden)
+            down_FD = unaligned.carved.down_DF.T
+            cut.leave(unaligned.features(x_TD, hidden(x_TD)) @ down_FD for x_TD in cut.inputs)
+    return {name: run.heldout.loss(stream, text.heldout) for name, run in runs.items()}
 
 
 def read_pool(checkpoint: Path, device: torch.device) -> Callable[[int], ExpertWeights]:
@@ -142,7 +116,7 @@ def read_pool(checkpoint: Path, device: torch.device) -> Callable[[int], ExpertW
     Memory: the pool.
     """
     target = MOE_TARGETS["tiny_onn"]
-    assert target.packed_pool is not None, "the one target that says a pool"
+    assert target.packed_pool is not None, "the one target with a pool"
     gate_up, down = target.packed_pool
     with ShardReader(checkpoint) as reader:
         gate_END, up_END = reader.tensor(gate_up).to(device, torch.float32).chunk(2, dim=1)
@@ -166,16 +140,12 @@ def run_pool_baselines(
 ) -> dict[str, MeanLoss]:
     """Held-out loss of unaligned and random_router; masks and oracles choose among one layer's own neurons.
 
-    Args:
-        names: of baselines.
-        assembled: the pool before projection; its routers do not survive.
-        batches: held-out text.
-        seed: of the run.
+    `assembled` is the pool before projection; its routers are overwritten.
     """
     losses = {}
     if "unaligned" in names:
         losses["unaligned"] = measure_loss(assembled, batches, "unaligned")
-    # What is offloaded lies where it cannot be written to.
+    # Offloaded weights cannot be written to.
     if "random_router" in names and not is_offloaded(assembled):
         draw_routers(assembled, seed)
         losses["random_router"] = measure_loss(assembled, batches, "randomly routed")
@@ -184,7 +154,7 @@ def run_pool_baselines(
 
 @torch.no_grad()
 def draw_routers(model: PreTrainedModel, seed: int) -> None:
-    """Seeded normal rows of the size of those they replace, which keeps gates as constant as they were."""
+    """Seeded normal rows of the norm of those they replace, which keeps gates as constant as they were."""
     for layer, router in enumerate(find_routers(model)):
         weight: Tensor = router.weight  # type: ignore[assignment]
         # Away from the seeds of assembly, or a random router there would be drawn again.

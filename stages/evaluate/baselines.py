@@ -105,9 +105,8 @@ class LayerFacts:
     contribution_F: Float[Tensor, "F"]
     shape: MoEShape
     seed: int
-    pool: ExpertLoop | None = (
-        None  # of a global pool: the layer as its checkpoint holds it; `neurons_EN` are of all layers
-    )
+    # Of a global pool: the layer as its checkpoint holds it; `neurons_EN` are then of all layers.
+    pool: ExpertLoop | None = None
 
 
 # (inputs, activations of all neurons) → the K experts of every token.
@@ -125,8 +124,8 @@ class Baseline:
 def choice_of(method: str, facts: LayerFacts) -> Choice:
     """The experts that the baseline `method` sends a token to, without its `_aligned`.
 
-    unaligned: the carve's own router on plain slices. random_router: seeded normal rows. oracle: the output oracle,
-    which chooses the experts of largest output norm, seen before choosing: no router can know this.
+    unaligned: the carve's own router on plain slices. random_router: seeded normal rows. oracle: the experts of
+    largest output norm, computed before choosing, which no router can know.
     """
     top_k = facts.shape.top_k
     match method:
@@ -146,13 +145,10 @@ def choice_of(method: str, facts: LayerFacts) -> Choice:
 def start_baseline(
     method: str, facts: LayerFacts, inputs: Sequence[Tensor], hidden: Callable[[Tensor], Tensor] | None = None
 ) -> Baseline:
-    """The baseline before alignment; copies of a neuron share its weight as in the carve.
+    """The baseline `method` (without `_aligned`) before alignment; copies of a neuron share its weight as in the carve.
 
-    Args:
-        method: name without `_aligned`.
-        facts: of the layer.
-        inputs: calibration inputs, for a mask that is chosen by them and for neurons that have copies.
-        hidden: inputs → activations of all neurons; None computes them.
+    Calibration `inputs` are read for a mask that is chosen by them and for neurons that have copies; `hidden` gives
+    their activations, None computes them.
     """
     if method in MASKS:
         return mask_neurons(facts, MASKS[method](facts, inputs))
@@ -192,8 +188,8 @@ def copies_scale(
     return scale_F.float()
 
 
-# What the neurons of a static mask are the highest of. best_mask: of what alignment cannot make up for, see
-# `rank_by_alignment`; the strongest mask there is here.
+# Criteria for the neurons of a static mask. best_mask: what alignment cannot make up for, see `rank_by_alignment`;
+# the strongest mask here.
 MASKS: dict[str, Callable[[LayerFacts, Sequence[Tensor]], Tensor]] = {
     "static_mask": lambda facts, _: facts.contribution_F,
     "best_mask": lambda facts, inputs: rank_by_alignment(facts.ffn, inputs, facts.shape.active_width),
@@ -201,7 +197,7 @@ MASKS: dict[str, Callable[[LayerFacts, Sequence[Tensor]], Tensor]] = {
 
 
 def mask_neurons(facts: LayerFacts, measure_F: Float[Tensor, "F"]) -> Baseline:
-    """The S + K·N neurons of highest measure for every token, as a narrower FFN: no routing, no other neuron's cost."""
+    """The S + K·N neurons of highest measure, the same for every token, as a narrower FFN without routing."""
     ffn = facts.ffn
     kept = measure_F.topk(min(ffn.width, facts.shape.active_width)).indices.sort().values.to(ffn.down_DF.device)
     narrow = DenseFFN(ffn.gate_FD[kept], ffn.up_FD[kept], ffn.down_DF[:, kept], ffn.act)

@@ -1,64 +1,55 @@
 """Dense and carved model side by side on held-out text, as transformers runs them."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 import models.tiny_onn.register  # noqa: F401 - transformers then knows the project's own class
 from instruments.ffn_probe import GatedFFN
 from models.config import ModelConfig, MoEShape
-from models.ffn import DenseFFN, ffn_modules, watch_ffns
-from models.loading import input_device, placement, resolve_device
+from models.ffn import DenseFFN, watch_ffns
+from models.loading import input_device, load_whole, placement, resolve_device
 from models.routing import choose_experts
 from stages.evaluate.baselines import LayerFacts, expert_grams, output_norms
-from stages.evaluate.report import LayerResult, ModelCost
+from stages.evaluate.report import LayerResult
 from stages.losses import MeanLoss, measure_loss
 from stages.routing.task import error_drops
 from stages.text.sequences import TokenBatch
 
 
 def load_carved(folder: Path, model: ModelConfig, dtype: torch.dtype, offload_folder: Path) -> PreTrainedModel:
-    """The checkpoint, frozen, placed as the dense model is.
+    """The checkpoint, frozen, placed as the dense `model` is.
 
-    Args:
-        folder: of the checkpoint.
-        model: whose device or devices it is to lie on.
-        dtype: number format of its weights.
-        offload_folder: for weights that fit nowhere else; transformers joins experts while loading, so that what it
-            would read later is in no file of the checkpoint.
+    Weights that fit nowhere else go to `offload_folder`: transformers joins experts while loading, so that what it
+    would read later is in no file of the checkpoint.
     """
-    carved: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+    return load_whole(
         folder,
         dtype=dtype,
-        local_files_only=True,
         experts_implementation="grouped_mm",
         offload_folder=offload_folder,
         **placement(model, resolve_device(model)),
     )
-    return carved.eval().requires_grad_(False)
 
 
 @torch.no_grad()
 def measure_speed(models: dict[str, PreTrainedModel], batches: Sequence[TokenBatch], tokens: int) -> dict[str, float]:
     """Prefill tokens per second of each model; the models take turns on every batch, so drift hits all alike."""
-    timed, seen = [], 0
+    for model in models.values():
+        time_forward(model, batches[0])
+    seconds, seen = dict.fromkeys(models, 0.0), 0
     for batch in batches:
-        timed.append(batch)
+        for name, model in models.items():
+            seconds[name] += time_forward(model, batch)
         seen += batch.input_ids.numel()
         if seen >= tokens:
             break
-    for model in models.values():
-        time_forward(model, timed[0])
-    seconds = dict.fromkeys(models, 0.0)
-    for batch in timed:
-        for name, model in models.items():
-            seconds[name] += time_forward(model, batch)
     return {name: seen / spent for name, spent in seconds.items()}
 
 
@@ -114,9 +105,10 @@ class LayerFidelity:
         output_BTD: Float[Tensor, "B T D"],
         mask_BT: Bool[Tensor, "B T"],
     ) -> None:
-        """Compare one batch with the dense FFN and with the output oracle (of a pool: the error oracle).
+        """Compare one batch with the dense FFN and with the oracle.
 
-        `facts` are handed in each time: of a model larger than its device, weights are not to be kept.
+        That chooses the experts of largest output norm, in a pool those that each alone take most off the error.
+        `facts` come with each batch: weights of a model larger than its device are not kept.
         """
         x_TD = x_BTD[mask_BT]
         h_TF = facts.ffn.hidden(x_TD)
@@ -125,26 +117,18 @@ class LayerFidelity:
         self.wanted += float(wanted_TD.double().square().sum())
         chosen_TK = facts.router.choose(x_TD.float(), self.top_k)
         self.load_E += torch.bincount(chosen_TK.flatten(), minlength=len(self.load_E))
-        best_TK = choose_experts(self.oracle(facts, x_TD.float(), h_TF, wanted_TD.float()), self.top_k)
+        if self.grams_ENN is not None:
+            gains_TE = output_norms(self.grams_ENN, h_TF, facts.neurons_EN)
+        else:
+            assert facts.pool is not None, "see start"
+            gains_TE = error_drops(facts.pool, x_TD.float(), wanted_TD.float())
+        best_TK = choose_experts(gains_TE, self.top_k)
         self.agreed += int((chosen_TK[:, :, None] == best_TK[:, None, :]).sum())
         self.chosen += chosen_TK.numel()
 
-    def oracle(
-        self,
-        facts: LayerFacts,
-        x_TD: Float[Tensor, "T D"],
-        h_TF: Float[Tensor, "T F"],
-        wanted_TD: Float[Tensor, "T D"],
-    ) -> Float[Tensor, "T E"]:
-        """How much every expert gives: the norm of its output, or in a pool what it alone takes off the error."""
-        if self.grams_ENN is not None:
-            return output_norms(self.grams_ENN, h_TF, facts.neurons_EN)
-        assert facts.pool is not None, "see start"
-        return error_drops(facts.pool, x_TD, wanted_TD)
-
     @property
     def error(self) -> float:
-        """Σ‖dense − MoE‖² / Σ‖dense‖²; 0 for an FFN that gives nothing."""
+        """Σ‖dense − MoE‖² / Σ‖dense‖²; 0 where the dense output is 0."""
         return self.missed / self.wanted if self.wanted else 0.0
 
     @property
@@ -157,34 +141,10 @@ class LayerFidelity:
         """Largest load over the mean load."""
         return float(self.load_E.max() / self.load_E.mean())
 
-
-@dataclass(frozen=True)
-class Comparison:
-    """What was measured of both."""
-
-    losses: Mapping[str, MeanLoss]
-    costs: Mapping[str, ModelCost]
-    layers: Sequence[LayerResult]
-
-
-def compare(
-    dense: PreTrainedModel,
-    carved: PreTrainedModel,
-    batches: Sequence[TokenBatch],
-    facts_of: Callable[[int, DenseFFN], LayerFacts],
-    shape: MoEShape,
-    speed_tokens: int,
-) -> Comparison:
-    """Loss, size and speed of both models, and how each carved FFN follows its dense one."""
-    models = {"dense": dense, "carved": carved}
-    losses = {"dense": measure_loss(dense, batches, "dense")}
-    losses["carved"], fidelities = follow_ffns(carved, batches, ffn_modules(dense), facts_of)
-    speed = measure_speed(models, batches, speed_tokens) if speed_tokens else {}
-    costs = {}
-    for name, model in models.items():
-        total, active = count_parameters(model, shape)
-        costs[name] = ModelCost(total, active, speed.get(name))
-    return Comparison(losses, costs, [result_of(fidelity) for fidelity in fidelities])
+    def result(self) -> LayerResult:
+        """The figures of the layer."""
+        unused, load_E = int((self.load_E == 0).sum()), self.load_E / self.load_E.mean()
+        return LayerResult(self.error, self.agreement, self.imbalance, unused, load_E.tolist())
 
 
 def follow_ffns(
@@ -192,10 +152,10 @@ def follow_ffns(
     batches: Sequence[TokenBatch],
     dense: Sequence[GatedFFN],
     facts_of: Callable[[int, DenseFFN], LayerFacts],
-) -> tuple[MeanLoss, list[LayerFidelity]]:
-    """The carved model's loss, and every layer held against the dense FFN on the same inputs.
+) -> tuple[MeanLoss, list[LayerResult]]:
+    """The carved model's loss, and every layer compared with the dense FFN on the same inputs.
 
-    The dense weights are taken again for every batch: where they are plain that costs nothing, and where they are
+    The dense weights are read again for every batch: where they are plain that costs nothing, and where they are
     offloaded or quantised only one layer's are in memory at a time.
     """
     fidelities: list[LayerFidelity] = []
@@ -213,11 +173,4 @@ def follow_ffns(
 
     with watch_ffns(carved, on_ffn):
         loss = measure_loss(carved, batches, "carved")
-    return loss, fidelities
-
-
-def result_of(fidelity: LayerFidelity) -> LayerResult:
-    """The figures of one layer."""
-    unused = int((fidelity.load_E == 0).sum())
-    load_E = fidelity.load_E / fidelity.load_E.mean()
-    return LayerResult(fidelity.error, fidelity.agreement, fidelity.imbalance, unused, load_E.tolist())
+    return loss, [fidelity.result() for fidelity in fidelities]

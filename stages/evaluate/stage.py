@@ -2,12 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 from models.config import ModelConfig, MoEShape
 from models.emit import checkpoint_dtype
 from models.experts import ExpertLoop
-from models.ffn import DenseFFN
+from models.ffn import DenseFFN, ffn_modules
 from models.loading import load_dense, load_tokenizer, resolve_dtype
 from models.stream import LayerStream
 from stages.artifacts.carve import Partition, PoolPartition, Routers, load_partition
@@ -18,11 +17,12 @@ from stages.calibration.batches import CalibrationContext
 from stages.calibration.config import VocabularyConfig
 from stages.evaluate.baseline_pass import Text, read_pool, run_baselines, run_pool_baselines
 from stages.evaluate.baselines import LayerFacts
-from stages.evaluate.comparison import Comparison, compare, load_carved
+from stages.evaluate.comparison import count_parameters, follow_ffns, load_carved, measure_speed
 from stages.evaluate.config import EvaluateConfig
-from stages.evaluate.report import Evaluation, summarise, write_report
+from stages.evaluate.report import Evaluation, LayerResult, ModelCost, summarise, write_report
+from stages.losses import MeanLoss, measure_loss
 from stages.text.config import DataConfig
-from stages.text.sequences import TokenBatch, batch_sequences, load_sequences
+from stages.text.sequences import batch_sequences, load_sequences
 
 FactsOf = Callable[[int, DenseFFN], LayerFacts]
 
@@ -41,9 +41,11 @@ def run(
     """Write `evaluation.json` and `evaluation.md`."""
     context = CalibrationContext.of(model, data, vocabulary, evaluate.batch_tokens, seed)
     partition = load_partition(job.parents["cluster"], shape)
-    text = Text(context.batches, heldout_batches(context.folder, data, evaluate.batch_tokens))
+    tokenizer = load_tokenizer(context.folder)
+    sequences, pad_id = load_sequences(data, tokenizer, "heldout"), tokenizer.pad_token_id or 0
+    text = Text(context.batches, batch_sequences(sequences, evaluate.batch_tokens, pad_id))
     carved_facts = read_facts(job, evaluate.checkpoint, context, partition, shape)
-    comparison = compare_models(job, context, text, carved_facts, evaluate, shape)
+    losses, costs, layers = compare_models(job, context, text, carved_facts, evaluate, shape)
     if shape.pooled:
         dtype = resolve_dtype(model, context.device) or checkpoint_dtype(context.folder, "source")
         assembled = load_carved(job.parents["assemble"] / "checkpoint", model, dtype, job.scratch / "assembled")
@@ -59,39 +61,34 @@ def run(
                 project,
                 replicated=int(partition.multiplicity.max()) > 1,
             )
-    evaluation = Evaluation(
-        shape,
-        partition.width,
-        comparison.losses["dense"].tokens,
-        {**comparison.losses, **baselines},
-        comparison.costs,
-        comparison.layers,
-    )
+    evaluation = Evaluation(shape, partition.width, losses["dense"].tokens, losses | baselines, costs, layers)
     write_report(evaluation, job.out)
     return summarise(evaluation)
 
 
 def compare_models(
     job: Job, context: CalibrationContext, text: Text, facts_of: FactsOf, evaluate: EvaluateConfig, shape: MoEShape
-) -> Comparison:
-    """Dense and carved model side by side; both are freed before the baselines run."""
+) -> tuple[dict[str, MeanLoss], dict[str, ModelCost], list[LayerResult]]:
+    """Losses and costs of both models by name, and how each carved FFN follows its dense one.
+
+    The models are freed before the baselines run.
+    """
     # The MoE is cut from the stored weights, so that it is compared with the stored model, however the scan computed.
     dense = load_dense(replace(context.model, quantization="none"), context.folder)
     checkpoint = job.parents[evaluate.checkpoint] / "checkpoint"
     carved = load_carved(checkpoint, context.model, dense.dtype, job.scratch / "offloaded")
-    return compare(dense, carved, text.heldout, facts_of, shape, evaluate.speed_tokens)
-
-
-def heldout_batches(folder: Path, data: DataConfig, batch_tokens: int) -> list[TokenBatch]:
-    """The held-out split."""
-    tokenizer = load_tokenizer(folder)
-    return batch_sequences(load_sequences(data, tokenizer, "heldout"), batch_tokens, tokenizer.pad_token_id or 0)
+    models = {"dense": dense, "carved": carved}
+    losses = {"dense": measure_loss(dense, text.heldout, "dense")}
+    losses["carved"], layers = follow_ffns(carved, text.heldout, ffn_modules(dense), facts_of)
+    speed = measure_speed(models, text.heldout, evaluate.speed_tokens) if evaluate.speed_tokens else {}
+    costs = {name: ModelCost(*count_parameters(one, shape), speed.get(name)) for name, one in models.items()}
+    return losses, costs, layers
 
 
 def read_facts(
     job: Job, stage: str, context: CalibrationContext, partition: Partition | PoolPartition, shape: MoEShape
 ) -> FactsOf:
-    """What earlier stages found and decided, layer by layer; the routers, and of a pool the experts, are `stage`'s."""
+    """Results of earlier stages by layer; the routers, and a pool's experts, are those of `stage`."""
     statistics, routers = NeuronStatistics.load(job.parents["scan"]), Routers.load(job.parents[stage])
     contribution_LF = statistics.contribution
     pool = read_pool(job.parents[stage] / "checkpoint", context.device) if shape.pooled else None

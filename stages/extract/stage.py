@@ -5,7 +5,7 @@ from time import perf_counter
 from tqdm import tqdm
 
 from instruments.errors import ContractError
-from models.checkpoint.reader import ShardReader
+from models.checkpoint.shards import ShardReader
 from models.config import ModelConfig, MoEShape
 from models.dense import dense_family
 from models.experts import slice_experts

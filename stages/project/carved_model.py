@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -91,8 +91,8 @@ class CarvedModel:
         """Replace what `weights` gives for the same names, in every layer that holds it."""
         by_identity = {id(old): tensor for (_, old), tensor in zip(self.weights(names), new, strict=True)}
         for module in self._carved:
-            held = {spec.name: getattr(module.loop.experts, spec.name) for spec in fields(ExpertWeights)}
-            experts = ExpertWeights(**{name: by_identity.get(id(tensor), tensor) for name, tensor in held.items()})
+            held = vars(module.loop.experts).items()
+            experts = ExpertWeights(**{name: by_identity.get(id(tensor), tensor) for name, tensor in held})
             module.loop = replace(module.loop, experts=experts)
 
     @torch.no_grad()

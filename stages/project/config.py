@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from models.config import MoEShape
-from stages.routing.methods import FITTED_ROUTERS, TRAINED_ROUTERS
+from stages.calibration.config import FITTED_ROUTERS, TRAINED_ROUTERS
 
 VERSION = 12
 

@@ -1,16 +1,20 @@
 """Gradient projection: W_small = W_base + sign·β·α·λ·∇W / (‖∇W‖₂ + ε), for every neuron's own weights."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
-from models.experts import ExpertWeights
+from models.experts import ExpertLoop, ExpertWeights
+from models.loading import load_dense
 from stages.calibration.alignment import split_validation
+from stages.calibration.batches import CalibrationContext
+from stages.losses import save_memory
 from stages.project.carved_model import CarvedModel, TaughtBatch
 from stages.project.config import ProjectConfig
 from stages.text.sequences import TokenBatch, split_batch
@@ -33,7 +37,7 @@ def project_neurons(
 
     Args:
         weight: gate or up, a neuron in each row, or down, a neuron in each column; with or without a leading E.
-        gradient: of the loss, of the same shape and any scale.
+        gradient: of the loss, at any scale.
         length: sign·β·α·λ, the L2 norm of each neuron's step; negative goes down the gradient.
         epsilon: keeps a vanishing gradient from being blown up.
         dim: along which a neuron's numbers lie, -1 for rows and -2 for columns.
@@ -45,11 +49,6 @@ def project_neurons(
 def neuron_dim(field: str) -> int:
     """Along which dimension of that field of ExpertWeights a neuron's numbers lie."""
     return -2 if "down" in field else -1
-
-
-def rms_neuron(weight: Float[Tensor, "*E P Q"], dim: int) -> float:
-    """Root mean square of the neurons' norms; `dim` as of `project_neurons`."""
-    return float(weight.norm(dim=dim).square().mean().sqrt())
 
 
 def projected_fields(matrices: list[str]) -> list[str]:
@@ -90,20 +89,18 @@ class GradientRounds:
     """The rounds over one model."""
 
     def __init__(self, model: CarvedModel, text: Sequence[TokenBatch], settings: ProjectConfig, seed: int) -> None:
-        """Share the text out: a part for validation, the rest in rounds of `round_tokens`.
+        """Split the calibration text into a part for validation and rounds of `round_tokens`, in the order of `seed`.
 
-        Args:
-            model: the carved model; `run` changes its experts in place.
-            text: calibration batches.
-            settings: of the projection.
-            seed: of the order of the tokens.
+        `run` changes the experts of `model` in place.
         """
         fitted, held_out = split_validation(len(text), settings.validation_share)
         self._model, self._settings = model, settings
         self._names = projected_fields(settings.matrices)
         weights = model.weights(self._names)
         self._dims = [neuron_dim(name) for name, _ in weights]
-        self._scales = [rms_neuron(weight, dim) for (_, weight), dim in zip(weights, self._dims, strict=True)]
+        # Root mean squares of the neurons' norms.
+        norms = (weight.norm(dim=dim) for (_, weight), dim in zip(weights, self._dims, strict=True))
+        self._scales = [float(norm.square().mean().sqrt()) for norm in norms]
         self._rounds = shuffle_rounds([text[index] for index in fitted], settings, seed)
         self._validation = model.teach(first_tokens([text[index] for index in held_out], VALIDATION_TOKENS))
 
@@ -186,3 +183,33 @@ def divide(count: int, sections: int) -> list[range]:
     """0 … count − 1 in at most so many runs of nearly equal length, none empty."""
     edges = [round(index * count / min(sections, count)) for index in range(min(sections, count) + 1)]
     return [range(first, last) for first, last in pairwise(edges)]
+
+
+SEED = 9_000  # in the place of a layer's number, beyond all layers
+
+
+def project_end_to_end(
+    context: CalibrationContext, make_loops: Callable[[PreTrainedModel], Sequence[ExpertLoop]], project: ProjectConfig
+) -> tuple[list[ExpertLoop], ProjectionOutcome]:
+    """Rounds of gradient projection over all layers at once; an expert that layers share gets the sum of its gradients.
+
+    `make_loops` gives the carved layers for the frozen dense model, which is loaded here.
+    """
+    # The experts are cut from the stored weights, whatever the scan computed with: so is the model that teaches them.
+    dense = load_dense(replace(context.model, quantization="none"), context.folder)
+    save_memory(dense, asked=False)
+    carved = CarvedModel(dense, make_loops(dense))
+    outcome = GradientRounds(carved, context.text, project, context.layer_seed(SEED)).run()
+    return carved.loops, outcome
+
+
+def describe_gradients(outcome: ProjectionOutcome | None) -> str:
+    """What gradient projection came to."""
+    if outcome is None:
+        return "gradient projection off"
+    if not outcome.rounds:
+        return "gradient projection tried and undone: no step lowered the KL on validation tokens"
+    return (
+        f"gradient projection in {outcome.rounds} rounds ({outcome.tokens:,} tokens, λ {outcome.length:g}): KL to the "
+        f"dense model on validation tokens {outcome.before:.4f} → {outcome.after:.4f}"
+    )

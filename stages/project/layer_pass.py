@@ -1,7 +1,7 @@
 """One pass over the layers: each is projected on what the carved layers before it give, judged by validation tokens."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -9,15 +9,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from models.experts import ExpertLoop, ExpertWeights
-from models.ffn import DenseFFN
-from models.routing import GateKind, LinearRouter, rounded
+from models.routing import LinearRouter, rounded
 from models.stream import LayerStream
 from models.targets.base import is_power_of_two
 from stages.artifacts.carve import Partition, Routers
-from stages.artifacts.experts import load_layer
+from stages.artifacts.experts import CheckpointFormat, load_layer
 from stages.artifacts.tensor_file import load_layer_checkpoint, save_layer_checkpoint
 from stages.calibration.alignment import (
-    Target,
+    Alignment,
     align_down,
     at_usual_gates,
     column_scale,
@@ -25,12 +24,11 @@ from stages.calibration.alignment import (
     scale_columns,
     split_validation,
 )
-from stages.calibration.batches import CalibrationContext
-from stages.calibration.emission import CheckpointFormat
-from stages.calibration.token_stream import LayerSample, TokenStream
+from stages.calibration.batches import CalibrationContext, TokenStream
+from stages.calibration.config import FITTED_ROUTERS
 from stages.project.config import ProjectConfig
 from stages.routing.descent import DescentSettings
-from stages.routing.fit import RouterSettings, refit_router
+from stages.routing.fit import RouterSettings, fit_router
 from stages.routing.task import RouterTask, load_balance, set_logit_std
 
 
@@ -38,19 +36,10 @@ from stages.routing.task import RouterTask, load_balance, set_logit_std
 class LayerCarve:
     """What the earlier stages decided for one layer."""
 
-    ffn: DenseFFN
     loop: ExpertLoop  # the extracted experts behind the router of stage=assemble, nothing scaled
     refit: RouterSettings
     biased: bool  # the router may have a bias
     text: int | None = None  # batches of text, the first of the inputs; None: all
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """The layer after a step, and its error on validation tokens."""
-
-    loop: ExpertLoop
-    error: float
 
 
 @dataclass(frozen=True)
@@ -66,68 +55,55 @@ class Outcome:
 
 @torch.no_grad()
 def project_layer(
-    carve: LayerCarve,
-    inputs: Sequence[Tensor],
-    target: Target,
-    settings: ProjectConfig,
-    seed: int,
+    carve: LayerCarve, inputs: Sequence[Tensor], wanted: Sequence[Tensor], settings: ProjectConfig, seed: int
 ) -> tuple[ExpertLoop, Outcome]:
-    """Alignment, rounds of router and alignment, descent.
+    """Alignment, rounds of router and alignment, descent; inputs are those of the already-carved model.
 
-    Args:
-        carve: the layer.
-        inputs: FFN inputs of the already-carved model, a batch each.
-        target: what the layer should give, see `align_down`.
-        settings: of the stage.
-        seed: of what is trained.
+    `inputs` and `wanted` are as of `align_down`, `seed` is that of what is trained.
     """
     _, validation = split_validation(len(inputs), settings.validation_share)
-
-    def evaluate(loop: ExpertLoop) -> Candidate:
-        return Candidate(loop, relative_error(loop, inputs, target, validation))
-
     base = scale_columns(carve.loop, column_scale(carve.loop, inputs))
-    state = evaluate(base)
+    state = Alignment(base, relative_error(base, inputs, wanted, validation), None)
     outcome = Outcome(state.error)
     if settings.alignment == "ridge":
-        aligned = align_down(base, inputs, target, settings)
-        state = Candidate(aligned.carved, aligned.error)
-        outcome = replace(outcome, error_aligned=state.error, penalty=aligned.penalty)
+        state = align_down(base, inputs, wanted, settings)
+        outcome = replace(outcome, error_aligned=state.error, penalty=state.penalty)
         # The penalty depends on tokens and neurons, hardly on the routing: it is searched once.
-        again = replace(settings, penalties=[aligned.penalty]) if aligned.penalty is not None else settings
-        state, rounds = alternate(carve, base, state, inputs, target, again)
+        again = replace(settings, penalties=[state.penalty]) if state.penalty is not None else settings
+        state, rounds = alternate(carve, base, state, inputs, wanted, again)
         outcome = replace(outcome, rounds=rounds)
     if settings.descent_steps:
-        trained = evaluate(train_experts(state.loop, inputs, target, settings, seed))
+        loop = train_experts(state.carved, inputs, wanted, settings, seed)
+        trained = Alignment(loop, relative_error(loop, inputs, wanted, validation), state.penalty)
         state = trained if not settings.validate or trained.error < state.error else state
-    return state.loop, replace(outcome, error_end=state.error)
+    return state.carved, replace(outcome, error_end=state.error)
 
 
 def alternate(
     carve: LayerCarve,
     base: ExpertLoop,
-    state: Candidate,
+    state: Alignment[ExpertLoop],
     inputs: Sequence[Tensor],
-    target: Target,
+    wanted: Sequence[Tensor],
     settings: ProjectConfig,
-) -> tuple[Candidate, int]:
+) -> tuple[Alignment[ExpertLoop], int]:
     """Fit the router to the aligned experts, align the unaligned ones to the new routing, as long as it helps.
 
     Where routers pay for uneven load, the rounds are compared with that price.
     """
-    if base.top_k == base.router.experts:
+    if base.top_k == base.router.experts or carve.refit.method not in FITTED_ROUTERS:
         return state, 0
     for kept in range(settings.rounds):
-        usual = at_usual_gates(state.loop, inputs)
-        router = refit_router(RouterTask(usual, target, carve.biased, inputs), carve.refit)
-        if router is None or chooses_alike(router, state.loop, inputs):
+        usual = at_usual_gates(state.carved, inputs)
+        router = fit_router(RouterTask(usual, wanted, carve.biased, inputs), carve.refit)
+        if chooses_alike(router, state.carved, inputs):
             return state, kept
         router = set_logit_std(router, inputs[: carve.text], carve.refit.logit_std)
-        aligned = align_down(reroute(base, router, inputs), inputs, target, settings)
-        before, after = (load_cost(loop, inputs, carve.refit) for loop in (state.loop, aligned.carved))
+        aligned = align_down(reroute(base, router, inputs), inputs, wanted, settings)
+        before, after = (load_cost(loop, inputs, carve.refit) for loop in (state.carved, aligned.carved))
         if settings.validate and aligned.error + after >= state.error + before:
             return state, kept
-        state = Candidate(aligned.carved, aligned.error)
+        state = aligned
     return state, settings.rounds
 
 
@@ -148,32 +124,21 @@ def load_cost(loop: ExpertLoop, inputs: Sequence[Tensor], refit: RouterSettings)
 
 def chooses_alike(router: LinearRouter, loop: ExpertLoop, inputs: Sequence[Tensor]) -> bool:
     """Whether the layer's own router sends every token to the same experts."""
-    choices = (
-        (router.choose(x_TD, loop.top_k).sort(1).values, loop.router.choose(x_TD, loop.top_k).sort(1).values)
-        for x_TD in inputs
-    )
+    choices = ([each.choose(x_TD, loop.top_k).sort(1).values for each in (router, loop.router)] for x_TD in inputs)
     return all(torch.equal(new_TK, old_TK) for new_TK, old_TK in choices)
 
 
 def train_experts(
-    loop: ExpertLoop, inputs: Sequence[Tensor], target: Target, settings: ProjectConfig, seed: int
+    loop: ExpertLoop, inputs: Sequence[Tensor], wanted: Sequence[Tensor], settings: ProjectConfig, seed: int
 ) -> ExpertLoop:
     """Adam on the squared error of the layer's output, with the routing as it is; validation tokens are not seen.
 
-    Copies of a neuron become neurons of their own: each goes where its expert needs it.
-
-    Args:
-        loop: the layer as it is.
-        inputs: its FFN inputs, a batch each.
-        target: see `align_down`.
-        settings: `descent_*` and `validation_share`.
-        seed: of the order of the tokens.
+    Copies of a neuron become neurons of their own: each goes where its expert needs it. `seed` orders the tokens.
     """
     fitted, _ = split_validation(len(inputs), settings.validation_share)
-    x_TD = torch.cat([inputs[index] for index in fitted])
-    wanted_TD = torch.cat([target(index, inputs[index]) for index in fitted])
+    x_TD, wanted_TD = (torch.cat([part[index] for index in fitted]) for part in (inputs, wanted))
     scale = wanted_TD.square().mean().clamp_min(1e-30)
-    weights = {spec.name: getattr(loop.experts, spec.name).clone() for spec in fields(ExpertWeights)}
+    weights = {name: weight.clone() for name, weight in vars(loop.experts).items()}
     trained = [weight.requires_grad_() for weight in weights.values() if weight.numel()]
     groups = [
         {"params": [weight], "lr": settings.descent_rate * float(weight.detach().square().mean().sqrt())}
@@ -214,21 +179,6 @@ class ProjectedLayer:
             experts = replace(experts, down_EDN=product_EDN.float() / down_scale)
         return cls(experts, rounded(loop.router.to("cpu"), dtype), outcome)
 
-    def loop(
-        self,
-        neurons_EN: Tensor,
-        always_S: Tensor,
-        act: Callable[[Tensor], Tensor],
-        *,
-        top_k: int,
-        width: int,
-        gate: GateKind,
-        device: torch.device,
-    ) -> ExpertLoop:
-        """What the checkpoint will compute, in fp32."""
-        experts, router = self.experts.to(device, torch.float32), self.router.to(device)
-        return ExpertLoop(experts, neurons_EN.to(device), always_S.to(device), router, top_k, width, act, gate)
-
 
 @torch.no_grad()
 def project_all(
@@ -242,32 +192,24 @@ def project_all(
     scratch: Path,
 ) -> list[tuple[LinearRouter, Outcome]]:
     """Layers in order, each on the inputs that the layers before it give once carved; each is kept in `scratch`."""
-    tokens, text, device = TokenStream(stream, context.batches), len(context.text), stream.device
-    found = []
+    tokens, found = TokenStream(stream, context.batches), []
     for index, layer in enumerate(tqdm(stream.layers(), total=stream.depth, desc="project", unit="layer")):
         tokens.enter(layer)
-        start = ExpertLoop(
-            load_layer(extracted, index).to(device, torch.float32),
-            partition.neurons[index].to(device),
-            partition.always_on[index].to(device),
-            routers.layer(index).to(device),
-            checkpoint.shape.top_k,
-            partition.width,
-            layer.ffn.act,
-            checkpoint.gate,
-        )
         done = load_layer_checkpoint(scratch, index, ProjectedLayer)
         if done is None:
             seed = context.layer_seed(index)
             refit = refit_settings(checkpoint, project, routers.logit_std, seed)
-            carve = LayerCarve(layer.ffn, start, refit, checkpoint.biased, text)
-            seen = LayerSample(tokens.inputs, [layer.ffn(x_TD) for x_TD in tokens.inputs], layer.ffn.act)
-            loop, outcome = project_layer(carve, seen.inputs, seen.target, project, seed)
+            start = checkpoint.loop(
+                partition, index, load_layer(extracted, index), routers.layer(index), layer.ffn.act, stream.device
+            )
+            carve = LayerCarve(start, refit, checkpoint.biased, len(context.text))
+            wanted = [layer.ffn(x_TD) for x_TD in tokens.inputs]
+            loop, outcome = project_layer(carve, tokens.inputs, wanted, project, seed)
             done = ProjectedLayer.of(loop, outcome, checkpoint.dtype, checkpoint.down_scale)
             save_layer_checkpoint(scratch, index, done)
         # The layers to come see what the checkpoint will compute, rounded as it is there.
-        rounded_loop = replace(start, experts=done.experts.to(device, torch.float32), router=done.router.to(device))
-        tokens.leave(map(rounded_loop, tokens.inputs))
+        carved = checkpoint.loop(partition, index, done.experts, done.router, layer.ffn.act, stream.device)
+        tokens.leave(map(carved, tokens.inputs))
         found.append((done.router, done.outcome))
     return found
 

@@ -1,32 +1,132 @@
 """The projection of a global pool: each step is tried on all layers, judged on validation tokens, and kept or dropped.
 
-The layers share their experts, so that no layer can be finished before the next one is begun. Unlike `layer.py` this
-looks at what the layers see in the dense model, not in the carved one.
+The layers share their experts, so that no layer can be finished before the next one is begun. Unlike `layer_pass.py`
+this uses what the layers see in the dense model, not in the carved one.
+
+With routing fixed, Σ_l E‖FFN_l(x_l) − MoE_l(x_l)‖² / E‖FFN_l(x_l)‖² is a least-squares problem in the down projections.
+Of E·N columns at once its system would be E·N wide; one expert at a time, on what the others leave to be given, it is N
+wide.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from models.experts import ExpertLoop, ExpertWeights
-from models.routing import LinearRouter
+from models.routing import LinearRouter, relative_gates
 from models.stream import LayerStream
 from stages.artifacts.carve import PoolPartition, Routers
-from stages.artifacts.experts import load_pool
+from stages.artifacts.experts import ROUTED, CheckpointFormat, load_pool
 from stages.artifacts.job import Job, Table
-from stages.calibration.alignment import at_usual_gates, scale_columns, scale_pool, split_validation
-from stages.calibration.batches import CalibrationContext
-from stages.calibration.emission import CheckpointFormat
-from stages.calibration.token_stream import LayerSample, sample_layers
+from stages.calibration.alignment import (
+    NormalEquations,
+    at_usual_gates,
+    relative_error,
+    scale_columns,
+    scale_pool,
+    split_validation,
+)
+from stages.calibration.batches import CalibrationContext, LayerSample, sample_layers
+from stages.calibration.config import FITTED_ROUTERS
 from stages.project.config import ProjectConfig
-from stages.project.end_to_end import project_end_to_end
-from stages.project.gradient_projection import ProjectionOutcome
+from stages.project.gradient_projection import ProjectionOutcome, describe_gradients, project_end_to_end
 from stages.project.layer_pass import refit_settings
-from stages.project.pool_alignment import align_pool, layer_errors
-from stages.project.report import describe_gradients
-from stages.routing.fit import RouterSettings, refit_pool_router
+from stages.routing.fit import RouterSettings, fit_pool_router
 from stages.routing.task import set_logit_std, watch_pool
+
+
+class PoolAlignment(NamedTuple):
+    """The layers over their shared experts, and the mean over layers of the relative error on validation batches."""
+
+    loops: Sequence[ExpertLoop]
+    error: float
+    penalty: float | None  # None: nothing made it better, the columns stayed
+
+
+def align_pool(loops: Sequence[ExpertLoop], samples: Sequence[LayerSample], settings: ProjectConfig) -> PoolAlignment:
+    """Fit the shared down projections to what each layer is to give; keep the penalty of the lowest error, or none."""
+    fitted, validation = split_validation(len(samples[0].inputs), settings.validation_share)
+    before = mean_error(loops, samples, validation) if settings.validate else float("inf")
+    best, last = PoolAlignment(loops, before, None), float("inf")
+    for penalty in sorted(settings.penalties, reverse=True):
+        down_EDN = sweep_experts(loops, samples, fitted, penalty, settings.pool_sweeps)
+        candidate = [replace(loop, experts=replace(loop.experts, down_EDN=down_EDN)) for loop in loops]
+        error = mean_error(candidate, samples, validation)
+        if error < best.error:
+            best = PoolAlignment(candidate, error, penalty)
+        if error > last:
+            break  # less penalty fits the tokens at hand ever closer, and the validation tokens ever worse
+        last = error
+    return best
+
+
+@dataclass(frozen=True)
+class _Routed:
+    """One layer's tokens, the experts they are sent to, and what is still missing of their outputs."""
+
+    x_TD: Tensor
+    chosen_TK: Tensor
+    gates_TK: Tensor
+    missing_TD: Tensor  # changes with every expert that is fitted
+    scale: float  # 1 / the root-mean-square norm of what the layer is to give
+
+    @classmethod
+    def of(cls, loop: ExpertLoop, sample: LayerSample, batches: Sequence[int]) -> "_Routed":
+        """The layer before anything is fitted."""
+        x_TD, wanted_TD = (torch.cat([part[batch] for batch in batches]) for part in (sample.inputs, sample.outputs))
+        chosen_TK = loop.router.choose(x_TD, loop.top_k)
+        gates_TK = relative_gates(loop.gate, x_TD @ loop.router.rows_ED.T, chosen_TK)
+        norm = float(wanted_TD.square().sum(1).mean().sqrt())
+        return cls(x_TD, chosen_TK, gates_TK, wanted_TD - loop(x_TD), 1 / norm if norm else 0.0)
+
+    def served(self, loop: ExpertLoop, expert: int) -> tuple[Tensor, Tensor]:
+        """Tokens that go to the expert, and its activations for them, as its gate weighs them."""
+        tokens_t, slots_t = (self.chosen_TK == expert).nonzero().unbind(1)
+        hidden_tN = loop.hidden(self.x_TD[tokens_t], loop.experts.gate_END[expert], loop.experts.up_END[expert])
+        return tokens_t, hidden_tN * self.gates_TK[tokens_t, slots_t, None]
+
+
+def sweep_experts(
+    loops: Sequence[ExpertLoop], samples: Sequence[LayerSample], fitted: Sequence[int], penalty: float, sweeps: int
+) -> Float[Tensor, "E D N"]:
+    """Block coordinate descent: expert after expert is fitted to what the others leave to be given.
+
+    Each step's ridge pulls to the columns as that step finds them. An expert that no token is sent to stays.
+
+    Returns:
+        The down projections of the pool.
+    """
+    down_EDN = loops[0].experts.down_EDN.clone()
+    layers = [_Routed.of(loop, sample, fitted) for loop, sample in zip(loops, samples, strict=True)]
+    for expert in list(range(len(down_EDN))) * sweeps:
+        served = [layer.served(loops[0], expert) for layer in layers]
+        moments = NormalEquations(down_EDN.shape[2], down_EDN.shape[1], device=down_EDN.device)
+        for layer, (tokens_t, hidden_tN) in zip(layers, served, strict=True):
+            moments.add(hidden_tN * layer.scale, layer.missing_TD[tokens_t] * layer.scale)
+        change_DN = moments.solve(penalty)
+        down_EDN[expert] += change_DN
+        for layer, (tokens_t, hidden_tN) in zip(layers, served, strict=True):
+            layer.missing_TD[tokens_t] -= hidden_tN @ change_DN.T
+    return down_EDN
+
+
+def layer_errors(loops: Sequence[ExpertLoop], samples: Sequence[LayerSample], batches: Sequence[int]) -> list[float]:
+    """Σ‖FFN − MoE‖² / Σ‖FFN‖² of every layer, on the dense model's own inputs."""
+    return [
+        relative_error(loop, sample.inputs, sample.outputs, batches)
+        for loop, sample in zip(loops, samples, strict=True)
+    ]
+
+
+def mean_error(loops: Sequence[ExpertLoop], samples: Sequence[LayerSample], batches: Sequence[int]) -> float:
+    """The mean of `layer_errors`: in a sum, late layers with large outputs would count for all."""
+    errors = layer_errors(loops, samples, batches)
+    return sum(errors) / len(errors)
 
 
 @dataclass(frozen=True)
@@ -42,73 +142,50 @@ class PoolCarve:
 class PoolOutcome:
     """Relative errors of every layer on validation tokens, after the step named; and what became of the steps."""
 
-    errors: dict[str, list[float]] = field(default_factory=dict)
-    penalty: float | None = None  # None: not aligned
-    rounds: int = 0  # of routers and alignment that were kept
+    errors: dict[str, list[float]]
+    penalty: float | None  # None: not aligned
+    rounds: int  # of routers and alignment that were kept
 
 
 @torch.no_grad()
 def project_pool(
     carve: PoolCarve, loops: Sequence[ExpertLoop], settings: ProjectConfig
 ) -> tuple[Sequence[ExpertLoop], PoolOutcome]:
-    """Alignment, and rounds of routers and alignment.
-
-    Args:
-        carve: the pool and what its layers see.
-        loops: the layers over the pool as it starts.
-        settings: of the stage.
-    """
+    """Alignment, and rounds of routers and alignment; `loops` are the layers over the pool as it starts."""
     _, validation = split_validation(len(carve.samples[0].inputs), settings.validation_share)
-    outcome = PoolOutcome({"as cut": layer_errors(loops, carve.samples, validation)})
-    loops, outcome = alignment_step(carve, loops, settings, outcome)
-    outcome.errors["at the end"] = layer_errors(loops, carve.samples, validation)
-    return loops, outcome
+    errors = {"as cut": layer_errors(loops, carve.samples, validation)}
+    aligned, kept = PoolAlignment(loops, 0.0, None), 0
+    if settings.alignment == "ridge":
+        aligned = align_pool(loops, carve.samples, settings)
+        errors["after alignment"] = layer_errors(aligned.loops, carve.samples, validation)
+        aligned, kept = alternate(carve, loops, aligned, settings)
+    errors["at the end"] = layer_errors(aligned.loops, carve.samples, validation)
+    return aligned.loops, PoolOutcome(errors, aligned.penalty, kept)
 
 
-def alignment_step(
-    carve: PoolCarve,
-    loops: Sequence[ExpertLoop],
-    settings: ProjectConfig,
-    outcome: PoolOutcome,
-) -> tuple[Sequence[ExpertLoop], PoolOutcome]:
-    """Align; then fit the routers to what came of it and align the unaligned experts again, as long as it helps."""
-    if settings.alignment == "none":
-        return loops, outcome
-    fitted, validation = split_validation(len(carve.samples[0].inputs), settings.validation_share)
-
-    def align(start: Sequence[ExpertLoop]) -> tuple[Sequence[ExpertLoop], float, float | None]:
-        return align_pool(
-            start,
-            carve.samples,
-            fitted,
-            validation,
-            penalties=settings.penalties,
-            sweeps=settings.pool_sweeps,
-            validate=settings.validate,
+def alternate(
+    carve: PoolCarve, base: Sequence[ExpertLoop], aligned: PoolAlignment, settings: ProjectConfig
+) -> tuple[PoolAlignment, int]:
+    """Fit the routers to the aligned experts, align the unaligned ones again, as long as it helps."""
+    chooses = base[0].top_k < len(base[0].neurons_EN)
+    rounds = settings.rounds if chooses and carve.refit[0].method in FITTED_ROUTERS else 0
+    for kept in range(rounds):
+        again = align_pool(
+            reroute_pool(base, refit_routers(carve, aligned.loops), carve.samples), carve.samples, settings
         )
-
-    aligned, error, penalty = align(loops)
-    errors = outcome.errors | {"after alignment": layer_errors(aligned, carve.samples, validation)}
-    kept = 0
-    while kept < settings.rounds and loops[0].top_k < len(loops[0].neurons_EN):
-        routers = refit_routers(carve, aligned)
-        if routers is None:
-            break
-        again, lower, other = align(reroute_pool(loops, routers, carve.samples))
-        if settings.validate and lower >= error:
-            break
-        aligned, error, penalty, kept = again, lower, other, kept + 1
-    return aligned, replace(outcome, errors=errors, penalty=penalty, rounds=kept)
+        if settings.validate and again.error >= aligned.error:
+            return aligned, kept
+        aligned = again
+    return aligned, rounds
 
 
-def refit_routers(carve: PoolCarve, loops: Sequence[ExpertLoop]) -> list[LinearRouter] | None:
-    """Routers of the same method for the experts as they are now; None for a method that fits nothing."""
+def refit_routers(carve: PoolCarve, loops: Sequence[ExpertLoop]) -> list[LinearRouter]:
+    """Routers of the same method for the experts as they are now."""
     routers = []
     for loop, sample, settings in zip(loops, carve.samples, carve.refit, strict=True):
         usual = at_usual_gates(loop, sample.inputs)
-        router = refit_pool_router(watch_pool(usual, sample.target, sample.inputs, biased=carve.biased), settings)
-        if router is None:
-            return None
+        task = watch_pool(usual, sample.outputs, sample.inputs, biased=carve.biased)
+        router = fit_pool_router(task, settings, others=[loop.router])
         routers.append(set_logit_std(router, sample.inputs, settings.logit_std))
     return routers
 
@@ -131,19 +208,11 @@ def reroute_pool(
 
 def split_pool(loops: Sequence[ExpertLoop], partition: PoolPartition) -> list[ExpertWeights]:
     """What every layer gives to the pool, and its own always-on neurons."""
-    first, parts = 0, []
-    for loop, given in zip(loops, partition.given, strict=True):
-        here, experts = slice(first, first + given), loop.experts
-        parts.append(
-            replace(
-                experts,
-                gate_END=experts.gate_END[here],
-                up_END=experts.up_END[here],
-                down_EDN=experts.down_EDN[here],
-            )
-        )
-        first += given
-    return parts
+    ends = accumulate(partition.given)
+    return [
+        replace(loop.experts, **{name: getattr(loop.experts, name)[end - given : end] for name in ROUTED})
+        for loop, given, end in zip(loops, partition.given, ends, strict=True)
+    ]
 
 
 STEPS = ("as cut", "after alignment", "at the end")
@@ -184,46 +253,33 @@ def describe_pool(outcome: PoolOutcome, project: ProjectConfig, gradients: Proje
 def run_pool(
     job: Job, context: CalibrationContext, checkpoint: CheckpointFormat, routers: Routers, project: ProjectConfig
 ) -> Table:
-    """Write `checkpoint/` and the routers.
-
-    Args:
-        job: of the stage.
-        context: source and calibration text.
-        checkpoint: what is written.
-        routers: of stage=assemble.
-        project: settings of the stage.
-    """
+    """Write `checkpoint/` and the routers; `routers` are those of stage=assemble."""
     partition = PoolPartition.load(job.parents["cluster"])
     with LayerStream(context.folder, device=context.device) as stream:
         samples = sample_layers(stream, context.batches, project.pool_tokens)
-    pool = load_pool(job.parents["extract"], partition.layers, context.device)
     loops = [
-        ExpertLoop(
-            experts,
-            partition.neurons.to(context.device),
-            partition.always_on[layer].to(context.device),
-            routers.layer(layer).to(context.device),
-            checkpoint.shape.top_k,
-            partition.width,
-            samples[layer].act,
-            checkpoint.gate,
-        )
-        for layer, experts in enumerate(pool)
+        checkpoint.loop(partition, layer, experts, routers.layer(layer), samples[layer].act, context.device)
+        for layer, experts in enumerate(load_pool(job.parents["extract"], partition.layers, context.device))
     ]
     refit = [
         refit_settings(checkpoint, project, routers.logit_std, context.layer_seed(layer))
         for layer in range(partition.layers)
     ]
     carve = PoolCarve(samples, refit, checkpoint.biased)
-    aligned, outcome = project_pool(carve, weigh_pool(loops, samples), project)
-    projected, gradients = aligned, None
+    projected, outcome = project_pool(carve, weigh_pool(loops, samples), project)
+    gradients = None
     if project.gradient_projection:
-        projected, gradients = project_end_to_end(
-            context.model, context.folder, context.text, lambda _: aligned, project, context.seed
-        )
+        aligned = projected
+        projected, gradients = project_end_to_end(context, lambda _: aligned, project)
     routers = Routers.of([loop.router for loop in projected], checkpoint.dtype, routers.logit_std)
     routers.save(job.out)
-    folder, given = job.out / "checkpoint", split_pool(projected, partition)
-    checkpoint.write(folder, routers, lambda layer: given[layer].to("cpu", checkpoint.dtype))
-    checkpoint.write_card(folder, context.model, partition, describe_pool(outcome, project, gradients))
+    given = split_pool(projected, partition)
+    checkpoint.write(
+        job.out / "checkpoint",
+        routers,
+        lambda layer: given[layer].to("cpu", checkpoint.dtype),
+        model=context.model,
+        partition=partition,
+        projection=describe_pool(outcome, project, gradients),
+    )
     return summarise_pool(outcome, project, gradients, partition)

@@ -1,18 +1,25 @@
 """project: fit the experts to the dense model, layer by layer, and write the router-ready checkpoint."""
 
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
 from models.config import ModelConfig, MoEShape
-from models.loading import release_freed_memory
+from models.experts import ExpertLoop
+from models.ffn import ffn_modules
+from models.loading import execution_device, release_freed_memory
 from models.stream import LayerStream
 from stages.artifacts.carve import Partition, Routers
+from stages.artifacts.experts import CheckpointFormat, FormatSettings
 from stages.artifacts.job import Job, Table
+from stages.artifacts.tensor_file import load_layer_checkpoint, save_layer_checkpoint
 from stages.calibration.batches import CalibrationContext
 from stages.calibration.config import VocabularyConfig
-from stages.calibration.emission import CheckpointFormat, FormatSettings
 from stages.project.config import ProjectConfig
-from stages.project.end_to_end import project_layers
-from stages.project.layer_pass import find_done, project_all
+from stages.project.gradient_projection import ProjectionOutcome, describe_gradients, project_end_to_end
+from stages.project.layer_pass import Outcome, ProjectedLayer, find_done, project_all
 from stages.project.pool import run_pool
-from stages.project.report import describe, summarise
 from stages.text.config import DataConfig
 
 
@@ -33,22 +40,126 @@ def run(
     routers = Routers.load(job.parents["assemble"])
     if shape.pooled:
         return run_pool(job, context, checkpoint, routers, project)
-    partition, extracted = Partition.load(job.parents["cluster"]), job.parents["extract"]
+    partition = Partition.load(job.parents["cluster"])
     with LayerStream(context.folder, device=context.device) as stream:
-        layers = project_all(stream, context, checkpoint, extracted, partition, routers, project, job.scratch)
+        layers = project_all(
+            stream, context, checkpoint, job.parents["extract"], partition, routers, project, job.scratch
+        )
     outcomes = [outcome for _, outcome in layers]
     final, gradients = job.scratch, None
     if project.gradient_projection:
         final = job.scratch / "projected"
-        gradients = project_layers(
-            model, context.folder, context.text, partition, checkpoint, project,
-            aligned=job.scratch, kept=final, seed=seed,
-        )  # fmt: skip
+        gradients = project_layers(context, partition, checkpoint, project, aligned=job.scratch, kept=final)
     release_freed_memory()
     routers = Routers.of([router for router, _ in layers], checkpoint.dtype, routers.logit_std)
     routers.save(job.out)
-    folder = job.out / "checkpoint"
-    checkpoint.write(folder, routers, lambda layer: find_done(final, layer).experts)
-    checkpoint.write_card(folder, model, partition, describe(outcomes, project, gradients))
+    checkpoint.write(
+        job.out / "checkpoint",
+        routers,
+        lambda layer: find_done(final, layer).experts,
+        model=model,
+        partition=partition,
+        projection=describe(outcomes, project, gradients),
+    )
     tokens = sum(batch.tokens for batch in context.text)
     return summarise(outcomes, project, gradients, shape, partition.width, tokens, data.tokens)
+
+
+def project_layers(
+    context: CalibrationContext,
+    partition: Partition,
+    checkpoint: CheckpointFormat,
+    project: ProjectConfig,
+    *,
+    aligned: Path,
+    kept: Path,
+) -> ProjectionOutcome:
+    """Gradient projection of the layers in the folder `aligned`; they are kept in the folder `kept`."""
+    depth = partition.layers
+    outcome = load_layer_checkpoint(kept, depth, ProjectionOutcome)
+    if outcome and all(load_layer_checkpoint(kept, layer, ProjectedLayer) is not None for layer in range(depth)):
+        return outcome
+    layers = [find_done(aligned, layer) for layer in range(depth)]
+
+    def make_loops(dense: PreTrainedModel) -> list[ExpertLoop]:
+        return [
+            checkpoint.loop(partition, index, layer.experts, layer.router, mlp.act_fn, execution_device(mlp.gate_proj))
+            for index, (layer, mlp) in enumerate(zip(layers, ffn_modules(dense), strict=True))
+        ]
+
+    loops, outcome = project_end_to_end(context, make_loops, project)
+    kept.mkdir(exist_ok=True)
+    for index, (layer, loop) in enumerate(zip(layers, loops, strict=True)):
+        rounded = ProjectedLayer.of(loop, layer.outcome, checkpoint.dtype, checkpoint.down_scale)
+        save_layer_checkpoint(kept, index, rounded)
+    save_layer_checkpoint(kept, depth, outcome)
+    return outcome
+
+
+def summarise(
+    outcomes: Sequence[Outcome],
+    project: ProjectConfig,
+    gradients: ProjectionOutcome | None,
+    shape: MoEShape,
+    width: int,
+    tokens: int,
+    asked: int,
+) -> Table:
+    """One row per layer: relative error of the FFN's output on validation tokens after each step."""
+    rows = [
+        [
+            layer,
+            f"{outcome.error_start:.4f}",
+            "-" if outcome.error_aligned is None else f"{outcome.error_aligned:.4f}",
+            "-" if outcome.penalty is None else f"{outcome.penalty:g}",
+            outcome.rounds,
+            f"{outcome.error_end:.4f}",
+        ]
+        for layer, outcome in enumerate(outcomes)
+    ]
+    columns = [
+        "layer",
+        "error as cut",
+        "after alignment",
+        "ridge penalty",
+        "router rounds",
+        "error at the end of alignment",
+    ]
+    notes = [describe(outcomes, project, gradients), *alignment_needs(project, shape, width, tokens, asked)]
+    return Table("project", columns, rows, notes)
+
+
+def alignment_needs(project: ProjectConfig, shape: MoEShape, width: int, tokens: int, asked: int) -> list[str]:
+    """What the alignment would want of calibration text, where there is less.
+
+    A routed neuron is seen on the share K/E of the tokens, and its column wants as many of them as there are columns.
+
+    Args:
+        project: settings of the stage.
+        shape: of the carve.
+        width: F.
+        tokens: that the calibration text has ...
+        asked: ... and `data.tokens`, which it may fall short of: then a longer text is needed, too.
+    """
+    columns = min(width, shape.always_on + shape.experts * shape.n)
+    wanted = round(columns / (1 - project.validation_share) * max(1.0, shape.experts / shape.top_k))
+    if project.alignment == "none" or tokens >= wanted:
+        return []
+    # The last sequence is cut to fit, and left out where one token is left of it.
+    advice = f"data.tokens={-(-(wanted + 1) // 1000) * 1000}"
+    short = f"; the text ends after {tokens:,} tokens, so a longer one is needed, too" if tokens + 1 < asked else ""
+    return [
+        f"{tokens:,} calibration tokens for {columns:,} columns a layer, routed to {shape.top_k} of {shape.experts} "
+        f"experts: the alignment leans on its penalty; {wanted:,} would determine it ({advice}{short})"
+    ]
+
+
+def describe(outcomes: Sequence[Outcome], project: ProjectConfig, gradients: ProjectionOutcome | None) -> str:
+    """The projection in a sentence."""
+    aligned = sum(outcome.penalty is not None for outcome in outcomes)
+    alignment = f"ridge in {aligned} of {len(outcomes)} layers" if project.alignment == "ridge" else "off"
+    rounds = sum(outcome.rounds for outcome in outcomes)
+    said = [f"alignment {alignment}"]
+    said += [f"{rounds} rounds of router and alignment kept"] if rounds else []
+    said += [f"{project.descent_steps} steps of layer-wise descent"] if project.descent_steps else []
+    return "; ".join([*said, describe_gradients(gradients)])

@@ -160,16 +160,7 @@ def descend(
     *,
     biased: bool,
 ) -> LinearRouter:
-    """Train a router, and keep the one of lowest validation cost; at worst, `start` comes back.
-
-    Args:
-        start: where to begin.
-        train: tokens to train on.
-        validation: tokens to choose by.
-        top_k: K.
-        settings: of the descent.
-        biased: train the bias, too.
-    """
+    """Train a router, with its bias if `biased`, and keep the one of lowest validation cost; at worst, `start`."""
     space = _Whitened(train.x_TD)
     inputs_TD = space.inputs(train.x_TD)
     start = _unit_logits(start, train.x_TD)

@@ -1,7 +1,7 @@
 """A router of one layer: in closed form, by ridge regression on the FFN input, and by the name of its method."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
@@ -9,36 +9,35 @@ from torch import Tensor
 
 from models.experts import ExpertLoop
 from models.routing import LinearRouter
-from stages.calibration.alignment import split_validation
+from stages.calibration.alignment import NormalEquations, split_validation
 from stages.calibration.batches import evenly_spaced
-from stages.calibration.normal_equations import NormalEquations
-from stages.routing.descent import DescentSettings, Sample, descend
-from stages.routing.methods import FITTED_ROUTERS
-from stages.routing.task import RouterTask, join, output_error, output_norms
+from stages.routing.descent import DescentSettings, OutputError, Sample, descend
+from stages.routing.task import RouterTask, output_error, output_norms
 
 
-class RouterRegression:
+class RouterRegression(NormalEquations):
     """Moments of targets that are linear in the input, without intercept: the weight *is* the router's weight.
 
     A token's mean over experts does not change their order, so it is subtracted from the targets.
     """
 
-    def __init__(self, width: int, experts: int, device: torch.device) -> None:
-        """Start from nothing: D inputs, E targets."""
-        self._moments = NormalEquations(width, experts, device=device)
+    @classmethod
+    def of(cls, task: RouterTask) -> "RouterRegression":
+        """Start from nothing."""
+        return cls(task.inputs[0].shape[1], task.experts, device=task.inputs[0].device)
 
     def add(self, x_TD: Tensor, wanted_TE: Tensor) -> None:
-        """Add one batch."""
-        self._moments.add(x_TD, wanted_TE - wanted_TE.mean(1, keepdim=True))
+        """Add one batch: D inputs, E targets."""
+        super().add(x_TD, wanted_TE - wanted_TE.mean(1, keepdim=True))
 
     def router(self, penalty: float) -> LinearRouter:
         """The router at one ridge penalty, relative to the mean diagonal of the input's second moment."""
-        return LinearRouter.without_bias(self._moments.solve(penalty))
+        return LinearRouter.without_bias(self.solve(penalty))
 
 
 def regress_contributions(task: RouterTask, batches: Sequence[int]) -> RouterRegression:
     """Regress each expert's contribution on the FFN input, on the given batches."""
-    regression = RouterRegression(task.inputs[0].shape[1], task.experts, task.inputs[0].device)
+    regression = RouterRegression.of(task)
     for index in batches:
         regression.add(task.inputs[index], task.contributions[index])
     return regression
@@ -46,7 +45,7 @@ def regress_contributions(task: RouterTask, batches: Sequence[int]) -> RouterReg
 
 def regress_log_norms(task: RouterTask, batches: Sequence[int]) -> RouterRegression:
     """Regress the logarithm of each expert's output norm ‖y_e‖ on the FFN input, on the given batches."""
-    regression = RouterRegression(task.inputs[0].shape[1], task.experts, task.inputs[0].device)
+    regression = RouterRegression.of(task)
     for index in batches:
         regression.add(task.inputs[index], logs(output_norms(task.loop, task.inputs[index])))
     return regression
@@ -68,20 +67,15 @@ def regress_residual_norms(task: RouterTask, batches: Sequence[int], tokens: int
     """Regress the logarithm of each expert's residual on the FFN input.
 
     Of an expert's neurons i it is sqrt(Σ_i (h_i − ĥ_i)²·‖d_i‖²), with ĥ_i the ridge regression of h_i on the
-    activations of the always-on neurons. `cluster.method=router_aware` groups neurons by the same measure.
-
-    Args:
-        task: of one layer.
-        batches: to fit on.
-        tokens: used at most, evenly spaced over the batches.
-        penalty: of the regression on the always-on neurons, relative to the mean diagonal of their second moment.
+    activations of the always-on neurons, at a `penalty` relative to the mean diagonal of their second moment.
+    `cluster.method=router_aware` groups neurons by the same measure. At most `tokens` of the batches are used.
     """
     x_TD = torch.cat([task.inputs[index] for index in batches])
     x_TD = x_TD[evenly_spaced(len(x_TD), tokens)]
     routed = distinct_neurons(task.loop)
     parts = Activations(task.loop, routed, x_TD)
     predicted_RS = regress_on_always_on(parts, penalty)
-    regression = RouterRegression(x_TD.shape[1], task.experts, x_TD.device)
+    regression = RouterRegression.of(task)
     for x_tD, always_tS, hidden_tR in parts:
         left_tR = torch.addmm(hidden_tR, always_tS, predicted_RS.T, alpha=-1)
         regression.add(x_tD, logs(routed.expert_norms(left_tR)))
@@ -192,12 +186,9 @@ def fit_router(task: RouterTask, settings: RouterSettings) -> LinearRouter:
 
 
 def fit_pool_router(task: RouterTask, settings: RouterSettings, others: Sequence[LinearRouter] = ()) -> LinearRouter:
-    """The same over a pool, see `watch_pool`: error starts from the drop of the error, or from output norms.
+    """The same over a pool, see `watch_pool`, by one of the methods `POOL_ROUTERS`.
 
-    Args:
-        task: of one layer.
-        settings: of the router; the method is one of `POOL_ROUTERS`.
-        others: routers that error may start from, too.
+    error starts from a regression of the drop of the error or of output norms, or from one of the `others`.
     """
     if settings.method == "random":
         return draw_random(task, settings.descent.seed)
@@ -205,18 +196,6 @@ def fit_pool_router(task: RouterTask, settings: RouterSettings, others: Sequence
     regressions = regress_contributions(task, fitted), regress_log_norms(task, fitted)
     starts = [found.router(settings.penalty * factor) for found in regressions for factor in PENALTY_FACTORS]
     return lower_error([*starts, *others], task, settings)
-
-
-def refit_router(task: RouterTask, settings: RouterSettings) -> LinearRouter | None:
-    """The router of the same method for experts or inputs that have changed; None for one that fits nothing."""
-    return fit_router(task, settings) if settings.method in FITTED_ROUTERS else None
-
-
-def refit_pool_router(task: RouterTask, settings: RouterSettings) -> LinearRouter | None:
-    """The same over a pool whose experts have changed."""
-    if settings.method not in FITTED_ROUTERS:
-        return None
-    return fit_pool_router(task, settings, others=[task.loop.router])
 
 
 def lower_error(starts: Sequence[LinearRouter], task: RouterTask, settings: RouterSettings) -> LinearRouter:
@@ -229,13 +208,13 @@ def lower_error(starts: Sequence[LinearRouter], task: RouterTask, settings: Rout
     return descend(best, train, validation, task.top_k, settings.descent, biased=task.biased)
 
 
-def error_sample(task: RouterTask, batches: Sequence[int], share: float, logit_std: float = 1.0) -> Sample:
+def error_sample(task: RouterTask, batches: Sequence[int], share: float, logit_std: float) -> Sample:
     """A share of the batches' tokens, with the output that every expert would give for them."""
     inputs, parts = [], []
     for index in batches:
-        x_TD = task.inputs[index]
-        rows_t = evenly_spaced(len(x_TD), round(len(x_TD) * share))
-        inputs.append(x_TD[rows_t])
-        parts.append(output_error(task.loop, x_TD[rows_t], task.target(index, x_TD)[rows_t]))
-    objective = replace(join(parts), gate=task.loop.gate, logit_std=logit_std)
-    return Sample(torch.cat(inputs), objective)
+        rows_t = evenly_spaced(len(task.inputs[index]), round(len(task.inputs[index]) * share))
+        inputs.append(task.inputs[index][rows_t])
+        part = output_error(task.loop, inputs[-1], task.wanted[index][rows_t])
+        parts.append((part.gains_TE, part.overlaps_TEE, part.wanted_T))
+    gains_TE, overlaps_TEE, wanted_T = map(torch.cat, zip(*parts, strict=True))
+    return Sample(torch.cat(inputs), OutputError(gains_TE, overlaps_TEE, wanted_T, task.loop.gate, logit_std))

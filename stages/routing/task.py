@@ -1,6 +1,6 @@
 """A layer's experts, the outputs wanted of them, and how well a router chooses among them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,19 +10,24 @@ from torch import Tensor
 from models.experts import ExpertLoop, slice_ffn
 from models.ffn import DenseFFN
 from models.routing import LinearRouter, choose_experts, chosen_mask, membership
-from stages.calibration.alignment import Target, relative_error
-from stages.calibration.batches import pick_tokens, take_tokens
+from stages.calibration.alignment import relative_error
+from stages.calibration.batches import take_tokens
 from stages.routing.descent import OutputError
 
 MAX_ELEMENTS = 2**26  # of expert outputs in memory at a time: 256 MiB
 
 
+def pieces(loop: ExpertLoop, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Tensors (T, ·), as many tokens at a time as the outputs of all experts leave room for."""
+    chunk = max(1, MAX_ELEMENTS // (len(loop.neurons_EN) * tensors[0].shape[1]))
+    return zip(*(torch.split(tensor, chunk) for tensor in tensors), strict=True)
+
+
 def output_error(loop: ExpertLoop, x_TD: Float[Tensor, "T D"], target_TD: Float[Tensor, "T D"]) -> OutputError:
     """The objective of choosing experts on these tokens, so that the layer's output meets the target."""
     wanted_TD = target_TD - loop.always_on_output(x_TD)
-    chunk = max(1, MAX_ELEMENTS // (len(loop.neurons_EN) * x_TD.shape[1]))
     gains, overlaps = [], []
-    for x_tD, wanted_tD in zip(torch.split(x_TD, chunk), torch.split(wanted_TD, chunk), strict=True):
+    for x_tD, wanted_tD in pieces(loop, x_TD, wanted_TD):
         output_tED = loop.expert_outputs(x_tD)
         gains.append((output_tED @ wanted_tD[:, :, None])[:, :, 0])
         overlaps.append(output_tED @ output_tED.mT)
@@ -36,9 +41,8 @@ def error_drops(loop: ExpertLoop, x_TD: Float[Tensor, "T D"], target_TD: Float[T
     gives nothing. The bound keeps a few loud outputs from deciding a fit.
     """
     wanted_TD = target_TD - loop.always_on_output(x_TD)
-    chunk = max(1, MAX_ELEMENTS // (len(loop.neurons_EN) * x_TD.shape[1]))
     drops = []
-    for x_tD, wanted_tD in zip(torch.split(x_TD, chunk), torch.split(wanted_TD, chunk), strict=True):
+    for x_tD, wanted_tD in pieces(loop, x_TD, wanted_TD):
         output_tED = loop.expert_outputs(x_tD)
         gains_tE = (output_tED @ wanted_tD[:, :, None])[:, :, 0]
         drops.append(2 * gains_tE - output_tED.square().sum(2))
@@ -48,17 +52,7 @@ def error_drops(loop: ExpertLoop, x_TD: Float[Tensor, "T D"], target_TD: Float[T
 
 def output_norms(loop: ExpertLoop, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T E"]:
     """‖y_e‖ of every expert for every token."""
-    chunk = max(1, MAX_ELEMENTS // (len(loop.neurons_EN) * x_TD.shape[1]))
-    return torch.cat([loop.expert_outputs(x_tD).norm(dim=2) for x_tD in torch.split(x_TD, chunk)])
-
-
-def join(parts: Sequence[OutputError]) -> OutputError:
-    """The objective on the tokens of all parts."""
-    return OutputError(
-        torch.cat([part.gains_TE for part in parts]),
-        torch.cat([part.overlaps_TEE for part in parts]),
-        torch.cat([part.wanted_T for part in parts]),
-    )
+    return torch.cat([loop.expert_outputs(x_tD).norm(dim=2) for (x_tD,) in pieces(loop, x_TD)])
 
 
 @dataclass(frozen=True)
@@ -66,7 +60,7 @@ class RouterTask:
     """What a router of one layer is fitted on, batch by batch."""
 
     loop: ExpertLoop  # experts as they are; its router is not used
-    target: Target  # wanted output of the whole layer
+    wanted: Sequence[Tensor]  # (T, D) outputs of the whole layer
     biased: bool  # the MoE's architecture has a selection bias, so the router may have an intercept
     inputs: Sequence[Tensor]  # (T, D) FFN inputs
     contributions: Sequence[Tensor] = ()  # (T, E) Σ_{i∈e} |h_i|·‖d_i‖ of every expert; in a pool its drop of the error
@@ -80,10 +74,6 @@ class RouterTask:
     def top_k(self) -> int:
         """K."""
         return self.loop.top_k
-
-    def best_experts(self, batch: int) -> Int[Tensor, "T K"]:
-        """The experts of largest contribution."""
-        return choose_experts(self.contributions[batch], self.top_k)
 
     def routed(self, router: LinearRouter) -> ExpertLoop:
         """The layer with a router."""
@@ -99,14 +89,6 @@ def make_loop(
     return ExpertLoop(slice_ffn(ffn, neurons_EN, always_S), neurons_EN, always_S, router, top_k, ffn.width, ffn.act)
 
 
-def expert_contributions(
-    ffn: DenseFFN, h_TF: Float[Tensor, "T F"], member_EF: Float[Tensor, "E F"]
-) -> Float[Tensor, "T E"]:
-    """Σ_{i∈e} |h_i|·‖d_i‖ of every expert: norms of what its neurons add to the output."""
-    column_norms_F: Tensor = ffn.down_DF.norm(dim=0)
-    return (h_TF.abs() * column_norms_F) @ member_EF.T
-
-
 def watch_experts(
     ffn: DenseFFN,
     neurons_EN: Int[Tensor, "E N"],
@@ -115,25 +97,24 @@ def watch_experts(
     top_k: int,
     *,
     biased: bool,
-) -> tuple[RouterTask, list[Tensor]]:
-    """The task of a router for plain slices, and the FFN's outputs (T, D), from one pass over the activations."""
-    member_EF = membership(neurons_EN, ffn.width)
+) -> RouterTask:
+    """The task of a router for plain slices, from one pass over the FFN's activations."""
+    member_EF, norms_F = membership(neurons_EN, ffn.width), ffn.down_DF.norm(dim=0)
     contributions, outputs = [], []
     for x_TD in inputs:
         h_TF = ffn.hidden(x_TD)
-        contributions.append(expert_contributions(ffn, h_TF, member_EF))
+        contributions.append((h_TF.abs() * norms_F) @ member_EF.T)
         outputs.append(ffn.output(h_TF))
-    loop = make_loop(ffn, neurons_EN, always_S, None, top_k)
-    return RouterTask(loop, lambda batch, _: outputs[batch], biased, inputs, contributions), outputs
+    return RouterTask(make_loop(ffn, neurons_EN, always_S, None, top_k), outputs, biased, inputs, contributions)
 
 
-def watch_pool(loop: ExpertLoop, target: Target, inputs: Sequence[Tensor], *, biased: bool) -> RouterTask:
+def watch_pool(loop: ExpertLoop, wanted: Sequence[Tensor], inputs: Sequence[Tensor], *, biased: bool) -> RouterTask:
     """The task of a layer's router over a pool of which most experts were cut from other layers.
 
     The size of a foreign expert's output says nothing of its use: contributions are drops of the error.
     """
-    drops = [error_drops(loop, x_TD, target(index, x_TD)) for index, x_TD in enumerate(inputs)]
-    return RouterTask(loop, target, biased, inputs, drops)
+    drops = [error_drops(loop, x_TD, wanted_TD) for x_TD, wanted_TD in zip(inputs, wanted, strict=True)]
+    return RouterTask(loop, wanted, biased, inputs, drops)
 
 
 EVAL_TOKENS = 4096  # for the report's error, evenly spaced: each costs a pass of the whole layer
@@ -165,19 +146,15 @@ def oracle_agreement(router: LinearRouter, task: RouterTask) -> float:
     In a pool, contribution is an expert's drop of the error: the error oracle.
     """
     agreed, total = 0, 0
-    for index, x_TD in enumerate(task.inputs):
+    for x_TD, contributions_TE in zip(task.inputs, task.contributions, strict=True):
         chosen_TE = chosen_mask(router.choose(x_TD, task.top_k), router.experts)
-        best_TK = task.best_experts(index)
+        best_TK = choose_experts(contributions_TE, task.top_k)
         agreed += int(chosen_TE.gather(1, best_TK).sum())
         total += best_TK.numel()
     return agreed / total
 
 
 def relative_output_error(loop: ExpertLoop, task: RouterTask, tokens: int = EVAL_TOKENS) -> float:
-    """Σ‖target − output‖² / Σ‖target‖² of the layer, on `tokens` of the task's at most."""
-    picks = pick_tokens([len(x_TD) for x_TD in task.inputs], tokens)
-    seen = take_tokens(task.inputs, picks)
-    wanted = [
-        task.target(index, x_TD)[pick_t] for index, (x_TD, pick_t) in enumerate(zip(task.inputs, picks, strict=True))
-    ]
-    return relative_error(loop, seen, lambda index, _: wanted[index], range(len(seen)))
+    """Σ‖wanted − output‖² / Σ‖wanted‖² of the layer, on `tokens` of the task's at most."""
+    seen, wanted = take_tokens(task.inputs, task.wanted, tokens)
+    return relative_error(loop, seen, wanted, range(len(seen)))

@@ -103,8 +103,15 @@ def record_parameters(
         raise ConfigError(what, where="setting scan.parameter_patterns", do=do) from error
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        form = {"block_width": scan.block_width, "per_token": scan.per_token}
-        writer = MscanWriter(path, scanner.parameters, model=label, encoding="f32", append=True, **form)
+        writer = MscanWriter(
+            path,
+            scanner.parameters,
+            model=label,
+            block_width=scan.block_width,
+            encoding="f32",
+            per_token=scan.per_token,
+            append=True,
+        )
     for warning in caught:
         logger.warning("%s", warning.message)
     with writer, scanner:

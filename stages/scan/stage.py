@@ -86,8 +86,8 @@ SOURCES = (
 def sums_cache_key(fingerprint: str, batches: Iterable[TokenBatch], dtype: torch.dtype) -> dict[str, str]:
     """Settings (`fingerprint`), inputs and code of a scan.
 
-    The settings alone do not fix the text: a model writes other text on other hardware. Nor do they fix the dtype, which
-    depends on the device where they leave it open.
+    The settings alone do not fix the text: a model writes other text on other hardware. Nor do they fix the dtype,
+    which depends on the device where they leave it open.
     """
     text = hashlib.sha256()
     for batch in batches:

@@ -3,7 +3,7 @@
 import hashlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
@@ -34,7 +34,16 @@ def check_first_records(data: DataConfig, *, heldout: bool = True) -> list[UserE
         return []
     paths = {"data.path": data.path, "data.heldout_path": data.heldout_path}
     errors = [error for option, path in paths.items() if path for error in _check_path(path, option, data)]
-    return errors or list(_check_splits(data, ("calibration", "heldout") if heldout else ("calibration",)))
+    if errors:
+        return errors
+    splits: tuple[Split, ...] = ("calibration", "heldout") if heldout else ("calibration",)
+    try:
+        for split in splits:
+            if next(read_documents(data, split), None) is None:
+                errors.append(describe_emptiness(data, split))  # noqa: PERF401 - kept where the next split raises
+    except DataError as error:
+        errors.append(error)
+    return errors
 
 
 def _check_path(path: str, option: str, data: DataConfig) -> list[UserError]:
@@ -42,34 +51,19 @@ def _check_path(path: str, option: str, data: DataConfig) -> list[UserError]:
         files = list_files(path, option)
     except DataError as error:
         return [error]
-    conversations = data.labels == "completion" and option == "data.path"
     errors: list[UserError] = []
-    documents = 0
+    found = 0
     for file in files:
+        documents = read_file(file, data)
+        if data.labels == "completion" and option == "data.path":
+            documents = require_conversations(documents)
         try:
-            documents += _count_first_documents(file, data, conversations=conversations)
+            found += sum(1 for _ in islice(documents, FIRST_DOCUMENTS))
         except DataError as error:
             errors.append(error)
-    if not errors and not documents:
+    if not errors and not found:
         return [DataError("the text is empty", where=f"{option}={path}", do=f"{option}=text that holds something")]
     return errors
-
-
-def _count_first_documents(file: Path, data: DataConfig, *, conversations: bool) -> int:
-    documents = read_file(file, data)
-    if conversations:
-        documents = require_conversations(documents)
-    return sum(1 for _ in islice(documents, FIRST_DOCUMENTS))
-
-
-def _check_splits(data: DataConfig, splits: tuple[Split, ...]) -> Iterator[UserError]:
-    for split in splits:
-        try:
-            if next(read_documents(data, split), None) is None:
-                yield describe_emptiness(data, split)
-        except DataError as error:
-            yield error
-            return
 
 
 # Counts changes of the readers that give other tokens for the same text.
@@ -80,10 +74,7 @@ def data_cache_key(data: DataConfig, hash_of: Callable[[Path], str] = hash_file)
     """What the token sequences depend on in addition to the settings: plain JSON, equal where the text is equal.
 
     Local files count by content, the standard library by Python version and module sizes, a dataset of the hub by
-    name and commit; `hash_of` gives a file's SHA-256.
-
-    Raises:
-        DataError: a path cannot be read.
+    name and commit; `hash_of` gives a file's SHA-256. Raises DataError: a path cannot be read.
     """
     if data.kind == "mixture":
         parts = {source.name: data_cache_key(source.data, hash_of) for source in list_sources(data)}
@@ -99,23 +90,15 @@ def data_cache_key(data: DataConfig, hash_of: Callable[[Path], str] = hash_file)
         else:
             source["commit"] = find_commit(data)
     else:
-        source = {"python": sys.version.split()[0], "modules": _hash_modules()}
+        sizes = sorted((module.name, module.path.stat().st_size) for module in list_modules())
+        modules = hashlib.sha256(repr(sizes).encode()).hexdigest()
+        source = {"python": sys.version.split()[0], "modules": modules}
     return {"kind": data.kind, "reader": READER_VERSION, **source}
 
 
 def check_data(data: DataConfig, *, heldout: bool = True) -> list[UserError]:
-    """Every fault of the settings, or else of the paths and the first records. Reads little, loads no library.
-
-    Args:
-        data: the settings.
-        heldout: held-out text will be read, so that there has to be some.
-    """
+    """Every fault of the settings, or else of the paths and the first records. Reads little, loads no library."""
     if data.kind not in KINDS or data.max_length < 2:  # said by the fields' own rules
         return []
     errors = check_settings(data) or (list(mixture_errors(data)) if data.kind == "mixture" else [])
     return errors or check_first_records(data, heldout=heldout)
-
-
-def _hash_modules() -> str:
-    sizes = sorted((module.name, module.path.stat().st_size) for module in list_modules())
-    return hashlib.sha256(repr(sizes).encode()).hexdigest()

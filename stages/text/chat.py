@@ -19,13 +19,9 @@ def encode_conversation(
 ) -> tuple[list[int], list[bool]]:
     """Render a conversation with the chat template and tokenize it.
 
-    Args:
-        document: a conversation.
-        tokenizer: a fast tokenizer with a chat template.
-        completion: supervise the assistant's turns and their ends only; otherwise every token.
-
     Returns:
-        Token ids, and for each whether it counts in the loss.
+        Token ids, and for each whether it counts in the loss: with `completion` those of the assistant's turns and
+        their ends, otherwise all.
 
     Raises:
         DataError: the tokenizer has no chat template, the template refuses the conversation, or its rendering does not
@@ -53,10 +49,7 @@ def encode_conversation(
 
 
 def encode_prompt(document: Document, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Render a conversation without its last answer, and open the assistant's turn in its place.
-
-    Returns:
-        Token ids; none where nothing stands before the answer.
+    """Token ids of a conversation with the assistant's turn opened in place of its last answer; none without a prompt.
 
     Raises:
         DataError: the tokenizer has no chat template, or the template refuses the conversation.
@@ -102,13 +95,8 @@ def find_assistant_spans(
     what the template puts after its content; the conversation is rendered up to there to learn that. A template may put
     something before the content of the last turn only (Qwen3: an empty thought), but must keep the content itself.
 
-    Args:
-        messages: the conversation.
-        text: its rendering.
-        tokenizer: what rendered it.
-
     Returns:
-        Character spans of `text`; None where a turn cannot be found.
+        Character spans of `text`, the rendering; None where a turn cannot be found.
     """
     spans = []
     for index, message in enumerate(messages):

@@ -131,16 +131,13 @@ def _list_contradictions(data: DataConfig) -> Iterator[tuple[str, str]]:
     if data.labels == "generated" and longest > data.max_length:
         parts = f"data.prompt_tokens={data.prompt_tokens} and data.max_new_tokens={data.max_new_tokens}"
         yield f"{parts} do not fit into data.max_length={data.max_length}", f"data.max_length={longest}"
+    same = data.path and data.heldout_path and Path(data.path).resolve() == Path(data.heldout_path).resolve()
     if data.kind == "python_stdlib" and data.labels == "completion":
         what = "data.labels=completion needs conversations, and the standard library is plain text"
         yield what, "data.labels=full_sequence"
     elif data.kind == "text" and not data.path:
         yield "data.kind=text reads local files, and none is named", "data.path=FILE_OR_FOLDER"
-    elif (
-        data.kind == "text"
-        and data.heldout_path
-        and Path(str(data.path)).resolve() == Path(data.heldout_path).resolve()
-    ):
+    elif data.kind == "text" and same:
         yield f"data.heldout_path and data.path are the same: {data.path}", "data.heldout_path=null"
     elif data.kind == "hub" and not data.name:
         yield "data.kind=hub reads a dataset, and none is named", "data.name=Salesforce/wikitext"

@@ -144,7 +144,8 @@ def _kind(value: object) -> str:
 def cut_passages(lines: Iterable[str], shortest: int, longest: int) -> Iterator[tuple[int, str]]:
     """Cut at the first blank line after `shortest` characters, or at the first line's end after `longest`.
 
-    Gives the number of each passage's first line, counted from 1, and its text without white space around it.
+    Gives the number of each passage's first line, counted from 1, and its text, without blank lines before it and white
+    space after it.
     """
     passage: list[str] = []
     length = first = 0

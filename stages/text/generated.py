@@ -15,19 +15,11 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from instruments.errors import DataError
 from models.loading import input_device
 from stages.artifacts.job import ALONE, Workers
+from stages.text import sequences
 from stages.text.chat import encode_prompt
 from stages.text.config import DataConfig
 from stages.text.documents import Document
-from stages.text.sequences import (
-    IGNORED,
-    LoadedText,
-    Skipped,
-    TokenSequence,
-    describe_skipped,
-    encode_text,
-    group_lengths,
-    select_usable,
-)
+from stages.text.sequences import IGNORED, LoadedText, Skipped, TokenSequence, describe_skipped
 from stages.text.sources import describe_emptiness, describe_source, read_documents
 
 logger = logging.getLogger(__name__)
@@ -52,9 +44,15 @@ def load_prompts(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Loaded
     skipped: dict[str, list[str]] = defaultdict(list)
     prompts: list[TokenSequence] = []
     room = data.tokens
-    for prompt in _read_prompts(data, tokenizer, skipped):
-        prompts.append(prompt)
-        room -= len(prompt.ids)
+    for document in read_documents(data, "calibration"):
+        ids = _encode(document, tokenizer, data)
+        if not ids:
+            skipped[NO_PROMPT].append(document.name)
+        elif len(ids) + data.max_new_tokens > data.max_length:
+            skipped[NO_ROOM].append(document.name)
+        else:
+            prompts.append(TokenSequence(document.name, ids, [IGNORED] * len(ids)))
+            room -= len(ids)
         if room <= 0:
             break
     for note in describe_skipped(skipped):
@@ -64,23 +62,10 @@ def load_prompts(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Loaded
     return LoadedText(prompts, dict(skipped))
 
 
-def _read_prompts(
-    data: DataConfig, tokenizer: PreTrainedTokenizerBase, skipped: dict[str, list[str]]
-) -> Iterator[TokenSequence]:
-    for document in read_documents(data, "calibration"):
-        ids = _encode(document, tokenizer, data)
-        if not ids:
-            skipped[NO_PROMPT].append(document.name)
-        elif len(ids) + data.max_new_tokens > data.max_length:
-            skipped[NO_ROOM].append(document.name)
-        else:
-            yield TokenSequence(document.name, ids, [IGNORED] * len(ids))
-
-
 def _encode(document: Document, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> list[int]:
     if document.messages:
         return encode_prompt(document, tokenizer)
-    ids = encode_text(document.text, tokenizer, data.separator)
+    ids = sequences.encode_text(document.text, tokenizer, data.separator)
     # A text that fits whole is continued, not ended.
     if data.separator == "eos" and ids[-1:] == [tokenizer.eos_token_id]:
         ids.pop()
@@ -95,7 +80,7 @@ def _no_prompts(data: DataConfig, skipped: Skipped) -> DataError:
         f"no document makes a prompt; skipped: {counts}",
         where=f"calibration text of {describe_source(data, 'calibration')}, data.max_length={data.max_length}, "
         f"data.max_new_tokens={data.max_new_tokens}",
-        do="a larger data.max_length, or conversations that begin with a question",
+        do=f"data.max_length={2 * data.max_length}, or conversations that begin with a question",
     )
 
 
@@ -111,16 +96,8 @@ def continue_prompts(
 ) -> LoadedText:
     """Let the model continue prompts until `data.tokens` tokens, prompts included, are reached.
 
-    Batches are fixed and taken in order, each with a seed of its own: the same sequences for any number of workers.
-
-    Args:
-        model: a causal language model, of any precision, on one device or many; the same for every worker.
-        tokenizer: its tokenizer.
-        prompts: of `load_prompts`, the same for every worker.
-        data: how much is written, and at which temperature.
-        seed: of the draws where the temperature is above 0.
-        batch_tokens: tokens per batch, padding and what is to be written included.
-        workers: who shares the work.
+    Batches of `batch_tokens`, padding and what is to be written included, are fixed and taken in order, each with a
+    seed of its own: the same sequences for any number of workers.
 
     Returns:
         Sequences of at most `data.max_length` tokens, the last cut to fit, whose labels are the written tokens, the one
@@ -131,7 +108,7 @@ def continue_prompts(
     """
     ends, pad_id = find_ends(model, tokenizer), tokenizer.pad_token_id or 0
     ids = [prompt.ids for prompt in prompts.sequences]
-    groups = group_lengths([len(prompt) + data.max_new_tokens for prompt in ids], batch_tokens)
+    groups = sequences.group_lengths([len(prompt) + data.max_new_tokens for prompt in ids], batch_tokens)
     written: list[list[int]] = []
     tokens = 0
     with tqdm(total=data.tokens, desc="generate", unit="tok", smoothing=0.1, disable=not workers.leads) as progress:
@@ -158,21 +135,10 @@ def write_continuations(
     *,
     seed: int,
 ) -> list[list[int]]:
-    """What the model writes after each prompt of a batch, up to and with the token that ends it.
+    """What the model writes after each prompt of a batch: at least one token, up to and with one of `ends`.
 
     The model is in evaluation mode meanwhile, and nothing of it is changed. None of its own generation settings is
     used: no penalty or ban comes between the model and what it would write. Torch's random state stays as it is.
-
-    Args:
-        model: a causal language model, of any precision, on one device or many.
-        prompts: token ids.
-        data: `max_new_tokens`, and the temperature: 0 takes the likeliest token each time.
-        ends: tokens that end a continuation.
-        pad_id: any token.
-        seed: of the draws at a temperature above 0.
-
-    Returns:
-        Written token ids, at least one for each prompt.
 
     Numerics: greedy choices depend on the other prompts of the batch by rounding alone.
     """
@@ -182,7 +148,7 @@ def write_continuations(
         max_new_tokens=data.max_new_tokens, eos_token_id=sorted(ends) or None, pad_token_id=pad_id, **drawing
     )
     device = input_device(model)
-    with _only_these(model, settings), _evaluating(model), torch.no_grad(), fork_rng(range(torch.cuda.device_count())):
+    with _for_writing(model, settings), torch.no_grad(), fork_rng(range(torch.cuda.device_count())):
         torch.manual_seed(seed)
         rows_BT = model.generate(
             input_ids=ids_BT.to(device), attention_mask=mask_BT.to(device), generation_config=settings
@@ -212,24 +178,18 @@ def cut_at_end(ids: list[int], ends: Collection[int]) -> list[int]:
 
 
 @contextmanager
-def _only_these(model: PreTrainedModel, settings: GenerationConfig) -> Iterator[None]:
-    """Hide the checkpoint's generation settings: what a call leaves open is taken from there."""
-    own = model.generation_config
+def _for_writing(model: PreTrainedModel, settings: GenerationConfig) -> Iterator[None]:
+    """Evaluation mode, and no generation settings of the checkpoint: what a call leaves open is taken from there.
+
+    Layers set to recompute activations, by their training flag, would do without the cache.
+    """
+    own, training = model.generation_config, [module for module in model.modules() if module.training]
     model.generation_config = settings
-    try:
-        yield
-    finally:
-        model.generation_config = own
-
-
-@contextmanager
-def _evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Evaluation mode; layers set to recompute activations, by their training flag, would do without the cache."""
-    training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         yield
     finally:
+        model.generation_config = own
         for module in training:
             module.training = True
 
@@ -247,10 +207,9 @@ def _label(prompts: LoadedText, written: Sequence[Sequence[int]], ends: Collecti
             if _is_silent(tokens, ends):
                 silent.append(prompt.name)
             else:
-                labels = [IGNORED] * len(prompt.ids) + [*tokens]
-                yield TokenSequence(prompt.name, [*prompt.ids, *tokens], labels)
+                yield TokenSequence(prompt.name, [*prompt.ids, *tokens], [*prompt.labels, *tokens])
 
-    text = select_usable(join(), wanted)
+    text = sequences.select_usable(join(), wanted)
     for note in describe_skipped({NOTHING_WRITTEN: silent}):
         logger.warning("generated text: %s", note)
     if not text.sequences:

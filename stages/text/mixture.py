@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from instruments.errors import ConfigError
-from stages.text.config import DataConfig, SourceConfig
+from stages.text.config import DataConfig
 
 EXAMPLE = "'data.sources=[{path:FILE_OR_FOLDER,share:0.5},{name:allenai/c4,subset:en,share:0.5}]'"
 
@@ -41,25 +41,23 @@ def mixture_errors(data: DataConfig) -> Iterator[ConfigError]:
     if data.labels == "generated":
         what = "data.labels=generated reads one source, and data.kind=mixture several"
         yield ConfigError(what, do="data.labels=full_sequence")
-    for number, source in enumerate(data.sources, start=1):
-        if (source.path is None) == (source.name is None):
-            named = "no path and no dataset" if source.path is None else "both a path and a dataset"
-            yield ConfigError(f"source {number} names {named}", where="setting data.sources", do=EXAMPLE)
+    for number, source in enumerate(data.sources):
+        place = f"data.sources.{number}"
+        if source.path is None and source.name is None:
+            yield ConfigError(
+                f"{place} names no path and no dataset", where=f"setting {place}", do=f"{place}.path=FILE"
+            )
+        elif source.path is not None and source.name is not None:
+            yield ConfigError(
+                f"{place} names both a path and a dataset", where=f"setting {place}", do=f"{place}.name=null"
+            )
     total = sum(source.share for source in data.sources)
     if data.sources and not abs(total - 1) <= 1e-6:  # nor where it is no number
         shares = ", ".join(f"{source.share:g}" for source in data.sources)
         what = f"the shares of data.sources are {shares}: their sum is {total:.6g}, not 1"
-        yield ConfigError(what, where="setting data.sources", do=_spell_out(data.sources, total))
-
-
-def _spell_out(sources: Sequence[SourceConfig], total: float) -> str:
-    """The setting with shares that sum to 1, to paste."""
-    parts = []
-    for source in sources:
-        share = source.share / total if 0 < total < math.inf else 1 / len(sources)
-        said = {key: value for key, value in asdict(replace(source, share=f"{share:.6g}")).items() if value is not None}
-        parts.append(",".join(f"{key}:{value}" for key, value in said.items()))
-    return f"'data.sources=[{','.join(f'{{{part}}}' for part in parts)}]'"
+        parts = [source.share / total if 0 < total < math.inf else 1 / len(data.sources) for source in data.sources]
+        do = " ".join(f"data.sources.{number}.share={part:.6g}" for number, part in enumerate(parts))
+        yield ConfigError(what, where="setting data.sources", do=do)
 
 
 def interleave_shares(sizes: Sequence[Sequence[int]], shares: Sequence[float]) -> list[tuple[int, int]]:

@@ -10,7 +10,7 @@ from jaxtyping import Int64
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from instruments.errors import DataError
+from instruments.errors import DataError, some
 from stages.text.chat import encode_conversation
 from stages.text.config import DataConfig
 from stages.text.documents import Document, Split
@@ -42,11 +42,7 @@ class TokenSequence:
 
 
 def encode_document(document: Document, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> TokenSequence:
-    """Tokenize one document, its end included.
-
-    Raises:
-        DataError: the conversation cannot be rendered or labelled.
-    """
+    """Tokenize one document, its end included. Raises DataError: a conversation cannot be rendered or labelled."""
     if document.messages:
         ids, supervised = encode_conversation(document, tokenizer, completion=data.labels in ANSWERS_COUNT)
         labels = [id_ if counts else IGNORED for id_, counts in zip(ids, supervised, strict=True)]
@@ -75,8 +71,6 @@ Skipped = Mapping[str, Sequence[str]]
 TOO_SHORT = "fewer than 2 tokens"
 ALL_MASKED = "no token counts in the loss"
 FIRST_ONLY = "the only label is at the first token, which nothing predicts"
-# A table's note names so many of each fault; the mapping holds all.
-NAMED = 5
 
 
 def find_fault(labels: Sequence[int]) -> str | None:
@@ -89,20 +83,12 @@ def find_fault(labels: Sequence[int]) -> str | None:
 
 
 def describe_skipped(skipped: Skipped) -> list[str]:
-    """A sentence per fault, for tables and logs: how many sequences were skipped for it, and the first of their names.
-
-    Every name is in the mapping itself.
-    """
+    """A sentence per fault, for tables and logs: how many sequences were skipped for it, and the first names."""
     return [
-        f"skipped {len(names)} {'sequence' if len(names) == 1 else 'sequences'} ({fault}: {_list_names(names)})"
+        f"skipped {len(names)} sequence{'' if len(names) == 1 else 's'} ({fault}: {some(names, separator=', ')})"
         for fault, names in skipped.items()
         if names
     ]
-
-
-def _list_names(names: Sequence[str]) -> str:
-    named = ", ".join(names[:NAMED])
-    return named if len(names) <= NAMED else f"{named} and {len(names) - NAMED} more"
 
 
 def describe_nothing_left(data: DataConfig, split: Split, skipped: Skipped) -> DataError:
@@ -116,7 +102,8 @@ def describe_nothing_left(data: DataConfig, split: Split, skipped: Skipped) -> D
         return DataError(
             what,
             where=f"{where}, data.labels={data.labels}, data.max_length={data.max_length}",
-            do="a larger data.max_length, if the answers begin after the cut, or data.labels=full_sequence",
+            do=f"data.labels=full_sequence, or data.max_length={2 * data.max_length} if the answers begin after "
+            "the cut",
         )
     if short:
         return DataError(f"none of {short} sequences has 2 tokens", where=where, do="name text that holds more")
@@ -144,7 +131,7 @@ def load_sequences(data: DataConfig, tokenizer: PreTrainedTokenizerBase, split: 
     return load_text(data, tokenizer, split).sequences
 
 
-# The stages of a run share one DataConfig, and tokenise its calibration split once.
+# The stages of a run share one DataConfig, and tokenize its calibration split once.
 _last_calibration: list[tuple[DataConfig, str, LoadedText]] = []
 
 
@@ -152,16 +139,11 @@ def load_text(data: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Split
     """Read one split of the text as token sequences, always the same ones for the same settings and text.
 
     With `data.labels=generated` this is the text as it stands: conversations with their own answers as labels, plain
-    text in full. What a model makes of it: `load_prompts` and `continue_prompts`.
-
-    Args:
-        data: the source, how it is packed and labelled, and how many tokens are wanted.
-        tokenizer: a fast tokenizer, with a chat template where the text is conversations.
-        split: calibration (at most `data.tokens`) or heldout (at most `data.heldout_tokens`). They share no document.
+    text in full. What a model makes of it: `load_prompts` and `continue_prompts`. The splits share no document.
 
     Returns:
-        Sequences of 2 to `data.max_length` tokens, each with a label to learn from; the last may be cut to fit the
-        number of tokens; and the names of those skipped before that number was reached.
+        Sequences of 2 to `data.max_length` tokens, each with a label to learn from, at most `data.tokens` or
+        `data.heldout_tokens` in all; the last may be cut to fit. Also the names of those skipped before that.
 
     Raises:
         DataError: the text cannot be read, or nothing is left of it.
@@ -259,28 +241,19 @@ def select_usable(sequences: Iterable[TokenSequence], wanted: int) -> LoadedText
 
     The last is cut to fit, or left out where that leaves nothing.
     """
+    taken: list[TokenSequence] = []
     skipped: dict[str, list[str]] = defaultdict(list)
-    taken = list(_take_tokens(_skip_unusable(sequences, skipped), wanted))
-    return LoadedText(taken, dict(skipped))
-
-
-def _skip_unusable(sequences: Iterable[TokenSequence], skipped: dict[str, list[str]]) -> Iterator[TokenSequence]:
     for sequence in sequences:
         if fault := find_fault(sequence.labels):
             skipped[fault].append(sequence.name)
-        else:
-            yield sequence
-
-
-def _take_tokens(sequences: Iterable[TokenSequence], wanted: int) -> Iterator[TokenSequence]:
-    for sequence in sequences:
-        if len(sequence.ids) >= wanted:
-            last = sequence.cut(wanted)
-            if find_fault(last.labels) is None:
-                yield last
-            return
+            continue
+        fitting = sequence.cut(wanted)
+        if find_fault(fitting.labels) is None:
+            taken.append(fitting)
         wanted -= len(sequence.ids)
-        yield sequence
+        if wanted <= 0:
+            break
+    return LoadedText(taken, dict(skipped))
 
 
 @dataclass(frozen=True)
@@ -301,10 +274,7 @@ class TokenBatch:
 
 
 def batch_sequences(sequences: Sequence[TokenSequence], batch_tokens: int, pad_id: int) -> list[TokenBatch]:
-    """Batch sequences in their order, B·T <= batch_tokens, padding included.
-
-    A sequence longer than `batch_tokens` is a batch of its own.
-    """
+    """Batch sequences in their order, B·T <= batch_tokens, padding included; a longer one is a batch of its own."""
     groups = group_lengths([len(sequence.ids) for sequence in sequences], batch_tokens)
     return [_pad(sequences[group.start : group.stop], pad_id) for group in groups]
 
@@ -312,16 +282,10 @@ def batch_sequences(sequences: Sequence[TokenSequence], batch_tokens: int, pad_i
 def split_batch(batch: TokenBatch, batch_tokens: int) -> list[TokenBatch]:
     """The same sequences in batches of B·T <= batch_tokens, of one sequence at least."""
     rows = max(1, batch_tokens // batch.input_ids.shape[1])
-    parts = (slice(start, start + rows) for start in range(0, len(batch.names), rows))
+    fields = ("input_ids", "attention_mask", "labels", "names")
     return [
-        replace(
-            batch,
-            input_ids=batch.input_ids[part],
-            attention_mask=batch.attention_mask[part],
-            labels=batch.labels[part],
-            names=batch.names[part],
-        )
-        for part in parts
+        replace(batch, **{name: getattr(batch, name)[start : start + rows] for name in fields})
+        for start in range(0, len(batch.names), rows)
     ]
 
 
@@ -345,9 +309,4 @@ def _pad(group: Sequence[TokenSequence], pad_id: int) -> TokenBatch:
         input_ids[row, :length] = torch.tensor(sequence.ids)
         attention_mask[row, :length] = 1
         labels[row, :length] = torch.tensor(sequence.labels)
-    return TokenBatch(
-        input_ids,
-        attention_mask,
-        labels,
-        [sequence.name for sequence in group],
-    )
+    return TokenBatch(input_ids, attention_mask, labels, [sequence.name for sequence in group])

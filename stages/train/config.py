@@ -6,21 +6,6 @@ VERSION = 1
 
 
 @dataclass
-class TrainWatchConfig:
-    """The monitor of gradients and outputs; what it finds goes to the log and to metrics.jsonl."""
-
-    # Look at every step.
-    enabled: bool = True
-    # L2 norm below which a layer's gradient vanishes, and above which it explodes; before clipping.
-    vanishing: float = field(default=1e-6, metadata={"minimum": 0})
-    exploding: float = field(default=100.0, metadata={"above": 0})
-    # A layer is dead whose gradient norm is no more than this share of the median layer's.
-    dead: float = field(default=1e-6, metadata={"minimum": 0, "maximum": 1})
-    # Also look at the outputs of modules, to name the first one with NaN or inf.
-    outputs: bool = True
-
-
-@dataclass
 class TrainConfig:
     """How the projected checkpoint is trained."""
 
@@ -30,7 +15,7 @@ class TrainConfig:
     router_share: float = field(default=0.1, metadata={"minimum": 0, "maximum": 1})
     experts_share: float = field(default=0.9, metadata={"minimum": 0, "maximum": 1})
     all_share: float = field(default=0.0, metadata={"minimum": 0, "maximum": 1})
-    # Peak learning rates (AdamW). That of the routers is of logits that spread by 1, and follows the spread.
+    # Peak learning rates (AdamW). That of the routers is of logits of standard deviation 1, and scales with theirs.
     router_rate: float = field(default=1e-3, metadata={"above": 0})
     expert_rate: float = field(default=3e-4, metadata={"minimum": 0})
     rest_rate: float = field(default=1e-4, metadata={"minimum": 0})
@@ -40,13 +25,9 @@ class TrainConfig:
     weight_decay: float = field(default=0.0, metadata={"minimum": 0})
     # Gradients of a larger norm are scaled down to it.
     gradient_norm: float = field(default=1.0, metadata={"above": 0})
-    # What is minimised: language_model · next-token loss + logits · KL of the dense model's predictions + hidden · its
-    # hidden states' relative squared distance.
+    # The loss: language_model · next-token loss + logits · KL of the dense model's predictions.
     language_model: float = field(default=1.0, metadata={"minimum": 0})
     logits: float = field(default=0.0, metadata={"minimum": 0})
-    hidden: float = field(default=0.0, metadata={"minimum": 0})
-    # Temperature of both predictions in the KL.
-    temperature: float = field(default=1.0, metadata={"above": 0})
     # Even load. auto: selection_bias where the architecture has one, else loss; loss adds balance_weight · load
     # balancing loss; selection_bias moves each expert's bias by bias_rate a step against its load.
     balance: str = field(default="auto", metadata={"choices": ("auto", "loss", "selection_bias", "none")})
@@ -55,8 +36,8 @@ class TrainConfig:
     # Weight of the squared log-partition of the router's logits.
     z_weight: float = field(default=1e-4, metadata={"minimum": 0})
     # Standard deviation of a token's router logits at the end, where the checkpoint has less: that of parity carves
-    # (next to 0, constant gates) and of softmax gates (0.3) grows linearly over the first logit_std_share of the
-    # tokens; a larger one (1, sigmoid gates) stays. 0 leaves any as it is.
+    # (near 0, constant gates) and of softmax gates (0.3) grows linearly over the first logit_std_share of the
+    # tokens; a larger one (1, sigmoid gates) stays. 0 changes none.
     logit_std: float = field(default=0.5, metadata={"minimum": 0})
     logit_std_share: float = field(default=0.5, metadata={"above": 0, "maximum": 1})
     # Sequences per optimizer step, over all processes, and per forward pass of one process.
@@ -70,19 +51,18 @@ class TrainConfig:
     fsdp: bool = field(default=False, metadata={"fingerprint": False})
     # JSON file of what transformers calls fsdp_config; null takes its defaults.
     fsdp_config: str | None = field(default=None, metadata={"fingerprint": False})
-    # The monitor of gradients and outputs.
-    watch: TrainWatchConfig = field(default_factory=TrainWatchConfig, metadata={"fingerprint": False})
-    # Steps between two log lines, between two looks at the held-out text (0: at the ends of phases), and between two
-    # checkpoints to go on from after a kill.
+    # Monitor gradients and module outputs in every step; findings go to the log and to metrics.jsonl.
+    watch: bool = field(default=True, metadata={"fingerprint": False})
+    # Steps between two log lines, two evaluations on held-out text (0: only at the end of a phase), and two
+    # checkpoints for resuming.
     log_steps: int = field(default=10, metadata={"minimum": 1, "fingerprint": False})
     heldout_steps: int = field(default=50, metadata={"minimum": 0, "fingerprint": False})
     save_steps: int = field(default=100, metadata={"minimum": 1, "fingerprint": False})
-    # Sequences of held-out text that are looked at.
+    # Sequences of held-out text per evaluation.
     heldout_sequences: int = field(default=64, metadata={"minimum": 1, "fingerprint": False})
     # TensorBoard events in addition to metrics.jsonl (pip install tensorboard).
     tensorboard: bool = field(default=True, metadata={"fingerprint": False})
 
     def unread(self) -> dict[str, str]:
         """Settings that nothing reads, and why."""
-        found = {} if self.fsdp else {"fsdp_config": "train.fsdp=false"}
-        return found if self.logits else found | {"temperature": "train.logits=0"}
+        return {} if self.fsdp else {"fsdp_config": "train.fsdp=false"}

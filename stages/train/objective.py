@@ -1,11 +1,11 @@
-"""One forward pass of training: the loss it adds to the optimizer step, and what is to be known about it."""
+"""One forward pass of training: the loss it adds to the optimizer step, and the figures of the log."""
 
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
@@ -20,54 +20,6 @@ from stages.train.routers import Balance, add_up, balance_loss, count_load, entr
 def predicts(labels_BT: Int[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
     """Positions whose next token counts."""
     return pad(labels_BT[:, 1:], (0, 1), value=IGNORED) != IGNORED
-
-
-def next_token_loss(logits_BTV: Float[Tensor, "B T V"], labels_BT: Int[Tensor, "B T"]) -> Float[Tensor, ""]:
-    """Σ −log p(next token), in nats."""
-    return token_losses(logits_BTV, labels_BT).sum()
-
-
-def hidden_distance(
-    student: tuple[Tensor, ...], teacher: tuple[Tensor, ...], counts_BT: Bool[Tensor, "B T"]
-) -> Float[Tensor, ""]:
-    """Σ over tokens of ‖student − teacher‖² / ‖teacher‖², mean over layers; the embedding is left out.
-
-    Args:
-        student: hidden states ``(B, T, D)`` before the first layer and after each.
-        teacher: the same of the dense model.
-        counts_BT: tokens that count.
-    """
-    layers = list(zip(student[1:], teacher[1:], strict=True))
-    distances = [_relative(ours[counts_BT].float(), theirs[counts_BT].float()) for ours, theirs in layers]
-    return torch.stack(distances).mean()
-
-
-def _relative(ours_tD: Tensor, theirs_tD: Tensor) -> Tensor:
-    return ((ours_tD - theirs_tD).square().sum(1) / theirs_tD.square().sum(1).clamp_min(1e-12)).sum()
-
-
-@dataclass(frozen=True)
-class TeacherOutput:
-    """What the dense model makes of a batch."""
-
-    logits_BTV: Tensor
-    hidden: tuple[Tensor, ...]  # (B, T, D) before the first layer and after each; empty where nobody asked
-
-
-@dataclass(frozen=True)
-class Teacher:
-    """The frozen dense model, and what is wanted of it."""
-
-    model: PreTrainedModel
-    hidden: bool
-
-    @torch.no_grad()
-    def teach(self, input_ids: Tensor, attention_mask: Tensor) -> TeacherOutput:
-        """Its predictions and, where wanted, its hidden states."""
-        output = self.model(
-            input_ids=input_ids, attention_mask=attention_mask, use_cache=False, output_hidden_states=self.hidden
-        )
-        return TeacherOutput(output.logits, output.hidden_states or ())
 
 
 @dataclass
@@ -89,49 +41,37 @@ class RunningMetrics:
         self.load_LE = load_LE if self.load_LE is None else self.load_LE + load_LE
 
     def collect(self) -> dict[str, float]:
-        """Figures over all processes; the sums start again."""
+        """Means over all processes; the sums start again. Empty where nothing was added.
+
+        `load_max_over_mean` is of the layer where it is highest, `dead_experts` counts those that no token chose.
+        """
         if self.load_LE is None:
             return {}
         names = sorted(self.sums)
         totals = dict(zip(names, add_up(torch.stack([self.sums[name] for name in names])).tolist(), strict=True))
         load_LE = add_up(self.load_LE).double()
+        if self.pooled:
+            load_LE = load_LE.sum(0, keepdim=True)
+        ratio_L = load_LE.max(1).values / load_LE.mean(1).clamp_min(1e-9)
         self.sums, self.load_LE = {}, None
-        return figures(totals, load_LE.sum(0, keepdim=True) if self.pooled else load_LE)
-
-
-def figures(totals: Mapping[str, float], load_LE: Tensor) -> dict[str, float]:
-    """What a log line says, from sums over passes and tokens.
-
-    `load_max_over_mean` is of the layer where it is highest, `dead_experts` counts those that no token chose.
-    """
-    items, passes = totals["items"], totals["passes"]
-    found = {"language_model": totals["language_model"] / items}
-    found |= {name: totals[name] / items for name in ("logits", "hidden") if name in totals}
-    found |= {name: totals[name] / passes for name in ("balance", "router_z", "router_entropy") if name in totals}
-    ratio_L = load_LE.max(1).values / load_LE.mean(1).clamp_min(1e-9)
-    return found | {
-        "load_max_over_mean": float(ratio_L.max()),
-        "load_max_over_mean_average": float(ratio_L.mean()),
-        "dead_experts": int((load_LE == 0).sum()),
-        "tokens": int(totals["tokens"]),
-    }
+        counts = dict.fromkeys(("language_model", "logits"), "items")
+        counts |= dict.fromkeys(("balance", "router_z", "router_entropy"), "passes")
+        means = {name: totals[name] / totals[count] for name, count in counts.items() if name in totals}
+        return means | {
+            "load_max_over_mean": float(ratio_L.max()),
+            "load_max_over_mean_average": float(ratio_L.mean()),
+            "dead_experts": int((load_LE == 0).sum()),
+            "tokens": int(totals["tokens"]),
+        }
 
 
 class Objective:
     """The loss of a micro-batch."""
 
     def __init__(
-        self, settings: TrainConfig, watch: RouterWatch, teacher: Teacher | None, *, balance: Balance, pooled: bool
+        self, settings: TrainConfig, watch: RouterWatch, teacher: PreTrainedModel | None, balance: Balance, pooled: bool
     ) -> None:
-        """Compose it.
-
-        Args:
-            settings: of the training.
-            watch: of the routers of the model that will be passed to `loss`.
-            teacher: None where nothing is distilled.
-            balance: how load is evened out.
-            pooled: all layers share the experts.
-        """
+        """`watch` is of the model that will be passed to `loss`; `teacher` the frozen dense model, if it teaches."""
         self.settings, self.watch, self.teacher = settings, watch, teacher
         self.balance, self.pooled = balance, pooled
         self.metrics = RunningMetrics(pooled)
@@ -147,49 +87,32 @@ class Objective:
             parts: micro-batches of this process in the step.
             world: processes; their gradients will be averaged.
         """
-        labels_BT, mask_T = inputs["labels"], inputs["attention_mask"].flatten().bool()
+        labels_BT, mask_BT = inputs["labels"], inputs["attention_mask"]
+        mask_T = mask_BT.flatten().bool()
         with self.watch.collect() as routings:
-            output = model(
-                input_ids=inputs["input_ids"],
-                attention_mask=inputs["attention_mask"],
-                use_cache=False,
-                output_hidden_states=bool(self.settings.hidden),
-            )
-        sums = self._token_sums(output.logits, output.hidden_states or (), inputs)
-        weights = {name: getattr(self.settings, name) for name in sums}
-        loss = torch.stack([weights[name] * value for name, value in sums.items()]).sum() * world / items
+            logits_BTV = model(input_ids=inputs["input_ids"], attention_mask=mask_BT, use_cache=False).logits
+        with nullcontext() if self.settings.language_model else torch.no_grad():
+            sums = {"language_model": token_losses(logits_BTV, labels_BT).sum()}
+        if self.teacher is not None:
+            with torch.no_grad():
+                taught = self.teacher(input_ids=inputs["input_ids"], attention_mask=mask_BT, use_cache=False)
+            sums["logits"] = prediction_distance(logits_BTV, taught.logits, predicts(labels_BT))
+        weighted = [getattr(self.settings, name) * value for name, value in sums.items()]
+        loss = torch.stack(weighted).sum() * world / items
         load_LE = count_load(routings, mask_T)
         self.load_LE = load_LE if self.load_LE is None else self.load_LE + load_LE
         means = self._router_means(routings, load_LE, mask_T)
         loss = loss + sum((weight * value for weight, value in means.values()), start=loss.new_zeros(())) / parts
-        with torch.no_grad():
-            self.metrics.add(
-                load_LE,
-                **sums,
-                **{name: value for name, (_, value) in means.items()},
-                router_entropy=entropy(routings, mask_T),
-                items=supervised_tokens(labels_BT).sum(),
-                tokens=mask_T.sum(),
-                passes=1.0,
-            )
+        self.metrics.add(
+            load_LE,
+            **sums,
+            **{name: value for name, (_, value) in means.items()},
+            router_entropy=entropy(routings, mask_T),
+            items=supervised_tokens(labels_BT).sum(),
+            tokens=mask_T.sum(),
+            passes=1.0,
+        )
         return loss
-
-    def _token_sums(
-        self, logits_BTV: Tensor, hidden: tuple[Tensor, ...], inputs: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """Sums over supervised tokens, by the name of the setting that weighs them."""
-        settings, labels_BT = self.settings, inputs["labels"]
-        with nullcontext() if settings.language_model else torch.no_grad():
-            sums = {"language_model": next_token_loss(logits_BTV, labels_BT)}
-        if self.teacher is None:
-            return sums
-        taught = self.teacher.teach(inputs["input_ids"], inputs["attention_mask"])
-        counts_BT = predicts(labels_BT)
-        if settings.logits:
-            sums["logits"] = prediction_distance(logits_BTV, taught.logits_BTV, counts_BT, settings.temperature)
-        if settings.hidden:
-            sums["hidden"] = hidden_distance(hidden, taught.hidden, counts_BT)
-        return sums
 
     def _router_means(
         self, routings: list[Routing], load_LE: Tensor, mask_T: Tensor

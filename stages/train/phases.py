@@ -27,27 +27,18 @@ _LEARNS = {
     "experts": frozenset({Part.ROUTER, Part.EXPERTS}),
     "all": frozenset(Part),
 }
+_RATES = {"router_rate": Part.ROUTER, "expert_rate": Part.EXPERTS, "rest_rate": Part.REST}
 
 
 def make_phases(settings: TrainConfig, step_tokens: float) -> list[Phase]:
-    """The phases that have a share, each of at least one step.
-
-    Args:
-        settings: of the training.
-        step_tokens: tokens of one optimizer step.
-    """
-    shares = {"router": settings.router_share, "experts": settings.experts_share, "all": settings.all_share}
+    """The phases that have a share, each of at least one step of `step_tokens` tokens."""
     phases: list[Phase] = []
-    for name, share in shares.items():
+    for name, learns in _LEARNS.items():
+        share = getattr(settings, f"{name}_share")
         if share > 0:
             first = phases[-1].last if phases else 0
-            phases.append(Phase(name, first, max(1, round(share * settings.tokens / step_tokens)), _LEARNS[name]))
+            phases.append(Phase(name, first, max(1, round(share * settings.tokens / step_tokens)), learns))
     return phases
-
-
-def total_steps(phases: list[Phase]) -> int:
-    """Steps of all of them."""
-    return phases[-1].last
 
 
 def rate_factor(step: int, phase: Phase, settings: TrainConfig) -> float:
@@ -61,9 +52,4 @@ def rate_factor(step: int, phase: Phase, settings: TrainConfig) -> float:
 
 def rates_of(phase: Phase, settings: TrainConfig) -> dict[str, float]:
     """Peak rates as `parameter_groups` takes them; 0 for what does not learn."""
-    peaks = {
-        Part.ROUTER: ("router_rate", settings.router_rate),
-        Part.EXPERTS: ("expert_rate", settings.expert_rate),
-        Part.REST: ("rest_rate", settings.rest_rate),
-    }
-    return {name: rate if part in phase.learns else 0.0 for part, (name, rate) in peaks.items()}
+    return {name: getattr(settings, name) if part in phase.learns else 0.0 for name, part in _RATES.items()}

@@ -1,34 +1,80 @@
-"""What happened, step by step: metrics.jsonl, which survives a kill and never says a step twice, and TensorBoard."""
+"""What survives a kill: whole checkpoints, and metrics.jsonl, in which every step stands once."""
 
 import json
 import logging
+import math
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from instruments.durable import whole_file
+from instruments.durable import hash_file, sync_tree, whole_file
+from instruments.training_watch.step_log import read_step_log
+from stages.artifacts.job import Table
+from stages.train.phases import Phase
 
 logger = logging.getLogger(__name__)
 
+WHOLE = "whole"  # marks a folder in which nothing is missing; holds the hashes of its files
 FILE = "metrics.jsonl"
 EVENTS = "tensorboard"
 
 
-@dataclass(frozen=True)
+def mark_whole(folder: Path) -> None:
+    """Write the hashes of all files in the folder, once they are on the disk."""
+    sync_tree(folder)
+    hashes = _hashes(folder)
+    with whole_file(folder / WHOLE) as unfinished:
+        unfinished.write_text(json.dumps(hashes), encoding="utf-8")
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether it was marked."""
+    return (folder / WHOLE).exists()
+
+
+def _hashes(folder: Path) -> dict[str, str]:
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != WHOLE]
+    return {path.relative_to(folder).as_posix(): hash_file(path) for path in files}
+
+
+def drop_unfinished(folder: Path) -> None:
+    """Remove checkpoints of a phase that a kill left half written, and those that have changed since."""
+    for path in folder.glob("*"):
+        if path.is_dir() and is_whole(path):
+            if (path / WHOLE).read_text(encoding="utf-8") == json.dumps(_hashes(path)):
+                continue
+            logger.warning("a checkpoint of an unfinished training is damaged and will be removed: %s", path)
+        if path.is_dir():
+            shutil.rmtree(path)
+
+
+def find_latest(folder: Path) -> tuple[Path, int] | None:
+    """The last whole checkpoint of a phase, and its step within the phase."""
+    found = [(int(path.name.partition("-")[2]), path) for path in folder.glob("checkpoint-*") if is_whole(path)]
+    if not found:
+        return None
+    step, path = max(found)
+    return path, step
+
+
+@dataclass
 class Record:
     """The file, and TensorBoard events where they are wanted."""
 
     folder: Path
-    events: Any = None  # a SummaryWriter
+    events: Any  # a SummaryWriter, or None
+    tokens: int  # trained on so far
 
     @classmethod
     def open(cls, folder: Path, *, done: int, tensorboard: bool) -> "Record":
-        """Go on after `done` steps; what was written about later ones, which a kill undid, is forgotten."""
-        kept = [line for line in read_record(folder) if line["step"] <= done]
+        """Go on after `done` steps; lines about later ones, which a kill undid, are removed."""
+        kept = [line for line in read_record(folder) if line["step"] <= done] if (folder / FILE).exists() else []
         with whole_file(folder / FILE) as unfinished:
             unfinished.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        return cls(folder, open_events(folder / EVENTS, done) if tensorboard else None)
+        tokens = max((line["tokens"] for line in kept if "tokens" in line), default=0)
+        return cls(folder, open_events(folder / EVENTS, done) if tensorboard else None, tokens)
 
     def write(self, step: int, phase: str, figures: Mapping[str, float]) -> None:
         """Add a line."""
@@ -53,11 +99,7 @@ class Record:
 
 def read_record(folder: Path) -> list[dict[str, Any]]:
     """All lines; a last one that a kill cut short is left out."""
-    path = folder / FILE
-    if not path.exists():
-        return []
-    whole = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
-    return [json.loads(line) for line in whole]
+    return read_step_log(folder / FILE)
 
 
 def open_events(folder: Path, done: int) -> Any:  # noqa: ANN401 - a SummaryWriter, which torch does not type
@@ -70,7 +112,51 @@ def open_events(folder: Path, done: int) -> Any:  # noqa: ANN401 - a SummaryWrit
     return SummaryWriter(str(folder), purge_step=done + 1)
 
 
-def tokens_at(folder: Path, step: int) -> int:
-    """Tokens trained on after a step, by the last line up to it that says so."""
-    said = [line["tokens"] for line in read_record(folder) if line["step"] <= step and "tokens" in line]
-    return said[-1] if said else 0
+Lines = Sequence[Mapping[str, Any]]
+_COLUMNS = (
+    "phase", "steps", "tokens", "held-out loss", "gap over dense", "perplexity over dense", "load max/mean",
+    "dead experts", "router entropy", "tokens/s",
+)  # fmt: skip
+
+
+def summarise(lines: Lines, phases: Sequence[Phase], text_tokens: int) -> Table:
+    """A row for the start and one for the end of every phase, of a training on a text of so many tokens."""
+    dense = float(lines[0]["dense_heldout_loss"])
+    parts = [("start", 0), *((phase.name, phase.steps) for phase in phases)]
+    rows = [_row(name, steps, [line for line in lines if line["phase"] == name], dense) for name, steps in parts]
+    gaps = [float(line["heldout_loss"]) - dense for line in lines if "heldout_loss" in line]
+    seen = max(int(line.get("tokens", 0)) for line in lines)
+    notes = [
+        f"dense model: held-out loss {dense:.4f}; {text_tokens:,} tokens of text, read {seen / text_tokens:.1f} times"
+    ]
+    if gaps[0] > 0:
+        notes.append(f"training closed {1 - gaps[-1] / gaps[0]:.0%} of the gap")
+    return Table("continued pretraining", _COLUMNS, rows, notes)
+
+
+def _row(name: str, steps: int, lines: Lines, dense: float) -> list[object]:
+    last = {key: value for line in lines for key, value in line.items()}
+    gap = float(last["heldout_loss"]) - dense
+    speeds = [float(line["tokens_per_second"]) for line in lines if "tokens_per_second" in line]
+    return [
+        name,
+        steps,
+        int(last.get("tokens", 0)),
+        f"{last['heldout_loss']:.4f}",
+        f"{gap:+.4f}",
+        f"{math.expm1(gap):+.1%}",
+        f"{last['load_max_over_mean']:.2f}" if "load_max_over_mean" in last else "-",
+        last.get("dead_experts", "-"),
+        f"{last['router_entropy']:.3f}" if "router_entropy" in last else "-",
+        f"{sum(speeds) / len(speeds):,.0f}" if speeds else "-",
+    ]
+
+
+def describe(lines: Lines) -> str:
+    """The training in a sentence, for the model card."""
+    dense, start = (float(lines[0][name]) for name in ("dense_heldout_loss", "heldout_loss"))
+    tokens = max((int(line["tokens"]) for line in lines if "tokens" in line), default=0)
+    end = next(float(line["heldout_loss"]) for line in reversed(lines) if "heldout_loss" in line)
+    return (
+        f"{tokens:,} tokens; held-out loss over the dense model's {start - dense:+.4f} before, {end - dense:+.4f} after"
+    )

@@ -1,4 +1,4 @@
-"""How routers change in training: even load, and gates that grow from constant ones."""
+"""How routers change in training: even load, and logits that grow."""
 
 from dataclasses import dataclass
 
@@ -15,17 +15,13 @@ class Balance:
     """How load is evened out."""
 
     kind: str  # loss, selection_bias or none
-    bias_step: float  # of a selection bias, per step and neuron of the logits' spread, in the bias's own neurons
+    bias_step: float  # of a selection bias, per step, where the logits' standard deviation is 1; in the bias's unit
 
 
 def count_load(routings: list[Routing], mask_T: Tensor) -> Int[Tensor, "L E"]:
     """Tokens that chose each expert, padding left out."""
-    return torch.stack([_load(routing, mask_T) for routing in routings])
-
-
-def _load(routing: Routing, mask_T: Tensor) -> Tensor:
-    experts = routing.logits_TE.shape[1]
-    return routing.chosen_TK[mask_T].flatten().bincount(minlength=experts)
+    loads = [routing.chosen_TK[mask_T].flatten().bincount(minlength=routing.logits_TE.shape[1]) for routing in routings]
+    return torch.stack(loads)
 
 
 def balance_loss(
@@ -33,11 +29,7 @@ def balance_loss(
 ) -> Float[Tensor, ""]:
     """Mean over layers of E · Σ_e (share of choices for e) · (mean probability of e): 1 when all is even.
 
-    Args:
-        routings: by layer.
-        load_LE: what `count_load` gave, of this process or summed over all of them.
-        mask_T: tokens that count.
-        pooled: all layers share the experts, so that the load is that of all layers together.
+    `load_LE` is of this process or summed over all; `pooled`: all layers share the experts, and so their load.
     Source: Switch Transformers, arXiv:2101.03961 eq. 4, per choice.
     """
     probability_LE = torch.stack([routing.logits_TE[mask_T].float().softmax(1).mean(0) for routing in routings])
@@ -56,7 +48,7 @@ def z_loss(routings: list[Routing], mask_T: Tensor) -> Float[Tensor, ""]:
 
 
 def entropy(routings: list[Routing], mask_T: Tensor) -> Float[Tensor, ""]:
-    """Mean entropy of the softmax over experts, in nats; log E where a router tells nothing apart."""
+    """Mean entropy of the softmax over experts, in nats; log E where all logits are equal."""
     parts = []
     for routing in routings:
         log_TE = routing.logits_TE[mask_T].detach().float().log_softmax(1)
@@ -77,11 +69,8 @@ def add_up(tensor: Tensor) -> Tensor:
 def move_biases(routers: list[nn.Module], load_LE: Int[Tensor, "L E"], step: float, *, pooled: bool = False) -> None:
     """Raise the selection bias of experts with less than the mean load by `step`, lower that of the others.
 
-    Args:
-        routers: by layer, each with a selection bias.
-        load_LE: tokens since the last move, all processes together.
-        step: how far, in the neurons of the router's scores.
-        pooled: the load that counts is that of all layers together.
+    `load_LE` counts the tokens of all processes since the last move; `pooled`: that of all layers together decides.
+    `step` is in the unit of the router's scores.
     Source: auxiliary-loss-free load balancing, arXiv:2408.15664 eq. 2.
     """
     load_LE = load_LE.double()
@@ -96,23 +85,23 @@ def move_biases(routers: list[nn.Module], load_LE: Int[Tensor, "L E"], step: flo
 
 @dataclass(frozen=True)
 class LogitSchedule:
-    """Standard deviation of a token's router logits by optimizer step, if nothing but the stretch changed it."""
+    """Standard deviation of a token's router logits by optimizer step, if nothing but `stretch` changed it."""
 
     start: float
     end: float
     steps: int  # over which it grows
 
     def at(self, step: int) -> float:
-        """The spread after `step` steps."""
+        """The standard deviation after `step` steps."""
         return self.start + (self.end - self.start) * min(1.0, step / self.steps)
 
     def factor(self, step: int) -> float:
-        """What the routers are to be multiplied by after `step` steps, having followed so far."""
+        """What the routers are multiplied by after step `step`."""
         return self.at(step) / self.at(step - 1)
 
 
 def make_schedule(start: float, end: float, steps: int) -> LogitSchedule:
-    """From `start`; never shrinking: an `end` that is smaller, or 0, leaves the spread as it is."""
+    """From `start`; never shrinking: an `end` that is smaller, or 0, changes nothing."""
     return LogitSchedule(start, max(start, end), max(1, steps))
 
 

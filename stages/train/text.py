@@ -1,20 +1,16 @@
 """Training text and held-out text."""
 
+import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from stages.artifacts.job import Workers
-from stages.losses import measure_loss
 from stages.text.config import DataConfig
-from stages.text.sequences import IGNORED, TokenBatch, TokenSequence, batch_sequences, load_sequences
+from stages.text.sequences import TokenBatch, TokenSequence, batch_sequences, load_sequences
 from stages.train.config import TrainConfig
-from stages.train.routers import add_up
 
 
 @dataclass(frozen=True)
@@ -30,11 +26,6 @@ class TrainingText:
         """Training tokens."""
         return sum(len(sequence.ids) for sequence in self.sequences)
 
-    @property
-    def mean_length(self) -> float:
-        """Tokens of a sequence."""
-        return self.tokens / len(self.sequences)
-
 
 def read_text(data: DataConfig, train: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> TrainingText:
     """As much of the calibration split as training wants, and the first sequences of the held-out one."""
@@ -44,69 +35,20 @@ def read_text(data: DataConfig, train: TrainConfig, tokenizer: PreTrainedTokeniz
     return TrainingText(sequences, batch_sequences(heldout, train.micro_batch * data.max_length, pad_id), pad_id)
 
 
-class OrderedSequences(Dataset[TokenSequence]):
-    """`length` sequences from a text that may be shorter: one shuffled pass after another, as the seed decides.
+def order_sequences(sequences: Sequence[TokenSequence], first: int, length: int, seed: int) -> list[TokenSequence]:
+    """`length` sequences from the `first` on of an endless order: one shuffled pass over the text after another.
 
-    The order is known beforehand, so that a run can be taken up anywhere.
+    The order follows from the seed alone, so that a run can be resumed anywhere.
     """
-
-    def __init__(self, sequences: Sequence[TokenSequence], first: int, length: int, seed: int) -> None:
-        """From the `first` sequence of that endless order."""
-        self._sequences, self._first, self._length, self._seed = sequences, first, length, seed
-        self._passes: dict[int, list[int]] = {}
-
-    def __len__(self) -> int:
-        """How many there are."""
-        return self._length
-
-    def __getitem__(self, index: int) -> TokenSequence:
-        """The sequence at a place of the order."""
-        if not 0 <= index < self._length:
-            raise IndexError(index)
-        number, place = divmod(self._first + index, len(self._sequences))
-        if number not in self._passes:
-            shuffle = torch.Generator().manual_seed(self._seed + number)
-            self._passes = {number: torch.randperm(len(self._sequences), generator=shuffle).tolist()}
-        return self._sequences[self._passes[number][place]]
+    ordered: list[TokenSequence] = []
+    for number in range(first // len(sequences), -(-(first + length) // len(sequences))):
+        shuffle = torch.Generator().manual_seed(seed + number)
+        ordered += [sequences[place] for place in torch.randperm(len(sequences), generator=shuffle).tolist()]
+    start = first % len(sequences)
+    return ordered[start : start + length]
 
 
-@dataclass(frozen=True)
-class Collator:
-    """Pads to the longest sequence of the batch, on the right."""
-
-    pad_id: int
-
-    def __call__(self, sequences: Sequence[TokenSequence]) -> dict[str, Tensor]:
-        """`input_ids`, `attention_mask` and `labels` of ``(B, T)``."""
-        longest = max(len(sequence.ids) for sequence in sequences)
-        rows = {
-            "input_ids": [_filled(sequence.ids, longest, self.pad_id) for sequence in sequences],
-            "attention_mask": [_filled([1] * len(sequence.ids), longest, 0) for sequence in sequences],
-            "labels": [_filled(sequence.labels, longest, IGNORED) for sequence in sequences],
-        }
-        return {name: torch.tensor(values) for name, values in rows.items()}
-
-
-def _filled(values: list[int], length: int, filler: int) -> list[int]:
-    return [*values, *[filler] * (length - len(values))]
-
-
-def heldout_loss(model: PreTrainedModel, batches: list[TokenBatch], workers: Workers, precision: str) -> float:
-    """Mean nats per supervised token over all batches, with every process reading its share of them.
-
-    Args:
-        model: left in the mode it was in.
-        batches: the whole text, the same in every process.
-        workers: who reads.
-        precision: float32, or bfloat16 for autocast, as training computes.
-    """
-    device = next(model.parameters()).device
-    half = torch.autocast(device.type, torch.bfloat16) if precision == "bfloat16" else nullcontext()
-    was_training = model.training
-    model.eval()
-    with half:
-        mine = measure_loss(model, batches[workers.rank :: workers.world]) if workers.rank < len(batches) else None
-    model.train(was_training)
-    sums = torch.tensor([mine.total, mine.tokens] if mine else [0.0, 0.0], dtype=torch.float64, device=device)
-    total, tokens = add_up(sums).tolist()
-    return float(total / tokens)
+def collate(sequences: Sequence[TokenSequence], pad_id: int) -> dict[str, Tensor]:
+    """`input_ids`, `attention_mask` and `labels` of ``(B, T)``, padded on the right to the longest sequence."""
+    (batch,) = batch_sequences(sequences, sys.maxsize, pad_id)
+    return {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "labels": batch.labels}

@@ -1,6 +1,9 @@
 """transformers' Trainer with the parts an MoE needs: rates by part, its own loss, growing router logits, even load."""
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,67 +12,84 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from torch.utils.data import Sampler, SequentialSampler
-from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer
+from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Trainer, TrainingArguments
 
-from instruments.errors import NumericsError
-from models.training import Part, parameter_groups
-from stages.losses import supervised_tokens
+from instruments.errors import ConfigError, NumericsError
+from instruments.training_watch.model_watch import ModelWatch, watch_model
+from instruments.training_watch.step_log import NOTE
+from models.training import Part, RouterWatch, parameter_groups
+from stages.artifacts.job import Workers
+from stages.losses import measure_loss, supervised_tokens
+from stages.train.callbacks import PhaseCallback, whole_logs
 from stages.train.config import TrainConfig
 from stages.train.objective import Objective
 from stages.train.phases import Phase, rate_factor, rates_of
-from stages.train.routers import LogitSchedule, add_up, move_biases, stretch
+from stages.train.record import Record, find_latest, mark_whole
+from stages.train.routers import Balance, LogitSchedule, add_up, move_biases, stretch
+from stages.train.text import TrainingText, collate, order_sequences
 
-
-def explain_not_finite(model: nn.Module, inputs: Mapping[str, Tensor], step: int, folder: Path) -> NumericsError:
-    """The error for a step whose gradients are not finite; it is not applied.
-
-    Args:
-        model: as it was before the step, with the gradients.
-        inputs: the last micro-batch.
-        step: its number.
-        folder: of the checkpoints.
-    """
-    place = first_bad_output(model, inputs)
-    if place is None:
-        bad = [name for name, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
-        # Backwards, the last layer comes first.
-        place = f"gradient of {bad[-1]}" if bad else "gradients of another process, or their sum"
-    else:
-        place = f"output of {place}"
-    kept = sorted(folder.glob("checkpoint-*"), key=lambda path: path.stat().st_mtime)
-    return NumericsError(
-        f"training step {step} gave no finite gradient and was not applied",
-        where=f"first seen in the {place}; last good checkpoint: {kept[-1] if kept else 'that before training'}",
-        do="lower train.router_rate= and train.expert_rate=, or raise train.warmup_share=",
-    )
-
-
-@torch.no_grad()
-def first_bad_output(model: nn.Module, inputs: Mapping[str, Tensor]) -> str | None:
-    """The first module, in the order of computation, that makes what is not finite; None where all outputs are."""
-    found: list[str] = []
-
-    def look(name: str, output: Any) -> None:  # noqa: ANN401 - whatever a module returns
-        tensor = output[0] if isinstance(output, tuple) else output
-        if not found and isinstance(tensor, Tensor) and tensor.is_floating_point() and not tensor.isfinite().all():
-            found.append(name)
-
-    hooks = [
-        module.register_forward_hook(lambda _module, _inputs, output, name=name: look(name, output))
-        for name, module in model.named_modules()
-        if name
-    ]
-    try:
-        model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found[0] if found else None
-
+logger = logging.getLogger(__name__)
 
 # Second moments that forget in some twenty steps, as language models are trained.
 BETAS = (0.9, 0.95)
+
+
+@dataclass(frozen=True)
+class TrainContext:
+    """What all phases share."""
+
+    settings: TrainConfig
+    text: TrainingText
+    schedule: LogitSchedule
+    total: int  # steps
+    balance: Balance
+    pooled: bool
+    teacher: PreTrainedModel | None
+    record: Record | None  # None in processes that do not lead
+    seed: int
+    workers: Workers
+    device: torch.device
+
+    def heldout_loss(self, model: PreTrainedModel) -> float:
+        """Mean nats per supervised token of the held-out text, of which every process reads its share."""
+        batches, device = self.text.heldout, next(model.parameters()).device
+        half = torch.autocast(device.type, torch.bfloat16) if self.settings.precision == "bfloat16" else nullcontext()
+        was_training = model.training
+        model.eval()
+        with half:
+            mine = measure_loss(model, batches[self.workers.rank :: self.workers.world])
+        model.train(was_training)
+        total, tokens = add_up(torch.tensor([mine.total, mine.tokens], dtype=torch.float64, device=device)).tolist()
+        return float(total / tokens)
+
+
+def training_arguments(context: TrainContext, phase: Phase, folder: Path) -> TrainingArguments:
+    """Trainer's own settings."""
+    settings = context.settings
+    return TrainingArguments(
+        output_dir=str(folder),
+        max_steps=phase.steps,
+        per_device_train_batch_size=settings.micro_batch,
+        gradient_accumulation_steps=settings.batch // (settings.micro_batch * context.workers.world),
+        max_grad_norm=settings.gradient_norm,
+        bf16=settings.precision == "bfloat16",
+        use_cpu=context.device.type == "cpu",
+        ddp_backend="gloo" if context.device.type == "cpu" and context.workers.world > 1 else None,
+        ddp_find_unused_parameters=False,
+        fsdp=settings.fsdp,
+        fsdp_config=settings.fsdp_config,
+        train_sampling_strategy="sequential",  # see `order_sequences`
+        logging_steps=settings.log_steps,
+        logging_nan_inf_filter=False,
+        save_steps=whole_logs(settings.save_steps, settings),
+        save_total_limit=2,
+        save_strategy="steps",
+        report_to=[],
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        seed=context.seed,
+        dataloader_pin_memory=context.device.type != "cpu",
+    )
 
 
 class MoETrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
@@ -78,56 +98,39 @@ class MoETrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
     # The loss is divided by the supervised tokens of all micro-batches.
     loss_is_scaled_for_ga = True
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        phase: Phase,
-        settings: TrainConfig,
-        schedule: LogitSchedule,
-        objective: Objective,
-        look: Callable[[int], object],
-        **arguments: Any,  # noqa: ANN401 - of Trainer
-    ) -> None:
-        """Everything that Trainer wants, the phase, and what looks at gradients before they are clipped."""
-        self._look = look
-        self.phase, self.settings, self.schedule, self.objective = phase, settings, schedule, objective
-        self.routers = objective.watch.routers
-        self._last_inputs: Mapping[str, Tensor] = {}
-        # Frozen from the start: DistributedDataParallel asks once.
-        parameter_groups(model, **rates_of(phase, settings))
-        super().__init__(model, **arguments)
-
-    def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
-        """AdamW with a group for every part that learns."""
-        if self.optimizer is None:  # type: ignore[has-type]
-            groups = parameter_groups(
-                self.model if model is None else model,
-                **rates_of(self.phase, self.settings),
-                weight_decay=self.settings.weight_decay,
-            )
-            self.optimizer = AdamW(groups, betas=BETAS)
-        return self.optimizer
+    def __init__(self, model: PreTrainedModel, phase: Phase, context: TrainContext, folder: Path) -> None:
+        """Parameters that do not learn are frozen at once: DistributedDataParallel asks no second time."""
+        self.phase, self.context = phase, context
+        settings, batch = context.settings, context.settings.batch
+        watch = RouterWatch(model)
+        self.objective = Objective(settings, watch, context.teacher, context.balance, context.pooled)
+        self.monitor: ModelWatch | None = None
+        groups = parameter_groups(model, **rates_of(phase, settings), weight_decay=settings.weight_decay)
+        super().__init__(
+            model,
+            training_arguments(context, phase, folder),
+            partial(collate, pad_id=context.text.pad_id),
+            order_sequences(context.text.sequences, phase.first * batch, phase.steps * batch, context.seed),
+            optimizer_cls_and_kwargs=(AdamW, {"params": groups, "betas": BETAS}),
+            callbacks=[PhaseCallback(self)],
+        )
+        for spoken in (PrinterCallback, ProgressCallback):
+            self.remove_callback(spoken)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> LRScheduler:
         """Each phase rises and falls by itself; routers learn as fast as their logits are large."""
         if self.lr_scheduler is None:  # type: ignore[has-type]
             optimizer = self.optimizer if optimizer is None else optimizer
-            names = [group["name"] for group in optimizer.param_groups]
             factors: list[Callable[[int], float]] = [
-                partial(self._factor, logit_std=name == Part.ROUTER) for name in names
+                partial(self._factor, router=group["name"] == Part.ROUTER) for group in optimizer.param_groups
             ]
             self.lr_scheduler = LambdaLR(optimizer, factors)
             self._created_lr_scheduler = True
         return self.lr_scheduler
 
-    def _factor(self, step: int, *, logit_std: bool) -> float:
-        factor = rate_factor(step, self.phase, self.settings)
-        return factor * self.schedule.at(self.phase.first + step) if logit_std else factor
-
-    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:  # noqa: ANN401 - any dataset
-        # The dataset is in order already.
-        return SequentialSampler(self.train_dataset if train_dataset is None else train_dataset)
+    def _factor(self, step: int, *, router: bool) -> float:
+        factor = rate_factor(step, self.phase, self.context.settings)
+        return factor * self.context.schedule.at(self.phase.first + step) if router else factor
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -145,41 +148,72 @@ class MoETrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
         num_items_in_batch: Tensor | None = None,
     ) -> Tensor:
         """The objective's loss."""
-        assert not return_outputs, "held-out text is looked at elsewhere"
+        assert not return_outputs, "held-out text is evaluated elsewhere"
         assert num_items_in_batch is not None, "get_batch_samples counts them"
-        self._last_inputs = inputs
         parts = self.current_gradient_accumulation_steps
         return self.objective.loss(model, inputs, num_items_in_batch, parts, self.args.world_size)
 
+    def start_monitor(self) -> None:
+        """Watch the model as it is wrapped for its processes."""
+        if self.context.settings.watch:
+            try:
+                self.monitor = watch_model(self.model_wrapped)
+            except ConfigError as error:
+                logger.warning("training goes on unwatched: %s; train.watch=false says so", error.what)
+
+    def stop_watching(self) -> None:
+        """Take all hooks off the model."""
+        self.objective.watch.remove()
+        if self.monitor is not None:
+            self.monitor.remove()
+
     def _clip_grad_norm(self, model: nn.Module) -> Any:  # noqa: ANN401 - a tensor, or what a plugin makes of it
-        step = self.phase.first + self.state.global_step + 1
-        self._look(step)
+        step, found = self.phase.first + self.state.global_step + 1, []
+        if self.monitor is not None:
+            self.monitor.next_step = step
+            found = [anomaly.message for anomaly in self.monitor.step().anomalies if anomaly.severity != NOTE]
+            if found and self.context.record is not None:
+                self.context.record.warn(step, self.phase.name, found)
         norm = super()._clip_grad_norm(model)
         if not torch.as_tensor(norm).isfinite():
-            raise explain_not_finite(self.model, self._last_inputs, step, Path(self.args.output_dir))
+            raise explain_not_finite(self.model, found, step, Path(self.args.output_dir))
         return norm
 
     def after_step(self) -> None:
         """Even out the load, and let the routers' logits grow; what is saved afterwards has both."""
-        step = self.phase.first + self.state.global_step
-        load_LE = self.objective.take_load()
-        balance = self.objective.balance
-        if balance.kind == "selection_bias":
-            distance = balance.bias_step * self.schedule.at(step - 1)
-            move_biases(self.routers, load_LE, distance, pooled=self.objective.pooled)
-        stretch(self.routers, self.schedule.factor(step))
+        step, schedule = self.phase.first + self.state.global_step, self.context.schedule
+        load_LE, routers = self.objective.take_load(), self.objective.watch.routers
+        if self.context.balance.kind == "selection_bias":
+            distance = self.context.balance.bias_step * schedule.at(step - 1)
+            move_biases(routers, load_LE, distance, pooled=self.context.pooled)
+        stretch(routers, schedule.factor(step))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Trainer's figures and ours."""
         super().log(logs | self.objective.metrics.collect(), start_time)
 
+    def mark_saved(self, folder: Path) -> None:
+        """Mark a checkpoint once every process has written its part."""
+        self.accelerator.wait_for_everyone()
+        if self.context.workers.leads:
+            mark_whole(folder)
+        self.accelerator.wait_for_everyone()
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        # Trainer reads the file as it is: experts are stored one by one, and in memory they are one tensor, so that it
-        # would go on with those it started from.
+        # Without shards the model was made from the checkpoint already (see `run_phase`). Trainer reads the file as it
+        # is: experts are stored one by one, and in memory they are one tensor, so that it would leave them out.
         if self.is_fsdp_enabled:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-            return
-        saved = AutoModelForCausalLM.from_pretrained(
-            resume_from_checkpoint, dtype=self.model.dtype, local_files_only=True
-        )
-        self.model.load_state_dict(saved.state_dict())
+
+
+def explain_not_finite(model: nn.Module, found: list[str], step: int, folder: Path) -> NumericsError:
+    """The error for a step with the gradients that `model` holds, of which the monitor `found` something or nothing."""
+    bad = [name for name, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
+    # Backwards, the last layer comes first.
+    place = f"first seen in the gradient of {bad[-1]}" if bad else "in gradients of another process, or their sum"
+    last = find_latest(folder)
+    return NumericsError(
+        f"training step {step} gave no finite gradient and was not applied",
+        where=f"{found[0] if found else place}; last good checkpoint: {last[0] if last else 'that before training'}",
+        do="lower train.router_rate= and train.expert_rate=, or raise train.warmup_share=",
+    )

@@ -9,7 +9,10 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 # Line that imports a public entry; libraries that it must not load.
 ENTRIES = {
-    "watch_model": ("from instruments.precision import watch_model", ("transformers", "numba", "matplotlib")),
+    "watch_model": (
+        "from instruments.precision import watch_model",
+        ("transformers", "jaxtyping", "numba", "matplotlib"),
+    ),
     "auto_diff": ("from instruments.precision import auto_diff", ("transformers", "matplotlib")),
     "analyze_tensor": ("from instruments.precision import analyze_tensor", ("transformers", "matplotlib")),
     "static_check": ("from instruments.precision import static_check", ("torch", "transformers")),

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import torch
 
-from models.checkpoint.reader import ShardReader
+from models.checkpoint.shards import ShardReader
 from models.config import MoEShape
 from models.dense import dense_family
 from models.emit import emit_checkpoint
 from models.experts import slice_experts
 from models.source import read_config
-from models.targets.choose import select_target
+from models.targets.config import select_target
 from pipeline.shape import ShapeRequest, resolve_shape
 
 

@@ -14,7 +14,7 @@ from models.config import MoEShape
 from pipeline.help import CONF, groups
 from pipeline.settings import Settings, register_schema, to_settings
 from pipeline.shape import resolve_shape
-from pipeline.validate import dials_of
+from pipeline.validate import request_shape
 
 OPTIONS = [(group, option) for group, options in groups().items() for option in options]
 NODES = {name: kind for name, kind in get_type_hints(Settings).items() if is_dataclass(kind)}
@@ -54,7 +54,7 @@ def test_the_shape_that_a_preset_names_is_the_one_it_gets(preset):
     """In its first line: layers, F, E, N, K, S; of E·N + S = F about a quarter always on."""
     line = (CONF / "model" / f"{preset}.yaml").read_text().splitlines()[0]
     width, experts, n, top_k, always_on = map(int, re.findall(r" (\d+)(?= neurons| experts|, | per| always)", line))
-    shape = resolve_shape(dials_of(to_settings(compose(f"model={preset}"))), width)
+    shape = resolve_shape(request_shape(to_settings(compose(f"model={preset}")), {}), width)
     assert shape == MoEShape(experts, n, top_k, always_on)
     assert experts * n + always_on == width
     assert always_on % 64 == 0

@@ -10,14 +10,13 @@ from fuzz.mutants import Trials, mutate_bytes, mutate_json
 from pico import write_pico
 
 from instruments.errors import UserError
-from models.checkpoint.reader import ShardReader
+from models.checkpoint.shards import ShardReader
 from models.config import ModelConfig, MoEShape
 from models.emit import copy_tokenizer_files
 from models.loading import load_dense, load_tokenizer
 from models.source import check_source, read_source_config, source_cache_key
 from models.stream import LayerStream
-from models.targets.choose import check_target, select_target
-from models.targets.config import count_carved, count_dense, emit_config
+from models.targets.config import check_target, count_carved, count_dense, emit_config, select_target
 
 # transformers warns of every odd token or dropout before it uses it, or says why it does not.
 pytestmark = pytest.mark.filterwarnings("ignore")

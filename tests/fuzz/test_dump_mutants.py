@@ -50,8 +50,8 @@ def use_everything(folder, original, out):
     """Every command, every tensor. Gives the tensors by name."""
     with DumpReader(folder) as reader:
         if reader.records:
-            summarise(reader.listing, reader.records)
-        list(complaints_of(reader.listing))
+            summarise(reader, reader.records)
+        list(complaints_of(reader))
         stored = [record for record in reader.records if record.status == "stored"]
         found = {record.name: reader.load(record) for record in stored}
         for record in stored[:3]:

@@ -10,9 +10,9 @@ import pytest
 from fuzz.mutants import Trials, mutate_bytes, mutate_json
 from unit.instruments.mscan.recordings import PARAMETERS, WIDTH, record
 
-from instruments.mscan.command import summarise, summarise_version1
+from instruments.mscan.command import summarise
 from instruments.mscan.header import PREAMBLE
-from instruments.mscan.reader import RECORD, MscanVersion1, read_mscan
+from instruments.mscan.reader import read_mscan
 from instruments.mscan.segments import HEADER
 from instruments.mscan.writer import MscanWriter
 
@@ -31,9 +31,6 @@ def write(path, encoding, per_token=False):
 def look_at_everything(path):
     """What the command shows and every array; gives (sequences, activations), and whether the file is whole."""
     scan = read_mscan(path)
-    if isinstance(scan, MscanVersion1):
-        summarise_version1(scan)
-        return None
     summarise(scan)
     for name in scan.parameters.names:
         scan.input_blocks(name)
@@ -41,7 +38,7 @@ def look_at_everything(path):
     if scan.header.per_token and scan.sequences:
         scan.tokens(scan.sequences[0].number)
     list(scan.blocks_of_rows(2))
-    return (scan.sequences, scan.activation()), getattr(scan, "closed", True)
+    return (scan.sequences, scan.activation()), scan.closed
 
 
 def with_header(data, content):
@@ -106,28 +103,6 @@ def test_foreign_json_under_matching_checksums(tmp_path, per_token, count):
             places = random.sample([0, 2, 3, 4, 5], random.randint(1, 2))
             values = [0, 1, 2, 3, 7, 255, 2**16 - 1]
             mutant = with_segment(data, at, fields=[(place, random.choice(values)) for place in places])
-        path.write_bytes(mutant)
-        trials.run(lambda: look_at_everything(path))
-    assert not +trials.failures, trials
-
-
-@pytest.mark.parametrize("count", COUNTS)
-def test_version_1(tmp_path, count):
-    random, trials, path = Random(3), Trials(), tmp_path / "old.mscan"
-    content = {
-        "model_name": "pico",
-        "timestamp": "2025",
-        "id_to_param_name_map": {"0": "a.weight", "1": "b.weight"},
-        "sequences": [{"sequence_id": 0, "num_tokens": 5, "source": "made"}, {"sequence_id": 1, "num_tokens": 4}],
-    }
-    records = np.zeros(9, RECORD).tobytes()
-
-    def pack(content):
-        text = json.dumps(content).encode()
-        return struct.pack("<5sHII", b"MSCAN", 1, 15 + len(text), 9) + text + records
-
-    for _ in range(count):
-        mutant = mutate_bytes(random, pack(content)) if random.random() < 0.5 else pack(mutate_json(random, content))
         path.write_bytes(mutant)
         trials.run(lambda: look_at_everything(path))
     assert not +trials.failures, trials

@@ -7,7 +7,7 @@ import pytest
 from integration.carving import CARVES, OTHERS, TARGETS, Carve, make_carve
 from pico import write_pico
 
-from models.checkpoint.reader import ShardReader
+from models.checkpoint.shards import ShardReader
 from pipeline.cli import FAILED, INVALID, run_command
 
 

@@ -71,5 +71,5 @@ def test_every_label_masked(failed, write_lines, text, roles, max_length):
     assert failed("data=text", f"data.path={path}", f"data.heldout_path={text}", *words) == message(
         "every label is masked: none of 20 sequences has a token that counts in the loss",
         f"calibration text of {path}, data.labels=completion, data.max_length={max_length}",
-        "a larger data.max_length, if the answers begin after the cut, or data.labels=full_sequence",
+        f"data.labels=full_sequence, or data.max_length={2 * max_length} if the answers begin after the cut",
     )

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from pico import write_pico
 from safetensors.torch import save_file
 
 from pipeline.cli import FAILED, INVALID, run_command
@@ -93,3 +94,30 @@ def test_a_pattern_that_no_module_fits(tmp_path, capsys):
     assert "no module is called h.*" in capsys.readouterr().err
     assert diagnose(tmp_path, "check=analyze_tensor", "diagnose.analyze_tensor.modules=[h.*]")[0] == INVALID
     assert "no module that ran is called h.*" in capsys.readouterr().err
+
+
+UNREADABLE = "transformers cannot load this checkpoint"
+FOREIGN = {
+    "larger": ({"hidden_size": 48}, "config.json says a model of "),
+    "more layers": ({"num_hidden_layers": 99}, "config.json says num_hidden_layers=99"),
+    "narrower": ({"intermediate_size": 20}, UNREADABLE),
+    "another architecture": ({"model_type": "qwen3"}, "config.json says a model of "),
+    "no language model": ({"model_type": "vit"}, UNREADABLE),
+    "unknown": ({"model_type": "frog"}, UNREADABLE),
+}
+
+
+@pytest.mark.parametrize("check", ["auto_diff", "analyze_tensor", "watch"])
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_a_checkpoint_whose_config_belongs_to_another_model(tmp_path, capsys, kind, check):
+    folder = write_pico(tmp_path / "pico", "llama", tokenizer=True)
+    changes, said = FOREIGN[kind]
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    code, folders = diagnose(tmp_path / "outputs", f"check={check}", f"diagnose.checkpoint={folder}")
+    error = capsys.readouterr().err
+    assert (code, folders) == (FAILED, [])
+    assert said in error
+    assert str(folder) in error
+    assert "  do: " in error
+    assert "Traceback" not in error

@@ -15,7 +15,7 @@ from unit.instruments.tensor_dump.small_model import Small, inputs, run
 from instruments.errors import ContractError
 from instruments.tensor_dump.command import main
 from instruments.tensor_dump.config import DumpConfig
-from instruments.tensor_dump.index import list_dump
+from instruments.tensor_dump.index import Listing
 from instruments.tensor_dump.reader import DumpReader
 from instruments.tensor_dump.tensor_dump import TensorDump
 from pipeline.cli import INVALID, run_command
@@ -36,7 +36,7 @@ def start(folder, *words):
 def assert_whole(folder):
     """Every listed tensor can be read, and is what the step put in."""
     with DumpReader(folder) as reader:
-        assert reader.listing.missing_files == ()
+        assert reader.missing_files == ()
         for record in reader.records:
             tensor = reader.load(record)
             if (record.source.module, record.source.tensor) == ("layers.0", "input"):
@@ -55,7 +55,7 @@ def test_a_killed_dump_lists_only_what_is_whole(tmp_path, steps):
     assert process.returncode == -signal.SIGKILL
     found = assert_whole(tmp_path / "dump")
     assert found >= 6 * (steps - 2)
-    assert list_dump(tmp_path / "dump").manifests() == {}
+    assert Listing(tmp_path / "dump").manifests() == {}
 
 
 def test_a_folder_that_fills_up(tmp_path):
@@ -130,7 +130,7 @@ def test_processes_of_one_job_share_a_folder(tmp_path):
     running = [subprocess.Popen(one, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) for one in words]
     said = [process.communicate(timeout=120)[1] for process in running]
     assert [process.returncode for process in running] == [0, 0], said
-    listing = list_dump(tmp_path / "dump")
+    listing = Listing(tmp_path / "dump")
     assert {record.rank for record in listing.records} == {0, 1}
     assert len({record.name for record in listing.records}) == len(listing.records) == 24
     assert sorted(record.counter for record in listing.records) == list(range(24))
@@ -150,7 +150,7 @@ def test_a_missing_file(dump, capsys):
     assert len(names) > 1
     (dump / names[1]).unlink()
     with DumpReader(dump) as reader:
-        assert reader.listing.missing_files == (names[1],)
+        assert reader.missing_files == (names[1],)
         gone = next(record for record in reader.records if record.file == names[1])
         with pytest.raises(ContractError) as error:
             reader.load(gone)
@@ -174,10 +174,10 @@ def test_a_file_cut_short(dump):
 
 def test_an_index_with_a_torn_end(dump, capsys):
     path = dump / "index-00000.jsonl"
-    whole = len(list_dump(dump).records)
+    whole = len(Listing(dump).records)
     with path.open("ab") as file:
         file.write(b'{"name": "half a r')
-    assert (len(list_dump(dump).records), list_dump(dump).torn) == (whole, 18)
+    assert (len(Listing(dump).records), Listing(dump).torn) == (whole, 18)
     assert main(["show", str(dump)]) == 0
     assert "18 bytes at the end of an index were left by a killed process" in capsys.readouterr().out
 
@@ -280,7 +280,7 @@ def test_the_stage_dumps_the_configured_model(words, tmp_path, capsys):
 
 def test_the_stage_without_gradients_and_with_recomputed_layers(words, tmp_path):
     assert run_command([*words, "dump.gradients=false", 'dump.modules=["*layers.1.*"]']) == 0
-    directions = {record.source.direction for record in list_dump(published(tmp_path)).records}
+    directions = {record.source.direction for record in Listing(published(tmp_path)).records}
     assert directions == {"forward"}
 
 

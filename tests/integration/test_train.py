@@ -183,4 +183,4 @@ def test_what_is_not_finite_is_named_and_stops_before_harm(projected, capsys):
     assert run_command(words) == FAILED
     error = capsys.readouterr().err
     assert "gave no finite gradient and was not applied" in error
-    assert "first seen in the output of" in error
+    assert "first in the output of" in error

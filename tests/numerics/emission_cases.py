@@ -13,13 +13,13 @@ from pico import write_pico
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from models.checkpoint.reader import ShardReader
+from models.checkpoint.shards import ShardReader
 from models.config import MoEShape
 from models.dense import DENSE_FAMILIES
 from models.emit import emit_checkpoint
 from models.experts import slice_experts
 from models.source import read_config
-from models.targets.choose import MOE_TARGETS, check_target
+from models.targets.config import MOE_TARGETS, check_target
 
 TOLERANCE = 1e-5
 LAYERS, HIDDEN = 2, 24

@@ -14,7 +14,7 @@ from models.experts import ExpertLoop, ExpertWeights, slice_ffn
 from models.ffn import DenseFFN, ffn_modules
 from models.routing import GateKind, LinearRouter
 from models.targets.base import gate_kind, gate_scale_of
-from models.targets.choose import MOE_TARGETS
+from models.targets.config import MOE_TARGETS
 from stages.project.carved_model import CarvedModel, clip_tokens
 from stages.text.sequences import TokenSequence, batch_sequences
 

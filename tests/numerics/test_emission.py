@@ -8,7 +8,7 @@ import torch
 from numerics.emission_cases import CASES, LAYERS, TOLERANCE, neurons_of, reload_all, write_case
 from safetensors import safe_open
 
-from models.targets.choose import MOE_TARGETS
+from models.targets.config import MOE_TARGETS
 
 
 @pytest.fixture(scope="module")

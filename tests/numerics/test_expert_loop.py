@@ -15,7 +15,7 @@ from models.ffn import DenseFFN
 from models.routing import GateKind, LinearRouter, active_copies, membership
 from models.stream import LayerStream
 from models.targets.base import gate_kind
-from models.targets.choose import MOE_TARGETS
+from models.targets.config import MOE_TARGETS
 from stages.evaluate.baselines import CarvedFFN
 
 T, D, F, E, N, K, S = 7, 6, 17, 3, 4, 2, 2

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from numerics.emission_cases import CASES, TOLERANCE, reload_all, write_case
 
-from models.targets.choose import MOE_TARGETS
+from models.targets.config import MOE_TARGETS
 
 pytestmark = pytest.mark.slow
 PACKAGES = (

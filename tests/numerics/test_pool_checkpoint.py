@@ -14,13 +14,13 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 import models.tiny_onn.register  # noqa: F401 - from_pretrained is to know the class
-from models.checkpoint.reader import ShardReader
+from models.checkpoint.shards import ShardReader
 from models.config import MoEShape
 from models.dense import DENSE_FAMILIES
 from models.emit import emit_checkpoint
 from models.experts import ExpertLoop, ExpertWeights, slice_experts
 from models.routing import GateKind, LinearRouter
-from models.targets.choose import MOE_TARGETS
+from models.targets.config import MOE_TARGETS
 from stages.artifacts.carve import PoolPartition
 from stages.artifacts.experts import join_pool
 

@@ -8,7 +8,7 @@ from pico import write_pico
 from transformers import AutoModelForCausalLM
 
 from models.stream import LayerStream
-from stages.calibration.token_stream import TokenStream
+from stages.calibration.batches import TokenStream
 from stages.losses import measure_loss
 from stages.text.sequences import TokenSequence, batch_sequences
 

@@ -11,8 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from models.config import MoEShape
-from models.targets.choose import MOE_TARGETS
-from models.targets.config import emit_config
+from models.targets.config import MOE_TARGETS, emit_config
 from models.targets.tiny_onn import copy_code
 
 LAYERS, HIDDEN = 3, 24

@@ -5,7 +5,7 @@ import torch
 from pico import write_pico
 from transformers.activations import ACT2FN
 
-from models.checkpoint.reader import ShardReader
+from models.checkpoint.shards import ShardReader
 from models.dense import DENSE_FAMILIES
 from models.experts import TinyONNExpert, slice_experts
 

@@ -15,7 +15,7 @@ from models.config import ModelConfig, MoEShape
 from models.emit import emit_checkpoint
 from models.experts import ExpertWeights
 from models.source import EMBEDDED, check_source, read_source_config, resolve_folder, source_cache_key
-from models.targets.choose import MOE_TARGETS
+from models.targets.config import MOE_TARGETS
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from models.config import MoEShape
 from pipeline.consistency import find_unread
 from pipeline.settings import Settings, compose, register_schema
 from pipeline.validate import find_errors
-from stages.routing.methods import ROUTERS
+from stages.calibration.config import ROUTERS
 
 
 @pytest.fixture
@@ -240,8 +240,8 @@ def test_a_training_must_add_up(texts):
         "the phases' shares add up to 1.4, not 1\n"
         "  where: settings train.router_share, train.experts_share and train.all_share\n"
         "  do:    train.experts_share=0.5",
-        "nothing is minimised: the weights of all three losses are 0\n"
-        "  where: settings train.language_model, train.logits and train.hidden\n"
+        "nothing is minimised: the weights of both losses are 0\n"
+        "  where: settings train.language_model and train.logits\n"
         "  do:    train.language_model=1",
         "train.batch=9 is no multiple of train.micro_batch=4\n"
         "  where: settings train.batch and train.micro_batch\n"

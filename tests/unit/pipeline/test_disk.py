@@ -9,13 +9,13 @@ import torch
 from pico import write_pico
 from safetensors import SafetensorError
 
-from models.checkpoint.reader import ShardReader
+from models.checkpoint.shards import ShardReader
 from models.config import MoEShape
 from models.dense import dense_family
 from models.emit import emit_checkpoint
 from models.experts import slice_experts
 from models.source import read_config
-from models.targets.choose import MOE_TARGETS
+from models.targets.config import MOE_TARGETS
 from pipeline.disk import expected_bytes, explain_os_error, free_bytes, nearest_existing
 from stages.assemble.config import AssembleConfig
 

@@ -1,7 +1,6 @@
 """`python -m pipeline.mscan` as its user meets it."""
 
 import os
-import struct
 import subprocess
 import sys
 import time
@@ -14,7 +13,7 @@ from unit.instruments.mscan.recordings import INPUTS, OUTPUTS, PARAMETERS, WIDTH
 
 from instruments.mscan import command as mscan
 from instruments.mscan.command import main
-from instruments.mscan.reader import RECORD, read_mscan
+from instruments.mscan.reader import read_mscan
 from instruments.mscan.writer import MscanWriter
 
 REPOSITORY = Path(__file__).parents[3]
@@ -189,41 +188,6 @@ def test_words_that_are_no_settings(capsys, tmp_path):
     assert "unrecognized arguments: --deltasc" in capsys.readouterr().err
 
 
-@pytest.fixture
-def old(tmp_path):
-    """Version 1, with two of its three gradients cut down to 0."""
-    text = b'{"model_name": "m", "timestamp": "t", "id_to_param_name_map": {"0": "a.weight"}, "sequences": []}'
-    records = np.array([(0, 0, 0, 5, 0), (0, 0, 1, 7, 0), (0, 0, 2, 9, 1)], RECORD)
-    path = tmp_path / "old.mscan"
-    path.write_bytes(struct.pack("<5sHII", b"MSCAN", 1, 15 + len(text), 4) + text + records.tobytes())
-    return path
-
-
-def test_version_1_is_summarised_as_codes(old, run):
-    code, out, _ = run(old)
-    assert code == 0
-    assert out.splitlines() == [
-        f"file        {old} (.mscan version 1)",
-        "model       m",
-        "created     t",
-        "parameters  1",
-        "sequences   0 of 0 tokens",
-        "records     3, 1 more lost to the file's own header or a cut",
-        "scale       not stored: the values below are codes, not norms",
-        "activation  codes 5 … 9, 0% of them 0",
-        "grad_norm   codes 0 … 1, 67% of them 0",
-    ]
-
-
-def test_version_1_has_no_norms_to_show(old, run, tmp_path):
-    code, out, err = run(old, "--delta-sc", tmp_path / "out.png", "--parquet", tmp_path / "out.parquet")
-    assert (code, out) == (1, "")
-    assert err == (
-        "old.mscan is of version 1, which stores no scale: its values are codes and no norms, so --parquet, --delta-sc "
-        f"would show what is not there\n  where: {old}\n  do:    python -m pipeline.mscan {old}, or scan again\n"
-    )
-
-
 def test_it_starts_without_torch(file):
     code = (
         "import sys; from instruments.mscan.command import main; code = main(sys.argv[1:]);"
@@ -239,7 +203,7 @@ def test_it_starts_without_torch(file):
 
 
 def test_a_closed_pipe_is_no_error(file):
-    command = f"{sys.executable} -m instruments.mscan.command {file} | true; exit ${{PIPESTATUS[0]}}"
+    command = f"{sys.executable} -m pipeline.mscan {file} | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -26,7 +26,7 @@ def steps(tmp_path):
 
 
 def pretend_published(step):
-    with open_staging(step.folder, fresh=False) as staging:
+    with open_staging(step.folder, fresh=step.fresh) as staging:
         (staging.out / "result").write_text("x")
         publish(staging, fingerprint=step.fingerprint, recipe=step.recipe, table=Table("", (), ()))
 
@@ -100,7 +100,7 @@ def test_fresh_means_the_asked_stage(steps):
     [
         *("store.checkpoint_every=1", "model.label=other", "model.experts=8", "output_dir=elsewhere", "top_k=4"),
         *("extract.verify=false", "data.path=elsewhere", "data.temperature=1", "scan.block_width=32"),
-        *("assemble.router_rate=0.5", "project.descent_rate=0.5", "project.pool_sweeps=3", "train.temperature=2"),
+        *("assemble.router_rate=0.5", "project.descent_rate=0.5", "project.pool_sweeps=3"),
     ],
 )
 def test_what_changes_no_result_changes_no_fingerprint(steps, word):
@@ -179,6 +179,28 @@ def test_what_a_method_reads_makes_another_partition(steps, given, read):
     found = [addresses(steps, *given, word)["cluster"] for word in read]
     assert before not in found
     assert len({*found}) == len(found)
+
+
+@pytest.mark.parametrize("word", ["cluster.map=tsne", "cluster.map_layers=[0]"])
+def test_another_map_is_drawn_without_another_carve(steps, word):
+    for step in steps().values():
+        pretend_published(step)
+    again = steps(word)
+    assert due(again) == {"cluster"}
+    assert again["cluster"].fresh
+    assert addresses(steps, word) == addresses(steps)
+    assert due(steps("cluster.map=none")) == due(steps(word, "stage=project")) == set()
+    pretend_published(again["cluster"])
+    assert due(steps(word)) == due(steps("cluster.map=none")) == set()
+    assert due(steps()) == {"cluster"}
+
+
+def test_what_only_a_map_reads_decides_no_carve(steps):
+    words = ("cluster=rank", "cluster.features=gate_rows")
+    assert addresses(steps, *words) == addresses(steps, words[0]) == addresses(steps, *words, "cluster.map=none")
+    for step in steps(words[0]).values():
+        pretend_published(step)
+    assert due(steps(*words)) == {"cluster"}
 
 
 def test_a_score_that_nobody_reads_is_not_run(steps):

@@ -48,7 +48,7 @@ def test_a_damaged_evaluation_is_refused(outputs):
     with pytest.raises(ContractError) as error:
         read_evaluation(folder)
     assert str(error.value) == (
-        "no readable evaluation: ValueError('values that no evaluation has')\n"
+        "no readable evaluation: KeyError('shape')\n"
         f"  where: {folder / 'evaluation.json'}\n"
         "  do:    run the stage again, with fresh=true"
     )

@@ -11,7 +11,7 @@ from models.source import EMBEDDED, read_config
 from models.targets.config import count_carved, count_dense
 from pipeline.run import introduce
 from pipeline.settings import compose, register_schema
-from pipeline.shape import Request, ShapeRequest, find_remedy, shape_warnings
+from pipeline.shape import ShapeRequest, find_remedy, shape_warnings
 from pipeline.validate import InvalidSettingsError, validate
 from stages.assemble.config import AssembleConfig
 
@@ -166,14 +166,14 @@ def test_chosen_experts_that_are_typed_are_kept_where_the_others_neurons_can_be_
 
 def test_a_model_too_narrow_for_any_good_shape_is_given_no_advice():
     source = read_config(EMBEDDED) | {"intermediate_size": 2}
-    request = Request(ShapeRequest(None, None, None, None, 0.5), AssembleConfig(pad_to=256), source)
+    request = ShapeRequest(None, None, None, None, 0.5, assemble=AssembleConfig(pad_to=256), source=source)
     assert shape_warnings(request, MoEShape(2, 1, 1, 0)) != []
     assert find_remedy(request) is None
 
 
 def test_a_model_grows_from_one_and_a_half_of_its_parameters_on():
     source = read_config(EMBEDDED)
-    request = Request(ShapeRequest(16, 64, None, None, 0.5), AssembleConfig(target="glm4_moe"), source)
+    request = ShapeRequest(16, 64, None, None, 0.5, assemble=AssembleConfig(target="glm4_moe"), source=source)
     dense = count_dense(source).total
     for experts in range(12, 30):
         shape = MoEShape(experts, 64, 4, 256)

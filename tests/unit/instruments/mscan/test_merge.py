@@ -60,10 +60,9 @@ def test_the_merged_file_holds_what_the_parts_held(whole):
 
 def test_merging_without_loss(tmp_path):
     part = write(tmp_path / "a.part", [[3, 1], [2]])
-    merge_mscan([part], tmp_path / "out", created=CREATED, encoding="f32", metadata={"workers": 1})
+    merge_mscan([part], tmp_path / "out", created=CREATED, encoding="f32")
     scan = read_mscan(tmp_path / "out")
     assert np.array_equal(scan.activation(), record([1, 2, 3]).activation_BP.numpy())
-    assert scan.header.metadata == {"workers": 1}
 
 
 def test_segments_end_at_a_number_of_bytes_too(tmp_path, monkeypatch, whole):

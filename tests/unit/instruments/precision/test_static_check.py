@@ -10,8 +10,8 @@ import time
 import pytest
 
 from instruments.errors import ConfigError
+from instruments.static_check.autocast import autocast_table
 from instruments.static_check.check import main, static_check
-from instruments.static_check.definitions import autocast_table
 
 HEAD = """
 import torch

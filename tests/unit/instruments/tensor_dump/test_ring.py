@@ -54,7 +54,7 @@ def test_waiting_ends_when_there_is_room(ring):
     slot = ring.reserve(512)
     threading.Timer(0.05, ring.release, [slot]).start()
     start = time.monotonic()
-    assert ring.wait(300).data.numel() == 300
+    assert ring.reserve(300, wait=True).data.numel() == 300
     assert time.monotonic() - start >= 0.04
 
 

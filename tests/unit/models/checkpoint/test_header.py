@@ -6,7 +6,8 @@ import torch
 from safetensors.torch import save_file
 
 from instruments.errors import CheckpointError
-from instruments.safetensors_header import read_header
+from instruments.safetensors_header import MAX_HEADER_BYTES, read_header
+from models.checkpoint.folder import require_folder
 
 
 @pytest.fixture
@@ -98,3 +99,22 @@ def test_tensors_must_lie_side_by_side(tmp_path: Path, begin: int) -> None:
     with pytest.raises(CheckpointError) as caught:
         read_header(path)
     assert caught.value.what == f"model.safetensors is damaged: hole or overlap at byte {8 + len(header) + 8}"
+
+
+@pytest.mark.parametrize(("name", "size"), [("config.json", 17), ("tokenizer_config.json", 17), ("tokenizer.json", 65)])
+def test_json_larger_than_any_model_has(tmp_path: Path, name: str, size: int) -> None:
+    """Not a byte of it is read: Python would take forty times its size."""
+    with (tmp_path / name).open("wb") as file:
+        file.truncate(size * 2**20)
+    with pytest.raises(CheckpointError) as caught:
+        require_folder(tmp_path)
+    assert str(caught.value).startswith(f"{name} has {size * 2**20:,} bytes, more than the ")
+
+
+def test_a_header_larger_than_any_checkpoint_has(tmp_path: Path) -> None:
+    length = MAX_HEADER_BYTES + 1
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(length.to_bytes(8, "little"))
+        file.truncate(length + 8)
+    with pytest.raises(CheckpointError, match="a header of 16,777,217 bytes, more than the 16,777,216 it may have"):
+        read_header(tmp_path / "model.safetensors")

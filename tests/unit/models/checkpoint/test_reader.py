@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 
 from instruments.errors import CheckpointError
 from instruments.safetensors_reader import TORCH_DTYPES
-from models.checkpoint.reader import ShardReader
+from models.checkpoint.shards import ShardReader
 
 
 def test_tensors_come_back_bit_for_bit_in_every_format(tmp_path: Path) -> None:

@@ -7,8 +7,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from instruments.errors import CheckpointError
-from models.checkpoint.reader import ShardReader
-from models.checkpoint.writer import ShardWriter
+from models.checkpoint.shards import ShardReader, ShardWriter
 
 
 def test_one_shard_needs_no_index(tmp_path: Path) -> None:
@@ -78,7 +77,7 @@ def test_a_full_disk_is_a_users_error(tmp_path: Path, monkeypatch: pytest.Monkey
     def no_space(*_args: object, **_more: object) -> None:
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr("models.checkpoint.writer.save_file", no_space)
+    monkeypatch.setattr("models.checkpoint.shards.save_file", no_space)
     writer = ShardWriter(tmp_path)
     writer.add("a", torch.ones(2))
     with pytest.raises(CheckpointError) as caught:
@@ -96,7 +95,7 @@ def test_what_was_written_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def lossy(tensors: dict[str, torch.Tensor], path: Path, **more: object) -> None:
         save_file({name: tensor.half() for name, tensor in tensors.items()}, path, **more)
 
-    monkeypatch.setattr("models.checkpoint.writer.save_file", lossy)
+    monkeypatch.setattr("models.checkpoint.shards.save_file", lossy)
     writer = ShardWriter(tmp_path)
     writer.add("a", torch.ones(2))
     with pytest.raises(CheckpointError) as caught:

@@ -3,7 +3,7 @@ import yaml
 
 from models.card import CarveFacts, render_card, suitable_runtimes
 from models.config import MoEShape
-from models.targets.choose import MOE_TARGETS
+from models.targets.config import MOE_TARGETS
 
 
 def test_the_card_says_what_was_carved_from_what():

@@ -8,8 +8,7 @@ import pytest
 from transformers import AutoConfig
 
 from models.config import MoEShape
-from models.targets.choose import MOE_TARGETS
-from models.targets.config import emit_config, source_dtype
+from models.targets.config import MOE_TARGETS, emit_config, source_dtype
 
 SHAPE = MoEShape(experts=6, n=16, top_k=2, always_on=20)
 SIZES = {

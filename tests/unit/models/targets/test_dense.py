@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 from pico import write_pico
 
-from models.checkpoint.reader import ShardReader
+from models.checkpoint.shards import ShardReader
 from models.dense import DENSE_FAMILIES, check_features, check_tensors
 from models.source import read_config
 

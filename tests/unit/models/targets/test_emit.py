@@ -10,11 +10,11 @@ from pico import write_pico
 from transformers import AutoTokenizer
 
 from instruments.errors import CheckpointError, ContractError, NumericsError
-from models.checkpoint.reader import ShardReader
+from models.checkpoint.shards import ShardReader
 from models.config import MoEShape
 from models.emit import emit_checkpoint
 from models.experts import ExpertWeights
-from models.targets.choose import MOE_TARGETS
+from models.targets.config import MOE_TARGETS
 
 SHAPE = MoEShape(experts=3, n=8, top_k=2, always_on=5)
 DENSE = {"llama": "mixtral", "qwen2": "qwen2_moe", "qwen3": "glm4_moe"}

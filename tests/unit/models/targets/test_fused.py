@@ -9,8 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from instruments.errors import CheckpointError, ConfigError
 from instruments.ffn_probe import probe_gradients
-from models.checkpoint.reader import ShardReader
-from models.experts import read_part
+from models.checkpoint.shards import ShardReader
 from models.ffn import DenseFFN, ffn_modules, ffn_weight_names
 from models.loading import separate_fused
 
@@ -35,12 +34,12 @@ def test_parts_are_the_rows_that_the_model_takes_them_to_be(folder: Path) -> Non
     expected |= {"self_attn.q_proj": q, "self_attn.k_proj": k, "self_attn.v_proj": v}
     with ShardReader(folder) as reader:
         for name, weight in expected.items():
-            assert torch.equal(read_part(reader, f"model.layers.1.{name}.weight"), weight), name
+            assert torch.equal(reader.tensor(f"model.layers.1.{name}.weight"), weight), name
 
 
 def test_a_part_that_is_nowhere(folder: Path) -> None:
     with ShardReader(folder) as reader, pytest.raises(CheckpointError, match=r"no tensor model\.layers\.7\.mlp\.gate_"):
-        read_part(reader, "model.layers.7.mlp.gate_proj.weight")
+        reader.tensor("model.layers.7.mlp.gate_proj.weight")
 
 
 def test_separate_ffns_are_views_that_compute_the_same(folder: Path) -> None:

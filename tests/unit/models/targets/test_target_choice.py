@@ -6,7 +6,7 @@ from instruments.errors import ConfigError
 from models.config import MoEShape
 from models.dense import DENSE_FAMILIES
 from models.targets.base import GateScale, gate_kind, gate_scale_of
-from models.targets.choose import MOE_TARGETS, check_target, select_target, targets_of
+from models.targets.config import MOE_TARGETS, check_target, select_target, targets_of
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from models.config import MoEShape
-from models.targets.choose import MOE_TARGETS
-from models.targets.config import emit_config
+from models.targets.config import MOE_TARGETS, emit_config
 from models.targets.tiny_onn import CODE_FILES, copy_code
 from models.tiny_onn.configuration_tiny_onn import TinyONNConfig
 
@@ -79,7 +78,7 @@ def test_all_the_code_that_is_imported_is_copied(tmp_path) -> None:
 
 
 def test_writing_a_checkpoint_needs_no_torch() -> None:
-    script = "import sys, models.targets.config, models.targets.choose; print({'torch'} & set(sys.modules))"
+    script = "import sys, models.targets.config, models.targets.config; print({'torch'} & set(sys.modules))"
     root = Path(__file__).parents[4]
     done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

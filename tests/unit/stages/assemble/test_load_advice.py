@@ -2,7 +2,7 @@ import pytest
 
 from stages.assemble.config import AssembleConfig
 from stages.assemble.report import load_advice
-from stages.routing.methods import ROUTERS, TRAINED_ROUTERS
+from stages.calibration.config import ROUTERS, TRAINED_ROUTERS
 
 
 @pytest.mark.parametrize(

@@ -32,18 +32,17 @@ def inputs():
 
 def test_alignment_helps_a_mask_on_tokens_it_was_not_fitted_on(ffn, inputs):
     carved = CarvedFFN(lambda x_TD: ffn.hidden(x_TD) * (torch.arange(F) < 7), ffn.down_DF)
-    aligned = align_down(carved, inputs, lambda _index, x_TD: ffn(x_TD), Settings())
+    wanted = [ffn(x_TD) for x_TD in inputs]
+    aligned = align_down(carved, inputs, wanted, Settings())
     assert aligned.penalty in {1e-3, 1e-1}
     _, validation = split_validation(len(inputs), 0.25)
-    before, after = (
-        relative_error(one, inputs, lambda _i, x_TD: ffn(x_TD), validation) for one in (carved, aligned.carved)
-    )
+    before, after = (relative_error(one, inputs, wanted, validation) for one in (carved, aligned.carved))
     assert aligned.error == after < 0.9 * before
 
 
 def test_nothing_to_gain_changes_nothing(ffn, inputs):
     carved = CarvedFFN(ffn.hidden, ffn.down_DF)
-    aligned = align_down(carved, inputs, lambda _index, x_TD: ffn(x_TD), Settings())
+    aligned = align_down(carved, inputs, [ffn(x_TD) for x_TD in inputs], Settings())
     assert aligned.penalty is None
     assert aligned.carved is carved
 
@@ -53,12 +52,13 @@ def test_without_validation_the_best_penalty_is_applied_even_where_it_hurts(ffn,
     _, validation = split_validation(len(inputs), 0.25)
     noise = torch.Generator().manual_seed(2)
 
-    def target(index, x_TD):
-        return ffn(x_TD) + (0 if index in validation else torch.randn(x_TD.shape, generator=noise))
-
+    wanted = [
+        ffn(x_TD) + (0 if index in validation else torch.randn(x_TD.shape, generator=noise))
+        for index, x_TD in enumerate(inputs)
+    ]
     carved = CarvedFFN(ffn.hidden, ffn.down_DF)
-    assert align_down(carved, inputs, target, Settings()).penalty is None
-    assert align_down(carved, inputs, target, Settings(validate=False)).penalty is not None
+    assert align_down(carved, inputs, wanted, Settings()).penalty is None
+    assert align_down(carved, inputs, wanted, Settings(validate=False)).penalty is not None
 
 
 @pytest.mark.parametrize(

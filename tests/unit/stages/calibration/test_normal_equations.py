@@ -3,8 +3,8 @@ import torch
 
 from instruments.errors import NumericsError
 from models.experts import Block
-from stages.calibration import normal_equations
-from stages.calibration.normal_equations import NormalEquations
+from stages.calibration import alignment as normal_equations
+from stages.calibration.alignment import NormalEquations
 
 T, A, Y = 31, 5, 3
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from stages.calibration.batches import evenly_spaced, pick_tokens, take_tokens
+from stages.calibration.batches import evenly_spaced, take_tokens
 
 
 @pytest.mark.parametrize(
@@ -14,9 +14,9 @@ def test_tokens_are_spread_from_the_first_to_the_last(count, wanted, expected):
 
 
 def test_every_batch_gives_the_same_part():
-    picks = pick_tokens([20, 40, 1], 30)
-    assert [len(pick_t) for pick_t in picks] == [10, 20, 1]
-    assert [len(pick_t) for pick_t in pick_tokens([20, 40, 1], 99)] == [20, 40, 1]
     batches = [torch.arange(count).float()[:, None] for count in (20, 40, 1)]
-    taken = take_tokens(batches, picks)
-    assert all(torch.equal(part[:, 0].long(), pick_t) for part, pick_t in zip(taken, picks, strict=True))
+    inputs, outputs = take_tokens(batches, [-batch_T1 for batch_T1 in batches], 30)
+    assert [len(part_t1) for part_t1 in inputs] == [10, 20, 1]
+    assert all(torch.equal(y_t1, -x_t1) for x_t1, y_t1 in zip(inputs, outputs, strict=True))
+    assert torch.equal(inputs[1][:, 0].long(), evenly_spaced(40, 20))
+    assert [len(part_t1) for part_t1 in take_tokens(batches, batches, 99)[0]] == [20, 40, 1]

@@ -7,9 +7,8 @@ from transformers import AutoTokenizer
 
 from models.source import EMBEDDED
 from models.stream import LayerStream
-from stages.calibration.batches import calibration_batches, draw_sequences, text_only
+from stages.calibration.batches import TokenStream, calibration_batches, draw_sequences
 from stages.calibration.config import VocabularyConfig
-from stages.calibration.token_stream import TokenStream
 from stages.text.config import DataConfig
 from stages.text.sequences import IGNORED
 
@@ -52,8 +51,9 @@ def test_the_text_comes_first_and_is_what_it_was(tokenizer):
     plain = calibration_batches(DATA, VocabularyConfig(tokens=0), tokenizer, 4096)
     mixed = calibration_batches(DATA, VocabularyConfig(tokens=320, layers=2), tokenizer, 4096)
     assert sum(batch.tokens for batch in plain) == 640
-    assert [batch.names for batch in text_only(mixed)] == [batch.names for batch in plain]
-    assert mixed[: len(plain)] == text_only(mixed)
+    text = [batch for batch in mixed if batch.is_text]
+    assert [batch.names for batch in text] == [batch.names for batch in plain]
+    assert mixed[: len(plain)] == text
     drawn = mixed[len(plain) :]
     assert sum(batch.tokens for batch in drawn) == 320
     assert {batch.layers for batch in drawn} == {2}
@@ -79,7 +79,7 @@ def test_they_pass_so_many_layers_and_the_text_passes_all(tokenizer, tmp_path, l
     folder = write_pico(tmp_path / "pico", "qwen3", layers=3, hidden=24, intermediate=40, tokenizer=True)
     batches = calibration_batches(DATA, VocabularyConfig(tokens=96, layers=layers), tokenizer, 4096)
     with LayerStream(folder, device=torch.device("cpu")) as stream:
-        alone, mixed = TokenStream(stream, text_only(batches)), TokenStream(stream, batches)
+        alone, mixed = (TokenStream(stream, given) for given in ([b for b in batches if b.is_text], batches))
         for index, layer in enumerate(stream.layers()):
             alone.enter(layer)
             mixed.enter(layer)

@@ -61,7 +61,6 @@ def test_the_pass_reads_the_calibration_text(tmp_path):
     folder = write_pico(tmp_path / "pico", "qwen3", layers=L, hidden=D, intermediate=F, tokenizer=True)
     data = DataConfig(tokens=96, max_length=32)
     model, vocabulary = ModelConfig(kind="local", path=str(folder), device="cpu"), VocabularyConfig(tokens=40, layers=2)
-    with open_activities(model, data, VocabularyConfig(tokens=0), 64) as activities:
-        assert [(activity.tokens, activity.ffn.width) for activity in activities] == [(96, F)] * L
-    with open_activities(model, data, vocabulary, 64) as activities:
-        assert [activity.tokens for activity in activities] == [96 + 40, 96 + 40, 96]
+    plain = open_activities(model, data, VocabularyConfig(tokens=0), 64)
+    assert [(activity.tokens, activity.ffn.width) for activity in plain] == [(96, F)] * L
+    assert [activity.tokens for activity in open_activities(model, data, vocabulary, 64)] == [96 + 40, 96 + 40, 96]

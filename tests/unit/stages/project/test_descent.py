@@ -25,15 +25,12 @@ def draw(*shape, seed):
 
 FFN = DenseFFN(draw(F, D, seed=1), draw(F, D, seed=2), draw(D, F, seed=3), torch.nn.functional.silu)
 INPUTS = [draw(90 + index, D, seed=10 + index) for index in range(8)]
-
-
-def target(_, x_TD):
-    return FFN(x_TD)
+WANTED = [FFN(x_TD) for x_TD in INPUTS]
 
 
 def carve(neurons_EN):
     router = LinearRouter.without_bias(draw(E, D, seed=4))
-    return LayerCarve(FFN, make_loop(FFN, neurons_EN, torch.arange(S), router, K), REFIT, biased=False)
+    return LayerCarve(make_loop(FFN, neurons_EN, torch.arange(S), router, K), REFIT, biased=False)
 
 
 def loop_of(neurons_EN=None):
@@ -43,7 +40,7 @@ def loop_of(neurons_EN=None):
 
 
 def train(loop, inputs=INPUTS, settings=DESCENT, seed=5):
-    return train_experts(loop, inputs, target, settings, seed)
+    return train_experts(loop, inputs, [FFN(x_TD) for x_TD in inputs], settings, seed)
 
 
 def matrices(loop):
@@ -58,7 +55,7 @@ def test_the_output_for_autograd_is_the_output():
 def test_it_lowers_the_error_on_tokens_it_has_not_seen_and_leaves_the_routing():
     before, after = loop_of(), train(loop_of())
     _, validation = split_validation(len(INPUTS), DESCENT.validation_share)
-    errors = [relative_error(loop, INPUTS, target, validation) for loop in (before, after)]
+    errors = [relative_error(loop, INPUTS, WANTED, validation) for loop in (before, after)]
     assert errors[1] < 0.8 * errors[0]
     assert torch.equal(after.router.rows_ED, before.router.rows_ED)
     assert not any(matrix.requires_grad for matrix in matrices(after).values())
@@ -97,7 +94,7 @@ def test_copies_of_a_neuron_go_their_own_ways():
 @pytest.mark.parametrize(("rate", "kept"), [(0.01, True), (30.0, False)])
 def test_descent_that_makes_held_out_tokens_worse_is_not_kept(rate, kept):
     layer = carve(torch.arange(S, F).view(E, N))
-    plain, plainly = project_layer(layer, INPUTS, target, replace(DESCENT, descent_steps=0), seed=5)
-    trained, outcome = project_layer(layer, INPUTS, target, replace(DESCENT, descent_rate=rate), seed=5)
+    plain, plainly = project_layer(layer, INPUTS, WANTED, replace(DESCENT, descent_steps=0), seed=5)
+    trained, outcome = project_layer(layer, INPUTS, WANTED, replace(DESCENT, descent_rate=rate), seed=5)
     assert (outcome.error_end < plainly.error_end) == kept
     assert torch.equal(trained.experts.gate_END, plain.experts.gate_END) != kept

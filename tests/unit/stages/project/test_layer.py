@@ -23,9 +23,9 @@ def project(balance):
     neurons_EN = torch.arange(F).view(E, N)
     start = RouterSettings("error", 1e-3, DescentSettings(200, 0.05, 0.0, 1), tokens=1000)
     refit = RouterSettings("error", 1e-3, DescentSettings(200, 0.05, balance, 1), tokens=1000, logit_std=0.001)
-    router = fit_router(watch_experts(ffn, neurons_EN, NONE, inputs, K, biased=False)[0], start)
-    carve = LayerCarve(ffn, make_loop(ffn, neurons_EN, NONE, router, K), refit, biased=False)
-    loop, outcome = project_layer(carve, inputs, lambda _, x_TD: ffn(x_TD), ProjectConfig(), seed=3)
+    router = fit_router(watch_experts(ffn, neurons_EN, NONE, inputs, K, biased=False), start)
+    carve = LayerCarve(make_loop(ffn, neurons_EN, NONE, router, K), refit, biased=False)
+    loop, outcome = project_layer(carve, inputs, [ffn(x_TD) for x_TD in inputs], ProjectConfig(), seed=3)
     return float(load_balance(loop.router, inputs, K).max()), outcome
 
 

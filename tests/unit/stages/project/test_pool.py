@@ -9,10 +9,17 @@ from models.experts import ExpertLoop, ExpertWeights
 from models.routing import GateKind, LinearRouter
 from stages.artifacts.carve import PoolPartition
 from stages.artifacts.experts import join_pool
-from stages.calibration.token_stream import LayerSample
+from stages.calibration.batches import LayerSample
 from stages.project.config import ProjectConfig
-from stages.project.pool import PoolCarve, project_pool, split_pool, weigh_pool
-from stages.project.pool_alignment import layer_errors, mean_error, sweep_experts
+from stages.project.pool import (
+    PoolCarve,
+    layer_errors,
+    mean_error,
+    project_pool,
+    split_pool,
+    sweep_experts,
+    weigh_pool,
+)
 from stages.routing.descent import DescentSettings
 from stages.routing.fit import RouterSettings
 

@@ -2,8 +2,8 @@ import pytest
 
 from models.config import MoEShape
 from stages.project.config import ProjectConfig
-from stages.project.gradient_projection import ProjectionOutcome
-from stages.project.report import alignment_needs, describe_gradients
+from stages.project.gradient_projection import ProjectionOutcome, describe_gradients
+from stages.project.stage import alignment_needs
 
 SHAPE = MoEShape(experts=6, n=20, top_k=2, always_on=30)
 NEED = (

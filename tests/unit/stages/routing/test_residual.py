@@ -42,7 +42,7 @@ def make_task(*, echo, neurons_EN=None):
     # Rows without a bias can tell experts apart for all tokens only by what the inputs have in common.
     inputs = [draw(60, D, seed=seed) + 3 * torch.eye(D)[0] for seed in range(10, 18)]
     neurons_EN, always_S = torch.arange(S, F).view(E, N) if neurons_EN is None else neurons_EN, torch.arange(S)
-    return watch_experts(ffn, neurons_EN, always_S, inputs, 1, biased=False)[0]
+    return watch_experts(ffn, neurons_EN, always_S, inputs, 1, biased=False)
 
 
 @pytest.mark.parametrize("numbers", [2**26, 50])
@@ -94,7 +94,7 @@ def test_what_is_always_there_is_not_routed_for():
     routers = {"norm": by_norm, "residual": fit_router(task, SETTINGS)}
     shares = {name: float((router.choose(x_TD, 1) == 0).float().mean()) for name, router in routers.items()}
     errors = {
-        name: align_down(task.routed(router), task.inputs, task.target, settings).error
+        name: align_down(task.routed(router), task.inputs, task.wanted, settings).error
         for name, router in routers.items()
     }
     assert shares["residual"] < 0.1
@@ -106,7 +106,7 @@ def test_without_always_on_neurons_the_residual_is_all_of_it():
     ffn = DenseFFN(draw(E * N, D, seed=1), draw(E * N, D, seed=2), draw(D, E * N, seed=3), torch.nn.functional.silu)
     inputs = [draw(60, D, seed=seed) for seed in range(10, 18)]
     nobody = torch.empty(0, dtype=torch.long)
-    task, _ = watch_experts(ffn, torch.arange(E * N).view(E, N), nobody, inputs, 1, biased=False)
+    task = watch_experts(ffn, torch.arange(E * N).view(E, N), nobody, inputs, 1, biased=False)
     found = Activations(task.loop, distinct_neurons(task.loop), inputs[0])
     assert regress_on_always_on(found, 0.1).shape == (E * N, 0)
     assert fit_router(task, SETTINGS).rows_ED.isfinite().all()

@@ -99,7 +99,7 @@ def test_no_sources():
 def test_shares_that_do_not_sum(files):
     assert messages(mixture(files, (0.75, 0.75))) == [
         "the shares of data.sources are 0.75, 0.75: their sum is 1.5, not 1\n  where: setting data.sources\n"
-        f"  do:    'data.sources=[{{share:0.5,path:{files}/chats.jsonl}},{{share:0.5,path:{files}/web.jsonl}}]'"
+        "  do:    data.sources.0.share=0.5 data.sources.1.share=0.5"
     ]
     assert "their sum is nan" in messages(mixture(files, (0.75, float("nan"))))[0]
 
@@ -119,8 +119,8 @@ def test_a_source_without_a_place_or_with_two(files):
     settings.sources[1].path = None
     settings.sources[0].name = "some/dataset"
     found = [str(error) for error in mixture_errors(settings)]
-    assert found[0].startswith("source 1 names both a path and a dataset\n")
-    assert found[1].startswith("source 2 names no path and no dataset\n")
+    assert found[0].startswith("data.sources.0 names both a path and a dataset\n")
+    assert found[1].startswith("data.sources.1 names no path and no dataset\n")
 
 
 def test_generated_labels_are_of_one_source(files):

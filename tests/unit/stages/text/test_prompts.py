@@ -82,7 +82,7 @@ def test_no_prompt_at_all(write_jsonl, tokenizer):
     assert str(caught.value) == (
         "no document makes a prompt; skipped: 2 (the prompt leaves data.max_length no room for data.max_new_tokens)\n"
         f"  where: calibration text of {path}, data.max_length=64, data.max_new_tokens=16\n"
-        "  do:    a larger data.max_length, or conversations that begin with a question"
+        "  do:    data.max_length=128, or conversations that begin with a question"
     )
 
 

@@ -158,7 +158,7 @@ def test_every_label_masked(write_jsonl, tokenizer):
     assert str(caught.value) == (
         "every label is masked: none of 2 sequences has a token that counts in the loss\n"
         f"  where: calibration text of {path}, data.labels=completion, data.max_length=16\n"
-        "  do:    a larger data.max_length, if the answers begin after the cut, or data.labels=full_sequence"
+        "  do:    data.labels=full_sequence, or data.max_length=32 if the answers begin after the cut"
     )
 
 

@@ -32,7 +32,7 @@ def test_many_names_are_counted():
 
 WHERE = "  where: calibration text of a.jsonl"
 SETTINGS = "data.labels=completion, data.max_length=16"
-REMEDY = "  do:    a larger data.max_length, if the answers begin after the cut, or data.labels=full_sequence"
+REMEDY = "  do:    data.labels=full_sequence, or data.max_length=32 if the answers begin after the cut"
 MASKED, FIRST, SHORT = (
     "no token counts in the loss",
     "the only label is at the first token, which nothing predicts",

@@ -6,8 +6,8 @@ from stages.artifacts.job import Workers
 from stages.train.config import TrainConfig
 from stages.train.phases import Phase
 from stages.train.routers import Balance, LogitSchedule
-from stages.train.run_phase import TrainContext, training_arguments
 from stages.train.text import TrainingText
+from stages.train.trainer import TrainContext, training_arguments
 
 
 def test_shards_are_set_up_as_the_file_says(tmp_path):
@@ -20,7 +20,7 @@ def test_shards_are_set_up_as_the_file_says(tmp_path):
         balance=Balance("none", 0.0),
         pooled=False,
         teacher=None,
-        heldout=lambda _model: 0.0,
+        record=None,
         seed=0,
         workers=Workers(),
         device=torch.device("cpu"),

@@ -1,0 +1,91 @@
+"""What JSON that was read from a file holds: predicates, for files that somebody may have changed."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+Kind = Callable[[object], bool]
+_LARGEST = 2**63
+
+
+def is_text(value: object) -> bool:
+    """A text that can be written to a file."""
+    return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)
+
+
+def is_count(value: object) -> bool:
+    """A whole number from 0 that fits in 64 bits."""
+    return type(value) is int and 0 <= value < _LARGEST
+
+
+def is_flag(value: object) -> bool:
+    """True or false."""
+    return isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    """A number; a loss may be nan or infinite."""
+    return isinstance(value, float) or (type(value) is int and abs(value) < _LARGEST)
+
+
+def is_cell(value: object) -> bool:
+    """A cell of a table."""
+    return value is None or isinstance(value, bool) or is_text(value) or is_number(value)
+
+
+def is_anything(_value: object) -> bool:
+    """What JSON can hold."""
+    return True
+
+
+def optional(kind: Kind) -> Kind:
+    """This, or null."""
+    return lambda value: value is None or kind(value)
+
+
+def list_of(kind: Kind, length: int | None = None) -> Kind:
+    """A list of these, of any length or of this one."""
+    return lambda value: isinstance(value, list) and length in {None, len(value)} and all(map(kind, value))
+
+
+def object_of(kind: Kind) -> Kind:
+    """An object with any keys and these values."""
+    return lambda value: isinstance(value, dict) and all(map(is_text, value)) and all(map(kind, value.values()))
+
+
+def object_with(**kinds: Kind) -> Kind:
+    """An object with at least these keys."""
+    return lambda value: (
+        isinstance(value, dict) and all(name in value and kind(value[name]) for name, kind in kinds.items())
+    )
+
+
+_PLAIN: dict[object, Kind] = {int: is_count, float: is_number, str: is_text, bool: is_flag}
+
+
+def kind_of(hint: Any) -> Kind:  # noqa: ANN401 - any annotation
+    """What an annotation says: a plain type, X | None, list, tuple, mapping from text, or dataclass; else anything."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if is_dataclass(hint):
+        return object_with(**kinds_of(hint))
+    if origin is UnionType:
+        return optional(kind_of(parts[0]))
+    if origin in {list, tuple}:
+        return list_of(kind_of(parts[0]), None if origin is list or ... in parts else len(parts))
+    if origin in {dict, Mapping}:
+        return object_of(kind_of(parts[1]))
+    return _PLAIN.get(hint, is_anything)
+
+
+def kinds_of(fields: Any) -> dict[str, Kind]:  # noqa: ANN401 - a dataclass
+    """Every field of a dataclass."""
+    return {name: kind_of(hint) for name, hint in get_type_hints(fields).items()}
+
+
+def check_fields(content: Any, kinds: Mapping[str, Kind]) -> None:  # noqa: ANN401 - of foreign JSON
+    """Raise ValueError, with every field that is missing or of another type."""
+    if not isinstance(content, dict):
+        raise ValueError("it is no object")
+    if wrong := [name for name, is_kind in kinds.items() if name not in content or not is_kind(content[name])]:
+        raise ValueError(f"{', '.join(wrong)} missing or of another type")

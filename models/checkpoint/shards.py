@@ -1,0 +1,184 @@
+"""Tensors of a checkpoint, read and written one at a time; fused ones are cut, those in 4 or 8 bits dequantised."""
+
+import json
+from collections.abc import KeysView, Mapping
+from contextlib import AbstractContextManager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from instruments.durable import sync
+from instruments.errors import CheckpointError
+from instruments.safetensors_header import read_header
+from instruments.safetensors_reader import TORCH_DTYPES, EntryReader
+from models.checkpoint.folder import INDEX, SINGLE, Entry, PackedEntry, read_checkpoint
+from models.config import import_bitsandbytes
+from models.dense import DenseFamily, dense_family, fused_name
+from models.source import read_config
+
+
+class ShardReader(EntryReader, AbstractContextManager["ShardReader"]):
+    """One open checkpoint: its configuration, and its tensors by the names that transformers gives them."""
+
+    def __init__(self, source: Path) -> None:
+        """Read and check all headers of a checkpoint folder, or of one safetensors file. Raises CheckpointError."""
+        super().__init__()
+        self._source = source
+        self._entries: dict[str, Entry] = dict(read_header(source)) if source.is_file() else read_checkpoint(source)
+
+    def __exit__(self, *_error: object) -> None:
+        """Close the shards."""
+        self.close()
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The folder's config.json. Raises CheckpointError."""
+        return read_config(self._source)
+
+    @cached_property
+    def family(self) -> DenseFamily:
+        """Of a dense checkpoint. Raises CheckpointError: it is not supported."""
+        return dense_family(self.config)
+
+    @property
+    def names(self) -> KeysView[str]:
+        """Names of all tensors as they are stored, in the order of the shards."""
+        return self._entries.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a stored tensor, of a quantised weight the true one."""
+        return self._entry(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Number format of a stored tensor, of a quantised weight the one it is dequantised to."""
+        return TORCH_DTYPES[self._entry(name).dtype]
+
+    def tensor(self, name: str) -> Tensor:
+        """A private copy on the CPU; gate, up, q, k and v are cut out of a fused tensor where they are stored so.
+
+        Raises CheckpointError: there is none, or its file has changed; ConfigError: no bitsandbytes to decode it.
+        """
+        whole = fused_name(name)
+        if name not in self._entries and whole in self._entries:
+            # A view would keep the other parts in memory.
+            return self.tensor(whole)[self._fused_rows(name, whole)].clone()
+        entry = self._entry(name)
+        if isinstance(entry, PackedEntry):
+            return _dequantise(entry, {key: self.read(part, name) for key, part in entry.parts.items()})
+        return self.read(entry, name)
+
+    def _fused_rows(self, name: str, whole: str) -> slice:
+        count, part = self.shape(whole)[0], name.split(".")[-2]
+        if part in {"gate_proj", "up_proj"}:
+            return slice(0, count // 2) if part == "gate_proj" else slice(count // 2, count)
+        # As wide as what the output projection takes; k and v share the rest.
+        queries = self.shape(whole.replace("qkv_proj", "o_proj"))[1]
+        keys = (count - queries) // 2
+        starts = {"q_proj": (0, queries), "k_proj": (queries, queries + keys), "v_proj": (queries + keys, count)}
+        return slice(*starts[part])
+
+    def _entry(self, name: str) -> Entry:
+        if name not in self._entries:
+            raise CheckpointError(f"there is no tensor {name}", do="check that the checkpoint is complete")
+        return self._entries[name]
+
+
+def _dequantise(entry: PackedEntry, parts: Mapping[str, Tensor]) -> Tensor:
+    """The weight in its true shape and number format, from its tensors as stored.
+
+    Numerics: 4 bits exactly as bitsandbytes decodes them, in the format the weight had before; int8 in fp32, then
+        rounded once.
+    """
+    functional = import_bitsandbytes(f"a checkpoint stored in {entry.kind}").functional
+    plain: Tensor
+    if entry.kind == "int8":
+        plain = functional.int8_vectorwise_dequant(parts["weight"], parts["SCB"])
+    else:
+        described = {key: part for key, part in parts.items() if key != "weight"}
+        state = functional.QuantState.from_dict(described, torch.device("cpu"))
+        # For distributed training, packed bytes may be stored under another format's name.
+        plain = functional.dequantize_4bit(parts["weight"].view(torch.uint8).view(-1, 1), state)
+    return plain.to(TORCH_DTYPES[entry.dtype])
+
+
+_DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+class ShardWriter(AbstractContextManager["ShardWriter"]):
+    """Collects tensors and writes a shard whenever one is full.
+
+    Memory: one shard and one tensor. As a context manager it closes on success and leaves no checkpoint on failure.
+    """
+
+    def __init__(self, folder: Path, max_shard_bytes: int = 256 * 2**20) -> None:
+        """Create the folder; the shards carry temporary names until `close`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._max_shard_bytes = folder, max_shard_bytes
+        self._pending: dict[str, Tensor] = {}
+        self._pending_bytes = 0
+        self._pointers: set[int] = set()
+        self._shards: list[tuple[Path, list[str]]] = []  # path and names of its tensors
+        self._names: set[str] = set()
+
+    def __exit__(self, kind: type[BaseException] | None, *_error: object) -> None:
+        """Close after success; after a failure remove what was written."""
+        if kind is None:
+            self.close()
+            return
+        for path, _names in self._shards:
+            path.unlink(missing_ok=True)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take a tensor of a new name; it must not change until the shard is written. Raises CheckpointError."""
+        if name in self._names:
+            raise CheckpointError(f"tensor {name} was already written", where=str(self._folder))
+        self._names.add(name)
+        if self._pending_bytes + tensor.nbytes > self._max_shard_bytes:
+            self._flush()
+        own = tensor.detach().cpu().contiguous()
+        if own.data_ptr() in self._pointers:
+            # safetensors refuses one memory under two names.
+            own = own.clone()
+        self._pointers.add(own.data_ptr())
+        self._pending[name] = own
+        self._pending_bytes += own.nbytes
+
+    def close(self) -> None:
+        """Write the last shard, give all shards their names, and write the index."""
+        self._flush()
+        weight_map: dict[str, str] = {}
+        count, total = len(self._shards), 0
+        for number, (path, names) in enumerate(self._shards, start=1):
+            final = SINGLE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
+            total += sum(entry.nbytes for entry in read_header(path.rename(self._folder / final)).values())
+            weight_map |= dict.fromkeys(names, final)
+        if count > 1:
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            (self._folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+            sync(self._folder / INDEX)
+        sync(self._folder)
+
+    def _flush(self) -> None:
+        """Write a shard and check it by its header."""
+        if not self._pending:
+            return
+        path = self._folder / f"shard-{len(self._shards):05}.partial"
+        self._shards.append((path, list(self._pending)))
+        try:
+            # transformers 4 refuses files whose metadata does not name the framework.
+            save_file(self._pending, path, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise CheckpointError(
+                f"cannot write a shard: {error}", where=str(path), do="free disk space or choose another output_dir"
+            ) from error
+        given = {name: (tuple(tensor.shape), _DTYPE_NAMES[tensor.dtype]) for name, tensor in self._pending.items()}
+        found = {name: (entry.shape, entry.dtype) for name, entry in read_header(path).items()}
+        if wrong := sorted(name for name in found.keys() | given if found.get(name) != given.get(name)):
+            raise CheckpointError(f"what was written is not what was given: {', '.join(wrong[:3])}", where=str(path))
+        sync(path)
+        self._pending, self._pending_bytes, self._pointers = {}, 0, set()
