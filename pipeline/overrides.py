@@ -18,6 +18,7 @@ from pipeline.help import OVERLAYS, groups
 from pipeline.settings import Settings
 from pipeline.validate import EMPTY_OUTPUT, LONGEST, unknown_choice
 from stages.accumulators.config import hide_password
+from stages.text.config import SourceConfig
 
 WHERE = "command line"
 _NEXT_ADDRESS = re.compile(r",(?=\w+://)")  # between the addresses of a sweep
@@ -29,6 +30,7 @@ ONE: dict[Any, tuple[str, str]] = {
     bool: ("true or false", "true"),
     str: ("a text", "name"),
     NoneType: ("null", "null"),
+    SourceConfig: ("a source", "{path:FILE_OR_FOLDER,share:1}"),
 }
 
 
@@ -82,7 +84,7 @@ def _word_errors(word: str, options: dict[str, list[str]], *, sweep: bool) -> It
     for value in values:
         if key in options:
             yield from _option_errors(key, value, options[key])
-        elif (kind := TYPES.get(key)) is None:
+        elif (kind := find_type(key)) is None:
             yield _unknown_key(word, options)
             return
         elif not _accepts(key, kind, value):
@@ -119,7 +121,10 @@ def _accepts(key: str, kind: Any, value: object) -> bool:  # noqa: ANN401 - an a
     if list in {get_origin(part) for part in (kind, *get_args(kind))} and isinstance(value, str) and "${" not in value:
         return False
     try:
-        OmegaConf.update(OmegaConf.structured(Settings), key, value)
+        if item := _ITEM.fullmatch(key):
+            OmegaConf.update(OmegaConf.structured(get_args(TYPES[item[1]])[0]), item[2], value)
+        else:
+            OmegaConf.update(OmegaConf.structured(Settings), key, value)
     except OmegaConfBaseException:
         return False
     return True
@@ -147,6 +152,14 @@ def _find_types(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 TYPES: Mapping[str, Any] = dict(_find_types(Settings))
+_ITEM = re.compile(r"(.+)\.\d+\.(\w+)")  # data.sources.0.share: a setting of an item of a list
+
+
+def find_type(key: str) -> Any:  # noqa: ANN401 - an annotation
+    """The annotation of a setting, of an item in a list as well; None: there is none."""
+    if (item := _ITEM.fullmatch(key)) and get_origin(kind := TYPES.get(item[1])) is list:
+        return get_type_hints(get_args(kind)[0]).get(item[2])
+    return TYPES.get(key)
 
 
 def _in_words(kind: Any) -> str:  # noqa: ANN401 - an annotation

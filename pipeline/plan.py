@@ -58,6 +58,8 @@ def plain_settings(node: object, unread: Collection[str] = ()) -> object:
 
     Such a field changes where, how fast or how safely a stage works, never what comes out.
     """
+    if isinstance(node, list):
+        return [plain_settings(item) for item in node]
     if not is_dataclass(node):
         return node
     counted = [spec.name for spec in fields(node) if spec.metadata.get("fingerprint", True) and spec.name not in unread]

@@ -42,6 +42,9 @@ def find_fields(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, Field[A
         value, name = getattr(node, spec.name), f"{prefix}{spec.name}"
         if is_dataclass(value):
             yield from find_fields(value, f"{name}.")
+        elif isinstance(value, list) and value and is_dataclass(value[0]):
+            for number, item in enumerate(value):
+                yield from find_fields(item, f"{name}.{number}.")
         else:
             yield name, value, spec
 

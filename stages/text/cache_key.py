@@ -12,6 +12,7 @@ from instruments.errors import DataError, UserError
 from stages.text.config import KINDS, DataConfig, check_settings
 from stages.text.documents import Split
 from stages.text.hub import describe_missing_package, find_commit
+from stages.text.mixture import list_sources, mixture_errors
 from stages.text.python_stdlib import list_modules
 from stages.text.sources import describe_emptiness, list_files, read_documents, read_file, require_conversations
 
@@ -24,6 +25,9 @@ def check_first_records(data: DataConfig, *, heldout: bool = True) -> list[UserE
 
     That no document falls to the held-out text is a fault where that is read (`heldout`).
     """
+    if data.kind == "mixture":
+        parts = list_sources(data)
+        return [error for part in parts for error in check_first_records(part.data, heldout=heldout)]
     if data.kind == "hub":
         return [] if importlib.util.find_spec("datasets") else [describe_missing_package()]
     if data.kind == "python_stdlib":
@@ -72,6 +76,9 @@ def data_cache_key(data: DataConfig, hash_of: Callable[[Path], str] = hash_file)
     Local files count by content, the standard library by Python version and module sizes, a dataset of the hub by
     name and commit; `hash_of` gives a file's SHA-256. Raises DataError: a path cannot be read.
     """
+    if data.kind == "mixture":
+        parts = {source.name: data_cache_key(source.data, hash_of) for source in list_sources(data)}
+        return {"kind": data.kind, "sources": parts}
     if data.kind == "text":
         source: dict[str, object] = {"files": [hash_of(file) for file in list_files(str(data.path), "data.path")]}
         if data.heldout_path is not None:
@@ -93,4 +100,5 @@ def check_data(data: DataConfig, *, heldout: bool = True) -> list[UserError]:
     """Every fault of the settings, or else of the paths and the first records. Reads little, loads no library."""
     if data.kind not in KINDS or data.max_length < 2:  # said by the fields' own rules
         return []
-    return check_settings(data) or check_first_records(data, heldout=heldout)
+    errors = check_settings(data) or (list(mixture_errors(data)) if data.kind == "mixture" else [])
+    return errors or check_first_records(data, heldout=heldout)

@@ -7,15 +7,36 @@ from typing import Any
 
 from instruments.errors import ConfigError, UserError
 
-KINDS = ("python_stdlib", "text", "hub")
+KINDS = ("python_stdlib", "text", "hub", "mixture")
 # Settings of one source that mean nothing to another.
 FOREIGN_FIELDS = {
     "python_stdlib": ("path", "heldout_path", "name", "subset", "revision", "heldout_split"),
     "text": ("name", "subset", "revision", "heldout_split"),
     "hub": ("path", "heldout_path"),
+    "mixture": ("path", "name", "subset", "revision", "heldout_split"),
 }
 # Settings that mean something to data.labels=generated alone.
 GENERATION_FIELDS = ("max_new_tokens", "temperature", "prompt_tokens")
+
+
+@dataclass
+class SourceConfig:
+    """One source of a mixture: what it says of its own; all else is as in `data`."""
+
+    # Its part of the tokens.
+    share: float = field(default=1.0, metadata={"above": 0, "maximum": 1})
+    path: str | None = None
+    name: str | None = None
+    subset: str | None = None
+    revision: str | None = None
+    split: str | None = None
+    heldout_split: str | None = None
+    text_column: str | None = None
+    messages_column: str | None = None
+    packing: str | None = field(default=None, metadata={"choices": ("packed", "single")})
+    labels: str | None = field(default=None, metadata={"choices": ("full_sequence", "completion")})
+    separator: str | None = field(default=None, metadata={"choices": ("eos", "blank_line")})
+    heldout_share: float | None = None
 
 
 @dataclass
@@ -23,12 +44,12 @@ class DataConfig:
     """Where the text comes from, and how it becomes token sequences."""
 
     # python_stdlib: source and docstrings of this interpreter's standard library; text: local .txt and .jsonl files;
-    # hub: a dataset of the Hugging Face hub, or a local folder of one.
+    # hub: a dataset of the Hugging Face hub, or a local folder of one; mixture: several of these.
     kind: str = field(default="python_stdlib", metadata={"choices": KINDS})
     # kind=text: a file, or a folder searched for *.txt and *.jsonl. A .jsonl record is one document; a .txt file is cut
     # at blank lines into documents of about 2 000 characters.
     path: str | None = None
-    # kind=text: file or folder of the held-out text; unset: heldout_share of the documents of `path`.
+    # kind=text, mixture: file or folder of the held-out text; unset: heldout_share of the documents of `path`.
     heldout_path: str | None = None
     # kind=hub: the dataset, e.g. Salesforce/wikitext, or a local folder of data files.
     name: str | None = None
@@ -40,6 +61,9 @@ class DataConfig:
     split: str = "train"
     # kind=hub: the split held-out evaluation reads; unset: heldout_share of the documents of `split`.
     heldout_split: str | None = None
+    # kind=mixture: the sources, each with path, or name (and subset, split ...), and its share of the tokens.
+    # Held-out text is that of heldout_path, or of the sources in the same shares.
+    sources: list[SourceConfig] = field(default_factory=list)
     # Field of a record that holds plain text.
     text_column: str = "text"
     # Field of a record that holds a conversation, a list of {"role", "content"}; preferred where both fields exist.
@@ -83,7 +107,8 @@ def calibration_only(data: DataConfig) -> DataConfig:
 
     How much held-out text is read has no part in it; a local file that holds it has: its documents are left out.
     """
-    named = {"text": data.heldout_path, "hub": data.heldout_split}.get(data.kind) is not None
+    own = {"text": data.heldout_path, "hub": data.heldout_split, "mixture": data.heldout_path}
+    named = own.get(data.kind) is not None
     share = 0.0 if named else data.heldout_share
     return replace(data, heldout_split=None, heldout_tokens=0, heldout_share=share)
 

@@ -32,6 +32,11 @@ class Document:
     messages: tuple[Message, ...] = ()
 
     @property
+    def characters(self) -> int:
+        """Of the text, or of all messages."""
+        return len(self.text) + sum(len(message["content"]) for message in self.messages)
+
+    @property
     def digest(self) -> bytes:
         """8 bytes that depend on the content alone: a copy elsewhere has the same."""
         content = json.dumps(self.messages, sort_keys=True) if self.messages else self.text

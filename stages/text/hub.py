@@ -13,6 +13,7 @@ from instruments.errors import DataError
 from models.source import CONNECT, hub_answers, offline_by_choice
 from stages.text.config import DataConfig
 from stages.text.documents import Document, Split, read_record, take_share
+from stages.text.mixture import list_sources
 
 # A file of kilobytes can unpack to gigabytes.
 ROWS_AT_ONCE = 64
@@ -113,6 +114,8 @@ def require_hub(data: DataConfig) -> None:
     Raises:
         DataError: the hub cannot be reached.
     """
+    for source in list_sources(data):
+        require_hub(source.data)
     if data.kind != "hub" or offline_by_choice() or Path(str(data.name)).is_dir() or hub_answers():
         return
     raise DataError(

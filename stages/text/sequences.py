@@ -14,6 +14,7 @@ from instruments.errors import DataError, some
 from stages.text.chat import encode_conversation
 from stages.text.config import DataConfig
 from stages.text.documents import Document, Split
+from stages.text.mixture import interleave_shares, list_sources
 from stages.text.sources import describe_emptiness, describe_source, read_documents
 
 # The label the loss leaves out, as in torch.nn.functional.cross_entropy.
@@ -33,10 +34,11 @@ class TokenSequence:
     name: str
     ids: list[int]
     labels: list[int]
+    source: str = ""  # of a mixture
 
     def cut(self, length: int) -> "TokenSequence":
         """The first `length` tokens."""
-        return TokenSequence(self.name, self.ids[:length], self.labels[:length])
+        return replace(self, ids=self.ids[:length], labels=self.labels[:length])
 
 
 def encode_document(document: Document, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> TokenSequence:
@@ -150,7 +152,23 @@ def load_text(data: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Split
     for last_data, last_key, text in _last_calibration:
         if split == "calibration" and last_data is data and last_key == key:
             return text
-    encoded = (encode_document(document, tokenizer, data) for document in read_documents(data, split))
+    mixed = data.kind == "mixture" and (split == "calibration" or data.heldout_path is None)
+    text = mix_sources(data, tokenizer, split) if mixed else _load_source(data, tokenizer, split)
+    if split == "calibration":
+        _last_calibration[:] = [(data, key, text)]
+    return text
+
+
+def _load_source(data: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Split) -> LoadedText:
+    characters = tokens = 0
+
+    def encode(document: Document) -> TokenSequence:
+        nonlocal characters, tokens
+        sequence = encode_document(document, tokenizer, data)
+        characters, tokens = characters + document.characters, tokens + len(sequence.ids)
+        return sequence
+
+    encoded = map(encode, read_documents(data, split))
     build = pack_documents if data.packing == "packed" else truncate_documents
     wanted = data.tokens if split == "calibration" else data.heldout_tokens
     text = select_usable(build(encoded, data.max_length), wanted)
@@ -159,11 +177,35 @@ def load_text(data: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Split
     if not text.sequences:
         raise describe_nothing_left(data, split, text.skipped)
     source = describe_source(data, split)
+    if tokens > characters:
+        message = "%s text: the tokenizer makes %d tokens of %d characters of %s: the model hardly knows its language"
+        logger.warning(message, split, tokens, characters, source)
     count = len(text.sequences)
     logger.info("%s text: %d of %d tokens, %d sequences of %s", split, text.tokens, wanted, count, source)
-    if split == "calibration":
-        _last_calibration[:] = [(data, key, text)]
     return text
+
+
+def mix_sources(data: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Split) -> LoadedText:
+    """The sequences of every source of a mixture, in an order whose every beginning holds the sources by their shares.
+
+    Raises:
+        DataError: a source cannot be read, or nothing is left of it.
+    """
+    sources = list_sources(data)
+    parts = [_load_source(source.data, tokenizer, split) for source in sources]
+    for source, part in zip(sources, parts, strict=True):
+        wanted = source.data.tokens if split == "calibration" else source.data.heldout_tokens
+        if part.tokens < 0.9 * wanted:
+            message = "%s text: source %s has %d tokens of the %d that are its share: the mixture holds less of it"
+            logger.warning(message, split, source.name, part.tokens, wanted)
+    order = interleave_shares([[len(found.ids) for found in part.sequences] for part in parts],
+                              [source.share for source in sources])  # fmt: skip
+    skipped: dict[str, list[str]] = defaultdict(list)
+    for part in parts:
+        for fault, names in part.skipped.items():
+            skipped[fault].extend(names)
+    named = (replace(parts[part].sequences[number], source=sources[part].name) for part, number in order)
+    return LoadedText([*named], dict(skipped))
 
 
 def pack_documents(documents: Iterable[TokenSequence], max_length: int) -> Iterator[TokenSequence]:

@@ -181,7 +181,7 @@ def read_documents(data: DataConfig, split: Split) -> Iterator[Document]:
     Raises:
         DataError: the text cannot be read, or the labels need conversations and the calibration text is plain.
     """
-    if data.kind == "text":
+    if data.kind in ("text", "mixture"):  # of a mixture the held-out text that is named
         documents = read_text(data, split)
     elif data.kind == "hub":
         documents = read_hub(data, split)
@@ -206,7 +206,7 @@ def require_conversations(documents: Iterable[Document]) -> Iterator[Document]:
 def describe_source(data: DataConfig, split: Split) -> str:
     """The source of one split in words, for logs and errors."""
     heldout = split == "heldout"
-    if data.kind == "text":
+    if data.kind in ("text", "mixture"):
         return str(data.heldout_path if heldout and data.heldout_path else data.path)
     if data.kind == "hub":
         return f"{data.name}[{data.heldout_split if heldout and data.heldout_split else data.split}]"

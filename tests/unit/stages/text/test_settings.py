@@ -26,7 +26,7 @@ def test_a_share_is_between_0_and_1(share):
 def test_every_field_has_its_own_rule():
     wrong = DataConfig(kind="csv", packing="tight", labels="some", separator="x", max_length=1, temperature=-1)
     assert [str(error).splitlines()[0] for error in field_errors(wrong, "data.")] == [
-        "data.kind=csv is none of python_stdlib, text, hub",
+        "data.kind=csv is none of python_stdlib, text, hub, mixture",
         "data.packing=tight is none of packed, single",
         "data.labels=some is none of full_sequence, completion, generated",
         "data.temperature=-1 must be at least 0",

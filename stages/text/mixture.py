@@ -1,0 +1,79 @@
+"""Several sources in one text, each with its share of the tokens."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from instruments.errors import ConfigError
+from stages.text.config import DataConfig
+
+EXAMPLE = "'data.sources=[{path:FILE_OR_FOLDER,share:0.5},{name:allenai/c4,subset:en,share:0.5}]'"
+
+
+@dataclass(frozen=True)
+class Source:
+    """One part of a mixture."""
+
+    name: str
+    share: float
+    data: DataConfig  # with its part of the tokens, one sequence at least
+
+
+def list_sources(data: DataConfig) -> list[Source]:
+    """The sources of a mixture, none of other kinds; one that names a path reads local files, the others the hub."""
+    found = []
+    for settings in data.sources:
+        said = {key: value for key, value in asdict(settings).items() if value is not None and key != "share"}
+        tokens, heldout_tokens = (
+            max(round(settings.share * wanted), data.max_length) if wanted else 0
+            for wanted in (data.tokens, data.heldout_tokens)
+        )
+        part = replace(data, kind="hub" if settings.path is None else "text", sources=[], **said)
+        part = replace(part, tokens=tokens, heldout_tokens=heldout_tokens)
+        found.append(Source(settings.path or str(settings.name), settings.share, part))
+    return found
+
+
+def mixture_errors(data: DataConfig) -> Iterator[ConfigError]:
+    """What is wrong with the sources by themselves."""
+    if not data.sources:
+        yield ConfigError("data.kind=mixture reads several sources, and none is named", do=EXAMPLE)
+    if data.labels == "generated":
+        what = "data.labels=generated reads one source, and data.kind=mixture several"
+        yield ConfigError(what, do="data.labels=full_sequence")
+    for number, source in enumerate(data.sources):
+        place = f"data.sources.{number}"
+        if source.path is None and source.name is None:
+            yield ConfigError(
+                f"{place} names no path and no dataset", where=f"setting {place}", do=f"{place}.path=FILE"
+            )
+        elif source.path is not None and source.name is not None:
+            yield ConfigError(
+                f"{place} names both a path and a dataset", where=f"setting {place}", do=f"{place}.name=null"
+            )
+    total = sum(source.share for source in data.sources)
+    if data.sources and not abs(total - 1) <= 1e-6:  # nor where it is no number
+        shares = ", ".join(f"{source.share:g}" for source in data.sources)
+        what = f"the shares of data.sources are {shares}: their sum is {total:.6g}, not 1"
+        parts = [source.share / total if 0 < total < math.inf else 1 / len(data.sources) for source in data.sources]
+        do = " ".join(f"data.sources.{number}.share={part:.6g}" for number, part in enumerate(parts))
+        yield ConfigError(what, where="setting data.sources", do=do)
+
+
+def interleave_shares(sizes: Sequence[Sequence[int]], shares: Sequence[float]) -> list[tuple[int, int]]:
+    """The order in which sequences of several sources follow each other, so that every beginning is a fair sample.
+
+    Args:
+        sizes: tokens of every sequence, by source.
+        shares: of the sources.
+    Returns:
+        Source and number of every sequence; the numbers of each source ascend.
+    """
+    # A sequence's place is where its middle would be, were its source alone and stretched by its share.
+    places = []
+    for source, (lengths, share) in enumerate(zip(sizes, shares, strict=True)):
+        end = 0
+        for number, length in enumerate(lengths):
+            places.append(((end + length / 2) / share, source, number))
+            end += length
+    return [(source, number) for _, source, number in sorted(places)]

@@ -1,0 +1,136 @@
+"""Several sources in one text: their shares, their order, and what is wrong with them."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from stages.text.cache_key import check_data, data_cache_key
+from stages.text.config import DataConfig, SourceConfig
+from stages.text.mixture import interleave_shares, list_sources, mixture_errors
+from stages.text.sequences import load_sequences
+
+WORDS = {"chats": "hello friend", "web": "page of prose"}
+
+
+@pytest.fixture
+def files(tmp_path):
+    for name, words in WORDS.items():
+        records = [json.dumps({"text": f"{words} {number} " * 40}) for number in range(60)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(records))
+    return tmp_path
+
+
+def mixture(folder, shares=(0.75, 0.25), **settings):
+    paths = zip(WORDS, shares, strict=True)
+    sources = [SourceConfig(path=str(folder / f"{name}.jsonl"), share=share) for name, share in paths]
+    return DataConfig(**{"kind": "mixture", "sources": sources, "tokens": 8192, "max_length": 64} | settings)
+
+
+def test_every_beginning_holds_the_sources_by_their_shares(files, tokenizer):
+    sequences = load_sequences(mixture(files), tokenizer, "calibration")
+    seen = {"chats": 0, "web": 0}
+    for sequence in sequences:
+        seen[Path(sequence.source).stem] += len(sequence.ids)
+        assert abs(seen["chats"] - 0.75 * sum(seen.values())) <= 64
+    assert sum(seen.values()) == pytest.approx(8192, abs=64)
+    assert all(WORDS[Path(found.source).stem].split()[0] in tokenizer.decode(found.ids) for found in sequences)
+
+
+def test_heldout_text_is_of_the_sources_or_of_the_file_that_is_named(files, tokenizer):
+    settings = mixture(files, heldout_tokens=512, heldout_share=0.3)
+    held = load_sequences(settings, tokenizer, "heldout")
+    assert {Path(found.source).stem for found in held} == {"chats", "web"}
+    known = {tuple(found.ids) for found in load_sequences(settings, tokenizer, "calibration")}
+    assert not known & {tuple(found.ids) for found in held}
+    (files / "other.txt").write_text("quite another text " * 400)
+    named = mixture(files, heldout_tokens=512, heldout_path=str(files / "other.txt"))
+    (text, *_) = load_sequences(named, tokenizer, "heldout")
+    assert "another" in tokenizer.decode(text.ids)
+    assert len(load_sequences(named, tokenizer, "calibration")) == len(
+        load_sequences(settings, tokenizer, "calibration")
+    )
+
+
+def test_a_source_has_settings_of_its_own(files):
+    settings = mixture(files)
+    settings.sources[1].packing = "single"
+    settings.sources.append(SourceConfig(name="some/books", split="all", share=0.1))
+    chats, web, books = list_sources(settings)
+    assert (chats.data.packing, web.data.packing) == ("packed", "single")
+    assert (chats.data.tokens, web.data.tokens, books.data.tokens) == (6144, 2048, 819)
+    assert (books.data.kind, books.data.name, books.data.split) == ("hub", "some/books", "all")
+
+
+def test_a_source_that_falls_short_is_named(files, tokenizer, caplog):
+    with caplog.at_level(logging.WARNING):
+        load_sequences(mixture(files, tokens=60_000), tokenizer, "calibration")
+    assert "chats.jsonl has" in caplog.text
+    assert "of the 45000 that are its share" in caplog.text
+
+
+def test_a_language_that_the_tokenizer_does_not_know(files, tokenizer, caplog):
+    (files / "web.jsonl").write_text("\n".join(json.dumps({"text": "ዓለም ሁሉ " * 200 + str(i)}) for i in range(40)))
+    with caplog.at_level(logging.WARNING):
+        load_sequences(mixture(files), tokenizer, "calibration")
+    assert "the model hardly knows its language" in caplog.text
+    assert "web.jsonl" in caplog.text
+    assert "chats.jsonl" not in caplog.text
+
+
+def test_identity_follows_the_content_of_every_source(files):
+    before = data_cache_key(mixture(files))
+    assert before == data_cache_key(mixture(files))
+    with (files / "web.jsonl").open("a") as file:
+        file.write("\n" + json.dumps({"text": "one more"}))
+    assert before != data_cache_key(mixture(files))
+
+
+def messages(settings):
+    return [str(error) for error in check_data(settings)]
+
+
+def test_no_sources():
+    (error,) = messages(DataConfig(kind="mixture"))
+    assert error.startswith("data.kind=mixture reads several sources, and none is named\n  do:    'data.sources=[{")
+
+
+def test_shares_that_do_not_sum(files):
+    assert messages(mixture(files, (0.75, 0.75))) == [
+        "the shares of data.sources are 0.75, 0.75: their sum is 1.5, not 1\n  where: setting data.sources\n"
+        "  do:    data.sources.0.share=0.5 data.sources.1.share=0.5"
+    ]
+    assert "their sum is nan" in messages(mixture(files, (0.75, float("nan"))))[0]
+
+
+def test_a_missing_or_an_empty_source(files):
+    settings = mixture(files)
+    settings.sources[1].path = str(files / "gone.jsonl")
+    (error,) = messages(settings)
+    assert "no file and no folder" in error
+    (files / "gone.jsonl").write_text("")
+    (error,) = messages(settings)
+    assert "the text is empty" in error
+
+
+def test_a_source_without_a_place_or_with_two(files):
+    settings = mixture(files)
+    settings.sources[1].path = None
+    settings.sources[0].name = "some/dataset"
+    found = [str(error) for error in mixture_errors(settings)]
+    assert found[0].startswith("data.sources.0 names both a path and a dataset\n")
+    assert found[1].startswith("data.sources.1 names no path and no dataset\n")
+
+
+def test_generated_labels_are_of_one_source(files):
+    (error,) = messages(mixture(files, labels="generated", max_new_tokens=8))
+    assert error.startswith("data.labels=generated reads one source")
+
+
+@pytest.mark.parametrize("sizes", [[[5, 5, 5], [2] * 8], [[], [1]], [[50], [1] * 50, [7, 7]]])
+def test_an_order_holds_every_sequence_once(sizes):
+    order = interleave_shares(sizes, [1 / len(sizes)] * len(sizes))
+    assert sorted(order) == [(source, number) for source, found in enumerate(sizes) for number in range(len(found))]
+    for index, found in enumerate(sizes):
+        assert [number for source, number in order if source == index] == list(range(len(found)))
