@@ -122,7 +122,7 @@ def make_carve(folder: Path, text: Path, source: str | None, *words: str) -> Car
     gc.freeze()  # every stage begins by collecting garbage; what was imported so far need not be searched each time
     assert run_command([*given, *quick, *words]) == 0
     latest = outputs / "latest"
-    data = DataConfig(**OmegaConf.load(latest / "config.yaml").data)
+    data = DataConfig(**OmegaConf.to_container(OmegaConf.load(latest / "config.yaml").data))
     dense = EMBEDDED if source is None else folder / source
     return Carve(dense, (latest / "checkpoint").resolve().parent, data)
 

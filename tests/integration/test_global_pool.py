@@ -40,7 +40,7 @@ def carve(words):
 
 def last_carve(words):
     latest = Path(words[-1].partition("=")[2]) / "latest"
-    data = DataConfig(**OmegaConf.load(latest / "config.yaml").data)
+    data = DataConfig(**OmegaConf.to_container(OmegaConf.load(latest / "config.yaml").data))
     return Carve(Path(words[1].partition("=")[2]), (latest / "checkpoint").resolve().parent, data)
 
 
