@@ -25,7 +25,8 @@ _PICKLE_PATTERNS = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
 # Python takes forty times the bytes of a hostile JSON file. The index of a model of 100,000 tensors has 10 MiB; a
 # tokenizer's vocabulary is read by compiled code.
 MAX_JSON_BYTES = 16 * 2**20
-MAX_VOCABULARY_BYTES = 64 * 2**20
+MAX_VOCABULARY_BYTES = 40 * 2**20  # Gemma's has 33 MiB
+MAX_VALUES = 2**21  # of a file, lists and objects included; Gemma's merges and vocabulary are 1.8 million
 VOCABULARIES = {"tokenizer.json", "vocab.json"}
 
 
@@ -52,12 +53,15 @@ def require_folder(folder: Path) -> Path:
 
 def _check_sizes(files: Iterable[Path]) -> None:
     """Refuse JSON larger than any model has. Raises CheckpointError."""
-    for file in sorted(files):
-        most = MAX_VOCABULARY_BYTES if file.name in VOCABULARIES else MAX_JSON_BYTES
-        if file.suffix == ".json" and (size := file.stat().st_size) > most:
-            raise CheckpointError(
-                f"{file.name} has {size:,} bytes, more than the {most:,} that it may have", where=str(file), do=RESTORE
-            )
+    for file in sorted(file for file in files if file.suffix == ".json"):
+        size, most = file.stat().st_size, MAX_VOCABULARY_BYTES if file.name in VOCABULARIES else MAX_JSON_BYTES
+        what = f"{size:,} bytes, more than the {most:,}" if size > most else ""
+        if MAX_VALUES < size <= most:
+            content = file.read_bytes()
+            if (found := sum(map(content.count, (b"[", b"{", b",")))) > MAX_VALUES:
+                what = f"{found:,} values, more than the {MAX_VALUES:,}"
+        if what:
+            raise CheckpointError(f"{file.name} has {what} that it may have", where=str(file), do=RESTORE)
 
 
 def read_json(path: Path) -> Any:  # noqa: ANN401 - whatever the file holds

@@ -101,7 +101,7 @@ def test_tensors_must_lie_side_by_side(tmp_path: Path, begin: int) -> None:
     assert caught.value.what == f"model.safetensors is damaged: hole or overlap at byte {8 + len(header) + 8}"
 
 
-@pytest.mark.parametrize(("name", "size"), [("config.json", 17), ("tokenizer_config.json", 17), ("tokenizer.json", 65)])
+@pytest.mark.parametrize(("name", "size"), [("config.json", 17), ("tokenizer_config.json", 17), ("tokenizer.json", 41)])
 def test_json_larger_than_any_model_has(tmp_path: Path, name: str, size: int) -> None:
     """Not a byte of it is read: Python would take forty times its size."""
     with (tmp_path / name).open("wb") as file:
@@ -118,3 +118,9 @@ def test_a_header_larger_than_any_checkpoint_has(tmp_path: Path) -> None:
         file.truncate(length + 8)
     with pytest.raises(CheckpointError, match="a header of 16,777,217 bytes, more than the 16,777,216 it may have"):
         read_header(tmp_path / "model.safetensors")
+
+
+def test_json_of_more_values_than_any_model_has(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(f"[{','.join(['0'] * (2**21 + 2))}]")
+    with pytest.raises(CheckpointError, match="2,097,154 values, more than the 2,097,152 that it may have"):
+        require_folder(tmp_path)
