@@ -1,5 +1,6 @@
 """The dense source model: its folder, whether it can be carved, and its cache key. Reads headers only."""
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -183,8 +184,14 @@ def _check_config(model: ModelConfig, config: dict[str, Any]) -> list[UserError]
         family = dense_family(config)
     except CheckpointError as error:
         return [error]
-    wrong = check_values(config)
-    return [*wrong] or [*check_quantization(model, config), *check_features(config, family)]
+    if wrong := [*check_values(config)]:
+        return wrong
+    try:
+        json.dumps(config, allow_nan=False)  # NaN and Infinity are no JSON, and 1e999 is read as one
+    except ValueError as error:
+        where = f"config.json of {model.path or model.name}"
+        return [CheckpointError(f"config.json is no JSON: {error}", where=where, do="download it again")]
+    return [*check_quantization(model, config), *check_features(config, family)]
 
 
 def _check_weights(model: ModelConfig) -> tuple[dict[str, Entry] | None, Sequence[UserError]]:

@@ -20,7 +20,7 @@ INDEX = "model.safetensors.index.json"
 GIVE_FOLDER = "model.path=<folder with config.json and model.safetensors>"
 RESTORE = "download or copy the checkpoint again"
 
-_BARE_NAME = re.compile(r"(?!\.{1,2}\Z)[^/\\\0]+")  # of a file in the folder itself
+_BARE_NAME = re.compile(r"(?!\.{1,2}\Z)[^/\\\0\ud800-\udfff]+")  # of a file in the folder itself, in UTF-8
 _PICKLE_PATTERNS = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
 # Python takes forty times the bytes of a hostile JSON file. The index of a model of 100,000 tensors has 10 MiB; a
 # tokenizer's vocabulary is read by compiled code.

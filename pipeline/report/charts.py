@@ -4,6 +4,7 @@ A chart is drawn for a width in CSS pixels (matplotlib's points: 72 a inch).
 """
 
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from io import StringIO
@@ -236,7 +237,9 @@ def _svg(axes: Axes, title: str) -> Markup:
     figure = axes.get_figure(root=True)
     assert figure is not None
     out = StringIO()
-    figure.savefig(out, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of axes from a damaged file, near the largest float
+        figure.savefig(out, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     width, height = figure.get_size_inches() * 72
     body = out.getvalue().partition("<defs>")[2].partition("</defs>")[2]  # after matplotlib's style for all elements
     body = re.sub(r' clip-path="[^"]*"|<clipPath.*?</clipPath>', "", body, flags=re.DOTALL)  # all is inside

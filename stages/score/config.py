@@ -18,7 +18,7 @@ class ScoreConfig:
     form: str = field(default="weighted", metadata={"choices": ("weighted", "product", "inverse_gradient")})
     # How A, G and F are made comparable within a layer: zscore, rank or minmax. product and inverse_gradient then
     # stretch each term to 0..1.
-    normalisation: str = field(default="zscore", metadata={"choices": ("zscore", "rank", "minmax")})
+    normalisation: str = field(default="rank", metadata={"choices": ("zscore", "rank", "minmax")})
     # Weight a of high activation.
     activation_weight: float = field(default=1.0, metadata={"minimum": 0})
     # Weight g of a low gradient.

@@ -397,3 +397,16 @@ def test_devices_are_not_read(folder: Path) -> None:
 
 def test_names_that_no_folder_has() -> None:
     assert "cannot be opened (File name too long)" in texts(Path("a" * 5000))[0]
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_numbers_that_are_not_finite_anywhere_in_the_config(folder: Path, number: str) -> None:
+    path = folder / "config.json"
+    path.write_text(path.read_text().rstrip().removesuffix("}") + f', "of_others": [{number}]}}')
+    assert texts(folder)[0].startswith("config.json is no JSON: Out of range float values")
+
+
+def test_a_shard_that_no_file_can_be_called(folder: Path) -> None:
+    path = folder / "model.safetensors.index.json"
+    path.write_text(path.read_text().replace("model-00001", "\\ud800", 1))
+    assert "unreadable shard index" in texts(folder)[0]
