@@ -184,7 +184,8 @@ def _check_config(model: ModelConfig, config: dict[str, Any]) -> list[UserError]
         family = dense_family(config)
     except CheckpointError as error:
         return [error]
-    if wrong := [*check_values(config)]:
+    wrong: list[UserError] = [*check_values(config)]
+    if wrong:
         return wrong
     try:
         json.dumps(config, allow_nan=False)  # NaN and Infinity are no JSON, and 1e999 is read as one

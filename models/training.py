@@ -81,6 +81,11 @@ class Routing:
 
 def find_routers(model: nn.Module) -> list[nn.Module]:
     """The router modules, in layer order; each has a `weight` of ``(E, D)``. Raises CheckpointError: there are none."""
+    return [model.get_submodule(name) for name in router_names(model)]
+
+
+def router_names(model: nn.Module) -> list[str]:
+    """Names of the router modules, in layer order. Raises CheckpointError: there are none."""
     names = [name for name, _ in model.named_parameters() if part_of(name) is Part.ROUTER]
     if not names:
         raise CheckpointError(
@@ -88,7 +93,7 @@ def find_routers(model: nn.Module) -> list[nn.Module]:
             where="names of its parameters",
             do="load the checkpoint of stage=assemble or stage=project",
         )
-    return [model.get_submodule(name.removesuffix(".weight")) for name in names]
+    return [name.removesuffix(".weight") for name in names]
 
 
 def selection_bias(router: nn.Module) -> Tensor | None:

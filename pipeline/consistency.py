@@ -96,6 +96,10 @@ def contradictions(settings: Settings) -> Iterator[ConfigError]:
         yield ConfigError(what, where=where, do="assemble.router=error, or random")
     if involves(settings, "train"):
         yield from _training_contradictions(settings.train, workers)
+        if settings.train.straight_through and settings.topology == GLOBAL_POOL:
+            what = "train.straight_through=true computes all experts for every token, in a pool those of all layers"
+            where = "settings train.straight_through and topology=global_pool"
+            yield ConfigError(what, where=where, do="train.straight_through=false")
     if workers > 1 and settings.model.device_map != "none":
         yield ConfigError(
             f"model.device_map={settings.model.device_map} spreads one model over all devices; torchrun started "

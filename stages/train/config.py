@@ -28,6 +28,9 @@ class TrainConfig:
     # The loss: language_model · next-token loss + logits · KL of the dense model's predictions.
     language_model: float = field(default=1.0, metadata={"minimum": 0})
     logits: float = field(default=0.0, metadata={"minimum": 0})
+    # Compute all experts for every token, so that a router learns also about those it did not choose (straight-through
+    # estimator); the checkpoint's values are the same.
+    straight_through: bool = False
     # Even load. auto: selection_bias where the architecture has one, else loss; loss adds balance_weight · load
     # balancing loss; selection_bias moves each expert's bias by bias_rate a step against its load.
     balance: str = field(default="auto", metadata={"choices": ("auto", "loss", "selection_bias", "none")})

@@ -15,6 +15,7 @@ from models.emit import copy_tokenizer_files
 from models.loading import explained_memory, load_dense, load_tokenizer, load_whole, resolve_device
 from models.routing import LinearRouter
 from models.source import read_config, resolve_folder
+from models.straight_through import IMPLEMENTATION
 from models.targets.base import MoETarget, gate_scale_of
 from models.training import find_routers, selection_bias
 from stages.artifacts.carve import Routers
@@ -71,9 +72,9 @@ def run(
         measure_start(context, dense, checkpoint)
     del dense
     for phase in phases:
-        if phase.last > done:
-            run_phase(checkpoint, phase, context, job.scratch / phase.name)
-        checkpoint = job.scratch / phase.name / "final"
+        start, checkpoint = checkpoint, job.scratch / phase.name / "final"
+        if not record.is_whole(checkpoint):  # the last step may be done, and its result not yet written
+            run_phase(start, phase, context, job.scratch / phase.name)
     if lines is not None:
         lines.close()
         keep_result(job, checkpoint, form, context.schedule.at(total))
@@ -108,9 +109,10 @@ def balance_of(train: TrainConfig, target: MoETarget, shape: MoEShape) -> Balanc
     return Balance(asked, train.bias_rate * gate_scale_of(target, shape).selection_bias_scale)
 
 
-def load_trainable(folder: Path) -> PreTrainedModel:
+def load_trainable(folder: Path, *, straight_through: bool = False) -> PreTrainedModel:
     """The MoE in float32, with the kernels whose backward pass does not grow with the square of E."""
-    return load_whole(folder, dtype=torch.float32, experts_implementation="grouped_mm")
+    kernels = IMPLEMENTATION if straight_through else "grouped_mm"
+    return load_whole(folder, dtype=torch.float32, experts_implementation=kernels)
 
 
 def measure_start(context: TrainContext, dense: PreTrainedModel, checkpoint: Path) -> None:
@@ -125,7 +127,8 @@ def run_phase(start: Path, phase: Phase, context: TrainContext, folder: Path) ->
     """Train from the checkpoint `start` to a native one in `folder/final`; resume an earlier run's last in `folder`."""
     found, _ = record.find_latest(folder) or (None, 0)
     # Shards are read by Trainer, everything else here (see `MoETrainer._load_from_checkpoint`).
-    model = load_trainable(start if found is None or context.settings.fsdp else found)
+    start = start if found is None or context.settings.fsdp else found
+    model = load_trainable(start, straight_through=context.settings.straight_through)
     if context.settings.gradient_checkpointing:
         # Reentrant, it would hide the routers from their own losses.
         enable_gradient_checkpointing(model)

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Tra
 from instruments.errors import ConfigError, NumericsError
 from instruments.training_watch.model_watch import ModelWatch, watch_model
 from instruments.training_watch.step_log import NOTE
+from models.straight_through import show_scores
 from models.training import Part, RouterWatch, parameter_groups
 from stages.artifacts.job import Workers
 from stages.losses import measure_loss, supervised_tokens
@@ -103,6 +104,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
         self.phase, self.context = phase, context
         settings, batch = context.settings, context.settings.batch
         watch = RouterWatch(model)
+        self.shown = show_scores(model) if settings.straight_through else []
         self.objective = Objective(settings, watch, context.teacher, context.balance, context.pooled)
         self.monitor: ModelWatch | None = None
         groups = parameter_groups(model, **rates_of(phase, settings), weight_decay=settings.weight_decay)
@@ -164,6 +166,8 @@ class MoETrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
     def stop_watching(self) -> None:
         """Take all hooks off the model."""
         self.objective.watch.remove()
+        for handle in self.shown:
+            handle.remove()
         if self.monitor is not None:
             self.monitor.remove()
 

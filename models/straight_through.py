@@ -1,0 +1,82 @@
+"""Experts for training: all of them are computed, so that a router learns about those it did not choose."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from models.tiny_onn.sparse_ffn import TinyONNRouter
+from models.training import router_names, selection_bias
+
+IMPLEMENTATION = "straight_through"  # as `from_pretrained` takes it for experts_implementation
+TEMPERATURE = 0.5  # of the soft choice, relative to the standard deviation of a token's scores
+
+
+def soft_choice(scores_TE: Float[Tensor, "T E"], chosen_TK: Int[Tensor, "T K"]) -> Float[Tensor, "T E"]:
+    """Sigmoid of each expert's distance from the border between the chosen ones and the others.
+
+    The border, half-way between the lowest chosen score and the highest other one, and the width have no gradient.
+    """
+    chosen_TE = torch.zeros_like(scores_TE, dtype=torch.bool).scatter(1, chosen_TK, True)
+    with torch.no_grad():
+        lowest_T1 = scores_TE.masked_fill(~chosen_TE, torch.inf).amin(1, keepdim=True)
+        highest_T1 = scores_TE.masked_fill(chosen_TE, -torch.inf).amax(1, keepdim=True)
+        # With all experts chosen there is no border, and nothing to learn.
+        border_T1 = torch.where(highest_T1.isfinite(), (lowest_T1 + highest_T1) / 2, -torch.inf)
+        width_T1 = TEMPERATURE * scores_TE.std(1, keepdim=True).clamp_min(torch.finfo(scores_TE.dtype).tiny)
+    return torch.sigmoid((scores_TE - border_T1) / width_T1)
+
+
+def compute_all(self: nn.Module, x_TD: Tensor, chosen_TK: Tensor, gates_TK: Tensor) -> Tensor:
+    """Σ over the chosen experts of gate · expert(x), with a gradient for the choice itself.
+
+    y = down · ((m + g·(P − stopgrad P)) ⊙ h) over the neurons h of all experts: m are the gates of the chosen experts
+    and 0 elsewhere, P is `soft_choice`, g the token's mean gate. The value is that of the checkpoint; the gradient
+    tells a router's rows what an expert that was not chosen would have added, and nothing to the expert itself.
+    Source: straight-through estimator, arXiv:1308.3432.
+
+    Cost: E·N neurons for every token, which for a carve without copies is the dense FFN's.
+    """
+    gate_up_EMD: Tensor = self.gate_up_proj  # type: ignore[assignment]
+    down_EDN: Tensor = self.down_proj  # type: ignore[assignment]
+    gate_up_TEM = nn.functional.linear(x_TD, gate_up_EMD.flatten(0, 1)).view(-1, *gate_up_EMD.shape[:2])
+    h_TEN = self._apply_gate(gate_up_TEM)  # type: ignore[operator]
+    scores_TE: Tensor = self.router_scores  # type: ignore[assignment]
+    gates_TE = torch.zeros_like(scores_TE, dtype=gates_TK.dtype).scatter(1, chosen_TK, gates_TK)
+    if torch.is_grad_enabled():
+        soft_TE = soft_choice(scores_TE, chosen_TK)
+        gates_TE = gates_TE + gates_TK.detach().mean(1, keepdim=True) * (soft_TE - soft_TE.detach())
+    gated_TEN = h_TEN * gates_TE[:, :, None].to(h_TEN.dtype)
+    output_TD: Tensor = gated_TEN.flatten(1) @ down_EDN.transpose(1, 2).flatten(0, 1)
+    return output_TD.to(x_TD.dtype)
+
+
+ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, compute_all)
+
+
+def show_scores(model: nn.Module) -> list[RemovableHandle]:
+    """Let each layer's experts see what its router thinks of all of them, as `compute_all` needs it.
+
+    Args:
+        model: loaded with this module's `IMPLEMENTATION` of experts, each layer with its own.
+    Returns:
+        The hooks, one for each router.
+    """
+    handles = []
+    for name in router_names(model):
+        experts = model.get_submodule(f"{name.rpartition('.')[0]}.experts")
+        handles.append(model.get_submodule(name).register_forward_hook(partial(_show, experts)))
+    return handles
+
+
+def _show(experts: nn.Module, router: nn.Module, _inputs: Any, output: Sequence[Tensor]) -> None:  # noqa: ANN401
+    logits_TE, bias_E = output[0], selection_bias(router)
+    if bias_E is None:
+        experts.router_scores = logits_TE
+    else:  # added to logits by the project's own class, to their sigmoid by the others that have one
+        experts.router_scores = (logits_TE if isinstance(router, TinyONNRouter) else logits_TE.sigmoid()) + bias_E

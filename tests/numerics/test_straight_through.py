@@ -1,0 +1,103 @@
+"""Training with all experts computed: the checkpoint's values, the experts' gradients, and one for the choice."""
+
+import pytest
+import torch
+from pico_moes import MOES, make_moe
+
+from models.straight_through import IMPLEMENTATION, show_scores, soft_choice
+from models.training import RouterWatch, find_routers, part_of, selection_bias
+from stages.losses import enable_gradient_checkpointing
+
+IDS = torch.arange(14).view(2, 7)
+
+
+@pytest.fixture(params=MOES)
+def moe(request):
+    torch.manual_seed(1)
+    model = make_moe(request.param).train()
+    for router in find_routers(model):
+        torch.nn.init.normal_(router.weight)
+        if (bias_E := selection_bias(router)) is not None:
+            bias_E.copy_(torch.linspace(-0.1, 0.1, 5))
+    return model
+
+
+def pass_through(model, implementation, recompute=False):
+    """Logits, gradients by name, and what the routers decided."""
+    model.set_experts_implementation(implementation)
+    handles = show_scores(model) if implementation == IMPLEMENTATION else []
+    watch = RouterWatch(model)
+    model.zero_grad()
+    with watch.collect() as routings:
+        logits = model(IDS, use_cache=False).logits
+    logits.square().mean().backward()
+    for handle in [*handles, watch]:
+        handle.remove()
+    return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}, routings
+
+
+def test_values_and_the_experts_gradients_are_those_of_the_checkpoint(moe):
+    wanted, plain, _ = pass_through(moe, "eager")
+    found, gradients, _ = pass_through(moe, IMPLEMENTATION)
+    torch.testing.assert_close(found, wanted)
+    # In the last layer: those before it also learn through the choices behind them.
+    last = [name for name in plain if ".layers.1." in name and part_of(name) == "experts"]
+    assert last
+    for name in last:
+        torch.testing.assert_close(gradients[name], plain[name], msg=name)
+
+
+def test_recomputation_changes_no_gradient(moe):
+    _, plain, _ = pass_through(moe, IMPLEMENTATION)
+    enable_gradient_checkpointing(moe)
+    _, recomputed, _ = pass_through(moe, IMPLEMENTATION)
+    for name, gradient in plain.items():
+        torch.testing.assert_close(recomputed[name], gradient, msg=name)
+
+
+def test_the_scores_are_those_that_choose(moe):
+    show_scores(moe)
+    with RouterWatch(moe).collect() as routings:
+        moe.set_experts_implementation(IMPLEMENTATION)
+        moe(IDS, use_cache=False)
+    for layer, routing in zip(moe.model.layers, routings, strict=True):
+        experts = next(module for module in layer.modules() if hasattr(module, "router_scores"))
+        best_TK = experts.router_scores.topk(2, dim=1).indices
+        assert torch.equal(best_TK.sort(1).values, routing.chosen_TK.sort(1).values)
+
+
+def test_a_token_wants_the_expert_that_would_help_it():
+    """Two experts, one chosen, constant gates: the gradient of the choice points to the one that comes nearer."""
+    torch.manual_seed(0)
+    model = make_moe("glm4_moe").model.layers[1].mlp
+    model.experts.config._experts_implementation = IMPLEMENTATION
+    x_TD = torch.randn(64, 24)
+    scores_TE = torch.randn(64, 5, requires_grad=True)
+    chosen_TK = scores_TE.topk(2, dim=1).indices
+    gates_TK = torch.full((64, 2), 0.5)
+    model.experts.router_scores = scores_TE
+    with torch.no_grad():
+        torch.nn.init.normal_(model.experts.gate_up_proj)
+        torch.nn.init.normal_(model.experts.down_proj)
+        alone_ETD = torch.stack([model.experts(x_TD, torch.full((64, 1), e), torch.ones(64, 1)) for e in range(5)])
+        wanted_T = torch.randint(5, (64,))
+        target_TD = 0.5 * alone_ETD[wanted_T, torch.arange(64)]
+    (model.experts(x_TD, chosen_TK, gates_TK) - target_TD).square().sum().backward()
+    away = ~(chosen_TK == wanted_T[:, None]).any(1)  # tokens whose best expert was not chosen
+    pull_T = scores_TE.grad[torch.arange(64), wanted_T]
+    assert away.sum() > 10
+    assert float((pull_T[away] < 0).float().mean()) > 0.8  # gradient descent raises its score
+
+
+def test_the_border_lies_between_chosen_and_others():
+    scores_TE = torch.tensor([[0.0, 1.0, 3.0, 5.0], [2.0, 2.0, 2.0, 2.0]])
+    soft_TE = soft_choice(scores_TE, torch.tensor([[2, 3], [0, 1]]))
+    assert (soft_TE[0] > 0.5).tolist() == [False, False, True, True]
+    assert soft_TE[0, 1] == pytest.approx(1 - float(soft_TE[0, 2]))
+    assert soft_TE.isfinite().all()
+
+
+def test_where_all_are_chosen_nothing_is_to_be_learnt():
+    scores_TE = torch.randn(3, 4, requires_grad=True)
+    soft_choice(scores_TE, torch.arange(4).expand(3, 4)).sum().backward()
+    assert not scores_TE.grad.any()
