@@ -33,7 +33,7 @@ run: install ## carve the embedded model, end to end (make run ARGS="experts=8 n
 
 # One process per core, a thread each; the tests of a file share what they build.
 test: install ## the tests, a few minutes (make test ARGS="tests/unit -x")
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: install ## the tests that take minutes each
 	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)

@@ -29,11 +29,6 @@ def is_number(value: object) -> bool:
     return isinstance(value, float) or (type(value) is int and abs(value) < _LARGEST)
 
 
-def is_cell(value: object) -> bool:
-    """A cell of a table."""
-    return value is None or isinstance(value, bool) or is_text(value) or is_number(value)
-
-
 def is_anything(_value: object) -> bool:
     """What JSON can hold."""
     return True
