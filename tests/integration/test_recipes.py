@@ -66,6 +66,12 @@ def test_a_loop(checkpoint, tmp_path):
     assert_trained(tmp_path, checkpoint)
 
 
+def test_routers_that_learn_what_they_did_not_choose(checkpoint, tmp_path):
+    cook("Routers that learn what they did not choose", checkpoint, tmp_path)
+    before, after = weights(checkpoint), weights(tmp_path)
+    assert any(not torch.equal(before[name], after[name]) for name in before if name.endswith(".gate.weight"))
+
+
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator is found:UserWarning")
 def test_trainer_and_how_it_goes_on(checkpoint, tmp_path):
     cook("Trainer", checkpoint, tmp_path / "whole")
