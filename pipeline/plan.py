@@ -18,7 +18,7 @@ from pipeline.settings import CHAIN, Stage, asked_stages, with_ancestors
 from pipeline.validate import Checked
 from stages.calibration.config import without_random_tokens
 from stages.text.cache_key import data_cache_key
-from stages.text.config import calibration_only
+from stages.text.config import calibration_only, sampled
 from stages.text.hub import require_hub
 
 # What a manifest says of pictures; it is no part of the fingerprint.
@@ -118,11 +118,13 @@ def make_steps(checked: Checked) -> dict[str, Step]:
     undrawn = replace(settings, cluster=replace(settings.cluster, map="none"))  # no stage reads the map
     unread = find_unread(undrawn, shape, checked.request.width)
     counted = nodes | {"cluster": undrawn.cluster}
-    calibrating = counted | {"data": calibration_only(settings.data)}
+    sample = sampled(settings.data)  # one object: the stages of a run tokenize it once
     steps: dict[str, Step] = {}
     for stage in with_ancestors(settings.stage, checked.uses):
         parents = {name: steps[name].fingerprint for name in stage.parents}
-        recipe = make_recipe(stage, counted if stage.reads_heldout else calibrating, identities, parents, unread)
+        data = sample if stage.samples else settings.data
+        read = data if stage.reads_heldout else calibration_only(data)
+        recipe = make_recipe(stage, counted | {"data": read}, identities, parents, unread)
         address = fingerprint(recipe)
         if stage.name == "cluster" and settings.cluster.map != "none":
             recipe[DRAWN] = {name: getattr(settings.cluster, name) for name in ("map", "map_layers", "features")}
@@ -131,7 +133,7 @@ def make_steps(checked: Checked) -> dict[str, Step]:
             fingerprint=address,
             recipe=recipe,
             folder=artifact_folder(output_dir, settings.model.label, stage.name, address),
-            inputs={node: nodes[node] for node in stage.nodes},
+            inputs={node: data if node == "data" else nodes[node] for node in stage.nodes},
             parents={name: steps[name].folder for name in stage.parents},
             expected_bytes=expected_bytes(stage.name, checked.source, shape, settings.assemble),
         )

@@ -45,8 +45,8 @@ class Stage:
 
     `nodes` are the keyword arguments of its `run`, and the only settings that enter its fingerprint. Where it is
     `shared`, every process that torchrun started takes part; the others are run by the leading one alone. How much
-    held-out text there is counts only for one that `reads_heldout`: the others are found again. One that is not
-    `kept` looks at what no fingerprint covers, such as files of the user's, and is run whenever it is asked for.
+    held-out text there is counts only for one that `reads_heldout`: the others are found again. One that `samples`
+    reads the first `data.sample_tokens` of the calibration text, the others all of it. One that is not `kept` looks at what no fingerprint covers, such as files of the user's, and is run whenever it is asked for.
     """
 
     name: str
@@ -54,6 +54,7 @@ class Stage:
     nodes: tuple[str, ...]
     shared: bool = False
     reads_heldout: bool = False
+    samples: bool = False
     kept: bool = True
     unread: tuple[str, ...] = ()  # nodes that are handed over and not looked at, for the settings of a run
 
@@ -71,11 +72,12 @@ class Stage:
 
 
 CHAIN = (
-    Stage("scan", (), ("model", "data", "store", "scan", "seed"), shared=True),
+    Stage("scan", (), ("model", "data", "store", "scan", "seed"), shared=True, samples=True),
     Stage("score", ("scan",), ("score", "seed")),
-    Stage("cluster", ("scan", "score"), ("model", "data", "vocabulary", "cluster", "shape", "seed")),
+    Stage("cluster", ("scan", "score"), ("model", "data", "vocabulary", "cluster", "shape", "seed"), samples=True),
     Stage("extract", ("cluster",), ("model", "extract", "shape")),
-    Stage("assemble", ("cluster", "extract"), ("model", "data", "vocabulary", "assemble", "shape", "seed")),
+    Stage("assemble", ("cluster", "extract"), ("model", "data", "vocabulary", "assemble", "shape", "seed"),
+          samples=True),
     Stage("project", ("cluster", "extract", "assemble"),
           ("model", "data", "vocabulary", "assemble", "project", "shape", "seed")),
     Stage("train", ("project",), ("model", "data", "assemble", "train", "shape", "seed"),

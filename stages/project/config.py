@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from models.config import MoEShape
 from stages.calibration.config import FITTED_ROUTERS, TRAINED_ROUTERS
 
-VERSION = 12
+VERSION = 13
 
 # Settings that mean something to gradient projection alone.
 GRADIENT_FIELDS = (
@@ -20,7 +20,7 @@ GRADIENT_FIELDS = (
 # Settings of layers that each have experts of their own, and of a pool.
 LAYER_FIELDS = ("descent_steps", "descent_rate", "descent_tokens")
 POOL_FIELDS = ("pool_tokens", "pool_sweeps")
-REFIT_FIELDS = ("router_steps", "router_rate", "router_tokens")
+REFIT_FIELDS = ("refit_tokens", "router_steps", "router_rate", "router_tokens")
 
 
 @dataclass
@@ -55,6 +55,8 @@ class ProjectConfig:
     # Rounds of fitting the router again, to the aligned experts on the carved model's inputs, and aligning again; a
     # round that does not lower the validation error ends them. Routers that are fitted to nothing (random, say) stay.
     rounds: int = field(default=1, metadata={"minimum": 0})
+    # Tokens that these rounds see, at most; the last alignment is on all of them.
+    refit_tokens: int = field(default=16384, metadata={"minimum": 1})
     # Steps, first learning rate and tokens of a trained router in these rounds.
     router_steps: int = field(default=200, metadata={"minimum": 0})
     router_rate: float = field(default=0.01, metadata={"above": 0})

@@ -24,7 +24,7 @@ from stages.calibration.alignment import (
     scale_columns,
     split_validation,
 )
-from stages.calibration.batches import CalibrationContext, TokenStream
+from stages.calibration.batches import CalibrationContext, TokenStream, take_tokens
 from stages.calibration.config import FITTED_ROUTERS
 from stages.project.config import ProjectConfig
 from stages.routing.descent import DescentSettings
@@ -47,7 +47,7 @@ class Outcome:
     """A layer after projection; errors are relative, on validation tokens, after the step named."""
 
     error_start: float
-    error_aligned: float | None = None  # None: alignment is off
+    error_aligned: float | None = None  # on the tokens of the rounds; None: alignment is off
     penalty: float | None = None  # None: not aligned
     rounds: int = 0  # of router and alignment that were kept
     error_end: float = 0.0
@@ -66,17 +66,41 @@ def project_layer(
     state = Alignment(base, relative_error(base, inputs, wanted, validation), None)
     outcome = Outcome(state.error)
     if settings.alignment == "ridge":
-        state = align_down(base, inputs, wanted, settings)
-        outcome = replace(outcome, error_aligned=state.error, penalty=state.penalty)
-        # The penalty depends on tokens and neurons, hardly on the routing: it is searched once.
-        again = replace(settings, penalties=[state.penalty]) if state.penalty is not None else settings
-        state, rounds = alternate(carve, base, state, inputs, wanted, again)
-        outcome = replace(outcome, rounds=rounds)
+        state, first, rounds = align_layer(carve, base, inputs, wanted, settings)
+        outcome = replace(outcome, error_aligned=first, penalty=state.penalty, rounds=rounds)
     if settings.descent_steps:
         loop = train_experts(state.carved, inputs, wanted, settings, seed)
         trained = Alignment(loop, relative_error(loop, inputs, wanted, validation), state.penalty)
         state = trained if not settings.validate or trained.error < state.error else state
     return state.carved, replace(outcome, error_end=state.error)
+
+
+def align_layer(
+    carve: LayerCarve, base: ExpertLoop, inputs: Sequence[Tensor], wanted: Sequence[Tensor], settings: ProjectConfig
+) -> tuple[Alignment[ExpertLoop], float, int]:
+    """Alignment in turn with the router, on `refit_tokens` of the tokens; the last alignment on all of them.
+
+    Returns:
+        The layer, its error after the first alignment, and the rounds that were kept.
+    """
+    seen, targets = inputs, wanted
+    if settings.rounds and refits(carve):
+        seen, targets = take_tokens(inputs, wanted, settings.refit_tokens)
+    state = align_down(base, seen, targets, settings)
+    first = state.error
+    # The penalty depends on tokens and neurons, hardly on the routing: it is searched once.
+    again = replace(settings, penalties=[state.penalty]) if state.penalty is not None else settings
+    state, rounds = alternate(carve, base, state, seen, targets, again)
+    if sum(map(len, seen)) < sum(map(len, inputs)):
+        most = max(settings.penalties) if state.penalty is None else state.penalty  # more tokens want no more of it
+        last = replace(settings, penalties=[penalty for penalty in settings.penalties if penalty <= most])
+        state = align_down(reroute(base, state.carved.router, inputs), inputs, wanted, last)
+    return state, first, rounds
+
+
+def refits(carve: LayerCarve) -> bool:
+    """Whether the layer's router is fitted to anything, and chooses."""
+    return carve.loop.top_k < carve.loop.router.experts and carve.refit.method in FITTED_ROUTERS
 
 
 def alternate(
@@ -91,7 +115,7 @@ def alternate(
 
     Where routers pay for uneven load, the rounds are compared with that price.
     """
-    if base.top_k == base.router.experts or carve.refit.method not in FITTED_ROUTERS:
+    if not refits(carve):
         return state, 0
     for kept in range(settings.rounds):
         usual = at_usual_gates(state.carved, inputs)

@@ -87,8 +87,10 @@ class DataConfig:
     separator: str = field(default="eos", metadata={"choices": ("eos", "blank_line")})
     # Longest sequence, in tokens.
     max_length: int = field(default=256, metadata={"minimum": 2})
-    # Calibration tokens, at most.
+    # Calibration tokens, at most: the alignment of stage=project reads all of them.
     tokens: int = 65536
+    # Of these, the first so many are what scan, cluster and assemble read, whose figures need fewer; unset: all.
+    sample_tokens: int | None = 16384
     # Held-out tokens, at most.
     heldout_tokens: int = 32768
     # Share of the documents (python_stdlib: of the modules) that is held out where no held-out text is named.
@@ -102,15 +104,20 @@ class DataConfig:
         return found
 
 
+def sampled(data: DataConfig) -> DataConfig:
+    """The settings for the stages that read the first `sample_tokens` of the text alone."""
+    return replace(data, tokens=min(data.tokens, data.sample_tokens or data.tokens), sample_tokens=None)
+
+
 def calibration_only(data: DataConfig) -> DataConfig:
-    """The settings as far as the calibration text goes.
+    """The settings as far as the calibration text of a stage goes.
 
     How much held-out text is read has no part in it; a local file that holds it has: its documents are left out.
     """
     own = {"text": data.heldout_path, "hub": data.heldout_split, "mixture": data.heldout_path}
     named = own.get(data.kind) is not None
     share = 0.0 if named else data.heldout_share
-    return replace(data, heldout_split=None, heldout_tokens=0, heldout_share=share)
+    return replace(data, sample_tokens=None, heldout_split=None, heldout_tokens=0, heldout_share=share)
 
 
 def check_settings(data: DataConfig) -> list[UserError]:
@@ -120,9 +127,9 @@ def check_settings(data: DataConfig) -> list[UserError]:
 
 def _list_contradictions(data: DataConfig) -> Iterator[tuple[str, str]]:
     """What is wrong, and the remedy."""
-    for name in ("tokens", "heldout_tokens"):
+    for name in ("tokens", "sample_tokens", "heldout_tokens"):
         tokens, least = getattr(data, name), max(2, data.max_length)
-        if tokens < least:
+        if tokens is not None and tokens < least:
             what = f"data.{name}={tokens} is less than one sequence of data.max_length={data.max_length} tokens"
             yield what, f"data.{name}={least}"
     if not 0 < data.heldout_share < 1:

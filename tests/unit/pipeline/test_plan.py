@@ -115,6 +115,8 @@ def test_what_changes_no_result_changes_no_fingerprint(steps, word):
     [
         ("seed=1", set()),
         ("data.tokens=1000", set()),
+        ("data.tokens=70000", {"scan", "score", "cluster", "extract", "assemble"}),  # they read the first of them
+        ("data.sample_tokens=1000", set()),
         ("score=taylor", {"scan"}),
         ("cluster.always_on_by=alignment", {"scan"}),  # nobody reads the score
         ("cluster=rank", {"scan", "score"}),
