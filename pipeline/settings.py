@@ -46,7 +46,8 @@ class Stage:
     `nodes` are the keyword arguments of its `run`, and the only settings that enter its fingerprint. Where it is
     `shared`, every process that torchrun started takes part; the others are run by the leading one alone. How much
     held-out text there is counts only for one that `reads_heldout`: the others are found again. One that `samples`
-    reads the first `data.sample_tokens` of the calibration text, the others all of it. One that is not `kept` looks at what no fingerprint covers, such as files of the user's, and is run whenever it is asked for.
+    reads the first `data.sample_tokens` of the calibration text, the others all of it. One that is not `kept` looks at
+    what no fingerprint covers, such as files of the user's, and is run whenever it is asked for.
     """
 
     name: str
