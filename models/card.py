@@ -48,6 +48,7 @@ def render_card(facts: CarveFacts) -> str:
     """The card as Markdown with the front matter hubs read."""
     # A repository of the hub as it is, of a folder the last part of its path; no markup.
     source = facts.source if _REPOSITORY.fullmatch(facts.source) else Path(facts.source).name
+    share = f"{facts.shape.active_share(facts.width, facts.layers):.0%}"
     shape, name = facts.shape, re.sub(r"[^\w .+/-]", "_", source).strip() or "dense"
     remote_code = ", trust_remote_code=True" if facts.target.own else ""
     runtimes = "\n".join(f"- {line}" for line in suitable_runtimes(facts.target, shape, facts.pad_to))
@@ -66,7 +67,7 @@ A Mixture-of-Experts cut out of the dense model `{name}` with Tiny-ONN.
 | architecture | `{facts.target.architecture}` |
 | experts | {_experts(facts)} |
 | always-on neurons | {shape.always_on} |
-| active FFN width | {shape.active_width} of the dense model's {facts.width} ({shape.active_width / facts.width:.0%}) |
+| active FFN width | {shape.active_width} of the dense model's {facts.width} ({share}) |
 | neurons left out | {facts.dropped} in all layers together |
 | most copies of one neuron | {facts.most_copies} |
 | partition | {facts.partition} |
@@ -94,7 +95,11 @@ def _experts(facts: CarveFacts) -> str:
             f"{shape.experts} of {shape.n} neurons in all, one pool shared by {facts.layers} layers; each layer's "
             f"router sends a token to {shape.top_k}"
         )
-    return f"{shape.experts} of {shape.n} neurons in each of {facts.layers} layers, {shape.top_k} per token"
+    kept = f"; layers {', '.join(map(str, shape.dense_layers))} stay dense" if shape.dense_layers else ""
+    return (
+        f"{shape.experts} of {shape.n} neurons in each of {facts.layers - len(shape.dense_layers)} layers, "
+        f"{shape.top_k} per token{kept}"
+    )
 
 
 def suitable_runtimes(target: MoETarget, shape: MoEShape, pad_to: int = ALIGNMENT) -> list[str]:

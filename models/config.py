@@ -68,6 +68,7 @@ class MoEShape:
     top_k: int
     always_on: int
     topology: str = PER_LAYER
+    dense_layers: tuple[int, ...] = ()  # ascending; their FFNs stay as they are
 
     @property
     def active_width(self) -> int:
@@ -78,6 +79,11 @@ class MoEShape:
     def pooled(self) -> bool:
         """Whether all layers share the experts."""
         return self.topology == GLOBAL_POOL
+
+    def active_share(self, width: int, layers: int) -> float:
+        """Neurons that serve a token, of the `width` in a layer, on average over the layers, dense ones included."""
+        kept = len(self.dense_layers) / max(1, layers)
+        return (1 - kept) * self.active_width / width + kept
 
     def neurons(self, layers: int) -> int:
         """Neurons of the whole model, always-on ones included."""

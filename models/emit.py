@@ -66,7 +66,7 @@ def emit_checkpoint(
         source_folder: the dense checkpoint.
         out_folder: made if it is not there; config.json comes last, so that a broken write is no checkpoint.
         target: the architecture to write; must pass `check_target`.
-        shape: E, N, K, S, and whether all layers share the experts.
+        shape: E, N, K, S, the layers that stay dense, and whether all layers share the experts.
         routers: layer → ``(E, D)`` router rows, written as they are.
         experts: layer → its experts, unscaled: `gate_scale_of` is applied here. Down may be in fp32, to be rounded
             once to the number format of its gate. A pool holds the experts of the first layer, then of the second ...
@@ -85,9 +85,12 @@ def emit_checkpoint(
         emission = _Emission(reader, writer, target, shape, pad_to, main_dtype, cast)
         emission.copy(family.embedding)
         for layer in tqdm(range(config["num_hidden_layers"]), desc="write checkpoint", unit="layer"):
-            kept = family.kept(layer, config)
+            dense = layer in shape.dense_layers
+            kept = [*family.kept(layer, config), *(family.ffn(layer) if dense else ())]
             for name in family.stored(kept) if target.own else kept:
                 emission.copy(name)
+            if dense:
+                continue
             emission.add_router(layer, routers(layer), selection_bias(layer) if selection_bias else None)
             emission.add_experts(layer, experts(layer))
         if shape.pooled:

@@ -103,6 +103,7 @@ class Settings:
     top_k: int | None = field(default=None, metadata={"minimum": 1})
     always_on: int | None = field(default=None, metadata={"minimum": 0})
     active: float = field(default=0.5, metadata={"above": 0, "maximum": 1})
+    dense_layers: list[int] = field(default_factory=list)
     seed: int = field(default=0, metadata={"minimum": 0, "maximum": 2**32 - 1})
     fresh: bool = False
     output_dir: str = MISSING

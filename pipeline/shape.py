@@ -26,7 +26,10 @@ MOST_GROWTH = 1.5
 
 @dataclass(frozen=True)
 class ShapeRequest:
-    """The shape that the user asked for; None is filled in from the source's FFN width. Advice needs the last two."""
+    """The shape that the user asked for; None is filled in from the source's FFN width.
+
+    Advice needs `assemble` and `source`, dense layers the source alone.
+    """
 
     experts: int | None
     n: int | None
@@ -36,6 +39,7 @@ class ShapeRequest:
     topology: str = PER_LAYER
     assemble: AssembleConfig = field(default_factory=AssembleConfig)
     source: Mapping[str, Any] = field(default_factory=dict)  # its config.json
+    dense_layers: tuple[int, ...] = ()
 
     @property
     def pooled(self) -> bool:
@@ -52,6 +56,12 @@ class ShapeRequest:
         """L of the source."""
         return int(self.source["num_hidden_layers"])
 
+    @property
+    def carved_share(self) -> float:
+        """The active share of a carved layer, so that it is `active` on average over these and the dense ones."""
+        dense = len(self.dense_layers)
+        return self.active if not dense else (self.active * self.layers - dense) / max(1, self.layers - dense)
+
     def target(self, shape: MoEShape) -> MoETarget:
         """The architecture of the carved model. Raises ConfigError: it cannot express this source or shape."""
         model_type = str(self.source["model_type"])
@@ -63,7 +73,7 @@ class ShapeRequest:
 
 
 def resolve_shape(dials: ShapeRequest, width: int) -> MoEShape:
-    """Fill in what was not asked for, so that about `active`·F neurons serve each token.
+    """Fill in what was not asked for, so that about `active`·F neurons serve each token, on average over the layers.
 
     Experts: see `fill_experts`. With top_k and always_on both open:
 
@@ -81,7 +91,7 @@ def resolve_shape(dials: ShapeRequest, width: int) -> MoEShape:
     to: each layer's own would be the larger part of the model.
     """
     experts, n = fill_experts(dials, width)
-    active, top_k, always_on = round(dials.active * width), dials.top_k, dials.always_on
+    active, top_k, always_on = round(dials.carved_share * width), dials.top_k, dials.always_on
     if dials.pooled:
         always_on = always_on or 0
         if top_k is None:
@@ -93,7 +103,7 @@ def resolve_shape(dials: ShapeRequest, width: int) -> MoEShape:
         top_k = max(1, fitting if fitting < experts else experts // 2)
     else:
         top_k, always_on = _fill_both(experts, n, active, width)
-    return MoEShape(experts, n, top_k, always_on, dials.topology)
+    return MoEShape(experts, n, top_k, always_on, dials.topology, dials.dense_layers)
 
 
 def _fill_both(experts: int, n: int, active: int, width: int) -> tuple[int, int]:
@@ -119,7 +129,7 @@ def fill_experts(dials: ShapeRequest, width: int) -> tuple[int, int]:
     routed = width * (1 - min(ALWAYS_ON_SHARE, ALWAYS_ON_SHARE_OF_ACTIVE * dials.active))
     if dials.experts is not None:
         return dials.experts, dials.n or _round_to_step(routed / dials.experts, width // dials.experts)
-    n = dials.n or min(EXPERT_WIDTH, max(1, largest_power_of_two(round(dials.active * width) // 4)))
+    n = dials.n or min(EXPERT_WIDTH, max(1, largest_power_of_two(round(dials.carved_share * width) // 4)))
     return max(1, min(round(routed / n), width // n)), n
 
 
@@ -148,6 +158,20 @@ def shape_faults(shape: MoEShape, width: int) -> list[tuple[str, str]]:
         what = f"n={shape.n} needs at least {shape.n} neurons a layer that are not always on; there are {routable}"
         faults.append((what, f", {shape.always_on} of them always on"))
     return faults
+
+
+def dense_layer_errors(request: ShapeRequest) -> Iterator[ConfigError]:
+    """Dense layers that are not there, that leave nothing to carve, or take more than the active share."""
+    layers, asked = request.layers, request.dense_layers
+    where = f"setting dense_layers={[*asked]}"
+    if unknown := [layer for layer in asked if not 0 <= layer < layers]:
+        what = f"no layer {', '.join(map(str, unknown))}: the model has {layers}"
+        yield ConfigError(what, where=where, do=f"dense_layers=[{layers - 1}]")
+    elif asked and request.pooled:
+        yield ConfigError("a pool serves every layer: none stays dense", where=where, do="dense_layers=[]")
+    elif asked and request.carved_share <= 0:
+        what = f"{len(asked)} of {layers} layers dense leave nothing of active={request.active:g} to the others"
+        yield ConfigError(what, where=where, do="dense_layers=[]")
 
 
 def shape_errors(request: ShapeRequest, shape: MoEShape, model: str) -> Iterator[ConfigError]:
@@ -232,7 +256,9 @@ def _close_shapes(request: ShapeRequest) -> list[MoEShape]:
         tried.append(replace(asked, experts=-(-width // size), n=size, always_on=0))
     shapes = [resolve_shape(candidate, width) for candidate in tried]
     if request.top_k is not None and request.always_on is None:
-        shapes.insert(0, MoEShape(experts, n, request.top_k, max(0, width - experts * n)))
+        shapes.insert(
+            0, MoEShape(experts, n, request.top_k, max(0, width - experts * n), dense_layers=request.dense_layers)
+        )
     return shapes
 
 
@@ -251,7 +277,10 @@ def describe_shape(request: ShapeRequest, shape: MoEShape) -> list[str]:
     """Active neurons and the routed share of them, parameters, and size on disk."""
     dense, carved = count_dense(request.source), request.count(shape)
     routed, active = shape.top_k * shape.n, shape.active_width
-    lines = [
+    kept = ", ".join(map(str, shape.dense_layers))
+    share = shape.active_share(request.width, request.layers)
+    lines = [f"dense       layers {kept} keep all neurons: {share:.0%} active on average"] if kept else []
+    lines += [
         f"neurons     {active:,} of {request.width:,} serve a token ({active / request.width:.0%} active), "
         f"{routed:,} of them chosen for it ({routed / active:.0%} routed)",
         f"parameters  {in_millions(carved.total)} ({carved.total / dense.total:.2f} x the dense model's "

@@ -21,7 +21,7 @@ from pipeline.consistency import contradictions, find_uses, involves, map_errors
 from pipeline.disk import nearest_existing
 from pipeline.help import OVERLAYS, groups
 from pipeline.settings import Settings, Uses, with_ancestors
-from pipeline.shape import ShapeRequest, resolve_shape, shape_errors
+from pipeline.shape import ShapeRequest, dense_layer_errors, resolve_shape, shape_errors
 from stages.accumulators.redis_connection import check_store
 from stages.text.cache_key import check_data
 from stages.text.config import check_length
@@ -180,6 +180,8 @@ def find_errors(settings: Settings, doubtful: Set[str] = frozenset()) -> list[Us
     errors += map_errors(settings, source)
     if sound and carves(settings):
         request = request_shape(settings, source)
+        if unusable := [*dense_layer_errors(request)]:
+            return [*errors, *unusable]
         shape = resolve_shape(request, request.width)
         errors += shape_errors(request, shape, settings.model.label)
         errors += _raised_by(lambda: request.target(shape)) or check_target(source, request.target(shape), shape)
@@ -192,7 +194,9 @@ def find_errors(settings: Settings, doubtful: Set[str] = frozenset()) -> list[Us
 def request_shape(settings: Settings, source: Mapping[str, Any]) -> ShapeRequest:
     """The dials of the shape, for a source with this config.json."""
     dials = settings.experts, settings.n, settings.top_k, settings.always_on, settings.active, settings.topology
-    return ShapeRequest(*dials, settings.assemble, source)
+    layers = int(source["num_hidden_layers"])
+    dense = sorted({layer + layers if layer < 0 else layer for layer in settings.dense_layers})
+    return ShapeRequest(*dials, settings.assemble, source, tuple(dense))
 
 
 def carves(settings: Settings) -> bool:

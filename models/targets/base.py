@@ -7,7 +7,7 @@ would weigh them. The inverse goes into the down projections or, where the archi
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from models.config import MoEShape
 
@@ -73,6 +73,8 @@ class MoETarget:
     selection_bias_scale: float = 1.0  # of a bias that is added to logits, where the architecture adds it elsewhere
     least_experts: int = 1
 
+    # Which layers may keep a dense FFN: none, the first ones, or any.
+    dense_layers: Literal["none", "first", "any"] = "none"
     always_has_shared: bool = False  # at least one always-on neuron
     shared_as_experts: bool = False  # always-on neurons come in multiples of an expert's width
 

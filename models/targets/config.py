@@ -85,6 +85,12 @@ def _problems(source: Mapping[str, Any], target: MoETarget, shape: MoEShape) -> 
         yield f"{name} rotates whole heads, not {share:g} of each", "partial_rotary_factor in config.json"
     if shape.pooled and target.packed_pool is None:
         yield f"{name} has experts of every layer's own, no pool that all layers share", "topology=global_pool"
+    first = tuple(range(len(shape.dense_layers)))
+    if shape.dense_layers and not (
+        target.dense_layers == "any" or (target.dense_layers == "first" and shape.dense_layers == first)
+    ):
+        able = "no dense layers" if target.dense_layers == "none" else "dense layers only before all others"
+        yield f"{name} has {able}", f"dense_layers={[*shape.dense_layers]}"
     if shape.experts < target.least_experts:
         yield f"{name} needs at least {target.least_experts} experts", f"experts={shape.experts}"
 
@@ -220,9 +226,11 @@ def count_carved(
     expert = 3 * hidden * expert_width(shape, pad_to)
     router = hidden * (shape.experts + bool(target.shared_router))
     layer = router + 3 * hidden * shared_width(target, shape, pad_to)
-    others = _count_kept(source, tied=target.own and keeps_tied(source)) + layers * layer
-    experts = shape.experts * expert * (1 if shape.pooled else layers)
-    return ParameterCount(others + experts, others + shape.top_k * expert * layers)
+    dense, carved = len(shape.dense_layers), layers - len(shape.dense_layers)
+    others = _count_kept(source, tied=target.own and keeps_tied(source)) + carved * layer
+    others += dense * 3 * hidden * int(source["intermediate_size"])
+    experts = shape.experts * expert * (1 if shape.pooled else carved)
+    return ParameterCount(others + experts, others + shape.top_k * expert * carved)
 
 
 def _count_kept(source: Mapping[str, Any], *, tied: bool) -> int:

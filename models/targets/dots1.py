@@ -19,7 +19,7 @@ def _config_keys(given: ConfigInput) -> dict[str, Any]:
         "n_shared_experts": given.shared // given.width,
         "n_group": 1,
         "topk_group": 1,
-        "first_k_dense_replace": 0,
+        "first_k_dense_replace": len(given.shape.dense_layers),
         "moe_layer_freq": 1,
         "scoring_func": "sigmoid",
         # vLLM multiplies the shared experts by it as well, so the scale is in the down projections.
@@ -41,6 +41,7 @@ TARGETS = (
         runtime_note="vLLM gives this architecture no sliding window and no bias on o_proj: serve such a source by "
         "transformers.",
         shared=LAYER + "mlp.shared_experts.{part}.weight",
+        dense_layers="first",
         always_has_shared=True,
         shared_as_experts=True,
         selection_bias=LAYER + "mlp.gate.e_score_correction_bias",

@@ -13,7 +13,7 @@ TARGETS = (
             "n_shared_experts": given.shared // given.width,
             "n_group": 1,
             "topk_group": 1,
-            "first_k_dense_replace": 0,
+            "first_k_dense_replace": len(given.shape.dense_layers),
             "num_nextn_predict_layers": 0,
             "attention_bias": given.dense["model_type"] == "qwen2",
             "use_qk_norm": given.dense["model_type"] == "qwen3",
@@ -23,6 +23,7 @@ TARGETS = (
         },
         runtimes=("vLLM", "SGLang", "llama.cpp"),
         shared=LAYER + "mlp.shared_experts.{part}.weight",
+        dense_layers="first",
         always_has_shared=True,
         shared_as_experts=True,  # config.json counts shared experts, each as wide as a routed one
         selection_bias=LAYER + "mlp.gate.e_score_correction_bias",

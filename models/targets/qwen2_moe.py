@@ -11,7 +11,7 @@ TARGETS = (
             "num_experts": given.shape.experts,
             "moe_intermediate_size": given.width,
             "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
+            "mlp_only_layers": [*given.shape.dense_layers],
             "use_sliding_window": False,
             "sliding_window": None,
             "qkv_bias": given.dense["model_type"] == "qwen2",
@@ -20,6 +20,7 @@ TARGETS = (
         runtimes=("vLLM", "SGLang", "llama.cpp"),
         shared=LAYER + "mlp.shared_expert.{part}.weight",
         shared_router=LAYER + "mlp.shared_expert_gate.weight",
+        dense_layers="any",
         always_has_shared=True,
         normalised=lambda _shape: False,  # the family does not renormalise, and llama.cpp cannot
         head_dim=False,  # in transformers 4

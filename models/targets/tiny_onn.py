@@ -31,6 +31,7 @@ def _config_keys(given: ConfigInput) -> dict[str, Any]:
         "norm_topk_prob": gate_scale.norm_topk_prob,
         "scoring": "sigmoid",
         "topology": given.shape.topology,
+        "dense_layers": [*given.shape.dense_layers],
         "router_aux_loss_coef": 0.0,
         "output_router_logits": False,
         "tie_word_embeddings": tied,
@@ -81,6 +82,7 @@ TARGETS = (
         packed_pool=("experts.gate_up_proj", "experts.down_proj"),
         shared=LAYER + "mlp.shared_experts.{part}.weight",
         selection_bias=LAYER + "mlp.gate.e_score_correction_bias",
+        dense_layers="any",
         scoring="sigmoid",  # for logits of a size that suits training, sigmoids differ least between experts
         normalised=several_chosen,
         factor_key=True,

@@ -3,7 +3,7 @@
 This file goes into the checkpoint's folder: it needs nothing but transformers, 4.57 or later.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import transformers
@@ -38,6 +38,7 @@ class TinyONNConfig(PretrainedConfig):  # type: ignore[misc]  # transformers is 
         norm_topk_prob: bool = True,
         scoring: str = "softmax",
         topology: str = "per_layer",
+        dense_layers: Sequence[int] = (),
         router_aux_loss_coef: float = 0.001,
         output_router_logits: bool = False,
         **kwargs: Any,  # noqa: ANN401 - whatever else config.json holds
@@ -54,6 +55,7 @@ class TinyONNConfig(PretrainedConfig):  # type: ignore[misc]  # transformers is 
             norm_topk_prob: the K chosen gates sum to 1 before they are multiplied.
             scoring: gates are the softmax or the sigmoid of the router's logits.
             topology: per_layer, E experts in every layer; or global_pool, E experts in all, shared by every layer.
+            dense_layers: numbers of the layers that keep the dense model's FFN.
             router_aux_loss_coef: weight of the load balancing loss.
             output_router_logits: return them, and add that loss to the loss.
             kwargs: keys of `dense` that are to be something else, and what transformers keeps in every config.json.
@@ -76,6 +78,7 @@ class TinyONNConfig(PretrainedConfig):  # type: ignore[misc]  # transformers is 
         self.norm_topk_prob = norm_topk_prob
         self.scoring = scoring
         self.topology = topology
+        self.dense_layers = [*dense_layers]
         self.router_aux_loss_coef = router_aux_loss_coef
         self.output_router_logits = output_router_logits
         super().__init__(**self._shared() | kwargs)

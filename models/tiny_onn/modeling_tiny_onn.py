@@ -63,8 +63,11 @@ class TinyONNForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
         layers, pool = self.model.layers, None
         if self.config.topology == "global_pool":
             pool = self.experts = TinyONNExperts(self.config, _activation(layers[0].mlp))
-        for layer in layers:
+        for layer in self._sparse_layers():
             layer.mlp = TinyONNSparseFFN(self.config, _activation(layer.mlp), pool)
+
+    def _sparse_layers(self) -> list[Any]:
+        return [layer for index, layer in enumerate(self.model.layers) if index not in self.config.dense_layers]
 
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
@@ -109,7 +112,7 @@ class TinyONNForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
         return described
 
     def _aux_loss(self, routed: list[tuple[Tensor, Tensor, Tensor]], attention_mask: Tensor | None) -> Tensor:
-        router = self.model.layers[0].mlp.gate
+        router = self._sparse_layers()[0].mlp.gate
         if torch.is_grad_enabled() and router.weight.requires_grad and not routed[0][0].requires_grad:
             raise ValueError(
                 "reentrant gradient checkpointing hides the routers from the load balancing loss; pass "
@@ -127,7 +130,7 @@ class TinyONNForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
     def _watch_routers(self, *, enabled: bool) -> Iterator[list[tuple[Tensor, Tensor, Tensor]]]:
         """Gathers what every router returns, in layer order."""
         routed: list[tuple[Tensor, Tensor, Tensor]] = []
-        gates = [layer.mlp.gate for layer in self.model.layers] if enabled else []
+        gates = [layer.mlp.gate for layer in self._sparse_layers()] if enabled else []
         hooks = [gate.register_forward_hook(lambda _gate, _inputs, output: routed.append(output)) for gate in gates]
         try:
             yield routed

@@ -80,7 +80,7 @@ class Evaluation:
     @property
     def share(self) -> float:
         """Part of the dense FFN's neurons that serve a token; above 1 where copies outnumber neurons."""
-        return self.shape.active_width / self.width
+        return self.shape.active_share(self.width, len(self.layers))
 
     @cached_property
     def chain(self) -> Mapping[str, Published]:
@@ -116,7 +116,8 @@ def read_evaluation(folder: Path) -> Evaluation:
     path = folder / "evaluation.json"
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        shape, width = MoEShape(**record["shape"]), record["dense_width"]
+        sizes = {**record["shape"], "dense_layers": tuple(record["shape"]["dense_layers"])}
+        shape, width = MoEShape(**sizes), record["dense_width"]
         counts = (shape.experts, shape.n, shape.top_k, width, shape.always_on + 1)
         if not all(isinstance(count, int) and 0 < count < LARGEST for count in counts):
             raise ValueError(f"{shape} is no shape")

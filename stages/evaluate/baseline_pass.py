@@ -51,6 +51,11 @@ class BaselineRun:
         """
         self._calibration.enter(layer)
         inputs = self._calibration.inputs
+        if facts.stays_dense:
+            self.heldout.enter(layer)
+            for tokens in (self._calibration, self.heldout):
+                tokens.leave(map(layer.ffn, tokens.inputs))
+            return
         hidden = Memo(layer.ffn.hidden) if self.fitted else hidden
         baseline = start_baseline(self.method, facts, inputs if self.fitted else cut, hidden)
         carved = self._align(layer, baseline, hidden) if self.aligned else baseline.carved
@@ -103,7 +108,9 @@ def run_baselines(
         cut.enter(layer)
         for run in runs.values():
             run.step(layer, facts, cut.inputs, hidden, last=last)
-        if not last:
+        if facts.stays_dense:
+            cut.leave(map(layer.ffn, cut.inputs))
+        elif not last:
             unaligned = start_baseline("unaligned", facts, cut.inputs, hidden)
             down_FD = unaligned.carved.down_DF.T
             cut.leave(unaligned.features(x_TD, hidden(x_TD)) @ down_FD for x_TD in cut.inputs)

@@ -107,6 +107,7 @@ class LayerFacts:
     seed: int
     # Of a global pool: the layer as its checkpoint holds it; `neurons_EN` are then of all layers.
     pool: ExpertLoop | None = None
+    stays_dense: bool = False  # the carve keeps the layer's FFN, and so does every baseline
 
 
 # (inputs, activations of all neurons) → the K experts of every token.

@@ -147,6 +147,11 @@ class LayerFidelity:
         return LayerResult(self.error, self.agreement, self.imbalance, unused, load_E.tolist())
 
 
+def dense_result(facts: LayerFacts) -> LayerResult:
+    """Of a layer that stays dense: it misses nothing, and every token passes all of it."""
+    return LayerResult(0.0, 1.0, 1.0, 0, [1.0] * facts.shape.experts)
+
+
 def follow_ffns(
     carved: PreTrainedModel,
     batches: Sequence[TokenBatch],
@@ -158,7 +163,7 @@ def follow_ffns(
     The dense weights are read again for every batch: where they are plain that costs nothing, and where they are
     offloaded or quantised only one layer's are in memory at a time.
     """
-    fidelities: list[LayerFidelity] = []
+    fidelities: list[LayerFidelity | LayerResult] = []  # the second of a layer that stays dense
     masks = iter([batch.attention_mask.bool() for batch in batches])
     mask_BT: Tensor
 
@@ -168,9 +173,10 @@ def follow_ffns(
             mask_BT = next(masks)
         facts = facts_of(layer, DenseFFN.of(dense[layer], x_BTD))
         if layer == len(fidelities):
-            fidelities.append(LayerFidelity.start(facts))
-        fidelities[layer].add(facts, x_BTD, output_BTD, mask_BT.to(x_BTD.device))
+            fidelities.append(dense_result(facts) if facts.stays_dense else LayerFidelity.start(facts))
+        if isinstance(fidelity := fidelities[layer], LayerFidelity):
+            fidelity.add(facts, x_BTD, output_BTD, mask_BT.to(x_BTD.device))
 
     with watch_ffns(carved, on_ffn):
         loss = measure_loss(carved, batches, "carved")
-    return loss, [fidelity.result() for fidelity in fidelities]
+    return loss, [each.result() if isinstance(each, LayerFidelity) else each for each in fidelities]

@@ -82,7 +82,8 @@ def summarise(evaluation: Evaluation) -> Table:
 
 def notes(evaluation: Evaluation) -> list[str]:
     """The shape and the averages over layers."""
-    shape, layers = evaluation.shape, evaluation.layers
+    shape = evaluation.shape
+    layers = [layer for index, layer in enumerate(evaluation.layers) if index not in shape.dense_layers]
     mean_error = sum(layer.error for layer in layers) / len(layers)
     agreement = sum(layer.agreement for layer in layers) / len(layers)
     pooled = (
@@ -96,6 +97,7 @@ def notes(evaluation: Evaluation) -> list[str]:
         f"{oracle_name(shape)} on "
         f"{agreement:.0%} of its choices (chance {shape.top_k / shape.experts:.0%}); load max/mean "
         f"{max(layer.imbalance for layer in layers):.2f} in the worst layer",
+        *([f"layers {', '.join(map(str, shape.dense_layers))} stay dense"] if shape.dense_layers else []),
         *([pooled] if shape.pooled else []),
     ]
 

@@ -107,6 +107,7 @@ def read_facts(
             # Away from the seeds of assembly, or the random router of the baseline would repeat that of a random carve.
             context.layer_seed(5_000 + index),
             pool and ExpertLoop(pool(index), neurons_EN, always_S, router, shape.top_k, ffn.width, ffn.act),
+            stays_dense=index in shape.dense_layers,
         )
 
     return facts_of

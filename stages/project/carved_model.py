@@ -70,16 +70,17 @@ class CarvedModel:
     Memory: the dense model, the experts in fp32, and one gradient for each of their numbers.
     """
 
-    def __init__(self, dense: PreTrainedModel, loops: Sequence[ExpertLoop]) -> None:
-        """Take over a frozen dense model; `loops` are of its layers in order."""
+    def __init__(self, dense: PreTrainedModel, loops: Sequence[ExpertLoop | None]) -> None:
+        """Take over a frozen dense model; `loops` are of its layers in order, None of one that stays dense."""
         self.model = dense
-        self._layers = list(dense.get_decoder().layers)
+        carved = [(layer, loop) for layer, loop in zip(dense.get_decoder().layers, loops, strict=True) if loop]
+        self._layers = [layer for layer, _ in carved]
         self._dense = [layer.mlp for layer in self._layers]
-        self._carved = [_CarvedFFN(loop) for loop in loops]
+        self._carved = [_CarvedFFN(loop) for _, loop in carved]
 
     @property
     def loops(self) -> list[ExpertLoop]:
-        """The carved layers as they are."""
+        """The carved layers as they are, those that stay dense left out."""
         return [module.loop for module in self._carved]
 
     def weights(self, names: Sequence[str]) -> list[tuple[str, Tensor]]:

@@ -189,11 +189,13 @@ SEED = 9_000  # in the place of a layer's number, beyond all layers
 
 
 def project_end_to_end(
-    context: CalibrationContext, make_loops: Callable[[PreTrainedModel], Sequence[ExpertLoop]], project: ProjectConfig
+    context: CalibrationContext,
+    make_loops: Callable[[PreTrainedModel], Sequence[ExpertLoop | None]],
+    project: ProjectConfig,
 ) -> tuple[list[ExpertLoop], ProjectionOutcome]:
     """Rounds of gradient projection over all layers at once; an expert that layers share gets the sum of its gradients.
 
-    `make_loops` gives the carved layers for the frozen dense model, which is loaded here.
+    `make_loops` gives the carved layers for the frozen dense model, which is loaded here; None for one to stay dense.
     """
     # The experts are cut from the stored weights, whatever the scan computed with: so is the model that teaches them.
     dense = load_dense(replace(context.model, quantization="none"), context.folder)

@@ -214,11 +214,17 @@ def project_all(
     routers: Routers,
     project: ProjectConfig,
     scratch: Path,
-) -> list[tuple[LinearRouter, Outcome]]:
-    """Layers in order, each on the inputs that the layers before it give once carved; each is kept in `scratch`."""
-    tokens, found = TokenStream(stream, context.batches), []
+) -> dict[int, tuple[LinearRouter, Outcome]]:
+    """Layers in order, each on the inputs that the layers before it give once carved; each is kept in `scratch`.
+
+    Those that stay dense are passed, and not among the results.
+    """
+    tokens, found = TokenStream(stream, context.batches), {}
     for index, layer in enumerate(tqdm(stream.layers(), total=stream.depth, desc="project", unit="layer")):
         tokens.enter(layer)
+        if index in checkpoint.shape.dense_layers:
+            tokens.leave(map(layer.ffn, tokens.inputs))
+            continue
         done = load_layer_checkpoint(scratch, index, ProjectedLayer)
         if done is None:
             seed = context.layer_seed(index)
@@ -234,7 +240,7 @@ def project_all(
         # The layers to come see what the checkpoint will compute, rounded as it is there.
         carved = checkpoint.loop(partition, index, done.experts, done.router, layer.ffn.act, stream.device)
         tokens.leave(map(carved, tokens.inputs))
-        found.append((done.router, done.outcome))
+        found[index] = (done.router, done.outcome)
     return found
 
 

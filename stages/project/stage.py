@@ -1,6 +1,6 @@
 """project: fit the experts to the dense model, layer by layer, and write the router-ready checkpoint."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -45,13 +45,15 @@ def run(
         layers = project_all(
             stream, context, checkpoint, job.parents["extract"], partition, routers, project, job.scratch
         )
-    outcomes = [outcome for _, outcome in layers]
+    outcomes = {index: outcome for index, (_, outcome) in layers.items()}
     final, gradients = job.scratch, None
     if project.gradient_projection:
         final = job.scratch / "projected"
         gradients = project_layers(context, partition, checkpoint, project, aligned=job.scratch, kept=final)
     release_freed_memory()
-    routers = Routers.of([router for router, _ in layers], checkpoint.dtype, routers.logit_std)
+    # Of the layers that stay dense, the unused ones of stage=assemble.
+    last = [layers[index][0] if index in layers else routers.layer(index) for index in range(partition.layers)]
+    routers = Routers.of(last, checkpoint.dtype, routers.logit_std)
     routers.save(job.out)
     checkpoint.write(
         job.out / "checkpoint",
@@ -76,20 +78,23 @@ def project_layers(
 ) -> ProjectionOutcome:
     """Gradient projection of the layers in the folder `aligned`; they are kept in the folder `kept`."""
     depth = partition.layers
+    carved = [layer for layer in range(depth) if layer not in checkpoint.shape.dense_layers]
     outcome = load_layer_checkpoint(kept, depth, ProjectionOutcome)
-    if outcome and all(load_layer_checkpoint(kept, layer, ProjectedLayer) is not None for layer in range(depth)):
+    if outcome and all(load_layer_checkpoint(kept, layer, ProjectedLayer) is not None for layer in carved):
         return outcome
-    layers = [find_done(aligned, layer) for layer in range(depth)]
+    layers = {index: find_done(aligned, index) for index in carved}
 
-    def make_loops(dense: PreTrainedModel) -> list[ExpertLoop]:
-        return [
-            checkpoint.loop(partition, index, layer.experts, layer.router, mlp.act_fn, execution_device(mlp.gate_proj))
-            for index, (layer, mlp) in enumerate(zip(layers, ffn_modules(dense), strict=True))
-        ]
+    def make_loops(dense: PreTrainedModel) -> list[ExpertLoop | None]:
+        loops: list[ExpertLoop | None] = [None] * depth
+        for index, layer in layers.items():
+            mlp = ffn_modules(dense)[index]
+            device = execution_device(mlp.gate_proj)
+            loops[index] = checkpoint.loop(partition, index, layer.experts, layer.router, mlp.act_fn, device)
+        return loops
 
     loops, outcome = project_end_to_end(context, make_loops, project)
     kept.mkdir(exist_ok=True)
-    for index, (layer, loop) in enumerate(zip(layers, loops, strict=True)):
+    for (index, layer), loop in zip(layers.items(), loops, strict=True):
         rounded = ProjectedLayer.of(loop, layer.outcome, checkpoint.dtype, checkpoint.down_scale)
         save_layer_checkpoint(kept, index, rounded)
     save_layer_checkpoint(kept, depth, outcome)
@@ -97,7 +102,7 @@ def project_layers(
 
 
 def summarise(
-    outcomes: Sequence[Outcome],
+    outcomes: Mapping[int, Outcome],
     project: ProjectConfig,
     gradients: ProjectionOutcome | None,
     shape: MoEShape,
@@ -115,7 +120,7 @@ def summarise(
             outcome.rounds,
             f"{outcome.error_end:.4f}",
         ]
-        for layer, outcome in enumerate(outcomes)
+        for layer, outcome in outcomes.items()
     ]
     columns = [
         "layer",
@@ -154,11 +159,11 @@ def alignment_needs(project: ProjectConfig, shape: MoEShape, width: int, tokens:
     ]
 
 
-def describe(outcomes: Sequence[Outcome], project: ProjectConfig, gradients: ProjectionOutcome | None) -> str:
+def describe(outcomes: Mapping[int, Outcome], project: ProjectConfig, gradients: ProjectionOutcome | None) -> str:
     """The projection in a sentence."""
-    aligned = sum(outcome.penalty is not None for outcome in outcomes)
+    aligned = sum(outcome.penalty is not None for outcome in outcomes.values())
     alignment = f"ridge in {aligned} of {len(outcomes)} layers" if project.alignment == "ridge" else "off"
-    rounds = sum(outcome.rounds for outcome in outcomes)
+    rounds = sum(outcome.rounds for outcome in outcomes.values())
     said = [f"alignment {alignment}"]
     said += [f"{rounds} rounds of router and alignment kept"] if rounds else []
     said += [f"{project.descent_steps} steps of layer-wise descent"] if project.descent_steps else []

@@ -70,12 +70,13 @@ class Case:
     copies: bool = False  # E·N > F: the last expert holds neurons of the others
     dtype: torch.dtype = torch.float32
     pad_to: int = 8
+    dense_layers: tuple[int, ...] = ()
     warned: int = 0  # transformers 5 says something of the dense checkpoint, and says it of this one
     pico: dict[str, Any] = field(default_factory=dict)
 
     @property
     def shape(self) -> MoEShape:
-        return MoEShape(self.experts, self.n, self.experts, self.always_on)
+        return MoEShape(self.experts, self.n, self.experts, self.always_on, dense_layers=self.dense_layers)
 
     @property
     def width(self) -> int:
@@ -145,6 +146,13 @@ CASES = {
     "dots1-copies": Case("qwen3", "dots1", always_on=11, copies=True),
     "dots1-bfloat16": Case("qwen3", "dots1", always_on=5, experts=4, n=8, dtype=torch.bfloat16),
     "dots1-yarn-padded": Case("qwen3", "dots1", always_on=5, pad_to=128, pico={"rope_parameters": YARN_ROPE}),
+    "qwen3-dense-last": Case("qwen3", "qwen3_moe", dense_layers=(1,)),
+    "qwen2-dense-last": Case("qwen2", "qwen2_moe", always_on=5, dense_layers=(1,)),
+    "phi3-dense-first": Case("phi3", "qwen2_moe", always_on=5, dense_layers=(0,)),
+    "glm4-dense-first": Case("qwen3", "glm4_moe", always_on=5, dense_layers=(0,)),
+    "dots1-dense-first": Case("qwen3", "dots1", always_on=5, dense_layers=(0,)),
+    "gemma2-dense-first": Case("gemma2", "tiny_onn", always_on=5, dense_layers=(0,), pico=GEMMA),
+    "phi3-tiny_onn-dense-last": Case("phi3", "tiny_onn", dense_layers=(1,)),
     "qwen3-padded": Case("qwen3", "qwen3_moe", pad_to=128),
     "qwen2-padded": Case("qwen2", "qwen2_moe", always_on=5, pad_to=128),
     "glm4-padded": Case("qwen3", "glm4_moe", always_on=5, pad_to=128),

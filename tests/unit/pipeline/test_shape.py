@@ -3,10 +3,36 @@
 import pytest
 
 from models.config import MoEShape
-from pipeline.shape import ShapeRequest, largest_power_of_two, resolve_shape, shape_faults
+from pipeline.shape import ShapeRequest, dense_layer_errors, largest_power_of_two, resolve_shape, shape_faults
 
 POOL = "global_pool"
 QWEN = 4864
+
+
+def dense(experts, n, active, layers, topology="per_layer"):
+    source = {"num_hidden_layers": 24, "intermediate_size": QWEN}
+    return ShapeRequest(experts, n, None, None, active, topology, source=source, dense_layers=layers)
+
+
+def test_the_active_share_is_that_of_all_layers():
+    shape = MoEShape(58, 64, 18, 1152, dense_layers=(23,))
+    assert shape.active_share(QWEN, 24) == pytest.approx((23 * 2304 / QWEN + 1) / 24)
+    assert MoEShape(58, 64, 20, 1152).active_share(QWEN, 24) == 2432 / QWEN
+
+
+@pytest.mark.parametrize(
+    ("request_", "said"),
+    [
+        (dense(58, 64, 0.5, (7, 24, 30)), "no layer 24, 30: the model has 24"),
+        (dense(58, 64, 0.5, (-25,)), "no layer -25: the model has 24"),
+        (dense(58, 64, 0.5, tuple(range(12))), "12 of 24 layers dense leave nothing of active=0.5 to the others"),
+        (dense(58, 64, 0.5, (0,), POOL), "a pool serves every layer: none stays dense"),
+        (dense(58, 64, 0.5, tuple(range(11))), None),
+        (dense(58, 64, 0.5, ()), None),
+    ],
+)
+def test_dense_layers_that_cannot_be(request_, said):
+    assert [error.what for error in dense_layer_errors(request_)] == ([said] if said else [])
 
 
 @pytest.mark.parametrize(
@@ -53,6 +79,9 @@ QWEN = 4864
         (ShapeRequest(100, 256, None, None, 0.5, POOL), QWEN, MoEShape(100, 256, 8, 0, POOL)),
         (ShapeRequest(16, 64, None, 200, 0.5, POOL), 1024, MoEShape(16, 64, 4, 200, POOL)),
         (ShapeRequest(3, 64, 2, None, 0.5, POOL), 1024, MoEShape(3, 64, 2, 0, POOL)),
+        # Carved layers pay for the dense ones: (0.5 x 24 - 1) / 23 of 4864 are 2326, 1152 of them always on.
+        (dense(58, 64, 0.5, (23,)), QWEN, MoEShape(58, 64, 18, 1152, dense_layers=(23,))),
+        (dense(58, 64, 0.75, (0, 23)), QWEN, MoEShape(58, 64, 37, 1152, dense_layers=(0, 23))),
     ],
 )
 def test_open_dials_fill_the_active_share(dials, width, expected):
