@@ -66,11 +66,24 @@ def warn_of_unread(settings: Settings, shape: MoEShape | None = None, width: int
         ranked = settings.cluster.ranks(shape, width)
         reason = f"cluster.always_on_by={settings.cluster.always_on_by}" if ranked else NOTHING_RANKED
         found["score"] = {spec.name: reason for spec in fields(settings.score)}
+    _warn_of_sampling(settings)
     # vocabulary=none says what a pool does.
     quiet = {"vocabulary"} if shape is not None and shape.pooled and not settings.vocabulary.tokens else set()
     for group, reasons in found.items():
         if group not in quiet:
             _warn_where_set(group, getattr(settings, group), reasons)
+
+
+def _warn_of_sampling(settings: Settings) -> None:
+    """Say where a run that asks for more text than usual ends before a stage that reads all of it."""
+    tokens, sample = settings.data.tokens, settings.data.sample_tokens
+    asked = any(spec.name == "tokens" and spec.default != tokens for spec in fields(settings.data))
+    reading = [stage for stage in with_ancestors(settings.stage, find_uses(settings)) if "data" in stage.nodes]
+    if asked and sample and sample < tokens and all(stage.samples for stage in reading):
+        logger.warning(
+            "stage=%s reads the first data.sample_tokens=%d of data.tokens=%d; data.sample_tokens=null reads all",
+            settings.stage, sample, tokens,
+        )  # fmt: skip
 
 
 def _warn_where_set(group: str, node: Any, reasons: Mapping[str, str]) -> None:  # noqa: ANN401 - any dataclass

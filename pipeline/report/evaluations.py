@@ -116,7 +116,7 @@ def read_evaluation(folder: Path) -> Evaluation:
     path = folder / "evaluation.json"
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        sizes = {**record["shape"], "dense_layers": tuple(record["shape"]["dense_layers"])}
+        sizes = {**record["shape"], "dense_layers": tuple(record["shape"].get("dense_layers", ()))}
         shape, width = MoEShape(**sizes), record["dense_width"]
         counts = (shape.experts, shape.n, shape.top_k, width, shape.always_on + 1)
         if not all(isinstance(count, int) and 0 < count < LARGEST for count in counts):

@@ -277,3 +277,15 @@ def test_what_shards_are_set_up_by_is_ignored_without_any(texts, tmp_path, caplo
     (tmp_path / "fsdp.json").write_text("{}")
     assert texts("stage=train", f"train.fsdp_config={tmp_path / 'fsdp.json'}") == []
     assert caplog.messages == [f"train.fsdp_config={tmp_path / 'fsdp.json'} is ignored: train.fsdp=false"]
+
+
+def test_text_that_a_stage_alone_does_not_read_is_said(texts, caplog):
+    assert texts("stage=scan", "data.tokens=70000") == []
+    assert caplog.messages == [
+        "stage=scan reads the first data.sample_tokens=16384 of data.tokens=70000; data.sample_tokens=null reads all"
+    ]
+    caplog.clear()
+    for words in (["stage=project", "data.tokens=70000"], ["stage=scan"], ["stage=scan", "data.tokens=9000"]):
+        assert texts(*words) == []
+    assert texts("stage=scan", "data.tokens=70000", "data.sample_tokens=null") == []
+    assert caplog.messages == []
