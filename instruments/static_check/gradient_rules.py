@@ -85,7 +85,8 @@ def _backward(node: ast.Call, loss: ast.expr, base: Value, arguments: list[Value
         state.scaled, state.plain, state.unscaled = True, False, frozenset()
     elif not outer:
         state.forget_scale()
-        state.plain = True
+        # Not on the other side of `if use_amp: scaler.scale(loss).backward()`.
+        state.plain = not any(_SCALED.search(fact) and not met for fact, met in state.facts.items())
         managed = frame.definitions.scales or frame.definitions.policies or frame.definitions.has_masters
         if state.float16_forward and not managed:
             report(frame, "LP302", node, "backward of a loss from float16 autocast, without loss scaling")
@@ -149,8 +150,7 @@ def _scaler(
             report(frame, "LP202", node, f"{call} without {ast.unparse(scaler)}.update()")
         elif optimizer <= state.stepped:
             report(frame, "LP202", node, f"{call} a second time before {ast.unparse(scaler)}.update()")
-        maybe_off = any(fact == MIXED and not met for fact, met in state.facts.items())
-        if state.plain and not state.scaled and not maybe_off and name:
+        if state.plain and not state.scaled and name:
             report(frame, "LP206", node, f"{call} after the backward pass of a loss that was not scaled")
         state.surely_unscaled -= optimizer
         state.stepped |= optimizer
@@ -165,6 +165,7 @@ def _scaler(
 
 
 MIXED = "mixed precision"  # conditions with this meaning under many names
+_SCALED = re.compile(rf"{MIXED}|scal|precision", re.IGNORECASE)
 
 
 def _check_look(node: ast.Call, state: State, frame: Frame) -> None:

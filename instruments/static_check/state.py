@@ -4,7 +4,7 @@ import ast
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from instruments.static_check.autocast import BFLOAT16, FLOAT16, FLOAT32, LOW, autocast_table
+from instruments.static_check.autocast import BFLOAT16, FLOAT16, FLOAT32, LOW, autocast_table, called_name
 from instruments.static_check.definitions import Definitions, Function
 from instruments.static_check.source import Finding, Source
 
@@ -47,6 +47,26 @@ class Value:
 
 UNKNOWN = Value()
 OTHER = Value(kind="other")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call whose parts have been evaluated."""
+
+    node: ast.Call
+    base: Value  # what the method is of
+    arguments: list[Value]
+    words: dict[str, Value]
+
+    @property
+    def word(self) -> str:
+        """The name alone that is called."""
+        return called_name(self.node)
+
+    @property
+    def every(self) -> list[Value]:
+        """All that is given."""
+        return [*self.arguments, *self.words.values()]
 
 
 @dataclass(frozen=True)
@@ -131,6 +151,17 @@ def mix(values: Sequence[Value]) -> Value:
         return UNKNOWN
     first = tensors[0]
     return Value(precisions.pop() if len(precisions) == 1 else LOW, origin=first.origin)
+
+
+def element_of(value: Value) -> Value:
+    """What a loop over it gives."""
+    if value.kind == "zip":
+        return replace(value, kind="parts")
+    if value.kind == "parameters":
+        return replace(value, kind="parameter")
+    if value.kind == "parts" and isinstance(value.ref, tuple) and value.ref:
+        return value.ref[0] if all(part == value.ref[0] for part in value.ref) else UNKNOWN
+    return value if value.kind in {"", "module", "parameter"} and not value.is_constant else UNKNOWN
 
 
 OFF = Region(enabled=False)

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 from instruments.static_check.autocast import BFLOAT16, FLOAT16, called_name, last_word, text_of
 from instruments.static_check.definitions import Function
-from instruments.static_check.evaluate import bind, element_of, evaluate
+from instruments.static_check.evaluate import bind, evaluate
 from instruments.static_check.gradient_rules import MIXED
 from instruments.static_check.modules import check_unused
 from instruments.static_check.numeric_rules import check_growing
 from instruments.static_check.rules import report as note
-from instruments.static_check.state import UNKNOWN, Frame, Region, Report, State, Value, join
+from instruments.static_check.state import UNKNOWN, Frame, Region, Report, State, Value, element_of, join
 
-_MOST_WAYS = 16
+_MOST_WAYS = 8
 _DEEPEST = 6
 _MOST_LOOPS = 3  # within each other, that are walked twice
 _MOST_CALLS = 2_000  # followed into functions; those that are left are looked at once, on their own

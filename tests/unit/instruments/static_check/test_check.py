@@ -262,9 +262,9 @@ def test_the_table_is_kept_for_the_next_process(tmp_path, monkeypatch):
 
 
 def refused(path):
-    began = time.monotonic()
+    began = time.process_time()
     report = static_check(path)
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
     (finding,) = report.findings
     assert (finding.code, report.exit_code) == ("LP001", 2)
     return finding.message
@@ -287,17 +287,17 @@ def test_twice_the_code_takes_twice_the_time(tmp_path):
     """What is looked up for every statement must not depend on how many there are."""
     file = tmp_path / "many.py"
     file.write_text("import torch\n" + "".join(f"x{i} = torch.sum(torch.randn(3).half())\n" for i in range(4000)))
-    began = time.monotonic()
+    began = time.process_time()
     assert len(static_check(file).findings) == 4000
-    assert time.monotonic() - began < 5  # where it was quadratic, five minutes
+    assert time.process_time() - began < 5  # where it was quadratic, five minutes
 
 
 def test_functions_that_call_each_other_many_times(tmp_path):
     file = tmp_path / "calls.py"
     file.write_text("".join(f"def f{i}(x):\n" + f"    x = f{i + 1}(x)\n" * 40 for i in range(8)))
-    began = time.monotonic()
+    began = time.process_time()
     assert static_check(file).findings == ()
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 def notebook(path, *cells):
@@ -337,8 +337,8 @@ def test_grades_can_be_asked_for_and_files_left_out(tmp_path):
     for name in ("train.py", "tests/train.py", "old/deep/train.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(code)
-    options = {"exclude": ["tests", "old/*"]}
-    found = {grade: static_check(tmp_path, severity=grade, **options) for grade in ("note", "warning", "severe")}
+    left_out = ["tests", "old/*"]
+    found = {grade: static_check(tmp_path, severity=grade, exclude=left_out) for grade in ("note", "warning", "severe")}
     assert [one.severity for one in found["note"].findings] == ["note", "warning", "severe"]
     assert [one.code for one in found["warning"].findings] == ["LP105", "LP107"]
     assert [one.code for one in found["severe"].findings] == ["LP107"]
