@@ -74,7 +74,7 @@ def call_value(call: Call, state: State, frame: Frame) -> Value:  # noqa: C901, 
     if base.kind == "trainer" and word == "train":
         check_trained(Value(kind="optimizer", ref=(base.ref,)), state, frame)
         return OTHER
-    value = state.values.get(text_of(func), UNKNOWN)
+    value = state.values.get(text_of(func), UNKNOWN) if isinstance(func, ast.Name | ast.Attribute) else base
     key = module_key(func, value, state, frame)
     if key is not None:
         return _call_module(node, state.modules.get(key, Module()), arguments, words, state, frame)
@@ -134,6 +134,10 @@ def _make(call: Call, state: State, frame: Frame) -> Value | None:  # noqa: C901
         half = any(value.kind == "dtype" and value.precision == FLOAT16 for value in every)
         state.default = node if half or "HalfTensor" in ast.unparse(node) else None
         return OTHER
+    if word == "dict":
+        return Value(kind="dict", ref=tuple(words.items()))
+    if word == "map" and len(every) > 1:
+        return element_of(every[1])
     if word in {"zip", "enumerate"}:
         parts = tuple(element_of(value) for value in every)
         return Value(kind="zip", ref=parts if word == "zip" else (UNKNOWN, *parts[:1]))
@@ -289,6 +293,8 @@ def _unknown(call: Call, state: State, frame: Frame) -> Value:  # noqa: C901, PL
         return Value(tag="new")
     if isinstance(func, ast.Attribute) and not full and word in KEEPING and base.tag in _PASSING:
         return Value(tag=base.tag)
+    if full.startswith("einops.") and every:
+        return Value(every[0].precision, every[0].origin)
     if full and not node.keywords and len(every) == 1:
         return Value(mix(every).precision, mix(every).origin)
     return UNKNOWN

@@ -145,5 +145,9 @@ def _call(node: ast.Call, state: State, frame: Frame) -> Value:
     owner = node.func.value if isinstance(node.func, ast.Attribute) else node.func
     base = UNKNOWN if isinstance(node.func, ast.Name) else evaluate(owner, state, frame)
     arguments = [evaluate(part, state, frame) for part in node.args]
-    words = {one.arg or "": evaluate(one.value, state, frame) for one in node.keywords}
+    words: dict[str, Value] = {}
+    for one in node.keywords:
+        value = evaluate(one.value, state, frame)
+        known = value.ref if one.arg is None and value.kind == "dict" and isinstance(value.ref, tuple) else ()
+        words |= {key: part for key, part in known if isinstance(key, str)} or {one.arg or "": value}
     return call_value(Call(node, base, arguments, words), state, frame)
