@@ -1,10 +1,9 @@
-"""What autocast does: to each operation, and in which blocks of a file."""
+"""What autocast does to each operation, and how torch's names are read in code."""
 
 import ast
 import hashlib
 import json
 import os
-from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -24,12 +23,17 @@ LOSS_MODULES = {
     "KLDivLoss": "kl_div",
 }
 LOSSES = frozenset(LOSS_MODULES.values())
+ACTIVATIONS = {"Softmax": "softmax", "LogSoftmax": "log_softmax", "Sigmoid": "sigmoid"}
 SOFTMAXES = frozenset({"softmax", "log_softmax", "softmin"})
 REDUCTIONS = frozenset({
     "sum", "mean", "var", "std", "norm", "vector_norm", "prod", "cumsum", "cumprod", "logsumexp",
 })  # fmt: skip
 PRODUCTS = frozenset({"linear", "matmul", "bmm", "einsum"})
-KNOWN = LOSSES | SOFTMAXES | REDUCTIONS | PRODUCTS | {"pow", "square", "exp", "log", "rsqrt", "sigmoid", "layer_norm"}
+NORMS = frozenset({"layer_norm", "batch_norm", "group_norm"})
+KNOWN = (
+    LOSSES | SOFTMAXES | REDUCTIONS | PRODUCTS | NORMS
+    | {"pow", "square", "exp", "log", "log1p", "rsqrt", "sigmoid", "max", "amax"}
+)  # fmt: skip
 
 
 @cache
@@ -60,21 +64,18 @@ def _keep(path: Path, table: dict[str, str]) -> None:
         return  # it is probed again the next time
 
 
-FLOAT16, BFLOAT16, LOW = "float16", "bfloat16", "low"  # LOW: one of the two
-_DTYPES = {"float16": FLOAT16, "half": FLOAT16, "bfloat16": BFLOAT16, "float32": "float32", "float": "float32"}
-_DEFAULTS = {"cuda": FLOAT16, "cpu": BFLOAT16}
-_MANAGED = {"autocast", "compute_loss_context_manager", "autocast_smart_context_manager"}
-# Where torch's parts are also reached.
-_ALIASES = dict.fromkeys(
-    ("torch.autocast", "torch.cuda.amp.autocast", "torch.cpu.amp.autocast", "torch.amp.autocast_mode.autocast",
-     "torch.cuda.amp.autocast_mode.autocast"), "torch.amp.autocast",
-) | dict.fromkeys(
-    ("torch.GradScaler", "torch.cuda.amp.GradScaler", "torch.cpu.amp.GradScaler", "torch.amp.grad_scaler.GradScaler"),
-    "torch.amp.GradScaler",
-)  # fmt: skip
+FLOAT16, BFLOAT16, LOW, FLOAT32 = "float16", "bfloat16", "low", "float32"  # LOW: one of the 16-bit formats
+DTYPES = {
+    "float16": FLOAT16, "half": FLOAT16, "fp16": FLOAT16, "bfloat16": BFLOAT16, "bf16": BFLOAT16,
+    "float32": FLOAT32, "float": FLOAT32, "float64": FLOAT32, "double": FLOAT32, "fp32": FLOAT32,
+}  # fmt: skip
+AUTOCASTS = {
+    "torch.autocast", "torch.amp.autocast", "torch.cuda.amp.autocast", "torch.cpu.amp.autocast",
+    "torch.amp.autocast_mode.autocast", "torch.cuda.amp.autocast_mode.autocast",
+}  # fmt: skip
 
 
-def text_of(node: ast.expr) -> str:
+def text_of(node: ast.expr | None) -> str:
     """`a.b.c` of names and attributes; nothing of anything else."""
     if isinstance(node, ast.Attribute):
         head = text_of(node.value)
@@ -95,44 +96,4 @@ def last_word(text: str) -> str:
 def dotted_name(node: ast.expr, imports: dict[str, str]) -> str:
     """The full name of an imported thing; nothing of what was not imported."""
     head, dot, rest = text_of(node).partition(".")
-    full = imports[head] + dot + rest if head in imports else ""
-    return _ALIASES.get(full, full)
-
-
-@dataclass(frozen=True)
-class Region:
-    """Autocast, on or off."""
-
-    enabled: bool = True
-    device: str | None = None  # None: not said in the file
-    dtype: str = LOW
-    certain: bool = True  # False: whether it is on is decided at run time
-
-
-def read_region(node: ast.expr, imports: dict[str, str]) -> Region | None:
-    """The region that an expression opens; None where it is no autocast."""
-    if isinstance(node, ast.IfExp):  # autocast(...) if use_amp else nullcontext()
-        return read_region(node.body, imports) or read_region(node.orelse, imports)
-    call = node if isinstance(node, ast.Call) else None
-    callee = call.func if call else node
-    if dotted_name(callee, imports) != "torch.amp.autocast":
-        # Of accelerate, Lightning Fabric, transformers' Trainer: mixed_precision decides.
-        return Region(certain=False) if call and last_word(text_of(callee)) in _MANAGED else None
-    arguments = {word.arg: word.value for word in call.keywords} if call else {}
-    first = call.args[0] if call and call.args else arguments.get("device_type")
-    enabled, given = arguments.get("enabled"), arguments.get("dtype")
-    written = text_of(callee)
-    origin = imports.get(written.partition(".")[0], "") + "." + written
-    device = next((kind for kind in ("cuda", "cpu") if f"{kind}.amp" in origin), None)
-    if device is not None:  # torch.cuda.amp.autocast(enabled, dtype)
-        enabled = first or enabled
-    elif isinstance(first, ast.Constant) and isinstance(first.value, str):
-        device = first.value.partition(":")[0]
-    off = isinstance(enabled, ast.Constant) and enabled.value is False
-    return Region(not off, device, (read_dtype(given) or LOW) if given else _DEFAULTS.get(device or "", LOW))
-
-
-def read_dtype(node: ast.expr) -> str | None:
-    """float16, bfloat16 or float32 from `torch.float16` and the like; None of anything else."""
-    word = node.value if isinstance(node, ast.Constant) else last_word(text_of(node))
-    return _DTYPES.get(word) if isinstance(word, str) else None
+    return imports[head] + dot + rest if head in imports else ""

@@ -5,12 +5,13 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 from instruments.durable import whole_file
 from instruments.errors import ConfigError, check_output, exit_code, say
 from instruments.static_check.definitions import find_definitions
-from instruments.static_check.source import UNREADABLE, Finding, Source, read_source, unreadable
+from instruments.static_check.source import GRADES, NOTE, UNREADABLE, Finding, Source, read_source, unreadable
 from instruments.static_check.state import Report
 from instruments.static_check.walk import walk_file
 
@@ -29,32 +30,48 @@ class StaticReport:
         return 2 if unreadable else int(bool(self.findings))
 
 
-def static_check(paths: Path | str | Sequence[Path | str], *, device: str = "cuda") -> StaticReport:
+def static_check(
+    paths: Path | str | Sequence[Path | str],
+    *,
+    device: str = "cuda",
+    severity: str = NOTE,
+    exclude: Sequence[str] = (),
+) -> StaticReport:
     """Check training code for mixed-precision mistakes, by its syntax tree.
 
     Args:
-        paths: files, or folders whose `*.py` are checked.
+        paths: files, or folders whose `*.py` and `*.ipynb` are checked.
         device: that autocast is for, where a file does not say; what it does to each operation is asked of torch.
+        severity: the lowest grade that is reported: note, warning, severe.
+        exclude: globs of files below folders, on the path or a part of it: "tests", "*/examples/*".
     Raises:
-        ConfigError: a path that is not there, a device without autocast.
+        ConfigError: a path that is not there, a device without autocast, another severity.
     """
-    files = list(find_files([paths] if isinstance(paths, Path | str) else paths))
-    findings = sorted({finding for file in files for finding in check_file(file, device)})
-    return StaticReport(len(files), tuple(findings))
+    if severity not in GRADES:
+        raise ConfigError(f"no severity {severity!r}", where="severity", do=f"one of {', '.join(GRADES)}")
+    files = list(find_files([paths] if isinstance(paths, Path | str) else paths, exclude))
+    reported = GRADES[GRADES.index(severity) :]
+    findings = {finding for file in files for finding in check_file(file, device) if finding.severity in reported}
+    return StaticReport(len(files), tuple(sorted(findings)))
 
 
-def find_files(paths: Iterable[Path | str]) -> Iterable[Path]:
-    """Files as they are, and the Python files below folders; hidden folders are left out. Raises ConfigError."""
+def find_files(paths: Iterable[Path | str], exclude: Sequence[str] = ()) -> Iterable[Path]:
+    """Files as they are, and those of Python code below folders; hidden folders are left out. Raises ConfigError."""
     for path in map(Path, paths):
         if not path.exists():
             raise ConfigError(f"there is no {path}", where="paths", do="name files or folders of Python code")
         if path.is_dir():
-            below = (file for file in sorted(path.rglob("*.py")) if file.is_file())
-            yield from (
-                file for file in below if not any(part.startswith(".") for part in file.relative_to(path).parts)
-            )
+            below = (file for file in sorted(path.rglob("*")) if file.suffix in {".py", ".ipynb"} and file.is_file())
+            yield from (file for file in below if not _is_left_out(file.relative_to(path), exclude))
         else:
             yield path
+
+
+def _is_left_out(file: Path, exclude: Sequence[str]) -> bool:
+    words = [str(file), *file.parts]
+    return any(part.startswith(".") for part in file.parts) or any(
+        fnmatch(word, pattern) for word in words for pattern in exclude
+    )
 
 
 def check_file(path: Path, device: str) -> set[Finding]:
@@ -77,6 +94,8 @@ def main(words: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m pipeline.static_check", description=__doc__)
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="files, or folders of Python code")
+    parser.add_argument("--severity", choices=GRADES, default=NOTE, help="lowest grade reported (default: note)")
+    parser.add_argument("--exclude", action="append", default=[], metavar="GLOB", help="files or folders left out")
     parser.add_argument("--device", default="cuda", help="of autocast where a file does not say (default: cuda)")
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write the findings as JSON")
     wanted = parser.parse_args(words)
@@ -86,7 +105,7 @@ def main(words: Sequence[str] | None = None) -> int:
 def _run(wanted: argparse.Namespace) -> int:
     if wanted.json:
         check_output(wanted.json)
-    report = static_check(wanted.paths, device=wanted.device)
+    report = static_check(wanted.paths, device=wanted.device, severity=wanted.severity, exclude=wanted.exclude)
     say(describe(report))
     if wanted.json:
         records = [finding.record() for finding in report.findings]

@@ -1,19 +1,29 @@
-"""What a file defines: functions, classes, and what names are bound to, wherever in the file that happens."""
+"""What a file defines: imports, classes, functions, and who manages its mixed precision."""
 
 import ast
+import re
 from dataclasses import dataclass, field
-from functools import cached_property
 
-from instruments.static_check.autocast import LOSS_MODULES, Region, dotted_name, last_word, read_region, text_of
+from instruments.static_check.autocast import BFLOAT16, FLOAT16, FLOAT32, called_name, dotted_name, last_word, text_of
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-# They give back the module they are called on, or given.
-_SAME_MODULE = {"to", "cuda", "cpu", "half", "bfloat16", "float", "train", "eval", "requires_grad_", "compile"}
-_WRAPPERS = {"compile", "DataParallel", "DistributedDataParallel", "DDP", "FSDP", "FullyShardedDataParallel"}
-_MODEL_NAMES = {
-    "model", "net", "network", "unet", "vae", "encoder", "decoder", "transformer", "backbone", "generator",
-    "discriminator",
-}  # fmt: skip
+# Optimizers that keep float32 copies of 16-bit weights, and weights that are not those trained.
+_MASTERS = re.compile(
+    r"master|deepspeed|\bapex\b|fp16_?optim|fp32_?(?:param|optim)|megatron|fairscale|colossalai|load_in_[48]bit|"
+    r"get_peft_model|kbit|bitsandbytes|prepare_fp16|stochastic_round|kahan|mixedprecisiontrainer",
+    re.IGNORECASE,
+)
+_SCALER_CALLS = {"scale", "unscale_"}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Mixed precision as a library was asked for it."""
+
+    manager: str  # accelerate, lightning, transformers
+    precision: str | None  # None: said at run time
+    node: ast.Call
+    pure: bool = False  # also the weights are in 16 bits
 
 
 @dataclass
@@ -22,112 +32,94 @@ class Definitions:
 
     imports: dict[str, str]  # local name → dotted name
     functions: dict[str, Function] = field(default_factory=dict)  # by name, methods as Class.name
+    parents: dict[int, int] = field(default_factory=dict)  # function within a function, by id of the nodes
     bases: dict[str, list[str]] = field(default_factory=dict)
-    made_by: dict[str, ast.Call] = field(default_factory=dict)  # text of a target → the call it was bound to
-    regions: dict[str, Region] = field(default_factory=dict)
-    called: dict[str, set[str]] = field(default_factory=dict)  # text of an object → methods called on it
-    trains: bool = False  # backward is called somewhere
-    autocasts: bool = False
-
-    @cached_property
-    def scales(self) -> bool:
-        """Whether anything here is a GradScaler."""
-        return any("scaler" in last_word(text).lower() for text in [*self.made_by, *self.called, *self.imports])
+    parts: dict[str, set[str]] = field(default_factory=dict)  # class → names that stand in its code
+    called: dict[str, set[str]] = field(default_factory=dict)  # last word of an object → methods called on it
+    policies: list[Policy] = field(default_factory=list)
+    trains: bool = False  # backward is called somewhere, or a library's trainer
+    scales: bool = False  # something here is a GradScaler
+    has_masters: bool = False
 
     def full_name(self, node: ast.expr) -> str:
         """The dotted name of an imported thing; nothing of what was not imported."""
         return dotted_name(node, self.imports)
 
+    def policy(self, *managers: str) -> Policy | None:
+        """The first of those libraries'."""
+        return next((one for one in self.policies if one.manager in managers), None)
+
     def updates(self, scaler: ast.expr) -> bool:
         """Whether `update` is called on a scaler of that name anywhere in the file."""
-        word = last_word(text_of(scaler))
-        return any(last_word(text) == word and "update" in calls for text, calls in self.called.items())
+        return "update" in self.called.get(last_word(text_of(scaler)), ())
 
-    def class_of(self, text: str) -> str | None:
-        """The class in this file whose instance a name is."""
-        name = text_of(self._unwrap(self.made_by[text]).func) if text in self.made_by else ""
-        return name if name in self.bases else None
-
-    def loss_of(self, node: ast.expr) -> str | None:
-        """The loss that a name is a module of."""
-        full = self._maker(text_of(node))
-        return LOSS_MODULES.get(last_word(full)) if full.startswith("torch.nn.") else None
-
-    def is_scaler(self, node: ast.expr) -> bool:
-        """A GradScaler, by how it was made or by its name."""
-        text = text_of(node)
-        return self._maker(text).endswith("GradScaler") or "scaler" in last_word(text).lower()
-
-    def is_optimizer(self, node: ast.expr) -> bool:
-        """An optimizer, by how it was made or by its name."""
-        text = text_of(node)
+    def is_scaler_name(self, text: str) -> bool:
+        """Called like a GradScaler, and used like one."""
         word = last_word(text).lower()
-        return self._maker(text).startswith("torch.optim.") or "optim" in word or word == "opt"
-
-    def is_model(self, node: ast.expr) -> bool:
-        """A module that could be trained, by how it was made or by its name."""
-        text = text_of(node)
-        calls = self.called.get(text, set())
-        if not text or "requires_grad_(False)" in calls or ("eval" in calls and "train" not in calls):
-            return False
-        made = last_word(text_of(self._unwrap(self.made_by[text]).func)) if text in self.made_by else ""
-        if made in self.bases:
-            return any(last_word(base).endswith("Module") for base in self._lineage(made)[1:])
-        word = last_word(text).lower()
-        return made == "from_pretrained" or word in _MODEL_NAMES or word.endswith(("_model", "_net"))
+        used = self.called.get(last_word(text), set())
+        return bool(re.search(r"(?:^|_)(?:grad|amp)?_?scaler(?:_\w+)?$", word)) and bool(used & _SCALER_CALLS)
 
     def method(self, class_name: str, name: str) -> Function | None:
         """Of the class or one of its bases in this file."""
-        places = (f"{one}.{name}" for one in self._lineage(class_name))
+        places = (f"{one}.{name}" for one in self.lineage(class_name))
         return next((self.functions[place] for place in places if place in self.functions), None)
 
-    def _lineage(self, class_name: str) -> list[str]:
+    def inherits(self, class_name: str, base: str) -> bool:
+        """Whether one of its bases is called so, or ends so."""
+        return any(last_word(one).endswith(base) for one in self.lineage(class_name)[1:])
+
+    def is_module_class(self, name: str) -> bool:
+        """A class of this file whose instances are modules."""
+        return name in self.bases and (self.inherits(name, "Module") or self.inherits(name, "PreTrainedModel"))
+
+    def classes_within(self, name: str) -> list[str]:
+        """The class and those of this file that its code names, and theirs."""
+        found = [name]
+        for one in found:
+            found += [part for part in sorted(self.parts.get(one, ())) if part in self.bases and part not in found]
+        return found
+
+    def has_batch_norm(self, name: str) -> bool:
+        """Whether a module of the class contains BatchNorm."""
+        return any("BatchNorm" in word for one in self.classes_within(name) for word in self.parts.get(one, ()))
+
+    def lineage(self, class_name: str) -> list[str]:
         """The class and what it inherits from, as far as this file says."""
         found = [class_name]
         for one in found:
             found += [base for base in self.bases.get(one, []) if base not in found]
         return found
 
-    def _maker(self, text: str) -> str:
-        """What a name was bound to a call of."""
-        call = self.made_by.get(text)
-        return (self.full_name(call.func) or text_of(call.func)) if call else ""
-
-    def _unwrap(self, call: ast.Call) -> ast.Call:
-        """The call that makes the module, below `.to(device)`, `torch.compile(...)` and the like."""
-        for _ in range(8):  # names may be bound to each other in circles
-            inner: ast.expr | None = None
-            if isinstance(call.func, ast.Attribute) and call.func.attr in _SAME_MODULE:
-                inner = call.func.value
-            if not isinstance(inner, ast.Call) and last_word(text_of(call.func)) in _WRAPPERS and call.args:
-                inner = call.args[0]
-            if isinstance(inner, ast.expr) and not isinstance(inner, ast.Call):
-                inner = self.made_by.get(text_of(inner))
-            if not isinstance(inner, ast.Call):
-                break
-            call = inner
-        return call
-
 
 def find_definitions(tree: ast.Module) -> Definitions:
     """Everything, in one pass over the tree."""
     found = Definitions(find_imports(tree))
+    words: set[str] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
-            found.autocasts |= node.id == "autocast"
-        elif isinstance(node, ast.ClassDef):
+        if isinstance(node, ast.ClassDef):
             found.bases[node.name] = [text for base in node.bases if (text := text_of(base))]
             methods = [part for part in node.body if isinstance(part, Function)]
             found.functions.update({f"{node.name}.{method.name}": method for method in methods})
-        elif isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and node.value is not None:
-            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                _bind(text_of(target), node.value, found)
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            _note_call(node, node.func, found)
+            inner = [part for part in ast.walk(node) if isinstance(part, ast.Name | ast.Attribute)]
+            found.parts[node.name] = {last_word(text_of(part)) for part in inner}
+        elif isinstance(node, Function):
+            children = (part for part in ast.walk(node) if isinstance(part, Function) and part is not node)
+            found.parents.update({id(child): id(node) for child in children})
+        elif isinstance(node, ast.Call):
+            _note_call(node, found)
+        elif isinstance(node, ast.Name):
+            words.add(node.id)
+        elif isinstance(node, ast.keyword | ast.arg):
+            words.add(node.arg or "")
+        elif isinstance(node, ast.Attribute):
+            words.add(node.attr)
     owned = {id(method) for name, method in found.functions.items() if "." in name}
     for node in ast.walk(tree):
         if isinstance(node, Function) and id(node) not in owned:
             found.functions.setdefault(node.name, node)
+    found.scales |= any("scaler" in last_word(word).lower() for word in words)
+    imported = {*found.imports, *found.imports.values()}
+    found.has_masters = any(_MASTERS.search(word) for word in words | imported)
     return found
 
 
@@ -144,21 +136,30 @@ def find_imports(tree: ast.Module) -> dict[str, str]:
     return names
 
 
-def _bind(text: str, value: ast.expr, found: Definitions) -> None:
-    region = read_region(value, found.imports) if text else None
-    if region is not None:
-        found.regions[text] = region
-    elif text and isinstance(value, ast.Call):
-        # `x = x.to(device)`, `x = DDP(x)`: what x was before says more.
-        inner = [value.func.value] if isinstance(value.func, ast.Attribute) else []
-        if text not in {text_of(part) for part in [*inner, *value.args[:1]]}:
-            found.made_by[text] = value
+def _note_call(node: ast.Call, found: Definitions) -> None:
+    word = called_name(node)
+    policy = _read_policy(node, word, found.imports)
+    found.policies += [policy] if policy else []
+    found.trains |= word in {"backward", "manual_backward"} or word.endswith("Trainer")
+    if isinstance(node.func, ast.Attribute) and (owner := text_of(node.func.value)):
+        found.called.setdefault(last_word(owner), set()).add(word)
 
 
-def _note_call(node: ast.Call, func: ast.Attribute, found: Definitions) -> None:
-    found.autocasts |= "autocast" in func.attr
-    found.trains |= func.attr in {"backward", "manual_backward"}
-    if text := text_of(func.value):
-        first = node.args[0] if node.args else None
-        stops = func.attr == "requires_grad_" and isinstance(first, ast.Constant) and first.value is False
-        found.called.setdefault(text, set()).add("requires_grad_(False)" if stops else func.attr)
+def _read_policy(node: ast.Call, word: str, imports: dict[str, str]) -> Policy | None:
+    given = {one.arg: one.value for one in node.keywords}
+    known = {name: value.value for name, value in given.items() if isinstance(value, ast.Constant)}
+    if word == "Accelerator":
+        asked, manager = "mixed_precision", "accelerate"
+    elif word == "Fabric":
+        asked, manager = "precision", "accelerate"
+    elif word == "Trainer" and "lightning" in dotted_name(node.func, imports):
+        asked, manager = "precision", "lightning"
+    elif word.endswith("TrainingArguments"):
+        types = [name for name, value in known.items() if name in {"fp16", "bf16"} and value is True]
+        precision = {"fp16": FLOAT16, "bf16": BFLOAT16}[types[0]] if types else None
+        return Policy("transformers", precision, node)
+    else:
+        return None
+    text = str(known.get(asked, "" if asked in given else "32"))
+    precision = BFLOAT16 if text.startswith("bf16") else FLOAT16 if "16" in text else FLOAT32 if text else None
+    return Policy(manager, precision, node, pure=text.endswith("16-true"))

@@ -1,14 +1,16 @@
-"""A file of Python code, and findings in it."""
+"""A file of Python code or a notebook, and findings in it."""
 
 import ast
 import io
+import json
 import re
 import tokenize
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-SEVERE, WARNING = "severe", "warning"
+SEVERE, WARNING, NOTE = "severe", "warning", "note"
+GRADES = (NOTE, WARNING, SEVERE)
 
 
 @dataclass(frozen=True, order=True)
@@ -46,11 +48,19 @@ class Source:
     path: str
     tree: ast.Module
     silenced: dict[int, frozenset[str]]  # line → codes, or EVERY
+    cells: list[tuple[str, int]] = field(default_factory=list)  # of a notebook: cell and line in it, by line
 
     def is_silenced(self, code: str, node: ast.expr) -> bool:
         """Whether a comment on one of the node's lines says so."""
         lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
         return any(self.silenced.get(line, frozenset()) & {code, *EVERY} for line in lines)
+
+    def place(self, line: int) -> tuple[str, int]:
+        """The file and its line; of a notebook, the cell and its line."""
+        if not self.cells:
+            return self.path, line
+        cell, line = self.cells[line - 1]
+        return f"{self.path}[{cell}]", line
 
 
 def read_source(path: Path) -> Source | Finding:
@@ -64,15 +74,45 @@ def read_source(path: Path) -> Source | Finding:
         return unreadable(path, 1, f"cannot be read: {error.strerror}")
     if size > MAX_BYTES or data.count(b"\n") > MAX_LINES:
         return unreadable(path, 1, f"is longer than {MAX_LINES:,} lines or {MAX_BYTES:,} bytes, and not checked")
+    cells: list[tuple[str, int]] = []
     try:
+        if path.suffix == ".ipynb":
+            data, cells = join_cells(data)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of invalid escapes and the like: not ours to report
             tree = ast.parse(data, filename=str(path))
-        return Source(str(path), tree, find_silenced(data))
+        return Source(str(path), tree, find_silenced(data), cells)
     except SyntaxError as error:
-        return unreadable(path, error.lineno or 1, f"does not parse: {error.msg}")
+        place, line = str(path), error.lineno or 1
+        if cells:
+            place, line = Source(place, ast.Module([], []), {}, cells).place(min(line, len(cells)))
+        return unreadable(Path(place), line, f"does not parse: {error.msg}")
     except (ValueError, RecursionError, MemoryError) as error:
         return unreadable(path, 1, f"does not parse: {error}")
+
+
+# A line that IPython reads by itself: `%magic`, `!command`, `?help`, `help?`.
+_MAGIC = re.compile(r"(?P<indent>\s*)(?:[%!?]|[\w.]+\?+\s*$|[\w, ]+=\s*[%!])")
+
+
+def join_cells(data: bytes) -> tuple[bytes, list[tuple[str, int]]]:
+    """The code of a notebook, and where each of its lines stands. Raises ValueError: no notebook of version 4."""
+    notebook = json.loads(data)
+    if not isinstance(notebook, dict) or not isinstance(notebook.get("cells"), list):
+        raise ValueError("no notebook of version 4")
+    lines: list[str] = []
+    places: list[tuple[str, int]] = []
+    for number, cell in enumerate(notebook["cells"], 1):
+        if not isinstance(cell, dict) or cell.get("cell_type") != "code":
+            continue
+        text = "".join(cell.get("source", ""))
+        if text.lstrip().startswith("%%") and not re.match(r"\s*%%(?:time|capture|timeit)\b", text):
+            continue  # another language
+        for line, code in enumerate(text.split("\n"), 1):
+            match = _MAGIC.match(code)
+            lines.append(f"{match['indent']}pass" if match else code)
+            places.append((f"cell {number}", line))
+    return "\n".join(lines).encode(), places or [("no code", 1)]
 
 
 def find_silenced(data: bytes) -> dict[int, frozenset[str]]:
@@ -93,5 +133,5 @@ UNREADABLE = "LP001"
 
 def unreadable(path: Path, line: int, message: str) -> Finding:
     """What is found where a file could not be checked."""
-    fix = "correct the file, or leave it out of PATH"
+    fix = "correct the file, or leave it out: --exclude"
     return Finding(str(path), line, 0, UNREADABLE, message, SEVERE, "nothing in it was checked", fix)

@@ -5,205 +5,160 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from instruments.static_check.autocast import KNOWN, Region, called_name, read_dtype, read_region, text_of
+from instruments.static_check.autocast import BFLOAT16, FLOAT16, called_name, last_word, text_of
 from instruments.static_check.definitions import Function
-from instruments.static_check.precision_rules import check_cast, check_gradients, check_operation
-from instruments.static_check.state import UNKNOWN, Frame, Report, State, Value, join, mix
+from instruments.static_check.evaluate import bind, evaluate
+from instruments.static_check.gradient_rules import MIXED
+from instruments.static_check.modules import check_unused
+from instruments.static_check.numeric_rules import check_growing
+from instruments.static_check.rules import report as note
+from instruments.static_check.state import UNKNOWN, Frame, Region, Report, State, Value, element_of, join
 
-_CASTS = {"half": "float16", "bfloat16": "bfloat16", "float": "float32", "double": "float32"}
-_PLACES = {"torch.nn.functional", "torch.special", "torch.linalg", "torch"}
-# Modules and builtins whose functions of the same names are not torch's.
-_PLAIN = {"sum", "pow", "print", "len", "min", "max", "range", "isinstance", "getattr", "str", "int", "float", "bool"}
-_NO_TENSORS = {"item", "tolist", "numpy", "argmax", "argsort", "size", "dim", "numel", "long", "int", "bool", "keys"}
-
-
-def evaluate_call(node: ast.Call, base: Value, arguments: list[Value], state: State, frame: Frame) -> Value:
-    """The value of a call whose parts have been looked at."""
-    done = check_gradients(node, arguments, state, frame)
-    if done is not None:
-        return done
-    definitions = frame.definitions
-    cast = read_cast(node, frame)
-    if cast is not None:
-        check_cast(node, cast, frame)
-        if isinstance(node.func, ast.Attribute) and definitions.is_model(node.func.value):
-            state.values[text_of(node.func.value)] = Value(cast)  # modules are cast in place
-        return Value(cast, scaled=base.scaled)
-    function, owner = _local_function(node, frame)
-    if function is not None:
-        return call_function(frame, state, function, owner, node, arguments)
-    operation = find_operation(node, frame)
-    if operation is not None:
-        method = isinstance(node.func, ast.Attribute) and not definitions.full_name(node.func)
-        inputs = [base, *arguments] if method and not definitions.loss_of(node.func) else arguments
-        return check_operation(node, operation, inputs, frame)
-    return _unknown(node, base, arguments, state, frame)
-
-
-def read_cast(node: ast.Call, frame: Frame) -> str | None:
-    """The type that `.half()`, `.to(torch.float16)` and the like cast to."""
-    func = node.func
-    if not isinstance(func, ast.Attribute) or frame.definitions.full_name(func):
-        return None
-    if func.attr in _CASTS and not node.args and not node.keywords:
-        return _CASTS[func.attr]
-    if func.attr not in {"to", "type"}:
-        return None
-    given = [*node.args, *(word.value for word in node.keywords if word.arg == "dtype")]
-    named = [read_dtype(part) for part in given if not isinstance(part, ast.Constant)]
-    return next((dtype for dtype in named if dtype), None)
-
-
-def find_operation(node: ast.Call, frame: Frame) -> str | None:
-    """What torch calls what is called: a function, a method of a tensor, a loss module."""
-    full = frame.definitions.full_name(node.func)
-    if full:
-        place, _dot, name = full.rpartition(".")
-        return name if place in _PLACES and name in KNOWN else None
-    known = isinstance(node.func, ast.Attribute) and node.func.attr in KNOWN
-    return frame.definitions.loss_of(node.func) or (called_name(node) if known else None)
-
-
-def _local_function(node: ast.Call, frame: Frame) -> tuple[Function | None, str | None]:
-    """The function of this file that is called, and its class."""
-    definitions, text = frame.definitions, text_of(node.func)
-    if text in definitions.functions and "." not in text:
-        return definitions.functions[text], None
-    owner, name = definitions.class_of(text), "forward"
-    if owner is None:
-        head, _dot, name = text.rpartition(".")
-        owner = frame.class_name if head == "self" else definitions.class_of(head)
-    return (definitions.method(owner, name) if owner and name else None), owner
-
-
-def _unknown(node: ast.Call, base: Value, arguments: list[Value], state: State, frame: Frame) -> Value:
-    """Under autocast, what others compute comes out in 16 bits; elsewhere methods keep the type of their tensor."""
-    word = called_name(node)
-    if word in _NO_TENSORS or word in _PLAIN or "loss" in word.lower() or "criterion" in word.lower():
-        return UNKNOWN
-    cast = state.values.get(text_of(node.func), UNKNOWN)
-    if cast.is_low and not frame.region.enabled:
-        return Value(cast.precision)  # a module whose weights were cast
-    if frame.region.enabled and frame.region.certain and frame.definitions.is_model(node.func):
-        return Value(frame.region.dtype)
-    if base.precision is not None and isinstance(node.func, ast.Attribute):
-        return Value(base.precision)
-    if frame.definitions.full_name(node.func) and not node.keywords and len(arguments) == 1:
-        return Value(mix(arguments).precision)
-    return UNKNOWN
-
-
-# Of a tensor, but no tensors of its precision.
-_FACTS = {"shape", "device", "dtype", "grad", "ndim", "itemsize", "config", "loss"}
-
-
-def evaluate(node: ast.expr, state: State, frame: Frame) -> Value:  # noqa: C901, PLR0911, PLR0912 - a case a kind
-    """Its value; everything inside is looked at on the way, once."""
-    match node:
-        case ast.Call():
-            base = evaluate(node.func.value, state, frame) if isinstance(node.func, ast.Attribute) else UNKNOWN
-            arguments = [evaluate(part, state, frame) for part in node.args]
-            words = [evaluate(word.value, state, frame) for word in node.keywords]
-            return evaluate_call(node, base, [*arguments, *words], state, frame)
-        case ast.Constant():
-            return Value(constant=True)
-        case ast.Name():
-            return state.values.get(node.id, UNKNOWN)
-        case ast.Attribute():
-            base = evaluate(node.value, state, frame)
-            other = UNKNOWN if node.attr in _FACTS else Value(base.precision)
-            return state.values.get(text_of(node), other)
-        case ast.Subscript():
-            evaluate(node.slice, state, frame)
-            return evaluate(node.value, state, frame)
-        case ast.BinOp():
-            sides = [evaluate(node.left, state, frame), evaluate(node.right, state, frame)]
-            if isinstance(node.op, ast.MatMult) and frame.region.enabled:
-                return Value(frame.region.dtype) if frame.region.certain else UNKNOWN
-            mixed = mix(sides)
-            return Value(mixed.precision, scaled=any(side.scaled for side in sides), constant=mixed.constant)
-        case ast.UnaryOp():
-            value = evaluate(node.operand, state, frame)
-            return UNKNOWN if isinstance(node.op, ast.Not) else value
-        case ast.IfExp():
-            evaluate(node.test, state, frame)
-            ways = [evaluate(node.body, state, frame), evaluate(node.orelse, state, frame)]
-            return ways[0] if ways[0] == ways[1] else UNKNOWN
-        case ast.NamedExpr():
-            value = evaluate(node.value, state, frame)
-            state.values[node.target.id] = value
-            return value
-        case ast.Tuple() | ast.List():
-            parts = [evaluate(part, state, frame) for part in node.elts]
-            return parts[0] if parts and all(part == parts[0] for part in parts) else UNKNOWN
-        case ast.Lambda():
-            return UNKNOWN  # it runs elsewhere
-        case _:
-            for part in ast.iter_child_nodes(node):
-                _look_inside(part, state, frame)
-            return UNKNOWN
-
-
-def _look_inside(node: ast.AST, state: State, frame: Frame) -> None:
-    if isinstance(node, ast.expr):
-        evaluate(node, state, frame)
-    else:
-        for part in ast.iter_child_nodes(node):
-            _look_inside(part, state, frame)
-
-
-_MOST_WAYS = 16
+_MOST_WAYS = 8
 _DEEPEST = 6
-_MOST_CALLS = 5_000  # followed into functions; those that are left are looked at once, on their own
-_SCALING = {"scale", "unscale_", "step", "update", "backward", "clip_grad_norm_", "clip_grad_value_"}
+_MOST_LOOPS = 3  # within each other, that are walked twice
+_MOST_CALLS = 2_000  # followed into functions; those that are left are looked at once, on their own
+_SCALING = {
+    "scale", "unscale_", "step", "update", "backward", "clip_grad_norm_", "clip_grad_value_", "manual_backward",
+}  # fmt: skip
 # Conditions with one meaning under many names.
 _MIXED = re.compile(r"scaler|\bamp\b|_amp|fp16|mixed|autocast|\bhalf\b", re.IGNORECASE)
+_NO_GRAD = {"torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad"}
 
 
 def walk_file(report: Report) -> None:
     """Look at everything: what nobody in the file calls by itself, all else where it is called."""
-    frame = Frame(report)
-    walk_body(report.source.tree.body, [State()], frame)
-    definitions = report.definitions
+    frame, definitions = Frame(report), report.definitions
+    report.follow = call_function
+    for name in definitions.bases:
+        function = definitions.functions.get(f"{name}.__init__")
+        if function is not None:
+            _walk_alone(function, name, frame)
+    start = State(values=report.outer, modules=dict(report.modules))
+    ends = walk_body(report.source.tree.body, [start], frame)
+    end = join(ends)
+    report.outer, report.modules = end.values, report.modules | end.modules
     methods = [(function, name.rpartition(".")[0] or None) for name, function in definitions.functions.items()]
     called = {called_name(node) for node in ast.walk(report.source.tree) if isinstance(node, ast.Call)}
     # First those that nobody calls: they reach the others in the regions these run in.
     for function, owner in sorted(methods, key=lambda pair: pair[0].name in called or pair[0].name == "forward"):
         if id(function) not in report.walked:
-            report.walked.add(id(function))
-            inner = replace(frame, class_name=owner, region=_decorated(function, frame), stack=(function,))
-            start = State()
-            start.note_region(inner.region)
-            walk_body(function.body, [start], inner)
+            _walk_alone(function, owner, frame)
+    for name, precision in check_unused(State(modules=report.modules), frame):
+        for part in definitions.classes_within(name):
+            forward = definitions.method(part, "forward")
+            if forward is not None:
+                _walk_alone(forward, part, replace(frame, weights=precision))
+    for policy in definitions.policies:
+        if policy.pure and policy.precision == FLOAT16:
+            note(frame, "LP101", policy.node, f"{ast.unparse(policy.node.func)}(): the weights in float16")
+
+
+def _walk_alone(function: Function, owner: str | None, frame: Frame) -> None:
+    """A function of which is not known where it is called."""
+    report = frame.report
+    report.walked.add(id(function))
+    inner = replace(frame, class_name=owner, stack=(function,))
+    inner = _entered(function, owner, inner)
+    values = report.outer | _attributes(owner, frame)
+    values |= dict.fromkeys(_names(function), UNKNOWN) | _defaults(function, frame)
+    start = State(values=values, modules=dict(report.modules))
+    start.note_region(inner.region)
+    end = join(walk_body(function.body, [start], inner) or [start])
+    report.modules = end.modules | report.modules if owner is None else report.modules | end.modules
+    _keep_attributes(owner, end, frame)
+
+
+def _keep_attributes(owner: str | None, end: State, frame: Frame) -> None:
+    if owner is not None:
+        kept = frame.report.attributes.setdefault(owner, {})
+        for name, value in end.values.items():
+            if name.startswith("self.") and value != UNKNOWN:
+                kept.setdefault(name, value)
+
+
+def _attributes(owner: str | None, frame: Frame) -> dict[str, Value]:
+    """Of the class and its bases in this file."""
+    found: dict[str, Value] = {}
+    for one in frame.definitions.lineage(owner) if owner else ():
+        found = frame.report.attributes.get(one, {}) | found
+    return found
+
+
+def _names(function: Function) -> list[str]:
+    given = function.args
+    return [one.arg for one in [*given.posonlyargs, *given.args, *given.kwonlyargs]]
+
+
+def _defaults(function: Function, frame: Frame) -> dict[str, Value]:
+    """Numbers and types that parameters have where nothing else is given: eps=1e-8."""
+    given = function.args
+    last = [*given.posonlyargs, *given.args][-len(given.defaults) :] if given.defaults else []
+    pairs = [*zip(last, given.defaults, strict=True), *zip(given.kwonlyargs, given.kw_defaults, strict=True)]
+    known = {
+        name.arg: evaluate(one, State(), frame) for name, one in pairs if isinstance(one, ast.Constant | ast.Attribute)
+    }
+    return {name: value for name, value in known.items() if value.kind == "dtype" or isinstance(value.constant, float)}
+
+
+def _entered(function: Function, owner: str | None, frame: Frame) -> Frame:
+    """The frame with what decorators and libraries switch on in the function."""
+    definitions = frame.definitions
+    for decorator in function.decorator_list:
+        bare = decorator.func if isinstance(decorator, ast.Call) else decorator
+        if definitions.full_name(bare) in _NO_GRAD:
+            frame = replace(frame, no_grad=True)
+        call = decorator if isinstance(decorator, ast.Call) else ast.copy_location(ast.Call(bare, [], []), decorator)
+        known = State(values=dict(frame.report.outer))
+        value = evaluate(call, known, frame) if "autocast" in ast.unparse(bare) else UNKNOWN
+        if isinstance(value.ref, Region):
+            frame = replace(frame, region=value.ref)
+    lightning = definitions.policy("lightning") if frame.is_lightning else None
+    trained = owner is not None and function.name == "forward" and definitions.is_module_class(owner)
+    policy = lightning or (definitions.policy("accelerate", "transformers") if trained else None)
+    inside = function.name == "forward" or function.name.endswith(("_step", "_loss"))
+    switched = policy is not None and policy.precision in {FLOAT16, BFLOAT16} and not policy.pure
+    if policy and policy.precision and switched and inside and not frame.region.enabled:
+        frame = replace(frame, region=Region(True, "cuda", policy.precision))
+    if frame.is_lightning and function.name.startswith(("validation", "test_", "predict", "on_validation")):
+        frame = replace(frame, no_grad=True)
+    return frame
 
 
 def call_function(
     frame: Frame, state: State, function: Function, owner: str | None, node: ast.Call, arguments: list[Value]
 ) -> Value:
     """Walk into a function of the file; its value is what it returns."""
-    if function in frame.stack or len(frame.stack) >= _DEEPEST or frame.report.calls >= _MOST_CALLS:
+    report = frame.report
+    if function in frame.stack or len(frame.stack) >= _DEEPEST or report.calls >= _MOST_CALLS:
         return UNKNOWN
-    frame.report.calls += 1
-    frame.report.walked.add(id(function))
-    names = [argument.arg for argument in [*function.args.posonlyargs, *function.args.args]]
+    report.calls += 1
+    report.walked.add(id(function))
+    names = _names(function)
     if owner is not None and names[:1] in (["self"], ["cls"]):
         names = names[1:]
     words = [word.arg or "" for word in node.keywords]
-    bound = dict(zip([*names[: len(node.args)], *words], arguments, strict=False))
-    own = {name: value for name, value in state.values.items() if name.startswith("self.")}
-    start = replace(state.copy(), values=own | bound, returned=None)
-    region = _decorated(function, frame) if function.decorator_list else frame.region
-    inner = replace(frame, class_name=owner or frame.class_name, stack=(*frame.stack, function), region=region)
+    bound = dict.fromkeys(names, UNKNOWN) | _defaults(function, frame)
+    bound |= dict(zip([*names[: len(node.args)], *words], arguments, strict=False))
+    same = owner is None or owner == frame.class_name
+    nested = report.definitions.parents.get(id(function)) in {id(one) for one in frame.stack}
+    outer = state.values if nested or not frame.stack else report.outer
+    own = {name: value for name, value in state.values.items() if name.startswith("self.")} if same else {}
+    values = outer | (_attributes(owner, frame) if owner else {}) | own | bound
+    start = replace(state.copy(), values=values, returned=None)
+    inner = replace(frame, class_name=owner or frame.class_name, stack=(*frame.stack, function))
+    if function.name != "forward":
+        inner = replace(inner, weights=frame.weights if same else None)
+    inner = _entered(function, owner, inner)
+    start.note_region(inner.region)
     ends = walk_body(function.body, [start], inner)
     end = join([way for way in ends if way.returned is not None] or ends)
-    values = state.values | {name: value for name, value in end.values.items() if name.startswith("self.")}
-    state.adopt(replace(end, values=values, facts=state.facts, returned=state.returned, ended=state.ended))
+    mine = {name: value for name, value in end.values.items() if name.startswith("self.")}
+    kept = state.values | mine if same else state.values
+    if not same:
+        _keep_attributes(owner, end, frame)
+    state.adopt(replace(end, values=kept, facts=state.facts, returned=state.returned, ended=state.ended))
     return end.returned or UNKNOWN
-
-
-def _decorated(function: Function, frame: Frame) -> Region:
-    regions = [read_region(one, frame.definitions.imports) for one in function.decorator_list]
-    return next((region for region in regions if region is not None), frame.region)
 
 
 def walk_body(body: Sequence[ast.stmt], ways: list[State], frame: Frame) -> list[State]:
@@ -227,9 +182,7 @@ def walk_statement(statement: ast.stmt, way: State, frame: Frame) -> list[State]
         case ast.If():
             return _walk_if(statement, way, frame)
         case ast.For() | ast.AsyncFor() | ast.While():
-            evaluate(statement.test if isinstance(statement, ast.While) else statement.iter, way, frame)
-            # At least once, and once is enough: what is learned here does not change from turn to turn.
-            return _revived(walk_body([*statement.body, *statement.orelse], [way], frame))
+            return _walk_loop(statement, way, frame)
         case ast.With() | ast.AsyncWith():
             return _walk_with(statement, way, frame)
         case ast.Try() | ast.TryStar():
@@ -251,12 +204,18 @@ def _walk_simple(statement: ast.stmt, way: State, frame: Frame) -> None:
         case ast.Assign():
             value = evaluate(statement.value, way, frame)
             for target in statement.targets:
+                _check_average(target, statement.value, way, frame)
                 bind(target, value, way)
         case ast.AnnAssign() if statement.value is not None:
             bind(statement.target, evaluate(statement.value, way, frame), way)
         case ast.AugAssign():
             together = ast.copy_location(ast.BinOp(statement.target, statement.op, statement.value), statement)
-            bind(statement.target, evaluate(together, way, frame), way)
+            before = way.values.get(text_of(statement.target), UNKNOWN)
+            if before.tag == "new" and frame.in_loop and isinstance(statement.op, ast.Add):
+                check_growing(together, before, frame)
+            value = evaluate(together, way, frame)
+            keeps = value.precision is None and before.is_low  # in place, the type stays
+            bind(statement.target, before if keeps else value, way)
         case ast.Return():
             value = evaluate(statement.value, way, frame) if statement.value else UNKNOWN
             way.returned, way.ended = value, True
@@ -268,27 +227,46 @@ def _walk_simple(statement: ast.stmt, way: State, frame: Frame) -> None:
                     evaluate(part, way, frame)
 
 
-def bind(target: ast.expr, value: Value, way: State) -> None:
-    """Give a target its value; of several, those called a loss are in float32 where the others are low."""
-    if isinstance(target, ast.Tuple | ast.List):
-        for part in target.elts:
-            bind(part, UNKNOWN if "loss" in text_of(part) else value, way)
-        return
-    text = text_of(target)
-    if not text:
-        return
-    if text in way.owners:
-        for name in [name for name in way.values if name.startswith(f"{text}.")]:
-            del way.values[name]
-    way.values[text] = value
-    parts = text.split(".")
-    way.owners.update(".".join(parts[:end]) for end in range(1, len(parts)))
+def _check_average(target: ast.expr, value: ast.expr, way: State, frame: Frame) -> None:
+    """LP105: `e.data = m * e.data + ...` of 16-bit weights."""
+    if isinstance(target, ast.Attribute) and target.attr == "data" and isinstance(value, ast.BinOp):
+        kept = evaluate(target.value, way, frame)
+        if kept.kind == "parameter" and ast.unparse(target) in ast.unparse(value):
+            check_growing(value, kept, frame)
+
+
+def _walk_loop(statement: ast.For | ast.AsyncFor | ast.While, way: State, frame: Frame) -> list[State]:
+    """Once, and where gradients are scaled a second time: with what the first turn has left, other conditions met."""
+    given = evaluate(statement.test if isinstance(statement, ast.While) else statement.iter, way, frame)
+    inner = replace(frame, in_loop=frame.in_loop + 1)
+    ways = [way]
+    changing = _stored(statement)
+    for turn in range(2 if _touches_scaling(statement) and frame.in_loop < _MOST_LOOPS else 1):
+        for one in ways if turn else ():
+            one.facts = {fact: met for fact, met in one.facts.items() if not _changes(fact, changing)}
+            for sure in ("surely_unscaled", "stepped", "done"):  # of another optimizer, where the name is bound again
+                setattr(one, sure, frozenset(name for name in getattr(one, sure) if not _changes(name, changing)))
+        if not isinstance(statement, ast.While):
+            for one in ways:
+                bind(statement.target, element_of(given), one)
+        done = [one for one in ways if one.ended]
+        ways = [*done, *_revived(walk_body(statement.body, [one for one in ways if not one.ended], inner))]
+    return _revived(walk_body(statement.orelse, ways, frame))
+
+
+def _stored(statement: ast.stmt) -> set[str]:
+    names = (node for node in ast.walk(statement) if isinstance(node, ast.Name | ast.Attribute))
+    return {last_word(text_of(node)) for node in names if isinstance(node.ctx, ast.Store)}
+
+
+def _changes(fact: str, stored: set[str]) -> bool:
+    return fact != MIXED and (bool(re.search(r"\w\(", fact)) or bool(stored & set(re.findall(r"[A-Za-z_]\w*", fact))))
 
 
 def _walk_if(statement: ast.If, way: State, frame: Frame) -> list[State]:
     evaluate(statement.test, way, frame)
-    fact, positive = _fact(statement.test)
-    matters = frame.definitions.scales and _touches_scaling(statement)
+    fact, positive = _fact(statement.test, way)
+    matters = (frame.definitions.scales or bool(frame.definitions.policies)) and _touches_scaling(statement)
     if matters and fact in way.facts:
         return walk_body(statement.body if way.facts[fact] == positive else statement.orelse, [way], frame)
     met, other = way, way.copy()
@@ -301,37 +279,41 @@ def _walk_if(statement: ast.If, way: State, frame: Frame) -> list[State]:
     return [*([join(going)] if going else []), *(end for end in ends if end.ended)]
 
 
-def _fact(test: ast.expr) -> tuple[str, bool]:
+def _fact(test: ast.expr, way: State) -> tuple[str, bool]:
     """A condition by its text, and which side of it is the body."""
     positive = True
     while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         test, positive = test.operand, not positive
+    tag = way.values.get(text_of(test), UNKNOWN).tag
+    if tag.startswith("?") and not _MIXED.search(text_of(test)):
+        test = ast.parse(tag[1:], mode="eval").body  # the name of a condition
     if isinstance(test, ast.Compare) and isinstance(test.comparators[0], ast.Constant):
         operator, constant = test.ops[0], test.comparators[0].value
-        if constant in (None, False) and isinstance(operator, ast.Is | ast.Eq):
+        if (constant is None or constant is False) and isinstance(operator, ast.Is | ast.Eq):
             test, positive = test.left, not positive
         elif (constant is None and isinstance(operator, ast.IsNot)) or constant is True:
             test = test.left
     text = ast.unparse(test)
-    return ("mixed precision" if _MIXED.search(text) else text), positive
+    return (MIXED if _MIXED.search(text) else text), positive
 
 
-def _touches_scaling(statement: ast.If) -> bool:
+def _touches_scaling(statement: ast.stmt) -> bool:
     return any(isinstance(node, ast.Attribute) and node.attr in _SCALING for node in ast.walk(statement))
 
 
 def _walk_with(statement: ast.With | ast.AsyncWith, way: State, frame: Frame) -> list[State]:
-    definitions = frame.definitions
     for item in statement.items:
         context = item.context_expr
-        region = read_region(context, definitions.imports) or definitions.regions.get(text_of(context))
-        if region is None:
-            value = evaluate(context, way, frame)
-            if item.optional_vars is not None:
-                bind(item.optional_vars, value, way)
-        else:
-            frame = replace(frame, region=region)
-            way.note_region(region)
+        value = evaluate(context, way, frame)
+        full = frame.definitions.full_name(context.func) if isinstance(context, ast.Call) else ""
+        if isinstance(value.ref, Region):
+            frame = replace(frame, region=value.ref)
+            if not frame.no_grad:
+                way.note_region(value.ref)
+        elif full in _NO_GRAD:
+            frame = replace(frame, no_grad=True)
+        elif item.optional_vars is not None:
+            bind(item.optional_vars, value, way)
     return walk_body(statement.body, [way], frame)
 
 

@@ -262,9 +262,9 @@ def test_the_table_is_kept_for_the_next_process(tmp_path, monkeypatch):
 
 
 def refused(path):
-    began = time.monotonic()
+    began = time.process_time()
     report = static_check(path)
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
     (finding,) = report.findings
     assert (finding.code, report.exit_code) == ("LP001", 2)
     return finding.message
@@ -287,14 +287,76 @@ def test_twice_the_code_takes_twice_the_time(tmp_path):
     """What is looked up for every statement must not depend on how many there are."""
     file = tmp_path / "many.py"
     file.write_text("import torch\n" + "".join(f"x{i} = torch.sum(torch.randn(3).half())\n" for i in range(4000)))
-    began = time.monotonic()
+    began = time.process_time()
     assert len(static_check(file).findings) == 4000
-    assert time.monotonic() - began < 5  # where it was quadratic, five minutes
+    assert time.process_time() - began < 5  # where it was quadratic, five minutes
 
 
 def test_functions_that_call_each_other_many_times(tmp_path):
     file = tmp_path / "calls.py"
     file.write_text("".join(f"def f{i}(x):\n" + f"    x = f{i + 1}(x)\n" * 40 for i in range(8)))
-    began = time.monotonic()
+    began = time.process_time()
     assert static_check(file).findings == ()
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
+
+
+def notebook(path, *cells):
+    cells = [{"cell_type": kind, "source": code.splitlines(keepends=True)} for kind, code in cells]
+    path.write_text(json.dumps({"cells": cells, "nbformat": 4}))
+    return path
+
+
+def test_notebooks_are_read_cell_by_cell_without_their_magics(tmp_path):
+    file = notebook(
+        tmp_path / "train.ipynb",
+        ("markdown", "# Training\nx = ("),
+        ("code", "%matplotlib inline\n!pip install torch\nx = y.half()\nfor _ in x:\n    !ls\n"),
+        ("code", "%%bash\nif [ 1 ]; then"),
+        ("code", "import torch\n\nx.sum()"),
+    )
+    report = static_check(tmp_path)
+    assert [(one.path, one.line, one.code) for one in report.findings] == [(f"{file}[cell 4]", 3, "LP105")]
+
+
+def test_notebooks_that_cannot_be_read_are_not_clean(tmp_path):
+    notebook(tmp_path / "a.ipynb", ("code", "x = 1"), ("code", "y = 2\nx = ("))
+    (tmp_path / "b.ipynb").write_text("{")
+    (tmp_path / "c.ipynb").write_text('{"worksheets": []}')
+    report = static_check(tmp_path)
+    assert [(one.path, one.line, one.code) for one in report.findings] == [
+        (f"{tmp_path}/a.ipynb[cell 2]", 2, "LP001"),
+        (f"{tmp_path}/b.ipynb", 1, "LP001"),
+        (f"{tmp_path}/c.ipynb", 1, "LP001"),
+    ]
+    assert report.exit_code == 2
+
+
+def test_grades_can_be_asked_for_and_files_left_out(tmp_path):
+    """A note, a warning and a severe finding."""
+    code = "import torch\np = torch.log(torch.softmax(x, -1))\nq = x.half().sum()\nr = x.half() + 1e-9\n"
+    for name in ("train.py", "tests/train.py", "old/deep/train.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(code)
+    left_out = ["tests", "old/*"]
+    found = {grade: static_check(tmp_path, severity=grade, exclude=left_out) for grade in ("note", "warning", "severe")}
+    assert [one.severity for one in found["note"].findings] == ["note", "warning", "severe"]
+    assert [one.code for one in found["warning"].findings] == ["LP105", "LP107"]
+    assert [one.code for one in found["severe"].findings] == ["LP107"]
+    assert {report.files for report in found.values()} == {1}
+    assert main([str(tmp_path), "--severity", "severe", "--exclude", "*.py"]) == 0
+    with pytest.raises(ConfigError, match="no severity 'mild'"):
+        static_check(tmp_path, severity="mild")
+
+
+def test_a_model_file_of_its_own_is_not_clean(tmp_path):
+    file = tmp_path / "model.py"
+    file.write_text(
+        "import torch\nfrom torch import nn\n\nclass Gate(nn.Module):\n"
+        "    def __init__(self, d):\n        super().__init__()\n"
+        "        self.proj = nn.Linear(d, d)\n        self.loss = nn.BCELoss()\n"
+        "    def forward(self, x, y):\n        p = torch.softmax(self.proj(x), -1)\n        return self.loss(p, y)\n"
+        "def build():\n    return Gate(8).half()\n"
+    )
+    assert {(one.line, one.code) for one in static_check(file).findings} == {
+        (10, "LP103"), (11, "LP102"), (11, "LP104"),
+    }  # fmt: skip

@@ -1,0 +1,308 @@
+"""The value of a call: what it makes, casts, computes, or does to gradients."""
+
+import ast
+import re
+from dataclasses import replace
+
+from instruments.static_check.autocast import ACTIVATIONS, AUTOCASTS, FLOAT16, KNOWN, LOW, called_name, text_of
+from instruments.static_check.definitions import Function
+from instruments.static_check.gradient_rules import check_gradients
+from instruments.static_check.modules import (
+    SAME_MODULE,
+    cast_module,
+    check_trained,
+    make_module,
+    make_optimizer,
+    module_key,
+    module_method,
+)
+from instruments.static_check.numeric_rules import KEEPING, check_constant, check_growing, check_operation
+from instruments.static_check.rules import report
+from instruments.static_check.source import WARNING
+from instruments.static_check.state import (
+    LOWS,
+    OTHER,
+    UNKNOWN,
+    Call,
+    Frame,
+    Module,
+    Region,
+    State,
+    Value,
+    element_of,
+    mix,
+)
+
+_CASTS = {"half": "float16", "bfloat16": "bfloat16", "float": "float32", "double": "float32"}
+_PLACES = {"torch.nn.functional", "torch.special", "torch.linalg", "torch"}
+# Modules and builtins whose functions of the same names are not torch's.
+_PLAIN = {"sum", "pow", "print", "len", "min", "max", "range", "isinstance", "getattr", "str", "int", "float", "bool"}
+_NO_TENSORS = {"item", "tolist", "numpy", "argmax", "argsort", "size", "dim", "numel", "long", "int", "bool", "keys"}
+# Of accelerate, Lightning Fabric, transformers' Trainer: mixed_precision decides.
+_MANAGED = {"autocast", "compute_loss_context_manager", "autocast_smart_context_manager"}
+_DEFAULTS = {"cuda": FLOAT16, "cpu": "bfloat16"}
+_PRODUCTS = dict.fromkeys(("mm", "mv", "addmm", "baddbmm"), "matmul") | dict.fromkeys(("conv1d", "conv2d"), "linear")
+_NEW = {"zeros", "ones", "full", "tensor", "empty", "zeros_like", "ones_like"}
+_CRITERION = re.compile(r"crit(?:erion)?(?:_\w+)?|loss_(?:fn|func|function)")
+_METHODS_OF_MODULES = {*_CASTS, *SAME_MODULE, "parameters", "named_parameters", "state_dict"}
+
+
+def call_value(call: Call, state: State, frame: Frame) -> Value:  # noqa: C901, PLR0911 - a case a kind
+    """The value of a call whose parts have been looked at; the rules are applied on the way."""
+    node, func, word = call.node, call.node.func, call.word
+    base, arguments, words, every = call.base, call.arguments, call.words, call.every
+    done = check_gradients(node, base, every, state, frame)
+    known = frame.definitions.functions.get(word) if isinstance(func, ast.Name) else None
+    if done is None and known is not None and word not in frame.definitions.imports:
+        return frame.report.follow(frame, state, known, None, node, every)
+    if done is None:
+        done = _make(call, state, frame)
+    if done is not None:
+        return done
+    if isinstance(func, ast.Attribute) and word in _METHODS_OF_MODULES:
+        listed = word in {"parameters", "named_parameters", "eval"}
+        key = module_key(func.value, base, state, frame, surely=listed)
+        cast = _read_cast(node, every, frame)
+        if cast and key is None:
+            return Value(
+                cast, "cast", base.tag if base.tag in _PASSING else "", base.scaled, cast=_cast_place(node, base)
+            )
+        if key is not None:
+            kept = cast_module(key, cast, node, state, frame) if cast else module_method(node, word, key, state)
+            if kept is not None:
+                return kept
+    if base.kind == "trainer" and word == "train":
+        check_trained(Value(kind="optimizer", ref=(base.ref,)), state, frame)
+        return OTHER
+    value = state.values.get(text_of(func), UNKNOWN) if isinstance(func, ast.Name | ast.Attribute) else base
+    key = module_key(func, value, state, frame)
+    if key is not None:
+        return _call_module(node, state.modules.get(key, Module()), arguments, words, state, frame)
+    function, owner = _local_function(node, base, value, state, frame)
+    if function is not None:
+        return frame.report.follow(frame, state, function, owner, node, every)
+    operation = str(value.ref) if value.kind == "loss" else _find_operation(node, frame)
+    if operation is not None:
+        method = value.kind != "loss" and isinstance(func, ast.Attribute) and not frame.definitions.full_name(func)
+        return check_operation(node, operation, [base, *every] if method else every, words, frame)
+    return _unknown(call, state, frame)
+
+
+_PASSING = frozenset(
+    "softmax sigmoid exp shifted negative max square mean mean_square square_mean new".split()  # noqa: SIM905
+)
+
+
+def _cast_place(node: ast.Call, base: Value) -> ast.expr:
+    return base.cast if base.cast is not None and called_name(node) not in _CASTS else node
+
+
+def _read_cast(node: ast.Call, given: list[Value], frame: Frame) -> str | None:
+    """The type that `.half()`, `.to(torch.float16)` and the like cast to."""
+    func = node.func
+    if not isinstance(func, ast.Attribute) or frame.definitions.full_name(func):
+        return None
+    if func.attr in _CASTS and not given:
+        return _CASTS[func.attr]
+    if func.attr in {"to", "type"}:
+        return next((value.precision for value in given if value.kind == "dtype" and value.precision), None)
+    return None
+
+
+def _make(call: Call, state: State, frame: Frame) -> Value | None:  # noqa: C901, PLR0911 - a case a kind
+    """What a call makes, as far as rules ask for it."""
+    node, word, every, words = call.node, call.word, call.every, call.words
+    region = _read_region(call, frame)
+    if region is not None:
+        return Value(kind="region", ref=region)
+    if word.endswith("GradScaler"):
+        off = any(
+            one.arg == "enabled" and isinstance(one.value, ast.Constant) and not one.value.value
+            for one in node.keywords
+        )
+        return OTHER if off else Value(kind="scaler")
+    if word.endswith("Scaler") and word[:1].isupper():
+        return OTHER
+    if word in {"Accelerator", "Fabric"}:
+        return Value(kind="accelerator")
+    if word == "prepare" and len(every) > 1:
+        return Value(kind="parts", ref=tuple(every))
+    if word.endswith("Trainer") and word[:1].isupper():
+        model = words.get("model") or (every[0] if every else UNKNOWN)
+        return Value(kind="trainer", ref=model.ref) if model.kind == "module" else OTHER
+    if word in {"set_default_dtype", "set_default_tensor_type"}:
+        half = any(value.kind == "dtype" and value.precision == FLOAT16 for value in every)
+        state.default = node if half or "HalfTensor" in ast.unparse(node) else None
+        return OTHER
+    if word == "dict":
+        return Value(kind="dict", ref=tuple(words.items()))
+    if word == "map" and len(every) > 1:
+        return element_of(every[1])
+    if word in {"zip", "enumerate"}:
+        parts = tuple(element_of(value) for value in every)
+        return Value(kind="zip", ref=parts if word == "zip" else (UNKNOWN, *parts[:1]))
+    made = make_module(node, every, words, state, frame)
+    if made == UNKNOWN:
+        made = make_optimizer(node, state, frame)
+    if made == UNKNOWN and text_of(node.func) in frame.definitions.bases:
+        return Value(kind="instance", ref=text_of(node.func))
+    return None if made == UNKNOWN else made
+
+
+def _read_region(call: Call, frame: Frame) -> Region | None:
+    """The autocast region that a call opens; None where it is none."""
+    node, word, every, words = call.node, call.word, call.every, call.words
+    full = frame.definitions.full_name(node.func)
+    if full not in AUTOCASTS:
+        if word not in _MANAGED:
+            return None
+        policy = frame.definitions.policy("accelerate", "lightning")
+        precision = policy.precision if policy and policy.precision in LOWS else None
+        return Region(True, "cuda", precision) if precision else Region(certain=False)
+    place = next((kind for kind in ("cuda", "cpu") if f"{kind}.amp" in full), None)
+    given = {one.arg: one.value for one in node.keywords}
+    first = node.args[0] if node.args else None
+    device, enabled, dtype = place, given.get("enabled"), words.get("dtype")
+    if place is not None:  # torch.cuda.amp.autocast(enabled, dtype)
+        enabled = first or enabled
+        dtype = dtype or (every[1] if len(node.args) > 1 else None)
+    else:
+        kind = words.get("device_type") or (every[0] if node.args else UNKNOWN)
+        device = kind.constant.partition(":")[0] if isinstance(kind.constant, str) else None
+        dtype = dtype or (every[1] if len(node.args) > 1 else None)
+    off = isinstance(enabled, ast.Constant) and enabled.value is False
+    if dtype is not None:
+        if dtype.precision == "float32":
+            return Region(enabled=False)
+        return Region(not off, device, dtype.precision or LOW)
+    return Region(not off, device, _DEFAULTS.get(device or "", LOW))
+
+
+def _find_operation(node: ast.Call, frame: Frame) -> str | None:
+    """What torch calls what is called: a function, a method of a tensor."""
+    full = frame.definitions.full_name(node.func)
+    if full:
+        place, _dot, name = full.rpartition(".")
+        name = _PRODUCTS.get(name, name)
+        return name if place in _PLACES and name in KNOWN else None
+    return called_name(node) if isinstance(node.func, ast.Attribute) and node.func.attr in KNOWN else None
+
+
+def _local_function(
+    node: ast.Call, base: Value, value: Value, state: State, frame: Frame
+) -> tuple[Function | None, str | None]:
+    """The function of this file that is called, and its class."""
+    definitions, text = frame.definitions, text_of(node.func)
+    owner, name = None, called_name(node)
+    if text == "self":
+        owner, name = frame.class_name, "forward"
+    elif isinstance(node.func, ast.Attribute) and text_of(node.func.value) == "self":
+        owner = frame.class_name
+    elif base.kind == "instance":
+        owner = str(base.ref)
+    elif base.kind == "module":
+        owner = state.modules.get(base.ref, Module()).name
+    elif value.kind == "instance":
+        owner, name = str(value.ref), "__call__"
+    return (definitions.method(owner, name) if owner and name else None), owner
+
+
+def _call_module(
+    node: ast.Call, module: Module, arguments: list[Value], words: dict[str, Value], state: State, frame: Frame
+) -> Value:
+    """What comes out of a module: walked where the file has it, else in the type of autocast or of its weights."""
+    weights = None if module.idle else module.precision or frame.weights
+    arguments = [replace(value, origin="weights") if value.is_low else value for value in arguments]
+    inner = replace(frame, weights=weights)
+    forward = frame.definitions.method(module.name, "forward") if module.name in frame.definitions.bases else None
+    if forward is not None:
+        value = frame.report.follow(inner, state, forward, module.name, node, [*arguments, *words.values()])
+        return value if value.precision or value.tag else _output(arguments, inner, idle=module.idle)
+    if module.parts:
+        for part in module.parts:
+            if part.kind == "module":
+                within = state.modules.get(part.ref, Module())
+                within = replace(within, precision=within.precision or weights)
+                arguments = [_call_module(node, within, arguments, words, state, inner)]
+        return arguments[0]
+    operation = ACTIVATIONS.get(module.name)
+    if operation is not None:
+        known = arguments[:1] if arguments and arguments[0].precision else [_output(arguments, inner, idle=module.idle)]
+        return check_operation(node, operation, known, {}, inner)
+    if "Norm" in module.name and frame.region.enabled:
+        return Value("float32") if frame.fate("layer_norm") == "float32" else mix(arguments[:1])
+    return _output(arguments, inner, idle=module.idle)
+
+
+def _output(arguments: list[Value], frame: Frame, *, idle: bool = False) -> Value:
+    if idle:
+        return UNKNOWN
+    if frame.region.enabled:
+        return Value(frame.region.dtype, "autocast", "output") if frame.region.certain else UNKNOWN
+    if frame.weights:
+        return Value(frame.weights, "weights", "output")
+    low = arguments[0] if arguments and arguments[0].is_low else UNKNOWN
+    return Value(low.precision, "weights" if low.is_low else "", "output")
+
+
+def _unknown(call: Call, state: State, frame: Frame) -> Value:  # noqa: C901, PLR0911, PLR0912 - a case a kind
+    """Methods keep the type of their tensor; what others compute is not known."""
+    node, word, base, every, words = call.node, call.word, call.base, call.every, call.words
+    text, func = text_of(node.func), node.func
+    low = next((value for value in every if value.is_low), None)
+    if _CRITERION.fullmatch(word):
+        if low and low.origin == "autocast" and not frame.region.enabled and not frame.no_grad:
+            severity = None if low.precision == FLOAT16 else WARNING
+            report(frame, "LP102", node, f"{word} outside autocast, of {low.precision} values", severity)
+        return UNKNOWN
+    if word in {"mul_", "lerp_"} and base.kind == "parameter" and _averages(node, every):
+        check_growing(node, base, frame)
+    if word in {"masked_fill", "masked_fill_", "clamp", "clip", "clamp_min", "clamp_", "where"}:
+        tensor = next((value for value in [base, *every] if value.is_low), base)
+        for value in every:
+            if isinstance(value.constant, float | int):
+                check_constant(node, value.constant, tensor, frame)
+    if word in _NO_TENSORS or word in _PLAIN or "loss" in word.lower():
+        return UNKNOWN
+    if (
+        text.startswith("self.")
+        and text.count(".") == 1
+        and frame.class_name
+        and frame.definitions.is_module_class(frame.class_name)
+    ):
+        return _output(every, frame)
+    full, asked = frame.definitions.full_name(func), words.get("dtype", UNKNOWN)
+    if full.startswith("torch.") and asked.precision in LOWS:
+        for value in every:
+            if isinstance(value.constant, float | int):
+                check_constant(node, value.constant, asked, frame)
+        if word == "arange":
+            report(frame, "LP110", node, f"{ast.unparse(node)}: integers in {asked.precision}")
+        return Value(asked.precision, "cast", "new" if word in _NEW else "", cast=node)
+    if isinstance(func, ast.Attribute) and not full and base.precision is not None and not base.kind:
+        if word == "to" and any("dtype" in text_of(part) or "type" in text_of(part) for part in node.args):
+            return UNKNOWN
+        return Value(
+            base.precision,
+            base.origin,
+            base.tag if word in KEEPING else "",
+            base.scaled,
+            cast=base.cast if word in SAME_MODULE else None,
+        )
+    if full.startswith("torch.") and word in _NEW:
+        return Value(tag="new")
+    if isinstance(func, ast.Attribute) and not full and word in KEEPING and base.tag in _PASSING:
+        return Value(tag=base.tag)
+    if full.startswith("einops.") and every:
+        return Value(every[0].precision, every[0].origin)
+    if full and not node.keywords and len(every) == 1:
+        return Value(mix(every).precision, mix(every).origin)
+    return UNKNOWN
+
+
+def _averages(node: ast.Call, every: list[Value]) -> bool:
+    """Whether it multiplies by a decay next to 1."""
+    numbers = [value.constant for value in every if isinstance(value.constant, float)]
+    named = re.search(r"decay|ema|momentum|beta", " ".join(ast.unparse(part) for part in node.args), re.IGNORECASE)
+    most = 0.1 if called_name(node) == "lerp_" else 0.0
+    return any(0.9 <= abs(number) < 1 or 0 < number <= most for number in numbers) or bool(named)

@@ -1,0 +1,184 @@
+"""The rules on gradients and their scale: GradScaler, accelerate, Lightning."""
+
+import ast
+import re
+from dataclasses import replace
+
+from instruments.static_check.autocast import BFLOAT16, FLOAT16, FLOAT32, called_name, last_word, text_of
+from instruments.static_check.modules import check_trained
+from instruments.static_check.rules import report
+from instruments.static_check.source import NOTE, SEVERE, WARNING
+from instruments.static_check.state import UNKNOWN, Frame, State, Value
+
+_CLIPS = {"clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "clip_grads_with_norm_", "get_total_norm"}
+_CHECKS = {"norm", "isnan", "isinf", "isfinite", "vector_norm", "abs", "max", "mean", "sum", "std", "any", "all"}
+# They scale and unscale by themselves.
+_MANAGERS = {"accelerator", "fabric", "self", "trainer", "engine", "strategy", "amp", "scaler", "super", "ctx"}
+_OPTIMIZER = re.compile(r"optim|(?:^|_)opt(?:$|_|[A-Z0-9])|^opt[a-z]?$")
+
+
+def is_optimizer(node: ast.expr, value: Value) -> bool:
+    """An optimizer, by how it was made or by its name."""
+    word = last_word(text_of(node))
+    named = not value.kind and "sched" not in word.lower() and bool(_OPTIMIZER.search(word))
+    return value.kind == "optimizer" or named
+
+
+def is_scaler(node: ast.expr, value: Value, frame: Frame) -> bool:
+    """A GradScaler, by how it was made or by its name and use."""
+    return value.kind == "scaler" or (not value.kind and frame.definitions.is_scaler_name(text_of(node)))
+
+
+def check_gradients(node: ast.Call, base: Value, arguments: list[Value], state: State, frame: Frame) -> Value | None:
+    """What a call does to gradients and their scale; None where it has nothing to do with them."""
+    _check_look(node, state, frame)
+    word, func = called_name(node), node.func
+    owner = func.value if isinstance(func, ast.Attribute) else None
+    if word in _CLIPS:
+        _clip(node, owner, base, state, frame)
+        return UNKNOWN
+    if owner is None:
+        return None
+    if word == "unscale_gradients":
+        state.unscaled |= {"accelerate"}
+    if word in {"backward", "manual_backward"}:
+        return _backward(node, owner, base, arguments, state, frame)
+    if is_scaler(owner, base, frame):
+        return _scaler(node, word, owner, arguments, state, frame)
+    if word == "step" and is_optimizer(owner, base):
+        _step(node, ast.unparse(owner), base, state, frame)
+        return UNKNOWN
+    return None
+
+
+def _step(node: ast.Call, optimizer: str, value: Value, state: State, frame: Frame) -> None:
+    call = ast.unparse(node)
+    if state.gradients_scaled and optimizer not in state.done:
+        report(frame, "LP204", node, f"{call} after the backward pass of a scaled loss")
+    elif optimizer in state.surely_unscaled:
+        report(frame, "LP204", node, f"{call} although GradScaler has unscaled the gradients and counted inf and NaN")
+    elif optimizer in state.done:
+        report(frame, "LP204", node, f"{call} after scaler.step({optimizer}): a second step of the same gradients")
+    check_trained(value, state, frame)
+
+
+def _clip(node: ast.Call, owner: ast.expr | None, base: Value, state: State, frame: Frame) -> None:
+    text, full = text_of(owner), frame.definitions.full_name(node.func)
+    mine = owner is not None and last_word(text) in _MANAGERS
+    of_torch = owner is None or "torch" in full or last_word(text) in {"utils", "clip_grad"}
+    if mine or not (of_torch or base.kind == "module" or last_word(text) == "model"):
+        return  # an optimizer or a library that knows the scale
+    if state.gradients_scaled:
+        report(frame, "LP201", node, f"{ast.unparse(node.func)}() of scaled gradients")
+    elif of_torch and not state.unscaled:
+        _check_manager(node, "clipping", state, frame)
+
+
+def _backward(node: ast.Call, loss: ast.expr, base: Value, arguments: list[Value], state: State, frame: Frame) -> Value:
+    owner = last_word(text_of(loss))
+    outer = owner in _MANAGERS or base.kind in {"accelerator", "optimizer", "module"} or is_optimizer(loss, base)
+    if frame.region.enabled and not outer and not frame.is_lightning:
+        report(frame, "LP301", node, f"{ast.unparse(node.func)}() inside an autocast block")
+    state.done = frozenset()
+    if base.scaled or any(value.scaled for value in arguments) or _is_scale_call(loss):
+        # What the scaler knows of its optimizers stays until its update.
+        state.scaled, state.plain, state.unscaled = True, False, frozenset()
+    elif not outer:
+        state.forget_scale()
+        # Not on the other side of `if use_amp: scaler.scale(loss).backward()`.
+        state.plain = not any(_SCALED.search(fact) and not met for fact, met in state.facts.items())
+        managed = frame.definitions.scales or frame.definitions.policies or frame.definitions.has_masters
+        if state.float16_forward and not managed:
+            report(frame, "LP302", node, "backward of a loss from float16 autocast, without loss scaling")
+        _check_manager(node, "backward", state, frame)
+    return UNKNOWN
+
+
+def _is_scale_call(node: ast.expr) -> bool:
+    """`anything.scale(loss)`, in whatever it stands."""
+    return any(isinstance(part, ast.Attribute) and "scale" in part.attr for part in ast.walk(node))
+
+
+def _check_manager(node: ast.Call, what: str, state: State, frame: Frame) -> None:
+    """LP401, LP402: what accelerate and Lightning do is done by hand."""
+    if what == "backward" and _knows_manager(frame):
+        return
+    if frame.is_lightning:
+        policy = frame.definitions.policy("lightning")
+        here = frame.stack[0].name if frame.stack else ""
+        unscaled = here in {"configure_gradient_clipping", "on_before_optimizer_step", "optimizer_step"}
+        asked = policy.precision if policy else None
+        if asked in {FLOAT32, BFLOAT16} or (what == "clipping" and unscaled):
+            return
+        severity = SEVERE if asked == FLOAT16 else WARNING if what == "backward" else NOTE
+        report(frame, "LP402", node, f"{ast.unparse(node.func)}() in a LightningModule", severity)
+        return
+    visible = any(value.kind == "accelerator" for value in state.values.values())
+    decided = any("accelerat" in fact.lower() for fact in state.facts)
+    policy = frame.definitions.policy("accelerate")
+    if not visible or decided or policy is None:
+        return
+    asked = policy.precision
+    given = any(word.arg in {"mixed_precision", "precision"} for word in policy.node.keywords)
+    if what == "clipping" and (asked == BFLOAT16 or (asked == FLOAT32 and given)):
+        return
+    severity = SEVERE if asked == FLOAT16 else WARNING if what == "backward" or asked is None else NOTE
+    report(frame, "LP401", node, f"{ast.unparse(node.func)}() in the loop of an Accelerator or Fabric", severity)
+
+
+def _knows_manager(frame: Frame) -> bool:
+    """Whether the function also calls the library's own backward: on another branch."""
+    around = ast.walk(frame.stack[-1]) if frame.stack else ()
+    owners = [node.value for node in around if isinstance(node, ast.Attribute) and node.attr.endswith("backward")]
+    return any(last_word(text_of(owner)) in {"accelerator", "fabric", "self"} for owner in owners)
+
+
+def _scaler(
+    node: ast.Call, word: str, scaler: ast.expr, arguments: list[Value], state: State, frame: Frame
+) -> Value | None:
+    name, call = (ast.unparse(node.args[0]) if node.args else ""), ast.unparse(node)
+    optimizer = {name}
+    if word == "scale":
+        return replace(arguments[0] if arguments else UNKNOWN, scaled=True, tag="")
+    if word == "unscale_":
+        if optimizer <= state.surely_unscaled:
+            report(frame, "LP203", node, f"{call} a second time before {ast.unparse(scaler)}.update()")
+        state.unscaled |= optimizer
+        state.surely_unscaled |= optimizer
+    elif word == "step":
+        if not frame.definitions.updates(scaler):
+            report(frame, "LP202", node, f"{call} without {ast.unparse(scaler)}.update()")
+        elif optimizer <= state.stepped:
+            report(frame, "LP202", node, f"{call} a second time before {ast.unparse(scaler)}.update()")
+        if state.plain and not state.scaled and name:
+            report(frame, "LP206", node, f"{call} after the backward pass of a loss that was not scaled")
+        state.surely_unscaled -= optimizer
+        state.stepped |= optimizer
+        state.done |= optimizer
+        check_trained(arguments[0] if arguments else UNKNOWN, state, frame)
+    elif word == "update":
+        state.forget_scale()
+        state.stepped, state.plain = frozenset(), False
+    else:
+        return None
+    return UNKNOWN
+
+
+MIXED = "mixed precision"  # conditions with this meaning under many names
+_SCALED = re.compile(rf"{MIXED}|scal|precision", re.IGNORECASE)
+
+
+def _check_look(node: ast.Call, state: State, frame: Frame) -> None:
+    """LP205: `p.grad.norm()`, `torch.isnan(p.grad)`, before unscaling."""
+    if not state.gradients_scaled or not _looks(node):
+        return
+    inside = list(ast.walk(node))
+    given = [inner for part in [node.func, *node.args] for inner in ast.walk(part)]
+    looks = any(isinstance(inner, ast.Attribute) and inner.attr == "grad" for inner in given)
+    undone = any("scale" in str(getattr(inner, "attr", getattr(inner, "id", ""))) for inner in inside)
+    if looks and not undone and not any(inner is not node and _looks(inner) for inner in inside):
+        report(frame, "LP205", node, f"{ast.unparse(node)} looks at scaled gradients")
+
+
+def _looks(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHECKS

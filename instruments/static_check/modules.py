@@ -1,0 +1,172 @@
+"""Modules as values: how they are made, cast and trained, and the rules on 16-bit weights (LP101, LP106)."""
+
+import ast
+import re
+from dataclasses import replace
+
+from instruments.static_check.autocast import (
+    DTYPES,
+    FLOAT16,
+    LOSS_MODULES,
+    called_name,
+    last_word,
+    text_of,
+)
+from instruments.static_check.rules import report
+from instruments.static_check.source import NOTE
+from instruments.static_check.state import LOWS, OTHER, UNKNOWN, Frame, Module, State, Value
+
+_MODEL_NAMES = {
+    "model", "net", "network", "unet", "generator", "discriminator", "policy", "student", "actor", "critic",
+    "netG", "netD", "model_engine", "classifier", "autoencoder", "vae",
+}  # fmt: skip
+_WRAPPERS = {
+    "compile", "DataParallel", "DistributedDataParallel", "DDP", "FSDP", "FullyShardedDataParallel", "script",
+    "prepare_model", "convert_sync_batchnorm", "ModuleList", "get_peft_model", "checkpoint_wrapper",
+}  # fmt: skip
+# They give back the module they are called on.
+SAME_MODULE = {"to", "cuda", "cpu", "train", "eval", "requires_grad_", "apply", "to_empty", "type"}
+_NORM = re.compile(r"(?:Batch|Layer|Group|Instance|RMS)Norm(?:[123]d)?$")
+_OPTIMIZERS = re.compile(r"Adam|SGD|Lion|Adafactor|RMSprop|Adagrad|LAMB|LARS|[Oo]ptim")
+
+
+def named_like_model(text: str) -> bool:
+    """A name that models have which are trained."""
+    word = last_word(text)
+    return word in _MODEL_NAMES or word.endswith(("_model", "_net", "Net")) or bool(re.fullmatch(r"net_?[A-Z]", word))
+
+
+def module_key(node: ast.expr, value: Value, state: State, frame: Frame, *, surely: bool = False) -> object:
+    """The module that an expression is; one called like a model, or surely one, is noted as such. None: no module."""
+    if value.kind == "module":
+        return value.ref
+    text = text_of(node)
+    if value.kind or text == "self" or not (surely or named_like_model(text)):
+        return None
+    scope = frame.class_name if text.startswith("self.") else id(frame.stack[-1]) if frame.stack else 0
+    key = (scope, text or ast.unparse(node))
+    low = value.is_low and value.cast is not None
+    if key not in state.modules or low:
+        default = state.default if value.precision is None else None
+        precision = FLOAT16 if default else value.precision if low else None
+        state.modules[key] = Module(precision=precision, cast=value.cast if low else default)
+    if text:
+        state.values[text] = Value(kind="module", ref=key)
+    return key
+
+
+def make_module(node: ast.Call, arguments: list[Value], words: dict[str, Value], state: State, frame: Frame) -> Value:
+    """Of a call that makes a module or gives back the one it is given; UNKNOWN of any other."""
+    full, word = frame.definitions.full_name(node.func), called_name(node)
+    if word in _WRAPPERS or (word == "prepare" and len(arguments) == 1):
+        key = module_key(node.args[0], arguments[0], state, frame, surely=True) if node.args else None
+        return Value(kind="module", ref=key) if key is not None else OTHER if word == "ModuleList" else UNKNOWN
+    if word == "deepcopy" and arguments and arguments[0].kind == "module":
+        state.modules[id(node)] = replace(state.modules.get(arguments[0].ref, Module()), trained=False, idle=True)
+        return Value(kind="module", ref=id(node))
+    of_torch = full.startswith("torch.nn.") and word[:1].isupper() and ".utils." not in full
+    if of_torch and word in LOSS_MODULES:
+        return Value(kind="loss", ref=LOSS_MODULES[word])
+    if of_torch and word in {"Parameter", "Buffer"}:
+        return Value(kind="parameter")
+    loaded = word in {"from_pretrained", "from_config", "_from_config"} and "oken" not in text_of(node.func)
+    if not (of_torch or loaded or frame.definitions.is_module_class(text_of(node.func))):
+        return UNKNOWN
+    asked = words.get("torch_dtype") or words.get("dtype") or UNKNOWN
+    precision = DTYPES.get(str(asked.constant)) if asked.is_constant else asked.precision
+    parts = tuple(value for value in arguments if value.kind in {"module", "loss"}) if word == "Sequential" else ()
+    low = precision in LOWS
+    module = Module(word if not loaded else "", precision if low else None, node if low else None, parts=parts)
+    if state.default is not None and precision is None:
+        module = replace(module, precision=FLOAT16, cast=state.default)
+    state.modules[id(node)] = module
+    if low and of_torch and _NORM.search(word):
+        report(frame, "LP106", node, f"{word} in {precision}")
+    return Value(kind="module", ref=id(node))
+
+
+def cast_module(key: object, precision: str, node: ast.Call, state: State, frame: Frame) -> Value:
+    """`.half()` and the like change a module in place."""
+    module = state.modules.get(key, Module())
+    low = precision in LOWS
+    state.modules[key] = replace(module, precision=precision if low else None, cast=node if low else None)
+    if low and _NORM.search(module.name) and not module.idle and module.name not in frame.definitions.bases:
+        report(frame, "LP106", node, f"{module.name} in {precision}")
+    return Value(kind="module", ref=key)
+
+
+def module_method(node: ast.Call, word: str, key: object, state: State) -> Value | None:
+    """Calls that keep, freeze or list a module; None of any other."""
+    module = state.modules.get(key, Module())
+    if word in {"parameters", "named_parameters", "state_dict"}:
+        return Value(module.precision, "weights", kind="parameters", ref=key)
+    first = node.args[0] if node.args else None
+    off = isinstance(first, ast.Constant) and first.value is False
+    if word == "eval" or (word in {"train", "requires_grad_"} and off):
+        state.modules[key] = replace(module, idle=True)
+    elif word in {"train", "requires_grad_"}:
+        state.modules[key] = replace(module, idle=False)
+    return Value(kind="module", ref=key) if word in SAME_MODULE else None
+
+
+def make_optimizer(node: ast.Call, state: State, frame: Frame) -> Value:
+    """Of a call that makes an optimizer: it holds the parameters of the modules named there."""
+    full, word = frame.definitions.full_name(node.func), called_name(node)
+    if "lr_scheduler" in full or "sched" in word.lower() or word.endswith(("LR", "Scheduler")):
+        return Value(kind="scheduler")
+    if not (full.startswith("torch.optim.") or (_OPTIMIZERS.search(word) and word not in {"step", "optimizers"})):
+        return UNKNOWN
+    held = []
+    for part in ast.walk(node):
+        if isinstance(part, ast.Attribute | ast.Name) and part is not node.func:
+            value = state.values.get(text_of(part), UNKNOWN)
+            if value.kind in {"module", "parameters"}:
+                held.append(value.ref)
+    for key in held:
+        state.modules[key] = replace(state.modules.get(key, Module()), trained=True)
+    made = Value(kind="optimizer", ref=tuple(held))
+    if held and frame.is_lightning:  # its Trainer steps
+        check_trained(made, state, frame)
+    return made
+
+
+def check_trained(optimizer: Value, state: State, frame: Frame) -> None:
+    """LP101, LP106: an optimizer steps on 16-bit weights."""
+    visible = {text: value.ref for text, value in state.values.items() if value.kind == "module"}
+    held = optimizer.ref if optimizer.kind == "optimizer" and isinstance(optimizer.ref, tuple) else ()
+    keys = held or [key for text, key in visible.items() if named_like_model(text)]
+    for key in keys:
+        module = state.modules.get(key, Module())
+        if module.cast is None or (module.idle and not module.trained) or frame.definitions.has_masters:
+            continue
+        what = "the default type" if module.cast is state.default else "the weights"
+        if module.precision == FLOAT16:
+            report(frame, "LP101", module.cast, f"{_brief(module.cast)}: {what} of a model that is trained")
+        _check_batch_norm(module, frame)
+
+
+def check_unused(state: State, frame: Frame) -> list[tuple[str, str]]:
+    """LP106 as a note of models that the file casts and neither trains nor evaluates.
+
+    Returns: class and precision of every model of this file in 16 bits.
+    """
+    found = []
+    for module in state.modules.values():
+        if module.cast is None or module.precision is None or module.idle or module.name not in frame.definitions.bases:
+            continue
+        found.append((module.name, module.precision))
+        if not frame.definitions.trains:
+            _check_batch_norm(module, frame, NOTE)
+    return found
+
+
+def _check_batch_norm(module: Module, frame: Frame, severity: str | None = None) -> None:
+    assert module.cast is not None
+    if module.name in frame.definitions.bases and frame.definitions.has_batch_norm(module.name):
+        message = f"BatchNorm of {module.name} in {module.precision}"
+        report(frame, "LP106", module.cast, message, severity)
+
+
+def _brief(node: ast.expr) -> str:
+    text = ast.unparse(node)
+    return text if len(text) <= 80 else text[:77] + "..."

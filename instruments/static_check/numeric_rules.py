@@ -1,0 +1,268 @@
+"""The rules on values in 16 bits and on formulas that lose digits."""
+
+import ast
+import re
+
+from instruments.static_check.autocast import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    LOSSES,
+    NORMS,
+    PRODUCTS,
+    REDUCTIONS,
+    SOFTMAXES,
+)
+from instruments.static_check.rules import grade, report
+from instruments.static_check.source import NOTE, WARNING
+from instruments.static_check.state import LOWS, UNKNOWN, Frame, Value, mix
+
+_BINARY = "binary_cross_entropy"
+LARGEST, SMALLEST = 65520.0, 2.0**-25  # of float16: from here on inf, up to here zero
+_SAFE = {"shifted", "negative"}  # what exp does not overflow of
+# Kept by whatever leaves the values as they are, or picks of them.
+KEEPING = {
+    "diag",
+    "diagonal",
+    "detach",
+    "cuda",
+    "cpu",
+    "gather",
+    "squeeze",
+    "unsqueeze",
+    "view",
+    "reshape",
+    "float",
+    "to",
+    "contiguous",
+    "flatten",
+    "clone",
+    "t",
+}
+
+
+def check_operation(
+    node: ast.Call, operation: str, inputs: list[Value], words: dict[str, Value], frame: Frame
+) -> Value:
+    """LP102 to LP106 and LP108, and the value that comes out."""
+    tag = _tag(operation, inputs, node)
+    asked = words.get("dtype")
+    if asked is not None and asked.precision is not None:
+        return Value(asked.precision, origin="cast", tag=tag)
+    _check_formula(node, operation, inputs, frame)
+    if operation == _BINARY:
+        _check_binary(node, inputs, frame)
+    result = _result(operation, inputs, frame)
+    if asked is not None:
+        return Value(tag=tag)  # in a type that a variable says
+    low = next((value for value in inputs if value.is_low), None)
+    where = f" under autocast on {frame.device}" if frame.region.enabled else ""
+    if frame.no_grad:
+        pass  # nothing learns from it
+    elif operation in LOSSES and low and not frame.region.enabled:
+        severity = WARNING if low.precision == BFLOAT16 else None
+        report(frame, "LP102", node, f"{operation} outside autocast, of {_words(low.precision)} values", severity)
+    elif operation in SOFTMAXES and result.is_low:
+        report(frame, "LP103", node, f"{operation} in {_words(result.precision)}{where}, without dtype")
+    elif operation in REDUCTIONS and result.is_low and (operation != "mean" or result.origin == "cast"):
+        severity = NOTE if operation == "mean" else None  # torch sums in float32 here, and rounds once
+        report(frame, "LP105", node, f"{operation} in {_words(result.precision)}{where}", severity)
+    elif operation in NORMS and result.is_low and result.origin == "cast" and not frame.region.enabled:
+        report(frame, "LP106", node, f"{operation} in {_words(result.precision)}", NOTE)
+    return Value(result.precision, result.origin, tag, constant=result.constant)
+
+
+def _check_binary(node: ast.Call, inputs: list[Value], frame: Frame) -> None:
+    fate, low = frame.fate(_BINARY), any(value.is_low for value in inputs)
+    if frame.region.enabled and fate == "refused":
+        if frame.region.certain and not any(value.precision == FLOAT32 for value in inputs):
+            report(frame, "LP104", node, f"{_BINARY} under autocast raises on {frame.device}")
+        elif frame.region.certain:
+            report(frame, "LP104", node, f"{_BINARY} under autocast raises on {frame.device}, in float32 too")
+    elif low:
+        under = " under autocast" if frame.region.enabled else ""
+        report(frame, "LP104", node, f"{_BINARY}{under}, of probabilities in 16 bits", WARNING)
+    elif not frame.definitions.trains and not frame.definitions.policies and frame.class_name:
+        told = any(finding.code == "LP104" for finding in frame.report.findings)
+        if not told and not any(value.precision == FLOAT32 for value in inputs):
+            report(frame, "LP104", node, f"{_BINARY} in a module: under float16 autocast it raises", NOTE)
+
+
+def _result(operation: str, inputs: list[Value], frame: Frame) -> Value:
+    """Products come out in autocast's type, what it promotes in float32, all else in the type of its inputs."""
+    fate = frame.fate(operation)
+    if fate == FLOAT32:
+        return Value(FLOAT32)
+    if operation in PRODUCTS and fate == "lowered":
+        return Value(frame.region.dtype, "autocast") if frame.region.certain else UNKNOWN
+    known = inputs[:2] if operation in LOSSES else inputs if operation in PRODUCTS else inputs[:1]
+    return mix([value for value in known if not value.is_constant]) if known else UNKNOWN
+
+
+def _words(precision: str | None) -> str:
+    return "16-bit" if precision == "low" else str(precision)
+
+
+def _tag(operation: str, inputs: list[Value], node: ast.Call) -> str:  # noqa: PLR0911 - a case a kind
+    """What a rule may ask of the result."""
+    of = inputs[0].tag if inputs else ""
+    if any(word.arg == "axis" for word in node.keywords):
+        return ""  # NumPy
+    if operation in {"softmax", "sigmoid"}:
+        return operation
+    if operation == "exp":
+        return "" if of in _SAFE else "exp"
+    if operation in {"max", "amax"}:
+        return "max"
+    if operation == "sum":
+        return {"exp": "sum_exp", "square": "sum_square"}.get(of, "sum")
+    if operation == "mean":
+        return "mean_square" if of == "square" else "mean"
+    squares = operation == "square" or (operation == "pow" and _exponent(inputs) == 2)
+    return square_of(of) if squares else ""
+
+
+def _exponent(inputs: list[Value]) -> object:
+    return inputs[1].constant if len(inputs) > 1 else None
+
+
+def square_of(tag: str) -> str:
+    """The tag of a square."""
+    return "square_mean" if tag == "mean" else "square"
+
+
+def _check_formula(node: ast.Call, operation: str, inputs: list[Value], frame: Frame) -> None:
+    """LP108: the logarithm of what a stable function gives at once, and exp in float16."""
+    of = inputs[0] if inputs else UNKNOWN
+    severity = grade(of.precision, frame)
+    fate = frame.fate(operation)
+    if severity == NOTE and of.precision == FLOAT32:
+        return
+    if operation == "log":
+        known = {"softmax": "log_softmax", "sigmoid": "logsigmoid", "sum_exp": "logsumexp", "one_plus_exp": "softplus"}
+        guarded = of.tag.endswith("+eps") and severity == NOTE
+        tag = of.tag.removesuffix("+eps")
+        if tag in known and not guarded:
+            report(
+                frame, "LP108", node, f"{ast.unparse(node)}: log of {tag}, for which there is {known[tag]}", severity
+            )
+    elif operation == "log1p" and of.tag == "exp" and severity != NOTE:
+        report(frame, "LP108", node, f"{ast.unparse(node)}: log1p of exp, for which there is softplus", severity)
+    elif (
+        operation == "exp" and of.precision == FLOAT16 and fate == "kept" and of.tag not in _SAFE and not frame.no_grad
+    ):
+        report(frame, "LP108", node, f"{ast.unparse(node)} in float16: inf above 11")
+
+
+def combine(node: ast.BinOp, left: Value, right: Value, frame: Frame) -> Value:
+    """The value of an arithmetic expression; LP107 to LP109 on the way."""
+    if isinstance(node.op, ast.Mult | ast.Div | ast.Pow):  # numbers, as far as their names say
+        left, right = (_as_number(part, value) for part, value in ((node.left, left), (node.right, right)))
+    mixed = mix([left, right])
+    if left.is_constant and right.is_constant:
+        return _fold(node, left, right)
+    if isinstance(node.op, ast.MatMult) and frame.region.enabled:
+        return Value(frame.region.dtype, "autocast") if frame.region.certain else UNKNOWN
+    for value in (left, right):
+        if isinstance(node.op, ast.Add | ast.Sub) and isinstance(value.constant, float | int):
+            check_constant(node, value.constant, mixed, frame)
+        if isinstance(node.op, ast.Add | ast.Sub) and value.tag.startswith("times "):
+            check_constant(node, float(value.tag[6:]), right if value is left else left, frame)
+    tag = _combined_tag(node, left, right)
+    worse = next((value.precision for value in (left, right) if value.is_low), mixed.precision)
+    if tag == "difference":
+        severity = grade(worse, frame)
+        report(frame, "LP109", node, f"{ast.unparse(node)}: variance as E[x²] − E[x]²", severity)
+    if tag == "ratio" and not any(value.precision == FLOAT32 for value in (left, right)):
+        severity = grade(worse, frame)
+        report(frame, "LP108", node, f"{ast.unparse(node)}: softmax without subtracting the maximum", severity)
+    keeps = isinstance(node.op, ast.Mult | ast.Div) and (left.is_constant or right.is_constant)
+    scaled = left.scaled or right.scaled
+    origin = mixed.origin or left.origin or right.origin
+    cast = left.cast if keeps else None
+    return Value(mixed.precision, origin if mixed.is_low else "", tag, scaled, cast=cast)
+
+
+_NUMBERS = re.compile(r"scal|temp|tau|sqrt|dim|d_?k\b|eps|size|gamma|beta|alpha|decay|count|len|num|\bn_")
+
+
+def _as_number(node: ast.expr, value: Value) -> Value:
+    unknown = value in (UNKNOWN, Value(tag="negative"))
+    return Value(constant="?") if unknown and _NUMBERS.search(ast.unparse(node).lower()) else value
+
+
+def _fold(node: ast.BinOp, left: Value, right: Value) -> Value:
+    if not isinstance(left.constant, float | int) or not isinstance(right.constant, float | int):
+        return Value(constant="?")
+    if isinstance(node.op, ast.Pow) and abs(right.constant) > 64:
+        return Value(constant="?")
+    try:
+        match node.op:
+            case ast.Mult():
+                return Value(constant=left.constant * right.constant)
+            case ast.Div():
+                return Value(constant=left.constant / right.constant)
+            case ast.Pow() if left.constant > 0:
+                return Value(constant=float(left.constant) ** right.constant)
+    except (OverflowError, ZeroDivisionError):
+        pass
+    return Value(constant="?")
+
+
+def _combined_tag(node: ast.BinOp, left: Value, right: Value) -> str:  # noqa: C901, PLR0911, PLR0912 - a case a kind
+    pair = (left.tag, right.tag)
+    match node.op:
+        case ast.Pow() if right.constant == 2:
+            return square_of(left.tag)
+        case ast.Mult() if ast.dump(node.left) == ast.dump(node.right):
+            return square_of(left.tag)
+        case ast.Mult() if huge := next((v.constant for v in (left, right) if _is_huge(v)), None):
+            return f"times {huge}"
+        case ast.Mult() if "negative" in pair or any(_is_negative(value) for value in (left, right)):
+            return "negative"
+        case ast.Mult():
+            return next((tag for tag in pair if tag == "exp"), "")
+        case ast.Sub() if pair == ("mean_square", "square_mean"):
+            return "difference"
+        case ast.Sub() if left.tag == "sum_exp":
+            return "sum_exp"
+        case ast.Sub() if right.tag == "max":
+            return "shifted"
+        case ast.Sub() if left.constant == 1 and right.tag == "sigmoid":
+            return "sigmoid"
+        case ast.Add() if 1 in {left.constant, right.constant} and "exp" in pair:
+            return "one_plus_exp"
+        case ast.Add():
+            held = next((tag for tag in pair if tag in {"sum_square", "sum", "softmax", "sigmoid", "sum_exp"}), "")
+            guarded = held in {"softmax", "sigmoid", "sum_exp"}
+            return held + "+eps" if guarded and (left.is_constant or right.is_constant) else "" if guarded else held
+        case ast.Div() if pair == ("exp", "sum_exp"):
+            return "ratio"
+        case ast.Div():
+            return {"sum_square": "mean_square", "sum": "mean", "shifted": "shifted", "negative": "negative"}.get(
+                left.tag, ""
+            )
+    return ""
+
+
+def _is_negative(value: Value) -> bool:
+    return isinstance(value.constant, float | int) and value.constant < 0
+
+
+def _is_huge(value: Value) -> bool:
+    return isinstance(value.constant, float | int) and LARGEST <= abs(value.constant) < float("inf")
+
+
+def check_constant(node: ast.expr, constant: float, value: Value, frame: Frame) -> None:
+    """LP107: a number next to a float16 value that float16 does not hold."""
+    size = abs(constant)
+    if value.precision != FLOAT16 or size in {0.0, float("inf")} or SMALLEST < size < LARGEST:
+        return
+    becomes = "zero" if size <= SMALLEST else "out of range"
+    report(frame, "LP107", node, f"{ast.unparse(node)}: {constant:g} is {becomes} in float16")
+
+
+def check_growing(node: ast.expr, value: Value, frame: Frame) -> None:
+    """LP105: a running sum or average that is kept in 16 bits."""
+    if value.precision in LOWS:
+        report(frame, "LP105", node, f"{ast.unparse(node)} accumulates in {_words(value.precision)}")
