@@ -18,7 +18,6 @@ from instruments.precision.calls import Arguments, find_tensors, map_tensors
 from instruments.precision.comparison import (
     FORMATS,
     AxisRange,
-    Verdict,
     axis_ranges,
     find_format,
     long_axes,
@@ -26,8 +25,8 @@ from instruments.precision.comparison import (
     name_of,
     round_to,
     sizes_along,
-    worst,
 )
+from instruments.precision.verdict import Verdict, worst
 from instruments.training_watch.step_log import plain_json
 
 # Additions one by one that are tried out; of a longer axis the first so many.

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from instruments.errors import ConfigError
-from instruments.precision.comparison import Verdict
 from instruments.precision.tensor_analysis import FIRST_OCTAVE, analyze_tensor, notes_of, rows_of, to_json
+from instruments.precision.verdict import Verdict
 
 FORMATS = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
