@@ -82,6 +82,21 @@ class Transformer(nn.Module):
         return self.head(self.encoder(self.embed(ids)))
 
 
+class PlainViT(nn.Module):
+    """Patches, torch's own encoder layers, a head on their mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.head = nn.Conv2d(3, 24, 4, stride=4), nn.Linear(24, 10)
+        self.places = nn.Parameter(0.02 * torch.randn(16, 24))
+        layer = nn.TransformerEncoderLayer(24, 4, 48, dropout=0.0, batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        patches = self.patches(pixel_values).flatten(2).mT + self.places
+        return self.head(self.encoder(patches).mean(1))
+
+
 SIZES = {
     "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": V,
     "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
@@ -110,7 +125,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "lstm gru": lambda: Recurrent(nn.GRU, num_layers=2),
     "vit": lambda: from_config("vit", **IMAGE),
     "vit deit": lambda: from_config("deit", **IMAGE),
-    "vit dinov2": lambda: from_config("dinov2", **IMAGE),
+    "vit plain": PlainViT,
     "vit beit": lambda: from_config("beit", **IMAGE),
     "encoder bert": lambda: from_config("bert"),
     "encoder roberta": lambda: from_config("roberta", max_position_embeddings=80),
@@ -149,7 +164,7 @@ def loss_of(name: str, model: nn.Module, step: int = 0) -> Tensor:
     """Cross entropy of the next word or of a class; of a bare encoder, a distance of all it gives."""
     batch = batch_of(name, step)
     made = model(**batch) if isinstance(batch, dict) else model(*batch)
-    if name.startswith("cnn"):
+    if name.startswith("cnn") or name == "vit plain":
         return functional.cross_entropy(made, torch.arange(B))
     logits = made if isinstance(made, Tensor) else getattr(made, "logits", None)
     if logits is None:
