@@ -132,7 +132,7 @@ class Measurement:
         self._steps_without: Counter[str] = Counter()  # parameter → steps in which it had no gradient
         self._steps_with: Counter[str] = Counter()
         self._named: set[str] = set()  # parameters without a gradient that have been named
-        self._unseen_said = False
+        self._unseen = 0  # steps without the outputs of modules that learn; below 0 it has been said
 
     def _hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def look(_module: nn.Module, _inputs: Any, output: Any) -> None:  # noqa: ANN401 - any output of a module
@@ -191,7 +191,7 @@ class Measurement:
             found += judge_norms(layers, self.config, self._history, idle)
         found += judge_range(outputs, self.config)
         found += self._without_gradient(norms)
-        found += self._unseen(layers, outputs)
+        found += self._judge_unseen(layers, outputs)
         if scale is not None:
             found += self._judge_scale(scale_value)
         largest = max(outputs, key=lambda output: (math.isnan(output.value), output.value), default=None)
@@ -259,7 +259,7 @@ class Measurement:
         what = f"{len(late)} parameters that should learn have never got a gradient: {some(late, 6, ', ')}{why}"
         return [Anomaly("no_gradient", WARNING, what, tuple(dict.fromkeys(map(layer_of, late))))]
 
-    def _unseen(self, layers: Mapping[str, float], outputs: Sequence[Output]) -> list[Anomaly]:
+    def _judge_unseen(self, layers: Mapping[str, float], outputs: Sequence[Output]) -> list[Anomaly]:
         """Where modules learn whose outputs no hook has seen; said once."""
         seen = {output.module for output in outputs}
         unseen = [name for name in layers if name in self._hooked and name not in seen]
@@ -267,9 +267,12 @@ class Measurement:
             type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
             for module in self.model.modules()
         )
-        if self._unseen_said or not unseen or (seen and not compiled):
+        if self._unseen < 0 or not unseen or (seen and not compiled):
             return []
-        self._unseen_said = True
+        self._unseen += 1
+        if not compiled and self._unseen == 1:  # of a first step the forward pass may have been before
+            return []
+        self._unseen = -1
         why = "they run under torch.compile, which" if compiled else "they were called in a way (torch.compile?) that"
         what = f"the outputs of {len(unseen)} modules are unseen: {why} passes hooks by; gradients are watched"
         return [Anomaly("outputs_unseen", WARNING, f"{what} ({some(unseen, 3, ', ')})", tuple(unseen))]
