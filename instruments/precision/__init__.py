@@ -10,11 +10,12 @@ _PLACES = {
     "check_loss_scale": "instruments.training_watch.verdict",
     "static_check": "instruments.static_check.check",
     "watch_model": "instruments.training_watch.model_watch",
+    "WatchCallback": "instruments.training_watch.trainer_callback",
 }
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - a function
-    """The function of that name."""
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - a function or class
+    """The function or class of that name."""
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_PLACES[name]), name)

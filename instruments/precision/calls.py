@@ -1,14 +1,15 @@
 """Every call of every module, as a model runs."""
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
 
 def in_backward() -> bool:
@@ -104,10 +105,49 @@ def _hook(module: nn.Module, name: str, receiver: ModuleEvents, tracer: ModuleTr
 
 def find_tensors(value: Any) -> dict[str, Tensor]:  # noqa: ANN401 - any output of a module
     """The tensors in it by path, such as "[0]" or ".logits"; of a tensor alone, ""."""
-    found, _ = tree_flatten_with_path(value)
-    return {keystr(path): leaf for path, leaf in found if isinstance(leaf, Tensor)}
+    if isinstance(value, Tensor):
+        return {"": value}
+    found: dict[str, Tensor] = {}
+    for path, leaf in tree_flatten_with_path(value)[0]:
+        if isinstance(leaf, Tensor):
+            found[keystr(path)] = leaf
+        elif _is_record(leaf):
+            for one in fields(leaf):
+                inside = find_tensors(getattr(leaf, one.name))
+                found |= {f"{keystr(path)}.{one.name}{rest}": tensor for rest, tensor in inside.items()}
+    return found
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:  # noqa: ANN401 - the same kind of thing
-    """The same with every tensor changed."""
-    return tree_map_only(Tensor, change, value)
+    """The same with every tensor changed, in the order of `find_tensors`."""
+
+    def change_leaf(leaf: Any) -> Any:  # noqa: ANN401
+        if isinstance(leaf, Tensor):
+            return change(leaf)
+        if not _is_record(leaf):
+            return leaf
+        changed = copy.copy(leaf)
+        for one in fields(leaf):
+            object.__setattr__(changed, one.name, map_tensors(change, getattr(leaf, one.name)))  # it may be frozen
+        return changed
+
+    return tree_map(change_leaf, value)
+
+
+def copy_arguments(arguments: Arguments) -> Arguments:
+    """Tensors cloned, caches and other plain objects copied: a module may write into what it is given."""
+    return cast("Arguments", tree_map(_copy_leaf, map_tensors(Tensor.clone, arguments)))
+
+
+def _copy_leaf(leaf: Any) -> Any:  # noqa: ANN401
+    if isinstance(leaf, Tensor | nn.Module | type) or callable(leaf) or not hasattr(leaf, "__dict__"):
+        return leaf
+    try:
+        return copy.deepcopy(leaf)
+    except TypeError:  # a lock, a file: it is shared
+        return leaf
+
+
+def _is_record(leaf: object) -> bool:
+    """Whether it is a dataclass, which pytree takes for a leaf."""
+    return is_dataclass(leaf) and not isinstance(leaf, type)

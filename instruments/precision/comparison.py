@@ -2,33 +2,13 @@
 
 import math
 from dataclasses import dataclass
-from enum import StrEnum
 
 import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from instruments.errors import ConfigError
-
-
-@dataclass(frozen=True)
-class Distance:
-    """Between a reference y and its low-precision ŷ, over the values that are finite in both."""
-
-    normalised_l2: float  # ‖y − ŷ‖ / ‖y‖; infinite where y is all zero and ŷ is not
-    max_relative: float  # max|y − ŷ| / max|y|
-    cosine: float
-    nonfinite: int  # values that are finite in the reference and not here
-    reference_nonfinite: int
-    largest: float  # max|y|
-    size: int  # values compared
-
-    @property
-    def sqnr_db(self) -> float:
-        """Signal to quantisation noise, −20·log10 of the normalised L2."""
-        if not self.normalised_l2:
-            return math.inf
-        return -20 * math.log10(self.normalised_l2) if math.isfinite(self.normalised_l2) else -math.inf
+from instruments.precision.verdict import Distance
 
 
 @torch.no_grad()
@@ -76,59 +56,34 @@ def changed_rows(reference: Shaped[Tensor, "*rows K"], low: Shaped[Tensor, "*row
     return (first != second).any(dim=-1)
 
 
-class Verdict(StrEnum):
-    """From harmless to harmful."""
-
-    OK = "ok"
-    WARNING = "warning"
-    SEVERE = "severe"
-
-
-# Normalised L2, where there is nothing to measure it against.
-WARNING_L2, SEVERE_L2 = 0.01, 0.10
-# Times the floor. Rounding every tensor to the nearest gives 0.29 = 1/sqrt(12) of it, and 48 roundings in one module 2.
-WARNING_RATIO, SEVERE_RATIO = 2.0, 10.0
-
-
-def judge(distance: Distance, floor: float | None) -> Verdict:
-    """The verdict on one output. Values that are finite in FP32 alone are severe; errors below 1 % never are.
-
-    Args:
-        distance: FP32 to low precision.
-        floor: normalised L2 of an FP32 run in which every tensor is off by one unit in the last place of that
-            precision; None or not finite where there is none: the plain thresholds then stand alone.
-    """
-    warning, severe = WARNING_L2, SEVERE_L2
-    if floor and math.isfinite(floor):
-        warning, severe = WARNING_RATIO * floor, max(WARNING_L2, SEVERE_RATIO * floor)
-    if distance.nonfinite or not distance.normalised_l2 <= severe:
-        return Verdict.SEVERE
-    return Verdict.WARNING if distance.normalised_l2 > warning else Verdict.OK
-
-
-def worst(*verdicts: Verdict) -> Verdict:
-    """The most harmful; of none, ok."""
-    return max(verdicts, key=[*Verdict].index, default=Verdict.OK)
-
-
 FORMATS = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "float8_e4m3fn": torch.float8_e4m3fn,
     "float8_e5m2": torch.float8_e5m2,
 }
+_SHORT = {
+    "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp8": "float8_e4m3fn",
+    "e4m3": "float8_e4m3fn", "e4m3fn": "float8_e4m3fn", "float8_e4m3": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2", "fp8_e5m2": "float8_e5m2",
+}  # fmt: skip
 
 
 def find_format(name: str | torch.dtype, setting: str = "precision") -> torch.dtype:
-    """The low-precision type of that name, as in "bfloat16" or torch.bfloat16. Raises ConfigError: there is none."""
+    """The low-precision type of that name, as in "bf16", "bfloat16" or torch.bfloat16.
+
+    Raises:
+        ConfigError: there is none.
+    """
     name = str(name).removeprefix("torch.")
-    if name not in FORMATS:
+    found = _SHORT.get(name.lower(), name)
+    if found not in FORMATS:
         raise ConfigError(
             f"{setting}={name} is no low-precision format of this torch",
             where=f"argument {setting}",
             do=f"{setting}= one of {', '.join(FORMATS)}",
         )
-    return FORMATS[name]
+    return FORMATS[found]
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -1,13 +1,17 @@
 """What auto_diff found, module by module, and its table, notes and JSON."""
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import torch
+
 from instruments.errors import some
 from instruments.precision.calls import Call
-from instruments.precision.comparison import WARNING_RATIO, AxisRange, Distance, Verdict, judge, worst
+from instruments.precision.comparison import FORMATS, AxisRange
+from instruments.precision.verdict import DiffLimits, Distance, Verdict, worst
 from instruments.training_watch.step_log import plain_json
 
 
@@ -29,6 +33,8 @@ class OutputDiff:
     own_failure: str = ""
     ranges: Sequence[AxisRange] = ()
     swamped: str = ""
+    overflow: str = ""  # in the module's own forward, between its parts
+    limits: DiffLimits = field(default_factory=DiffLimits, repr=False)
 
     @property
     def name(self) -> str:
@@ -38,17 +44,26 @@ class OutputDiff:
     @property
     def own_verdict(self) -> Verdict:
         """On the module itself."""
+        if self.overflow:
+            return Verdict.SEVERE
         if self.own is None:
             return Verdict.WARNING if self.own_failure else Verdict.OK
-        found = judge(self.own, self.own_floor)
+        found = self.limits.judge(self.own, self.own_floor)
         return worst(found, Verdict.WARNING) if self.swamped else found
 
     @property
     def propagated_verdict(self) -> Verdict:
-        """On what arrives here."""
+        """On what arrives here; the model's own output is also held to the absolute limits."""
         if self.propagated is None:
             return Verdict.OK
-        return judge(self.propagated, self.propagated_floor)
+        return worst(self.limits.judge(self.propagated, self.propagated_floor), self.bound_verdict)
+
+    @property
+    def bound_verdict(self) -> Verdict:
+        """On the error of the model's own output, whatever the model makes of a rounding; of other modules, ok."""
+        if self.propagated is None or self.call.module:
+            return Verdict.OK
+        return self.limits.judge(self.propagated, None)
 
     @property
     def verdict(self) -> Verdict:
@@ -74,18 +89,20 @@ class Diff:
 
     precision: str
     mode: str
+    limits: DiffLimits = field(default_factory=DiffLimits)
     outputs: list[OutputDiff] = field(default_factory=list)
     choices: list[ChoiceDiff] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)  # modules that were never called
     silent: list[str] = field(default_factory=list)  # calls without a tensor in what they return
     only_one: list[str] = field(default_factory=list)  # calls that one of the runs made, and not the other
+    overflows: list[str] = field(default_factory=list)  # first of them, between modules
     passes: int = 0
     seconds: float = 0.0
 
     @property
     def verdict(self) -> Verdict:
         """The worst of all."""
-        return worst(*(output.verdict for output in self.outputs))
+        return worst(*(output.verdict for output in self.outputs), *[Verdict.SEVERE] * bool(self.overflows))
 
     def ranked(self) -> list[OutputDiff]:
         """What is not ok, the first divergence on top: modules that err themselves, then those that inherit it."""
@@ -96,9 +113,40 @@ class Diff:
     def first(self) -> OutputDiff | None:
         """The first divergence: of those that err themselves, the one whose call ended first.
 
-        A module ends after its parts, so it is the innermost.
+        A module ends after its parts, so it is the innermost. Where the error of the model's output alone is too large,
+        it is the module at which the error floor jumps.
         """
-        return next(iter(self.ranked()), None)
+        found = self.ranked()
+        if (
+            found
+            and found[0].own_verdict is Verdict.OK
+            and all(output.bound_verdict == output.verdict for output in found)
+        ):
+            return self.jump or found[0]
+        return next(iter(found), None)
+
+    @property
+    def jump(self) -> OutputDiff | None:
+        """The innermost output of which one unit in the last place of its inputs makes much; None where none does."""
+        floors = [(output.own_floor or 0.0, output) for output in self.outputs]
+        most = max((floor for floor, _output in floors if math.isfinite(floor)), default=0.0)
+        least = max(most / 2, _JUMP * torch.finfo(FORMATS[self.precision]).eps)
+        return next((output for floor, output in floors if floor >= least), None)
+
+    def __str__(self) -> str:
+        """The table and the notes, to read."""
+        title = f"FP32 against {self.precision} ({self.mode}): {self.verdict}"
+        return "\n".join([title, *text_table(COLUMNS, rows_of(self)), *notes_of(self)])
+
+
+# Times a unit in the last place. A Linear makes 1.4 of one at its input and one at its output.
+_JUMP = 4
+
+
+def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table, columns aligned."""
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in (columns, *rows)]
 
 
 COLUMNS = (
@@ -157,21 +205,42 @@ def _verdict(diff: Diff) -> Iterator[str]:
             "nothing was compared: no module returned a floating-point tensor"
             if nearest is None
             else (
-                f"ok: no error is above {WARNING_RATIO:g} times what the model makes of one unit in the last place of "
-                f"{diff.precision}; nearest to it {nearest.name}, {_nearness(nearest):.2f} times (rounding alone: 0.29)"
+                f"ok: no error is above {diff.limits.warning_ratio:g} times what the model makes of one unit in the "
+                f"last place of {diff.precision}; nearest to it {nearest.name}, {_nearness(nearest):.2f} times "
+                "(rounding alone: 0.29)"
             )
         )
         return
+    if first.own_verdict is Verdict.OK and (
+        end := next((one for one in diff.outputs if one.bound_verdict is not Verdict.OK), None)
+    ):
+        yield f"{diff.verdict}: {_end(diff, end)}"
+        return
     itself = "errs itself" if first.own_verdict is not Verdict.OK else "inherits an error that no module makes alone"
     yield f"{diff.verdict}: the first divergence is {first.name} ({first.kind}), which {itself}: {reason(first)}"
+
+
+def _end(diff: Diff, end: OutputDiff) -> str:
+    """Why the model's own output is too far off, although no module errs by itself."""
+    assert end.propagated is not None, "it has a verdict"
+    error, jump = end.propagated.normalised_l2, diff.jump
+    bound = diff.limits.output_severe if error > diff.limits.output_severe else diff.limits.output_warning
+    said = f"the output {end.name} has a normalised error of {error:.2g}, above {bound:g}, and no module errs by itself"
+    if jump is None:
+        return f"{said}: the roundings of its {end.parts} modules add up"
+    inside = " or inside it" if jump.parts else ""
+    return (
+        f"{said}: the error floor jumps at {jump.name} ({jump.kind}){inside}, which makes {jump.own_floor:.2g} of one "
+        f"unit in the last place of {diff.precision}; give it FP32 inputs, or smaller ones (subtract a mean before)"
+    )
 
 
 def reason(output: OutputDiff) -> str:
     """Why an output is not ok."""
     own = output.own_verdict is not Verdict.OK
     distance, floor = (output.own, output.own_floor) if own else (output.propagated, output.propagated_floor)
-    if output.swamped or output.own_failure:
-        return output.swamped or f"it does not run on the FP32 inputs: {output.own_failure}"
+    if output.overflow or output.swamped or output.own_failure:
+        return output.overflow or output.swamped or f"it does not run on the FP32 inputs: {output.own_failure}"
     if distance is None:
         return ""
     if distance.nonfinite:
@@ -232,6 +301,7 @@ def _oddities(diff: Diff) -> Iterator[str]:
         (diff.unused, "modules never ran on this sample, and are not judged"),
         (diff.silent, "calls returned no tensor"),
         (diff.only_one, "calls were made by one of the two runs alone"),
+        (diff.overflows, "overflow between modules"),
     ):
         if names:
             yield f"{len(names)} {words}: {some(names, 3, ', ')}"
@@ -241,5 +311,7 @@ def to_json(diff: Diff) -> dict[str, Any]:
     """All of it; figures that are not finite as text."""
     judged = ("name", "verdict", "own_verdict", "propagated_verdict")
     outputs = [asdict(output) | {name: getattr(output, name) for name in judged} for output in diff.outputs]
+    for output in outputs:
+        del output["limits"]
     found: dict[str, Any] = plain_json(asdict(diff) | {"verdict": diff.verdict, "outputs": outputs})
     return found | {"notes": notes_of(diff)}

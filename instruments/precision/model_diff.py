@@ -1,11 +1,12 @@
 """FP32 against low precision: where a model departs from its reference, and which module is the reason.
 
     diff = auto_diff(model, {"input_ids": ids}, precision="bfloat16")
-    print(diff.first, diff.verdict)
+    print(diff)  # the table, the first divergence and why
 
 Each module is judged twice: by what arrives at its output when everything runs in low precision (propagated), and by
 its own error when it alone does, on the FP32 inputs. Both are measured against the model's own response, in FP32, to
-one unit in the last place: an error is no fault where the model makes as much of a rounding.
+one unit in the last place: an error is no fault of a module where the model makes as much of a rounding. The model's
+own output is also held to absolute limits.
 
 Outputs wait on the host, those of FP32 only until the other runs have come by. Where `memory_mib` is too small for all
 of them, the model runs again for the next part.
@@ -15,7 +16,7 @@ import copy
 import fnmatch
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ from instruments.precision.calls import (
     Call,
     ModuleEvents,
     ModuleTracer,
+    copy_arguments,
     find_tensors,
     map_tensors,
     trace_modules,
@@ -45,9 +47,11 @@ from instruments.precision.session import (
     Perturbation,
     Session,
     is_choice,
+    kept_buffers,
     types_of,
 )
 from instruments.precision.tensor_analysis import find_swamping, sums_up
+from instruments.precision.verdict import DiffLimits
 
 
 class _Trial(NamedTuple):
@@ -70,26 +74,59 @@ class ReferencePass(ModuleEvents):
         self._alike = AlikeRows()
         self._trials: dict[Call, tuple[_Trial, _Trial]] = {}
         self._arguments: dict[Call, Arguments] = {}  # of modules that are running
+        self._running: list[Call] = []
+        self._last: Call | None = None  # the call that ended last
+        self._overflowed = False  # from there on every fault is an inherited one
+        self._overflows: dict[Call, str] = {}  # of running modules, between their parts
         self._tracer: ModuleTracer
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def run(self, arguments: Arguments) -> None:
         """One forward pass, and for every module and each of its ancestors one more in each of the two ways."""
-        with self.session.seeded(), trace_modules(self.session.reference, self) as self._tracer:
-            self.session.reference(*args, **kwargs)
+        args, kwargs = copy_arguments(arguments)
+        model = self.session.reference
+        with self.session.seeded(), kept_buffers(model), trace_modules(model, self) as self._tracer:
+            model(*args, **kwargs)
 
     def before(self, call: Call, module: nn.Module, arguments: Arguments) -> None:
-        """Try the module."""
+        """Try the module; in low precision not where its inputs have overflowed before."""
+        lost = self._lost(call, arguments)
+        if lost and not self._overflowed and self._running:
+            self._overflowed = True
+            last = self._last or "the start"
+            self._overflows[self._running[-1]] = (
+                f"between {last} and {call}, in the forward of {self._running[-1]}: {lost}"
+            )
+        self._running.append(call)
         if call in self._window:
-            self._trials[call] = self._in_low_precision(call, arguments), self._perturbed(call, module, arguments)
+            low = _Trial({}, {}) if lost else self._in_low_precision(call, arguments)
+            self._trials[call] = low, self._perturbed(call, module, arguments)
             self._arguments[call] = arguments
+
+    def _lost(self, call: Call, arguments: Arguments) -> str:
+        """In words, the values of its inputs that are finite in FP32 alone; a mask's −3e38 is no value."""
+        for path, exact in find_tensors(arguments).items():
+            broken = self.session.broken.get((call, f"in{path}"))
+            if broken is None or broken.shape != exact.shape:
+                continue
+            sizes = exact.abs()[broken.to(exact.device) & exact.isfinite() & (exact.abs() < _MASK)]
+            if len(sizes):
+                share = f"{len(sizes):,} of {exact.numel():,} values"
+                return f"{share} are not finite in {self.session.diff.precision}, in FP32 up to {sizes.max():.3g}"
+        return ""
 
     def after(self, call: Call, module: nn.Module, output: Any) -> None:  # noqa: ANN401 - any output of a module
         """Compare, and let the reference wait for the perturbed run."""
         session = self.session
         session.order.setdefault(call, len(session.order))
         tensors = find_tensors(output)
-        if not tensors and session.windows == 1:
-            session.diff.silent.append(str(call))
+        self._last = self._running.pop()
+        self._overflowed |= any(
+            (call, path) in session.broken and bool(tensor.isfinite().all()) for path, tensor in tensors.items()
+        )
+        overflow = self._overflows.pop(call, "")
+        if session.windows == 1:
+            session.diff.silent += [str(call)] * (not tensors)
+            session.diff.overflows += [overflow] * bool(overflow)
         trials = self._trials.pop(call, None)
         swamped = self._swamping(call, module, output)
         for path, tensor in tensors.items():
@@ -98,7 +135,7 @@ class ReferencePass(ModuleEvents):
         for path, tensor in tensors.items():
             if (call, path) in session.waiting and trials is not None:
                 found = self._compare(call, path, module, tensor, trials)
-                found.swamped = swamped
+                found.swamped, found.overflow = swamped, overflow
                 session.outputs[call, path] = found
                 session.waiting[call, path] = tensor.to("cpu", copy=True)
 
@@ -118,6 +155,7 @@ class ReferencePass(ModuleEvents):
         found = OutputDiff(
             call, path, type(module).__name__, sum(1 for _ in module.modules()) - 1, tuple(exact.shape),
             dtype=name_of(arrived.dtype), ranges=axis_ranges(exact), own_failure=own.failure,
+            limits=self.session.diff.limits,
         )  # fmt: skip
         found.propagated = self._alike.distance(exact, arrived.to(exact.device))
         if found.propagated is not None:
@@ -136,7 +174,7 @@ class ReferencePass(ModuleEvents):
 
         return find_swamping(
             arguments, self.session.low.dtype,
-            exact=lambda given: self._try(call, module, map_tensors(Tensor.clone, given)).outputs,
+            exact=lambda given: self._try(call, module, copy_arguments(given)).outputs,
             rounded=lambda given: self._in_low_precision(call, given).outputs,
         )  # fmt: skip
 
@@ -156,8 +194,9 @@ class ReferencePass(ModuleEvents):
         choices, args, kwargs = Choices(), *arguments
         counts = {**self._tracer.counts, call.module: call.number}
         inside = trace_modules(module, choices, prefix=call.module, counts=counts, only=self.session.choosers)
+        kept = kept_buffers(module, call.module, self.session.moving) if self.session.moving else nullcontext()
         try:
-            with self._tracer.closed(), self.session.seeded(), inside:
+            with self._tracer.closed(), self.session.seeded(), kept, inside:
                 return _Trial(find_tensors(module(*args, **kwargs)), choices.made)
         except FAILURES as error:
             return _Trial({}, choices.made, str(error).partition("\n")[0] or type(error).__name__)
@@ -203,12 +242,13 @@ class LowPass(ModuleEvents):
         self.session = session
         self._running: list[Call] = []
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def run(self, arguments: Arguments) -> None:
         """Raises NumericsError: the model does not run in this precision."""
         low = self.session.low
-        args, kwargs = low.convert((args, kwargs), None)
+        args, kwargs = low.convert(copy_arguments(arguments), None)
+        kept = kept_buffers(low.model)
         try:
-            with self.session.seeded(), trace_modules(low.model, self), low.active(self.session.device):
+            with self.session.seeded(), kept as moving, trace_modules(low.model, self), low.active(self.session.device):
                 low.model(*args, **kwargs)
         except FAILURES as error:
             place = str(self._running[-1]) if self._running else "the model"
@@ -218,11 +258,18 @@ class LowPass(ModuleEvents):
                 where=f"mode={low.mode}, in {place}",
                 do="the other mode, or keep this module in fp32" if low.mode == AUTOCAST else f"mode={AUTOCAST}",
             ) from error
+        self.session.moving = moving
 
     def before(self, call: Call, module: nn.Module, arguments: Arguments) -> None:
         """Note what it is given."""
         self._running.append(call)
         self.session.types[call] = types_of(arguments)
+        for path, tensor in find_tensors(arguments).items():
+            self._note_broken((call, f"in{path}"), tensor)
+
+    def _note_broken(self, key: Key, tensor: Tensor) -> None:
+        if tensor.is_floating_point() and not bool((finite := tensor.isfinite()).all()):
+            self.session.broken[key] = ~finite
 
     def after(self, call: Call, module: nn.Module, output: Any) -> None:  # noqa: ANN401 - any output of a module
         """Keep what it gives."""
@@ -232,6 +279,7 @@ class LowPass(ModuleEvents):
                 self.session.choosers.add(call.module)
                 self.session.low_choices[call, path] = tensor.clone()
             elif tensor.is_floating_point():
+                self._note_broken((call, path), tensor)
                 self.session.keep((call, path), tensor)
 
 
@@ -243,12 +291,12 @@ class PerturbedPass(ModuleEvents):
         self.session, self.draw = session, draw
         self._alike = AlikeRows()
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def run(self, arguments: Arguments) -> None:
         """One forward pass."""
         model, perturbation = self.session.reference, self.session.perturbation
         perturbation.restart(self.draw)
-        args, kwargs = perturbation.of((args, kwargs))
-        with self.session.seeded(), perturbation.on_outputs(model), trace_modules(model, self):
+        args, kwargs = perturbation.of(copy_arguments(arguments))
+        with self.session.seeded(), kept_buffers(model), perturbation.on_outputs(model), trace_modules(model, self):
             model(*args, **kwargs)
 
     def after(self, call: Call, module: nn.Module, output: Any) -> None:  # noqa: ANN401 - any output of a module
@@ -268,6 +316,8 @@ class PerturbedPass(ModuleEvents):
 
 
 PRECISIONS = ("bfloat16", "float16")
+# A mask's lowest value of FP32 and its like.
+_MASK = 1e38
 # Perturbed runs; one alone may meet the border between two discrete choices by luck, or miss it.
 DRAWS = 3
 
@@ -281,18 +331,21 @@ def auto_diff(
     mode: str = AUTOCAST,
     low: nn.Module | None = None,
     modules: Sequence[str] = ("*",),
+    limits: DiffLimits | None = None,
     memory_mib: int = 2048,
     seed: int = 0,
 ) -> Diff:
     """Compare a model in low precision with itself in FP32.
 
     Args:
-        model: any; it runs in evaluation mode and is left as it was. Of one in low precision an FP32 copy is made.
-        sample: keyword arguments, or positional ones.
-        precision: bfloat16 or float16.
+        model: any; it runs in evaluation mode and is left as it was, buffers included. Of one in low precision an FP32
+            copy is made.
+        sample: keyword arguments, or positional ones; copied.
+        precision: bfloat16 or float16; "bf16" and "fp16" are the same.
         mode: autocast, or cast: `model.to(precision)`.
         low: with mode=cast, the model in low precision where it is made otherwise (`from_pretrained(dtype=...)`).
-        modules: globs on the names of modules that are compared.
+        modules: globs on the names of modules that are compared, in addition to the model's own output.
+        limits: of errors; None takes the defaults.
         memory_mib: of host memory for outputs that wait.
         seed: of the perturbation.
     Raises:
@@ -308,16 +361,16 @@ def auto_diff(
     with reference_of(model) as reference:
         tensors = chain(reference.parameters(), reference.buffers(), find_tensors(sample).values())
         device = next((tensor.device for tensor in tensors), torch.device("cpu"))
-        args, kwargs = arguments_of(reference, sample, device)
+        arguments = arguments_of(reference, sample, device)
         session = Session(
             reference, LowPrecision(reference, target, mode, low), Perturbation(target, seed), device, wanted,
-            memory_mib * 2**20, Diff(name_of(target), mode),
+            memory_mib * 2**20, Diff(name_of(target), mode, limits or DiffLimits()),
         )  # fmt: skip
         while session.begin_window():
-            LowPass(session).run(args, kwargs)
-            ReferencePass(session).run(args, kwargs)
+            LowPass(session).run(arguments)
+            ReferencePass(session).run(arguments)
             for draw in range(DRAWS):
-                PerturbedPass(session, draw).run(args, kwargs)
+                PerturbedPass(session, draw).run(arguments)
         session.finish()
     session.diff.passes = session.windows * (2 + DRAWS)
     session.diff.seconds = perf_counter() - started
@@ -326,7 +379,7 @@ def auto_diff(
 
 def _select(model: nn.Module, patterns: Sequence[str]) -> frozenset[str]:
     names = [name for name, _ in model.named_modules()]
-    chosen: set[str] = set()
+    chosen = {""}
     for pattern in patterns:
         fitting = fnmatch.filter(names, pattern)
         if not fitting:

@@ -8,9 +8,10 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from instruments.precision.comparison import FORMATS, SEVERE_L2, WARNING_L2, WARNING_RATIO, Distance, Verdict
+from instruments.precision.comparison import FORMATS
 from instruments.precision.findings import Diff, OutputDiff
 from instruments.precision.tensor_analysis import FIRST_OCTAVE, TensorAnalysis
+from instruments.precision.verdict import Distance, Verdict
 
 _COLOURS = {Verdict.OK: "#2b6ca3", Verdict.WARNING: "#d69900", Verdict.SEVERE: "#c62828"}
 _NAMED = 8  # findings whose names fit
@@ -25,9 +26,9 @@ def draw_diff(diff: Diff, path: Path) -> None:
         errors = [_error(getattr(output, name)) for output in diff.outputs]
         floors = [_floor(getattr(output, f"{name}_floor")) for output in diff.outputs]
         verdicts = [getattr(output, f"{name}_verdict") for output in diff.outputs]
-        known = [value for value in (*errors, *floors) if 0 < value < math.inf] or [WARNING_L2]
-        top, bottom = 3 * max(*known, SEVERE_L2), min(known) / 3
-        limits = [WARNING_RATIO * floor for floor in floors]
+        known = [value for value in (*errors, *floors) if 0 < value < math.inf] or [diff.limits.output_warning]
+        top, bottom = 3 * max(*known, diff.limits.output_severe), min(known) / 3
+        limits = [diff.limits.warning_ratio * floor for floor in floors]
         panel.fill_between(places, bottom, limits, color="#e4edf5", linewidth=0, label="as the model itself")
         panel.plot(places, floors, color="#8fb0cc", linewidth=1, label="FP32 off by one unit in the last place")
         shown = [min(max(error, bottom), top) for error in errors]

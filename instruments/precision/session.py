@@ -1,7 +1,7 @@
 """What the runs of one auto_diff share: the model in low precision, outputs that wait, choices that changed."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from jaxtyping import Shaped
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from instruments.errors import ConfigError
 from instruments.precision.calls import Call, ModuleEvents, find_tensors, map_tensors
-from instruments.precision.comparison import Distance, changed_rows, measure_distance, ulp
+from instruments.precision.comparison import changed_rows, measure_distance, ulp
 from instruments.precision.findings import ChoiceDiff, Diff, OutputDiff
+from instruments.precision.verdict import Distance
 
 AUTOCAST, CAST = "autocast", "cast"
 # What a module may raise for a number format that it was not written for.
@@ -46,21 +46,19 @@ class LowPrecision:
             arguments: of the reference's call.
             types: what `types_of` said of the same call; None where there was none: the cast's own format.
         """
-        leaves, spec = tree_flatten(arguments)
-        if types is None or len(types) != len(leaves):
-            types = [self.dtype if self.mode == CAST else None] * len(leaves)
-        return tree_unflatten([_convert(leaf, kind) for leaf, kind in zip(leaves, types, strict=True)], spec)
+        count = len(find_tensors(arguments))
+        if types is None or len(types) != count:
+            types = [self.dtype if self.mode == CAST else None] * count
+        kinds = iter(types)
+        return map_tensors(lambda tensor: _convert(tensor, next(kinds)), arguments)
 
 
 def types_of(arguments: Any) -> list[torch.dtype | None]:  # noqa: ANN401 - any input of a module
     """The number format of every tensor among the arguments of a call, None for what is no floating-point one."""
-    leaves = tree_flatten(arguments)[0]
-    return [leaf.dtype if isinstance(leaf, Tensor) and leaf.is_floating_point() else None for leaf in leaves]
+    return [tensor.dtype if tensor.is_floating_point() else None for tensor in find_tensors(arguments).values()]
 
 
-def _convert(leaf: Any, kind: torch.dtype | None) -> Any:  # noqa: ANN401 - any leaf of the arguments
-    if not isinstance(leaf, Tensor):
-        return leaf
+def _convert(leaf: Tensor, kind: torch.dtype | None) -> Tensor:
     if kind is None or not leaf.is_floating_point():
         return leaf.clone()  # the module may write into it
     # The mask's −3e38 becomes the lowest value, not −inf: rows of it alone would give NaN.
@@ -86,7 +84,7 @@ class Perturbation:
     def __call__(self, values: Shaped[Tensor, "*shape"]) -> Shaped[Tensor, "*shape"]:
         """The values perturbed; integers, and values that are not finite, as they are."""
         if not values.is_floating_point() or not values.numel():
-            return values
+            return values.clone()
         generator = self._generators.get(values.device)
         if generator is None:
             generator = torch.Generator(values.device).manual_seed(self._series)
@@ -115,6 +113,34 @@ class Perturbation:
             for module in model.modules():
                 hooks.callback(module.register_forward_hook(perturb).remove)
             yield
+
+
+@contextmanager
+def kept_buffers(model: nn.Module, prefix: str = "", only: Container[str] | None = None) -> Iterator[set[str]]:
+    """Give buffers back the values and the tensors that they have now; yields a set for the names of those changed.
+
+    Args:
+        model: whose buffers.
+        prefix: the name of `model`, where it is itself a part.
+        only: full names of the buffers that are kept; None: all.
+    """
+    changed: set[str] = set()
+    held = []
+    for module_name, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            full = ".".join(filter(None, (prefix, module_name, name)))
+            if only is None or full in only:
+                now = None if buffer is None else (buffer.clone(), buffer._version)
+                held.append((full, module._buffers, name, buffer, now))
+    try:
+        yield changed
+    finally:
+        for full, owner, name, buffer, now in held:
+            if owner.get(name) is not buffer or (buffer is not None and now is not None and buffer._version != now[1]):
+                changed.add(full)
+                owner[name] = buffer
+                if buffer is not None and now is not None:
+                    buffer.copy_(now[0])
 
 
 Key = tuple[Call, str]
@@ -190,6 +216,8 @@ class Session:
     waiting: dict[Key, Tensor] = field(default_factory=dict)
     types: dict[Call, list[torch.dtype | None]] = field(default_factory=dict)  # of arguments in low precision
     choosers: set[str] = field(default_factory=set)  # modules with integer outputs
+    moving: set[str] = field(default_factory=set)  # buffers that the forward pass changes
+    broken: dict[Key, Tensor] = field(default_factory=dict)  # where low precision has NaN or inf: inputs and outputs
     low_choices: dict[Key, Tensor] = field(default_factory=dict)
     reference_choices: dict[Key, Tensor] = field(default_factory=dict)
     outputs: dict[Key, OutputDiff] = field(default_factory=dict)

@@ -1,9 +1,10 @@
 """What a tensor would lose in low precision: value by value, and when it is added up.
 
 found = analyze_tensor(gradient)
-print(found.verdict("bfloat16"), *found.advice)
+print(found)  # the table and the advice
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -18,7 +19,6 @@ from instruments.precision.calls import Arguments, find_tensors, map_tensors
 from instruments.precision.comparison import (
     FORMATS,
     AxisRange,
-    Verdict,
     axis_ranges,
     find_format,
     long_axes,
@@ -26,8 +26,9 @@ from instruments.precision.comparison import (
     name_of,
     round_to,
     sizes_along,
-    worst,
 )
+from instruments.precision.findings import text_table
+from instruments.precision.verdict import Verdict, worst
 from instruments.training_watch.step_log import plain_json
 
 # Additions one by one that are tried out; of a longer axis the first so many.
@@ -49,18 +50,35 @@ class ReductionLoss:
     pairwise: float  # in a tree, every addition rounded
     fp32: float  # added up in FP32, from the unrounded values
     mean: float  # the sum one by one, divided: overflows as it does
+    torch_sum: (
+        float | None
+    )  # torch.sum of the tensor in the format, which adds in FP32; None where torch has no such sum
     stagnant: float  # share of addends below half a unit in the last place of the sum they meet
     cancellation: float  # Σ|x| / |Σx|: what any error is multiplied by
 
     @property
     def advice(self) -> str:
         """What to do, where a sum in the format is off by more than 1 % and FP32 is ten times better; else nothing."""
-        if not self.one_by_one > WORTH_A_WORD or self.fp32 * 10 > self.one_by_one:
+        if not self._bad(self.one_by_one) and not self._bad(self.torch_sum):
             return ""
         lost = f", {self.stagnant:.0%} of the addends lost" if self.stagnant > WORTH_A_WORD else ""
         tree = f"; in pairs {self.pairwise:.1g}" if self.pairwise < self.one_by_one / 2 else ""
         errors = f"error {self.one_by_one:.1g} → {self.fp32:.1g}"
-        return f"sum over dim {self.axis} in fp32: {errors} ({self.format} one by one{lost}{tree})"
+        return f"sum over dim {self.axis} in fp32: {errors} ({self.format} one by one{lost}{tree}){self._torch_advice}"
+
+    def _bad(self, error: float | None) -> bool:
+        return error is not None and error > WORTH_A_WORD and self.fp32 * 10 <= error
+
+    @property
+    def _torch_advice(self) -> str:
+        """What torch.sum itself does with the tensor in this format."""
+        if self.torch_sum is None:
+            return f"; torch has no sum of {self.format}: convert before"
+        if not self._bad(self.torch_sum):
+            return f"; torch.sum adds in fp32 and rounds once: {self.torch_sum:.1g}, as it is"
+        why = "its result overflows" if self.torch_sum == float("inf") else "its inputs are rounded, and cancel"
+        do = "dtype=torch.float32" if self.torch_sum == float("inf") else "keep them in float32"
+        return f"; torch.sum errs as well, {self.torch_sum:.1g}, as {why}: {do}"
 
 
 def _measure_sums(values: Float[Tensor, "..."], axis: int, target: torch.dtype) -> ReductionLoss:
@@ -78,6 +96,7 @@ def _measure_sums(values: Float[Tensor, "..."], axis: int, target: torch.dtype) 
         pairwise=_error(exact_S, _add_in_pairs(rounded_NS, target)),
         fp32=_error(exact_S, addends_NS.sum(0)),
         mean=_error(exact_S / length, round_to(sums_S / length, target)),
+        torch_sum=_error(exact_S, rounded_NS.to(target).sum(0)) if target.itemsize > 1 else None,
         stagnant=stagnant,
         cancellation=float(addends_NS.double().abs().sum() / exact_S.abs().sum()) if bool(exact_S.any()) else 0.0,
     )  # fmt: skip
@@ -158,6 +177,7 @@ def _drop_small(tensor: Tensor, axis: AxisRange, low: torch.dtype) -> Tensor:
 
 # Shares of the values above 0 in size.
 WARNING_SHARE, SEVERE_SHARE = 0.01, 0.10
+AMAX = "amax"
 
 
 @dataclass(frozen=True)
@@ -165,37 +185,48 @@ class FormatLoss:
     """Shares count values that are finite and not 0."""
 
     format: str
-    underflow: float  # below the smallest normal value: digits are lost
-    flushed: float  # of them, what becomes 0
-    overflow: int  # values beyond the largest one
+    underflow: float  # below the smallest subnormal value: lost
+    flushed: float  # below the smallest normal value: digits are lost, and all of it where subnormals are flushed to 0
+    overflow: int  # values from the largest one and half a unit in its last place on
     normalised_l2: float  # ‖x − x̂‖ / ‖x‖ of those that do not overflow
     max_relative: float  # max|x − x̂| / max|x| of the same
     sqnr_db: float
+    scale: float = 1.0  # the values were multiplied by it first
 
     @property
     def verdict(self) -> Verdict:
-        """Overflow is severe; underflow from a tenth of the values on, and worth a warning from a hundredth."""
-        if self.overflow or self.underflow > SEVERE_SHARE:
+        """By what is lost in IEEE arithmetic: overflow, underflow of many values, or much of the norm."""
+        if self.overflow or self.underflow > SEVERE_SHARE or self.normalised_l2 > SEVERE_SHARE:
             return Verdict.SEVERE
         return Verdict.WARNING if self.underflow > WARNING_SHARE else Verdict.OK
 
 
-def _measure_rounding(values: Float[Tensor, "size"], target: torch.dtype) -> FormatLoss:
-    """Round finite values to the nearest of a format; those that round beyond its largest one overflow."""
-    sizes, limits = values.abs(), torch.finfo(target)
+def _measure_rounding(values: Float[Tensor, "size"], target: torch.dtype, scale: str | None) -> FormatLoss:
+    """Round finite values to the nearest of a format."""
+    limits = torch.finfo(target)
+    largest = float(values.abs().max()) if values.numel() else 0.0
+    factor = limits.max / largest if scale == AMAX and largest else 1.0
+    values = values.double() * factor
+    sizes = values.abs()
     known = max(1, int((sizes > 0).sum()))
-    rounded = round_to(values, target)
-    over = (sizes >= limits.max * (1 + limits.eps / 4)) | ~rounded.isfinite()
-    distance = measure_distance(torch.where(over, 0, values), torch.where(over, 0, rounded))
+    # Whether what is too large becomes inf, NaN or the largest value differs from torch to torch.
+    over = sizes >= limits.max + _half_ulp(target)
+    distance = measure_distance(torch.where(over, 0, values), torch.where(over, 0, round_to(values.float(), target)))
     return FormatLoss(
         name_of(target),
-        underflow=int(((sizes > 0) & (sizes < limits.smallest_normal)).sum()) / known,
-        flushed=int(((sizes > 0) & (rounded == 0)).sum()) / known,
+        underflow=int(((sizes > 0) & (sizes < limits.smallest_normal * limits.eps)).sum()) / known,
+        flushed=int(((sizes > 0) & (sizes < limits.smallest_normal)).sum()) / known,
         overflow=int(over.sum()),
         normalised_l2=distance.normalised_l2,
         max_relative=distance.max_relative,
         sqnr_db=distance.sqnr_db,
+        scale=factor,
     )
+
+
+def _half_ulp(target: torch.dtype) -> float:
+    """Of the largest value."""
+    return math.ldexp(torch.finfo(target).eps, math.frexp(torch.finfo(target).max)[1] - 1) / 2
 
 
 FIRST_OCTAVE, _LAST_OCTAVE = -150, 129  # of the histogram; values outside count in the first or last one
@@ -217,8 +248,12 @@ class TensorAnalysis:
     notes: Sequence[str] = field(default=())
 
     def verdict(self, name: str) -> Verdict:
-        """In this format."""
-        return next(loss.verdict for loss in self.losses if loss.format == name)
+        """In this format; "bf16" is "bfloat16"."""
+        return next(loss.verdict for loss in self.losses if loss.format == name_of(find_format(name)))
+
+    def __str__(self) -> str:
+        """The table and the notes, to read."""
+        return "\n".join([*text_table(COLUMNS, rows_of([self])), *notes_of([self])])
 
     @property
     def advice(self) -> list[str]:
@@ -236,18 +271,28 @@ class TensorAnalysis:
 
 @torch.no_grad()
 def analyze_tensor(
-    tensor: Shaped[Tensor, "..."], formats: Sequence[str | torch.dtype] = tuple(FORMATS), *, name: str = "tensor"
+    tensor: Shaped[Tensor, "..."],
+    formats: Sequence[str | torch.dtype] = tuple(FORMATS),
+    *,
+    target_dtype: str | torch.dtype | None = None,
+    scale: str | None = None,
+    name: str = "tensor",
 ) -> TensorAnalysis:
     """Look at a tensor through number formats.
 
     Args:
         tensor: of floating-point or complex numbers; the latter as pairs along one more axis.
-        formats: bfloat16, float16, float8_e4m3fn, float8_e5m2, the last two where torch has them.
+        formats: bfloat16 (bf16), float16 (fp16), float8_e4m3fn, float8_e5m2.
+        target_dtype: a single format instead.
+        scale: "amax": multiplied first so that the largest value becomes the format's, as FP8 is used; sums are not.
         name: what it is called in reports.
     Raises:
-        ConfigError: a tensor of integers, or an unknown format.
+        ConfigError: a tensor of integers, or an unknown format or scale.
     """
-    targets = [find_format(one, "formats") for one in formats]
+    formats = formats if target_dtype is None else [target_dtype]
+    targets = [find_format(one, "formats" if target_dtype is None else "target_dtype") for one in formats]
+    if scale not in {None, AMAX}:
+        raise ConfigError(f"scale={scale} is no way to scale", where="argument scale", do="scale='amax', or None")
     if not (tensor.is_floating_point() or tensor.is_complex()):
         raise ConfigError(
             f"{name} holds {name_of(tensor.dtype)}, which no floating-point format rounds in use",
@@ -266,15 +311,15 @@ def analyze_tensor(
     places = exponents.clamp(FIRST_OCTAVE, _LAST_OCTAVE) - FIRST_OCTAVE
     return TensorAnalysis(
         name, tuple(tensor.shape), name_of(tensor.dtype), nonfinite, int((values == 0).sum()),
-        [_measure_rounding(clean.flatten(), target) for target in targets],
+        [_measure_rounding(clean.flatten(), target, scale) for target in targets],
         [_measure_sums(clean, axis, target) for target in targets if clean.numel() for axis in long_axes(clean)],
         axis_ranges(clean), torch.bincount(places, minlength=_LAST_OCTAVE - FIRST_OCTAVE + 1).tolist(), notes,
     )  # fmt: skip
 
 
 COLUMNS = (
-    "tensor", "format", "verdict", "underflow", "to zero", "overflow", "L2", "SQNR dB", "sum one by one", "sum fp32",
-    "lost addends",
+    "tensor", "format", "verdict", "underflow", "subnormal", "overflow", "L2", "SQNR dB", "sum one by one", "torch.sum",
+    "sum fp32", "lost addends",
 )  # fmt: skip
 _MOST_NOTES = 8
 
@@ -287,7 +332,10 @@ def rows_of(found: Sequence[TensorAnalysis]) -> list[tuple[str, ...]]:
 def _row(tensor: TensorAnalysis, loss: FormatLoss) -> tuple[str, ...]:
     sums = [one for one in tensor.reductions if one.format == loss.format]
     bad = max(sums, key=lambda one: one.one_by_one, default=None)
-    reduced = (f"{bad.one_by_one:.1g} (dim {bad.axis})", f"{bad.fp32:.1g}", f"{bad.stagnant:.1%}") if bad else ("",) * 3
+    reduced = ("",) * 4
+    if bad:
+        ours = "" if bad.torch_sum is None else f"{bad.torch_sum:.1g}"
+        reduced = (f"{bad.one_by_one:.1g} (dim {bad.axis})", ours, f"{bad.fp32:.1g}", f"{bad.stagnant:.1%}")
     return (
         tensor.name, loss.format, str(loss.verdict), f"{loss.underflow:.2%}", f"{loss.flushed:.2%}",
         f"{loss.overflow:,}", f"{loss.normalised_l2:.2g}", f"{loss.sqnr_db:.1f}", *reduced,

@@ -1,31 +1,48 @@
 """Watch a model while it is trained.
 
-    with watch_model(model, log="watch.jsonl") as watch:
+    watch_model(model, log="watch.jsonl")  # before the loop, and nothing else
+
+Gradients are taken at the end of each backward pass, before they are clipped, and judged when a torch optimizer that
+has parameters of the model takes its step; with a GradScaler, when `unscale_` is done with them. Where the loop knows
+more, it says so:
+
+    with watch_model(model) as watch:
         for batch in batches:
             loss = model(**batch).loss
             loss.backward()
-            watch.step(loss)  # before gradients are clipped
+            watch.step(loss)  # instead of following optimizers: before gradients are clipped
             optimizer.step()
             optimizer.zero_grad()
-
-With `optimizer=` there is no `watch.step`: gradients are looked at when `scaler.unscale_` is done with them, or else
-when the optimizer takes its step, after clipping.
 """
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from instruments.errors import ConfigError
-from instruments.training_watch.step_log import SEVERE, StepLog, StepReport, WatchConfig, logger
-from instruments.training_watch.verdict import Measurement, find_trainable
+from instruments.precision.calls import find_tensors, in_backward
+from instruments.training_watch.measurement import Measurement, find_trainable, gradient_norms, logger
+from instruments.training_watch.step_log import SEVERE, StepLog, StepReport, WatchConfig
 
 if TYPE_CHECKING:
     from instruments.tensor_dump.tensor_dump import TensorDump
+
+_unscale = GradScaler.unscale_
+_following: "weakref.WeakSet[ModelWatch]" = weakref.WeakSet()
+
+
+def _unscale_and_look(scaler: GradScaler, optimizer: Optimizer) -> None:
+    """In place of GradScaler.unscale_: its step() skips the optimizer where gradients are not finite."""
+    _unscale(scaler, optimizer)
+    for watch in list(_following):
+        watch.look_unscaled(scaler, optimizer)
 
 
 class ModelWatch:
@@ -49,15 +66,32 @@ class ModelWatch:
         self.measurement = Measurement(model, find_trainable(model, optimizer), config)
         self._log = StepLog(log, config)
         self._loss: Tensor | float | None = None
-        self._unscaled = False  # in this step, by the scaler
-        self._undo: list[Callable[[], None]] = [handle.remove for handle in self.measurement.handles]
-        if optimizer is not None:
-            self._follow(optimizer)
+        self._by_hand = False  # step() is called: nothing else says when a step is
+        self._stepped = False  # an optimizer has been seen
+        self._unscaled: set[int] = set()  # optimizers whose gradients have been looked at, by id
+        self._awaited = False  # the end of this backward pass
+        # Norms at the end of the last backward pass, and what tells whether the gradients are still the same.
+        self._held: tuple[Tensor, list[tuple[int, int]]] | None = None
+        ours = weakref.ref(self)  # optimizers outlive models
+
+        def before_step(stepping: Optimizer, *_: Any) -> None:  # noqa: ANN401 - the signature of the hook
+            if (watch := ours()) is not None:
+                watch.look_before_step(stepping)
+
+        handles = [
+            *self.measurement.handles,
+            model.register_forward_pre_hook(self._begin),
+            model.register_forward_hook(self._end),
+            register_optimizer_step_pre_hook(before_step),
+        ]
+        self._undo: list[Callable[[], None]] = [handle.remove for handle in handles]
+        _following.add(self)
+        GradScaler.unscale_ = _unscale_and_look  # type: ignore[method-assign, assignment]
         if dump is not None:
             dump.__enter__()
 
     def note_loss(self, loss: Tensor | float) -> None:
-        """The loss of this step, where `optimizer=` says when the step is."""
+        """The loss of this step, where `step` is not called; a `loss` among the model's outputs is noted by itself."""
         if isinstance(loss, Tensor) and loss.numel() != 1:
             raise ConfigError(
                 f"a loss of shape {tuple(loss.shape)} is no single number", where="watch_model", do="loss.mean()"
@@ -72,13 +106,15 @@ class ModelWatch:
                 where="watch_model(optimizer=...)",
                 do="watch.note_loss(loss), or leave out optimizer=",
             )
+        self._by_hand = True
         if loss is not None:
             self.note_loss(loss)
-        return self._measure()
+        scaler = self.scaler
+        return self._measure(None if scaler is None else scaler.scale(torch.ones((), device=self.measurement.device)))
 
-    def _measure(self, factor: Tensor | None = None) -> StepReport:
-        report = self.measurement.read(self.next_step, self._loss, self.scaler, factor)
-        self.last, self._loss = report, None
+    def _measure(self, scale: Tensor | None = None, **how: Any) -> StepReport:  # noqa: ANN401 - of Measurement.read
+        report = self.measurement.read(self.next_step, self._loss, scale, **how)
+        self.last, self._loss, self._held = report, None, None
         self.next_step += 1
         self._log.write(report)
         if self.dump is not None:
@@ -86,37 +122,87 @@ class ModelWatch:
             self.dump.step(float("nan") if bad else 0.0)
         return report
 
-    def _follow(self, optimizer: Optimizer) -> None:
-        inner: Any = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
-        self._undo.append(inner.register_step_pre_hook(self._before_step).remove)
-        if self.scaler is None:
+    def _begin(self, *_: Any) -> None:  # noqa: ANN401 - the signature of the hook
+        """A forward pass: gradients that no optimizer has used, and that are gone, were a step by hand."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or in_backward():
             return
-        scaler: Any = self.scaler
-        unscale = scaler.unscale_
+        self.measurement.calls.clear()
+        if self._held is not None and not self._stepped and self._held[1] != self._gradients():
+            self._measure(norms_P=self._held[0])
 
-        def unscale_and_look(asked: Optimizer) -> None:
-            unscale(asked)
-            if asked is inner or asked is optimizer:
-                self._unscaled = True
-                self._measure()
+    def _end(self, _model: nn.Module, _inputs: Any, output: Any) -> None:  # noqa: ANN401 - any output of a model
+        """Its outputs' gradients announce a backward pass."""
+        if torch.compiler.is_compiling() or self._by_hand or not torch.is_grad_enabled() or in_backward():
+            return
+        loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            self.note_loss(loss)
+        for tensor in find_tensors(output).values():
+            if tensor.requires_grad:
+                tensor.register_hook(self._await_backward)
 
-        # scaler.step() skips the optimizer where gradients are not finite: its hook alone would miss them.
-        scaler.unscale_ = unscale_and_look
-        self._undo.append(lambda: delattr(scaler, "unscale_"))
+    def _await_backward(self, _grad: Tensor) -> None:
+        if not self._awaited:
+            self._awaited = True
+            queue = torch.autograd.Variable._execution_engine.queue_callback
+            # Behind what DistributedDataParallel does at the end of a backward pass.
+            queue(lambda: queue(self._hold))
 
-    def _before_step(self, optimizer: Any, *_: Any) -> None:  # noqa: ANN401 - the signature of the hook
-        if self._unscaled:
-            self._unscaled = False
+    @torch.no_grad()
+    def _hold(self) -> None:
+        self._awaited = False
+        if not self._by_hand and self.scaler is None and self.measurement.parameters:
+            self._held = gradient_norms([*self.measurement.parameters.values()]), self._gradients()
+
+    def _gradients(self) -> list[tuple[int, int]]:
+        grads = [parameter.grad for parameter in self.measurement.parameters.values()]
+        return [(0, 0) if grad is None else (id(grad), grad._version) for grad in grads]
+
+    def _names_of(self, optimizer: Any) -> set[str]:  # noqa: ANN401 - or what wraps one
+        """Its parameters among ours; none of an optimizer that is not to be followed."""
+        followed = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate wraps it
+        if self._by_hand or (followed is not None and getattr(optimizer, "optimizer", optimizer) is not followed):
+            return set()
+        asked = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return {name for name, parameter in self.measurement.parameters.items() if id(parameter) in asked}
+
+    def look_unscaled(self, scaler: GradScaler, optimizer: Optimizer) -> None:
+        """GradScaler.unscale_ is done with this optimizer's gradients."""
+        if scaler.is_enabled() and (names := self._names_of(optimizer)):
+            self.scaler, self._stepped = scaler, True
+            self._unscaled.add(id(getattr(optimizer, "optimizer", optimizer)))
+            self._measure(scaler.scale(torch.ones((), device=self.measurement.device)), only=names)
+
+    def look_before_step(self, optimizer: Optimizer) -> None:
+        """The optimizer is about to take its step; gradients may have been clipped since the backward pass."""
+        if not (names := self._names_of(optimizer)) or id(optimizer) in self._unscaled:
+            self._unscaled.discard(id(optimizer))
+            return
+        self._stepped = True
+        if in_backward():  # an optimizer for each parameter, as soon as it has a gradient
+            self.measurement.note_gradients(names)
             return
         # Fused optimizers unscale inside of their step.
         scale = getattr(optimizer, "grad_scale", None)
-        self._measure(None if scale is None else 1 / scale)
+        held, given = self._held, [parameter.grad is not None for parameter in self.measurement.parameters.values()]
+        usable = held is not None and [place != (0, 0) for place in held[1]] == given
+        norms_P = held[0] if held is not None and usable and scale is None else None
+        self._measure(scale, scaled=scale is not None, norms_P=norms_P, only=names)
 
     def remove(self) -> None:
-        """Take all hooks off; what was found stays."""
+        """Take all hooks off; what was found stays. Gradients that nothing has used so far are judged."""
+        if not self._undo:
+            return
+        if self._held is not None and not self._stepped and not self._by_hand:
+            self._measure(norms_P=self._held[0])
         for undo in self._undo:
             undo()
         self._undo = []
+        _following.discard(self)
+        if not _following:
+            GradScaler.unscale_ = _unscale  # type: ignore[method-assign]
+        for anomaly in self.measurement.name_without_gradient(1):
+            logger.warning("step %d: %s", self.next_step - 1, anomaly.message)
 
     def __enter__(self) -> "ModelWatch":
         """The hooks are there already."""
@@ -144,9 +230,8 @@ def watch_model(
 
     Args:
         model: any; frozen parameters are left out, tied ones counted once.
-        optimizer: looked at by itself whenever it takes a step; of its parameters only those of the model. None: call
-            `step(loss)`.
-        scaler: whose scale is judged, too.
+        optimizer: the only one that is followed. None: all that have parameters of the model, until `step` is called.
+        scaler: whose scale is judged, too; that of an optimizer that is followed need not be given.
         config: thresholds.
         log: file of JSON lines, one a step.
         dump: folder for the tensors of the last steps before one that is not finite, as `instruments.tensor_dump`

@@ -23,7 +23,9 @@ NOTE, WARNING, SEVERE = "note", "warning", "severe"
 class Anomaly:
     """One finding of one step."""
 
-    kind: str  # not_finite, skipped, vanishing, exploding, dead_layer, near_limit, loss_scale, falling_scale
+    # not_finite, skipped, vanishing, exploding, dead_layer, near_limit, no_gradient, clipped, outputs_unseen,
+    # loss_scale, falling_scale
+    kind: str
     severity: str
     message: str
     where: tuple[str, ...] = ()  # modules, the first or worst one first
@@ -40,17 +42,23 @@ class StepReport:
     layers: Mapping[str, float]  # gradient norm by module, in the order they run
     largest_output: tuple[str, float] | None  # module, value
     anomalies: tuple[Anomaly, ...]
+    outputs: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # least and largest value by module
+    scale_rises: int = 0  # of the loss scale, so far
+    scale_falls: int = 0
 
     def record(self, *, layers: bool) -> dict[str, object]:
-        """For JSON; without the layers where they are not asked for and nothing was found."""
-        output = self.largest_output
+        """For JSON; without layers and outputs where they are not asked for and nothing was found."""
+        output, scaled = self.largest_output, self.loss_scale is not None
         facts = {
             "step": self.step,
             "gradient_norm": self.gradient_norm,
             "loss": self.loss,
             "loss_scale": self.loss_scale,
+            "loss_scale_rises": self.scale_rises if scaled else None,
+            "loss_scale_falls": self.scale_falls if scaled else None,
             "largest_output": None if output is None else {"module": output[0], "value": output[1]},
             "layers": self.layers if layers or self.anomalies else None,
+            "outputs": self.outputs if self.outputs and (layers or self.anomalies) else None,
             "anomalies": [vars(anomaly) for anomaly in self.anomalies],
         }
         return {name: plain_json(fact) for name, fact in facts.items() if fact is not None}
@@ -71,10 +79,15 @@ class WatchConfig:
 
     # L2 norm below which a layer's gradient, or that of all layers together, vanishes ...
     vanishing: float = field(default=1e-6, metadata={"minimum": 0})
-    # ... and above which it explodes; before clipping, after unscaling.
+    # ... and above which it explodes, if it is also this many times the usual one; before clipping, after unscaling.
     exploding: float = field(default=100.0, metadata={"above": 0})
-    # A layer is dead whose gradient norm is no more than this share of the median layer's.
+    growth: float = field(default=10.0, metadata={"minimum": 1})
+    # A layer is dead whose gradient norm is no more than this share of the median layer's ...
     dead: float = field(default=1e-6, metadata={"minimum": 0, "maximum": 1})
+    # ... and does not rise, for so many steps in a row.
+    dead_steps: int = field(default=3, metadata={"minimum": 1})
+    # Steps after which parameters are named that have never got a gradient.
+    gradient_steps: int = field(default=3, metadata={"minimum": 1})
     # Look at the outputs of modules: where the first NaN or inf is, how close values are to the end of their format.
     activations: bool = True
     # Share of the largest number of an output's format (float16: 65504) above which its values are too close to it.
@@ -196,6 +209,9 @@ def describe(lines: Sequence[Mapping[str, Any]]) -> str:
     for kind, count in Counter(kind for _step, kind, _message in found).items():
         step, message = next((step, message) for step, other, message in found if other == kind)
         text += f"{kind} ({count:,} times), first at step {step}: {message}\n"
+    scaled = [line for line in lines if "loss_scale_falls" in line]
+    if scaled:
+        text += f"loss scale: {scaled[-1]['loss_scale_rises']} rises, {scaled[-1]['loss_scale_falls']} falls\n"
     return text
 
 

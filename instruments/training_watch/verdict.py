@@ -1,84 +1,45 @@
-"""From the numbers of a step to what is wrong with it."""
+"""From the numbers of a step, and of the steps before, to what is wrong with it.
 
-import logging
+finding         an example                                            what is none
+not_finite      first NaN or inf of an output, the loss, a gradient   a step that a GradScaler skips (skipped, a note)
+vanishing       norm, or that of the first layers, below 1e-6         queries and keys of a new model (a note)
+exploding       above 100, and 10 times the usual norm                a loss summed over the batch
+dead_layer      1e-6 of the median layer's, three steps in a row      LoRA, residual branches that start at zero
+no_gradient     detached, or never called; named once                 experts without a token so far
+clipped         watch.step() behind clip_grad_norm_                   the same batch again
+outputs_unseen  torch.compile; gradients are watched                  a part that was not called
+near_limit      above half of float16's 65504                         the same values in bfloat16
+loss_scale      below 128                                             128 and above
+falling_scale   five falls in a row                                   a scaler in search of its scale
+"""
+
 import math
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise, takewhile
 from statistics import median
-from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
-from instruments.errors import ConfigError, some
-from instruments.precision.calls import in_backward
-from instruments.training_watch.step_log import NOTE, SEVERE, WARNING, Anomaly, StepReport, WatchConfig
-
-MISSING = -1.0  # the norm of a gradient that is not there
-_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "module.")
-
-
-@torch.no_grad()
-def gradient_norms(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """L2 norm of each of P parameters' gradients, `MISSING` where there is none, on the first one's device.
-
-    Nothing waits for the device. Shards of a DTensor are added up over the processes that hold them; all of them have
-    to call. Numerics: fp32 sums of squares, which overflow for finite gradients above 1e19.
-    """
-    device = parameters[0].device
-    norms_P = torch.full((len(parameters),), MISSING, device=device)
-    groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = defaultdict(list)
-    for place, parameter in enumerate(parameters):
-        if parameter.grad is not None:
-            values = _local(parameter.grad)
-            groups[values.device, values.dtype].append((place, values))
-    for group in groups.values():
-        found = torch._foreach_norm([grad for _place, grad in group], 2, dtype=torch.float32)
-        norms_P[[place for place, _grad in group]] = torch.stack(found).to(device)
-    return _add_shards(parameters, norms_P)
-
-
-def _local(grad: Tensor) -> Tensor:
-    values = grad.to_local() if isinstance(grad, DTensor) else grad
-    # Rows that occur several times count as their sum.
-    return values.coalesce().values() if values.is_sparse else values
-
-
-def _add_shards(parameters: Sequence[nn.Parameter], norms_P: Tensor) -> Tensor:
-    meshes = defaultdict(list)
-    for place, parameter in enumerate(parameters):
-        if isinstance(parameter, DTensor) and any(part.is_shard() for part in parameter.placements):
-            for number, part in enumerate(parameter.placements):
-                if part.is_shard():
-                    meshes[parameter.device_mesh, number].append(place)
-    for (mesh, number), places in meshes.items():
-        mine = norms_P[places]
-        squares = torch.stack([mine.clamp_min(0).square(), (mine != MISSING).float()])
-        torch.distributed.all_reduce(squares, group=mesh.get_group(number))
-        norms_P[places] = torch.where(squares[1] > 0, squares[0].sqrt(), MISSING)
-    return norms_P
-
-
-def layer_of(name: str) -> str:
-    """The module that owns a parameter, without the names that wrappers put before it."""
-    for wrapper in _WRAPPERS:
-        name = name.removeprefix(wrapper) if wrapper == "module." else name.replace(wrapper, "")
-    return name.rpartition(".")[0] or name
+from instruments.errors import some
+from instruments.training_watch.step_log import NOTE, SEVERE, WARNING, Anomaly, WatchConfig
 
 
 @dataclass(frozen=True)
 class Output:
-    """Of a module: the largest absolute value, in which format; NaN where it holds any."""
+    """Of a module: the least and the largest value, in which format; NaN where it holds any."""
 
     module: str
     dtype: torch.dtype
-    value: float
+    low: float
+    high: float
+
+    @property
+    def value(self) -> float:
+        """The largest absolute value."""
+        return math.nan if math.isnan(self.low) else max(-self.low, self.high)
 
     @property
     def format(self) -> str:
@@ -117,30 +78,95 @@ def judge_finiteness(
     return [Anomaly("not_finite", SEVERE, f"{what}{_finite_outputs(outputs)}", tuple(backwards))]
 
 
-def judge_norms(layers: Mapping[str, float], config: WatchConfig) -> list[Anomaly]:
-    """Gradients that vanish or explode, and layers that get none while the others do."""
+# Steps whose gradient norms are remembered, and those that say what is usual.
+_WINDOW, _USUAL, _LEAST = 100, 5, 3
+
+
+@dataclass
+class History:
+    """What the judgement of a step needs to know of the steps before."""
+
+    totals: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))  # gradient norms
+    previous: Mapping[str, float] = field(default_factory=dict)  # norms by layer, of the step before
+    low: dict[str, tuple[int, float]] = field(default_factory=dict)  # layer → steps in a row, norm in the first
+    alike: int = 0  # steps in a row with the same norm of other layers
+    clipped: bool = False  # it has been said
+
+    def usual(self) -> float:
+        """Norm that no trend has left: the lower of the first and of the latest steps' medians."""
+        seen = [*self.totals]
+        return min(median(seen[:_USUAL]), median(seen[-4 * _USUAL :])) if len(seen) >= _LEAST else math.inf
+
+
+def judge_norms(
+    layers: Mapping[str, float], config: WatchConfig, history: History, idle: Collection[str] = ()
+) -> list[Anomaly]:
+    """Gradients that vanish or grow, and layers that get none while the others do.
+
+    A layer is judged after some steps in a row: behind a projection that starts at zero (LoRA, residual branches) the
+    first gradient is zero, and then rises. A large norm alone is no fault, as it may be that of a summed loss.
+
+    Args:
+        layers: norms.
+        config: thresholds.
+        history: of the steps before; this step is added.
+        idle: layers that did not run in this step, as experts without a token.
+    """
     if not layers:
         return []
     total, typical = math.hypot(*layers.values()), median(layers.values())
+    dead = {name for name, norm in layers.items() if 0 < typical < math.inf and norm <= config.dead * typical}
+    low = dead | {name for name, norm in layers.items() if norm < config.vanishing}
+    lasting = _lasting(layers, low.difference(idle), history, config)
     found = []
-    dead = [name for name, norm in layers.items() if norm <= config.dead * typical] if 0 < typical < math.inf else []
-    low = [name for name, norm in layers.items() if norm < config.vanishing and name not in dead]
-    high = sorted((name for name in layers if layers[name] > config.exploding), key=lambda name: -layers[name])
-    if dead:
-        what = f"no gradient to speak of in {some(dead, 3, ', ')}: at most {config.dead:g} of the median layer's "
-        what += f"{typical:.2g}"
-        found.append(Anomaly("dead_layer", WARNING, what, tuple(dead)))
+    if names := [name for name in lasting if name in dead]:
+        what = f"no gradient to speak of in {some(names, 3, ', ')}: at most {config.dead:g} of the median layer's "
+        what += f"{typical:.2g}, {config.dead_steps} steps in a row"
+        found.append(Anomaly("dead_layer", WARNING, what, tuple(names)))
     if total < config.vanishing:
         what = f"the gradient vanishes: its norm is {total:.2g}, below {config.vanishing:g}"
         found.append(Anomaly("vanishing", SEVERE, what))
-    elif low:
-        what = f"gradient norms below {config.vanishing:g}: {_with_norms(low, layers)}"
-        found.append(Anomaly("vanishing", WARNING, what, tuple(low)))
-    if total > config.exploding:
+    elif names := [name for name in lasting if name not in dead]:
+        what = f"gradient norms below {config.vanishing:g}: {_with_norms(names, layers)}"
+        # On its way back to the first layer, or in some on the side, as queries and keys of a new model.
+        severity = WARNING if names[0] == next(iter(layers)) else NOTE
+        found.append(Anomaly("vanishing", severity, what, tuple(names)))
+    usual = history.usual()
+    if total > config.exploding and (total > config.growth * usual or total == math.inf):
+        high = sorted((name for name in layers if layers[name] > config.exploding), key=lambda name: -layers[name])
         high = high or [max(layers, key=lambda name: layers[name])]
-        what = f"the gradient explodes: its norm is {total:.3g}, above {config.exploding:g}"
+        before = f" and {total / usual:.3g} times the usual {usual:.3g}" if usual < math.inf else ""
+        what = f"the gradient explodes: its norm is {total:.3g}, above {config.exploding:g}{before}"
         found.append(Anomaly("exploding", WARNING, f"{what}; largest: {_with_norms(high, layers)}", tuple(high)))
+    found += _clipping(total, layers, history)
+    history.totals.append(total)
+    history.previous = dict(layers)
     return found
+
+
+def _lasting(layers: Mapping[str, float], low: Collection[str], history: History, config: WatchConfig) -> list[str]:
+    """Layers whose norm has been low for some steps without rising."""
+    runs = {}
+    for name in low:
+        count, first = history.low.get(name, (0, layers[name]))
+        runs[name] = (1, layers[name]) if layers[name] > 2 * first else (count + 1, first)
+    history.low = runs
+    return [name for name in layers if name in runs and runs[name][0] >= config.dead_steps]
+
+
+def _clipping(total: float, layers: Mapping[str, float], history: History) -> list[Anomaly]:
+    """Whether gradients were clipped before they were looked at: the same norm, made by other layers each time."""
+    last = history.totals[-1] if history.totals else math.nan
+    moved = any(abs(norm - history.previous.get(name, norm)) > 1e-3 * norm for name, norm in layers.items())
+    history.alike = history.alike + 1 if abs(total - last) <= 1e-5 * total and moved else 0
+    if history.clipped or history.alike < _LEAST - 1:
+        return []
+    history.clipped = True
+    what = (
+        f"the gradient norm is {total:.4g} in {_LEAST} steps, whatever the layers' are: gradients are clipped before "
+    )
+    what += "they are looked at, which hides explosions; call watch.step(loss) before clip_grad_norm_"
+    return [Anomaly("clipped", WARNING, what)]
 
 
 def judge_range(outputs: Sequence[Output], config: WatchConfig) -> list[Anomaly]:
@@ -199,109 +225,3 @@ def check_loss_scale(
         what = f"the loss scale fell {falls} steps in a row, to {scale:g}: something overflows at every scale"
         found.append(Anomaly("falling_scale", WARNING, what))
     return found
-
-
-logger = logging.getLogger(__name__)
-
-
-def find_trainable(model: nn.Module, optimizer: Optimizer | None) -> dict[str, nn.Parameter]:
-    """Parameters that ask for a gradient, by name; with an optimizer, those it has."""
-    own = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    if optimizer is None:
-        return own
-    asked = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    strangers = len(asked - {id(parameter) for parameter in own.values()})
-    if strangers:
-        logger.warning("%d parameters of the optimizer are none that the model trains: not watched", strangers)
-    return {name: parameter for name, parameter in own.items() if id(parameter) in asked}
-
-
-class Measurement:
-    """Hooks on the modules that have no others inside, and the loss scales so far."""
-
-    def __init__(self, model: nn.Module, trainable: dict[str, nn.Parameter], config: WatchConfig) -> None:
-        """Put the hooks on, where outputs are wanted. Raises ConfigError."""
-        if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
-            raise ConfigError(
-                "the model is sharded by FullyShardedDataParallel, whose flat parameters hide the layers",
-                where="watch_model",
-                do="shard with torch.distributed.fsdp.fully_shard, or watch the model without sharding",
-            )
-        self.config, self.parameters = config, trainable
-        self.device = next((p.device for p in [*trainable.values(), *model.parameters()]), torch.device("cpu"))
-        self.peaks: list[tuple[str, torch.dtype, Tensor]] = []  # of outputs since the last `read`, on their devices
-        leaves = [(name, module) for name, module in model.named_modules() if next(module.children(), None) is None]
-        self.handles = [
-            module.register_forward_hook(self._hook(layer_of(f"{name}.") if name else type(module).__name__))
-            for name, module in (leaves if config.activations else [])
-        ]
-        self.scales: list[float] = []
-        self._order: dict[str, int] = {}  # of modules, as they first ran
-
-    def _hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def look(_module: nn.Module, _inputs: Any, output: Any) -> None:  # noqa: ANN401 - any output of a module
-            # Not held-out text, nor what is computed once more in the backward pass.
-            if torch.is_grad_enabled() and not in_backward():
-                for part in tree_leaves(output):
-                    if isinstance(part, Tensor) and part.is_floating_point() and part.numel() and not part.is_sparse:
-                        low, high = torch.aminmax(part.detach())  # one pass that copies nothing
-                        self.peaks.append((name, part.dtype, torch.maximum(-low, high).float()))
-
-        return look
-
-    @torch.no_grad()
-    def read(
-        self, step: int, loss: Tensor | float | None, scaler: GradScaler | None, factor: Tensor | None
-    ) -> StepReport:
-        """The report of a step, whose gradients are to be multiplied by `factor`; one transfer from the device."""
-        peaks, self.peaks = self.peaks, []
-        norms_P = gradient_norms(list(self.parameters.values())) if self.parameters else torch.zeros(0)
-        scale = scaler.scale(torch.ones((), device=self.device)) if scaler is not None else None
-        singles = [torch.as_tensor(math.nan if one is None else one) for one in (loss, scale, factor)]
-        parts = [norms_P, *singles, *(value for _name, _dtype, value in peaks)]
-        numbers = torch.cat([part.detach().float().reshape(-1).to(self.device) for part in parts]).tolist()
-        count = len(self.parameters)
-        loss_value, scale_value, factor_value = numbers[count : count + 3]
-        known = None if loss is None else loss_value
-        outputs = [
-            Output(name, dtype, value) for (name, dtype, _), value in zip(peaks, numbers[count + 3 :], strict=True)
-        ]
-        layers, lost = self._by_layer(numbers[:count], 1.0 if factor is None else factor_value, outputs)
-        found = judge_finiteness(known, lost, outputs, scaled=scaler is not None)
-        if not lost:  # gradients that are not finite have no norms to judge
-            found += judge_norms(layers, self.config)
-        found += judge_range(outputs, self.config)
-        if scaler is not None:
-            found += check_loss_scale(scale_value, self.scales, self.config)
-            self.scales = [*self.scales[-self.config.falls :], scale_value]
-        largest = max(outputs, key=lambda output: (math.isnan(output.value), output.value), default=None)
-        return StepReport(
-            step, known, math.hypot(*layers.values()), None if scaler is None else scale_value, layers,
-            None if largest is None else (largest.module, largest.value), tuple(found),
-        )  # fmt: skip
-
-    def _by_layer(
-        self, norms: list[float], factor: float, outputs: Sequence[Output]
-    ) -> tuple[dict[str, float], list[str]]:
-        """Norms of layers that have a gradient, in the order they run; and those that hold NaN or inf."""
-        if not self._order:
-            self._order = {name: place for place, name in enumerate(dict.fromkeys(one.module for one in outputs))}
-        squares: dict[str, float] = defaultdict(float)
-        lost = set()
-        for (name, parameter), norm in zip(self.parameters.items(), norms, strict=True):
-            layer = layer_of(name)
-            if norm >= 0 or math.isnan(norm):
-                squares[layer] += (norm * factor) ** 2
-            if not math.isfinite(norm) and not _is_finite(parameter):
-                lost.add(layer)
-        last = len(self._order)
-        # Those whose outputs are not seen (they have modules inside) stay where the model names them: at the end.
-        ordered = sorted(squares, key=lambda layer: self._order.get(layer, last))
-        return {layer: math.sqrt(squares[layer]) for layer in ordered}, [layer for layer in ordered if layer in lost]
-
-
-def _is_finite(parameter: nn.Parameter) -> bool:
-    """Whether only the norm overflowed."""
-    assert parameter.grad is not None, "it had a norm"
-    values = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
-    return bool(values.isfinite().all())

@@ -1,21 +1,20 @@
 """check=analyze_tensor: what tensors of a file, or activations of the model, would lose in low precision."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from pickle import UnpicklingError  # noqa: TID251 - only the error
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from instruments.errors import ConfigError, DataError, UserError
+from instruments.errors import ConfigError, DataError
+from instruments.precision import tensor_file
 from instruments.precision.calls import Call, ModuleEvents, find_tensors, trace_modules
 from instruments.precision.plot import draw_tensor
 from instruments.precision.tensor_analysis import COLUMNS, analyze_tensor, notes_of, rows_of, to_json
-from instruments.safetensors_header import read_header
+from instruments.precision.tensor_file import flatten_tensors
 from stages.artifacts.job import Table
 from stages.diagnose.subject import Request, load_model, load_sample
 
@@ -57,7 +56,7 @@ def read_tensors(path: Path, patterns: Sequence[str]) -> dict[str, Tensor]:
     Raises:
         DataError: it cannot be read, or holds no such tensor.
     """
-    found = _read(path)
+    found = dict(flatten_tensors(tensor_file.read_tensors(path)))
     chosen = {name: one for name, one in found.items() if any(fnmatchcase(name, glob) for glob in patterns)}
     if not chosen:
         raise DataError(
@@ -66,36 +65,6 @@ def read_tensors(path: Path, patterns: Sequence[str]) -> dict[str, Tensor]:
             do=f"diagnose.analyze_tensor.tensors=['{next(iter(found), '*')}']",
         )
     return chosen
-
-
-def _read(path: Path) -> dict[str, Tensor]:
-    try:
-        if path.suffix == ".safetensors":
-            read_header(path)
-            return dict(load_file(path))
-        # Tensors and plain containers, nothing that runs code.
-        held = torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251
-        return dict(_flatten(held, ""))
-    except UserError:
-        raise
-    except UnpicklingError as error:
-        # torch's own text goes on to advise weights_only=False, which would run what the file says.
-        raise _unreadable(path, "it holds more than tensors, and opening that can run any code") from error
-    except Exception as error:  # torch's reader fails at a foreign file in many ways
-        raise _unreadable(path, str(error).strip().partition("\n")[0][:200] or type(error).__name__) from error
-
-
-def _unreadable(path: Path, reason: str) -> DataError:
-    do = "give a .safetensors file, or a .pt file of tensors alone"
-    return DataError(f"no tensors can be read: {reason}", where=str(path), do=do)
-
-
-def _flatten(held: Any, name: str) -> Iterator[tuple[str, Tensor]]:  # noqa: ANN401 - whatever the file holds
-    if isinstance(held, Tensor):
-        yield name or "tensor", held
-    elif isinstance(held, Mapping | list | tuple):
-        for key, item in held.items() if isinstance(held, Mapping) else enumerate(held):
-            yield from _flatten(item, f"{name}.{key}".lstrip("."))
 
 
 _MOST_PICTURES = 12
@@ -108,7 +77,8 @@ def analyze_tensors(request: Request) -> Table:
     found, notes = [], []
     for name, tensor in tensors.items():
         if tensor.is_floating_point() or tensor.is_complex():
-            found.append(analyze_tensor(tensor, asked.formats, name=name))
+            scale = None if asked.scale == "none" else asked.scale
+            found.append(analyze_tensor(tensor, asked.formats, scale=scale, name=name))
         else:
             notes.append(f"{name} holds {str(tensor.dtype).removeprefix('torch.')}: not analysed")
     (request.job.out / "analyze_tensor.json").write_text(json.dumps(to_json(found), indent=1) + "\n")

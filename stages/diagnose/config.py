@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from instruments.precision.verdict import DiffLimits
 from instruments.training_watch.step_log import WatchConfig
 
 VERSION = 1
@@ -13,13 +14,15 @@ class AutoDiffConfig:
     """FP32 against low precision, module by module."""
 
     # The low precision: bfloat16 or float16.
-    precision: str = field(default="bfloat16", metadata={"choices": ("bfloat16", "float16")})
+    precision: str = field(default="bfloat16", metadata={"choices": ("bfloat16", "float16", "bf16", "fp16")})
     # autocast: fp32 weights under torch.autocast; cast: the weights loaded in the low precision, too.
     mode: str = field(default="autocast", metadata={"choices": ("autocast", "cast")})
     # Modules that are compared, by glob on their names, as in ["*.layers.3.*"].
     modules: list[str] = field(default_factory=lambda: ["*"])
     # MiB of host memory for outputs that wait to be compared; where they need more, the model runs several times.
     memory_mib: int = field(default=2048, metadata={"minimum": 1})
+    # What errors are held to.
+    limits: DiffLimits = field(default_factory=DiffLimits)
 
 
 @dataclass
@@ -35,8 +38,10 @@ class AnalyzeTensorConfig:
     # The formats: bfloat16, float16, float8_e4m3fn, float8_e5m2.
     formats: list[str] = field(
         default_factory=lambda: ["bfloat16", "float16"],
-        metadata={"choices": ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")},
+        metadata={"choices": ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "bf16", "fp16")},
     )
+    # none, or amax: each tensor is scaled first, so that its largest value becomes the format's.
+    scale: str = field(default="none", metadata={"choices": ("none", "amax")})
 
 
 @dataclass
@@ -56,7 +61,9 @@ class WatchStageConfig:
     # Passes, each over one sequence of calibration text, cut to `tokens`.
     steps: int = field(default=8, metadata={"minimum": 1})
     # float32; or the type of autocast: bfloat16, or float16 with a GradScaler.
-    precision: str = field(default="bfloat16", metadata={"choices": ("float32", "bfloat16", "float16")})
+    precision: str = field(
+        default="bfloat16", metadata={"choices": ("float32", "bfloat16", "float16", "fp32", "bf16", "fp16")}
+    )
     # What gradients, outputs and the loss scale are held to.
     limits: WatchConfig = field(default_factory=WatchConfig)
 

@@ -10,6 +10,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from instruments.errors import DataError
+from instruments.precision.comparison import find_format
 from instruments.precision.findings import COLUMNS, notes_of, rows_of, to_json
 from instruments.precision.model_diff import auto_diff
 from instruments.precision.plot import draw_diff
@@ -41,13 +42,13 @@ def run_passes(request: Request, model: PreTrainedModel) -> Iterator[StepReport]
     settings, device = request.settings.watch, input_device(model)
     # It never moves a weight: a scaler takes its gradients through an optimizer.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    scaler = GradScaler(device.type, enabled=settings.precision == "float16")
-    low = torch.float16 if settings.precision == "float16" else torch.bfloat16
+    low = None if settings.precision in {"float32", "fp32"} else find_format(settings.precision)
+    scaler = GradScaler(device.type, enabled=low is torch.float16)
     log = request.job.out / "watch.jsonl"
     with watch_model(model, optimizer, scaler, settings.limits, log=log) as watch:
         for ids in read_batches(request, model):
             model.zero_grad(set_to_none=True)
-            with torch.autocast(device.type, low, enabled=settings.precision != "float32"):
+            with torch.autocast(device.type, low, enabled=low is not None):
                 loss = model(input_ids=ids.to(device), labels=ids.to(device), use_cache=False).loss
             watch.note_loss(loss)
             scaler.scale(loss).backward()
@@ -102,10 +103,10 @@ def diff_model(request: Request) -> Table:
     """Write `auto_diff.json` and `auto_diff.png`; the table shows the worst."""
     settings = request.settings.auto_diff
     reference = load_model(request, torch.float32)
-    low = load_model(request, getattr(torch, settings.precision)) if settings.mode == CAST else None
+    low = load_model(request, find_format(settings.precision)) if settings.mode == CAST else None
     diff = auto_diff(
         reference, load_sample(request, reference), precision=settings.precision, mode=settings.mode, low=low,
-        modules=settings.modules, memory_mib=settings.memory_mib, seed=request.seed,
+        modules=settings.modules, limits=settings.limits, memory_mib=settings.memory_mib, seed=request.seed,
     )  # fmt: skip
     (request.job.out / "auto_diff.json").write_text(json.dumps(to_json(diff), indent=1) + "\n")
     draw_diff(diff, request.job.out / "auto_diff.png")

@@ -13,6 +13,7 @@ LIGHT = [
     "instruments.mscan.command",
     "instruments.tensor_dump.command",
     "instruments.static_check.check",
+    "instruments.precision.command",
     "models.source",
     "instruments.mscan.reader",
     "instruments.safetensors_header",

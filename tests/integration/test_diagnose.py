@@ -35,12 +35,17 @@ def test_the_embedded_model_is_healthy_in_bf16(tmp_path, capsys):
 
 
 def test_a_cast_model_is_loaded_as_for_use(tmp_path, capsys):
-    words = ("diagnose.auto_diff.mode=cast", "diagnose.auto_diff.modules=[*.layers.1.*]")
+    words = (
+        "diagnose.auto_diff.mode=cast",
+        "diagnose.auto_diff.precision=bf16",
+        "diagnose.auto_diff.modules=[*.layers.1.*]",
+    )
     code, (folder,) = diagnose(tmp_path, *words)
     assert code == 0
     assert "FP32 against bfloat16 (cast): ok" in capsys.readouterr().out
     outputs = json.loads((folder / "auto_diff.json").read_text())["outputs"]
-    assert all(".layers.1." in output["name"] for output in outputs)
+    assert all(".layers.1." in output["name"] for output in outputs[:-1])
+    assert outputs[-1]["name"] == "(model)['logits']"
     assert {output["dtype"] for output in outputs} == {"bfloat16"}
 
 

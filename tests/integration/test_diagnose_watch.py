@@ -46,9 +46,9 @@ def test_the_embedded_model_is_healthy_in_every_precision(diagnose, precision):
 
 
 def test_limits_are_heeded(diagnose):
-    folder = diagnose("check=watch", "diagnose.watch.steps=1", "diagnose.watch.limits.exploding=1e-3")
+    folder = diagnose("check=watch", "diagnose.watch.steps=1", "diagnose.watch.limits.vanishing=1e6")
     (line,) = read_step_log(folder / "watch.jsonl")
-    assert [found["kind"] for found in line["anomalies"]] == ["exploding"]
+    assert [found["kind"] for found in line["anomalies"]] == ["vanishing"]
 
 
 def test_training_code_is_checked(diagnose, tmp_path):

@@ -9,9 +9,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from instruments.errors import ConfigError, NumericsError
-from instruments.precision.comparison import Verdict
 from instruments.precision.findings import notes_of, reason, rows_of, to_json
 from instruments.precision.model_diff import auto_diff
+from instruments.precision.verdict import Verdict
 
 B, T, D, F = 2, 7, 96, 700
 

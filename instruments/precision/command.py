@@ -1,0 +1,107 @@
+"""`python -m pipeline.auto_diff`: FP32 against low precision, for any module and a sample of its input."""
+
+import argparse
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from instruments.durable import whole_file
+from instruments.errors import ConfigError, check_output, exit_code, say
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_EPILOG = """
+FILE.py is your own code and is run, as python runs it: name no file that you would not run. The sample is only read:
+tensors, numbers and text in lists and dicts, saved by torch.save or safetensors; a pickle of anything else is refused.
+A dict holds keyword arguments, a list or tuple positional ones.
+"""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Do what the command line says; returns the exit code.
+
+    0 ok, 1 a warning or severe, or the sample cannot be read, 2 the command line is wrong, 130 interrupted.
+    """
+    about = "FP32 against low precision, module by module, for a model of your own."
+    parser = argparse.ArgumentParser(prog="python -m pipeline.auto_diff", description=about, epilog=_EPILOG)
+    parser.add_argument(
+        "--model", required=True, metavar="FILE.py:NAME", help="a module, or what makes one; FILE.py is run"
+    )
+    parser.add_argument("--input", required=True, type=Path, metavar="SAMPLE", help=".pt or .safetensors, tensors only")
+    parser.add_argument("--precision", default="bf16", help="bf16 or fp16 (default: bf16)")
+    parser.add_argument("--mode", default="autocast", help="autocast, or cast: model.to(precision) (default: autocast)")
+    parser.add_argument("--modules", nargs="+", default=["*"], metavar="GLOB", help="modules to compare (default: all)")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="also write all figures as JSON")
+    parser.add_argument("--plot", type=Path, metavar="OUT", help="also draw the errors, as PNG")
+    wanted = parser.parse_args(words)
+    return exit_code(lambda: _run(wanted))
+
+
+def _run(wanted: argparse.Namespace) -> int:
+    for out in filter(None, (wanted.json, wanted.plot)):
+        check_output(out)
+    if not wanted.input.is_file():
+        raise ConfigError(f"there is no file {wanted.input}", where="--input", do="torch.save(sample, 'sample.pt')")
+    model = find_model(wanted.model)
+    from instruments.precision.findings import to_json  # noqa: PLC0415 - a wrong command line needs no torch
+    from instruments.precision.model_diff import auto_diff  # noqa: PLC0415
+    from instruments.precision.tensor_file import read_tensors  # noqa: PLC0415
+    from instruments.precision.verdict import Verdict  # noqa: PLC0415
+
+    sample = read_tensors(wanted.input)
+    diff = auto_diff(model, sample, precision=wanted.precision, mode=wanted.mode, modules=wanted.modules)
+    say(f"{diff}\n")
+    if wanted.json:
+        with whole_file(wanted.json) as unfinished:
+            unfinished.write_text(json.dumps(to_json(diff), indent=1) + "\n", encoding="utf-8")
+    if wanted.plot:
+        from instruments.precision.plot import draw_diff  # noqa: PLC0415 - matplotlib takes a second
+
+        draw_diff(diff, wanted.plot)
+    sys.stdout.flush()
+    return int(diff.verdict is not Verdict.OK)
+
+
+def find_model(place: str) -> "nn.Module":
+    """The module of that name in a file, or what a class or function of that name returns without arguments.
+
+    Raises:
+        ConfigError: no such file or name, or it is no module. What the file's own code raises is left as it is.
+    """
+    file, _, name = place.rpartition(":")
+    path = Path(file)
+    if path.suffix != ".py" or not path.is_file():
+        raise ConfigError(f"there is no Python file {file or name}", where="--model", do="--model model.py:Net")
+    held = _execute(path)
+    if not hasattr(held, name):
+        known = [key for key in vars(held) if not key.startswith("_")]
+        raise ConfigError(f"{path} has no {name}", where="--model", do=f"--model {path}:{(known or ['Net'])[-1]}")
+    from torch import nn  # noqa: PLC0415
+
+    found: Any = getattr(held, name)
+    made = found() if callable(found) and not isinstance(found, nn.Module) else found
+    if not isinstance(made, nn.Module):
+        what = f"{place} is {type(made).__name__}, no torch module"
+        raise ConfigError(what, where="--model", do="name a module, or a function without arguments that returns one")
+    return made
+
+
+def _execute(path: Path) -> ModuleType:
+    """Run a file as a module of its name; modules of its folder can be imported, as by `python FILE.py`."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None, "it ends in .py"
+    assert spec.loader is not None, "it is a file"
+    held = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent.resolve()))
+    sys.modules[path.stem] = held  # dataclasses look their module up
+    spec.loader.exec_module(held)
+    return held
+
+
+if __name__ == "__main__":
+    sys.exit(main())

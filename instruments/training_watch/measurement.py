@@ -1,0 +1,295 @@
+"""What is measured in a step: gradients by layer, outputs of modules, the loss scale."""
+
+import logging
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from instruments.errors import ConfigError, some
+from instruments.precision.calls import find_tensors, in_backward
+from instruments.training_watch.step_log import WARNING, Anomaly, StepReport, WatchConfig
+from instruments.training_watch.verdict import (
+    History,
+    Output,
+    check_loss_scale,
+    judge_finiteness,
+    judge_norms,
+    judge_range,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+MISSING = -1.0  # the norm of a gradient that is not there
+_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "module.")
+
+
+@torch.no_grad()
+def gradient_norms(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """L2 norm of each of P parameters' gradients, `MISSING` where there is none, on the first one's device.
+
+    Nothing waits for the device. Shards of a DTensor are added up over the processes that hold them; all of them have
+    to call. Numerics: fp32 sums of squares, which overflow for finite gradients above 1e19.
+    """
+    device = parameters[0].device
+    norms_P = torch.full((len(parameters),), MISSING, device=device)
+    groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = defaultdict(list)
+    for place, parameter in enumerate(parameters):
+        if parameter.grad is not None:
+            values = _local(parameter.grad)
+            groups[values.device, values.dtype].append((place, values))
+    for group in groups.values():
+        found = torch._foreach_norm([grad for _place, grad in group], 2, dtype=torch.float32)
+        norms_P[[place for place, _grad in group]] = torch.stack(found).to(device)
+    return _add_shards(parameters, norms_P)
+
+
+def _local(grad: Tensor) -> Tensor:
+    values: Tensor = grad.to_local() if _is_sharded(grad) else grad
+    # Rows that occur several times count as their sum.
+    return values.coalesce().values() if values.is_sparse else values
+
+
+def _is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
+    """Whether it is a DTensor, whose module takes half a second to import."""
+    return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
+
+
+def _add_shards(parameters: Sequence[nn.Parameter], norms_P: Tensor) -> Tensor:
+    meshes: Any = defaultdict(list)
+    for place, parameter in enumerate(parameters):
+        if _is_sharded(parameter):
+            for number, part in enumerate(parameter.placements):
+                if part.is_shard():
+                    meshes[parameter.device_mesh, number].append(place)
+    for (mesh, number), places in meshes.items():
+        mine = norms_P[places]
+        squares = torch.stack([mine.clamp_min(0).square(), (mine != MISSING).float()])
+        torch.distributed.all_reduce(squares, group=mesh.get_group(number))
+        norms_P[places] = torch.where(squares[1] > 0, squares[0].sqrt(), MISSING)
+    return norms_P
+
+
+def layer_of(name: str) -> str:
+    """The module that owns a parameter, without the names that wrappers put before it."""
+    for wrapper in _WRAPPERS:
+        name = name.removeprefix(wrapper) if wrapper == "module." else name.replace(wrapper, "")
+    return name.rpartition(".")[0] or name
+
+
+logger = logging.getLogger(__name__)
+
+
+def find_trainable(model: nn.Module, optimizer: Optimizer | None) -> dict[str, nn.Parameter]:
+    """Parameters that ask for a gradient, by name; with an optimizer, those it has."""
+    own = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if optimizer is None:
+        return own
+    asked = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    strangers = len(asked - {id(parameter) for parameter in own.values()})
+    if strangers:
+        logger.warning("%d parameters of the optimizer are none that the model trains: not watched", strangers)
+    return {name: parameter for name, parameter in own.items() if id(parameter) in asked}
+
+
+# Calls of a module in one forward pass that are told apart.
+_MOST_CALLS = 64
+
+
+class Measurement:
+    """Hooks on the modules that have no others inside, and what the steps so far have shown."""
+
+    def __init__(self, model: nn.Module, trainable: dict[str, nn.Parameter], config: WatchConfig) -> None:
+        """Put the hooks on, where outputs are wanted. Raises ConfigError."""
+        if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+            raise ConfigError(
+                "the model is sharded by FullyShardedDataParallel, whose flat parameters hide the layers",
+                where="watch_model",
+                do="shard with torch.distributed.fsdp.fully_shard, or watch the model without sharding",
+            )
+        self.model, self.config, self.parameters = model, config, trainable
+        self.device = next((p.device for p in [*trainable.values(), *model.parameters()]), torch.device("cpu"))
+        # Least and largest value of outputs since the last `read`, by module, its call in a pass, and format.
+        self.peaks: dict[tuple[str, int, torch.dtype], tuple[Tensor, Tensor]] = {}
+        self.calls: Counter[str] = Counter()  # in this forward pass
+        leaves = [(name, module) for name, module in model.named_modules() if next(module.children(), None) is None]
+        names = [layer_of(f"{name}.") if name else type(module).__name__ for name, module in leaves]
+        self._hooked = frozenset(names if config.activations else [])
+        self.handles = [
+            module.register_forward_hook(self._hook(name))
+            for name, (_, module) in zip(names, leaves, strict=True)
+            if config.activations
+        ]
+        self.scales: list[float] = []
+        self.rises = self.falls = 0  # of the loss scale
+        self._history = History()
+        self._order: dict[str, int] = {}  # of modules, as they first ran
+        self._steps_without: Counter[str] = Counter()  # parameter → steps in which it had no gradient
+        self._steps_with: Counter[str] = Counter()
+        self._named: set[str] = set()  # parameters without a gradient that have been named
+        self._unseen = 0  # steps without the outputs of modules that learn; below 0 it has been said
+
+    def _hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def look(_module: nn.Module, _inputs: Any, output: Any) -> None:  # noqa: ANN401 - any output of a module
+            # Compiled code runs no hooks. Nor is held-out text looked at, nor what the backward pass computes again.
+            if torch.compiler.is_compiling() or not torch.is_grad_enabled() or in_backward():
+                return
+            call = min(self.calls[name], _MOST_CALLS)
+            self.calls[name] += 1
+            for part in find_tensors(output).values():
+                if part.is_floating_point() and part.numel() and not part.is_sparse:
+                    low, high = torch.aminmax(part.detach())  # one pass that copies nothing
+                    if (before := self.peaks.get((name, call, part.dtype))) is not None:
+                        low, high = torch.minimum(low, before[0]), torch.maximum(high, before[1])
+                    self.peaks[name, call, part.dtype] = low, high
+
+        return look
+
+    @torch.no_grad()
+    def read(
+        self,
+        step: int,
+        loss: Tensor | float | None,
+        scale: Tensor | None,
+        *,
+        scaled: bool = False,
+        norms_P: Tensor | None = None,
+        only: Collection[str] | None = None,
+    ) -> StepReport:
+        """The report of a step; one transfer from the device.
+
+        Args:
+            step: its number.
+            loss: None where it is not known.
+            scale: the loss scale.
+            scaled: gradients are still multiplied by it.
+            norms_P: norms of all parameters' gradients, where they were taken before; None: they are taken now.
+            only: names of the parameters that count; None: all.
+        """
+        peaks, self.peaks = self.peaks, {}
+        self.calls.clear()
+        if norms_P is None:
+            norms_P = gradient_norms(list(self.parameters.values())) if self.parameters else torch.zeros(0)
+        singles = [torch.as_tensor(math.nan if one is None else one) for one in (loss, scale)]
+        parts = [norms_P, *singles, *(value for pair in peaks.values() for value in pair)]
+        numbers = torch.cat([part.detach().float().reshape(-1).to(self.device) for part in parts]).tolist()
+        norms = dict(zip(self.parameters, numbers, strict=False))
+        loss_value, scale_value = numbers[len(norms) : len(norms) + 2]
+        ends = iter(numbers[len(norms) + 2 :])
+        outputs = [Output(name, dtype, next(ends), next(ends)) for name, _call, dtype in peaks]
+        known = None if loss is None else loss_value
+        norms = {name: norm for name, norm in norms.items() if only is None or name in only}
+        layers, lost = self._by_layer(norms, 1 / scale_value if scaled else 1.0, outputs)
+        found = judge_finiteness(known, lost, outputs, scaled=scale is not None)
+        if not lost:  # gradients that are not finite have no norms to judge
+            idle = self._hooked - {output.module for output in outputs} if outputs else ()
+            found += judge_norms(layers, self.config, self._history, idle)
+        found += judge_range(outputs, self.config)
+        found += self._without_gradient(norms)
+        found += self._judge_unseen(layers, outputs)
+        if scale is not None:
+            found += self._judge_scale(scale_value)
+        largest = max(outputs, key=lambda output: (math.isnan(output.value), output.value), default=None)
+        return StepReport(
+            step, known, math.hypot(*layers.values()), None if scale is None else scale_value, layers,
+            None if largest is None else (largest.module, largest.value), tuple(found), _ranges(outputs),
+            self.rises, self.falls,
+        )  # fmt: skip
+
+    def _judge_scale(self, scale: float) -> list[Anomaly]:
+        last = self.scales[-1] if self.scales else scale
+        self.rises, self.falls = self.rises + (scale > last), self.falls + (scale < last)
+        found = check_loss_scale(scale, self.scales, self.config)
+        self.scales = [*self.scales[-self.config.falls :], scale]
+        return found
+
+    def _by_layer(
+        self, norms: Mapping[str, float], factor: float, outputs: Sequence[Output]
+    ) -> tuple[dict[str, float], list[str]]:
+        """Norms of layers that have a gradient, in the order they run; and those that hold NaN or inf."""
+        for output in outputs:
+            self._order.setdefault(output.module, len(self._order))
+        squares: dict[str, float] = defaultdict(float)
+        lost = set()
+        for name, norm in norms.items():
+            layer = layer_of(name)
+            if norm >= 0 or math.isnan(norm):
+                squares[layer] += (norm * factor) ** 2
+            if not math.isfinite(norm) and not _is_finite(self.parameters[name]):
+                lost.add(layer)
+        last = len(self._order)
+        # Those whose outputs are not seen (they have modules inside) stay where the model names them: at the end.
+        ordered = sorted(squares, key=lambda layer: self._order.get(layer, last))
+        return {layer: math.sqrt(squares[layer]) for layer in ordered}, [layer for layer in ordered if layer in lost]
+
+    def note_gradients(self, names: Collection[str]) -> None:
+        """These had a gradient that could not be measured."""
+        self._steps_with.update(names)
+
+    def _without_gradient(self, norms: Mapping[str, float]) -> list[Anomaly]:
+        missing = [name for name, norm in norms.items() if norm == MISSING]
+        self._steps_without.update(missing)
+        self._steps_with.update(norms.keys() - set(missing))
+        return self.name_without_gradient(self.config.gradient_steps)
+
+    def name_without_gradient(self, steps: int) -> list[Anomaly]:
+        """Parameters that got no gradient in so many steps and never before; each is named once.
+
+        Where some get one now and then, as experts do by the tokens that choose them, the others have more time.
+        """
+        never = {name: count for name, count in self._steps_without.items() if not self._steps_with[name]}
+        sparse = any(self._steps_with[name] for name in self._steps_without)
+        patient = {name for name in never if sparse or "expert" in name.lower()}
+        late = [
+            name
+            for name, count in never.items()
+            if name not in self._named and count >= (self.config.repeat_steps if name in patient else steps)
+        ]
+        self._named.update(late)
+        if not late:
+            return []
+        ran = [name for name in late if layer_of(name) in self._order]
+        why = "they" if len(ran) == len(late) else some(ran, 3, ", ")
+        why = f"; {why} ran, but the loss does not depend on them" if ran else ""
+        what = f"{len(late)} parameters that should learn have never got a gradient: {some(late, 6, ', ')}{why}"
+        return [Anomaly("no_gradient", WARNING, what, tuple(dict.fromkeys(map(layer_of, late))))]
+
+    def _judge_unseen(self, layers: Mapping[str, float], outputs: Sequence[Output]) -> list[Anomaly]:
+        """Where modules learn whose outputs no hook has seen; said once."""
+        seen = {output.module for output in outputs}
+        unseen = [name for name in layers if name in self._hooked and name not in seen]
+        compiled = any(
+            type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+            for module in self.model.modules()
+        )
+        if self._unseen < 0 or not unseen or (seen and not compiled):
+            return []
+        self._unseen += 1
+        if not compiled and self._unseen == 1:  # of a first step the forward pass may have been before
+            return []
+        self._unseen = -1
+        why = "they run under torch.compile, which" if compiled else "they were called in a way (torch.compile?) that"
+        what = f"the outputs of {len(unseen)} modules are unseen: {why} passes hooks by; gradients are watched"
+        return [Anomaly("outputs_unseen", WARNING, f"{what} ({some(unseen, 3, ', ')})", tuple(unseen))]
+
+
+def _ranges(outputs: Sequence[Output]) -> dict[str, tuple[float, float]]:
+    """Least and largest value by module; NaN where one of its outputs holds any."""
+    found: dict[str, tuple[float, float]] = {}
+    for output in outputs:
+        low, high = found.get(output.module, (math.inf, -math.inf))
+        odd = math.isnan(output.value) or math.isnan(low)
+        found[output.module] = (math.nan,) * 2 if odd else (min(low, output.low), max(high, output.high))
+    return found
+
+
+def _is_finite(parameter: nn.Parameter) -> bool:
+    """Whether only the norm overflowed."""
+    assert parameter.grad is not None, "it had a norm"
+    values = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+    return bool(values.isfinite().all())

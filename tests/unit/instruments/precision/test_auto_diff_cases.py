@@ -1,0 +1,261 @@
+"""auto_diff on models that nobody prepared for it: each case with its healthy twin."""
+
+import json
+import sys
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from instruments.precision import auto_diff
+from instruments.precision.command import main
+from instruments.precision.findings import notes_of, reason
+from instruments.precision.verdict import DiffLimits, Verdict
+
+B, T, D, F = 3, 7, 48, 80
+
+
+def sample(seed=1):
+    return torch.randn(B, T, D, generator=torch.Generator().manual_seed(seed))
+
+
+class Residual(nn.Module):
+    """Blocks behind an embedding of this mean, which LayerNorm takes away again."""
+
+    def __init__(self, mean):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(D, D)
+        self.norms = nn.ModuleList(nn.LayerNorm(D) for _ in range(2))
+        self.lines = nn.ModuleList(nn.Linear(D, D) for _ in range(2))
+        self.last, self.head = nn.LayerNorm(D), nn.Linear(D, 5)
+        nn.init.constant_(self.embed.bias, mean)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for norm, line in zip(self.norms, self.lines, strict=True):
+            x = x + line(norm(x))
+        return self.head(self.last(x))
+
+
+@pytest.mark.parametrize("precision", ["bf16", torch.bfloat16])
+def test_an_output_that_is_lost_is_severe_whatever_the_model_amplifies(precision):
+    diff = auto_diff(Residual(1000.0), sample(), precision=precision)
+    assert diff.precision == "bfloat16"
+    end = diff.outputs[-1]
+    assert end.propagated.normalised_l2 > 0.3
+    assert end.propagated.normalised_l2 < 2 * end.propagated_floor  # by the floor alone it would be ok
+    assert diff.verdict is end.bound_verdict is Verdict.SEVERE
+    assert diff.jump.name == diff.first.name == "norms.0"
+    assert "above 0.1, and no module errs by itself: the error floor jumps at norms.0 (LayerNorm)" in notes_of(diff)[0]
+    healthy = auto_diff(Residual(0.0), sample(), precision=precision)
+    assert healthy.verdict is Verdict.OK, str(healthy)
+    assert healthy.jump is None
+
+
+def test_limits_of_the_output_can_be_set():
+    model = Residual(30.0)  # a few percent
+    assert auto_diff(model, sample()).verdict is Verdict.WARNING
+    assert auto_diff(model, sample(), limits=DiffLimits(output_warning=0.3, output_severe=0.5)).verdict is Verdict.OK
+    diff = auto_diff(Residual(0.0), sample(), limits=DiffLimits(output_warning=1e-4))
+    assert diff.verdict is Verdict.WARNING
+    assert "the roundings of its 9 modules add up" in notes_of(diff)[0]
+    # The output counts where other modules alone are asked for.
+    assert auto_diff(Residual(1000.0), sample(), modules=["embed"]).verdict is Verdict.SEVERE
+
+
+class InPlace(nn.Module):
+    """Writes into its input, into the list it is given, and into buffers."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.line = nn.Linear(D, D)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("mean", torch.zeros(D))
+        self.register_buffer("late", None)
+
+    def forward(self, parts):
+        x = parts.pop()
+        x.mul_(3.0)
+        self.calls += 1
+        self.mean = 0.5 * self.mean + x.mean((0, 1))
+        self.late = self.mean
+        return self.line(x) * self.calls + self.mean
+
+
+@pytest.mark.parametrize("mode", ["autocast", "cast"])
+def test_the_sample_and_the_buffers_are_left_as_they_were(mode):
+    model, x = InPlace(), sample()
+    before, parts, mean = x.clone(), [x], model.mean
+    model.calls += 4
+    diff = auto_diff(model, {"parts": parts}, mode=mode)
+    assert diff.verdict is Verdict.OK, str(diff)
+    assert parts == [x]
+    assert torch.equal(x, before)
+    assert (int(model.calls), model.mean is mean, model.late) == (4, True, None)
+    assert not mean.any()
+
+
+@dataclass(frozen=True)
+class Given:
+    x: Tensor
+    names: tuple
+
+
+@dataclass
+class Made:
+    logits: Tensor
+    hidden: list
+
+
+class Dataclasses(nn.Module):
+    def __init__(self, *, broken):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.broken = Half(), broken
+
+    def forward(self, given):
+        made = self.inner(given)
+        return Made(made.logits * 1e3 if self.broken else made.logits, made.hidden)
+
+
+class Half(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(D, 5)
+
+    def forward(self, given):
+        logits = self.line(given.x)
+        return Made(logits * 100, [given.x, logits])
+
+
+@pytest.mark.parametrize("mode", ["autocast", "cast"])
+def test_dataclasses_are_looked_into(mode):
+    given = Given(sample(), ("a",))
+    diff = auto_diff(Dataclasses(broken=False), (given,), precision="fp16", mode=mode)
+    assert diff.verdict is Verdict.OK, str(diff)
+    names = [output.name for output in diff.outputs]
+    assert names[1:] == [
+        f"{call}.{path}" for call in ("inner", "(model)") for path in ("logits", "hidden[0]", "hidden[1]")
+    ]
+    assert diff.silent == []
+    broken = auto_diff(Dataclasses(broken=True), (given,), precision="fp16", mode=mode)
+    assert (broken.verdict, broken.first.name) == (Verdict.SEVERE, "(model).logits")
+
+
+class Functional(nn.Module):
+    """A functional call between two Linears that overflows in fp16, or not."""
+
+    def __init__(self, factor, *, squash=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inside, self.head = Between(factor, squash), nn.Linear(D, 5)
+
+    def forward(self, x):
+        return self.head(self.inside(x))
+
+
+class Between(nn.Module):
+    def __init__(self, factor, squash):
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(D, F), nn.Linear(F, F), nn.Linear(F, D)
+        self.factor, self.squash = factor, squash
+
+    def forward(self, x):
+        h = self.first(x) * self.factor
+        h = torch.tanh(h) if self.squash else h
+        return self.third(self.second(h) / self.factor)
+
+
+@pytest.mark.parametrize("mode", ["autocast", "cast"])
+def test_an_overflow_between_modules_is_not_blamed_on_the_next_one(mode):
+    diff = auto_diff(Functional(1e5), sample(), precision="fp16", mode=mode)
+    assert diff.verdict is Verdict.SEVERE
+    assert diff.first.name == "inside"
+    assert reason(diff.first).startswith("between inside.first and inside.second, in the forward of inside: ")
+    assert "values are not finite in float16, in FP32 up to " in reason(diff.first)
+    guilty = [output.name for output in diff.outputs if output.own_verdict is not Verdict.OK]
+    assert guilty[0] == "inside"
+    assert not any(name.startswith(("inside.", "head")) for name in guilty)
+    for healthy in (Functional(10.0), Functional(10.0, squash=True)):
+        assert auto_diff(healthy, sample(), precision="fp16", mode=mode).verdict is Verdict.OK
+
+
+def test_an_overflow_inside_a_module_is_still_its_own():
+    model = Functional(1.0)
+    with torch.no_grad():
+        model.inside.first.weight *= 1e6
+        model.inside.second.weight *= 1e-6
+    diff = auto_diff(model, sample(), precision="fp16")
+    assert diff.first.name == "inside.first"
+    assert diff.overflows == []
+
+
+def test_print_shows_the_table():
+    lines = str(auto_diff(Residual(1000.0), sample())).splitlines()
+    assert lines[0] == "FP32 against bfloat16 (autocast): severe"
+    assert lines[1].split()[:3] == ["output", "verdict", "own"]
+    assert len({line.index("  ok") for line in lines if "  ok" in line}) == 1  # columns are aligned
+    assert any(line.startswith("at the end ((model)): ") for line in lines)
+
+
+CODE = """
+import torch
+from torch import nn
+from parts import WIDTH
+
+class Net(nn.Module):
+    def __init__(self, factor=1.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.line, self.factor = nn.Linear(WIDTH, 5), factor
+
+    def forward(self, x, shift=0.0):
+        return self.line(x) * self.factor + shift
+
+def broken():
+    return Net(1e6)
+
+number = 3
+"""
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.path", [*sys.path])
+    (tmp_path / "net.py").write_text(CODE)
+    (tmp_path / "parts.py").write_text(f"WIDTH = {D}\n")
+    torch.save({"x": sample(), "shift": 0.5}, tmp_path / "sample.pt")
+    return tmp_path
+
+
+def test_the_command_takes_a_file_and_a_sample(files, capsys):
+    words = ["--model", f"{files}/net.py:Net", "--input", f"{files}/sample.pt"]
+    assert main(words) == 0
+    assert capsys.readouterr().out.startswith("FP32 against bfloat16 (autocast): ok\noutput ")
+    torch.save(sample(), files / "tensor.pt")
+    out = ["--json", f"{files}/diff.json", "--plot", f"{files}/diff.png", "--precision", "fp16", "--mode", "cast"]
+    assert main(["--model", f"{files}/net.py:broken", "--input", f"{files}/tensor.pt", *out]) == 1
+    assert "severe: the first divergence is (model) (Net), which errs itself" in capsys.readouterr().out
+    assert json.loads((files / "diff.json").read_text())["verdict"] == "severe"
+    assert (files / "diff.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_runs_no_pickle_and_explains_what_is_wrong(files, capsys):
+    torch.save({"x": Given(sample(), ())}, files / "object.pt")
+    for model, given, code, said in (
+        ("net.py:Net", "object.pt", 1, "no tensors can be read: it holds more than tensors, and opening that can run"),
+        ("net.py:Net", "none.pt", 2, "there is no file"),
+        ("nets.py:Net", "sample.pt", 2, "there is no Python file"),
+        ("net.py:Model", "sample.pt", 2, "net.py has no Model"),
+        ("net.py:number", "sample.pt", 2, "net.py:number is int, no torch module"),
+    ):
+        assert main(["--model", f"{files}/{model}", "--input", f"{files}/{given}"]) == code
+        error = capsys.readouterr().err
+        assert said in error
+        assert "  do: " in error
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "FILE.py is your own code and is run" in capsys.readouterr().out
