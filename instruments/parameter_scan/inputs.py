@@ -42,11 +42,14 @@ class InputSquares:
             width: of a block.
         """
         self.source, self.x_BTI = source, x_BTI
+        # A pooled input, one row a sample, belongs to no token.
+        self.of_tokens = source.ndim == 3 or x_BTI.shape[1] > 1
         squares_BTi = token_block_squares(x_BTI, width)
         self.token_squares_BT = squares_BTi.sum(2)
         if mask_BT is not None:
             squares_BTi = squares_BTi.masked_fill(~mask_BT.unsqueeze(2), 0)
         self.block_squares_Bi = squares_BTi.sum(1)
+        self._width = width
         self._gram: Tensor | None = None
 
     def gram(self) -> Tensor:
@@ -55,8 +58,10 @@ class InputSquares:
             self._gram = gram_matrix(self.x_BTI)
         return self._gram
 
-    def is_of(self, other: Tensor) -> bool:
-        """Whether `other` is the very same memory read in the same way."""
+    def is_of(self, other: Tensor, width: int) -> bool:
+        """Whether `other` is the very same memory read in the same way, and cut into such blocks."""
+        if width != self._width:
+            return False
         mine, its = (
             (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
             for tensor in (self.source, other)
@@ -65,7 +70,7 @@ class InputSquares:
 
 
 def split_samples(tensor: Tensor, samples: int, length: int, name: str) -> Tensor:
-    """(B, T, N) from what a module was given: that, or the tokens of all samples in one row.
+    """(B, T, N) from what a module was given: that, the tokens of all samples in one row, or one row a sample.
 
     Raises:
         ConfigError: the samples cannot be told apart.
@@ -74,6 +79,8 @@ def split_samples(tensor: Tensor, samples: int, length: int, name: str) -> Tenso
         return tensor
     if tensor.ndim == 2 and tensor.shape[0] == samples * length:
         return tensor.view(samples, length, -1)
+    if tensor.ndim == 2 and tensor.shape[0] == samples:
+        return tensor.unsqueeze(1)
     raise ConfigError(
         f"{name} was given a tensor of shape {tuple(tensor.shape)}; expected {samples} samples of {length} positions",
         where="ParameterTensorScanner",

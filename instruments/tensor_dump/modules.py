@@ -1,15 +1,12 @@
 """Hooks on layers with a weight, on attention through transformers' kernel interface, and on its fused experts."""
 
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
@@ -17,14 +14,19 @@ from torch.utils.hooks import RemovableHandle
 from instruments.tensor_dump.capture import Part, Watched, is_sharded, layer_of, take_local
 from instruments.tensor_dump.config import ATTENTION, CONVOLUTION, EMBEDDING, EXPERTS, LINEAR
 from instruments.tensor_dump.recorder import Call, Recorder
+from instruments.transformers_layers import ProductFinder, conv1d_kind, fused_parameters
 
 TENSOR_PARALLEL = "tp"
 
 
 def find_known(root: nn.Module, prefix: str) -> Iterator[Watched]:
     """Linear layers (of bitsandbytes and PEFT, too), Conv1D, convolutions, embeddings, attention, fused experts."""
-    conv1d = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", ())
-    kinds = ((nn.Linear, LINEAR), (conv1d, LINEAR), (_ConvNd, CONVOLUTION), (nn.Embedding | nn.EmbeddingBag, EMBEDDING))
+    kinds = (
+        (nn.Linear, LINEAR),
+        (conv1d_kind(), LINEAR),
+        (_ConvNd, CONVOLUTION),
+        (nn.Embedding | nn.EmbeddingBag, EMBEDDING),
+    )
     for name, module in root.named_modules(prefix=prefix):
         for kind, layer_type in kinds:
             if isinstance(module, kind):
@@ -32,9 +34,8 @@ def find_known(root: nn.Module, prefix: str) -> Iterator[Watched]:
                 yield Watched(name, module, layer_type, layer_of(name), watch)
         if _asks_for_kernel(type(module)):
             yield Watched(name, module, ATTENTION, layer_of(name), watch_attention)
-        if hasattr(type(module), "_apply_gate") and hasattr(module, "is_transposed"):
-            for own in _fused(module):
-                yield Watched(f"{name}.{own}", module, EXPERTS, layer_of(name), watch_experts, parameter=own)
+        for own in fused_parameters(module):
+            yield Watched(f"{name}.{own}", module, EXPERTS, layer_of(name), watch_experts, parameter=own)
 
 
 def find_mesh_coordinates(roots: Sequence[nn.Module]) -> dict[str, tuple[int, int]]:
@@ -236,17 +237,6 @@ def _part_of_heads(module: nn.Module, name: str, tensor: Tensor, axis: int = 1) 
     return Part.of_axis(tensor, axis, *place, 3 - axis)
 
 
-_GROUPED = {
-    getattr(place, name)
-    for place, name in ((torch.nn.functional, "grouped_mm"), (torch, "_grouped_mm"))
-    if hasattr(place, name)
-}
-
-
-def _fused(module: nn.Module) -> list[str]:
-    return [name for name, parameter in module.named_parameters(recurse=False) if parameter.ndim == 3]
-
-
 def watch_experts(watched: Watched, recorder: Recorder) -> list[RemovableHandle]:
     """Hooks that look at the products of one parameter, from the beginning of its module to its end."""
     running: list[_Products] = []
@@ -272,48 +262,26 @@ class _Products(TorchFunctionMode):
 
     def __init__(self, watched: Watched, recorder: Recorder, chosen_TK: Tensor) -> None:
         super().__init__()
-        self._watched, self._recorder, self._chosen_TK = watched, recorder, chosen_TK
-        self._weight: Tensor = getattr(watched.module, watched.parameter)
-        self._turn = _fused(watched.module).index(watched.parameter)  # among batched products, which copy the weight
-        self._batched = 0
+        self._watched, self._recorder = watched, recorder
+        self._finder = ProductFinder(watched.module, watched.parameter, chosen_TK)
 
     def __torch_function__(
         self, func: Callable[..., Any], _types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:  # noqa: ANN401 - any result of the function
         kwargs = kwargs or {}
-        found = self._find(func, args, kwargs)
+        found = self._finder.find(func, args, kwargs)
         call = self._recorder.begin_call(self._watched, found["input"]) if found else None
         if call is None:
             return func(*args, **kwargs)
         for name, tensor in found.items():
             self._recorder.take(call, name, tensor, Part.whole(tensor, None))
-        self._recorder.take_weight_gradient(call, self._weight, Part.whole(self._weight, None))
+        self._recorder.take_weight_gradient(call, self._finder.weight, Part.whole(self._finder.weight, None))
         output = func(*args, **kwargs)
         rows = output.flatten(1)
         self._recorder.take(call, "output", rows, Part.whole(rows, None))
         if output.requires_grad:
             output.register_hook(partial(self._take_gradient, call))
         return output
-
-    def _find(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
-        """What goes into a product of the parameter; nothing where it is something else."""
-        if func is linear and self._holds(args[1]):
-            rows, weight = args[:2]
-            expert = (weight.storage_offset() - self._weight.storage_offset()) // self._weight.stride(0)
-            return {"input": rows, "weight": weight, "expert": torch.full((len(rows),), expert, device=rows.device)}
-        if func in _GROUPED and self._holds(args[1]):
-            rows = torch.arange(len(args[0]), device=args[0].device)
-            expert = torch.bucketize(rows, kwargs["offs"].long(), right=True)
-            return {"input": args[0], "weight": self._weight, "expert": expert}
-        if func is torch.bmm:
-            self._batched += 1
-            if self._batched == self._turn + 1:
-                rows = args[0 if self._watched.module.is_transposed else 1]
-                return {"input": rows.flatten(1), "weight": self._weight, "expert": self._chosen_TK.reshape(-1)}
-        return {}
-
-    def _holds(self, weight: Tensor) -> bool:
-        return weight.untyped_storage().data_ptr() == self._weight.untyped_storage().data_ptr()
 
     def _take_gradient(self, call: Call, gradient: Tensor) -> None:
         rows = gradient.flatten(1)

@@ -25,7 +25,7 @@ class Model(nn.Module):
 
 
 def names(targets):
-    return [target.parameter.name for target in targets]
+    return [target.parameter.name for target in targets.targets]
 
 
 def test_projections_and_the_embedding_by_default():
