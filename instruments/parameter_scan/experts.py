@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from instruments.gradients import prefer_gram, weight_squares
-from instruments.parameter_scan.inputs import sum_blocks, token_block_squares
+from instruments.parameter_scan.block_squares import sum_blocks
+from instruments.parameter_scan.inputs import token_block_squares
 from instruments.parameter_scan.targets import Target
 
 

@@ -8,14 +8,8 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from instruments.errors import ConfigError
-from instruments.gradients import column_squares, gram_matrix
-
-
-def sum_blocks(values_BN: Float[Tensor, "B N"], width: int) -> Float[Tensor, "B n"]:
-    """Sums over blocks of `width` columns; the last block may be narrower."""
-    rest = -values_BN.shape[1] % width
-    padded = torch.nn.functional.pad(values_BN, (0, rest)) if rest else values_BN
-    return padded.reshape(len(padded), -1, width).sum(-1)
+from instruments.gradients import column_squares
+from instruments.parameter_scan.block_squares import symmetric_gram
 
 
 def token_block_squares(x_BTN: Float[Tensor, "B T N"], width: int) -> Float[Tensor, "B T n"]:
@@ -55,7 +49,7 @@ class InputSquares:
     def gram(self) -> Tensor:
         """XXᵀ of every sample, fp32."""
         if self._gram is None:
-            self._gram = gram_matrix(self.x_BTI)
+            self._gram = torch.stack([symmetric_gram(x_TI) for x_TI in self.x_BTI])
         return self._gram
 
     def is_of(self, other: Tensor, width: int) -> bool:
@@ -114,7 +108,8 @@ def head_part(
     """Reduce the gradient of the logits to what the sum of both uses needs."""
     at_inputs = grad_BSV.gather(2, ids_BT.unsqueeze(1).expand(-1, grad_BSV.shape[1], -1)).mT.float()
     tokens = (_norms(grad_BSV) * _norms(x_BSD)).square_() if per_token else None
-    return HeadPart(x_BSD, at_inputs, column_squares(x_BSD, grad_BSV, gram=gram), tokens)
+    gram_BTT = torch.stack([symmetric_gram(grad_SV) for grad_SV in grad_BSV]) if gram else None
+    return HeadPart(x_BSD, at_inputs, column_squares(x_BSD, grad_BSV, gram=gram, gram_BTT=gram_BTT), tokens)
 
 
 def lookup_columns(ids_BT: Int[Tensor, "B T"], delta_BTD: Float[Tensor, "B T D"]) -> Float[Tensor, "B D"]:

@@ -14,7 +14,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from instruments.errors import ConfigError, NumericsError
-from instruments.gradients import prefer_gram, watch, weight_squares
+from instruments.gradients import prefer_gram, watch
+from instruments.parameter_scan.block_squares import block_squares, sum_blocks
 from instruments.parameter_scan.experts import Routes, expert_squares
 from instruments.parameter_scan.inputs import (
     InputSquares,
@@ -22,7 +23,6 @@ from instruments.parameter_scan.inputs import (
     embedding_token_squares,
     head_part,
     split_samples,
-    sum_blocks,
 )
 from instruments.parameter_scan.scan_pass import Measured, ScanPass
 from instruments.parameter_scan.targets import Target, say_left_out
@@ -336,10 +336,9 @@ class ModuleHooks:
         inputs, parameter = self._record_input(scan_pass, index, x, grad.device), self.targets[index].parameter
         x_BTI = inputs.x_BTI
         grad_BTO = grad.reshape(*x_BTI.shape[:2], -1)
-        gram = prefer_gram(self.product, x_BTI.shape[1], x_BTI.shape[2], grad_BTO.shape[2])
-        columns_BI, rows_BO = weight_squares(x_BTI, grad_BTO, gram=gram, gram_BTT=inputs.gram() if gram else None)
-        scan_pass.squares.in_gradient[index] = sum_blocks(columns_BI, parameter.in_width)
-        scan_pass.squares.out_gradient[index] = sum_blocks(rows_BO, parameter.out_width)
+        widths = parameter.in_width, parameter.out_width
+        columns_Bi, rows_Bo = block_squares(x_BTI, grad_BTO, widths, product=self.product, gram=inputs.gram)
+        scan_pass.squares.in_gradient[index], scan_pass.squares.out_gradient[index] = columns_Bi, rows_Bo
         if scan_pass.per_token and inputs.of_tokens:
             norms_BT = torch.linalg.vector_norm(grad_BTO, dim=-1, dtype=torch.float32)
             scan_pass.squares.token_gradient[index] = inputs.token_squares_BT * norms_BT.square_()

@@ -146,15 +146,12 @@ class Selection:
         owners: dict[int, str] = {}
         for name, module in chosen.items():
             first = name if module.weight.is_meta else owners.setdefault(id(module.weight), name)
-            if first != name:
-                self._leave_out(
-                    f"{name}.weight", f"{first} and {name} share one weight; its gradient is the sum of both"
-                )
-        shared = {name.removesuffix(".weight") for name in self.left_out}
-        shared |= {owners[id(self.linears[name].weight)] for name in shared if name in self.linears}
+            for shared in {first, name} if first != name else ():
+                why = f"{first} and {name} share one weight; its gradient is the sum of both"
+                self._leave_out(f"{shared}.weight", why)
         heads = find_head_widths(self._modules)
         for name, module in self._modules.items():
-            if name in chosen and name not in shared:
+            if name in chosen and f"{name}.weight" not in self.left_out:
                 inputs, outputs = _features(module)
                 parameter = WatchedParameter(f"{name}.weight", "linear", inputs, outputs, self._width)
                 yield Target(_cut_by_heads(parameter, heads.get(name)), module)

@@ -60,6 +60,10 @@ def true_gradients(model, names):
     return {name: torch.stack(rows) for name, rows in zip(names, zip(*found, strict=True), strict=True)}
 
 
+def spoken(caplog):
+    return [entry.message for entry in caplog.records if entry.name.startswith("instruments")]
+
+
 def blocks(matrices_BOI, width, dim):
     return torch.stack([part.flatten(1).norm(dim=1) for part in matrices_BOI.split(width, dim)], dim=1)
 
@@ -75,7 +79,7 @@ def assert_exact(scanner, record, gradients, *, bound=2e-5):
             assert record.gradient_BP[:, column].isnan().all()
             continue
         truth = gradients[parameter.name]
-        if truth.shape[1:] != (parameter.out_features, parameter.in_features):  # Conv1D, an embedding
+        if parameter.kind == "embedding" or ".h." in parameter.name:  # a Conv1D of gpt2
             truth = truth.mT
         expected = truth.flatten(1).norm(dim=1), blocks(truth, parameter.out_width, 1)
         torch.testing.assert_close(
@@ -87,7 +91,7 @@ def assert_exact(scanner, record, gradients, *, bound=2e-5):
             torch.testing.assert_close(found, blocks(truth, parameter.in_width, 2), rtol=bound, atol=1e-9)
 
 
-@pytest.mark.parametrize("block_width", [5, 64])
+@pytest.mark.parametrize("block_width", [5, 16])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_every_weight_by_default_and_exact(family, block_width, caplog):
     scanner, record = scan(make(family), batch(), block_width=block_width)
@@ -96,7 +100,7 @@ def test_every_weight_by_default_and_exact(family, block_width, caplog):
     assert {parameter.name for parameter in scanner.parameters} == weights.keys()
     assert scanner.left_out == LEFT_OUT.get(family, {})
     said = [f"parameter scan: 1 weights are left out: {name} ({why})" for name, why in scanner.left_out.items()]
-    assert [entry.message for entry in caplog.records] == said
+    assert spoken(caplog) == said
     assert_exact(scanner, record, true_gradients(model, list(weights)))
 
 
@@ -215,7 +219,7 @@ def test_what_is_left_out_is_said_in_one_line(caplog):
         for _ in range(2):
             model(torch.randn(B, T, 6)).square().sum().backward()
         records = scanner.collect()
-    assert [entry.message for entry in caplog.records] == [
+    assert spoken(caplog) == [
         "parameter scan: 1 weights are left out: conv.weight (Conv1d is no Linear, Conv1D or embedding)",
         "parameter scan: 1 weights are left out: twice.weight (it ran twice in one forward pass)",
     ]
@@ -228,7 +232,7 @@ def test_what_is_left_out_is_said_in_one_line(caplog):
 def test_nothing_is_said_where_nothing_is_left_out(caplog):
     with caplog.at_level(logging.INFO):
         scanner, _ = scan(make("phi"), batch())
-    assert (scanner.left_out, caplog.records) == ({}, [])
+    assert (scanner.left_out, spoken(caplog)) == ({}, [])
 
 
 def test_weights_with_a_gradient_that_is_not_finite_are_named():
@@ -243,5 +247,5 @@ def test_weights_with_a_gradient_that_is_not_finite_are_named():
     # The first layer behind the fault, as the backward pass goes; what comes before it is finite.
     assert where.endswith(
         "; of model.layers.0.mlp.fc2.weight, model.layers.0.mlp.fc1.weight, "
-        "model.layers.0.self_attn.dense.weight, and 4 more"
+        "model.layers.0.self_attn.dense.weight and 4 more"
     )
