@@ -207,11 +207,11 @@ def _read_content(content: Any) -> Header:  # noqa: ANN401 - of foreign JSON
 
 def _read_entry(entry: object) -> StoredParameter:
     kinds = [{str}, {str}, {int}, {int}, {int, type(None)}, {int, type(None)}]
-    right = isinstance(entry, list) and len(entry) == len(kinds)
     if (
-        not right
-        or not all(type(part) in kind for part, kind in zip(entry, kinds, strict=True))
+        not isinstance(entry, list)
+        or len(entry) != len(kinds)
         or not is_text(entry[0])
+        or not all(type(part) in kind for part, kind in zip(entry, kinds, strict=True))
     ):
         raise ValueError("a parameter is not [name, kind, in_features, out_features, in_head, out_head]")
     name, kind, inputs, outputs, *heads = entry

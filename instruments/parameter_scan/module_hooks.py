@@ -367,7 +367,7 @@ class ModuleHooks:
         if fused:
             return
         ids_BT, head = scan_pass.ids[index], scan_pass.heads.pop(index, None)
-        padding_idx = self.targets[index].module.padding_idx
+        padding_idx: Any = self.targets[index].module.padding_idx
         if padding_idx is not None:
             # nn.Embedding never trains this row, also for such tokens inside the text.
             delta_BTD = delta_BTD.masked_fill((ids_BT == padding_idx).unsqueeze(2), 0)
