@@ -206,15 +206,11 @@ def _read_content(content: Any) -> Header:  # noqa: ANN401 - of foreign JSON
 
 
 def _read_entry(entry: object) -> StoredParameter:
-    kinds = [{str}, {str}, {int}, {int}, {int, type(None)}, {int, type(None)}]
-    if (
-        not isinstance(entry, list)
-        or len(entry) != len(kinds)
-        or not is_text(entry[0])
-        or not all(type(part) in kind for part, kind in zip(entry, kinds, strict=True))
-    ):
+    kinds: list[set[type]] = [{str}, {str}, {int}, {int}, {int, type(None)}, {int, type(None)}]
+    parts: list[Any] = entry if isinstance(entry, list) else []
+    if [type(part) in kind for part, kind in zip(parts, kinds, strict=False)] != [True] * 6 or not is_text(parts[0]):
         raise ValueError("a parameter is not [name, kind, in_features, out_features, in_head, out_head]")
-    name, kind, inputs, outputs, *heads = entry
+    name, kind, inputs, outputs, *heads = parts
     if kind not in {"linear", "embedding"} or not all(1 <= side <= MAX_FEATURES for side in (inputs, outputs)):
         raise ValueError(f"parameter {name} is {kind} of {inputs} to {outputs} features")
     if not all(head is None or 1 <= head <= MAX_FEATURES for head in heads):
