@@ -4,6 +4,9 @@ With X (T, I), G (T, O), K = XXᵀ and H = GGᵀ, a block of rows has ‖∇W[bl
 columns ⟨X_block X_blockᵀ, H⟩. The Gram matrices of the wider side's blocks give its norms and add up to its own Gram
 matrix: T² multiply-adds a feature, where norms of single columns and rows need twice as many. They are symmetric, so
 that of two halves of the tokens three quarters are computed.
+
+Training a Linear takes 3·T·I·O multiply-adds, its norms about T²·(¾·max + 1¾·min of I, O) of a sample of T tokens. Of
+Qwen2.5-0.5B that is 10 % of a training step at 256 tokens and 5 % at 128; what is done to each number comes on top.
 """
 
 from collections.abc import Callable

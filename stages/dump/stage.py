@@ -16,7 +16,7 @@ from models.loading import load_dense, load_tokenizer
 from models.source import resolve_folder
 from stages.artifacts.job import Job, Table
 from stages.dump.config import DumpStageConfig
-from stages.losses import forward_losses, save_memory
+from stages.losses import forward_losses, gradients_from_embeddings, save_memory
 from stages.text.config import DataConfig
 from stages.text.sequences import TokenBatch, batch_sequences, load_text
 
@@ -47,7 +47,8 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, dump: DumpStageConfig
     if dump.gradients:
         save_memory(dense, asked=dump.gradient_checkpointing)
     started = perf_counter()
-    with make_dump(dense, job, dump, model.label) as dumped:
+    # First, so that the dump sees embeddings with a gradient.
+    with gradients_from_embeddings(dense), make_dump(dense, job, dump, model.label) as dumped:
         for batch in tqdm(batches, desc="dump", unit="step"):
             dumped.step(read_batch(dense, batch, gradients=dump.gradients))
     assert dumped.manifest is not None

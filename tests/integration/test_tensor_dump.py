@@ -396,7 +396,10 @@ def test_the_stage_dumps_the_configured_model(words, tmp_path, capsys):
         assert {record.source.step for record in reader.records} == {0, 1}
         assert {record.source.tensor for record in reader.records} == set(DumpConfig().tensors) - {"expert"}
         assert {record.metadata["model"] for record in reader.records} == {"pico"}
-        assert len(reader.select(rounded=True)) == len(reader.select())
+        numbers = [
+            record for record in reader.select() if record.quant_type != "int64"
+        ]  # ids of tokens are not rounded
+        assert len(reader.select(rounded=True)) == len(numbers)
         assert load_file(published(tmp_path) / reader.records[0].file)
     assert json.loads((published(tmp_path) / "manifest-00000.json").read_text())["missing"] == {}
     assert run_command([*words, "dump.steps=2", "dump.quant_type=mxfp8", "dump.fake_quant=true"]) == 0
