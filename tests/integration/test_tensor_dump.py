@@ -332,6 +332,7 @@ def train_with(tmp_path, **environment):
     )
 
 
+@pytest.mark.slow
 def test_an_unchanged_script_is_dumped_by_its_environment_alone(tmp_path):
     plain = train_with(tmp_path)
     assert (plain.returncode, plain.stderr, list(tmp_path.iterdir())) == (0, "", [])

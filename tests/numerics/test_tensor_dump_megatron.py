@@ -53,6 +53,7 @@ def run_plainly():
     return found, torch.stack(losses), gradients
 
 
+@pytest.mark.slow
 def test_megatrons_own_loop_is_dumped_by_the_environment_alone(tmp_path):
     """Its schedule, two microbatches a step, around an unchanged script."""
     script, found = Path(__file__).with_name("megatron_loop.py"), {}
