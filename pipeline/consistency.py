@@ -138,6 +138,14 @@ def _score_contradictions(score: ScoreConfig, *, gradients: bool) -> Iterator[Co
 def _dump_contradictions(dump: DumpStageConfig) -> Iterator[ConfigError]:
     """Settings of the dump that exclude each other, or leave nothing to dump."""
     yield from of_dump(dump, "dump.")
+    if not dump.enabled:
+        what = "the dump is switched off, and stage=dump does nothing else"
+        where, do = "setting dump.enabled, environment variable TENSOR_SAVE_ENABLED", "dump.enabled=true"
+        yield ConfigError(what, where=where, do=do)
+    if dump.folder is not None and Path(dump.folder).exists() and not Path(dump.folder).is_symlink():
+        what = f"dump.folder={dump.folder} is there already, and is no link that this run could replace"
+        where, do = "setting dump.folder, environment variable TENSOR_SAVE_DIR", f"dump.folder={dump.folder}-2"
+        yield ConfigError(what, where=where, do=do)
     if dump.first_step >= dump.steps:
         what = f"dump.first_step={dump.first_step} is never reached: steps count from 0, and dump.steps={dump.steps}"
         do = f"dump.steps={dump.first_step + 1}"

@@ -41,7 +41,7 @@ Stages
   project   bend the experts towards the dense model's behaviour
   train     continued pretraining: the routers learn to schedule the experts
   evaluate  compare with the dense model and plain baselines on held-out text
-  dump      write what attention and Linear layers of the dense model compute, for a study of number formats
+  dump      write what attention and layers with weights of the dense model compute, to study number formats
   diagnose  find where low precision goes wrong; check= says how
 
 Dials

@@ -27,7 +27,7 @@ from pipeline.artifacts import (
 from pipeline.disk import explain_os_error, in_mib
 from pipeline.overrides import command_line
 from pipeline.plan import Step, make_plan
-from pipeline.run_folder import RunFolder, render
+from pipeline.run_folder import RunFolder, render, replace_link
 from pipeline.settings import ALL, Settings
 from pipeline.shape import describe_shape, find_remedy, shape_warnings
 from pipeline.validate import Checked, validate
@@ -179,6 +179,10 @@ class Runner:
             table = manifest.table
             log.info("\n%s\n", render(table, "simple"))
             self.run_folder.append_stage(last.stage.name, f"kept, {shown(last.folder)}", table)
+        for step in steps:
+            if folder := getattr(step.inputs.get("dump"), "folder", None):
+                Path(folder).parent.mkdir(parents=True, exist_ok=True)
+                replace_link(Path(folder), step.folder)
         if alone:
             log.info("files      %s", NEW_LINE.join(written_files(Path(shown(last.folder)), manifest)))
         checkpoints = [step.folder / "checkpoint" for step in steps if step.stage.name in CHECKPOINT_STAGES]

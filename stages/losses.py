@@ -170,7 +170,7 @@ def forward_losses(model: nn.Module, batch: TokenBatch, *, inplace_backward_logi
             keeps them.
     """
     device = input_device(model)
-    with _gradients_from_embeddings(model):
+    with gradients_from_embeddings(model):
         logits = model(
             input_ids=batch.input_ids.to(device), attention_mask=batch.attention_mask.to(device), use_cache=False
         ).logits
@@ -178,7 +178,9 @@ def forward_losses(model: nn.Module, batch: TokenBatch, *, inplace_backward_logi
 
 
 @contextmanager
-def _gradients_from_embeddings(model: nn.Module) -> Iterator[None]:
+def gradients_from_embeddings(model: nn.Module) -> Iterator[None]:
+    """With frozen weights nothing leads from the loss to the layers, unless what the embeddings give asks for it."""
+
     def require_grad(_module: nn.Module, _args: object, embedded_BTD: Tensor) -> Tensor:
         if embedded_BTD.requires_grad or not torch.is_grad_enabled():
             return embedded_BTD

@@ -4,7 +4,7 @@ import json
 import re
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, fields
 from difflib import get_close_matches
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -30,6 +30,8 @@ class StoredParameter:
     kind: str
     in_features: int
     out_features: int
+    in_head: int | None = None
+    out_head: int | None = None
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,8 @@ class ParameterTable:
     @classmethod
     def of(cls, parameters: "Iterable[WatchedParameter]", block_width: int) -> "ParameterTable":
         """The table of what a scanner watches."""
-        entries = (StoredParameter(p.name, p.kind, p.in_features, p.out_features) for p in parameters)
-        return cls(tuple(entries), block_width)
+        names = [spec.name for spec in fields(StoredParameter)]
+        return cls(tuple(StoredParameter(*(getattr(p, name) for name in names)) for p in parameters), block_width)
 
     @property
     def names(self) -> list[str]:
@@ -53,12 +55,12 @@ class ParameterTable:
     @cached_property
     def input_columns(self) -> list[slice]:
         """Columns of each weight's input blocks; an embedding has none, its inputs are looked up and not multiplied."""
-        return self._columns(0 if entry.kind == "embedding" else entry.in_features for entry in self.entries)
+        return self._columns((0 if one.kind == "embedding" else one.in_features, one.in_head) for one in self.entries)
 
     @cached_property
     def output_columns(self) -> list[slice]:
         """Columns of each weight's output blocks."""
-        return self._columns(entry.out_features for entry in self.entries)
+        return self._columns((entry.out_features, entry.out_head) for entry in self.entries)
 
     @property
     def widths(self) -> tuple[int, int, int]:
@@ -78,8 +80,8 @@ class ParameterTable:
             do=f"say {near[0]}" if near else "scan a model that has one",
         )
 
-    def _columns(self, features: Iterable[int]) -> list[slice]:
-        stops = accumulate((-(-width // self.block_width) for width in features), initial=0)
+    def _columns(self, sides: Iterable[tuple[int, int | None]]) -> list[slice]:
+        stops = accumulate((-(-features // (head or self.block_width)) for features, head in sides), initial=0)
         return [slice(start, stop) for start, stop in pairwise(stops)]
 
 
@@ -95,7 +97,7 @@ def locate(name: str) -> tuple[int | None, str]:
     return int(numbered[1]), numbered[2]
 
 
-MAGIC, VERSION = b"MSCAN", 2
+MAGIC, VERSION = b"MSCAN", 3
 ENCODINGS = ("f32", "log16")
 ALIGNMENT = 8  # bytes; every array begins at a multiple of it
 _START = struct.Struct("<5sH")  # magic and version
@@ -204,12 +206,16 @@ def _read_content(content: Any) -> Header:  # noqa: ANN401 - of foreign JSON
 
 
 def _read_entry(entry: object) -> StoredParameter:
-    if not isinstance(entry, list) or [type(part) for part in entry] != [str, str, int, int] or not is_text(entry[0]):
-        raise ValueError("a parameter is not [name, kind, in_features, out_features]")
-    name, kind, inputs, outputs = entry
+    kinds: list[set[type]] = [{str}, {str}, {int}, {int}, {int, type(None)}, {int, type(None)}]
+    parts: list[Any] = entry if isinstance(entry, list) else []
+    if [type(part) in kind for part, kind in zip(parts, kinds, strict=False)] != [True] * 6 or not is_text(parts[0]):
+        raise ValueError("a parameter is not [name, kind, in_features, out_features, in_head, out_head]")
+    name, kind, inputs, outputs, *heads = parts
     if kind not in {"linear", "embedding"} or not all(1 <= side <= MAX_FEATURES for side in (inputs, outputs)):
         raise ValueError(f"parameter {name} is {kind} of {inputs} to {outputs} features")
-    return StoredParameter(name, kind, inputs, outputs)
+    if not all(head is None or 1 <= head <= MAX_FEATURES for head in heads):
+        raise ValueError(f"parameter {name} has heads {heads} wide")
+    return StoredParameter(name, kind, inputs, outputs, *heads)
 
 
 # One row per sequence ...

@@ -1,7 +1,8 @@
 """An .mscan file as one long Parquet table.
 
-Columns: sequence (number), name, layer (null outside the layers), module, parameter, table (input, output or total),
-block (null in total), activation (null in output), gradient; null where nothing was measured.
+Columns: sequence (number), name, layer (null outside the layers), module, parameter, table (input, output, total or, in
+files with values per token, token), block (null in total and token), token (its place among the sequence's tokens; null
+elsewhere), activation (null in output), gradient; null where nothing was measured.
 """
 
 from pathlib import Path
@@ -21,7 +22,7 @@ _TEXT = pa.dictionary(pa.int32(), pa.string())
 SCHEMA = pa.schema(
     {
         "sequence": pa.int64(), "name": _TEXT, "layer": pa.int32(), "module": _TEXT, "parameter": _TEXT,
-        "table": _TEXT, "block": pa.int32(), "activation": pa.float32(), "gradient": pa.float32(),
+        "table": _TEXT, "block": pa.int32(), "token": pa.int32(), "activation": pa.float32(), "gradient": pa.float32(),
     }
 )  # fmt: skip
 
@@ -37,9 +38,12 @@ def export_parquet(scan: Mscan, out: Path, sequence: int | None = None) -> int:
     try:
         with whole_file(out) as unfinished, ParquetWriter(unfinished, SCHEMA) as writer:
             for rows in scan.blocks_of_rows(most) if sequence is None else [scan.select(sequence)]:
-                table = _table(fixed, rows)
-                writer.write_table(table)
-                written += len(table)
+                tables = [_table(fixed, rows)]
+                if scan.header.per_token:
+                    tables += (_token_table(fixed, rows.cut(row, row + 1)) for row in range(len(rows.sequences)))
+                for table in tables:
+                    writer.write_table(table)
+                    written += len(table)
     except OSError as error:
         raise ContractError(
             f"cannot write {out.name}: {error.strerror or error}", where=str(out), do="name another output file"
@@ -84,8 +88,29 @@ def _table(fixed: dict[str, pa.Array], rows: Rows) -> pa.Table:
         "sequence": pa.array(numbers[owner]),
         "name": pa.DictionaryArray.from_arrays(owner, [sequence.name for sequence in rows.sequences]),
         **{name: pa.chunked_array([column] * count, column.type) for name, column in fixed.items()},
+        "token": pa.nulls(len(owner), pa.int32()),
         # NaN is null
         **{name: pa.array(np.concatenate(parts, axis=1).ravel(), from_pandas=True) for name, parts in norms.items()},
+    }
+    return pa.table(columns, schema=SCHEMA)
+
+
+def _token_table(fixed: dict[str, pa.Array], rows: Rows) -> pa.Table:
+    """The table of one sequence's tokens: all parameters of the first, of the second ..."""
+    (sequence,), arrays = rows.sequences, rows.arrays
+    parameters = arrays["token_activation"].shape[1]
+    size = sequence.tokens * parameters
+    of_parameters = {name: fixed[name].slice(0, parameters) for name in ("layer", "module", "parameter")}
+    zeros = np.zeros(size, np.int32)
+    columns = {
+        "sequence": pa.array(np.full(size, sequence.number, np.int64)),
+        "name": pa.DictionaryArray.from_arrays(zeros, [sequence.name]),
+        **{name: pa.chunked_array([column] * sequence.tokens, column.type) for name, column in of_parameters.items()},
+        "table": pa.DictionaryArray.from_arrays(zeros, ["token"]),
+        "block": pa.nulls(size, pa.int32()),
+        "token": pa.array(np.repeat(np.arange(sequence.tokens, dtype=np.int32), parameters)),
+        "activation": pa.array(arrays["token_activation"].ravel(), from_pandas=True),
+        "gradient": pa.array(arrays["token_gradient"].ravel(), from_pandas=True),
     }
     return pa.table(columns, schema=SCHEMA)
 

@@ -8,14 +8,8 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from instruments.errors import ConfigError
-from instruments.gradients import column_squares, gram_matrix
-
-
-def sum_blocks(values_BN: Float[Tensor, "B N"], width: int) -> Float[Tensor, "B n"]:
-    """Sums over blocks of `width` columns; the last block may be narrower."""
-    rest = -values_BN.shape[1] % width
-    padded = torch.nn.functional.pad(values_BN, (0, rest)) if rest else values_BN
-    return padded.reshape(len(padded), -1, width).sum(-1)
+from instruments.gradients import column_squares
+from instruments.parameter_scan.block_squares import symmetric_gram
 
 
 def token_block_squares(x_BTN: Float[Tensor, "B T N"], width: int) -> Float[Tensor, "B T n"]:
@@ -42,21 +36,26 @@ class InputSquares:
             width: of a block.
         """
         self.source, self.x_BTI = source, x_BTI
+        # A pooled input, one row a sample, belongs to no token.
+        self.of_tokens = source.ndim == 3 or x_BTI.shape[1] > 1
         squares_BTi = token_block_squares(x_BTI, width)
         self.token_squares_BT = squares_BTi.sum(2)
         if mask_BT is not None:
             squares_BTi = squares_BTi.masked_fill(~mask_BT.unsqueeze(2), 0)
         self.block_squares_Bi = squares_BTi.sum(1)
+        self._width = width
         self._gram: Tensor | None = None
 
     def gram(self) -> Tensor:
         """XXᵀ of every sample, fp32."""
         if self._gram is None:
-            self._gram = gram_matrix(self.x_BTI)
+            self._gram = torch.stack([symmetric_gram(x_TI) for x_TI in self.x_BTI])
         return self._gram
 
-    def is_of(self, other: Tensor) -> bool:
-        """Whether `other` is the very same memory read in the same way."""
+    def is_of(self, other: Tensor, width: int) -> bool:
+        """Whether `other` is the very same memory read in the same way, and cut into such blocks."""
+        if width != self._width:
+            return False
         mine, its = (
             (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
             for tensor in (self.source, other)
@@ -65,7 +64,7 @@ class InputSquares:
 
 
 def split_samples(tensor: Tensor, samples: int, length: int, name: str) -> Tensor:
-    """(B, T, N) from what a module was given: that, or the tokens of all samples in one row.
+    """(B, T, N) from what a module was given: that, the tokens of all samples in one row, or one row a sample.
 
     Raises:
         ConfigError: the samples cannot be told apart.
@@ -74,6 +73,8 @@ def split_samples(tensor: Tensor, samples: int, length: int, name: str) -> Tenso
         return tensor
     if tensor.ndim == 2 and tensor.shape[0] == samples * length:
         return tensor.view(samples, length, -1)
+    if tensor.ndim == 2 and tensor.shape[0] == samples:
+        return tensor.unsqueeze(1)
     raise ConfigError(
         f"{name} was given a tensor of shape {tuple(tensor.shape)}; expected {samples} samples of {length} positions",
         where="ParameterTensorScanner",
@@ -107,7 +108,8 @@ def head_part(
     """Reduce the gradient of the logits to what the sum of both uses needs."""
     at_inputs = grad_BSV.gather(2, ids_BT.unsqueeze(1).expand(-1, grad_BSV.shape[1], -1)).mT.float()
     tokens = (_norms(grad_BSV) * _norms(x_BSD)).square_() if per_token else None
-    return HeadPart(x_BSD, at_inputs, column_squares(x_BSD, grad_BSV, gram=gram), tokens)
+    gram_BTT = torch.stack([symmetric_gram(grad_SV) for grad_SV in grad_BSV]) if gram else None
+    return HeadPart(x_BSD, at_inputs, column_squares(x_BSD, grad_BSV, gram=gram, gram_BTT=gram_BTT), tokens)
 
 
 def lookup_columns(ids_BT: Int[Tensor, "B T"], delta_BTD: Float[Tensor, "B T D"]) -> Float[Tensor, "B D"]:

@@ -1,5 +1,6 @@
 """Forward hooks on the watched modules: what they read is measured as the gradient of what they give arrives."""
 
+import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,21 +9,27 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import embedding
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from instruments.errors import NumericsError
-from instruments.gradients import prefer_gram, watch, weight_squares
+from instruments.errors import ConfigError, NumericsError
+from instruments.gradients import prefer_gram, watch
+from instruments.parameter_scan.block_squares import block_squares, sum_blocks
+from instruments.parameter_scan.experts import Routes, expert_squares
 from instruments.parameter_scan.inputs import (
     InputSquares,
     embedding_columns,
     embedding_token_squares,
     head_part,
     split_samples,
-    sum_blocks,
 )
 from instruments.parameter_scan.scan_pass import Measured, ScanPass
-from instruments.parameter_scan.targets import Target
+from instruments.parameter_scan.targets import Target, say_left_out
 from instruments.precision.calls import in_backward
+from instruments.transformers_layers import ProductFinder
+
+logger = logging.getLogger(__name__)
 
 
 class Passes:
@@ -62,6 +69,11 @@ class Passes:
         self._running.used.add(name)
         return self._running
 
+    def drop(self, index: int) -> None:
+        """Forget a parameter's figures of the pass under way, those to come included."""
+        for scan_pass in filter(None, (self._running, *self._reached)):
+            scan_pass.dropped.add(index)
+
     def end(self, output: object, *, gradients: bool) -> None:
         """The forward pass ends, with None where it failed; with gradients its figures come with the backward pass."""
         scan_pass, self._running = self._running, None
@@ -99,6 +111,40 @@ def _differentiable(output: object) -> list[Tensor]:
     return [tensor for value in values for tensor in _differentiable(value)]
 
 
+class _Inside(TorchFunctionMode):
+    """Shows the functions that a module calls to `see(func, args, kwargs, output)`, which gives the output back."""
+
+    def __init__(self, see: Callable[..., Any]) -> None:
+        super().__init__()
+        self._see = see
+
+    def __torch_function__(
+        self, func: Callable[..., Any], _types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:  # noqa: ANN401 - any result of the function
+        kwargs = kwargs or {}
+        return self._see(func, args, kwargs, func(*args, **kwargs))
+
+
+def look_inside(module: nn.Module, begin: Callable[..., Callable[..., Any] | None]) -> list[RemovableHandle]:
+    """Hooks that ask `begin(*args, **kwargs)` at every call of the module who is to see the functions it calls."""
+    running: list[_Inside | None] = []
+
+    def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        see = begin(*args, **kwargs)
+        running.append(None if see is None else _Inside(see))
+        if running[-1] is not None:
+            running[-1].__enter__()
+
+    def after(_module: nn.Module, _args: tuple[Any, ...], _output: object) -> None:
+        if running and (inside := running.pop()) is not None:
+            inside.__exit__(None, None, None)
+
+    return [
+        module.register_forward_pre_hook(before, with_kwargs=True),
+        module.register_forward_hook(after, always_call=True),
+    ]
+
+
 @dataclass(frozen=True)
 class ModuleHooks:
     """Hooks by kind of module, for the pass that `passes` names."""
@@ -107,24 +153,67 @@ class ModuleHooks:
     passes: Passes
     gradients: bool
     product: str
+    strict: bool  # whether what cannot be scanned is an error, and not named in `left_out`
+    left_out: dict[str, str]
 
     def install(self) -> list[RemovableHandle]:
         """Put them on every target."""
         handles = []
         for index, target in enumerate(self.targets):
-            hook = self._on_linear if target.parameter.kind == "linear" else self._on_embedding
-            handles.append(target.module.register_forward_hook(partial(hook, index), with_kwargs=True))
+            module = target.module
+            if target.own:
+                if target.expert == 0:
+                    handles += look_inside(module, partial(self._begin_experts, index))
+            elif target.parameter.kind == "linear":
+                handles.append(module.register_forward_hook(partial(self._on_linear, index), with_kwargs=True))
+            elif type(module).forward is nn.Embedding.forward:
+                handles.append(module.register_forward_hook(partial(self._on_embedding, index), with_kwargs=True))
+            else:  # Gemma scales what it looks up, bitsandbytes' StableEmbedding normalises it
+                handles += look_inside(module, lambda *_args, index=index, **_kwargs: partial(self._see_lookup, index))
             if target.head is not None:
                 handles.append(target.head.register_forward_hook(partial(self._on_head, index), with_kwargs=True))
         return handles
 
+    def _enter(self, index: int, name: str) -> ScanPass | None:
+        """The pass a module runs for. Raises NumericsError: for the second time, and it was asked for by name."""
+        try:
+            return self.passes.enter(name)
+        except NumericsError:
+            if self.strict:
+                raise
+            self._leave_out(index, "it ran twice in one forward pass")
+            return None
+
+    def _leave_out(self, index: int, why: str) -> None:
+        """No figures of this parameter in the pass under way; said once."""
+        self.passes.drop(index)
+        target = self.targets[index]
+        name = f"{target.parameter.name} and the other experts" if target.own else target.parameter.name
+        if name not in self.left_out:
+            self.left_out[name] = why
+            logger.warning("parameter scan: %s", say_left_out({name: why}))
+
+    def _fits(self, scan_pass: ScanPass, index: int, tensor: Tensor, name: str) -> bool:
+        """Whether its samples can be told apart. Raises ConfigError: no, and the module was asked for by name."""
+        facts = scan_pass.facts
+        try:
+            split_samples(tensor, facts.samples, facts.length, name)
+        except ConfigError:
+            if self.strict:
+                raise
+            self._leave_out(index, "its samples cannot be told apart")
+            return False
+        return True
+
     def _on_linear(
         self, index: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
     ) -> Tensor | None:
-        scan_pass = self.passes.enter(self._name(index))
+        scan_pass = self._enter(index, self._name(index))
         if scan_pass is None:
             return None
         x = _argument(args, kwargs).detach()
+        if not self._fits(scan_pass, index, x, self._name(index)):
+            return None
         if not self.gradients:
             self._record_input(scan_pass, index, x, x.device)
         if not self.gradients or not output.requires_grad:
@@ -132,28 +221,92 @@ class ModuleHooks:
         return self._watch(partial(self._record_linear, scan_pass, index), output, x)
 
     def _on_embedding(
-        self, index: int, module: nn.Embedding, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+        self, index: int, _module: nn.Embedding, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
     ) -> Tensor | None:
-        scan_pass = self.passes.enter(self._name(index))
-        if scan_pass is None:
+        return self._on_lookup(index, _argument(args, kwargs), output)
+
+    def _see_lookup(
+        self, index: int, func: Callable[..., Any], args: tuple[Any, ...], _kwargs: object, output: Tensor
+    ) -> Any:  # noqa: ANN401 - what the function gave
+        if func is not embedding or args[1] is not self.targets[index].module.weight:
+            return output
+        watched = self._on_lookup(index, args[0], output)
+        return output if watched is None else watched
+
+    def _on_lookup(self, index: int, ids_BT: Tensor, output: Tensor) -> Tensor | None:
+        """Rows of an embedding are looked up."""
+        scan_pass = self._enter(index, self._name(index))
+        rows = ids_BT.unsqueeze(-1) if ids_BT.ndim == 2 else ids_BT[None, None, ..., None]  # which never fits
+        if scan_pass is None or not self._fits(scan_pass, index, rows, self._name(index)):
             return None
-        scan_pass.ids_BT = _argument(args, kwargs)
+        scan_pass.ids[index] = ids_BT
         if not self.gradients:
             self._record_lookup(scan_pass, index, output.detach())
         if not self.gradients or not torch.is_grad_enabled():
             return None
         if not output.requires_grad:
             output = output.detach().requires_grad_()
-        receive = partial(self._record_embedding, scan_pass, index, module.padding_idx)
-        return self._watch(receive, output, output.detach())
+        return self._watch(partial(self._record_embedding, scan_pass, index), output, output.detach())
 
     def _on_head(
         self, index: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
     ) -> Tensor | None:
-        scan_pass = self.passes.enter(self._head_name(index)) if self.gradients else None
+        name = self._head_name(index)
+        scan_pass = self._enter(index, name) if self.gradients else None
         if scan_pass is None or not output.requires_grad:
             return None
-        return self._watch(partial(self._record_head, scan_pass, index), output, _argument(args, kwargs).detach())
+        x = _argument(args, kwargs).detach()
+        if not self._fits(scan_pass, index, x, name):
+            return None
+        return self._watch(partial(self._record_head, scan_pass, index), output, x)
+
+    def _begin_experts(
+        self, index: int, _hidden_states: Tensor, top_k_index: Tensor, *_args: object, **_kwargs: object
+    ) -> Callable[..., Any] | None:
+        """Fused experts are called; `index` is that of the first."""
+        scan_pass = self._enter(index, self._name(index))
+        if scan_pass is None:
+            return None
+        if len(top_k_index) != scan_pass.facts.samples * scan_pass.facts.length:
+            self._leave_out(index, "its samples cannot be told apart")
+            return None
+        target = self.targets[index]
+        return partial(self._see_product, scan_pass, index, ProductFinder(target.module, target.own, top_k_index))
+
+    def _see_product(
+        self,
+        scan_pass: ScanPass,
+        index: int,
+        finder: ProductFinder,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Tensor,
+    ) -> Any:  # noqa: ANN401 - what the function gave
+        found = finder.find(func, args, kwargs)
+        if not found:
+            return output
+        token_R, x_RI = finder.tokens(func, found["expert"]), found["input"].detach()
+        routes = Routes(token_R, found["expert"], scan_pass.facts.samples, scan_pass.facts.length)
+        if not self.gradients:
+            self._record_experts(scan_pass, index, routes, None, x_RI)
+        if not self.gradients or not output.requires_grad:
+            return output
+        return self._watch(partial(self._record_experts, scan_pass, index, routes), output, x_RI)
+
+    def _record_experts(
+        self, scan_pass: ScanPass, index: int, routes: Routes, grad: Tensor | None, x_RI: Tensor
+    ) -> None:
+        """‖X‖² and ‖∇W‖² of every expert, of the rows that its module gave it; zero of one that was not chosen."""
+        target, mask_BT = self.targets[index], scan_pass.facts.mask_BT
+        mask_R = None if mask_BT is None else mask_BT.to(x_RI.device).flatten()[routes.token_R]
+        found = expert_squares(
+            routes, x_RI, None if grad is None else grad.flatten(1), mask_R, target, self.product, scan_pass.per_token
+        )
+        for name, squares_BEn in found.items():
+            pieces: dict[int, Tensor] = getattr(scan_pass.squares, name)
+            for expert, squares_Bn in enumerate(squares_BEn.unbind(1)):  # eager kernels give one expert at a time
+                pieces[index + expert] = pieces.get(index + expert, 0) + squares_Bn
 
     def _watch(self, receive: Callable[[Tensor, Tensor], None], output: Tensor, saved: Tensor) -> Tensor:
         """The output, whose gradient goes to `receive` with what was saved, while the scanner is there."""
@@ -172,61 +325,58 @@ class ModuleHooks:
 
     def _record_input(self, scan_pass: ScanPass, index: int, x: Tensor, device: torch.device) -> InputSquares:
         """‖X‖² of a Linear; that of the module before where it read the same (q, k and v; gate and up)."""
-        if scan_pass.last_input is None or not scan_pass.last_input.is_of(x):
-            width = self.targets[index].parameter.block_width
+        if scan_pass.last_input is None or not scan_pass.last_input.is_of(x, self.targets[index].parameter.in_width):
+            width = self.targets[index].parameter.in_width
             scan_pass.last_input = read_input(scan_pass, self._name(index), x, width, device)
         record_input(scan_pass, index, scan_pass.last_input)
         return scan_pass.last_input
 
     def _record_linear(self, scan_pass: ScanPass, index: int, grad: Tensor, x: Tensor) -> None:
         """‖X‖² and ‖∇W‖² of a Linear by block and by token."""
-        inputs, width = self._record_input(scan_pass, index, x, grad.device), self.targets[index].parameter.block_width
+        inputs, parameter = self._record_input(scan_pass, index, x, grad.device), self.targets[index].parameter
         x_BTI = inputs.x_BTI
         grad_BTO = grad.reshape(*x_BTI.shape[:2], -1)
-        gram = prefer_gram(self.product, x_BTI.shape[1], x_BTI.shape[2], grad_BTO.shape[2])
-        columns_BI, rows_BO = weight_squares(x_BTI, grad_BTO, gram=gram, gram_BTT=inputs.gram() if gram else None)
-        scan_pass.squares.in_gradient[index] = sum_blocks(columns_BI, width)
-        scan_pass.squares.out_gradient[index] = sum_blocks(rows_BO, width)
-        if scan_pass.per_token:
+        widths = parameter.in_width, parameter.out_width
+        columns_Bi, rows_Bo = block_squares(x_BTI, grad_BTO, widths, product=self.product, gram=inputs.gram)
+        scan_pass.squares.in_gradient[index], scan_pass.squares.out_gradient[index] = columns_Bi, rows_Bo
+        if scan_pass.per_token and inputs.of_tokens:
             norms_BT = torch.linalg.vector_norm(grad_BTO, dim=-1, dtype=torch.float32)
             scan_pass.squares.token_gradient[index] = inputs.token_squares_BT * norms_BT.square_()
 
     def _record_head(self, scan_pass: ScanPass, index: int, grad: Tensor, x: Tensor) -> None:
         """What a tied output embedding contributes to the embedding's gradient."""
-        if scan_pass.ids_BT is None:
+        if index not in scan_pass.ids:
             return
         facts = scan_pass.facts
         x_BSD = split_samples(x, facts.samples, facts.length, self._head_name(index)).to(grad.device)
         grad_BSV = grad.reshape(*x_BSD.shape[:2], -1)
         gram = prefer_gram(self.product, x_BSD.shape[1], x_BSD.shape[2], grad_BSV.shape[2], rows=False)
-        ids_BT = scan_pass.ids_BT.to(grad.device)
-        scan_pass.head = head_part(x_BSD, grad_BSV, ids_BT, gram=gram, per_token=scan_pass.per_token)
+        ids_BT = scan_pass.ids[index].to(grad.device)
+        scan_pass.heads[index] = head_part(x_BSD, grad_BSV, ids_BT, gram=gram, per_token=scan_pass.per_token)
 
     def _record_lookup(self, scan_pass: ScanPass, index: int, rows_BTD: Tensor) -> None:
         """‖rows looked up‖² of the embedding, not cut into blocks."""
         width = rows_BTD.shape[-1]
         record_input(scan_pass, index, read_input(scan_pass, self._name(index), rows_BTD, width, rows_BTD.device))
 
-    def _record_embedding(
-        self, scan_pass: ScanPass, index: int, padding_idx: int | None, delta_BTD: Tensor, rows_BTD: Tensor
-    ) -> None:
+    def _record_embedding(self, scan_pass: ScanPass, index: int, delta_BTD: Tensor, rows_BTD: Tensor) -> None:
         """‖rows looked up‖² and ‖∇W‖² of the embedding; complete, for the backward pass reaches the look-up last."""
         self._record_lookup(scan_pass, index, rows_BTD)
         # A loss fused with the output embedding goes past the module: half a gradient would be wrong.
         fused = self.targets[index].head is not None and self._head_name(index) not in scan_pass.used
-        ids_BT, head = scan_pass.ids_BT, scan_pass.head
-        if fused or ids_BT is None:
+        if fused:
             return
+        ids_BT, head = scan_pass.ids[index], scan_pass.heads.pop(index, None)
+        padding_idx: Any = self.targets[index].module.padding_idx
         if padding_idx is not None:
             # nn.Embedding never trains this row, also for such tokens inside the text.
             delta_BTD = delta_BTD.masked_fill((ids_BT == padding_idx).unsqueeze(2), 0)
         if head is not None:
             head = head.to(delta_BTD.device)
         columns_BD = embedding_columns(ids_BT, delta_BTD, head)
-        scan_pass.squares.out_gradient[index] = sum_blocks(columns_BD, self.targets[index].parameter.block_width)
+        scan_pass.squares.out_gradient[index] = sum_blocks(columns_BD, self.targets[index].parameter.out_width)
         if scan_pass.per_token:
             scan_pass.squares.token_gradient[index] = embedding_token_squares(delta_BTD, head)
-        scan_pass.head = None
 
 
 def read_input(scan_pass: ScanPass, name: str, source: Tensor, width: int, device: torch.device) -> InputSquares:
@@ -234,6 +384,8 @@ def read_input(scan_pass: ScanPass, name: str, source: Tensor, width: int, devic
     facts = scan_pass.facts
     x_BTI = split_samples(source, facts.samples, facts.length, name).to(device)
     mask_BT = facts.mask_BT
+    if source.ndim == 2 and x_BTI.shape[1] == 1:
+        mask_BT = None  # pooled: one row a sample
     if mask_BT is not None:  # the output embedding may see the last positions only
         mask_BT = mask_BT[:, -x_BTI.shape[1] :].to(device, non_blocking=True)
     return InputSquares(source, x_BTI, mask_BT, width)
@@ -242,7 +394,7 @@ def read_input(scan_pass: ScanPass, name: str, source: Tensor, width: int, devic
 def record_input(scan_pass: ScanPass, index: int, inputs: InputSquares) -> None:
     """‖X‖² by block and by token."""
     scan_pass.squares.activation[index] = inputs.block_squares_Bi
-    if scan_pass.per_token:
+    if scan_pass.per_token and inputs.of_tokens:
         scan_pass.squares.token_activation[index] = inputs.token_squares_BT
 
 

@@ -130,15 +130,19 @@ class ScanPass:
     names: Sequence[str]
     source: str = ""
     per_token: bool = False
-    ids_BT: Tensor | None = None
+    ids: dict[int, Tensor] = field(default_factory=dict)  # (B, T) that an embedding looked up
     used: set[str] = field(default_factory=set)  # modules that have run
     squares: Squares = field(default_factory=Squares)
-    head: HeadPart | None = None  # what a tied output embedding has contributed to the backward pass under way
+    dropped: set[int] = field(default_factory=set)  # parameters whose figures would be wrong
+    heads: dict[int, HeadPart] = field(default_factory=dict)  # what tied output embeddings gave to the backward pass
     last_input: InputSquares | None = None  # of the module measured last
 
     def take(self) -> Squares:
         """What was measured; the next backward pass through the same graph starts from zero."""
-        taken, self.squares, self.head, self.last_input = self.squares, Squares(), None, None
+        taken, self.squares, self.heads, self.last_input = self.squares, Squares(), {}, None
+        for found in vars(taken).values():
+            for index in self.dropped & set(found):
+                del found[index]
         return taken
 
 
@@ -181,7 +185,8 @@ def to_record(measured: Measured, *, gradients: bool) -> tuple[ScanRecord | None
     counts = mask_BT.sum(1).tolist()
     sequences = [ScannedSequence(scan_pass.names[index], counts[index], scan_pass.source) for index in indices]
     if gradients:
-        _check(norms[1], sorted(squares.out_gradient), [sequence.name for sequence in sequences])
+        measured_names = {index: scan_pass.layout.parameters[index].name for index in sorted(squares.out_gradient)}
+        _check(norms[1], measured_names, [sequence.name for sequence in sequences])
     tokens = _by_token(scan_pass, squares, mask_BT, indices) if scan_pass.per_token else (None, None)
     return ScanRecord(sequences, norms[0], norms[1], norms[2], norms[3], norms[4], *tokens), skipped
 
@@ -228,8 +233,10 @@ def _fetch(measured: Measured) -> tuple[Squares, Tensor, Tensor | None]:
     return squares, mask_BT, call.get("supervised_B")
 
 
-def _check(gradient_BP: Tensor, measured: Sequence[int], names: Sequence[str]) -> None:
-    found_BP = gradient_BP[:, measured]
+def _check(gradient_BP: Tensor, measured: Mapping[int, str], names: Sequence[str]) -> None:
+    found_BP = gradient_BP[:, [*measured]]
+    # The backward pass goes from the last weight to the first, and carries what is not finite along.
+    weights = [name for name, fine in zip(measured.values(), found_BP.isfinite().all(0), strict=True) if not fine][::-1]
     for what, bad, do in (
         (
             "no gradient reached a watched parameter",
@@ -249,4 +256,5 @@ def _check(gradient_BP: Tensor, measured: Sequence[int], names: Sequence[str]) -
         ),
     ):
         if bad:
-            raise NumericsError(f"{what} in {len(bad)} of {len(names)} samples", where=some(bad), do=do)
+            where = some(bad) + (f"; of {some(weights, 3, ', ')}" if weights else "")
+            raise NumericsError(f"{what} in {len(bad)} of {len(names)} samples", where=where, do=do)

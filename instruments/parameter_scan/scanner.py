@@ -33,8 +33,9 @@ class ParameterTensorScanner:
 
     Args:
         model: whose forward takes input_ids or inputs_embeds, and attention_mask where there is padding.
-        patterns: globs on module names; None for attention and FFN projections and the input embedding.
-        block_width: rows and columns of a block.
+        patterns: globs on module names; None for every Linear, Conv1D, embedding and fused expert. `left_out` then says
+            which weights have no figures, and why; also one that a pass shows to be used twice, say.
+        block_width: rows and columns of a block; where features are attention heads a block is a head.
         per_token: also ‖x_t‖ and ‖x_t‖·‖δ_t‖, the norm of what position t contributes to the weight's gradient. That is
             not the gradient of token t's own loss.
         gradients: False for forward passes alone, under no_grad or not; gradients are then NaN. True records backward
@@ -42,7 +43,8 @@ class ParameterTensorScanner:
         sink: called with each record at the next forward pass and at exit; without one, records wait for `collect`.
         product: gram, direct, or auto for the cheaper one; both are exact.
     Raises:
-        ConfigError: no parameter matches, or (on entering) the model is being scanned already.
+        ConfigError: no parameter matches, one that is asked for cannot be scanned, or (on entering) the model is being
+            scanned already.
     """
 
     def __init__(
@@ -59,7 +61,9 @@ class ParameterTensorScanner:
         if product not in _PRODUCTS:
             raise _refusal(f"product={product!r} is none of {', '.join(_PRODUCTS)}", "product='auto'")
         self._model: nn.Module | None = model
-        self._targets: Sequence[Target] = find_targets(model, patterns, block_width)
+        selection = find_targets(model, patterns, block_width)
+        self._targets: Sequence[Target] = selection.targets
+        self._strict, self.left_out = selection.strict, selection.left_out
         self.parameters: list[WatchedParameter] = [target.parameter for target in self._targets]
         self.skipped: list[str] = []  # samples without a supervised token
         self._layout = Layout.of(self.parameters)
@@ -83,7 +87,9 @@ class ParameterTensorScanner:
         self._handles = [
             self._model.register_forward_pre_hook(self._begin, with_kwargs=True),
             self._model.register_forward_hook(self._end, always_call=True),
-            *ModuleHooks(self._targets, self._passes, self._gradients, self._product).install(),
+            *ModuleHooks(
+                self._targets, self._passes, self._gradients, self._product, self._strict, self.left_out
+            ).install(),
         ]
         return self
 

@@ -1,15 +1,18 @@
 """Which weights of a model are watched, and the record of what was measured."""
 
-import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import ceil
 from typing import Any
 
 from torch import Tensor, nn
 
-from instruments.errors import ConfigError
+from instruments.errors import ConfigError, some
+from instruments.transformers_layers import conv1d_kind, fused_parameters
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -17,24 +20,38 @@ class WatchedParameter:
     """One watched weight, (out_features, in_features), and how its blocks are cut.
 
     Input block i holds columns i·width to (i+1)·width of the weight, output block o those rows; the last may be
-    narrower. An embedding (V, D) looks rows up: its inputs are not cut, its output blocks are blocks of D.
+    narrower. Where the outputs of an attention layer are heads (or the inputs, of its output projection), a block is a
+    head. An embedding (V, D) looks rows up: its inputs are not cut, its output blocks are blocks of D. Of a Conv1D,
+    whose weight is stored as (in_features, out_features), columns and rows are exchanged.
     """
 
-    name: str  # of the weight: model.layers.0.self_attn.q_proj.weight
+    name: str  # of the weight: model.layers.0.self_attn.q_proj.weight; of an expert: ...mlp.experts.3.gate_up_proj
     kind: str  # linear or embedding
     in_features: int
     out_features: int
     block_width: int
+    in_head: int | None = None  # width of a head, where inputs are heads
+    out_head: int | None = None
+
+    @property
+    def in_width(self) -> int:
+        """Columns of an input block."""
+        return self.in_head or self.block_width
+
+    @property
+    def out_width(self) -> int:
+        """Rows of an output block."""
+        return self.out_head or self.block_width
 
     @property
     def in_blocks(self) -> int:
         """Number of input blocks."""
-        return 0 if self.kind == "embedding" else ceil(self.in_features / self.block_width)
+        return 0 if self.kind == "embedding" else ceil(self.in_features / self.in_width)
 
     @property
     def out_blocks(self) -> int:
         """Number of output blocks."""
-        return ceil(self.out_features / self.block_width)
+        return ceil(self.out_features / self.out_width)
 
 
 @dataclass(frozen=True)
@@ -66,11 +83,6 @@ class ScanRecord:
     token_gradient: Sequence[Tensor] | None = None
 
 
-# Attention and FFN projections by the names of transformers, fused ones included.
-_PROJECTIONS = ("q", "k", "v", "o", "qkv", "gate", "up", "down", "gate_up")
-DEFAULT_LINEARS = (*(f"*{name}_proj" for name in _PROJECTIONS), "*c_attn", "*c_proj", "*query_key_value")
-
-
 @dataclass(frozen=True)
 class Target:
     """A watched weight and the module that uses it."""
@@ -79,87 +91,182 @@ class Target:
     module: nn.Module
     # Of an embedding: the Linear that uses the same weight (tied output embedding).
     head: nn.Linear | None = None
+    # Of fused experts: the parameter, and how many experts it holds; one target for each, in their order.
+    own: str = ""
+    experts: int = 0
+    expert: int = 0
 
 
-def find_targets(model: nn.Module, patterns: Sequence[str] | None, block_width: int) -> list[Target]:
-    """The embedding, where it is asked for, then every Linear asked for, in the model's order.
+class Selection:
+    """The targets of a model, and the weights that are left out, with the reason."""
 
-    Subclasses of nn.Linear count, those of bitsandbytes among them. Without patterns: attention and FFN projections and
-    the input embedding. Raises ConfigError: nothing matches, a width below 1, or two Linears with one weight.
+    def __init__(self, model: nn.Module, patterns: Sequence[str] | None, block_width: int) -> None:
+        """Embeddings first, then everything else, in the model's order; `find_targets` says what is chosen."""
+        self.left_out: dict[
+            str, str
+        ] = {}  # name of a weight or module → reason; only of what was not asked for by name
+        self.strict = patterns is not None  # whoever names a module wants to hear that it cannot be scanned
+        self._model, self._patterns, self._width = model, patterns, block_width
+        self._modules = dict(model.named_modules())
+        self.linears = {n: m for n, m in self._modules.items() if isinstance(m, nn.Linear | conv1d_kind())}
+        self.targets = [*self._embeddings(), *self._layers()]
+        if patterns is None:
+            self.left_out |= self._others()
+
+    def _wanted(self, name: str) -> bool:
+        return self._patterns is None or any(fnmatchcase(name, pattern) for pattern in self._patterns)
+
+    def _embeddings(self) -> Iterator[Target]:
+        """Each with the Linear tied to it. Raises ConfigError: only that Linear is asked for."""
+        self._heads: set[nn.Module] = set()
+        for name, module in self._modules.items():
+            if not isinstance(module, nn.Embedding):
+                continue
+            tied = {n: m for n, m in self.linears.items() if _tied(self._model, m, module)}
+            self._heads.update(tied.values())
+            if not self._wanted(name):
+                if alone := [other for other in tied if self._wanted(other)]:
+                    raise ConfigError(
+                        f"{alone[0]} shares its weight with {name}; its gradient is the sum of both uses",
+                        where="ParameterTensorScanner",
+                        do=f"patterns=['{name}'], which adds what the output embedding contributes",
+                    )
+                continue
+            if len(tied) > 1:
+                self._leave_out(f"{name}.weight", f"{some(tied)} share its weight")
+                continue
+            parameter = WatchedParameter(
+                f"{name}.weight", "embedding", module.num_embeddings, module.embedding_dim, self._width
+            )
+            yield Target(parameter, module, next(iter(tied.values()), None))
+
+    def _layers(self) -> Iterator[Target]:
+        """Linear layers and Conv1D that are no head of an embedding, and fused experts."""
+        chosen = {n: m for n, m in self.linears.items() if self._wanted(n) and m not in self._heads}
+        owners: dict[int, str] = {}
+        for name, module in chosen.items():
+            first = name if module.weight.is_meta else owners.setdefault(id(module.weight), name)
+            for shared in {first, name} if first != name else ():
+                why = f"{first} and {name} share one weight; its gradient is the sum of both"
+                self._leave_out(f"{shared}.weight", why)
+        heads = find_head_widths(self._modules)
+        for name, module in self._modules.items():
+            if name in chosen and f"{name}.weight" not in self.left_out:
+                inputs, outputs = _features(module)
+                parameter = WatchedParameter(f"{name}.weight", "linear", inputs, outputs, self._width)
+                yield Target(_cut_by_heads(parameter, heads.get(name)), module)
+            for own in fused_parameters(module):
+                if self._wanted(f"{name}.{own}"):
+                    yield from self._experts(name, module, own)
+
+    def _experts(self, name: str, module: nn.Module, own: str) -> Iterator[Target]:
+        weight: Tensor = getattr(module, own)
+        if getattr(module, "has_bias", False) or hasattr(module, f"{own}_bias"):
+            self._leave_out(f"{name}.{own}", "the experts' biases are added in place")
+            return
+        outputs, inputs = weight.shape[1:] if not module.is_transposed else weight.shape[:0:-1]
+        for expert in range(len(weight)):
+            parameter = WatchedParameter(f"{name}.{expert}.{own}", "linear", inputs, outputs, self._width)
+            yield Target(parameter, module, own=own, experts=len(weight), expert=expert)
+
+    def _leave_out(self, name: str, why: str) -> None:
+        """Say later that a weight is left out. Raises ConfigError: it was asked for by its name."""
+        if self.strict:
+            raise ConfigError(
+                f"{name}: {why}" if name.removesuffix(".weight") not in why else why,
+                where="ParameterTensorScanner",
+                do="leave one of them out: patterns=[...]",
+            )
+        self.left_out[name] = why
+
+    def _others(self) -> dict[str, str]:
+        """Matrices of the model that no target holds, by name."""
+        seen = {id(getattr(target.module, target.own or "weight")) for target in self.targets}
+        seen |= {id(module.weight) for module in self._heads}
+        return {
+            name: f"{type(self._modules[name.rpartition('.')[0]]).__name__} is no Linear, Conv1D or embedding"
+            for name, weight in self._model.named_parameters()
+            if weight.ndim >= 2 and id(weight) not in seen and name not in self.left_out
+        }
+
+
+def find_targets(model: nn.Module, patterns: Sequence[str] | None, block_width: int) -> Selection:
+    """Every embedding, Linear, Conv1D and fused expert, or those whose module (parameter, of experts) a glob matches.
+
+    Subclasses count, those of bitsandbytes among them. Without patterns one line of the log says which weights are left
+    out, and why. Raises ConfigError: nothing matches, a width below 1, or a weight that two modules share.
     """
     if block_width < 1:
         raise ConfigError(f"block_width={block_width} is below 1", where="ParameterTensorScanner", do="block_width=64")
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    embedding = _embedding_target(model, patterns, block_width, linears)
-    globs = DEFAULT_LINEARS if patterns is None else patterns
-    chosen = {
-        name: module
-        for name, module in linears.items()
-        if _matches(name, globs) and (embedding is None or module is not embedding.head)
-    }
-    targets = [embedding] if embedding is not None else []
-    for name, module in chosen.items():
-        sizes = module.in_features, module.out_features, block_width
-        targets.append(Target(WatchedParameter(f"{name}.weight", "linear", *sizes), module))
-    if not targets:
-        raise _nothing_matched(patterns, linears)
-    _refuse_shared(chosen)
-    return targets
+    found = Selection(model, patterns, block_width)
+    if not found.targets:
+        raise _nothing_matched(patterns, found.linears)
+    if found.left_out:
+        logger.warning("parameter scan: %s", say_left_out(found.left_out))
+    return found
 
 
-def _embedding_target(
-    model: nn.Module, patterns: Sequence[str] | None, block_width: int, linears: dict[str, nn.Linear]
-) -> Target | None:
-    module = input_embedding(model)
-    name = next((name for name, other in model.named_modules() if other is module), "")
-    if module is None or (patterns is not None and not _matches(name, patterns)):
-        return None
-    if type(module).forward is not nn.Embedding.forward:
-        # Gemma scales what it looks up, bitsandbytes' StableEmbedding normalises it: another gradient.
-        warnings.warn(f"{name} ({type(module).__name__}) is no plain look-up: its weight is not scanned", stacklevel=4)
-        return None
-    head = next((linear for linear in linears.values() if _tied(model, linear, module)), None)
-    sizes = module.num_embeddings, module.embedding_dim, block_width
-    return Target(WatchedParameter(f"{name}.weight", "embedding", *sizes), module, head)
+def say_left_out(left_out: Mapping[str, str]) -> str:
+    """One line: how many weights, which, and why."""
+    names: dict[str, list[str]] = {}
+    for name, why in left_out.items():
+        names.setdefault(why, []).append(name)
+    reasons = "; ".join(f"{some(named, 3, ', ')} ({why})" for why, named in names.items())
+    return f"{len(left_out)} weights are left out: {reasons}"
 
 
-def input_embedding(model: nn.Module) -> nn.Embedding | None:
-    """What `model.get_input_embeddings()` names, where there is such a thing."""
-    getter = getattr(model, "get_input_embeddings", None)
-    module = getter() if getter else None
-    return module if isinstance(module, nn.Embedding) else None
+# What attention modules of transformers call the width of a head, and their output projections.
+_HEAD_WIDTHS = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
+_OUTPUTS = ("o_proj", "out_proj", "c_proj", "dense", "out_lin", "o", "wo", "proj")
 
 
-def _tied(model: nn.Module, linear: nn.Linear, embedding: nn.Embedding) -> bool:
+def find_head_widths(modules: Mapping[str, nn.Module]) -> dict[str, tuple[str, int]]:
+    """Name of each layer of attention → whether its `in` or `out` features are heads, and how wide a head is."""
+    found: dict[str, tuple[str, int]] = {}
+    for name, module in modules.items():
+        widths = [value for own in _HEAD_WIDTHS if isinstance(value := getattr(module, own, None), int) and value > 0]
+        if not widths or not any(isinstance(child, nn.Linear | conv1d_kind()) for child in module.children()):
+            continue
+        # BERT's output projection is next to the module that knows the heads: attention.self, attention.output.
+        around = name.rpartition(".")[0]
+        scope = around if around.rpartition(".")[2] in {"attention", "attn"} else name
+        for other in modules:
+            if other.startswith(f"{scope}."):
+                found[other] = ("in" if other.rpartition(".")[2] in _OUTPUTS else "out", widths[0])
+    return found
+
+
+def _cut_by_heads(parameter: WatchedParameter, heads: tuple[str, int] | None) -> WatchedParameter:
+    if heads is None:
+        return parameter
+    side, width = heads
+    if getattr(parameter, f"{side}_features") % width:
+        return parameter
+    return replace(parameter, in_head=width) if side == "in" else replace(parameter, out_head=width)
+
+
+def _features(module: Any) -> tuple[int, int]:  # noqa: ANN401 - a Linear or a Conv1D
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    inputs, outputs = module.weight.shape
+    return inputs, outputs
+
+
+def _tied(model: nn.Module, linear: Any, embedding: nn.Embedding) -> bool:  # noqa: ANN401
     if linear.weight is embedding.weight:
         return True
     # Offloading puts a placeholder of its own into every module; only the config still tells.
     placeholders = linear.weight.is_meta and linear.weight.shape == embedding.weight.shape
     output = getattr(model, "get_output_embeddings", lambda: None)()
     config: Any = getattr(model, "config", None)
-    return placeholders and linear is output and bool(config and config.get_text_config().tie_word_embeddings)
+    tied = placeholders and linear is output and bool(config and config.get_text_config().tie_word_embeddings)
+    return tied and embedding is model.get_input_embeddings()  # type: ignore[operator]
 
 
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _refuse_shared(chosen: dict[str, nn.Linear]) -> None:
-    owners: dict[int, str] = {}
-    for name, module in chosen.items():
-        first = owners.setdefault(id(module.weight), name)
-        if first != name and not module.weight.is_meta:
-            raise ConfigError(
-                f"{first} and {name} share one weight; its gradient is the sum of both",
-                where="ParameterTensorScanner",
-                do="leave one of them out: patterns=[...]",
-            )
-
-
-def _nothing_matched(patterns: Sequence[str] | None, linears: dict[str, nn.Linear]) -> ConfigError:
-    asked = "the default patterns" if patterns is None else f"patterns={list(patterns)}"
+def _nothing_matched(patterns: Sequence[str] | None, linears: Mapping[str, nn.Module]) -> ConfigError:
+    asked = "the default" if patterns is None else f"patterns={list(patterns)}"
     kinds = sorted({name.rpartition(".")[2] for name in linears})
-    found = f"its Linear layers are called {', '.join(kinds)}" if kinds else "it has no nn.Linear"
+    found = f"its Linear layers are called {', '.join(kinds)}" if kinds else "it has no Linear, Conv1D or embedding"
     example = f"patterns=['*{kinds[0]}']" if kinds else "scan a model with nn.Linear layers"
     return ConfigError(
         f"no parameter of the model matches {asked}; {found}", where="ParameterTensorScanner", do=example

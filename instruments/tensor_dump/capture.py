@@ -2,6 +2,7 @@
 
 import logging
 import re
+import sys
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from instruments.errors import ConfigError
 from instruments.safetensors_reader import TORCH_DTYPES
-from instruments.tensor_dump.config import TENSORS, DumpConfig
+from instruments.tensor_dump.config import DEFAULT_TENSORS, TENSORS, DumpConfig
 from instruments.tensor_dump.index import Placement, TensorRecord
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class Watched:
 
     name: str
     module: nn.Module
-    layer_type: str  # linear, attention or experts
+    layer_type: str  # a key of TENSORS
     layer: int | None  # of the decoder, from 0
     watch: (
         "Callable[[Watched, Recorder], Sequence[AbstractContextManager[object]]]"  # puts the hooks on; each undoes one
@@ -48,6 +49,21 @@ def layer_of(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
+_WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside of DistributedDataParallel, torch.compile or Megatron's Float16Module, with its plain names."""
+    while len(inner := list(model.named_children())) == 1 and inner[0][0] in _WRAPPERS:
+        model = inner[0][1]
+    return model
+
+
+def plain_name(name: str) -> str:
+    """Without what FSDP, checkpointing and torch.compile put into the names of parts."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS[1:])
+
+
 def select(found: Sequence[Watched], config: DumpConfig) -> list[Watched]:
     """Those that the patterns name and that have one of the tensors asked for.
 
@@ -63,16 +79,14 @@ def select(found: Sequence[Watched], config: DumpConfig) -> list[Watched]:
         raise ConfigError(
             f"tensors={config.tensors}: the modules asked for have none of them",
             where=f"setting tensors; modules={config.modules} are {kinds}",
-            do=f"tensors={list(TENSORS[chosen[0].layer_type])}",
+            do=f"tensors={[name for name in TENSORS[chosen[0].layer_type] if name in DEFAULT_TENSORS]}",
         )
     return [one for one in chosen if one.expected(config)]
 
 
 def _nothing_matched(unmatched: Sequence[str], found: Sequence[Watched]) -> ConfigError:
     kinds = sorted({one.name.rpartition(".")[2] for one in found})
-    has = (
-        f"they are called {', '.join(kinds)}" if kinds else "the model has no Linear layer and no attention known here"
-    )
+    has = f"they are called {', '.join(kinds)}" if kinds else "the model has no layer and no attention known here"
     example = f"modules=['*.{kinds[0]}']" if kinds else "dump a model of transformers or megatron-core"
     return ConfigError(
         f"no module matches {', '.join(unmatched) or 'an empty list'}; {has}", where="setting modules", do=example
@@ -80,12 +94,12 @@ def _nothing_matched(unmatched: Sequence[str], found: Sequence[Watched]) -> Conf
 
 
 def unseen_weights(roots: Sequence[nn.Module], found: Sequence[Watched]) -> Iterator[str]:
-    """Names of weight matrices that no layer known here holds: embeddings, foreign layers."""
+    """Names of weight matrices that no layer known here holds."""
     seen = {id(parameter) for one in found for parameter in one.module.parameters()}
     for root in roots:
         for name, parameter in root.named_parameters():
             if parameter.ndim >= 2 and id(parameter) not in seen:
-                yield name
+                yield plain_name(name)
 
 
 logger = logging.getLogger(__name__)
@@ -154,6 +168,26 @@ class Part:
         shape, offset = list(tensor.shape), [0] * tensor.ndim
         offset[axis], shape[axis] = index * shape[axis] // pieces, parts * shape[axis]
         return cls(tuple(shape), tuple(offset), token_axis, (axis, pieces) if pieces > 1 and parts > 1 else None)
+
+
+def take_local(weight: Tensor) -> tuple[Tensor, Part]:
+    """This process's part of a weight, and its place in the whole."""
+    if not is_sharded(weight):
+        return weight, Part.whole(weight, None)
+    sharded: Any = weight
+    offset = [0] * weight.ndim
+    for axis, placement in enumerate(sharded.placements):
+        if placement.is_shard():
+            chunk = -(-weight.shape[placement.dim] // sharded.device_mesh.size(axis))
+            begin = sharded.device_mesh.get_local_rank(axis) * chunk
+            offset[placement.dim] = min(begin, weight.shape[placement.dim])
+    return sharded.to_local(), Part(tuple(weight.shape), tuple(offset), None)
+
+
+def is_sharded(weight: Tensor) -> bool:
+    """Whether it is a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")  # nobody has a DTensor who did not import it
+    return module is not None and isinstance(weight, module.DTensor)
 
 
 def keep_tokens(tensor: Tensor, part: Part, config: DumpConfig) -> tuple[Tensor, Placement]:

@@ -230,7 +230,8 @@ def _compare(wanted: argparse.Namespace) -> int:
 
 
 def _export(wanted: argparse.Namespace) -> int:
-    from instruments.tensor_dump.reader import DumpReader, export_pt  # noqa: PLC0415 - torch, for this command alone
+    from instruments.tensor_dump.reader import DumpReader  # noqa: PLC0415 - torch, for this command alone
+    from instruments.tensor_dump.tensor_files import export_pt  # noqa: PLC0415
 
     with DumpReader(wanted.folder) as reader:
         sys.stdout.write(f"{wanted.out}: {export_pt(reader, wanted.out)} files\n")

@@ -1,20 +1,31 @@
 """What is dumped of a running model, and how; settings also come from environment variables."""
 
+import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 from instruments.errors import ConfigError
+from instruments.json_kinds import check_fields, kinds_of
 
 LINEAR, ATTENTION, EXPERTS = "linear", "attention", "experts"
+CONVOLUTION, EMBEDDING = "convolution", "embedding"
+NORM_LINEAR = "layernorm_linear"  # of TransformerEngine: its input is the norm's, its weight the Linear's
 FORWARD, BACKWARD = "forward", "backward"
-# Tensors by the kind of module that has them; those of the backward pass begin with grad.
+# Of every layer with a weight, and of attention, by default; those of the backward pass begin with grad.
+_WEIGHTED, _HEADS = (
+    ("input", "weight", "grad_output"),
+    ("query", "key", "value", "grad_query", "grad_key", "grad_value"),
+)
+DEFAULT_TENSORS = (*_WEIGHTED, *_HEADS, "expert")
+ON_REQUEST = ("output", "grad_weight")
+ALL_TENSORS = (*DEFAULT_TENSORS, *ON_REQUEST)
+# Tensors by the kind of module that has them.
 TENSORS = {
-    LINEAR: ("input", "weight", "grad_output"),
-    ATTENTION: ("query", "key", "value", "grad_query", "grad_key", "grad_value"),
-    EXPERTS: ("input", "weight", "grad_output", "expert"),
+    **dict.fromkeys((LINEAR, NORM_LINEAR, CONVOLUTION, EMBEDDING), (*_WEIGHTED, *ON_REQUEST)),
+    ATTENTION: (*_HEADS, "output"),
+    EXPERTS: (*_WEIGHTED, "expert", *ON_REQUEST),
 }
-ALL_TENSORS = (*TENSORS[LINEAR], *TENSORS[ATTENTION], "expert")
 QUANT_TYPES = ("hifp8", "mxfp8", "mxfp4", "bf16", "fp16")
 
 
@@ -22,13 +33,14 @@ QUANT_TYPES = ("hifp8", "mxfp8", "mxfp4", "bf16", "fp16")
 class DumpConfig:
     """Selects tensors by module, step, process and token, and says how they are buffered and stored."""
 
-    # Modules, by glob on their names, as in ["*.layers.3.*", "*.q_proj"]; ["*"] takes every Linear, attention and
-    # experts' layer.
+    # Modules, by glob on their names, as in ["*.layers.3.*", "*.q_proj"]; ["*"] takes every Linear, Conv1D,
+    # convolution, embedding, attention and experts' layer.
     modules: list[str] = field(default_factory=lambda: ["*"], metadata={"nonempty": True})
-    # What is kept. Of Linear layers: input, weight, grad_output; of attention, as its kernel gets them: query, key,
-    # value, grad_query, grad_key, grad_value. Of the experts' fused layers also expert: which one each row goes to.
+    # What is kept. Of layers with a weight: input, weight, grad_output; of attention, as its kernel gets them: query,
+    # key, value, grad_query, grad_key, grad_value. Of the experts' fused layers also expert: which one each row goes
+    # to. On request: output, and grad_weight, what one backward pass adds to the weight's gradient.
     tensors: list[str] = field(
-        default_factory=lambda: list(ALL_TENSORS), metadata={"choices": ALL_TENSORS, "nonempty": True}
+        default_factory=lambda: list(DEFAULT_TENSORS), metadata={"choices": ALL_TENSORS, "nonempty": True}
     )
     # Steps that are dumped: first_step, and every so many after it ...
     first_step: int = field(default=0, metadata={"minimum": 0})
@@ -81,6 +93,7 @@ def contradictions(config: DumpConfig, prefix: str = "") -> Iterator[ConfigError
 
 
 ENABLED, FOLDER, QUANT_TYPE = "TENSOR_SAVE_ENABLED", "TENSOR_SAVE_DIR", "CUSTOM_QUANT_TYPE"
+SETTINGS = "TENSOR_SAVE_CONFIG"
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
@@ -116,6 +129,23 @@ def read_control(
     joined = replace(config, quant_type=label)
     _check(joined)
     return enabled, named or Path(), joined
+
+
+def read_settings(environment: Mapping[str, str]) -> DumpConfig:
+    """What TENSOR_SAVE_CONFIG says, a JSON object of settings. Raises ConfigError."""
+    words, known = environment.get(SETTINGS, "") or "{}", asdict(DumpConfig())
+    try:
+        given = json.loads(words)
+        check_fields(given if not isinstance(given, dict) else known | given, kinds_of(DumpConfig))
+        if unknown := sorted(set(given) - set(known)):
+            raise ValueError(f"there is no setting {', '.join(unknown)}")
+    except ValueError as error:
+        raise ConfigError(
+            f"{SETTINGS} holds no settings of a dump: {error}",
+            where=f"environment variable {SETTINGS}",
+            do=f"""{SETTINGS}='{{"max_steps": 2}}'""",
+        ) from error
+    return DumpConfig(**given)
 
 
 def _check(config: DumpConfig) -> None:

@@ -24,13 +24,14 @@ class Source:
     """The call and the tensor of it that a record is about."""
 
     step: int
-    microbatch: int  # forward passes of the model within the step, from 0
+    microbatch: int  # forward passes of the model within the step, from 0; those of evaluation are counted apart
     call: int  # of the module within the microbatch, from 0
+    evaluation: bool  # of a forward pass without gradients, which is no microbatch of the training
     direction: str  # forward or backward
     recompute: bool  # of a forward pass that was run again for the backward pass
     module: str  # as the model names it
     layer: int | None  # of the decoder, from 0; None outside it
-    layer_type: str  # linear, attention or experts
+    layer_type: str  # linear, attention, embedding ...
     tensor: str  # input, weight, grad_output, query ...
 
 
@@ -159,12 +160,13 @@ def _size(shape: Sequence[int]) -> int:
 
 
 def make_name(timestamp: str, counter: int, source: Source, quant_type: str) -> str:
-    """`{timestamp}_{counter}_{layer_type}_L{layer}_{operation}_{quant_type}_{tensor_name}`.
+    """`{timestamp}_{counter:04}_{layer_type}_L{layer}_{operation}_{quant_type}_{tensor_name}`.
 
     The counter alone is unique within a dump, over all its processes.
     """
     layer = "none" if source.layer is None else source.layer
-    return f"{timestamp}_{counter}_{source.layer_type}_L{layer}_{source.direction}_{quant_type}_{source.tensor}"
+    kind = source.layer_type.replace("_", "-")  # readers split names at underscores
+    return f"{timestamp}_{counter:04}_{kind}_L{layer}_{source.direction}_{quant_type}_{source.tensor}"
 
 
 def now() -> str:
@@ -219,6 +221,7 @@ class Manifest:
         if not self.steps:
             yield "no step was dumped: see first_step and every_steps"
         found = {
+            "weights are in no layer known here, and not dumped": self.unseen_weights,
             "modules never fired": self.never_fired,
             "modules gave no": [f"{name}: {', '.join(tensors)}" for name, tensors in self.missing.items()],
             "gradients are zero everywhere": self.zero_gradients,
@@ -233,7 +236,7 @@ class Manifest:
             yield f"{self.lost} tensors lost to a disk that failed"
 
 
-FORMAT, VERSION = "tiny-onn tensor dump", 2
+FORMAT, VERSION = "tiny-onn tensor dump", 3
 
 
 @dataclass(frozen=True)
@@ -342,8 +345,8 @@ class Listing:
 
         Args:
             rounded: the copies rounded into another number format, instead of the tensors themselves.
-            wanted: step, microbatch, call, direction, recompute, module, layer, layer_type, tensor, rank, status,
-                quant_type, name.
+            wanted: step, microbatch, call, evaluation, direction, recompute, module, layer, layer_type, tensor, rank,
+                status, quant_type, name.
         """
         chosen = [record for record in self.records if (record.rounded_from is not None) == rounded]
         for name, value in wanted.items():

@@ -1,4 +1,4 @@
-"""megatron-core: ColumnParallelLinear, RowParallelLinear and DotProductAttention, with what each process holds.
+"""megatron-core: parallel Linear layers and embeddings, and DotProductAttention, with what each process holds.
 
 Axes are those of Megatron: (tokens, batch, features) and (tokens, batch, heads, head_dim). With sequence parallelism
 the tokens of a column-parallel layer's input and of a row-parallel layer's output are spread over the group; each
@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from instruments.tensor_dump.capture import Part, Watched, layer_of
-from instruments.tensor_dump.config import ATTENTION, LINEAR
-from instruments.tensor_dump.modules import hook_layer, take_heads
+from instruments.tensor_dump.config import ATTENTION, EMBEDDING, LINEAR
+from instruments.tensor_dump.modules import hook_attention, hook_layer
 from instruments.tensor_dump.recorder import Recorder
 
 _TOKENS, _HEADS = 0, 2
@@ -37,6 +37,8 @@ def find_megatron(root: nn.Module, prefix: str) -> Iterator[Watched]:
             yield Watched(name, module, ATTENTION, _layer(name, numbers), watch_attention)
         elif isinstance(module, ColumnParallelLinear | RowParallelLinear):
             yield Watched(name, module, LINEAR, _layer(name, numbers), watch_parallel_linear)
+        elif isinstance(module, VocabParallelEmbedding):
+            yield Watched(name, module, EMBEDDING, None, watch_parallel_embedding)
 
 
 def find_coordinates() -> dict[str, tuple[int, int]]:
@@ -62,11 +64,24 @@ def watch_attention(watched: Watched, recorder: Recorder) -> list[RemovableHandl
         shape[_HEADS], offset[_HEADS] = heads[name], rank * heads[name] // size
         return Part(tuple(shape), tuple(offset), _TOKENS)
 
-    def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tensors = {**dict(zip(heads, args, strict=False)), **{name: kwargs[name] for name in heads if name in kwargs}}
-        take_heads(watched, recorder, tensors, part_of)
+    return hook_attention(watched, recorder, part_of, lambda output: _cut(output, -1))
 
-    return [watched.module.register_forward_pre_hook(before, with_kwargs=True)]
+
+def watch_parallel_embedding(watched: Watched, recorder: Recorder) -> list[RemovableHandle]:
+    """Each process has some rows of the table; ids and output, (batch, tokens, features), are whole at each."""
+    module: Any = watched.module
+
+    def output(result: Tensor) -> tuple[Tensor, Part]:
+        scattered = getattr(module, "reduce_scatter_embeddings", False)  # of sequence parallelism: (tokens, batch, ...)
+        return result, _cut(result, _TOKENS) if scattered else Part.whole(result, 1)
+
+    return hook_layer(
+        watched,
+        recorder,
+        input_part=lambda ids: Part.whole(ids, 1),
+        weight=lambda _args, _kwargs: (module.weight, Part.of_axis(module.weight, 0, *_group(), None)),
+        output=output,
+    )
 
 
 def watch_parallel_linear(watched: Watched, recorder: Recorder) -> list[RemovableHandle]:
@@ -93,9 +108,7 @@ def watch_parallel_linear(watched: Watched, recorder: Recorder) -> list[Removabl
         sequence_parallel = not by_column and module.sequence_parallel
         return tensor, _cut(tensor, _TOKENS) if sequence_parallel else Part.whole(tensor, _TOKENS)
 
-    return hook_layer(
-        watched, recorder, argument="input_", input_part=input_part, weight=weight, output=output
-    )  # fmt: skip
+    return hook_layer(watched, recorder, input_part=input_part, weight=weight, output=output)
 
 
 def _cut(tensor: Tensor, axis: int, pieces: int = 1) -> Part:

@@ -1,36 +1,41 @@
-"""Hooks on Linear layers, on attention through transformers' kernel interface, and on experts of transformers."""
+"""Hooks on layers with a weight, on attention through transformers' kernel interface, and on its fused experts."""
 
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from instruments.tensor_dump.capture import Part, Watched, layer_of
-from instruments.tensor_dump.config import ATTENTION, BACKWARD, EXPERTS, LINEAR
+from instruments.tensor_dump.capture import Part, Watched, is_sharded, layer_of, take_local
+from instruments.tensor_dump.config import ATTENTION, CONVOLUTION, EMBEDDING, EXPERTS, LINEAR
 from instruments.tensor_dump.recorder import Call, Recorder
+from instruments.transformers_layers import ProductFinder, conv1d_kind, fused_parameters
 
-_HEADS, _TOKENS = 1, 2  # of (batch, heads, tokens, head_dim)
 TENSOR_PARALLEL = "tp"
 
 
 def find_known(root: nn.Module, prefix: str) -> Iterator[Watched]:
-    """Every nn.Linear (of bitsandbytes and PEFT, too), attention that asks for its kernel, and fused experts."""
+    """Linear layers (of bitsandbytes and PEFT, too), Conv1D, convolutions, embeddings, attention, fused experts."""
+    kinds = (
+        (nn.Linear, LINEAR),
+        (conv1d_kind(), LINEAR),
+        (_ConvNd, CONVOLUTION),
+        (nn.Embedding | nn.EmbeddingBag, EMBEDDING),
+    )
     for name, module in root.named_modules(prefix=prefix):
-        if isinstance(module, nn.Linear):
-            yield Watched(name, module, LINEAR, layer_of(name), watch_linear)
+        for kind, layer_type in kinds:
+            if isinstance(module, kind):
+                watch = watch_linear if kind is nn.Linear else watch_weighted
+                yield Watched(name, module, layer_type, layer_of(name), watch)
         if _asks_for_kernel(type(module)):
             yield Watched(name, module, ATTENTION, layer_of(name), watch_attention)
-        if hasattr(type(module), "_apply_gate") and hasattr(module, "is_transposed"):
-            for own in _fused(module):
-                yield Watched(f"{name}.{own}", module, EXPERTS, layer_of(name), watch_experts, parameter=own)
+        for own in fused_parameters(module):
+            yield Watched(f"{name}.{own}", module, EXPERTS, layer_of(name), watch_experts, parameter=own)
 
 
 def find_mesh_coordinates(roots: Sequence[nn.Module]) -> dict[str, tuple[int, int]]:
@@ -39,46 +44,25 @@ def find_mesh_coordinates(roots: Sequence[nn.Module]) -> dict[str, tuple[int, in
         name: (mesh.get_local_rank(axis), mesh.size(axis))
         for root in roots
         for weight in root.parameters()
-        if _is_sharded(weight)
+        if is_sharded(weight)
         for mesh in [weight.device_mesh]  # type: ignore[attr-defined]
         for axis, name in enumerate(mesh.mesh_dim_names or (TENSOR_PARALLEL,))
     }
-
-
-def take_local(weight: Tensor) -> tuple[Tensor, Part]:
-    """This process's part of a weight, and its place in the whole."""
-    if not _is_sharded(weight):
-        return weight, Part.whole(weight, None)
-    sharded: Any = weight
-    offset = [0] * weight.ndim
-    for axis, placement in enumerate(sharded.placements):
-        if placement.is_shard():
-            chunk = -(-weight.shape[placement.dim] // sharded.device_mesh.size(axis))
-            begin = sharded.device_mesh.get_local_rank(axis) * chunk
-            offset[placement.dim] = min(begin, weight.shape[placement.dim])
-    return sharded.to_local(), Part(tuple(weight.shape), tuple(offset), None)
-
-
-def _is_sharded(weight: Tensor) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")  # nobody has a DTensor who did not import it
-    return module is not None and isinstance(weight, module.DTensor)
 
 
 def hook_layer(
     watched: Watched,
     recorder: Recorder,
     *,
-    argument: str,
     input_part: Callable[[Tensor], Part],
     weight: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Tensor, Part]],
     output: Callable[[Any], tuple[Tensor, Part]],
 ) -> list[RemovableHandle]:
-    """Hooks that give a layer's input and weight before it runs, and the gradient of what it gives.
+    """Hooks that give a layer's input and weight before it runs, its output, and gradients.
 
     Args:
-        watched: the layer.
+        watched: the layer; its input is its first argument.
         recorder: what they give it to.
-        argument: name of the input, where it is passed by name.
         input_part: what this process holds of the input.
         weight: from the call's arguments, the weight and what this process holds of it.
         output: from what the layer returns, its output and what this process holds of it.
@@ -87,19 +71,42 @@ def hook_layer(
 
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls.clear()
-        inputs: Tensor = args[0] if args else kwargs[argument]
+        inputs: Tensor = args[0] if args else next(iter(kwargs.values()))
         call = recorder.begin_call(watched, inputs)
         if call is not None:
             calls.append(call)
+            used, part = weight(args, kwargs)
             recorder.take(call, "input", inputs, input_part(inputs))
-            recorder.take(call, "weight", *weight(args, kwargs))
+            recorder.take(call, "weight", take_local(used)[0], part)
+            recorder.take_weight_gradient(call, used, part)
 
     def after(_module: nn.Module, _args: tuple[Any, ...], result: object) -> None:
         if calls:
-            recorder.take_gradient(calls.pop(), "grad_output", *output(result))
+            call, given = calls.pop(), output(result)
+            recorder.take(call, "output", *given)
+            recorder.take_gradient(call, "grad_output", *given)
 
     module = watched.module
     return [module.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after)]
+
+
+def watch_weighted(watched: Watched, recorder: Recorder) -> list[RemovableHandle]:
+    """Conv1D, whose weight is (inputs, outputs), a convolution or an embedding: one process has all of it."""
+    module: Any = watched.module
+    has_tokens = watched.layer_type != CONVOLUTION
+
+    def part(tensor: Tensor, features: int) -> Part:
+        """Tokens are the last axis before that of the features; ids have none of those."""
+        axis = tensor.ndim - 1 - features
+        return Part.whole(tensor, axis if has_tokens and axis >= 0 else None)
+
+    return hook_layer(
+        watched,
+        recorder,
+        input_part=lambda inputs: part(inputs, 0 if watched.layer_type == EMBEDDING else 1),
+        weight=lambda _args, _kwargs: (module.weight, take_local(module.weight)[1]),
+        output=lambda result: (result, part(result, 1)),
+    )
 
 
 def watch_linear(watched: Watched, recorder: Recorder) -> list[RemovableHandle]:
@@ -110,7 +117,7 @@ def watch_linear(watched: Watched, recorder: Recorder) -> list[RemovableHandle]:
         """Of an output (`axis` 0 of the weight) or an input (1): a part of the features, or all of them."""
         # The axis before the last counts tokens, of (batch, tokens, features) and (tokens, features) alike.
         token_axis = tensor.ndim - 2 if tensor.ndim >= 2 else None
-        if not _is_sharded(module.weight) or tensor.shape[-1] == width:
+        if not is_sharded(module.weight) or tensor.shape[-1] == width:
             return Part.whole(tensor, token_axis)
         begin = take_local(module.weight)[1].offset[axis]
         return Part((*tensor.shape[:-1], width), (*[0] * (tensor.ndim - 1), begin), token_axis)
@@ -118,9 +125,8 @@ def watch_linear(watched: Watched, recorder: Recorder) -> list[RemovableHandle]:
     return hook_layer(
         watched,
         recorder,
-        argument="input",
         input_part=lambda inputs: part_of(inputs, module.in_features, 1),
-        weight=lambda _args, _kwargs: take_local(module.weight),
+        weight=lambda _args, _kwargs: (module.weight, take_local(module.weight)[1]),
         output=lambda output: (output, part_of(output, module.out_features, 0)),
     )
 
@@ -171,43 +177,64 @@ def _run_watched(
     *args: Any,  # noqa: ANN401 - what a kernel takes is its own affair
     **kwargs: Any,  # noqa: ANN401
 ) -> Any:  # noqa: ANN401
+    call = None
     if module in _watchers:
+        watched, recorder = _watchers[module]
         tensors = {"query": query, "key": key, "value": value}
-        take_heads(*_watchers[module], tensors, partial(_part_of_heads, module))
-    return kernel(module, query, key, value, *args, **kwargs)
+        call = take_heads(watched, recorder, tensors, partial(_part_of_heads, module))
+    result = kernel(module, query, key, value, *args, **kwargs)
+    if call is not None:
+        recorder.take(call, "output", result[0], _part_of_heads(module, "query", result[0], axis=2))
+    return result
 
 
 def take_heads(
     watched: Watched, recorder: Recorder, tensors: dict[str, Tensor], part_of: Callable[[str, Tensor], Part]
-) -> None:
+) -> Call | None:
     """Keep query, key and value of a call, and their gradients; `part_of` says what this process holds of each."""
     call = recorder.begin_call(watched, tensors["query"])
     if call is None:
-        return
+        return None
     for name, tensor in tensors.items():
         part = part_of(name, tensor)
         recorder.take(call, name, tensor, part)
         recorder.take_gradient(call, f"grad_{name}", tensor, part)
+    return call
 
 
-def _part_of_heads(module: nn.Module, name: str, tensor: Tensor) -> Part:
+def hook_attention(
+    watched: Watched,
+    recorder: Recorder,
+    part_of: Callable[[str, Tensor], Part],
+    output_part: Callable[[Tensor], Part],
+) -> list[RemovableHandle]:
+    """Hooks on a module whose first three arguments are query, key and value."""
+    calls: list[Call] = []
+
+    def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.clear()
+        named = [kwargs.get(name, kwargs.get(f"{name}_layer")) for name in ("query", "key", "value")]
+        given = [*args[:3], *named[len(args[:3]) :]]
+        tensors = dict(zip(("query", "key", "value"), given, strict=True))
+        calls.extend(filter(None, [take_heads(watched, recorder, tensors, part_of)]))
+
+    def after(_module: nn.Module, _args: tuple[Any, ...], result: Tensor | tuple[Tensor, ...]) -> None:
+        if calls:
+            output = result if isinstance(result, Tensor) else result[0]
+            recorder.take(calls.pop(), "output", output, output_part(output))
+
+    module = watched.module
+    return [module.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after)]
+
+
+def _part_of_heads(module: nn.Module, name: str, tensor: Tensor, axis: int = 1) -> Part:
+    """Of (batch, heads, tokens, head_dim), or of the output: (batch, tokens, heads, head_dim), `axis` 2."""
     config = getattr(module, "config", None)
     heads = getattr(config, "num_attention_heads" if name == "query" else "num_key_value_heads", None)
     place = find_mesh_coordinates([module]).get(TENSOR_PARALLEL)
-    if place is None or heads is None or tensor.shape[_HEADS] == heads:
-        return Part.whole(tensor, _TOKENS)
-    return Part.of_axis(tensor, _HEADS, *place, _TOKENS)
-
-
-_GROUPED = {
-    getattr(place, name)
-    for place, name in ((torch.nn.functional, "grouped_mm"), (torch, "_grouped_mm"))
-    if hasattr(place, name)
-}
-
-
-def _fused(module: nn.Module) -> list[str]:
-    return [name for name, parameter in module.named_parameters(recurse=False) if parameter.ndim == 3]
+    if place is None or heads is None or tensor.shape[axis] == heads:
+        return Part.whole(tensor, 3 - axis)
+    return Part.of_axis(tensor, axis, *place, 3 - axis)
 
 
 def watch_experts(watched: Watched, recorder: Recorder) -> list[RemovableHandle]:
@@ -235,46 +262,27 @@ class _Products(TorchFunctionMode):
 
     def __init__(self, watched: Watched, recorder: Recorder, chosen_TK: Tensor) -> None:
         super().__init__()
-        self._watched, self._recorder, self._chosen_TK = watched, recorder, chosen_TK
-        self._weight: Tensor = getattr(watched.module, watched.parameter)
-        self._turn = _fused(watched.module).index(watched.parameter)  # among batched products, which copy the weight
-        self._batched = 0
+        self._watched, self._recorder = watched, recorder
+        self._finder = ProductFinder(watched.module, watched.parameter, chosen_TK)
 
     def __torch_function__(
         self, func: Callable[..., Any], _types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:  # noqa: ANN401 - any result of the function
         kwargs = kwargs or {}
-        found = self._find(func, args, kwargs)
+        found = self._finder.find(func, args, kwargs)
         call = self._recorder.begin_call(self._watched, found["input"]) if found else None
         if call is None:
             return func(*args, **kwargs)
         for name, tensor in found.items():
             self._recorder.take(call, name, tensor, Part.whole(tensor, None))
+        self._recorder.take_weight_gradient(call, self._finder.weight, Part.whole(self._finder.weight, None))
         output = func(*args, **kwargs)
+        rows = output.flatten(1)
+        self._recorder.take(call, "output", rows, Part.whole(rows, None))
         if output.requires_grad:
             output.register_hook(partial(self._take_gradient, call))
         return output
 
-    def _find(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
-        """What goes into a product of the parameter; nothing where it is something else."""
-        if func is linear and self._holds(args[1]):
-            rows, weight = args[:2]
-            expert = (weight.storage_offset() - self._weight.storage_offset()) // self._weight.stride(0)
-            return {"input": rows, "weight": weight, "expert": torch.full((len(rows),), expert, device=rows.device)}
-        if func in _GROUPED and self._holds(args[1]):
-            rows = torch.arange(len(args[0]), device=args[0].device)
-            expert = torch.bucketize(rows, kwargs["offs"].long(), right=True)
-            return {"input": args[0], "weight": self._weight, "expert": expert}
-        if func is torch.bmm:
-            self._batched += 1
-            if self._batched == self._turn + 1:
-                rows = args[0 if self._watched.module.is_transposed else 1]
-                return {"input": rows.flatten(1), "weight": self._weight, "expert": self._chosen_TK.reshape(-1)}
-        return {}
-
-    def _holds(self, weight: Tensor) -> bool:
-        return weight.untyped_storage().data_ptr() == self._weight.untyped_storage().data_ptr()
-
     def _take_gradient(self, call: Call, gradient: Tensor) -> None:
         rows = gradient.flatten(1)
-        self._recorder.take(call, "grad_output", rows, Part.whole(rows, None), BACKWARD)
+        self._recorder.take_found_gradient(call, "grad_output", rows, Part.whole(rows, None))

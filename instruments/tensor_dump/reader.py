@@ -11,7 +11,6 @@ from tabulate import tabulate
 from torch import Tensor
 from tqdm import tqdm
 
-from instruments.durable import whole_file
 from instruments.errors import CheckpointError, ConfigError, ContractError
 from instruments.safetensors_header import TensorEntry, read_header
 from instruments.safetensors_reader import EntryReader, checksum_of
@@ -144,21 +143,6 @@ def _lay_out(tensor: Tensor, placement: Placement) -> Iterator[tuple[tuple[slice
         if count > 1:
             begins[axis] += number * placement.global_shape[axis] // count
         yield tuple(slice(begin, begin + size) for begin, size in zip(begins, piece.shape, strict=True)), piece
-
-
-def export_pt(reader: DumpReader, folder: Path) -> int:
-    """Write `<name>.pt` for every stored tensor: a dictionary of the tensor and all that its record says.
-
-    `torch.load(path, weights_only=True)` reads them. Returns how many there are.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    stored = [record for record in reader.records if record.status == STORED]
-    if len({record.name for record in stored}) < len(stored):
-        raise ContractError("two tensors have one name", where=str(reader.folder), do="copy the whole dump again")
-    for record in tqdm(stored, desc="export", unit="tensor", disable=None):
-        with whole_file(folder / f"{record.name}.pt") as unfinished:
-            torch.save({"tensor": reader.load(record), **record.to_row()}, unfinished)
-    return len(stored)
 
 
 @dataclass(frozen=True)

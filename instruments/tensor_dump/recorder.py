@@ -1,17 +1,20 @@
 """What the hooks speak to: which step and microbatch it is, and what is to become of a tensor."""
 
+import sys
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
+from instruments.errors import ConfigError
 from instruments.precision.calls import in_backward
 from instruments.tensor_dump import capture
 from instruments.tensor_dump.capture import Capture, Held, HostRing, Part, RankInfo, Slot, Watched
@@ -20,8 +23,13 @@ from instruments.tensor_dump.index import DROPPED, STATISTICS, STORED, Placement
 from instruments.tensor_dump.statistics import exact_moments, measure
 from instruments.tensor_dump.writer import DumpWriter
 
-# A place in the order of calls: the microbatch, and the number among the module's calls in it.
-Turn = tuple[int, int]
+
+class Turn(NamedTuple):
+    """A place in the order of calls; fields are those of `Source`."""
+
+    microbatch: int
+    call: int
+    evaluation: bool
 
 
 class CallOrder:
@@ -30,7 +38,7 @@ class CallOrder:
     def __init__(self) -> None:
         """None so far."""
         self._order: list[tuple[Turn, TensorWeakRef]] = []
-        self._numbers: Counter[tuple[Watched, int]] = Counter()
+        self._numbers: Counter[tuple[Watched, int, bool]] = Counter()
         self._open: defaultdict[Watched, list[int]] = defaultdict(list)  # positions that were not run again yet
         self._latest = -2  # position that was run again last
 
@@ -38,10 +46,10 @@ class CallOrder:
         """Whether anything was called."""
         return bool(self._order)
 
-    def begin(self, watched: Watched, microbatch: int, first_input: Tensor) -> Turn:
+    def begin(self, watched: Watched, microbatch: int, first_input: Tensor, *, evaluation: bool) -> Turn:
         """A call in a forward pass."""
-        turn = microbatch, self._numbers[watched, microbatch]
-        self._numbers[watched, microbatch] += 1
+        turn = Turn(microbatch, self._numbers[watched, microbatch, evaluation], evaluation)
+        self._numbers[watched, microbatch, evaluation] += 1
         self._open[watched].append(len(self._order))
         self._order.append((turn, TensorWeakRef(first_input)))
         return turn
@@ -55,7 +63,8 @@ class CallOrder:
         left = self._open[watched]
         if not left:
             return None
-        likely = [one for one in left if _is_same(self._order[one][1](), first_input)] or left
+        trained = [one for one in left if not self._order[one][0].evaluation]
+        likely = [one for one in left if _is_same(self._order[one][1](), first_input)] or trained or left
         position = self._latest + 1 if self._latest + 1 in likely else likely[0]
         left.remove(position)
         self._latest = position
@@ -91,22 +100,33 @@ class Recorder:
         self.dumped_steps = 0  # that were on the schedule
         self._open = True
         self._kept: deque[list[Capture]] = deque([[]])  # of the last steps; only with last_steps
+        self._evaluating: dict[int, bool] = {}  # chunk → whether its forward pass under way is without gradients
+        self._weights: dict[Watched, tuple[TensorWeakRef, RemovableHandle]] = {}  # whose gradient is kept
         self._begin_step(0)
 
     def begin_microbatch(self, chunk: int) -> None:
-        """The model's forward pass begins."""
+        """The model's forward pass begins. Raises ConfigError: compiled, which hooks would be traced into."""
+        refuse_compiled_call()
         if not in_backward():
-            self._microbatches[chunk] += 1
+            self._evaluating[chunk] = not torch.is_grad_enabled()
+            self._microbatches[chunk, self._evaluating[chunk]] += 1
+
+    @property
+    def microbatches(self) -> int:
+        """Forward passes with gradients in this step, of all chunks."""
+        return sum(count for (_chunk, evaluation), count in self._microbatches.items() if not evaluation)
 
     def begin_call(self, watched: Watched, first_input: Tensor) -> Call | None:
         """A watched module is called; None where nothing of it is wanted."""
         if not (self._active and self._open):
             return None
-        microbatch = max(self._microbatches[watched.chunk] - 1, 0)
+        evaluation = self._evaluating.get(watched.chunk, False)
+        microbatch = max(self._microbatches[watched.chunk, evaluation] - 1, 0)
         if in_backward():
-            turn = self._calls.repeat(watched, first_input) or (microbatch, 0)
+            turn = self._calls.repeat(watched, first_input) or Turn(microbatch, 0, evaluation)
             return Call(watched, self._step, turn, recompute=True)
-        return Call(watched, self._step, self._calls.begin(watched, microbatch, first_input), recompute=False)
+        turn = self._calls.begin(watched, microbatch, first_input, evaluation=evaluation)
+        return Call(watched, self._step, turn, recompute=False)
 
     def take(self, call: Call, tensor_name: str, tensor: Tensor, part: Part, direction: str = FORWARD) -> None:
         """Keep a tensor as it is now."""
@@ -132,8 +152,26 @@ class Recorder:
 
     def take_gradient(self, call: Call, tensor_name: str, tensor: Tensor, part: Part) -> None:
         """Keep the gradient of a tensor, once it is known; a tensor that asks for none has none."""
-        if tensor_name in self._config.tensors and tensor.requires_grad:
-            tensor.register_hook(partial(self._on_gradient, call, tensor_name, part))
+        wanted = self._config.tensors
+        # Which call a weight's gradient belongs to is known by the gradient of its output.
+        if tensor.requires_grad and (tensor_name in wanted or "grad_weight" in wanted):
+            tensor.register_hook(lambda gradient: self.take_found_gradient(call, tensor_name, gradient, part))
+
+    def take_found_gradient(self, call: Call, tensor_name: str, gradient: Tensor, part: Part) -> None:
+        """Keep a gradient that the backward pass has come to."""
+        self._reached[call.watched] = call
+        self.take(call, tensor_name, gradient, part, BACKWARD)
+
+    def take_weight_gradient(self, call: Call, weight: Tensor, part: Part) -> None:
+        """Keep what each backward pass adds to a weight's gradient: of all calls, and of all layers that share it."""
+        if "grad_weight" not in self._config.tensors or not (weight.is_leaf and weight.requires_grad):
+            return
+        hooked, handle = self._weights.get(call.watched, (None, None))
+        if hooked is None or hooked() is not weight:
+            if handle is not None:
+                handle.remove()
+            handle = weight.register_hook(partial(self._on_weight_gradient, call.watched, part))
+            self._weights[call.watched] = TensorWeakRef(weight), handle
 
     def end_step(self, *, finite: bool) -> None:
         """The next step begins; with last_steps, what was kept is written where the loss was not finite."""
@@ -150,6 +188,8 @@ class Recorder:
         """Take nothing more; what waits for a loss that is not finite is forgotten."""
         self.dumped_steps += self._active and bool(self._calls)
         self._open = False
+        for _weight, handle in self._weights.values():
+            handle.remove()
         while self._kept:
             self._forget_oldest()
 
@@ -157,14 +197,19 @@ class Recorder:
         config = self._config
         turn, rest = divmod(number - config.first_step, config.every_steps)
         self._step = number
-        self._microbatches: Counter[int] = Counter()  # chunk → forward passes so far
+        self._microbatches: Counter[tuple[int, bool]] = Counter()  # chunk, evaluation → forward passes so far
         self._active = turn >= 0 and rest == 0 and (config.max_steps is None or turn < config.max_steps)
         self._calls = CallOrder()
+        self._reached: dict[Watched, Call] = {}  # by the backward pass, last
         # By id, tensors captured in this step: themselves while they live, their version and what was kept of them.
         self._seen: dict[int, tuple[TensorWeakRef, int, Placement, Held]] = {}
 
-    def _on_gradient(self, call: Call, tensor_name: str, part: Part, gradient: Tensor) -> None:
-        self.take(call, tensor_name, gradient, part, BACKWARD)
+    def _on_weight_gradient(self, watched: Watched, part: Part, gradient: Tensor) -> None:
+        """Autograd has added up what all uses give; filed under the call that the backward pass reached last."""
+        call = self._reached.get(watched)
+        if call is not None and call.step == self._step:
+            dense = gradient.to_dense() if gradient.is_sparse else capture.take_local(gradient)[0]
+            self.take(call, "grad_weight", dense, part, BACKWARD)
 
     def _recall(self, tensor: Tensor, placement: Placement) -> Held | None:
         """What was kept of the same tensor, if it has not changed since."""
@@ -237,3 +282,39 @@ def _version(tensor: Tensor) -> int | None:
 def watch_microbatches(root: nn.Module, chunk: int, recorder: Recorder) -> RemovableHandle:
     """Count the forward passes of a model, or of a chunk of one."""
     return root.register_forward_pre_hook(lambda _module, _args: recorder.begin_microbatch(chunk))
+
+
+def refuse_compiled_call() -> None:
+    """Stop a call that torch.compile makes. Raises ConfigError."""
+    if "torch._dynamo" not in sys.modules:
+        return
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        # Frames of torch._dynamo also surround what it is told to leave alone, checkpointing among them.
+        if frame.f_globals.get("__name__") == "torch._dynamo.eval_frame" and (
+            frame.f_code.co_name == "compile_wrapper" or type(frame.f_locals.get("self")).__name__ == "OptimizedModule"
+        ):
+            raise compiled_error()
+        frame = frame.f_back
+
+
+def refuse_compiled(roots: Sequence[nn.Module]) -> None:
+    """Stop before a compiled model runs. Raises ConfigError."""
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    if dynamo is None:
+        return
+    for module in (module for root in roots for module in root.modules()):
+        # Switched off, torch.compile gives back what it was given.
+        in_place = hasattr(module._compiled_call_impl, "_torchdynamo_orig_callable")
+        if in_place or isinstance(module, dynamo.OptimizedModule):
+            raise compiled_error()
+
+
+def compiled_error() -> ConfigError:
+    """What is said of a compiled model."""
+    return ConfigError(
+        "the model is compiled: fused kernels have no inputs and outputs of layers to dump",
+        where="TensorDump, torch.compile",
+        do="TORCHDYNAMO_DISABLE=1 in the environment of this run, which makes torch.compile do nothing; "
+        "or dump before the model is compiled",
+    )

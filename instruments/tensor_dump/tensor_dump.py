@@ -1,4 +1,4 @@
-"""Dump what attention and Linear layers compute, around anybody's training loop.
+"""Dump what attention and layers with a weight compute, around anybody's training loop.
 
     with TensorDump(model, "dump") as dump:
         for batch in batches:
@@ -24,11 +24,21 @@ import torch
 from torch import Tensor, nn
 
 from instruments.errors import ConfigError
-from instruments.tensor_dump.capture import HostRing, RankInfo, Watched, select, unseen_weights, warn_of_label
+from instruments.tensor_dump.capture import (
+    HostRing,
+    RankInfo,
+    Watched,
+    plain_name,
+    select,
+    unseen_weights,
+    unwrap,
+    warn_of_label,
+)
 from instruments.tensor_dump.config import DumpConfig, read_control
 from instruments.tensor_dump.index import Manifest, now
 from instruments.tensor_dump.modules import find_known, find_mesh_coordinates
-from instruments.tensor_dump.recorder import Recorder, watch_microbatches
+from instruments.tensor_dump.recorder import Recorder, refuse_compiled, watch_microbatches
+from instruments.tensor_dump.transformer_engine_modules import find_transformer_engine
 from instruments.tensor_dump.writer import DumpWriter, IndexFile
 
 logger = logging.getLogger(__name__)
@@ -39,12 +49,12 @@ def find_modules(roots: Sequence[nn.Module]) -> list[Watched]:
     found: list[Watched] = []
     for number, root in enumerate(roots):
         prefix = f"chunk{number}" if len(roots) > 1 else ""
-        mine = list(find_known(root, prefix))
+        mine = [*find_known(root, prefix), *find_transformer_engine(root, prefix)]
         if "megatron.core" in sys.modules:
             from instruments.tensor_dump.megatron_modules import find_megatron  # noqa: PLC0415 - an optional extra
 
             mine += find_megatron(root, prefix)
-        found += [replace(one, chunk=number) for one in mine]
+        found += [replace(one, name=plain_name(one.name), chunk=number) for one in mine]
     return found
 
 
@@ -75,7 +85,7 @@ class TensorDump:
         environment: of the process, where TENSOR_SAVE_ENABLED=0 switches the dump off, TENSOR_SAVE_DIR names a folder
             and CUSTOM_QUANT_TYPE a label where the arguments name none.
     Raises:
-        ConfigError: a setting without meaning, a pattern that names no module.
+        ConfigError: a setting without meaning, a pattern that names no module; (on entering) a compiled model.
         ContractError: (on entering) the folder is in use.
     """
 
@@ -93,13 +103,15 @@ class TensorDump:
         enabled, self.folder, self.config = read_control(named, config or DumpConfig(), environment)
         self.metadata = dict(metadata or {})
         self.manifest: Manifest | None = None  # complete when the dump has ended
-        self._roots = [model] if isinstance(model, nn.Module) else list(model)
+        self._given = [model] if isinstance(model, nn.Module) else list(model)
+        self._roots = [unwrap(one) for one in self._given]
         self.identity = find_rank_info(self._roots)
         ranks = self.config.ranks
         self.enabled = enabled and (ranks is None or self.identity.rank in ranks)
         found = find_modules(self._roots) if self.enabled else []
         self.watched = select(found, self.config) if self.enabled else []
-        self._unseen = list(unseen_weights(self._roots, found)) if self.enabled else []
+        # Where only some modules are asked for, nobody misses the others.
+        self._unseen = list(unseen_weights(self._roots, found)) if self.enabled and "*" in self.config.modules else []
         self._hooks = ExitStack()
         self._running: tuple[Recorder, DumpWriter] | None = None
 
@@ -107,6 +119,7 @@ class TensorDump:
         """Put the hooks on the model."""
         if not self.enabled:
             return self
+        refuse_compiled(self._given)
         modules = {one.module for one in self.watched}
         if modules & set(_DUMPED):
             raise ConfigError(
@@ -132,6 +145,16 @@ class TensorDump:
         if config.quant_type is not None:
             warn_of_label(config.quant_type, self.watched)
         return self
+
+    def join_pass(self, model: nn.Module) -> None:
+        """Say that `model` entered its forward pass before the dump did: hooks put on it since miss this one."""
+        if self._running is not None and model in self._roots:
+            self._running[0].begin_microbatch(self._roots.index(model))
+
+    @property
+    def microbatches(self) -> int:
+        """Forward passes with gradients in the step under way."""
+        return 0 if self._running is None else self._running[0].microbatches
 
     def step(self, loss: Tensor | float | None = None) -> None:
         """A training step has ended, the backward pass included.

@@ -19,3 +19,7 @@ class DumpStageConfig(DumpConfig):
     gradients: bool = True
     # Recompute activations in the backward pass: less memory, the same tensors.
     gradient_checkpointing: bool = False
+    # False: refuse to run. As the next, it does not change what a dump holds.
+    enabled: bool = field(default=True, metadata={"fingerprint": False})
+    # A link of this name to the published dump.
+    folder: str | None = field(default=None, metadata={"fingerprint": False})

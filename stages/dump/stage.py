@@ -1,7 +1,5 @@
-"""dump: the dense model reads some text, and what its attention and Linear layers compute is written."""
+"""dump: the dense model reads some text, and what its attention and layers with a weight compute is written."""
 
-import logging
-import os
 import re
 from pathlib import Path
 from time import perf_counter
@@ -11,7 +9,6 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from instruments.errors import ConfigError
-from instruments.tensor_dump.config import ENABLED, FOLDER, QUANT_TYPE
 from instruments.tensor_dump.index import STORED, Listing, Manifest
 from instruments.tensor_dump.tensor_dump import TensorDump
 from models.config import ModelConfig
@@ -19,11 +16,9 @@ from models.loading import load_dense, load_tokenizer
 from models.source import resolve_folder
 from stages.artifacts.job import Job, Table
 from stages.dump.config import DumpStageConfig
-from stages.losses import forward_losses, save_memory
+from stages.losses import forward_losses, gradients_from_embeddings, save_memory
 from stages.text.config import DataConfig
 from stages.text.sequences import TokenBatch, batch_sequences, load_text
-
-logger = logging.getLogger(__name__)
 
 
 def summarise(folder: Path, manifest: Manifest, *, seconds: float) -> Table:
@@ -44,7 +39,6 @@ def summarise(folder: Path, manifest: Manifest, *, seconds: float) -> Table:
 
 def run(job: Job, *, model: ModelConfig, data: DataConfig, dump: DumpStageConfig) -> Table:
     """Write a dump of the first batches into `out`."""
-    warn_of_environment()
     folder = resolve_folder(model)
     tokenizer = load_tokenizer(folder)
     text = load_text(data, tokenizer, "calibration")
@@ -53,7 +47,8 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, dump: DumpStageConfig
     if dump.gradients:
         save_memory(dense, asked=dump.gradient_checkpointing)
     started = perf_counter()
-    with make_dump(dense, job, dump, model.label) as dumped:
+    # First, so that the dump sees embeddings with a gradient.
+    with gradients_from_embeddings(dense), make_dump(dense, job, dump, model.label) as dumped:
         for batch in tqdm(batches, desc="dump", unit="step"):
             dumped.step(read_batch(dense, batch, gradients=dump.gradients))
     assert dumped.manifest is not None
@@ -61,7 +56,7 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, dump: DumpStageConfig
 
 
 def make_dump(dense: PreTrainedModel, job: Job, dump: DumpStageConfig, label: str) -> TensorDump:
-    """The dump, its errors in the words of this stage's settings. Raises ConfigError."""
+    """The dump, its errors in the words of this stage's settings, which read the environment. Raises ConfigError."""
     try:
         return TensorDump(dense, job.out, dump, metadata={"model": label}, environment={})
     except ConfigError as error:
@@ -76,11 +71,3 @@ def read_batch(dense: PreTrainedModel, batch: TokenBatch, *, gradients: bool) ->
     if gradients:
         losses_B.sum().backward()  # type: ignore[no-untyped-call]
     return float(losses_B.detach().sum())
-
-
-def warn_of_environment() -> None:
-    """The variables are for loops of one's own: results of a stage depend on its settings alone."""
-    settings = {ENABLED: "stage=", FOLDER: "output_dir=", QUANT_TYPE: "dump.quant_type="}
-    for variable, setting in settings.items():
-        if os.environ.get(variable):
-            logger.warning("environment variable %s is ignored by stage=dump: use %s", variable, setting)

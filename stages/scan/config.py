@@ -28,12 +28,11 @@ class ScanConfig:
     gradient_checkpointing: bool = False
     # How gradient norms are computed: gram (short sequences), direct (long ones), auto (whichever costs less).
     norm_product: str = field(default="auto", metadata={"choices": ("auto", "gram", "direct")})
-    # Also record every Linear weight and the input embedding by sample, parameter and block: parameters.mscan.
+    # Also record every Linear, embedding and expert by sample, parameter and block: parameters.mscan.
     parameters: bool = False
-    # Which modules that record holds, by glob on their names, as in ["*.q_proj", "*.mlp.*"]; null takes attention and
-    # FFN projections and the input embedding.
+    # Which modules that record holds, by glob on their names, as in ["*.q_proj", "*.mlp.*"]; null takes all.
     parameter_patterns: list[str] | None = field(default=None, metadata={"nonempty": True})
-    # Rows and columns of a block of that record.
+    # Rows and columns of a block of that record, where they are not attention heads.
     block_width: int = field(default=64, metadata={"minimum": 1})
     # Also record every token: the norm of its input and of its contribution to the gradient.
     per_token: bool = False

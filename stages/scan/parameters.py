@@ -155,12 +155,12 @@ def require_recorded(place: PartsPlace, samples: Collection[int]) -> None:
 def publish_parameters(place: PartsPlace, out: Path, samples: int, encoding: str) -> None:
     """All workers' parts, and those of earlier runs, as `out/parameters.mscan`.
 
-    The same bytes however often the scan was interrupted and however many workers it had. Raises ContractError: a
-    sample is in no part.
+    The same bytes but for the date, however often the scan was interrupted and however many workers it had. Raises
+    ContractError: a sample is in no part.
     """
     require_recorded(place, range(samples))
-    # No time of creation: published results are compared byte for byte.
-    merge_mscan(place.parts(), out / FILE, created="", numbers=range(samples), encoding=encoding)
+    created = min(read_mscan(path, verify=False).header.created for path in place.parts())  # when the scan began
+    merge_mscan(place.parts(), out / FILE, created=created, numbers=range(samples), encoding=encoding)
 
 
 def _unscale(record: ScanRecord, loss_scale: float) -> ScanRecord:

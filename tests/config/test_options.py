@@ -69,7 +69,9 @@ def test_the_first_option_of_a_group_spells_every_setting_with_its_default(group
     assert files[base].keys() == {spec.name for spec in fields(NODES[group])}
     if group != "model":  # whose base is any hub model
         defaults = OmegaConf.to_container(OmegaConf.structured(NODES[group]))
-        assert files[base] == defaults
+        # Some settings of the dump come from the environment, where it names them.
+        filled = OmegaConf.merge(OmegaConf.structured(NODES[group]), OmegaConf.create(files[base]))
+        assert OmegaConf.to_container(filled, resolve=True) == defaults
 
 
 @pytest.mark.parametrize("path", sorted(CONF.rglob("*.yaml")), ids=lambda path: str(path.relative_to(CONF)))

@@ -210,9 +210,13 @@ def test_a_closing_header_that_counts_other_sequences(path):
         ({"model": 3, "metadata": []}, "model, metadata missing or of another type"),
         ({"encoding": "f16"}, "encoding is none of f32, log16"),
         ({"block_width": 0}, "block_width is not between 1 and 2147483648"),
-        ({"parameters": [["a", "linear", 4]]}, "a parameter is not [name, kind, in_features, out_features]"),
-        ({"parameters": [["a", "conv", 4, 4]]}, "parameter a is conv of 4 to 4 features"),
-        ({"parameters": [["a", "linear", 2**31, 2**31]]}, "its parameters have more than 16777216 blocks"),
+        (
+            {"parameters": [["a", "linear", 4, 4]]},
+            "a parameter is not [name, kind, in_features, out_features, in_head, out_head]",
+        ),
+        ({"parameters": [["a", "conv", 4, 4, None, None]]}, "parameter a is conv of 4 to 4 features"),
+        ({"parameters": [["a", "linear", 4, 4, None, 0]]}, "parameter a has heads [None, 0] wide"),
+        ({"parameters": [["a", "linear", 2**31, 2**31, None, 64]]}, "its parameters have more than 16777216 blocks"),
     ],
 )
 def test_a_header_that_no_scanner_writes(path, content, detail):
@@ -220,7 +224,7 @@ def test_a_header_that_no_scanner_writes(path, content, detail):
     data = path.read_bytes()
     end = 16 + struct.unpack("<I", data[8:12])[0]
     text = json.dumps(json.loads(data[16:end]) | content if content else content).encode()
-    start = PREAMBLE.pack(b"MSCAN", 2, 0, len(text), 0)[:-4]
+    start = PREAMBLE.pack(b"MSCAN", 3, 0, len(text), 0)[:-4]
     path.write_bytes(start + crc32(text, crc32(start)).to_bytes(4, "little") + text)
     with pytest.raises(ContractError) as error:
         read_mscan(path)
@@ -335,12 +339,12 @@ def test_another_kind_of_file(path):
     )
 
 
-@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize("version", [1, 2, 4])
 def test_another_version(path, version):
     write(path)
     edit(path, 5, struct.pack("<H", version))
     assert message(path) == (
-        f"scan.mscan is of .mscan version {version}; 2 is known here\n  where: {path}\n"
+        f"scan.mscan is of .mscan version {version}; 3 is known here\n  where: {path}\n"
         "  do:    read it with the release that wrote it, or scan again"
     )
 
@@ -529,7 +533,7 @@ def test_the_specification_is_what_is_written(path):
     write(path, [2])
     content = path.read_bytes()
     magic, version, flags, length, checksum = struct.unpack("<5sHBII", content[:16])
-    assert (magic, version, flags, PREAMBLE.size) == (b"MSCAN", 2, 0, 16)
+    assert (magic, version, flags, PREAMBLE.size) == (b"MSCAN", 3, 0, 16)
     assert checksum == crc32(content[:12] + content[16 : 16 + length])
     segment = content[16 + length :]
     magic, kind, zero, index, count, tokens, size, payload_checksum, checksum = struct.unpack(

@@ -11,7 +11,8 @@ from unit.instruments.tensor_dump.small_model import run
 
 from instruments.tensor_dump.command import complaints_of, summarise
 from instruments.tensor_dump.config import DumpConfig
-from instruments.tensor_dump.reader import DumpReader, compare_folders, export_pt
+from instruments.tensor_dump.reader import DumpReader, compare_folders
+from instruments.tensor_dump.tensor_files import export_pt
 
 COUNTS = [pytest.param(60, id="quick"), pytest.param(600, id="long", marks=pytest.mark.slow)]
 TARGETS = {

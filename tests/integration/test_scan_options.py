@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from datetime import datetime
 
 import numpy as np
 import pytest
@@ -80,8 +81,9 @@ def test_the_parameter_level_record_stands_beside_unchanged_statistics(scan, tmp
     plain, recorded = scan(outputs=tmp_path / "plain"), scan("scan=parameters", outputs=tmp_path / "recorded")
     assert (plain / "statistics.safetensors").read_bytes() == (recorded / "statistics.safetensors").read_bytes()
     record = read_mscan(recorded / "parameters.mscan")
-    assert len(record.parameters.names) == 2 * 7 + 1
+    assert len(record.parameters.names) == 2 * 7 + 2  # embedding and output embedding are two weights here
     assert sum(sequence.tokens for sequence in record.sequences) == 600
+    assert datetime.fromisoformat(record.header.created).tzinfo is not None
 
 
 def test_float16_overflow_lowers_the_loss_scale_of_both_records(source, tmp_path, monkeypatch):

@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,12 +14,13 @@ import torch
 from safetensors.torch import load_file
 from unit.instruments.tensor_dump.small_model import Small, inputs, run
 
-from instruments.errors import ContractError
+from instruments.errors import ConfigError, ContractError
 from instruments.tensor_dump.command import main
-from instruments.tensor_dump.config import DumpConfig
+from instruments.tensor_dump.config import DumpConfig, read_settings
 from instruments.tensor_dump.index import Listing
 from instruments.tensor_dump.reader import DumpReader
 from instruments.tensor_dump.tensor_dump import TensorDump
+from instruments.tensor_dump.tensor_files import save_attention_tensors, save_linear_tensors
 from pipeline.cli import INVALID, run_command
 
 REPOSITORY = Path(__file__).parents[2]
@@ -232,15 +235,136 @@ def test_compare_finds_the_first_divergence(dump, tmp_path, capsys):
     assert "only in" in capsys.readouterr().out
 
 
-def test_export_writes_what_old_readers_open(dump, tmp_path, capsys):
+NAME = re.compile(
+    r"\d{8}_\d{6}_(\d{4})_(linear)_L([01])_(forward|backward)_(fp32|mxfp8)_(input|weight|grad_output)\.pt"
+)
+INFO = ["shape", "dtype", "device", "requires_grad", "is_leaf", "min", "max", "mean", "std"]
+FACTS = ["layer_type", "operation", "quant_type", "tensor_name", "layer_idx", "save_time"]
+
+
+def open_pt(path):
+    return torch.load(path, weights_only=True)  # noqa: TID251 - a file this test wrote
+
+
+@pytest.mark.parametrize("label", [None, "mxfp8"])
+def test_export_writes_what_old_readers_open(dump, tmp_path, capsys, label):
+    if label:
+        run(dump := tmp_path / "labelled", DumpConfig(quant_type=label), steps=3)
     assert main(["export", str(dump), str(tmp_path / "pt")]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'pt'}: 18 files\n"
+    paths = sorted((tmp_path / "pt").iterdir(), key=lambda path: path.name.split("_")[2])
     with DumpReader(dump) as reader:
-        for record in reader.records:
-            path = tmp_path / "pt" / f"{record.name}.pt"
-            found = torch.load(path, weights_only=True)  # noqa: TID251 - a file this test wrote
+        for path, record in zip(paths, reader.records, strict=True):
+            named, found = NAME.fullmatch(path.name), open_pt(path)
+            assert list(found) == ["tensor", "tensor_info", "metadata"]
             assert torch.equal(found["tensor"], reader.load(record))
-            assert found["source"]["module"] == record.source.module
+            info, metadata = found["tensor_info"], found["metadata"]
+            assert set(info) == set(INFO)
+            assert (info["shape"], info["dtype"], info["min"]) == (
+                [*record.shape],
+                "torch.float32",
+                float(found["tensor"].min()),
+            )
+            assert [
+                str(metadata[name]) for name in ("layer_type", "layer_idx", "operation", "quant_type", "tensor_name")
+            ] == [*named.groups()[1:]]
+            assert metadata["quant_type"] == (label or "fp32")
+            assert (int(named[1]), metadata["module"]) == (record.counter, record.source.module)
+            assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", metadata["save_time"])
+
+
+def test_code_written_against_the_tensor_saver(tmp_path, monkeypatch):
+    monkeypatch.setenv("TENSOR_SAVE_DIR", str(tmp_path / "logs"))
+    query, key, value = torch.randn(3, 2, 4, 8, 16, dtype=torch.bfloat16)
+    results = save_attention_tensors(
+        query=query, key=key, value=value, quant_type="hifp8", operation="forward", layer_idx=0,
+        metadata={"experiment": "test_run"}, phase="pre", component="FA",
+    )  # fmt: skip
+    results |= save_linear_tensors(torch.randn(3, 5), torch.randn(4, 5), "mxfp8", "backward")
+    assert list(results) == ["query", "key", "value", "input", "weight"]
+    found = open_pt(results["query"])
+    assert torch.equal(found["tensor"], query)
+    assert set(found["tensor_info"]) == set(INFO)
+    assert set(FACTS) <= set(found["metadata"])
+    assert (found["metadata"]["experiment"], found["metadata"]["phase"]) == ("test_run", "pre")
+    names = [Path(path).name.split("_") for path in results.values()]
+    assert [name[3:] for name in names] == [
+        ["attention", "L0", "forward", "hifp8", "query.pt"],
+        ["attention", "L0", "forward", "hifp8", "key.pt"],
+        ["attention", "L0", "forward", "hifp8", "value.pt"],
+        ["linear", "Lnone", "backward", "mxfp8", "input.pt"],
+        ["linear", "Lnone", "backward", "mxfp8", "weight.pt"],
+    ]
+    assert [int(name[2]) - int(names[0][2]) for name in names] == [0, 1, 2, 3, 4]
+    with pytest.raises(ConfigError, match="unknown quant type 'int3'"):
+        save_linear_tensors(query, key, "int3")
+    monkeypatch.setenv("TENSOR_SAVE_ENABLED", "false")
+    assert save_linear_tensors(query, key, "bf16") == {"input": None, "weight": None}
+    assert len(list((tmp_path / "logs").iterdir())) == 5
+
+
+TRAINING = """
+import instruments.tensor_dump.auto
+import torch
+from torch import nn
+torch.manual_seed(0)
+body, head = nn.Sequential(nn.Linear(6, 5), nn.Tanh()), nn.Linear(5, 3)
+model = nn.Sequential(body, head)
+optimizers = [torch.optim.AdamW(body.parameters()), torch.optim.SGD(head.parameters(), lr=0.1)]
+with torch.no_grad():
+    nn.Linear(6, 6)(torch.ones(2, 6))  # a frozen teacher
+for step in range(3):
+    for microbatch in range(2):
+        nn.CrossEntropyLoss()(model(torch.randn(4, 6)), torch.tensor([0, 1, 2, 0])).backward()
+    with torch.no_grad():
+        model(torch.randn(2, 6))
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+print(sum(parameter.sum() for parameter in model.parameters()).item())
+"""
+
+
+def train_with(tmp_path, **environment):
+    words = [sys.executable, "-c", TRAINING]
+    return subprocess.run(
+        words, env=ENVIRONMENT | environment, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.slow
+def test_an_unchanged_script_is_dumped_by_its_environment_alone(tmp_path):
+    plain = train_with(tmp_path)
+    assert (plain.returncode, plain.stderr, list(tmp_path.iterdir())) == (0, "", [])
+    settings = json.dumps({"tensors": ["input", "grad_output"], "max_steps": 2})
+    done = train_with(tmp_path, TENSOR_SAVE_ENABLED="1", CUSTOM_QUANT_TYPE="mxfp8", TENSOR_SAVE_CONFIG=settings)
+    assert (done.returncode, done.stdout) == (0, plain.stdout), done.stderr
+    assert "tensor dump: Sequential, every step, into tensor_logs" in done.stderr
+    with DumpReader(tmp_path / "tensor_logs") as reader:
+        passes = Counter(
+            (record.source.step, record.source.microbatch, record.source.evaluation)
+            for record in reader.select(tensor="input", module={"0.0", "1"})
+        )
+        trained = {(step, microbatch, False): 2 for step in (0, 1) for microbatch in (0, 1)}
+        # The hooks come during the first pass, so that of the model itself the rest of it is seen.
+        assert passes == trained | {(step, 0, True): 2 for step in (0, 1)}
+        assert {record.label for record in reader.records} == {"mxfp8"}
+        assert list(reader.manifests()[0].complaints()) == []
+    assert "the folder holds a dump already" in train_with(tmp_path, TENSOR_SAVE_ENABLED="1").stderr
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ('{"steps": 3}', "holds no settings of a dump: there is no setting steps"),
+        ("max_steps=2", "holds no settings of a dump: Expecting value"),
+        ('{"max_steps": "2"}', "max_steps missing or of another type"),
+    ],
+)
+def test_settings_from_the_environment_without_meaning(settings, message):
+    assert read_settings({"TENSOR_SAVE_CONFIG": '{"max_steps": 2}'}) == DumpConfig(max_steps=2)
+    with pytest.raises(ConfigError, match=message):
+        read_settings({"TENSOR_SAVE_CONFIG": settings})
 
 
 def test_the_viewer_lists_without_torch(dump):
@@ -272,7 +396,10 @@ def test_the_stage_dumps_the_configured_model(words, tmp_path, capsys):
         assert {record.source.step for record in reader.records} == {0, 1}
         assert {record.source.tensor for record in reader.records} == set(DumpConfig().tensors) - {"expert"}
         assert {record.metadata["model"] for record in reader.records} == {"pico"}
-        assert len(reader.select(rounded=True)) == len(reader.select())
+        numbers = [
+            record for record in reader.select() if record.quant_type != "int64"
+        ]  # ids of tokens are not rounded
+        assert len(reader.select(rounded=True)) == len(numbers)
         assert load_file(published(tmp_path) / reader.records[0].file)
     assert json.loads((published(tmp_path) / "manifest-00000.json").read_text())["missing"] == {}
     assert run_command([*words, "dump.steps=2", "dump.quant_type=mxfp8", "dump.fake_quant=true"]) == 0
@@ -303,10 +430,22 @@ def test_the_stage_names_its_settings_in_errors(words, capsys, tmp_path):
     assert "dump.gradients=false computes no gradient" in capsys.readouterr().err
 
 
-def test_the_stage_says_that_the_environment_is_ignored(words, monkeypatch, capsys):
+def test_the_stage_reads_the_same_environment(words, monkeypatch, tmp_path, capsys):
+    link = tmp_path / "named" / "logs"
     monkeypatch.setenv("CUSTOM_QUANT_TYPE", "mxfp8")
+    monkeypatch.setenv("TENSOR_SAVE_DIR", str(link))
     assert run_command([*words, "dump.keep=statistics"]) == 0
-    said = capsys.readouterr()
-    assert (
-        "environment variable CUSTOM_QUANT_TYPE is ignored by stage=dump: use dump.quant_type=" in said.out + said.err
-    )
+    assert link.resolve() == published(tmp_path).resolve()
+    assert {record.label for record in Listing(link).records} == {"mxfp8"}
+    link.unlink()
+    assert run_command([*words, "dump.keep=statistics"]) == 0  # kept from before, and linked again
+    assert link.is_symlink()
+    link.unlink()
+    link.mkdir()
+    assert run_command([*words, "dump.keep=statistics"]) == INVALID
+    assert "is there already, and is no link that this run could replace" in capsys.readouterr().err
+    monkeypatch.setenv("TENSOR_SAVE_ENABLED", "0")
+    assert run_command(words) == INVALID
+    said = capsys.readouterr().err
+    assert "the dump is switched off, and stage=dump does nothing else\n" in said
+    assert "environment variable TENSOR_SAVE_ENABLED\n  do:    dump.enabled=true" in said

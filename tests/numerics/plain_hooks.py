@@ -54,7 +54,9 @@ def run_plainly(model, passes, kernel="sdpa"):
         keep(number, module, "output", output)
 
     model.config._attn_implementation = "spy"
-    handles = [module.register_forward_hook(on_linear) for module in names if isinstance(module, nn.Linear)]
+    handles = [
+        module.register_forward_hook(on_linear) for module in names if isinstance(module, nn.Linear | nn.Embedding)
+    ]
     with registered("spy", spy, kernel):
         for number, inputs in enumerate(passes):  # noqa: B007 - which pass it is, for the hooks
             loss = model(**inputs).loss

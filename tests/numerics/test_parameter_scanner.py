@@ -81,10 +81,11 @@ def expected_norms(parameters, gradients):
     """gradient_BP, in_gradient_BI and out_gradient_BO of true gradients."""
     totals, inputs, outputs = [], [], []
     for sample in gradients:
-        pairs = [(sample[parameter.name], parameter.kind == "linear") for parameter in parameters]
+        pairs = [(sample[parameter.name], parameter) for parameter in parameters]
+        linear = [(grad, one.in_width) for grad, one in pairs if one.kind == "linear"]
         totals.append(torch.stack([grad.norm() for grad, _ in pairs]))
-        inputs.append(torch.cat([cut(grad, WIDTH, 1) for grad, linear in pairs if linear]))
-        outputs.append(torch.cat([cut(grad, WIDTH, 0 if linear else 1) for grad, linear in pairs]))
+        inputs.append(torch.cat([cut(grad, width, 1) for grad, width in linear]))
+        outputs.append(torch.cat([cut(grad, one.out_width, 0 if one.kind == "linear" else 1) for grad, one in pairs]))
     return torch.stack(totals), torch.stack(inputs), torch.stack(outputs)
 
 
@@ -128,7 +129,8 @@ def test_norms_equal_those_of_true_weight_gradients(folder, truth, training, che
         (record,) = scanner.collect()
     assert_norms(record, truth)
     assert [sequence.tokens for sequence in record.sequences] == list(LENGTHS)
-    assert len(scanner.parameters) == (9 if "phi3" in str(model.config.model_type) else 15)
+    untied = model.lm_head.weight is not model.get_input_embeddings().weight
+    assert len(scanner.parameters) == (9 if "phi3" in str(model.config.model_type) else 15) + untied
 
 
 def test_left_padding_and_single_samples_give_the_same(folder):
@@ -167,8 +169,8 @@ def test_activations_are_those_of_plain_hooks_without_padding(folder):
     for row in range(len(LENGTHS)):
         model(input_ids=one_sample(batch, row)["input_ids"])
         totals = torch.stack([seen[parameter.name].norm() for parameter in scanner.parameters])
-        linears = [seen[parameter.name] for parameter in scanner.parameters if parameter.kind == "linear"]
-        blocks = torch.cat([cut(x, WIDTH, 1) for x in linears])
+        linears = [parameter for parameter in scanner.parameters if parameter.kind == "linear"]
+        blocks = torch.cat([cut(seen[parameter.name], parameter.in_width, 1) for parameter in linears])
         for found in (record, forward):
             torch.testing.assert_close(found.activation_BP[row].double(), totals, rtol=1e-5, atol=0)
             torch.testing.assert_close(found.in_activation_BI[row].double(), blocks, rtol=1e-5, atol=1e-9)

@@ -334,7 +334,8 @@ def test_a_gradient_that_is_not_finite_is_an_error(model):
             scanner.collect()
     assert str(caught.value) == (
         "the gradient is not finite in 2 of 2 samples\n"
-        "  where: step 1, sample 1; step 1, sample 2\n"
+        "  where: step 1, sample 1; step 1, sample 2; of model.layers.1.mlp.down_proj.weight, "
+        "model.layers.1.mlp.up_proj.weight, model.layers.1.mlp.gate_proj.weight and 12 more\n"
         "  do:    look for a sample without a supervised next token, or scan in another format: float32 or bfloat16"
     )
 
@@ -349,7 +350,7 @@ def test_a_module_that_runs_twice_is_an_error():
             return self.down_proj(self.down_proj(inputs_embeds))
 
     model = Twice()
-    with pytest.raises(NumericsError) as caught, ParameterTensorScanner(model):
+    with pytest.raises(NumericsError) as caught, ParameterTensorScanner(model, ["down_proj"]):
         model(torch.randn(2, 3, 5))
     assert str(caught.value) == (
         "down_proj ran twice in one forward pass; its weight's gradient is the sum of both\n"

@@ -32,7 +32,7 @@ def run_plainly():
     def on_linear(module, args, kwargs, output):
         found[step, names[module], "input"] = args[0].detach().clone()
         found[step, names[module], "weight"] = module.weight.detach().clone()
-        keep(step, module, "grad_output", output[0])
+        keep(step, module, "grad_output", output if isinstance(output, torch.Tensor) else output[0])
 
     def on_attention(module, args, kwargs):
         for name, tensor in zip(ATTENTION, args, strict=False):
@@ -42,7 +42,7 @@ def run_plainly():
     for module, name in names.items():
         if name.endswith("core_attention"):
             module.register_forward_pre_hook(on_attention, with_kwargs=True)
-        elif "linear_" in name or name == "output_layer":
+        elif "linear_" in name or name == "output_layer" or name.endswith("_embeddings"):
             module.register_forward_hook(on_linear, with_kwargs=True)
     for step, batch in enumerate(make_batches()):  # noqa: B007 - which step it is, for the hooks
         loss = model(**batch).mean()
@@ -51,6 +51,26 @@ def run_plainly():
     found |= {(step, module, name): tensor.grad.clone() for step, module, name, tensor in kept}
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     return found, torch.stack(losses), gradients
+
+
+@pytest.mark.slow
+def test_megatrons_own_loop_is_dumped_by_the_environment_alone(tmp_path):
+    """Its schedule, two microbatches a step, around an unchanged script."""
+    script, found = Path(__file__).with_name("megatron_loop.py"), {}
+    paths = ":".join([str(REPOSITORY), str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", "")])
+    for enabled in ("", "1"):
+        settings = {"TENSOR_SAVE_ENABLED": enabled, "TENSOR_SAVE_DIR": str(tmp_path / "dump"), "PYTHONPATH": paths}
+        words = [sys.executable, script, tmp_path / f"store{enabled}"]
+        done = subprocess.run(words, env=os.environ | settings, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        found[enabled] = done.stdout
+    assert found[""] == found["1"]
+    with DumpReader(tmp_path / "dump") as reader:
+        records = reader.select(module="decoder.layers.1.self_attention.core_attention", tensor="grad_query")
+        passes = [(record.source.step, record.source.microbatch) for record in records]
+        assert sorted(passes) == [(step, microbatch) for step in (0, 1) for microbatch in (0, 1)]
+        assert {record.source.layer for record in records} == {1}
+        assert list(reader.manifests()[0].complaints()) == []
 
 
 @pytest.fixture(scope="module")

@@ -53,7 +53,7 @@ def test_the_summary(file, run):
     )
     facts, table = out.split("\n\n")
     assert facts.splitlines() == [
-        f"file        {file} (.mscan version 2, {file.stat().st_size - 54:,} bytes)",
+        f"file        {file} (.mscan version 3, {file.stat().st_size - 54:,} bytes)",
         "model       pico",
         "created     2026-01-02",
         "parameters  4, in blocks 4 wide",
@@ -112,6 +112,24 @@ def test_parquet_is_the_long_table(file, run, tmp_path):
     row = picked[7, PARAMETERS[0].name, "total", None]
     assert (row["layer"], row["module"], row["gradient"]) == (None, "embed_tokens", None)
     assert row["activation"] == scan.activation()[3, 0]
+
+
+def test_parquet_has_the_tokens_of_a_file_that_has_them(run, tmp_path):
+    path, numbers = tmp_path / "tokens.mscan", range(3)
+    found = record(numbers, per_token=True)
+    with MscanWriter(path, PARAMETERS, model="pico", block_width=WIDTH, per_token=True, encoding="f32") as writer:
+        writer.add(found, numbers)
+    run(path, "--parquet", tmp_path / "tokens.parquet")
+    rows = [row for row in read_table(tmp_path / "tokens.parquet").to_pylist() if row["table"] == "token"]
+    expected = [
+        (number, token, parameter.name, activation[token, column].item(), gradient[token, column].item())
+        for number, activation, gradient in zip(numbers, found.token_activation, found.token_gradient, strict=True)
+        for token in range(len(activation))
+        for column, parameter in enumerate(PARAMETERS)
+    ]
+    keys = ("sequence", "token", "parameter", "activation", "gradient")
+    assert [tuple(row[key] for key in keys) for row in rows] == expected
+    assert {row["block"] for row in rows} == {None}
 
 
 def test_parquet_of_one_sequence(file, run, tmp_path):

@@ -71,4 +71,4 @@ def test_blocks_of_one_weight_add_up_to_its_norm(model, tmp_path):
             assert np.allclose(gradient, scan.gradient()[:, column], rtol=1e-3)
     grid = grid_by_layer(scan.parameters.names, delta_sc(scan.activation(), scan.gradient()))
     assert np.isfinite(grid.values_LM).all()
-    assert [*grid.outside] == ["embed_tokens"]
+    assert [*grid.outside] == ["embed_tokens", "lm_head"]

@@ -25,12 +25,15 @@ class Model(nn.Module):
 
 
 def names(targets):
-    return [target.parameter.name for target in targets]
+    return [target.parameter.name for target in targets.targets]
 
 
-def test_projections_and_the_embedding_by_default():
-    targets = find_targets(Model(), None, 5)
-    assert names(targets) == ["embed_tokens.weight", "layers.0.q_proj.weight", "layers.1.q_proj.weight"]
+def test_every_linear_and_embedding_by_default():
+    found = find_targets(Model(), None, 5)
+    layers = [f"layers.{layer}.{name}.weight" for layer in (0, 1) for name in ("q_proj", "router")]
+    assert names(found) == ["embed_tokens.weight", *layers, "lm_head.weight"]
+    assert found.left_out == {}
+    targets = found.targets
     assert targets[0].parameter == WatchedParameter("embed_tokens.weight", "embedding", 11, 6, 5)
     assert targets[1].parameter == WatchedParameter("layers.0.q_proj.weight", "linear", 6, 12, 5)
     assert targets[0].head is None
@@ -45,18 +48,9 @@ def test_patterns_are_globs_on_module_names():
 def test_a_tied_output_embedding_belongs_to_the_embedding():
     model = Model()
     model.lm_head.weight = model.embed_tokens.weight
-    targets = find_targets(model, ["embed_tokens", "lm_head"], 5)
-    assert names(targets) == ["embed_tokens.weight"]
-    assert targets[0].head is model.lm_head
-
-
-def test_an_embedding_that_does_more_than_look_up_is_left_out():
-    class Scaled(nn.Embedding):
-        def forward(self, ids):
-            return 3 * super().forward(ids)
-
-    with pytest.warns(UserWarning, match=r"embed_tokens \(Scaled\) is no plain look-up: its weight is not scanned"):
-        assert names(find_targets(Model(Scaled), None, 5))[0] == "layers.0.q_proj.weight"
+    found = find_targets(model, ["embed_tokens", "lm_head"], 5)
+    assert names(found) == ["embed_tokens.weight"]
+    assert found.targets[0].head is model.lm_head
 
 
 def test_nothing_matches():
@@ -70,7 +64,7 @@ def test_nothing_matches():
     with pytest.raises(ConfigError) as caught:
         ParameterTensorScanner(nn.Sequential(nn.ReLU()))
     assert str(caught.value) == (
-        "no parameter of the model matches the default patterns; it has no nn.Linear\n"
+        "no parameter of the model matches the default; it has no Linear, Conv1D or embedding\n"
         "  where: ParameterTensorScanner\n"
         "  do:    scan a model with nn.Linear layers"
     )
@@ -79,8 +73,12 @@ def test_nothing_matches():
 def test_two_linears_with_one_weight():
     model = Model()
     model.layers[1].q_proj.weight = model.layers[0].q_proj.weight
+    found = find_targets(model, None, 5)
+    why = "layers.0.q_proj and layers.1.q_proj share one weight; its gradient is the sum of both"
+    assert found.left_out == dict.fromkeys(("layers.0.q_proj.weight", "layers.1.q_proj.weight"), why)
+    assert not {name for name in names(found) if "q_proj" in name}
     with pytest.raises(ConfigError) as caught:
-        ParameterTensorScanner(model)
+        ParameterTensorScanner(model, patterns=["*.q_proj"])
     assert str(caught.value) == (
         "layers.0.q_proj and layers.1.q_proj share one weight; its gradient is the sum of both\n"
         "  where: ParameterTensorScanner\n"

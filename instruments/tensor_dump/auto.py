@@ -1,0 +1,69 @@
+"""A dump of an unchanged training script: one line, `import instruments.tensor_dump.auto`, and the environment.
+
+    TENSOR_SAVE_ENABLED=1 TENSOR_SAVE_DIR=dump CUSTOM_QUANT_TYPE=mxfp8 python train.py
+
+The first model that runs with gradients is dumped until the process ends, also inside of DistributedDataParallel or
+Megatron's wrappers; a step ends with the step of an optimizer. TENSOR_SAVE_CONFIG='{"max_steps": 2}' holds settings of
+DumpConfig. Without TENSOR_SAVE_ENABLED nothing happens. Chunks of a pipeline need a TensorDump of their own.
+"""
+
+import atexit
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
+
+from instruments.tensor_dump.config import ENABLED, FOLDER, read_settings
+from instruments.tensor_dump.tensor_dump import TensorDump, find_modules
+
+logger = logging.getLogger(__name__)
+
+
+class AutoDump:
+    """Waits for a model that is trained, and dumps it."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        """Look at every call of a module until one is of such a model. Raises ConfigError: TENSOR_SAVE_CONFIG."""
+        self.dump: TensorDump | None = None
+        self._environment = {FOLDER: "tensor_logs", **environment}
+        self._config = read_settings(environment)
+        self._handles: list[RemovableHandle] = [
+            register_module_forward_pre_hook(self._before),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+
+    def close(self) -> None:
+        """End the dump, and look at nothing more."""
+        for handle in self._handles:
+            handle.remove()
+        if self.dump is None:
+            logger.warning("tensor dump: no model ran with gradients, and nothing was dumped")
+        else:
+            self.dump.__exit__(None, None, None)
+
+    def _before(self, module: nn.Module, _args: object) -> None:
+        """Hook before every module: that of the model itself comes first."""
+        trained = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters())
+        if self.dump is not None or not trained or not find_modules([module]):
+            return
+        self._handles.pop(0).remove()
+        self.dump = TensorDump(module, config=self._config, environment=self._environment).__enter__()
+        self.dump.join_pass(module)
+        logger.warning("tensor dump: %s, every step, into %s", type(module).__name__, self.dump.folder)
+
+    def _after_step(self, _optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+        """Hook after every optimizer; a second one that steps for the same passes ends no step."""
+        if self.dump is not None and self.dump.microbatches:
+            self.dump.step()
+
+
+running: AutoDump | None = None
+if os.environ.get(ENABLED, "").strip():
+    running = AutoDump(os.environ)
+    atexit.register(running.close)

@@ -1,0 +1,169 @@
+"""One .pt file a tensor, as readers of the Megatron tensor saver expect it; and the functions that such code calls.
+
+    {"tensor": ..., "tensor_info": {shape, dtype, device, requires_grad, is_leaf, min, max, mean, std},
+     "metadata": {layer_type, operation, quant_type, tensor_name, layer_idx, save_time, ...}}
+
+in `{date}_{time}_{counter:04}_{layer_type}_L{layer}_{operation}_{quant_type}_{tensor_name}.pt`.
+`torch.load(path, weights_only=True)` reads them.
+"""
+
+import os
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from instruments.durable import whole_file
+from instruments.errors import ContractError
+from instruments.tensor_dump.config import FOLDER, DumpConfig, read_control
+from instruments.tensor_dump.index import STORED, Statistics, is_bare
+from instruments.tensor_dump.reader import DumpReader
+from instruments.tensor_dump.statistics import measure
+
+_SAVED = count()
+
+
+def export_pt(reader: DumpReader, folder: Path) -> int:
+    """Write a file for every stored tensor; returns how many there are.
+
+    The number format in a name is the dump's label, as CUSTOM_QUANT_TYPE gave it; the real one where there is none, or
+    where copies rounded into the label's format are exported, too.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    stored = [record for record in reader.records if record.status == STORED]
+    if len({record.name for record in stored}) < len(stored):
+        raise ContractError("two tensors have one name", where=str(reader.folder), do="copy the whole dump again")
+    rounded = {record.rounded_from for record in stored} - {None}
+    for record in tqdm(stored, desc="export", unit="tensor", disable=None):
+        source = record.source
+        label = record.quant_type if rounded or record.label is None else record.label
+        info = _describe(record.statistics, record.shape, record.dtype, record.device)
+        metadata = {
+            **vars(source),
+            **_facts(source.layer_type, source.direction, label, source.tensor, source.layer),
+            "save_time": _read_time(record.timestamp).strftime("%Y-%m-%d %H:%M:%S"),
+            "real_quant_type": record.quant_type, "rank": record.rank, "record": record.name,
+            "rounding": record.rounding and vars(record.rounding), **record.metadata,
+        }  # fmt: skip
+        name = _file_name(_read_time(record.timestamp), record.counter, metadata)
+        _write(folder / name, reader.load(record), {**info, "requires_grad": record.requires_grad}, metadata)
+    return len(stored)
+
+
+def save_attention_tensors(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    quant_type: str,
+    operation: str = "forward",
+    layer_idx: int | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    **facts: object,
+) -> dict[str, str | None]:
+    """Write query, key and value now; the path of each, or None where TENSOR_SAVE_ENABLED=0. As `save_tensor`."""
+    named, more = {"query": query, "key": key, "value": value}, {**(metadata or {}), **facts}
+    return {
+        name: save_tensor(tensor, "attention", operation, quant_type, name, layer_idx, more)
+        for name, tensor in named.items()
+    }
+
+
+def save_linear_tensors(
+    input_tensor: Tensor,
+    weight: Tensor,
+    quant_type: str,
+    operation: str = "forward",
+    layer_idx: int | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    **facts: object,
+) -> dict[str, str | None]:
+    """Write the input and the weight now; the path of each, or None where TENSOR_SAVE_ENABLED=0. As `save_tensor`."""
+    named, more = {"input": input_tensor, "weight": weight}, {**(metadata or {}), **facts}
+    return {
+        name: save_tensor(tensor, "linear", operation, quant_type, name, layer_idx, more)
+        for name, tensor in named.items()
+    }
+
+
+def save_tensor(
+    tensor: Tensor,
+    layer_type: str,
+    operation: str,
+    quant_type: str,
+    tensor_name: str,
+    layer_idx: int | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    **facts: object,
+) -> str | None:
+    """Write one tensor now, into TENSOR_SAVE_DIR or ./tensor_logs; the training waits for it.
+
+    Args:
+        tensor: any.
+        layer_type: attention, linear ...
+        operation: forward or backward.
+        quant_type: a label: hifp8, mxfp8, mxfp4, bf16 or fp16.
+        tensor_name: query, input, weight ...
+        layer_idx: of the decoder.
+        metadata: goes into the file's own; what torch.load reads safely.
+        **facts: the same, by name: phase=, component= ...
+    Raises:
+        ConfigError: an unknown quant_type, or TENSOR_SAVE_ENABLED is neither yes nor no.
+    """
+    environment = {FOLDER: "tensor_logs", **os.environ}
+    enabled, folder, _config = read_control(None, DumpConfig(quant_type=quant_type), environment)
+    if not enabled:
+        return None
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    rank, world = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if distributed else (0, 1)
+    kept, now = tensor.detach().to("cpu", copy=True), datetime.now(UTC)
+    info = _describe(measure(kept), kept.shape, str(tensor.dtype), str(tensor.device))
+    info |= {"requires_grad": tensor.requires_grad, "is_leaf": tensor.is_leaf}
+    found = _facts(layer_type, operation, quant_type, tensor_name, layer_idx)
+    own = {**found, "save_time": now.strftime("%Y-%m-%d %H:%M:%S"), "rank": rank, **(metadata or {}), **facts}
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / _file_name(now, next(_SAVED) * world + rank, found)
+    _write(path, kept, info, own)
+    return str(path)
+
+
+def _facts(layer_type: str, operation: str, quant_type: str, tensor_name: str, layer: int | None) -> dict[str, Any]:
+    return {
+        "layer_type": layer_type, "operation": operation, "quant_type": quant_type, "tensor_name": tensor_name,
+        "layer_idx": layer,
+    }  # fmt: skip
+
+
+def _describe(found: Statistics | None, shape: Any, dtype: str, device: str) -> dict[str, Any]:  # noqa: ANN401
+    """`tensor_info`; is_leaf is None where a dump did not record it. The values are those of the finite numbers."""
+    numbers = (found.minimum, found.maximum, found.mean, found.std) if found else (None,) * 4
+    return {
+        "shape": list(shape), "dtype": f"torch.{dtype.removeprefix('torch.')}", "device": device, "is_leaf": None,
+        **dict(zip(("min", "max", "mean", "std"), numbers, strict=True)),
+    }  # fmt: skip
+
+
+def _file_name(time: datetime, counter: int, facts: Mapping[str, Any]) -> str:
+    layer = "none" if facts["layer_idx"] is None else facts["layer_idx"]
+    kind = str(facts["layer_type"]).replace("_", "-")  # readers split names at underscores
+    parts = (f"{time:%Y%m%d_%H%M%S}", f"{counter:04}", kind, f"L{layer}", facts["operation"], facts["quant_type"])
+    name = "_".join(map(str, (*parts, facts["tensor_name"])))
+    if not is_bare(name):
+        raise ContractError(f"{name!r} is no name of a file", where="save_tensor", do="tensor_name='query'")
+    return f"{name}.pt"
+
+
+def _read_time(timestamp: str) -> datetime:
+    try:
+        return datetime.strptime(timestamp, "%Y%m%dT%H%M%S%f").replace(tzinfo=UTC)
+    except ValueError as error:
+        raise ContractError(f"{timestamp!r} is no time", where="index of the dump", do="dump again") from error
+
+
+def _write(path: Path, tensor: Tensor, info: dict[str, Any], metadata: dict[str, Any]) -> None:
+    with whole_file(path) as unfinished:
+        torch.save({"tensor": tensor, "tensor_info": info, "metadata": metadata}, unfinished)

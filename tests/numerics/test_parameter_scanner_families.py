@@ -1,0 +1,251 @@
+"""The scanner's defaults on models nobody prepared: every weight is exact, or named as left out."""
+
+import logging
+
+import pytest
+import torch
+from pico_moes import make_moe
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig, Gemma2Config, GPT2Config, PhiConfig
+
+from instruments.errors import ConfigError, NumericsError
+from instruments.mscan.reader import read_mscan
+from instruments.mscan.writer import MscanWriter
+from instruments.parameter_scan.scanner import ParameterTensorScanner
+
+B, T, V = 3, 7, 61
+SIZES = {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 40}
+CONFIGS = {
+    "gpt2": GPT2Config(vocab_size=V, n_embd=32, n_layer=2, n_head=4, n_positions=32, tie_word_embeddings=True),
+    "gpt2, untied": GPT2Config(vocab_size=V, n_embd=32, n_layer=2, n_head=4, n_positions=32, tie_word_embeddings=False),
+    "bert": BertConfig(**SIZES, max_position_embeddings=32),
+    "phi": PhiConfig(**SIZES, max_position_embeddings=32),
+    "gemma2": Gemma2Config(**SIZES, num_key_value_heads=2, head_dim=8, max_position_embeddings=32),
+}
+SHARED = "its samples cannot be told apart"
+LEFT_OUT = {
+    "gpt2": {"transformer.wpe.weight": SHARED},
+    "gpt2, untied": {"transformer.wpe.weight": SHARED},
+    "bert": {"bert.embeddings.position_embeddings.weight": SHARED},
+}
+
+
+def make(family):
+    torch.manual_seed(0)
+    kind = AutoModelForMaskedLM if family == "bert" else AutoModelForCausalLM
+    return kind.from_config(CONFIGS[family]).eval()
+
+
+def batch(samples=B):
+    ids = torch.randint(1, 20, (B, T), generator=torch.Generator().manual_seed(0))[:samples]
+    return {"input_ids": ids, "labels": ids}
+
+
+def scan(model, inputs, **settings):
+    with ParameterTensorScanner(model, **settings) as scanner:
+        loss = model(**inputs).loss
+        (loss * len(inputs["input_ids"])).backward()  # the sum of the samples' means
+        (record,) = scanner.collect()
+    return scanner, record
+
+
+def true_gradients(model, names):
+    """{name: (B, ...)} by plain autograd, one sample at a time."""
+    found = []
+    for ids in batch()["input_ids"].split(1):
+        model.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        weights = dict(model.named_parameters())
+        found.append([weights[name].grad.clone() for name in names])
+    return {name: torch.stack(rows) for name, rows in zip(names, zip(*found, strict=True), strict=True)}
+
+
+def spoken(caplog):
+    return [entry.message for entry in caplog.records if entry.name.startswith("instruments")]
+
+
+def blocks(matrices_BOI, width, dim):
+    return torch.stack([part.flatten(1).norm(dim=1) for part in matrices_BOI.split(width, dim)], dim=1)
+
+
+def assert_exact(scanner, record, gradients, *, bound=2e-5):
+    inputs = outputs = 0
+    for column, parameter in enumerate(scanner.parameters):
+        own = (
+            slice(inputs, inputs := inputs + parameter.in_blocks),
+            slice(outputs, outputs := outputs + parameter.out_blocks),
+        )
+        if parameter.name in scanner.left_out:
+            assert record.gradient_BP[:, column].isnan().all()
+            continue
+        truth = gradients[parameter.name]
+        if parameter.kind == "embedding" or ".h." in parameter.name:  # a Conv1D of gpt2
+            truth = truth.mT
+        expected = truth.flatten(1).norm(dim=1), blocks(truth, parameter.out_width, 1)
+        torch.testing.assert_close(
+            record.gradient_BP[:, column], expected[0], rtol=bound, atol=1e-9, msg=parameter.name
+        )
+        torch.testing.assert_close(record.out_gradient_BO[:, own[1]], expected[1], rtol=bound, atol=1e-9)
+        if parameter.kind == "linear":
+            found = record.in_gradient_BI[:, own[0]]
+            torch.testing.assert_close(found, blocks(truth, parameter.in_width, 2), rtol=bound, atol=1e-9)
+
+
+@pytest.mark.parametrize("block_width", [5, 16])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_every_weight_by_default_and_exact(family, block_width, caplog):
+    scanner, record = scan(make(family), batch(), block_width=block_width)
+    model = make(family)
+    weights = {name: weight for name, weight in model.named_parameters() if weight.ndim == 2}
+    assert {parameter.name for parameter in scanner.parameters} == weights.keys()
+    assert scanner.left_out == LEFT_OUT.get(family, {})
+    said = [f"parameter scan: 1 weights are left out: {name} ({why})" for name, why in scanner.left_out.items()]
+    assert spoken(caplog) == said
+    assert_exact(scanner, record, true_gradients(model, list(weights)))
+
+
+def test_a_single_sample_has_positions_of_its_own():
+    scanner, record = scan(make("gpt2"), batch(samples=1))
+    assert scanner.left_out == {}
+    model = make("gpt2")
+    assert_exact(
+        scanner, record, {n: g[:1] for n, g in true_gradients(model, [p.name for p in scanner.parameters]).items()}
+    )
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma2"])
+def test_a_tied_head_has_both_parts_or_is_refused(family):
+    model = make(family)
+    embedding = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
+    scanner, record = scan(model, batch(), patterns=[embedding])
+    assert_exact(scanner, record, true_gradients(make(family), [f"{embedding}.weight"]))
+    with pytest.raises(ConfigError) as error:
+        ParameterTensorScanner(model, patterns=["lm_head"])
+    assert str(error.value) == (
+        f"lm_head shares its weight with {embedding}; its gradient is the sum of both uses\n"
+        "  where: ParameterTensorScanner\n"
+        f"  do:    patterns=['{embedding}'], which adds what the output embedding contributes"
+    )
+    ParameterTensorScanner(make("gpt2, untied"), patterns=["lm_head"])
+
+
+@pytest.mark.parametrize("kernel", ["eager", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_every_fused_expert(family, kernel, caplog):
+    def build():
+        torch.manual_seed(0)
+        model = make_moe(family).eval()
+        model.set_experts_implementation(kernel)
+        return model
+
+    scanner, record = scan(build(), batch(), per_token=True)
+    model, gradients = build(), {}
+    fused = {n: g for n, g in true_gradients(model, [n for n, w in model.named_parameters() if w.ndim >= 2]).items()}
+    for name, rows in fused.items():
+        if rows.ndim == 4:
+            module, own = name.rsplit(".", 1)
+            gradients |= {f"{module}.{expert}.{own}": rows[:, expert] for expert in range(rows.shape[1])}
+    experts = [parameter.name for parameter in scanner.parameters if ".experts." in parameter.name]
+    assert len(experts) == 2 * 5 * 2
+    assert set(experts) == set(gradients)
+    assert_exact(scanner, record, fused | gradients)
+    assert {name.rpartition(".")[0].rpartition(".")[2] for name in scanner.left_out} <= {"gate", "router"}
+    for name, why in scanner.left_out.items():
+        assert why.endswith("is no Linear, Conv1D or embedding"), name
+    column = [parameter.name for parameter in scanner.parameters].index(experts[0])
+    squares = record.token_activation[0][:, column].square().sum().sqrt()
+    torch.testing.assert_close(squares, record.activation_BP[0, column])
+
+
+def test_experts_without_gradients():
+    model = make_moe("qwen3_moe").eval()
+    _, expected = scan(model, batch())
+    with ParameterTensorScanner(model, gradients=False) as scanner, torch.no_grad():
+        model(input_ids=batch()["input_ids"])
+        (record,) = scanner.collect()
+    torch.testing.assert_close(record.activation_BP, expected.activation_BP)
+    assert record.gradient_BP.isnan().all()
+
+
+# Blocks of attention layers
+
+
+def test_blocks_of_attention_are_heads():
+    widths = {}
+    for family in ("gpt2", "bert", "phi", "gemma2"):
+        for parameter in ParameterTensorScanner(make(family), block_width=5).parameters:
+            widths[family, parameter.name.removesuffix(".weight")] = (parameter.in_width, parameter.out_width)
+    outward, inward, plain = (5, 8), (8, 5), (5, 5)
+    assert widths["gpt2", "transformer.h.0.attn.c_attn"] == outward
+    assert widths["gpt2", "transformer.h.0.attn.c_proj"] == inward
+    assert widths["bert", "bert.encoder.layer.1.attention.self.value"] == outward
+    assert widths["bert", "bert.encoder.layer.1.attention.output.dense"] == inward
+    assert widths["phi", "model.layers.0.self_attn.k_proj"] == outward
+    assert widths["phi", "model.layers.0.self_attn.dense"] == inward
+    assert widths["gemma2", "model.layers.0.self_attn.o_proj"] == inward
+    ffn = (
+        ("gpt2", "transformer.h.0.mlp.c_proj"),
+        ("bert", "bert.encoder.layer.1.output.dense"),
+        ("phi", "model.layers.0.mlp.fc1"),
+    )
+    assert {widths[name] for name in ffn} == {plain}
+
+
+def test_a_file_remembers_the_heads(tmp_path):
+    scanner, record = scan(make("phi"), batch(), block_width=5)
+    with MscanWriter(tmp_path / "a.mscan", scanner.parameters, model="phi", block_width=5, encoding="f32") as file:
+        file.add(record)
+    table = read_mscan(tmp_path / "a.mscan")
+    assert [columns.stop - columns.start for columns in table.parameters.output_columns] == [
+        parameter.out_blocks for parameter in scanner.parameters
+    ]
+    assert torch.equal(torch.from_numpy(table.select(0).arrays["out_gradient"]), record.out_gradient_BO[:1])
+
+
+# What is left out
+
+
+def test_what_is_left_out_is_said_in_one_line(caplog):
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.once, self.twice = nn.Conv1d(6, 6, 1), nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, inputs_embeds):
+            return self.once(self.twice(self.twice(self.conv(inputs_embeds.mT).mT)))
+
+    model = Mixed()
+    with ParameterTensorScanner(model) as scanner:
+        for _ in range(2):
+            model(torch.randn(B, T, 6)).square().sum().backward()
+        records = scanner.collect()
+    assert spoken(caplog) == [
+        "parameter scan: 1 weights are left out: conv.weight (Conv1d is no Linear, Conv1D or embedding)",
+        "parameter scan: 1 weights are left out: twice.weight (it ran twice in one forward pass)",
+    ]
+    for record in records:
+        assert (record.gradient_BP[:, 0] > 0).all()
+        assert record.gradient_BP[:, 1].isnan().all()
+        assert record.activation_BP[:, 1].isnan().all()
+
+
+def test_nothing_is_said_where_nothing_is_left_out(caplog):
+    with caplog.at_level(logging.INFO):
+        scanner, _ = scan(make("phi"), batch())
+    assert (scanner.left_out, spoken(caplog)) == ({}, [])
+
+
+def test_weights_with_a_gradient_that_is_not_finite_are_named():
+    model = make("phi")
+    model.model.layers[1].mlp.fc1.register_full_backward_hook(lambda _module, given, _taken: (given[0] * torch.nan,))
+    with ParameterTensorScanner(model) as scanner:
+        model(**batch()).loss.backward()
+        with pytest.raises(NumericsError) as error:
+            scanner.collect()
+    what, where, _ = str(error.value).splitlines()
+    assert what == "the gradient is not finite in 3 of 3 samples"
+    # The first layer behind the fault, as the backward pass goes; what comes before it is finite.
+    assert where.endswith(
+        "; of model.layers.0.mlp.fc2.weight, model.layers.0.mlp.fc1.weight, "
+        "model.layers.0.self_attn.dense.weight and 4 more"
+    )
