@@ -45,7 +45,7 @@ def copy_tokenizer_files(source_folder: Path, out_folder: Path) -> None:
         return
     try:
         stored = read_json(path)
-        settings = _for_both_generations(stored)
+        settings = respell_tokenizer(stored)
     except (ValueError, AttributeError, TypeError) as error:
         where = str(source_folder / path.name)
         raise CheckpointError("tokenizer_config.json is no JSON object", where=where, do="download it again") from error
@@ -55,8 +55,8 @@ def copy_tokenizer_files(source_folder: Path, out_folder: Path) -> None:
         path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _for_both_generations(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """A tokenizer's settings as transformers 4.57 and 5 read them: the same tokens in both.
+def respell_tokenizer(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """A tokenizer's settings as transformers 4.57 and 5 both read them, without code: the same tokens in both.
 
     transformers 4.57 knows no class TokenizersBackend, and takes extra_special_tokens as names with tokens, not a list.
     """

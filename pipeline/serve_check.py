@@ -18,6 +18,7 @@ from tabulate import tabulate
 
 from instruments.errors import ConfigError, UserError, check_output, exit_code, say
 from models.checkpoint.folder import read_checkpoint
+from models.emit import respell_tokenizer
 from models.loading import load_tokenizer
 from models.source import read_config
 from models.targets.config import MOE_TARGETS
@@ -220,8 +221,10 @@ class _Check:
             raise UserError(fault)
         with TemporaryDirectory() as folder:
             files = [Path(folder) / f"{number}.gguf" for number in range(len(self._models()))]
-            for model, file in zip(self._models(), files, strict=True):
-                write_gguf(Path(model), file, outtype, self.clients)
+            for number, (model, file) in enumerate(zip(self._models(), files, strict=True)):
+                readable = Path(folder) / f"model{number}"
+                _respell(Path(model), readable)
+                write_gguf(readable, file, outtype, self.clients)
             request = {**self.request, "models": [str(file) for file in files], "threads": self.threads}
             return run_client(python, "llama.cpp", request)
 
@@ -232,6 +235,17 @@ class _Check:
         environment["OMP_NUM_THREADS"] = str(self.threads)
         request = {**self.request, "models": self._models(), "remote": self.own}
         return run_client(python, "vLLM", request, **environment)
+
+
+def _respell(checkpoint: Path, folder: Path) -> None:
+    """The checkpoint with tokenizer settings that transformers 4.57 reads, too: a dense model's may be of 5 alone."""
+    folder.mkdir()
+    for file in checkpoint.iterdir():
+        if file.is_file() and file.name != "tokenizer_config.json":
+            (folder / file.name).symlink_to(file.resolve())
+    if (settings := checkpoint / "tokenizer_config.json").is_file():
+        text = json.dumps(respell_tokenizer(json.loads(settings.read_text(encoding="utf-8"))))
+        (folder / settings.name).write_text(text, encoding="utf-8")
 
 
 def _first_tokens(checkpoint: Path, text: str) -> tuple[str, list[int]]:

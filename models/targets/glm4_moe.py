@@ -22,6 +22,8 @@ TARGETS = (
             "rope_parameters": given.dense["rope_parameters"] | {"partial_rotary_factor": 1.0},
         },
         runtimes=("vLLM", "SGLang", "llama.cpp"),
+        runtime_note="llama.cpp's own converter wants GLM's special tokens and stops at [gMASK]; `python -m "
+        "pipeline.gguf` runs it with the vocabulary as it is, and llama.cpp then runs the file.",
         shared=LAYER + "mlp.shared_experts.{part}.weight",
         always_has_shared=True,
         shared_as_experts=True,  # config.json counts shared experts, each as wide as a routed one
