@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from models.config import MoEShape
-from models.targets.base import ALIGNMENT, MoETarget, expert_width, gate_kind, is_power_of_two, shared_width
+from models.targets.base import BLOCK, MoETarget, expert_width, gate_kind, is_power_of_two, shared_width
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class CarveFacts:
     partition: str  # how neurons were grouped
     router: str
     projection: str  # the result of stage=project, or that it has not run
-    pad_to: int = ALIGNMENT
+    pad_to: int | None = None
 
 
 # owner/name; anything else is a folder.
@@ -102,7 +102,7 @@ def _experts(facts: CarveFacts) -> str:
     )
 
 
-def suitable_runtimes(target: MoETarget, shape: MoEShape, pad_to: int = ALIGNMENT) -> list[str]:
+def suitable_runtimes(target: MoETarget, shape: MoEShape, pad_to: int | None = None) -> list[str]:
     """One line for each runtime: how well its kernels suit this E, N and target."""
     width, shared, served = expert_width(shape, pad_to), shared_width(target, shape, pad_to), target.runtimes
     lines = [_OWN_CLASS if target.own else _KNOWN_CLASS]
@@ -111,15 +111,17 @@ def suitable_runtimes(target: MoETarget, shape: MoEShape, pad_to: int = ALIGNMEN
             "Training: the gate of one chosen expert is always 1 here, so that a router learns from its load alone."
         )
     if width != shape.n:
-        why = "which grouped kernels want" if pad_to == ALIGNMENT else f"a multiple of {pad_to}"
+        multiple = pad_to or (8 if width % BLOCK else BLOCK)
+        why = f"a multiple of {multiple}"
         lines.append(f"Experts are padded with zero neurons to {width}, {why}; the output is the same.")
     if shared > shape.always_on:
         lines.append(f"{shape.always_on} always-on neurons are padded with zero neurons to {shared}.")
     if "vLLM" in served:
         lines.append(f"{', '.join(name for name in served if name != 'llama.cpp')}: {_fused_kernels(shape, width)}")
     if "llama.cpp" in served:
-        others = f"want N % 256 == 0, N is {width}; other formats convert, or use `assemble.pad_to=256`."
-        lines.append(f"llama.cpp: K-quants {others}" if width % 256 else "llama.cpp: N suits the K-quants.")
+        lines.append(f"llama.cpp: `python -m pipeline.gguf` converts it; {_blocks(width)}")
+    if not target.own:
+        lines.append(_nf4(target))
     if absent := [name for name in ("vLLM", "SGLang", "llama.cpp") if name not in served]:
         lines.append(f"{', '.join(absent)}: {'do' if len(absent) > 1 else 'does'} not know this architecture.")
     return [*lines, target.runtime_note] if target.runtime_note else lines
@@ -130,6 +132,27 @@ _OWN_CLASS = (
     "`import models.tiny_onn.register`."
 )
 _KNOWN_CLASS = 'transformers 4.57 and 5: loads without remote code; train with `experts_implementation="grouped_mm"`.'
+
+
+def _blocks(width: int) -> str:
+    if width % BLOCK:
+        return (
+            f"quantised formats want N % {BLOCK} == 0, N is {width}: down projections of experts stay in 16 bits, and "
+            f"are slow (`assemble.pad_to={BLOCK}`)."
+        )
+    if width % 256:
+        return f"N = {width} suits Q8_0 and Q4_0; K-quants want N % 256 == 0 (`assemble.pad_to=256`)."
+    return f"N = {width} suits Q8_0, Q4_0 and the K-quants."
+
+
+def _nf4(target: MoETarget) -> str:
+    """Modules that bitsandbytes must leave: routers, which choose by small differences, and matrices of one row."""
+    modules = [target.router.split(".")[-2], *([target.shared_router.split(".")[-2]] if target.shared_router else [])]
+    names = ", ".join(f'"{name}"' for name in [*modules, "lm_head"])
+    return (
+        f"bitsandbytes: `BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=[{names}])`; transformers 5 keeps "
+        "experts as one tensor, which it leaves unquantised."
+    )
 
 
 def _fused_kernels(shape: MoEShape, width: int) -> str:

@@ -3,9 +3,10 @@
 import json
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from models.checkpoint.shards import ShardReader, ShardWriter
 from models.config import MoEShape
 from models.dense import keeps_tied
 from models.experts import ExpertWeights
-from models.targets.base import ALIGNMENT, MoETarget, expert_width, gate_scale_of, shared_width
+from models.targets.base import MoETarget, expert_width, gate_scale_of, shared_width
 from models.targets.config import emit_config, source_dtype
 from models.targets.tiny_onn import copy_code
 
@@ -31,21 +32,41 @@ _PATTERNS = (
 
 
 def copy_tokenizer_files(source_folder: Path, out_folder: Path) -> None:
-    """Copy tokenizer, chat template, generation defaults and licence, if present; but no code, nor its `auto_map`."""
+    """Copy tokenizer, chat template, generation defaults and licence, if present; but no code, nor its `auto_map`.
+
+    The tokenizer's settings are spelled so that transformers 4.57 and 5 both read them.
+    """
     for pattern in _PATTERNS:
         for path in source_folder.glob(pattern):
             if path.is_file():
                 shutil.copyfile(path, out_folder / path.name)
     path = out_folder / "tokenizer_config.json"
+    if not path.exists():
+        return
     try:
-        settings = read_json(path) if path.exists() else {}
-        code = settings.pop("auto_map", None)
+        stored = read_json(path)
+        settings = respell_tokenizer(stored)
     except (ValueError, AttributeError, TypeError) as error:
         where = str(source_folder / path.name)
         raise CheckpointError("tokenizer_config.json is no JSON object", where=where, do="download it again") from error
-    if code is not None:
+    if "auto_map" in stored:
         logger.warning("the tokenizer's own code is not copied: auto_map of tokenizer_config.json is left out")
+    if settings != stored:
         path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def respell_tokenizer(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """A tokenizer's settings as transformers 4.57 and 5 both read them, without code: the same tokens in both.
+
+    transformers 4.57 knows no class TokenizersBackend, and takes extra_special_tokens as names with tokens, not a list.
+    """
+    settings = {key: value for key, value in stored.items() if key != "auto_map"}
+    if settings.get("tokenizer_class") == "TokenizersBackend":
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(extra := settings.get("extra_special_tokens"), list):
+        del settings["extra_special_tokens"]
+        settings["additional_special_tokens"] = [*(settings.get("additional_special_tokens") or []), *extra]
+    return settings
 
 
 def emit_checkpoint(
@@ -58,7 +79,7 @@ def emit_checkpoint(
     experts: Callable[[int], ExpertWeights],
     selection_bias: Callable[[int], Tensor] | None = None,
     dtype: str = "source",
-    pad_to: int = ALIGNMENT,
+    pad_to: int | None = None,
 ) -> None:
     """Write a Hugging Face folder that transformers loads; without remote code, unless it is the project's own class.
 
@@ -73,7 +94,8 @@ def emit_checkpoint(
         selection_bias: layer → ``(E,)`` bias added to the logits for the choice only, where a target has one; None: 0.
         dtype: float32, bfloat16, float16, or source: every tensor keeps its own, and the router takes the one that
             config.json names.
-        pad_to: experts and always-on neurons are filled up with zero neurons to a multiple of this.
+        pad_to: experts and always-on neurons are filled up with zero neurons to a multiple of this; None: see
+            `expert_width`.
     Raises CheckpointError; ContractError: routers or experts of another shape; NumericsError: scaled weights overflow.
     Memory: one shard, one layer's experts (of a pool, all), and the largest tensor.
     """
@@ -131,7 +153,7 @@ class _Emission:
     writer: ShardWriter
     target: MoETarget
     shape: MoEShape
-    pad_to: int
+    pad_to: int | None
     main_dtype: torch.dtype
     cast: torch.dtype | None  # None: every tensor keeps its own
     pool: list[Projections] = field(default_factory=list)

@@ -274,7 +274,7 @@ def _is_good(request: ShapeRequest, shape: MoEShape) -> bool:
 
 
 def describe_shape(request: ShapeRequest, shape: MoEShape) -> list[str]:
-    """Active neurons and the routed share of them, parameters, and size on disk."""
+    """Active neurons and the routed share of them, parameters, size on disk, and runtimes."""
     dense, carved = count_dense(request.source), request.count(shape)
     routed, active = shape.top_k * shape.n, shape.active_width
     kept = ", ".join(map(str, shape.dense_layers))
@@ -291,7 +291,15 @@ def describe_shape(request: ShapeRequest, shape: MoEShape) -> list[str]:
         head = in_millions(int(request.source["vocab_size"]) * int(request.source["hidden_size"]))
         lines.append(f"            {head} of both are the output embedding, in the dense model the input's")
     size = expected_bytes("assemble", request.source, shape, request.assemble)
-    return [*lines, f"checkpoint  about {in_mib(size)} on disk"]
+    lines.append(f"checkpoint  about {in_mib(size)} on disk")
+    return [*lines, f"serving     {_describe_serving(request.target(shape))}"]
+
+
+def _describe_serving(target: MoETarget) -> str:
+    """The runtimes that know an architecture, and those that are given up with it."""
+    known = ", ".join(["transformers", *target.runtimes])
+    given_up = [name for name in ("vLLM", "SGLang", "llama.cpp") if name not in target.runtimes]
+    return f"{target.architecture}: {known}" + (f"; not {', '.join(given_up)}" if given_up else "")
 
 
 def in_millions(count: int) -> str:

@@ -13,9 +13,12 @@ from models.config import MoEShape
 
 LAYER = "model.layers.{layer}."
 
-# Grouped matrix kernels want rows of 16 bytes: 8 numbers in half precision. Fused kernels of serving runtimes are at
-# their fastest from 128 on, llama.cpp's K-quants want 256.
-ALIGNMENT = 8
+# Grouped matrix kernels want rows of 16 bytes: 8 numbers in half precision. llama.cpp quantises in blocks of 32 (other
+# tensors stay in 16 bits, and are slow), as vLLM on a CPU wants. Fused kernels of serving runtimes are at their fastest
+# from 128 on, llama.cpp's K-quants want 256.
+ALIGNMENT, BLOCK = 8, 32
+# Zero neurons cost bytes and time: so many, of the others, are added for whole blocks.
+MOST_PADDING = 1 / 8
 
 
 @dataclass(frozen=True)
@@ -136,17 +139,29 @@ def is_power_of_two(number: float) -> bool:
     return number >= 1 and math.frexp(number)[0] == 0.5
 
 
-def expert_width(shape: MoEShape, pad_to: int = ALIGNMENT) -> int:
-    """Neurons of an expert on disk: N, rounded up to a multiple of `pad_to`."""
-    return _round_up(shape.n, pad_to)
+def expert_width(shape: MoEShape, pad_to: int | None = None) -> int:
+    """Neurons of an expert on disk: N, rounded up to a multiple of `pad_to`.
+
+    None: of 32 where that adds at most an eighth, else of 8.
+    """
+    return _padded(shape.n, pad_to)
 
 
-def shared_width(target: MoETarget, shape: MoEShape, pad_to: int = ALIGNMENT) -> int:
+def shared_width(target: MoETarget, shape: MoEShape, pad_to: int | None = None) -> int:
     """Neurons of the always-on FFN on disk; 0 where the architecture has none, or can leave it out."""
     if not target.has_shared:
         return 0
     neurons = max(1, shape.always_on) if target.always_has_shared else shape.always_on
-    return _round_up(neurons, expert_width(shape, pad_to) if target.shared_as_experts else pad_to)
+    if target.shared_as_experts:
+        return _round_up(neurons, expert_width(shape, pad_to))
+    return _padded(neurons, pad_to)
+
+
+def _padded(width: int, pad_to: int | None) -> int:
+    if pad_to is None:
+        blocks = _round_up(width, BLOCK)
+        return blocks if blocks - width <= MOST_PADDING * width else _round_up(width, ALIGNMENT)
+    return _round_up(width, pad_to)
 
 
 def _round_up(width: int, multiple: int) -> int:

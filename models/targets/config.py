@@ -11,7 +11,7 @@ import models.targets
 from instruments.errors import ConfigError
 from models.config import MoEShape
 from models.dense import DENSE_FAMILIES, keeps_tied
-from models.targets.base import ALIGNMENT, ConfigInput, MoETarget, expert_width, gate_scale_of, shared_width
+from models.targets.base import ConfigInput, MoETarget, expert_width, gate_scale_of, shared_width
 
 
 def _discover() -> Iterator[MoETarget]:
@@ -123,11 +123,11 @@ _CARRIED_OR_DEFAULT = {
 
 
 def emit_config(
-    source: Mapping[str, Any], target: MoETarget, shape: MoEShape, dtype: str, pad_to: int = ALIGNMENT
+    source: Mapping[str, Any], target: MoETarget, shape: MoEShape, dtype: str, pad_to: int | None = None
 ) -> dict[str, Any]:
     """The MoE's config.json, from that of the dense checkpoint, of either transformers generation.
 
-    `dtype` is float32, bfloat16 or float16; widths are rounded up to a multiple of `pad_to`.
+    `dtype` is float32, bfloat16 or float16; `pad_to` as of `expert_width`.
     """
     gate_scale = gate_scale_of(target, shape)
     width, shared = expert_width(shape, pad_to), shared_width(target, shape, pad_to)
@@ -215,7 +215,7 @@ def count_dense(source: Mapping[str, Any]) -> ParameterCount:
 
 
 def count_carved(
-    source: Mapping[str, Any], target: MoETarget, shape: MoEShape, pad_to: int = ALIGNMENT
+    source: Mapping[str, Any], target: MoETarget, shape: MoEShape, pad_to: int | None = None
 ) -> ParameterCount:
     """Count the parameters that `emit_checkpoint` writes, the zero neurons of padding included.
 

@@ -22,6 +22,8 @@ TARGETS = (
             "rope_parameters": given.dense["rope_parameters"] | {"partial_rotary_factor": 1.0},
         },
         runtimes=("vLLM", "SGLang", "llama.cpp"),
+        runtime_note="llama.cpp's own converter wants GLM's special tokens and stops at [gMASK]; `python -m "
+        "pipeline.gguf` runs it with the vocabulary as it is, and llama.cpp then runs the file.",
         shared=LAYER + "mlp.shared_experts.{part}.weight",
         dense_layers="first",
         always_has_shared=True,

@@ -15,6 +15,8 @@ TARGETS = (
             else None,
         },
         runtimes=("vLLM", "SGLang", "llama.cpp"),
+        runtime_note="llama.cpp gives this architecture no sliding window: where config.json has "
+        "one, keep texts within it.",
         router=LAYER + "block_sparse_moe.gate.weight",
         experts=LAYER + "block_sparse_moe.experts.{expert}.{part}.weight",
         parts=("w1", "w3", "w2"),

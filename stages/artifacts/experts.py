@@ -139,7 +139,7 @@ class FormatSettings(Protocol):
     router: str
     ridge_penalty: float
     mode: str
-    pad_to: int
+    pad_to: int | None
     dtype: str
 
     def load_price(self, *, pooled: bool) -> float:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from models.targets.config import MOE_TARGETS
 from stages.calibration.config import FITTED_ROUTERS, ROUTERS, TRAINED_ROUTERS, is_priced
 
-VERSION = 7
+VERSION = 8
 
 TARGETS = ("auto", *MOE_TARGETS)
 
@@ -46,9 +46,10 @@ class AssembleConfig:
     # Spread (standard deviation) of the router's logits on the calibration text in parity mode; 0 makes gates exactly
     # constant and the choice of experts meaningless, which is right when all are chosen.
     parity_logit_std: float = field(default=0.001, metadata={"minimum": 0})
-    # Experts are filled up with zero neurons to a multiple of this; kernels want 8 (grouped_mm), 128 (vLLM, SGLang) or
-    # 256 (llama.cpp's K-quants).
-    pad_to: int = field(default=8, metadata={"minimum": 1, "maximum": 4096})
+    # Experts are filled up with zero neurons to a multiple of this; kernels want 8 (grouped_mm), 32 (llama.cpp's Q8_0
+    # and Q4_0, vLLM on a CPU), 128 (vLLM, SGLang) or 256 (llama.cpp's K-quants). null: 32 where that adds at most an
+    # eighth, else 8.
+    pad_to: int | None = field(default=None, metadata={"minimum": 1, "maximum": 4096})
     # Tokens per forward batch while calibrating the router.
     batch_tokens: int = field(default=4096, metadata={"minimum": 1})
     # Number format of the checkpoint: source (as the dense one), float32, bfloat16, float16.

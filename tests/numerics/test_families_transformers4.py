@@ -1,5 +1,6 @@
 """Every emitted checkpoint read by transformers 4.57, from packages of its own."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +8,10 @@ from typing import Any
 
 import pytest
 from numerics.emission_cases import CASES, TOLERANCE, reload_all, write_case
+from transformers import AutoTokenizer
 
+from models.emit import copy_tokenizer_files
+from models.source import EMBEDDED
 from models.targets.config import MOE_TARGETS
 
 pytestmark = pytest.mark.slow
@@ -52,3 +56,20 @@ def test_all_experts_on_equals_dense(report: dict[str, dict[str, Any]], name: st
     assert found["loading"] == {}, "missing or unexpected keys"
     assert found["generated"] == 4
     assert found["own_dtype"] == str(case.dtype)
+
+
+def test_a_copied_tokenizer_gives_the_same_tokens(tmp_path: Path, transformers4: Path) -> None:
+    copy_tokenizer_files(EMBEDDED, tmp_path)
+    text = "<|user|>\ndef carve(model):  # ½ naïve 🚀\n\treturn 12345<|assistant|><|endoftext|>"
+    script = (
+        "import sys; from transformers import AutoTokenizer, __version__; "
+        "t = AutoTokenizer.from_pretrained(sys.argv[1]); "
+        "print(__version__, type(t).__name__, t(sys.argv[2])['input_ids'], t.all_special_tokens)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, tmp_path, text],
+        capture_output=True, text=True, check=True, env=os.environ | {"PYTHONPATH": str(transformers4)},
+    )  # fmt: skip
+    ours = AutoTokenizer.from_pretrained(EMBEDDED)
+    expected = f"4.57.6 PreTrainedTokenizerFast {ours(text)['input_ids']} {ours.all_special_tokens}\n"
+    assert done.stdout == expected

@@ -5,6 +5,7 @@ import pytest
 import torch
 from pico import write_pico
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from instruments.errors import CheckpointError, ConfigError
 from models.config import ModelConfig
@@ -117,6 +118,22 @@ def test_missing_weights_are_not_drawn(tmp_path):
     save_file({**tensors, "spare": torch.zeros(5000)}, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match="1 weights of the model are not in the checkpoint"):
         load_dense(ModelConfig(kind="local", path=str(folder), device="cpu"), folder)
+
+
+def test_a_copied_tokenizer_is_spelled_for_transformers_4_and_5(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    copy_tokenizer_files(EMBEDDED, out)
+    stored, copied = (json.loads((folder / "tokenizer_config.json").read_bytes()) for folder in (EMBEDDED, out))
+    assert stored.pop("tokenizer_class") == "TokenizersBackend"
+    assert copied.pop("tokenizer_class") == "PreTrainedTokenizerFast"
+    special = ["<|user|>", "<|assistant|>"]
+    assert copied.pop("additional_special_tokens") == stored.pop("extra_special_tokens") == special
+    assert copied == stored
+    tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in (EMBEDDED, out)]
+    text = "<|user|>\nprint(1)<|assistant|><|endoftext|>"
+    assert tokenizers[0](text)["input_ids"] == tokenizers[1](text)["input_ids"]
+    assert tokenizers[0].all_special_tokens == tokenizers[1].all_special_tokens
 
 
 def test_code_of_a_tokenizer_is_not_asked_for_in_the_copy(tmp_path, caplog):

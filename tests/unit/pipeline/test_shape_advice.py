@@ -11,7 +11,7 @@ from models.source import EMBEDDED, read_config
 from models.targets.config import count_carved, count_dense
 from pipeline.run import introduce
 from pipeline.settings import compose, register_schema
-from pipeline.shape import ShapeRequest, find_remedy, shape_warnings
+from pipeline.shape import ShapeRequest, describe_shape, find_remedy, shape_warnings
 from pipeline.validate import InvalidSettingsError, validate
 from stages.assemble.config import AssembleConfig
 
@@ -54,6 +54,7 @@ def test_what_the_default_comes_to(said):
         "  parameters  6.83 M (1.37 x the dense model's 4.98 M), 4.48 M active per token (0.90 x)\n"
         "              1.05 M of both are the output embedding, in the dense model the input's\n"
         "  checkpoint  about 13.0 MiB on disk\n"
+        "  serving     Glm4MoeForCausalLM: transformers, vLLM, SGLang, llama.cpp\n"
     )
 
 
@@ -179,3 +180,16 @@ def test_a_model_grows_from_one_and_a_half_of_its_parameters_on():
         shape = MoEShape(experts, 64, 4, 256)
         grows = count_carved(source, request.target(shape), shape).total > 1.5 * dense
         assert [warning.partition(":")[0] for warning in shape_warnings(request, shape)] == ["larger"] * grows
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("auto", "Glm4MoeForCausalLM: transformers, vLLM, SGLang, llama.cpp"),
+        ("tiny_onn", "TinyONNForCausalLM: transformers; not vLLM, SGLang, llama.cpp"),
+    ],
+)
+def test_runtimes_that_a_target_gives_up_are_named(target, said):
+    source = read_config(EMBEDDED)
+    request = ShapeRequest(16, 64, None, None, 0.5, assemble=AssembleConfig(target=target), source=source)
+    assert describe_shape(request, MoEShape(16, 64, 4, 256))[-1] == f"serving     {said}"

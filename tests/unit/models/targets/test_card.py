@@ -76,7 +76,11 @@ def test_the_card_of_a_pool_says_that_all_layers_share_it():
             MoEShape(64, 64, 8, 0),
             "fast are E a power of two and N % 128 == 0 (`assemble.pad_to=128` gives",
         ),
-        ("qwen3_moe", MoEShape(64, 64, 8, 0), "\nllama.cpp: K-quants want"),
+        (
+            "qwen3_moe",
+            MoEShape(64, 64, 8, 0),
+            "`python -m pipeline.gguf` converts it; N = 64 suits Q8_0 and Q4_0; K-quants want",
+        ),
         ("granitemoe", MoEShape(64, 256, 8, 0), "vLLM, SGLang: expert count and width suit"),
         ("granitemoeshared", MoEShape(64, 256, 8, 12), "12 always-on neurons are padded with zero neurons to 16."),
         ("granitemoeshared", MoEShape(64, 256, 8, 12), "vLLM: expert count and width suit"),
@@ -85,8 +89,11 @@ def test_the_card_of_a_pool_says_that_all_layers_share_it():
         ("tiny_onn", MoEShape(64, 256, 8, 0), "needs `trust_remote_code=True`"),
         ("tiny_onn", MoEShape(64, 256, 8, 0), "\nvLLM, SGLang, llama.cpp: do not know this architecture."),
         ("qwen3_moe", MoEShape(64, 100, 8, 0), "padded with zero neurons to 104"),
-        ("qwen3_moe", MoEShape(64, 64, 8, 0), "K-quants want N % 256 == 0, N is 64"),
-        ("qwen2_moe", MoEShape(100, 256, 8, 0), "llama.cpp: N suits the K-quants."),
+        ("qwen3_moe", MoEShape(64, 48, 8, 0), "quantised formats want N % 32 == 0, N is 48: down projections"),
+        ("qwen3_moe", MoEShape(64, 304, 8, 0), "padded with zero neurons to 320, a multiple of 32"),
+        ("granitemoe", MoEShape(64, 304, 8, 0), 'llm_int8_skip_modules=["layer", "lm_head"]'),
+        ("qwen2_moe", MoEShape(64, 304, 8, 0), 'llm_int8_skip_modules=["gate", "shared_expert_gate", "lm_head"]'),
+        ("qwen2_moe", MoEShape(100, 256, 8, 0), "N = 256 suits Q8_0, Q4_0 and the K-quants."),
     ],
 )
 def test_runtimes_are_judged_by_shape_and_target(target, shape, expected):
@@ -109,7 +116,7 @@ def test_padding_that_was_asked_for_is_said_and_judged():
     assert "Experts are padded with zero neurons to 256, a multiple of 256; the output is the same." in text
     assert "20 always-on neurons are padded with zero neurons to 256." in text
     assert "suit the fused kernels" in text
-    assert "N suits the K-quants" in text
+    assert "N = 256 suits Q8_0, Q4_0 and the K-quants" in text
 
 
 def test_the_card_of_the_own_class_shows_how_to_load_it():

@@ -8,6 +8,7 @@ import pytest
 from transformers import AutoConfig
 
 from models.config import MoEShape
+from models.targets.base import expert_width, shared_width
 from models.targets.config import MOE_TARGETS, emit_config, source_dtype
 
 SHAPE = MoEShape(experts=6, n=16, top_k=2, always_on=20)
@@ -232,3 +233,13 @@ def test_writer_of_the_tokenizer_is_remembered() -> None:
 )
 def test_number_format_of_either_generation(source: dict[str, Any], name: str | None) -> None:
     assert source_dtype(source) == name
+
+
+@pytest.mark.parametrize(
+    ("n", "pad_to", "width"),
+    [(304, None, 320), (64, None, 64), (48, None, 48), (100, None, 104), (7, None, 8), (304, 8, 304), (304, 256, 512)],
+)
+def test_experts_are_filled_up_to_whole_blocks_where_that_is_cheap(n, pad_to, width):
+    shape = MoEShape(16, n, 4, 4 * n)
+    assert expert_width(shape, pad_to) == width
+    assert shared_width(MOE_TARGETS["glm4_moe"], shape, pad_to) == -(-4 * n // width) * width

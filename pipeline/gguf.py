@@ -1,0 +1,209 @@
+"""`python -m pipeline.gguf CHECKPOINT OUT.gguf`: a carve as a GGUF file, by llama.cpp's own converter and quantiser."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from instruments.errors import CheckpointError, ConfigError, UserError, check_output, exit_code, say
+from models.checkpoint.folder import list_shards
+from models.config import MoEShape
+from models.source import read_config
+from models.targets.config import MOE_TARGETS, check_target, targets_of
+from pipeline.disk import explain_os_error, free_bytes, in_mib
+
+# Written by the converter itself; all others by the quantiser.
+CONVERTED = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 1.07}  # bytes a weight
+QUANTISED = ("q4_0", "q4_k_m", "q5_k_m", "q6_k")
+INSTALL = {
+    "llama_cpp": "pip install llama-cpp-python",
+    "converter": "pip download --no-deps --no-binary :all: llama-cpp-python && tar xzf llama_cpp_python-*.tar.gz, then "
+    "--llama-cpp llama_cpp_python-*/vendor/llama.cpp",
+    "sentencepiece": "pip install sentencepiece",
+}
+
+
+@dataclass(frozen=True)
+class Clients:
+    """Where llama.cpp's parts are: its source, and interpreters that may hold its Python package."""
+
+    llama_cpp: Path | None
+    pythons: tuple[Path, ...]
+
+    def holding(self, module: str) -> Path | None:
+        """The first interpreter that has a module."""
+        script = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+        held = (python for python in self.pythons if not subprocess.run([python, "-c", script], check=False).returncode)
+        return next(held, None)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Exit code: 0 done, 1 the checkpoint or llama.cpp fails, 2 wrong words or parts that are missing."""
+    parser = argparse.ArgumentParser(
+        prog="python -m pipeline.gguf", description="Write a carve as a GGUF file, by llama.cpp's own programs."
+    )
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="folder of a carve")
+    parser.add_argument("out", type=Path, metavar="OUT.gguf")
+    types = [*CONVERTED, *QUANTISED]
+    parser.add_argument("--type", default="q8_0", choices=types, help=f"{', '.join(types)}; default q8_0")
+    add_client_options(parser)
+    wanted = parser.parse_args(words)
+
+    def work() -> None:
+        check_carve(wanted.checkpoint)
+        for note in check_convertible(read_config(wanted.checkpoint)):
+            say(f"{note}\n")
+        check_output(wanted.out)
+        if wanted.out.exists():
+            raise ConfigError(f"{wanted.out} exists already", where="command line", do="name another output file")
+        write_gguf(wanted.checkpoint, wanted.out, wanted.type, clients_of(wanted))
+        say(f"{in_mib(wanted.out.stat().st_size)} in {wanted.out}\n")
+
+    return exit_code(work)
+
+
+def add_client_options(parser: argparse.ArgumentParser) -> None:
+    """Options that say where clients are."""
+    parser.add_argument(
+        "--llama-cpp", type=Path, metavar="FOLDER", help="llama.cpp's source, for its converter (or LLAMA_CPP)"
+    )
+    parser.add_argument(
+        "--python", type=Path, action="append", default=[], metavar="PATH", help="one more interpreter with clients"
+    )
+
+
+def clients_of(wanted: argparse.Namespace) -> Clients:
+    """This interpreter and those named. Raises ConfigError: there is none at a path."""
+    folder = wanted.llama_cpp or os.environ.get("LLAMA_CPP")
+    if missing := [str(path) for path in wanted.python if not os.access(path, os.X_OK) or path.is_dir()]:
+        do = "--python FOLDER_OF_ENVIRONMENT/bin/python"
+        raise ConfigError(f"no interpreter: {', '.join(missing)}", where="--python", do=do)
+    return Clients(Path(folder) if folder else None, (Path(sys.executable), *wanted.python))
+
+
+def check_carve(folder: Path) -> None:
+    """Raises CheckpointError: no checkpoint, or none of an architecture that a carve becomes."""
+    if not (folder / "config.json").is_file():
+        do = "python -m pipeline, which leaves one in outputs/latest/checkpoint"
+        raise CheckpointError("no config.json, so no checkpoint", where=str(folder), do=do)
+    model_type = read_config(folder).get("model_type")
+    if model_type not in MOE_TARGETS:
+        do = f"python -m pipeline model=local model.path={folder}"
+        raise CheckpointError(f"{model_type} is no architecture that a carve becomes", where=str(folder), do=do)
+    list_shards(folder)
+
+
+def check_convertible(config: Mapping[str, Any]) -> list[str]:
+    """Notes about what llama.cpp computes otherwise. Raises ConfigError: it does not know the architecture."""
+    target = MOE_TARGETS[config["model_type"]]
+    if fault := llama_cpp_fault(config):
+        raise ConfigError(fault, where=f"architecture {target.architecture}", do=_alternative(config))
+    window = config.get("sliding_window")
+    if target.model_type == "mixtral" and window and window < config["max_position_embeddings"]:
+        return [f"llama.cpp gives Mixtral no sliding window: texts of up to {window:,} tokens are right (-c {window})"]
+    return []
+
+
+def llama_cpp_fault(config: Mapping[str, Any]) -> str:
+    """Why llama.cpp cannot run a carve with this config.json; empty where it can."""
+    target = MOE_TARGETS[config["model_type"]]
+    if "llama.cpp" not in target.runtimes:
+        return f"llama.cpp knows no {target.architecture}"
+    if target.model_type == "dots1" and config["num_key_value_heads"] != config["num_attention_heads"]:
+        return "llama.cpp gives dots.llm1 as many key heads as query heads, this model has fewer"
+    return ""
+
+
+def _alternative(config: Mapping[str, Any]) -> str:
+    """The first other target that llama.cpp runs, of the dense family that this carve came from."""
+    dense = config.get("dense") or {"flex_olmo": {"model_type": "olmo2"}, "dots1": {"model_type": "qwen3"}}.get(
+        config["model_type"], {}
+    )
+    if config.get("topology") == "global_pool":
+        return "carve with topology=per_layer: in llama.cpp no experts are shared by layers"
+    shared = config.get("shared_intermediate_size") or config.get("n_shared_experts") or 0
+    shape = MoEShape(2, 1, 1, int(shared))
+    for target in targets_of(dense.get("model_type", ""), shape.always_on):
+        fits = "hidden_size" not in dense or not check_target(dense, target, shape)
+        if "llama.cpp" in target.runtimes and target.model_type != config["model_type"] and fits:
+            return f"carve with assemble.target={target.model_type}"
+    return "serve it by transformers" + (" or vLLM" if "vLLM" in MOE_TARGETS[config["model_type"]].runtimes else "")
+
+
+def write_gguf(checkpoint: Path, out: Path, outtype: str, clients: Clients) -> None:
+    """Convert a checkpoint, dense or carved; the file appears when it is whole.
+
+    Raises ConfigError: a part of llama.cpp is missing or too old; UserError: no room, or llama.cpp fails.
+    """
+    steps = [outtype] if outtype in CONVERTED else ["bf16", outtype]
+    weights = sum(shard.stat().st_size for shard in list_shards(checkpoint)) / 2
+    expected = int(weights * sum(CONVERTED.get(step, 0.9) for step in steps))
+    if expected > (free := free_bytes(out.parent)):
+        what = f"no room for the file: about {in_mib(expected)} wanted, {in_mib(free)} free"
+        raise UserError(what, where=str(out.parent), do="free some space, or name a file on another disk")
+    converter, python = _find_converter(clients)
+    quantiser = None if outtype in CONVERTED else _find(clients, "llama_cpp")
+    try:
+        with TemporaryDirectory(dir=out.parent, prefix=".gguf-") as scratch:
+            whole = Path(scratch) / "converted.gguf"
+            request = {"llama_cpp": str(converter), "checkpoint": str(checkpoint), "out": str(whole)}
+            run_client(python, "convert", request | {"outtype": steps[0]})
+            if quantiser:
+                smaller = Path(scratch) / "quantised.gguf"
+                threads = os.cpu_count() or 1
+                run_client(
+                    quantiser,
+                    "quantise",
+                    {"source": str(whole), "out": str(smaller), "outtype": outtype, "threads": threads},
+                )
+                whole = smaller
+            whole.rename(out)
+    except OSError as error:
+        raise explain_os_error(error, where="gguf", folder=out.parent) or error from error
+
+
+def _find_converter(clients: Clients) -> tuple[Path, Path]:
+    folder = clients.llama_cpp
+    if folder is None or not (folder / "convert_hf_to_gguf.py").is_file():
+        what = f"no llama.cpp in {folder}" if folder else "llama.cpp's converter is in no package: its source is needed"
+        raise ConfigError(what, where="--llama-cpp", do=INSTALL["converter"])
+    if not (folder / "conversion" / "base.py").is_file():
+        what = "this llama.cpp is too old: its converter has no folder conversion"
+        raise ConfigError(what, where=str(folder), do=INSTALL["converter"])
+    return folder, _find(clients, "sentencepiece")
+
+
+def _find(clients: Clients, module: str) -> Path:
+    if python := clients.holding(module):
+        return python
+    do = f"{INSTALL[module]}, or --python PATH of an interpreter that has it"
+    raise ConfigError(f"no interpreter has {module}", where=", ".join(map(str, clients.pythons)), do=do)
+
+
+def run_client(python: Path, step: str, request: Mapping[str, Any], **environment: str) -> dict[str, Any]:
+    """One step of `client_process.py` in an interpreter. Raises UserError: it fails; its last words are in the text."""
+    script = Path(__file__).with_name("client_process.py")
+    with TemporaryDirectory() as folder:
+        asked, answered = Path(folder) / "request.json", Path(folder) / "result.json"
+        asked.write_text(json.dumps(request), encoding="utf-8")
+        # Packages of this project's own environment are not the client's.
+        inherited = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        done = subprocess.run(
+            [python, script, step, asked, answered],
+            capture_output=True, text=True, check=False, env=inherited | {"HF_HUB_OFFLINE": "1"} | environment,
+        )  # fmt: skip
+        if done.returncode or not answered.exists():
+            said = [line for line in (done.stderr.strip() or done.stdout.strip()).splitlines() if line.strip()]
+            raise UserError(f"{step} failed: {said[-1] if said else 'it said nothing'}", where=str(python))
+        result: dict[str, Any] = json.loads(answered.read_text(encoding="utf-8"))
+        return result
+
+
+if __name__ == "__main__":
+    sys.exit(main())

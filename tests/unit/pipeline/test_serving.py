@@ -1,0 +1,214 @@
+"""`pipeline.gguf` and `pipeline.serve_check`: what is refused, how rows are judged; slow tests run the clients."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from pico import write_pico
+
+from models.checkpoint.shards import ShardReader
+from models.config import MoEShape
+from models.dense import DENSE_FAMILIES
+from models.emit import emit_checkpoint
+from models.experts import slice_experts
+from models.targets.config import MOE_TARGETS
+from pipeline import gguf, serve_check
+from pipeline.serve_check import Row, ceilings, render
+
+# Every target that llama.cpp runs: its source, always-on neurons.
+SERVED = {
+    "qwen2_moe": ("qwen2", 64), "qwen3_moe": ("qwen3", 0), "mixtral": ("llama", 0), "glm4_moe": ("qwen3", 64),
+    "granitemoe": ("granite", 0), "granitemoeshared": ("granite", 64),
+}  # fmt: skip
+
+
+def write_carve(folder: Path, target: str, source: str, always_on: int) -> Path:
+    """A dense pico model with a tokenizer, and a carve of it with random routers."""
+    width = {} if source in {"qwen2", "granite"} else {"head_dim": 16}
+    dense = write_pico(folder / "dense", source, hidden=64, intermediate=5 * 32 + always_on, tokenizer=True, **width)
+    order = torch.randperm(5 * 32 + always_on, generator=torch.Generator().manual_seed(0)).int()
+    with ShardReader(dense) as reader:
+        emit_checkpoint(
+            dense,
+            folder / "moe",
+            target=MOE_TARGETS[target],
+            shape=MoEShape(5, 32, 2, always_on),
+            routers=lambda layer: 0.3 * torch.randn(5, 64, generator=torch.Generator().manual_seed(layer)),
+            experts=lambda layer: slice_experts(
+                reader, DENSE_FAMILIES[source], layer, order[always_on:].view(5, 32), order[:always_on]
+            ),
+        )
+    return folder / "moe"
+
+
+@pytest.fixture(scope="module")
+def carve(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_carve(tmp_path_factory.mktemp("carve"), "qwen2_moe", "qwen2", 64)
+
+
+def run_gguf(capsys, *words):
+    code = gguf.main([str(word) for word in words])
+    return code, capsys.readouterr().err
+
+
+@pytest.fixture
+def old_llama_cpp(tmp_path):
+    folder = tmp_path / "llama.cpp"
+    folder.mkdir()
+    (folder / "convert_hf_to_gguf.py").touch()
+    return folder
+
+
+def test_what_is_no_carve_is_refused(tmp_path, capsys, carve):
+    dense = carve.parent / "dense"
+    assert run_gguf(capsys, dense, tmp_path / "x.gguf") == (
+        1,
+        f"qwen2 is no architecture that a carve becomes\n  where: {dense}\n"
+        f"  do:    python -m pipeline model=local model.path={dense}\n",
+    )
+    code, said = run_gguf(capsys, tmp_path, tmp_path / "x.gguf")
+    assert code == 1
+    assert said.startswith("no config.json, so no checkpoint\n")
+
+
+def test_an_existing_file_is_kept(tmp_path, capsys, carve):
+    (tmp_path / "x.gguf").write_text("precious")
+    code, said = run_gguf(capsys, carve, tmp_path / "x.gguf")
+    assert code == 2
+    assert said.startswith(f"{tmp_path}/x.gguf exists already\n")
+    assert (tmp_path / "x.gguf").read_text() == "precious"
+
+
+def test_parts_of_llama_cpp_that_are_missing_or_too_old_are_named(tmp_path, capsys, carve, old_llama_cpp, monkeypatch):
+    monkeypatch.delenv("LLAMA_CPP", raising=False)
+    code, said = run_gguf(capsys, carve, tmp_path / "x.gguf")
+    assert code == 2
+    assert "converter is in no package" in said
+    assert "pip download --no-deps --no-binary :all: llama-cpp-python" in said
+    code, said = run_gguf(capsys, carve, tmp_path / "x.gguf", "--llama-cpp", old_llama_cpp)
+    assert code == 2
+    assert said.startswith("this llama.cpp is too old: its converter has no folder conversion\n")
+    code, said = run_gguf(capsys, carve, tmp_path / "x.gguf", "--python", tmp_path / "none")
+    assert code == 2
+    assert said.startswith(f"no interpreter: {tmp_path}/none\n")
+    assert not (tmp_path / "x.gguf").exists()
+
+
+def test_no_room_is_said_before_anything_is_written(tmp_path, capsys, carve, monkeypatch):
+    monkeypatch.setattr(gguf, "free_bytes", lambda _folder: 2**10)
+    code, said = run_gguf(capsys, carve, tmp_path / "x.gguf")
+    assert code == 1
+    assert said.startswith("no room for the file: about ")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("config", "what", "do"),
+    [
+        ({"model_type": "flex_olmo"}, "llama.cpp knows no FlexOlmoForCausalLM", "serve it by transformers or vLLM"),
+        (
+            {"model_type": "dots1", "num_key_value_heads": 2, "num_attention_heads": 4, "n_shared_experts": 1},
+            "llama.cpp gives dots.llm1 as many key heads as query heads, this model has fewer",
+            "carve with assemble.target=glm4_moe",
+        ),
+        (
+            {"model_type": "tiny_onn", "topology": "global_pool"},
+            "llama.cpp knows no TinyONNForCausalLM",
+            "carve with topology=per_layer: in llama.cpp no experts are shared by layers",
+        ),
+        (
+            {"model_type": "tiny_onn", "dense": {"model_type": "qwen3"}, "shared_intermediate_size": 8},
+            "llama.cpp knows no TinyONNForCausalLM",
+            "carve with assemble.target=glm4_moe",
+        ),
+        (
+            {"model_type": "tiny_onn", "dense": {"model_type": "granite"}},
+            "llama.cpp knows no TinyONNForCausalLM",
+            "carve with assemble.target=granitemoe",
+        ),
+    ],
+)
+def test_targets_that_do_not_convert_name_the_one_to_choose(config, what, do):
+    with pytest.raises(gguf.ConfigError) as caught:
+        gguf.check_convertible(config)
+    assert (caught.value.what, caught.value.do) == (what, do)
+
+
+def test_targets_that_convert_pass():
+    for model_type in SERVED:
+        assert gguf.check_convertible({"model_type": model_type}) == []
+    heads = {"num_key_value_heads": 4, "num_attention_heads": 4}
+    assert gguf.check_convertible({"model_type": "dots1"} | heads) == []
+    (note,) = gguf.check_convertible(
+        {"model_type": "mixtral", "sliding_window": 4096, "max_position_embeddings": 32768}
+    )
+    assert note == "llama.cpp gives Mixtral no sliding window: texts of up to 4,096 tokens are right (-c 4096)"
+
+
+@pytest.mark.parametrize(
+    ("changes", "right"),
+    [
+        ({}, True),
+        ({"difference": 1.43}, False),
+        ({"same_best": 0.44}, False),
+        ({"same_tokens": False}, False),
+        ({"fault": "it cannot load"}, False),
+        ({"difference": 0.03}, False),
+        ({"difference": 0.03, "format": "q8_0"}, True),
+    ],
+)
+def test_a_runtime_is_right_by_log_probabilities_and_tokens(changes, right):
+    row = {"runtime": "x", "format": "f32", "difference": 1e-5, "same_best": 1.0, "same_tokens": True}
+    assert Row(**row | changes).right is right
+
+
+def test_bytes_allow_what_the_active_weights_say(carve):
+    # Attention 64·(64+32+32)+64·64 with biases, the FFN 3·64·224 dense, and 3·64·(64+2·32) with routers 6·64.
+    dense, moe = 2 * (12288 + 128 + 128 + 43008) + 64, 2 * (12288 + 128 + 128 + 24576 + 384) + 64
+    head = 64 * 4096
+    found = ceilings(carve, carve.parent / "dense")
+    assert found["prompt"] == pytest.approx(dense / moe)
+    assert found["decode"] == pytest.approx((dense + head) / (moe + head))
+
+
+def test_the_table_has_a_row_a_runtime_and_names_what_is_missing():
+    rows = [Row("a", "f32", 2.0, 0.0, 0.0, 1.0, True, 1.5, 1.25), Row("b", "q8_0", fault="it fails")]
+    lines = render(rows, {"vLLM": "pip install it"}, {"prompt": 2.0, "decode": 1.5}).splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[:5]]
+    assert cells[2] == ["a", "f32", "2.0000", "+0.0e+00", "0.0e+00", "100.0", "yes", "yes", "1.50", "1.25"]
+    assert cells[3] == ["b", "q8_0", "", "", "", "", "", "NO: it fails", "", ""]
+    assert cells[4] == ["what bytes allow", *[""] * 7, "2.00", "1.50"]
+    assert lines[-1] == "vLLM not checked: pip install it"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", SERVED)
+def test_every_target_is_right_in_llama_cpp(tmp_path, target):
+    source, pythons = os.environ.get("LLAMA_CPP"), os.environ.get("LLAMA_PYTHON")
+    if not (source and pythons):
+        pytest.skip(
+            "LLAMA_CPP (its source) and LLAMA_PYTHON (with llama-cpp-python, sentencepiece; joined by :) not set"
+        )
+    moe = write_carve(tmp_path, target, *SERVED[target])
+    words = [moe, "--types", "f32", "--threads", "1", "--llama-cpp", source]
+    words += [word for python in pythons.split(os.pathsep) for word in ("--python", python)]
+    assert serve_check.main([*map(str, words), "--json", str(tmp_path / "found.json")]) == 0
+    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
+    (row,) = [row for row in rows if row["runtime"].startswith("llama.cpp")]
+    assert row["right"]
+    assert row["largest"] < 1e-4
+    assert row["same_tokens"]
+
+
+@pytest.mark.slow
+def test_the_check_without_other_clients(carve, tmp_path, capsys):
+    found = tmp_path / "found.json"
+    words = [carve, "--dense", carve.parent / "dense", "--rounds", "1", "--sizes", "16", "4", "--threads", "1"]
+    assert serve_check.main([*map(str, words), "--json", str(found)]) == 0
+    result = json.loads(found.read_text())
+    assert [row["runtime"].partition(", ")[2] for row in result["rows"]][:3] == ["eager", "batched_mm", "grouped_mm"]
+    assert all(row["right"] and row["largest"] < 1e-4 and row["decode_ratio"] > 0 for row in result["rows"])
+    assert "transformers 4.57" in result["missing"]
+    assert "not checked: " in capsys.readouterr().out
