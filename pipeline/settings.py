@@ -172,6 +172,7 @@ def to_settings(config: DictConfig) -> Settings:
     """Resolve a composed configuration, once; below this call there are only dataclasses."""
     settings = OmegaConf.to_object(config)
     assert isinstance(settings, Settings)
+    OmegaConf.structured(settings)  # checks the types of what ${...} stood for, which the first call does not
     return settings
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pico import write_pico
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from pipeline.artifacts import verify
 from pipeline.cli import FAILED, run_command
 from stages.artifacts.carve import Routers
 
@@ -189,6 +191,23 @@ def test_two_processes_train_like_one(how, projected, tmp_path):
         assert one.keys() == other.keys()
         for name in one.keys() - {"phase"}:
             assert one[name] == pytest.approx(other[name], rel=1e-2 if "load" in name else 2e-3), (one["step"], name)
+
+
+def test_a_full_disk_is_told_and_the_same_command_goes_on(projected, trained, capsys):
+    """No file may grow beyond what a checkpoint of the training takes: as a full disk that needs no root."""
+    words = [*projected, *QUICK, "stage=train", "fresh=true"]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**19, hard))
+    try:
+        assert run_command(words) == FAILED
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    what, where, do = capsys.readouterr().err.splitlines()[-3:]
+    assert what.startswith("no room left on the disk: about ")
+    assert where.startswith("  where: stage=train, ")
+    assert do == "  do:    free some space, or output_dir= on another disk, then the same command again"
+    assert list(trained.parent.iterdir()) == [trained]
+    verify(trained, remedy="")
 
 
 def test_what_is_not_finite_is_named_and_stops_before_harm(projected, capsys):
