@@ -80,7 +80,8 @@ def read_batch(dense: PreTrainedModel, batch: TokenBatch, *, gradients: bool) ->
 
 def warn_of_environment() -> None:
     """The variables are for loops of one's own: results of a stage depend on its settings alone."""
-    settings = {ENABLED: "stage=", FOLDER: "output_dir=", QUANT_TYPE: "dump.quant_type="}
-    for variable, setting in settings.items():
-        if os.environ.get(variable):
-            logger.warning("environment variable %s is ignored by stage=dump: use %s", variable, setting)
+    settings = {FOLDER: "output_dir", QUANT_TYPE: "dump.quant_type"}
+    for variable in (ENABLED, FOLDER, QUANT_TYPE):
+        if value := os.environ.get(variable):
+            instead = f"use {settings[variable]}={value}" if variable in settings else "it dumps whenever it is run"
+            logger.warning("environment variable %s is ignored by stage=dump: %s", variable, instead)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from unit.instruments.tensor_dump.small_model import Small, inputs, run
 
 from instruments.errors import ContractError
 from instruments.tensor_dump.command import main
-from instruments.tensor_dump.config import DumpConfig
+from instruments.tensor_dump.config import ENABLED, FOLDER, QUANT_TYPE, DumpConfig
 from instruments.tensor_dump.index import Listing
 from instruments.tensor_dump.reader import DumpReader
 from instruments.tensor_dump.tensor_dump import TensorDump
@@ -303,10 +304,19 @@ def test_the_stage_names_its_settings_in_errors(words, capsys, tmp_path):
     assert "dump.gradients=false computes no gradient" in capsys.readouterr().err
 
 
-def test_the_stage_says_that_the_environment_is_ignored(words, monkeypatch, capsys):
-    monkeypatch.setenv("CUSTOM_QUANT_TYPE", "mxfp8")
+def test_the_settings_that_are_named_instead_of_ignored_variables_do_what_those_would(
+    words, monkeypatch, capsys, tmp_path
+):
+    other = tmp_path / "elsewhere"
+    for variable, value in ((ENABLED, "0"), (FOLDER, str(other)), (QUANT_TYPE, "mxfp8")):
+        monkeypatch.setenv(variable, value)
     assert run_command([*words, "dump.keep=statistics"]) == 0
-    said = capsys.readouterr()
-    assert (
-        "environment variable CUSTOM_QUANT_TYPE is ignored by stage=dump: use dump.quant_type=" in said.out + said.err
-    )
+    said = capsys.readouterr().out
+    assert f"environment variable {ENABLED} is ignored by stage=dump: it dumps whenever it is run\n" in said
+    assert not other.exists()
+    advised = re.findall(r"is ignored by stage=dump: use (\S+)", said)
+    assert advised == [f"output_dir={other}", "dump.quant_type=mxfp8"]
+    kept = [word for word in words if not word.startswith("output_dir=")]
+    assert run_command([*kept, "dump.keep=statistics", *advised]) == 0
+    (folder,) = other.glob("artifacts/*/dump/*")
+    assert {record.label for record in Listing(folder).records} == {"mxfp8"}

@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from pico import write_pico
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from instruments.errors import ConfigError
 from pipeline.artifacts import verify
 from pipeline.cli import FAILED, run_command
 from stages.artifacts.carve import Routers
@@ -217,3 +220,15 @@ def test_what_is_not_finite_is_named_and_stops_before_harm(projected, capsys):
     error = capsys.readouterr().err
     assert "gave no finite gradient and was not applied" in error
     assert "first in the output of" in error
+
+
+def test_training_that_cannot_be_watched_says_so_until_told_not_to_watch(projected, monkeypatch, capsys):
+    """Models in the shards of torch's first FSDP cannot: stood in for, as they need several processes."""
+    monkeypatch.setattr("stages.train.trainer.watch_model", Mock(side_effect=ConfigError("these are no gradients")))
+    words = [*projected, *QUICK, "stage=train", "train.tokens=200", "fresh=true"]
+    assert run_command(words) == 0
+    (said,) = set(re.findall("training goes on unwatched: .*", capsys.readouterr().out))
+    advice = said.partition("; ")[2].removesuffix(" says so")
+    assert advice == "train.watch=false"
+    assert run_command([*words, advice]) == 0
+    assert "unwatched" not in capsys.readouterr().out

@@ -106,6 +106,14 @@ def test_a_disk_too_small_for_the_checkpoints(command, monkeypatch):
     assert text.startswith("about ")
     assert "MiB will be written, 3.0 MiB are free\n" in text
     assert "stages extract, assemble, project\n" in text
+    assert text.endswith("  do:    free some space, or output_dir= on a larger disk\n")
+
+
+def test_another_disk_has_room(command, monkeypatch, tmp_path):
+    monkeypatch.setattr("pipeline.plan.free_bytes", lambda folder: 2**40 if "large" in folder.parts else 3 * 2**20)
+    monkeypatch.setattr("pipeline.run.Runner.run", lambda *_args, **_more: None)
+    assert command()[0] == 2
+    assert cli.run_command([f"output_dir={tmp_path / 'large'}"]) == 0
 
 
 @pytest.mark.parametrize(
