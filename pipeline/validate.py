@@ -116,7 +116,9 @@ class InvalidSettingsError(ConfigError):
     def __init__(self, errors: Sequence[UserError]) -> None:
         """Join the texts of all errors, each once."""
         self.errors = list({str(error): error for error in errors}.values())
-        super().__init__("\n\n".join(str(error) for error in self.errors))
+        super().__init__("")
+        self.what = "\n\n".join(str(error) for error in self.errors)
+        self.args = (self.what,)
 
 
 @dataclass(frozen=True)

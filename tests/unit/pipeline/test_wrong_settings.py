@@ -32,7 +32,7 @@ WRONG = [
         "'model.path=/a(b)'",
     ),
     *("'output_dir=\"~/x\"'", "'output_dir=\"~nobody/x\"'", "hydra.run.dir="),
-    *("scan.block_width=9223372036854775807"),
+    "scan.block_width=9223372036854775807",
     *("top_k=2.5", "experts=many", "scan.gradients=perhaps", "diagnose.checkpoint=/nowhere", "cluster.map_layers=[99]"),
 ]
 
