@@ -31,6 +31,9 @@ _PATTERNS = (
 )  # fmt: skip
 
 
+_CODE = {".py", ".pyc", ".so", ".pkl", ".pickle", ".pt", ".pth", ".bin"}  # that can be run, or loads as code
+
+
 def copy_tokenizer_files(source_folder: Path, out_folder: Path) -> None:
     """Copy tokenizer, chat template, generation defaults and licence, if present; but no code, nor its `auto_map`.
 
@@ -38,7 +41,7 @@ def copy_tokenizer_files(source_folder: Path, out_folder: Path) -> None:
     """
     for pattern in _PATTERNS:
         for path in source_folder.glob(pattern):
-            if path.is_file():
+            if path.is_file() and path.suffix.lower() not in _CODE:
                 shutil.copyfile(path, out_folder / path.name)
     path = out_folder / "tokenizer_config.json"
     if not path.exists():

@@ -22,6 +22,7 @@ from models.checkpoint.folder import (
     Entry,
     PackedEntry,
     check_shards,
+    expand_user,
     list_shards,
     missing_weights,
     read_json,
@@ -137,7 +138,7 @@ def _config_folder(model: ModelConfig) -> Path:
             return Path(hf_hub_download(name, "config.json", revision=model.revision, local_files_only=cached)).parent
     if model.path is None:
         raise ConfigError("model=local needs a folder", where="model.path", do="model.path=<folder of the checkpoint>")
-    return Path(model.path).expanduser()
+    return expand_user(model.path)
 
 
 def read_source_config(model: ModelConfig) -> dict[str, Any]:

@@ -111,8 +111,8 @@ class FileHashes:
         """Read what `path` holds; a missing or damaged file only costs time."""
         self._path = path
         self._known: dict[str, list[object]] = {}
-        with suppress(OSError, ValueError, TypeError):
-            self._known = dict(json.loads(path.read_text(encoding="utf-8")))
+        with suppress(*UNREADABLE):
+            self._known = dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
     def __call__(self, file: Path) -> str:
         """SHA-256 of a file's bytes, read again only where the file may have changed. Raises OSError."""

@@ -3,7 +3,7 @@
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from signal import SIG_DFL, SIGTERM, signal
 from time import sleep
 
@@ -53,6 +53,16 @@ def stop_in_words(_signal: int, _frame: object) -> None:
     os._exit(FAILED)
 
 
+def refuse_flags(flags: Set[str]) -> None:
+    """Raises ConfigError: Hydra would run code of a file, or end in a traceback. Flags may be abbreviated."""
+    if any(flag.startswith("--e") for flag in flags):
+        what = "--experimental-rerun opens a pickle, which can run any code"
+        raise ConfigError(what, where="command line", do="the command at the head of the run's report.md")
+    if any(flag.startswith("--res") for flag in flags) and not flags & {"--cfg", "-c", "--help", "-h"}:
+        what = "--resolve goes with settings that are shown"
+        raise ConfigError(what, where="command line", do="python -m pipeline --cfg job --resolve")
+
+
 def start(words: Sequence[str]) -> None:
     """Check the words, then compose and carve; words with a flag such as `--multirun` go through Hydra's own front."""
     register_schema()
@@ -63,6 +73,7 @@ def start(words: Sequence[str]) -> None:
             "TINY_ONN_REDIS_PASSWORD in the environment is safer"
         )
     flags = {word for word in words if word.startswith("-")}
+    refuse_flags(flags)
     settings = [word for word in words if "=" in word and word not in flags] if flags else words
     if faults := override_errors(settings, sweep=bool({"-m", "--multirun"} & flags)):
         errors: list[UserError] = [error for found in faults.values() for error in found]

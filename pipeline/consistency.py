@@ -1,6 +1,5 @@
 """Settings that are sound alone and contradict each other, the source model, or the way the command was started."""
 
-import json
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields
@@ -9,6 +8,7 @@ from typing import Any
 
 from instruments.errors import ConfigError
 from instruments.tensor_dump.config import contradictions as of_dump
+from models.checkpoint.folder import read_json
 from models.config import GLOBAL_POOL, MoEShape
 from pipeline.settings import ALL, STAGES, Settings, Uses, with_ancestors
 from stages.artifacts.job import find_workers
@@ -209,7 +209,7 @@ def _batch_contradictions(train: TrainConfig, workers: int) -> Iterator[ConfigEr
 def _json_fault(path: Path) -> str | None:
     """Why this is no file with one JSON object, or None."""
     try:
-        held = json.loads(path.read_text(encoding="utf-8"))
+        held = read_json(path)
     except OSError as error:
         return f"cannot read {path}: {error.strerror}"
     except ValueError as error:

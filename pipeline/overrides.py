@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from instruments.errors import ConfigError, redact
+from models.checkpoint.folder import expand_user
 from pipeline.help import OVERLAYS, groups
 from pipeline.settings import Settings
 from pipeline.validate import EMPTY_OUTPUT, LONGEST, unknown_choice
@@ -21,6 +22,7 @@ from stages.accumulators.config import hide_password
 from stages.text.config import SourceConfig
 
 WHERE = "command line"
+FOLDERS = {"output_dir", "hydra.run.dir", "hydra.sweep.dir"}  # that are written to
 _NEXT_ADDRESS = re.compile(r",(?=\w+://)")  # between the addresses of a sweep
 
 # Types of single settings: as people say them, and an example.
@@ -71,14 +73,15 @@ def _word_errors(word: str, options: dict[str, list[str]], *, sweep: bool) -> It
     except (HydraException, ValueError, RecursionError):  # ValueError: a number of more digits than Python reads
         yield _unreadable_word(word, options)
         return
+    key = override.key_or_group
+    empty = key in FOLDERS and not override.is_sweep_override() and not str(override.value() or "").strip()
+    if empty:  # Hydra would write to it before any check
+        yield EMPTY_OUTPUT if key == "output_dir" else _empty_folder(key)
+        return
     if override.is_hydra_override() or override.is_delete():
         return
     if override.is_sweep_override() and not sweep:
         yield ConfigError(f"{word} is a sweep over several values", where=WHERE, do=f"python -m pipeline -m {word}")
-        return
-    key = override.key_or_group
-    if key == "output_dir" and not str(override.value() or "").strip():  # Hydra would write to it before any check
-        yield EMPTY_OUTPUT
         return
     values = list(override.sweep_iterator()) if override.is_discrete_sweep() else [override.value()]
     for value in values:
@@ -99,11 +102,20 @@ def _unreadable_word(word: str, options: Mapping[str, list[str]]) -> ConfigError
     if len(word) > LONGEST:
         do = _example(key, TYPES[key]) if key in TYPES else f"{key}={options[key][0]}"
         return ConfigError(f"{key} has a value of {len(value):,} characters", where=WHERE, do=do)
+    if value.startswith("~"):  # in quotes it would be a folder of that name
+        value = str(expand_user(value))
     escaped = value.replace("\\'", "'").replace("'", "\\'")
     return ConfigError(
         f"{word} cannot be read: a value with characters such as = ! ( ) [ ] {{ }} needs quotes that the shell leaves",
         where=WHERE,
         do=shlex.quote(f"{key}='{escaped}'"),
+    )
+
+
+def _empty_folder(key: str) -> ConfigError:
+    """The error for an empty folder of Hydra's own settings."""
+    return ConfigError(
+        f"{key} is empty: is a variable of the shell not set?", where=WHERE, do=f"{key}=outputs/runs/now"
     )
 
 

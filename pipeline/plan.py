@@ -169,4 +169,4 @@ def require_room(steps: Sequence[Step], output_dir: Path) -> None:
     if wanted > free:
         what = f"about {in_mib(wanted)} will be written, {in_mib(free)} are free"
         where = f"{output_dir}, stages {', '.join(step.stage.name for step in writers)}"
-        raise ConfigError(what, where=where, do="output_dir= on a larger disk, or fewer experts")
+        raise ConfigError(what, where=where, do="free some space, or output_dir= on a larger disk")

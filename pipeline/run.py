@@ -229,11 +229,11 @@ def carve(settings: Settings, folder: Path, overrides: Sequence[str]) -> None:
             return
         try:
             run_folder = RunFolder(folder, settings, overrides)
-        except OSError as error:
-            raise explain_os_error(error, where="start of the run", folder=folder) or error from error
-        with run_folder.logging():
-            introduce(checked)
-            Runner(run_folder, overrides, workers).run(steps, alone=settings.stage != ALL)
+            with run_folder.logging():
+                introduce(checked)
+                Runner(run_folder, overrides, workers).run(steps, alone=settings.stage != ALL)
+        except OSError as error:  # those of a stage are explained already
+            raise explain_os_error(error, where="the record of the run", folder=folder) or error from error
 
 
 def agree_on_plan(steps: Sequence[Step], workers: Workers) -> list[Step]:

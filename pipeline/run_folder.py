@@ -42,6 +42,29 @@ class Console(logging.StreamHandler[TextIO]):
             super().handleError(record)
 
 
+class LogFile(logging.FileHandler):
+    """Log lines with times; on a full disk it ends and says so, and the run goes on as far as it can."""
+
+    failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Say the first error of the system's; others as usual."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self.failed:
+            self.failed = True
+            sys.stderr.write(f"{self.baseFilename} lacks lines from here on: {error}\n")
+
+    def close(self) -> None:
+        """What cannot be written was said to be missing."""
+        try:
+            super().close()
+        except OSError as error:
+            if not self.failed:
+                sys.stderr.write(f"{self.baseFilename} lacks its last lines: {error}\n")
+
+
 class RunFolder:
     """`outputs/runs/<time>/`: config.yaml, run.log, report.md, stages.json, report.html, a link to the checkpoint."""
 
@@ -97,7 +120,7 @@ class RunFolder:
         """Send the project's log to the console and, with times, to run.log; foreign logs from warnings up."""
         console = Console(sys.stdout)
         console.setFormatter(RedactingFormatter())
-        record = logging.FileHandler(self.folder / "run.log", encoding="utf-8", errors="backslashreplace")
+        record = LogFile(self.folder / "run.log", encoding="utf-8", errors="backslashreplace")
         record.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         logging.captureWarnings(capture=True)
         loggers = [logging.getLogger(name) for name in OWN_LOGGERS]

@@ -174,7 +174,9 @@ def register_schema() -> None:
 
 def to_settings(config: DictConfig) -> Settings:
     """Resolve a composed configuration, once; below this call there are only dataclasses."""
-    settings = OmegaConf.to_object(config)
+    # Resolved alone, a list may be something else that ${...} stood for; the merge checks the types.
+    resolved = OmegaConf.to_container(config, resolve=True)
+    settings = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Settings), resolved))
     assert isinstance(settings, Settings)
     return settings
 

@@ -14,6 +14,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from instruments.errors import ConfigError, UserError
+from models.checkpoint.folder import expand_user
 from models.config import ModelConfig, MoEShape
 from models.source import check_source, read_source_config
 from models.targets.config import check_target
@@ -115,7 +116,9 @@ class InvalidSettingsError(ConfigError):
     def __init__(self, errors: Sequence[UserError]) -> None:
         """Join the texts of all errors, each once."""
         self.errors = list({str(error): error for error in errors}.values())
-        super().__init__("\n\n".join(str(error) for error in self.errors))
+        super().__init__("")
+        self.what = "\n\n".join(str(error) for error in self.errors)
+        self.args = (self.what,)
 
 
 @dataclass(frozen=True)
@@ -229,6 +232,12 @@ def _output_errors(output_dir: str) -> Iterator[ConfigError]:
     """A place where nothing can be written."""
     if not output_dir.strip():
         yield EMPTY_OUTPUT
+        return
+    if output_dir.startswith("~"):
+        what = f"output_dir={output_dir} begins with ~, which the shell did not replace by your home folder"
+        home = expand_user(output_dir)
+        do = f"output_dir={home if home.is_absolute() else 'outputs'}"
+        yield ConfigError(what, where="setting output_dir", do=do)
         return
     place, fault = nearest_existing(Path(output_dir)), ""
     if not place.is_dir():

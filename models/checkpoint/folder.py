@@ -30,6 +30,14 @@ MAX_VALUES = 2**21  # of a file, lists and objects included; Gemma's merges and 
 VOCABULARIES = {"tokenizer.json", "vocab.json"}
 
 
+def expand_user(path: str | Path) -> Path:
+    """The path with `~` replaced; unchanged where nobody has that home."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
+
+
 def require_folder(folder: Path) -> Path:
     """The folder itself. Raises CheckpointError: there is none, or a reader would wait for a file in it for ever."""
     try:

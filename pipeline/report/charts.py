@@ -180,7 +180,7 @@ def load_class(load: float) -> int:
 
 
 @rc_context(STYLE)
-def draw_ridges(title: str, x_name: str, scores_LF: NDArray[np.float32], width: int) -> Markup:
+def draw_ridges(title: str, x_name: str, scores_LF: NDArray[np.float64], width: int) -> Markup:
     """The distribution of every layer's scores on one axis, layer 0 on top: middle half as a line, median as a tick."""
     low, high = np.quantile(scores_LF, SHOWN)
     edges = np.linspace(low, high, BINS + 1) if high - low > 1e-9 else np.linspace(low - 0.5, low + 0.5, BINS + 1)

@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from markupsafe import Markup
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from pipeline.artifacts import SHORT, UNREADABLE
@@ -164,15 +166,23 @@ def neurons(chain: Mapping[str, Published]) -> Section | None:
     section: Section = {"maps": pictures(chain.get("cluster")), "scores": [], "name": ""}
     if "score" in chain:
         try:
-            with safe_open(chain["score"].folder / "scores.safetensors", framework="numpy") as file:
-                name = str(unpack_tag(file.metadata())["plain"]["description"]).replace("s_p", "S_p")
-                scores_LF = file.get_tensor("chosen")
-        except (OSError, SafetensorError, KeyError):
+            name, scores_LF = _read_scores(chain["score"].folder / "scores.safetensors")
+        except (*UNREADABLE, SafetensorError):
             pass  # removed, damaged or of another version: the page shows what is there
         else:
             title, section["name"] = f"Distribution of {name} in every layer", name
             section["scores"] = _fitting(lambda width: draw_ridges(title, name, scores_LF, width))
     return section if section["maps"] or section["scores"] else None
+
+
+def _read_scores(path: Path) -> tuple[str, NDArray[np.float64]]:
+    """What was scored by, and (L, F) scores. Raises what reading damaged files does."""
+    with safe_open(path, framework="numpy") as file:
+        name = str(unpack_tag(file.metadata())["plain"]["description"]).replace("s_p", "S_p")
+        scores_LF: NDArray[np.float64] = file.get_tensor("chosen").astype(np.float64)
+    if scores_LF.ndim != 2 or not scores_LF.size or not np.isfinite(scores_LF).all():
+        raise ValueError("not a finite score for every neuron of every layer")
+    return name, scores_LF
 
 
 def pictures(published: Published | None) -> list[dict[str, str]]:

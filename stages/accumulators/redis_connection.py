@@ -132,7 +132,8 @@ def _check_server(url: str, place: str) -> None:
 @cache  # once for each server
 def _warn_of_loss(place: str) -> None:
     what = "%s keeps no append-only file: sums since its last snapshot are scanned again should it stop. %s"
-    logger.warning(what, place, "To change that: redis-cli config set appendonly yes")
+    # The first lasts until the server is started again, the second writes it into the server's file of settings.
+    logger.warning(what, place, "To change that: redis-cli config set appendonly yes; redis-cli config rewrite")
 
 
 def _info(url: str, tries: int) -> dict[str, object]:

@@ -25,7 +25,7 @@ def pack_tag(**values: Any) -> dict[str, str]:  # noqa: ANN401 - anything JSON c
 
 
 def unpack_tag(metadata: Mapping[str, str] | None) -> dict[str, Any]:
-    """What `pack_tag` was given; empty for a file without one."""
+    """What `pack_tag` was given; empty for a file without one. Raises ValueError: the text is no JSON."""
     tag: dict[str, Any] = json.loads((metadata or {}).get(_KEY, "{}"))
     return tag
 
@@ -61,7 +61,7 @@ def load_contract(kind: type[Contract], path: Path, *, version: int) -> Contract
         with safe_open(path, framework="pt") as file:
             tag = unpack_tag(file.metadata())
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no dict
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, ValueError, RecursionError) as error:
         raise ContractError(f"cannot read {kind.__name__}: {error}", where=str(path), do=remedy) from error
     found = (tag.get("contract"), tag.get("version"))
     if found != (kind.__name__, version):

@@ -1,14 +1,17 @@
 """dump: the dense model reads some text, and what its attention and layers with a weight compute is written."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 
 import torch
+from safetensors import SafetensorError
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from instruments.errors import ConfigError
+from instruments.errors import ConfigError, UserError
 from instruments.tensor_dump.index import STORED, Listing, Manifest
 from instruments.tensor_dump.tensor_dump import TensorDump
 from models.config import ModelConfig
@@ -48,7 +51,7 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, dump: DumpStageConfig
         save_memory(dense, asked=dump.gradient_checkpointing)
     started = perf_counter()
     # First, so that the dump sees embeddings with a gradient.
-    with gradients_from_embeddings(dense), make_dump(dense, job, dump, model.label) as dumped:
+    with errors_of_disk(), gradients_from_embeddings(dense), make_dump(dense, job, dump, model.label) as dumped:
         for batch in tqdm(batches, desc="dump", unit="step"):
             dumped.step(read_batch(dense, batch, gradients=dump.gradients))
     assert dumped.manifest is not None
@@ -62,6 +65,17 @@ def make_dump(dense: PreTrainedModel, job: Job, dump: DumpStageConfig, label: st
     except ConfigError as error:
         what, do = (re.sub(r"\b(modules|tensors)=", r"dump.\1=", text) for text in (error.what, error.do))
         raise ConfigError(what, where=error.where.replace("setting ", "setting dump."), do=do) from error
+
+
+@contextmanager
+def errors_of_disk() -> Iterator[None]:
+    """Raise those of the system in place of the dump's, whose remedies are for loops of one's own."""
+    try:
+        yield
+    except UserError as error:
+        if isinstance(error.__cause__, OSError | SafetensorError):
+            raise error.__cause__ from error
+        raise
 
 
 def read_batch(dense: PreTrainedModel, batch: TokenBatch, *, gradients: bool) -> float:

@@ -33,7 +33,7 @@ class ScanConfig:
     # Which modules that record holds, by glob on their names, as in ["*.q_proj", "*.mlp.*"]; null takes all.
     parameter_patterns: list[str] | None = field(default=None, metadata={"nonempty": True})
     # Rows and columns of a block of that record, where they are not attention heads.
-    block_width: int = field(default=64, metadata={"minimum": 1})
+    block_width: int = field(default=64, metadata={"minimum": 1, "maximum": 2**31 - 1})
     # Also record every token: the norm of its input and of its contribution to the gradient.
     per_token: bool = False
     # How numbers are kept: log16 (2 bytes; instruments/mscan/SPECIFICATION.md states the error) or f32.

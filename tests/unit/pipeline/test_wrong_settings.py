@@ -1,10 +1,13 @@
 """Wrong settings, each refused before anything is loaded; every remedy, pasted behind the same command, helps."""
 
+import os
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 
+from instruments.errors import ConfigError
 from pipeline.overrides import first_word, override_errors
 from pipeline.settings import STAGES, compose, register_schema
 from pipeline.validate import field_errors, find_errors
@@ -28,6 +31,8 @@ WRONG = [
         "model.path=/a!b",
         "'model.path=/a(b)'",
     ),
+    *("'output_dir=\"~/x\"'", "'output_dir=\"~nobody/x\"'", "hydra.run.dir="),
+    "scan.block_width=9223372036854775807",
     *("top_k=2.5", "experts=many", "scan.gradients=perhaps", "diagnose.checkpoint=/nowhere", "cluster.map_layers=[99]"),
 ]
 
@@ -97,3 +102,51 @@ def test_a_rule_of_every_number_at_any_depth():
     for name, node in found.items():
         broken = [error.what for error in field_errors(node) if "finite" in error.what]
         assert broken == [f"{name.rpartition('.')[2]}=nan must be a finite number"], name
+
+
+def test_what_an_interpolation_stands_for_has_the_type_of_the_setting():
+    register_schema()
+    with pytest.raises(ConfigError, match="is not a ListConfig, list or tuple"):
+        compose(["diagnose.static_check.paths=${seed}"])
+    assert compose(["diagnose.static_check.paths=${scan.parameter_patterns}", "scan.parameter_patterns=[a]"])[
+        0
+    ].diagnose.static_check.paths == ["a"]
+
+
+def test_a_home_that_nobody_has_is_a_folder_that_is_not_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["model=local", "model.path='~nobody_/x'", "data=text", "data.path='~nobody_/y'", "output_dir=outputs"]
+    assert [error.what for error in find_faults(words)] == [
+        "no file and no folder ~nobody_/y",
+        "no checkpoint: ~nobody_/x does not exist",
+    ]
+
+
+def test_a_home_folder_that_the_shell_left_is_named_in_full():
+    (error,) = override_errors(["output_dir=~/x"], sweep=False).popitem()[1]
+    assert shlex.split(error.do) == [f"output_dir='{Path.home() / 'x'}'"]
+
+
+@pytest.mark.parametrize(
+    ("make", "fault"),
+    [
+        (lambda path: path.write_text("[" * 100_000), "is not JSON: it is nested too deeply"),
+        (lambda path: path.write_text("[1]"), "holds no JSON object"),
+        (os.mkfifo, "cannot read .*: it is no regular file"),
+        (lambda path: path.symlink_to("/dev/zero"), "cannot read .*: it is no regular file"),
+    ],
+)
+def test_a_file_of_settings_that_is_none(tmp_path, monkeypatch, make, fault):
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path / "odd.json")
+    found = find_faults(["stage=train", "train.fsdp_config=odd.json", "output_dir=outputs"])
+    assert [error.do.partition(" ")[0] for error in found] == ["train.fsdp_config=null"]
+    assert re.search(fault, found[0].what)
+
+
+@pytest.mark.parametrize("flag", ["--experimental-rerun", "--exp", "--resolve"])
+def test_flags_that_would_run_code_or_fail_are_refused(capsys, flag):
+    from pipeline.cli import run_command
+
+    assert run_command([flag, "/etc/hostname"]) == 2
+    assert capsys.readouterr().err.startswith("--experimental-rerun opens" if flag[2] == "e" else "--resolve goes")
