@@ -101,11 +101,17 @@ def peak_bytes() -> int:
 class Runner:
     """One run of a plan."""
 
-    def __init__(self, run_folder: RunFolder, overrides: Sequence[str], workers: Workers = ALONE) -> None:
-        """`overrides` are the words of the command line, for remedies that can be pasted."""
+    def __init__(
+        self, run_folder: RunFolder, overrides: Sequence[str], workers: Workers = ALONE, *, wait: bool = False
+    ) -> None:
+        """`overrides` are the words of the command line, for remedies that can be pasted.
+
+        With `wait`, a result that another run is computing is waited for, and used.
+        """
         self.run_folder = run_folder
         self.overrides = overrides
         self.workers = workers
+        self.wait = wait
         self.hash_of = FileHashes(hashes_file(run_folder.output_dir))
 
     def run(self, steps: Sequence[Step], *, alone: bool = False) -> None:
@@ -141,7 +147,7 @@ class Runner:
 
     def run_step(self, step: Step) -> None:
         """Run one stage in its staging and publish the result."""
-        with open_staging(step.folder, fresh=step.fresh) as staging:
+        with open_staging(step.folder, fresh=step.fresh, wait=self.wait) as staging:
             kept = is_complete(step.folder) and not step.fresh  # published by another run since the plan was made
             if step.stage.shared:
                 self.workers.follow(not kept)
@@ -211,8 +217,10 @@ def run_shared_steps(steps: Sequence[Step], workers: Workers) -> None:
             step.stage.run(Job(step.parents, Path(out), scratch, step.fingerprint, workers, step.fresh), **step.inputs)
 
 
-def carve(settings: Settings, folder: Path, overrides: Sequence[str]) -> None:
+def carve(settings: Settings, folder: Path, overrides: Sequence[str], *, wait: bool = False) -> None:
     """Validate everything, then run what is due, keeping the record in `folder`.
+
+    With `wait`, what another run is computing is waited for: the jobs of a sweep begin with the same stages.
 
     Raises:
         UserError: the settings are wrong, or a stage failed.
@@ -229,7 +237,7 @@ def carve(settings: Settings, folder: Path, overrides: Sequence[str]) -> None:
             raise explain_os_error(error, where="start of the run", folder=folder) or error from error
         with run_folder.logging():
             introduce(checked)
-            Runner(run_folder, overrides, workers).run(steps, alone=settings.stage != ALL)
+            Runner(run_folder, overrides, workers, wait=wait).run(steps, alone=settings.stage != ALL)
 
 
 def agree_on_plan(steps: Sequence[Step], workers: Workers) -> list[Step]:
