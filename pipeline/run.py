@@ -25,6 +25,7 @@ from pipeline.artifacts import (
     verify,
 )
 from pipeline.disk import explain_os_error, in_mib
+from pipeline.forecast import forecast, free_memory, is_on_host, memory_warnings
 from pipeline.overrides import command_line
 from pipeline.plan import Step, make_plan
 from pipeline.run_folder import RunFolder, render
@@ -228,6 +229,10 @@ def carve(settings: Settings, folder: Path, overrides: Sequence[str], *, wait: b
     checked, workers = validate(settings), find_workers()
     with workers.connected():
         steps = agree_on_plan(make_plan(checked), workers)
+        if settings.plan:
+            if workers.leads:
+                show_plan(checked, steps)
+            return
         if not workers.leads:
             run_shared_steps(steps, workers)
             return
@@ -237,7 +242,22 @@ def carve(settings: Settings, folder: Path, overrides: Sequence[str], *, wait: b
             raise explain_os_error(error, where="start of the run", folder=folder) or error from error
         with run_folder.logging():
             introduce(checked)
+            warn_of_memory(checked, steps)
             Runner(run_folder, overrides, workers, wait=wait).run(steps, alone=settings.stage != ALL)
+
+
+def show_plan(checked: Checked, steps: Sequence[Step]) -> None:
+    """Print what the run would cost; nothing is written."""
+    table = forecast(checked, steps)
+    lines = [render(table, "simple"), *memory_warnings(checked, steps, free_memory())]
+    sys.stdout.write("\n\n".join(lines) + "\n")
+
+
+def warn_of_memory(checked: Checked, steps: Sequence[Step]) -> None:
+    """Log the stages that will not fit in the memory that is free, before the first one starts."""
+    if checked.settings.model.device == "cpu" or not any(step.due for step in steps) or is_on_host(checked.settings):
+        for warning in memory_warnings(checked, steps, free_memory()):
+            log.warning("%s\n", warning)
 
 
 def agree_on_plan(steps: Sequence[Step], workers: Workers) -> list[Step]:

@@ -105,6 +105,7 @@ class Settings:
     active: float = field(default=0.5, metadata={"above": 0, "maximum": 1})
     seed: int = field(default=0, metadata={"minimum": 0, "maximum": 2**32 - 1})
     fresh: bool = False
+    plan: bool = False
     output_dir: str = MISSING
 
     model: ModelConfig = field(default_factory=ModelConfig)
