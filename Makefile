@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-slow bench lint format clean
+.PHONY: help install run test test-slow bench check-gpu lint format clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -40,6 +40,9 @@ test-slow: install ## the tests that take minutes each
 
 bench: install ## speed and memory, as ratios in one run (make bench ARGS="--model /models/qwen --tokens 2048")
 	PYTHONPATH=tests $(BIN)/python -m benchmarks $(ARGS)
+
+check-gpu: install ## with a GPU: its tests, the chain and the benchmarks there and on the CPU, in one table
+	PYTHONPATH=tests $(BIN)/python -m benchmarks.check_gpu $(ARGS)
 
 lint: install ## ruff, mypy --strict and the dependency rules
 	$(BIN)/ruff check .

@@ -86,9 +86,10 @@ def resolve_device(model: ModelConfig) -> torch.device:
         device = torch.device(model.device)
     except RuntimeError as error:
         raise ConfigError(f"unknown device {model.device!r}", where="model.device", do="model.device=auto") from error
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    found = 1 if device.type == "cpu" else torch.get_device_module(device).device_count()
+    if (device.index or 0) >= found:
         raise ConfigError(
-            f"device {model.device} is not here: {torch.cuda.device_count()} GPUs found",
+            f"device {model.device} is not here: {found} GPUs found",
             where="model.device",
             do="model.device=auto, or model.device=cpu",
         )

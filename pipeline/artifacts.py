@@ -1,6 +1,7 @@
 """Published results: private work, one rename, a manifest of every file, one writer at a time."""
 
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,8 @@ from filelock import FileLock, Timeout
 from instruments.durable import hash_file, sync, sync_tree, whole_file
 from instruments.errors import ContractError, UserError
 from stages.artifacts.job import Table
+
+log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 SHORT = 16  # letters of a fingerprint in the name of its folder
@@ -172,24 +175,27 @@ class LockedError(UserError):
 
 
 @contextmanager
-def hold_lock(path: Path) -> Iterator[None]:
+def hold_lock(path: Path, *, wait: bool = False) -> Iterator[None]:
     """Hold `path` as an exclusive lock, with this process's number in it; removed afterwards.
 
     Raises:
-        LockedError: another process holds it.
+        LockedError: another process holds it, and this one is not to `wait` until it ends.
     """
     lock = FileLock(path, timeout=LOCK_TIMEOUT)
     try:
         lock.acquire()
     except Timeout:
-        holder = ""
+        holder = "just started"
         with suppress(OSError):
-            holder = path.read_text(encoding="utf-8")
-        raise LockedError(
-            "another run is computing the same result",
-            where=f"process {holder or 'just started'}, lock {path}",
-            do="wait for it, then run the same command again: what it publishes will be reused",
-        ) from None
+            holder = path.read_text(encoding="utf-8") or holder
+        if not wait:
+            raise LockedError(
+                "another run is computing the same result",
+                where=f"process {holder}, lock {path}",
+                do="wait for it, then run the same command again: what it publishes will be reused",
+            ) from None
+        log.info("%-9s waiting for process %s, which computes the same result", path.parent.name, holder)
+        lock.acquire(timeout=-1, poll_interval=LOCK_TIMEOUT)
     try:
         path.write_text(str(os.getpid()))
         yield
@@ -224,15 +230,15 @@ class StagingDir:
 
 
 @contextmanager
-def open_staging(final: Path, *, fresh: bool) -> Iterator[StagingDir]:
+def open_staging(final: Path, *, fresh: bool, wait: bool = False) -> Iterator[StagingDir]:
     """Lock the fingerprint and make its staging folder; `fresh` also forgets unfinished work of earlier runs.
 
     Raises:
-        LockedError: another process is computing this fingerprint.
+        LockedError: another process is computing this fingerprint, and this one is not to `wait` until it ends.
     """
     staging = StagingDir(final)
     final.parent.mkdir(parents=True, exist_ok=True)
-    with hold_lock(staging.lock):
+    with hold_lock(staging.lock, wait=wait):
         staging.recover()
         if fresh:
             rmtree(staging.root, ignore_errors=True)

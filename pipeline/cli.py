@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence, Set
+from functools import partial
 from signal import SIG_DFL, SIGTERM, signal
 from time import sleep
 
@@ -84,6 +85,6 @@ def start(words: Sequence[str]) -> None:
     if flags:
         # Hydra wants all settings next to each other.
         sys.argv[1:] = [*(word for word in words if word not in settings), *settings]
-        run_hydra(carve)
+        run_hydra(partial(carve, wait=True))
     else:
         carve(*compose(words), words)

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from instruments.errors import ConfigError, ContractError
+from models.config import ModelConfig
 from models.source import source_cache_key
 from pipeline.artifacts import FileHashes, Manifest, artifact_folder, hashes_file, is_complete
 from pipeline.consistency import Unread, find_unread
@@ -90,7 +91,7 @@ def make_plan(checked: Checked) -> list[Step]:
     """Steps for the asked stages and all that those use, in the order of the chain.
 
     Raises:
-        ConfigError: the disk has no room for what the due steps will publish.
+        ConfigError: the disk has no room for what the due steps will publish, or the device is not here.
         DataError: a due step reads text from a hub that does not answer.
     """
     steps = make_steps(checked)
@@ -101,6 +102,8 @@ def make_plan(checked: Checked) -> list[Step]:
     used, due = select_stages({stage.name for stage in wanted}, complete, [step.stage for step in steps.values()])
     plan = [replace(steps[name], due=name in due, fresh=name in fresh) for name in steps if name in used]
     require_room(plan, Path(checked.settings.output_dir))
+    if any(step.due and "model" in step.inputs for step in plan):
+        require_device(checked.settings.model)
     if any(step.due and "data" in step.inputs for step in plan):
         require_hub(checked.settings.data)
     return plan
@@ -160,6 +163,14 @@ def select_stages(asked: set[str], complete: set[str], stages: Sequence[Stage] =
             due.add(stage.name)
             used.update(stage.parents)
     return used, due
+
+
+def require_device(model: ModelConfig) -> None:
+    """Raises ConfigError: the device asked for is not here."""
+    if model.device not in {"auto", "cpu"}:
+        from models.loading import resolve_device  # noqa: PLC0415 - torch, which the others are checked without
+
+        resolve_device(model)
 
 
 def require_room(steps: Sequence[Step], output_dir: Path) -> None:

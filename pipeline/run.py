@@ -25,6 +25,7 @@ from pipeline.artifacts import (
     verify,
 )
 from pipeline.disk import explain_os_error, in_mib
+from pipeline.forecast import forecast, free_memory, is_on_host, memory_warnings
 from pipeline.overrides import command_line
 from pipeline.plan import Step, make_plan
 from pipeline.run_folder import RunFolder, render, replace_link
@@ -101,11 +102,17 @@ def peak_bytes() -> int:
 class Runner:
     """One run of a plan."""
 
-    def __init__(self, run_folder: RunFolder, overrides: Sequence[str], workers: Workers = ALONE) -> None:
-        """`overrides` are the words of the command line, for remedies that can be pasted."""
+    def __init__(
+        self, run_folder: RunFolder, overrides: Sequence[str], workers: Workers = ALONE, *, wait: bool = False
+    ) -> None:
+        """`overrides` are the words of the command line, for remedies that can be pasted.
+
+        With `wait`, a result that another run is computing is waited for, and used.
+        """
         self.run_folder = run_folder
         self.overrides = overrides
         self.workers = workers
+        self.wait = wait
         self.hash_of = FileHashes(hashes_file(run_folder.output_dir))
 
     def run(self, steps: Sequence[Step], *, alone: bool = False) -> None:
@@ -141,7 +148,7 @@ class Runner:
 
     def run_step(self, step: Step) -> None:
         """Run one stage in its staging and publish the result."""
-        with open_staging(step.folder, fresh=step.fresh) as staging:
+        with open_staging(step.folder, fresh=step.fresh, wait=self.wait) as staging:
             kept = is_complete(step.folder) and not step.fresh  # published by another run since the plan was made
             if step.stage.shared:
                 self.workers.follow(not kept)
@@ -215,8 +222,10 @@ def run_shared_steps(steps: Sequence[Step], workers: Workers) -> None:
             step.stage.run(Job(step.parents, Path(out), scratch, step.fingerprint, workers, step.fresh), **step.inputs)
 
 
-def carve(settings: Settings, folder: Path, overrides: Sequence[str]) -> None:
+def carve(settings: Settings, folder: Path, overrides: Sequence[str], *, wait: bool = False) -> None:
     """Validate everything, then run what is due, keeping the record in `folder`.
+
+    With `wait`, what another run is computing is waited for: the jobs of a sweep begin with the same stages.
 
     Raises:
         UserError: the settings are wrong, or a stage failed.
@@ -224,6 +233,10 @@ def carve(settings: Settings, folder: Path, overrides: Sequence[str]) -> None:
     checked, workers = validate(settings), find_workers()
     with workers.connected():
         steps = agree_on_plan(make_plan(checked), workers)
+        if settings.plan:
+            if workers.leads:
+                show_plan(checked, steps)
+            return
         if not workers.leads:
             run_shared_steps(steps, workers)
             return
@@ -231,9 +244,24 @@ def carve(settings: Settings, folder: Path, overrides: Sequence[str]) -> None:
             run_folder = RunFolder(folder, settings, overrides)
             with run_folder.logging():
                 introduce(checked)
-                Runner(run_folder, overrides, workers).run(steps, alone=settings.stage != ALL)
+                warn_of_memory(checked, steps)
+                Runner(run_folder, overrides, workers, wait=wait).run(steps, alone=settings.stage != ALL)
         except OSError as error:  # those of a stage are explained already
             raise explain_os_error(error, where="the record of the run", folder=folder) or error from error
+
+
+def show_plan(checked: Checked, steps: Sequence[Step]) -> None:
+    """Print what the run would cost; nothing is written."""
+    table = forecast(checked, steps)
+    lines = [render(table, "simple"), *memory_warnings(checked, steps, free_memory())]
+    sys.stdout.write("\n\n".join(lines) + "\n")
+
+
+def warn_of_memory(checked: Checked, steps: Sequence[Step]) -> None:
+    """Log the stages that will not fit in the memory that is free, before the first one starts."""
+    if checked.settings.model.device == "cpu" or not any(step.due for step in steps) or is_on_host(checked.settings):
+        for warning in memory_warnings(checked, steps, free_memory()):
+            log.warning("%s\n", warning)
 
 
 def agree_on_plan(steps: Sequence[Step], workers: Workers) -> list[Step]:

@@ -106,6 +106,7 @@ class Settings:
     dense_layers: list[int] = field(default_factory=list)
     seed: int = field(default=0, metadata={"minimum": 0, "maximum": 2**32 - 1})
     fresh: bool = False
+    plan: bool = False
     output_dir: str = MISSING
 
     model: ModelConfig = field(default_factory=ModelConfig)

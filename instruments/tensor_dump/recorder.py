@@ -242,7 +242,7 @@ class Recorder:
         return Held(DROPPED) if self._config.when_full == "drop" else self._measure(kept)
 
     def _measure(self, kept: Tensor) -> Held:
-        if not kept.is_cuda:
+        if kept.device.type == "cpu":
             return Held(STATISTICS, found={"statistics": measure(kept)})
         moments = exact_moments(kept)
         slot = self._find_room(moments.nbytes)

@@ -136,7 +136,8 @@ class TokenStream:
 
     def __init__(self, stream: LayerStream, batches: Sequence[TokenBatch]) -> None:
         """Embed the tokens."""
-        self.masks: list[Tensor] = [batch.attention_mask.bool().to(stream.device) for batch in batches]
+        # Places of the real tokens, not masks: a GPU would be waited for to count them, at each use.
+        self._real = [batch.attention_mask.flatten().nonzero()[:, 0].to(stream.device) for batch in batches]
         self.hidden = stream.embed([batch.input_ids for batch in batches])
         self._layers = [batch.layers for batch in batches]  # that each passes; None: all
         self.inputs = []
@@ -151,12 +152,12 @@ class TokenStream:
         """
         self.inputs, self._layer = [], layer
         while self._layers and self._layers[-1] is not None and self._layers[-1] <= self.entered:
-            del self._layers[-1], self.masks[-1], self.hidden[-1]
+            del self._layers[-1], self._real[-1], self.hidden[-1]
         self.entered += 1
-        for index, mask_BT in enumerate(self.masks):
+        for index, real_t in enumerate(self._real):
             self.hidden[index], x_BTD = layer.attend(self.hidden[index])
-            self.inputs.append(x_BTD[mask_BT])
-        if not all(bool(x_TD.isfinite().all()) for x_TD in self.inputs):
+            self.inputs.append(x_BTD.flatten(0, 1)[real_t])
+        if self.inputs and not bool(torch.stack([x_TD.isfinite().all() for x_TD in self.inputs]).all()):
             raise NumericsError(
                 "hidden states are not finite",
                 where=f"FFN input of layer {self.entered - 1}",
@@ -166,8 +167,10 @@ class TokenStream:
     def leave(self, outputs: Iterable[Tensor]) -> None:
         """Add the FFN's outputs, (T, D) for every batch of `inputs`, to the residual stream as the layer adds them."""
         assert self._layer is not None, "enter a layer first"
-        for hidden_BTD, mask_BT, output_TD in zip(self.hidden, self.masks, outputs, strict=True):
-            hidden_BTD[mask_BT] = self._layer.add(hidden_BTD[mask_BT], output_TD)
+        for index, (real_t, output_TD) in enumerate(zip(self._real, outputs, strict=True)):
+            rows_TD = self.hidden[index].flatten(0, 1)
+            rows_TD[real_t] = self._layer.add(rows_TD[real_t], output_TD)
+            self.hidden[index] = rows_TD.view(self.hidden[index].shape)
         self.inputs, self._layer = [], None
 
     @torch.no_grad()

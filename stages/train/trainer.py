@@ -67,7 +67,7 @@ class TrainContext:
 def training_arguments(context: TrainContext, phase: Phase, folder: Path) -> TrainingArguments:
     """Trainer's own settings."""
     settings = context.settings
-    return TrainingArguments(
+    arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=phase.steps,
         per_device_train_batch_size=settings.micro_batch,
@@ -91,6 +91,16 @@ def training_arguments(context: TrainContext, phase: Phase, folder: Path) -> Tra
         seed=context.seed,
         dataloader_pin_memory=context.device.type != "cpu",
     )
+    if context.workers.world == 1:
+        place(arguments, context.device)
+    return arguments
+
+
+def place(arguments: TrainingArguments, device: torch.device) -> None:
+    """Train on this device: by itself Trainer takes the first GPU, and copies the model to all others there are."""
+    arguments.distributed_state.device = device
+    vars(arguments)["_setup_devices"] = device  # a cached property
+    arguments._n_gpu = int(device.type != "cpu")
 
 
 class MoETrainer(Trainer):  # type: ignore[misc]  # transformers is not typed

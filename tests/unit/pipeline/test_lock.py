@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -35,6 +36,16 @@ def test_a_held_lock_names_its_holder(tmp_path, holder):
         f"  where: process {holder.pid}, lock {tmp_path}/l\n"
         "  do:    wait for it, then run the same command again: what it publishes will be reused"
     )
+
+
+def test_a_job_of_a_sweep_waits_for_the_holder(tmp_path, holder, caplog):
+    caplog.set_level("INFO")
+    ending = threading.Timer(1, holder.kill)
+    ending.start()
+    with hold_lock(tmp_path / "l", wait=True):
+        assert holder.poll() is not None
+        assert (tmp_path / "l").read_text() == str(os.getpid())
+    assert f"waiting for process {holder.pid}, which computes the same result" in caplog.text
 
 
 def test_a_killed_holder_leaves_no_lock(tmp_path, holder):

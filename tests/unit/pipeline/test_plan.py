@@ -2,7 +2,7 @@
 
 import pytest
 
-from instruments.errors import DataError
+from instruments.errors import ConfigError, DataError
 from pipeline.artifacts import open_staging, publish
 from pipeline.plan import make_plan, select_stages
 from pipeline.settings import CHAIN, STAGES, Uses, asked_stages, compose, register_schema, with_ancestors
@@ -61,6 +61,18 @@ def test_parents_come_before_their_children():
 def test_a_stage_is_planned_with_its_ancestors():
     assert [stage.name for stage in with_ancestors("extract")] == ["scan", "score", "cluster", "extract"]
     assert asked_stages("all") == tuple(stage for stage in CHAIN if stage.name not in ON_REQUEST)
+
+
+def test_a_device_that_is_not_here_is_refused_before_anything_starts(steps, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(ConfigError) as caught:
+        steps("stage=scan", "model.device=cuda:7")
+    assert str(caught.value) == (
+        "device cuda:7 is not here: 2 GPUs found\n  where: model.device\n"
+        "  do:    model.device=auto, or model.device=cpu"
+    )
+    pretend_published(steps("stage=scan", "model.device=cuda:1")["scan"])
+    assert not due(steps("stage=scan", "model.device=cuda:1"))
 
 
 def test_training_is_planned_where_it_is_asked_for_or_evaluated(steps):

@@ -1,0 +1,385 @@
+"""What every stage costs: arithmetic, traffic and memory, as plain functions of sizes and settings.
+
+Letters as everywhere: T tokens, D hidden, F neurons of an FFN, L layers, V vocabulary, E experts of N neurons, K chosen
+for a token, S always on, A = S + K·N active. A product of (T, D) and (D, F) is 2·T·D·F FLOPs. Left out is what no
+formula of these sizes gives: starting the program, reading text. Formulas follow the default methods; a pool is counted
+as layers with experts of their own.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from models.config import MoEShape
+from models.targets.config import count_dense, source_dtype
+from pipeline.disk import BYTES
+from pipeline.settings import Settings
+
+PROGRAM = 560 * 2**20  # host memory of an idle process: torch, transformers and what they load
+DRAWING = 220 * 2**20  # more of it once a map was drawn
+VALIDATION = 1 / 8  # share of the calibration batches that nothing is fitted on
+PENALTIES = 4  # ridge penalties that are tried before the error rises, of the five by default
+REGROUPINGS = 12  # rounds of partition and router, of at most 20
+MEANS_ROUNDS = 12  # of balanced k-means before them
+DIRECTIONS = 64  # features of a neuron
+STEP = 2048  # tokens of a step of a router's descent
+BATCH = 4096  # tokens of a batch of the layer passes
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The dense model and the shape it is carved into."""
+
+    layers: int  # L
+    hidden: int  # D
+    width: int  # F
+    vocabulary: int  # V
+    attention: int  # numbers in the attention matrices of a layer
+    heads: int  # width of all heads together
+    length: int  # of a sequence
+    parameters: int
+    stored: int  # bytes of a number on disk
+    experts: int = 0  # E
+    n: int = 0
+    top_k: int = 0
+    always_on: int = 0  # S
+
+    @property
+    def active(self) -> int:
+        """A."""
+        return self.always_on + self.top_k * self.n
+
+    @property
+    def layer_bytes(self) -> int:
+        """Of one dense layer in fp32."""
+        return 4 * (self.attention + 3 * self.hidden * self.width)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of a stage. Peaks are of one process; on a CPU `device` is host memory, too, and `host` comes to it."""
+
+    tokens: int = 0
+    products: float = 0.0  # FLOPs of matrix products
+    solves: float = 0.0  # FLOPs of factorisations and triangular solves, in fp64
+    touched: float = 0.0  # bytes read and written by everything else
+    cells: float = 0.0  # neurons × experts of all assignment problems, on the host
+    points: int = 0  # neurons of the maps
+    read: int = 0
+    written: int = 0
+    device: int = 0
+    host: int = PROGRAM
+
+    def __add__(self, other: "Cost") -> "Cost":
+        """One after the other: sums, and the larger of the peaks."""
+        peaks = {"tokens", "device", "host"}
+        pairs = {spec.name: (getattr(self, spec.name), getattr(other, spec.name)) for spec in fields(self)}
+        return Cost(**{name: max(pair) if name in peaks else sum(pair) for name, pair in pairs.items()})
+
+    def beside(self, size: float) -> "Cost":
+        """The same with so many bytes more at its peak."""
+        return replace(self, device=int(self.device + size))
+
+    def __mul__(self, times: float) -> "Cost":
+        """The same work so many times; peaks stay."""
+        kept = {"tokens": self.tokens, "device": self.device, "host": self.host}
+        return Cost(**{spec.name: getattr(self, spec.name) * times for spec in fields(self)} | kept)
+
+
+def sizes_of(source: Mapping[str, Any], shape: MoEShape | None, length: int) -> Sizes:
+    """Sizes from config.json; attention is Q, K, V and output projection."""
+    hidden, heads = int(source["hidden_size"]), int(source["num_attention_heads"])
+    head = int(source.get("head_dim") or hidden // heads)
+    keys = int(source.get("num_key_value_heads") or heads)
+    dials = (shape.experts, shape.n, shape.top_k, shape.always_on) if shape else ()
+    return Sizes(
+        int(source["num_hidden_layers"]), hidden, int(source["intermediate_size"]), int(source["vocab_size"]),
+        2 * hidden * head * (heads + keys), heads * head, length, count_dense(source).total,
+        BYTES.get(source_dtype(source) or "", 2), *dials,
+    )  # fmt: skip
+
+
+def attend(s: Sizes, tokens: float) -> Cost:
+    """2·T·attention FLOPs, and 2·T·length·heads under the causal mask; some 20 passes over (T, D)."""
+    return Cost(products=2 * tokens * (s.attention + s.length * s.heads), touched=4 * tokens * 20 * s.hidden)
+
+
+def ffn(s: Sizes, tokens: float, width: int) -> Cost:
+    """6·T·D·width FLOPs; activation and product touch (T, width) five times."""
+    return Cost(products=6 * tokens * s.hidden * width, touched=4 * tokens * 5 * width)
+
+
+def head(s: Sizes, tokens: float) -> Cost:
+    """2·T·D·V FLOPs; the loss passes the logits some four times."""
+    return Cost(products=2 * tokens * s.hidden * s.vocabulary, touched=4 * tokens * 4 * s.vocabulary)
+
+
+def forward(s: Sizes, tokens: float, width: int | None = None) -> Cost:
+    """All layers, with FFNs of F or of `width` active neurons, and the head."""
+    return (attend(s, tokens) + ffn(s, tokens, width or s.width)) * s.layers + head(s, tokens)
+
+
+def scan(s: Sizes, settings: Settings) -> Cost:
+    """A forward and, without weight gradients, an equal backward pass; norms of each sample's gradients.
+
+    Norms cost min(2·length·(2D + 3F), 6·D·F) FLOPs a token and layer. Memory: the model, and for a batch what a layer
+    keeps for its backward pass, (T, 16·D + 8·F), and the logits three times.
+    """
+    kind = "cpu" if settings.model.device in {"auto", "cpu"} else "cuda"
+    tokens, batch = calibration_tokens(settings, sampled=True), settings.scan.read_batch(kind)
+    kept = 4 * batch * (16 * s.hidden + 8 * s.width) * (1 if settings.scan.gradient_checkpointing else s.layers)
+    cost = forward(s, tokens)
+    if settings.scan.gradients:
+        norms = tokens * min(2 * s.length * (2 * s.hidden + 3 * s.width), 6 * s.hidden * s.width)
+        # Top shares of every token's neurons, bitmaps and sums.
+        cost = cost * 2 + Cost(products=norms, touched=4 * tokens * 25 * s.width) * s.layers
+    memory = loaded_bytes(s, settings) + kept + 12 * batch * s.vocabulary
+    bits = s.layers * s.width * (settings.scan.reservoir_tokens // 8)
+    written = bits + 64 * s.layers * s.width
+    return cost + Cost(tokens=tokens, read=s.parameters * s.stored, written=written, device=memory)
+
+
+def score(s: Sizes, _settings: Settings) -> Cost:
+    """Sorting F figures a layer."""
+    return Cost(touched=4000 * s.layers * s.width, read=64 * s.layers * s.width, written=32 * s.layers * s.width)
+
+
+def layer_pass(s: Sizes, tokens: float, width: int | None = None) -> Cost:
+    """Tokens through all layers from the shards.
+
+    Memory: three hidden states a token, two layers in fp32, and a batch's activations, (4096, F) six times.
+    """
+    memory = 12 * int(tokens) * s.hidden + 2 * s.layer_bytes + 24 * min(BATCH, int(tokens)) * s.width
+    work = (attend(s, tokens) + ffn(s, tokens, width or s.width)) * s.layers
+    return work + Cost(tokens=int(tokens), read=s.parameters * s.stored, device=memory)
+
+
+def ridge(s: Sizes, tokens: float, inputs: int, outputs: int) -> Cost:
+    """T·(2·inputs² + 2·inputs·outputs) FLOPs of moments, then inputs³/3 + 2·inputs²·outputs in fp64."""
+    solves = inputs**3 / 3 + 2 * inputs**2 * outputs
+    return Cost(
+        products=2 * tokens * inputs * (inputs + outputs), solves=solves, device=8 * inputs * (2 * inputs + 2 * outputs)
+    )
+
+
+def cluster(s: Sizes, settings: Settings) -> Cost:
+    """A pass of the dense model; features; the energy of U = F − S neurons on t tokens; rounds of partition and router.
+
+    A round: 4·t·U·E + 4·t·D·E FLOPs and an assignment of U to E. Memory: t·(3·F + 2·U) beside the pass.
+    """
+    config, routed = settings.cluster, s.width - s.always_on
+    tokens = with_vocabulary(calibration_tokens(settings, sampled=True), settings, s)
+    few, kept = min(config.sample_tokens, tokens), settings.scan.reservoir_tokens
+    cost = layer_pass(s, tokens) if config.method == "router_aware" or config.always_on_by == "alignment" else Cost()
+    each = Cost(products=8 * s.width * kept * DIRECTIONS, touched=4 * s.width * kept)
+    if config.method == "router_aware":
+        each += ffn(s, few, s.width) + ridge(s, few, s.always_on, routed) + ridge(s, few, s.hidden, 0)
+        each += Cost(products=2 * few * s.always_on * routed)
+        cost = cost.beside(4 * few * (3 * s.width + 2 * routed))
+        round_ = Cost(products=4 * few * s.experts * (routed + s.hidden), touched=24 * few * s.experts)
+        each += round_ * REGROUPINGS
+    if config.method in {"router_aware", "balanced_kmeans"}:
+        each += Cost(cells=(REGROUPINGS + MEANS_ROUNDS) * routed * s.experts)
+    if config.always_on_by == "alignment":
+        each += ridge(s, few, s.width, 0) + Cost(products=2 * s.width**3)
+    drawn = 0 if config.map == "none" else len(config.map_layers or range(min(3, s.layers)))
+    host = PROGRAM + DRAWING * bool(drawn)
+    return cost + each * s.layers + Cost(points=drawn * s.width, written=4 * s.layers * s.width, host=host)
+
+
+def extract(s: Sizes, _settings: Settings) -> Cost:
+    """Bytes: every FFN read, experts and always-on neurons written."""
+    neuron = 3 * s.hidden * s.stored
+    written = s.layers * neuron * (s.always_on + s.experts * s.n)
+    return Cost(read=s.layers * neuron * s.width, written=written, device=2 * s.width * neuron)
+
+
+def regression(s: Sizes, tokens: float) -> Cost:
+    """A router by ridge: the routed neurons on the always-on ones, then what is left of each expert on the input."""
+    routed = min(s.experts * s.n, s.width - s.always_on)
+    hidden = 4 * s.hidden * (s.always_on + routed) + 2 * s.always_on * routed
+    work = Cost(products=tokens * hidden, touched=36 * tokens * routed)
+    return work + ridge(s, tokens, s.always_on, routed) + ridge(s, tokens, s.hidden, s.experts)
+
+
+def descent(s: Sizes, tokens: float, steps: int) -> Cost:
+    """A trained router: the outputs of all experts and their products once, 2·t·E²·D; then `steps` on 2,048 tokens.
+
+    Memory: t·E² products.
+    """
+    if not steps:
+        return Cost()
+    outputs = ffn(s, tokens, s.experts * s.n) + Cost(
+        products=2 * tokens * s.experts * s.hidden * (s.experts + 1), touched=12 * tokens * s.experts * s.hidden,
+        device=int(4 * tokens * s.experts * (s.experts + 2)),
+    )  # fmt: skip
+    step = Cost(
+        products=STEP * s.experts * (4 * s.hidden + 2 * s.experts), touched=STEP * (60 * s.experts + 4 * s.experts**2)
+    )
+    return outputs + step * steps
+
+
+def checkpoint(s: Sizes) -> Cost:
+    """Reading everything, writing the MoE."""
+    grown = s.layers * 3 * s.hidden * (s.always_on + s.experts * s.n - s.width)
+    return Cost(read=s.parameters * s.stored, written=int((s.parameters + max(0, grown)) * s.stored))
+
+
+def assemble(s: Sizes, settings: Settings) -> Cost:
+    """A pass of the dense model with every expert's contribution, 2·T·F·E; a router per layer.
+
+    Memory: the outputs, and the activations a router is fitted on, (t, F) three times, beside the pass.
+    """
+    config = settings.assemble
+    tokens = with_vocabulary(calibration_tokens(settings, sampled=True), settings, s)
+    few = min(config.router_tokens, tokens)
+    each = Cost(products=2 * tokens * s.experts * (s.width + 6 * s.hidden), touched=8 * tokens * s.width)
+    if config.router != "random":
+        each += regression(s, few)
+    if config.router == "error":
+        each += descent(s, few, config.router_steps)
+    kept = 8 * tokens * s.hidden + 12 * few * s.width
+    return (layer_pass(s, tokens) + each * s.layers).beside(kept) + checkpoint(s)
+
+
+def align(s: Sizes, tokens: float, penalties: float) -> Cost:
+    """Down columns by ridge on the A active of F neurons: moments by blocks, a solve and a check for each penalty.
+
+    T·(S·(S + E·N) + K·E·N² + 2·A·D) FLOPs of moments, F³/3 + 2·F²·D of each solve.
+    """
+    fitted, held_out = tokens * (1 - VALIDATION), tokens * VALIDATION
+    routed = s.experts * s.n
+    moments = 2 * s.always_on * (s.always_on + routed) + s.top_k * s.n * routed + 2 * s.active * s.hidden
+    solve = Cost(solves=s.width**3 / 3 + 2 * s.width**2 * s.hidden, touched=48 * s.width**2)
+    checks = ffn(s, held_out, s.active) * (penalties + 1)
+    memory = 8 * s.width * (3 * s.width + s.hidden)
+    blocks = Cost(touched=16 * fitted * s.width, products=fitted * moments, device=memory)
+    return ffn(s, fitted, s.active) + blocks + solve * penalties + checks
+
+
+def project(s: Sizes, settings: Settings) -> Cost:
+    """A pass of the carved model that meets the dense FFN at each layer; alignment, routers again; gradient projection.
+
+    A round of gradient projection on r tokens: both models forward, the carved one back, where experts need gradients,
+    too. Memory: hidden states and wanted outputs, or the dense model, five times the experts and a round's logits.
+    """
+    config = settings.project
+    tokens = with_vocabulary(calibration_tokens(settings, sampled=False), settings, s)
+    seen = min(config.refit_tokens, tokens) if config.rounds else tokens
+    cost = layer_pass(s, tokens).beside(16 * tokens * s.hidden + 3 * s.layer_bytes)
+    if config.alignment == "ridge":
+        each = align(s, seen, min(PENALTIES, len(config.penalties))) + ffn(s, tokens, s.active) * 2
+        router = settings.assemble.router
+        if config.rounds and router != "random" and s.top_k < s.experts:
+            few = min(config.router_tokens, seen)
+            steps = config.router_steps if router == "error" else 0
+            each += (regression(s, few) + descent(s, few, steps) + align(s, seen, 1)) * config.rounds
+            each += Cost(products=16 * seen * s.hidden * s.experts)
+            if seen < tokens:
+                each += align(s, tokens, PENALTIES - 1)
+        cost += each * s.layers
+    if config.gradient_projection:
+        cost += rounds(s, settings, calibration_tokens(settings, sampled=False))
+    return cost + checkpoint(s) + extract(s, settings)
+
+
+def rounds(s: Sizes, settings: Settings, text: int) -> Cost:
+    """Gradient projection, see `project`; validation tokens pass the carved model after every eighth of the rounds."""
+    config = settings.project
+    tokens = min(config.gradient_tokens, (1 - VALIDATION) * text)
+    tried = tokens * 9 / 8  # the first eighth is tried with two lengths, on average
+    experts = s.layers * 3 * s.hidden * (s.always_on + s.experts * s.n)
+    carved = forward(s, tried, s.active)
+    work = forward(s, tokens) + head(s, tried) + carved + carved * 1.6
+    work += Cost(touched=4 * tried * 16 * s.vocabulary)  # distributions of both, computed again on the way back
+    work += Cost(touched=4 * 12 * experts * tried / config.round_tokens)
+    checked = forward(s, min(4096, text * VALIDATION), s.active) + head(s, min(4096, text * VALIDATION))
+    logits = 4 * 8 * min(1024, config.round_tokens) * s.vocabulary
+    return work + checked * 10 + Cost(device=4 * s.parameters + 20 * experts + logits)
+
+
+def evaluate(s: Sizes, settings: Settings) -> Cost:
+    """Both models and every baseline on held-out text; aligned baselines fit on the calibration text, too.
+
+    Memory: both models, then hidden states of every baseline.
+    """
+    heldout, config = settings.data.heldout_tokens, settings.evaluate
+    tokens = with_vocabulary(calibration_tokens(settings, sampled=False), settings, s)
+    compared = (ffn(s, heldout, s.width) + Cost(products=2 * heldout * s.experts * s.n**2)) * s.layers
+    cost = forward(s, heldout) + forward(s, heldout, s.active) + compared
+    speed = min(config.speed_tokens, heldout)
+    cost += (forward(s, speed) + forward(s, speed, s.active)) * bool(speed)
+    kept = 0
+    for name in config.baselines:
+        one = layer_pass(s, heldout) + head(s, heldout)
+        if name == "oracle":
+            one += Cost(products=2 * heldout * s.experts * s.n**2, touched=8 * heldout * s.width) * s.layers
+        kept += 8 * heldout * s.hidden
+        if name.endswith("_aligned"):
+            fitted = tokens * (1 - VALIDATION)
+            one += layer_pass(s, tokens) + ffn(s, tokens, s.active) * s.layers
+            solve = s.active**3 / 3 + 2 * s.active**2 * s.hidden
+            moments = Cost(products=fitted * s.active * (s.active + 2 * s.hidden), solves=PENALTIES * solve)
+            one += moments * s.layers
+            kept += tokens * (16 * s.hidden + 4 * s.active)
+        cost += one
+    both = 2 * loaded_bytes(s, settings) + 8 * config.batch_tokens * s.vocabulary
+    passing = kept + 3 * s.layer_bytes + 24 * BATCH * s.width
+    return cost + Cost(tokens=heldout, device=max(both, passing))
+
+
+def train(s: Sizes, settings: Settings) -> Cost:
+    """Forward and twice that back, on A active neurons or all; a teacher's forward pass with `train.logits`.
+
+    Memory: weights, gradients and two moments in fp32, and what the layers keep of a micro-batch.
+    """
+    config = settings.train
+    numbers = s.parameters + s.layers * 3 * s.hidden * (s.always_on + s.experts * s.n - s.width)
+    width = s.always_on + s.experts * s.n if config.straight_through else s.active
+    cost = forward(s, config.tokens, width) * 3
+    steps = config.tokens / (config.batch * s.length)
+    cost += Cost(touched=4 * 10 * numbers * steps)
+    if config.logits:
+        cost += forward(s, config.tokens) + Cost(touched=32 * config.tokens * s.vocabulary)
+    batch = config.micro_batch * s.length
+    kept = 4 * batch * (16 * s.hidden + 8 * width) * (1 if config.gradient_checkpointing else s.layers)
+    teacher = loaded_bytes(s, settings) if config.logits else 0
+    memory = 16 * numbers + kept + 16 * batch * s.vocabulary + teacher
+    return cost + checkpoint(s) + Cost(tokens=config.tokens, device=memory)
+
+
+def dump(s: Sizes, settings: Settings) -> Cost:
+    """A few steps forward and back; inputs, weights and gradients are written."""
+    tokens = settings.dump.steps * settings.dump.batch_tokens
+    written = 4 * s.parameters + 4 * tokens * s.layers * (12 * s.hidden + 4 * s.width)
+    cost = forward(s, tokens) * (2 if settings.dump.gradients else 1)
+    return cost + Cost(tokens=tokens, read=s.parameters * s.stored, written=written, device=loaded_bytes(s, settings))
+
+
+COSTS: Mapping[str, Callable[[Sizes, Settings], Cost]] = {
+    "scan": scan, "score": score, "cluster": cluster, "extract": extract, "assemble": assemble, "project": project,
+    "train": train, "evaluate": evaluate, "dump": dump,
+}  # fmt: skip
+
+
+def calibration_tokens(settings: Settings, *, sampled: bool) -> int:
+    """Tokens of the text, or of the part of it that scan, cluster and assemble read."""
+    data = settings.data
+    return min(data.tokens, data.sample_tokens or data.tokens) if sampled else data.tokens
+
+
+def with_vocabulary(tokens: int, settings: Settings, s: Sizes) -> int:
+    """And random tokens, by the share of the layers that they pass."""
+    vocabulary = settings.vocabulary
+    layers = min(vocabulary.layers or s.layers, s.layers)
+    return tokens + round(min(vocabulary.tokens, tokens, s.vocabulary) * layers / s.layers)
+
+
+def loaded_bytes(s: Sizes, settings: Settings) -> int:
+    """Of the dense model as transformers loads it: on a CPU in fp32, if nothing else is asked for."""
+    dtype = settings.model.dtype
+    if settings.model.quantization in {"nf4", "fp4"}:
+        return s.parameters * 5 // 8
+    if dtype == "auto":
+        return s.parameters * (4 if settings.model.device in {"auto", "cpu"} else s.stored)
+    return s.parameters * BYTES.get(dtype, 4)

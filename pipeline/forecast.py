@@ -1,0 +1,224 @@
+"""What a run will cost before it starts: a table for `plan=true`, and a warning where memory does not suffice."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+
+from pipeline.cost import COSTS, Cost, Sizes, sizes_of
+from pipeline.disk import in_mib, nearest_existing
+from pipeline.plan import Step
+from pipeline.settings import Settings
+from pipeline.validate import Checked
+from stages.artifacts.job import Table
+
+log = logging.getLogger(__name__)
+
+MEMORY = Path("/proc/meminfo")
+SECONDS = 0.6  # for each of the machine's figures: six of them take less than 5 s
+ROWS = 4096  # tokens of a batch: its tensors are fresh memory each time
+STARTING = 0.4  # seconds of a stage that no formula gives: text, files, publishing
+DRAWING = 5.0  # until the first map: UMAP's kernels are compiled
+POINTS = 800.0  # neurons of a map a second
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What this machine does a second: FLOPs, bytes, cells of an assignment problem."""
+
+    products: float
+    solves: float
+    touched: float
+    cells: float
+    disk: float
+
+    def seconds(self, cost: Cost) -> float:
+        """Of the work, nothing in parallel with anything else."""
+        parts = [
+            cost.products / self.products, cost.solves / self.solves, cost.touched / self.touched,
+            cost.cells / self.cells, (cost.read + cost.written) / self.disk,
+        ]  # fmt: skip
+        return STARTING + sum(parts) + (DRAWING + cost.points / POINTS) * bool(cost.points)
+
+
+def measure_rates(sizes: Sizes, device_name: str, folder: Path) -> Rates:
+    """The machine's rates in operations of the model's sizes, at most 2,048 wide: the best of some tries, in 4 seconds.
+
+    On a CPU in processor time for each thread: what other programs take meanwhile is not counted.
+    """
+    import numpy as np  # noqa: PLC0415 - the command line starts without these
+    import ot  # noqa: PLC0415
+    import torch  # noqa: PLC0415
+
+    from models.config import ModelConfig  # noqa: PLC0415
+    from models.loading import resolve_device  # noqa: PLC0415
+
+    device = resolve_device(ModelConfig(device=device_name))
+
+    def clock() -> float:
+        if device.type == "cpu":
+            return time.process_time() / torch.get_num_threads()
+        torch.accelerator.synchronize(device)
+        return time.perf_counter()
+
+    inner, width = min(sizes.hidden, 2048), min(sizes.width, 2048)
+    x_TD, w_DF = torch.rand(ROWS, inner, device=device), torch.rand(inner, width, device=device)
+    a_TF, b_TF = torch.rand(2, ROWS, width, device=device)
+    gram_FF = torch.eye(width, dtype=torch.float64, device=device) + 1 / width
+    cost_UE = np.random.default_rng(0).random((512, 16))
+    block = bytes(16 * 2**20)
+
+    def write() -> None:
+        with (nearest_existing(folder) / f".speed-{time.time_ns()}").open("wb") as file:
+            Path(file.name).unlink()
+            file.write(block)
+
+    return Rates(
+        products=2 * ROWS * inner * width / best_of(lambda: x_TD @ w_DF, clock),
+        solves=width**3 / 3 / best_of(lambda: torch.linalg.cholesky(gram_FF), clock),
+        touched=4 * 5 * a_TF.numel() / best_of(lambda: torch.nn.functional.silu(a_TF) * b_TF, clock),
+        cells=cost_UE.size / best_of(lambda: ot.emd(np.ones(512), np.full(16, 32.0), cost_UE), time.thread_time),
+        disk=len(block) / best_of(write, time.perf_counter),
+    )
+
+
+def best_of(work: Callable[[], object], clock: Callable[[], float]) -> float:
+    """Seconds of the fastest of the tries that fit in `SECONDS`, the first left out."""
+    work()
+    end, best = time.perf_counter() + SECONDS, float("inf")
+    while time.perf_counter() < end or best == float("inf"):
+        start = clock()
+        work()
+        best = min(best, clock() - start)
+    return best
+
+
+def costs_of(steps: Sequence[Step], checked: Checked) -> dict[str, Cost]:
+    """Of every due stage that something is known of (not diagnose); libraries stay loaded for those after it."""
+    sizes = sizes_of(checked.source, checked.shape, checked.settings.data.max_length)
+    found, host = {}, 0
+    for step in steps:
+        if step.due and step.stage.name in COSTS:
+            cost = COSTS[step.stage.name](sizes, checked.settings)
+            host = max(host, cost.host)
+            found[step.stage.name] = replace(cost, host=host)
+    return found
+
+
+def forecast(checked: Checked, steps: Sequence[Step]) -> Table:
+    """A row for each stage; what is kept from earlier runs costs nothing."""
+    settings = checked.settings
+    due = [step for step in steps if step.due]
+    start = time.process_time()
+    for step in due:
+        import_module(f"stages.{step.stage.name}.stage")
+    loading = time.process_time() - start
+    sizes = sizes_of(checked.source, checked.shape, settings.data.max_length)
+    rates = measure_rates(sizes, settings.model.device, Path(settings.output_dir)) if due else None
+    rows, total, costs = [], loading, costs_of(steps, checked)
+    for step in steps:
+        cost = costs.get(step.stage.name)
+        if cost is None or rates is None:
+            rows.append([step.stage.name, *["-"] * 6, "kept" if not step.due else "unknown"])
+            continue
+        seconds = rates.seconds(cost)
+        total += seconds
+        flops = (cost.products + cost.solves) / 1e12
+        sums = [in_mib(size) for size in (cost.read, cost.written, cost.device, host_peak(cost, settings))]
+        rows.append([step.stage.name, f"{cost.tokens:,}", f"{flops:,.3f}", *sums, in_time(seconds)])
+    columns = ("stage", "tokens", "TFLOP", "read", "written", "memory of tensors", "of the process", "time")
+    return Table(
+        "plan", columns, rows, [*describe_rates(rates), f"in all {in_time(total)}, loading {in_time(loading)}"]
+    )
+
+
+def describe_rates(rates: Rates | None) -> Iterator[str]:
+    """What was measured of the machine."""
+    if rates is not None:
+        yield (
+            f"measured here: products {rates.products / 1e9:,.0f} GFLOP/s, fp64 solves {rates.solves / 1e9:,.0f} "
+            f"GFLOP/s, other operations {rates.touched / 1e9:,.1f} GB/s, disk {rates.disk / 1e9:,.1f} GB/s"
+        )
+        yield "an estimate: arithmetic and traffic at these rates, one process; text is read besides"
+
+
+def in_time(seconds: float) -> str:
+    """A duration for reading."""
+    if seconds < 90:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:,.1f} h"
+
+
+def host_peak(cost: Cost, settings: Settings) -> int:
+    """Peak of the process: tensors are in it where the device is the CPU."""
+    return int(cost.host + (cost.device if is_on_host(settings) else 0))
+
+
+def is_on_host(settings: Settings) -> bool:
+    """Whether the stages compute in host memory."""
+    if settings.model.device == "auto":
+        import torch  # noqa: PLC0415 - only where it decides
+
+        return not torch.cuda.is_available()
+    return settings.model.device == "cpu"
+
+
+def free_memory() -> int | None:
+    """Bytes that a process could take now; None where the system does not say."""
+    if not MEMORY.exists():
+        return None
+    line = next((line for line in MEMORY.read_text(encoding="utf-8").splitlines() if "MemAvailable" in line), "")
+    return int(line.split()[1]) * 1024 if line else None
+
+
+def memory_warnings(checked: Checked, steps: Sequence[Step], free: int | None) -> list[str]:
+    """For each due stage that will not fit in `free` bytes, what it needs, and settings with which it would fit."""
+    if free is None:
+        return []
+    found = []
+    for step in steps:
+        needed = needs(step, checked, steps)
+        if needed > free:
+            fitting = (words for words, other in smaller(step.stage.name, checked) if needs(step, other, steps) <= free)
+            do = next(fitting, None) or f"a machine with {in_mib(needed)} of memory, or a smaller model"
+            what = f"stage={step.stage.name} needs about {in_mib(needed)} of memory, {in_mib(free)} are free"
+            found.append(f"{what}\n  do:    {do}")
+    return found
+
+
+def needs(step: Step, checked: Checked, steps: Sequence[Step]) -> int:
+    """Bytes of the process and its tensors at the stage's peak; 0 where nothing is known."""
+    cost = costs_of(steps, checked).get(step.stage.name)
+    return int(cost.host + cost.device) if cost else 0
+
+
+def smaller(stage: str, checked: Checked) -> Iterator[tuple[str, Checked]]:
+    """Settings that need less memory, in words and as settings, the least change first."""
+    settings = checked.settings
+    least = settings.data.max_length
+    if stage == "scan":
+        asked = settings.scan.read_batch("cpu")
+        while (asked := asked // 2) >= least:
+            scan = replace(settings.scan, batch_tokens=asked)
+            yield f"scan.batch_tokens={asked}", replace(checked, settings=replace(settings, scan=scan))
+        scan = replace(settings.scan, batch_tokens=least, gradient_checkpointing=True)
+        yield (
+            f"scan.batch_tokens={least} scan.gradient_checkpointing=true",
+            replace(checked, settings=replace(settings, scan=scan)),
+        )
+    elif stage == "train":
+        asked = settings.train.micro_batch
+        while (asked := asked // 2) >= 1:
+            train = replace(settings.train, micro_batch=asked, gradient_checkpointing=True)
+            words = f"train.micro_batch={asked} train.gradient_checkpointing=true"
+            yield words, replace(checked, settings=replace(settings, train=train))
+    elif stage in {"cluster", "assemble", "project", "evaluate"}:
+        asked = settings.data.tokens
+        while (asked := asked // 2) >= max(2, least):
+            data = replace(settings.data, tokens=asked)
+            yield f"data.tokens={asked}", replace(checked, settings=replace(settings, data=data))
+    if stage == "project":
+        project = replace(settings.project, gradient_projection=False)
+        yield "project.gradient_projection=false", replace(checked, settings=replace(settings, project=project))

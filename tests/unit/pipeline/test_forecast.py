@@ -1,0 +1,113 @@
+"""What a run will cost: formulas against the arithmetic that torch counts, and memory that does not suffice."""
+
+from dataclasses import replace
+
+import pytest
+from torch.utils.flop_counter import FlopCounterMode
+
+from pipeline.cli import run_command
+from pipeline.cost import COSTS, Cost, sizes_of
+from pipeline.forecast import Rates, costs_of, memory_warnings
+from pipeline.plan import make_plan
+from pipeline.run import Runner
+from pipeline.settings import compose, register_schema
+from pipeline.validate import validate
+
+CHAIN = ("scan", "score", "cluster", "extract", "assemble", "project", "evaluate")
+
+
+@pytest.fixture
+def planned(tmp_path):
+    """The checked settings of a command line, and its steps."""
+    register_schema()
+
+    def plan(*words):
+        checked = validate(compose([*words, f"output_dir={tmp_path}"])[0])
+        return checked, make_plan(checked)
+
+    return plan
+
+
+def costs(planned, *words):
+    checked, steps = planned(*words)
+    return costs_of(steps, checked)
+
+
+def test_more_of_the_text_costs_more_where_it_is_read(planned):
+    few, many = (costs(planned, f"data.tokens={count}") for count in (65536, 131072))
+    assert few.keys() == many.keys() == set(CHAIN)
+    for stage in ("scan", "cluster", "assemble", "extract", "score"):  # they read the first 16,384
+        assert many[stage] == few[stage], stage
+    for stage in ("project", "evaluate"):
+        assert many[stage].products > 1.1 * few[stage].products
+        assert many[stage].device > 1.3 * few[stage].device
+    assert few["scan"].products > 1.9 * costs(planned, "data.sample_tokens=8192")["scan"].products
+
+
+def test_a_kept_stage_costs_nothing(planned):
+    checked, steps = planned("stage=scan")
+    assert set(costs_of(steps, checked)) == {"scan"}
+    steps = [replace(step, due=False) for step in steps]
+    assert not costs_of(steps, checked)
+    assert not memory_warnings(checked, steps, free=1)
+
+
+def test_no_stage_grows_worse_than_the_cube_of_the_width(planned):
+    checked, _ = planned()
+    small = sizes_of(checked.source, checked.shape, 256)
+    wide = replace(small, width=4 * small.width, experts=4 * small.experts)
+    for stage, cost in COSTS.items():
+        few, many = cost(small, checked.settings), cost(wide, checked.settings)
+        assert many.solves <= 64 * few.solves, stage
+        assert many.products + many.touched <= 64 * (few.products + few.touched), stage
+
+
+def test_seconds_are_of_all_work():
+    rates = Rates(products=2.0, solves=4.0, touched=8.0, cells=16.0, disk=32.0)
+    cost = Cost(products=2, solves=4, touched=8, cells=16, read=16, written=16)
+    assert rates.seconds(cost) - rates.seconds(Cost()) == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize(
+    ("stage", "free", "remedy"), [("scan", 720, "scan.batch_tokens="), ("project", 1000, "data.tokens=")]
+)
+def test_memory_that_does_not_suffice_is_said_with_a_setting_that_does(planned, stage, free, remedy):
+    checked, steps = planned("cluster.map=none")
+    assert memory_warnings(checked, steps, free=8 * 2**30) == []
+    said = {text.split()[0]: text for text in memory_warnings(checked, steps, free * 2**20)}
+    what, do = said[f"stage={stage}"].splitlines()
+    assert what.endswith(f"of memory, {free:.1f} MiB are free" if free < 1000 else "of memory, 1,000.0 MiB are free")
+    words = do.removeprefix("  do:    ")
+    assert words.startswith(remedy)
+    again, steps = planned("cluster.map=none", *words.split())
+    assert not [text for text in memory_warnings(again, steps, free * 2**20) if text.startswith(f"stage={stage} ")]
+
+
+def test_a_plan_runs_and_writes_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("pipeline.forecast.SECONDS", 0.01)
+    monkeypatch.setattr(Runner, "run", lambda *_: pytest.fail("a stage ran"))
+    assert run_command(["plan=true", f"output_dir={tmp_path}"]) == 0
+    shown = capsys.readouterr().out
+    rows = {line.split()[0]: line.split() for line in shown.splitlines() if line.split() and line.split()[0] in CHAIN}
+    assert set(rows) == set(CHAIN)
+    assert rows["scan"][1] == "16,384"
+    assert rows["scan"][-1] == "s"
+    assert "measured here: products" in shown
+    assert not (tmp_path / "runs").exists()
+    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} <= {"hashes.json"}
+
+
+@pytest.mark.slow
+def test_formulas_agree_with_what_torch_counts(planned, tmp_path, monkeypatch):
+    words = ["debug=tiny", "data.tokens=8192", "data.sample_tokens=4096"]
+    predicted, counted, run_step = costs(planned, *words), {}, Runner.run_step
+
+    def run_counted(runner, step):
+        with FlopCounterMode(display=False) as counter:
+            run_step(runner, step)
+        counted[step.stage.name] = counter.get_total_flops()
+
+    monkeypatch.setattr(Runner, "run_step", run_counted)
+    assert run_command([*words, f"output_dir={tmp_path}"]) == 0
+    for stage in ("scan", "cluster", "assemble", "project", "evaluate"):
+        assert predicted[stage].products == pytest.approx(counted[stage], rel=0.3), stage
