@@ -197,7 +197,7 @@ def find_errors(settings: Settings, doubtful: Set[str] = frozenset()) -> list[Us
 def request_shape(settings: Settings, source: Mapping[str, Any]) -> ShapeRequest:
     """The dials of the shape, for a source with this config.json."""
     dials = settings.experts, settings.n, settings.top_k, settings.always_on, settings.active, settings.topology
-    layers = int(source["num_hidden_layers"])
+    layers = int(source["num_hidden_layers"]) if settings.dense_layers else 0
     dense = sorted({layer + layers if layer < 0 else layer for layer in settings.dense_layers})
     return ShapeRequest(*dials, settings.assemble, source, tuple(dense))
 

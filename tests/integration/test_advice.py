@@ -93,9 +93,16 @@ def test_tokens_that_determine_the_alignment(carve):
     assert carve(*words, *advised(note)).note("the alignment leans on its penalty") is None
 
 
-@pytest.mark.parametrize(("runtime", "words"), [("vLLM", "take a slower path"), ("llama.cpp", "K-quants want")])
-def test_widths_that_a_runtime_wants(carve, runtime, words):
-    shape = ["stage=assemble", "experts=4", "n=24", "top_k=2", "assemble=random"]
+@pytest.mark.parametrize(
+    ("runtime", "n", "words"),
+    [
+        ("vLLM", 24, "take a slower path"),
+        ("llama.cpp: ", 24, "quantised formats want"),
+        ("llama.cpp: ", 32, "K-quants want"),
+    ],
+)
+def test_widths_that_a_runtime_wants(carve, runtime, n, words):
+    shape = ["stage=assemble", "experts=4", f"n={n}", "top_k=2", "assemble=random"]
     line = carve(*shape).line(runtime)
     assert words in line
     assert words not in carve(*shape, *advised(line)).line(runtime)

@@ -130,7 +130,9 @@ def test_a_loss_outside_autocast_that_overflows_is_caught_in_both_ways(tmp_path)
     )
     (tmp_path / "train.py").write_text(code)
     assert [(found.line, found.code) for found in static_check(tmp_path / "train.py").findings] == [
+        (5, "LP108"),
         (6, "LP102"),
+        (6, "LP108"),
         (6, "LP105"),
         (7, "LP302"),
     ]

@@ -43,6 +43,7 @@ def test_config_json_says_the_whole_model() -> None:
         "norm_topk_prob": False,
         "scoring": "sigmoid",
         "topology": "per_layer",
+        "dense_layers": [],
         "router_aux_loss_coef": 0.0,
         "output_router_logits": False,
         "tie_word_embeddings": True,

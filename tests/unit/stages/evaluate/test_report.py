@@ -56,7 +56,7 @@ mean reconstruction error of the FFN outputs 0.188; router agrees with the outpu
 def test_the_record(evaluation, tmp_path):
     write_report(evaluation, tmp_path)
     record = json.loads((tmp_path / "evaluation.json").read_text())
-    shape = {"experts": 4, "n": 8, "top_k": 2, "always_on": 16, "topology": "per_layer"}
+    shape = {"experts": 4, "n": 8, "top_k": 2, "always_on": 16, "topology": "per_layer", "dense_layers": []}
     assert record["shape"] == shape
     assert (record["dense_width"], record["heldout_tokens"]) == (64, 1234)
     assert record["models"]["carved"] == {
