@@ -13,7 +13,12 @@ from pipeline.settings import register_schema
 
 def test_a_sweep_carves_every_combination(tmp_path, monkeypatch):
     carved = []
-    monkeypatch.setattr(cli, "carve", lambda settings, folder, words, wait: carved.append((settings, folder, words)))
+
+    def carve(settings, folder, words, *, wait):
+        assert wait  # for what another job of the sweep is computing
+        carved.append((settings, folder, words))
+
+    monkeypatch.setattr(cli, "carve", carve)
     words = ["-m", "experts=2,4", "score=s_p,wanda", f"output_dir={tmp_path}"]
     monkeypatch.setattr(sys, "argv", ["pipeline", *words])
     assert cli.run_command(words) == 0
