@@ -102,13 +102,12 @@ class Selection:
 
     def __init__(self, model: nn.Module, patterns: Sequence[str] | None, block_width: int) -> None:
         """Embeddings first, then everything else, in the model's order; `find_targets` says what is chosen."""
-        self.left_out: dict[
-            str, str
-        ] = {}  # name of a weight or module → reason; only of what was not asked for by name
-        self.strict = patterns is not None  # whoever names a module wants to hear that it cannot be scanned
+        # Name of a weight or module → reason; only of what was not asked for by name.
+        self.left_out: dict[str, str] = {}
+        self.strict = patterns is not None  # a module that is named is an error where it cannot be scanned
         self._model, self._patterns, self._width = model, patterns, block_width
         self._modules = dict(model.named_modules())
-        self.linears = {n: m for n, m in self._modules.items() if isinstance(m, nn.Linear | conv1d_kind())}
+        self.linears = {n: m for n, m in self._modules.items() if isinstance(m, (nn.Linear, conv1d_kind()))}
         self.targets = [*self._embeddings(), *self._layers()]
         if patterns is None:
             self.left_out |= self._others()
@@ -225,7 +224,7 @@ def find_head_widths(modules: Mapping[str, nn.Module]) -> dict[str, tuple[str, i
     found: dict[str, tuple[str, int]] = {}
     for name, module in modules.items():
         widths = [value for own in _HEAD_WIDTHS if isinstance(value := getattr(module, own, None), int) and value > 0]
-        if not widths or not any(isinstance(child, nn.Linear | conv1d_kind()) for child in module.children()):
+        if not widths or not any(isinstance(child, (nn.Linear, conv1d_kind())) for child in module.children()):
             continue
         # BERT's output projection is next to the module that knows the heads: attention.self, attention.output.
         around = name.rpartition(".")[0]

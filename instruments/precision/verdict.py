@@ -46,7 +46,7 @@ class DiffLimits:
     # gives 0.29 = 1/sqrt(12) of it, and 48 roundings in one module 2.
     warning_ratio: float = field(default=2.0, metadata={"above": 0})
     severe_ratio: float = field(default=10.0, metadata={"above": 0})
-    # Error of the model's own output, whatever its floor; also of other outputs that have no floor.
+    # Absolute limits for the error of the model's own output; also of other outputs that have no floor.
     output_warning: float = field(default=0.01, metadata={"above": 0})
     output_severe: float = field(default=0.10, metadata={"above": 0})
 

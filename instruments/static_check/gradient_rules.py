@@ -95,7 +95,7 @@ def _backward(node: ast.Call, loss: ast.expr, base: Value, arguments: list[Value
 
 
 def _is_scale_call(node: ast.expr) -> bool:
-    """`anything.scale(loss)`, in whatever it stands."""
+    """`anything.scale(loss)`, anywhere in an expression."""
     return any(isinstance(part, ast.Attribute) and "scale" in part.attr for part in ast.walk(node))
 
 

@@ -20,7 +20,7 @@ from instruments.static_check.state import LOWS, UNKNOWN, Frame, Value, mix
 _BINARY = "binary_cross_entropy"
 LARGEST, SMALLEST = 65520.0, 2.0**-25  # of float16: from here on inf, up to here zero
 _SAFE = {"shifted", "negative"}  # what exp does not overflow of
-# Kept by whatever leaves the values as they are, or picks of them.
+# Kept by operations that leave values as they are, or select some of them.
 KEEPING = {
     "diag",
     "diagonal",

@@ -55,7 +55,7 @@ def walk_file(report: Report) -> None:
 
 
 def _walk_alone(function: Function, owner: str | None, frame: Frame) -> None:
-    """A function of which is not known where it is called."""
+    """A function whose calls are not known."""
     report = frame.report
     report.walked.add(id(function))
     inner = replace(frame, class_name=owner, stack=(function,))

@@ -67,10 +67,7 @@ def save_attention_tensors(
 ) -> dict[str, str | None]:
     """Write query, key and value now; the path of each, or None where TENSOR_SAVE_ENABLED=0. As `save_tensor`."""
     named, more = {"query": query, "key": key, "value": value}, {**(metadata or {}), **facts}
-    return {
-        name: save_tensor(tensor, "attention", operation, quant_type, name, layer_idx, more)
-        for name, tensor in named.items()
-    }
+    return _save_each(named, "attention", operation, quant_type, layer_idx, more)
 
 
 def save_linear_tensors(
@@ -84,10 +81,13 @@ def save_linear_tensors(
 ) -> dict[str, str | None]:
     """Write the input and the weight now; the path of each, or None where TENSOR_SAVE_ENABLED=0. As `save_tensor`."""
     named, more = {"input": input_tensor, "weight": weight}, {**(metadata or {}), **facts}
-    return {
-        name: save_tensor(tensor, "linear", operation, quant_type, name, layer_idx, more)
-        for name, tensor in named.items()
-    }
+    return _save_each(named, "linear", operation, quant_type, layer_idx, more)
+
+
+def _save_each(
+    named: Mapping[str, Tensor], kind: str, operation: str, quant_type: str, layer: int | None, more: Mapping[str, Any]
+) -> dict[str, str | None]:
+    return {name: save_tensor(tensor, kind, operation, quant_type, name, layer, more) for name, tensor in named.items()}
 
 
 def save_tensor(

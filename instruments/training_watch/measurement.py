@@ -97,7 +97,7 @@ def find_trainable(model: nn.Module, optimizer: Optimizer | None) -> dict[str, n
     return {name: parameter for name, parameter in own.items() if id(parameter) in asked}
 
 
-# Calls of a module in one forward pass that are told apart.
+# Calls of a module in one forward pass that get a name of their own.
 _MOST_CALLS = 64
 
 

@@ -58,3 +58,36 @@ def test_entry_imports_in_a_foreign_project(foreign_project, name):
     environment = {"PYTHONPATH": str(installed), "PATH": ""}
     done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+MODEL = """
+class Small(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(11, 6), torch.nn.Linear(6, 11)
+
+    def forward(self, input_ids):
+        return self.head(self.embedding(input_ids))
+
+model, ids = Small(), torch.arange(7)[None]
+"""
+# What each entry does with it.
+USES = {
+    "watch_model": "watch_model(model)\nmodel(input_ids=ids).sum().backward()",
+    "auto_diff": "assert auto_diff(model, {'input_ids': ids}, precision='bf16').verdict",
+    "TensorDump": "with TensorDump(model, 'dump'):\n    model(input_ids=ids).sum().backward()",
+    "ParameterTensorScanner": "with ParameterTensorScanner(model) as scanner:\n"
+    "    model(input_ids=ids).sum().backward()\n    assert list(scanner.collect())",
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_entry_works_where_transformers_was_never_imported(foreign_project, name, tmp_path):
+    """What transformers adds to torch's layers is then in no model."""
+    _project, installed = foreign_project
+    lines = ["import sys, torch", ENTRIES[name][0], MODEL, USES[name], "assert 'transformers' not in sys.modules"]
+    (tmp_path / "use.py").write_text("\n".join(lines))
+    environment = {"PYTHONPATH": str(installed), "PATH": ""}
+    command = [sys.executable, "use.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
