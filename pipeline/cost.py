@@ -309,6 +309,7 @@ def evaluate(s: Sizes, settings: Settings) -> Cost:
     cost = forward(s, heldout) + forward(s, heldout, s.active) + compared
     speed = min(config.speed_tokens, heldout)
     cost += (forward(s, speed) + forward(s, speed, s.active)) * bool(speed)
+    cost += forward(s, config.layer_tokens, s.active) * (s.layers + 1) * bool(config.layer_tokens)
     kept = 0
     for name in config.baselines:
         one = layer_pass(s, heldout) + head(s, heldout)

@@ -1,19 +1,21 @@
 """Dense and carved model side by side on held-out text, as transformers runs them."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
+from tqdm import tqdm
 from transformers import PreTrainedModel
 
 import models.tiny_onn.register  # noqa: F401 - transformers then knows the project's own class
 from instruments.ffn_probe import GatedFFN
 from models.config import ModelConfig, MoEShape
-from models.ffn import DenseFFN, watch_ffns
+from models.ffn import DenseFFN, ffn_parts, watch_ffns
 from models.loading import input_device, load_whole, placement, resolve_device
 from models.routing import choose_experts
 from stages.evaluate.baselines import LayerFacts, expert_grams, output_norms
@@ -180,3 +182,34 @@ def follow_ffns(
     with watch_ffns(carved, on_ffn):
         loss = measure_loss(carved, batches, "carved")
     return loss, [each.result() if isinstance(each, LayerFidelity) else each for each in fidelities]
+
+
+def measure_layers(
+    carved: PreTrainedModel, batches: Sequence[TokenBatch], dense: Sequence[nn.Module], layers: Sequence[int]
+) -> dict[int, float]:
+    """By how much the carved model's loss falls, nats a token, where one of the layers has its dense FFN again."""
+    carve = measure_loss(carved, batches).nats
+    saved = {}
+    for layer in tqdm(layers, desc="layers put back", unit="layer"):
+        with dense_again(carved, layer, dense[layer]):
+            saved[layer] = carve - measure_loss(carved, batches).nats
+    return saved
+
+
+@contextmanager
+def dense_again(carved: PreTrainedModel, layer: int, ffn: nn.Module) -> Iterator[None]:
+    """The output of a layer's experts is replaced by that of the dense FFN."""
+    first, *others = ffn_parts(carved.get_decoder().layers[layer])
+
+    def instead(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor | tuple[Tensor, ...]) -> object:
+        dense: Tensor = ffn(args[0])
+        return (dense, *output[1:]) if isinstance(output, tuple) else dense
+
+    def nothing(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
+        return torch.zeros_like(output)
+
+    with ExitStack() as hooks:
+        hooks.callback(first.register_forward_hook(instead).remove)
+        for other in others:
+            hooks.callback(other.register_forward_hook(nothing).remove)
+        yield

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-VERSION = 3
+VERSION = 4
 
 BASELINES = (
     "unaligned",
@@ -40,3 +40,6 @@ class EvaluateConfig:
     batch_tokens: int = field(default=4096, metadata={"minimum": 1})
     # Tokens timed for tokens/s, dense and carved in turn; 0 skips the timing.
     speed_tokens: int = field(default=8192, metadata={"minimum": 0})
+    # Calibration tokens on which each layer in turn is put back to its dense FFN, to tell what its carve costs; 0 skips
+    # it. Takes a forward pass of the carved model over them for every layer.
+    layer_tokens: int = field(default=0, metadata={"minimum": 0})

@@ -43,6 +43,7 @@ class LayerResult:
     imbalance: float
     unused_experts: int
     load: Sequence[float] = ()  # of every expert, 1 = an even share
+    saved: float | None = None  # nats a token by which the loss falls with this layer dense; None: not measured
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,25 @@ def notes(evaluation: Evaluation) -> list[str]:
         f"{max(layer.imbalance for layer in layers):.2f} in the worst layer",
         *([f"layers {', '.join(map(str, shape.dense_layers))} stay dense"] if shape.dense_layers else []),
         *([pooled] if shape.pooled else []),
+        *costly_layers(evaluation),
+    ]
+
+
+def costly_layers(evaluation: Evaluation) -> list[str]:
+    """The layers to leave dense: those that cost over twice the average, which at most a quarter of them may."""
+    saved = {index: layer.saved for index, layer in enumerate(evaluation.layers) if layer.saved is not None}
+    if not saved:
+        return []
+    usual, depth = sum(saved.values()) / len(saved), len(evaluation.layers)
+    costly = sorted((index for index in saved if saved[index] > max(0.0, 2 * usual)), key=lambda index: -saved[index])
+    costly = costly[: max(1, depth // 4)]
+    kept = ",".join(map(str, sorted([*evaluation.shape.dense_layers, *costly])))
+    if not costly:
+        return [f"each layer's carve costs {usual:.4f} nats on average, none over twice as much"]
+    named = ", ".join(f"{index} ({saved[index]:.4f})" for index in costly)
+    return [
+        f"a layer's carve costs {usual:.4f} nats on average, that of layer {named}: 'dense_layers=[{kept}]' leaves "
+        "them dense, and the others pay for it"
     ]
 
 
@@ -109,12 +129,21 @@ def oracle_name(shape: MoEShape) -> str:
 
 def layer_table(evaluation: Evaluation) -> Table:
     """One row per layer."""
+    measured = any(layer.saved is not None for layer in evaluation.layers)
     rows = [
-        [index, f"{layer.error:.4f}", f"{layer.agreement:.3f}", f"{layer.imbalance:.2f}", layer.unused_experts]
+        [
+            index,
+            f"{layer.error:.4f}",
+            f"{layer.agreement:.3f}",
+            f"{layer.imbalance:.2f}",
+            layer.unused_experts,
+            *([] if not measured else ["" if layer.saved is None else f"{layer.saved:+.4f}"]),
+        ]
         for index, layer in enumerate(evaluation.layers)
     ]
     oracle = oracle_name(evaluation.shape)
     columns = ["layer", "reconstruction error", f"agreement with the {oracle}", "load max/mean", "unused experts"]
+    columns += ["cost of its carve (nats)"] if measured else []
     return Table("layers", columns, rows)
 
 

@@ -1,5 +1,6 @@
 """evaluate: the carve, the dense model and the baselines on held-out text."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -13,16 +14,16 @@ from stages.artifacts.carve import Partition, PoolPartition, Routers, load_parti
 from stages.artifacts.job import Job, Table
 from stages.artifacts.statistics import NeuronStatistics
 from stages.calibration.alignment import AlignmentSettings
-from stages.calibration.batches import CalibrationContext
+from stages.calibration.batches import CalibrationContext, evenly_spaced
 from stages.calibration.config import VocabularyConfig
 from stages.evaluate.baseline_pass import Text, read_pool, run_baselines, run_pool_baselines
 from stages.evaluate.baselines import LayerFacts
-from stages.evaluate.comparison import count_parameters, follow_ffns, load_carved, measure_speed
+from stages.evaluate.comparison import count_parameters, follow_ffns, load_carved, measure_layers, measure_speed
 from stages.evaluate.config import EvaluateConfig
 from stages.evaluate.report import Evaluation, LayerResult, ModelCost, summarise, write_report
 from stages.losses import MeanLoss, measure_loss
 from stages.text.config import DataConfig
-from stages.text.sequences import batch_sequences, load_sequences
+from stages.text.sequences import batch_sequences, load_sequences, split_batch
 
 FactsOf = Callable[[int, DenseFFN], LayerFacts]
 
@@ -80,6 +81,14 @@ def compare_models(
     models = {"dense": dense, "carved": carved}
     losses = {"dense": measure_loss(dense, text.heldout, "dense")}
     losses["carved"], layers = follow_ffns(carved, text.heldout, ffn_modules(dense), facts_of)
+    if evaluate.layer_tokens:
+        # Dense layers are chosen by it: on text that the comparison does not use.
+        single = [one for batch in context.text for one in split_batch(batch, 1)]
+        wanted = math.ceil(evaluate.layer_tokens / max(one.tokens for one in single))
+        seen = [single[index] for index in evenly_spaced(len(single), wanted)]
+        carved_layers = [index for index in range(len(layers)) if index not in shape.dense_layers]
+        saved = measure_layers(carved, seen, ffn_modules(dense), carved_layers)
+        layers = [replace(layer, saved=saved.get(index)) for index, layer in enumerate(layers)]
     speed = measure_speed(models, text.heldout, evaluate.speed_tokens) if evaluate.speed_tokens else {}
     costs = {name: ModelCost(*count_parameters(one, shape), speed.get(name)) for name, one in models.items()}
     return losses, costs, layers

@@ -1,14 +1,16 @@
+import copy
+
 import pytest
 import torch
 from pico import write_pico
-from transformers import AutoModelForCausalLM, Qwen2MoeConfig
+from transformers import AutoModelForCausalLM, GraniteMoeSharedConfig, Qwen2MoeConfig
 
 import models.tiny_onn.register  # noqa: F401 - from_config is to know the class
 from models.config import ModelConfig, MoEShape
 from models.ffn import watch_ffns
 from models.loading import is_offloaded, load_dense
 from models.tiny_onn.configuration_tiny_onn import TinyONNConfig
-from stages.evaluate.comparison import count_parameters, load_carved, measure_speed
+from stages.evaluate.comparison import count_parameters, dense_again, load_carved, measure_layers, measure_speed
 from stages.losses import measure_loss
 from stages.text.sequences import TokenBatch
 
@@ -78,6 +80,39 @@ def moe():
     return AutoModelForCausalLM.from_config(
         Qwen2MoeConfig(**sizes, **experts, vocab_size=V, shared_expert_intermediate_size=S)
     )
+
+
+@pytest.fixture(scope="module")
+def granite():
+    """Experts and always-on neurons are modules of their own, and the first gives a tuple."""
+    sizes = {"hidden_size": D, "num_hidden_layers": L, "num_attention_heads": 4, "num_key_value_heads": 2}
+    experts = {"num_local_experts": E, "num_experts_per_tok": K, "intermediate_size": N, "shared_intermediate_size": S}
+    return AutoModelForCausalLM.from_config(GraniteMoeSharedConfig(**sizes, **experts, vocab_size=V))
+
+
+@pytest.mark.parametrize("name", ["moe", "granite"])
+def test_one_layer_gives_what_the_dense_ffn_gives(name, dense, batches, request):
+    model, seen = request.getfixturevalue(name), {}
+    ffns = [layer.mlp for layer in dense.model.layers]
+    with (
+        torch.no_grad(),
+        dense_again(model, 1, ffns[1]),
+        watch_ffns(model, lambda layer, *io: seen.update({layer: io})),
+    ):
+        model(batches[0].input_ids)
+        for layer, (x_BTD, output_BTD) in seen.items():
+            assert torch.equal(output_BTD, ffns[layer](x_BTD)) is (layer == 1)
+    assert_no_hooks(model)
+
+
+def test_a_layer_saves_what_it_costs(dense, batches):
+    """Layer 1 gives nothing: put back, the loss is the dense model's again; layer 0 is the dense one already."""
+    carved, ffns = copy.deepcopy(dense), [layer.mlp for layer in dense.model.layers]
+    carved.model.layers[1].mlp.down_proj.weight.data.zero_()
+    saved = measure_layers(carved, batches, ffns, [0, 1])
+    lost = measure_loss(carved, batches).nats - measure_loss(dense, batches).nats
+    assert saved == {0: 0.0, 1: pytest.approx(lost)}
+    assert lost != 0
 
 
 def test_a_token_passes_everything_but_the_experts_it_is_not_sent_to(dense, moe):

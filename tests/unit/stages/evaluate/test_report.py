@@ -1,5 +1,6 @@
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -68,7 +69,14 @@ def test_the_record(evaluation, tmp_path):
         "tokens_per_second": None,
     }
     assert record["models"]["static_mask"].keys() == {"loss", "perplexity", "gap"}
-    assert record["layers"][1] == {"error": 0.25, "agreement": 0.5, "imbalance": 2.5, "unused_experts": 1, "load": []}
+    assert record["layers"][1] == {
+        "error": 0.25,
+        "agreement": 0.5,
+        "imbalance": 2.5,
+        "unused_experts": 1,
+        "load": [],
+        "saved": None,
+    }
 
 
 def test_the_table_for_the_console_is_that_of_the_page(evaluation):
@@ -78,3 +86,21 @@ def test_the_table_for_the_console_is_that_of_the_page(evaluation):
 
 def test_every_baseline_has_a_name_for_reading():
     assert DESCRIPTIONS.keys() == {"dense", "carved", *BASELINES}
+
+
+@pytest.mark.parametrize(
+    ("saved", "dense", "advice"),
+    [
+        ([0.01, 0.08, 0.01, 0.01, 0.01, 0.01, 0.01, 0.06], (), "of layer 1 (0.0800), 7 (0.0600): 'dense_layers=[1,7]'"),
+        ([None, 0.01, 0.01, 0.08, 0.01, 0.01, 0.01, 0.01], (0,), "of layer 3 (0.0800): 'dense_layers=[0,3]'"),
+        ([0.01, 0.012, 0.015, 0.01, 0.01, 0.01, 0.01, 0.01], (), "none over twice as much"),
+        ([-0.01, 0.0, -0.02, 0.0, 0.0, 0.0, 0.0, 0.0], (), "none over twice as much"),
+    ],
+)
+def test_layers_that_cost_far_more_than_others_are_named(evaluation, tmp_path, saved, dense, advice):
+    layers = [LayerResult(0.125, 0.75, 1.5, 0, saved=nats) for nats in saved]
+    shape = replace(evaluation.shape, dense_layers=dense)
+    measured = replace(evaluation, layers=layers, shape=shape)
+    assert advice in summarise(measured).notes[-1]
+    write_report(measured, tmp_path)
+    assert "cost of its carve (nats)" in (tmp_path / "evaluation.md").read_text()
