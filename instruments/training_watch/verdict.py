@@ -1,17 +1,4 @@
-"""From the numbers of a step, and of the steps before, to what is wrong with it.
-
-finding         an example                                            what is none
-not_finite      first NaN or inf of an output, the loss, a gradient   a step that a GradScaler skips (skipped, a note)
-vanishing       norm, or that of the first layers, below 1e-6         queries and keys of a new model (a note)
-exploding       above 100, and 10 times the usual norm                a loss summed over the batch
-dead_layer      1e-6 of the median layer's, three steps in a row      LoRA, residual branches that start at zero
-no_gradient     detached, or never called; named once                 experts without a token so far
-clipped         watch.step() behind clip_grad_norm_                   the same batch again
-outputs_unseen  torch.compile; gradients are watched                  a part that was not called
-near_limit      above half of float16's 65504                         the same values in bfloat16
-loss_scale      below 128                                             128 and above
-falling_scale   five falls in a row                                   a scaler in search of its scale
-"""
+"""From the numbers of a step, and of the steps before, to findings: RULES.md has an example of each."""
 
 import math
 from collections import deque
