@@ -11,8 +11,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from instruments.errors import ConfigError, NumericsError, some
+from instruments.mscan.header import WatchedParameter
 from instruments.parameter_scan.inputs import HeadPart, InputSquares
-from instruments.parameter_scan.targets import ScannedSequence, ScanRecord, WatchedParameter
+from instruments.parameter_scan.targets import ScannedSequence, ScanRecord
 
 IGNORED = -100  # the label that losses leave out
 

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from instruments.errors import ConfigError
+from instruments.mscan.header import WatchedParameter
 from instruments.parameter_scan.module_hooks import ModuleHooks, Passes
 from instruments.parameter_scan.scan_pass import Layout, ScanPass, bind_arguments, read_call, to_record
-from instruments.parameter_scan.targets import ScanRecord, Target, WatchedParameter, find_targets
+from instruments.parameter_scan.targets import ScanRecord, Target, find_targets
 
 _SCANNED: WeakSet[nn.Module] = WeakSet()
 _PRODUCTS = ("auto", "gram", "direct")

@@ -4,54 +4,15 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from math import ceil
 from typing import Any
 
 from torch import Tensor, nn
 
 from instruments.errors import ConfigError, some
+from instruments.mscan.header import WatchedParameter
 from instruments.transformers_layers import conv1d_kind, fused_parameters
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class WatchedParameter:
-    """One watched weight, (out_features, in_features), and how its blocks are cut.
-
-    Input block i holds columns i·width to (i+1)·width of the weight, output block o those rows; the last may be
-    narrower. Where the outputs of an attention layer are heads (or the inputs, of its output projection), a block is a
-    head. An embedding (V, D) looks rows up: its inputs are not cut, its output blocks are blocks of D. Of a Conv1D,
-    whose weight is stored as (in_features, out_features), columns and rows are exchanged.
-    """
-
-    name: str  # of the weight: model.layers.0.self_attn.q_proj.weight; of an expert: ...mlp.experts.3.gate_up_proj
-    kind: str  # linear or embedding
-    in_features: int
-    out_features: int
-    block_width: int
-    in_head: int | None = None  # width of a head, where inputs are heads
-    out_head: int | None = None
-
-    @property
-    def in_width(self) -> int:
-        """Columns of an input block."""
-        return self.in_head or self.block_width
-
-    @property
-    def out_width(self) -> int:
-        """Rows of an output block."""
-        return self.out_head or self.block_width
-
-    @property
-    def in_blocks(self) -> int:
-        """Number of input blocks."""
-        return 0 if self.kind == "embedding" else ceil(self.in_features / self.in_width)
-
-    @property
-    def out_blocks(self) -> int:
-        """Number of output blocks."""
-        return ceil(self.out_features / self.out_width)
 
 
 @dataclass(frozen=True)

@@ -36,9 +36,8 @@ from instruments.tensor_dump.capture import (
 )
 from instruments.tensor_dump.config import DumpConfig, read_control
 from instruments.tensor_dump.index import Manifest, now
-from instruments.tensor_dump.modules import find_known, find_mesh_coordinates
+from instruments.tensor_dump.modules import find_known, find_mesh_coordinates, find_transformer_engine
 from instruments.tensor_dump.recorder import Recorder, refuse_compiled, watch_microbatches
-from instruments.tensor_dump.transformer_engine_modules import find_transformer_engine
 from instruments.tensor_dump.writer import DumpWriter, IndexFile
 
 logger = logging.getLogger(__name__)
