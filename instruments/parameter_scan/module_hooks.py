@@ -15,11 +15,12 @@ from torch.utils.hooks import RemovableHandle
 from instruments.errors import ConfigError, NumericsError
 from instruments.gradients import prefer_gram, watch
 from instruments.parameter_scan.block_squares import block_squares, sum_blocks
-from instruments.parameter_scan.experts import Routes, expert_squares
 from instruments.parameter_scan.inputs import (
     InputSquares,
+    Routes,
     embedding_columns,
     embedding_token_squares,
+    expert_squares,
     head_part,
     split_samples,
 )

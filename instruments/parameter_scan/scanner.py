@@ -23,7 +23,7 @@ from instruments.errors import ConfigError
 from instruments.mscan.header import WatchedParameter
 from instruments.parameter_scan.module_hooks import ModuleHooks, Passes
 from instruments.parameter_scan.scan_pass import Layout, ScanPass, bind_arguments, read_call, to_record
-from instruments.parameter_scan.targets import ScanRecord, Target, find_targets
+from instruments.parameter_scan.targets import ScanRecord, Target, find_targets, refusal
 
 _SCANNED: WeakSet[nn.Module] = WeakSet()
 _PRODUCTS = ("auto", "gram", "direct")
@@ -60,7 +60,7 @@ class ParameterTensorScanner:
     ) -> None:
         """Find what to watch; the model is touched only on entering."""
         if product not in _PRODUCTS:
-            raise _refusal(f"product={product!r} is none of {', '.join(_PRODUCTS)}", "product='auto'")
+            raise refusal(f"product={product!r} is none of {', '.join(_PRODUCTS)}", "product='auto'")
         self._model: nn.Module | None = model
         selection = find_targets(model, patterns, block_width)
         self._targets: Sequence[Target] = selection.targets
@@ -79,11 +79,11 @@ class ParameterTensorScanner:
     def __enter__(self) -> "ParameterTensorScanner":
         """Put the hooks on the model."""
         if self._model is None:
-            raise _refusal("this scanner has ended", "make a new one: ParameterTensorScanner(model)")
+            raise refusal("this scanner has ended", "make a new one: ParameterTensorScanner(model)")
         modules = {self._model, *(target.module for target in self._targets)}
         if modules & set(_SCANNED):
             do = "leave the first `with` block before the next, or watch all in one: patterns=[...]"
-            raise _refusal("the model is being scanned already", do)
+            raise refusal("the model is being scanned already", do)
         _SCANNED.update(modules)
         self._handles = [
             self._model.register_forward_pre_hook(self._begin, with_kwargs=True),
@@ -152,10 +152,6 @@ class ParameterTensorScanner:
     def _end(self, _model: nn.Module, _args: tuple[Any, ...], output: object) -> None:
         """Hook after the model's forward, also one that failed (output None)."""
         self._passes.end(output, gradients=self._gradients)
-
-
-def _refusal(what: str, do: str) -> ConfigError:
-    return ConfigError(what, where="ParameterTensorScanner", do=do)
 
 
 def _open_embeds(arguments: Mapping[str, Any]) -> tuple[Any, Any] | None:

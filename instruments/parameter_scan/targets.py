@@ -15,6 +15,11 @@ from instruments.transformers_layers import conv1d_kind, fused_parameters
 logger = logging.getLogger(__name__)
 
 
+def refusal(what: str, do: str) -> ConfigError:
+    """The error of a scanner that cannot do what it is asked for."""
+    return ConfigError(what, where="ParameterTensorScanner", do=do)
+
+
 @dataclass(frozen=True)
 class ScannedSequence:
     """One sample."""
@@ -86,11 +91,8 @@ class Selection:
             self._heads.update(tied.values())
             if not self._wanted(name):
                 if alone := [other for other in tied if self._wanted(other)]:
-                    raise ConfigError(
-                        f"{alone[0]} shares its weight with {name}; its gradient is the sum of both uses",
-                        where="ParameterTensorScanner",
-                        do=f"patterns=['{name}'], which adds what the output embedding contributes",
-                    )
+                    what = f"{alone[0]} shares its weight with {name}; its gradient is the sum of both uses"
+                    raise refusal(what, f"patterns=['{name}'], which adds what the output embedding contributes")
                 continue
             if len(tied) > 1:
                 self._leave_out(f"{name}.weight", f"{some(tied)} share its weight")
@@ -132,11 +134,8 @@ class Selection:
     def _leave_out(self, name: str, why: str) -> None:
         """Say later that a weight is left out. Raises ConfigError: it was asked for by its name."""
         if self.strict:
-            raise ConfigError(
-                f"{name}: {why}" if name.removesuffix(".weight") not in why else why,
-                where="ParameterTensorScanner",
-                do="leave one of them out: patterns=[...]",
-            )
+            what = f"{name}: {why}" if name.removesuffix(".weight") not in why else why
+            raise refusal(what, "leave one of them out: patterns=[...]")
         self.left_out[name] = why
 
     def _others(self) -> dict[str, str]:
@@ -157,7 +156,7 @@ def find_targets(model: nn.Module, patterns: Sequence[str] | None, block_width: 
     out, and why. Raises ConfigError: nothing matches, a width below 1, or a weight that two modules share.
     """
     if block_width < 1:
-        raise ConfigError(f"block_width={block_width} is below 1", where="ParameterTensorScanner", do="block_width=64")
+        raise refusal(f"block_width={block_width} is below 1", "block_width=64")
     found = Selection(model, patterns, block_width)
     if not found.targets:
         raise _nothing_matched(patterns, found.linears)
@@ -228,6 +227,4 @@ def _nothing_matched(patterns: Sequence[str] | None, linears: Mapping[str, nn.Mo
     kinds = sorted({name.rpartition(".")[2] for name in linears})
     found = f"its Linear layers are called {', '.join(kinds)}" if kinds else "it has no Linear, Conv1D or embedding"
     example = f"patterns=['*{kinds[0]}']" if kinds else "scan a model with nn.Linear layers"
-    return ConfigError(
-        f"no parameter of the model matches {asked}; {found}", where="ParameterTensorScanner", do=example
-    )
+    return refusal(f"no parameter of the model matches {asked}; {found}", example)
