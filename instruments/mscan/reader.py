@@ -31,11 +31,8 @@ from instruments.mscan.segments import SegmentHeader, read_segment_header
 def find_segments(path: Path, file: memoryview, start: int) -> tuple[list[SegmentHeader], bool]:
     """Walk the segments from `start` to the first that is not sealed; and whether the file was closed after the last.
 
-    A segment's header is written only after its payload has reached the disk, so that a writer that was killed
-    leaves no header, and a header whose payload does not match its checksum means damage.
-
-    Raises:
-        ContractError: a damaged header among sealed segments.
+    A segment's header is written after its payload has reached the disk: a writer that was killed leaves none, and one
+    whose payload does not match its checksum means damage. Raises ContractError: such damage among sealed segments.
     """
     found: list[SegmentHeader] = []
     position = start
@@ -175,10 +172,7 @@ class Mscan:
         return self._stacked("out_gradient", self.parameters.output_columns[self.parameters.index(name)])
 
     def tokens(self, sequence: int | str) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """(T, P) activation and gradient contribution at each token of the sequence with this number or name.
-
-        ‖x_t‖·‖δ_t‖ is the norm of what position t contributes to the weight's gradient; it is not the gradient of
-        token t's own loss.
+        """(T, P) activation and gradient contribution (see ScanRecord) at each token of a sequence, by number or name.
 
         Raises:
             ContractError: no such sequence, or the file keeps no tokens.

@@ -28,14 +28,8 @@ class InputSquares:
     """Norms and Gram matrix of one input (B, T, I)."""
 
     def __init__(self, source: Tensor, x_BTI: Tensor, mask_BT: Tensor | None, width: int) -> None:
-        """Sum the squares; the Gram matrix waits until it is asked for.
-
-        Args:
-            source: the tensor as the module got it, kept so that its memory cannot become another's meanwhile.
-            x_BTI: the same with the samples apart, on the device of the gradients.
-            mask_BT: True at tokens; None where all are.
-            width: of a block.
-        """
+        """Sum the squares of tokens, by blocks of `width`; the Gram matrix waits until it is asked for."""
+        # As the module got it, kept so that its memory cannot become another's; with the samples apart.
         self.source, self.x_BTI = source, x_BTI
         # A pooled input, one row a sample, belongs to no token.
         self.of_tokens = source.ndim == 3 or x_BTI.shape[1] > 1
@@ -182,14 +176,7 @@ def expert_squares(
 ) -> dict[str, Tensor]:
     """What the rows contribute to the squares of every expert, (B, E, blocks) or, by token, (B, E, T).
 
-    Args:
-        routes: of the rows; a token has at most one row of an expert.
-        x_RI: inputs.
-        grad_RO: gradients of the outputs; None in a forward pass alone.
-        mask_R: False for rows of padding.
-        target: any expert of the parameter.
-        product: gram, direct or auto.
-        per_token: also the squares of every token.
+    A token has at most one row of an expert; the mask is False for rows of padding; `target` is any of the experts.
     """
     experts, parameter = target.experts, target.parameter
     shape = (routes.samples, experts)

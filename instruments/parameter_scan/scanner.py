@@ -1,11 +1,5 @@
 """Watch the weights of a running model: norms of their inputs and of their gradients, by sample and block.
 
-    with ParameterTensorScanner(model) as scanner:
-        for batch in batches:
-            model(**batch).loss.backward()
-            for record in scanner.collect():
-                ...
-
 Nothing the model computes changes: logits, losses, gradients and `generate()` are bit for bit what they are without it.
 Weights may be frozen, training or quantised; checkpointing, autocast and gradient accumulation are the caller's choice.
 Gradients are those of the loss that `backward` is called on: a divided or scaled loss gives divided or scaled norms.

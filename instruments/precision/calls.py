@@ -68,14 +68,9 @@ def trace_modules(
     counts: Mapping[str, int] | None = None,
     only: Container[str] | None = None,
 ) -> Iterator[ModuleTracer]:
-    """Report to `receiver` the calls of `model` and all its parts; the hooks are gone afterwards.
+    """Report to `receiver` the calls of `model` (called `prefix`, where it is a part) and of all its parts.
 
-    Args:
-        model: what runs.
-        receiver: gets the events.
-        prefix: the name of `model`, where it is itself a part.
-        counts: calls of every module so far.
-        only: names of the modules that count; None: all.
+    `counts` are the calls of every module so far; `only` names the modules that count. The hooks are gone afterwards.
     """
     tracer = ModuleTracer(Counter(counts or {}))
     named = [(".".join(filter(None, (prefix, name))), module) for name, module in model.named_modules()]

@@ -1,8 +1,5 @@
 """FP32 against low precision: where a model departs from its reference, and which module is the reason.
 
-    diff = auto_diff(model, {"input_ids": ids}, precision="bfloat16")
-    print(diff)  # the table, the first divergence and why
-
 Each module is judged twice: by what arrives at its output when everything runs in low precision (propagated), and by
 its own error when it alone does, on the FP32 inputs. Both are measured against the model's own response, in FP32, to
 one unit in the last place: an error is no fault of a module where the model makes as much of a rounding. The model's

@@ -1,8 +1,4 @@
-"""What a tensor would lose in low precision: value by value, and when it is added up.
-
-found = analyze_tensor(gradient)
-print(found)  # the table and the advice
-"""
+"""What a tensor would lose in low precision: value by value, and when it is added up."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

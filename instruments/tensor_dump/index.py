@@ -306,11 +306,7 @@ class Listing:
     """The indices of all processes of a dump."""
 
     def __init__(self, folder: Path | str) -> None:
-        """Read them.
-
-        Raises:
-            ContractError: there is none, or one is damaged.
-        """
+        """Read them. Raises ContractError: there is none, or one is damaged."""
         self.folder = Path(folder)
         paths = sorted(self.folder.glob("index-*.jsonl"))
         if not paths:

@@ -58,14 +58,9 @@ def hook_layer(
     weight: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Tensor, Part]],
     output: Callable[[Any], tuple[Tensor, Part]],
 ) -> list[RemovableHandle]:
-    """Hooks that give a layer's input and weight before it runs, its output, and gradients.
+    """Hooks that give the recorder a layer's input (its first argument), weight, output and gradients.
 
-    Args:
-        watched: the layer; its input is its first argument.
-        recorder: what they give it to.
-        input_part: what this process holds of the input.
-        weight: from the call's arguments, the weight and what this process holds of it.
-        output: from what the layer returns, its output and what this process holds of it.
+    Each with what this process holds of it: `weight` finds that in the arguments, `output` in what the layer returns.
     """
 
     def begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:

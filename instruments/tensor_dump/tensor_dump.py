@@ -1,11 +1,5 @@
 """Dump what attention and layers with a weight compute, around anybody's training loop.
 
-    with TensorDump(model, "dump") as dump:
-        for batch in batches:
-            loss = model(**batch).loss
-            loss.backward()
-            dump.step(loss)
-
 Nothing the model computes changes, and no file of transformers or megatron-core does. Weights may be frozen, layers may
 be recomputed, the processes of a job each write their own part into the same folder.
 """

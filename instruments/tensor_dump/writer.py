@@ -109,11 +109,7 @@ class DumpWriter:
         self._index.close()
 
     def check(self) -> None:
-        """Raise what the thread met, once.
-
-        Raises:
-            UserError: the disk is full or forbids writing.
-        """
+        """Raise what the thread met, once. Raises UserError: the disk is full or forbids writing."""
         if self.failure is None or self._told:
             return
         self._told = True

@@ -163,13 +163,8 @@ class Measurement:
     ) -> StepReport:
         """The report of a step; one transfer from the device.
 
-        Args:
-            step: its number.
-            loss: None where it is not known.
-            scale: the loss scale.
-            scaled: gradients are still multiplied by it.
-            norms_P: norms of all parameters' gradients, where they were taken before; None: they are taken now.
-            only: names of the parameters that count; None: all.
+        `scaled`: gradients are still multiplied by the loss scale. Without `norms_P` they are measured now; `only`
+        names the parameters that count.
         """
         peaks, self.peaks = self.peaks, {}
         self.calls.clear()

@@ -37,13 +37,9 @@ class Output:
 def judge_finiteness(
     loss: float | None, lost: Sequence[str], outputs: Sequence[Output], *, scaled: bool
 ) -> list[Anomaly]:
-    """NaN and inf, with the place where they come from.
+    """NaN and inf, with the place where they come from: layers and outputs are in the order they run.
 
-    Args:
-        loss: None where it is not known.
-        lost: layers whose gradient holds NaN or inf, in the order they run.
-        outputs: in the order they were computed.
-        scaled: a GradScaler skips steps that are not finite.
+    `lost` are the layers whose gradient holds any; `scaled`: a GradScaler skips such steps.
     """
     bad = next((place for place, output in enumerate(outputs) if not math.isfinite(output.value)), None)
     backwards = list(reversed(lost))
@@ -91,13 +87,8 @@ def judge_norms(
     """Gradients that vanish or grow, and layers that get none while the others do.
 
     A layer is judged after some steps in a row: behind a projection that starts at zero (LoRA, residual branches) the
-    first gradient is zero, and then rises. A large norm alone is no fault, as it may be that of a summed loss.
-
-    Args:
-        layers: norms.
-        config: thresholds.
-        history: of the steps before; this step is added.
-        idle: layers that did not run in this step, as experts without a token.
+    first gradient is zero, and then rises. A large norm alone is no fault, as it may be that of a summed loss. This
+    step's norms are added to the history. `idle` are layers that did not run, as experts without a token.
     """
     if not layers:
         return []
