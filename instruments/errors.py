@@ -71,7 +71,9 @@ FAILED, INVALID, INTERRUPTED = 1, 2, 130
 def exit_code(work: Callable[[], int | None]) -> int:
     """What `work` returns, or 0; an error of the user's is said on stderr, and tells settings (2) from the rest (1)."""
     try:
-        return work() or 0
+        code = work() or 0
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         return INTERRUPTED
     except UserError as error:
@@ -100,9 +102,10 @@ def some(names: Iterable[str], most: int = 5, separator: str = "; ") -> str:
     return separator.join(names[:most]) + more
 
 
-def check_output(out: Path) -> None:
-    """Before anything is computed. Raises ConfigError: its folder is not there, or it is one itself."""
-    if not out.parent.is_dir():
-        raise ConfigError(f"there is no folder {out.parent}", where=str(out), do=f"mkdir -p {out.parent}")
-    if out.is_dir():
-        raise ConfigError(f"{out} is a folder", where="command line", do="name another output file")
+def check_output(*outs: Path | None) -> None:
+    """Before anything is computed. Raises ConfigError: the folder of one is not there, or it is one itself."""
+    for out in filter(None, outs):
+        if not out.parent.is_dir():
+            raise ConfigError(f"there is no folder {out.parent}", where=str(out), do=f"mkdir -p {out.parent}")
+        if out.is_dir():
+            raise ConfigError(f"{out} is a folder", where="command line", do="name another output file")

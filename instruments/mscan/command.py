@@ -213,8 +213,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(wanted: argparse.Namespace) -> None:
+    check_output(wanted.parquet, wanted.delta_sc)
     for out in filter(None, (wanted.parquet, wanted.delta_sc)):
-        _check_writable(out, wanted.file)
+        if out.exists() and wanted.file.exists() and out.samefile(wanted.file):
+            raise ConfigError(f"{out} is the .mscan file itself", where="command line", do="name another output file")
     scan = read_mscan(wanted.file)
     sequence = None if wanted.sequence is None else _sequence(scan, wanted.sequence)
     say(summarise(scan, sequence))
@@ -256,10 +258,3 @@ def _draw(scan: Mscan, sequence: int | None, out: Path) -> None:
     what = f"mean of {len(activation)} sequences" if sequence is None else scan.select(sequence).sequences[0].name
     grid = grid_by_layer(scan.parameters.names, delta_sc(activation, gradient))
     draw_delta_sc(grid, out, title=f"ΔSC of {scan.header.model}\n{what}")
-
-
-def _check_writable(out: Path, source: Path) -> None:
-    """Before anything is computed. Raises ConfigError."""
-    check_output(out)
-    if out.exists() and source.exists() and out.samefile(source):
-        raise ConfigError(f"{out} is the .mscan file itself", where="command line", do="name another output file")

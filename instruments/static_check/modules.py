@@ -4,14 +4,7 @@ import ast
 import re
 from dataclasses import replace
 
-from instruments.static_check.autocast import (
-    DTYPES,
-    FLOAT16,
-    LOSS_MODULES,
-    called_name,
-    last_word,
-    text_of,
-)
+from instruments.static_check.autocast import DTYPES, FLOAT16, LOSS_MODULES, called_name, last_word, text_of
 from instruments.static_check.rules import report
 from instruments.static_check.source import NOTE
 from instruments.static_check.state import LOWS, OTHER, UNKNOWN, Frame, Module, State, Value

@@ -3,16 +3,7 @@
 import ast
 import re
 
-from instruments.static_check.autocast import (
-    BFLOAT16,
-    FLOAT16,
-    FLOAT32,
-    LOSSES,
-    NORMS,
-    PRODUCTS,
-    REDUCTIONS,
-    SOFTMAXES,
-)
+from instruments.static_check.autocast import BFLOAT16, FLOAT16, FLOAT32, LOSSES, NORMS, PRODUCTS, REDUCTIONS, SOFTMAXES
 from instruments.static_check.rules import grade, report
 from instruments.static_check.source import NOTE, WARNING
 from instruments.static_check.state import LOWS, UNKNOWN, Frame, Value, mix

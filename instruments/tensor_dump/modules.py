@@ -82,9 +82,7 @@ def hook_layer(
 
 
 def _hook_calls(
-    module: nn.Module,
-    begin: Callable[[tuple[Any, ...], dict[str, Any]], Call | None],
-    end: Callable[[Call, Any], None],
+    module: nn.Module, begin: Callable[[tuple[Any, ...], dict[str, Any]], Call | None], end: Callable[[Call, Any], None]
 ) -> list[RemovableHandle]:
     """Hooks around every call of a module; `end` also gets what it returns."""
     calls: list[Call] = []  # that is running: one, or none
@@ -212,10 +210,7 @@ def take_heads(
 
 
 def hook_attention(
-    watched: Watched,
-    recorder: Recorder,
-    part_of: Callable[[str, Tensor], Part],
-    output_part: Callable[[Tensor], Part],
+    watched: Watched, recorder: Recorder, part_of: Callable[[str, Tensor], Part], output_part: Callable[[Tensor], Part]
 ) -> list[RemovableHandle]:
     """Hooks on a module whose first three arguments are query, key and value."""
 
