@@ -20,11 +20,6 @@ def redact(text: str) -> str:
     return _OPTION.sub(r"\1", _USER_INFORMATION.sub(without, text))
 
 
-def _one_line(text: str) -> str:
-    """The text with line breaks spelled out: a name from a file must not look like a remedy."""
-    return text.replace("\n", "\\n")
-
-
 class UserError(Exception):
     """Something the user can correct. Printed without a traceback.
 
@@ -36,7 +31,8 @@ class UserError(Exception):
 
     def __init__(self, what: str, *, where: str = "", do: str = "") -> None:
         """Keep the three parts apart, so that reports can lay them out."""
-        self.what, self.where, self.do = (_one_line(redact(text)) for text in (what, where, do))
+        # Line breaks are spelled out: a name from a file must not look like a remedy.
+        self.what, self.where, self.do = (redact(text).replace("\n", "\\n") for text in (what, where, do))
         lines = [self.what]
         if where:
             lines.append(f"  where: {self.where}")

@@ -172,6 +172,11 @@ def pack_header(header: Header) -> bytes:
     return start + crc32(text, crc32(start)).to_bytes(4, "little") + text
 
 
+def refused(path: Path, what: str, do: str) -> ContractError:
+    """The error of a file that cannot be used."""
+    return ContractError(what, where=str(path), do=do)
+
+
 def damaged(path: Path, detail: str, where: str = "") -> ContractError:
     """The error of a file that is not what was written; `where` in it."""
     place = f"{path}, {where}" if where else str(path)
@@ -203,17 +208,11 @@ def _check_start(path: Path, file: memoryview) -> None:
         raise damaged(path, f"truncated at {len(file)} bytes, in the first {_START.size}")
     magic, version = _START.unpack_from(file)
     if magic != MAGIC:
-        raise ContractError(
-            f"{path.name} is no .mscan file: it begins with {magic!r}, not {MAGIC!r}",
-            where=str(path),
-            do="name a file that the scanner wrote",
-        )
+        what = f"{path.name} is no .mscan file: it begins with {magic!r}, not {MAGIC!r}"
+        raise refused(path, what, "name a file that the scanner wrote")
     if version != VERSION:
-        raise ContractError(
-            f"{path.name} is of .mscan version {version}; {VERSION} is known here",
-            where=str(path),
-            do="read it with the release that wrote it, or scan again",
-        )
+        what = f"{path.name} is of .mscan version {version}; {VERSION} is known here"
+        raise refused(path, what, "read it with the release that wrote it, or scan again")
     if len(file) < PREAMBLE.size:
         raise damaged(path, f"truncated at {len(file)} bytes, in the first {PREAMBLE.size}")
 

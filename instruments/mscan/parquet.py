@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from pyarrow.parquet import ParquetWriter
 
 from instruments.durable import whole_file
-from instruments.errors import ContractError
-from instruments.mscan.header import ParameterTable, Rows, locate
+from instruments.mscan.header import ParameterTable, Rows, locate, refused
 from instruments.mscan.reader import Mscan
 
 ROWS_AT_ONCE = 1 << 20
@@ -45,9 +44,8 @@ def export_parquet(scan: Mscan, out: Path, sequence: int | None = None) -> int:
                     writer.write_table(table)
                     written += len(table)
     except OSError as error:
-        raise ContractError(
-            f"cannot write {out.name}: {error.strerror or error}", where=str(out), do="name another output file"
-        ) from error
+        what = f"cannot write {out.name}: {error.strerror or error}"
+        raise refused(out, what, "name another output file") from error
     return written
 
 

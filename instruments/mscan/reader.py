@@ -23,6 +23,7 @@ from instruments.mscan.header import (
     array_widths,
     damaged,
     first_tokens,
+    refused,
     unpack_header,
 )
 from instruments.mscan.segments import SegmentHeader, read_segment_header
@@ -178,9 +179,7 @@ class Mscan:
             ContractError: no such sequence, or the file keeps no tokens.
         """
         if not self.header.per_token:
-            raise ContractError(
-                f"{self.path.name} holds no values per token", where=str(self.path), do="scan again with per_token=True"
-            )
+            raise refused(self.path, f"{self.path.name} holds no values per token", "scan again with per_token=True")
         arrays = self.select(sequence).arrays
         return arrays["token_activation"], arrays["token_gradient"]
 
@@ -191,11 +190,8 @@ class Mscan:
                 if wanted in {sequence.number, sequence.name}:
                     return segment.rows(np.array([row]))
         known = f"number {self.sequences[0].number} or name {self.sequences[0].name!r}" if self.sequences else ""
-        raise ContractError(
-            f"no sequence {wanted!r}; there are {len(self.sequences)}",
-            where=str(self.path),
-            do=f"ask for one of them, such as {known}" if known else "scan some text into the file",
-        )
+        do = f"ask for one of them, such as {known}" if known else "scan some text into the file"
+        raise refused(self.path, f"no sequence {wanted!r}; there are {len(self.sequences)}", do)
 
     def error_bound(self, name: str) -> NDArray[np.float64]:
         """(columns,) largest relative error of an array's values as stored; 0 where they are stored in full."""
@@ -251,14 +247,11 @@ def _map(path: Path) -> memoryview:
     """The file's bytes, read when they are looked at; the map lives as long as any view of it."""
     try:
         if path.exists() and not (path.is_file() or path.is_dir()):
-            raise ContractError(
-                f"{path.name} is no regular file", where=str(path), do="name a file that the scanner wrote"
-            )
+            raise refused(path, f"{path.name} is no regular file", "name a file that the scanner wrote")
         with path.open("rb") as file:
             if not path.stat().st_size:
                 return memoryview(b"")
             return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     except OSError as error:
-        raise ContractError(
-            f"cannot read {path.name}: {error.strerror}", where=str(path), do="name a file that the scanner wrote"
-        ) from error
+        what = f"cannot read {path.name}: {error.strerror}"
+        raise refused(path, what, "name a file that the scanner wrote") from error

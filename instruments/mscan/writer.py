@@ -28,6 +28,7 @@ from instruments.mscan.header import (
     array_widths,
     join,
     pack_header,
+    refused,
 )
 from instruments.mscan.reader import Mscan, Segment, read_mscan
 from instruments.mscan.segments import CLOSING, HEADER, SegmentHeader, pack_payload
@@ -74,7 +75,7 @@ class SegmentFile:
             if not isinstance(error, FileExistsError):
                 raise
             do = "append=True to go on with it, or another name"
-            raise ContractError(f"{self.path.name} is there already", where=str(self.path), do=do) from None
+            raise refused(self.path, f"{self.path.name} is there already", do) from None
         finally:
             unfinished.unlink()
         return file
@@ -86,11 +87,8 @@ class SegmentFile:
             _lock(file, self.path)
             found = read_mscan(self.path, verify=False)
             if differences := found.header.differences(self.header):
-                raise ContractError(
-                    f"{self.path.name} was written with another {', '.join(differences)}",
-                    where=str(self.path),
-                    do="write to another file, or scan with the settings of this one",
-                )
+                what = f"{self.path.name} was written with another {', '.join(differences)}"
+                raise refused(self.path, what, "write to another file, or scan with the settings of this one")
             if found.torn:
                 warnings.warn(f"{self.path}: cut off a torn tail of {found.torn} bytes", stacklevel=4)
             file.truncate(found.end)
@@ -177,9 +175,8 @@ def _lock(file: BinaryIO, path: Path) -> None:
     try:
         flock(file, LOCK_EX | LOCK_NB)
     except BlockingIOError:
-        raise ContractError(
-            f"another process is writing {path.name}", where=str(path), do="wait for it, or write to another file"
-        ) from None
+        what = f"another process is writing {path.name}"
+        raise refused(path, what, "wait for it, or write to another file") from None
 
 
 def _sync(file: BinaryIO) -> None:
@@ -222,9 +219,7 @@ class MscanWriter(SegmentFile):
             ContractError: the file is there already; or, with `append`, it has other parameters, or is damaged.
         """
         if encoding not in ENCODINGS:
-            raise ContractError(
-                f"encoding={encoding} is none of {', '.join(ENCODINGS)}", where=str(path), do="encoding=log16"
-            )
+            raise refused(path, f"encoding={encoding} is none of {', '.join(ENCODINGS)}", "encoding=log16")
         now = datetime.now(UTC).isoformat(timespec="seconds")
         table = ParameterTable.of(parameters, block_width)
         header = Header(model, created or now, table, encoding, per_token, dict(metadata or {}))
@@ -283,11 +278,8 @@ def _check(file: SegmentFile, rows: Rows) -> None:
         values = rows.arrays[name]
         expected = (tokens if name in TOKEN_ARRAYS else len(rows.sequences), columns)
         if values.shape != expected:
-            raise ContractError(
-                f"{name} is {list(values.shape)}; the tables say {list(expected)}",
-                where=str(file.path),
-                do="give the writer the parameters and the block width of the scanner that made the record",
-            )
+            do = "give the writer the parameters and the block width of the scanner that made the record"
+            raise refused(file.path, f"{name} is {list(values.shape)}; the tables say {list(expected)}", do)
         if np.fmin.reduce(values, axis=None, initial=0) < 0 or np.fmax.reduce(values, axis=None, initial=0) == np.inf:
             names = ", ".join(sequence.name for sequence in rows.sequences)
             raise ContractError(
@@ -332,7 +324,7 @@ def merge_mscan(
     _check_complete(found, wanted, out)
     header = replace(files[0].header, created=created, encoding=encoding)
     if out.exists():
-        raise ContractError(f"{out.name} is there already", where=str(out), do="remove it, or choose another name")
+        raise refused(out, f"{out.name} is there already", "remove it, or choose another name")
     with whole_file(out) as unfinished:
         unfinished.unlink(missing_ok=True)  # of a merge that was killed
         with SegmentFile(unfinished, header, segment_sequences) as file:
@@ -346,11 +338,8 @@ def _open_parts(parts: Sequence[Path]) -> list[Mscan]:
         part = read_mscan(path)
         differences = part.header.differences(replace(files[0].header, encoding=part.header.encoding)) if files else []
         if differences:
-            raise ContractError(
-                f"{path.name} and {files[0].path.name} differ in {', '.join(differences)}",
-                where=str(path),
-                do="merge parts of one scan only",
-            )
+            what = f"{path.name} and {files[0].path.name} differ in {', '.join(differences)}"
+            raise refused(path, what, "merge parts of one scan only")
         files.append(part)
     if not files:
         raise ContractError("no .mscan file to merge", where="merge_mscan", do="name at least one part")
@@ -371,11 +360,8 @@ def _check_complete(found: Collection[int], wanted: Sequence[int], out: Path) ->
     missing = [number for number in wanted if number not in found]
     if missing:
         named = ", ".join(map(str, missing[:8])) + (" ..." if len(missing) > 8 else "")
-        raise ContractError(
-            f"{len(missing)} of {len(wanted)} sequences are in no part: number {named}",
-            where=str(out),
-            do="scan them again, or merge with the parts that hold them",
-        )
+        what = f"{len(missing)} of {len(wanted)} sequences are in no part: number {named}"
+        raise refused(out, what, "scan them again, or merge with the parts that hold them")
 
 
 def _gather(places: Sequence[_Found], most: int = 64) -> Iterator[Rows]:

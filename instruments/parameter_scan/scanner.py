@@ -5,7 +5,7 @@ Weights may be frozen, training or quantised; checkpointing, autocast and gradie
 Gradients are those of the loss that `backward` is called on: a divided or scaled loss gives divided or scaled norms.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -141,16 +141,12 @@ class ParameterTensorScanner:
             )
         self._passes.begin(ScanPass(facts, self._layout, names, self._source, self._per_token))
         self._names, self._source = None, ""
-        return _open_embeds(arguments) if self._gradients else None
+        embeds = arguments.get("inputs_embeds") if self._gradients else None
+        if not isinstance(embeds, Tensor) or embeds.requires_grad:
+            return None
+        # With frozen weights nothing leads from the loss to the layers, unless the inputs ask for a gradient.
+        return (), {**arguments, "inputs_embeds": embeds.detach().requires_grad_()}
 
     def _end(self, _model: nn.Module, _args: tuple[Any, ...], output: object) -> None:
         """Hook after the model's forward, also one that failed (output None)."""
         self._passes.end(output, gradients=self._gradients)
-
-
-def _open_embeds(arguments: Mapping[str, Any]) -> tuple[Any, Any] | None:
-    """With frozen weights nothing leads from the loss to the layers, unless the inputs ask for a gradient."""
-    embeds = arguments.get("inputs_embeds")
-    if not isinstance(embeds, Tensor) or embeds.requires_grad:
-        return None
-    return (), {**arguments, "inputs_embeds": embeds.detach().requires_grad_()}

@@ -134,7 +134,9 @@ def check_trained(optimizer: Value, state: State, frame: Frame) -> None:
             continue
         what = "the default type" if module.cast is state.default else "the weights"
         if module.precision == FLOAT16:
-            report(frame, "LP101", module.cast, f"{_brief(module.cast)}: {what} of a model that is trained")
+            text = ast.unparse(module.cast)
+            brief = text if len(text) <= 80 else text[:77] + "..."
+            report(frame, "LP101", module.cast, f"{brief}: {what} of a model that is trained")
         _check_batch_norm(module, frame)
 
 
@@ -158,8 +160,3 @@ def _check_batch_norm(module: Module, frame: Frame, severity: str | None = None)
     if module.name in frame.definitions.bases and frame.definitions.has_batch_norm(module.name):
         message = f"BatchNorm of {module.name} in {module.precision}"
         report(frame, "LP106", module.cast, message, severity)
-
-
-def _brief(node: ast.expr) -> str:
-    text = ast.unparse(node)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils.hooks import RemovableHandle
 
-from instruments.tensor_dump.capture import Part, Watched, is_sharded, layer_of, take_local
+from instruments.precision.calls import is_sharded
+from instruments.tensor_dump.capture import Part, Watched, layer_of, take_local
 from instruments.tensor_dump.config import ATTENTION, CONVOLUTION, EMBEDDING, EXPERTS, LINEAR, NORM_LINEAR
 from instruments.tensor_dump.recorder import Call, Recorder
 from instruments.transformers_layers import ProductFinder, conv1d_kind, fused_parameters, look_inside
@@ -45,7 +46,7 @@ def find_mesh_coordinates(roots: Sequence[nn.Module]) -> dict[str, tuple[int, in
         for root in roots
         for weight in root.parameters()
         if is_sharded(weight)
-        for mesh in [weight.device_mesh]  # type: ignore[attr-defined]
+        for mesh in [weight.device_mesh]
         for axis, name in enumerate(mesh.mesh_dim_names or (TENSOR_PARALLEL,))
     }
 

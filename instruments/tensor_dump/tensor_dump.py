@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from instruments.errors import ConfigError
+from instruments.precision.calls import plain_name
 from instruments.tensor_dump.capture import (
     HostRing,
     RankInfo,
     Watched,
-    plain_name,
     select,
     unseen_weights,
     unwrap,
@@ -31,7 +31,7 @@ from instruments.tensor_dump.capture import (
 from instruments.tensor_dump.config import DumpConfig, read_control
 from instruments.tensor_dump.index import Manifest, now
 from instruments.tensor_dump.modules import find_known, find_mesh_coordinates, find_transformer_engine
-from instruments.tensor_dump.recorder import Recorder, refuse_compiled, watch_microbatches
+from instruments.tensor_dump.recorder import Recorder, refuse_compiled
 from instruments.tensor_dump.writer import DumpWriter, IndexFile
 
 logger = logging.getLogger(__name__)
@@ -131,7 +131,8 @@ class TensorDump:
         self._running = recorder, writer
         _DUMPED.update(modules)
         for number, root in enumerate(self._roots):
-            self._hooks.enter_context(watch_microbatches(root, number, recorder))
+            count = root.register_forward_pre_hook(lambda *_, chunk=number: recorder.begin_microbatch(chunk))
+            self._hooks.enter_context(count)
         for one in self.watched:
             for hook in one.watch(one, recorder):
                 self._hooks.enter_context(hook)

@@ -11,6 +11,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 
 from instruments.errors import some
+from instruments.precision.calls import dtype_name
 from instruments.training_watch.step_log import NOTE, SEVERE, WARNING, Anomaly, WatchConfig
 
 
@@ -31,7 +32,7 @@ class Output:
     @property
     def format(self) -> str:
         """As in "float16"."""
-        return str(self.dtype).removeprefix("torch.")
+        return dtype_name(self.dtype)
 
 
 def judge_finiteness(
