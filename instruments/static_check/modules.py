@@ -157,6 +157,8 @@ def check_unused(state: State, frame: Frame) -> list[tuple[str, str]]:
 
 def _check_batch_norm(module: Module, frame: Frame, severity: str | None = None) -> None:
     assert module.cast is not None
-    if module.name in frame.definitions.bases and frame.definitions.has_batch_norm(module.name):
+    definitions = frame.definitions
+    words = (word for one in definitions.classes_within(module.name) for word in definitions.parts.get(one, ()))
+    if module.name in definitions.bases and any("BatchNorm" in word for word in words):
         message = f"BatchNorm of {module.name} in {module.precision}"
         report(frame, "LP106", module.cast, message, severity)

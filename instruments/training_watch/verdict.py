@@ -29,11 +29,6 @@ class Output:
         """The largest absolute value."""
         return math.nan if math.isnan(self.low) else max(-self.low, self.high)
 
-    @property
-    def format(self) -> str:
-        """As in "float16"."""
-        return dtype_name(self.dtype)
-
 
 def judge_finiteness(
     loss: float | None, lost: Sequence[str], outputs: Sequence[Output], *, scaled: bool
@@ -47,7 +42,7 @@ def judge_finiteness(
     if bad is not None:
         first, before = outputs[bad], outputs[bad - 1].module if bad else "the model's input"
         word = "NaN" if math.isnan(first.value) else "inf"
-        what = f"{word} first in the output of {first.module} ({first.format}); finite until {before}"
+        what = f"{word} first in the output of {first.module} ({dtype_name(first.dtype)}); finite until {before}"
         return [Anomaly("not_finite", SEVERE, what, (first.module, *backwards))]
     if loss is not None and not math.isfinite(loss):
         what = f"the loss is {loss:g}{_finite_outputs(outputs)}: compute it in float32, inside autocast"
@@ -166,7 +161,8 @@ def _finite_outputs(outputs: Sequence[Output]) -> str:
     if not outputs:
         return ""
     largest, last = max(outputs, key=lambda output: output.value), outputs[-1]
-    ends = f"largest {largest.value:.3g} in {largest.module}, {largest.format}; last {last.module}, {last.format}"
+    ends = f"largest {largest.value:.3g} in {largest.module}, {dtype_name(largest.dtype)}; "
+    ends += f"last {last.module}, {dtype_name(last.dtype)}"
     return f", while all outputs of the model are finite ({ends})"
 
 
