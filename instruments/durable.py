@@ -1,10 +1,12 @@
 """What is written reaches the disk before anyone relies on it."""
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import file_digest
 from pathlib import Path
+from typing import Any
 
 
 def sync(path: Path) -> None:
@@ -35,6 +37,12 @@ def whole_file(path: Path) -> Iterator[Path]:
         raise
     unfinished.rename(path)
     sync(path.parent)
+
+
+def write_json(path: Path, content: Any) -> None:  # noqa: ANN401 - what JSON holds
+    """A file that is there when it is complete."""
+    with whole_file(path) as unfinished:
+        unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def hash_file(path: Path) -> str:

@@ -20,11 +20,6 @@ def redact(text: str) -> str:
     return _OPTION.sub(r"\1", _USER_INFORMATION.sub(without, text))
 
 
-def _one_line(text: str) -> str:
-    """The text with line breaks spelled out: a name from a file must not look like a remedy."""
-    return text.replace("\n", "\\n")
-
-
 class UserError(Exception):
     """Something the user can correct. Printed without a traceback.
 
@@ -36,7 +31,8 @@ class UserError(Exception):
 
     def __init__(self, what: str, *, where: str = "", do: str = "") -> None:
         """Keep the three parts apart, so that reports can lay them out."""
-        self.what, self.where, self.do = (_one_line(redact(text)) for text in (what, where, do))
+        # Line breaks are spelled out: a name from a file must not look like a remedy.
+        self.what, self.where, self.do = (redact(text).replace("\n", "\\n") for text in (what, where, do))
         lines = [self.what]
         if where:
             lines.append(f"  where: {self.where}")
@@ -71,7 +67,9 @@ FAILED, INVALID, INTERRUPTED = 1, 2, 130
 def exit_code(work: Callable[[], int | None]) -> int:
     """What `work` returns, or 0; an error of the user's is said on stderr, and tells settings (2) from the rest (1)."""
     try:
-        return work() or 0
+        code = work() or 0
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         return INTERRUPTED
     except UserError as error:
@@ -100,9 +98,10 @@ def some(names: Iterable[str], most: int = 5, separator: str = "; ") -> str:
     return separator.join(names[:most]) + more
 
 
-def check_output(out: Path) -> None:
-    """Before anything is computed. Raises ConfigError: its folder is not there, or it is one itself."""
-    if not out.parent.is_dir():
-        raise ConfigError(f"there is no folder {out.parent}", where=str(out), do=f"mkdir -p {out.parent}")
-    if out.is_dir():
-        raise ConfigError(f"{out} is a folder", where="command line", do="name another output file")
+def check_output(*outs: Path | None) -> None:
+    """Before anything is computed. Raises ConfigError: the folder of one is not there, or it is one itself."""
+    for out in filter(None, outs):
+        if not out.parent.is_dir():
+            raise ConfigError(f"there is no folder {out.parent}", where=str(out), do=f"mkdir -p {out.parent}")
+        if out.is_dir():
+            raise ConfigError(f"{out} is a folder", where="command line", do="name another output file")

@@ -150,7 +150,10 @@ def draw_delta_sc(grid: Grid, path: Path, *, title: str) -> None:
     panels = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0].tolist()
     scale = _scale(np.array([*grid.values_LM.ravel(), *grid.outside.values()]))
     if rows:
-        _plot_layers(panels[0], grid, scale)
+        _draw_cells(panels[0], grid.values_LM, _shortened(grid.modules), scale)
+        panels[0].set_ylabel("layer")
+        panels[0].set_yticks(range(rows), [str(layer) for layer in grid.layers])
+        panels[0].tick_params(axis="x", rotation=30)
     if grid.outside:
         _draw_cells(panels[-1], np.array([[*grid.outside.values()]]), [*grid.outside], scale)
         panels[-1].set_yticks([])
@@ -166,13 +169,6 @@ def _scale(values: NDArray[np.float64]) -> "Normalize":
     known = np.abs(values[np.isfinite(values)])
     limit = float(np.quantile(known, 0.98)) if len(known) else 0.0
     return Normalize(-(limit or 1.0), limit or 1.0)
-
-
-def _plot_layers(panel: "Axes", grid: Grid, scale: "Normalize") -> None:
-    _draw_cells(panel, grid.values_LM, _shortened(grid.modules), scale)
-    panel.set_ylabel("layer")
-    panel.set_yticks(range(len(grid.layers)), [str(layer) for layer in grid.layers])
-    panel.tick_params(axis="x", rotation=30)
 
 
 def _draw_cells(panel: "Axes", values: NDArray[np.float64], columns: list[str], scale: "Normalize") -> None:
@@ -213,8 +209,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(wanted: argparse.Namespace) -> None:
+    check_output(wanted.parquet, wanted.delta_sc)
     for out in filter(None, (wanted.parquet, wanted.delta_sc)):
-        _check_writable(out, wanted.file)
+        if out.exists() and wanted.file.exists() and out.samefile(wanted.file):
+            raise ConfigError(f"{out} is the .mscan file itself", where="command line", do="name another output file")
     scan = read_mscan(wanted.file)
     sequence = None if wanted.sequence is None else _sequence(scan, wanted.sequence)
     say(summarise(scan, sequence))
@@ -256,10 +254,3 @@ def _draw(scan: Mscan, sequence: int | None, out: Path) -> None:
     what = f"mean of {len(activation)} sequences" if sequence is None else scan.select(sequence).sequences[0].name
     grid = grid_by_layer(scan.parameters.names, delta_sc(activation, gradient))
     draw_delta_sc(grid, out, title=f"ΔSC of {scan.header.model}\n{what}")
-
-
-def _check_writable(out: Path, source: Path) -> None:
-    """Before anything is computed. Raises ConfigError."""
-    check_output(out)
-    if out.exists() and source.exists() and out.samefile(source):
-        raise ConfigError(f"{out} is the .mscan file itself", where="command line", do="name another output file")

@@ -4,12 +4,13 @@ import json
 import re
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property
 from itertools import accumulate, pairwise
+from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -18,34 +19,57 @@ from numpy.typing import NDArray
 from instruments.errors import ContractError
 from instruments.json_kinds import check_fields, is_anything, is_count, is_flag, is_text, list_of, object_of
 
-if TYPE_CHECKING:
-    from instruments.parameter_scan.targets import WatchedParameter
-
 
 @dataclass(frozen=True)
-class StoredParameter:
-    """One weight of the table; all names of its fields are those of the scanner's WatchedParameter."""
+class WatchedParameter:
+    """One watched weight, (out_features, in_features), and how its blocks are cut.
 
-    name: str
-    kind: str
+    Input block i holds columns i·width to (i+1)·width of the weight, output block o those rows; the last may be
+    narrower. Where the outputs of an attention layer are heads (or the inputs, of its output projection), a block is a
+    head. An embedding (V, D) looks rows up: its inputs are not cut, its output blocks are blocks of D. Of a Conv1D,
+    whose weight is stored as (in_features, out_features), columns and rows are exchanged.
+    """
+
+    name: str  # of the weight: model.layers.0.self_attn.q_proj.weight; of an expert: ...mlp.experts.3.gate_up_proj
+    kind: str  # linear or embedding
     in_features: int
     out_features: int
-    in_head: int | None = None
+    block_width: int
+    in_head: int | None = None  # width of a head, where inputs are heads
     out_head: int | None = None
+
+    @property
+    def in_width(self) -> int:
+        """Columns of an input block."""
+        return self.in_head or self.block_width
+
+    @property
+    def out_width(self) -> int:
+        """Rows of an output block."""
+        return self.out_head or self.block_width
+
+    @property
+    def in_blocks(self) -> int:
+        """Number of input blocks."""
+        return 0 if self.kind == "embedding" else ceil(self.in_features / self.in_width)
+
+    @property
+    def out_blocks(self) -> int:
+        """Number of output blocks."""
+        return ceil(self.out_features / self.out_width)
 
 
 @dataclass(frozen=True)
 class ParameterTable:
     """P weights in the order of the columns; I input blocks and O output blocks, one weight's after another's."""
 
-    entries: tuple[StoredParameter, ...]
+    entries: tuple[WatchedParameter, ...]
     block_width: int
 
     @classmethod
-    def of(cls, parameters: "Iterable[WatchedParameter]", block_width: int) -> "ParameterTable":
+    def of(cls, parameters: Iterable[WatchedParameter], block_width: int) -> "ParameterTable":
         """The table of what a scanner watches."""
-        names = [spec.name for spec in fields(StoredParameter)]
-        return cls(tuple(StoredParameter(*(getattr(p, name) for name in names)) for p in parameters), block_width)
+        return cls(tuple(replace(parameter, block_width=block_width) for parameter in parameters), block_width)
 
     @property
     def names(self) -> list[str]:
@@ -55,12 +79,12 @@ class ParameterTable:
     @cached_property
     def input_columns(self) -> list[slice]:
         """Columns of each weight's input blocks; an embedding has none, its inputs are looked up and not multiplied."""
-        return self._columns((0 if one.kind == "embedding" else one.in_features, one.in_head) for one in self.entries)
+        return _columns(entry.in_blocks for entry in self.entries)
 
     @cached_property
     def output_columns(self) -> list[slice]:
         """Columns of each weight's output blocks."""
-        return self._columns((entry.out_features, entry.out_head) for entry in self.entries)
+        return _columns(entry.out_blocks for entry in self.entries)
 
     @property
     def widths(self) -> tuple[int, int, int]:
@@ -80,9 +104,9 @@ class ParameterTable:
             do=f"say {near[0]}" if near else "scan a model that has one",
         )
 
-    def _columns(self, sides: Iterable[tuple[int, int | None]]) -> list[slice]:
-        stops = accumulate((-(-features // (head or self.block_width)) for features, head in sides), initial=0)
-        return [slice(start, stop) for start, stop in pairwise(stops)]
+
+def _columns(blocks: Iterable[int]) -> list[slice]:
+    return [slice(start, stop) for start, stop in pairwise(accumulate(blocks, initial=0))]
 
 
 _NUMBERED = re.compile(r"\.(\d+)\.(.+)")
@@ -124,7 +148,10 @@ class Header:
     def content(self) -> dict[str, Any]:
         """As JSON holds it."""
         own = {name: value for name, value in vars(self).items() if name != "table"}
-        parameters = [astuple(entry) for entry in self.table.entries]
+        parameters = [
+            (one.name, one.kind, one.in_features, one.out_features, one.in_head, one.out_head)
+            for one in self.table.entries
+        ]
         return own | {"block_width": self.table.block_width, "parameters": parameters}
 
     def differences(self, other: "Header") -> list[str]:
@@ -143,6 +170,11 @@ def pack_header(header: Header) -> bytes:
     text += b" " * (-(PREAMBLE.size + len(text)) % ALIGNMENT)
     start = PREAMBLE.pack(MAGIC, VERSION, 0, len(text), 0)[:-4]
     return start + crc32(text, crc32(start)).to_bytes(4, "little") + text
+
+
+def refused(path: Path, what: str, do: str) -> ContractError:
+    """The error of a file that cannot be used."""
+    return ContractError(what, where=str(path), do=do)
 
 
 def damaged(path: Path, detail: str, where: str = "") -> ContractError:
@@ -176,17 +208,11 @@ def _check_start(path: Path, file: memoryview) -> None:
         raise damaged(path, f"truncated at {len(file)} bytes, in the first {_START.size}")
     magic, version = _START.unpack_from(file)
     if magic != MAGIC:
-        raise ContractError(
-            f"{path.name} is no .mscan file: it begins with {magic!r}, not {MAGIC!r}",
-            where=str(path),
-            do="name a file that the scanner wrote",
-        )
+        what = f"{path.name} is no .mscan file: it begins with {magic!r}, not {MAGIC!r}"
+        raise refused(path, what, "name a file that the scanner wrote")
     if version != VERSION:
-        raise ContractError(
-            f"{path.name} is of .mscan version {version}; {VERSION} is known here",
-            where=str(path),
-            do="read it with the release that wrote it, or scan again",
-        )
+        what = f"{path.name} is of .mscan version {version}; {VERSION} is known here"
+        raise refused(path, what, "read it with the release that wrote it, or scan again")
     if len(file) < PREAMBLE.size:
         raise damaged(path, f"truncated at {len(file)} bytes, in the first {PREAMBLE.size}")
 
@@ -199,13 +225,14 @@ def _read_content(content: Any) -> Header:  # noqa: ANN401 - of foreign JSON
         raise ValueError(f"encoding is none of {', '.join(ENCODINGS)}")
     if not 1 <= own["block_width"] <= MAX_FEATURES:
         raise ValueError(f"block_width is not between 1 and {MAX_FEATURES}")
-    table = ParameterTable(tuple(map(_read_entry, own.pop("parameters"))), own.pop("block_width"))
+    width, entries = own.pop("block_width"), own.pop("parameters")
+    table = ParameterTable(tuple(_read_entry(entry, width) for entry in entries), width)
     if sum(table.widths) > MAX_BLOCKS:
         raise ValueError(f"its parameters have more than {MAX_BLOCKS} blocks")
     return Header(table=table, **own)
 
 
-def _read_entry(entry: object) -> StoredParameter:
+def _read_entry(entry: object, width: int) -> WatchedParameter:
     kinds: list[set[type]] = [{str}, {str}, {int}, {int}, {int, type(None)}, {int, type(None)}]
     parts: list[Any] = entry if isinstance(entry, list) else []
     if [type(part) in kind for part, kind in zip(parts, kinds, strict=False)] != [True] * 6 or not is_text(parts[0]):
@@ -215,7 +242,7 @@ def _read_entry(entry: object) -> StoredParameter:
         raise ValueError(f"parameter {name} is {kind} of {inputs} to {outputs} features")
     if not all(head is None or 1 <= head <= MAX_FEATURES for head in heads):
         raise ValueError(f"parameter {name} has heads {heads} wide")
-    return StoredParameter(name, kind, inputs, outputs, *heads)
+    return WatchedParameter(name, kind, inputs, outputs, width, *heads)
 
 
 # One row per sequence ...

@@ -9,12 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 from pyarrow.parquet import ParquetWriter
 
 from instruments.durable import whole_file
-from instruments.errors import ContractError
-from instruments.mscan.header import ParameterTable, Rows, locate
+from instruments.mscan.header import ParameterTable, Rows, locate, refused
 from instruments.mscan.reader import Mscan
 
 ROWS_AT_ONCE = 1 << 20
@@ -45,9 +43,8 @@ def export_parquet(scan: Mscan, out: Path, sequence: int | None = None) -> int:
                     writer.write_table(table)
                     written += len(table)
     except OSError as error:
-        raise ContractError(
-            f"cannot write {out.name}: {error.strerror or error}", where=str(out), do="name another output file"
-        ) from error
+        what = f"cannot write {out.name}: {error.strerror or error}"
+        raise refused(out, what, "name another output file") from error
     return written
 
 
@@ -57,20 +54,17 @@ def _fixed_columns(table: ParameterTable) -> dict[str, pa.Array]:
         [columns.stop - columns.start for columns in side] for side in (table.input_columns, table.output_columns)
     ]
     places = [locate(name) for name in table.names]
-    layers = np.array([-1 if layer is None else layer for layer, _ in places], np.int32)
-    modules = list(dict.fromkeys(module for _, module in places))
-    module = np.array([modules.index(module) for _, module in places], np.int32)
     everyone = np.arange(len(places), dtype=np.int32)
-    parameter = np.concatenate([everyone, *(np.repeat(everyone, counts) for counts in blocks)])
+    parameter = pa.array(np.concatenate([everyone, *(np.repeat(everyone, counts) for counts in blocks)]))
     within = [np.arange(count, dtype=np.int32) for counts in blocks for count in counts]
+    block = np.concatenate([np.full_like(everyone, -1), *within])
+    tables = np.repeat(np.arange(3, dtype=np.int32), table.widths)
     return {
-        "layer": _integers(layers[parameter]),
-        "module": pa.DictionaryArray.from_arrays(module[parameter], modules),
-        "parameter": pa.DictionaryArray.from_arrays(parameter, table.names),
-        "table": pa.DictionaryArray.from_arrays(
-            np.repeat(np.arange(3, dtype=np.int32), table.widths), ["total", "input", "output"]
-        ),
-        "block": _integers(np.concatenate([np.full_like(everyone, -1), *within])),
+        "layer": pa.array([layer for layer, _ in places], pa.int32()).take(parameter),
+        "module": pa.array([module for _, module in places], _TEXT).take(parameter),
+        "parameter": pa.array(table.names, _TEXT).take(parameter),
+        "table": pa.DictionaryArray.from_arrays(tables, ["total", "input", "output"]),
+        "block": pa.array(block, mask=block < 0),
     }
 
 
@@ -113,8 +107,3 @@ def _token_table(fixed: dict[str, pa.Array], rows: Rows) -> pa.Table:
         "gradient": pa.array(arrays["token_gradient"].ravel(), from_pandas=True),
     }
     return pa.table(columns, schema=SCHEMA)
-
-
-def _integers(values: NDArray[np.int32]) -> pa.Array:
-    """-1 is null."""
-    return pa.array(values, mask=values < 0)

@@ -23,6 +23,7 @@ from instruments.mscan.header import (
     array_widths,
     damaged,
     first_tokens,
+    refused,
     unpack_header,
 )
 from instruments.mscan.segments import SegmentHeader, read_segment_header
@@ -31,11 +32,8 @@ from instruments.mscan.segments import SegmentHeader, read_segment_header
 def find_segments(path: Path, file: memoryview, start: int) -> tuple[list[SegmentHeader], bool]:
     """Walk the segments from `start` to the first that is not sealed; and whether the file was closed after the last.
 
-    A segment's header is written only after its payload has reached the disk, so that a writer that was killed
-    leaves no header, and a header whose payload does not match its checksum means damage.
-
-    Raises:
-        ContractError: a damaged header among sealed segments.
+    A segment's header is written after its payload has reached the disk: a writer that was killed leaves none, and one
+    whose payload does not match its checksum means damage. Raises ContractError: such damage among sealed segments.
     """
     found: list[SegmentHeader] = []
     position = start
@@ -175,18 +173,13 @@ class Mscan:
         return self._stacked("out_gradient", self.parameters.output_columns[self.parameters.index(name)])
 
     def tokens(self, sequence: int | str) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """(T, P) activation and gradient contribution at each token of the sequence with this number or name.
-
-        ‖x_t‖·‖δ_t‖ is the norm of what position t contributes to the weight's gradient; it is not the gradient of
-        token t's own loss.
+        """(T, P) activation and gradient contribution (see ScanRecord) at each token of a sequence, by number or name.
 
         Raises:
             ContractError: no such sequence, or the file keeps no tokens.
         """
         if not self.header.per_token:
-            raise ContractError(
-                f"{self.path.name} holds no values per token", where=str(self.path), do="scan again with per_token=True"
-            )
+            raise refused(self.path, f"{self.path.name} holds no values per token", "scan again with per_token=True")
         arrays = self.select(sequence).arrays
         return arrays["token_activation"], arrays["token_gradient"]
 
@@ -197,11 +190,8 @@ class Mscan:
                 if wanted in {sequence.number, sequence.name}:
                     return segment.rows(np.array([row]))
         known = f"number {self.sequences[0].number} or name {self.sequences[0].name!r}" if self.sequences else ""
-        raise ContractError(
-            f"no sequence {wanted!r}; there are {len(self.sequences)}",
-            where=str(self.path),
-            do=f"ask for one of them, such as {known}" if known else "scan some text into the file",
-        )
+        do = f"ask for one of them, such as {known}" if known else "scan some text into the file"
+        raise refused(self.path, f"no sequence {wanted!r}; there are {len(self.sequences)}", do)
 
     def error_bound(self, name: str) -> NDArray[np.float64]:
         """(columns,) largest relative error of an array's values as stored; 0 where they are stored in full."""
@@ -257,14 +247,11 @@ def _map(path: Path) -> memoryview:
     """The file's bytes, read when they are looked at; the map lives as long as any view of it."""
     try:
         if path.exists() and not (path.is_file() or path.is_dir()):
-            raise ContractError(
-                f"{path.name} is no regular file", where=str(path), do="name a file that the scanner wrote"
-            )
+            raise refused(path, f"{path.name} is no regular file", "name a file that the scanner wrote")
         with path.open("rb") as file:
             if not path.stat().st_size:
                 return memoryview(b"")
             return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     except OSError as error:
-        raise ContractError(
-            f"cannot read {path.name}: {error.strerror}", where=str(path), do="name a file that the scanner wrote"
-        ) from error
+        what = f"cannot read {path.name}: {error.strerror}"
+        raise refused(path, what, "name a file that the scanner wrote") from error

@@ -1,10 +1,12 @@
-"""Write what the scanner finds, so that a kill costs the unsealed segment at most."""
+"""Write what the scanner finds, so that a kill costs the unsealed segment at most; and several files into one."""
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from fcntl import LOCK_EX, LOCK_NB, flock
+from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 from zlib import crc32
@@ -13,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from instruments.durable import sync
+from instruments.durable import sync, whole_file
 from instruments.errors import ContractError
 from instruments.mscan.header import (
     ENCODINGS,
@@ -22,13 +24,15 @@ from instruments.mscan.header import (
     ParameterTable,
     Rows,
     StoredSequence,
+    WatchedParameter,
     array_widths,
     join,
     pack_header,
+    refused,
 )
-from instruments.mscan.reader import read_mscan
+from instruments.mscan.reader import Mscan, Segment, read_mscan
 from instruments.mscan.segments import CLOSING, HEADER, SegmentHeader, pack_payload
-from instruments.parameter_scan.targets import ScanRecord, WatchedParameter
+from instruments.parameter_scan.targets import ScanRecord
 
 SEGMENT_BYTES = 64 << 20  # as float32
 
@@ -71,7 +75,7 @@ class SegmentFile:
             if not isinstance(error, FileExistsError):
                 raise
             do = "append=True to go on with it, or another name"
-            raise ContractError(f"{self.path.name} is there already", where=str(self.path), do=do) from None
+            raise refused(self.path, f"{self.path.name} is there already", do) from None
         finally:
             unfinished.unlink()
         return file
@@ -83,11 +87,8 @@ class SegmentFile:
             _lock(file, self.path)
             found = read_mscan(self.path, verify=False)
             if differences := found.header.differences(self.header):
-                raise ContractError(
-                    f"{self.path.name} was written with another {', '.join(differences)}",
-                    where=str(self.path),
-                    do="write to another file, or scan with the settings of this one",
-                )
+                what = f"{self.path.name} was written with another {', '.join(differences)}"
+                raise refused(self.path, what, "write to another file, or scan with the settings of this one")
             if found.torn:
                 warnings.warn(f"{self.path}: cut off a torn tail of {found.torn} bytes", stacklevel=4)
             file.truncate(found.end)
@@ -174,9 +175,8 @@ def _lock(file: BinaryIO, path: Path) -> None:
     try:
         flock(file, LOCK_EX | LOCK_NB)
     except BlockingIOError:
-        raise ContractError(
-            f"another process is writing {path.name}", where=str(path), do="wait for it, or write to another file"
-        ) from None
+        what = f"another process is writing {path.name}"
+        raise refused(path, what, "wait for it, or write to another file") from None
 
 
 def _sync(file: BinaryIO) -> None:
@@ -219,9 +219,7 @@ class MscanWriter(SegmentFile):
             ContractError: the file is there already; or, with `append`, it has other parameters, or is damaged.
         """
         if encoding not in ENCODINGS:
-            raise ContractError(
-                f"encoding={encoding} is none of {', '.join(ENCODINGS)}", where=str(path), do="encoding=log16"
-            )
+            raise refused(path, f"encoding={encoding} is none of {', '.join(ENCODINGS)}", "encoding=log16")
         now = datetime.now(UTC).isoformat(timespec="seconds")
         table = ParameterTable.of(parameters, block_width)
         header = Header(model, created or now, table, encoding, per_token, dict(metadata or {}))
@@ -255,10 +253,8 @@ _FIELDS = {
 def _rows_of(header: Header, record: ScanRecord, numbers: Sequence[int]) -> Rows:
     """Copies, because the scanner may use its buffers again."""
     assert len(numbers) == len(record.sequences), "one number per sequence"
-    sequences = tuple(
-        StoredSequence(int(number), sequence.name, sequence.tokens, sequence.source)
-        for number, sequence in zip(numbers, record.sequences, strict=True)
-    )
+    pairs = zip(numbers, record.sequences, strict=True)
+    sequences = tuple(StoredSequence(int(number), **vars(sequence)) for number, sequence in pairs)
     arrays = {name: np.array(getattr(record, of).detach().numpy(), np.float32) for name, of in _FIELDS.items()}
     if header.per_token:
         if record.token_activation is None or record.token_gradient is None:
@@ -282,11 +278,8 @@ def _check(file: SegmentFile, rows: Rows) -> None:
         values = rows.arrays[name]
         expected = (tokens if name in TOKEN_ARRAYS else len(rows.sequences), columns)
         if values.shape != expected:
-            raise ContractError(
-                f"{name} is {list(values.shape)}; the tables say {list(expected)}",
-                where=str(file.path),
-                do="give the writer the parameters and the block width of the scanner that made the record",
-            )
+            do = "give the writer the parameters and the block width of the scanner that made the record"
+            raise refused(file.path, f"{name} is {list(values.shape)}; the tables say {list(expected)}", do)
         if np.fmin.reduce(values, axis=None, initial=0) < 0 or np.fmax.reduce(values, axis=None, initial=0) == np.inf:
             names = ", ".join(sequence.name for sequence in rows.sequences)
             raise ContractError(
@@ -294,3 +287,87 @@ def _check(file: SegmentFile, rows: Rows) -> None:
                 where=f"{file.path}, sequences {names}",
                 do="scan in a wider number format, such as model.dtype=float32",
             )
+
+
+_Found = tuple[Segment, int]
+
+
+def merge_mscan(
+    parts: Sequence[Path],
+    out: Path,
+    *,
+    created: str,
+    numbers: Collection[int] | None = None,
+    encoding: str = "log16",
+    segment_sequences: int = 1024,
+) -> None:
+    """Write all sequences of `parts` to `out` in the order of their numbers, each once.
+
+    The file depends on the sequences alone, not on how they were spread over parts and segments: with f32 parts it is
+    equal to the byte however often the scan was interrupted. A number in several parts is taken from the first. A
+    part's torn tail is left out.
+
+    Args:
+        parts: at least one file, all with the same parameters.
+        out: the file to write; it appears when it is complete.
+        created: ISO 8601.
+        numbers: the sequences that belong into the file; all of them, unless given.
+        encoding: log16 or f32.
+        segment_sequences: sequences a segment.
+
+    Raises:
+        ContractError: parts that do not belong together, a damaged part, a number that no part has, or `out` exists.
+    """
+    files = _open_parts(parts)
+    found = _find(files)
+    wanted = sorted(found if numbers is None else numbers)
+    _check_complete(found, wanted, out)
+    header = replace(files[0].header, created=created, encoding=encoding)
+    if out.exists():
+        raise refused(out, f"{out.name} is there already", "remove it, or choose another name")
+    with whole_file(out) as unfinished:
+        unfinished.unlink(missing_ok=True)  # of a merge that was killed
+        with SegmentFile(unfinished, header, segment_sequences) as file:
+            for rows in _gather([found[number] for number in wanted]):
+                file.append(rows)
+
+
+def _open_parts(parts: Sequence[Path]) -> list[Mscan]:
+    files: list[Mscan] = []
+    for path in parts:
+        part = read_mscan(path)
+        differences = part.header.differences(replace(files[0].header, encoding=part.header.encoding)) if files else []
+        if differences:
+            what = f"{path.name} and {files[0].path.name} differ in {', '.join(differences)}"
+            raise refused(path, what, "merge parts of one scan only")
+        files.append(part)
+    if not files:
+        raise ContractError("no .mscan file to merge", where="merge_mscan", do="name at least one part")
+    return files
+
+
+def _find(files: Sequence[Mscan]) -> dict[int, _Found]:
+    """Place of each number's rows; the first part that has them counts."""
+    found: dict[int, _Found] = {}
+    for file in files:
+        for segment in file.segments:
+            for row, sequence in enumerate(segment.sequences):
+                found.setdefault(sequence.number, (segment, row))
+    return found
+
+
+def _check_complete(found: Collection[int], wanted: Sequence[int], out: Path) -> None:
+    missing = [number for number in wanted if number not in found]
+    if missing:
+        named = ", ".join(map(str, missing[:8])) + (" ..." if len(missing) > 8 else "")
+        what = f"{len(missing)} of {len(wanted)} sequences are in no part: number {named}"
+        raise refused(out, what, "scan them again, or merge with the parts that hold them")
+
+
+def _gather(places: Sequence[_Found], most: int = 64) -> Iterator[Rows]:
+    """Rows in the given order, neighbours of one segment together."""
+    for _segment, run in groupby(places, key=lambda place: id(place[0])):
+        neighbours = list(run)
+        for start in range(0, len(neighbours), most):
+            some = neighbours[start : start + most]
+            yield some[0][0].rows(np.array([row for _, row in some]))

@@ -1,15 +1,16 @@
-"""What inputs contribute to the squared norms: of Linear layers and of embeddings."""
+"""What inputs contribute to the squared norms: of Linear layers, of embeddings and of fused experts."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from instruments.errors import ConfigError
-from instruments.gradients import column_squares
-from instruments.parameter_scan.block_squares import symmetric_gram
+from instruments.gradients import column_squares, prefer_gram, weight_squares
+from instruments.parameter_scan.block_squares import sum_blocks, symmetric_gram
+from instruments.parameter_scan.targets import Target, refusal
 
 
 def token_block_squares(x_BTN: Float[Tensor, "B T N"], width: int) -> Float[Tensor, "B T n"]:
@@ -27,14 +28,8 @@ class InputSquares:
     """Norms and Gram matrix of one input (B, T, I)."""
 
     def __init__(self, source: Tensor, x_BTI: Tensor, mask_BT: Tensor | None, width: int) -> None:
-        """Sum the squares; the Gram matrix waits until it is asked for.
-
-        Args:
-            source: the tensor as the module got it, kept so that its memory cannot become another's meanwhile.
-            x_BTI: the same with the samples apart, on the device of the gradients.
-            mask_BT: True at tokens; None where all are.
-            width: of a block.
-        """
+        """Sum the squares of tokens, by blocks of `width`; the Gram matrix waits until it is asked for."""
+        # As the module got it, kept so that its memory cannot become another's; with the samples apart.
         self.source, self.x_BTI = source, x_BTI
         # A pooled input, one row a sample, belongs to no token.
         self.of_tokens = source.ndim == 3 or x_BTI.shape[1] > 1
@@ -75,11 +70,8 @@ def split_samples(tensor: Tensor, samples: int, length: int, name: str) -> Tenso
         return tensor.view(samples, length, -1)
     if tensor.ndim == 2 and tensor.shape[0] == samples:
         return tensor.unsqueeze(1)
-    raise ConfigError(
-        f"{name} was given a tensor of shape {tuple(tensor.shape)}; expected {samples} samples of {length} positions",
-        where="ParameterTensorScanner",
-        do="leave it out: patterns=[...]",
-    )
+    what = f"{name} was given a tensor of shape {tuple(tensor.shape)}; expected {samples} samples of {length} positions"
+    raise refusal(what, "leave it out: patterns=[...]")
 
 
 @dataclass(frozen=True)
@@ -160,5 +152,59 @@ def embedding_token_squares(delta_BTD: Float[Tensor, "B T D"], head: HeadPart | 
 
 
 def _norms(x_BTN: Tensor) -> Tensor:
-    norms: Tensor = torch.linalg.vector_norm(x_BTN, dim=-1, dtype=torch.float32)
+    norms: Tensor = vector_norm(x_BTN, dim=-1, dtype=torch.float32)
     return norms
+
+
+class Routes(NamedTuple):
+    """What the rows of a product are about, of B samples of T positions."""
+
+    token_R: Tensor  # number of the token, over all samples
+    expert_R: Tensor
+    samples: int
+    length: int
+
+
+def expert_squares(
+    routes: Routes,
+    x_RI: Float[Tensor, "R I"],
+    grad_RO: Float[Tensor, "R O"] | None,
+    mask_R: Bool[Tensor, "R"] | None,
+    target: Target,
+    product: str,
+    per_token: bool,
+) -> dict[str, Tensor]:
+    """What the rows contribute to the squares of every expert, (B, E, blocks) or, by token, (B, E, T).
+
+    A token has at most one row of an expert; the mask is False for rows of padding; `target` is any of the experts.
+    """
+    experts, parameter = target.experts, target.parameter
+    shape = (routes.samples, experts)
+    group_R = (routes.token_R // routes.length * experts + routes.expert_R).to(x_RI.device)
+    squares_Ri = token_block_squares(x_RI.unsqueeze(0), parameter.in_width).squeeze(0)
+    activation_Gi = squares_Ri.new_zeros(routes.samples * experts, parameter.in_blocks)
+    seen_Ri = squares_Ri if mask_R is None else squares_Ri * mask_R.unsqueeze(1)
+    found = {"activation": activation_Gi.index_add_(0, group_R, seen_Ri).unflatten(0, shape)}
+    by_token = {"token_activation": squares_Ri.sum(1)}
+    if grad_RO is not None:
+        in_gradient_Gi = torch.zeros_like(activation_Gi)
+        out_gradient_Go = squares_Ri.new_zeros(len(activation_Gi), parameter.out_blocks)
+        for group in group_R.unique().tolist():
+            rows = group_R == group
+            x, grad = x_RI[rows].unsqueeze(0), grad_RO[rows].unsqueeze(0)
+            gram = prefer_gram(product, x.shape[1], x.shape[2], grad.shape[2])
+            columns_1I, rows_1O = weight_squares(x, grad, gram=gram)
+            in_gradient_Gi[group] = sum_blocks(columns_1I, parameter.in_width)[0]
+            out_gradient_Go[group] = sum_blocks(rows_1O, parameter.out_width)[0]
+        found |= {
+            "in_gradient": in_gradient_Gi.unflatten(0, shape), "out_gradient": out_gradient_Go.unflatten(0, shape)
+        }  # fmt: skip
+        norms_R = vector_norm(grad_RO, dim=-1, dtype=torch.float32)
+        by_token["token_gradient"] = by_token["token_activation"] * norms_R.square()
+    if per_token:
+        position_R = (routes.token_R % routes.length).to(x_RI.device)
+        for name, squares_R in by_token.items():
+            table_GT = squares_R.new_zeros(routes.samples * experts, routes.length)
+            table_GT[group_R, position_R] = squares_R
+            found[name] = table_GT.unflatten(0, shape)
+    return found

@@ -10,24 +10,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
-from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from instruments.errors import ConfigError, NumericsError
 from instruments.gradients import prefer_gram, watch
 from instruments.parameter_scan.block_squares import block_squares, sum_blocks
-from instruments.parameter_scan.experts import Routes, expert_squares
 from instruments.parameter_scan.inputs import (
     InputSquares,
+    Routes,
     embedding_columns,
     embedding_token_squares,
+    expert_squares,
     head_part,
     split_samples,
 )
 from instruments.parameter_scan.scan_pass import Measured, ScanPass
 from instruments.parameter_scan.targets import Target, say_left_out
 from instruments.precision.calls import in_backward
-from instruments.transformers_layers import ProductFinder
+from instruments.transformers_layers import ProductFinder, look_inside
 
 logger = logging.getLogger(__name__)
 
@@ -111,40 +111,6 @@ def _differentiable(output: object) -> list[Tensor]:
     return [tensor for value in values for tensor in _differentiable(value)]
 
 
-class _Inside(TorchFunctionMode):
-    """Shows the functions that a module calls to `see(func, args, kwargs, output)`, which gives the output back."""
-
-    def __init__(self, see: Callable[..., Any]) -> None:
-        super().__init__()
-        self._see = see
-
-    def __torch_function__(
-        self, func: Callable[..., Any], _types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:  # noqa: ANN401 - any result of the function
-        kwargs = kwargs or {}
-        return self._see(func, args, kwargs, func(*args, **kwargs))
-
-
-def look_inside(module: nn.Module, begin: Callable[..., Callable[..., Any] | None]) -> list[RemovableHandle]:
-    """Hooks that ask `begin(*args, **kwargs)` at every call of the module who is to see the functions it calls."""
-    running: list[_Inside | None] = []
-
-    def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        see = begin(*args, **kwargs)
-        running.append(None if see is None else _Inside(see))
-        if running[-1] is not None:
-            running[-1].__enter__()
-
-    def after(_module: nn.Module, _args: tuple[Any, ...], _output: object) -> None:
-        if running and (inside := running.pop()) is not None:
-            inside.__exit__(None, None, None)
-
-    return [
-        module.register_forward_pre_hook(before, with_kwargs=True),
-        module.register_forward_hook(after, always_call=True),
-    ]
-
-
 @dataclass(frozen=True)
 class ModuleHooks:
     """Hooks by kind of module, for the pass that `passes` names."""
@@ -169,7 +135,7 @@ class ModuleHooks:
             elif type(module).forward is nn.Embedding.forward:
                 handles.append(module.register_forward_hook(partial(self._on_embedding, index), with_kwargs=True))
             else:  # Gemma scales what it looks up, bitsandbytes' StableEmbedding normalises it
-                handles += look_inside(module, lambda *_args, index=index, **_kwargs: partial(self._see_lookup, index))
+                handles += look_inside(module, lambda *_args, index=index, **_kwargs: partial(self._run_lookup, index))
             if target.head is not None:
                 handles.append(target.head.register_forward_hook(partial(self._on_head, index), with_kwargs=True))
         return handles
@@ -225,9 +191,8 @@ class ModuleHooks:
     ) -> Tensor | None:
         return self._on_lookup(index, _argument(args, kwargs), output)
 
-    def _see_lookup(
-        self, index: int, func: Callable[..., Any], args: tuple[Any, ...], _kwargs: object, output: Tensor
-    ) -> Any:  # noqa: ANN401 - what the function gave
+    def _run_lookup(self, index: int, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - what the function gave
+        output = func(*args, **kwargs)
         if func is not embedding or args[1] is not self.targets[index].module.weight:
             return output
         watched = self._on_lookup(index, args[0], output)
@@ -271,9 +236,9 @@ class ModuleHooks:
             self._leave_out(index, "its samples cannot be told apart")
             return None
         target = self.targets[index]
-        return partial(self._see_product, scan_pass, index, ProductFinder(target.module, target.own, top_k_index))
+        return partial(self._run_product, scan_pass, index, ProductFinder(target.module, target.own, top_k_index))
 
-    def _see_product(
+    def _run_product(
         self,
         scan_pass: ScanPass,
         index: int,
@@ -281,9 +246,8 @@ class ModuleHooks:
         func: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        output: Tensor,
     ) -> Any:  # noqa: ANN401 - what the function gave
-        found = finder.find(func, args, kwargs)
+        output, found = func(*args, **kwargs), finder.find(func, args, kwargs)
         if not found:
             return output
         token_R, x_RI = finder.tokens(func, found["expert"]), found["input"].detach()

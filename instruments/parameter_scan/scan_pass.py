@@ -10,9 +10,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from instruments.errors import ConfigError, NumericsError, some
+from instruments.errors import NumericsError, some
+from instruments.mscan.header import WatchedParameter
 from instruments.parameter_scan.inputs import HeadPart, InputSquares
-from instruments.parameter_scan.targets import ScannedSequence, ScanRecord, WatchedParameter
+from instruments.parameter_scan.targets import ScannedSequence, ScanRecord, refusal
 
 IGNORED = -100  # the label that losses leave out
 
@@ -43,11 +44,8 @@ def read_call(arguments: Mapping[str, Any]) -> CallFacts:
     given = (arguments.get(name) for name in ("input_ids", "inputs_embeds"))
     inputs = next((value for value in given if isinstance(value, Tensor)), None)
     if inputs is None:
-        raise ConfigError(
-            f"the model was called with {', '.join(sorted(arguments)) or 'nothing'}; its samples cannot be told",
-            where="ParameterTensorScanner",
-            do="call the scanned model with input_ids=... or inputs_embeds=...",
-        )
+        what = f"the model was called with {', '.join(sorted(arguments)) or 'nothing'}; its samples cannot be told"
+        raise refusal(what, "call the scanned model with input_ids=... or inputs_embeds=...")
     samples, length = inputs.shape[:2]
     return CallFacts(samples, length, _padding_mask(arguments, samples, length), _supervised(arguments, samples))
 
@@ -58,11 +56,8 @@ def _padding_mask(arguments: Mapping[str, Any], samples: int, length: int) -> Te
         return None
     if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[0] != samples or mask.shape[1] < length:
         found = f"of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
-        raise ConfigError(
-            f"attention_mask is {found}; the scanner reads padding from a mask of shape {(samples, length)}",
-            where="ParameterTensorScanner",
-            do="pass the tokenizer's attention_mask, or none for samples without padding",
-        )
+        what = f"attention_mask is {found}; the scanner reads padding from a mask of shape {(samples, length)}"
+        raise refusal(what, "pass the tokenizer's attention_mask, or none for samples without padding")
     # With a cache the mask also covers what was read before.
     return mask[:, -length:] != 0
 

@@ -1,17 +1,11 @@
 """Watch the weights of a running model: norms of their inputs and of their gradients, by sample and block.
 
-    with ParameterTensorScanner(model) as scanner:
-        for batch in batches:
-            model(**batch).loss.backward()
-            for record in scanner.collect():
-                ...
-
 Nothing the model computes changes: logits, losses, gradients and `generate()` are bit for bit what they are without it.
 Weights may be frozen, training or quantised; checkpointing, autocast and gradient accumulation are the caller's choice.
 Gradients are those of the loss that `backward` is called on: a divided or scaled loss gives divided or scaled norms.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -20,9 +14,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from instruments.errors import ConfigError
+from instruments.mscan.header import WatchedParameter
 from instruments.parameter_scan.module_hooks import ModuleHooks, Passes
 from instruments.parameter_scan.scan_pass import Layout, ScanPass, bind_arguments, read_call, to_record
-from instruments.parameter_scan.targets import ScanRecord, Target, WatchedParameter, find_targets
+from instruments.parameter_scan.targets import ScanRecord, Target, find_targets, refusal
 
 _SCANNED: WeakSet[nn.Module] = WeakSet()
 _PRODUCTS = ("auto", "gram", "direct")
@@ -59,7 +54,7 @@ class ParameterTensorScanner:
     ) -> None:
         """Find what to watch; the model is touched only on entering."""
         if product not in _PRODUCTS:
-            raise _refusal(f"product={product!r} is none of {', '.join(_PRODUCTS)}", "product='auto'")
+            raise refusal(f"product={product!r} is none of {', '.join(_PRODUCTS)}", "product='auto'")
         self._model: nn.Module | None = model
         selection = find_targets(model, patterns, block_width)
         self._targets: Sequence[Target] = selection.targets
@@ -78,11 +73,11 @@ class ParameterTensorScanner:
     def __enter__(self) -> "ParameterTensorScanner":
         """Put the hooks on the model."""
         if self._model is None:
-            raise _refusal("this scanner has ended", "make a new one: ParameterTensorScanner(model)")
+            raise refusal("this scanner has ended", "make a new one: ParameterTensorScanner(model)")
         modules = {self._model, *(target.module for target in self._targets)}
         if modules & set(_SCANNED):
             do = "leave the first `with` block before the next, or watch all in one: patterns=[...]"
-            raise _refusal("the model is being scanned already", do)
+            raise refusal("the model is being scanned already", do)
         _SCANNED.update(modules)
         self._handles = [
             self._model.register_forward_pre_hook(self._begin, with_kwargs=True),
@@ -146,20 +141,12 @@ class ParameterTensorScanner:
             )
         self._passes.begin(ScanPass(facts, self._layout, names, self._source, self._per_token))
         self._names, self._source = None, ""
-        return _open_embeds(arguments) if self._gradients else None
+        embeds = arguments.get("inputs_embeds") if self._gradients else None
+        if not isinstance(embeds, Tensor) or embeds.requires_grad:
+            return None
+        # With frozen weights nothing leads from the loss to the layers, unless the inputs ask for a gradient.
+        return (), {**arguments, "inputs_embeds": embeds.detach().requires_grad_()}
 
     def _end(self, _model: nn.Module, _args: tuple[Any, ...], output: object) -> None:
         """Hook after the model's forward, also one that failed (output None)."""
         self._passes.end(output, gradients=self._gradients)
-
-
-def _refusal(what: str, do: str) -> ConfigError:
-    return ConfigError(what, where="ParameterTensorScanner", do=do)
-
-
-def _open_embeds(arguments: Mapping[str, Any]) -> tuple[Any, Any] | None:
-    """With frozen weights nothing leads from the loss to the layers, unless the inputs ask for a gradient."""
-    embeds = arguments.get("inputs_embeds")
-    if not isinstance(embeds, Tensor) or embeds.requires_grad:
-        return None
-    return (), {**arguments, "inputs_embeds": embeds.detach().requires_grad_()}

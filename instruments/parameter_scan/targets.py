@@ -4,54 +4,20 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from math import ceil
 from typing import Any
 
 from torch import Tensor, nn
 
 from instruments.errors import ConfigError, some
+from instruments.mscan.header import WatchedParameter
 from instruments.transformers_layers import conv1d_kind, fused_parameters
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class WatchedParameter:
-    """One watched weight, (out_features, in_features), and how its blocks are cut.
-
-    Input block i holds columns i·width to (i+1)·width of the weight, output block o those rows; the last may be
-    narrower. Where the outputs of an attention layer are heads (or the inputs, of its output projection), a block is a
-    head. An embedding (V, D) looks rows up: its inputs are not cut, its output blocks are blocks of D. Of a Conv1D,
-    whose weight is stored as (in_features, out_features), columns and rows are exchanged.
-    """
-
-    name: str  # of the weight: model.layers.0.self_attn.q_proj.weight; of an expert: ...mlp.experts.3.gate_up_proj
-    kind: str  # linear or embedding
-    in_features: int
-    out_features: int
-    block_width: int
-    in_head: int | None = None  # width of a head, where inputs are heads
-    out_head: int | None = None
-
-    @property
-    def in_width(self) -> int:
-        """Columns of an input block."""
-        return self.in_head or self.block_width
-
-    @property
-    def out_width(self) -> int:
-        """Rows of an output block."""
-        return self.out_head or self.block_width
-
-    @property
-    def in_blocks(self) -> int:
-        """Number of input blocks."""
-        return 0 if self.kind == "embedding" else ceil(self.in_features / self.in_width)
-
-    @property
-    def out_blocks(self) -> int:
-        """Number of output blocks."""
-        return ceil(self.out_features / self.out_width)
+def refusal(what: str, do: str) -> ConfigError:
+    """The error of a scanner that cannot do what it is asked for."""
+    return ConfigError(what, where="ParameterTensorScanner", do=do)
 
 
 @dataclass(frozen=True)
@@ -125,11 +91,8 @@ class Selection:
             self._heads.update(tied.values())
             if not self._wanted(name):
                 if alone := [other for other in tied if self._wanted(other)]:
-                    raise ConfigError(
-                        f"{alone[0]} shares its weight with {name}; its gradient is the sum of both uses",
-                        where="ParameterTensorScanner",
-                        do=f"patterns=['{name}'], which adds what the output embedding contributes",
-                    )
+                    what = f"{alone[0]} shares its weight with {name}; its gradient is the sum of both uses"
+                    raise refusal(what, f"patterns=['{name}'], which adds what the output embedding contributes")
                 continue
             if len(tied) > 1:
                 self._leave_out(f"{name}.weight", f"{some(tied)} share its weight")
@@ -171,11 +134,8 @@ class Selection:
     def _leave_out(self, name: str, why: str) -> None:
         """Say later that a weight is left out. Raises ConfigError: it was asked for by its name."""
         if self.strict:
-            raise ConfigError(
-                f"{name}: {why}" if name.removesuffix(".weight") not in why else why,
-                where="ParameterTensorScanner",
-                do="leave one of them out: patterns=[...]",
-            )
+            what = f"{name}: {why}" if name.removesuffix(".weight") not in why else why
+            raise refusal(what, "leave one of them out: patterns=[...]")
         self.left_out[name] = why
 
     def _others(self) -> dict[str, str]:
@@ -196,7 +156,7 @@ def find_targets(model: nn.Module, patterns: Sequence[str] | None, block_width: 
     out, and why. Raises ConfigError: nothing matches, a width below 1, or a weight that two modules share.
     """
     if block_width < 1:
-        raise ConfigError(f"block_width={block_width} is below 1", where="ParameterTensorScanner", do="block_width=64")
+        raise refusal(f"block_width={block_width} is below 1", "block_width=64")
     found = Selection(model, patterns, block_width)
     if not found.targets:
         raise _nothing_matched(patterns, found.linears)
@@ -267,6 +227,4 @@ def _nothing_matched(patterns: Sequence[str] | None, linears: Mapping[str, nn.Mo
     kinds = sorted({name.rpartition(".")[2] for name in linears})
     found = f"its Linear layers are called {', '.join(kinds)}" if kinds else "it has no Linear, Conv1D or embedding"
     example = f"patterns=['*{kinds[0]}']" if kinds else "scan a model with nn.Linear layers"
-    return ConfigError(
-        f"no parameter of the model matches {asked}; {found}", where="ParameterTensorScanner", do=example
-    )
+    return refusal(f"no parameter of the model matches {asked}; {found}", example)

@@ -1,20 +1,41 @@
-"""Every call of every module, as a model runs."""
+"""Modules and tensors of a running model: every call, what is in arguments and outputs, what they are called."""
 
 import copy
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
 
 def in_backward() -> bool:
     """Whether this thread runs a backward pass, as it does while a checkpointed forward pass is run again."""
     return torch._C._current_graph_task_id() != -1
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As in "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
+    """Whether it is a DTensor, whose module takes half a second to import."""
+    return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
+
+
+WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+
+def plain_name(name: str) -> str:
+    """Without what FSDP, checkpointing and torch.compile put into the names of parts."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS[1:])
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -68,14 +89,9 @@ def trace_modules(
     counts: Mapping[str, int] | None = None,
     only: Container[str] | None = None,
 ) -> Iterator[ModuleTracer]:
-    """Report to `receiver` the calls of `model` and all its parts; the hooks are gone afterwards.
+    """Report to `receiver` the calls of `model` (called `prefix`, where it is a part) and of all its parts.
 
-    Args:
-        model: what runs.
-        receiver: gets the events.
-        prefix: the name of `model`, where it is itself a part.
-        counts: calls of every module so far.
-        only: names of the modules that count; None: all.
+    `counts` are the calls of every module so far; `only` names the modules that count. The hooks are gone afterwards.
     """
     tracer = ModuleTracer(Counter(counts or {}))
     named = [(".".join(filter(None, (prefix, name))), module) for name, module in model.named_modules()]

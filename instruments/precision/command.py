@@ -2,14 +2,13 @@
 
 import argparse
 import importlib.util
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from instruments.durable import whole_file
+from instruments.durable import write_json
 from instruments.errors import ConfigError, check_output, exit_code, say
 
 if TYPE_CHECKING:
@@ -43,8 +42,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _run(wanted: argparse.Namespace) -> int:
-    for out in filter(None, (wanted.json, wanted.plot)):
-        check_output(out)
+    check_output(wanted.json, wanted.plot)
     if not wanted.input.is_file():
         raise ConfigError(f"there is no file {wanted.input}", where="--input", do="torch.save(sample, 'sample.pt')")
     model = find_model(wanted.model)
@@ -57,13 +55,11 @@ def _run(wanted: argparse.Namespace) -> int:
     diff = auto_diff(model, sample, precision=wanted.precision, mode=wanted.mode, modules=wanted.modules)
     say(f"{diff}\n")
     if wanted.json:
-        with whole_file(wanted.json) as unfinished:
-            unfinished.write_text(json.dumps(to_json(diff), indent=1) + "\n", encoding="utf-8")
+        write_json(wanted.json, to_json(diff))
     if wanted.plot:
         from instruments.precision.plot import draw_diff  # noqa: PLC0415 - matplotlib takes a second
 
         draw_diff(diff, wanted.plot)
-    sys.stdout.flush()
     return int(diff.verdict is not Verdict.OK)
 
 

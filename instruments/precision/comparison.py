@@ -86,11 +86,6 @@ def find_format(name: str | torch.dtype, setting: str = "precision") -> torch.dt
     return FORMATS[found]
 
 
-def name_of(dtype: torch.dtype) -> str:
-    """As in "bfloat16"."""
-    return str(dtype).removeprefix("torch.")
-
-
 def ulp(values: Float[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*shape"]:
     """One unit in the last place of each value in `dtype`; of what that cannot reach, as if it went on."""
     exponent = torch.frexp(values.abs().clamp_min(torch.finfo(dtype).smallest_normal)).exponent - 1

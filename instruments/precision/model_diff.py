@@ -1,8 +1,5 @@
 """FP32 against low precision: where a model departs from its reference, and which module is the reason.
 
-    diff = auto_diff(model, {"input_ids": ids}, precision="bfloat16")
-    print(diff)  # the table, the first divergence and why
-
 Each module is judged twice: by what arrives at its output when everything runs in low precision (propagated), and by
 its own error when it alone does, on the FP32 inputs. Both are measured against the model's own response, in FP32, to
 one unit in the last place: an error is no fault of a module where the model makes as much of a rounding. The model's
@@ -31,11 +28,12 @@ from instruments.precision.calls import (
     ModuleEvents,
     ModuleTracer,
     copy_arguments,
+    dtype_name,
     find_tensors,
     map_tensors,
     trace_modules,
 )
-from instruments.precision.comparison import axis_ranges, find_format, measure_distance, name_of
+from instruments.precision.comparison import axis_ranges, find_format, measure_distance
 from instruments.precision.findings import ChoiceDiff, Diff, OutputDiff
 from instruments.precision.session import (
     AUTOCAST,
@@ -154,7 +152,7 @@ class ReferencePass(ModuleEvents):
         arrived, (own, perturbed) = self.session.waiting[call, path], trials
         found = OutputDiff(
             call, path, type(module).__name__, sum(1 for _ in module.modules()) - 1, tuple(exact.shape),
-            dtype=name_of(arrived.dtype), ranges=axis_ranges(exact), own_failure=own.failure,
+            dtype=dtype_name(arrived.dtype), ranges=axis_ranges(exact), own_failure=own.failure,
             limits=self.session.diff.limits,
         )  # fmt: skip
         found.propagated = self._alike.distance(exact, arrived.to(exact.device))
@@ -254,7 +252,7 @@ class LowPass(ModuleEvents):
             place = str(self._running[-1]) if self._running else "the model"
             what: object = next(iter(str(error).splitlines()), error)
             raise NumericsError(
-                f"the model does not run in {name_of(low.dtype)}: {what!r}",
+                f"the model does not run in {dtype_name(low.dtype)}: {what!r}",
                 where=f"mode={low.mode}, in {place}",
                 do="the other mode, or keep this module in fp32" if low.mode == AUTOCAST else f"mode={AUTOCAST}",
             ) from error
@@ -354,8 +352,8 @@ def auto_diff(
     """
     started = perf_counter()
     target = find_format(precision)
-    if name_of(target) not in PRECISIONS:
-        raise ConfigError(f"precision={name_of(target)} is no precision models run in", where="argument precision",
+    if dtype_name(target) not in PRECISIONS:
+        raise ConfigError(f"precision={dtype_name(target)} is no precision models run in", where="argument precision",
                           do="precision=bfloat16, or float16")  # fmt: skip
     wanted = _select(model, modules)
     with reference_of(model) as reference:
@@ -364,7 +362,7 @@ def auto_diff(
         arguments = arguments_of(reference, sample, device)
         session = Session(
             reference, LowPrecision(reference, target, mode, low), Perturbation(target, seed), device, wanted,
-            memory_mib * 2**20, Diff(name_of(target), mode, limits or DiffLimits()),
+            memory_mib * 2**20, Diff(dtype_name(target), mode, limits or DiffLimits()),
         )  # fmt: skip
         while session.begin_window():
             LowPass(session).run(arguments)

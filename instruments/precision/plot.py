@@ -1,7 +1,6 @@
 """Charts of precision: a tensor in several number formats, and the error of every output."""
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -9,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from instruments.precision.comparison import FORMATS
-from instruments.precision.findings import Diff, OutputDiff
+from instruments.precision.findings import Diff
 from instruments.precision.tensor_analysis import FIRST_OCTAVE, TensorAnalysis
 from instruments.precision.verdict import Distance, Verdict
 
@@ -37,8 +36,12 @@ def draw_diff(diff: Diff, path: Path) -> None:
         panel.set_ylim(bottom, 1.3 * top)
         panel.set_ylabel(f"{name} error (normalised L2)")
         panel.legend(fontsize=8, loc="lower right")
-    _name_findings(panels[1], diff.outputs)
-    panels[1].set_xlabel("outputs, in the order of execution")
+    found = [place for place, output in enumerate(diff.outputs) if output.own_verdict is not Verdict.OK]
+    for place in found[:_NAMED]:
+        panel.axvline(place, color="#cccccc", linewidth=0.8, zorder=0)
+        name = diff.outputs[place].name
+        panel.text(place, panel.get_ylim()[1], name, fontsize=7, rotation=90, va="top", ha="right")
+    panel.set_xlabel("outputs, in the order of execution")
     figure.savefig(path, format="png", metadata={"Software": None})
 
 
@@ -50,13 +53,6 @@ def _error(distance: Distance | None) -> float:
 
 def _floor(floor: float | None) -> float:
     return floor if floor is not None and math.isfinite(floor) else math.nan
-
-
-def _name_findings(panel: Axes, outputs: Sequence[OutputDiff]) -> None:
-    found = [place for place, output in enumerate(outputs) if output.own_verdict is not Verdict.OK]
-    for place in found[:_NAMED]:
-        panel.axvline(place, color="#cccccc", linewidth=0.8, zorder=0)
-        panel.text(place, panel.get_ylim()[1], outputs[place].name, fontsize=7, rotation=90, va="top", ha="right")
 
 
 _FORMAT_COLOURS = ("#2b6ca3", "#d69900", "#c62828", "#70378f")

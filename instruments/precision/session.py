@@ -40,12 +40,7 @@ class LowPrecision:
         return torch.autocast(device.type, self.dtype) if self.mode == AUTOCAST else nullcontext()
 
     def convert(self, arguments: Any, types: Sequence[torch.dtype | None] | None) -> Any:  # noqa: ANN401
-        """FP32 arguments copied into the formats that the module gets when all runs in low precision.
-
-        Args:
-            arguments: of the reference's call.
-            types: what `types_of` said of the same call; None where there was none: the cast's own format.
-        """
+        """FP32 arguments of a call, copied into the `types_of` it in low precision; None: the cast's own format."""
         count = len(find_tensors(arguments))
         if types is None or len(types) != count:
             types = [self.dtype if self.mode == CAST else None] * count
@@ -119,10 +114,7 @@ class Perturbation:
 def kept_buffers(model: nn.Module, prefix: str = "", only: Container[str] | None = None) -> Iterator[set[str]]:
     """Give buffers back the values and the tensors that they have now; yields a set for the names of those changed.
 
-    Args:
-        model: whose buffers.
-        prefix: the name of `model`, where it is itself a part.
-        only: full names of the buffers that are kept; None: all.
+    `prefix` is the name of a model that is itself a part; `only` are the full names of buffers that are kept.
     """
     changed: set[str] = set()
     held = []

@@ -1,8 +1,4 @@
-"""What a tensor would lose in low precision: value by value, and when it is added up.
-
-found = analyze_tensor(gradient)
-print(found)  # the table and the advice
-"""
+"""What a tensor would lose in low precision: value by value, and when it is added up."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +11,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from instruments.errors import ConfigError
-from instruments.precision.calls import Arguments, find_tensors, map_tensors
+from instruments.precision.calls import Arguments, dtype_name, find_tensors, map_tensors
 from instruments.precision.comparison import (
     FORMATS,
     AxisRange,
@@ -23,7 +19,6 @@ from instruments.precision.comparison import (
     find_format,
     long_axes,
     measure_distance,
-    name_of,
     round_to,
     sizes_along,
 )
@@ -91,7 +86,7 @@ def _measure_sums(values: Float[Tensor, "..."], axis: int, target: torch.dtype) 
     rounded_NS = round_to(addends_NS, target)
     sums_S, stagnant = _add_one_by_one(rounded_NS, target)
     return ReductionLoss(
-        name_of(target), axis, length, size,
+        dtype_name(target), axis, length, size,
         one_by_one=_error(exact_S, sums_S),
         pairwise=_error(exact_S, _add_in_pairs(rounded_NS, target)),
         fp32=_error(exact_S, addends_NS.sum(0)),
@@ -157,7 +152,7 @@ def find_swamping(arguments: Arguments, low: torch.dtype, exact: _Run, rounded: 
         if seen and float((low_whole - low_rest - part).norm()) > 0.5 * float(part.norm()):
             return (
                 f"dim {axis.axis} of its input holds {axis.largest:.3g} at {axis.largest_at} and no more than "
-                f"{axis.smallest:.3g} at {axis.smallest_at}: in {name_of(low)} the sum no longer sees the small ones"
+                f"{axis.smallest:.3g} at {axis.smallest_at}: in {dtype_name(low)} the sum no longer sees the small ones"
             )
     return ""
 
@@ -210,10 +205,10 @@ def _measure_rounding(values: Float[Tensor, "size"], target: torch.dtype, scale:
     sizes = values.abs()
     known = max(1, int((sizes > 0).sum()))
     # Whether what is too large becomes inf, NaN or the largest value differs from torch to torch.
-    over = sizes >= limits.max + _half_ulp(target)
+    over = sizes >= limits.max + math.ldexp(limits.eps, math.frexp(limits.max)[1] - 1) / 2
     distance = measure_distance(torch.where(over, 0, values), torch.where(over, 0, round_to(values.float(), target)))
     return FormatLoss(
-        name_of(target),
+        dtype_name(target),
         underflow=int(((sizes > 0) & (sizes < limits.smallest_normal * limits.eps)).sum()) / known,
         flushed=int(((sizes > 0) & (sizes < limits.smallest_normal)).sum()) / known,
         overflow=int(over.sum()),
@@ -222,11 +217,6 @@ def _measure_rounding(values: Float[Tensor, "size"], target: torch.dtype, scale:
         sqnr_db=distance.sqnr_db,
         scale=factor,
     )
-
-
-def _half_ulp(target: torch.dtype) -> float:
-    """Of the largest value."""
-    return math.ldexp(torch.finfo(target).eps, math.frexp(torch.finfo(target).max)[1] - 1) / 2
 
 
 FIRST_OCTAVE, _LAST_OCTAVE = -150, 129  # of the histogram; values outside count in the first or last one
@@ -249,7 +239,7 @@ class TensorAnalysis:
 
     def verdict(self, name: str) -> Verdict:
         """In this format; "bf16" is "bfloat16"."""
-        return next(loss.verdict for loss in self.losses if loss.format == name_of(find_format(name)))
+        return next(loss.verdict for loss in self.losses if loss.format == dtype_name(find_format(name)))
 
     def __str__(self) -> str:
         """The table and the notes, to read."""
@@ -295,7 +285,7 @@ def analyze_tensor(
         raise ConfigError(f"scale={scale} is no way to scale", where="argument scale", do="scale='amax', or None")
     if not (tensor.is_floating_point() or tensor.is_complex()):
         raise ConfigError(
-            f"{name} holds {name_of(tensor.dtype)}, which no floating-point format rounds in use",
+            f"{name} holds {dtype_name(tensor.dtype)}, which no floating-point format rounds in use",
             where=f"tensor of shape {tuple(tensor.shape)}",
             do="give a floating-point tensor, or tensor.float()",
         )
@@ -310,7 +300,7 @@ def analyze_tensor(
     exponents = torch.frexp(clean[clean != 0]).exponent.long() - 1
     places = exponents.clamp(FIRST_OCTAVE, _LAST_OCTAVE) - FIRST_OCTAVE
     return TensorAnalysis(
-        name, tuple(tensor.shape), name_of(tensor.dtype), nonfinite, int((values == 0).sum()),
+        name, tuple(tensor.shape), dtype_name(tensor.dtype), nonfinite, int((values == 0).sum()),
         [_measure_rounding(clean.flatten(), target, scale) for target in targets],
         [_measure_sums(clean, axis, target) for target in targets if clean.numel() for axis in long_axes(clean)],
         axis_ranges(clean), torch.bincount(places, minlength=_LAST_OCTAVE - FIRST_OCTAVE + 1).tolist(), notes,

@@ -8,7 +8,7 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
-from instruments.durable import whole_file
+from instruments.durable import write_json
 
 # Losses as modules, and as functions.
 LOSS_MODULES = {
@@ -58,8 +58,7 @@ def autocast_table(device: str) -> dict[str, str]:
 def _keep(path: Path, table: dict[str, str]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(path) as unfinished:
-            unfinished.write_text(json.dumps(table), encoding="utf-8")
+        write_json(path, table)
     except OSError:
         return  # it is probed again the next time
 

@@ -64,9 +64,8 @@ def call_value(call: Call, state: State, frame: Frame) -> Value:  # noqa: C901, 
         key = module_key(func.value, base, state, frame, surely=listed)
         cast = _read_cast(node, every, frame)
         if cast and key is None:
-            return Value(
-                cast, "cast", base.tag if base.tag in _PASSING else "", base.scaled, cast=_cast_place(node, base)
-            )
+            place = base.cast if base.cast is not None and word not in _CASTS else node
+            return Value(cast, "cast", base.tag if base.tag in _PASSING else "", base.scaled, cast=place)
         if key is not None:
             kept = cast_module(key, cast, node, state, frame) if cast else module_method(node, word, key, state)
             if kept is not None:
@@ -91,10 +90,6 @@ def call_value(call: Call, state: State, frame: Frame) -> Value:  # noqa: C901, 
 _PASSING = frozenset(
     "softmax sigmoid exp shifted negative max square mean mean_square square_mean new".split()  # noqa: SIM905
 )
-
-
-def _cast_place(node: ast.Call, base: Value) -> ast.expr:
-    return base.cast if base.cast is not None and called_name(node) not in _CASTS else node
 
 
 def _read_cast(node: ast.Call, given: list[Value], frame: Frame) -> str | None:

@@ -1,14 +1,13 @@
 """static_check: where training code loses precision, found without running it."""
 
 import argparse
-import json
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-from instruments.durable import whole_file
+from instruments.durable import write_json
 from instruments.errors import ConfigError, check_output, exit_code, say
 from instruments.static_check.definitions import find_definitions
 from instruments.static_check.source import GRADES, NOTE, UNREADABLE, Finding, Source, read_source, unreadable
@@ -31,11 +30,7 @@ class StaticReport:
 
 
 def static_check(
-    paths: Path | str | Sequence[Path | str],
-    *,
-    device: str = "cuda",
-    severity: str = NOTE,
-    exclude: Sequence[str] = (),
+    paths: Path | str | Sequence[Path | str], *, device: str = "cuda", severity: str = NOTE, exclude: Sequence[str] = ()
 ) -> StaticReport:
     """Check training code for mixed-precision mistakes, by its syntax tree.
 
@@ -103,15 +98,11 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _run(wanted: argparse.Namespace) -> int:
-    if wanted.json:
-        check_output(wanted.json)
+    check_output(wanted.json)
     report = static_check(wanted.paths, device=wanted.device, severity=wanted.severity, exclude=wanted.exclude)
     say(describe(report))
     if wanted.json:
-        records = [finding.record() for finding in report.findings]
-        with whole_file(wanted.json) as unfinished:
-            unfinished.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
-    sys.stdout.flush()
+        write_json(wanted.json, [finding.record() for finding in report.findings])
     return report.exit_code
 
 

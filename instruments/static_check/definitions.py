@@ -79,10 +79,6 @@ class Definitions:
             found += [part for part in sorted(self.parts.get(one, ())) if part in self.bases and part not in found]
         return found
 
-    def has_batch_norm(self, name: str) -> bool:
-        """Whether a module of the class contains BatchNorm."""
-        return any("BatchNorm" in word for one in self.classes_within(name) for word in self.parts.get(one, ()))
-
     def lineage(self, class_name: str) -> list[str]:
         """The class and what it inherits from, as far as this file says."""
         found = [class_name]

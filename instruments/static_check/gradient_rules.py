@@ -24,11 +24,6 @@ def is_optimizer(node: ast.expr, value: Value) -> bool:
     return value.kind == "optimizer" or named
 
 
-def is_scaler(node: ast.expr, value: Value, frame: Frame) -> bool:
-    """A GradScaler, by how it was made or by its name and use."""
-    return value.kind == "scaler" or (not value.kind and frame.definitions.is_scaler_name(text_of(node)))
-
-
 def check_gradients(node: ast.Call, base: Value, arguments: list[Value], state: State, frame: Frame) -> Value | None:
     """What a call does to gradients and their scale; None where it has nothing to do with them."""
     _check_look(node, state, frame)
@@ -43,7 +38,7 @@ def check_gradients(node: ast.Call, base: Value, arguments: list[Value], state: 
         state.unscaled |= {"accelerate"}
     if word in {"backward", "manual_backward"}:
         return _backward(node, owner, base, arguments, state, frame)
-    if is_scaler(owner, base, frame):
+    if base.kind == "scaler" or (not base.kind and frame.definitions.is_scaler_name(text_of(owner))):
         return _scaler(node, word, owner, arguments, state, frame)
     if word == "step" and is_optimizer(owner, base):
         _step(node, ast.unparse(owner), base, state, frame)
@@ -80,7 +75,8 @@ def _backward(node: ast.Call, loss: ast.expr, base: Value, arguments: list[Value
     if frame.region.enabled and not outer and not frame.is_lightning:
         report(frame, "LP301", node, f"{ast.unparse(node.func)}() inside an autocast block")
     state.done = frozenset()
-    if base.scaled or any(value.scaled for value in arguments) or _is_scale_call(loss):
+    scales = any(isinstance(part, ast.Attribute) and "scale" in part.attr for part in ast.walk(loss))
+    if base.scaled or any(value.scaled for value in arguments) or scales:
         # What the scaler knows of its optimizers stays until its update.
         state.scaled, state.plain, state.unscaled = True, False, frozenset()
     elif not outer:
@@ -92,11 +88,6 @@ def _backward(node: ast.Call, loss: ast.expr, base: Value, arguments: list[Value
             report(frame, "LP302", node, "backward of a loss from float16 autocast, without loss scaling")
         _check_manager(node, "backward", state, frame)
     return UNKNOWN
-
-
-def _is_scale_call(node: ast.expr) -> bool:
-    """`anything.scale(loss)`, anywhere in an expression."""
-    return any(isinstance(part, ast.Attribute) and "scale" in part.attr for part in ast.walk(node))
 
 
 def _check_manager(node: ast.Call, what: str, state: State, frame: Frame) -> None:

@@ -4,14 +4,7 @@ import ast
 import re
 from dataclasses import replace
 
-from instruments.static_check.autocast import (
-    DTYPES,
-    FLOAT16,
-    LOSS_MODULES,
-    called_name,
-    last_word,
-    text_of,
-)
+from instruments.static_check.autocast import DTYPES, FLOAT16, LOSS_MODULES, called_name, last_word, text_of
 from instruments.static_check.rules import report
 from instruments.static_check.source import NOTE
 from instruments.static_check.state import LOWS, OTHER, UNKNOWN, Frame, Module, State, Value
@@ -141,7 +134,9 @@ def check_trained(optimizer: Value, state: State, frame: Frame) -> None:
             continue
         what = "the default type" if module.cast is state.default else "the weights"
         if module.precision == FLOAT16:
-            report(frame, "LP101", module.cast, f"{_brief(module.cast)}: {what} of a model that is trained")
+            text = ast.unparse(module.cast)
+            brief = text if len(text) <= 80 else text[:77] + "..."
+            report(frame, "LP101", module.cast, f"{brief}: {what} of a model that is trained")
         _check_batch_norm(module, frame)
 
 
@@ -162,11 +157,8 @@ def check_unused(state: State, frame: Frame) -> list[tuple[str, str]]:
 
 def _check_batch_norm(module: Module, frame: Frame, severity: str | None = None) -> None:
     assert module.cast is not None
-    if module.name in frame.definitions.bases and frame.definitions.has_batch_norm(module.name):
+    definitions = frame.definitions
+    words = (word for one in definitions.classes_within(module.name) for word in definitions.parts.get(one, ()))
+    if module.name in definitions.bases and any("BatchNorm" in word for word in words):
         message = f"BatchNorm of {module.name} in {module.precision}"
         report(frame, "LP106", module.cast, message, severity)
-
-
-def _brief(node: ast.expr) -> str:
-    text = ast.unparse(node)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -3,16 +3,7 @@
 import ast
 import re
 
-from instruments.static_check.autocast import (
-    BFLOAT16,
-    FLOAT16,
-    FLOAT32,
-    LOSSES,
-    NORMS,
-    PRODUCTS,
-    REDUCTIONS,
-    SOFTMAXES,
-)
+from instruments.static_check.autocast import BFLOAT16, FLOAT16, FLOAT32, LOSSES, NORMS, PRODUCTS, REDUCTIONS, SOFTMAXES
 from instruments.static_check.rules import grade, report
 from instruments.static_check.source import NOTE, WARNING
 from instruments.static_check.state import LOWS, UNKNOWN, Frame, Value, mix
@@ -22,23 +13,9 @@ LARGEST, SMALLEST = 65520.0, 2.0**-25  # of float16: from here on inf, up to her
 _SAFE = {"shifted", "negative"}  # what exp does not overflow of
 # Kept by operations that leave values as they are, or select some of them.
 KEEPING = {
-    "diag",
-    "diagonal",
-    "detach",
-    "cuda",
-    "cpu",
-    "gather",
-    "squeeze",
-    "unsqueeze",
-    "view",
-    "reshape",
-    "float",
-    "to",
-    "contiguous",
-    "flatten",
-    "clone",
-    "t",
-}
+    "diag", "diagonal", "detach", "cuda", "cpu", "gather", "squeeze", "unsqueeze", "view", "reshape", "float", "to",
+    "contiguous", "flatten", "clone", "t",
+}  # fmt: skip
 
 
 def check_operation(

@@ -240,7 +240,8 @@ def _walk_loop(statement: ast.For | ast.AsyncFor | ast.While, way: State, frame:
     given = evaluate(statement.test if isinstance(statement, ast.While) else statement.iter, way, frame)
     inner = replace(frame, in_loop=frame.in_loop + 1)
     ways = [way]
-    changing = _stored(statement)
+    names = (node for node in ast.walk(statement) if isinstance(node, ast.Name | ast.Attribute))
+    changing = {last_word(text_of(node)) for node in names if isinstance(node.ctx, ast.Store)}
     for turn in range(2 if _touches_scaling(statement) and frame.in_loop < _MOST_LOOPS else 1):
         for one in ways if turn else ():
             one.facts = {fact: met for fact, met in one.facts.items() if not _changes(fact, changing)}
@@ -252,11 +253,6 @@ def _walk_loop(statement: ast.For | ast.AsyncFor | ast.While, way: State, frame:
         done = [one for one in ways if one.ended]
         ways = [*done, *_revived(walk_body(statement.body, [one for one in ways if not one.ended], inner))]
     return _revived(walk_body(statement.orelse, ways, frame))
-
-
-def _stored(statement: ast.stmt) -> set[str]:
-    names = (node for node in ast.walk(statement) if isinstance(node, ast.Name | ast.Attribute))
-    return {last_word(text_of(node)) for node in names if isinstance(node.ctx, ast.Store)}
 
 
 def _changes(fact: str, stored: set[str]) -> bool:

@@ -2,7 +2,6 @@
 
 import logging
 import re
-import sys
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from instruments.errors import ConfigError
+from instruments.precision.calls import WRAPPERS, dtype_name, is_sharded, plain_name
 from instruments.safetensors_reader import TORCH_DTYPES
 from instruments.tensor_dump.config import DEFAULT_TENSORS, TENSORS, DumpConfig
 from instruments.tensor_dump.index import Placement, TensorRecord
@@ -49,19 +49,11 @@ def layer_of(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-_WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-
-
 def unwrap(model: nn.Module) -> nn.Module:
     """The model inside of DistributedDataParallel, torch.compile or Megatron's Float16Module, with its plain names."""
-    while len(inner := list(model.named_children())) == 1 and inner[0][0] in _WRAPPERS:
+    while len(inner := list(model.named_children())) == 1 and inner[0][0] in WRAPPERS:
         model = inner[0][1]
     return model
-
-
-def plain_name(name: str) -> str:
-    """Without what FSDP, checkpointing and torch.compile put into the names of parts."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS[1:])
 
 
 def select(found: Sequence[Watched], config: DumpConfig) -> list[Watched]:
@@ -126,11 +118,6 @@ def autocast_type_of(tensor: Tensor) -> str | None:
     return _NAMES[torch.get_autocast_dtype(kind)]
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """Without the module: float32."""
-    return str(dtype).removeprefix("torch.")
-
-
 def warn_of_label(label: str, watched: Sequence[Watched]) -> None:
     """Say where weights are not what they are said to be; records hold both."""
     weights = {id(weight): weight for one in watched for weight in one.module.parameters(recurse=False)}
@@ -182,12 +169,6 @@ def take_local(weight: Tensor) -> tuple[Tensor, Part]:
             begin = sharded.device_mesh.get_local_rank(axis) * chunk
             offset[placement.dim] = min(begin, weight.shape[placement.dim])
     return sharded.to_local(), Part(tuple(weight.shape), tuple(offset), None)
-
-
-def is_sharded(weight: Tensor) -> bool:
-    """Whether it is a DTensor."""
-    module = sys.modules.get("torch.distributed.tensor")  # nobody has a DTensor who did not import it
-    return module is not None and isinstance(weight, module.DTensor)
 
 
 def keep_tokens(tensor: Tensor, part: Part, config: DumpConfig) -> tuple[Tensor, Placement]:

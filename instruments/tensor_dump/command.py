@@ -3,7 +3,7 @@
 import argparse
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -181,8 +181,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _show(wanted: argparse.Namespace) -> int:
-    for out in filter(None, (wanted.histogram, wanted.channels)):
-        check_output(out)
+    check_output(wanted.histogram, wanted.channels)
     listing = Listing(wanted.folder)
     step = {} if wanted.step is None else {"step": wanted.step}
     chosen = listing.select(rounded=wanted.rounded, module=wanted.module, tensor=wanted.tensor, **step)
@@ -193,14 +192,15 @@ def _show(wanted: argparse.Namespace) -> int:
             do=f"python -m pipeline.dump show {wanted.folder} --list",
         )
     say("".join(f"{record.name}\n" for record in chosen) if wanted.list else summarise(listing, chosen))
-    for out, kind in ((wanted.histogram, "histograms"), (wanted.channels, "channels")):
+    for out, draw in ((wanted.histogram, draw_histograms), (wanted.channels, draw_channels)):
         if out:
-            _draw(listing, chosen, out, kind)
-    sys.stdout.flush()
+            _draw(listing, chosen, out, draw)
     return 0
 
 
-def _draw(listing: Listing, chosen: Sequence[TensorRecord], out: Path, kind: str) -> None:
+def _draw(
+    listing: Listing, chosen: Sequence[TensorRecord], out: Path, draw: Callable[[Sequence[Named], Path], None]
+) -> None:
     from instruments.tensor_dump.reader import DumpReader  # noqa: PLC0415 - the table alone needs neither torch nor matplotlib
 
     # Layers that share an input share the picture.
@@ -214,11 +214,9 @@ def _draw(listing: Listing, chosen: Sequence[TensorRecord], out: Path, kind: str
         tensors = [(f"{record.source.module}\n{record.source.tensor}", reader.load(record)) for record in shown]
     if not tensors:
         raise ConfigError("no tensor to draw: only statistics were kept", where=str(out), do="dump with keep=tensors")
-    (draw_channels if kind == "channels" else draw_histograms)(tensors, out)
-    rest = f", the first {len(shown)} of {len(stored)}: --module, --tensor and --step choose" * (
-        len(stored) > len(shown)
-    )
-    sys.stdout.write(f"\n{out}{rest}\n")
+    draw(tensors, out)
+    rest = f", the first {len(shown)} of {len(stored)}: --module, --tensor and --step choose"
+    sys.stdout.write(f"\n{out}{rest if len(stored) > len(shown) else ''}\n")
 
 
 def _compare(wanted: argparse.Namespace) -> int:

@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
-from instruments.durable import whole_file
+from instruments.durable import write_json
 from instruments.errors import ContractError, some
 from instruments.json_kinds import check_fields, is_count, kinds_of
 
@@ -212,9 +212,7 @@ class Manifest:
 
     def write(self, folder: Path, rank: int) -> None:
         """As `manifest-<rank>.json`."""
-        path = folder / f"manifest-{rank:05}.json"
-        with whole_file(path) as unfinished:
-            unfinished.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        write_json(folder / f"manifest-{rank:05}.json", asdict(self))
 
     def complaints(self) -> Iterator[str]:
         """In words, what must not be overlooked."""
@@ -306,11 +304,7 @@ class Listing:
     """The indices of all processes of a dump."""
 
     def __init__(self, folder: Path | str) -> None:
-        """Read them.
-
-        Raises:
-            ContractError: there is none, or one is damaged.
-        """
+        """Read them. Raises ContractError: there is none, or one is damaged."""
         self.folder = Path(folder)
         paths = sorted(self.folder.glob("index-*.jsonl"))
         if not paths:

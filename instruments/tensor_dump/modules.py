@@ -1,4 +1,4 @@
-"""Hooks on layers with a weight, on attention through transformers' kernel interface, and on its fused experts."""
+"""Hooks on layers with a weight, on attention, also transformers' kernels, on fused experts and TransformerEngine."""
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -6,15 +6,16 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
-from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from instruments.tensor_dump.capture import Part, Watched, is_sharded, layer_of, take_local
-from instruments.tensor_dump.config import ATTENTION, CONVOLUTION, EMBEDDING, EXPERTS, LINEAR
+from instruments.precision.calls import is_sharded
+from instruments.tensor_dump.capture import Part, Watched, layer_of, take_local
+from instruments.tensor_dump.config import ATTENTION, CONVOLUTION, EMBEDDING, EXPERTS, LINEAR, NORM_LINEAR
 from instruments.tensor_dump.recorder import Call, Recorder
-from instruments.transformers_layers import ProductFinder, conv1d_kind, fused_parameters
+from instruments.transformers_layers import ProductFinder, conv1d_kind, fused_parameters, look_inside
 
 TENSOR_PARALLEL = "tp"
 
@@ -45,7 +46,7 @@ def find_mesh_coordinates(roots: Sequence[nn.Module]) -> dict[str, tuple[int, in
         for root in roots
         for weight in root.parameters()
         if is_sharded(weight)
-        for mesh in [weight.device_mesh]  # type: ignore[attr-defined]
+        for mesh in [weight.device_mesh]
         for axis, name in enumerate(mesh.mesh_dim_names or (TENSOR_PARALLEL,))
     }
 
@@ -58,35 +59,42 @@ def hook_layer(
     weight: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Tensor, Part]],
     output: Callable[[Any], tuple[Tensor, Part]],
 ) -> list[RemovableHandle]:
-    """Hooks that give a layer's input and weight before it runs, its output, and gradients.
+    """Hooks that give the recorder a layer's input (its first argument), weight, output and gradients.
 
-    Args:
-        watched: the layer; its input is its first argument.
-        recorder: what they give it to.
-        input_part: what this process holds of the input.
-        weight: from the call's arguments, the weight and what this process holds of it.
-        output: from what the layer returns, its output and what this process holds of it.
+    Each with what this process holds of it: `weight` finds that in the arguments, `output` in what the layer returns.
     """
-    calls: list[Call] = []  # of the layer that is running: one, or none
 
-    def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.clear()
+    def begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         inputs: Tensor = args[0] if args else next(iter(kwargs.values()))
         call = recorder.begin_call(watched, inputs)
         if call is not None:
-            calls.append(call)
             used, part = weight(args, kwargs)
             recorder.take(call, "input", inputs, input_part(inputs))
             recorder.take(call, "weight", take_local(used)[0], part)
             recorder.take_weight_gradient(call, used, part)
+        return call
+
+    def end(call: Call, result: object) -> None:
+        given = output(result)
+        recorder.take(call, "output", *given)
+        recorder.take_gradient(call, "grad_output", *given)
+
+    return _hook_calls(watched.module, begin, end)
+
+
+def _hook_calls(
+    module: nn.Module, begin: Callable[[tuple[Any, ...], dict[str, Any]], Call | None], end: Callable[[Call, Any], None]
+) -> list[RemovableHandle]:
+    """Hooks around every call of a module; `end` also gets what it returns."""
+    calls: list[Call] = []  # that is running: one, or none
+
+    def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls[:] = filter(None, [begin(args, kwargs)])
 
     def after(_module: nn.Module, _args: tuple[Any, ...], result: object) -> None:
         if calls:
-            call, given = calls.pop(), output(result)
-            recorder.take(call, "output", *given)
-            recorder.take_gradient(call, "grad_output", *given)
+            end(calls.pop(), result)
 
-    module = watched.module
     return [module.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after)]
 
 
@@ -203,28 +211,20 @@ def take_heads(
 
 
 def hook_attention(
-    watched: Watched,
-    recorder: Recorder,
-    part_of: Callable[[str, Tensor], Part],
-    output_part: Callable[[Tensor], Part],
+    watched: Watched, recorder: Recorder, part_of: Callable[[str, Tensor], Part], output_part: Callable[[Tensor], Part]
 ) -> list[RemovableHandle]:
     """Hooks on a module whose first three arguments are query, key and value."""
-    calls: list[Call] = []
 
-    def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.clear()
+    def begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         named = [kwargs.get(name, kwargs.get(f"{name}_layer")) for name in ("query", "key", "value")]
         given = [*args[:3], *named[len(args[:3]) :]]
-        tensors = dict(zip(("query", "key", "value"), given, strict=True))
-        calls.extend(filter(None, [take_heads(watched, recorder, tensors, part_of)]))
+        return take_heads(watched, recorder, dict(zip(("query", "key", "value"), given, strict=True)), part_of)
 
-    def after(_module: nn.Module, _args: tuple[Any, ...], result: Tensor | tuple[Tensor, ...]) -> None:
-        if calls:
-            output = result if isinstance(result, Tensor) else result[0]
-            recorder.take(calls.pop(), "output", output, output_part(output))
+    def end(call: Call, result: Tensor | tuple[Tensor, ...]) -> None:
+        output = result if isinstance(result, Tensor) else result[0]
+        recorder.take(call, "output", output, output_part(output))
 
-    module = watched.module
-    return [module.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after)]
+    return _hook_calls(watched.module, begin, end)
 
 
 def _part_of_heads(module: nn.Module, name: str, tensor: Tensor, axis: int = 1) -> Part:
@@ -239,50 +239,105 @@ def _part_of_heads(module: nn.Module, name: str, tensor: Tensor, axis: int = 1) 
 
 def watch_experts(watched: Watched, recorder: Recorder) -> list[RemovableHandle]:
     """Hooks that look at the products of one parameter, from the beginning of its module to its end."""
-    running: list[_Products] = []
 
-    def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def begin(*args: Any, **kwargs: Any) -> Kernel:  # noqa: ANN401 - of the module
         chosen: Tensor = args[1] if len(args) > 1 else kwargs["top_k_index"]
-        running.append(_Products(watched, recorder, chosen))
-        running[-1].__enter__()
+        return partial(_run_product, watched, recorder, ProductFinder(watched.module, watched.parameter, chosen))
 
-    def after(_module: nn.Module, _args: tuple[Any, ...], _output: object) -> None:
-        if running:
-            running.pop().__exit__(None, None, None)
-
-    module = watched.module
-    return [
-        module.register_forward_pre_hook(before, with_kwargs=True),
-        module.register_forward_hook(after, always_call=True),  # recomputation ends in the middle, with an exception
-    ]
+    return look_inside(watched.module, begin)
 
 
-class _Products(TorchFunctionMode):
-    """Looks at the products of one parameter in one call of its module."""
+def _run_product(
+    watched: Watched,
+    recorder: Recorder,
+    finder: ProductFinder,
+    func: Kernel,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:  # noqa: ANN401 - any result of the function
+    found = finder.find(func, args, kwargs)
+    call = recorder.begin_call(watched, found["input"]) if found else None
+    if call is None:
+        return func(*args, **kwargs)
+    for name, tensor in found.items():
+        recorder.take(call, name, tensor, Part.whole(tensor, None))
+    recorder.take_weight_gradient(call, finder.weight, Part.whole(finder.weight, None))
+    output = func(*args, **kwargs)
+    rows = output.flatten(1)
+    recorder.take(call, "output", rows, Part.whole(rows, None))
 
-    def __init__(self, watched: Watched, recorder: Recorder, chosen_TK: Tensor) -> None:
-        super().__init__()
-        self._watched, self._recorder = watched, recorder
-        self._finder = ProductFinder(watched.module, watched.parameter, chosen_TK)
-
-    def __torch_function__(
-        self, func: Callable[..., Any], _types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:  # noqa: ANN401 - any result of the function
-        kwargs = kwargs or {}
-        found = self._finder.find(func, args, kwargs)
-        call = self._recorder.begin_call(self._watched, found["input"]) if found else None
-        if call is None:
-            return func(*args, **kwargs)
-        for name, tensor in found.items():
-            self._recorder.take(call, name, tensor, Part.whole(tensor, None))
-        self._recorder.take_weight_gradient(call, self._finder.weight, Part.whole(self._finder.weight, None))
-        output = func(*args, **kwargs)
-        rows = output.flatten(1)
-        self._recorder.take(call, "output", rows, Part.whole(rows, None))
-        if output.requires_grad:
-            output.register_hook(partial(self._take_gradient, call))
-        return output
-
-    def _take_gradient(self, call: Call, gradient: Tensor) -> None:
+    def take_gradient(gradient: Tensor) -> None:
         rows = gradient.flatten(1)
-        self._recorder.take_found_gradient(call, "grad_output", rows, Part.whole(rows, None))
+        recorder.take_found_gradient(call, "grad_output", rows, Part.whole(rows, None))
+
+    if output.requires_grad:
+        output.register_hook(take_gradient)
+    return output
+
+
+# TransformerEngine is found by name and not imported. Megatron's TEColumnParallelLinear, TERowParallelLinear,
+# TELayerNormColumnParallelLinear and TEDotProductAttention are subclasses. The input of a LayerNormLinear is what comes
+# before the norm: the kernel keeps the rest to itself.
+_TE_KINDS = {"Linear": LINEAR, "LayerNormLinear": NORM_LINEAR, "DotProductAttention": ATTENTION}
+
+
+def find_transformer_engine(root: nn.Module, prefix: str) -> Iterator[Watched]:
+    """Every module that is one of the three, or a subclass."""
+    for name, module in root.named_modules(prefix=prefix):
+        own = (kind for kind in type(module).__mro__ if kind.__module__.startswith("transformer_engine."))
+        layer_type = next((_TE_KINDS[kind.__name__] for kind in own if kind.__name__ in _TE_KINDS), None)
+        if layer_type is not None:
+            number = getattr(module, "layer_number", None)  # Megatron's, over all stages of the pipeline
+            layer = number - 1 if isinstance(number, int) else layer_of(name)
+            yield Watched(
+                name, module, layer_type, layer, watch_te_attention if layer_type == ATTENTION else watch_te_linear
+            )
+
+
+def watch_te_linear(watched: Watched, recorder: Recorder) -> list[RemovableHandle]:
+    """A weight cut along its outputs (parallel_mode column) or its inputs (row), or a whole one."""
+    module: Any = watched.module
+    mode, size = module.parallel_mode, module.tp_size
+    rank = torch.distributed.get_rank(module.tp_group) if size > 1 else 0
+
+    def cut(tensor: Tensor, axis: int) -> Part:
+        return Part.of_axis(tensor, axis, rank, size, _tokens(tensor))
+
+    def input_part(inputs: Tensor) -> Part:
+        if mode == "row":
+            return cut(inputs, inputs.ndim - 1)
+        return cut(inputs, 0) if mode == "column" and module.sequence_parallel else Part.whole(inputs, _tokens(inputs))
+
+    def weight(_args: object, _kwargs: object) -> tuple[Tensor, Part]:
+        axis = {"column": 0, "row": 1}.get(mode)
+        whole = Part.whole(module.weight, None)
+        return module.weight, whole if axis is None else Part.of_axis(module.weight, axis, rank, size, None)
+
+    def output(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, Part]:
+        tensor = result if isinstance(result, Tensor) else result[0]  # with the bias, or the norm's output
+        if mode == "column":
+            return tensor, cut(tensor, tensor.ndim - 1)
+        return tensor, cut(tensor, 0) if mode == "row" and module.sequence_parallel else Part.whole(
+            tensor, _tokens(tensor)
+        )
+
+    return hook_layer(watched, recorder, input_part=input_part, weight=weight, output=output)
+
+
+def watch_te_attention(watched: Watched, recorder: Recorder) -> list[RemovableHandle]:
+    """Heads are the axis before the last, tokens the first of sbhd and thd and the second of bshd."""
+    module: Any = watched.module
+    tokens = 1 if getattr(module, "qkv_format", "sbhd") == "bshd" else 0
+    size = getattr(module, "tp_size", 1)
+    rank = torch.distributed.get_rank(module.tp_group) if size > 1 else 0
+    return hook_attention(
+        watched,
+        recorder,
+        lambda _name, heads: Part.of_axis(heads, heads.ndim - 2, rank, size, tokens),
+        lambda output: Part.of_axis(output, output.ndim - 1, rank, size, tokens),
+    )
+
+
+def _tokens(tensor: Tensor) -> int | None:
+    """Of (tokens, batch, features)."""
+    return 0 if tensor.ndim == 3 else None

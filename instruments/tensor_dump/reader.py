@@ -41,27 +41,17 @@ class DumpReader(Listing):
             ContractError: its bytes were not kept, its file is missing or is not what was written.
         """
         if record.status != STORED:
-            raise ContractError(
-                f"{record.name} has no bytes: its status is {record.status}",
-                where=str(self.folder),
-                do="dump with keep=tensors, when_full=block or more memory_mib",
-            )
+            do = "dump with keep=tensors, when_full=block or more memory_mib"
+            raise self._refuse(record, f"has no bytes: its status is {record.status}", do)
         try:
             tensor = self._files.read(self._entry(record), str(record.key))
         except CheckpointError as error:
             raise self._unreadable(record, error) from error
-        where, do = str(self.folder / str(record.file)), "copy the whole dump again"
         if (tuple(tensor.shape), str(tensor.dtype)) != (record.shape, f"torch.{record.dtype}"):
-            raise ContractError(
-                f"{record.name} is {tensor.dtype} {list(tensor.shape)} in its file, the index says {record.dtype} "
-                f"{list(record.shape)}",
-                where=where,
-                do=do,
-            )
+            found, said = f"{tensor.dtype} {list(tensor.shape)}", f"{record.dtype} {list(record.shape)}"
+            raise self._refuse(record, f"is {found} in its file, the index says {said}")
         if checksum_of(tensor) != record.checksum:
-            raise ContractError(
-                f"{record.name} is damaged: its bytes do not match the checksum of the index", where=where, do=do
-            )
+            raise self._refuse(record, "is damaged: its bytes do not match the checksum of the index")
         return tensor
 
     def _entry(self, record: TensorRecord) -> TensorEntry:
@@ -76,12 +66,12 @@ class DumpReader(Listing):
             raise self._unreadable(record, error) from error
         return self._shards[name][key]
 
+    def _refuse(self, record: TensorRecord, what: str, do: str = "copy the whole dump again") -> ContractError:
+        return ContractError(f"{record.name} {what}", where=str(self.folder / (record.file or "")), do=do)
+
     def _unreadable(self, record: TensorRecord, error: CheckpointError) -> ContractError:
-        return ContractError(
-            f"{record.name} cannot be read: {error.what}",
-            where=str(self.folder / str(record.file)),
-            do="copy that file here again; all other tensors can be read",
-        )
+        do = "copy that file here again; all other tensors can be read"
+        return self._refuse(record, f"cannot be read: {error.what}", do)
 
     def join(self, record: TensorRecord) -> Tensor:
         """The whole tensor, joined from the parts of a tensor-parallel group.
@@ -209,14 +199,10 @@ def compare_folders(first: Path, second: Path, tolerance: float) -> tuple[bool, 
     if only_first or only_second:
         text += f"only in {first}: {only_first:,}; only in {second}: {only_second:,}\n"
     if differences:
-        worst = sorted(differences, key=_badness, reverse=True)[:_WORST]
+        worst = sorted(differences, key=lambda one: -math.inf if math.isnan(one.relative_l2) else -one.relative_l2)
         text += f"\nfirst divergence, in the order of capture\n{_table(differences[:1])}\n"
-        text += f"\nlargest relative distances\n{_table(worst)}\n"
+        text += f"\nlargest relative distances\n{_table(worst[:_WORST])}\n"
     return not differences, text
-
-
-def _badness(difference: Difference) -> float:
-    return math.inf if math.isnan(difference.relative_l2) else difference.relative_l2
 
 
 def _table(differences: Sequence[Difference]) -> str:

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
 from instruments.errors import ConfigError
-from instruments.precision.calls import in_backward
+from instruments.precision.calls import dtype_name, in_backward
 from instruments.tensor_dump import capture
 from instruments.tensor_dump.capture import Capture, Held, HostRing, Part, RankInfo, Slot, Watched
 from instruments.tensor_dump.config import BACKWARD, FORWARD, DumpConfig
@@ -176,8 +176,10 @@ class Recorder:
     def end_step(self, *, finite: bool) -> None:
         """The next step begins; with last_steps, what was kept is written where the loss was not finite."""
         if self._config.last_steps is not None:
-            if not finite:
-                self._write_kept()
+            for captures in () if finite else self._kept:
+                for captured in captures:
+                    self._writer.put(captured)
+                captures.clear()
             self._kept.append([])
             while len(self._kept) > self._config.last_steps:
                 self._forget_oldest()
@@ -228,7 +230,7 @@ class Recorder:
         return TensorRecord(
             name=make_name(timestamp, counter, source, quant_type), counter=counter, timestamp=timestamp,
             rank=info.rank, source=source, parallel=info.parallel, placement=placement, shape=tuple(kept.shape),
-            dtype=capture.dtype_name(tensor.dtype), device=str(tensor.device), requires_grad=tensor.requires_grad,
+            dtype=dtype_name(tensor.dtype), device=str(tensor.device), requires_grad=tensor.requires_grad,
             quant_type=quant_type, label=self._config.quant_type, autocast=capture.autocast_type_of(tensor),
             status=status, metadata=self._metadata,
         )  # fmt: skip
@@ -261,12 +263,6 @@ class Recorder:
             return self._ring.reserve(size, wait=True)
         return slot
 
-    def _write_kept(self) -> None:
-        for captures in self._kept:
-            for captured in captures:
-                self._writer.put(captured)
-            captures.clear()
-
     def _forget_oldest(self) -> None:
         for _record, held in self._kept.popleft():
             if held.slot is not None:
@@ -277,11 +273,6 @@ class Recorder:
 
 def _version(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
-
-
-def watch_microbatches(root: nn.Module, chunk: int, recorder: Recorder) -> RemovableHandle:
-    """Count the forward passes of a model, or of a chunk of one."""
-    return root.register_forward_pre_hook(lambda _module, _args: recorder.begin_microbatch(chunk))
 
 
 def refuse_compiled_call() -> None:

@@ -1,11 +1,5 @@
 """Dump what attention and layers with a weight compute, around anybody's training loop.
 
-    with TensorDump(model, "dump") as dump:
-        for batch in batches:
-            loss = model(**batch).loss
-            loss.backward()
-            dump.step(loss)
-
 Nothing the model computes changes, and no file of transformers or megatron-core does. Weights may be frozen, layers may
 be recomputed, the processes of a job each write their own part into the same folder.
 """
@@ -24,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from instruments.errors import ConfigError
+from instruments.precision.calls import plain_name
 from instruments.tensor_dump.capture import (
     HostRing,
     RankInfo,
     Watched,
-    plain_name,
     select,
     unseen_weights,
     unwrap,
@@ -36,9 +30,8 @@ from instruments.tensor_dump.capture import (
 )
 from instruments.tensor_dump.config import DumpConfig, read_control
 from instruments.tensor_dump.index import Manifest, now
-from instruments.tensor_dump.modules import find_known, find_mesh_coordinates
-from instruments.tensor_dump.recorder import Recorder, refuse_compiled, watch_microbatches
-from instruments.tensor_dump.transformer_engine_modules import find_transformer_engine
+from instruments.tensor_dump.modules import find_known, find_mesh_coordinates, find_transformer_engine
+from instruments.tensor_dump.recorder import Recorder, refuse_compiled
 from instruments.tensor_dump.writer import DumpWriter, IndexFile
 
 logger = logging.getLogger(__name__)
@@ -138,7 +131,8 @@ class TensorDump:
         self._running = recorder, writer
         _DUMPED.update(modules)
         for number, root in enumerate(self._roots):
-            self._hooks.enter_context(watch_microbatches(root, number, recorder))
+            count = root.register_forward_pre_hook(lambda *_, chunk=number: recorder.begin_microbatch(chunk))
+            self._hooks.enter_context(count)
         for one in self.watched:
             for hook in one.watch(one, recorder):
                 self._hooks.enter_context(hook)

@@ -66,8 +66,9 @@ def save_attention_tensors(
     **facts: object,
 ) -> dict[str, str | None]:
     """Write query, key and value now; the path of each, or None where TENSOR_SAVE_ENABLED=0. As `save_tensor`."""
-    named, more = {"query": query, "key": key, "value": value}, {**(metadata or {}), **facts}
-    return _save_each(named, "attention", operation, quant_type, layer_idx, more)
+    where = (layer_idx, {**(metadata or {}), **facts})
+    named = {"query": query, "key": key, "value": value}
+    return {name: save_tensor(one, "attention", operation, quant_type, name, *where) for name, one in named.items()}
 
 
 def save_linear_tensors(
@@ -80,14 +81,9 @@ def save_linear_tensors(
     **facts: object,
 ) -> dict[str, str | None]:
     """Write the input and the weight now; the path of each, or None where TENSOR_SAVE_ENABLED=0. As `save_tensor`."""
-    named, more = {"input": input_tensor, "weight": weight}, {**(metadata or {}), **facts}
-    return _save_each(named, "linear", operation, quant_type, layer_idx, more)
-
-
-def _save_each(
-    named: Mapping[str, Tensor], kind: str, operation: str, quant_type: str, layer: int | None, more: Mapping[str, Any]
-) -> dict[str, str | None]:
-    return {name: save_tensor(tensor, kind, operation, quant_type, name, layer, more) for name, tensor in named.items()}
+    where = (layer_idx, {**(metadata or {}), **facts})
+    named = {"input": input_tensor, "weight": weight}
+    return {name: save_tensor(one, "linear", operation, quant_type, name, *where) for name, one in named.items()}
 
 
 def save_tensor(

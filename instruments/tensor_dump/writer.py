@@ -17,8 +17,9 @@ from torch import Tensor
 
 from instruments.durable import sync, whole_file
 from instruments.errors import ContractError, UserError
+from instruments.precision.calls import dtype_name
 from instruments.safetensors_reader import checksum_of
-from instruments.tensor_dump.capture import Capture, Held, HostRing, Slot, dtype_name
+from instruments.tensor_dump.capture import Capture, Held, HostRing, Slot
 from instruments.tensor_dump.config import DumpConfig
 from instruments.tensor_dump.index import FORMAT, STORED, VERSION, Manifest, TensorRecord, make_name
 from instruments.tensor_dump.statistics import measure, read_moments, round_into
@@ -109,11 +110,7 @@ class DumpWriter:
         self._index.close()
 
     def check(self) -> None:
-        """Raise what the thread met, once.
-
-        Raises:
-            UserError: the disk is full or forbids writing.
-        """
+        """Raise what the thread met, once. Raises UserError: the disk is full or forbids writing."""
         if self.failure is None or self._told:
             return
         self._told = True

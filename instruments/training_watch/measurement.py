@@ -4,14 +4,14 @@ import logging
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from instruments.errors import ConfigError, some
-from instruments.precision.calls import find_tensors, in_backward
+from instruments.precision.calls import find_tensors, in_backward, is_sharded, plain_name
 from instruments.training_watch.step_log import WARNING, Anomaly, StepReport, WatchConfig
 from instruments.training_watch.verdict import (
     History,
@@ -22,11 +22,7 @@ from instruments.training_watch.verdict import (
     judge_range,
 )
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-
 MISSING = -1.0  # the norm of a gradient that is not there
-_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "module.")
 
 
 @torch.no_grad()
@@ -50,20 +46,15 @@ def gradient_norms(parameters: Sequence[nn.Parameter]) -> Tensor:
 
 
 def _local(grad: Tensor) -> Tensor:
-    values: Tensor = grad.to_local() if _is_sharded(grad) else grad
+    values: Tensor = grad.to_local() if is_sharded(grad) else grad
     # Rows that occur several times count as their sum.
     return values.coalesce().values() if values.is_sparse else values
-
-
-def _is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
-    """Whether it is a DTensor, whose module takes half a second to import."""
-    return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
 
 
 def _add_shards(parameters: Sequence[nn.Parameter], norms_P: Tensor) -> Tensor:
     meshes: Any = defaultdict(list)
     for place, parameter in enumerate(parameters):
-        if _is_sharded(parameter):
+        if is_sharded(parameter):
             for number, part in enumerate(parameter.placements):
                 if part.is_shard():
                     meshes[parameter.device_mesh, number].append(place)
@@ -77,8 +68,7 @@ def _add_shards(parameters: Sequence[nn.Parameter], norms_P: Tensor) -> Tensor:
 
 def layer_of(name: str) -> str:
     """The module that owns a parameter, without the names that wrappers put before it."""
-    for wrapper in _WRAPPERS:
-        name = name.removeprefix(wrapper) if wrapper == "module." else name.replace(wrapper, "")
+    name = plain_name(name).removeprefix("module.")
     return name.rpartition(".")[0] or name
 
 
@@ -163,13 +153,8 @@ class Measurement:
     ) -> StepReport:
         """The report of a step; one transfer from the device.
 
-        Args:
-            step: its number.
-            loss: None where it is not known.
-            scale: the loss scale.
-            scaled: gradients are still multiplied by it.
-            norms_P: norms of all parameters' gradients, where they were taken before; None: they are taken now.
-            only: names of the parameters that count; None: all.
+        `scaled`: gradients are still multiplied by the loss scale. Without `norms_P` they are measured now; `only`
+        names the parameters that count.
         """
         peaks, self.peaks = self.peaks, {}
         self.calls.clear()
@@ -190,7 +175,10 @@ class Measurement:
             idle = self._hooked - {output.module for output in outputs} if outputs else ()
             found += judge_norms(layers, self.config, self._history, idle)
         found += judge_range(outputs, self.config)
-        found += self._without_gradient(norms)
+        missing = [name for name, norm in norms.items() if norm == MISSING]
+        self._steps_without.update(missing)
+        self.note_gradients(norms.keys() - set(missing))
+        found += self.name_without_gradient(self.config.gradient_steps)
         found += self._judge_unseen(layers, outputs)
         if scale is not None:
             found += self._judge_scale(scale_value)
@@ -228,14 +216,8 @@ class Measurement:
         return {layer: math.sqrt(squares[layer]) for layer in ordered}, [layer for layer in ordered if layer in lost]
 
     def note_gradients(self, names: Collection[str]) -> None:
-        """These had a gradient that could not be measured."""
+        """These had one."""
         self._steps_with.update(names)
-
-    def _without_gradient(self, norms: Mapping[str, float]) -> list[Anomaly]:
-        missing = [name for name, norm in norms.items() if norm == MISSING]
-        self._steps_without.update(missing)
-        self._steps_with.update(norms.keys() - set(missing))
-        return self.name_without_gradient(self.config.gradient_steps)
 
     def name_without_gradient(self, steps: int) -> list[Anomaly]:
         """Parameters that got no gradient in so many steps and never before; each is named once.

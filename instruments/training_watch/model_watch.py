@@ -1,18 +1,8 @@
 """Watch a model while it is trained.
 
-    watch_model(model, log="watch.jsonl")  # before the loop, and nothing else
-
 Gradients are taken at the end of each backward pass, before they are clipped, and judged when a torch optimizer that
 has parameters of the model takes its step; with a GradScaler, when `unscale_` is done with them. Where the loop knows
-more, it says so:
-
-    with watch_model(model) as watch:
-        for batch in batches:
-            loss = model(**batch).loss
-            loss.backward()
-            watch.step(loss)  # instead of following optimizers: before gradients are clipped
-            optimizer.step()
-            optimizer.zero_grad()
+more, it calls `watch.step(loss)` before it clips, and optimizers are no longer followed.
 """
 
 import weakref

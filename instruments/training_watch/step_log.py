@@ -148,14 +148,12 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _run(file: Path, picture: Path | None) -> None:
-    if picture:
-        check_output(picture)
+    check_output(picture)
     lines = check_log(file)
     say(describe(lines))
     if picture:
         draw_training_steps(lines, picture)
         sys.stdout.write(f"{picture}\n")
-    sys.stdout.flush()
 
 
 def read_step_log(path: Path) -> list[dict[str, Any]]:

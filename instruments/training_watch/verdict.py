@@ -1,17 +1,4 @@
-"""From the numbers of a step, and of the steps before, to what is wrong with it.
-
-finding         an example                                            what is none
-not_finite      first NaN or inf of an output, the loss, a gradient   a step that a GradScaler skips (skipped, a note)
-vanishing       norm, or that of the first layers, below 1e-6         queries and keys of a new model (a note)
-exploding       above 100, and 10 times the usual norm                a loss summed over the batch
-dead_layer      1e-6 of the median layer's, three steps in a row      LoRA, residual branches that start at zero
-no_gradient     detached, or never called; named once                 experts without a token so far
-clipped         watch.step() behind clip_grad_norm_                   the same batch again
-outputs_unseen  torch.compile; gradients are watched                  a part that was not called
-near_limit      above half of float16's 65504                         the same values in bfloat16
-loss_scale      below 128                                             128 and above
-falling_scale   five falls in a row                                   a scaler in search of its scale
-"""
+"""From the numbers of a step, and of the steps before, to findings: RULES.md has an example of each."""
 
 import math
 from collections import deque
@@ -24,6 +11,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 
 from instruments.errors import some
+from instruments.precision.calls import dtype_name
 from instruments.training_watch.step_log import NOTE, SEVERE, WARNING, Anomaly, WatchConfig
 
 
@@ -41,29 +29,20 @@ class Output:
         """The largest absolute value."""
         return math.nan if math.isnan(self.low) else max(-self.low, self.high)
 
-    @property
-    def format(self) -> str:
-        """As in "float16"."""
-        return str(self.dtype).removeprefix("torch.")
-
 
 def judge_finiteness(
     loss: float | None, lost: Sequence[str], outputs: Sequence[Output], *, scaled: bool
 ) -> list[Anomaly]:
-    """NaN and inf, with the place where they come from.
+    """NaN and inf, with the place where they come from: layers and outputs are in the order they run.
 
-    Args:
-        loss: None where it is not known.
-        lost: layers whose gradient holds NaN or inf, in the order they run.
-        outputs: in the order they were computed.
-        scaled: a GradScaler skips steps that are not finite.
+    `lost` are the layers whose gradient holds any; `scaled`: a GradScaler skips such steps.
     """
     bad = next((place for place, output in enumerate(outputs) if not math.isfinite(output.value)), None)
     backwards = list(reversed(lost))
     if bad is not None:
         first, before = outputs[bad], outputs[bad - 1].module if bad else "the model's input"
         word = "NaN" if math.isnan(first.value) else "inf"
-        what = f"{word} first in the output of {first.module} ({first.format}); finite until {before}"
+        what = f"{word} first in the output of {first.module} ({dtype_name(first.dtype)}); finite until {before}"
         return [Anomaly("not_finite", SEVERE, what, (first.module, *backwards))]
     if loss is not None and not math.isfinite(loss):
         what = f"the loss is {loss:g}{_finite_outputs(outputs)}: compute it in float32, inside autocast"
@@ -104,13 +83,8 @@ def judge_norms(
     """Gradients that vanish or grow, and layers that get none while the others do.
 
     A layer is judged after some steps in a row: behind a projection that starts at zero (LoRA, residual branches) the
-    first gradient is zero, and then rises. A large norm alone is no fault, as it may be that of a summed loss.
-
-    Args:
-        layers: norms.
-        config: thresholds.
-        history: of the steps before; this step is added.
-        idle: layers that did not run in this step, as experts without a token.
+    first gradient is zero, and then rises. A large norm alone is no fault, as it may be that of a summed loss. This
+    step's norms are added to the history. `idle` are layers that did not run, as experts without a token.
     """
     if not layers:
         return []
@@ -187,7 +161,8 @@ def _finite_outputs(outputs: Sequence[Output]) -> str:
     if not outputs:
         return ""
     largest, last = max(outputs, key=lambda output: output.value), outputs[-1]
-    ends = f"largest {largest.value:.3g} in {largest.module}, {largest.format}; last {last.module}, {last.format}"
+    ends = f"largest {largest.value:.3g} in {largest.module}, {dtype_name(largest.dtype)}; "
+    ends += f"last {last.module}, {dtype_name(last.dtype)}"
     return f", while all outputs of the model are finite ({ends})"
 
 

@@ -6,14 +6,18 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from instruments.precision import watch_model
 from pipeline.overrides import override_errors
 from pipeline.settings import STAGES, compose, register_schema
 
 REPOSITORY = Path(__file__).parents[2]
 README = (REPOSITORY / "README.md").read_text()
 PACKAGES = ("pipeline", "stages", "models", "instruments")
-PAGES = [Path("README.md"), *(Path(name) / "README.md" for name in PACKAGES)]
+INSTRUMENTS = sorted(page.relative_to(REPOSITORY) for page in (REPOSITORY / "instruments").glob("*/README.md"))
+PAGES = [Path("README.md"), *(Path(name) / "README.md" for name in PACKAGES), *INSTRUMENTS]
 # What a newcomer may want to write, and where: the rows of the map's table.
 ADDED = ("a score", "a router", "a MoE target", "a text source", "a baseline")
 
@@ -100,3 +104,27 @@ def test_every_command_composes(command):
 
 def test_there_are_commands_to_check():
     assert len(COMMANDS) >= 4
+
+
+BLOCKS = [
+    pytest.param(page, code, id=f"{page} {number}")
+    for page in (Path("instruments/README.md"), *INSTRUMENTS)
+    for number, code in enumerate(re.findall(r"```python\n(.*?)```", (REPOSITORY / page).read_text(), re.S))
+]
+
+
+@pytest.mark.parametrize(("page", "code"), BLOCKS)
+def test_examples_of_instruments_run(page, code, tmp_path, monkeypatch, capsys):
+    """Each tool in five lines, and what its own page adds."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("loss = binary_cross_entropy(model(x).half().softmax(-1), y)\n")
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 12) | {"num_hidden_layers": 1, "vocab_size": 31}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", num_attention_heads=2, **sizes))
+    batch = {"input_ids": torch.arange(7)[None], "labels": torch.arange(7)[None]}
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    exec(code, {
+        "model": model, "batch": batch, "batches": [batch, batch], "optimizer": optimizer, "nn": torch.nn,
+        "gradient": torch.ones(3, 5), "path": Path("scan.mscan"), "watch_model": watch_model,
+    })  # fmt: skip
+    assert page != Path("instruments/README.md") or len([line for line in code.splitlines() if line]) <= 5
+    assert capsys.readouterr().out or [path for path in tmp_path.iterdir() if path.name != "train.py"]

@@ -2,7 +2,8 @@
 
 import torch
 
-from instruments.parameter_scan.targets import ScannedSequence, ScanRecord, WatchedParameter
+from instruments.mscan.header import WatchedParameter
+from instruments.parameter_scan.targets import ScannedSequence, ScanRecord
 
 WIDTH = 4
 PARAMETERS = [

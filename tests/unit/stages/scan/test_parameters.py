@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from instruments.errors import ConfigError, ContractError
+from instruments.mscan.header import WatchedParameter
 from instruments.mscan.writer import MscanWriter
-from instruments.parameter_scan.targets import ScannedSequence, ScanRecord, WatchedParameter
+from instruments.parameter_scan.targets import ScannedSequence, ScanRecord
 from stages.artifacts.job import ALONE, Workers
 from stages.scan.parameters import FILE, PartsPlace, publish_parameters, require_common_folder, require_recorded
 

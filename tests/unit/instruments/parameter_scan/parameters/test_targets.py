@@ -2,8 +2,9 @@ import pytest
 from torch import nn
 
 from instruments.errors import ConfigError
+from instruments.mscan.header import WatchedParameter
 from instruments.parameter_scan.scanner import ParameterTensorScanner
-from instruments.parameter_scan.targets import WatchedParameter, find_targets
+from instruments.parameter_scan.targets import find_targets
 
 
 class Block(nn.Module):

@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from instruments.errors import ConfigError, NumericsError
+from instruments.mscan.header import WatchedParameter
 from instruments.parameter_scan.inputs import split_samples
 from instruments.parameter_scan.scan_pass import CallFacts, Layout, Measured, ScanPass, Squares, to_record
-from instruments.parameter_scan.targets import WatchedParameter
 
 LAYOUT = Layout.of([WatchedParameter("embed", "embedding", 11, 6, 4), WatchedParameter("q", "linear", 6, 12, 4)])
 
