@@ -71,7 +71,11 @@ def project_layer(
     if settings.descent_steps:
         loop = train_experts(state.carved, inputs, wanted, settings, seed)
         trained = Alignment(loop, relative_error(loop, inputs, wanted, validation), state.penalty)
-        state = trained if not settings.validate or trained.error < state.error else state
+        if not settings.validate or trained.error < state.error:
+            state = trained
+            if settings.alignment == "ridge":  # down is solved once more for the gate and up that were trained
+                again = align_down(loop, inputs, wanted, settings)
+                state = again if again.penalty is not None else trained
     return state.carved, replace(outcome, error_end=state.error)
 
 
