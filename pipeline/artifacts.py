@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -25,6 +26,7 @@ SHORT = 16  # letters of a fingerprint in the name of its folder
 LOCK_TIMEOUT = 0.3  # seconds; enough for another process that only cleans up
 # Smaller files are hashed every time.
 REMEMBERED_BYTES = 2**20
+MOST_FILES = 6  # named in a message
 LARGEST = 2**63  # size of a file, and of any count
 # What reading JSON raises that somebody may have changed.
 UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -145,7 +147,8 @@ def verify(folder: Path, *, remedy: str, hash_of: Callable[[Path], str] = hash_f
     """Check every file of a published result against its manifest; `remedy` is the command that computes it again.
 
     Raises:
-        ContractError: naming every file that is missing or was changed.
+        ContractError: naming every file that is missing or was changed; or files that were added. Loaders find files
+            by their names (an adapter, a second tokenizer, shards), so such a folder is another model.
     """
     manifest = Manifest.read(folder, remedy=remedy)
     faults = []
@@ -161,6 +164,23 @@ def verify(folder: Path, *, remedy: str, hash_of: Callable[[Path], str] = hash_f
         faults.append(f"{folder} holds the result {manifest.fingerprint}")
     if faults:
         raise ContractError(f"the result of {folder.parent.name} is damaged", where="; ".join(faults), do=remedy)
+    if added := _added_files(folder, manifest):
+        what = f"files were added to the result of {folder.parent.name} after it was published"
+        where = ", ".join(map(str, added[:MOST_FILES])) + (" ..." if len(added) > MOST_FILES else "")
+        do = f"{shlex.join(['mv', *map(str, added), '.'])}, or {remedy}" if len(added) <= MOST_FILES else remedy
+        raise ContractError(what, where=where, do=do)
+
+
+def _added_files(folder: Path, manifest: Manifest) -> list[Path]:
+    """Files and links that were not published; hidden ones and GGUF files, which no loader takes by itself, aside."""
+    found = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    names = {path.relative_to(folder): path for path in found}
+    known = {PurePosixPath(name) for name in (*manifest.files, MANIFEST)}
+    return sorted(
+        path
+        for name, path in names.items()
+        if name not in known and name.suffix != ".gguf" and not any(part.startswith(".") for part in name.parts)
+    )
 
 
 def _is_present(path: Path) -> bool:
