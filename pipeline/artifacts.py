@@ -27,6 +27,7 @@ LOCK_TIMEOUT = 0.3  # seconds; enough for another process that only cleans up
 # Smaller files are hashed every time.
 REMEMBERED_BYTES = 2**20
 MOST_FILES = 6  # named in a message
+LONG_READ = 2**31  # bytes; takes seconds
 LARGEST = 2**63  # size of a file, and of any count
 # What reading JSON raises that somebody may have changed.
 UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -129,6 +130,8 @@ class FileHashes:
         match self._known.get(key):
             case [*known, str(digest)] if known == state:
                 return digest
+        if status.st_size > LONG_READ:
+            log.warning("reading %s once (%.0f GB): results depend on its content", file, status.st_size / 1e9)
         digest = hash_file(file)
         if start - status.st_ctime_ns > SETTLED:
             self._known[key] = [*state, digest]
