@@ -176,14 +176,14 @@ def verify(folder: Path, *, remedy: str, hash_of: Callable[[Path], str] = hash_f
 
 def _added_files(folder: Path, manifest: Manifest) -> list[Path]:
     """Files and links that were not published; hidden ones and GGUF files, which no loader takes by itself, aside."""
-    found = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
-    names = {path.relative_to(folder): path for path in found}
-    known = {PurePosixPath(name) for name in (*manifest.files, MANIFEST)}
-    return sorted(
-        path
-        for name, path in names.items()
-        if name not in known and name.suffix != ".gguf" and not any(part.startswith(".") for part in name.parts)
-    )
+    added = []
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder)
+        hidden = any(part.startswith(".") for part in name.parts)
+        inert = hidden or name.suffix == ".gguf" or name.as_posix() in (MANIFEST, *manifest.files)
+        if not inert and (path.is_symlink() or not path.is_dir()):
+            added.append(path)
+    return added
 
 
 def _is_present(path: Path) -> bool:
