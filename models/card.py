@@ -119,7 +119,8 @@ def suitable_runtimes(target: MoETarget, shape: MoEShape, pad_to: int | None = N
     if "vLLM" in served:
         lines.append(f"{', '.join(name for name in served if name != 'llama.cpp')}: {_fused_kernels(shape, width)}")
     if "llama.cpp" in served:
-        lines.append(f"llama.cpp: `python -m pipeline.gguf` converts it; {_blocks(width)}")
+        where = ", where there are as many key heads as query heads" if target.llama_cpp_equal_heads else ""
+        lines.append(f"llama.cpp: `python -m pipeline.gguf` converts it{where}; {_blocks(width)}")
     if not target.own:
         lines.append(_nf4(target))
     if absent := [name for name in ("vLLM", "SGLang", "llama.cpp") if name not in served]:

@@ -200,6 +200,8 @@ def _is_rope(value: object) -> bool:
     )
 
 
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+
 # What a key of config.json holds where it is given and not null.
 _KINDS: Mapping[str, Callable[[object], bool]] = {
     **dict.fromkeys(
@@ -220,7 +222,7 @@ _KINDS: Mapping[str, Callable[[object], bool]] = {
                     lambda value: isinstance(value, str) and value.removeprefix("torch.") in _DTYPES),
     **dict.fromkeys(("rope_scaling", "rope_parameters"), _is_rope),
     "quantization_config": lambda value: isinstance(value, dict),
-    "layer_types": lambda value: isinstance(value, list) and all(isinstance(kind, str) for kind in value),
+    "layer_types": lambda value: isinstance(value, list) and all(kind in _LAYER_TYPES for kind in value),
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), _is_tokens),
 }  # fmt: skip
 
@@ -247,6 +249,9 @@ def check_values(config: Mapping[str, Any]) -> list[CheckpointError]:
         if heads % key_heads:
             what = f"num_attention_heads={heads} is no multiple of num_key_value_heads={key_heads}"
             problems.append((what, "config.json"))
+        kinds, layers = config.get("layer_types"), config["num_hidden_layers"]
+        if kinds is not None and len(kinds) != layers:
+            problems.append((f"layer_types names {len(kinds)} layers, num_hidden_layers={layers}", "config.json"))
     return [CheckpointError(what, where=where, do=_AGAIN) for what, where in problems]
 
 

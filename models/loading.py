@@ -12,7 +12,14 @@ from typing import Any
 import torch
 from accelerate.utils import get_max_memory
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from instruments.errors import CheckpointError, ConfigError, UserError
 from models.checkpoint.folder import read_checkpoint
@@ -118,9 +125,22 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrain
         if isinstance(vocabulary, int) and (tokens := int(tokenizer.vocab_size)) > vocabulary:
             raise ValueError(f"it has {tokens} tokens, the model {vocabulary}")
     except Exception as error:  # its files are untrusted, and each class fails in its own way
+        _check_config(folder, trust_remote_code=trust_remote_code)
         do = "put the model's tokenizer files beside its config.json"
         raise CheckpointError(f"no usable tokenizer: {first_line(error)}", where=str(folder), do=do) from error
     return tokenizer
+
+
+def _check_config(folder: Path, *, trust_remote_code: bool) -> None:
+    """Raise CheckpointError where transformers cannot read config.json, which it does for a tokenizer, too."""
+    try:
+        AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    except Exception as error:  # untrusted as the tokenizer is
+        # Some tokenizers have a class of their own where transformers has none for the model.
+        if read_config(folder).get("model_type") in CONFIG_MAPPING:
+            what = f"transformers cannot read config.json: {first_line(error)}"
+            do = "config.json of the original checkpoint, as it was downloaded"
+            raise CheckpointError(what, where=str(folder / "config.json"), do=do) from error
 
 
 @contextmanager
@@ -139,7 +159,10 @@ def explained_loading(folder: Path) -> Iterator[None]:
 
 def first_line(error: Exception) -> str:
     """The start of an error's text, or its kind where it says nothing."""
-    return str(error).strip().partition("\n")[0][:200] or type(error).__name__
+    first, _, rest = str(error).strip().partition("\n")
+    # Where it ends in a colon the reason is on the next line.
+    text = f"{first} {rest.strip().partition(chr(10))[0]}" if first.endswith(":") else first
+    return text.strip()[:200] or type(error).__name__
 
 
 def load_whole(folder: Path, **arguments: Any) -> PreTrainedModel:  # noqa: ANN401 - those of from_pretrained

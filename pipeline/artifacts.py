@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -25,6 +26,8 @@ SHORT = 16  # letters of a fingerprint in the name of its folder
 LOCK_TIMEOUT = 0.3  # seconds; enough for another process that only cleans up
 # Smaller files are hashed every time.
 REMEMBERED_BYTES = 2**20
+MOST_FILES = 6  # named in a message
+LONG_READ = 2**31  # bytes; takes seconds
 LARGEST = 2**63  # size of a file, and of any count
 # What reading JSON raises that somebody may have changed.
 UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -127,6 +130,8 @@ class FileHashes:
         match self._known.get(key):
             case [*known, str(digest)] if known == state:
                 return digest
+        if status.st_size > LONG_READ:
+            log.warning("reading %s once (%.0f GB): results depend on its content", file, status.st_size / 1e9)
         digest = hash_file(file)
         if start - status.st_ctime_ns > SETTLED:
             self._known[key] = [*state, digest]
@@ -145,7 +150,8 @@ def verify(folder: Path, *, remedy: str, hash_of: Callable[[Path], str] = hash_f
     """Check every file of a published result against its manifest; `remedy` is the command that computes it again.
 
     Raises:
-        ContractError: naming every file that is missing or was changed.
+        ContractError: naming every file that is missing or was changed; or files that were added. Loaders find files
+            by their names (an adapter, a second tokenizer, shards), so such a folder is another model.
     """
     manifest = Manifest.read(folder, remedy=remedy)
     faults = []
@@ -161,6 +167,23 @@ def verify(folder: Path, *, remedy: str, hash_of: Callable[[Path], str] = hash_f
         faults.append(f"{folder} holds the result {manifest.fingerprint}")
     if faults:
         raise ContractError(f"the result of {folder.parent.name} is damaged", where="; ".join(faults), do=remedy)
+    if added := _added_files(folder, manifest):
+        what = f"files were added to the result of {folder.parent.name} after it was published"
+        where = ", ".join(map(str, added[:MOST_FILES])) + (" ..." if len(added) > MOST_FILES else "")
+        do = f"{shlex.join(['mv', *map(str, added), '.'])}, or {remedy}" if len(added) <= MOST_FILES else remedy
+        raise ContractError(what, where=where, do=do)
+
+
+def _added_files(folder: Path, manifest: Manifest) -> list[Path]:
+    """Files and links that were not published; hidden ones and GGUF files, which no loader takes by itself, aside."""
+    added = []
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder)
+        hidden = any(part.startswith(".") for part in name.parts)
+        inert = hidden or name.suffix == ".gguf" or name.as_posix() in (MANIFEST, *manifest.files)
+        if not inert and (path.is_symlink() or not path.is_dir()):
+            added.append(path)
+    return added
 
 
 def _is_present(path: Path) -> bool:

@@ -7,12 +7,13 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from instruments.errors import CheckpointError, ConfigError, UserError, check_output, exit_code, say
-from models.checkpoint.folder import list_shards
+from models.checkpoint.folder import list_shards, read_checkpoint
 from models.config import MoEShape
 from models.source import read_config
 from models.targets.config import MOE_TARGETS, check_target, targets_of
@@ -21,6 +22,9 @@ from pipeline.disk import explain_os_error, free_bytes, in_mib
 # Written by the converter itself; all others by the quantiser.
 CONVERTED = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 1.07}  # bytes a weight
 QUANTISED = ("q4_0", "q4_k_m", "q5_k_m", "q6_k")
+# Numbers of a row that share a scale, and what llama.cpp writes where a row is no multiple of it.
+BLOCKS = {"q8_0": 32, "q4_0": 32, "q4_k_m": 256, "q5_k_m": 256, "q6_k": 256}
+FALLBACKS = {"q4_k_m": "q5_0 or q8_0", "q5_k_m": "q5_1 or q8_0", "q6_k": "q8_0"}
 INSTALL = {
     "llama_cpp": "pip install llama-cpp-python",
     "converter": "pip download --no-deps --no-binary :all: llama-cpp-python && tar xzf llama_cpp_python-*.tar.gz, then "
@@ -57,7 +61,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
     def work() -> None:
         check_carve(wanted.checkpoint)
-        for note in check_convertible(read_config(wanted.checkpoint)):
+        notes = check_convertible(read_config(wanted.checkpoint))
+        for note in [*notes, *describe_fallbacks(wanted.checkpoint, wanted.type)]:
             say(f"{note}\n")
         check_output(wanted.out)
         if wanted.out.exists():
@@ -110,13 +115,33 @@ def check_convertible(config: Mapping[str, Any]) -> list[str]:
     return []
 
 
+def describe_fallbacks(checkpoint: Path, outtype: str) -> list[str]:
+    """Notes about weights that llama.cpp cannot write in this type, and writes in a larger one without a word."""
+    block = BLOCKS.get(outtype, 1)
+    shapes = [entry.shape for entry in read_checkpoint(checkpoint).values() if len(entry.shape) > 1]
+    odd = [shape for shape in shapes if shape[-1] % block]
+    if not odd:
+        return []
+    share, lengths = sum(map(prod, odd)) / sum(map(prod, shapes)), {shape[-1] for shape in odd}
+    larger = {FALLBACKS.get(outtype, "16 bits") if length % 32 == 0 else "16 bits" for length in lengths}
+    # Experts can be filled up with zero neurons, the model's own width cannot.
+    remedy = f"carve with assemble.pad_to={block}"
+    if read_config(checkpoint)["hidden_size"] in lengths:
+        remedy = "--type q8_0" if block > BLOCKS["q8_0"] else "--type bf16"
+    return [
+        f"{outtype} wants rows of multiples of {block}: {share:.0%} of the weights have rows of "
+        f"{', '.join(map(str, sorted(lengths)))} and are written as {' or '.join(sorted(larger))}, which is larger and "
+        f"may be slower; {remedy}"
+    ]
+
+
 def llama_cpp_fault(config: Mapping[str, Any]) -> str:
     """Why llama.cpp cannot run a carve with this config.json; empty where it can."""
     target = MOE_TARGETS[config["model_type"]]
     if "llama.cpp" not in target.runtimes:
         return f"llama.cpp knows no {target.architecture}"
-    if target.model_type == "dots1" and config["num_key_value_heads"] != config["num_attention_heads"]:
-        return "llama.cpp gives dots.llm1 as many key heads as query heads, this model has fewer"
+    if target.llama_cpp_equal_heads and config["num_key_value_heads"] != config["num_attention_heads"]:
+        return f"llama.cpp gives {target.architecture} as many key heads as query heads, this model has fewer"
     return ""
 
 

@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 
 from pipeline.artifacts import (
     MANIFEST,
+    MOST_FILES,
     FileHashes,
     Manifest,
     StagingDir,
@@ -39,7 +40,6 @@ log = logging.getLogger(__name__)
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 NEW_LINE = "\n" + " " * 11  # under the first word after a heading
 CHECKPOINT_STAGES = ("assemble", "project", "train")
-MOST_FILES = 6
 
 # After a stage that was asked for alone: what goes on from it, and the settings of those commands. A run ends for good
 # after an evaluation, and after a look into a model.

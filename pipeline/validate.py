@@ -34,6 +34,8 @@ DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 EMPTY_OUTPUT = ConfigError(
     "output_dir is empty: is a variable of the shell not set?", where="setting output_dir", do="output_dir=outputs"
 )
+# The most of a whole number that states none of its own, by the last word of its name: more is a slip of the finger.
+MOST = {"steps": 10**6, "rounds": 1000, "tokens": 10**12}
 LIMITS = {"minimum": (lt, "at least"), "above": (le, "above"), "maximum": (gt, "at most")}
 
 
@@ -87,7 +89,9 @@ def value_errors(name: str, value: Any, spec: Field[Any]) -> Iterator[ConfigErro
     elif isinstance(value, int) and abs(value) > LARGEST:
         faults.append(f"between -{LARGEST} and {LARGEST}")
     else:
-        bounds = {rule: spec.metadata[rule] for rule in LIMITS if spec.metadata.get(rule) is not None}
+        most = MOST.get(spec.name.rpartition("_")[2]) if isinstance(value, int) else None
+        rules = {"maximum": most, **spec.metadata}
+        bounds = {rule: rules[rule] for rule in LIMITS if rules.get(rule) is not None}
         faults += [f"{LIMITS[rule][1]} {bound}" for rule, bound in bounds.items() if LIMITS[rule][0](value, bound)]
     for fault in faults:
         yield ConfigError(f"{name}={value} must be {fault}", where=f"setting {name}", do=f"{name}={sound_value(spec)}")

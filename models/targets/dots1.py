@@ -39,7 +39,8 @@ TARGETS = (
         config_keys=_config_keys,
         runtimes=("vLLM", "SGLang", "llama.cpp"),
         runtime_note="vLLM gives this architecture no sliding window and no bias on o_proj: serve such a source by "
-        "transformers. llama.cpp runs it only where there are as many key heads as query heads.",
+        "transformers.",
+        llama_cpp_equal_heads=True,
         shared=LAYER + "mlp.shared_experts.{part}.weight",
         dense_layers="first",
         always_has_shared=True,

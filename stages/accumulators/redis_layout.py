@@ -28,7 +28,8 @@ from stages.accumulators.sums import ScanSums
 
 LAYOUT_VERSION = 3  # 2: without totals
 PROJECTIONS = ("gate", "up", "down")
-# Sum of the scan → where it stands. Read from the first place; the others repeat it for readers of single rows.
+# Sum of the scan → where it stands. The first place counts; the others repeat it for readers of single rows, and are
+# compared with it.
 FIELDS = {
     "sum_abs": [("gate", "sum_act"), ("up", "sum_act"), ("down", "sum_act")],
     "active_count": [("gate", "count_act"), ("up", "count_act"), ("down", "count_act")],
@@ -39,7 +40,7 @@ FIELDS = {
     "sum_taylor": [("gate", "sum_taylor")],
     "max_abs": [("gate", "max_abs"), ("up", "max_abs")],
 }
-GREATEST = frozenset({"max_abs"})  # not added up; its second place is a copy to check it by
+GREATEST = frozenset({"max_abs"})  # not added up
 BITS = "bits_LRf"  # one string for each layer, rows of tokens one after the other
 
 # Layers' weight names: gate, up, down → name.
@@ -107,10 +108,15 @@ def entries_to_add(columns: Sequence[str]) -> list[str | int]:
 
 
 def entries_to_read(columns: Sequence[str]) -> list[str | int]:
-    """Script arguments: projection and name of every column's first field, then of the second ones of maxima."""
+    """Script arguments: projection and name of every column's first field, then of the copies of all columns."""
     places = [FIELDS[column][0] for column in columns]
-    places += [FIELDS[column][1] for column in columns if column in GREATEST]
+    places += [place for column in columns for place in FIELDS[column][1:]]
     return [word for place, field in places for word in (PROJECTIONS.index(place) + 1, field)]
+
+
+def copied_columns(columns: Sequence[str]) -> list[int]:
+    """For every copy, in the order of `entries_to_read`, the number of the column that it repeats."""
+    return [number for number, column in enumerate(columns) for _copy in FIELDS[column][1:]]
 
 
 def pack_cache_key(facts: Mapping[str, object], shapes: Mapping[str, Sequence[Any]], weights: WeightNames) -> str:
@@ -162,7 +168,8 @@ def find_tampering(sums: ScanSums, columns: Sequence[str], totals: Mapping[str, 
         if bad.any():
             layer, neuron = bad.nonzero()[0].tolist()
             return f"{column} of layer {layer}, neuron {neuron}, is no number of 0 or more, or its copy differs"
-    for name, found in _totals_of(sums, columns).items():
+    found_totals = _totals_of(sums, columns)
+    for name, found in found_totals.items():
         wanted = totals.get(name, 0.0) + UNIT * totals.get(f"{name}_tiny", 0.0)
         if not abs(found - wanted) <= TOLERANCE * wanted:
             column, _, layer = name.partition(":")
@@ -172,6 +179,9 @@ def find_tampering(sums: ScanSums, columns: Sequence[str], totals: Mapping[str, 
         counted, total = sums.counters.get(name), totals.get(f"counter:{name}")
         if counted is None or counted != total or not 0 <= counted < float("inf"):
             return f"counter {name} is {counted}, and its total is {total}"
+    known = {"batches", "marks", *(f"counter:{name}" for name in names), *found_totals}
+    if unknown := sorted(totals.keys() - known - {f"{name}_tiny" for name in known}):
+        return f"there is a total of {unknown[0]}, which no scan counts"
     return None
 
 

@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,14 +14,14 @@ from torch import Tensor
 from instruments.errors import ContractError
 from stages.accumulators import redis_layout
 from stages.accumulators.config import START_OVER
-from stages.accumulators.redis_layout import BITS, GREATEST, LAYOUT_VERSION, Keys, sum_marks
+from stages.accumulators.redis_layout import BITS, GREATEST, LAYOUT_VERSION, TOLERANCE, Keys, sum_marks
 from stages.accumulators.sums import ScanSums, empty_sums, list_differences
 
 # Seconds after which the server forgets what a dead worker staged but did not commit.
 STAGED_FOR = 900
 BYTES_AT_ONCE = 2**23
 UNITS_READ_AT_ONCE = 2048
-KEYS_DELETED_AT_ONCE = 1000
+KEYS_DELETED_AT_ONCE, KEYS_LISTED_AT_ONCE = 1000, 5000
 MOST_BATCHES = 2**24
 MOST_ELEMENTS = 2**34
 
@@ -135,14 +136,36 @@ class Namespace:
         return sums, totals
 
     def _read_columns(self, names: Mapping[str, str], first: int, count: int) -> Tensor:
-        """Sums of some neurons, (columns, neurons); not a number where the two places of a maximum differ."""
-        wanted = redis_layout.entries_to_read(self.columns)
-        answer = self._read(args=[*self.keys.layer_rows(names), first, count, *wanted])
-        greatest = [column for column, name in enumerate(self.columns) if name in GREATEST]
-        values_FC = redis_layout.unpack_neurons(answer, len(self.columns) + len(greatest))
-        for again, column in enumerate(greatest, start=len(self.columns)):
-            values_FC[values_FC[:, column] != values_FC[:, again], column] = torch.nan
+        """Sums of some neurons, (columns, neurons); not a number where a copy differs.
+
+        Raises:
+            ContractError: a row has a field that no scan writes.
+        """
+        wanted, copied = redis_layout.entries_to_read(self.columns), redis_layout.copied_columns(self.columns)
+        rows = self.keys.layer_rows(names)
+        answer = self._read(args=[*rows, first, count, *wanted])
+        values_FC = redis_layout.unpack_neurons(answer, len(self.columns) + len(copied) + 1)
+        if len(strange := values_FC[:, -1].nonzero()[:, 0]):
+            neuron = int(strange[0])
+            row = f"{rows[int(values_FC[neuron, -1]) - 1]}{first + neuron}"
+            raise self._tampered(f"{row} has a field that no scan writes")
+        for again, column in enumerate(copied, start=len(self.columns)):
+            # Workers' increments may come to a copy in another order, which moves the last digit.
+            tolerance = 0.0 if self.columns[column] in GREATEST else TOLERANCE
+            same_F = torch.isclose(values_FC[:, again], values_FC[:, column], rtol=tolerance, atol=0.0)
+            values_FC[~same_F, column] = torch.nan
         return values_FC[:, : len(self.columns)].T
+
+    def _foreign_rows(self) -> Iterator[str]:
+        """Keys that look like rows, and are of no weight or neuron of this scan."""
+        begin = self.keys.rows("")[: -len(":row:")]
+        weights = {name for names in self.weights for name in names.values()}
+        pattern = re.sub(r"[][*?\\^]", r"\\\g<0>", begin) + "*:row:*"
+        for key in map(_text, self.client.scan_iter(pattern, count=KEYS_LISTED_AT_ONCE)):
+            weight, _, neuron = key.removeprefix(begin).rpartition(":row:")
+            belongs = neuron.isdecimal() and neuron == str(int(neuron)) and int(neuron) < self.width
+            if not (belongs and weight in weights):
+                yield key
 
     def require_intact(self, sums: ScanSums, totals: Mapping[str, float]) -> None:
         """Refuse sums, with nothing pending, that are not what their workers committed.
@@ -152,6 +175,8 @@ class Namespace:
         """
         if what := redis_layout.find_tampering(sums, self.columns, totals):
             raise self._tampered(what)
+        if foreign := next(self._foreign_rows(), None):
+            raise self._tampered(f"{foreign} is of no weight or neuron of this scan")
 
     def _numbers(self, key: str) -> dict[str, float]:
         """A hash of numbers; what is none counts as not a number."""
@@ -180,6 +205,8 @@ class Namespace:
             for prefix in prefixes:
                 pipeline.unlink(*(f"{prefix}{neuron}" for neuron in neurons[first : first + KEYS_DELETED_AT_ONCE]))
             pipeline.execute()
+        for key in self._foreign_rows():
+            self.client.unlink(key)
         return batches
 
 

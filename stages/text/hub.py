@@ -2,12 +2,13 @@
 
 import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from zlib import error as zlib_error
 
 from huggingface_hub import constants, hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.file_download import repo_folder_name
 
 from instruments.errors import DataError
 from models.source import CONNECT, hub_answers, offline_by_choice
@@ -127,18 +128,17 @@ def require_hub(data: DataConfig) -> None:
 
 def find_commit(data: DataConfig) -> str | None:
     """The commit that the dataset's revision means now, by the cache where no hub answers; None: unknown."""
-    try:
-        # Every repository has this file; the hub keeps it in a folder named by its commit.
+    offline, name = not hub_answers(), str(data.name)
+    with suppress(HfHubHTTPError, HFValidationError, OSError):
+        # Most repositories have this file; the hub keeps it in a folder named by its commit.
         cached = hf_hub_download(
-            str(data.name),
-            ".gitattributes",
-            repo_type="dataset",
-            revision=data.revision,
-            local_files_only=not hub_answers(),
+            name, ".gitattributes", repo_type="dataset", revision=data.revision, local_files_only=offline
         )
-    except (HfHubHTTPError, HFValidationError, OSError):
-        return None
-    return Path(cached).parent.name
+        return Path(cached).parent.name
+    # The answer that there is no such file names the commit, too, and the cache keeps it.
+    folder = repo_folder_name(repo_id=name, repo_type="dataset")
+    kept = Path(constants.HF_HUB_CACHE, folder, "refs", data.revision or constants.DEFAULT_REVISION)
+    return kept.read_text(encoding="utf-8") if kept.is_file() else None
 
 
 def _require_splits(splits: list[str], data: DataConfig) -> None:

@@ -3,14 +3,16 @@
 import json
 import logging
 import math
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from instruments.durable import hash_file, sync_tree, whole_file
-from instruments.training_watch.step_log import read_step_log
+from instruments.errors import ContractError
 from stages.artifacts.job import Table
 from stages.train.phases import Phase
 
@@ -18,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 WHOLE = "whole"  # marks a folder in which nothing is missing; holds the hashes of its files
 FILE = "metrics.jsonl"
+CHECKS = "metrics.crc"  # a CRC-32 for each line of it, written before the line
 EVENTS = "tensorboard"
 
 
@@ -43,7 +46,7 @@ def drop_unfinished(folder: Path) -> None:
     """Remove checkpoints of a phase that a kill left half written, and those that have changed since."""
     for path in folder.glob("*"):
         if path.is_dir() and is_whole(path):
-            if (path / WHOLE).read_text(encoding="utf-8") == json.dumps(_hashes(path)):
+            if (path / WHOLE).read_bytes() == json.dumps(_hashes(path)).encode():
                 continue
             logger.warning("a checkpoint of an unfinished training is damaged and will be removed: %s", path)
         if path.is_dir():
@@ -71,8 +74,10 @@ class Record:
     def open(cls, folder: Path, *, done: int, tensorboard: bool) -> "Record":
         """Go on after `done` steps; lines about later ones, which a kill undid, are removed."""
         kept = [line for line in read_record(folder) if line["step"] <= done] if (folder / FILE).exists() else []
-        with whole_file(folder / FILE) as unfinished:
-            unfinished.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        lines = [f"{json.dumps(line)}\n" for line in kept]
+        for name, texts in ((CHECKS, map(_check, lines)), (FILE, lines)):
+            with whole_file(folder / name) as unfinished:
+                unfinished.write_text("".join(texts), encoding="utf-8")
         tokens = max((line["tokens"] for line in kept if "tokens" in line), default=0)
         return cls(folder, open_events(folder / EVENTS, done) if tensorboard else None, tokens)
 
@@ -88,8 +93,10 @@ class Record:
         self._append({"step": step, "phase": phase, "warnings": list(warnings)})
 
     def _append(self, line: Mapping[str, Any]) -> None:
-        with (self.folder / FILE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        text = f"{json.dumps(line)}\n"
+        for name, content in ((CHECKS, _check(text)), (FILE, text)):
+            with (self.folder / name).open("a", encoding="utf-8") as file:
+                file.write(content)
 
     def close(self) -> None:
         """Let TensorBoard finish."""
@@ -97,9 +104,33 @@ class Record:
             self.events.close()
 
 
+def _check(line: str) -> str:
+    return f"{crc32(line.encode()):08x}\n"
+
+
 def read_record(folder: Path) -> list[dict[str, Any]]:
-    """All lines; a last one that a kill cut short is left out."""
-    return read_step_log(folder / FILE)
+    """All lines; last ones that a kill cut short are left out. Raises ContractError: some were changed since."""
+    lines, checks = _split(folder / FILE), _split(folder / CHECKS)
+    pairs = [*zip(lines, checks, strict=False)]
+    # A line is written after its check. A last one that only lacks its end was not cut short.
+    changed = [
+        line for line, check in pairs if (line[-1] == "\n") != (check == _check(line)) or _ends_like(line, check)
+    ]
+    if changed or (lines and not pairs):
+        what = "the record of an unfinished training was changed since it was written"
+        do = "the same command with stage=train fresh=true, which starts it over"
+        raise ContractError(what, where=str(folder / FILE), do=do)
+    return [json.loads(line) for line, _check in pairs if line[-1] == "\n"]
+
+
+def _split(path: Path) -> list[str]:
+    """Lines with their ends; str.splitlines takes other characters for ends, too."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    return re.findall(r"[^\n]*\n|[^\n]+", text)
+
+
+def _ends_like(line: str, check: str) -> bool:
+    return line[-1] != "\n" and check == _check(f"{line[:-1]}\n")
 
 
 def open_events(folder: Path, done: int) -> Any:  # noqa: ANN401 - a SummaryWriter, which torch does not type

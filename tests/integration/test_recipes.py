@@ -1,13 +1,15 @@
 """The recipes of stages/train/RECIPES.md, run as they stand."""
 
+import json
 import re
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 from pico import write_pico
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.cli import run_command
 
@@ -37,9 +39,9 @@ def checkpoint(tmp_path_factory):
     return str((folder / "latest/checkpoint").resolve())
 
 
-def recipe(title):
+def recipe(title, language="python"):
     section = RECIPES.read_text().split(f"## {title}\n")[1]
-    return re.search(r"```python\n(.*?)```", section, re.DOTALL)[1]
+    return re.search(rf"```{language}\n(.*?)```", section, re.DOTALL)[1]
 
 
 def cook(title, checkpoint, output):
@@ -61,9 +63,21 @@ def assert_trained(folder, checkpoint):
     assert changed == expected
 
 
-def test_a_loop(checkpoint, tmp_path):
+def test_a_loop_and_the_files_that_other_programs_read(checkpoint, tmp_path):
     cook("A loop in PyTorch", checkpoint, tmp_path)
     assert_trained(tmp_path, checkpoint)
+    carved = json.loads(Path(checkpoint, "config.json").read_text())
+    # Where transformers 4.57 looks for it.
+    assert "rope_theta" not in json.loads((tmp_path / "config.json").read_text())
+    before = weights(tmp_path)
+    command = recipe("Before other programs read it", "bash")
+    subprocess.run(["bash", "-c", command], check=True, env={"checkpoint": checkpoint, "output": str(tmp_path)})
+    assert json.loads((tmp_path / "config.json").read_text()) == carved
+    assert carved["rope_theta"] == 10_000.0
+    after = weights(tmp_path)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    wanted = AutoTokenizer.from_pretrained(checkpoint)("def carve():")["input_ids"]
+    assert AutoTokenizer.from_pretrained(tmp_path)("def carve():")["input_ids"] == wanted
 
 
 def test_routers_that_learn_what_they_did_not_choose(checkpoint, tmp_path):

@@ -87,6 +87,24 @@ def test_the_tokenizer_of_another_model(tmp_path: Path) -> None:
         load_tokenizer(folder)
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"layer_types": ["full_attention"]}, "layer_types"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "'rope_type'='yarn'"),
+        ({"num_labels": "many"}, "'str' object"),
+    ],
+)
+def test_a_tokenizer_is_not_blamed_for_the_config(tmp_path: Path, changes: dict[str, object], reason: str) -> None:
+    folder = write_pico(tmp_path, "qwen3", tokenizer=True)
+    change_config(folder, **changes)
+    with pytest.raises(CheckpointError) as caught:
+        load_tokenizer(folder)
+    assert caught.value.what.startswith("transformers cannot read config.json: ")
+    assert reason in caught.value.what
+    assert caught.value.where == str(folder / "config.json")
+
+
 def change_config(folder, **changes):
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))

@@ -297,7 +297,7 @@ def test_identity_follows_whatever_decides_a_result(folder: Path) -> None:
 
 
 def test_ten_million_layers_are_compared_with_the_tensors_first(folder: Path) -> None:
-    edit_config(folder, num_hidden_layers=10**7)
+    edit_config(folder, num_hidden_layers=10**7, layer_types=None)
     began = time.monotonic()
     (text,) = texts(folder)
     assert time.monotonic() - began < 5
@@ -322,6 +322,7 @@ def test_ten_million_layers_are_compared_with_the_tensors_first(folder: Path) ->
         ("eos_token_id", {"a": 1}),
         ("quantization_config", [1]),
         ("layer_types", "full_attention"),
+        ("layer_types", ["full_attention", "half_attention"]),
     ],
 )
 def test_values_that_no_model_has(folder: Path, key: str, value: object) -> None:
@@ -337,6 +338,11 @@ def test_numbers_of_heads_that_do_not_fit(folder: Path) -> None:
         "hidden_size=24 is no multiple of num_attention_heads=5, and there is no head_dim",
         "num_attention_heads=5 is no multiple of num_key_value_heads=2",
     ]
+
+
+def test_kinds_of_fewer_layers(folder: Path) -> None:
+    edit_config(folder, layer_types=["full_attention"])
+    assert [error.what for error in check_source(local(folder))] == ["layer_types names 1 layers, num_hidden_layers=2"]
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
 """Staging and publishing: whole or not at all."""
 
+import subprocess
 from contextlib import suppress
 
 import pytest
 
+from instruments.errors import ContractError
 from pipeline.artifacts import Manifest, StagingDir, is_complete, open_staging, publish, remove_leftovers, verify
 from stages.artifacts.job import Table
 
@@ -37,6 +39,32 @@ def test_a_published_folder_verifies_and_leaves_nothing_else(final):
     }
     verify(final, remedy="")
     assert names(final.parent) == ["f00d"]
+
+
+@pytest.mark.parametrize("name", ["model-extra.safetensors", "adapter_config.json", "inner/modeling.py"])
+def test_files_that_were_added_are_refused_until_they_are_moved_away(final, name, monkeypatch, tmp_path):
+    make(final)
+    (final / name).write_text("x")
+    with pytest.raises(ContractError) as caught:
+        verify(final, remedy="again")
+    assert str(caught.value) == (
+        "files were added to the result of scan after it was published\n"
+        f"  where: {final / name}\n"
+        f"  do:    mv {final / name} ., or again"
+    )
+    monkeypatch.chdir(tmp_path)
+    subprocess.run(caught.value.do.partition(", or ")[0], shell=True, check=True)
+    verify(final, remedy="again")
+
+
+def test_a_link_to_a_folder_is_an_added_file_and_what_no_loader_takes_is_none(final, tmp_path):
+    make(final)
+    (final / ".DS_Store").write_text("x")
+    (final / "model.gguf").write_text("x")
+    verify(final, remedy="")
+    (final / "additional_chat_templates").symlink_to(tmp_path)
+    with pytest.raises(ContractError, match="files were added to the result of scan"):
+        verify(final, remedy="")
 
 
 def test_equal_results_have_equal_manifests(tmp_path):

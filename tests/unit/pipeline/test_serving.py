@@ -110,7 +110,7 @@ def test_no_room_is_said_before_anything_is_written(tmp_path, capsys, carve, mon
         ({"model_type": "flex_olmo"}, "llama.cpp knows no FlexOlmoForCausalLM", "serve it by transformers or vLLM"),
         (
             {"model_type": "dots1", "num_key_value_heads": 2, "num_attention_heads": 4, "n_shared_experts": 1},
-            "llama.cpp gives dots.llm1 as many key heads as query heads, this model has fewer",
+            "llama.cpp gives Dots1ForCausalLM as many key heads as query heads, this model has fewer",
             "carve with assemble.target=glm4_moe",
         ),
         (
@@ -145,6 +145,19 @@ def test_targets_that_convert_pass():
         {"model_type": "mixtral", "sliding_window": 4096, "max_position_embeddings": 32768}
     )
     assert note == "llama.cpp gives Mixtral no sliding window: texts of up to 4,096 tokens are right (-c 4096)"
+
+
+@pytest.mark.parametrize(
+    ("outtype", "note"),
+    [
+        ("q4_0", None),
+        ("f16", None),
+        ("q4_k_m", "q4_k_m wants rows of multiples of 256: 100% of the weights have rows of 32, 64 and are written as "
+         "q5_0 or q8_0, which is larger and may be slower; --type q8_0"),
+    ],
+)  # fmt: skip
+def test_types_that_fall_back_are_said(carve, outtype, note):
+    assert gguf.describe_fallbacks(carve, outtype) == ([note] if note else [])
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from instruments.errors import ConfigError
 from pipeline.overrides import first_word, override_errors
 from pipeline.settings import STAGES, compose, register_schema
-from pipeline.validate import field_errors, find_errors
+from pipeline.validate import MOST, field_errors, find_errors, find_fields, value_errors
 
 WRONG = [
     *(f"{name}={value}" for name in ("active", "project.beta", "train.router_rate") for value in ("nan", "inf")),
@@ -33,6 +33,7 @@ WRONG = [
     ),
     *("'output_dir=\"~/x\"'", "'output_dir=\"~nobody/x\"'", "hydra.run.dir="),
     "scan.block_width=9223372036854775807",
+    *("assemble.router_steps=1000001", "project.rounds=1001", "project.router_tokens=1000000000001"),
     *("top_k=2.5", "experts=many", "scan.gradients=perhaps", "diagnose.checkpoint=/nowhere", "cluster.map_layers=[99]"),
 ]
 
@@ -102,6 +103,12 @@ def test_a_rule_of_every_number_at_any_depth():
     for name, node in found.items():
         broken = [error.what for error in field_errors(node) if "finite" in error.what]
         assert broken == [f"{name.rpartition('.')[2]}=nan must be a finite number"], name
+
+
+def test_every_number_of_steps_rounds_and_tokens_has_a_maximum():
+    found = {name: spec for name, _value, spec in find_fields(compose([])[0]) if name.endswith(tuple(MOST))}
+    assert len(found) > 20
+    assert [name for name, spec in found.items() if not any(value_errors(name, 10**13, spec))] == []
 
 
 def test_what_an_interpolation_stands_for_has_the_type_of_the_setting():

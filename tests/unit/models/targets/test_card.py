@@ -93,6 +93,7 @@ def test_the_card_of_a_pool_says_that_all_layers_share_it():
         ("qwen3_moe", MoEShape(64, 304, 8, 0), "padded with zero neurons to 320, a multiple of 32"),
         ("granitemoe", MoEShape(64, 304, 8, 0), 'llm_int8_skip_modules=["layer", "lm_head"]'),
         ("qwen2_moe", MoEShape(64, 304, 8, 0), 'llm_int8_skip_modules=["gate", "shared_expert_gate", "lm_head"]'),
+        ("dots1", MoEShape(64, 256, 8, 64), "converts it, where there are as many key heads as query heads; N = 256"),
         ("qwen2_moe", MoEShape(100, 256, 8, 0), "N = 256 suits Q8_0, Q4_0 and the K-quants."),
     ],
 )

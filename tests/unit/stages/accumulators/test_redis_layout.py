@@ -8,6 +8,7 @@ from stages.accumulators.redis_layout import (
     Keys,
     _runs,
     columns_of,
+    copied_columns,
     default_namespace,
     entries_to_add,
     entries_to_read,
@@ -55,8 +56,11 @@ def test_entries_name_projection_field_column_and_maximum():
         *(1, "sum_act"),
         *(3, "sum_grad_norm"),
         *(1, "max_abs"),
+        *(2, "sum_act"),
+        *(3, "sum_act"),
         *(2, "max_abs"),
     ]
+    assert copied_columns(["sum_abs", "grad_norm_down", "max_abs"]) == [0, 0, 2]
 
 
 def test_sums_of_an_older_layout_are_named():

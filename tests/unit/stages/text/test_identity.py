@@ -1,10 +1,13 @@
 import subprocess
 import sys
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
 
 from instruments.errors import ConfigError
 from stages.text.cache_key import check_data, data_cache_key
 from stages.text.config import DataConfig, calibration_only
+from stages.text.hub import find_commit
 
 
 def test_local_files_count_by_content(write_jsonl, tmp_path):
@@ -45,6 +48,32 @@ def test_a_dataset_counts_by_name_and_commit(write_jsonl, tmp_path, monkeypatch)
     folder = data_cache_key(DataConfig(kind="hub", name=str(tmp_path)))
     write_jsonl("train.jsonl", [{"text": "two"}])
     assert data_cache_key(DataConfig(kind="hub", name=str(tmp_path))) != folder
+
+
+def test_a_dataset_without_gitattributes_counts_by_commit_on_line_and_off(tmp_path, monkeypatch):
+    class Hub(BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            self.send_response(404)
+            self.send_header("X-Error-Code", "EntryNotFound")
+            self.send_header("X-Repo-Commit", "c0ffee")
+            self.end_headers()
+
+        def log_message(self, *_words):
+            pass
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    data = DataConfig(kind="hub", name="a/b")
+    assert find_commit(data) is None
+    with HTTPServer(("127.0.0.1", 0), Hub) as server, monkeypatch.context() as patch:
+        Thread(target=server.serve_forever, daemon=True).start()
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        address = f"http://127.0.0.1:{server.server_port}"
+        patch.setattr("huggingface_hub.constants.ENDPOINT", address)
+        template = address + "/{repo_id}/resolve/{revision}/{filename}"
+        patch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+        assert find_commit(data) == "c0ffee"
+        server.shutdown()
+    assert find_commit(data) == "c0ffee"
 
 
 def test_paths_are_looked_at_only_where_the_settings_are_right():

@@ -3,6 +3,7 @@ import sys
 
 import pytest
 
+from instruments.errors import ContractError
 from stages.train.phases import Phase
 from stages.train.record import Record, describe, drop_unfinished, find_latest, mark_whole, read_record, summarise
 
@@ -17,6 +18,34 @@ def test_lines_after_the_step_that_is_gone_on_from_are_forgotten(tmp_path):
     assert record.tokens == 40
     record.write(6, "experts", {"tokens": 61})
     assert [(line["step"], line["tokens"]) for line in read_record(tmp_path)] == [(2, 20), (4, 40), (6, 61)]
+
+
+@pytest.mark.parametrize("file", ["metrics.jsonl", "metrics.crc"])
+def test_a_record_with_any_bit_flipped_is_refused(tmp_path, file):
+    record = Record.open(tmp_path, done=0, tensorboard=False)
+    record.write(1, "router", {"tokens": 12})
+    record.write(2, "router", {"heldout_loss": 2.5})
+    content, lines, refused = (tmp_path / file).read_bytes(), read_record(tmp_path), 0
+    for bit in range(8 * len(content)):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        (tmp_path / file).write_bytes(flipped)
+        try:
+            assert read_record(tmp_path) == lines, bit
+        except ContractError:
+            refused += 1
+    assert refused > 7 * len(content)
+    (tmp_path / file).write_bytes(content)
+    assert read_record(tmp_path) == lines
+
+
+def test_a_mark_of_a_whole_checkpoint_that_is_no_text_is_none(tmp_path):
+    (tmp_path / "checkpoint-2").mkdir()
+    (tmp_path / "checkpoint-2" / "weights").write_text("w")
+    mark_whole(tmp_path / "checkpoint-2")
+    (tmp_path / "checkpoint-2" / "whole").write_bytes(b"\xff")
+    drop_unfinished(tmp_path)
+    assert find_latest(tmp_path) is None
 
 
 def test_only_whole_checkpoints_are_gone_on_from(tmp_path):
