@@ -90,22 +90,26 @@ def project_layers(
 
     if outcome := context.workers.lead(find_outcome):
         return outcome
-    layers = {index: find_done(aligned, index) for index in carved}
+    outcomes: dict[int, Outcome] = {}
 
     def make_loops(dense: PreTrainedModel) -> list[ExpertLoop | None]:
         loops: list[ExpertLoop | None] = [None] * depth
-        for index, layer in layers.items():
+        for index in carved:
+            layer = find_done(aligned, index)
+            outcomes[index] = layer.outcome
             mlp = ffn_modules(dense)[index]
             device = execution_device(mlp.gate_proj)
-            loops[index] = checkpoint.loop(partition, index, layer.experts, layer.router, mlp.act_fn, device)
+            loop = checkpoint.loop(partition, index, layer.experts, layer.router, mlp.act_fn, device)
+            workers = context.workers
+            loops[index] = loop if workers.world == 1 else loop.part(workers.rank, workers.world)
         return loops
 
     loops, outcome = project_end_to_end(context, make_loops, project)
     if not context.workers.leads:
         return outcome
     kept.mkdir(exist_ok=True)
-    for (index, layer), loop in zip(layers.items(), loops, strict=True):
-        rounded = ProjectedLayer.of(loop, layer.outcome, checkpoint.dtype, checkpoint.down_scale)
+    for index, loop in zip(carved, loops, strict=True):
+        rounded = ProjectedLayer.of(loop, outcomes[index], checkpoint.dtype, checkpoint.down_scale)
         save_layer_checkpoint(kept, index, rounded)
     save_layer_checkpoint(kept, depth, outcome)
     return outcome
