@@ -70,6 +70,8 @@ class _CarvedFFN(nn.Module):
         if torch.is_grad_enabled():
             x_TD = _SumOfGradients.apply(x_TD, self.workers) if shared else x_TD  # type: ignore[no-untyped-call]
             output_TD = self.loop.differentiable(x_TD)
+            if shared and not output_TD.requires_grad:  # holding no expert, it passes on the gradient like the others
+                output_TD.requires_grad_()
         else:
             output_TD = self.loop(x_TD)
         output_TD = _SumOfParts.apply(output_TD, self.workers) if shared else output_TD  # type: ignore[no-untyped-call]
