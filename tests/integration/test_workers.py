@@ -200,6 +200,7 @@ def assert_same_carve(outputs, alone, stages=CARVED):
     for name, model in theirs["models"].items():
         assert ours["models"][name]["loss"] == pytest.approx(model["loss"], rel=1e-6)
     for layer, expected in zip(ours["layers"], theirs["layers"], strict=True):
+        assert layer.pop("load") == pytest.approx(expected.pop("load"), rel=1e-6)
         assert layer == pytest.approx(expected, rel=1e-6)
 
 
@@ -250,8 +251,9 @@ def test_a_worker_that_dies_in_any_stage_ends_the_job_and_the_same_command_goes_
 @pytest.mark.slow
 def test_a_pool_is_that_of_one_process(chain, tmp_path):
     words, _ = chain
-    pooled = [*words[:-1], "topology=global_pool", "experts=6", "n=8", "top_k=2", "always_on=0"]
-    pooled = [word for word in pooled if word.partition("=")[0] not in {"vocabulary.tokens"}]
+    other = {"experts", "always_on", "vocabulary.tokens", "evaluate.baselines"}
+    pooled = [word for word in words if word.partition("=")[0] not in other]
+    pooled += ["topology=global_pool", "experts=6", "always_on=0", "evaluate.baselines=[unaligned,random_router]"]
     done = torchrun(2, tmp_path / "two", pooled, limit=300)
     assert done.returncode == 0, done.stderr
     assert torchrun(1, tmp_path / "one", pooled, limit=300).returncode == 0
