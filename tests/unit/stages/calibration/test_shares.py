@@ -42,7 +42,7 @@ def shared(workers, batches=BATCHES):
     return Share(mine, [len(batch) for batch in batches], batches[0][:0], workers)
 
 
-@pytest.mark.parametrize("world", [2, 6])  # more of them than batches, too
+@pytest.mark.parametrize("world", [2, pytest.param(6, marks=pytest.mark.slow)])  # more of them than batches, too
 def test_workers_find_what_one_process_finds(world):
     def work(workers):
         share = shared(workers)

@@ -111,10 +111,11 @@ def test_sections_are_of_nearly_equal_length():
     assert [index for part in divide(19, 8) for index in part] == [*range(19)]
 
 
-@pytest.mark.parametrize("world", [2, 7])  # more of them than experts and than always-on neurons, too
+# More of them than experts and than always-on neurons, too.
+@pytest.mark.parametrize("world", [2, pytest.param(7, marks=pytest.mark.slow)])
 def test_workers_that_hold_some_experts_each_move_them_as_one_process_does(carved, text, world):
     dense, whole = carved.model, carved.loops
-    settings = replace(SETTINGS, gradient_tokens=8 * 14)
+    settings = replace(SETTINGS, gradient_tokens=4 * 14)
 
     def work(workers):
         parts = [loop.part(workers.rank, workers.world) for loop in whole]
