@@ -1,7 +1,7 @@
 """The neurons of a layer cut into experts, one expert as a module, and a layer of experts as a loop."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -143,6 +143,7 @@ class ExpertLoop:
     width: int  # F
     act: Callable[[Tensor], Tensor]
     gate: GateKind = GateKind.CONSTANT
+    held: slice = field(default_factory=lambda: slice(None))  # of the router's experts, those whose weights are here
 
     def __call__(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
         """The layer's output."""
@@ -151,6 +152,8 @@ class ExpertLoop:
     def differentiable(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
         """The output for autograd: one sum of all parts; adding one by one would copy the gradient for each."""
         parts = [(block.tokens_t, block.hidden_tN @ down_DN.T) for block, down_DN in self._parts(x_TD)]
+        if not parts:
+            return 0 * x_TD
         tokens, outputs = zip(*parts, strict=True)
         return torch.zeros_like(x_TD).index_add(0, torch.cat(tokens), torch.cat(outputs))
 
@@ -172,6 +175,16 @@ class ExpertLoop:
                 shared_down_DS=self.experts.shared_down_DS + change_DF[:, self.always_S.long()],
             ),
         )
+
+    def part(self, index: int, parts: int) -> "ExpertLoop":
+        """Every `parts`-th expert and always-on neuron, from `index` on; the outputs of all parts add up to its own."""
+        held, experts = slice(index, None, parts), self.experts
+        weights = {
+            name: weight[:, held] if name == "shared_down_DS" else weight[held]
+            for name, weight in vars(experts).items()
+        }
+        copied = ExpertWeights(**{name: weight.contiguous() for name, weight in weights.items()})
+        return replace(self, experts=copied, neurons_EN=self.neurons_EN[held], always_S=self.always_S[held], held=held)
 
     def always_on_output(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
         """The output of the always-on neurons."""
@@ -203,7 +216,7 @@ class ExpertLoop:
         # Unbound: the gradient of `gate_END[index]` would be as large as all experts, for each of them.
         matrices = (self.neurons_EN.long(), experts.gate_END, experts.up_END, experts.down_EDN)
         parts = zip(*(matrix.unbind() for matrix in matrices), strict=True)
-        places = zip(parts, group_by_expert(chosen_TK, len(self.neurons_EN)), strict=True)
+        places = zip(parts, group_by_expert(chosen_TK, self.router.experts)[self.held], strict=True)
         for (neurons_N, gate_ND, up_ND, down_DN), place_t in places:
             tokens, slots = place_t // chosen_TK.shape[1], place_t % chosen_TK.shape[1]
             h_tN = self.hidden(x_TD.index_select(0, tokens), gate_ND, up_ND)

@@ -29,6 +29,8 @@ def _do(words: list[str]) -> int:
     if {"-h", "--help", "help"} & set(words):
         sys.stdout.write(help_page())
         return 0
+    if not find_workers().leads:
+        os.environ["TQDM_DISABLE"] = "1"  # read when tqdm is imported: the leading worker alone shows bars
     from pipeline.cli import run_command  # noqa: PLC0415 - the help page needs none of what this imports
 
     return run_command(words)

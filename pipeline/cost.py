@@ -281,8 +281,7 @@ def project(s: Sizes, settings: Settings) -> Cost:
     if config.descent_steps:
         numbers = 3 * s.hidden * (s.always_on + s.experts * s.n)
         step = ffn(s, config.descent_tokens, s.active) * 3 + Cost(touched=4 * 12 * numbers)
-        closing = align(s, tokens, PENALTIES - 1) if config.alignment == "ridge" else Cost()
-        cost += (step * config.descent_steps + closing) * s.layers
+        cost += step * config.descent_steps * s.layers
     if config.gradient_projection:
         cost += rounds(s, settings, calibration_tokens(settings, sampled=False))
     return cost + checkpoint(s) + extract(s, settings)

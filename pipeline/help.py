@@ -30,7 +30,7 @@ Examples
   python -m pipeline model=qwen2_5_0_5b data=ultrachat  a model and a dataset of the Hugging Face hub
   python -m pipeline model=local model.path=/my/qwen data=text data.path=/my/texts
   python -m pipeline -m active=0.25,0.5 score=s_p,wanda a sweep: every combination, below outputs/sweeps/
-  torchrun --nproc-per-node=8 -m pipeline stage=scan    one scan by eight processes
+  torchrun --nproc-per-node=8 -m pipeline               the same by eight processes, a GPU each where there are some
 
 Stages
   scan      read the dense model on text: activations, frequency, gradients of every FFN neuron

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from instruments.errors import ConfigError
 from pipeline.artifacts import (
     MANIFEST,
     MOST_FILES,
@@ -30,7 +31,7 @@ from pipeline.forecast import forecast, free_memory, is_on_host, memory_warnings
 from pipeline.overrides import command_line
 from pipeline.plan import Step, make_plan
 from pipeline.run_folder import RunFolder, render, replace_link
-from pipeline.settings import ALL, Settings
+from pipeline.settings import ALL, STAGES, Settings
 from pipeline.shape import describe_shape, find_remedy, shape_warnings
 from pipeline.validate import Checked, validate
 from stages.artifacts.job import ALONE, Job, Table, Workers, find_workers
@@ -216,10 +217,21 @@ def run_shared_steps(steps: Sequence[Step], workers: Workers) -> None:
     for step in steps:
         if not (step.due and step.stage.shared and workers.follow(None)):
             continue
+        require_parents(step, workers)
         scratch = StagingDir(step.folder).scratch
         scratch.mkdir(parents=True, exist_ok=True)  # another machine's disk does not have it
         with TemporaryDirectory() as out:
             step.stage.run(Job(step.parents, Path(out), scratch, step.fingerprint, workers, step.fresh), **step.inputs)
+
+
+def require_parents(step: Step, workers: Workers) -> None:
+    """Raises ConfigError: this worker does not see what the leading one has published, on a disk of its own perhaps."""
+    if missing := [folder for folder in step.parents.values() if not is_complete(folder)]:
+        raise ConfigError(
+            f"worker {workers.rank} does not find the results that stage={step.stage.name} starts from",
+            where=", ".join(map(str, missing)),
+            do="output_dir= on a disk that all workers share",
+        )
 
 
 def carve(settings: Settings, folder: Path, overrides: Sequence[str], *, wait: bool = False) -> None:
@@ -265,9 +277,22 @@ def warn_of_memory(checked: Checked, steps: Sequence[Step]) -> None:
 
 
 def agree_on_plan(steps: Sequence[Step], workers: Workers) -> list[Step]:
-    """The leading worker's plan, for all: another process may publish a result while the workers plan."""
-    due = workers.follow([step.due for step in steps])
-    return [replace(step, due=is_due) for step, is_due in zip(steps, due, strict=True)]
+    """The leading worker's plan, for all: another process may publish a result while the workers plan.
+
+    Raises:
+        ConfigError: another worker was started with other settings, or reads another model or text.
+    """
+    plans = workers.share([(step.stage.name, step.fingerprint, step.due) for step in steps])
+    for rank, plan in enumerate(plans):
+        theirs, ours = ([step[:2] for step in each] for each in (plan, plans[0]))
+        if theirs != ours:
+            other = {name for name, _ in {*theirs} ^ {*ours}}
+            raise ConfigError(
+                f"workers 0 and {rank} were started with different settings, models or texts",
+                where=f"stages {', '.join(name for name in STAGES if name in other)}",
+                do="one command, one checkout and the same files on every machine",
+            )
+    return [replace(step, due=due) for step, (_, _, due) in zip(steps, plans[0], strict=True)]
 
 
 def introduce(checked: Checked) -> None:

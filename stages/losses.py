@@ -17,6 +17,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from models.loading import input_device, is_offloaded
+from stages.artifacts.job import ALONE, Workers
 from stages.text.sequences import IGNORED, TokenBatch
 
 CHUNK_VALUES = 2**22  # logits whose probabilities are in memory at once, 16 MiB in fp32
@@ -144,17 +145,21 @@ def _divergence(student_tV: Tensor, teacher_tV: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def measure_loss(model: PreTrainedModel, batches: Sequence[TokenBatch], name: str | None = None) -> MeanLoss:
-    """Next-token loss over all supervised tokens; with a bar where the model has a name."""
-    total, count, device = 0.0, 0, input_device(model)
-    for batch in tqdm(batches, desc=f"loss of the {name} model", unit="batch", disable=name is None):
+def measure_loss(
+    model: PreTrainedModel, batches: Sequence[TokenBatch], name: str | None = None, workers: Workers = ALONE
+) -> MeanLoss:
+    """Next-token loss over all supervised tokens; with a bar where the model has a name. Workers share the batches."""
+    totals_B, device = torch.zeros(len(batches), dtype=torch.float64), input_device(model)
+    mine = range(len(batches))[workers.rank :: workers.world]
+    hidden = name is None or not workers.leads
+    for number in tqdm(mine, desc=f"loss of the {name} model", unit="batch", disable=hidden):
+        batch = batches[number]
         logits = model(
             input_ids=batch.input_ids.to(device), attention_mask=batch.attention_mask.to(device), use_cache=False
         ).logits
-        labels_BT = batch.labels.to(logits.device)
-        total += float(token_losses(logits, labels_BT).double().sum())
-        count += int(supervised_tokens(labels_BT).sum())
-    return MeanLoss(total, count)
+        totals_B[number] = token_losses(logits, batch.labels.to(logits.device)).double().sum()
+    workers.sum_(totals_B)
+    return MeanLoss(float(totals_B.sum()), sum(int(supervised_tokens(batch.labels).sum()) for batch in batches))
 
 
 def forward_losses(model: nn.Module, batch: TokenBatch, *, inplace_backward_logits: bool = False) -> Float[Tensor, "B"]:

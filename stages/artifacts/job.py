@@ -1,12 +1,12 @@
 """What every stage gets from the pipeline, the processes that share its work, and what it gives back."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from instruments.errors import UserError
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 # Longer than any worker waits for the slowest; a worker that died is noticed at once, by its closed connection.
 _LOCK_TIMEOUT = timedelta(days=2)
+
+Result = TypeVar("Result")
 
 
 class LostWorkerError(UserError):
@@ -83,8 +85,14 @@ class Workers:
         """What the leading process gave. Raises LostWorkerError."""
         return self.share(value)[0]
 
-    def reduce_(self, tensor: "Tensor", *, maximum: bool = False) -> None:
-        """Add up (or take the maximum of) everyone's CPU tensor, in place, at the leading process.
+    def lead(self, compute: Callable[[], Result]) -> Result:
+        """What the leading process computes, for all; it holds no tensor on a GPU. Raises LostWorkerError."""
+        return cast(Result, self.follow(compute() if self.leads else None))
+
+    def reduce_(self, tensor: "Tensor", *, maximum: bool = False, at: int = 0) -> None:
+        """Add up (or take the maximum of) everyone's tensor, in place, at one process, the leading one.
+
+        What it holds elsewhere afterwards is of no use.
 
         Raises:
             LostWorkerError: another process is gone.
@@ -94,7 +102,25 @@ class Workers:
         import torch.distributed as dist  # noqa: PLC0415
 
         with _lost_workers():
-            dist.reduce(tensor, 0, dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM)
+            dist.reduce(tensor, at, dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM)
+
+    def sum_(self, tensor: "Tensor") -> None:
+        """Add up everyone's tensor, in place, at every process. Raises LostWorkerError."""
+        if self.world == 1:
+            return
+        import torch.distributed as dist  # noqa: PLC0415
+
+        with _lost_workers():
+            dist.all_reduce(tensor)
+
+    def copy_(self, tensor: "Tensor") -> None:
+        """Overwrite everyone's tensor with the leading process's, in place. Raises LostWorkerError."""
+        if self.world == 1:
+            return
+        import torch.distributed as dist  # noqa: PLC0415
+
+        with _lost_workers():
+            dist.broadcast(tensor, 0)
 
 
 def _backend() -> str:
@@ -152,3 +178,6 @@ class Table:
     columns: Sequence[str]
     rows: Sequence[Sequence[object]]
     notes: Sequence[str] = field(default=())
+
+
+NOTHING = Table("", (), ())  # from a worker that does not lead

@@ -1,6 +1,6 @@
 """assemble: fit a router per layer on the dense model's inputs, write experts and routers as a native checkpoint."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -18,12 +18,12 @@ from models.routing import LOGIT_STD, GateKind, LinearRouter
 from models.stream import LayerStream
 from stages.artifacts.carve import Partition, PoolPartition, Routers, load_partition
 from stages.artifacts.experts import CheckpointFormat, load_layer, load_pool
-from stages.artifacts.job import Job, Table
+from stages.artifacts.job import NOTHING, Job, Table
 from stages.artifacts.tensor_file import load_layer_checkpoint, save_layer_checkpoint
 from stages.assemble.config import AssembleConfig
 from stages.assemble.report import RouterReport, summarise, summarise_pool
 from stages.calibration.alignment import column_scale, gate_moments, least_squares, scale_columns
-from stages.calibration.batches import CalibrationContext, TokenStream, take_tokens
+from stages.calibration.batches import CalibrationContext, DealtLayer, deal_layers, take_tokens
 from stages.calibration.config import VocabularyConfig
 from stages.routing.descent import DescentSettings
 from stages.routing.fit import RouterSettings, fit_pool_router, fit_router
@@ -50,13 +50,15 @@ def run(
     seed: int,
 ) -> Table:
     """Write `checkpoint/` and the routers."""
-    context = CalibrationContext.of(model, data, vocabulary, assemble.batch_tokens, seed)
+    context = CalibrationContext.of(model, data, vocabulary, assemble.batch_tokens, seed, job.workers)
     checkpoint = CheckpointFormat.of(context.folder, context.config, assemble, shape)
     partition = load_partition(job.parents["cluster"], shape)
     pool = load_pool(job.parents["extract"], partition.layers, context.device) if shape.pooled else None
     with LayerStream(context.folder, device=context.device) as stream:
         reports = fit_all(stream, context, checkpoint, partition, pool, assemble, job.scratch)
     release_freed_memory()
+    if not job.workers.leads:
+        return NOTHING
     std = logit_std(assemble, checkpoint.gate)
     routers = Routers.of([report.router for report in reports], checkpoint.dtype, std)
     routers.save(job.out)
@@ -125,28 +127,34 @@ def fit_all(
     assemble: AssembleConfig,
     scratch: Path,
 ) -> list[RouterReport]:
-    """Pass the dense model's layers once, fitting each router on the inputs its FFN sees; each is kept in `scratch`."""
-    tokens, text, device = TokenStream(stream, context.batches), len(context.text), stream.device
-    reports = []
-    for index, layer in enumerate(tqdm(stream.layers(), total=stream.depth, desc="assemble", unit="layer")):
-        tokens.enter(layer)
-        report = load_layer_checkpoint(scratch, index, RouterReport)
-        outputs: Iterable[Tensor] = map(layer.ffn, tokens.inputs)
-        if report is None:
-            seed = context.layer_seed(index)
-            descent = DescentSettings(assemble.router_steps, assemble.router_rate, checkpoint.load_price, seed)
-            settings = RouterSettings(assemble.router, assemble.ridge_penalty, descent, assemble.router_tokens)
-            neurons_EN = (partition.neurons[index] if pool is None else partition.neurons).to(device)
-            always_S, experts = partition.always_on[index].to(device), None if pool is None else pool[index]
-            fitted = fit_layer(layer.ffn, tokens.inputs, experts, neurons_EN, always_S, checkpoint, settings)
-            task, router, outputs = fitted
-            router = set_logit_std(router, tokens.inputs[:text], logit_std(assemble, checkpoint.gate))
-            loop = replace(task.routed(router), gate=checkpoint.gate)
-            scale_EN = scale_of(loop, tokens.inputs, assemble, pooled=checkpoint.shape.pooled)
-            report = measure_router(loop, scale_EN, task, text)
-            save_layer_checkpoint(scratch, index, report)
-        reports.append(report)
-        tokens.leave(outputs)
+    """Pass the dense model's layers once, fitting each router on the inputs its FFN sees; each is kept in `scratch`.
+
+    Workers share the pass, and then each fits the router of one layer.
+    """
+    text, device, workers = len(context.text), stream.device, context.workers
+    turns = -(-stream.depth // workers.world)
+    done = workers.lead(lambda: [load_layer_checkpoint(scratch, index, RouterReport) for index in range(stream.depth)])
+
+    def fit(layer: DealtLayer) -> RouterReport:
+        index, seed = layer.index, context.layer_seed(layer.index)
+        descent = DescentSettings(assemble.router_steps, assemble.router_rate, checkpoint.load_price, seed)
+        settings = RouterSettings(assemble.router, assemble.ridge_penalty, descent, assemble.router_tokens)
+        neurons_EN = (partition.neurons[index] if pool is None else partition.neurons).to(device)
+        always_S, experts = partition.always_on[index].to(device), None if pool is None else pool[index]
+        fitted = fit_layer(layer.ffn, layer.inputs, experts, neurons_EN, always_S, checkpoint, settings)
+        task, router, layer.outputs = fitted
+        router = set_logit_std(router, layer.inputs[:text], logit_std(assemble, checkpoint.gate))
+        loop = replace(task.routed(router), gate=checkpoint.gate)
+        scale_EN = scale_of(loop, layer.inputs, assemble, pooled=checkpoint.shape.pooled)
+        return measure_router(loop, scale_EN, task, text)
+
+    reports: list[RouterReport] = []
+    for layer in tqdm(deal_layers(stream, context.batches, workers), total=turns, desc="assemble", unit="layer"):
+        mine = (done[layer.index] or fit(layer)) if layer else None
+        for report in filter(None, workers.share(mine)):
+            if workers.leads and done[len(reports)] is None:
+                save_layer_checkpoint(scratch, len(reports), report)
+            reports.append(report)
     return reports
 
 

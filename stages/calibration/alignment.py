@@ -1,6 +1,6 @@
 """Behaviour alignment: fit down_proj to the dense model's output by ridge regression, scale it to what gates weigh."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, Self, TypeVar
 
@@ -11,6 +11,8 @@ from torch import Tensor
 from instruments.errors import NumericsError
 from models.experts import Block, ExpertLoop, sum_blocks
 from models.routing import has_copies, membership, relative_gates
+from stages.artifacts.job import Workers
+from stages.calibration.batches import Share
 
 LARGE = 2048  # inputs
 SOUND = 1e5  # condition number
@@ -71,6 +73,28 @@ class NormalEquations:
             rows = slice(start, start + PANEL)
             self.gram_AA[rows, start:] += (a_TA[:, rows].T @ a_TA[:, start:]).to(self.gram_AA)
         self.cross_AY += (a_TA.T @ y_TY).to(self.cross_AY)
+
+    def reduce(self, workers: Workers) -> None:
+        """Add up what all workers have added, at the leading one. Raises LostWorkerError."""
+        if workers.world == 1:
+            return
+        parts = workers.share((self.rows, self.order_A.cpu()))
+        # Nothing is known of the order where no row was added.
+        self.order_A = next((order_A for rows, order_A in parts if rows), self.order_A).to(self.order_A.device)
+        self.rows = sum(rows for rows, _ in parts)
+        workers.reduce_(self.gram_AA)
+        workers.reduce_(self.cross_AY)
+
+    def solve_for(self, workers: Workers, penalty: float) -> Float[Tensor, "Y A"]:
+        """W for every worker, after `reduce`: a system is solved once. Raises NumericsError, LostWorkerError."""
+        if workers.world == 1:
+            return self.solve(penalty)
+        if workers.leads:
+            weight_YA = self.solve(penalty).contiguous()
+        else:
+            weight_YA = torch.empty_like(self.cross_AY.T, dtype=torch.float32, memory_format=torch.contiguous_format)
+        workers.copy_(weight_YA)
+        return weight_YA
 
     def solve(self, penalty: float) -> Float[Tensor, "Y A"]:
         """W of the ridge regression, fp32.
@@ -167,11 +191,13 @@ class Alignment(Generic[Carved]):
 def relative_error(
     carved: Callable[[Tensor], Tensor], inputs: Sequence[Tensor], wanted: Sequence[Tensor], batches: Sequence[int]
 ) -> float:
-    """Σ‖wanted − y‖² / Σ‖wanted‖² over the given batches."""
-    missed, total = 0.0, 0.0
-    for index in batches:
-        missed += float((wanted[index] - carved(inputs[index])).double().square().sum())
-        total += float(wanted[index].double().square().sum())
+    """Σ‖wanted − y‖² / Σ‖wanted‖² over the given batches, of all workers."""
+
+    def measure(place: int) -> Tensor:
+        missed_TD = wanted[place] - carved(inputs[place])
+        return torch.stack([missed_TD.double().square().sum(), wanted[place].double().square().sum()])
+
+    missed, total = Share.of(inputs).total((2,), measure, batches).tolist()
     return missed / total if total else 0.0
 
 
@@ -183,21 +209,23 @@ def align_down(
 
     Args:
         carved: the layer as it is.
-        inputs: its FFN inputs (T, D), a batch each.
+        inputs: its FFN inputs (T, D), a batch each; several workers may share them.
         wanted: its outputs for them (T, D).
         settings: ridge penalties, relative to the mean diagonal of the features' second moment; share of the batches
             in the validation split; and whether the columns stay where no penalty lowers the validation error.
     """
-    fitted, validation = split_validation(len(inputs), settings.validation_share)
-    moments = NormalEquations(carved.width, inputs[0].shape[1], device=inputs[0].device)
-    for index in fitted:
-        blocks, output_TD = carved.run(inputs[index])
-        moments.add_blocks(blocks, wanted[index] - output_TD)
+    share = Share.of(inputs)
+    fitted, validation = split_validation(share.total_batches, settings.validation_share)
+    moments = NormalEquations(carved.width, share.like.shape[1], device=share.like.device)
+    for _, place in share.places(fitted):
+        blocks, output_TD = carved.run(inputs[place])
+        moments.add_blocks(blocks, wanted[place] - output_TD)
+    moments.reduce(share.workers)
     before = relative_error(carved, inputs, wanted, validation) if settings.validate else float("inf")
     best = Alignment(carved, before, None)
     last = float("inf")
     for penalty in sorted(settings.penalties, reverse=True):
-        candidate = carved.with_change(moments.solve(penalty))
+        candidate = carved.with_change(moments.solve_for(share.workers, penalty))
         error = relative_error(candidate, inputs, wanted, validation)
         if error < best.error:
             best = Alignment(candidate, error, penalty)
@@ -216,14 +244,17 @@ def gate_weights(loop: ExpertLoop, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, 
 
 def gate_moments(loop: ExpertLoop, inputs: Sequence[Tensor]) -> Float[Tensor, "2 E"]:
     """Σ_t g and Σ_t g² of every expert over the tokens that choose it, fp64."""
-    return sum_moments(gate_weights(loop, x_TD) for x_TD in inputs)
+    return sum_moments(inputs, lambda x_TD: gate_weights(loop, x_TD), loop.router.experts)
 
 
-def sum_moments(batches: Iterable[Tensor]) -> Float[Tensor, "2 A"]:
-    """Σ_t w and Σ_t w² of every column of weights (T, A), fp64."""
-    weights = (weights_TA.double() for weights_TA in batches)
-    moments = (torch.stack([weights_TA.sum(0), weights_TA.square().sum(0)]) for weights_TA in weights)
-    return sum(moments, torch.zeros((), dtype=torch.float64))
+def sum_moments(inputs: Sequence[Tensor], weigh: Callable[[Tensor], Tensor], columns: int) -> Float[Tensor, "2 A"]:
+    """Σ_t w and Σ_t w² of every column of the weights (T, A) of all workers' tokens, fp64."""
+
+    def measure(place: int) -> Tensor:
+        weights_TA = weigh(inputs[place]).double()
+        return torch.stack([weights_TA.sum(0), weights_TA.square().sum(0)])
+
+    return Share.of(inputs).total((2, columns), measure)
 
 
 def least_squares(moments_2E: Float[Tensor, "2 E"]) -> Float[Tensor, "E"]:
@@ -247,7 +278,7 @@ def column_scale(loop: ExpertLoop, inputs: Sequence[Tensor]) -> Float[Tensor, "E
     if not has_copies(neurons_EN):
         return expert_E[:, None].expand(neurons_EN.shape)
     member_EF = membership(neurons_EN, loop.width) * expert_E[:, None]
-    moments_2F = sum_moments(gate_weights(loop, x_TD) @ member_EF for x_TD in inputs)
+    moments_2F = sum_moments(inputs, lambda x_TD: gate_weights(loop, x_TD) @ member_EF, loop.width)
     return expert_E[:, None] * least_squares(moments_2F)[neurons_EN]
 
 

@@ -1,7 +1,8 @@
 """What a stage is fitted on: source, calibration text and random tokens in batches, and their way through layers."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from transformers import PreTrainedTokenizerBase
 
 from instruments.errors import NumericsError
 from models.config import ModelConfig
+from models.ffn import DenseFFN
 from models.loading import load_tokenizer, resolve_device
 from models.source import read_config, resolve_folder
 from models.stream import LayerStream, StreamLayer
+from stages.artifacts.job import ALONE, Workers
 from stages.calibration.config import VocabularyConfig
 from stages.losses import MeanLoss, supervised_tokens, token_losses
 from stages.text.config import DataConfig
@@ -82,15 +85,23 @@ class CalibrationContext:
     batches: list[TokenBatch]  # text, then random tokens
     device: torch.device
     seed: int
+    workers: Workers = ALONE  # that share the batches
 
     @classmethod
     def of(
-        cls, model: ModelConfig, data: DataConfig, vocabulary: VocabularyConfig, batch_tokens: int, seed: int
+        cls,
+        model: ModelConfig,
+        data: DataConfig,
+        vocabulary: VocabularyConfig,
+        batch_tokens: int,
+        seed: int,
+        workers: Workers = ALONE,
     ) -> "CalibrationContext":
         """Find the source and tokenise the calibration split. Raises UserError."""
+        model = replace(model, device=workers.pick_device(model.device))
         folder = resolve_folder(model)
         batches = calibration_batches(data, vocabulary, load_tokenizer(folder), batch_tokens)
-        return cls(model, folder, read_config(folder), batches, resolve_device(model), seed)
+        return cls(model, folder, read_config(folder), batches, resolve_device(model), seed, workers)
 
     @property
     def text(self) -> list[TokenBatch]:
@@ -107,12 +118,99 @@ def evenly_spaced(count: int, wanted: int) -> Int[Tensor, "t"]:
     return torch.linspace(0, count - 1, max(1, min(count, wanted))).round().long()
 
 
-def take_tokens(inputs: Sequence[Tensor], outputs: Sequence[Tensor], wanted: int) -> tuple[list[Tensor], list[Tensor]]:
+class Share(Sequence[Tensor]):
+    """One worker's batches of a text, (T, D) each, as a sequence; of one process alone, all of them.
+
+    Worker r of W holds the batches r, r + W, r + 2·W ... Whatever is summed over all batches is summed here. Small sums
+    are made in the order of the batches, so that any number of workers finds the same to the last bit.
+    """
+
+    def __init__(self, parts: Sequence[Tensor], sizes: Sequence[int], like: Tensor, workers: Workers = ALONE) -> None:
+        """`sizes` are the tokens of every batch, also those that others hold; `like` is a tensor (0, D)."""
+        self._parts, self.sizes, self.like, self.workers = parts, sizes, like, workers
+
+    @classmethod
+    def of(cls, batches: Sequence[Tensor]) -> "Share":
+        """Batches as they are, all of them in this process, unless they are a share already."""
+        if isinstance(batches, Share):
+            return batches
+        like = batches[0][:0] if batches else torch.empty(0, 0)
+        return cls(batches, [len(batch_TD) for batch_TD in batches], like)
+
+    def __len__(self) -> int:
+        """How many batches this worker holds."""
+        return len(self._parts)
+
+    def __getitem__(self, place: Any) -> Any:  # noqa: ANN401 - as of any sequence
+        """One that it holds."""
+        return self._parts[place]
+
+    @property
+    def total_batches(self) -> int:
+        """How many batches there are, here and elsewhere."""
+        return len(self.sizes)
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens there are, here and elsewhere."""
+        return sum(self.sizes)
+
+    def places(self, batches: Collection[int]) -> Iterator[tuple[int, int]]:
+        """Of the numbered batches, those of this worker: number, and place in this sequence."""
+        numbers = range(self.total_batches)[self.workers.rank :: self.workers.world]
+        return ((number, place) for place, number in enumerate(numbers) if number in batches)
+
+    def map(self, compute: Callable[[Tensor], Tensor]) -> "Share":
+        """The same batches, something else of each of their tokens."""
+        return self.holding([compute(batch_TD) for batch_TD in self])
+
+    def holding(self, parts: Sequence[Tensor]) -> "Share":
+        """The same batches, something else of each of their tokens."""
+        return Share(parts, self.sizes, self.like, self.workers)
+
+    def first(self, count: int | None) -> "Share":
+        """The first batches alone; None: all."""
+        sizes = self.sizes[:count]
+        mine = len(range(len(sizes))[self.workers.rank :: self.workers.world])
+        return Share(self._parts[:mine], sizes, self.like, self.workers)
+
+    def taken(self, share: float) -> "Share":
+        """An evenly spaced part of every batch, at least one token of each."""
+        sizes = [len(evenly_spaced(size, round(size * share))) for size in self.sizes]
+        parts = [batch_TD[evenly_spaced(len(batch_TD), round(len(batch_TD) * share))] for batch_TD in self]
+        return Share(parts, sizes, self.like, self.workers)
+
+    def total(
+        self, shape: tuple[int, ...], measure: Callable[[int], Tensor], batches: Collection[int] | None = None
+    ) -> Tensor:
+        """Σ over all batches, or the numbered ones, of a small tensor, fp64, at every worker.
+
+        `measure` gives the tensor of that shape for a place in this sequence.
+        """
+        chosen = range(self.total_batches) if batches is None else batches
+        table = self.like.new_zeros(self.total_batches, *shape, dtype=torch.float64)
+        for number, place in self.places(chosen):
+            table[number] = measure(place)
+        self.workers.sum_(table)
+        return table.sum(0)
+
+    def gather(self, at: int = 0) -> list[Tensor]:
+        """All batches in order, at one worker; an empty list at the others."""
+        if self.workers.world == 1:
+            return list(self._parts)
+        rows_TD = self.like.new_zeros(self.tokens, self.like.shape[1])
+        batches = torch.split(rows_TD, list(self.sizes))
+        for number, place in self.places(range(self.total_batches)):
+            batches[number].copy_(self._parts[place])
+        self.workers.reduce_(rows_TD, at=at)
+        return list(batches) if self.workers.rank == at else []
+
+
+def take_tokens(inputs: Sequence[Tensor], outputs: Sequence[Tensor], wanted: int) -> tuple[Share, Share]:
     """About `wanted` tokens of both: the same evenly spaced part of every batch, at least one token of each."""
-    share = min(1.0, wanted / max(1, sum(map(len, inputs))))
-    picks = [evenly_spaced(len(x_TD), round(len(x_TD) * share)) for x_TD in inputs]
-    taken = ([batch_TD[pick_t] for batch_TD, pick_t in zip(part, picks, strict=True)] for part in (inputs, outputs))
-    return next(taken), next(taken)
+    given = Share.of(inputs)
+    share = min(1.0, wanted / max(1, given.tokens))
+    return given.taken(share), given.holding(outputs).taken(share)
 
 
 def layer_seed(seed: int, index: int) -> int:
@@ -132,15 +230,19 @@ class TokenStream:
     Batches that pass some layers only come last, so that those before keep their places when these are gone.
     """
 
-    inputs: list[Tensor]
+    inputs: Share
 
-    def __init__(self, stream: LayerStream, batches: Sequence[TokenBatch]) -> None:
-        """Embed the tokens."""
+    def __init__(self, stream: LayerStream, batches: Sequence[TokenBatch], workers: Workers = ALONE) -> None:
+        """Embed the tokens of this worker's share of the batches; all workers name the same ones."""
+        self._mine, mine = slice(workers.rank, None, workers.world), batches[workers.rank :: workers.world]
         # Places of the real tokens, not masks: a GPU would be waited for to count them, at each use.
-        self._real = [batch.attention_mask.flatten().nonzero()[:, 0].to(stream.device) for batch in batches]
-        self.hidden = stream.embed([batch.input_ids for batch in batches])
+        self._real = [batch.attention_mask.flatten().nonzero()[:, 0].to(stream.device) for batch in mine]
+        self.hidden = stream.embed([batch.input_ids for batch in mine])
         self._layers = [batch.layers for batch in batches]  # that each passes; None: all
-        self.inputs = []
+        like = torch.empty(0, stream.config.hidden_size, device=stream.device, dtype=stream.dtype)
+        self._share = partial(Share, like=like, workers=workers)
+        self._sizes = [batch.tokens for batch in batches]
+        self.inputs = self._share([], [])
         self.entered = 0  # layers so far
         self._layer: StreamLayer | None = None
 
@@ -150,14 +252,18 @@ class TokenStream:
         Raises:
             NumericsError: an FFN input is not finite.
         """
-        self.inputs, self._layer = [], layer
+        self._layer = layer
         while self._layers and self._layers[-1] is not None and self._layers[-1] <= self.entered:
-            del self._layers[-1], self._real[-1], self.hidden[-1]
+            del self._layers[-1], self._sizes[-1]
+        held = len(self._sizes[self._mine])
+        del self._real[held:], self.hidden[held:]
         self.entered += 1
+        inputs: list[Tensor] = []
         for index, real_t in enumerate(self._real):
             self.hidden[index], x_BTD = layer.attend(self.hidden[index])
-            self.inputs.append(x_BTD.flatten(0, 1)[real_t])
-        if self.inputs and not bool(torch.stack([x_TD.isfinite().all() for x_TD in self.inputs]).all()):
+            inputs.append(x_BTD.flatten(0, 1)[real_t])
+        self.inputs = self._share(inputs, list(self._sizes))
+        if inputs and not bool(torch.stack([x_TD.isfinite().all() for x_TD in inputs]).all()):
             raise NumericsError(
                 "hidden states are not finite",
                 where=f"FFN input of layer {self.entered - 1}",
@@ -171,18 +277,49 @@ class TokenStream:
             rows_TD = self.hidden[index].flatten(0, 1)
             rows_TD[real_t] = self._layer.add(rows_TD[real_t], output_TD)
             self.hidden[index] = rows_TD.view(self.hidden[index].shape)
-        self.inputs, self._layer = [], None
+        self.inputs, self._layer = self._share([], []), None
 
     @torch.no_grad()
     def loss(self, stream: LayerStream, batches: Sequence[TokenBatch]) -> MeanLoss:
         """Next-token loss after the last layer, a sequence at a time: logits are wide."""
-        logits = stream.head()
-        total, count = 0.0, 0
-        for hidden_BTD, batch in zip(self.hidden, batches, strict=True):
-            for hidden_TD, labels_T in zip(hidden_BTD, batch.labels.to(stream.device), strict=True):
-                total += float(token_losses(logits(hidden_TD[None]), labels_T[None]).double().sum())
-                count += int(supervised_tokens(labels_T[None]))
-        return MeanLoss(total, count)
+        logits, mine = stream.head(), batches[self._mine]
+
+        def measure(place: int) -> Tensor:
+            rows = zip(self.hidden[place], mine[place].labels.to(stream.device), strict=True)
+            losses = (token_losses(logits(hidden_TD[None]), labels_T[None]) for hidden_TD, labels_T in rows)
+            return torch.stack([losses_1T.double().sum() for losses_1T in losses]).sum()
+
+        total = float(self._share(self.hidden, self._sizes).total((), measure))
+        return MeanLoss(total, sum(int(supervised_tokens(batch.labels).sum()) for batch in batches))
+
+
+@dataclass
+class DealtLayer:
+    """A layer that one worker works on: its FFN, and the inputs of that, (T, D) for every batch of all workers."""
+
+    index: int
+    ffn: DenseFFN
+    inputs: list[Tensor]
+    # What the FFN gives for them, if the worker computes it: one process alone passes the layer with that.
+    outputs: Sequence[Tensor] | None = None
+
+
+def deal_layers(stream: LayerStream, batches: Sequence[TokenBatch], workers: Workers) -> Iterator[DealtLayer | None]:
+    """Pass the dense model's layers, W at a time, each of W workers with its share of the batches.
+
+    Then each gets one of the W layers to work on, with all tokens: what is found for a layer is that of one process.
+    None where fewer than W layers are left.
+    """
+    tokens, dealt, world = TokenStream(stream, batches, workers), None, workers.world
+    for index, layer in enumerate(stream.layers()):
+        tokens.enter(layer)
+        inputs, outputs = tokens.inputs.gather(at=index % world), None
+        if index % world == workers.rank:
+            dealt = DealtLayer(index, layer.ffn, inputs)
+        if index % world == world - 1 or index == stream.depth - 1:
+            yield dealt
+            outputs, dealt = dealt.outputs if dealt and world == 1 else None, None
+        tokens.leave(map(layer.ffn, tokens.inputs) if outputs is None else outputs)
 
 
 @dataclass(frozen=True)
@@ -204,6 +341,7 @@ def sample_layers(stream: LayerStream, batches: Sequence[TokenBatch], tokens: in
     for layer in tqdm(stream.layers(), total=stream.depth, desc="sample", unit="layer"):
         passing.enter(layer)
         given = [layer.ffn(x_TD) for x_TD in passing.inputs]
-        samples.append(LayerSample(*take_tokens(passing.inputs, given, tokens), layer.ffn.act))
+        inputs, outputs = take_tokens(passing.inputs, given, tokens)
+        samples.append(LayerSample(list(inputs), list(outputs), layer.ffn.act))
         passing.leave(given)
     return samples

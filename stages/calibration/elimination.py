@@ -1,26 +1,29 @@
 """Which neurons an FFN can best do without, when the down columns of those that stay are fitted again."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from models.ffn import DenseFFN
+from stages.calibration.batches import Share
 
 PENALTY = 1e-2  # of the refit, relative to the mean diagonal of the second moment
 SHARE = 32  # one in so many of the neurons that are left goes at a time
 PACKED = 0.8  # of the rows at hand are those of neurons that are left; below that they are copied together
 
 
-def rank_by_alignment(ffn: DenseFFN, inputs: Iterable[Tensor], keep: int) -> Float[Tensor, "F"]:
+def rank_by_alignment(ffn: DenseFFN, inputs: Sequence[Tensor], keep: int) -> Float[Tensor, "F"]:
     """The order in which neurons are worth keeping, higher is better, by what the aligned output loses without them."""
     if keep >= ffn.width:
         return torch.ones(ffn.width)
-    return rank_by_elimination(second_moment(ffn, inputs), ffn.down_DF, keep)
+    gram_FF, workers = second_moment(ffn, inputs), Share.of(inputs).workers
+    workers.reduce_(gram_FF)
+    return workers.lead(lambda: rank_by_elimination(gram_FF, ffn.down_DF, keep))
 
 
-def second_moment(ffn: DenseFFN, inputs: Iterable[Tensor]) -> Float[Tensor, "F F"]:
+def second_moment(ffn: DenseFFN, inputs: Sequence[Tensor]) -> Float[Tensor, "F F"]:
     """Σ_t h hᵀ over the tokens of all inputs."""
     gram_FF = ffn.down_DF.new_zeros(ffn.width, ffn.width)
     for hidden_TF in map(ffn.hidden, inputs):

@@ -15,8 +15,9 @@ from models.ffn import DenseFFN
 from models.loading import load_tokenizer, resolve_device
 from models.source import resolve_folder
 from models.stream import LayerStream
+from stages.artifacts.job import ALONE, Workers
 from stages.artifacts.statistics import NeuronStatistics, Scores
-from stages.calibration.batches import TokenStream, calibration_batches, evenly_spaced
+from stages.calibration.batches import calibration_batches, deal_layers, evenly_spaced
 from stages.calibration.config import VocabularyConfig
 from stages.calibration.elimination import rank_by_alignment
 from stages.cluster.config import ClusterConfig
@@ -43,25 +44,30 @@ class LayerActivity:
 
 
 def open_activities(
-    model: ModelConfig, data: DataConfig, vocabulary: VocabularyConfig, batch_tokens: int
-) -> Iterator[LayerActivity]:
+    model: ModelConfig,
+    data: DataConfig,
+    vocabulary: VocabularyConfig,
+    batch_tokens: int,
+    workers: Workers = ALONE,
+) -> Iterator[LayerActivity | None]:
     """One pass of the dense model over the calibration text: the activity of every layer in order.
+
+    Of W workers each gets every W-th, and None at the end where there is none left for it.
 
     Memory: the hidden states of all tokens and one layer.
     """
     folder = resolve_folder(model)
     batches = calibration_batches(data, vocabulary, load_tokenizer(folder), batch_tokens)
     with LayerStream(folder, device=resolve_device(model)) as stream:
-        yield from stream_activities(stream, batches)
+        yield from stream_activities(stream, batches, workers)
 
 
-def stream_activities(stream: LayerStream, batches: Sequence[TokenBatch]) -> Iterator[LayerActivity]:
-    """The activity of every layer in order; asking for the next one passes this one's FFN."""
-    tokens = TokenStream(stream, batches)
-    for layer in stream.layers():
-        tokens.enter(layer)
-        yield LayerActivity(layer.ffn, tokens.inputs)
-        tokens.leave(map(layer.ffn, tokens.inputs))
+def stream_activities(
+    stream: LayerStream, batches: Sequence[TokenBatch], workers: Workers = ALONE
+) -> Iterator[LayerActivity | None]:
+    """The same of an open model; asking for the next one passes this one's FFN."""
+    for dealt in deal_layers(stream, batches, workers):
+        yield LayerActivity(dealt.ffn, dealt.inputs) if dealt else None
 
 
 FEATURES, GROUPING, LAYOUT, CONTROL = range(4)  # what a layer's streams of random numbers are for

@@ -1,9 +1,11 @@
 """cluster: read statistics and scores, write the partition and maps of chosen layers."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import repeat
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -11,7 +13,7 @@ from tqdm import tqdm
 from models.config import ModelConfig, MoEShape
 from models.loading import release_freed_memory
 from stages.artifacts.carve import Partition, PoolPartition
-from stages.artifacts.job import Job, Table
+from stages.artifacts.job import NOTHING, Job, Table
 from stages.artifacts.statistics import NeuronStatistics, Scores
 from stages.artifacts.tensor_file import load_layer_checkpoint, save_layer_checkpoint
 from stages.calibration.config import VocabularyConfig
@@ -27,7 +29,7 @@ from stages.cluster.evidence import (
 )
 from stages.cluster.layer import LayerPartition, layer_shapes, partition_layer
 from stages.cluster.picture import layers_to_draw, plot_layer
-from stages.cluster.report import describe, measure_layer, tabulate_layers
+from stages.cluster.report import LayerFigures, describe, measure_layer, tabulate_layers
 from stages.text.config import DataConfig
 
 
@@ -41,7 +43,11 @@ def run(
     shape: MoEShape,
     seed: int,
 ) -> Table:
-    """Group the neurons of every layer into experts; no layer's draws depend on another layer."""
+    """Group the neurons of every layer into experts; no layer's draws depend on another layer.
+
+    Workers share the pass over the text, and then each groups the neurons of one layer.
+    """
+    workers, model = job.workers, replace(model, device=job.workers.pick_device(model.device))
     statistics = NeuronStatistics.load(job.parents["scan"])
     layers, width = statistics.sum_abs.shape
     scores = Scores.load(job.parents["score"]) if cluster.reads_score(shape, width) else None
@@ -50,34 +56,70 @@ def run(
     if shape.pooled:
         assert scores is not None, "a pool reads the score, see config.py"
         shapes = layer_shapes(shape, scores.chosen)
-    partitions, figures, pictures = [], [], []
-    activities: Iterable[LayerActivity | None] = repeat(None, layers)
+    turns = -(-layers // workers.world)
+    activities: Iterable[LayerActivity | None] = repeat(None, turns)
     if cluster.needs_pass(shape, width):
-        activities = open_activities(model, data, vocabulary, cluster.batch_tokens)
-    for layer, activity in enumerate(tqdm(activities, total=layers, desc="cluster", unit="layer")):
-        evidence = LayerEvidence(layer, model, statistics, scores, seed, activity)
-        features = lru_cache(maxsize=1)(partial(view_neurons, cluster, evidence))
-        partition = load_layer_checkpoint(job.scratch, layer, LayerPartition)
-        if partition is None:
-            partition = partition_layer(
-                *rank_neurons(cluster, evidence, shapes[layer]),
-                features,
-                shapes[layer],
-                method=cluster.method,  # type: ignore[arg-type] # checked against the choices beside the field
-                rng=evidence.draw(GROUPING),
-                evidence=evidence,
-                tokens=cluster.sample_tokens,
-            )
-            save_layer_checkpoint(job.scratch, layer, partition)
-        partitions.append(partition)
-        figures.append(measure_layer(partition, evidence, features() if cluster.groups_by_features else None))
-        if layer in drawn and shapes[layer].experts:
-            rng = evidence.draw(LAYOUT)
-            pictures.append(plot_layer(job.out, layer, partition, features(), evidence, cluster, rng))
+        activities = open_activities(model, data, vocabulary, cluster.batch_tokens, workers)
+    done = workers.lead(lambda: [load_layer_checkpoint(job.scratch, layer, LayerPartition) for layer in range(layers)])
+    found: list[GroupedLayer] = []
+    for turn, activity in enumerate(tqdm(activities, total=turns, desc="cluster", unit="layer")):
+        layer, mine = turn * workers.world + workers.rank, None
+        if layer < layers:
+            evidence = LayerEvidence(layer, model, statistics, scores, seed, activity)
+            mine = group_layer(cluster, evidence, shapes[layer], done[layer], job.out if layer in drawn else None)
+        for grouped in filter(None, workers.share(mine)):
+            if workers.leads:
+                grouped.keep(job, new=done[len(found)] is None)
+            found.append(grouped)
     release_freed_memory()
+    if not workers.leads:
+        return NOTHING
     description = describe(cluster, shape, width, scores.description if scores else None)
-    save_partition(job.out, partitions, shape, width, description)
+    save_partition(job.out, [grouped.partition for grouped in found], shape, width, description)
+    figures, pictures = [grouped.figures for grouped in found], [name for grouped in found for name in grouped.pictures]
     return tabulate_layers(figures, cluster, description, pictures, shapes if shape.pooled else ())
+
+
+class GroupedLayer(NamedTuple):
+    """What a worker found of one layer."""
+
+    layer: int
+    partition: LayerPartition
+    figures: LayerFigures
+    pictures: dict[str, bytes]  # name → PNG file
+
+    def keep(self, job: Job, *, new: bool) -> None:
+        """Write the pictures, and the partition where no earlier run has."""
+        if new:
+            save_layer_checkpoint(job.scratch, self.layer, self.partition)
+        for name, content in self.pictures.items():
+            (job.out / name).write_bytes(content)
+
+
+def group_layer(
+    cluster: ClusterConfig,
+    evidence: LayerEvidence,
+    shape: MoEShape,
+    partition: LayerPartition | None,
+    out: Path | None,
+) -> GroupedLayer:
+    """Group the neurons of one layer, unless an earlier run has; with a map drawn in the folder `out`."""
+    layer, features = evidence.layer, lru_cache(maxsize=1)(partial(view_neurons, cluster, evidence))
+    if partition is None:
+        partition = partition_layer(
+            *rank_neurons(cluster, evidence, shape),
+            features,
+            shape,
+            method=cluster.method,  # type: ignore[arg-type] # checked against the choices beside the field
+            rng=evidence.draw(GROUPING),
+            evidence=evidence,
+            tokens=cluster.sample_tokens,
+        )
+    figures, pictures = measure_layer(partition, evidence, features() if cluster.groups_by_features else None), {}
+    if out and shape.experts:
+        name = plot_layer(out, layer, partition, features(), evidence, cluster, evidence.draw(LAYOUT))
+        pictures[name] = (out / name).read_bytes()
+    return GroupedLayer(layer, partition, figures, pictures)
 
 
 def save_partition(

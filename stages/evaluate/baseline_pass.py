@@ -15,8 +15,9 @@ from models.loading import is_offloaded
 from models.stream import LayerStream, StreamLayer
 from models.targets.config import MOE_TARGETS
 from models.training import find_routers, selection_bias
+from stages.artifacts.job import ALONE, Workers
 from stages.calibration.alignment import AlignmentSettings, align_down
-from stages.calibration.batches import TokenStream, layer_seed
+from stages.calibration.batches import Share, TokenStream, layer_seed
 from stages.evaluate.baselines import MASKS, Baseline, CarvedFFN, LayerFacts, Memo, start_baseline
 from stages.losses import MeanLoss, measure_loss
 from stages.text.sequences import TokenBatch
@@ -35,16 +36,18 @@ class Text:
 class BaselineRun:
     """One baseline on its way through the layers, on both splits."""
 
-    def __init__(self, name: str, stream: LayerStream, text: Text, settings: AlignmentSettings) -> None:
+    def __init__(
+        self, name: str, stream: LayerStream, text: Text, settings: AlignmentSettings, workers: Workers
+    ) -> None:
         """Embed the splits; calibration text only where something is fitted on what the baseline makes of it."""
         self.method, self.aligned = name.removesuffix(ALIGNED), name.endswith(ALIGNED)
         self._settings = settings
         self.fitted = self.aligned or self.method == "best_mask"
         calibration = text.calibration if self.fitted else []
-        self._calibration = TokenStream(stream, calibration)
-        self.heldout = TokenStream(stream, text.heldout)
+        self._calibration = TokenStream(stream, calibration, workers)
+        self.heldout = TokenStream(stream, text.heldout, workers)
 
-    def step(self, layer: StreamLayer, facts: LayerFacts, cut: Sequence[Tensor], hidden: Memo, *, last: bool) -> None:
+    def step(self, layer: StreamLayer, facts: LayerFacts, cut: Share, hidden: Memo, *, last: bool) -> None:
         """Fit on calibration inputs, then pass the layer with both splits; after the last nothing is fitted.
 
         What is not fitted reads instead the carve's inputs `cut`, whose activations are `hidden`.
@@ -86,6 +89,7 @@ def run_baselines(
     settings: AlignmentSettings,
     *,
     replicated: bool,
+    workers: Workers = ALONE,
 ) -> dict[str, MeanLoss]:
     """Held-out loss of every baseline.
 
@@ -98,11 +102,12 @@ def run_baselines(
         replicated: some neurons have copies, so that even unaligned baselines need a weight for them: from how often
             copies are chosen together on the inputs of the carve before alignment. One pass of that serves all
             baselines that are not fitted: their own inputs differ little.
+        workers: share the batches of both splits.
     Memory: hidden states of every baseline, on both splits where it is fitted, one layer, and what `Memo` keeps.
     """
-    runs = {name: BaselineRun(name, stream, text, settings) for name in names}
+    runs = {name: BaselineRun(name, stream, text, settings, workers) for name in names}
     counted = replicated and any(not run.fitted and run.method not in MASKS for run in runs.values())
-    cut = TokenStream(stream, text.calibration if counted else [])
+    cut = TokenStream(stream, text.calibration if counted else [], workers)
     for index, layer in enumerate(tqdm(stream.layers(), total=stream.depth, desc="baselines", unit="layer")):
         facts, hidden, last = facts_of(index, layer), Memo(layer.ffn.hidden), index == stream.depth - 1
         cut.enter(layer)
@@ -143,7 +148,7 @@ def read_pool(checkpoint: Path, device: torch.device) -> Callable[[int], ExpertW
 
 
 def run_pool_baselines(
-    names: Sequence[str], assembled: PreTrainedModel, batches: Sequence[TokenBatch], seed: int
+    names: Sequence[str], assembled: PreTrainedModel, batches: Sequence[TokenBatch], seed: int, workers: Workers
 ) -> dict[str, MeanLoss]:
     """Held-out loss of unaligned and random_router; masks and oracles choose among one layer's own neurons.
 
@@ -151,11 +156,11 @@ def run_pool_baselines(
     """
     losses = {}
     if "unaligned" in names:
-        losses["unaligned"] = measure_loss(assembled, batches, "unaligned")
+        losses["unaligned"] = measure_loss(assembled, batches, "unaligned", workers)
     # Offloaded weights cannot be written to.
     if "random_router" in names and not is_offloaded(assembled):
         draw_routers(assembled, seed)
-        losses["random_router"] = measure_loss(assembled, batches, "randomly routed")
+        losses["random_router"] = measure_loss(assembled, batches, "randomly routed", workers)
     return losses
 
 

@@ -15,6 +15,8 @@ from models.config import MoEShape
 from models.experts import Block, ExpertLoop
 from models.ffn import DenseFFN
 from models.routing import LinearRouter, active_copies, choose_experts, chosen_mask, has_copies, membership
+from stages.artifacts.job import ALONE, Workers
+from stages.calibration.batches import Share
 from stages.calibration.elimination import rank_by_alignment
 
 
@@ -160,7 +162,7 @@ def start_baseline(
         # A router does not look at the activations.
         looked_at = (hidden or facts.ffn.hidden) if method == "oracle" else (lambda x_TD: x_TD)
         chosen = (choose(x_TD, looked_at(x_TD)) for x_TD in inputs)
-        down_DF = down_DF * copies_scale(chosen, member_EF, facts.always_S)
+        down_DF = down_DF * copies_scale(chosen, member_EF, facts.always_S, Share.of(inputs).workers)
 
     def features(x_TD: Tensor, h_TF: Tensor) -> Tensor:
         return h_TF * active_copies(choose(x_TD, h_TF), member_EF, facts.always_S)
@@ -169,7 +171,10 @@ def start_baseline(
 
 
 def copies_scale(
-    chosen: Iterable[Int[Tensor, "T K"]], member_EF: Float[Tensor, "E F"], always_S: Int[Tensor, "S"]
+    chosen: Iterable[Int[Tensor, "T K"]],
+    member_EF: Float[Tensor, "E F"],
+    always_S: Int[Tensor, "S"],
+    workers: Workers = ALONE,
 ) -> Float[Tensor, "F"]:
     """Σ_t c_j / Σ_t c_j², the least-squares constant for a neuron that may be active more than once.
 
@@ -181,6 +186,7 @@ def copies_scale(
     for chosen_TK in chosen:
         mask_TE = chosen_mask(chosen_TK, experts)
         together_EE += (mask_TE.T @ mask_TE).double()  # whole numbers below 2^24: exact
+    workers.sum_(together_EE)
     held_EF = member_EF.double()
     first_F = together_EE.diagonal() @ held_EF
     second_F = ((together_EE @ held_EF) * held_EF).sum(0)

@@ -18,6 +18,7 @@ from models.config import ModelConfig, MoEShape
 from models.ffn import DenseFFN, ffn_parts, watch_ffns
 from models.loading import input_device, load_whole, placement, resolve_device
 from models.routing import choose_experts
+from stages.artifacts.job import ALONE, Workers
 from stages.evaluate.baselines import LayerFacts, expert_grams, output_norms
 from stages.evaluate.report import LayerResult
 from stages.losses import MeanLoss, measure_loss
@@ -128,6 +129,14 @@ class LayerFidelity:
         self.agreed += int((chosen_TK[:, :, None] == best_TK[:, None, :]).sum())
         self.chosen += chosen_TK.numel()
 
+    def sum_(self, workers: Workers) -> None:
+        """Add up what all workers have seen, at each of them."""
+        sums = torch.tensor([self.missed, self.wanted, self.agreed, self.chosen], dtype=torch.float64)
+        sums = torch.cat([sums, self.load_E.cpu().double()])
+        workers.sum_(sums)
+        self.missed, self.wanted, agreed, chosen = sums[:4].tolist()
+        self.agreed, self.chosen, self.load_E = int(agreed), int(chosen), sums[4:].to(self.load_E)
+
     @property
     def error(self) -> float:
         """Σ‖dense − MoE‖² / Σ‖dense‖²; 0 where the dense output is 0."""
@@ -149,9 +158,9 @@ class LayerFidelity:
         return LayerResult(self.error, self.agreement, self.imbalance, unused, load_E.tolist())
 
 
-def dense_result(facts: LayerFacts) -> LayerResult:
+def dense_result(shape: MoEShape) -> LayerResult:
     """Of a layer that stays dense: it misses nothing, and every token passes all of it."""
-    return LayerResult(0.0, 1.0, 1.0, 0, [1.0] * facts.shape.experts)
+    return LayerResult(0.0, 1.0, 1.0, 0, [1.0] * shape.experts)
 
 
 def follow_ffns(
@@ -159,40 +168,55 @@ def follow_ffns(
     batches: Sequence[TokenBatch],
     dense: Sequence[GatedFFN],
     facts_of: Callable[[int, DenseFFN], LayerFacts],
+    shape: MoEShape,
+    workers: Workers = ALONE,
 ) -> tuple[MeanLoss, list[LayerResult]]:
-    """The carved model's loss, and every layer compared with the dense FFN on the same inputs.
+    """The carved model's loss, and every layer compared with the dense FFN on the same inputs; workers share batches.
 
     The dense weights are read again for every batch: where they are plain that costs nothing, and where they are
     offloaded or quantised only one layer's are in memory at a time.
     """
-    fidelities: list[LayerFidelity | LayerResult] = []  # the second of a layer that stays dense
-    masks = iter([batch.attention_mask.bool() for batch in batches])
+    fidelities: dict[int, LayerFidelity] = {}
+    masks = iter([batch.attention_mask.bool() for batch in batches[workers.rank :: workers.world]])
     mask_BT: Tensor
 
     def on_ffn(layer: int, x_BTD: Tensor, output_BTD: Tensor) -> None:
         nonlocal mask_BT
         if layer == 0:
             mask_BT = next(masks)
+        if layer in shape.dense_layers:
+            return
         facts = facts_of(layer, DenseFFN.of(dense[layer], x_BTD))
-        if layer == len(fidelities):
-            fidelities.append(dense_result(facts) if facts.stays_dense else LayerFidelity.start(facts))
-        if isinstance(fidelity := fidelities[layer], LayerFidelity):
-            fidelity.add(facts, x_BTD, output_BTD, mask_BT.to(x_BTD.device))
+        if layer not in fidelities:
+            fidelities[layer] = LayerFidelity.start(facts)
+        fidelities[layer].add(facts, x_BTD, output_BTD, mask_BT.to(x_BTD.device))
 
     with watch_ffns(carved, on_ffn):
-        loss = measure_loss(carved, batches, "carved")
-    return loss, [each.result() if isinstance(each, LayerFidelity) else each for each in fidelities]
+        loss = measure_loss(carved, batches, "carved", workers)
+    results = []
+    for layer in range(len(dense)):
+        if layer in shape.dense_layers:
+            results.append(dense_result(shape))
+            continue
+        fidelity = fidelities.get(layer) or LayerFidelity(shape.top_k, torch.zeros(shape.experts), None)
+        fidelity.sum_(workers)
+        results.append(fidelity.result())
+    return loss, results
 
 
 def measure_layers(
-    carved: PreTrainedModel, batches: Sequence[TokenBatch], dense: Sequence[nn.Module], layers: Sequence[int]
+    carved: PreTrainedModel,
+    batches: Sequence[TokenBatch],
+    dense: Sequence[nn.Module],
+    layers: Sequence[int],
+    workers: Workers = ALONE,
 ) -> dict[int, float]:
     """By how much the carved model's loss falls, nats a token, where one of the layers has its dense FFN again."""
-    carve = measure_loss(carved, batches).nats
+    carve = measure_loss(carved, batches, workers=workers).nats
     saved = {}
     for layer in tqdm(layers, desc="layers put back", unit="layer"):
         with dense_again(carved, layer, dense[layer]):
-            saved[layer] = carve - measure_loss(carved, batches).nats
+            saved[layer] = carve - measure_loss(carved, batches, workers=workers).nats
     return saved
 
 

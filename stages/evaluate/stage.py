@@ -11,7 +11,7 @@ from models.ffn import DenseFFN, ffn_modules
 from models.loading import load_dense, load_tokenizer, resolve_dtype
 from models.stream import LayerStream
 from stages.artifacts.carve import Partition, PoolPartition, Routers, load_partition
-from stages.artifacts.job import Job, Table
+from stages.artifacts.job import NOTHING, Job, Table
 from stages.artifacts.statistics import NeuronStatistics
 from stages.calibration.alignment import AlignmentSettings
 from stages.calibration.batches import CalibrationContext, evenly_spaced
@@ -40,7 +40,7 @@ def run(
     seed: int,
 ) -> Table:
     """Write `evaluation.json` and `evaluation.md`."""
-    context = CalibrationContext.of(model, data, vocabulary, evaluate.batch_tokens, seed)
+    context = CalibrationContext.of(model, data, vocabulary, evaluate.batch_tokens, seed, job.workers)
     partition = load_partition(job.parents["cluster"], shape)
     tokenizer = load_tokenizer(context.folder)
     sequences, pad_id = load_sequences(data, tokenizer, "heldout"), tokenizer.pad_token_id or 0
@@ -48,9 +48,10 @@ def run(
     carved_facts = read_facts(job, evaluate.checkpoint, context, partition, shape)
     losses, costs, layers = compare_models(job, context, text, carved_facts, evaluate, shape)
     if shape.pooled:
-        dtype = resolve_dtype(model, context.device) or checkpoint_dtype(context.folder, "source")
-        assembled = load_carved(job.parents["assemble"] / "checkpoint", model, dtype, job.scratch / "assembled")
-        baselines = run_pool_baselines(evaluate.baselines, assembled, text.heldout, seed)
+        dtype = resolve_dtype(context.model, context.device) or checkpoint_dtype(context.folder, "source")
+        offloaded = job.scratch / f"assembled-{job.workers.rank}"
+        assembled = load_carved(job.parents["assemble"] / "checkpoint", context.model, dtype, offloaded)
+        baselines = run_pool_baselines(evaluate.baselines, assembled, text.heldout, seed, job.workers)
     else:
         plain_facts = read_facts(job, "assemble", context, partition, shape)
         with LayerStream(context.folder, device=context.device) as stream:
@@ -61,7 +62,10 @@ def run(
                 lambda index, layer: plain_facts(index, layer.ffn),
                 project,
                 replicated=int(partition.multiplicity.max()) > 1,
+                workers=job.workers,
             )
+    if not job.workers.leads:
+        return NOTHING
     evaluation = Evaluation(shape, partition.width, losses["dense"].tokens, losses | baselines, costs, layers)
     write_report(evaluation, job.out)
     return summarise(evaluation)
@@ -77,19 +81,22 @@ def compare_models(
     # The MoE is cut from the stored weights, so that it is compared with the stored model, however the scan computed.
     dense = load_dense(replace(context.model, quantization="none"), context.folder)
     checkpoint = job.parents[evaluate.checkpoint] / "checkpoint"
-    carved = load_carved(checkpoint, context.model, dense.dtype, job.scratch / "offloaded")
+    carved = load_carved(checkpoint, context.model, dense.dtype, job.scratch / f"offloaded-{job.workers.rank}")
     models = {"dense": dense, "carved": carved}
-    losses = {"dense": measure_loss(dense, text.heldout, "dense")}
-    losses["carved"], layers = follow_ffns(carved, text.heldout, ffn_modules(dense), facts_of)
+    workers = job.workers
+    losses = {"dense": measure_loss(dense, text.heldout, "dense", workers)}
+    losses["carved"], layers = follow_ffns(carved, text.heldout, ffn_modules(dense), facts_of, shape, workers)
     if evaluate.layer_tokens:
         # Dense layers are chosen by it: on text that the comparison does not use.
         single = [one for batch in context.text for one in split_batch(batch, 1)]
         wanted = math.ceil(evaluate.layer_tokens / max(one.tokens for one in single))
         seen = [single[index] for index in evenly_spaced(len(single), wanted)]
         carved_layers = [index for index in range(len(layers)) if index not in shape.dense_layers]
-        saved = measure_layers(carved, seen, ffn_modules(dense), carved_layers)
+        saved = measure_layers(carved, seen, ffn_modules(dense), carved_layers, workers)
         layers = [replace(layer, saved=saved.get(index)) for index, layer in enumerate(layers)]
-    speed = measure_speed(models, text.heldout, evaluate.speed_tokens) if evaluate.speed_tokens else {}
+    # By one worker while the others wait: they would take memory bandwidth.
+    timed = evaluate.speed_tokens
+    speed = workers.lead(lambda: measure_speed(models, text.heldout, timed)) if timed else {}
     costs = {name: ModelCost(*count_parameters(one, shape), speed.get(name)) for name, one in models.items()}
     return losses, costs, layers
 

@@ -3,7 +3,9 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -12,6 +14,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from models.experts import ExpertLoop, ExpertWeights
 from models.loading import input_device
+from stages.artifacts.job import ALONE, Workers
 from stages.losses import prediction_distance
 from stages.text.sequences import TokenBatch
 
@@ -24,22 +27,56 @@ class TaughtBatch:
     hidden_BTD: Float[Tensor, "B T D"]
 
 
-class _CarvedFFN(nn.Module):
-    """A layer's experts in the place of its FFN."""
+class _SumOfParts(torch.autograd.Function):
+    """The sum of what all workers give; each gets the gradient of the sum. g of arXiv:1909.08053, section 3."""
 
-    def __init__(self, loop: ExpertLoop) -> None:
+    @staticmethod
+    def forward(_ctx: Any, part_TD: Tensor, workers: Workers) -> Tensor:  # noqa: ANN401 - autograd's context
+        total_TD = part_TD.clone()
+        workers.sum_(total_TD)
+        return total_TD
+
+    @staticmethod
+    def backward(_ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
+        return grad_TD, None
+
+
+class _SumOfGradients(torch.autograd.Function):
+    """An input of all workers as it is; its gradient is the sum of theirs. f of the same."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, workers: Workers) -> Tensor:  # noqa: ANN401 - autograd's context
+        ctx.workers = workers
+        return x_TD.view_as(x_TD)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
+        total_TD = grad_TD.clone(memory_format=torch.contiguous_format)
+        ctx.workers.sum_(total_TD)
+        return total_TD, None
+
+
+class _CarvedFFN(nn.Module):
+    """A layer's experts in the place of its FFN; of several workers each holds some of them."""
+
+    def __init__(self, loop: ExpertLoop, workers: Workers) -> None:
         super().__init__()
-        self.loop = loop
+        self.loop, self.workers = loop, workers
         self.clips = False
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         x_TD = x_BTD.flatten(0, -2).float()
+        shared = self.workers.world > 1
         if torch.is_grad_enabled():
+            x_TD = _SumOfGradients.apply(x_TD, self.workers) if shared else x_TD  # type: ignore[no-untyped-call]
             output_TD = self.loop.differentiable(x_TD)
-            if self.clips and output_TD.requires_grad:
-                output_TD.register_hook(clip_tokens)  # type: ignore[no-untyped-call]
+            if shared and not output_TD.requires_grad:  # holding no expert, it passes on the gradient like the others
+                output_TD.requires_grad_()
         else:
             output_TD = self.loop(x_TD)
+        output_TD = _SumOfParts.apply(output_TD, self.workers) if shared else output_TD  # type: ignore[no-untyped-call]
+        if self.clips and output_TD.requires_grad:
+            output_TD.register_hook(clip_tokens)
         return output_TD.view(x_BTD.shape).to(x_BTD.dtype)
 
 
@@ -67,21 +104,40 @@ class CarvedModel:
     The loops route as the emitted checkpoint does, and the loss is the distance of its predictions from the dense
     model's. Weights that several layers share (a pool's) are one tensor, with one gradient.
 
-    Memory: the dense model, the experts in fp32, and one gradient for each of their numbers.
+    Several workers pass the same batches together, each with the experts that it holds, and add up the outputs of every
+    FFN. So each computes the gradient of its own experts, whole; attention and head are computed by all.
+
+    Memory: the dense model, the experts held in fp32, and one gradient for each of their numbers.
     """
 
-    def __init__(self, dense: PreTrainedModel, loops: Sequence[ExpertLoop | None]) -> None:
-        """Take over a frozen dense model; `loops` are of its layers in order, None of one that stays dense."""
-        self.model = dense
+    def __init__(self, dense: PreTrainedModel, loops: Sequence[ExpertLoop | None], workers: Workers = ALONE) -> None:
+        """Take over a frozen dense model; `loops` are of its layers in order, None of one that stays dense.
+
+        Of several workers each brings the part that `ExpertLoop.part` gives for its rank.
+        """
+        self.model, self._workers = dense, workers
         carved = [(layer, loop) for layer, loop in zip(dense.get_decoder().layers, loops, strict=True) if loop]
         self._layers = [layer for layer, _ in carved]
         self._dense = [layer.mlp for layer in self._layers]
-        self._carved = [_CarvedFFN(loop) for _, loop in carved]
+        self._carved = [_CarvedFFN(loop, workers) for _, loop in carved]
 
     @property
     def loops(self) -> list[ExpertLoop]:
-        """The carved layers as they are, those that stay dense left out."""
+        """The carved layers as they are, of several workers this one's parts; those that stay dense are left out."""
         return [module.loop for module in self._carved]
+
+    def root_mean_squares(self, names: Sequence[str]) -> list[float]:
+        """Of the norms of all neurons in a layer's field, in the order of `weights`."""
+        table_LN2 = torch.zeros(len(self.loops), len(names), 2, dtype=torch.float64)
+        for layer, loop in enumerate(self.loops):
+            for place, name in enumerate(names):
+                norms = getattr(loop.experts, name).double().norm(dim=neuron_dim(name))
+                table_LN2[layer, place] = torch.stack([norms.square().sum(), norms.new_tensor(norms.numel())])
+        self._workers.sum_(table_LN2)
+        scales = (table_LN2[..., 0] / table_LN2[..., 1].clamp_min(1)).sqrt().tolist()
+        held = [[getattr(loop.experts, name) for name in names] for loop in self.loops]
+        by_identity = {id(held[layer][place]): scales[layer][place] for layer, place in np.ndindex(table_LN2.shape[:2])}
+        return [by_identity[id(tensor)] for _, tensor in self.weights(names)]
 
     def weights(self, names: Sequence[str]) -> list[tuple[str, Tensor]]:
         """Field and tensor of every weight in those fields of `ExpertWeights`, shared ones once; none is empty."""
@@ -98,15 +154,28 @@ class CarvedModel:
 
     @torch.no_grad()
     def teach(self, batches: Sequence[TokenBatch]) -> list[TaughtBatch]:
-        """What the dense model makes of some batches. Memory: D numbers a token."""
-        return [TaughtBatch(batch, self._last_hidden(batch)) for batch in batches]
+        """What the dense model makes of some batches; each worker passes its share. Memory: D numbers a token."""
+        rank, world = self._workers.rank, self._workers.world
+        if world == 1:
+            return [TaughtBatch(batch, self._last_hidden(batch)) for batch in batches]
+        sizes, width = [batch.input_ids.numel() for batch in batches], self.model.config.hidden_size
+        like = self.model.get_input_embeddings().weight
+        rows_PD = torch.zeros(sum(sizes), width, dtype=like.dtype, device=like.device)
+        hidden = [
+            rows_TD.view(*batch.input_ids.shape, width)
+            for rows_TD, batch in zip(torch.split(rows_PD, sizes), batches, strict=True)
+        ]
+        for batch, hidden_BTD in list(zip(batches, hidden, strict=True))[rank::world]:
+            hidden_BTD.copy_(self._last_hidden(batch))
+        self._workers.sum_(rows_PD)
+        return [TaughtBatch(batch, hidden_BTD) for batch, hidden_BTD in zip(batches, hidden, strict=True)]
 
     @torch.no_grad()
     def divergence(self, batches: Sequence[TaughtBatch]) -> float:
-        """Mean KL(dense ‖ carved) of the next-token distributions, nats per token."""
+        """Mean KL(dense ‖ carved) of the next-token distributions, nats per token; the same at every worker."""
         with self._as_carved():
             total = sum(float(self._distance(batch)) for batch in batches)
-        return total / count_tokens(batches)
+        return float(self._workers.follow(total / count_tokens(batches)))
 
     def gradients(self, batches: Sequence[TaughtBatch], names: Sequence[str], *, clipped: bool = False) -> list[Tensor]:
         """∂(mean KL) / ∂W in the order of `weights`, through the routing as it is emitted.
@@ -166,6 +235,34 @@ class CarvedModel:
     def _put(self, ffns: Sequence[nn.Module]) -> None:
         for layer, ffn in zip(self._layers, ffns, strict=True):
             layer.mlp = ffn
+
+
+def gather_parts(loops: Sequence[ExpertLoop], workers: Workers) -> list[ExpertLoop]:
+    """The layers of which each worker holds its part, whole at the leading one; a layer at a time."""
+    if workers.world == 1:
+        return list(loops)
+    return [_gather_part(loop, workers) for loop in loops]
+
+
+def _gather_part(loop: ExpertLoop, workers: Workers) -> ExpertLoop:
+    counts = workers.share((len(loop.neurons_EN), len(loop.always_S)))
+    experts, always = (sum(each) for each in zip(*counts, strict=True))
+    whole: dict[str, Tensor] = {}
+    held = vars(loop.experts) | {"neurons": loop.neurons_EN, "always": loop.always_S}
+    for name, part in held.items():
+        dim = 1 if name == "shared_down_DS" else 0
+        size = list(part.shape)
+        size[dim] = always if name.startswith(("shared", "always")) else experts
+        whole[name] = part.new_zeros(size)
+        whole[name][(slice(None),) * dim + (loop.held,)] = part
+        workers.reduce_(whole[name])
+    neurons_EN, always_S = whole.pop("neurons"), whole.pop("always")
+    return replace(loop, experts=ExpertWeights(**whole), neurons_EN=neurons_EN, always_S=always_S, held=slice(None))
+
+
+def neuron_dim(field: str) -> int:
+    """Along which dimension of that field of ExpertWeights a neuron's numbers lie."""
+    return -2 if "down" in field else -1
 
 
 def count_tokens(batches: Sequence[TaughtBatch]) -> int:

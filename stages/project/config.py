@@ -61,8 +61,7 @@ class ProjectConfig:
     router_steps: int = field(default=200, metadata={"minimum": 0})
     router_rate: float = field(default=0.01, metadata={"above": 0})
     router_tokens: int = field(default=8192, metadata={"minimum": 1})
-    # Steps of layer-wise gradient descent on gate, up and down after the alignment, then down is aligned once more; 0
-    # trains nothing.
+    # Steps of layer-wise gradient descent on gate, up and down after the alignment; 0 trains nothing.
     descent_steps: int = field(default=200, metadata={"minimum": 0})
     # Its learning rate at the first step, relative to the size of each matrix's weights; it falls linearly.
     descent_rate: float = field(default=0.01, metadata={"above": 0})

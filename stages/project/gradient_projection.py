@@ -15,7 +15,7 @@ from models.loading import load_dense
 from stages.calibration.alignment import split_validation
 from stages.calibration.batches import CalibrationContext
 from stages.losses import save_memory
-from stages.project.carved_model import CarvedModel, TaughtBatch
+from stages.project.carved_model import CarvedModel, TaughtBatch, gather_parts, neuron_dim
 from stages.project.config import ProjectConfig
 from stages.text.sequences import TokenBatch, split_batch
 
@@ -44,11 +44,6 @@ def project_neurons(
     """
     norms = gradient.norm(dim=dim, keepdim=True)
     return torch.addcdiv(weight, gradient, norms + epsilon, value=length)
-
-
-def neuron_dim(field: str) -> int:
-    """Along which dimension of that field of ExpertWeights a neuron's numbers lie."""
-    return -2 if "down" in field else -1
 
 
 def projected_fields(matrices: list[str]) -> list[str]:
@@ -98,9 +93,7 @@ class GradientRounds:
         self._names = projected_fields(settings.matrices)
         weights = model.weights(self._names)
         self._dims = [neuron_dim(name) for name, _ in weights]
-        # Root mean squares of the neurons' norms.
-        norms = (weight.norm(dim=dim) for (_, weight), dim in zip(weights, self._dims, strict=True))
-        self._scales = [float(norm.square().mean().sqrt()) for norm in norms]
+        self._scales = model.root_mean_squares(self._names)
         self._rounds = shuffle_rounds([text[index] for index in fitted], settings, seed)
         self._validation = model.teach(first_tokens([text[index] for index in held_out], VALIDATION_TOKENS))
 
@@ -196,13 +189,14 @@ def project_end_to_end(
     """Rounds of gradient projection over all layers at once; an expert that layers share gets the sum of its gradients.
 
     `make_loops` gives the carved layers for the frozen dense model, which is loaded here; None for one to stay dense.
+    Of several workers each makes its part of them, and the leading one gets them whole.
     """
     # The experts are cut from the stored weights, whatever the scan computed with: so is the model that teaches them.
     dense = load_dense(replace(context.model, quantization="none"), context.folder)
     save_memory(dense, asked=False)
-    carved = CarvedModel(dense, make_loops(dense))
+    carved = CarvedModel(dense, make_loops(dense), context.workers)
     outcome = GradientRounds(carved, context.text, project, context.layer_seed(SEED)).run()
-    return carved.loops, outcome
+    return gather_parts(carved.loops, context.workers), outcome
 
 
 def describe_gradients(outcome: ProjectionOutcome | None) -> str:

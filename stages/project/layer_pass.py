@@ -14,6 +14,7 @@ from models.stream import LayerStream
 from models.targets.base import is_power_of_two
 from stages.artifacts.carve import Partition, Routers
 from stages.artifacts.experts import CheckpointFormat, load_layer
+from stages.artifacts.job import Workers
 from stages.artifacts.tensor_file import load_layer_checkpoint, save_layer_checkpoint
 from stages.calibration.alignment import (
     Alignment,
@@ -24,7 +25,7 @@ from stages.calibration.alignment import (
     scale_columns,
     split_validation,
 )
-from stages.calibration.batches import CalibrationContext, TokenStream, take_tokens
+from stages.calibration.batches import CalibrationContext, Share, TokenStream, take_tokens
 from stages.calibration.config import FITTED_ROUTERS
 from stages.project.config import ProjectConfig
 from stages.routing.descent import DescentSettings
@@ -61,7 +62,7 @@ def project_layer(
 
     `inputs` and `wanted` are as of `align_down`, `seed` is that of what is trained.
     """
-    _, validation = split_validation(len(inputs), settings.validation_share)
+    _, validation = split_validation(Share.of(inputs).total_batches, settings.validation_share)
     base = scale_columns(carve.loop, column_scale(carve.loop, inputs))
     state = Alignment(base, relative_error(base, inputs, wanted, validation), None)
     outcome = Outcome(state.error)
@@ -71,11 +72,7 @@ def project_layer(
     if settings.descent_steps:
         loop = train_experts(state.carved, inputs, wanted, settings, seed)
         trained = Alignment(loop, relative_error(loop, inputs, wanted, validation), state.penalty)
-        if not settings.validate or trained.error < state.error:
-            state = trained
-            if settings.alignment == "ridge":  # down is solved once more for the gate and up that were trained
-                again = align_down(loop, inputs, wanted, settings)
-                state = again if again.penalty is not None else trained
+        state = trained if not settings.validate or trained.error < state.error else state
     return state.carved, replace(outcome, error_end=state.error)
 
 
@@ -95,7 +92,7 @@ def align_layer(
     # The penalty depends on tokens and neurons, hardly on the routing: it is searched once.
     again = replace(settings, penalties=[state.penalty]) if state.penalty is not None else settings
     state, rounds = alternate(carve, base, state, seen, targets, again)
-    if sum(map(len, seen)) < sum(map(len, inputs)):
+    if Share.of(seen).tokens < Share.of(inputs).tokens:
         most = max(settings.penalties) if state.penalty is None else state.penalty  # more tokens want no more of it
         last = replace(settings, penalties=[penalty for penalty in settings.penalties if penalty <= most])
         state = align_down(reroute(base, state.carved.router, inputs), inputs, wanted, last)
@@ -122,17 +119,26 @@ def alternate(
     if not refits(carve):
         return state, 0
     for kept in range(settings.rounds):
-        usual = at_usual_gates(state.carved, inputs)
-        router = fit_router(RouterTask(usual, wanted, carve.biased, inputs), carve.refit)
+        router = refit_router(carve, state.carved, inputs, wanted)
         if chooses_alike(router, state.carved, inputs):
             return state, kept
-        router = set_logit_std(router, inputs[: carve.text], carve.refit.logit_std)
+        router = set_logit_std(router, Share.of(inputs).first(carve.text), carve.refit.logit_std)
         aligned = align_down(reroute(base, router, inputs), inputs, wanted, settings)
         before, after = (load_cost(loop, inputs, carve.refit) for loop in (state.carved, aligned.carved))
         if settings.validate and aligned.error + after >= state.error + before:
             return state, kept
         state = aligned
     return state, settings.rounds
+
+
+def refit_router(
+    carve: LayerCarve, aligned: ExpertLoop, inputs: Sequence[Tensor], wanted: Sequence[Tensor]
+) -> LinearRouter:
+    """A router for the aligned experts. Its descent takes hundreds of small steps: one worker fits it, for all."""
+    usual, share = at_usual_gates(aligned, inputs), Share.of(inputs)
+    tokens, targets = share.gather(), share.holding(wanted).gather()
+    task = RouterTask(usual, targets, carve.biased, tokens)
+    return share.workers.lead(lambda: fit_router(task, carve.refit).to("cpu")).to(share.like.device)
 
 
 def reroute(base: ExpertLoop, router: LinearRouter, inputs: Sequence[Tensor]) -> ExpertLoop:
@@ -145,15 +151,19 @@ def load_cost(loop: ExpertLoop, inputs: Sequence[Tensor], refit: RouterSettings)
     """The price of uneven load, in units of error: the router's, times the variance on validation tokens."""
     if not refit.descent.balance:
         return 0.0
-    _, validation = split_validation(len(inputs), refit.validation_share)
-    load_E = load_balance(loop.router, [inputs[index] for index in validation], loop.top_k)
+    _, validation = split_validation(Share.of(inputs).total_batches, refit.validation_share)
+    load_E = load_balance(loop.router, inputs, loop.top_k, validation)
     return refit.descent.balance * float((load_E - 1).square().mean())
 
 
 def chooses_alike(router: LinearRouter, loop: ExpertLoop, inputs: Sequence[Tensor]) -> bool:
     """Whether the layer's own router sends every token to the same experts."""
-    choices = ([each.choose(x_TD, loop.top_k).sort(1).values for each in (router, loop.router)] for x_TD in inputs)
-    return all(torch.equal(new_TK, old_TK) for new_TK, old_TK in choices)
+
+    def count_moved(place: int) -> Tensor:
+        new_TK, old_TK = (each.choose(inputs[place], loop.top_k).sort(1).values for each in (router, loop.router))
+        return (new_TK != old_TK).sum()
+
+    return not Share.of(inputs).total((), count_moved)
 
 
 def train_experts(
@@ -161,10 +171,25 @@ def train_experts(
 ) -> ExpertLoop:
     """Adam on the squared error of the layer's output, with the routing as it is; validation tokens are not seen.
 
-    Copies of a neuron become neurons of their own: each goes where its expert needs it. `seed` orders the tokens.
+    Copies of a neuron become neurons of their own: each goes where its expert needs it. `seed` orders the tokens. The
+    steps are small and many: one worker takes them, for all.
     """
-    fitted, _ = split_validation(len(inputs), settings.validation_share)
-    x_TD, wanted_TD = (torch.cat([part[index] for index in fitted]) for part in (inputs, wanted))
+    share = Share.of(inputs)
+    fitted, _ = split_validation(share.total_batches, settings.validation_share)
+    gathered = [share.gather(), share.holding(wanted).gather()]
+
+    def train() -> ExpertWeights:
+        x_TD, wanted_TD = (torch.cat([part[index] for index in fitted]) for part in gathered)
+        return descend_experts(loop, x_TD, wanted_TD, settings, seed)
+
+    experts = share.workers.lead(lambda: train().to("cpu", torch.float32))
+    return replace(loop, experts=experts.to(share.like.device, torch.float32))
+
+
+def descend_experts(
+    loop: ExpertLoop, x_TD: Tensor, wanted_TD: Tensor, settings: ProjectConfig, seed: int
+) -> ExpertWeights:
+    """The steps of `train_experts`."""
     scale = wanted_TD.square().mean().clamp_min(1e-30)
     weights = {name: weight.clone() for name, weight in vars(loop.experts).items()}
     trained = [weight.requires_grad_() for weight in weights.values() if weight.numel()]
@@ -186,7 +211,7 @@ def train_experts(
             loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         schedule.step()
-    return replace(loop, experts=ExpertWeights(**{name: weight.detach() for name, weight in weights.items()}))
+    return ExpertWeights(**{name: weight.detach() for name, weight in weights.items()})
 
 
 @dataclass(frozen=True)
@@ -221,15 +246,15 @@ def project_all(
 ) -> dict[int, tuple[LinearRouter, Outcome]]:
     """Layers in order, each on the inputs that the layers before it give once carved; each is kept in `scratch`.
 
-    Those that stay dense are passed, and not among the results.
+    Those that stay dense are passed, and not among the results. Workers share the tokens, and see the same `scratch`.
     """
-    tokens, found = TokenStream(stream, context.batches), {}
+    tokens, found, workers = TokenStream(stream, context.batches, context.workers), {}, context.workers
     for index, layer in enumerate(tqdm(stream.layers(), total=stream.depth, desc="project", unit="layer")):
         tokens.enter(layer)
         if index in checkpoint.shape.dense_layers:
             tokens.leave(map(layer.ffn, tokens.inputs))
             continue
-        done = load_layer_checkpoint(scratch, index, ProjectedLayer)
+        done = load_done(scratch, index, workers)
         if done is None:
             seed = context.layer_seed(index)
             refit = refit_settings(checkpoint, project, routers.logit_std, seed)
@@ -237,15 +262,24 @@ def project_all(
                 partition, index, load_layer(extracted, index), routers.layer(index), layer.ffn.act, stream.device
             )
             carve = LayerCarve(start, refit, checkpoint.biased, len(context.text))
-            wanted = [layer.ffn(x_TD) for x_TD in tokens.inputs]
+            wanted = tokens.inputs.map(layer.ffn)
             loop, outcome = project_layer(carve, tokens.inputs, wanted, project, seed)
             done = ProjectedLayer.of(loop, outcome, checkpoint.dtype, checkpoint.down_scale)
-            save_layer_checkpoint(scratch, index, done)
+            if workers.leads:
+                save_layer_checkpoint(scratch, index, done)
         # The layers to come see what the checkpoint will compute, rounded as it is there.
         carved = checkpoint.loop(partition, index, done.experts, done.router, layer.ffn.act, stream.device)
         tokens.leave(map(carved, tokens.inputs))
         found[index] = (done.router, done.outcome)
     return found
+
+
+def load_done(scratch: Path, layer: int, workers: Workers) -> ProjectedLayer | None:
+    """A layer that an earlier run finished; the leading worker, which removes damaged ones, decides whether."""
+    done = load_layer_checkpoint(scratch, layer, ProjectedLayer) if workers.leads else None
+    if workers.follow(done is not None) and done is None:
+        return find_done(scratch, layer)
+    return done
 
 
 def find_done(scratch: Path, layer: int) -> ProjectedLayer:

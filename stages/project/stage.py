@@ -1,6 +1,7 @@
 """project: fit the experts to the dense model, layer by layer, and write the router-ready checkpoint."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -12,7 +13,7 @@ from models.loading import execution_device, release_freed_memory
 from models.stream import LayerStream
 from stages.artifacts.carve import Partition, Routers
 from stages.artifacts.experts import CheckpointFormat, FormatSettings
-from stages.artifacts.job import Job, Table
+from stages.artifacts.job import ALONE, NOTHING, Job, Table
 from stages.artifacts.tensor_file import load_layer_checkpoint, save_layer_checkpoint
 from stages.calibration.batches import CalibrationContext
 from stages.calibration.config import VocabularyConfig
@@ -35,11 +36,12 @@ def run(
     seed: int,
 ) -> Table:
     """Write `checkpoint/` and the routers; every step is judged on validation tokens."""
-    context = CalibrationContext.of(model, data, vocabulary, project.batch_tokens, seed)
+    context = CalibrationContext.of(model, data, vocabulary, project.batch_tokens, seed, job.workers)
     checkpoint = CheckpointFormat.of(context.folder, context.config, assemble, shape)
     routers = Routers.load(job.parents["assemble"])
-    if shape.pooled:
-        return run_pool(job, context, checkpoint, routers, project)
+    if shape.pooled:  # experts of all layers are aligned one after the other, on few tokens: nothing to share
+        alone = replace(context, workers=ALONE)
+        return run_pool(job, alone, checkpoint, routers, project) if job.workers.leads else NOTHING
     partition = Partition.load(job.parents["cluster"])
     with LayerStream(context.folder, device=context.device) as stream:
         layers = project_all(
@@ -51,6 +53,8 @@ def run(
         final = job.scratch / "projected"
         gradients = project_layers(context, partition, checkpoint, project, aligned=job.scratch, kept=final)
     release_freed_memory()
+    if not job.workers.leads:
+        return NOTHING
     # Of the layers that stay dense, the unused ones of stage=assemble.
     last = [layers[index][0] if index in layers else routers.layer(index) for index in range(partition.layers)]
     routers = Routers.of(last, checkpoint.dtype, routers.logit_std)
@@ -79,23 +83,33 @@ def project_layers(
     """Gradient projection of the layers in the folder `aligned`; they are kept in the folder `kept`."""
     depth = partition.layers
     carved = [layer for layer in range(depth) if layer not in checkpoint.shape.dense_layers]
-    outcome = load_layer_checkpoint(kept, depth, ProjectionOutcome)
-    if outcome and all(load_layer_checkpoint(kept, layer, ProjectedLayer) is not None for layer in carved):
+
+    def find_outcome() -> ProjectionOutcome | None:
+        whole = all(load_layer_checkpoint(kept, layer, ProjectedLayer) is not None for layer in carved)
+        return load_layer_checkpoint(kept, depth, ProjectionOutcome) if whole else None
+
+    if outcome := context.workers.lead(find_outcome):
         return outcome
-    layers = {index: find_done(aligned, index) for index in carved}
+    outcomes: dict[int, Outcome] = {}
 
     def make_loops(dense: PreTrainedModel) -> list[ExpertLoop | None]:
         loops: list[ExpertLoop | None] = [None] * depth
-        for index, layer in layers.items():
+        for index in carved:
+            layer = find_done(aligned, index)
+            outcomes[index] = layer.outcome
             mlp = ffn_modules(dense)[index]
             device = execution_device(mlp.gate_proj)
-            loops[index] = checkpoint.loop(partition, index, layer.experts, layer.router, mlp.act_fn, device)
+            loop = checkpoint.loop(partition, index, layer.experts, layer.router, mlp.act_fn, device)
+            workers = context.workers
+            loops[index] = loop if workers.world == 1 else loop.part(workers.rank, workers.world)
         return loops
 
     loops, outcome = project_end_to_end(context, make_loops, project)
+    if not context.workers.leads:
+        return outcome
     kept.mkdir(exist_ok=True)
-    for (index, layer), loop in zip(layers.items(), loops, strict=True):
-        rounded = ProjectedLayer.of(loop, layer.outcome, checkpoint.dtype, checkpoint.down_scale)
+    for index, loop in zip(carved, loops, strict=True):
+        rounded = ProjectedLayer.of(loop, outcomes[index], checkpoint.dtype, checkpoint.down_scale)
         save_layer_checkpoint(kept, index, rounded)
     save_layer_checkpoint(kept, depth, outcome)
     return outcome

@@ -1,6 +1,6 @@
 """A layer's experts, the outputs wanted of them, and how well a router chooses among them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,7 +11,7 @@ from models.experts import ExpertLoop, slice_ffn
 from models.ffn import DenseFFN
 from models.routing import LinearRouter, choose_experts, chosen_mask, membership
 from stages.calibration.alignment import relative_error
-from stages.calibration.batches import take_tokens
+from stages.calibration.batches import Share, take_tokens
 from stages.routing.descent import OutputError
 
 MAX_ELEMENTS = 2**26  # of expert outputs in memory at a time: 256 MiB
@@ -125,18 +125,25 @@ def set_logit_std(router: LinearRouter, inputs: Sequence[Tensor], logit_std: flo
 
     Rows and bias are centred first: a shift common to all experts changes neither softmax nor choice.
     """
-    centred_ED = router.rows_ED - router.rows_ED.mean(0)
-    squares = sum(float((x_TD @ centred_ED.T).double().square().mean(1).sum()) for x_TD in inputs)
-    deviation = (squares / sum(len(x_TD) for x_TD in inputs)) ** 0.5
+    centred_ED, share = router.rows_ED - router.rows_ED.mean(0), Share.of(inputs)
+    squares = share.total((), lambda place: (inputs[place] @ centred_ED.T).double().square().mean(1).sum())
+    deviation = (float(squares) / share.tokens) ** 0.5
     scale = logit_std / deviation if deviation > 0 else 1.0
     return LinearRouter(centred_ED * scale, (router.bias_E - router.bias_E.mean()) * scale)
 
 
-def load_balance(router: LinearRouter, inputs: Sequence[Tensor], top_k: int) -> Float[Tensor, "E"]:
-    """Each expert's share of the routed tokens, relative to an even share (1 = even)."""
-    counts_E = torch.zeros(router.experts, device=router.rows_ED.device)
-    for x_TD in inputs:
-        counts_E += torch.bincount(router.choose(x_TD, top_k).flatten(), minlength=router.experts)
+def load_balance(
+    router: LinearRouter, inputs: Sequence[Tensor], top_k: int, batches: Collection[int] | None = None
+) -> Float[Tensor, "E"]:
+    """Each expert's share of the routed tokens, relative to an even share (1 = even).
+
+    Of the numbered batches, or all.
+    """
+
+    def count(place: int) -> Tensor:
+        return torch.bincount(router.choose(inputs[place], top_k).flatten(), minlength=router.experts)
+
+    counts_E = Share.of(inputs).total((router.experts,), count, batches).float()
     return counts_E / counts_E.mean()
 
 

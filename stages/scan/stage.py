@@ -20,7 +20,7 @@ from models.quantization import dense_weight
 from models.source import resolve_folder
 from stages.accumulators.config import StoreConfig
 from stages.accumulators.sums import ScanSums, open_store
-from stages.artifacts.job import Job, Table, Workers
+from stages.artifacts.job import NOTHING, Job, Table, Workers
 from stages.artifacts.statistics import NeuronStatistics
 from stages.losses import save_memory
 from stages.scan import passes
@@ -144,7 +144,7 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, store: StoreConfig, s
             passes.scan_shares(scanner, batches, slots_M, keeper, workers, after_batch=progress.update)
         sums = passes.collect_sums(keeper, workers)
     if sums is None:
-        return Table("scan", [], [])
+        return NOTHING
     statistics = make_statistics(sums, mlps, gradients=scan.gradients)
     statistics.save(job.out)
     if scan.parameters:

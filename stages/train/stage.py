@@ -20,7 +20,7 @@ from models.targets.base import MoETarget, gate_scale_of
 from models.training import find_routers, selection_bias
 from stages.artifacts.carve import Routers
 from stages.artifacts.experts import CheckpointFormat, FormatSettings
-from stages.artifacts.job import Job, Table
+from stages.artifacts.job import NOTHING, Job, Table
 from stages.losses import enable_gradient_checkpointing
 from stages.text.config import DataConfig
 from stages.train import record
@@ -80,7 +80,7 @@ def run(
         keep_result(job, checkpoint, form, context.schedule.at(total))
     job.workers.follow(None)  # nobody leaves before the result is kept
     if lines is None:
-        return Table("", (), ())
+        return NOTHING
     return record.summarise(record.read_record(job.scratch), phases, text.tokens)
 
 

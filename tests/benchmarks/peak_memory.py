@@ -46,7 +46,7 @@ def peaks(bench: Workbench, repetitions: int) -> dict[str, list[int]]:
     """Bytes above what was there before: of the scan and the frozen pass in turns, and of one layer's activations."""
     tasks = {"scan": scan_task(bench, gradients=True), "frozen": Task(bench.frozen_step)}
     found: dict[str, list[int]] = {name: [] for name in tasks}
-    peak = _peak_of_gpu if bench.device.type == "cuda" else _peak_of_process
+    peak = _peak_of_gpu if bench.device.type == "cuda" else peak_of_process
     for number in range(repetitions + 1):
         for name, task in tasks.items():
             task.before()
@@ -92,7 +92,8 @@ def _peak_of_gpu(run: Callable[[], object]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def _peak_of_process(run: Callable[[], object]) -> int:
+def peak_of_process(run: Callable[[], object]) -> int:
+    """Bytes of the largest resident set while it runs, above that before."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again at VmRSS

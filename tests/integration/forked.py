@@ -1,10 +1,15 @@
-"""The command in a child of this process, which has imported everything already."""
+"""Children of this process, which has imported everything already: the command, or workers of one job."""
 
 import multiprocessing
 import os
+import socket
+import traceback
 from pathlib import Path
 
+import torch
+
 from pipeline.cli import run_command
+from stages.artifacts.job import Workers
 
 
 def start(command, said: Path | None = None):
@@ -19,3 +24,30 @@ def start(command, said: Path | None = None):
     child = multiprocessing.get_context("fork").Process(target=run)
     child.start()
     return child
+
+
+def as_workers(world, work):
+    """Let `work(workers)` succeed in each of several processes that gloo connects; one thread each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(world)}
+
+    def run(rank):
+        os.environ.update(place, RANK=str(rank))
+        torch.set_num_threads(1)
+        workers, code = Workers(rank, world, rank), 1
+        try:
+            with workers.connected():
+                work(workers)
+            code = 0
+        finally:
+            if code:
+                traceback.print_exc()
+            os._exit(code)
+
+    children = [multiprocessing.get_context("fork").Process(target=run, args=(rank,)) for rank in range(world)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(60)
+    assert [child.exitcode for child in children] == [0] * world

@@ -1,5 +1,6 @@
-"""Several processes scan together: the same sums as one, and nothing lost when one of them dies."""
+"""Several processes work together: they find what one finds, and nothing is lost when one of them dies."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from integration.carving import words_of_pico
 from pico import write_pico
 from safetensors.torch import load_file
 
@@ -56,12 +58,12 @@ def words(tmp_path_factory):
     ]
 
 
-def torchrun(count, outputs, words, program=("-m", "pipeline")):
+def torchrun(count, outputs, words, program=("-m", "pipeline"), limit=60):
     start = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={count}", "--standalone", *program]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
     command = [*map(str, start), *words, f"output_dir={outputs}"]
     return subprocess.run(
-        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=60, check=False
+        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=limit, check=False
     )
 
 
@@ -128,3 +130,140 @@ def test_wrong_settings_are_said_once(words, tmp_path):
     done = torchrun(2, tmp_path, [*words, "scan.batch_tokens=0"])
     assert done.returncode != 0
     assert done.stderr.count("scan.batch_tokens=0 must be at least 1") == 1
+
+
+# The command, but worker 1 kills itself before the n-th call of a function that all workers call.
+DYING_LATER = """
+import os, signal, sys
+from importlib import import_module
+from unittest.mock import patch
+
+target, calls, *words = sys.argv[1:]
+owner, _, name = target.rpartition(".")
+place, _, kind = owner.partition(":")
+holder = getattr(import_module(place), kind) if kind else import_module(place)
+original, left = getattr(holder, name), [int(calls)]
+
+def counted(*args, **kwargs):
+    left[0] -= 1
+    if not left[0] and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(*args, **kwargs)
+
+from pipeline.cli import run_command
+from pipeline.__main__ import leave
+with patch.object(holder, name, counted):
+    leave(run_command(words))
+"""
+CARVED = ("cluster", "assemble", "project", "evaluate")
+
+
+@pytest.fixture(scope="module")
+def chain(text, tmp_path_factory):
+    """The settings of a whole run, and what one process makes of it on one thread."""
+    folder = tmp_path_factory.mktemp("chain")
+    given = words_of_pico(write_pico(folder / "pico", "qwen3", layers=3, tokenizer=True), text)
+    dials = ("experts=4", "n=8", "top_k=2", "always_on=8", "cluster.map_layers=[1]", "vocabulary.tokens=300")
+    words = [*given, *dials, "evaluate.speed_tokens=100", "evaluate.baselines=[static_mask_aligned,oracle]"]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        assert run_command([*words, f"output_dir={folder / 'alone'}"]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    return words, folder / "alone"
+
+
+def result_of(outputs, stage):
+    (folder,) = (outputs / "artifacts" / "pico" / stage).glob("[!.]*")
+    return folder
+
+
+def assert_same_carve(outputs, alone, stages=CARVED):
+    """All weights to 1e-6, choices of neurons and pictures to the bit, and the evaluation to 1e-6."""
+    for stage in stages:
+        found, expected = result_of(outputs, stage), result_of(alone, stage)
+        assert found.name == expected.name
+        files = sorted(path.relative_to(expected) for path in expected.rglob("*") if path.suffix != ".json")
+        assert files == sorted(path.relative_to(found) for path in found.rglob("*") if path.suffix != ".json")
+        for path in (path for path in files if path.suffix == ".safetensors"):
+            ours, theirs = load_file(found / path), load_file(expected / path)
+            assert ours.keys() == theirs.keys()
+            for name, tensor in theirs.items():
+                torch.testing.assert_close(ours[name], tensor, rtol=0, atol=1e-6, msg=f"{stage} {path} {name}")
+        for path in (path for path in files if path.suffix == ".png"):
+            assert (found / path).read_bytes() == (expected / path).read_bytes()
+    ours, theirs = (
+        json.loads((result_of(each, "evaluate") / "evaluation.json").read_text()) for each in (outputs, alone)
+    )
+    assert ours["models"].keys() == theirs["models"].keys()
+    for name, model in theirs["models"].items():
+        assert ours["models"][name]["loss"] == pytest.approx(model["loss"], rel=1e-6)
+    for layer, expected in zip(ours["layers"], theirs["layers"], strict=True):
+        assert layer.pop("load") == pytest.approx(expected.pop("load"), rel=1e-6)
+        assert layer == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])  # four: more than layers, and than batches of held-out text
+def test_the_whole_chain_of_several_processes_is_that_of_one(chain, tmp_path, count):
+    words, alone = chain
+    done = torchrun(count, tmp_path, words, limit=300)
+    assert done.returncode == 0, done.stderr
+    for stage in CARVED:
+        assert done.stdout.count(f"{stage:9} done in") == 1
+    assert_same_carve(tmp_path, alone)
+    assert not list((tmp_path / "artifacts" / "pico").glob("*/.*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "target", "calls"),
+    [
+        ("cluster", "stages.cluster.stage.group_layer", 1),
+        ("assemble", "stages.assemble.stage.fit_layer", 1),
+        ("project", "stages.project.layer_pass.project_layer", 2),
+        ("project", "stages.project.carved_model:CarvedModel.gradients", 3),
+        ("evaluate", "stages.evaluate.baseline_pass.align_down", 2),
+    ],
+)
+def test_a_worker_that_dies_in_any_stage_ends_the_job_and_the_same_command_goes_on(
+    chain, tmp_path, stage, target, calls
+):
+    words, alone = chain
+    outputs = tmp_path / "outputs"
+    later = CARVED[CARVED.index(stage) :]
+    kept = [path for path in (alone / "artifacts" / "pico").iterdir() if path.name not in later]
+    for path in kept:
+        shutil.copytree(path, outputs / "artifacts" / "pico" / path.name)
+    script = tmp_path / "dying.py"
+    script.write_text(DYING_LATER)
+    died = torchrun(2, outputs, words, program=(script, target, calls), limit=300)
+    assert died.returncode != 0
+    assert "the same command again" in died.stderr
+    assert "worker 0: " in died.stderr
+    assert not list((outputs / "artifacts" / "pico" / stage).glob("[!.]*"))
+    done = torchrun(2, outputs, words, limit=300)
+    assert done.returncode == 0, done.stderr
+    assert_same_carve(outputs, alone, later)
+
+
+@pytest.mark.slow
+def test_a_pool_is_that_of_one_process(chain, tmp_path):
+    words, _ = chain
+    other = {"experts", "always_on", "vocabulary.tokens", "evaluate.baselines"}
+    pooled = [word for word in words if word.partition("=")[0] not in other]
+    pooled += ["topology=global_pool", "experts=6", "always_on=0", "evaluate.baselines=[unaligned,random_router]"]
+    done = torchrun(2, tmp_path / "two", pooled, limit=300)
+    assert done.returncode == 0, done.stderr
+    assert torchrun(1, tmp_path / "one", pooled, limit=300).returncode == 0
+    assert_same_carve(tmp_path / "two", tmp_path / "one")
+
+
+@pytest.mark.slow
+def test_a_plan_is_printed_once_and_runs_nothing(chain, tmp_path):
+    words, _ = chain
+    done = torchrun(2, tmp_path / "outputs", [*words, "plan=true"])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("measured here:") == 1
+    assert not (tmp_path / "outputs").exists()

@@ -1,13 +1,16 @@
 """Which stages have to run."""
 
+from typing import ClassVar
+
 import pytest
 
 from instruments.errors import ConfigError, DataError
 from pipeline.artifacts import open_staging, publish
 from pipeline.plan import make_plan, select_stages
+from pipeline.run import agree_on_plan, require_parents
 from pipeline.settings import CHAIN, STAGES, Uses, asked_stages, compose, register_schema, with_ancestors
 from pipeline.validate import validate
-from stages.artifacts.job import Table
+from stages.artifacts.job import Table, Workers
 
 ON_REQUEST = {"train", "dump", "diagnose"}
 ALL = set(STAGES) - ON_REQUEST
@@ -256,3 +259,40 @@ def test_a_hub_that_does_not_answer_stops_a_run_only_where_text_is_still_to_be_r
         "  do:    connect once, or HF_ENDPOINT=https://<mirror> before the command, "
         "or data=python_stdlib, or data=text data.path=<your files>"
     )
+
+
+class Pair(Workers):
+    """Two workers, of which the other one has planned `theirs`."""
+
+    theirs: ClassVar[list] = []
+
+    def share(self, value):
+        return [value, self.theirs]
+
+
+def test_workers_that_were_started_with_other_settings_are_refused(steps, monkeypatch):
+    ours, theirs = list(steps().values()), list(steps("cluster.sample_tokens=99").values())
+    pair = Pair(0, 2, 0)
+    monkeypatch.setattr(Pair, "theirs", [(step.stage.name, step.fingerprint, False) for step in ours])
+    assert agree_on_plan(ours, pair) == ours  # what is due at the leading one counts
+    monkeypatch.setattr(Pair, "theirs", [(step.stage.name, step.fingerprint, True) for step in theirs])
+    with pytest.raises(ConfigError) as caught:
+        agree_on_plan(ours, pair)
+    assert str(caught.value) == (
+        "workers 0 and 1 were started with different settings, models or texts\n"
+        "  where: stages cluster, extract, assemble, project, evaluate\n"
+        "  do:    one command, one checkout and the same files on every machine"
+    )
+
+
+def test_a_worker_that_does_not_see_the_published_results_says_so(steps):
+    project = steps("stage=project")["project"]
+    with pytest.raises(ConfigError) as caught:
+        require_parents(project, Workers(1, 2, 1))
+    what, where, do = str(caught.value).splitlines()
+    assert what == "worker 1 does not find the results that stage=project starts from"
+    assert all(str(folder) in where for folder in project.parents.values())
+    assert do == "  do:    output_dir= on a disk that all workers share"
+    for name in project.parents:
+        pretend_published(steps("stage=project")[name])
+    require_parents(project, Workers(1, 2, 1))

@@ -98,15 +98,3 @@ def test_descent_that_makes_held_out_tokens_worse_is_not_kept(rate, kept):
     trained, outcome = project_layer(layer, INPUTS, WANTED, replace(DESCENT, descent_rate=rate), seed=5)
     assert (outcome.error_end < plainly.error_end) == kept
     assert torch.equal(trained.experts.gate_END, plain.experts.gate_END) != kept
-
-
-def test_down_is_solved_again_for_what_was_trained():
-    """After the closing alignment, another one finds nothing to add; without alignment, down stays as trained."""
-    layer = carve(torch.arange(S, F).view(E, N))
-    closed, outcome = project_layer(layer, INPUTS, WANTED, DESCENT, seed=5)
-    start, _ = project_layer(layer, INPUTS, WANTED, replace(DESCENT, descent_steps=0), seed=5)
-    trained = train_experts(start, INPUTS, WANTED, DESCENT, seed=5)
-    _, validation = split_validation(len(INPUTS), DESCENT.validation_share)
-    assert torch.equal(closed.experts.gate_END, trained.experts.gate_END)
-    assert not torch.equal(closed.experts.down_EDN, trained.experts.down_EDN)
-    assert outcome.error_end < relative_error(trained, INPUTS, WANTED, validation)

@@ -2,13 +2,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from integration.forked import as_workers
 from pico import write_pico
 from transformers import AutoModelForCausalLM
 
 from models.experts import ExpertLoop, slice_ffn
 from models.ffn import DenseFFN, ffn_modules
 from models.routing import GateKind, LinearRouter
-from stages.project.carved_model import CarvedModel
+from stages.project.carved_model import CarvedModel, gather_parts
 from stages.project.config import ProjectConfig
 from stages.project.gradient_projection import SECTIONS, GradientRounds, divide, shuffle_rounds
 from stages.text.sequences import TokenSequence, batch_sequences
@@ -108,3 +109,30 @@ def test_sections_are_of_nearly_equal_length():
     assert [len(part) for part in divide(56, SECTIONS)] == [7] * 8
     assert [list(part) for part in divide(3, 8)] == [[0], [1], [2]]
     assert [index for part in divide(19, 8) for index in part] == [*range(19)]
+
+
+# More of them than experts and than always-on neurons, too.
+@pytest.mark.parametrize("world", [2, pytest.param(7, marks=pytest.mark.slow)])
+def test_workers_that_hold_some_experts_each_move_them_as_one_process_does(carved, text, world):
+    dense, whole = carved.model, carved.loops
+    settings = replace(SETTINGS, gradient_tokens=4 * 14)
+
+    def work(workers):
+        parts = [loop.part(workers.rank, workers.world) for loop in whole]
+        assert sum(workers.share(sum(len(part.neurons_EN) for part in parts))) == len(whole) * E
+        shared = CarvedModel(dense, parts, workers)
+        outcome = GradientRounds(shared, text, settings, seed=0).run()
+        gathered = gather_parts(shared.loops, workers)
+        alone = CarvedModel(dense, whole)
+        expected = GradientRounds(alone, text, settings, seed=0).run()
+        assert expected.after < expected.before
+        assert outcome.rounds == expected.rounds > 0
+        assert outcome.after == pytest.approx(expected.after, rel=1e-5)
+        if workers.leads:
+            for found, loop in zip(gathered, alone.loops, strict=True):
+                assert torch.equal(found.neurons_EN, loop.neurons_EN)
+                assert torch.equal(found.always_S, loop.always_S)
+                for name, weight in vars(loop.experts).items():
+                    torch.testing.assert_close(getattr(found.experts, name), weight, rtol=1e-5, atol=1e-5)
+
+    as_workers(world, work)

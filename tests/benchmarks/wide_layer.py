@@ -1,0 +1,118 @@
+"""One layer of Qwen2.5-7B's shape, with random weights, through cluster, assemble and project: what grows how.
+
+    PYTHONPATH=.:tests python -m benchmarks.wide_layer --parts 4 2 1 --tokens 2048 4096
+
+Processor seconds, so that other programs do not count, and the peak of memory above weights and inputs.
+"""
+
+import math
+import time
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from benchmarks.cluster_speed import TOKENS, draw_bits
+from benchmarks.peak_memory import peak_of_process
+from tabulate import tabulate
+from torch import Tensor
+
+from models.config import MoEShape
+from models.ffn import DenseFFN
+from models.routing import GateKind
+from stages.assemble.stage import fit_layer, measure_router
+from stages.calibration.alignment import NormalEquations, column_scale
+from stages.cluster.evidence import FEATURE_DIMS, LayerActivity, coactivation_features
+from stages.cluster.layer import partition_layer
+from stages.project.config import ProjectConfig
+from stages.project.layer_pass import LayerCarve, project_layer
+from stages.routing.descent import DescentSettings
+from stages.routing.fit import RouterSettings
+from stages.routing.task import set_logit_std
+
+HIDDEN, WIDTH = 3584, 18944  # D, F
+BATCHES = 16  # as calibration text has at least
+PENALTY = 1.0  # one of those that stage=project tries
+
+
+def draw_layer(width: int, tokens: int) -> tuple[DenseFFN, list[Tensor]]:
+    """An FFN, and inputs of the norm that a layer norm gives."""
+    generator = torch.Generator().manual_seed(0)
+    gate_FD, up_FD, down_FD = torch.randn(3, width, HIDDEN, generator=generator) / math.sqrt(HIDDEN)
+    inputs = torch.randn(tokens, HIDDEN, generator=generator).chunk(BATCHES)
+    return DenseFFN(gate_FD, up_FD, down_FD.T.contiguous(), torch.nn.functional.silu), list(inputs)
+
+
+def shape_of(width: int) -> MoEShape:
+    """Experts of 64, a quarter of the FFN always on, half of it active: the defaults."""
+    experts = 3 * width // 4 // 64
+    return MoEShape(experts=experts, n=64, top_k=width // 4 // 64, always_on=width - 64 * experts)
+
+
+def measure(name: str, width: int, tokens: int, work: Callable[[], object]) -> list[object]:
+    """A row of the table."""
+    start = time.process_time()
+    peak = peak_of_process(work)
+    return [name, width, tokens, f"{time.process_time() - start:.1f}", f"{peak / 2**30:.2f}"]
+
+
+@torch.no_grad()
+def measure_layer(width: int, tokens: int) -> Iterator[list[object]]:
+    """The stages in turn, each on what the one before found."""
+    (ffn, inputs), shape, found = draw_layer(width, tokens), shape_of(width), SimpleNamespace()
+    bits_Fr = draw_bits(width)
+    scores_F = torch.rand(width, generator=torch.Generator().manual_seed(1))
+    checkpoint = SimpleNamespace(shape=shape, biased=False)
+    router = RouterSettings("error", 0.1, DescentSettings(0, 0.01, 0.0, 0), tokens=8192)
+
+    def cluster() -> None:
+        evidence = SimpleNamespace(activity=LayerActivity(ffn, inputs))
+        rng = np.random.default_rng(0)
+
+        def features() -> Tensor:
+            return coactivation_features(bits_Fr, TOKENS, dims=FEATURE_DIMS, rng=rng)
+
+        found.partition = partition_layer(
+            scores_F, scores_F, features, shape, method="router_aware", rng=rng, evidence=evidence
+        )
+
+    def assemble() -> None:
+        neurons_EN, always_S = found.partition.neurons_EN, found.partition.always_on_S
+        fitted = fit_layer(ffn, inputs, None, neurons_EN, always_S, checkpoint, router)
+        routed = fitted.task.routed(set_logit_std(fitted.router, inputs, 1.0))
+        found.loop = replace(routed, gate=GateKind.SIGMOID_OF_CHOSEN)
+        measure_router(found.loop, column_scale(found.loop, inputs), fitted.task, len(inputs))
+
+    def project() -> None:
+        wanted = [ffn(x_TD) for x_TD in inputs]
+        refit = RouterSettings("error", 0.1, DescentSettings(200, 0.01, 0.0, 0), tokens=8192)
+        settings = ProjectConfig(penalties=[PENALTY], validate=False)
+        project_layer(LayerCarve(found.loop, refit, biased=False), inputs, wanted, settings, seed=0)
+
+    def solve() -> None:
+        moments = NormalEquations(width, HIDDEN)
+        moments.gram_AA.diagonal().fill_(1.0)
+        moments.solve(PENALTY)
+
+    for stage in (cluster, assemble, project):
+        yield measure(stage.__name__, width, tokens, stage)
+    yield measure("one solve of it", width, tokens, solve)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = ArgumentParser("wide_layer")
+    parser.add_argument("--parts", type=int, nargs="+", default=[4, 2, 1], help="F is divided by these")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096])
+    options = parser.parse_args()
+    headers = ["stage", "F", "tokens", "processor seconds", "peak GiB"]
+    for part in options.parts:
+        for tokens in options.tokens:
+            rows = list(measure_layer(WIDTH // part, tokens))
+            print(tabulate(rows, headers, tablefmt="github"), flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()
