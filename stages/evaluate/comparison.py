@@ -207,7 +207,7 @@ def follow_ffns(
 def measure_layers(
     carved: PreTrainedModel,
     batches: Sequence[TokenBatch],
-    dense: Sequence[nn.Module],
+    dense: PreTrainedModel,
     layers: Sequence[int],
     workers: Workers = ALONE,
 ) -> dict[int, float]:
@@ -215,7 +215,7 @@ def measure_layers(
     carve = measure_loss(carved, batches, workers=workers).nats
     saved = {}
     for layer in tqdm(layers, desc="layers put back", unit="layer"):
-        with dense_again(carved, layer, dense[layer]):
+        with dense_again(carved, layer, dense.get_decoder().layers[layer].mlp):
             saved[layer] = carve - measure_loss(carved, batches, workers=workers).nats
     return saved
 

@@ -92,7 +92,7 @@ def compare_models(
         wanted = math.ceil(evaluate.layer_tokens / max(one.tokens for one in single))
         seen = [single[index] for index in evenly_spaced(len(single), wanted)]
         carved_layers = [index for index in range(len(layers)) if index not in shape.dense_layers]
-        saved = measure_layers(carved, seen, ffn_modules(dense), carved_layers, workers)
+        saved = measure_layers(carved, seen, dense, carved_layers, workers)
         layers = [replace(layer, saved=saved.get(index)) for index, layer in enumerate(layers)]
     # By one worker while the others wait: they would take memory bandwidth.
     timed = evaluate.speed_tokens
