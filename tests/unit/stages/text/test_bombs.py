@@ -25,12 +25,12 @@ def memory(name):
 
 
 @pytest.fixture(autouse=True)
-def within_five_seconds_and_600_mib():
+def within_five_seconds_and_800_mib():
     Path("/proc/self/clear_refs").write_text("5")  # forgets the peak
     started, before = time.process_time(), memory("VmRSS")
     yield
     assert time.process_time() - started < 5
-    assert memory("VmHWM") - before < 600 * MIB
+    assert memory("VmHWM") - before < 800 * MIB  # half a GiB may unpack, and is there twice for a moment
 
 
 def write_hole(path, begin=b""):
