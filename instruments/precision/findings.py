@@ -60,7 +60,7 @@ class OutputDiff:
 
     @property
     def bound_verdict(self) -> Verdict:
-        """On the error of the model's own output, whatever the model makes of a rounding; of other modules, ok."""
+        """Judge the error of the model's own output alone, however much the model amplifies; other modules are ok."""
         if self.propagated is None or self.call.module:
             return Verdict.OK
         return self.limits.judge(self.propagated, None)

@@ -121,7 +121,7 @@ def evenly_spaced(count: int, wanted: int) -> Int[Tensor, "t"]:
 class Share(Sequence[Tensor]):
     """One worker's batches of a text, (T, D) each, as a sequence; of one process alone, all of them.
 
-    Worker r of W holds the batches r, r + W, r + 2·W ... Whatever is summed over all batches is summed here. Small sums
+    Worker r of W holds the batches r, r + W, r + 2·W ... Sums over all batches are made here. Small sums
     are made in the order of the batches, so that any number of workers finds the same to the last bit.
     """
 
