@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import hashlib
 import logging
 import resource
 import sys
@@ -41,6 +42,8 @@ log = logging.getLogger(__name__)
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 NEW_LINE = "\n" + " " * 11  # under the first word after a heading
 CHECKPOINT_STAGES = ("assemble", "project", "train")
+# The packages whose code decides a result, beside this one.
+FLOORS = tuple(Path(__file__).parents[1] / name for name in ("pipeline", "stages", "models", "instruments"))
 
 # After a stage that was asked for alone: what goes on from it, and the settings of those commands. A run ends for good
 # after an evaluation, and after a look into a model.
@@ -280,9 +283,17 @@ def agree_on_plan(steps: Sequence[Step], workers: Workers) -> list[Step]:
     """The leading worker's plan, for all: another process may publish a result while the workers plan.
 
     Raises:
-        ConfigError: another worker was started with other settings, or reads another model or text.
+        ConfigError: another worker runs other code, was started with other settings, or reads another model or text.
     """
-    plans = workers.share([(step.stage.name, step.fingerprint, step.due) for step in steps])
+    code = hash_code() if workers.world > 1 else ""
+    plan = [(step.stage.name, step.fingerprint, step.due) for step in steps]
+    codes, plans = zip(*workers.share((code, plan)), strict=True)
+    if others := [rank for rank, theirs in enumerate(codes) if theirs != code]:
+        raise ConfigError(
+            f"workers {workers.rank} and {others[0]} run different code",
+            where=f"the checkout of this worker, {FLOORS[0].parent}, and that of worker {others[0]}",
+            do="one checkout, or the same commit on every machine",
+        )
     for rank, plan in enumerate(plans):
         theirs, ours = ([step[:2] for step in each] for each in (plan, plans[0]))
         if theirs != ours:
@@ -293,6 +304,15 @@ def agree_on_plan(steps: Sequence[Step], workers: Workers) -> list[Step]:
                 do="one command, one checkout and the same files on every machine",
             )
     return [replace(step, due=due) for step, (_, _, due) in zip(steps, plans[0], strict=True)]
+
+
+def hash_code() -> str:
+    """SHA-256 of the project's own source files, their names included."""
+    digest = hashlib.sha256()
+    for file in sorted(file for floor in FLOORS for file in floor.rglob("*") if file.suffix in {".py", ".lua"}):
+        digest.update(f"{file.relative_to(FLOORS[0].parent)}\0{file.stat().st_size}\0".encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def introduce(checked: Checked) -> None:

@@ -1,5 +1,6 @@
 """Which stages have to run."""
 
+import shutil
 from typing import ClassVar
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from instruments.errors import ConfigError, DataError
 from pipeline.artifacts import open_staging, publish
 from pipeline.plan import make_plan, select_stages
-from pipeline.run import agree_on_plan, require_parents
+from pipeline.run import FLOORS, agree_on_plan, hash_code, require_parents
 from pipeline.settings import CHAIN, STAGES, Uses, asked_stages, compose, register_schema, with_ancestors
 from pipeline.validate import validate
 from stages.artifacts.job import Table, Workers
@@ -265,9 +266,10 @@ class Pair(Workers):
     """Two workers, of which the other one has planned `theirs`."""
 
     theirs: ClassVar[list] = []
+    code: ClassVar[str | None] = None  # as here
 
     def share(self, value):
-        return [value, self.theirs]
+        return [value, (self.code or value[0], self.theirs)]
 
 
 def test_workers_that_were_started_with_other_settings_are_refused(steps, monkeypatch):
@@ -283,6 +285,22 @@ def test_workers_that_were_started_with_other_settings_are_refused(steps, monkey
         "  where: stages cluster, extract, assemble, project, evaluate\n"
         "  do:    one command, one checkout and the same files on every machine"
     )
+
+
+def test_workers_of_another_commit_are_refused(steps, monkeypatch, tmp_path):
+    ours = list(steps().values())
+    monkeypatch.setattr(Pair, "theirs", [(step.stage.name, step.fingerprint, step.due) for step in ours])
+    shutil.copytree(FLOORS[0], tmp_path / "pipeline", ignore=shutil.ignore_patterns("__pycache__"))
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr("pipeline.run.FLOORS", (tmp_path / "pipeline",))
+        same = hash_code()
+        (tmp_path / "pipeline" / "run.py").write_text("# another run\n")
+        assert hash_code() != same
+    monkeypatch.setattr(Pair, "code", same)
+    with pytest.raises(
+        ConfigError, match=r"workers 0 and 1 run different code\n.*\n  do:    one checkout, or the same commit"
+    ):
+        agree_on_plan(ours, Pair(0, 2, 0))
 
 
 def test_a_worker_that_does_not_see_the_published_results_says_so(steps):
