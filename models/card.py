@@ -104,7 +104,8 @@ def _experts(facts: CarveFacts) -> str:
 
 def suitable_runtimes(target: MoETarget, shape: MoEShape, pad_to: int | None = None) -> list[str]:
     """One line for each runtime: how well its kernels suit this E, N and target."""
-    width, shared, served = expert_width(shape, pad_to), shared_width(target, shape, pad_to), target.runtimes
+    width, shared = expert_width(shape, pad_to), shared_width(target, shape, pad_to)
+    served = target.served_by(pooled=shape.pooled)
     lines = [_OWN_CLASS if target.own else _KNOWN_CLASS]
     if shape.top_k == 1 < shape.experts and gate_kind(target, shape) == "softmax_of_chosen":
         lines.append(

@@ -18,6 +18,7 @@ from tabulate import tabulate
 
 from instruments.errors import ConfigError, UserError, check_output, exit_code, say
 from models.checkpoint.folder import read_checkpoint
+from models.config import GLOBAL_POOL
 from models.emit import respell_tokenizer
 from models.loading import load_tokenizer
 from models.source import read_config
@@ -229,8 +230,10 @@ class _Check:
             return run_client(python, "llama.cpp", request)
 
     def _vllm(self, python: Path) -> dict[str, Any]:
-        if "vLLM" not in MOE_TARGETS[read_config(self.checkpoint)["model_type"]].runtimes:
-            raise UserError("vLLM does not know this architecture")
+        config = read_config(self.checkpoint)
+        pooled = config.get("topology") == GLOBAL_POOL
+        if "vLLM" not in MOE_TARGETS[config["model_type"]].served_by(pooled=pooled):
+            raise UserError(f"vLLM does not know {'a pool of experts' if pooled else 'this architecture'}")
         environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         environment["OMP_NUM_THREADS"] = str(self.threads)
         request = {**self.request, "models": self._models(), "remote": self.own}

@@ -292,13 +292,14 @@ def describe_shape(request: ShapeRequest, shape: MoEShape) -> list[str]:
         lines.append(f"            {head} of both are the output embedding, in the dense model the input's")
     size = expected_bytes("assemble", request.source, shape, request.assemble)
     lines.append(f"checkpoint  about {in_mib(size)} on disk")
-    return [*lines, f"serving     {_describe_serving(request.target(shape))}"]
+    return [*lines, f"serving     {_describe_serving(request.target(shape), pooled=shape.pooled)}"]
 
 
-def _describe_serving(target: MoETarget) -> str:
+def _describe_serving(target: MoETarget, *, pooled: bool) -> str:
     """The runtimes that know an architecture, and those that are given up with it."""
-    known = ", ".join(["transformers", *target.runtimes])
-    given_up = [name for name in ("vLLM", "SGLang", "llama.cpp") if name not in target.runtimes]
+    served = target.served_by(pooled=pooled)
+    known = ", ".join(["transformers", *served])
+    given_up = [name for name in ("vLLM", "SGLang", "llama.cpp") if name not in served]
     return f"{target.architecture}: {known}" + (f"; not {', '.join(given_up)}" if given_up else "")
 
 

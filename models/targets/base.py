@@ -96,6 +96,10 @@ class MoETarget:
         """Whether it can keep neurons that every token passes."""
         return bool(self.shared or self.packed_shared)
 
+    def served_by(self, *, pooled: bool) -> tuple[str, ...]:
+        """The runtimes that run it. None but transformers runs experts that all layers share."""
+        return () if pooled else self.runtimes
+
     def ffn(self, layer: int, expert: int) -> tuple[str, ...]:
         """Names of an expert's gate, up and down."""
         return tuple(self.experts.format(layer=layer, expert=expert, part=part) for part in self.parts)

@@ -15,12 +15,15 @@ _NOT_CARRIED = frozenset({"_name_or_path", "auto_map", "dtype", "quantization_co
 
 def _config_keys(given: ConfigInput) -> dict[str, Any]:
     source, gate_scale, tied = given.dense, given.gate_scale, keeps_tied(given.dense)
+    # Not of a pool: transformers 4 would load its decoder without the experts, which stand beside it.
+    decoder = {} if given.shape.pooled else {"AutoModel": "modeling_tiny_onn.TinyONNModel"}
     dense = {key: value for key, value in source.items() if key not in _NOT_CARRIED}
     return {
         "architectures": ["TinyONNForCausalLM"],
         "model_type": "tiny_onn",
         "auto_map": {
             "AutoConfig": "configuration_tiny_onn.TinyONNConfig",
+            **decoder,
             "AutoModelForCausalLM": "modeling_tiny_onn.TinyONNForCausalLM",
         },
         "num_experts": given.shape.experts,
@@ -90,6 +93,7 @@ TARGETS = (
         sliding_window=True,
         layer_windows=True,
         partial_rotation=True,
+        runtimes=("vLLM",),
         own=True,
     ),
 )

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationMixin, PreTrainedModel
-from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast, MoeCausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
 from .configuration_tiny_onn import TinyONNConfig
@@ -23,8 +23,8 @@ except ImportError:  # transformers 4
     from torch.nn import init
 
 
-class TinyONNForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]  # transformers is not typed
-    """A language model of any dense family, with experts."""
+class TinyONNPreTrainedModel(PreTrainedModel):  # type: ignore[misc]  # transformers is not typed
+    """A dense family's decoder of which the FFNs are sparse; `_dense` is the family's own model of the same modules."""
 
     config_class = TinyONNConfig
     base_model_prefix = "model"
@@ -44,11 +44,12 @@ class TinyONNForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
         super().__init__(config)
         if attention is not None:
             config.dense._attn_implementation = attention
-        dense = MODEL_FOR_CAUSAL_LM_MAPPING[type(config.dense)](config.dense)
+        dense = self._family[type(config.dense)](config.dense)
         config._attn_implementation_internal = config.dense._attn_implementation
         self._no_split_modules = dense._no_split_modules
         self._tied_weights_keys = dense._tied_weights_keys
-        self.model, self.lm_head = dense.model, dense.lm_head
+        for name, module in dense.named_children():
+            self.add_module(name, module)
         self._install_experts()
         # The dense model shares this model's modules, also those that replace them later. It is not one of
         # them itself, so it is neither saved nor counted.
@@ -59,15 +60,74 @@ class TinyONNForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
         kept: set[str] = set(self._keep_in_fp32_modules_strict or ())  # type: ignore[has-type]
         self._keep_in_fp32_modules_strict = kept | {"e_score_correction_bias"}
 
+    def _layers(self) -> Any:  # noqa: ANN401 - a module list
+        return self.base_model.layers
+
     def _install_experts(self) -> None:
-        layers, pool = self.model.layers, None
+        layers, pool = self._layers(), None
         if self.config.topology == "global_pool":
             pool = self.experts = TinyONNExperts(self.config, _activation(layers[0].mlp))
         for layer in self._sparse_layers():
             layer.mlp = TinyONNSparseFFN(self.config, _activation(layer.mlp), pool)
 
     def _sparse_layers(self) -> list[Any]:
-        return [layer for index, layer in enumerate(self.model.layers) if index not in self.config.dense_layers]
+        return [layer for index, layer in enumerate(self._layers()) if index not in self.config.dense_layers]
+
+    def initialize_weights(self) -> None:
+        """Fill what no checkpoint has filled."""
+        # First those that the decoder's own rules would pass over.
+        for module in self.modules():
+            if isinstance(module, TinyONNRouter | TinyONNExperts):
+                self._initialize_weights(module)
+        super().initialize_weights()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if not isinstance(module, TinyONNRouter | TinyONNExperts):
+            # The family knows more than its weights: Gemma scales embeddings by a buffer that no checkpoint holds.
+            self._dense._init_weights(module)
+            return
+        for parameter in module.parameters(recurse=False):
+            init.normal_(parameter, std=self.config.initializer_range)
+        for buffer in module.buffers(recurse=False):
+            init.zeros_(buffer)
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        # transformers 5 looks for its decorator in this file; it stands in sparse_ffn.py.
+        return True
+
+
+class TinyONNModel(TinyONNPreTrainedModel):
+    """The decoder without the output head: what AutoModel loads, and vLLM builds upon."""
+
+    _family = MODEL_MAPPING
+
+    # vLLM looks for these names.
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,  # noqa: ANN401 - a cache of transformers
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Any,  # noqa: ANN401 - as the family's decoder takes them
+    ) -> BaseModelOutputWithPast:
+        """``(B, S, D)`` hidden states after the last layer, from what the family's decoder takes."""
+        outputs: BaseModelOutputWithPast = self._dense(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
+        )
+        return outputs
+
+
+class TinyONNForCausalLM(TinyONNPreTrainedModel, GenerationMixin):  # type: ignore[misc]  # transformers is not typed
+    """A language model of any dense family, with experts."""
+
+    _family = MODEL_FOR_CAUSAL_LM_MAPPING
 
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
@@ -142,28 +202,6 @@ class TinyONNForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
         """The dense family's own way."""
         inputs: dict[str, Any] = self._dense.prepare_inputs_for_generation(*args, **kwargs)
         return inputs
-
-    def initialize_weights(self) -> None:
-        """Fill what no checkpoint has filled."""
-        # First those that the decoder's own rules would pass over.
-        for module in self.modules():
-            if isinstance(module, TinyONNRouter | TinyONNExperts):
-                self._initialize_weights(module)
-        super().initialize_weights()
-
-    def _init_weights(self, module: nn.Module) -> None:
-        if not isinstance(module, TinyONNRouter | TinyONNExperts):
-            super()._init_weights(module)
-            return
-        for parameter in module.parameters(recurse=False):
-            init.normal_(parameter, std=self.config.initializer_range)
-        for buffer in module.buffers(recurse=False):
-            init.zeros_(buffer)
-
-    @classmethod
-    def _can_set_experts_implementation(cls) -> bool:
-        # transformers 5 looks for its decorator in this file; it stands in sparse_ffn.py.
-        return True
 
 
 def _activation(ffn: Any) -> nn.Module:  # noqa: ANN401 - a family's own class

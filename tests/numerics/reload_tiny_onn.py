@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 
 
 def main() -> None:
@@ -29,6 +29,7 @@ def main() -> None:
     for name in sys.argv[3:]:
         warned.clear()
         report[name] = reload(folder / name, trust_remote_code=remote) | {"warnings": list(warned)}
+        report[name]["decoder"] = reload_decoder(folder / name, trust_remote_code=remote)
     (folder / "report.json").write_text(json.dumps(report), encoding="utf-8")
 
 
@@ -54,6 +55,19 @@ def reload(case: Path, *, trust_remote_code: bool) -> dict[str, object]:
         "bias_dtypes": sorted({str(b.dtype) for n, b in half.named_buffers() if n.endswith("correction_bias")}),
         "tied": model.lm_head.weight is model.get_input_embeddings().weight,
     }
+
+
+@torch.no_grad()
+def reload_decoder(case: Path, *, trust_remote_code: bool) -> float | None:
+    """Largest difference of AutoModel's hidden states; None for a pool: transformers 4 would lose its experts."""
+    if "AutoModel" not in json.loads((case / "moe" / "config.json").read_text())["auto_map"]:
+        return None
+    remote = {"trust_remote_code": True} if trust_remote_code else {}
+    model, decoder = (
+        kind.from_pretrained(case / "moe", dtype=torch.float32, **remote) for kind in (AutoModelForCausalLM, AutoModel)
+    )
+    ids = load_file(case / "dense_logits.safetensors")["ids"]
+    return float((decoder(ids).last_hidden_state - model.model(ids).last_hidden_state).abs().max())
 
 
 def generate(model: torch.nn.Module, ids: torch.Tensor, *, use_cache: bool) -> list[list[int]]:

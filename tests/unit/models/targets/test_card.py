@@ -2,7 +2,7 @@ import pytest
 import yaml
 
 from models.card import CarveFacts, render_card, suitable_runtimes
-from models.config import MoEShape
+from models.config import GLOBAL_POOL, MoEShape
 from models.targets.config import MOE_TARGETS
 
 
@@ -87,7 +87,9 @@ def test_the_card_of_a_pool_says_that_all_layers_share_it():
         ("granitemoeshared", MoEShape(64, 256, 8, 12), "\nSGLang: does not know this architecture."),
         ("flex_olmo", MoEShape(64, 256, 8, 0), "\nSGLang, llama.cpp: do not know this architecture."),
         ("tiny_onn", MoEShape(64, 256, 8, 0), "needs `trust_remote_code=True`"),
-        ("tiny_onn", MoEShape(64, 256, 8, 0), "\nvLLM, SGLang, llama.cpp: do not know this architecture."),
+        ("tiny_onn", MoEShape(64, 256, 8, 0), "vLLM: expert count and width suit the fused kernels."),
+        ("tiny_onn", MoEShape(64, 256, 8, 0), "\nSGLang, llama.cpp: do not know this architecture."),
+        ("tiny_onn", MoEShape(64, 256, 8, 0, GLOBAL_POOL), "\nvLLM, SGLang, llama.cpp: do not know this architecture."),
         ("qwen3_moe", MoEShape(64, 100, 8, 0), "padded with zero neurons to 104"),
         ("qwen3_moe", MoEShape(64, 48, 8, 0), "quantised formats want N % 32 == 0, N is 48: down projections"),
         ("qwen3_moe", MoEShape(64, 304, 8, 0), "padded with zero neurons to 320, a multiple of 32"),

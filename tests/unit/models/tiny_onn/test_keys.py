@@ -33,6 +33,7 @@ def test_config_json_says_the_whole_model() -> None:
         "model_type": "tiny_onn",
         "auto_map": {
             "AutoConfig": "configuration_tiny_onn.TinyONNConfig",
+            "AutoModel": "modeling_tiny_onn.TinyONNModel",
             "AutoModelForCausalLM": "modeling_tiny_onn.TinyONNForCausalLM",
         },
         "num_experts": 5,
