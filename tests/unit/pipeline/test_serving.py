@@ -26,8 +26,8 @@ SERVED = {
 
 def write_carve(folder: Path, target: str, source: str, always_on: int) -> Path:
     """A dense pico model with a tokenizer, and a carve of it with random routers."""
-    width = {} if source in {"qwen2", "granite"} else {"head_dim": 16}
-    dense = write_pico(folder / "dense", source, hidden=64, intermediate=5 * 32 + always_on, tokenizer=True, **width)
+    width = {} if source in {"qwen2", "granite"} else {"head_dim": 32}  # vLLM on a CPU knows no 16
+    dense = write_pico(folder / "dense", source, hidden=128, intermediate=5 * 32 + always_on, tokenizer=True, **width)
     order = torch.randperm(5 * 32 + always_on, generator=torch.Generator().manual_seed(0)).int()
     with ShardReader(dense) as reader:
         emit_checkpoint(
@@ -35,7 +35,7 @@ def write_carve(folder: Path, target: str, source: str, always_on: int) -> Path:
             folder / "moe",
             target=MOE_TARGETS[target],
             shape=MoEShape(5, 32, 2, always_on),
-            routers=lambda layer: 0.3 * torch.randn(5, 64, generator=torch.Generator().manual_seed(layer)),
+            routers=lambda layer: 0.3 * torch.randn(5, 128, generator=torch.Generator().manual_seed(layer)),
             experts=lambda layer: slice_experts(
                 reader, DENSE_FAMILIES[source], layer, order[always_on:].view(5, 32), order[:always_on]
             ),
