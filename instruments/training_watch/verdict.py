@@ -136,10 +136,8 @@ def _clipping(total: float, layers: Mapping[str, float], history: History) -> li
     if history.clipped or history.alike < _LEAST - 1:
         return []
     history.clipped = True
-    what = (
-        f"the gradient norm is {total:.4g} in {_LEAST} steps, whatever the layers' are: gradients are clipped before "
-    )
-    what += "they are looked at, which hides explosions; call watch.step(loss) before clip_grad_norm_"
+    what = f"the gradient norm is {total:.4g} in {_LEAST} steps, while the layers' change: gradients are clipped "
+    what += "before they are looked at, which hides explosions; call watch.step(loss) before clip_grad_norm_"
     return [Anomaly("clipped", WARNING, what)]
 
 

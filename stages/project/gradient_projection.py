@@ -191,7 +191,7 @@ def project_end_to_end(
     `make_loops` gives the carved layers for the frozen dense model, which is loaded here; None for one to stay dense.
     Of several workers each makes its part of them, and the leading one gets them whole.
     """
-    # The experts are cut from the stored weights, whatever the scan computed with: so is the model that teaches them.
+    # The experts are cut from the stored weights, in any number format of the scan: so is the model that teaches them.
     dense = load_dense(replace(context.model, quantization="none"), context.folder)
     save_memory(dense, asked=False)
     carved = CarvedModel(dense, make_loops(dense), context.workers)
