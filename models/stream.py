@@ -146,7 +146,9 @@ class LayerStream(AbstractContextManager["LayerStream"]):
             act = module.mlp.get_submodule("activation_fn" if hasattr(module.mlp, "activation_fn") else "act_fn")
             gate_FD, up_FD, down_DF = map(self._tensor, self._family.ffn(index))
             module.mlp = nn.Identity()
-            module.load_state_dict(self._attention_weights(index), assign=True)
+            prefix, names = f"model.layers.{index}.", self._family.kept(index, self._reader.config)
+            attention = {name.removeprefix(prefix): self._tensor(name) for name in self._family.stored(names)}
+            module.load_state_dict(attention, assign=True)
             yield StreamLayer(module, DenseFFN(gate_FD, up_FD, down_DF, act), partial(self._arguments, index))
             module.to("meta")
 
@@ -170,10 +172,6 @@ class LayerStream(AbstractContextManager["LayerStream"]):
 
     def _tensor(self, name: str) -> Tensor:
         return self._reader.tensor(name).to(self.device, self.dtype)
-
-    def _attention_weights(self, index: int) -> dict[str, Tensor]:
-        prefix, names = f"model.layers.{index}.", self._family.kept(index, self._reader.config)
-        return {name.removeprefix(prefix): self._tensor(name) for name in self._family.stored(names)}
 
     def _arguments(self, index: int, length: int) -> dict[str, Any]:
         return self._arguments_of_length(length)[index]

@@ -171,12 +171,8 @@ _WORST = 10
 def compare_folders(first: Path, second: Path, tolerance: float) -> tuple[bool, str]:
     """Whether no stored tensor is farther apart than `tolerance`; and in words, the first that is and the worst ones.
 
-    Args:
-        first: one dump.
-        second: the other; its tensors belong to those of the same process, step, microbatch, call, module and name.
-        tolerance: relative L2 distance that does not count yet; 0: any bit counts.
-    Raises:
-        ConfigError: the dumps have no tensor in common.
+    Compared are tensors of the same process, step, microbatch, call, module and name, by relative L2 distance; with
+    tolerance 0 any bit counts. Raises ConfigError: the dumps have no tensor in common.
     """
     with DumpReader(first) as ours, DumpReader(second) as theirs:
         mine, others = (

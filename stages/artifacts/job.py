@@ -46,10 +46,13 @@ class Workers:
         if self.world == 1:
             yield
             return
-        import torch.distributed as dist  # noqa: PLC0415 - settings are checked without torch
+        import torch  # noqa: PLC0415 - settings are checked without torch
+        import torch.distributed as dist  # noqa: PLC0415
 
+        # Sums of a scan travel on the CPU, gradients of a training wherever they are.
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         try:
-            dist.init_process_group(_backend(), rank=self.rank, world_size=self.world, timeout=_LOCK_TIMEOUT)
+            dist.init_process_group(backend, rank=self.rank, world_size=self.world, timeout=_LOCK_TIMEOUT)
         except (RuntimeError, ValueError) as error:
             places = (f"{name}={os.environ.get(name, 'unset')}" for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
             raise UserError(
@@ -121,13 +124,6 @@ class Workers:
 
         with _lost_workers():
             dist.broadcast(tensor, 0)
-
-
-def _backend() -> str:
-    """Sums of a scan travel on the CPU, gradients of a training wherever they are."""
-    import torch  # noqa: PLC0415 - settings are checked without torch
-
-    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
 @contextmanager

@@ -33,14 +33,9 @@ def project_neurons(
     """Move every neuron along its own normalised gradient.
 
     Normalised per neuron, those that few tokens reach move as far as the busy ones; with one norm for each expert the
-    loss fell less (conf/experiment/gradient_projection.yaml).
-
-    Args:
-        weight: gate or up, a neuron in each row, or down, a neuron in each column; with or without a leading E.
-        gradient: of the loss, at any scale.
-        length: sign·β·α·λ, the L2 norm of each neuron's step; negative goes down the gradient.
-        epsilon: keeps a vanishing gradient from being blown up.
-        dim: along which a neuron's numbers lie, -1 for rows and -2 for columns.
+    loss fell less (conf/experiment/gradient_projection.yaml). `length` is sign·β·α·λ, the L2 norm of each step,
+    negative down the gradient; `epsilon` keeps a vanishing gradient from being blown up; `dim` is that of a neuron's
+    numbers: -1 where it is a row (gate, up), -2 where it is a column (down).
     """
     norms = gradient.norm(dim=dim, keepdim=True)
     return torch.addcdiv(weight, gradient, norms + epsilon, value=length)
