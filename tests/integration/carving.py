@@ -116,7 +116,7 @@ class Carve:
 
 def make_carve(folder: Path, text: Path, source: str | None, *words: str) -> Carve:
     """Run the command for a source in `folder`."""
-    outputs = folder / "outputs"
+    outputs = folder / f"outputs-{source}"
     given = words_of_embedded() if source is None else words_of_pico(folder / source, text)
     quick = ("cluster.map=none", "evaluate.speed_tokens=0", f"output_dir={outputs}")
     gc.freeze()  # every stage begins by collecting garbage; what was imported so far need not be searched each time
