@@ -123,7 +123,6 @@ class LayerStream(AbstractContextManager["LayerStream"]):
         self._arguments_of_length = lru_cache(_LENGTHS_KEPT)(self._layer_arguments)
 
     def __exit__(self, *_error: object) -> None:
-        """Close the shards."""
         self._reader.close()
 
     @torch.no_grad()

@@ -156,7 +156,6 @@ class SegmentFile:
             self._file.close()
 
     def __enter__(self) -> Self:
-        """Itself."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:

@@ -36,7 +36,6 @@ class Passes:
     """The forward pass under way, those the backward pass under way has reached, and what they measured."""
 
     def __init__(self) -> None:
-        """Nothing runs."""
         self.finished: deque[Measured] = deque()
         self.closed = False  # graphs may outlive the scanner
         self._running: ScanPass | None = None

@@ -27,11 +27,9 @@ class DumpReader(Listing):
         self._files = EntryReader()
 
     def __enter__(self) -> "DumpReader":
-        """Files are opened when they are needed."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
-        """Close them."""
         self._files.close()
 
     def load(self, record: TensorRecord) -> Tensor:

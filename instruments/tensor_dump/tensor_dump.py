@@ -109,7 +109,6 @@ class TensorDump:
         self._running: tuple[Recorder, DumpWriter] | None = None
 
     def __enter__(self) -> "TensorDump":
-        """Put the hooks on the model."""
         if not self.enabled:
             return self
         refuse_compiled(self._given)
