@@ -74,12 +74,9 @@ class _LayerProbe:
 
 @contextmanager
 def probe_gradients(mlps: Sequence[GatedFFN], on_gradients: OnGradients) -> Iterator[None]:
-    """Call `on_gradients(layer, tensors)` once per layer and backward pass.
+    """Call `on_gradients(layer, tensors)` once per layer of `mlps` and backward pass, under no_grad.
 
-    Args:
-        mlps: gated FFN modules with gate_proj, up_proj, down_proj and act_fn, in layer order.
-        on_gradients: called under no_grad while the backward pass runs; must not keep the tensors.
-    All hooks are removed when the context ends, after an error too.
+    It must not keep the tensors. All hooks are removed when the context ends, after an error too.
     """
     with ExitStack() as hooks:
         for layer, mlp in enumerate(mlps):
@@ -105,14 +102,10 @@ def probe_hidden(mlps: Sequence[GatedFFN], on_hidden: OnHidden) -> Iterator[None
 
 
 def neuron_norms(record: FFNGradients, product: str) -> dict[str, Float[Tensor, "B F"]]:
-    """‖∇gate row‖, ‖∇up row‖ and ‖∇down column‖ for every sample and neuron.
+    """‖∇gate row‖, ‖∇up row‖ and ‖∇down column‖ for every sample and neuron; `product` as of `prefer_gram`.
 
     Column j of down sees input h_j and output gradient Δ: ‖∇W_{:,j}‖² = h_jᵀ(ΔΔᵀ)h_j. Row j of gate and up is the same
     with input and gradient exchanged: g_jᵀ(XXᵀ)g_j.
-
-    Args:
-        record: one layer's tensors of one batch.
-        product: gram, direct, or auto for the cheaper one.
     """
     (_, length, hidden_size), width = record.x_BTD.shape, record.h_BTF.shape[-1]
     gram = neurons_prefer_gram(product, length, hidden_size, width)

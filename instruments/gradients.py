@@ -44,13 +44,9 @@ def weight_squares(
     gram: bool,
     gram_BTT: Float[Tensor, "B T T"] | None = None,
 ) -> tuple[Float[Tensor, "B I"], Float[Tensor, "B O"]]:
-    """‖∇W[:, i]‖² and ‖∇W[o, :]‖² for every sample, column and row.
+    """‖∇W[:, i]‖² and ‖∇W[o, :]‖² for every sample, column and row, of a Linear's input and its output's gradient.
 
-    Args:
-        x_BTI: the Linear's input.
-        grad_BTO: gradient of its output; zero where the loss does not reach.
-        gram: by Gram matrices, or else directly.
-        gram_BTT: XXᵀ in fp32, where it is already known.
+    With `gram` by Gram matrices, of which `gram_BTT`, where it is already known, is XXᵀ in fp32; else directly.
     Numerics: fp32 products and sums; norms within 1e-5 of the true gradient's in fp32. Squares below 1e-38, that is
         norms below 1e-19, vanish.
     """

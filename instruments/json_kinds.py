@@ -49,13 +49,6 @@ def object_of(kind: Kind) -> Kind:
     return lambda value: isinstance(value, dict) and all(map(is_text, value)) and all(map(kind, value.values()))
 
 
-def object_with(**kinds: Kind) -> Kind:
-    """An object with at least these keys."""
-    return lambda value: (
-        isinstance(value, dict) and all(name in value and kind(value[name]) for name, kind in kinds.items())
-    )
-
-
 _PLAIN: dict[object, Kind] = {int: is_count, float: is_number, str: is_text, bool: is_flag}
 
 
@@ -63,7 +56,10 @@ def kind_of(hint: Any) -> Kind:  # noqa: ANN401 - any annotation
     """What an annotation says: a plain type, X | None, list, tuple, mapping from text, or dataclass; else anything."""
     origin, parts = get_origin(hint), get_args(hint)
     if is_dataclass(hint):
-        return object_with(**kinds_of(hint))
+        parts_of = kinds_of(hint)
+        return lambda value: (
+            isinstance(value, dict) and all(n in value and kind(value[n]) for n, kind in parts_of.items())
+        )
     if origin is UnionType:
         return optional(kind_of(parts[0]))
     if origin in {list, tuple}:

@@ -21,7 +21,6 @@ class EntryReader:
     """Reads what headers list; files are opened when they are first needed."""
 
     def __init__(self) -> None:
-        """No file is open yet."""
         self._files: dict[Path, BufferedReader] = {}
 
     def close(self) -> None:

@@ -169,10 +169,6 @@ REQUIRED_KEYS = ("hidden_size", "intermediate_size", "num_attention_heads", "num
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
-def _is_size(value: object) -> bool:
-    return type(value) is int and 1 <= value <= _LARGEST
-
-
 def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
 
@@ -206,7 +202,7 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 _KINDS: Mapping[str, Callable[[object], bool]] = {
     **dict.fromkeys(
         (*REQUIRED_KEYS, "num_key_value_heads", "head_dim", "max_position_embeddings",
-         "original_max_position_embeddings"), _is_size,
+         "original_max_position_embeddings"), lambda value: type(value) is int and 1 <= value <= _LARGEST,
     ),
     **dict.fromkeys(("rms_norm_eps", "initializer_range", "attention_dropout"),
                     lambda value: _is_number(value) and value >= 0),

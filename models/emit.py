@@ -86,19 +86,11 @@ def emit_checkpoint(
 ) -> None:
     """Write a Hugging Face folder that transformers loads; without remote code, unless it is the project's own class.
 
-    Args:
-        source_folder: the dense checkpoint.
-        out_folder: made if it is not there; config.json comes last, so that a broken write is no checkpoint.
-        target: the architecture to write; must pass `check_target`.
-        shape: E, N, K, S, the layers that stay dense, and whether all layers share the experts.
-        routers: layer → ``(E, D)`` router rows, written as they are.
-        experts: layer → its experts, unscaled: `gate_scale_of` is applied here. Down may be in fp32, to be rounded
-            once to the number format of its gate. A pool holds the experts of the first layer, then of the second ...
-        selection_bias: layer → ``(E,)`` bias added to the logits for the choice only, where a target has one; None: 0.
-        dtype: float32, bfloat16, float16, or source: every tensor keeps its own, and the router takes the one that
-            config.json names.
-        pad_to: experts and always-on neurons are filled up with zero neurons to a multiple of this; None: see
-            `expert_width`.
+    config.json comes last, so that a broken write is no checkpoint. `target` must pass `check_target`. For each layer
+    `routers` gives the ``(E, D)`` rows, written as they are, `selection_bias` the ``(E,)`` bias of the choice alone,
+    and `experts` its experts, unscaled: `gate_scale_of` is applied here. Down may be in fp32, to be rounded once to the
+    number format of its gate. A pool holds the experts of the first layer, then of the second ... With dtype=source
+    every tensor keeps its own, and the router takes the one that config.json names. `pad_to`: see `expert_width`.
     Raises CheckpointError; ContractError: routers or experts of another shape; NumericsError: scaled weights overflow.
     Memory: one shard, one layer's experts (of a pool, all), and the largest tensor.
     """

@@ -62,10 +62,8 @@ ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, compute_all)
 def show_scores(model: nn.Module) -> list[RemovableHandle]:
     """Let each layer's experts see what its router thinks of all of them, as `compute_all` needs it.
 
-    Args:
-        model: loaded with this module's `IMPLEMENTATION` of experts, each layer with its own.
-    Returns:
-        The hooks, one for each router.
+    The model is loaded with this module's `IMPLEMENTATION` of experts, each layer with its own. Returns the hooks, one
+    for each router.
     """
     handles = []
     for name in router_names(model):

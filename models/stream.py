@@ -123,7 +123,6 @@ class LayerStream(AbstractContextManager["LayerStream"]):
         self._arguments_of_length = lru_cache(_LENGTHS_KEPT)(self._layer_arguments)
 
     def __exit__(self, *_error: object) -> None:
-        """Close the shards."""
         self._reader.close()
 
     @torch.no_grad()
@@ -146,7 +145,9 @@ class LayerStream(AbstractContextManager["LayerStream"]):
             act = module.mlp.get_submodule("activation_fn" if hasattr(module.mlp, "activation_fn") else "act_fn")
             gate_FD, up_FD, down_DF = map(self._tensor, self._family.ffn(index))
             module.mlp = nn.Identity()
-            module.load_state_dict(self._attention_weights(index), assign=True)
+            prefix, names = f"model.layers.{index}.", self._family.kept(index, self._reader.config)
+            attention = {name.removeprefix(prefix): self._tensor(name) for name in self._family.stored(names)}
+            module.load_state_dict(attention, assign=True)
             yield StreamLayer(module, DenseFFN(gate_FD, up_FD, down_DF, act), partial(self._arguments, index))
             module.to("meta")
 
@@ -170,10 +171,6 @@ class LayerStream(AbstractContextManager["LayerStream"]):
 
     def _tensor(self, name: str) -> Tensor:
         return self._reader.tensor(name).to(self.device, self.dtype)
-
-    def _attention_weights(self, index: int) -> dict[str, Tensor]:
-        prefix, names = f"model.layers.{index}.", self._family.kept(index, self._reader.config)
-        return {name.removeprefix(prefix): self._tensor(name) for name in self._family.stored(names)}
 
     def _arguments(self, index: int, length: int) -> dict[str, Any]:
         return self._arguments_of_length(length)[index]

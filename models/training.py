@@ -43,14 +43,8 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Groups for any torch optimizer; a part whose rate is 0 is frozen and left out.
 
-    Weights decay in matrices of experts and the rest, never in routers, norms and biases.
-
-    Args:
-        model: an MoE as `from_pretrained` loads it, wrapped or not.
-        router_rate: learning rate of the routers.
-        expert_rate: of the experts, always-on ones included.
-        rest_rate: of everything else.
-        weight_decay: of what decays.
+    Always-on experts count as experts. Weights decay in matrices of experts and the rest, never in routers, norms and
+    biases.
     Returns:
         Dicts of `params`, `lr`, `weight_decay` and `name`, which is a `Part`.
     Raises:

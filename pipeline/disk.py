@@ -42,11 +42,8 @@ def nearest_existing(path: Path) -> Path:
 def explain_os_error(error: Exception, *, where: str, folder: Path, expected: int = 0) -> UserError | None:
     """A full or forbidding disk in words; None when the error is about something else.
 
-    Args:
-        error: of the system, or of safetensors, which hides the number of the system's error in its own text.
-        where: the work that failed.
-        folder: the folder that was written to.
-        expected: bytes to be written; 0: unknown.
+    `error` is the system's, or one of safetensors, which hides the number of the system's in its own text; `expected`
+    are the bytes to be written, 0 where that is unknown.
     """
     hidden = re.search(r"\(os error (\d+)\)", str(error))
     number = error.errno if isinstance(error, OSError) else hidden and int(hidden[1])

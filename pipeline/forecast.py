@@ -126,7 +126,8 @@ def forecast(checked: Checked, steps: Sequence[Step]) -> Table:
         seconds = rates.seconds(cost)
         total += seconds
         flops = (cost.products + cost.solves) / 1e12
-        sums = [in_mib(size) for size in (cost.read, cost.written, cost.device, host_peak(cost, settings))]
+        peak = int(cost.host + (cost.device if is_on_host(settings) else 0))  # on a CPU tensors are in the process
+        sums = [in_mib(size) for size in (cost.read, cost.written, cost.device, peak)]
         rows.append([step.stage.name, f"{cost.tokens:,}", f"{flops:,.3f}", *sums, in_time(seconds)])
     columns = ("stage", "tokens", "TFLOP", "read", "written", "memory of tensors", "of the process", "time")
     return Table(
@@ -149,11 +150,6 @@ def in_time(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:,.1f} h"
-
-
-def host_peak(cost: Cost, settings: Settings) -> int:
-    """Peak of the process: tensors are in it where the device is the CPU."""
-    return int(cost.host + (cost.device if is_on_host(settings) else 0))
 
 
 def is_on_host(settings: Settings) -> bool:

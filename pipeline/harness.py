@@ -18,7 +18,9 @@ def main(words: Sequence[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the checkpoints are on this machine
 
     def work() -> None:
-        _check_folders(wanted.checkpoints)
+        if missing := [str(folder) for folder in wanted.checkpoints if not (folder / "config.json").is_file()]:
+            do = "python -m pipeline, which leaves one in outputs/latest/checkpoint"
+            raise ConfigError("no config.json, so no checkpoint", where=", ".join(missing), do=do)
         answers = {str(folder): _answer(folder, wanted) for folder in wanted.checkpoints}
         sys.stdout.write(show_answers(answers))
 
@@ -45,12 +47,6 @@ def _answer(folder: Path, wanted: argparse.Namespace) -> Answers:
         )
     except (OSError, ValueError) as error:  # what transformers raises for a checkpoint it cannot load
         raise CheckpointError(f"the harness cannot use this checkpoint: {error}", where=str(folder)) from error
-
-
-def _check_folders(folders: Sequence[Path]) -> None:
-    if missing := [str(folder) for folder in folders if not (folder / "config.json").is_file()]:
-        do = "python -m pipeline, which leaves one in outputs/latest/checkpoint"
-        raise ConfigError("no config.json, so no checkpoint", where=", ".join(missing), do=do)
 
 
 def show_answers(answers: Mapping[str, Answers]) -> str:

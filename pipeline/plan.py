@@ -37,12 +37,8 @@ def make_recipe(
 ) -> dict[str, Any]:
     """Everything that decides the result of a stage, as plain JSON.
 
-    Args:
-        stage: looks at some of the nodes.
-        nodes: all resolved settings by node name.
-        identities: content of the source model and of the data (`model`, `data`).
-        parents: fingerprints of the stages it starts from.
-        unread: settings that do not count, since nothing reads them.
+    From the nodes that it looks at, without what is `unread`; the identities, that is the content, of `model` and
+    `data`; and the fingerprints of the stages it starts from.
     """
     looked_at = [name for name in stage.nodes if name not in stage.unread]
     return {

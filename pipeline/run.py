@@ -250,7 +250,8 @@ def carve(settings: Settings, folder: Path, overrides: Sequence[str], *, wait: b
         steps = agree_on_plan(make_plan(checked), workers)
         if settings.plan:
             if workers.leads:
-                show_plan(checked, steps)
+                table = render(forecast(checked, steps), "simple")
+                sys.stdout.write("\n\n".join([table, *memory_warnings(checked, steps, free_memory())]) + "\n")
             return
         if not workers.leads:
             run_shared_steps(steps, workers)
@@ -259,24 +260,13 @@ def carve(settings: Settings, folder: Path, overrides: Sequence[str], *, wait: b
             run_folder = RunFolder(folder, settings, overrides)
             with run_folder.logging():
                 introduce(checked)
-                warn_of_memory(checked, steps)
+                # Before the first stage starts; of the memory of a GPU nothing is known.
+                if any(step.due for step in steps) and is_on_host(checked.settings):
+                    for warning in memory_warnings(checked, steps, free_memory()):
+                        log.warning("%s\n", warning)
                 Runner(run_folder, overrides, workers, wait=wait).run(steps, alone=settings.stage != ALL)
         except OSError as error:  # those of a stage are explained already
             raise explain_os_error(error, where="the record of the run", folder=folder) or error from error
-
-
-def show_plan(checked: Checked, steps: Sequence[Step]) -> None:
-    """Print what the run would cost; nothing is written."""
-    table = forecast(checked, steps)
-    lines = [render(table, "simple"), *memory_warnings(checked, steps, free_memory())]
-    sys.stdout.write("\n\n".join(lines) + "\n")
-
-
-def warn_of_memory(checked: Checked, steps: Sequence[Step]) -> None:
-    """Log the stages that will not fit in the memory that is free, before the first one starts."""
-    if checked.settings.model.device == "cpu" or not any(step.due for step in steps) or is_on_host(checked.settings):
-        for warning in memory_warnings(checked, steps, free_memory()):
-            log.warning("%s\n", warning)
 
 
 def agree_on_plan(steps: Sequence[Step], workers: Workers) -> list[Step]:

@@ -214,20 +214,14 @@ def run_hydra(task: Callable[[Settings, Path, Sequence[str]], None]) -> None:
     @hydra.main(str(CONF), "config", version_base="1.3")
     def main(config: DictConfig) -> None:
         job = HydraConfig.get()
-        redact_file(Path(job.sweep.dir) / "multirun.yaml")
+        if (sweep := Path(job.sweep.dir) / "multirun.yaml").is_file():  # as Hydra wrote it
+            sweep.write_text(redact(sweep.read_text(encoding="utf-8")), encoding="utf-8")
         task(to_settings(config), Path(job.runtime.output_dir), job.overrides.task)
 
     shown = StringIO()
     with composition_errors(), redirect_stdout(shown) if SHOWING & {*sys.argv} else nullcontext():
         main()
     sys.stdout.write(redact(shown.getvalue()))
-
-
-def redact_file(path: Path) -> None:
-    """Take passwords out of a file that Hydra wrote, if it is there."""
-    if path.is_file():
-        text = path.read_text(encoding="utf-8")
-        path.write_text(redact(text), encoding="utf-8")
 
 
 @contextmanager

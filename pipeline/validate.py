@@ -66,16 +66,15 @@ def text_errors(settings: Settings) -> Iterator[ConfigError]:
     """Texts that no file can be called: nothing can be asked of the disk about them."""
     for name, value, spec in find_fields(settings):
         for text in value if isinstance(value, list) else [value]:
-            if isinstance(text, str) and (len(text) > LONGEST or "\0" in text or _longest_part(text) > 255):
+            if not isinstance(text, str):
+                continue
+            longest = max(len(part.encode("utf-8", "surrogateescape")) for part in text.split("/"))
+            if len(text) > LONGEST or "\0" in text or longest > 255:
                 yield ConfigError(
                     f"{name}={text[:60]!r} ... is no name: {len(text):,} characters, or characters that no name has",
                     where=f"setting {name}",
                     do=f"{name}={sound_value(spec)}",
                 )
-
-
-def _longest_part(path: str) -> int:
-    return max(len(part.encode("utf-8", "surrogateescape")) for part in path.split("/"))
 
 
 def value_errors(name: str, value: Any, spec: Field[Any]) -> Iterator[ConfigError]:  # noqa: ANN401 - any value
@@ -160,10 +159,8 @@ def validate(settings: Settings) -> Checked:
 def find_errors(settings: Settings, doubtful: Set[str] = frozenset()) -> list[UserError]:
     """Every error in the settings.
 
-    Args:
-        settings: all of them.
-        doubtful: first words of settings that could not be read and are still at their defaults. Checks that depend on
-            them are left out, since their errors would be about defaults that the user did not choose.
+    `doubtful` are the first words of settings that could not be read and are still at their defaults. Checks that
+    depend on them are left out, since their errors would be about defaults that the user did not choose.
     """
     if unusable := [*text_errors(settings)]:
         return [*unusable]

@@ -28,14 +28,9 @@ def cross_entropy(
 ) -> Float[Tensor, "N"]:
     """−log p(target) in nats, fp32; 0 where the target is ignored (-100).
 
-    Torch's own holds three tensors of the logits' size in the backward pass, most of the memory of a batch. Here it
-    is two, and with `inplace_backward` one.
-
-    Args:
-        logits_NV: of any floating-point format.
-        targets_N: token ids.
-        inplace_backward: the gradient is written over the logits. Only where nobody reads them again; an operation of
-            the model that would, in its own backward pass, fails (autograd counts the versions of its tensors).
+    Torch's own holds three tensors of the logits' size in the backward pass, most of the memory of a batch. Here it is
+    two, and with `inplace_backward`, where the gradient is written over the logits, one. Only where nobody reads them
+    again; an operation of the model that would, in its own backward pass, fails (autograd counts their versions).
     """
     losses_N: Tensor = _CrossEntropy.apply(logits_NV, targets_N, inplace_backward)  # type: ignore[no-untyped-call]
     return losses_N
@@ -76,14 +71,9 @@ def _chunks(logits_NV: Tensor) -> Iterator[slice]:
 def token_losses(
     logits_BTV: Float[Tensor, "B T V"], labels_BT: Int[Tensor, "B T"], *, inplace_backward: bool = False
 ) -> Float[Tensor, "B T-1"]:
-    """Cross-entropy in nats of each next token, 0 where the label is ignored (-100); fp32.
+    """Cross-entropy in nats of each next token, 0 where the label is ignored (-100); fp32; see `cross_entropy`.
 
     Labels are moved, not logits: a slice of those would be copied, and its gradient filled up again.
-
-    Args:
-        logits_BTV: of the model.
-        labels_BT: token ids.
-        inplace_backward: the backward pass writes its gradient over the logits (see `cross_entropy`).
     """
     targets_BT = torch.nn.functional.pad(labels_BT[:, 1:], (0, 1), value=IGNORED)
     losses_N = cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), inplace_backward=inplace_backward)
@@ -163,16 +153,10 @@ def measure_loss(
 
 
 def forward_losses(model: nn.Module, batch: TokenBatch, *, inplace_backward_logits: bool = False) -> Float[Tensor, "B"]:
-    """Each sample's mean loss over its supervised tokens.
+    """Each sample's mean loss over its supervised tokens, of a causal language model with frozen weights.
 
     With gradients enabled only the output of the input embeddings requires one, so that the graph reaches every layer
-    and no weight gets a gradient.
-
-    Args:
-        model: causal language model, its weights frozen.
-        batch: B sequences.
-        inplace_backward_logits: the backward pass writes over the logits, for a third of the memory. Not where a hook
-            keeps them.
+    and no weight gets a gradient. `inplace_backward_logits` saves a third of the memory; not where a hook keeps them.
     """
     device = input_device(model)
     with gradients_from_embeddings(model):

@@ -92,11 +92,8 @@ class Grid:
 def delta_sc(
     activation_SP: Float32[np.ndarray, "S P"], gradient_SP: Float32[np.ndarray, "S P"]
 ) -> Float[np.ndarray, "P"]:
-    """Mean over sequences of z(activation) - z(gradient), each z over the parameters of one sequence.
+    """Mean over sequences of z(activation) - z(gradient), each z over the parameters of a sequence; NaN: not measured.
 
-    Args:
-        activation_SP: ``(S, P)`` norms of the inputs; NaN is not measured.
-        gradient_SP: ``(S, P)`` norms of the gradients.
     Returns:
         ``(P,)`` float64; NaN for a parameter that no sequence measured both ways.
     Numerics: float64; a z-score without spread is 0.
@@ -150,7 +147,10 @@ def draw_delta_sc(grid: Grid, path: Path, *, title: str) -> None:
     panels = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0].tolist()
     scale = _scale(np.array([*grid.values_LM.ravel(), *grid.outside.values()]))
     if rows:
-        _draw_cells(panels[0], grid.values_LM, _shortened(grid.modules), scale)
+        # q_proj for self_attn.q_proj, unless two modules would then be called the same.
+        last = [module.rpartition(".")[2] for module in grid.modules]
+        names = [name if last.count(name) == 1 else full for name, full in zip(last, grid.modules, strict=True)]
+        _draw_cells(panels[0], grid.values_LM, names, scale)
         panels[0].set_ylabel("layer")
         panels[0].set_yticks(range(rows), [str(layer) for layer in grid.layers])
         panels[0].tick_params(axis="x", rotation=30)
@@ -182,12 +182,6 @@ def _draw_cells(panel: "Axes", values: NDArray[np.float64], columns: list[str], 
             at_an_end = abs(float(scale(value)) - 0.5) > 0.32  # where the colours are dark
             ink = "white" if at_an_end else "black"
             panel.text(column, row, f"{value:z.2f}", ha="center", va="center", fontsize=8, color=ink)
-
-
-def _shortened(modules: tuple[str, ...]) -> list[str]:
-    """q_proj for self_attn.q_proj, unless two modules would then be called the same."""
-    last = [module.rpartition(".")[2] for module in modules]
-    return [name if last.count(name) == 1 else module for name, module in zip(last, modules, strict=True)]
 
 
 def main(words: Sequence[str] | None = None) -> int:

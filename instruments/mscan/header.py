@@ -156,12 +156,8 @@ class Header:
 
     def differences(self, other: "Header") -> list[str]:
         """What keeps the rows of one file out of the other; date and metadata may differ."""
-        theirs = other.content()
-        return [
-            name
-            for name, value in self.content().items()
-            if name not in {"created", "metadata"} and value != theirs[name]
-        ]
+        theirs, apart = other.content(), {"created", "metadata"}
+        return [name for name, value in self.content().items() if name not in apart and value != theirs[name]]
 
 
 def pack_header(header: Header) -> bytes:

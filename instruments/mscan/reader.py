@@ -102,10 +102,7 @@ class Segment:
     def array(self, name: str, rows: Columns = ALL, columns: Columns = ALL) -> NDArray[np.float32]:
         """Norms as float32, NaN where nothing was measured; a view of the file where nothing needs decoding.
 
-        Args:
-            name: activation, gradient, in_activation, in_gradient, out_gradient, token_activation or token_gradient.
-            rows: of sequences, or of tokens.
-            columns: of parameters, input blocks or output blocks.
+        `rows` are sequences, or tokens of the token arrays; `columns` are parameters, input blocks or output blocks.
         """
         start, shape = self._places[name]
         if not self._quantised:
@@ -214,11 +211,7 @@ class Mscan:
 
 
 def read_mscan(path: Path, *, verify: bool = True) -> Mscan:
-    """Open a file.
-
-    Args:
-        path: the file.
-        verify: read everything once to compare checksums; otherwise only headers are checked.
+    """Open a file; with `verify` everything is read once to compare checksums, else only headers are checked.
 
     Raises:
         ContractError: missing, no .mscan file, of another version, or damaged. A file that was not closed is no error:

@@ -20,10 +20,8 @@ ELEMENTS_AT_ONCE = 1 << 17  # float64 temporaries that stay in the cache
 
 
 def encode_log16(values_RC: Float32[np.ndarray, "R C"]) -> tuple[Float64[np.ndarray, "2 C"], UInt16[np.ndarray, "R C"]]:
-    """Quantise norms column by column.
+    """Quantise norms, >= 0, finite or NaN (not measured), column by column.
 
-    Args:
-        values_RC: ``(R, C)`` fp32, >= 0, finite; NaN is not measured.
     Returns:
         ``(2, C)`` offset and step of each column, and ``(R, C)`` codes.
     Numerics: float64 logarithms, rounded half to even. A column of one value has step 0 and is exact in fp32.

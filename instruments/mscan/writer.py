@@ -156,7 +156,6 @@ class SegmentFile:
             self._file.close()
 
     def __enter__(self) -> Self:
-        """Itself."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
@@ -228,9 +227,7 @@ class MscanWriter(SegmentFile):
     def add(self, record: ScanRecord, numbers: Sequence[int] | None = None) -> None:
         """Take over the sequences of a record; whole segments are sealed.
 
-        Args:
-            record: of the scanner whose parameters the file has.
-            numbers: of the record's sequences in the whole scan; counted on from the last, unless given.
+        `numbers` are those of the sequences in the whole scan, counted on from the last unless given.
 
         Raises:
             ContractError: shapes that do not fit the parameter table, or a value that is no norm.
@@ -301,35 +298,34 @@ def merge_mscan(
     encoding: str = "log16",
     segment_sequences: int = 1024,
 ) -> None:
-    """Write all sequences of `parts` to `out` in the order of their numbers, each once.
+    """Write all sequences of `parts`, or those of these `numbers`, to `out` in the order of their numbers, each once.
 
     The file depends on the sequences alone, not on how they were spread over parts and segments: with f32 parts it is
     equal to the byte however often the scan was interrupted. A number in several parts is taken from the first. A
-    part's torn tail is left out.
-
-    Args:
-        parts: at least one file, all with the same parameters.
-        out: the file to write; it appears when it is complete.
-        created: ISO 8601.
-        numbers: the sequences that belong into the file; all of them, unless given.
-        encoding: log16 or f32.
-        segment_sequences: sequences a segment.
+    part's torn tail is left out. The other arguments are as of `MscanWriter`.
 
     Raises:
         ContractError: parts that do not belong together, a damaged part, a number that no part has, or `out` exists.
     """
     files = _open_parts(parts)
-    found = _find(files)
+    found: dict[int, _Found] = {}
+    for file in files:
+        for segment in file.segments:
+            for row, sequence in enumerate(segment.sequences):
+                found.setdefault(sequence.number, (segment, row))
     wanted = sorted(found if numbers is None else numbers)
-    _check_complete(found, wanted, out)
+    if missing := [number for number in wanted if number not in found]:
+        named = ", ".join(map(str, missing[:8])) + (" ..." if len(missing) > 8 else "")
+        what = f"{len(missing)} of {len(wanted)} sequences are in no part: number {named}"
+        raise refused(out, what, "scan them again, or merge with the parts that hold them")
     header = replace(files[0].header, created=created, encoding=encoding)
     if out.exists():
         raise refused(out, f"{out.name} is there already", "remove it, or choose another name")
     with whole_file(out) as unfinished:
         unfinished.unlink(missing_ok=True)  # of a merge that was killed
-        with SegmentFile(unfinished, header, segment_sequences) as file:
+        with SegmentFile(unfinished, header, segment_sequences) as merged:
             for rows in _gather([found[number] for number in wanted]):
-                file.append(rows)
+                merged.append(rows)
 
 
 def _open_parts(parts: Sequence[Path]) -> list[Mscan]:
@@ -344,24 +340,6 @@ def _open_parts(parts: Sequence[Path]) -> list[Mscan]:
     if not files:
         raise ContractError("no .mscan file to merge", where="merge_mscan", do="name at least one part")
     return files
-
-
-def _find(files: Sequence[Mscan]) -> dict[int, _Found]:
-    """Place of each number's rows; the first part that has them counts."""
-    found: dict[int, _Found] = {}
-    for file in files:
-        for segment in file.segments:
-            for row, sequence in enumerate(segment.sequences):
-                found.setdefault(sequence.number, (segment, row))
-    return found
-
-
-def _check_complete(found: Collection[int], wanted: Sequence[int], out: Path) -> None:
-    missing = [number for number in wanted if number not in found]
-    if missing:
-        named = ", ".join(map(str, missing[:8])) + (" ..." if len(missing) > 8 else "")
-        what = f"{len(missing)} of {len(wanted)} sequences are in no part: number {named}"
-        raise refused(out, what, "scan them again, or merge with the parts that hold them")
 
 
 def _gather(places: Sequence[_Found], most: int = 64) -> Iterator[Rows]:

@@ -41,14 +41,9 @@ def block_squares(
     product: str,
     gram: Callable[[], Tensor],
 ) -> tuple[Float[Tensor, "B i"], Float[Tensor, "B o"]]:
-    """Squared norms of blocks of columns and of rows of each sample's weight gradient GᵀX.
+    """Squared norms of blocks of columns and of rows, `widths` wide, of each sample's weight gradient GᵀX.
 
-    Args:
-        x_BTI: inputs.
-        grad_BTO: gradients of the outputs.
-        widths: of a block of columns, and of one of rows.
-        product: gram, direct, or auto for the cheaper one.
-        gram: gives XXᵀ (B, T, T), where it is needed.
+    `product` is as of `prefer_gram`; `gram` gives XXᵀ (B, T, T), where it is needed.
     Numerics: fp32; norms within 1e-5 of the true gradient's; a square that rounding leaves below zero counts as zero.
     """
     length, inputs, outputs = x_BTI.shape[1], x_BTI.shape[2], grad_BTO.shape[2]

@@ -122,12 +122,9 @@ def lookup_columns(ids_BT: Int[Tensor, "B T"], delta_BTD: Float[Tensor, "B T D"]
 def embedding_columns(
     ids_BT: Int[Tensor, "B T"], delta_BTD: Float[Tensor, "B T D"], head: HeadPart | None
 ) -> Float[Tensor, "B D"]:
-    """‖∇W[:, d]‖² of the embedding's weight.
+    """‖∇W[:, d]‖² of the embedding's weight, also where the output embedding `head` uses it.
 
-    Args:
-        ids_BT: tokens looked up.
-        delta_BTD: gradient of the rows looked up; zero for a token whose row is not trained (padding_idx).
-        head: of the output embedding, where it uses the same weight.
+    `delta_BTD` is the gradient of the rows looked up; zero for a token whose row is not trained (padding_idx).
     Numerics: fp32; a square that rounding leaves below zero counts as zero.
     """
     columns_BD = lookup_columns(ids_BT, delta_BTD)

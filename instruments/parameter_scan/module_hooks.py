@@ -2,7 +2,7 @@
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from instruments.parameter_scan.inputs import (
 )
 from instruments.parameter_scan.scan_pass import Measured, ScanPass
 from instruments.parameter_scan.targets import Target, say_left_out
-from instruments.precision.calls import in_backward
+from instruments.precision.calls import find_tensors, in_backward
 from instruments.transformers_layers import ProductFinder, look_inside
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,6 @@ class Passes:
     """The forward pass under way, those the backward pass under way has reached, and what they measured."""
 
     def __init__(self) -> None:
-        """Nothing runs."""
         self.finished: deque[Measured] = deque()
         self.closed = False  # graphs may outlive the scanner
         self._running: ScanPass | None = None
@@ -80,8 +79,9 @@ class Passes:
         if scan_pass is None or output is None:
             return
         if gradients:
-            for tensor in _differentiable(output):
-                tensor.register_hook(partial(self._reach, scan_pass))
+            for tensor in find_tensors(output).values():
+                if tensor.requires_grad:
+                    tensor.register_hook(partial(self._reach, scan_pass))
         else:
             self.finished.append(Measured(scan_pass, scan_pass.take()))
 
@@ -101,14 +101,6 @@ class Passes:
         """At the end of the whole backward pass."""
         self.finished.extend(Measured(scan_pass, scan_pass.take()) for scan_pass in self._reached)
         self._reached = []
-
-
-def _differentiable(output: object) -> list[Tensor]:
-    """Tensors with a gradient in what a model returned."""
-    if isinstance(output, Tensor):
-        return [output] if output.requires_grad else []
-    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, list | tuple) else ()
-    return [tensor for value in values for tensor in _differentiable(value)]
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,6 @@ class ParameterTensorScanner:
         self._step = 0
 
     def __enter__(self) -> "ParameterTensorScanner":
-        """Put the hooks on the model."""
         if self._model is None:
             raise refusal("this scanner has ended", "make a new one: ParameterTensorScanner(model)")
         modules = {self._model, *(target.module for target in self._targets)}

@@ -15,12 +15,9 @@ from instruments.precision.verdict import Distance
 def measure_distance(
     reference: Shaped[Tensor, "*shape"], low: Shaped[Tensor, "*shape"], rows: Bool[Tensor, "rows"] | None = None
 ) -> Distance:
-    """Compare two floating-point tensors, in one transfer from their device.
+    """Compare two floating-point tensors of one device, in one transfer from there.
 
-    Args:
-        reference: of any floating-point type.
-        low: of the same shape, on the same device.
-        rows: which vectors of the last axis count; None or another number than there are: all.
+    `rows` says which vectors of the last axis count; None or another number than there are: all.
     Numerics: differences and sums in float64, so that no square overflows.
     """
     if rows is not None and reference.ndim and reference.numel() == len(rows) * reference.shape[-1]:

@@ -134,7 +134,6 @@ class Diff:
         return next((output for floor, output in floors if floor >= least), None)
 
     def __str__(self) -> str:
-        """The table and the notes, to read."""
         title = f"FP32 against {self.precision} ({self.mode}): {self.verdict}"
         return "\n".join([title, *text_table(COLUMNS, rows_of(self)), *notes_of(self)])
 

@@ -64,7 +64,6 @@ class ReferencePass(ModuleEvents):
     """All in FP32. Before a module runs, it is tried in low precision and perturbed; then the three are compared."""
 
     def __init__(self, session: Session) -> None:
-        """What is compared in this window."""
         self.session = session
         self._window = {call for call, _ in session.waiting}
         if session.windows == 1:  # modules that do nothing but choose
@@ -236,7 +235,6 @@ class LowPass(ModuleEvents):
     """All in low precision: keeps the outputs of this window, and which number formats modules are given."""
 
     def __init__(self, session: Session) -> None:
-        """Nothing runs yet."""
         self.session = session
         self._running: list[Call] = []
 

@@ -72,7 +72,6 @@ class Perturbation:
     """
 
     def __init__(self, dtype: torch.dtype, seed: int) -> None:
-        """`seed` decides every coin."""
         self.dtype, self.seed, self._series = dtype, seed, seed
         self._generators: dict[torch.device, torch.Generator] = {}
 
@@ -148,7 +147,6 @@ class Choices(ModuleEvents):
     """Integer outputs of a pass, by call and path."""
 
     def __init__(self) -> None:
-        """Empty."""
         self.made: dict[Key, Tensor] = {}
 
     def after(self, call: Call, module: nn.Module, output: Any) -> None:  # noqa: ANN401 - any output of a module

@@ -242,7 +242,6 @@ class TensorAnalysis:
         return next(loss.verdict for loss in self.losses if loss.format == dtype_name(find_format(name)))
 
     def __str__(self) -> str:
-        """The table and the notes, to read."""
         return "\n".join([*text_table(COLUMNS, rows_of([self])), *notes_of([self])])
 
     @property

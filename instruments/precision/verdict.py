@@ -53,10 +53,8 @@ class DiffLimits:
     def judge(self, distance: Distance, floor: float | None) -> Verdict:
         """The verdict on one output. Values that are finite in FP32 alone are severe; errors below 1 % never are.
 
-        Args:
-            distance: FP32 to low precision.
-            floor: normalised L2 of an FP32 run in which every tensor is off by one unit in the last place of that
-                precision; None or not finite where there is none: the absolute limits then count.
+        `floor` is the normalised L2 of an FP32 run in which every tensor is off by one unit in the last place of that
+        precision; None or not finite where there is none: the absolute limits then count.
         """
         warning, severe = self.output_warning, self.output_severe
         if floor and math.isfinite(floor):

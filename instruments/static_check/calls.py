@@ -259,12 +259,8 @@ def _unknown(call: Call, state: State, frame: Frame) -> Value:  # noqa: C901, PL
                 check_constant(node, value.constant, tensor, frame)
     if word in _NO_TENSORS or word in _PLAIN or "loss" in word.lower():
         return UNKNOWN
-    if (
-        text.startswith("self.")
-        and text.count(".") == 1
-        and frame.class_name
-        and frame.definitions.is_module_class(frame.class_name)
-    ):
+    own = text.startswith("self.") and text.count(".") == 1
+    if own and frame.class_name and frame.definitions.is_module_class(frame.class_name):
         return _output(every, frame)
     full, asked = frame.definitions.full_name(func), words.get("dtype", UNKNOWN)
     if full.startswith("torch.") and asked.precision in LOWS:
@@ -277,13 +273,8 @@ def _unknown(call: Call, state: State, frame: Frame) -> Value:  # noqa: C901, PL
     if isinstance(func, ast.Attribute) and not full and base.precision is not None and not base.kind:
         if word == "to" and any("dtype" in text_of(part) or "type" in text_of(part) for part in node.args):
             return UNKNOWN
-        return Value(
-            base.precision,
-            base.origin,
-            base.tag if word in KEEPING else "",
-            base.scaled,
-            cast=base.cast if word in SAME_MODULE else None,
-        )
+        tag, cast = base.tag if word in KEEPING else "", base.cast if word in SAME_MODULE else None
+        return Value(base.precision, base.origin, tag, base.scaled, cast=cast)
     if full.startswith("torch.") and word in _NEW:
         return Value(tag="new")
     if isinstance(func, ast.Attribute) and not full and word in KEEPING and base.tag in _PASSING:

@@ -32,9 +32,8 @@ class Watched:
     module: nn.Module
     layer_type: str  # a key of TENSORS
     layer: int | None  # of the decoder, from 0
-    watch: (
-        "Callable[[Watched, Recorder], Sequence[AbstractContextManager[object]]]"  # puts the hooks on; each undoes one
-    )
+    # Puts the hooks on; each that it gives undoes one.
+    watch: "Callable[[Watched, Recorder], Sequence[AbstractContextManager[object]]]"
     parameter: str = ""  # of the module, where that holds several layers
     chunk: int = 0  # of the pipeline, where a process has several
 

@@ -33,7 +33,8 @@ def find_known(root: nn.Module, prefix: str) -> Iterator[Watched]:
             if isinstance(module, kind):
                 watch = watch_linear if kind is nn.Linear else watch_weighted
                 yield Watched(name, module, layer_type, layer_of(name), watch)
-        if _asks_for_kernel(type(module)):
+        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+        if code is not None and _LOOK_UP in code.co_names:
             yield Watched(name, module, ATTENTION, layer_of(name), watch_attention)
         for own in fused_parameters(module):
             yield Watched(f"{name}.{own}", module, EXPERTS, layer_of(name), watch_experts, parameter=own)
@@ -146,11 +147,6 @@ _watchers: dict[nn.Module, tuple[Watched, Recorder]] = {}
 _original: list[Kernel] = []
 
 
-def _asks_for_kernel(kind: type[nn.Module]) -> bool:
-    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
-    return code is not None and _LOOK_UP in code.co_names
-
-
 def watch_attention(watched: Watched, recorder: Recorder) -> list[Any]:
     """Look at the arguments of its kernel; the interface is as it was, once nothing is watched."""
     return [_watching(watched, recorder)]
@@ -162,7 +158,7 @@ def _watching(watched: Watched, recorder: Recorder) -> Iterator[None]:
 
     if not _watchers:
         _original.append(getattr(AttentionInterface, _LOOK_UP))
-        setattr(AttentionInterface, _LOOK_UP, _give_watched)
+        setattr(AttentionInterface, _LOOK_UP, lambda *asked: partial(_run_watched, _original[0](*asked)))
     _watchers[watched.module] = (watched, recorder)
     try:
         yield
@@ -170,10 +166,6 @@ def _watching(watched: Watched, recorder: Recorder) -> Iterator[None]:
         del _watchers[watched.module]
         if not _watchers:
             setattr(AttentionInterface, _LOOK_UP, _original.pop())
-
-
-def _give_watched(interface: object, name: str, default: Kernel) -> Kernel:
-    return partial(_run_watched, _original[0](interface, name, default))
 
 
 def _run_watched(

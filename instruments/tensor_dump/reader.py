@@ -27,11 +27,9 @@ class DumpReader(Listing):
         self._files = EntryReader()
 
     def __enter__(self) -> "DumpReader":
-        """Files are opened when they are needed."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
-        """Close them."""
         self._files.close()
 
     def load(self, record: TensorRecord) -> Tensor:
@@ -171,12 +169,8 @@ _WORST = 10
 def compare_folders(first: Path, second: Path, tolerance: float) -> tuple[bool, str]:
     """Whether no stored tensor is farther apart than `tolerance`; and in words, the first that is and the worst ones.
 
-    Args:
-        first: one dump.
-        second: the other; its tensors belong to those of the same process, step, microbatch, call, module and name.
-        tolerance: relative L2 distance that does not count yet; 0: any bit counts.
-    Raises:
-        ConfigError: the dumps have no tensor in common.
+    Compared are tensors of the same process, step, microbatch, call, module and name, by relative L2 distance; with
+    tolerance 0 any bit counts. Raises ConfigError: the dumps have no tensor in common.
     """
     with DumpReader(first) as ours, DumpReader(second) as theirs:
         mine, others = (

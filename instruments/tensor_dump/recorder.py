@@ -36,14 +36,12 @@ class CallOrder:
     """The calls of one step, in the order of the forward passes."""
 
     def __init__(self) -> None:
-        """None so far."""
         self._order: list[tuple[Turn, TensorWeakRef]] = []
         self._numbers: Counter[tuple[Watched, int, bool]] = Counter()
         self._open: defaultdict[Watched, list[int]] = defaultdict(list)  # positions that were not run again yet
         self._latest = -2  # position that was run again last
 
     def __bool__(self) -> bool:
-        """Whether anything was called."""
         return bool(self._order)
 
     def begin(self, watched: Watched, microbatch: int, first_input: Tensor, *, evaluation: bool) -> Turn:

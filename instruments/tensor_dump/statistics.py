@@ -217,13 +217,9 @@ _ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @torch.no_grad()
 def round_into(values: Float[Tensor, "..."], quant_type: str) -> tuple[Float[Tensor, "..."], RoundingError]:
-    """The values as the format holds them, and their error.
+    """The values as the format holds them, float32 where torch has no such format, and their error.
 
-    Args:
-        values: at least one axis for the block formats, whose blocks run along the last.
-        quant_type: hifp8, mxfp8, mxfp4, bf16 or fp16.
-    Returns:
-        Rounded values, float32 where torch has no such format; their error against `values`.
+    Block formats want at least one axis: their blocks run along the last.
     """
     rounded = _ROUNDINGS[quant_type](values)
     exact = values.double()

@@ -109,7 +109,6 @@ class TensorDump:
         self._running: tuple[Recorder, DumpWriter] | None = None
 
     def __enter__(self) -> "TensorDump":
-        """Put the hooks on the model."""
         if not self.enabled:
             return self
         refuse_compiled(self._given)
@@ -151,10 +150,8 @@ class TensorDump:
         return 0 if self._running is None else self._running[0].microbatches
 
     def step(self, loss: Tensor | float | None = None) -> None:
-        """A training step has ended, the backward pass included.
+        """A training step has ended, the backward pass included; with `last_steps` its `loss` decides what is written.
 
-        Args:
-            loss: with `last_steps`, what decides whether the last steps are written.
         Raises:
             UserError: the disk is full, or forbids writing; what the index lists is whole.
         """

@@ -126,20 +126,17 @@ class DumpWriter:
     def _work(self) -> None:
         while (item := self._queue.get()) is not None:
             try:
-                self._take_up(item)
+                if not isinstance(item, Event):
+                    self._add(*item)
+                full = len(self._rows) >= _ROWS or self._bytes >= self._config.shard_mib * 2**20
+                if full or isinstance(item, Event) or self.failure is not None:
+                    self._seal()
             except BaseException as error:  # noqa: BLE001 - raised again in the thread that trains
                 self.failure = error
                 self._manifest.lost += len(self._rows)
                 self._release()  # nobody must wait for memory
             if isinstance(item, Event):
                 item.set()
-
-    def _take_up(self, item: Capture | Event) -> None:
-        if not isinstance(item, Event):
-            self._add(*item)
-        full = len(self._rows) >= _ROWS or self._bytes >= self._config.shard_mib * 2**20
-        if full or isinstance(item, Event) or self.failure is not None:
-            self._seal()
 
     def _add(self, record: TensorRecord, held: Held) -> None:
         if held.slot is not None:

@@ -181,20 +181,16 @@ class Measurement:
         found += self.name_without_gradient(self.config.gradient_steps)
         found += self._judge_unseen(layers, outputs)
         if scale is not None:
-            found += self._judge_scale(scale_value)
+            last = self.scales[-1] if self.scales else scale_value
+            self.rises, self.falls = self.rises + (scale_value > last), self.falls + (scale_value < last)
+            found += check_loss_scale(scale_value, self.scales, self.config)
+            self.scales = [*self.scales[-self.config.falls :], scale_value]
         largest = max(outputs, key=lambda output: (math.isnan(output.value), output.value), default=None)
         return StepReport(
             step, known, math.hypot(*layers.values()), None if scale is None else scale_value, layers,
             None if largest is None else (largest.module, largest.value), tuple(found), _ranges(outputs),
             self.rises, self.falls,
         )  # fmt: skip
-
-    def _judge_scale(self, scale: float) -> list[Anomaly]:
-        last = self.scales[-1] if self.scales else scale
-        self.rises, self.falls = self.rises + (scale > last), self.falls + (scale < last)
-        found = check_loss_scale(scale, self.scales, self.config)
-        self.scales = [*self.scales[-self.config.falls :], scale]
-        return found
 
     def _by_layer(
         self, norms: Mapping[str, float], factor: float, outputs: Sequence[Output]

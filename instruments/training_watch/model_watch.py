@@ -68,12 +68,8 @@ class ModelWatch:
             if (watch := ours()) is not None:
                 watch.look_before_step(stepping)
 
-        handles = [
-            *self.measurement.handles,
-            model.register_forward_pre_hook(self._begin),
-            model.register_forward_hook(self._end),
-            register_optimizer_step_pre_hook(before_step),
-        ]
+        around = model.register_forward_pre_hook(self._begin), model.register_forward_hook(self._end)
+        handles = [*self.measurement.handles, *around, register_optimizer_step_pre_hook(before_step)]
         self._undo: list[Callable[[], None]] = [handle.remove for handle in handles]
         _following.add(self)
         GradScaler.unscale_ = _unscale_and_look  # type: ignore[method-assign, assignment]

@@ -220,9 +220,7 @@ _COLOURS = {"warning": "#d69900", "severe": "#c62828"}
 def draw_training_steps(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Write a PNG or SVG, by the file's ending: a panel for each quantity that the log has, steps with findings marked.
 
-    Args:
-        lines: of `read_step_log`, or of the `metrics.jsonl` of a training.
-        path: of the picture.
+    `lines` are those of `read_step_log`, or of the `metrics.jsonl` of a training.
     """
     from matplotlib.figure import Figure  # noqa: PLC0415 - it takes a second to load
 

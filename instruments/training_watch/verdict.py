@@ -136,10 +136,8 @@ def _clipping(total: float, layers: Mapping[str, float], history: History) -> li
     if history.clipped or history.alike < _LEAST - 1:
         return []
     history.clipped = True
-    what = (
-        f"the gradient norm is {total:.4g} in {_LEAST} steps, whatever the layers' are: gradients are clipped before "
-    )
-    what += "they are looked at, which hides explosions; call watch.step(loss) before clip_grad_norm_"
+    what = f"the gradient norm is {total:.4g} in {_LEAST} steps, while the layers' change: gradients are clipped "
+    what += "before they are looked at, which hides explosions; call watch.step(loss) before clip_grad_norm_"
     return [Anomaly("clipped", WARNING, what)]
 
 
@@ -173,12 +171,9 @@ def _with_norms(names: Sequence[str], layers: Mapping[str, float]) -> str:
 def check_loss_scale(
     scale: GradScaler | float, history: Sequence[float] = (), config: WatchConfig | None = None
 ) -> list[Anomaly]:
-    """Judge a loss scale.
+    """Judge a loss scale, or that of a GradScaler; one that is switched off has nothing to judge.
 
-    Args:
-        scale: a GradScaler, or the scale now; a scaler that is switched off has nothing to judge.
-        history: scales of the steps before, the oldest first.
-        config: thresholds; None takes the defaults.
+    `history` are the scales of the steps before, the oldest first; `config` holds the thresholds.
     Returns:
         Nothing where all is well; below 128 a warning, at 1 severe, five falls in a row a warning.
     """

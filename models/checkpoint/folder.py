@@ -72,7 +72,7 @@ def _check_sizes(files: Iterable[Path]) -> None:
             raise CheckpointError(f"{file.name} has {what} that it may have", where=str(file), do=RESTORE)
 
 
-def read_json(path: Path) -> Any:  # noqa: ANN401 - whatever the file holds
+def read_json(path: Path) -> Any:  # noqa: ANN401 - anything that JSON holds
     """The JSON in a checkpoint's file, which is untrusted.
 
     Raises:

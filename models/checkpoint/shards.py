@@ -32,7 +32,6 @@ class ShardReader(EntryReader, AbstractContextManager["ShardReader"]):
         self._entries: dict[str, Entry] = dict(read_header(source)) if source.is_file() else read_checkpoint(source)
 
     def __exit__(self, *_error: object) -> None:
-        """Close the shards."""
         self.close()
 
     @cached_property

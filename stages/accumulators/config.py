@@ -32,16 +32,11 @@ START_OVER = "the same command with stage=scan fresh=true, which starts the scan
 
 @dataclass
 class StoreConfig:
-    """Where a running scan keeps its sums."""
+    """Where a running scan keeps its sums; explained in conf/store."""
 
-    # local: a file in the folder of the unfinished result; redis: a server that many workers share.
     kind: str = field(default="local", metadata={"choices": ("local", "redis"), "fingerprint": False})
-    # Seconds between flushes of a running scan; a killed scan goes on from the last one.
     checkpoint_every: float = field(default=30.0, metadata={"minimum": 0, "fingerprint": False})
-    # kind=redis: redis://[user@]host:port/db, rediss:// for TLS. Unset: the environment's TINY_ONN_REDIS_URL. Give the
-    # password in the environment's TINY_ONN_REDIS_PASSWORD; one in the URL is used and never written anywhere.
     url: str | None = field(default=None, metadata={"fingerprint": False})
-    # kind=redis: what every key begins with; null stands for tiny_onn:<model label>:<fingerprint>:
     namespace: str | None = field(default=None, metadata={"fingerprint": False})
 
     def __post_init__(self) -> None:

@@ -30,14 +30,7 @@ class Namespace:
     """The sums of one scan on one server."""
 
     def __init__(self, client: "Redis", namespace: str, identity: str, place: str) -> None:
-        """Name everything; nothing is sent.
-
-        Args:
-            client: of the server.
-            namespace: what every key begins with.
-            identity: of the scan, as `pack_cache_key` writes it.
-            place: the server in words.
-        """
+        """Name everything; nothing is sent. `identity` is the scan's, by `pack_cache_key`; `place` names the server."""
         self.client, self.identity, self.keys = client, identity, Keys(namespace)
         self.place = f"{place}, namespace {namespace or '(empty)'}"
         content = json.loads(identity)

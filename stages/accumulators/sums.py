@@ -158,18 +158,11 @@ class LocalStore(SumStore):
         workers: int = 1,
         fresh: bool = False,
     ) -> None:
-        """Go on from what a killed run left, or start from nothing.
+        """Go on from what a killed run left in `folder`, or start from nothing; `every`: seconds between flushes.
 
-        Args:
-            folder: of this fingerprint's unfinished work.
-            shapes: of the sums.
-            identity: what must be the same for sums to be added up.
-            every: seconds between flushes.
-            worker: number of this process.
-            workers: of how many. What higher-numbered workers of an earlier run left is taken over by worker 0, unless
-                its batches have been read again since.
-            fresh: forget what this worker left here; of several machines only the leading worker's is cleaned before.
-
+        What higher-numbered workers of an earlier run left is taken over by worker 0, unless its batches have been read
+        again since. `fresh` forgets what this worker left here; of several machines only the leading worker's is
+        cleaned before.
         Raises:
             ContractError: the folder holds sums of another identity.
         """
@@ -179,7 +172,7 @@ class LocalStore(SumStore):
             self.path.unlink(missing_ok=True)
         super().__init__(self._load(self.path) if self.path.exists() else empty_sums(shapes), every)
         self.inherited: list[ScanSums] = []
-        left = [path for path in sorted(folder.glob("sums.*.safetensors")) if _worker_of(path) >= workers]
+        left = [path for path in sorted(folder.glob("sums.*.safetensors")) if int(path.name.split(".")[1]) >= workers]
         for part in map(self._load, left if worker == 0 else ()):
             if not part.done & self.done():
                 self.inherited.append(part)
@@ -221,10 +214,6 @@ class LocalStore(SumStore):
         raise ContractError(what, where=str(path), do=do)
 
 
-def _worker_of(path: Path) -> int:
-    return int(path.name.split(".")[1])
-
-
 @contextmanager
 def open_store(
     store: StoreConfig,
@@ -235,16 +224,10 @@ def open_store(
     identity: Mapping[str, str],
     weights: Sequence[Mapping[str, str]],
 ) -> Iterator[SumStore]:
-    """The store of a scan, closed afterwards.
+    """The store of a scan, for all workers of the job, closed afterwards.
 
-    Args:
-        store: files in the job's scratch folder, or a server.
-        shapes: of the sums.
-        job: its workers share the scan.
-        label: of the model.
-        identity: what must be the same for sums to be added up; `scan` is the fingerprint.
-        weights: for every layer: gate, up, down → name of the weight.
-
+    `identity` is what must be the same for sums to be added up, `scan` in it the fingerprint; `weights` maps gate, up
+    and down of every layer to the name of the weight.
     Raises:
         UserError: the store cannot be reached, or holds something else.
     """

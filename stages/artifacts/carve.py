@@ -72,7 +72,6 @@ class Partition(_Layers):
     description: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse what is no partition."""
         if self.neurons.ndim != 3 or self.always_on.ndim != 2 or len(self.neurons) != len(self.always_on):
             raise ContractError(f"partition shapes {tuple(self.neurons.shape)} and {tuple(self.always_on.shape)}")
         self.check_layers("partition")
@@ -96,7 +95,6 @@ class PoolPartition(_Layers):
     description: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse what is no partition."""
         shapes = [tuple(tensor.shape) for tensor in (self.neurons, self.home, self.always_on)]
         if [len(shape) for shape in shapes] != [2, 1, 2] or len(self.neurons) != len(self.home):
             raise ContractError(f"pool partition shapes {', '.join(map(str, shapes))}")

@@ -46,10 +46,13 @@ class Workers:
         if self.world == 1:
             yield
             return
-        import torch.distributed as dist  # noqa: PLC0415 - settings are checked without torch
+        import torch  # noqa: PLC0415 - settings are checked without torch
+        import torch.distributed as dist  # noqa: PLC0415
 
+        # Sums of a scan travel on the CPU, gradients of a training wherever they are.
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         try:
-            dist.init_process_group(_backend(), rank=self.rank, world_size=self.world, timeout=_LOCK_TIMEOUT)
+            dist.init_process_group(backend, rank=self.rank, world_size=self.world, timeout=_LOCK_TIMEOUT)
         except (RuntimeError, ValueError) as error:
             places = (f"{name}={os.environ.get(name, 'unset')}" for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
             raise UserError(
@@ -72,13 +75,8 @@ class Workers:
 
     def share(self, value: Any) -> list[Any]:  # noqa: ANN401 - anything that can be pickled between trusted processes
         """What every process gave, in the order of their ranks. Raises LostWorkerError."""
-        if self.world == 1:
-            return [value]
-        import torch.distributed as dist  # noqa: PLC0415
-
-        values: list[Any] = [None] * self.world
-        with _lost_workers():
-            dist.all_gather_object(values, value)
+        values = [value] * self.world
+        self._exchange(lambda dist: dist.all_gather_object(values, value))
         return values
 
     def follow(self, value: Any) -> Any:  # noqa: ANN401 - anything that can be pickled
@@ -90,57 +88,35 @@ class Workers:
         return cast(Result, self.follow(compute() if self.leads else None))
 
     def reduce_(self, tensor: "Tensor", *, maximum: bool = False, at: int = 0) -> None:
-        """Add up (or take the maximum of) everyone's tensor, in place, at one process, the leading one.
-
-        What it holds elsewhere afterwards is of no use.
+        """Add up (or take the maximum of) everyone's tensor, in place, at one process; elsewhere it is of no use then.
 
         Raises:
             LostWorkerError: another process is gone.
         """
-        if self.world == 1:
-            return
-        import torch.distributed as dist  # noqa: PLC0415
-
-        with _lost_workers():
-            dist.reduce(tensor, at, dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM)
+        self._exchange(lambda dist: dist.reduce(tensor, at, dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM))
 
     def sum_(self, tensor: "Tensor") -> None:
         """Add up everyone's tensor, in place, at every process. Raises LostWorkerError."""
-        if self.world == 1:
-            return
-        import torch.distributed as dist  # noqa: PLC0415
-
-        with _lost_workers():
-            dist.all_reduce(tensor)
+        self._exchange(lambda dist: dist.all_reduce(tensor))
 
     def copy_(self, tensor: "Tensor") -> None:
         """Overwrite everyone's tensor with the leading process's, in place. Raises LostWorkerError."""
+        self._exchange(lambda dist: dist.broadcast(tensor, 0))
+
+    def _exchange(self, collective: Callable[[Any], object]) -> None:
+        """Call it with torch.distributed, unless this process is alone; a broken connection in words."""
         if self.world == 1:
             return
-        import torch.distributed as dist  # noqa: PLC0415
+        import torch.distributed as dist  # noqa: PLC0415 - settings are checked without torch
 
-        with _lost_workers():
-            dist.broadcast(tensor, 0)
-
-
-def _backend() -> str:
-    """Sums of a scan travel on the CPU, gradients of a training wherever they are."""
-    import torch  # noqa: PLC0415 - settings are checked without torch
-
-    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-
-
-@contextmanager
-def _lost_workers() -> Iterator[None]:
-    """Turn a broken connection into words."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise LostWorkerError(
-            "another worker of this job is gone",
-            where=f"worker {os.environ.get('RANK', '0')}: {str(error).splitlines()[0]}",
-            do="see its own message, then the same command again: it goes on from what was flushed",
-        ) from error
+        try:
+            collective(dist)
+        except RuntimeError as error:
+            raise LostWorkerError(
+                "another worker of this job is gone",
+                where=f"worker {os.environ.get('RANK', '0')}: {str(error).splitlines()[0]}",
+                do="see its own message, then the same command again: it goes on from what was flushed",
+            ) from error
 
 
 ALONE = Workers()

@@ -207,12 +207,8 @@ def align_down(
 ) -> Alignment[Carved]:
     """Fit the change of the down columns; keep the penalty of the lowest validation error, or none.
 
-    Args:
-        carved: the layer as it is.
-        inputs: its FFN inputs (T, D), a batch each; several workers may share them.
-        wanted: its outputs for them (T, D).
-        settings: ridge penalties, relative to the mean diagonal of the features' second moment; share of the batches
-            in the validation split; and whether the columns stay where no penalty lowers the validation error.
+    `inputs` are the layer's FFN inputs (T, D), a batch each, which several workers may share; `wanted` its outputs for
+    them (T, D). Penalties are relative to the mean diagonal of the features' second moment.
     """
     share = Share.of(inputs)
     fitted, validation = split_validation(share.total_batches, settings.validation_share)

@@ -138,11 +138,9 @@ class Share(Sequence[Tensor]):
         return cls(batches, [len(batch_TD) for batch_TD in batches], like)
 
     def __len__(self) -> int:
-        """How many batches this worker holds."""
         return len(self._parts)
 
     def __getitem__(self, place: Any) -> Any:  # noqa: ANN401 - as of any sequence
-        """One that it holds."""
         return self._parts[place]
 
     @property

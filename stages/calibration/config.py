@@ -10,9 +10,7 @@ class VocabularyConfig:
     The first layers know little more of a token than which one it is, and the text has met few of them.
     """
 
-    # Drawn from the tokens that the text lacks, at most as many as it has; 0 draws none. A pool never draws any.
     tokens: int = field(default=16384, metadata={"minimum": 0})
-    # They pass so many layers, from the first on; unset: all.
     layers: int | None = field(default=12, metadata={"minimum": 1})
 
     def unread(self, *, pooled: bool) -> dict[str, str]:

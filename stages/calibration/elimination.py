@@ -34,12 +34,9 @@ def second_moment(ffn: DenseFFN, inputs: Sequence[Tensor]) -> Float[Tensor, "F F
 def rank_by_elimination(gram_FF: Float[Tensor, "F F"], down_DF: Float[Tensor, "D F"], keep: int) -> Float[Tensor, "F"]:
     """Backward elimination: drop the neurons whose loss, once the others' columns are refitted, is least, and again.
 
-    Without neuron j the error Σ_t‖Σ_i h_i·d_i − Σ_{i≠j} h_i·w_i‖² rises by ‖w_j‖² / [G⁻¹]_jj at the best columns w.
+    Without neuron j the error Σ_t‖Σ_i h_i·d_i − Σ_{i≠j} h_i·w_i‖² rises by ‖w_j‖² / [G⁻¹]_jj at the best columns w, G
+    being the activations' second moment. It stops at `keep` neurons, at least 1.
 
-    Args:
-        gram_FF: ``(F, F)`` second moment of the activations.
-        down_DF: ``(D, F)`` the columns.
-        keep: neurons at which to stop, at least 1.
     Returns:
         ``(F,)`` 0 for the first that went, up; the neurons that stay come last, in the order of their loss.
     Numerics: inverse in fp64, downdates in fp32; the ridge keeps them stable.

@@ -12,31 +12,17 @@ COMPARING_METHODS = frozenset({"router_aware", "balanced_kmeans"})
 
 @dataclass
 class ClusterConfig:
-    """How neurons are grouped into experts, and the map drawn of them."""
+    """How neurons are grouped into experts, and the map drawn of them; explained in conf/cluster."""
 
-    # router_aware (from balanced_kmeans on, partition and router in turn, so that the chosen experts hold most of what
-    # a token needs), balanced_kmeans (neurons that fire together), rank (dealt out in the order of
-    # always_on_by), random, or contiguous (as stored).
     method: str = field(
         default="router_aware",
         metadata={"choices": ("router_aware", "balanced_kmeans", "rank", "random", "contiguous")},
     )
-    # Calibration tokens for method=router_aware and always_on_by=alignment, at most; one number is kept of each token
-    # and neuron.
     sample_tokens: int = field(default=8192, metadata={"minimum": 1})
-    # What neurons are compared by, in the method and on the map: coactivation (on which tokens a neuron fires) or
-    # gate_rows (its gate weights).
     features: str = field(default="coactivation", metadata={"choices": ("coactivation", "gate_rows")})
-    # Tokens per forward batch, where something needs a pass over the calibration text.
     batch_tokens: int = field(default=4096, metadata={"minimum": 1})
-    # What ranks the neurons: the highest stay on for every token, the lowest are dropped where experts have no room for
-    # all, and method=rank deals the others out in this order. score (what stage=score ranks by: S_p unless score= says
-    # otherwise) or alignment (what the aligned output loses without a neuron; one more pass over the text). The experts
-    # of a pool get their neurons by score; alignment then chooses the always-on ones alone.
     always_on_by: str = field(default="score", metadata={"choices": ("score", "alignment")})
-    # Map of a layer's neurons as a picture: umap, tsne or none.
     map: str = field(default="umap", metadata={"choices": ("umap", "tsne", "none")})
-    # Layers to draw, negative from the end; empty draws the first, the middle and the last.
     map_layers: list[int] = field(default_factory=list)
 
     @property

@@ -135,17 +135,13 @@ FEATURE_DIMS = 64  # directions kept
 def coactivation_features(
     active_bits_Fr: UInt8[Tensor, "F r"], tokens: int, *, dims: int, rng: np.random.Generator
 ) -> Float[Tensor, "F C"]:
-    """Where each neuron fires, as bits over reservoir tokens, in the directions that tell most neurons apart.
+    """Where each neuron fires, as bits over R reservoir tokens, in the directions that tell most neurons apart.
 
-    The cosine of two rows is (up to the reduction) the share of tokens where both fire: |i∩j| / √(|i|·|j|).
+    The cosine of two rows is (up to the reduction) the share of tokens where both fire: |i∩j| / √(|i|·|j|). Bits are
+    packed, most significant first.
 
-    Args:
-        active_bits_Fr: ``(F, ceil(R/8))`` packed bits, most significant first.
-        tokens: R, at least 1.
-        dims: directions kept, C = min(dims, R).
-        rng: draws the first directions.
     Returns:
-        ``(F, C)`` fp32; the zero row for a neuron that never fires.
+        ``(F, min(dims, R))`` fp32; the zero row for a neuron that never fires.
     """
     return _project_on_top_directions(
         lambda start, stop: unpack_bits(active_bits_Fr[start:stop], tokens), len(active_bits_Fr), tokens, dims, rng

@@ -125,15 +125,9 @@ def partition_layer(
 ) -> LayerPartition:
     """Choose the always-on neurons, group the others into experts, and fill the experts to N neurons each.
 
-    Args:
-        measure_F: ``(F,)``; the highest are always on.
-        scores_F: ``(F,)`` ranks the other neurons, to be dropped or dealt.
-        features: ``(F, C)``, called only by methods that compare neurons.
-        shape: E, N, K and S, with N ≤ F − S; of a pool, as `layer_shapes` gives it.
-        method: how neurons are grouped.
-        rng: of this layer alone.
-        evidence: of the layer, for the method `router_aware`.
-        tokens: calibration tokens for the method `router_aware`, at most.
+    The highest of `measure_F` are always on; `scores_F` ranks the others, to be dropped or dealt. `features` is called
+    only by methods that compare neurons; `evidence` and at most so many calibration `tokens` are for `router_aware`.
+    `shape` has N ≤ F − S; of a pool it is as `layer_shapes` gives it.
     Returns:
         Indices into the layer's F neurons, ascending within every expert.
     """

@@ -22,16 +22,11 @@ def fit_balanced_kmeans(
     rng: np.random.Generator,
     iterations: int = ITERATIONS,
 ) -> Int[Tensor, "U"]:
-    """Group neurons by cosine similarity into clusters of exactly the given sizes.
+    """Group neurons by cosine similarity into clusters of exactly the given sizes, which sum to U; zeros are allowed.
 
-    Each round assigns neurons to centroids at the highest total similarity the sizes allow, then moves the centroids;
-    the total never falls, and the loop ends when no neuron moves.
-
-    Args:
-        features_UC: ``(U, C)`` fp32, finite; a zero row is a neuron without direction and fills what is left.
-        sizes_E: ``(E,)`` neurons per cluster; sums to U, zeros allowed.
-        rng: draws the first centroids.
-        iterations: most rounds, at least 1.
+    Each round, of at most `iterations`, assigns neurons to centroids at the highest total similarity the sizes allow,
+    then moves the centroids; the total never falls, and the loop ends when no neuron moves. A zero row is a neuron
+    without direction and fills what is left.
     Returns:
         ``(U,)`` int64 cluster of each neuron.
     Source: spherical k-means (Dhillon, Modha 2001) with the assignment step constrained to sizes.
@@ -86,12 +81,8 @@ def group_sizes(neurons: int, groups: int) -> Int[Tensor, "E"]:
 
 
 def fill_experts(affinity_UE: Float[Tensor, "U E"], labels_U: Int[Tensor, "U"], size: int) -> Int[Tensor, "E N"]:
-    """Complete every group to `size` neurons with those that fit it best.
+    """Complete every group, of at most `size` ≤ U neurons, to `size` with those of highest affinity to it.
 
-    Args:
-        affinity_UE: ``(U, E)`` how well each neuron fits each expert; finite.
-        labels_U: ``(U,)`` group of each neuron; no group is larger than `size`.
-        size: N, at most U.
     Returns:
         ``(E, N)`` int64 neurons of each expert, ascending: every neuron at least once, none twice in an expert; ties go
         to the lower index.

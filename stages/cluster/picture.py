@@ -99,7 +99,9 @@ def _plot_experts(panel: Axes, neurons: NeuronMap) -> None:
     """Colour by expert; where the experts are few, number each in its midst and list them all."""
     named = neurons.experts <= MOST_NAMED
     handles = []
-    for home, name, colour in _homes(neurons.experts):
+    homes = [(DROPPED, "dropped", "#dddddd"), (ALWAYS_ON, "always on", "#666666")]
+    homes += [(e, f"expert {e}", colour) for e, colour in enumerate(distinct_colours(neurons.experts))]
+    for home, name, colour in homes:
         points_U2 = neurons.coordinates_U2[neurons.home_U == home].numpy()
         if not len(points_U2):
             continue
@@ -118,12 +120,6 @@ def _plot_experts(panel: Axes, neurons: NeuronMap) -> None:
         handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, labelspacing=0.3,
         handletextpad=0.1, fontsize=10 if len(handles) <= 24 else 8,
     )  # fmt: skip
-
-
-def _homes(experts: int) -> list[tuple[int, str, str]]:
-    """Every home with its name and colour, in the order of drawing."""
-    named: list[tuple[int, str, str]] = [(DROPPED, "dropped", "#dddddd"), (ALWAYS_ON, "always on", "#666666")]
-    return named + [(e, f"expert {e}", colour) for e, colour in enumerate(distinct_colours(experts))]
 
 
 def _midst(points_U2: NDArray[np.float32]) -> tuple[float, float]:
@@ -146,13 +142,10 @@ Points = NDArray[np.float32]
 def place_neurons(
     features_UC: Float[Tensor, "U C"], method: Literal["umap", "tsne"], *, neighbors: int, rng: np.random.Generator
 ) -> Float[Tensor, "U 2"]:
-    """Coordinates for a picture: neighbours by cosine stay neighbours, distances far apart mean little.
+    """Coordinates for a picture of 4 neurons or more: neighbours by cosine stay so, distances far apart mean little.
 
-    Args:
-        features_UC: ``(U, C)`` finite, U at least 4; a zero row is a neuron without direction.
-        method: umap or tsne.
-        neighbors: neighbours (umap) or perplexity (tsne), lowered where there are too few neurons.
-        rng: the same stream gives the same picture on the same machine.
+    A zero row is a neuron without direction. `neighbors` (umap) or the perplexity (tsne) is lowered where there are too
+    few neurons. The same stream `rng` gives the same picture on the same machine.
     """
     points_UP = principal_points(features_UC)
     start_U2 = 1e-3 * rng.standard_normal((len(points_UP), 2), dtype=np.float32)  # tells neurons apart that are alike

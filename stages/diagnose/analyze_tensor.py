@@ -26,7 +26,7 @@ class _Outputs(ModuleEvents):
         self.patterns = patterns
         self.found: dict[str, Tensor] = {}
 
-    def after(self, call: Call, module: nn.Module, output: Any) -> None:  # noqa: ANN401 - whatever it returns
+    def after(self, call: Call, module: nn.Module, output: Any) -> None:  # noqa: ANN401 - any output of a module
         """Keep them, as they are now."""
         if any(fnmatchcase(call.module, pattern) for pattern in self.patterns):
             kept = {f"{call}{path}": tensor for path, tensor in find_tensors(output).items()}

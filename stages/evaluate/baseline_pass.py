@@ -91,18 +91,11 @@ def run_baselines(
     replicated: bool,
     workers: Workers = ALONE,
 ) -> dict[str, MeanLoss]:
-    """Held-out loss of every baseline.
+    """Held-out loss of every baseline, see `choice_of`; `_aligned` adds the ridge alignment of the carve.
 
-    Args:
-        names: baselines, see `choice_of`; `_aligned` adds the ridge alignment of the carve.
-        stream: the dense model.
-        text: both splits.
-        facts_of: layer → what is known of it.
-        settings: of the alignment.
-        replicated: some neurons have copies, so that even unaligned baselines need a weight for them: from how often
-            copies are chosen together on the inputs of the carve before alignment. One pass of that serves all
-            baselines that are not fitted: their own inputs differ little.
-        workers: share the batches of both splits.
+    Where some neurons are `replicated`, even unaligned baselines need a weight for their copies: from how often these
+    are chosen together on the inputs of the carve before alignment. One pass of that serves all baselines that are not
+    fitted: their own inputs differ little.
     Memory: hidden states of every baseline, on both splits where it is fitted, one layer, and what `Memo` keeps.
     """
     runs = {name: BaselineRun(name, stream, text, settings, workers) for name in names}

@@ -54,7 +54,6 @@ class Memo:
     """A function of a tensor whose values are kept by the identity of the tensor, which has to live as long."""
 
     def __init__(self, compute: Callable[[Tensor], Tensor]) -> None:
-        """Nothing is kept yet."""
         self._compute = compute
         self._kept: dict[int, Tensor] = {}
         self._bytes = 0

@@ -158,11 +158,6 @@ class LayerFidelity:
         return LayerResult(self.error, self.agreement, self.imbalance, unused, load_E.tolist())
 
 
-def dense_result(shape: MoEShape) -> LayerResult:
-    """Of a layer that stays dense: it misses nothing, and every token passes all of it."""
-    return LayerResult(0.0, 1.0, 1.0, 0, [1.0] * shape.experts)
-
-
 def follow_ffns(
     carved: PreTrainedModel,
     batches: Sequence[TokenBatch],
@@ -196,7 +191,8 @@ def follow_ffns(
     results = []
     for layer in range(len(dense)):
         if layer in shape.dense_layers:
-            results.append(dense_result(shape))
+            # It misses nothing, and every token passes all of it.
+            results.append(LayerResult(0.0, 1.0, 1.0, 0, [1.0] * shape.experts))
             continue
         fidelity = fidelities.get(layer) or LayerFidelity(shape.top_k, torch.zeros(shape.experts), None)
         fidelity.sum_(workers)

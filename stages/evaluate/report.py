@@ -161,11 +161,8 @@ def write_report(evaluation: Evaluation, folder: Path) -> None:
         "layers": [asdict(layer) for layer in evaluation.layers],
     }
     (folder / "evaluation.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    sections = [as_markdown(table) for table in (summarise(evaluation), layer_table(evaluation))]
+    sections: list[str] = []
+    for table in (summarise(evaluation), layer_table(evaluation)):
+        body = tabulate(table.rows, headers=table.columns, tablefmt="github", disable_numparse=True)
+        sections += [f"## {table.title}", body, *table.notes]
     (folder / "evaluation.md").write_text("\n\n".join(sections) + "\n", encoding="utf-8")
-
-
-def as_markdown(table: Table) -> str:
-    """The table and its notes."""
-    body = tabulate(table.rows, headers=table.columns, tablefmt="github", disable_numparse=True)
-    return "\n\n".join([f"## {table.title}", body, *table.notes])

@@ -7,7 +7,6 @@ VERSION = 2
 
 @dataclass
 class ExtractConfig:
-    """How neurons are copied out of the dense checkpoint. They keep its number format."""
+    """How neurons are copied out of the dense checkpoint, in its number format; explained in conf/extract."""
 
-    # Read every file again and compare it with the dense weights, bit for bit.
     verify: bool = field(default=True, metadata={"fingerprint": False})

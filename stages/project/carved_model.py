@@ -178,12 +178,9 @@ class CarvedModel:
         return float(self._workers.follow(total / count_tokens(batches)))
 
     def gradients(self, batches: Sequence[TaughtBatch], names: Sequence[str], *, clipped: bool = False) -> list[Tensor]:
-        """∂(mean KL) / ∂W in the order of `weights`, through the routing as it is emitted.
+        """∂(mean KL) / ∂W of these fields of `ExpertWeights`, in the order of `weights`, through the emitted routing.
 
-        Args:
-            batches: tokens and the dense model's hidden states.
-            names: fields of `ExpertWeights`.
-            clipped: no token's gradient at an FFN's output is larger than the batch's median (see `clip_tokens`).
+        With `clipped` no token's gradient at an FFN's output is larger than the batch's median (see `clip_tokens`).
         """
         for module in self._carved:
             module.clips = clipped

@@ -25,58 +25,35 @@ REFIT_FIELDS = ("refit_tokens", "router_steps", "router_rate", "router_tokens")
 
 @dataclass
 class ProjectConfig:
-    """How the extracted experts are fitted to the dense model's behaviour."""
+    """How the extracted experts are fitted to the dense model's behaviour; explained in conf/project."""
 
-    # Gradient projection, after the alignment: W_small = W_base + sign·β·α·λ·∇W / (‖∇W‖₂ + ε) for every neuron of every
-    # expert, always-on ones included. ∇W is the gradient of the carved model's distance from the dense one (KL of the
-    # next-token distributions), through the routing; λ and what is kept are decided on validation tokens.
     gradient_projection: bool = True
     alpha: float = field(default=0.8, metadata={"above": 0})
     beta: float = field(default=0.3, metadata={"above": 0})
-    # -1 goes down the gradient, 1 up it.
     sign: int = field(default=-1, metadata={"choices": (1, -1)})
     epsilon: float = field(default=1e-8, metadata={"above": 0})
-    # Which of gate, up, down are projected.
     matrices: list[str] = field(
         default_factory=lambda: ["gate", "up", "down"],
         metadata={"choices": ("gate", "up", "down"), "nonempty": True},
     )
-    # Calibration tokens whose gradient is taken, at most; each once.
     gradient_tokens: int = field(default=65536, metadata={"minimum": 1})
-    # Tokens of one round: gradient, average with those before, step.
     round_tokens: int = field(default=256, metadata={"minimum": 1})
-    # Behaviour alignment: ridge (closed form, down_proj) or none.
     alignment: str = field(default="ridge", metadata={"choices": ("ridge", "none")})
-    # Penalties tried, relative to the mean diagonal, each pulling to the extracted weights, from the largest down as
-    # long as the validation error falls.
     penalties: list[float] = field(
         default_factory=lambda: [1e-3, 1e-2, 1e-1, 1.0, 10.0], metadata={"above": 0, "nonempty": True}
     )
-    # Rounds of fitting the router again, to the aligned experts on the carved model's inputs, and aligning again; a
-    # round that does not lower the validation error ends them. Routers that are fitted to nothing (random, say) stay.
     rounds: int = field(default=1, metadata={"minimum": 0})
-    # Tokens that these rounds see, at most; the last alignment is on all of them.
     refit_tokens: int = field(default=16384, metadata={"minimum": 1})
-    # Steps, first learning rate and tokens of a trained router in these rounds.
     router_steps: int = field(default=200, metadata={"minimum": 0})
     router_rate: float = field(default=0.01, metadata={"above": 0})
     router_tokens: int = field(default=8192, metadata={"minimum": 1})
-    # Steps of layer-wise gradient descent on gate, up and down after the alignment; 0 trains nothing.
     descent_steps: int = field(default=200, metadata={"minimum": 0})
-    # Its learning rate at the first step, relative to the size of each matrix's weights; it falls linearly.
     descent_rate: float = field(default=0.01, metadata={"above": 0})
-    # Tokens in one of its steps.
     descent_tokens: int = field(default=1024, metadata={"minimum": 1})
-    # topology=global_pool: calibration tokens that the pool is aligned to and judged on, at most; 2·L·D numbers are
-    # kept of each, and as many again while aligning.
     pool_tokens: int = field(default=8192, metadata={"minimum": 1})
-    # topology=global_pool: times that alignment goes over all experts, one at a time.
     pool_sweeps: int = field(default=2, metadata={"minimum": 1})
-    # Share of the calibration sequences in the validation split, which chooses the penalty and judges every step.
     validation_share: float = field(default=0.125, metadata={"above": 0, "maximum": 0.5})
-    # Drop a step that makes validation tokens worse: of alignment layer by layer, of gradient projection as a whole.
     validate: bool = True
-    # Tokens per forward batch.
     batch_tokens: int = field(default=4096, metadata={"minimum": 1})
 
     def unread(self, shape: MoEShape, router: str) -> dict[str, str]:

@@ -33,14 +33,9 @@ def project_neurons(
     """Move every neuron along its own normalised gradient.
 
     Normalised per neuron, those that few tokens reach move as far as the busy ones; with one norm for each expert the
-    loss fell less (conf/experiment/gradient_projection.yaml).
-
-    Args:
-        weight: gate or up, a neuron in each row, or down, a neuron in each column; with or without a leading E.
-        gradient: of the loss, at any scale.
-        length: sign·β·α·λ, the L2 norm of each neuron's step; negative goes down the gradient.
-        epsilon: keeps a vanishing gradient from being blown up.
-        dim: along which a neuron's numbers lie, -1 for rows and -2 for columns.
+    loss fell less (conf/experiment/gradient_projection.yaml). `length` is sign·β·α·λ, the L2 norm of each step,
+    negative down the gradient; `epsilon` keeps a vanishing gradient from being blown up; `dim` is that of a neuron's
+    numbers: -1 where it is a row (gate, up), -2 where it is a column (down).
     """
     norms = gradient.norm(dim=dim, keepdim=True)
     return torch.addcdiv(weight, gradient, norms + epsilon, value=length)
@@ -191,7 +186,7 @@ def project_end_to_end(
     `make_loops` gives the carved layers for the frozen dense model, which is loaded here; None for one to stay dense.
     Of several workers each makes its part of them, and the leading one gets them whole.
     """
-    # The experts are cut from the stored weights, whatever the scan computed with: so is the model that teaches them.
+    # The experts are cut from the stored weights, in any number format of the scan: so is the model that teaches them.
     dense = load_dense(replace(context.model, quantization="none"), context.folder)
     save_memory(dense, asked=False)
     carved = CarvedModel(dense, make_loops(dense), context.workers)

@@ -14,7 +14,6 @@ from models.stream import LayerStream
 from models.targets.base import is_power_of_two
 from stages.artifacts.carve import Partition, Routers
 from stages.artifacts.experts import CheckpointFormat, load_layer
-from stages.artifacts.job import Workers
 from stages.artifacts.tensor_file import load_layer_checkpoint, save_layer_checkpoint
 from stages.calibration.alignment import (
     Alignment,
@@ -254,8 +253,11 @@ def project_all(
         if index in checkpoint.shape.dense_layers:
             tokens.leave(map(layer.ffn, tokens.inputs))
             continue
-        done = load_done(scratch, index, workers)
-        if done is None:
+        done = load_layer_checkpoint(scratch, index, ProjectedLayer) if workers.leads else None
+        # The leading worker, which removes damaged layers, decides whether an earlier run finished this one.
+        if workers.follow(done is not None):
+            done = done or find_done(scratch, index)
+        else:
             seed = context.layer_seed(index)
             refit = refit_settings(checkpoint, project, routers.logit_std, seed)
             start = checkpoint.loop(
@@ -272,14 +274,6 @@ def project_all(
         tokens.leave(map(carved, tokens.inputs))
         found[index] = (done.router, done.outcome)
     return found
-
-
-def load_done(scratch: Path, layer: int, workers: Workers) -> ProjectedLayer | None:
-    """A layer that an earlier run finished; the leading worker, which removes damaged ones, decides whether."""
-    done = load_layer_checkpoint(scratch, layer, ProjectedLayer) if workers.leads else None
-    if workers.follow(done is not None) and done is None:
-        return find_done(scratch, layer)
-    return done
 
 
 def find_done(scratch: Path, layer: int) -> ProjectedLayer:

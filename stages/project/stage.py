@@ -149,16 +149,10 @@ def summarise(
 
 
 def alignment_needs(project: ProjectConfig, shape: MoEShape, width: int, tokens: int, asked: int) -> list[str]:
-    """What the alignment would want of calibration text, where there is less.
+    """What the alignment would want of calibration text, where there is less; F is the `width`.
 
     A routed neuron is seen on the share K/E of the tokens, and its column wants as many of them as there are columns.
-
-    Args:
-        project: settings of the stage.
-        shape: of the carve.
-        width: F.
-        tokens: that the calibration text has ...
-        asked: ... and `data.tokens`, which it may fall short of: then a longer text is needed, too.
+    Where the text has fewer `tokens` than `asked` for by data.tokens, a longer text is needed, too.
     """
     columns = min(width, shape.always_on + shape.experts * shape.n)
     wanted = round(columns / (1 - project.validation_share) * max(1.0, shape.experts / shape.top_k))

@@ -118,13 +118,11 @@ class Activations:
     """
 
     def __init__(self, loop: ExpertLoop, routed: RoutedNeurons, x_TD: Float[Tensor, "T D"]) -> None:
-        """Compute nothing yet."""
         self.loop, self.routed = loop, routed
         self._pieces = torch.split(x_TD, max(1, MAX_ELEMENTS // max(1, len(routed.gate_RD))))
         self._only: tuple[Tensor, Tensor, Tensor] | None = None
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """One piece after the other."""
         if len(self._pieces) > 1:
             yield from map(self._compute, self._pieces)
             return

@@ -11,32 +11,19 @@ SMALL_BATCH, LARGE_BATCH = 1024, 2048
 
 @dataclass
 class ScanConfig:
-    """How the dense model is read on text."""
+    """How the dense model is read on text; explained in conf/scan."""
 
-    # Tokens per batch, padding included; null: 1024 on a CPU, 2048 on a GPU. Does not change the statistics, only speed
-    # and memory.
     batch_tokens: int | None = field(default=None, metadata={"minimum": 1})
-    # Also run the backward pass: Taylor scores and exact per-sample weight-gradient norms.
     gradients: bool = True
-    # A neuron is active for a token when |h| is in the token's top share of neurons ...
     active_share: float = field(default=0.1, metadata={"above": 0, "maximum": 1})
-    # ... or, when set, when |h| exceeds this absolute threshold instead.
     active_threshold: float | None = field(default=None, metadata={"minimum": 0})
-    # Tokens whose activation bitmaps are kept for clustering, drawn uniformly.
     reservoir_tokens: int = field(default=4096, metadata={"minimum": 1})
-    # Recompute activations in the backward pass: less memory, same statistics.
     gradient_checkpointing: bool = False
-    # How gradient norms are computed: gram (short sequences), direct (long ones), auto (whichever costs less).
     norm_product: str = field(default="auto", metadata={"choices": ("auto", "gram", "direct")})
-    # Also record every Linear, embedding and expert by sample, parameter and block: parameters.mscan.
     parameters: bool = False
-    # Which modules that record holds, by glob on their names, as in ["*.q_proj", "*.mlp.*"]; null takes all.
     parameter_patterns: list[str] | None = field(default=None, metadata={"nonempty": True})
-    # Rows and columns of a block of that record, where they are not attention heads.
     block_width: int = field(default=64, metadata={"minimum": 1, "maximum": 2**31 - 1})
-    # Also record every token: the norm of its input and of its contribution to the gradient.
     per_token: bool = False
-    # How numbers are kept: log16 (2 bytes; instruments/mscan/SPECIFICATION.md states the error) or f32.
     parameter_encoding: str = field(default="log16", metadata={"choices": ("log16", "f32")})
 
     def unread(self) -> dict[str, str]:

@@ -18,12 +18,10 @@ Normalisation = Literal["zscore", "rank", "minmax"]
 
 
 def normalise(values_LF: Shaped[Tensor, "L F"], method: Normalisation) -> Float[Tensor, "L F"]:
-    """Rescale every layer by its own figures.
+    """Rescale every layer's finite figures.
 
-    Args:
-        values_LF: ``(L, F)`` finite measure of each neuron.
-        method: zscore (mean 0, standard deviation 1), rank (0 lowest to 1 highest, ties share the mean of their
-            ranks) or minmax (0 lowest to 1 highest).
+    zscore: mean 0, standard deviation 1; rank: 0 lowest to 1 highest, ties share the mean of their ranks; minmax: 0
+    lowest to 1 highest.
     Returns:
         ``(L, F)`` fp64; 0 throughout a layer without spread.
     """
@@ -75,16 +73,9 @@ def score_synergy(
     """Join activation A, gradient G and frequency F into S_p, each term normalised within its layer.
 
     weighted: a·A − g·G + f·F; product: Aᵃ·(1−G)ᵍ·Fᶠ; inverse_gradient: (a·A + f·F) / (1 + g·G). The last two stretch
-    every term to 0..1 first. A term without spread leaves the order of the others as it is.
-
-    Args:
-        activation_LF: ``(L, F)`` mean |h|·‖d‖.
-        gradients_LF: ``(L, F)`` of each kind (gate, up, down) the `gradient_rate`;
-            kinds are normalised apart, so that the kind of largest gradients does not speak for all.
-        frequency_LF: ``(L, F)`` share of tokens where the neuron is among the most active.
-        weights: a, g, f.
-        form: how the terms are joined.
-        normalisation: zscore, rank or minmax.
+    every term to 0..1 first. A term without spread leaves the order of the others as it is. A is mean |h|·‖d‖, F the
+    share of tokens where the neuron is among the most active. G is of each kind (gate, up, down) the `gradient_rate`;
+    kinds are normalised apart, so that the kind of largest gradients does not speak for all.
     Returns:
         ``(L, F)`` fp32, finite; comparable within a layer only.
     """

@@ -41,59 +41,29 @@ class SourceConfig:
 
 @dataclass
 class DataConfig:
-    """Where the text comes from, and how it becomes token sequences."""
+    """Where the text comes from, and how it becomes token sequences; explained in conf/data."""
 
-    # python_stdlib: source and docstrings of this interpreter's standard library; text: local .txt and .jsonl files;
-    # hub: a dataset of the Hugging Face hub, or a local folder of one; mixture: several of these.
     kind: str = field(default="python_stdlib", metadata={"choices": KINDS})
-    # kind=text: a file, or a folder searched for *.txt and *.jsonl. A .jsonl record is one document; a .txt file is cut
-    # at blank lines into documents of about 2 000 characters.
     path: str | None = None
-    # kind=text, mixture: file or folder of the held-out text; unset: heldout_share of the documents of `path`.
     heldout_path: str | None = None
-    # kind=hub: the dataset, e.g. Salesforce/wikitext, or a local folder of data files.
     name: str | None = None
-    # kind=hub: configuration of the dataset, e.g. wikitext-2-raw-v1.
     subset: str | None = None
-    # kind=hub: branch, tag or commit of the dataset.
     revision: str | None = None
-    # kind=hub: the split calibration reads.
     split: str = "train"
-    # kind=hub: the split held-out evaluation reads; unset: heldout_share of the documents of `split`.
     heldout_split: str | None = None
-    # kind=mixture: the sources, each with path, or name (and subset, split ...), and its share of the tokens.
-    # Held-out text is that of heldout_path, or of the sources in the same shares.
     sources: list[SourceConfig] = field(default_factory=list)
-    # Field of a record that holds plain text.
     text_column: str = "text"
-    # Field of a record that holds a conversation, a list of {"role", "content"}; preferred where both fields exist.
     messages_column: str = "messages"
-    # packed: documents joined and cut every max_length tokens; single: one document per sequence, cut at max_length.
     packing: str = field(default="packed", metadata={"choices": ("packed", "single")})
-    # Tokens that count in the loss. full_sequence: all; completion: the assistant's turns. The calibration text must
-    # then be conversations; held-out text that is plain counts in full. generated: the scan reads each prompt with what
-    # the model itself writes after it, and only that counts; a prompt is a conversation without its last answer, or the
-    # first prompt_tokens of plain text, one document per sequence. Other stages read the text as it stands: the
-    # assistant's turns of conversations count, plain text in full.
     labels: str = field(default="full_sequence", metadata={"choices": ("full_sequence", "completion", "generated")})
-    # labels=generated: the model writes at most this many tokens after each prompt.
     max_new_tokens: int = field(default=64, metadata={"minimum": 1})
-    # labels=generated: 0 writes the likeliest token each time; above 0 tokens are drawn, seeded, at this temperature.
     temperature: float = field(default=0.0, metadata={"minimum": 0})
-    # labels=generated: the first tokens of a plain-text document that make its prompt.
     prompt_tokens: int = field(default=32, metadata={"minimum": 1})
-    # What ends a plain-text document. eos: the tokenizer's end-of-text token; blank_line: documents are paragraphs of
-    # one running text (WikiText). Conversations end as their chat template ends them.
     separator: str = field(default="eos", metadata={"choices": ("eos", "blank_line")})
-    # Longest sequence, in tokens.
     max_length: int = field(default=256, metadata={"minimum": 2})
-    # Calibration tokens, at most: the alignment of stage=project reads all of them.
     tokens: int = 65536
-    # Of these, the first so many are what scan, cluster and assemble read, whose figures need fewer; unset: all.
     sample_tokens: int | None = 16384
-    # Held-out tokens, at most.
     heldout_tokens: int = 32768
-    # Share of the documents (python_stdlib: of the modules) that is held out where no held-out text is named.
     heldout_share: float = 0.1
 
     def unread(self) -> dict[str, str]:

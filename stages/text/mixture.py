@@ -63,11 +63,8 @@ def mixture_errors(data: DataConfig) -> Iterator[ConfigError]:
 def interleave_shares(sizes: Sequence[Sequence[int]], shares: Sequence[float]) -> list[tuple[int, int]]:
     """The order in which sequences of several sources follow each other, so that every beginning is a fair sample.
 
-    Args:
-        sizes: tokens of every sequence, by source.
-        shares: of the sources.
-    Returns:
-        Source and number of every sequence; the numbers of each source ascend.
+    Of tokens of every sequence by source, and the sources' shares, to source and number of every sequence; the numbers
+    of each source ascend.
     """
     # A sequence's place is where its middle would be, were its source alone and stretched by its share.
     places = []

@@ -86,7 +86,9 @@ def split_docstrings(source: str, module: str) -> tuple[str, str]:
     described: list[str] = []
     for node in _find_definitions(ast.parse(source)):
         if docstring := ast.get_docstring(node):
-            heading = module if isinstance(node, ast.Module) else _write_signature(node)
+            heading = module if isinstance(node, ast.Module) else f"class {node.name}"
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                heading = f"{node.name}({ast.unparse(node.args)})"
             described.append(f"{heading}\n\n{docstring}\n\n")
             first, last = node.body[0].lineno, node.body[0].end_lineno
             for number in range(first - 1, last or first):
@@ -100,10 +102,6 @@ def _find_definitions(node: ast.Module | Definition) -> Iterator[ast.Module | De
     for child in node.body:
         if isinstance(child, Definition):
             yield from _find_definitions(child)
-
-
-def _write_signature(node: Definition) -> str:
-    return f"class {node.name}" if isinstance(node, ast.ClassDef) else f"{node.name}({ast.unparse(node.args)})"
 
 
 def _cut(text: str, name: str) -> Iterator[Document]:

@@ -116,7 +116,7 @@ class Carve:
 
 def make_carve(folder: Path, text: Path, source: str | None, *words: str) -> Carve:
     """Run the command for a source in `folder`."""
-    outputs = folder / "outputs"
+    outputs = folder / f"outputs-{source}"
     given = words_of_embedded() if source is None else words_of_pico(folder / source, text)
     quick = ("cluster.map=none", "evaluate.speed_tokens=0", f"output_dir={outputs}")
     gc.freeze()  # every stage begins by collecting garbage; what was imported so far need not be searched each time
@@ -130,7 +130,7 @@ def make_carve(folder: Path, text: Path, source: str | None, *words: str) -> Car
 def words_of_embedded() -> list[str]:
     return [
         *("model=embedded", "data.tokens=2048", "data.heldout_tokens=1024", "vocabulary.tokens=1024"),
-        *("project.gradient_tokens=512", "project.descent_steps=4"),
+        *("project.gradient_tokens=512", "project.descent_steps=4", "project.router_steps=40"),
     ]
 
 
@@ -138,7 +138,8 @@ def words_of_pico(source: Path, text: Path) -> list[str]:
     return [
         *("model=local", f"model.path={source}", f"model.label={source.name}"),
         *("data=text", f"data.path={text}", "data.tokens=900", "data.heldout_tokens=300"),
-        *("data.max_length=50", "data.heldout_share=0.3", "scan.batch_tokens=100", "project.descent_steps=4"),
+        *("data.max_length=50", "data.heldout_share=0.3", "scan.batch_tokens=100"),
+        *("project.descent_steps=4", "project.router_steps=20"),
     ]
 
 

@@ -1,43 +1,68 @@
 """Carves that are made once for all tests to read, and the command as it refuses bad input."""
 
+import json
+import os
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from integration.carving import CARVES, OTHERS, TARGETS, Carve, make_carve
 from pico import write_pico
 
 from models.checkpoint.shards import ShardReader
 from pipeline.cli import FAILED, INVALID, run_command
+from stages.text.config import DataConfig
 
 
 @pytest.fixture(scope="session")
-def text(tmp_path_factory) -> Path:
+def shared(tmp_path_factory) -> Path:
+    """A folder that all workers of a test run have in common."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def text(shared) -> Path:
     """Paragraphs that are alike but not equal."""
-    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path = shared / "text.txt"
     lines = (f"{number} sparrows met {number * 7 % 31} finches near house {number % 9}." for number in range(400))
-    path.write_text("\n\n".join(lines))
+    with FileLock(shared / "text.lock"):
+        if not path.exists():
+            path.write_text("\n\n".join(lines))
     return path
 
 
 class Carves(dict[str, Carve]):
-    """Carves by name, each made when it is first asked for. Not to be written to."""
+    """Carves by name, each made when the first worker asks for it. Not to be written to."""
 
     def __init__(self, folder: Path, text: Path) -> None:
         self.folder, self.text = folder, text
 
     def __missing__(self, name: str) -> Carve:
-        self[name] = make_carve(self.folder, self.text, *(CARVES | TARGETS | OTHERS)[name])
+        source, *words = (CARVES | TARGETS | OTHERS)[name]
+        record = self.folder / f"carve-{name}.json"
+        with FileLock(self.folder / f"{source}.lock"):
+            if not record.exists():
+                made = make_carve(self.folder, self.text, source, *words)
+                record.write_text(json.dumps([str(made.dense), str(made.folder), asdict(made.data)]))
+        dense, folder, data = json.loads(record.read_text())
+        self[name] = Carve(Path(dense), Path(folder), DataConfig(**data))
         return self[name]
 
 
 @pytest.fixture(scope="session")
-def carves(text, tmp_path_factory) -> Carves:
+def carves(text, shared) -> Carves:
     """Carves of every family and of the model in the repository."""
-    folder = tmp_path_factory.mktemp("carves")
     for source in ("qwen3", "qwen2", "llama", "olmo2", "granite"):
-        write_pico(folder / source, source, layers=2, hidden=24, intermediate=40, tie=source == "qwen3", tokenizer=True)
-    return Carves(folder, text)
+        with FileLock(shared / f"{source}.lock"):
+            if not (shared / source).exists():
+                sizes = {"layers": 2, "hidden": 24, "intermediate": 40}
+                write_pico(shared / source, source, **sizes, tie=source == "qwen3", tokenizer=True)
+    return Carves(shared, text)
 
 
 @pytest.fixture(scope="session")

@@ -50,6 +50,7 @@ def words(disk, tmp_path_factory):
         *("store.checkpoint_every=0", "experts=4", "n=8", "top_k=2", "always_on=8", "cluster.map=none"),
         *("evaluate.speed_tokens=0", "train.tokens=1000", "train.batch=4", "train.micro_batch=2", "dump.steps=2"),
         *("train.heldout_steps=4", "train.save_steps=2", "train.heldout_sequences=3"),
+        *("project.descent_steps=4", "project.router_steps=20"),
     ]
     for stage in ("train", "evaluate", "dump"):
         assert run_command([*words, f"stage={stage}"]) == 0

@@ -148,7 +148,7 @@ def test_a_plain_checkpoint_is_scanned_in_fewer_bits(plain, text, tmp_path, quan
         assert statistics[name].gt(0).all(), name
 
 
-@pytest.mark.parametrize("quantization", ["nf4", "int8"])
+@pytest.mark.parametrize("quantization", ["nf4", pytest.param("int8", marks=pytest.mark.slow)])
 def test_a_scan_in_fewer_bits_prints_nobody_elses_advice(plain, text, tmp_path, quantization):
     """In a fresh process, where bitsandbytes is imported: warnings and advice of its own on the console, none of it."""
     words = ["stage=scan", f"model.quantization={quantization}", f"output_dir={tmp_path}"]

@@ -1,4 +1,4 @@
-"""Sums in a real Redis: each batch once, whatever breaks."""
+"""Sums in a real Redis: each batch once, also where a server, a connection or a worker breaks."""
 
 import json
 import multiprocessing
@@ -76,7 +76,7 @@ def test_the_namespace_is_free_to_choose_and_may_be_empty(server):
 
 
 @pytest.mark.parametrize("size", [1e-44, 1e-30, 1e-20, 3e-12, 5.9e-8, 6e-8, 1e-3, 1e9])
-def test_sums_keep_their_digits_whatever_their_size(server, size):
+def test_sums_of_any_size_keep_their_digits(server, size):
     store = open_store(server.url)
     total = empty_sums(SHAPES)
     for batch in range(5):
@@ -439,7 +439,7 @@ def test_sums_that_somebody_changed_are_refused_and_fresh_starts_over(server, at
 
 
 @pytest.mark.parametrize("key", ["t:scan:identity", "t:scan:done", "t:scan:pending", "t:scan:totals", ROW])
-def test_fresh_starts_over_whatever_lies_there(server, key):
+def test_fresh_starts_over_from_any_content(server, key):
     store = open_store(server.url)
     flush(store, 0)
     store.collect()

@@ -59,6 +59,7 @@ def words(tmp_path_factory):
         *("data=text", f"data.path={folder / 'text.txt'}", "data.tokens=900", "data.heldout_tokens=300"),
         *("data.max_length=50", "data.heldout_share=0.3", "scan.batch_tokens=100", "store.checkpoint_every=0"),
         *("experts=4", "n=8", "top_k=2", "always_on=8", "cluster.map=none", "evaluate.speed_tokens=0"),
+        *("project.descent_steps=4", "project.router_steps=20"),
     ]
 
 

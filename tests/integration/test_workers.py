@@ -117,7 +117,7 @@ def lost(words, tmp_path_factory):
     return outputs
 
 
-@pytest.mark.parametrize("later", [1, 3])
+@pytest.mark.parametrize("later", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_lost_worker_stops_the_job_and_another_team_finishes_it(words, alone, lost, tmp_path, later):
     shutil.copytree(lost, tmp_path, dirs_exist_ok=True)
     done = torchrun(later, tmp_path, words)

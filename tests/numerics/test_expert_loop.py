@@ -154,7 +154,7 @@ def test_the_loop_equals_the_emitted_checkpoint(source, target, always_on, top_k
 @pytest.mark.parametrize("top_k", [1, 2])
 @pytest.mark.parametrize(("source", "target", "always_on"), CARVES)
 def test_a_router_learns_from_the_loss_where_its_architecture_lets_it(source, target, always_on, top_k, tmp_path):
-    """One gate renormalised over itself is 1 whatever the logits; where that can be left out, it is."""
+    """One gate renormalised over itself is 1 for any logits; where that can be left out, it is."""
     _, mlp = emit_routed(source, target, always_on, top_k, 0.1, tmp_path)
     x_TD = torch.randn(T, 24, generator=torch.Generator().manual_seed(9))
     native_output(mlp, x_TD).square().sum().backward()

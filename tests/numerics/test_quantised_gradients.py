@@ -79,7 +79,7 @@ def test_norms_equal_those_of_a_plain_twin(folder, quantization, dtype):
 
 
 def test_int8_norms_are_those_of_the_gradients_that_flow(folder):
-    """Whatever rounding of activations does to them: GᵀX from tensors that plain hooks see."""
+    """With the rounding of activations in them: GᵀX from tensors that plain hooks see."""
     model = load(folder, "int8")
     seen = {}
 

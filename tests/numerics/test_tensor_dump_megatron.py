@@ -154,7 +154,7 @@ def test_each_process_holds_its_own_part(halves):
 
 
 def test_joined_parts_are_what_one_process_computes(plain, halves):
-    """Sums over two processes differ in their last bits; whatever is a part alone does not, given the same inputs."""
+    """Sums over two processes differ in their last bits; parts alone do not, given the same inputs."""
     expected, losses, _ = plain
     run = torch.load(halves / "run-0.pt", weights_only=True)  # noqa: TID251 - a file this test wrote
     torch.testing.assert_close(run["losses"], losses, rtol=1e-6, atol=0)

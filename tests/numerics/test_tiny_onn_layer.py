@@ -1,4 +1,4 @@
-"""The sparse FFN against a loop over tokens and experts: outputs and gradients, whatever kernel computes them."""
+"""The sparse FFN against a loop over tokens and experts: outputs and gradients, by every kernel."""
 
 import pytest
 import torch

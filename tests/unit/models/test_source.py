@@ -276,7 +276,7 @@ def test_tensors_of_another_width(folder: Path) -> None:
     assert error.where.startswith("model.layers.0.mlp.down_proj.weight is (24, 40), not (24, 41), ")
 
 
-def test_identity_follows_whatever_decides_a_result(folder: Path) -> None:
+def test_identity_follows_all_that_decides_a_result(folder: Path) -> None:
     shard = next(folder.glob("*.safetensors"))
     before = source_cache_key(local(folder))
     shard.touch()

@@ -1,4 +1,4 @@
-"""One writer at a time, whatever happens to it."""
+"""One writer at a time, also where it is killed."""
 
 import os
 import signal

@@ -128,7 +128,7 @@ def test_by_default_every_neuron_has_one_place_and_the_active_share_is_met(width
 @pytest.mark.parametrize("width", [40, 1024, QWEN])
 @pytest.mark.parametrize("active", [0.05, 0.5, 0.95])
 @pytest.mark.parametrize("topology", ["per_layer", POOL])
-def test_whatever_is_left_open_no_more_are_chosen_than_there_are(width, active, topology):
+def test_no_more_experts_are_chosen_than_there_are_with_any_dial_left_open(width, active, topology):
     for experts in (None, 1, 2, 3, 16, 100):
         for n in (None, 1, 8, 64):
             for always_on in (None, 0, 30):

@@ -40,7 +40,7 @@ class Residual(nn.Module):
 
 
 @pytest.mark.parametrize("precision", ["bf16", torch.bfloat16])
-def test_an_output_that_is_lost_is_severe_whatever_the_model_amplifies(precision):
+def test_an_output_that_is_lost_is_severe_however_much_the_model_amplifies(precision):
     diff = auto_diff(Residual(1000.0), sample(), precision=precision)
     assert diff.precision == "bfloat16"
     end = diff.outputs[-1]

@@ -144,7 +144,7 @@ def test_rotary_frequencies_cast_with_the_model(model_type):
 
 
 class Odd(nn.Module):
-    """Gives whatever modules give."""
+    """Gives every kind of output that modules give."""
 
     def __init__(self):
         super().__init__()

@@ -239,7 +239,7 @@ def test_where_clipping_hides_the_norms_it_says_so(caplog):
             nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
             watch.step()
     (message,) = caplog.messages
-    assert message.startswith("step 2: the gradient norm is 0.001 in 3 steps, whatever the layers' are: gradients are ")
+    assert message.startswith("step 2: the gradient norm is 0.001 in 3 steps, while the layers' change: gradients are ")
     caplog.clear()
     with watch_model(model) as watch:  # the same batch each time, not clipped
         for _ in range(6):

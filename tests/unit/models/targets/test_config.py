@@ -111,7 +111,7 @@ def test_keys_that_a_source_leaves_out_mean_its_own_defaults() -> None:
 
 
 def test_qwen2_moe_never_renormalises() -> None:
-    """llama.cpp does not either, whatever config.json says."""
+    """llama.cpp does not either, for any config.json."""
     source = {"model_type": "qwen2", **SIZES}
     for experts in (6, 8, 100):
         config = emit_config(source, MOE_TARGETS["qwen2_moe"], MoEShape(experts, 16, 2, 20), "float32")

@@ -38,7 +38,7 @@ def test_every_projection_carries_the_three_fields():
         assert {"sum_act", "sum_grad_norm", "count_act"} <= fields
 
 
-def test_columns_follow_one_order_whatever_the_tensors_order():
+def test_columns_follow_one_order_for_any_order_of_the_tensors():
     assert columns_of(["max_abs", "bits_LRf", "sum_abs"]) == ["sum_abs", "max_abs"]
     with pytest.raises(KeyError, match="no place in Redis for sum_cubes, sums"):
         columns_of(["sums", "sum_abs", "sum_cubes"])

@@ -14,7 +14,7 @@ HOME_U = ROUTED_U % E
 
 @pytest.fixture
 def activity():
-    """Neuron j answers to direction j mod 4 of the input, whatever its place; the always-on ones to another."""
+    """Neuron j answers to direction j mod 4 of the input, at any place; the always-on ones to another."""
     generator = torch.Generator().manual_seed(0)
     direction_F = torch.arange(F) % E
     direction_F[ALWAYS_S] = 5

@@ -21,7 +21,7 @@ def test_padding_loads_nobody(uneven):
     assert count_load(uneven, torch.tensor([True, True, True])).tolist() == [[2, 3, 1]]
 
 
-def test_even_load_costs_1_whatever_the_number_of_experts():
+def test_even_load_costs_1_for_any_number_of_experts():
     even = [routing([[0.0, 0.0, 0.0, 0.0]] * 4, top_k=1)]
     even = [Routing(even[0].logits_TE, torch.tensor([[0], [1], [2], [3]]))]
     mask = torch.ones(4, dtype=torch.bool)
