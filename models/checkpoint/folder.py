@@ -28,6 +28,8 @@ MAX_JSON_BYTES = 16 * 2**20
 MAX_VOCABULARY_BYTES = 40 * 2**20  # Gemma's has 33 MiB
 MAX_VALUES = 2**21  # of a file, lists and objects included; Gemma's merges and vocabulary are 1.8 million
 VOCABULARIES = {"tokenizer.json", "vocab.json"}
+# Files of a tokenizer that are no JSON: hashed as a whole, as large as a vocabulary at most.
+TOKENIZER_PATTERNS = ("tokenizer*", "*.model", "merges.txt", "*.jinja")
 
 
 def expand_user(path: str | Path) -> Path:
@@ -60,11 +62,14 @@ def require_folder(folder: Path) -> Path:
 
 
 def _check_sizes(files: Iterable[Path]) -> None:
-    """Refuse JSON larger than any model has. Raises CheckpointError."""
-    for file in sorted(file for file in files if file.suffix == ".json"):
-        size, most = file.stat().st_size, MAX_VOCABULARY_BYTES if file.name in VOCABULARIES else MAX_JSON_BYTES
+    """Refuse JSON, and files of a tokenizer, larger than any model has. Raises CheckpointError."""
+    for file in sorted(files):
+        is_json, size = file.suffix == ".json", file.stat().st_size
+        if not is_json and not any(file.match(pattern) for pattern in TOKENIZER_PATTERNS):
+            continue
+        most = MAX_JSON_BYTES if is_json and file.name not in VOCABULARIES else MAX_VOCABULARY_BYTES
         what = f"{size:,} bytes, more than the {most:,}" if size > most else ""
-        if MAX_VALUES < size <= most:
+        if is_json and MAX_VALUES < size <= most:
             content = file.read_bytes()
             if (found := sum(map(content.count, (b"[", b"{", b",")))) > MAX_VALUES:
                 what = f"{found:,} values, more than the {MAX_VALUES:,}"
