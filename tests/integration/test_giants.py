@@ -30,6 +30,7 @@ def refusal(source, *words, memory=resource.RLIM_INFINITY):
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
+        check=False,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (memory, memory)),
     )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
