@@ -116,7 +116,7 @@ def _read_index(folder: Path) -> dict[str, str]:
 def list_shards(folder: Path) -> list[Path]:
     """The safetensors files that make up the checkpoint, whether or not each is there. Raises CheckpointError."""
     if (require_folder(folder) / INDEX).is_file():
-        return sorted({folder / shard for shard in _read_index(folder).values()})
+        return [folder / shard for shard in sorted({*_read_index(folder).values()})]
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     raise missing_weights(folder, [path.name for path in folder.iterdir()])
@@ -170,12 +170,13 @@ def check_shards(folder: Path) -> tuple[dict[str, Entry], list[CheckpointError]]
         return {}, [error]
     stored: dict[str, TensorEntry] = {}
     errors = []
-    missing = [shard for shard in shards if not os.path.lexists(shard)]
+    there = [os.path.lexists(shard) for shard in shards]
+    missing = [shard.name for shard, found in zip(shards, there, strict=True) if not found]
     if len(missing) > 1:  # one error for all of them: an index may name any number
-        names = ", ".join(path.name for path in missing[:3]) + (" ..." if len(missing) > 3 else "")
+        names = ", ".join(missing[:3]) + (" ..." if len(missing) > 3 else "")
         what = f"{len(missing):,} of {len(shards):,} shards are missing: {names}"
         errors.append(CheckpointError(what, where=str(folder), do=RESTORE))
-        shards = sorted({*shards} - {*missing})
+        shards = [shard for shard, found in zip(shards, there, strict=True) if found]
     for shard in shards:
         try:
             stored |= read_header(shard)

@@ -39,17 +39,11 @@ WRONG = [
     *("dump.fake_quant=true", "dump.fake_quant=true dump.quant_type=mxfp8 dump.keep=statistics", "dump.quant_type=mx"),
     *("train.router_share=0.9", "train.language_model=0", "train.fsdp_config=/nowhere", "train.batch=5"),
     *("train.straight_through=true topology=global_pool", "assemble.router=residual_ridge topology=global_pool"),
-    *(
-        "score.activation_weight=0 score.gradient_weight=0 score.frequency_weight=0",
-        "score.gradient_weight=1 scan.gradients=false",
-    ),
+    *("score.activation_weight=0 score.gradient_weight=0 score.frequency_weight=0", "score=taylor scan=forward_only"),
     *("diagnose.analyze_tensor.file=/nowhere", "dense_layers=[99]", "dense_layers=[0] topology=global_pool"),
     *("active=0.25 dense_layers=[0,1]", "n=100000", "experts=4 top_k=9", "always_on=99999", "assemble.target=nope"),
-    *(
-        "assemble.target=mixtral",
-        "assemble.target=qwen3_moe always_on=128",
-        "topology=global_pool assemble.target=mixtral",
-    ),
+    *("assemble.target=mixtral", "assemble.target=qwen3_moe always_on=128"),
+    "topology=global_pool assemble.target=mixtral",
     *("model.gpu_memory=20GiB", "model.device_map=auto model.cpu_memory=lots", "store=redis store.url=here"),
     *("store=redis store.url=http://a:1", "data.max_length=1", "data=mixture", "data.labels=none"),
     *(
