@@ -19,6 +19,7 @@ from models.checkpoint.folder import (
     GIVE_FOLDER,
     INDEX,
     SINGLE,
+    TOKENIZER_PATTERNS,
     Entry,
     PackedEntry,
     check_shards,
@@ -32,7 +33,7 @@ from models.config import ModelConfig, check_placement, check_quantization, stor
 from models.dense import check_features, check_tensors, check_values, dense_family
 
 # Not every *.safetensors: some repositories hold the same weights a second time under another name.
-_FILES = ["model*.safetensors", "*.json", "tokenizer*", "*.model", "merges.txt", "*.jinja", "LICENSE*", "NOTICE*"]
+_FILES = ["model*.safetensors", "*.json", *TOKENIZER_PATTERNS, "LICENSE*", "NOTICE*"]
 
 # What decides a result, apart from the weights: generation_config.json is copied into the carved checkpoint.
 _DECIDING = [pattern for pattern in _FILES if not pattern.startswith(("model*", "LICENSE", "NOTICE"))]

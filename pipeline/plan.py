@@ -12,10 +12,10 @@ from typing import Any
 from instruments.errors import ConfigError, ContractError
 from models.config import ModelConfig
 from models.source import source_cache_key
-from pipeline.artifacts import FileHashes, Manifest, artifact_folder, hashes_file, is_complete
+from pipeline.artifacts import MANIFEST, FileHashes, Manifest, artifact_folder, hashes_file, is_complete
 from pipeline.consistency import Unread, find_unread
 from pipeline.disk import expected_bytes, free_bytes, in_mib
-from pipeline.settings import CHAIN, Stage, asked_stages, with_ancestors
+from pipeline.settings import CHAIN, Settings, Stage, asked_stages, with_ancestors
 from pipeline.validate import Checked
 from stages.calibration.config import without_random_tokens
 from stages.text.cache_key import data_cache_key
@@ -90,19 +90,19 @@ def make_plan(checked: Checked) -> list[Step]:
         ConfigError: the disk has no room for what the due steps will publish, or the device is not here.
         DataError: a due step reads text from a hub that does not answer.
     """
+    settings = checked.settings
+    chain, asked = with_ancestors(settings.stage, checked.uses), asked_stages(settings.stage, checked.uses)
+    wanted = {stage.name for stage in asked}
+    fresh = {stage.name for stage in asked if settings.fresh or not stage.kept}
+    # To hash a large model takes a while: what is due under any fingerprint is looked at first.
+    published = {stage.name for stage in chain if has_results(stage, settings)} - fresh
+    require_means(checked, select_stages(wanted, published, chain)[1])
     steps = make_steps(checked)
-    wanted = asked_stages(checked.settings.stage, checked.uses)
-    fresh = {stage.name for stage in wanted if checked.settings.fresh or not stage.kept}
     fresh |= {name for name, step in steps.items() if lacks_pictures(step)}
     complete = {name for name, step in steps.items() if is_complete(step.folder)} - fresh
-    used, due = select_stages({stage.name for stage in wanted}, complete, [step.stage for step in steps.values()])
-    plan = [replace(steps[name], due=name in due, fresh=name in fresh) for name in steps if name in used]
-    require_room(plan, Path(checked.settings.output_dir))
-    if any(step.due and "model" in step.inputs for step in plan):
-        require_device(checked.settings.model)
-    if any(step.due and "data" in step.inputs for step in plan):
-        require_hub(checked.settings.data)
-    return plan
+    used, due = select_stages(wanted, complete, chain)
+    require_means(checked, due)
+    return [replace(steps[name], due=name in due, fresh=name in fresh) for name in steps if name in used]
 
 
 def make_steps(checked: Checked) -> dict[str, Step]:
@@ -161,6 +161,25 @@ def select_stages(asked: set[str], complete: set[str], stages: Sequence[Stage] =
     return used, due
 
 
+def has_results(stage: Stage, settings: Settings) -> bool:
+    """Whether any result of this stage and model is published, under whatever fingerprint."""
+    folder = artifact_folder(Path(settings.output_dir), settings.model.label, stage.name, "")
+    return any(folder.glob(f"[!.]*/{MANIFEST}"))
+
+
+def require_means(checked: Checked, due: Collection[str]) -> None:
+    """Raises ConfigError or DataError: the room, the device or the hub that due stages need is not there."""
+    settings, stages = checked.settings, [stage for stage in CHAIN if stage.name in due]
+    require_room(
+        {stage.name: expected_bytes(stage.name, checked.source, checked.shape, settings.assemble) for stage in stages},
+        Path(settings.output_dir),
+    )
+    if any("model" in stage.nodes for stage in stages):
+        require_device(settings.model)
+    if any("data" in stage.nodes for stage in stages):
+        require_hub(settings.data)
+
+
 def require_device(model: ModelConfig) -> None:
     """Raises ConfigError: the device asked for is not here."""
     if model.device not in {"auto", "cpu"}:
@@ -169,11 +188,10 @@ def require_device(model: ModelConfig) -> None:
         resolve_device(model)
 
 
-def require_room(steps: Sequence[Step], output_dir: Path) -> None:
-    """Raises ConfigError: more bytes will be written than are free."""
-    writers = [step for step in steps if step.due and step.expected_bytes]
-    wanted, free = sum(step.expected_bytes for step in writers), free_bytes(output_dir)
+def require_room(expected: Mapping[str, int], output_dir: Path) -> None:
+    """Raises ConfigError: more bytes will be written, by the names of stages, than are free."""
+    wanted, free = sum(expected.values()), free_bytes(output_dir)
     if wanted > free:
         what = f"about {in_mib(wanted)} will be written, {in_mib(free)} are free"
-        where = f"{output_dir}, stages {', '.join(step.stage.name for step in writers)}"
+        where = f"{output_dir}, stages {', '.join(name for name, size in expected.items() if size)}"
         raise ConfigError(what, where=where, do="free some space, or output_dir= on a larger disk")

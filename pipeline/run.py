@@ -165,7 +165,7 @@ class Runner:
             start_measuring()
             start = time.perf_counter()
             job = Job(step.parents, staging.out, staging.scratch, step.fingerprint, self.workers, step.fresh)
-            table = step.stage.run(job, **step.inputs)
+            table = run_stage(step, job, self.overrides)
             publish(staging, fingerprint=step.fingerprint, recipe=step.recipe, table=table)
         self.tell(step, table, time.perf_counter() - start)
 
@@ -211,7 +211,16 @@ class Runner:
             self.run_folder.write_page(done[-1].folder)
 
 
-def run_shared_steps(steps: Sequence[Step], workers: Workers) -> None:
+def run_stage(step: Step, job: Job, overrides: Sequence[str]) -> Table:
+    """Run one stage. Raises UserError: among others, memory did not suffice."""
+    from models.loading import explained_memory  # noqa: PLC0415 - torch, which the stage takes as well
+
+    where = f"stage={step.stage.name}; plan=true shows what it needs, and settings that need less"
+    with explained_memory(where, command_line(overrides, plan="true")):
+        return step.stage.run(job, **step.inputs)
+
+
+def run_shared_steps(steps: Sequence[Step], workers: Workers, overrides: Sequence[str]) -> None:
     """Run this worker's share of every shared step that is due, when the leading process begins it.
 
     Raises:
@@ -224,7 +233,8 @@ def run_shared_steps(steps: Sequence[Step], workers: Workers) -> None:
         scratch = StagingDir(step.folder).scratch
         scratch.mkdir(parents=True, exist_ok=True)  # another machine's disk does not have it
         with TemporaryDirectory() as out:
-            step.stage.run(Job(step.parents, Path(out), scratch, step.fingerprint, workers, step.fresh), **step.inputs)
+            job = Job(step.parents, Path(out), scratch, step.fingerprint, workers, step.fresh)
+            run_stage(step, job, overrides)
 
 
 def require_parents(step: Step, workers: Workers) -> None:
@@ -254,7 +264,7 @@ def carve(settings: Settings, folder: Path, overrides: Sequence[str], *, wait: b
                 sys.stdout.write("\n\n".join([table, *memory_warnings(checked, steps, free_memory())]) + "\n")
             return
         if not workers.leads:
-            run_shared_steps(steps, workers)
+            run_shared_steps(steps, workers, overrides)
             return
         try:
             run_folder = RunFolder(folder, settings, overrides)

@@ -28,6 +28,8 @@ MAX_JSON_BYTES = 16 * 2**20
 MAX_VOCABULARY_BYTES = 40 * 2**20  # Gemma's has 33 MiB
 MAX_VALUES = 2**21  # of a file, lists and objects included; Gemma's merges and vocabulary are 1.8 million
 VOCABULARIES = {"tokenizer.json", "vocab.json"}
+# Files of a tokenizer that are no JSON: hashed as a whole, as large as a vocabulary at most.
+TOKENIZER_PATTERNS = ("tokenizer*", "*.model", "merges.txt", "*.jinja")
 
 
 def expand_user(path: str | Path) -> Path:
@@ -60,11 +62,14 @@ def require_folder(folder: Path) -> Path:
 
 
 def _check_sizes(files: Iterable[Path]) -> None:
-    """Refuse JSON larger than any model has. Raises CheckpointError."""
-    for file in sorted(file for file in files if file.suffix == ".json"):
-        size, most = file.stat().st_size, MAX_VOCABULARY_BYTES if file.name in VOCABULARIES else MAX_JSON_BYTES
+    """Refuse JSON, and files of a tokenizer, larger than any model has. Raises CheckpointError."""
+    for file in sorted(files):
+        is_json, size = file.suffix == ".json", file.stat().st_size
+        if not is_json and not any(file.match(pattern) for pattern in TOKENIZER_PATTERNS):
+            continue
+        most = MAX_JSON_BYTES if is_json and file.name not in VOCABULARIES else MAX_VOCABULARY_BYTES
         what = f"{size:,} bytes, more than the {most:,}" if size > most else ""
-        if MAX_VALUES < size <= most:
+        if is_json and MAX_VALUES < size <= most:
             content = file.read_bytes()
             if (found := sum(map(content.count, (b"[", b"{", b",")))) > MAX_VALUES:
                 what = f"{found:,} values, more than the {MAX_VALUES:,}"
@@ -111,7 +116,7 @@ def _read_index(folder: Path) -> dict[str, str]:
 def list_shards(folder: Path) -> list[Path]:
     """The safetensors files that make up the checkpoint, whether or not each is there. Raises CheckpointError."""
     if (require_folder(folder) / INDEX).is_file():
-        return sorted({folder / shard for shard in _read_index(folder).values()})
+        return [folder / shard for shard in sorted({*_read_index(folder).values()})]
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     raise missing_weights(folder, [path.name for path in folder.iterdir()])
@@ -165,12 +170,13 @@ def check_shards(folder: Path) -> tuple[dict[str, Entry], list[CheckpointError]]
         return {}, [error]
     stored: dict[str, TensorEntry] = {}
     errors = []
-    missing = [shard for shard in shards if not os.path.lexists(shard)]
+    there = [os.path.lexists(shard) for shard in shards]
+    missing = [shard.name for shard, found in zip(shards, there, strict=True) if not found]
     if len(missing) > 1:  # one error for all of them: an index may name any number
-        names = ", ".join(path.name for path in missing[:3]) + (" ..." if len(missing) > 3 else "")
+        names = ", ".join(missing[:3]) + (" ..." if len(missing) > 3 else "")
         what = f"{len(missing):,} of {len(shards):,} shards are missing: {names}"
         errors.append(CheckpointError(what, where=str(folder), do=RESTORE))
-        shards = sorted({*shards} - {*missing})
+        shards = [shard for shard, found in zip(shards, there, strict=True) if found]
     for shard in shards:
         try:
             stored |= read_header(shard)

@@ -71,7 +71,9 @@ def _find_url(store: StoreConfig) -> str:
     if not _is_address(url):
         what = "store.url is no Redis address"  # not repeated: it may hold a password
         where = "setting store.url" if store.url else f"environment {URL}"
-        raise ConfigError(what, where=where, do="store.url=redis://host:6379/0, rediss://host:6379/0 or unix:///path")
+        raise ConfigError(
+            what, where=where, do="store.url=redis://localhost:6379/0, or one that begins with rediss:// or unix://"
+        )
     return url
 
 

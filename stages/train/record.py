@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from instruments.durable import hash_file, sync_tree, whole_file
+from instruments.durable import hash_file, sync, sync_tree, whole_file
 from instruments.errors import ContractError
 from stages.artifacts.job import Table
 from stages.train.phases import Phase
@@ -72,31 +72,52 @@ class Record:
 
     @classmethod
     def open(cls, folder: Path, *, done: int, tensorboard: bool) -> "Record":
-        """Go on after `done` steps; lines about later ones, which a kill undid, are removed."""
-        kept = [line for line in read_record(folder) if line["step"] <= done] if (folder / FILE).exists() else []
+        """Go on after `done` steps; lines about later ones, which a kill undid, are removed.
+
+        Raises:
+            ContractError: lines were changed or lost since; a checkpoint is saved after the line about its step.
+        """
+        kept = [line for line in read_record(folder) if line["step"] <= done] if done else []
+        if done and not any(line["step"] == done and "tokens" in line for line in kept):
+            raise _changed(folder, f"lost its lines up to step {done}, which was saved")
         lines = [f"{json.dumps(line)}\n" for line in kept]
         for name, texts in ((CHECKS, map(_check, lines)), (FILE, lines)):
             with whole_file(folder / name) as unfinished:
                 unfinished.write_text("".join(texts), encoding="utf-8")
         tokens = max((line["tokens"] for line in kept if "tokens" in line), default=0)
-        return cls(folder, open_events(folder / EVENTS, done) if tensorboard else None, tokens)
+        # Nothing tells whether events are damaged: they are written again from the lines.
+        shutil.rmtree(folder / EVENTS, ignore_errors=True)
+        record = cls(folder, open_events(folder / EVENTS) if tensorboard else None, tokens)
+        for line in kept:
+            record._show(line)
+        return record
 
     def write(self, step: int, phase: str, figures: Mapping[str, float]) -> None:
         """Add a line."""
-        self._append({"step": step, "phase": phase, **figures})
-        if self.events is not None:
-            for name, value in figures.items():
-                self.events.add_scalar(name, value, step)
+        line = {"step": step, "phase": phase, **figures}
+        self._append(line)
+        self._show(line)
 
     def warn(self, step: int, phase: str, warnings: Sequence[str]) -> None:
         """Add a line of words, of what is wrong with a step."""
         self._append({"step": step, "phase": phase, "warnings": list(warnings)})
+
+    def _show(self, line: Mapping[str, Any]) -> None:
+        """Give the figures of a line to TensorBoard."""
+        for name, value in line.items() if self.events is not None else ():
+            if name not in {"step", "phase", "warnings"}:
+                self.events.add_scalar(name, value, line["step"])
 
     def _append(self, line: Mapping[str, Any]) -> None:
         text = f"{json.dumps(line)}\n"
         for name, content in ((CHECKS, _check(text)), (FILE, text)):
             with (self.folder / name).open("a", encoding="utf-8") as file:
                 file.write(content)
+
+    def sync(self) -> None:
+        """Flush the lines to the disk, before a checkpoint relies on them."""
+        for name in (CHECKS, FILE):
+            sync(self.folder / name)
 
     def close(self) -> None:
         """Let TensorBoard finish."""
@@ -117,10 +138,13 @@ def read_record(folder: Path) -> list[dict[str, Any]]:
         line for line, check in pairs if (line[-1] == "\n") != (check == _check(line)) or _ends_like(line, check)
     ]
     if changed or (lines and not pairs):
-        what = "the record of an unfinished training was changed since it was written"
-        do = "the same command with stage=train fresh=true, which starts it over"
-        raise ContractError(what, where=str(folder / FILE), do=do)
+        raise _changed(folder, "was changed since it was written")
     return [json.loads(line) for line, _check in pairs if line[-1] == "\n"]
+
+
+def _changed(folder: Path, how: str) -> ContractError:
+    do = "the same command with stage=train fresh=true, which starts it over"
+    return ContractError(f"the record of an unfinished training {how}", where=str(folder / FILE), do=do)
 
 
 def _split(path: Path) -> list[str]:
@@ -133,14 +157,14 @@ def _ends_like(line: str, check: str) -> bool:
     return line[-1] != "\n" and check == _check(f"{line[:-1]}\n")
 
 
-def open_events(folder: Path, done: int) -> Any:  # noqa: ANN401 - a SummaryWriter, which torch does not type
+def open_events(folder: Path) -> Any:  # noqa: ANN401 - a SummaryWriter, which torch does not type
     """TensorBoard's writer, or None where it is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - optional
     except ImportError:
         logger.info("no TensorBoard events: pip install tensorboard; train.tensorboard=false stops asking")
         return None
-    return SummaryWriter(str(folder), purge_step=done + 1)
+    return SummaryWriter(str(folder))
 
 
 Lines = Sequence[Mapping[str, Any]]

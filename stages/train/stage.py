@@ -73,7 +73,8 @@ def run(
     del dense
     for phase in phases:
         start, checkpoint = checkpoint, job.scratch / phase.name / "final"
-        if not record.is_whole(checkpoint):  # the last step may be done, and its result not yet written
+        # The last step may be done, and its result not yet written; after later steps nothing reads the result.
+        if done <= phase.last and not record.is_whole(checkpoint):
             run_phase(start, phase, context, job.scratch / phase.name)
     if lines is not None:
         lines.close()

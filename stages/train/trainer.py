@@ -209,7 +209,8 @@ class MoETrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
     def mark_saved(self, folder: Path) -> None:
         """Mark a checkpoint once every process has written its part."""
         self.accelerator.wait_for_everyone()
-        if self.context.workers.leads:
+        if self.context.record is not None:
+            self.context.record.sync()
             mark_whole(folder)
         self.accelerator.wait_for_everyone()
 

@@ -2,9 +2,14 @@
 
 import multiprocessing
 import os
+import signal
 import socket
 import traceback
+from functools import reduce
+from importlib import import_module
+from itertools import count
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
@@ -24,6 +29,24 @@ def start(command, said: Path | None = None):
     child = multiprocessing.get_context("fork").Process(target=run)
     child.start()
     return child
+
+
+def kill_at(command, place, calls):
+    """Run the command in a child that is killed, as the kernel would, at the n-th call of `module:function`."""
+    module, _, names = place.partition(":")
+    *outer, name = names.split(".")
+    owner = reduce(getattr, outer, import_module(module))
+    original, left = getattr(owner, name), count(calls - 1, -1)
+
+    def counted(*args, **kwargs):
+        if not next(left):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **kwargs)
+
+    with patch.object(owner, name, counted):
+        child = start(command)
+    child.join(240)
+    assert child.exitcode == -signal.SIGKILL, f"{place} was not called {calls} times"
 
 
 def as_workers(world, work):

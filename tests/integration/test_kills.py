@@ -1,4 +1,4 @@
-"""Twenty kills at random moments of a scan change nothing in what it finds."""
+"""Kills change no result: twenty at random moments of a scan, and at every step of a pool's work."""
 
 import json
 import os
@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from integration.forked import start
+from integration.forked import kill_at, start
 from integration.redis_server import running
 from pico import write_pico
 from safetensors.torch import load_file
@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from instruments.mscan.header import unpack_header
 from instruments.mscan.reader import read_mscan
 from instruments.safetensors_header import read_metadata
+from pipeline.artifacts import Manifest, verify
 from pipeline.cli import run_command
 
 KILLS = 20
@@ -122,3 +123,51 @@ def test_redis_sums_survive_twenty_kills(words, whole, tmp_path, server_dies):
 
         kill_at_random(command, count_done, disturb)
         assert_same(published(tmp_path), whole, exact=False)
+
+
+# Where the work on a pool is killed, in the order of the chain: the function, and at which of its calls.
+POOL_KILLS = [
+    ("assemble", "stages.assemble.stage:fit_pool_router", 2),
+    ("assemble", "stages.assemble.stage:save_layer_checkpoint", 1),
+    ("assemble", "stages.artifacts.carve:Routers.save", 1),
+    ("assemble", "models.checkpoint.shards:ShardWriter.add", 9),
+    ("assemble", "pipeline.artifacts:sync_tree", 1),
+    ("project", "stages.project.pool:sample_layers", 1),
+    ("project", "stages.project.pool:sweep_experts", 2),
+    ("project", "stages.project.pool:refit_routers", 1),
+    ("project", "stages.project.pool:fit_pool_router", 2),
+    ("project", "stages.project.gradient_projection:project_neurons", 5),
+    ("project", "stages.project.pool:split_pool", 1),
+    ("project", "stages.artifacts.carve:Routers.save", 1),
+    ("project", "models.checkpoint.shards:ShardWriter.add", 9),
+    ("project", "models.checkpoint.shards:ShardWriter.close", 1),
+    ("project", "pipeline.artifacts:Manifest.write", 1),
+    ("project", "pipeline.artifacts:sync_tree", 1),
+]
+
+
+@pytest.mark.slow
+def test_a_pool_survives_kills_in_its_own_work(words, tmp_path):
+    pool = [
+        *(word for word in words if not word.startswith(("stage=", "scan=", "data.tokens="))),
+        *("stage=project", "data.tokens=1200", "data.heldout_share=0.3", "cluster.map=none"),
+        *("topology=global_pool", "experts=7", "n=6", "top_k=2", "always_on=4", "project.router_steps=20"),
+        *("project=gradient", "project.validate=false", "project.gradient_tokens=400"),
+    ]
+    assert run_command([*pool, f"output_dir={tmp_path / 'whole'}"]) == 0
+    command = [*pool, f"output_dir={tmp_path / 'killed'}"]
+    for stage, function, calls in POOL_KILLS:
+        kill_at(command, function, calls)
+        stages = tmp_path / "killed" / "artifacts" / "pico"
+        for folder in stages.glob("*/[!.]*"):
+            verify(folder, remedy="")
+        assert list(stages.glob(f"{stage}/[!.]*")) == [], f"published before {function} was done"
+    assert run_command(command) == 0
+    assert checkpoints(tmp_path / "killed") == checkpoints(tmp_path / "whole")
+    assert list((tmp_path / "killed").glob("artifacts/pico/*/.*")) == []
+
+
+def checkpoints(outputs):
+    """Sizes and hashes of all that assemble and project published."""
+    folders = {stage: list((outputs / "artifacts" / "pico" / stage).iterdir()) for stage in ("assemble", "project")}
+    return {stage: [Manifest.read(folder, remedy="").files for folder in found] for stage, found in folders.items()}

@@ -72,7 +72,7 @@ def test_no_address(url):
     assert str(caught.value) == (
         "store.url is no Redis address\n"
         "  where: setting store.url\n"
-        "  do:    store.url=redis://host:6379/0, rediss://host:6379/0 or unix:///path"
+        "  do:    store.url=redis://localhost:6379/0, or one that begins with rediss:// or unix://"
     )
 
 

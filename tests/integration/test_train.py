@@ -13,7 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from integration.forked import start
+from integration.forked import kill_at, start
 from pico import write_pico
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -154,6 +154,74 @@ def kill_in_every_phase(words, undisturbed, phases, tmp_path):
     assert lines_of(again) == lines_of(undisturbed)
     for file in undisturbed.glob("checkpoint/*.safetensors"):
         assert file.read_bytes() == (again / "checkpoint" / file.name).read_bytes()
+
+
+@pytest.fixture(scope="module")
+def killed(projected, trained, tmp_path_factory):
+    """A copy of the outputs, with a training killed after two checkpoints of its second phase; and its words."""
+    (outputs,) = [Path(word.partition("=")[2]) for word in projected if word.startswith("output_dir=")]
+    copy = tmp_path_factory.mktemp("killed") / "outputs"
+    subprocess.run(["cp", "-r", outputs, copy], check=True)
+    subprocess.run(["rm", "-r", copy / "artifacts" / "pico" / "train"], check=True)
+    words = [word for word in projected if not word.startswith("output_dir=")]
+    words += [*QUICK, "stage=train", "train.tensorboard=true"]
+    kill_at([*words, f"output_dir={copy}"], "stages.train.trainer:mark_whole", 6)
+    return copy, words
+
+
+def damage(path, how):
+    content = bytearray(path.read_bytes())
+    if how == "deleted":
+        path.unlink()
+        return
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content if how == "flipped" else content[: len(content) // 2])
+
+
+def scalars(folder):
+    """(name, step) → value of TensorBoard's events."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    return {(name, event.step): event.value for name in events.Tags()["scalars"] for event in events.Scalars(name)}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of TensorBoard's own
+@pytest.mark.parametrize("how", ["flipped", "truncated", "deleted"])
+def test_a_damaged_file_of_a_killed_training_changes_no_result(killed, trained, tmp_path, capsys, how):
+    """Each kind of file in its scratch: the training comes to the same, or is refused and started over."""
+    copy, words = killed
+    (scratch,) = copy.glob("artifacts/pico/train/.*/scratch")
+    parts = [scratch / "router" / "final" / "whole", *(scratch / "experts").glob("checkpoint-8/*"), *scratch.glob("*")]
+    parts += (scratch / "tensorboard").iterdir()
+    files = sorted(path.relative_to(copy) for path in parts if path.is_file())
+    names = {"whole", "model.safetensors", "optimizer.pt", "rng_state.pth", "trainer_state.json", "metrics.jsonl"}
+    assert names < {path.name for path in files}
+    assert any("tfevents" in path.name for path in files)
+    refused = set()
+    for number, file in enumerate(files):
+        outputs = tmp_path / str(number)
+        subprocess.run(["cp", "-r", copy, outputs], check=True)
+        damage(outputs / file, how)
+        command = [*words, f"output_dir={outputs}"]
+        capsys.readouterr()
+        code = run_command(command)
+        if code == FAILED:
+            assert "the record of an unfinished training " in capsys.readouterr().err
+            refused.add(file.name)
+            code = run_command([*command, "fresh=true"])
+        assert code == 0, file
+        again = published(command)
+        assert lines_of(again) == lines_of(trained), file
+        assert scalars(again).keys() == {
+            (name, line["step"]) for line in map(json.loads, (again / "metrics.jsonl").read_text().splitlines())
+            for name in line.keys() - {"step", "phase", "warnings"}
+        }, file  # fmt: skip
+        for path in trained.glob("checkpoint/*.safetensors"):
+            assert path.read_bytes() == (again / "checkpoint" / path.name).read_bytes(), file
+        subprocess.run(["rm", "-r", outputs], check=True)
+    assert refused == {"metrics.crc", "metrics.jsonl"}
 
 
 def test_a_healed_carve_comes_nearer_to_the_dense_model_and_survives_a_kill(projected, tmp_path):

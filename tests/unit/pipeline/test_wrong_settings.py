@@ -35,6 +35,22 @@ WRONG = [
     "scan.block_width=9223372036854775807",
     *("assemble.router_steps=1000001", "project.rounds=1001", "project.router_tokens=1000000000001"),
     *("top_k=2.5", "experts=many", "scan.gradients=perhaps", "diagnose.checkpoint=/nowhere", "cluster.map_layers=[99]"),
+    *("dump.enabled=false", "dump.folder=/usr", "dump.gradients=false dump.tensors=[grad_output]"),
+    *("dump.fake_quant=true", "dump.fake_quant=true dump.quant_type=mxfp8 dump.keep=statistics", "dump.quant_type=mx"),
+    *("train.router_share=0.9", "train.language_model=0", "train.fsdp_config=/nowhere", "train.batch=5"),
+    *("train.straight_through=true topology=global_pool", "assemble.router=residual_ridge topology=global_pool"),
+    *("score.activation_weight=0 score.gradient_weight=0 score.frequency_weight=0", "score=taylor scan=forward_only"),
+    *("diagnose.analyze_tensor.file=/nowhere", "dense_layers=[99]", "dense_layers=[0] topology=global_pool"),
+    *("active=0.25 dense_layers=[0,1]", "n=100000", "experts=4 top_k=9", "always_on=99999", "assemble.target=nope"),
+    *("assemble.target=mixtral", "assemble.target=qwen3_moe always_on=128"),
+    "topology=global_pool assemble.target=mixtral",
+    *("model.gpu_memory=20GiB", "model.device_map=auto model.cpu_memory=lots", "store=redis store.url=here"),
+    *("store=redis store.url=http://a:1", "data.max_length=1", "data=mixture", "data.labels=none"),
+    *(
+        "data=mixture data.sources=[{path:/usr,name:b,share:1}]",
+        "assemble.router=eror",
+        "data.tokens=5 data.max_length=64",
+    ),
 ]
 
 
@@ -62,6 +78,7 @@ def test_wrong_settings_are_refused_and_the_remedy_helps(typed, tmp_path, monkey
     for error in wrong.values():
         remedy = shlex.split(re.split(r",? or | for ", error.do)[0].rstrip(","))
         replaced = {word.partition("=")[0] for word in remedy}
+        assert override_errors(remedy, sweep=False) == {}, error.do
         kept = [word for word in [*base, *words] if word.partition("=")[0] not in replaced]
         assert error.what not in {left.what for left in find_faults([*kept, *remedy])}, error.do
 

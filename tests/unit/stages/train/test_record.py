@@ -39,6 +39,28 @@ def test_a_record_with_any_bit_flipped_is_refused(tmp_path, file):
     assert read_record(tmp_path) == lines
 
 
+@pytest.mark.parametrize("file", ["metrics.jsonl", "metrics.crc"])
+@pytest.mark.parametrize("left", [0, 1, 2, None])
+def test_lines_that_were_lost_up_to_what_was_saved_are_missed(tmp_path, file, left):
+    record = Record.open(tmp_path, done=0, tensorboard=False)
+    for step in (2, 4, 6):
+        record.write(step, "router", {"tokens": 10 * step})
+    lines = (tmp_path / file).read_text().splitlines(keepends=True)
+    (tmp_path / file).unlink() if left is None else (tmp_path / file).write_text("".join(lines[:left]))
+    if left == 2:
+        assert Record.open(tmp_path, done=4, tensorboard=False).tokens == 40
+        return
+    with pytest.raises(ContractError, match=r"the record of an unfinished training (lost its lines|was changed)"):
+        Record.open(tmp_path, done=4, tensorboard=False)
+
+
+def test_lines_before_the_first_checkpoint_are_written_again(tmp_path):
+    for _ in range(2):
+        record = Record.open(tmp_path, done=0, tensorboard=False)
+        record.write(0, "start", {"heldout_loss": 2.5})
+    assert len(read_record(tmp_path)) == 1
+
+
 def test_a_mark_of_a_whole_checkpoint_that_is_no_text_is_none(tmp_path):
     (tmp_path / "checkpoint-2").mkdir()
     (tmp_path / "checkpoint-2" / "weights").write_text("w")
@@ -107,8 +129,10 @@ def test_tensorboard_reads_the_figures_and_forgets_what_a_kill_undid(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     record = Record.open(tmp_path, done=0, tensorboard=True)
     for step in (2, 4, 6):
-        record.write(step, "router", {"loss": step / 2})
+        record.write(step, "router", {"loss": step / 2, "tokens": step})
     record.close()
+    for path in (tmp_path / "tensorboard").iterdir():
+        path.write_bytes(path.read_bytes()[:-7])
     record = Record.open(tmp_path, done=4, tensorboard=True)
     record.write(6, "router", {"loss": 7.0})
     record.close()

@@ -1,0 +1,103 @@
+"""Files that claim to be huge, and are sparse: refused before they are read, and lack of memory is said in words."""
+
+import json
+import resource
+import subprocess
+import sys
+from math import prod
+from pathlib import Path
+
+import pytest
+from pico import write_pico
+
+GIANT = 64 * 2**30  # bytes; to hash them takes half a minute at least
+SECONDS = 5  # from the words to the refusal
+SHAPE = ("experts=4", "n=8", "top_k=2", "always_on=8")
+EMBEDDINGS = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+@pytest.fixture
+def source(tmp_path):
+    return write_pico(tmp_path / "pico", "qwen3", tokenizer=True)
+
+
+def refusal(source, *words, memory=resource.RLIM_INFINITY):
+    """Exit code, text and processor seconds of a scan, in `memory` bytes of addresses."""
+    command = [sys.executable, "-m", "pipeline", "stage=scan", "model=local", f"model.path={source}", *SHAPE]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [*command, "data.tokens=1000", f"output_dir={source.parent / 'outputs'}", *words],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (memory, memory)),
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert "Traceback" not in done.stderr, done.stderr
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return done.returncode, done.stderr, seconds
+
+
+def stretch(path, change):
+    """Write a shard again with sparse zeros for data; `change` gives a tensor's shape, by its name and the old one."""
+    data = path.read_bytes()
+    length, end, header = int.from_bytes(data[:8], "little"), 0, {}
+    for name, spec in json.loads(data[8 : 8 + length]).items():
+        if name != "__metadata__":
+            shape = change(name, spec["shape"])
+            size = prod(shape) * 4
+            header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [end, end + size]}
+            end += size
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    lengthen(path, 8 + len(text) + end)
+
+
+def lengthen(path, size):
+    with path.open("ab") as file:
+        file.truncate(size)
+
+
+def set_vocabulary(source, tokens):
+    """A model of that many tokens, whose config and weights say the same."""
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"vocab_size": tokens}))
+    stretch(source / "model.safetensors", lambda name, shape: [tokens, shape[1]] if name in EMBEDDINGS else shape)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "chat_template.jinja"])
+def test_giant_files_beside_the_weights(source, name):
+    lengthen(source / name, GIANT)
+    code, text, seconds = refusal(source)
+    assert code != 0
+    assert text.startswith(f"{name} has {(source / name).stat().st_size:,} bytes, more than the ")
+    assert seconds < SECONDS
+
+
+def test_giant_tensors_of_which_config_says_less(source):
+    name = "model.layers.1.mlp.up_proj.weight"
+    stretch(source / "model.safetensors", lambda found, shape: [GIANT // 96, 24] if found == name else shape)
+    code, text, seconds = refusal(source)
+    assert code != 0
+    assert "1 tensors do not have the shape that config.json says" in text
+    assert seconds < SECONDS
+
+
+def test_what_a_giant_model_lacks_is_said_before_it_is_read(source):
+    set_vocabulary(source, GIANT // 4 // 24)
+    code, text, seconds = refusal(source, "model.device=cuda:99")
+    assert code != 0
+    assert "device cuda:99 is not here" in text
+    assert seconds < 4 * SECONDS  # torch is imported to ask
+
+
+def test_lack_of_memory(source):
+    set_vocabulary(source, 5_000_000)
+    code, text, _seconds = refusal(source, memory=16 * 2**30)
+    what, where, do = text.splitlines()[-3:]
+    assert code == 1
+    assert what.startswith("out of memory: ")
+    assert where == "  where: stage=scan; plan=true shows what it needs, and settings that need less"
+    assert do.startswith("  do:    python -m pipeline stage=scan model=local ")
+    assert do.endswith(" plan=true")
