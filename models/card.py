@@ -24,6 +24,7 @@ class CarveFacts:
     router: str
     projection: str  # the result of stage=project, or that it has not run
     pad_to: int | None = None
+    activation: str = "silu"
 
 
 # owner/name; anything else is a folder.
@@ -51,7 +52,7 @@ def render_card(facts: CarveFacts) -> str:
     share = f"{facts.shape.active_share(facts.width, facts.layers):.0%}"
     shape, name = facts.shape, re.sub(r"[^\w .+/-]", "_", source).strip() or "dense"
     remote_code = ", trust_remote_code=True" if facts.target.own else ""
-    runtimes = "\n".join(f"- {line}" for line in suitable_runtimes(facts.target, shape, facts.pad_to))
+    runtimes = "\n".join(f"- {line}" for line in suitable_runtimes(facts.target, shape, facts.pad_to, facts.activation))
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -102,10 +103,12 @@ def _experts(facts: CarveFacts) -> str:
     )
 
 
-def suitable_runtimes(target: MoETarget, shape: MoEShape, pad_to: int | None = None) -> list[str]:
+def suitable_runtimes(
+    target: MoETarget, shape: MoEShape, pad_to: int | None = None, activation: str = "silu"
+) -> list[str]:
     """One line for each runtime: how well its kernels suit this E, N and target."""
     width, shared = expert_width(shape, pad_to), shared_width(target, shape, pad_to)
-    served = target.served_by(pooled=shape.pooled)
+    served = target.served_by(pooled=shape.pooled, activation=activation)
     lines = [_OWN_CLASS if target.own else _KNOWN_CLASS]
     if shape.top_k == 1 < shape.experts and gate_kind(target, shape) == "softmax_of_chosen":
         lines.append(

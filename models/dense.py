@@ -162,6 +162,12 @@ def keeps_tied(config: Mapping[str, Any]) -> bool:
     return bool(config.get("tie_word_embeddings", defaults.get("tie_word_embeddings", False)))
 
 
+def activation_of(config: Mapping[str, Any]) -> str:
+    """What an FFN's gate passes, by transformers' name for it."""
+    usual = "gelu_pytorch_tanh" if str(config["model_type"]).startswith("gemma") else "silu"
+    return str(config.get("hidden_activation") or config.get("hidden_act") or usual)
+
+
 _AGAIN = "download or copy it again"
 _BELONGS = "check that config.json belongs to these weights"
 _LARGEST = 2**31 - 1  # no size and no count of a model is larger

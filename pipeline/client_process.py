@@ -80,7 +80,7 @@ def _is_gpt2(checkpoint: Path) -> bool:
 
 def quantise(source: str, out: str, outtype: str, threads: int) -> dict[str, str]:
     """Run llama.cpp's own quantiser."""
-    import llama_cpp  # type: ignore[import-not-found]  # noqa: PLC0415
+    import llama_cpp  # noqa: PLC0415
 
     parameters = llama_cpp.llama_model_quantize_default_params()
     parameters.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{outtype.upper()}")

@@ -6,7 +6,7 @@ from typing import Any
 
 from instruments.errors import ConfigError
 from models.config import PER_LAYER, MoEShape
-from models.dense import keeps_tied
+from models.dense import activation_of, keeps_tied
 from models.targets.base import MoETarget
 from models.targets.config import ParameterCount, check_target, count_carved, count_dense, select_target
 from pipeline.disk import expected_bytes, in_mib
@@ -292,12 +292,12 @@ def describe_shape(request: ShapeRequest, shape: MoEShape) -> list[str]:
         lines.append(f"            {head} of both are the output embedding, in the dense model the input's")
     size = expected_bytes("assemble", request.source, shape, request.assemble)
     lines.append(f"checkpoint  about {in_mib(size)} on disk")
-    return [*lines, f"serving     {_describe_serving(request.target(shape), pooled=shape.pooled)}"]
+    return [*lines, f"serving     {_describe_serving(request.target(shape), request, pooled=shape.pooled)}"]
 
 
-def _describe_serving(target: MoETarget, *, pooled: bool) -> str:
+def _describe_serving(target: MoETarget, request: ShapeRequest, *, pooled: bool) -> str:
     """The runtimes that know an architecture, and those that are given up with it."""
-    served = target.served_by(pooled=pooled)
+    served = target.served_by(pooled=pooled, activation=activation_of(request.source))
     known = ", ".join(["transformers", *served])
     given_up = [name for name in ("vLLM", "SGLang", "llama.cpp") if name not in served]
     return f"{target.architecture}: {known}" + (f"; not {', '.join(given_up)}" if given_up else "")

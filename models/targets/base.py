@@ -96,9 +96,13 @@ class MoETarget:
         """Whether it can keep neurons that every token passes."""
         return bool(self.shared or self.packed_shared)
 
-    def served_by(self, *, pooled: bool) -> tuple[str, ...]:
-        """The runtimes that run it. None but transformers runs experts that all layers share."""
-        return () if pooled else self.runtimes
+    def served_by(self, *, pooled: bool, activation: str) -> tuple[str, ...]:
+        """The runtimes that run it.
+
+        Experts that all layers share are run by none but transformers, and vLLM computes those of a class that it does
+        not know by name (in 0.32) with SiLU, whatever their activation is.
+        """
+        return () if pooled or (self.own and activation != "silu") else self.runtimes
 
     def ffn(self, layer: int, expert: int) -> tuple[str, ...]:
         """Names of an expert's gate, up and down."""

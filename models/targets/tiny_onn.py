@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import models.tiny_onn
-from models.dense import DENSE_FAMILIES, keeps_tied
+from models.dense import DENSE_FAMILIES, activation_of, keeps_tied
 from models.targets.base import LAYER, ConfigInput, MoETarget, several_chosen
 
 # About the dense checkpoint's files, not about the model.
@@ -15,8 +15,10 @@ _NOT_CARRIED = frozenset({"_name_or_path", "auto_map", "dtype", "quantization_co
 
 def _config_keys(given: ConfigInput) -> dict[str, Any]:
     source, gate_scale, tied = given.dense, given.gate_scale, keeps_tied(given.dense)
-    # Not of a pool: transformers 4 would load its decoder without the experts, which stand beside it.
-    decoder = {} if given.shape.pooled else {"AutoModel": "modeling_tiny_onn.TinyONNModel"}
+    # vLLM asks for AutoModel, and is to refuse what it would compute wrongly. Nor of a pool: transformers 4 would load
+    # its decoder without the experts, which stand beside it.
+    plain = not given.shape.pooled and activation_of(source) == "silu"
+    decoder = {"AutoModel": "modeling_tiny_onn.TinyONNModel"} if plain else {}
     dense = {key: value for key, value in source.items() if key not in _NOT_CARRIED}
     return {
         "architectures": ["TinyONNForCausalLM"],

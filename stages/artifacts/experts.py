@@ -16,6 +16,7 @@ from instruments.safetensors_header import read_metadata
 from models.card import CarveFacts, write_card
 from models.checkpoint.shards import ShardReader
 from models.config import ModelConfig, MoEShape
+from models.dense import activation_of
 from models.emit import checkpoint_dtype, emit_checkpoint
 from models.experts import ExpertLoop, ExpertWeights
 from models.routing import GateKind, LinearRouter
@@ -155,6 +156,7 @@ class CheckpointFormat:
     target: MoETarget
     dtype: torch.dtype  # of the experts
     settings: FormatSettings
+    activation: str = "silu"  # of the source's FFNs
 
     @classmethod
     def of(
@@ -162,7 +164,7 @@ class CheckpointFormat:
     ) -> "CheckpointFormat":
         """What the settings of stage=assemble ask for; `config` is the source's config.json."""
         target = select_target(config["model_type"], settings.target, shape.always_on, pooled=shape.pooled)
-        return cls(source, shape, target, checkpoint_dtype(source, settings.dtype), settings)
+        return cls(source, shape, target, checkpoint_dtype(source, settings.dtype), settings, activation_of(config))
 
     @property
     def gate(self) -> GateKind:
@@ -240,5 +242,6 @@ class CheckpointFormat:
                 router=self.settings.router,
                 projection=projection,
                 pad_to=self.settings.pad_to,
+                activation=self.activation,
             ),
         )

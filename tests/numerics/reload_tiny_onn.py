@@ -59,8 +59,9 @@ def reload(case: Path, *, trust_remote_code: bool) -> dict[str, object]:
 
 @torch.no_grad()
 def reload_decoder(case: Path, *, trust_remote_code: bool) -> float | None:
-    """Largest difference of AutoModel's hidden states; None for a pool: transformers 4 would lose its experts."""
-    if "AutoModel" not in json.loads((case / "moe" / "config.json").read_text())["auto_map"]:
+    """Largest difference of AutoModel's hidden states; None where config.json names no such class."""
+    config = json.loads((case / "moe" / "config.json").read_text())
+    if config["topology"] == "global_pool" or (trust_remote_code and "AutoModel" not in config["auto_map"]):
         return None
     remote = {"trust_remote_code": True} if trust_remote_code else {}
     model, decoder = (

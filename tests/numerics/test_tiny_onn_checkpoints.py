@@ -82,7 +82,8 @@ def check(found: dict[str, object], name: str, *, module: str) -> None:
     assert found["module"] == module
     assert found["difference"] <= TOLERANCE
     assert found["again"] == 0.0, "save_pretrained, then from_pretrained"
-    assert found["decoder"] == 0.0, "AutoModel"
+    without = module == "transformers_modules" and name.startswith("gemma")  # vLLM would take SiLU for its GELU
+    assert found["decoder"] == (None if without else 0.0), "AutoModel"
     assert found["loading"] == {}, "missing or unexpected keys"
     assert found["warnings"] == []
     assert found["cached"] == found["uncached"]

