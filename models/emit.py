@@ -55,7 +55,8 @@ def copy_tokenizer_files(source_folder: Path, out_folder: Path) -> None:
     if "auto_map" in stored:
         logger.warning("the tokenizer's own code is not copied: auto_map of tokenizer_config.json is left out")
     if settings != stored:
-        path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        # Escaped: a surrogate without its pair is JSON, and no UTF-8.
+        path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def respell_tokenizer(stored: Mapping[str, Any]) -> dict[str, Any]:

@@ -165,3 +165,12 @@ def test_code_of_a_tokenizer_is_not_asked_for_in_the_copy(tmp_path, caplog):
     assert [path.name for path in out.iterdir()] == ["tokenizer_config.json"]
     assert json.loads((out / "tokenizer_config.json").read_bytes()) == {"a": "é"}
     assert "auto_map of tokenizer_config.json is left out" in caplog.text
+
+
+def test_half_a_surrogate_pair_in_the_settings_of_a_tokenizer_is_copied(tmp_path):
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    out.mkdir()
+    (source / "tokenizer_config.json").write_text('{"pad_token": "\\ud800", "auto_map": {}}')
+    copy_tokenizer_files(source, out)
+    assert json.loads((out / "tokenizer_config.json").read_text()) == {"pad_token": "\ud800"}
