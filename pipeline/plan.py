@@ -96,12 +96,14 @@ def make_plan(checked: Checked) -> list[Step]:
     fresh = {stage.name for stage in asked if settings.fresh or not stage.kept}
     # To hash a large model takes a while: what is due under any fingerprint is looked at first.
     published = {stage.name for stage in chain if has_results(stage, settings)} - fresh
-    require_means(checked, select_stages(wanted, published, chain)[1])
+    surely_due = select_stages(wanted, published, chain)[1]
+    require_means(checked, surely_due)
     steps = make_steps(checked)
     fresh |= {name for name, step in steps.items() if lacks_pictures(step)}
     complete = {name for name, step in steps.items() if is_complete(step.folder)} - fresh
     used, due = select_stages(wanted, complete, chain)
-    require_means(checked, due)
+    if due != surely_due:
+        require_means(checked, due)
     return [replace(steps[name], due=name in due, fresh=name in fresh) for name in steps if name in used]
 
 
@@ -162,7 +164,7 @@ def select_stages(asked: set[str], complete: set[str], stages: Sequence[Stage] =
 
 
 def has_results(stage: Stage, settings: Settings) -> bool:
-    """Whether any result of this stage and model is published, under whatever fingerprint."""
+    """Whether a result of this stage and model is published, under any fingerprint."""
     folder = artifact_folder(Path(settings.output_dir), settings.model.label, stage.name, "")
     return any(folder.glob(f"[!.]*/{MANIFEST}"))
 

@@ -99,8 +99,8 @@ class MoETarget:
     def served_by(self, *, pooled: bool, activation: str) -> tuple[str, ...]:
         """The runtimes that run it.
 
-        Experts that all layers share are run by none but transformers, and vLLM computes those of a class that it does
-        not know by name (in 0.32) with SiLU, whatever their activation is.
+        Only transformers runs experts that all layers share. vLLM 0.32 does not know the project's own class by
+        name, and computes its experts with SiLU, also where the model's activation is another.
         """
         return () if pooled or (self.own and activation != "silu") else self.runtimes
 

@@ -41,7 +41,7 @@ class TinyONNConfig(PretrainedConfig):  # type: ignore[misc]  # transformers is 
         dense_layers: Sequence[int] = (),
         router_aux_loss_coef: float = 0.001,
         output_router_logits: bool = False,
-        **kwargs: Any,  # noqa: ANN401 - whatever else config.json holds
+        **kwargs: Any,  # noqa: ANN401 - the other keys of config.json
     ) -> None:
         """Say how the FFNs are made.
 

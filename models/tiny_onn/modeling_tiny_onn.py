@@ -24,7 +24,7 @@ except ImportError:  # transformers 4
 
 
 class TinyONNPreTrainedModel(PreTrainedModel):  # type: ignore[misc]  # transformers is not typed
-    """A dense family's decoder of which the FFNs are sparse; `_dense` is the family's own model of the same modules."""
+    """A dense family's decoder with sparse FFNs. `_dense` is the family's own model, made of the same modules."""
 
     config_class = TinyONNConfig
     base_model_prefix = "model"
@@ -141,7 +141,7 @@ class TinyONNForCausalLM(TinyONNPreTrainedModel, GenerationMixin):  # type: igno
         use_cache: bool | None = None,
         output_router_logits: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        **kwargs: Any,  # noqa: ANN401 - whatever the dense family takes
+        **kwargs: Any,  # noqa: ANN401 - as the dense family takes them
     ) -> MoeCausalLMOutputWithPast:
         """Next-token logits, as the dense family computes them, from what the dense family takes.
 
