@@ -108,7 +108,7 @@ def suitable_runtimes(
 ) -> list[str]:
     """One line for each runtime: how well its kernels suit this E, N and target."""
     width, shared = expert_width(shape, pad_to), shared_width(target, shape, pad_to)
-    served = target.served_by(pooled=shape.pooled, activation=activation)
+    served = target.served_by(shape, activation)
     lines = [_OWN_CLASS if target.own else _KNOWN_CLASS]
     if shape.top_k == 1 < shape.experts and gate_kind(target, shape) == "softmax_of_chosen":
         lines.append(

@@ -142,11 +142,15 @@ def llama_cpp_fault(config: Mapping[str, Any]) -> str:
         return f"llama.cpp knows no {target.architecture}"
     if target.llama_cpp_equal_heads and config["num_key_value_heads"] != config["num_attention_heads"]:
         return f"llama.cpp gives {target.architecture} as many key heads as query heads, this model has fewer"
+    if dense := config.get("mlp_only_layers"):
+        return f"llama.cpp wants experts in every layer of {target.architecture}, and layers {dense} have none"
     return ""
 
 
 def _alternative(config: Mapping[str, Any]) -> str:
-    """The first other target that llama.cpp runs, of the dense family that this carve came from."""
+    """What to do instead: another target that llama.cpp runs, of the dense family that this carve came from, if any."""
+    if config.get("mlp_only_layers"):
+        return "carve with dense_layers=[]"
     dense = config.get("dense") or {"flex_olmo": {"model_type": "olmo2"}, "dots1": {"model_type": "qwen3"}}.get(
         config["model_type"], {}
     )

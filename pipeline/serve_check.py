@@ -18,7 +18,7 @@ from tabulate import tabulate
 
 from instruments.errors import ConfigError, UserError, check_output, exit_code, say
 from models.checkpoint.folder import read_checkpoint
-from models.config import GLOBAL_POOL
+from models.config import PER_LAYER, MoEShape
 from models.dense import activation_of
 from models.emit import respell_tokenizer
 from models.loading import load_tokenizer
@@ -233,9 +233,9 @@ class _Check:
     def _vllm(self, python: Path) -> dict[str, Any]:
         config = read_config(self.checkpoint)
         target, dense = MOE_TARGETS[config["model_type"]], config.get("dense") or config
-        pooled, activation = config.get("topology") == GLOBAL_POOL, activation_of(dense)
-        if "vLLM" not in target.served_by(pooled=pooled, activation=activation):
-            raise UserError(f"vLLM does not know {'a pool of experts' if pooled else 'this architecture'}")
+        shape = MoEShape(1, 1, 1, 0, topology=config.get("topology", PER_LAYER))
+        if "vLLM" not in target.served_by(shape, activation_of(dense)):
+            raise UserError(f"vLLM does not know {'a pool of experts' if shape.pooled else 'this architecture'}")
         environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         environment["OMP_NUM_THREADS"] = str(self.threads)
         request = {**self.request, "models": self._models(), "remote": self.own}

@@ -292,12 +292,13 @@ def describe_shape(request: ShapeRequest, shape: MoEShape) -> list[str]:
         lines.append(f"            {head} of both are the output embedding, in the dense model the input's")
     size = expected_bytes("assemble", request.source, shape, request.assemble)
     lines.append(f"checkpoint  about {in_mib(size)} on disk")
-    return [*lines, f"serving     {_describe_serving(request.target(shape), request, pooled=shape.pooled)}"]
+    return [*lines, f"serving     {_describe_serving(request, shape)}"]
 
 
-def _describe_serving(target: MoETarget, request: ShapeRequest, *, pooled: bool) -> str:
-    """The runtimes that know an architecture, and those that are given up with it."""
-    served = target.served_by(pooled=pooled, activation=activation_of(request.source))
+def _describe_serving(request: ShapeRequest, shape: MoEShape) -> str:
+    """The runtimes that run the checkpoint, and those that are given up with it."""
+    target = request.target(shape)
+    served = target.served_by(shape, activation_of(request.source))
     known = ", ".join(["transformers", *served])
     given_up = [name for name in ("vLLM", "SGLang", "llama.cpp") if name not in served]
     return f"{target.architecture}: {known}" + (f"; not {', '.join(given_up)}" if given_up else "")

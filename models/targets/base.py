@@ -96,13 +96,17 @@ class MoETarget:
         """Whether it can keep neurons that every token passes."""
         return bool(self.shared or self.packed_shared)
 
-    def served_by(self, *, pooled: bool, activation: str) -> tuple[str, ...]:
+    def served_by(self, shape: MoEShape, activation: str) -> tuple[str, ...]:
         """The runtimes that run it.
 
         Only transformers runs experts that all layers share. vLLM 0.32 does not know the project's own class by
-        name, and computes its experts with SiLU, also where the model's activation is another.
+        name, and computes its experts with SiLU, also where the model's activation is another. llama.cpp wants experts
+        in every layer after the first dense ones, and in all layers of architectures without such.
         """
-        return () if pooled or (self.own and activation != "silu") else self.runtimes
+        if shape.pooled or (self.own and activation != "silu"):
+            return ()
+        without = {"llama.cpp"} if shape.dense_layers and self.dense_layers == "any" else set()
+        return tuple(runtime for runtime in self.runtimes if runtime not in without)
 
     def ffn(self, layer: int, expert: int) -> tuple[str, ...]:
         """Names of an expert's gate, up and down."""

@@ -116,6 +116,11 @@ def test_no_room_is_said_before_anything_is_written(tmp_path, capsys, carve, mon
             "carve with assemble.target=glm4_moe",
         ),
         (
+            {"model_type": "qwen2_moe", "mlp_only_layers": [0, 23]},
+            "llama.cpp wants experts in every layer of Qwen2MoeForCausalLM, and layers [0, 23] have none",
+            "carve with dense_layers=[]",
+        ),
+        (
             {"model_type": "tiny_onn", "topology": "global_pool"},
             "llama.cpp knows no TinyONNForCausalLM",
             "carve with topology=per_layer: in llama.cpp no experts are shared by layers",
