@@ -16,7 +16,6 @@ from stages.artifacts.job import Table
 
 log = logging.getLogger(__name__)
 
-MEMORY = Path("/proc/meminfo")
 SECONDS = 0.6  # for each of the machine's figures: six of them take less than 5 s
 ROWS = 4096  # tokens of a batch: its tensors are fresh memory each time
 STARTING = 0.4  # seconds of a stage that no formula gives: text, files, publishing
@@ -159,14 +158,6 @@ def is_on_host(settings: Settings) -> bool:
 
         return not torch.cuda.is_available()
     return settings.model.device == "cpu"
-
-
-def free_memory() -> int | None:
-    """Bytes that a process could take now; None where the system does not say."""
-    if not MEMORY.exists():
-        return None
-    line = next((line for line in MEMORY.read_text(encoding="utf-8").splitlines() if "MemAvailable" in line), "")
-    return int(line.split()[1]) * 1024 if line else None
 
 
 def memory_warnings(checked: Checked, steps: Sequence[Step], free: int | None) -> list[str]:
