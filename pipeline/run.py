@@ -27,8 +27,9 @@ from pipeline.artifacts import (
     remove_leftovers,
     verify,
 )
+from pipeline.cost import is_on_host
 from pipeline.disk import explain_os_error, in_mib
-from pipeline.forecast import forecast, is_on_host, memory_warnings
+from pipeline.forecast import forecast, memory_warnings
 from pipeline.overrides import command_line
 from pipeline.plan import Step, make_plan
 from pipeline.run_folder import RunFolder, render, replace_link
