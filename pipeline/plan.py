@@ -194,11 +194,10 @@ def require_device(model: ModelConfig) -> None:
 
 def spilled_bytes(checked: Checked, due: Collection[str]) -> dict[str, int]:
     """Hidden states that will be on disk while a due stage runs, by its name; those without any are left out."""
-    found = {}
-    if any(stage.name in due and "model" in stage.nodes for stage in CHAIN):
-        sizes = sizes_of_run(checked, on_host=is_on_host(checked.settings))
-        found = {name: COSTS[name](sizes, checked.settings).spilled for name in COSTS if name in due}
-    return {name: size for name, size in found.items() if size}
+    sizes = sizes_of_run(checked, on_host=True)
+    found = {name: COSTS[name](sizes, checked.settings).spilled for name in COSTS if name in due}
+    found = {name: size for name, size in found.items() if size}
+    return found if found and is_on_host(checked.settings) else {}  # asked last: it may load torch
 
 
 def require_room(

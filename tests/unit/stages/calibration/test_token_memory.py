@@ -3,6 +3,7 @@
 import os
 import resource
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -142,3 +143,52 @@ def test_a_file_that_may_not_grow_is_an_error_in_words(tmp_path):
             return 7 if str(said).startswith("no room left on the disk") else 8
 
     assert child(work) == 7
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 64 KiB."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(tmp_path)]
+    try:
+        subprocess.run(mount, check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"a small disk of its own needs root: {getattr(error, 'stderr', error)}")
+    yield tmp_path
+    subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+
+
+def test_a_full_disk_is_an_error_in_words(small_disk):
+    def work():
+        held = [spill(draw(100, 60), small_disk)]
+        try:
+            held += [spill(draw(100, 60), small_disk) for _ in range(4)]
+        except OSError as error:
+            said = explain_os_error(error, where="stage=project", folder=small_disk)
+            return 7 if str(said).startswith("no room left on the disk: 1") else 8
+
+    assert child(work) == 7, "the process ended by another error, or by a signal"
+
+
+@pytest.mark.parametrize(("room", "code"), [(10**9, 9), (0, 7)])
+def test_with_a_disk_memory_does_not_grow_with_tokens(room, code, tmp_path):
+    """32,768 tokens of 512 numbers are 64 MiB in each of three tensors; the limit does not count mapped files."""
+    folder = write_pico(tmp_path, "qwen3", layers=2, hidden=512, intermediate=40)
+    sequence = TokenSequence("", [1 + index % 60 for index in range(64)], [-100] * 64)
+    batches = batch_sequences([sequence] * 512, 512, 0)
+
+    def work():
+        with LayerStream(folder, device=torch.device("cpu")) as stream:
+            used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_DATA, (used + 96 * 2**20,) * 2)
+            try:
+                tokens = TokenStream(stream, batches, memory=TokenMemory(tmp_path, room))
+                for layer in stream.layers():
+                    tokens.enter(layer)
+                    wanted = tokens.inputs.map(layer.ffn)
+                    take_rows(wanted, torch.arange(0, 32768, 1000))
+                    tokens.leave(wanted)
+            except (MemoryError, RuntimeError) as error:
+                return 9 if "memory" in str(error) else 8
+            return 7
+
+    assert child(work) == code
