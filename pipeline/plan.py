@@ -194,8 +194,9 @@ def require_device(model: ModelConfig) -> None:
 
 def spilled_bytes(checked: Checked, due: Collection[str]) -> dict[str, int]:
     """Hidden states that will be on disk while a due stage runs, by its name; those without any are left out."""
-    sizes = sizes_of_run(checked, on_host=True)
-    found = {name: COSTS[name](sizes, checked.settings).spilled for name in COSTS if name in due}
+    known = [name for name in COSTS if name in due]
+    sizes = sizes_of_run(checked, on_host=True) if known else None
+    found = {name: COSTS[name](sizes, checked.settings).spilled for name in known if sizes}
     found = {name: size for name, size in found.items() if size}
     return found if found and is_on_host(checked.settings) else {}  # asked last: it may load torch
 

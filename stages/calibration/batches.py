@@ -340,7 +340,10 @@ class TokenStream:
 
 @dataclass
 class DealtLayer:
-    """A layer that one worker works on: its FFN, and the inputs of that, (T, D) for every batch of all workers."""
+    """A layer that one worker works on: its FFN, and the inputs of that, (T, D) for every batch of all workers.
+
+    They are there until the next layer comes.
+    """
 
     index: int
     ffn: DenseFFN
@@ -366,8 +369,12 @@ def deal_layers(
             dealt = DealtLayer(index, layer.ffn, inputs, tokens.inputs.keep)
         if index % world == world - 1 or index == stream.depth - 1:
             yield dealt
-            outputs, dealt = dealt.outputs if dealt and world == 1 else None, None
+            if dealt:  # whose receiver may still hold it while the next layer fills memory
+                outputs, dealt.outputs = dealt.outputs if world == 1 else None, None
+                dealt.inputs.clear()
+            dealt = None
         tokens.leave(map(layer.ffn, tokens.inputs) if outputs is None else outputs)
+        del inputs, outputs
 
 
 @dataclass(frozen=True)

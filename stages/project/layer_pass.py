@@ -269,6 +269,7 @@ def project_all(
             carve = LayerCarve(start, refit, checkpoint.biased, len(context.text))
             wanted = tokens.inputs.map(layer.ffn)
             loop, outcome = project_layer(carve, tokens.inputs, wanted, project, seed)
+            del wanted  # or it would be there until the next layer's are
             done = ProjectedLayer.of(loop, outcome, checkpoint.dtype, checkpoint.down_scale)
             if workers.leads:
                 save_layer_checkpoint(scratch, index, done)
