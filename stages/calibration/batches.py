@@ -230,14 +230,17 @@ class Share(Sequence[Tensor]):
 
 def take_rows(batches: Sequence[Tensor], rows_t: Int[Tensor, "t"]) -> Tensor:
     """Rows of the batches (T, D), numbered as those of one tensor, in the given order: (t, D)."""
-    sizes = torch.tensor([len(batch_TD) for batch_TD in batches])
-    ends = sizes.cumsum(0)
-    batch_t = torch.bucketize(rows_t, ends, right=True)
-    order_t = batch_t.argsort(stable=True)
-    places_t = (rows_t - (ends - sizes)[batch_t])[order_t].to(batches[0].device)
-    parts = torch.split(places_t, torch.bincount(batch_t, minlength=len(batches)).tolist())
-    taken_tD = torch.cat([batch_TD[part] for batch_TD, part in zip(batches, parts, strict=True)])
-    return taken_tD[order_t.argsort().to(taken_tD.device)]
+    sorted_t, order_t = rows_t.sort()
+    ends = torch.tensor([len(batch_TD) for batch_TD in batches]).cumsum(0)
+    until = torch.searchsorted(sorted_t, ends)
+    counts = until.diff(prepend=until.new_zeros(1)).tolist()
+    taken_tD, start = batches[0].new_empty(len(rows_t), batches[0].shape[1]), 0
+    for batch_TD, places, rows in zip(
+        batches, torch.split(order_t, counts), torch.split(sorted_t, counts), strict=True
+    ):
+        taken_tD[places] = batch_TD[rows - start]
+        start += len(batch_TD)
+    return taken_tD
 
 
 def take_tokens(inputs: Sequence[Tensor], outputs: Sequence[Tensor], wanted: int) -> tuple[Share, Share]:
