@@ -31,6 +31,7 @@ class ModelConfig:
     )
     gpu_memory: str | None = field(default=None, metadata={"fingerprint": False})
     cpu_memory: str | None = field(default=None, metadata={"fingerprint": False})
+    hidden_memory: str | None = field(default=None, metadata={"fingerprint": False})
     trust_remote_code: bool = False
     experts: int | None = field(default=None, metadata={"fingerprint": False})
     n: int | None = field(default=None, metadata={"fingerprint": False})
@@ -76,7 +77,7 @@ class MoEShape:
 
 # Platforms that bitsandbytes is published for, as sys.platform and platform.machine() name them.
 _PLATFORMS = {"linux x86_64", "linux aarch64", "win32 AMD64", "win32 ARM64", "darwin arm64"}
-_MEMORY = re.compile(r"\d+(\.\d+)? ?[KMGT]i?B", re.IGNORECASE)
+_MEMORY = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT])(i?)B", re.IGNORECASE)
 
 
 def stored_quantization(config: Mapping[str, Any]) -> str | None:
@@ -141,11 +142,11 @@ def import_bitsandbytes(what: str = "quantisation") -> ModuleType:
 
 def check_placement(model: ModelConfig) -> Iterator[ConfigError]:
     """Memory limits without effect, or that are no amount of memory."""
-    for name in ("gpu_memory", "cpu_memory"):
+    for name in ("gpu_memory", "cpu_memory", "hidden_memory"):
         amount = getattr(model, name)
         if amount is None:
             continue
-        if model.device_map == "none":
+        if model.device_map == "none" and name != "hidden_memory":
             yield ConfigError(
                 f"model.{name}={amount} has no effect on a model that is all on one device",
                 where=f"model.{name}",
@@ -155,3 +156,11 @@ def check_placement(model: ModelConfig) -> Iterator[ConfigError]:
             yield ConfigError(
                 f"model.{name}={amount} is no amount of memory", where=f"model.{name}", do=f"model.{name}=20GiB"
             )
+
+
+def memory_bytes(amount: str) -> int:
+    """Bytes of an amount of memory such as 20GiB, 512 MB or 0KB, which `check_placement` has passed."""
+    found = _MEMORY.fullmatch(amount)
+    assert found, "checked before"
+    number, unit, binary = found.groups()
+    return int(float(number) * (1024 if binary else 1000) ** (" KMGT".index(unit.upper())))

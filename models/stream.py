@@ -126,18 +126,16 @@ class LayerStream(AbstractContextManager["LayerStream"]):
         self._reader.close()
 
     @torch.no_grad()
-    def embed(self, batches: Sequence[Tensor]) -> list[Tensor]:
+    def embed(self, batches: Sequence[Tensor]) -> Iterator[Tensor]:
         """Hidden states (B, T, D) before the first layer, for token ids (B, T); B and T differ from batch to batch."""
         table_VD = self._reader.tensor(self._family.embedding)
-        hidden = []
         for ids_BT in batches:
             # Only the rows in use are cast and moved.
             used, rows_BT = torch.unique(ids_BT.cpu(), return_inverse=True)
             rows_UD = table_VD[used].to(self.device, self.dtype)
             self._decoder.embed_tokens.weight = nn.Parameter(rows_UD, requires_grad=False)
             self._decoder(input_ids=rows_BT.to(self.device), use_cache=False)
-            hidden.append(self._stand_ins[0].hidden)
-        return hidden
+            yield self._stand_ins[0].hidden
 
     def layers(self) -> Iterator[StreamLayer]:
         """Every decoder layer in order; the one before is freed."""

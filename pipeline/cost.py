@@ -8,12 +8,16 @@ as layers with experts of their own.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from math import inf
 from typing import Any
 
 from models.config import MoEShape
 from models.targets.config import count_dense, source_dtype
 from pipeline.disk import BYTES
 from pipeline.settings import Settings
+from pipeline.validate import Checked
+from stages.artifacts.job import find_workers
+from stages.calibration.token_memory import KEPT, memory_limit
 
 PROGRAM = 560 * 2**20  # host memory of an idle process: torch, transformers and what they load
 DRAWING = 220 * 2**20  # more of it once a map was drawn
@@ -24,6 +28,7 @@ MEANS_ROUNDS = 12  # of balanced k-means before them
 DIRECTIONS = 64  # features of a neuron
 STEP = 2048  # tokens of a step of a router's descent
 BATCH = 4096  # tokens of a batch of the layer passes
+MEMO = 2**30  # bytes of features that an aligned baseline keeps
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,8 @@ class Sizes:
     n: int = 0
     top_k: int = 0
     always_on: int = 0  # S
+    processes: int = 1
+    room: float = inf  # bytes of each for what is kept of all tokens; more of it goes to disk
 
     @property
     def active(self) -> int:
@@ -67,12 +74,13 @@ class Cost:
     points: int = 0  # neurons of the maps
     read: int = 0
     written: int = 0
+    spilled: int = 0  # hidden states on disk at the stage's peak, of all processes
     device: int = 0
     host: int = PROGRAM
 
     def __add__(self, other: "Cost") -> "Cost":
         """One after the other: sums, and the larger of the peaks."""
-        peaks = {"tokens", "device", "host"}
+        peaks = {"tokens", "spilled", "device", "host"}
         pairs = {spec.name: (getattr(self, spec.name), getattr(other, spec.name)) for spec in fields(self)}
         return Cost(**{name: max(pair) if name in peaks else sum(pair) for name, pair in pairs.items()})
 
@@ -82,7 +90,7 @@ class Cost:
 
     def __mul__(self, times: float) -> "Cost":
         """The same work so many times; peaks stay."""
-        kept = {"tokens": self.tokens, "device": self.device, "host": self.host}
+        kept = {"tokens": self.tokens, "spilled": self.spilled, "device": self.device, "host": self.host}
         return Cost(**{spec.name: getattr(self, spec.name) * times for spec in fields(self)} | kept)
 
 
@@ -97,6 +105,23 @@ def sizes_of(source: Mapping[str, Any], shape: MoEShape | None, length: int) -> 
         2 * hidden * head * (heads + keys), heads * head, length, count_dense(source).total,
         BYTES.get(source_dtype(source) or "", 2), *dials,
     )  # fmt: skip
+
+
+def sizes_of_run(checked: Checked, *, on_host: bool) -> Sizes:
+    """Of a run as it is started here and now; `on_host`: it computes in host memory, of which some is free."""
+    settings, processes = checked.settings, find_workers().world
+    sizes = sizes_of(checked.source, checked.shape, settings.data.max_length)
+    room = memory_limit(settings.model, processes) if on_host else inf
+    return replace(sizes, processes=processes, room=room)
+
+
+def is_on_host(settings: Settings) -> bool:
+    """Whether the stages compute in host memory."""
+    if settings.model.device == "auto":
+        import torch  # noqa: PLC0415 - only where it decides
+
+        return not torch.cuda.is_available()
+    return settings.model.device == "cpu"
 
 
 def attend(s: Sizes, tokens: float) -> Cost:
@@ -147,11 +172,19 @@ def score(s: Sizes, _settings: Settings) -> Cost:
 def layer_pass(s: Sizes, tokens: float, width: int | None = None) -> Cost:
     """Tokens through all layers from the shards.
 
-    Memory: three hidden states a token, two layers in fp32, and a batch's activations, (4096, F) six times.
+    Memory: two layers in fp32, a batch's activations, (4096, F) six times, and, if not on disk, what is kept of tokens.
     """
-    memory = 12 * int(tokens) * s.hidden + 2 * s.layer_bytes + 24 * min(BATCH, int(tokens)) * s.width
+    memory = 2 * s.layer_bytes + 24 * min(BATCH, int(tokens)) * s.width
     work = (attend(s, tokens) + ffn(s, tokens, width or s.width)) * s.layers
-    return work + Cost(tokens=int(tokens), read=s.parameters * s.stored, device=memory)
+    passed = work + Cost(tokens=int(tokens), read=s.parameters * s.stored, device=memory)
+    kept = kept_bytes(s, tokens)
+    return passed + Cost(spilled=kept * s.processes) if kept > s.room else passed.beside(kept)
+
+
+def kept_bytes(s: Sizes, tokens: float) -> int:
+    """Of a pass, each process's: three tensors of its tokens; among several, inputs and outputs of all tokens."""
+    shared = 2 if s.processes > 1 else 0
+    return int(4 * tokens * s.hidden * (KEPT / s.processes + shared))
 
 
 def ridge(s: Sizes, tokens: float, inputs: int, outputs: int) -> Cost:
@@ -228,7 +261,7 @@ def checkpoint(s: Sizes) -> Cost:
 def assemble(s: Sizes, settings: Settings) -> Cost:
     """A pass of the dense model with every expert's contribution, 2·T·F·E; a router per layer.
 
-    Memory: the outputs, and the activations a router is fitted on, (t, F) three times, beside the pass.
+    Memory: the activations a router is fitted on, (t, F) three times, beside the pass.
     """
     config = settings.assemble
     tokens = with_vocabulary(calibration_tokens(settings, sampled=True), settings, s)
@@ -238,8 +271,7 @@ def assemble(s: Sizes, settings: Settings) -> Cost:
         each += regression(s, few)
     if config.router == "error":
         each += descent(s, few, config.router_steps)
-    kept = 8 * tokens * s.hidden + 12 * few * s.width
-    return (layer_pass(s, tokens) + each * s.layers).beside(kept) + checkpoint(s)
+    return (layer_pass(s, tokens) + each * s.layers).beside(12 * few * s.width) + checkpoint(s)
 
 
 def align(s: Sizes, tokens: float, penalties: float) -> Cost:
@@ -261,12 +293,12 @@ def project(s: Sizes, settings: Settings) -> Cost:
     """A pass of the carved model that meets the dense FFN at each layer; alignment, routers again; gradient projection.
 
     A round of gradient projection on r tokens: both models forward, the carved one back, where experts need gradients,
-    too. Memory: hidden states and wanted outputs, or the dense model, five times the experts and a round's logits.
+    too. Memory: the pass and the tokens of the rounds, or the dense model, five times the experts and a round's logits.
     """
     config = settings.project
     tokens = with_vocabulary(calibration_tokens(settings, sampled=False), settings, s)
     seen = min(config.refit_tokens, tokens) if config.rounds else tokens
-    cost = layer_pass(s, tokens).beside(16 * tokens * s.hidden + 3 * s.layer_bytes)
+    cost = layer_pass(s, tokens).beside(8 * min(config.refit_tokens, tokens) * s.hidden + 3 * s.layer_bytes)
     if config.alignment == "ridge":
         each = align(s, seen, min(PENALTIES, len(config.penalties))) + ffn(s, tokens, s.active) * 2
         router = settings.assemble.router
@@ -305,7 +337,7 @@ def rounds(s: Sizes, settings: Settings, text: int) -> Cost:
 def evaluate(s: Sizes, settings: Settings) -> Cost:
     """Both models and every baseline on held-out text; aligned baselines fit on the calibration text, too.
 
-    Memory: both models, then hidden states of every baseline.
+    Memory: both models, then what is kept of tokens for every baseline, as far as there is room, and features.
     """
     heldout, config = settings.data.heldout_tokens, settings.evaluate
     tokens = with_vocabulary(calibration_tokens(settings, sampled=False), settings, s)
@@ -314,23 +346,25 @@ def evaluate(s: Sizes, settings: Settings) -> Cost:
     speed = min(config.speed_tokens, heldout)
     cost += (forward(s, speed) + forward(s, speed, s.active)) * bool(speed)
     cost += forward(s, config.layer_tokens, s.active) * (s.layers + 1) * bool(config.layer_tokens)
-    kept = 0
+    kept = features = 0
     for name in config.baselines:
         one = layer_pass(s, heldout) + head(s, heldout)
         if name == "oracle":
             one += Cost(products=2 * heldout * s.experts * s.n**2, touched=8 * heldout * s.width) * s.layers
-        kept += 8 * heldout * s.hidden
+        kept += kept_bytes(s, heldout)
         if name.endswith("_aligned"):
             fitted = tokens * (1 - VALIDATION)
             one += layer_pass(s, tokens) + ffn(s, tokens, s.active) * s.layers
             solve = s.active**3 / 3 + 2 * s.active**2 * s.hidden
             moments = Cost(products=fitted * s.active * (s.active + 2 * s.hidden), solves=PENALTIES * solve)
             one += moments * s.layers
-            kept += tokens * (16 * s.hidden + 4 * s.active)
+            kept += kept_bytes(s, tokens)
+            features = min(MEMO, 4 * tokens * s.active)
         cost += one
     both = 2 * loaded_bytes(s, settings) + 8 * config.batch_tokens * s.vocabulary
-    passing = kept + 3 * s.layer_bytes + 24 * BATCH * s.width
-    return cost + Cost(tokens=heldout, device=max(both, passing))
+    spilled = int(max(0.0, kept - s.room))
+    passing = kept - spilled + features + 3 * s.layer_bytes + 24 * BATCH * s.width
+    return cost + Cost(tokens=heldout, spilled=spilled * s.processes, device=max(both, passing))
 
 
 def train(s: Sizes, settings: Settings) -> Cost:

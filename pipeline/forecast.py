@@ -2,21 +2,19 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 
-from pipeline.cost import COSTS, Cost, Sizes, sizes_of
+from pipeline.cost import COSTS, Cost, Sizes, is_on_host, sizes_of, sizes_of_run
 from pipeline.disk import in_mib, nearest_existing
 from pipeline.plan import Step
-from pipeline.settings import Settings
 from pipeline.validate import Checked
 from stages.artifacts.job import Table
 
 log = logging.getLogger(__name__)
 
-MEMORY = Path("/proc/meminfo")
 SECONDS = 0.6  # for each of the machine's figures: six of them take less than 5 s
 ROWS = 4096  # tokens of a batch: its tensors are fresh memory each time
 STARTING = 0.4  # seconds of a stage that no formula gives: text, files, publishing
@@ -97,8 +95,7 @@ def best_of(work: Callable[[], object], clock: Callable[[], float]) -> float:
 
 def costs_of(steps: Sequence[Step], checked: Checked) -> dict[str, Cost]:
     """Of every due stage that something is known of (not diagnose); libraries stay loaded for those after it."""
-    sizes = sizes_of(checked.source, checked.shape, checked.settings.data.max_length)
-    found, host = {}, 0
+    sizes, found, host = sizes_of_run(checked, on_host=is_on_host(checked.settings)), {}, 0
     for step in steps:
         if step.due and step.stage.name in COSTS:
             cost = COSTS[step.stage.name](sizes, checked.settings)
@@ -130,9 +127,14 @@ def forecast(checked: Checked, steps: Sequence[Step]) -> Table:
         sums = [in_mib(size) for size in (cost.read, cost.written, cost.device, peak)]
         rows.append([step.stage.name, f"{cost.tokens:,}", f"{flops:,.3f}", *sums, in_time(seconds)])
     columns = ("stage", "tokens", "TFLOP", "read", "written", "memory of tensors", "of the process", "time")
-    return Table(
-        "plan", columns, rows, [*describe_rates(rates), f"in all {in_time(total)}, loading {in_time(loading)}"]
-    )
+    notes = [f"in all {in_time(total)}, loading {in_time(loading)}", *describe_spilling(costs)]
+    return Table("plan", columns, rows, [*describe_rates(rates), *notes])
+
+
+def describe_spilling(costs: Mapping[str, Cost]) -> Iterator[str]:
+    """Which stages keep hidden states on disk."""
+    if found := [f"{in_mib(cost.spilled)} in stage={name}" for name, cost in costs.items() if cost.spilled]:
+        yield f"above model.hidden_memory, in files on the disk of output_dir while it runs: {', '.join(found)}"
 
 
 def describe_rates(rates: Rates | None) -> Iterator[str]:
@@ -150,23 +152,6 @@ def in_time(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:,.1f} h"
-
-
-def is_on_host(settings: Settings) -> bool:
-    """Whether the stages compute in host memory."""
-    if settings.model.device == "auto":
-        import torch  # noqa: PLC0415 - only where it decides
-
-        return not torch.cuda.is_available()
-    return settings.model.device == "cpu"
-
-
-def free_memory() -> int | None:
-    """Bytes that a process could take now; None where the system does not say."""
-    if not MEMORY.exists():
-        return None
-    line = next((line for line in MEMORY.read_text(encoding="utf-8").splitlines() if "MemAvailable" in line), "")
-    return int(line.split()[1]) * 1024 if line else None
 
 
 def memory_warnings(checked: Checked, steps: Sequence[Step], free: int | None) -> list[str]:
@@ -211,6 +196,8 @@ def smaller(stage: str, checked: Checked) -> Iterator[tuple[str, Checked]]:
             words = f"train.micro_batch={asked} train.gradient_checkpointing=true"
             yield words, replace(checked, settings=replace(settings, train=train))
     elif stage in {"cluster", "assemble", "project", "evaluate"}:
+        model = replace(settings.model, hidden_memory="0GB")
+        yield "model.hidden_memory=0GB", replace(checked, settings=replace(settings, model=model))
         asked = settings.data.tokens
         while (asked := asked // 2) >= max(2, least):
             data = replace(settings.data, tokens=asked)

@@ -14,6 +14,7 @@ from models.config import ModelConfig
 from models.source import source_cache_key
 from pipeline.artifacts import MANIFEST, FileHashes, Manifest, artifact_folder, hashes_file, is_complete
 from pipeline.consistency import Unread, find_unread
+from pipeline.cost import COSTS, is_on_host, sizes_of_run
 from pipeline.disk import expected_bytes, free_bytes, in_mib
 from pipeline.settings import CHAIN, Settings, Stage, asked_stages, with_ancestors
 from pipeline.validate import Checked
@@ -175,6 +176,7 @@ def require_means(checked: Checked, due: Collection[str]) -> None:
     require_room(
         {stage.name: expected_bytes(stage.name, checked.source, checked.shape, settings.assemble) for stage in stages},
         Path(settings.output_dir),
+        spilled_bytes(checked, due),
     )
     if any("model" in stage.nodes for stage in stages):
         require_device(settings.model)
@@ -190,10 +192,25 @@ def require_device(model: ModelConfig) -> None:
         resolve_device(model)
 
 
-def require_room(expected: Mapping[str, int], output_dir: Path) -> None:
-    """Raises ConfigError: more bytes will be written, by the names of stages, than are free."""
-    wanted, free = sum(expected.values()), free_bytes(output_dir)
-    if wanted > free:
-        what = f"about {in_mib(wanted)} will be written, {in_mib(free)} are free"
-        where = f"{output_dir}, stages {', '.join(name for name, size in expected.items() if size)}"
-        raise ConfigError(what, where=where, do="free some space, or output_dir= on a larger disk")
+def spilled_bytes(checked: Checked, due: Collection[str]) -> dict[str, int]:
+    """Hidden states that will be on disk while a due stage runs, by its name; those without any are left out."""
+    known = [name for name in COSTS if name in due]
+    sizes = sizes_of_run(checked, on_host=True) if known else None
+    found = {name: COSTS[name](sizes, checked.settings).spilled for name in known if sizes}
+    found = {name: size for name, size in found.items() if size}
+    return found if found and is_on_host(checked.settings) else {}  # asked last: it may load torch
+
+
+def require_room(
+    expected: Mapping[str, int], output_dir: Path, spilled: Mapping[str, int] = MappingProxyType({})
+) -> None:
+    """Raises ConfigError: more bytes will be written, or `spilled` by one stage at a time, than are free."""
+    written, most, free = sum(expected.values()), max(spilled.values(), default=0), free_bytes(output_dir)
+    if written + most > free:
+        what = f"about {in_mib(written + most)} will be written, {in_mib(free)} are free"
+        where = f"{output_dir}, stages {', '.join(name for name, size in expected.items() if size or name in spilled)}"
+        do = "free some space, or output_dir= on a larger disk"
+        if most:
+            where += f"; {in_mib(most)} of it hidden states, while a stage runs"
+            do += ", or fewer data.tokens="
+        raise ConfigError(what, where=where, do=do)

@@ -27,8 +27,9 @@ from pipeline.artifacts import (
     remove_leftovers,
     verify,
 )
+from pipeline.cost import is_on_host
 from pipeline.disk import explain_os_error, in_mib
-from pipeline.forecast import forecast, free_memory, is_on_host, memory_warnings
+from pipeline.forecast import forecast, memory_warnings
 from pipeline.overrides import command_line
 from pipeline.plan import Step, make_plan
 from pipeline.run_folder import RunFolder, render, replace_link
@@ -36,6 +37,7 @@ from pipeline.settings import ALL, STAGES, Settings
 from pipeline.shape import describe_shape, find_remedy, shape_warnings
 from pipeline.validate import Checked, validate
 from stages.artifacts.job import ALONE, Job, Table, Workers, find_workers
+from stages.calibration.token_memory import free_memory
 
 log = logging.getLogger(__name__)
 

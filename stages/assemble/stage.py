@@ -23,8 +23,9 @@ from stages.artifacts.tensor_file import load_layer_checkpoint, save_layer_check
 from stages.assemble.config import AssembleConfig
 from stages.assemble.report import RouterReport, summarise, summarise_pool
 from stages.calibration.alignment import column_scale, gate_moments, least_squares, scale_columns
-from stages.calibration.batches import CalibrationContext, DealtLayer, deal_layers, take_tokens
+from stages.calibration.batches import CalibrationContext, DealtLayer, Keep, deal_layers, take_tokens
 from stages.calibration.config import VocabularyConfig
+from stages.calibration.token_memory import as_it_is
 from stages.routing.descent import DescentSettings
 from stages.routing.fit import RouterSettings, fit_pool_router, fit_router
 from stages.routing.task import (
@@ -50,7 +51,7 @@ def run(
     seed: int,
 ) -> Table:
     """Write `checkpoint/` and the routers."""
-    context = CalibrationContext.of(model, data, vocabulary, assemble.batch_tokens, seed, job.workers)
+    context = CalibrationContext.of(model, data, vocabulary, assemble.batch_tokens, seed, job)
     checkpoint = CheckpointFormat.of(context.folder, context.config, assemble, shape)
     partition = load_partition(job.parents["cluster"], shape)
     pool = load_pool(job.parents["extract"], partition.layers, context.device) if shape.pooled else None
@@ -99,6 +100,7 @@ def fit_layer(
     always_S: Int[Tensor, "S"],
     checkpoint: CheckpointFormat,
     settings: RouterSettings,
+    keep: Keep = as_it_is,
 ) -> Fitted:
     """Let a layer choose among its own experts, the given neurons of its FFN, or among the `experts` of a pool.
 
@@ -107,9 +109,9 @@ def fit_layer(
     """
     top_k, biased = checkpoint.shape.top_k, checkpoint.biased
     if experts is None:
-        task = watch_experts(ffn, neurons_EN, always_S, inputs, top_k, biased=biased)
+        task = watch_experts(ffn, neurons_EN, always_S, inputs, top_k, biased=biased, keep=keep)
         return Fitted(task, fit_router(task, settings), task.wanted)
-    outputs = [ffn(x_TD) for x_TD in inputs]
+    outputs = [keep(ffn(x_TD)) for x_TD in inputs]
     unrouted = LinearRouter.without_bias(ffn.gate_FD.new_zeros(len(neurons_EN), ffn.gate_FD.shape[1]))
     loop = ExpertLoop(experts, neurons_EN, always_S, unrouted, top_k, ffn.width, ffn.act)
     seen, wanted = take_tokens(inputs, outputs, settings.tokens)
@@ -141,7 +143,7 @@ def fit_all(
         settings = RouterSettings(assemble.router, assemble.ridge_penalty, descent, assemble.router_tokens)
         neurons_EN = (partition.neurons[index] if pool is None else partition.neurons).to(device)
         always_S, experts = partition.always_on[index].to(device), None if pool is None else pool[index]
-        fitted = fit_layer(layer.ffn, layer.inputs, experts, neurons_EN, always_S, checkpoint, settings)
+        fitted = fit_layer(layer.ffn, layer.inputs, experts, neurons_EN, always_S, checkpoint, settings, layer.keep)
         task, router, layer.outputs = fitted
         router = set_logit_std(router, layer.inputs[:text], logit_std(assemble, checkpoint.gate))
         loop = replace(task.routed(router), gate=checkpoint.gate)
@@ -149,7 +151,8 @@ def fit_all(
         return measure_router(loop, scale_EN, task, text)
 
     reports: list[RouterReport] = []
-    for layer in tqdm(deal_layers(stream, context.batches, workers), total=turns, desc="assemble", unit="layer"):
+    layers = deal_layers(stream, context.batches, workers, context.memory)
+    for layer in tqdm(layers, total=turns, desc="assemble", unit="layer"):
         mine = (done[layer.index] or fit(layer)) if layer else None
         for report in filter(None, workers.share(mine)):
             if workers.leads and done[len(reports)] is None:

@@ -18,11 +18,14 @@ from models.ffn import DenseFFN
 from models.loading import load_tokenizer, resolve_device
 from models.source import read_config, resolve_folder
 from models.stream import LayerStream, StreamLayer
-from stages.artifacts.job import ALONE, Workers
+from stages.artifacts.job import ALONE, Job, Workers
 from stages.calibration.config import VocabularyConfig
+from stages.calibration.token_memory import KEPT, TokenMemory, as_it_is, memory_limit
 from stages.losses import MeanLoss, supervised_tokens, token_losses
 from stages.text.config import DataConfig
 from stages.text.sequences import IGNORED, TokenBatch, TokenSequence, batch_sequences, load_sequences
+
+Keep = Callable[[Tensor], Tensor]  # moves a tensor to where it is kept
 
 OFFSET = 1000  # of Zipf and Mandelbrot's law: the rare count for something, too
 SEED = 0
@@ -75,6 +78,11 @@ def calibration_batches(
     return [*batches, *marked]
 
 
+def count_tokens(batches: Sequence[TokenBatch]) -> int:
+    """Tokens of the batches, padding included."""
+    return sum(batch.input_ids.numel() for batch in batches)
+
+
 @dataclass(frozen=True)
 class CalibrationContext:
     """What a stage that fits something works with; made once in each."""
@@ -85,7 +93,8 @@ class CalibrationContext:
     batches: list[TokenBatch]  # text, then random tokens
     device: torch.device
     seed: int
-    workers: Workers = ALONE  # that share the batches
+    workers: Workers  # that share the batches
+    memory: TokenMemory  # for hidden states
 
     @classmethod
     def of(
@@ -95,13 +104,15 @@ class CalibrationContext:
         vocabulary: VocabularyConfig,
         batch_tokens: int,
         seed: int,
-        workers: Workers = ALONE,
+        job: Job,
     ) -> "CalibrationContext":
         """Find the source and tokenise the calibration split. Raises UserError."""
+        workers = job.workers
         model = replace(model, device=workers.pick_device(model.device))
         folder = resolve_folder(model)
         batches = calibration_batches(data, vocabulary, load_tokenizer(folder), batch_tokens)
-        return cls(model, folder, read_config(folder), batches, resolve_device(model), seed, workers)
+        memory = TokenMemory(job.scratch, memory_limit(model, workers.world))
+        return cls(model, folder, read_config(folder), batches, resolve_device(model), seed, workers, memory)
 
     @property
     def text(self) -> list[TokenBatch]:
@@ -125,9 +136,19 @@ class Share(Sequence[Tensor]):
     are made in the order of the batches, so that any number of workers finds the same to the last bit.
     """
 
-    def __init__(self, parts: Sequence[Tensor], sizes: Sequence[int], like: Tensor, workers: Workers = ALONE) -> None:
-        """`sizes` are the tokens of every batch, also those that others hold; `like` is a tensor (0, D)."""
-        self._parts, self.sizes, self.like, self.workers = parts, sizes, like, workers
+    def __init__(
+        self,
+        parts: Sequence[Tensor],
+        sizes: Sequence[int],
+        like: Tensor,
+        workers: Workers = ALONE,
+        keep: Keep = as_it_is,
+    ) -> None:
+        """`sizes` are the tokens of every batch, also those that others hold; `like` is a tensor (0, D).
+
+        `keep` decides where what is computed of the batches is kept.
+        """
+        self._parts, self.sizes, self.like, self.workers, self.keep = parts, sizes, like, workers, keep
 
     @classmethod
     def of(cls, batches: Sequence[Tensor]) -> "Share":
@@ -160,23 +181,23 @@ class Share(Sequence[Tensor]):
 
     def map(self, compute: Callable[[Tensor], Tensor]) -> "Share":
         """The same batches, something else of each of their tokens."""
-        return self.holding([compute(batch_TD) for batch_TD in self])
+        return self.holding([self.keep(compute(batch_TD)) for batch_TD in self])
 
     def holding(self, parts: Sequence[Tensor]) -> "Share":
         """The same batches, something else of each of their tokens."""
-        return Share(parts, self.sizes, self.like, self.workers)
+        return Share(parts, self.sizes, self.like, self.workers, self.keep)
 
     def first(self, count: int | None) -> "Share":
         """The first batches alone; None: all."""
         sizes = self.sizes[:count]
         mine = len(range(len(sizes))[self.workers.rank :: self.workers.world])
-        return Share(self._parts[:mine], sizes, self.like, self.workers)
+        return Share(self._parts[:mine], sizes, self.like, self.workers, self.keep)
 
     def taken(self, share: float) -> "Share":
         """An evenly spaced part of every batch, at least one token of each."""
         sizes = [len(evenly_spaced(size, round(size * share))) for size in self.sizes]
         parts = [batch_TD[evenly_spaced(len(batch_TD), round(len(batch_TD) * share))] for batch_TD in self]
-        return Share(parts, sizes, self.like, self.workers)
+        return Share(parts, sizes, self.like, self.workers, self.keep)
 
     def total(
         self, shape: tuple[int, ...], measure: Callable[[int], Tensor], batches: Collection[int] | None = None
@@ -196,12 +217,30 @@ class Share(Sequence[Tensor]):
         """All batches in order, at one worker; an empty list at the others."""
         if self.workers.world == 1:
             return list(self._parts)
-        rows_TD = self.like.new_zeros(self.tokens, self.like.shape[1])
-        batches = torch.split(rows_TD, list(self.sizes))
-        for number, place in self.places(range(self.total_batches)):
-            batches[number].copy_(self._parts[place])
-        self.workers.reduce_(rows_TD, at=at)
-        return list(batches) if self.workers.rank == at else []
+        gathered, mine = [], dict(self.places(range(self.total_batches)))
+        for number, size in enumerate(self.sizes):
+            batch_TD = self.like.new_zeros(size, self.like.shape[1])
+            if number in mine:
+                batch_TD.copy_(self._parts[mine[number]])
+            self.workers.reduce_(batch_TD, at=at)
+            if self.workers.rank == at:
+                gathered.append(self.keep(batch_TD))
+        return gathered
+
+
+def take_rows(batches: Sequence[Tensor], rows_t: Int[Tensor, "t"]) -> Tensor:
+    """Rows of the batches (T, D), numbered as those of one tensor, in the given order: (t, D)."""
+    sorted_t, order_t = rows_t.sort()
+    ends = torch.tensor([len(batch_TD) for batch_TD in batches]).cumsum(0)
+    until = torch.searchsorted(sorted_t, ends)
+    counts = until.diff(prepend=until.new_zeros(1)).tolist()
+    taken_tD, start = batches[0].new_empty(len(rows_t), batches[0].shape[1]), 0
+    for batch_TD, places, rows in zip(
+        batches, torch.split(order_t, counts), torch.split(sorted_t, counts), strict=True
+    ):
+        taken_tD[places] = batch_TD[rows - start]
+        start += len(batch_TD)
+    return taken_tD
 
 
 def take_tokens(inputs: Sequence[Tensor], outputs: Sequence[Tensor], wanted: int) -> tuple[Share, Share]:
@@ -222,23 +261,34 @@ def layer_seed(seed: int, index: int) -> int:
 class TokenStream:
     """Enter a layer to see its FFN inputs, fit what is to be fitted on them, leave with what the FFN gives for them.
 
-    Between `enter` and `leave`, `inputs` holds the FFN inputs of every batch, real tokens only, (T, D) each. Memory:
-    two hidden states per token.
+    Between `enter` and `leave`, `inputs` holds the FFN inputs of every batch, real tokens only, (T, D) each. Hidden
+    states, inputs and what is computed of them by `inputs.map` are kept on disk where there is no `memory` for them.
 
     Batches that pass some layers only come last, so that those before keep their places when these are gone.
     """
 
     inputs: Share
 
-    def __init__(self, stream: LayerStream, batches: Sequence[TokenBatch], workers: Workers = ALONE) -> None:
+    def __init__(
+        self,
+        stream: LayerStream,
+        batches: Sequence[TokenBatch],
+        workers: Workers = ALONE,
+        memory: TokenMemory | None = None,
+    ) -> None:
         """Embed the tokens of this worker's share of the batches; all workers name the same ones."""
         self._mine, mine = slice(workers.rank, None, workers.world), batches[workers.rank :: workers.world]
         # Places of the real tokens, not masks: a GPU would be waited for to count them, at each use.
         self._real = [batch.attention_mask.flatten().nonzero()[:, 0].to(stream.device) for batch in mine]
-        self.hidden = stream.embed([batch.input_ids for batch in mine])
-        self._layers = [batch.layers for batch in batches]  # that each passes; None: all
         like = torch.empty(0, stream.config.hidden_size, device=stream.device, dtype=stream.dtype)
-        self._share = partial(Share, like=like, workers=workers)
+        keep: Keep = as_it_is
+        if memory and stream.device.type == "cpu":
+            # One of several processes may also get the inputs and outputs of the others.
+            tokens = KEPT * count_tokens(mine) + 2 * (count_tokens(batches) if workers.world > 1 else 0)
+            keep = memory.reserve(tokens * like.shape[1] * like.element_size())
+        self.hidden = [keep(hidden_BTD) for hidden_BTD in stream.embed([batch.input_ids for batch in mine])]
+        self._layers = [batch.layers for batch in batches]  # that each passes; None: all
+        self._share = partial(Share, like=like, workers=workers, keep=keep)
         self._sizes = [batch.tokens for batch in batches]
         self.inputs = self._share([], [])
         self.entered = 0  # layers so far
@@ -258,8 +308,9 @@ class TokenStream:
         self.entered += 1
         inputs: list[Tensor] = []
         for index, real_t in enumerate(self._real):
-            self.hidden[index], x_BTD = layer.attend(self.hidden[index])
-            inputs.append(x_BTD.flatten(0, 1)[real_t])
+            hidden_BTD, x_BTD = layer.attend(self.hidden[index])
+            self.hidden[index].copy_(hidden_BTD)
+            inputs.append(self.inputs.keep(x_BTD.flatten(0, 1)[real_t]))
         self.inputs = self._share(inputs, list(self._sizes))
         if inputs and not bool(torch.stack([x_TD.isfinite().all() for x_TD in inputs]).all()):
             raise NumericsError(
@@ -274,7 +325,6 @@ class TokenStream:
         for index, (real_t, output_TD) in enumerate(zip(self._real, outputs, strict=True)):
             rows_TD = self.hidden[index].flatten(0, 1)
             rows_TD[real_t] = self._layer.add(rows_TD[real_t], output_TD)
-            self.hidden[index] = rows_TD.view(self.hidden[index].shape)
         self.inputs, self._layer = self._share([], []), None
 
     @torch.no_grad()
@@ -293,31 +343,41 @@ class TokenStream:
 
 @dataclass
 class DealtLayer:
-    """A layer that one worker works on: its FFN, and the inputs of that, (T, D) for every batch of all workers."""
+    """A layer that one worker works on: its FFN, and the inputs of that, (T, D) for every batch of all workers.
+
+    They are there until the next layer comes.
+    """
 
     index: int
     ffn: DenseFFN
     inputs: list[Tensor]
+    keep: Keep  # what is computed of all inputs
     # What the FFN gives for them, if the worker computes it: one process alone passes the layer with that.
     outputs: Sequence[Tensor] | None = None
 
 
-def deal_layers(stream: LayerStream, batches: Sequence[TokenBatch], workers: Workers) -> Iterator[DealtLayer | None]:
+def deal_layers(
+    stream: LayerStream, batches: Sequence[TokenBatch], workers: Workers, memory: TokenMemory | None = None
+) -> Iterator[DealtLayer | None]:
     """Pass the dense model's layers, W at a time, each of W workers with its share of the batches.
 
     Then each gets one of the W layers to work on, with all tokens: what is found for a layer is that of one process.
     None where fewer than W layers are left.
     """
-    tokens, dealt, world = TokenStream(stream, batches, workers), None, workers.world
+    tokens, dealt, world = TokenStream(stream, batches, workers, memory), None, workers.world
     for index, layer in enumerate(stream.layers()):
         tokens.enter(layer)
         inputs, outputs = tokens.inputs.gather(at=index % world), None
         if index % world == workers.rank:
-            dealt = DealtLayer(index, layer.ffn, inputs)
+            dealt = DealtLayer(index, layer.ffn, inputs, tokens.inputs.keep)
         if index % world == world - 1 or index == stream.depth - 1:
             yield dealt
-            outputs, dealt = dealt.outputs if dealt and world == 1 else None, None
+            if dealt:  # whose receiver may still hold it while the next layer fills memory
+                outputs, dealt.outputs = dealt.outputs if world == 1 else None, None
+                dealt.inputs.clear()
+            dealt = None
         tokens.leave(map(layer.ffn, tokens.inputs) if outputs is None else outputs)
+        del inputs, outputs
 
 
 @dataclass(frozen=True)
@@ -330,15 +390,17 @@ class LayerSample:
 
 
 @torch.no_grad()
-def sample_layers(stream: LayerStream, batches: Sequence[TokenBatch], tokens: int) -> list[LayerSample]:
+def sample_layers(
+    stream: LayerStream, batches: Sequence[TokenBatch], tokens: int, memory: TokenMemory | None = None
+) -> list[LayerSample]:
     """One pass of the dense model: the same tokens in every layer, about so many, spread evenly over each batch.
 
     Memory: 2·L·D numbers a token.
     """
-    passing, samples = TokenStream(stream, batches), []
+    passing, samples = TokenStream(stream, batches, memory=memory), []
     for layer in tqdm(stream.layers(), total=stream.depth, desc="sample", unit="layer"):
         passing.enter(layer)
-        given = [layer.ffn(x_TD) for x_TD in passing.inputs]
+        given = passing.inputs.map(layer.ffn)
         inputs, outputs = take_tokens(passing.inputs, given, tokens)
         samples.append(LayerSample(list(inputs), list(outputs), layer.ffn.act))
         passing.leave(given)

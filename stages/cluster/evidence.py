@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,9 +18,10 @@ from models.source import resolve_folder
 from models.stream import LayerStream
 from stages.artifacts.job import ALONE, Workers
 from stages.artifacts.statistics import NeuronStatistics, Scores
-from stages.calibration.batches import calibration_batches, deal_layers, evenly_spaced
+from stages.calibration.batches import calibration_batches, deal_layers, evenly_spaced, take_rows
 from stages.calibration.config import VocabularyConfig
 from stages.calibration.elimination import rank_by_alignment
+from stages.calibration.token_memory import TokenMemory, memory_limit
 from stages.cluster.config import ClusterConfig
 from stages.text.config import DataConfig
 from stages.text.sequences import TokenBatch
@@ -39,8 +41,7 @@ class LayerActivity:
 
     def sample(self, tokens: int) -> Float[Tensor, "T D"]:
         """At most `tokens` of the inputs, evenly spaced over the text."""
-        x_TD = torch.cat(list(self.inputs))
-        return x_TD[evenly_spaced(len(x_TD), tokens)]
+        return take_rows(self.inputs, evenly_spaced(self.tokens, tokens))
 
 
 def open_activities(
@@ -49,24 +50,29 @@ def open_activities(
     vocabulary: VocabularyConfig,
     batch_tokens: int,
     workers: Workers = ALONE,
+    scratch: Path | None = None,
 ) -> Iterator[LayerActivity | None]:
     """One pass of the dense model over the calibration text: the activity of every layer in order.
 
     Of W workers each gets every W-th, and None at the end where there is none left for it.
 
-    Memory: the hidden states of all tokens and one layer.
+    Memory: one layer, and the hidden states of all tokens or, where they are too large, files in the folder `scratch`.
     """
     folder = resolve_folder(model)
+    memory = TokenMemory(scratch, memory_limit(model, workers.world)) if scratch else None
     batches = calibration_batches(data, vocabulary, load_tokenizer(folder), batch_tokens)
     with LayerStream(folder, device=resolve_device(model)) as stream:
-        yield from stream_activities(stream, batches, workers)
+        yield from stream_activities(stream, batches, workers, memory)
 
 
 def stream_activities(
-    stream: LayerStream, batches: Sequence[TokenBatch], workers: Workers = ALONE
+    stream: LayerStream,
+    batches: Sequence[TokenBatch],
+    workers: Workers = ALONE,
+    memory: TokenMemory | None = None,
 ) -> Iterator[LayerActivity | None]:
     """The same of an open model; asking for the next one passes this one's FFN."""
-    for dealt in deal_layers(stream, batches, workers):
+    for dealt in deal_layers(stream, batches, workers, memory):
         yield LayerActivity(dealt.ffn, dealt.inputs) if dealt else None
 
 

@@ -59,7 +59,7 @@ def run(
     turns = -(-layers // workers.world)
     activities: Iterable[LayerActivity | None] = repeat(None, turns)
     if cluster.needs_pass(shape, width):
-        activities = open_activities(model, data, vocabulary, cluster.batch_tokens, workers)
+        activities = open_activities(model, data, vocabulary, cluster.batch_tokens, workers, job.scratch)
     done = workers.lead(lambda: [load_layer_checkpoint(job.scratch, layer, LayerPartition) for layer in range(layers)])
     found: list[GroupedLayer] = []
     for turn, activity in enumerate(tqdm(activities, total=turns, desc="cluster", unit="layer")):

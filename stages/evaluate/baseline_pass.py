@@ -18,6 +18,7 @@ from models.training import find_routers, selection_bias
 from stages.artifacts.job import ALONE, Workers
 from stages.calibration.alignment import AlignmentSettings, align_down
 from stages.calibration.batches import Share, TokenStream, layer_seed
+from stages.calibration.token_memory import TokenMemory
 from stages.evaluate.baselines import MASKS, Baseline, CarvedFFN, LayerFacts, Memo, start_baseline
 from stages.losses import MeanLoss, measure_loss
 from stages.text.sequences import TokenBatch
@@ -37,15 +38,21 @@ class BaselineRun:
     """One baseline on its way through the layers, on both splits."""
 
     def __init__(
-        self, name: str, stream: LayerStream, text: Text, settings: AlignmentSettings, workers: Workers
+        self,
+        name: str,
+        stream: LayerStream,
+        text: Text,
+        settings: AlignmentSettings,
+        workers: Workers,
+        memory: TokenMemory | None,
     ) -> None:
         """Embed the splits; calibration text only where something is fitted on what the baseline makes of it."""
         self.method, self.aligned = name.removesuffix(ALIGNED), name.endswith(ALIGNED)
         self._settings = settings
         self.fitted = self.aligned or self.method == "best_mask"
         calibration = text.calibration if self.fitted else []
-        self._calibration = TokenStream(stream, calibration, workers)
-        self.heldout = TokenStream(stream, text.heldout, workers)
+        self._calibration = TokenStream(stream, calibration, workers, memory)
+        self.heldout = TokenStream(stream, text.heldout, workers, memory)
 
     def step(self, layer: StreamLayer, facts: LayerFacts, cut: Share, hidden: Memo, *, last: bool) -> None:
         """Fit on calibration inputs, then pass the layer with both splits; after the last nothing is fitted.
@@ -74,7 +81,7 @@ class BaselineRun:
         for x_TD in inputs:
             h_TF = hidden(x_TD)
             hidden.forget(x_TD)
-            wanted.append(layer.ffn.output(h_TF))
+            wanted.append(inputs.keep(layer.ffn.output(h_TF)))
             features.keep(x_TD, baseline.features(x_TD, h_TF))
         remembered = CarvedFFN(features, baseline.carved.down_DF)
         return align_down(remembered, inputs, wanted, self._settings).carved
@@ -90,6 +97,7 @@ def run_baselines(
     *,
     replicated: bool,
     workers: Workers = ALONE,
+    memory: TokenMemory | None = None,
 ) -> dict[str, MeanLoss]:
     """Held-out loss of every baseline, see `choice_of`; `_aligned` adds the ridge alignment of the carve.
 
@@ -98,9 +106,9 @@ def run_baselines(
     fitted: their own inputs differ little.
     Memory: hidden states of every baseline, on both splits where it is fitted, one layer, and what `Memo` keeps.
     """
-    runs = {name: BaselineRun(name, stream, text, settings, workers) for name in names}
+    runs = {name: BaselineRun(name, stream, text, settings, workers, memory) for name in names}
     counted = replicated and any(not run.fitted and run.method not in MASKS for run in runs.values())
-    cut = TokenStream(stream, text.calibration if counted else [], workers)
+    cut = TokenStream(stream, text.calibration if counted else [], workers, memory)
     for index, layer in enumerate(tqdm(stream.layers(), total=stream.depth, desc="baselines", unit="layer")):
         facts, hidden, last = facts_of(index, layer), Memo(layer.ffn.hidden), index == stream.depth - 1
         cut.enter(layer)

@@ -40,7 +40,7 @@ def run(
     seed: int,
 ) -> Table:
     """Write `evaluation.json` and `evaluation.md`."""
-    context = CalibrationContext.of(model, data, vocabulary, evaluate.batch_tokens, seed, job.workers)
+    context = CalibrationContext.of(model, data, vocabulary, evaluate.batch_tokens, seed, job)
     partition = load_partition(job.parents["cluster"], shape)
     tokenizer = load_tokenizer(context.folder)
     sequences, pad_id = load_sequences(data, tokenizer, "heldout"), tokenizer.pad_token_id or 0
@@ -63,6 +63,7 @@ def run(
                 project,
                 replicated=int(partition.multiplicity.max()) > 1,
                 workers=job.workers,
+                memory=context.memory,
             )
     if not job.workers.leads:
         return NOTHING

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from models.config import MoEShape
 from stages.calibration.config import FITTED_ROUTERS, TRAINED_ROUTERS
 
-VERSION = 14
+VERSION = 15
 
 # Settings that mean something to gradient projection alone.
 GRADIENT_FIELDS = (

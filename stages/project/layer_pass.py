@@ -24,7 +24,7 @@ from stages.calibration.alignment import (
     scale_columns,
     split_validation,
 )
-from stages.calibration.batches import CalibrationContext, Share, TokenStream, take_tokens
+from stages.calibration.batches import CalibrationContext, Share, TokenStream, take_rows, take_tokens
 from stages.calibration.config import FITTED_ROUTERS
 from stages.project.config import ProjectConfig
 from stages.routing.descent import DescentSettings
@@ -178,18 +178,20 @@ def train_experts(
     gathered = [share.gather(), share.holding(wanted).gather()]
 
     def train() -> ExpertWeights:
-        x_TD, wanted_TD = (torch.cat([part[index] for index in fitted]) for part in gathered)
-        return descend_experts(loop, x_TD, wanted_TD, settings, seed)
+        x, wanted_outputs = ([part[index] for index in fitted] for part in gathered)
+        return descend_experts(loop, x, wanted_outputs, settings, seed)
 
     experts = share.workers.lead(lambda: train().to("cpu", torch.float32))
     return replace(loop, experts=experts.to(share.like.device, torch.float32))
 
 
 def descend_experts(
-    loop: ExpertLoop, x_TD: Tensor, wanted_TD: Tensor, settings: ProjectConfig, seed: int
+    loop: ExpertLoop, inputs: Sequence[Tensor], wanted: Sequence[Tensor], settings: ProjectConfig, seed: int
 ) -> ExpertWeights:
     """The steps of `train_experts`."""
-    scale = wanted_TD.square().mean().clamp_min(1e-30)
+    tokens, size = (sum(map(count, wanted)) for count in (len, Tensor.numel))
+    squares = torch.stack([wanted_TD.square().sum(dtype=torch.float64) for wanted_TD in wanted]).sum()
+    scale = (squares / size).float().clamp_min(1e-30)
     weights = {name: weight.clone() for name, weight in vars(loop.experts).items()}
     trained = [weight.requires_grad_() for weight in weights.values() if weight.numel()]
     groups = [
@@ -201,11 +203,11 @@ def descend_experts(
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, total_iters=settings.descent_steps)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(settings.descent_steps):
-        tokens_t = torch.randint(len(x_TD), (min(settings.descent_tokens, len(x_TD)),), generator=generator)
-        tokens_t = tokens_t.to(x_TD.device)
+        tokens_t = torch.randint(tokens, (min(settings.descent_tokens, tokens),), generator=generator)
+        x_tD, wanted_tD = take_rows(inputs, tokens_t), take_rows(wanted, tokens_t)
         with torch.enable_grad():
-            output_tD = replace(loop, experts=ExpertWeights(**weights)).differentiable(x_TD[tokens_t])
-            loss = (output_tD - wanted_TD[tokens_t]).square().mean() / scale
+            output_tD = replace(loop, experts=ExpertWeights(**weights)).differentiable(x_tD)
+            loss = (output_tD - wanted_tD).square().mean() / scale
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -247,7 +249,8 @@ def project_all(
 
     Those that stay dense are passed, and not among the results. Workers share the tokens, and see the same `scratch`.
     """
-    tokens, found, workers = TokenStream(stream, context.batches, context.workers), {}, context.workers
+    workers, found = context.workers, {}
+    tokens = TokenStream(stream, context.batches, workers, context.memory)
     for index, layer in enumerate(tqdm(stream.layers(), total=stream.depth, desc="project", unit="layer")):
         tokens.enter(layer)
         if index in checkpoint.shape.dense_layers:
@@ -266,6 +269,7 @@ def project_all(
             carve = LayerCarve(start, refit, checkpoint.biased, len(context.text))
             wanted = tokens.inputs.map(layer.ffn)
             loop, outcome = project_layer(carve, tokens.inputs, wanted, project, seed)
+            del wanted  # or it would be there until the next layer's are
             done = ProjectedLayer.of(loop, outcome, checkpoint.dtype, checkpoint.down_scale)
             if workers.leads:
                 save_layer_checkpoint(scratch, index, done)

@@ -256,7 +256,7 @@ def run_pool(
     """Write `checkpoint/` and the routers; `routers` are those of stage=assemble."""
     partition = PoolPartition.load(job.parents["cluster"])
     with LayerStream(context.folder, device=context.device) as stream:
-        samples = sample_layers(stream, context.batches, project.pool_tokens)
+        samples = sample_layers(stream, context.batches, project.pool_tokens, context.memory)
     loops = [
         checkpoint.loop(partition, layer, experts, routers.layer(layer), samples[layer].act, context.device)
         for layer, experts in enumerate(load_pool(job.parents["extract"], partition.layers, context.device))

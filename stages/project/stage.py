@@ -36,7 +36,7 @@ def run(
     seed: int,
 ) -> Table:
     """Write `checkpoint/` and the routers; every step is judged on validation tokens."""
-    context = CalibrationContext.of(model, data, vocabulary, project.batch_tokens, seed, job.workers)
+    context = CalibrationContext.of(model, data, vocabulary, project.batch_tokens, seed, job)
     checkpoint = CheckpointFormat.of(context.folder, context.config, assemble, shape)
     routers = Routers.load(job.parents["assemble"])
     if shape.pooled:  # experts of all layers are aligned one after the other, on few tokens: nothing to share

@@ -10,7 +10,7 @@ from torch import Tensor
 from models.experts import ExpertLoop
 from models.routing import LinearRouter
 from stages.calibration.alignment import NormalEquations, split_validation
-from stages.calibration.batches import evenly_spaced
+from stages.calibration.batches import evenly_spaced, take_rows
 from stages.routing.descent import DescentSettings, OutputError, Sample, descend
 from stages.routing.task import RouterTask, output_error, output_norms
 
@@ -70,8 +70,8 @@ def regress_residual_norms(task: RouterTask, batches: Sequence[int], tokens: int
     activations of the always-on neurons, at a `penalty` relative to the mean diagonal of their second moment.
     `cluster.method=router_aware` groups neurons by the same measure. At most `tokens` of the batches are used.
     """
-    x_TD = torch.cat([task.inputs[index] for index in batches])
-    x_TD = x_TD[evenly_spaced(len(x_TD), tokens)]
+    inputs = [task.inputs[index] for index in batches]
+    x_TD = take_rows(inputs, evenly_spaced(sum(map(len, inputs)), tokens))
     routed = distinct_neurons(task.loop)
     parts = Activations(task.loop, routed, x_TD)
     predicted_RS = regress_on_always_on(parts, penalty)

@@ -11,7 +11,8 @@ from models.experts import ExpertLoop, slice_ffn
 from models.ffn import DenseFFN
 from models.routing import LinearRouter, choose_experts, chosen_mask, membership
 from stages.calibration.alignment import relative_error
-from stages.calibration.batches import Share, take_tokens
+from stages.calibration.batches import Keep, Share, take_tokens
+from stages.calibration.token_memory import as_it_is
 from stages.routing.descent import OutputError
 
 MAX_ELEMENTS = 2**26  # of expert outputs in memory at a time: 256 MiB
@@ -97,14 +98,15 @@ def watch_experts(
     top_k: int,
     *,
     biased: bool,
+    keep: Keep = as_it_is,
 ) -> RouterTask:
-    """The task of a router for plain slices, from one pass over the FFN's activations."""
+    """The task of a router for plain slices, from one pass over the FFN's activations; `keep` what that gives."""
     member_EF, norms_F = membership(neurons_EN, ffn.width), ffn.down_DF.norm(dim=0)
     contributions, outputs = [], []
     for x_TD in inputs:
         h_TF = ffn.hidden(x_TD)
-        contributions.append((h_TF.abs() * norms_F) @ member_EF.T)
-        outputs.append(ffn.output(h_TF))
+        contributions.append(keep((h_TF.abs() * norms_F) @ member_EF.T))
+        outputs.append(keep(ffn.output(h_TF)))
     return RouterTask(make_loop(ffn, neurons_EN, always_S, None, top_k), outputs, biased, inputs, contributions)
 
 

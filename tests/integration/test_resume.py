@@ -16,6 +16,7 @@ from pico import write_pico
 from pipeline.artifacts import hold_lock
 from pipeline.cli import INVALID, run_command
 from pipeline.settings import asked_stages
+from stages.calibration import token_memory
 
 REPOSITORY = Path(__file__).parents[2]
 WHOLE = [stage.name for stage in asked_stages("all")]
@@ -334,6 +335,24 @@ def test_a_full_disk_is_told_and_leaves_nothing(outputs, words):
     assert where.startswith("  where: stage=extract, ")
     assert do == "  do:    free some space, or output_dir= on another disk, then the same command again"
     assert list(stage_folder(outputs, "extract").iterdir()) == []
+
+
+def test_hidden_states_on_disk_change_no_result_and_a_kill_leaves_none_of_them(outputs, words, monkeypatch):
+    passes = ("cluster", "assemble", "project")
+    before, alike = [hashes(outputs, stage) for stage in passes], {}
+    for amount in ("100GB", "0GB"):
+        shutil.rmtree(stage_folder(outputs, "project"))
+        more = ("stage=project", f"model.hidden_memory={amount}")
+        run_killed(outputs, words, *more, at="stages.project.layer_pass:project_layer", calls=2)
+        alike[amount] = sorted(path.name for path in stage_folder(outputs, "project").rglob("*"))
+    assert alike["0GB"] == alike["100GB"]
+    spilled, original = [], token_memory.spill
+    monkeypatch.setattr(token_memory, "spill", lambda *given: spilled.append(1) or original(*given))
+    for stage in (*passes, "evaluate"):
+        shutil.rmtree(stage_folder(outputs, stage))
+    assert in_process(outputs, words, "model.hidden_memory=0GB") == 0
+    assert len(spilled) > 100
+    assert [hashes(outputs, stage) for stage in passes] == before
 
 
 def test_a_projection_without_its_calibration_text_is_refused(outputs, words, capsys):

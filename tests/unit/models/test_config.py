@@ -79,13 +79,17 @@ def test_a_platform_that_bitsandbytes_is_not_made_for(monkeypatch):
 @pytest.mark.parametrize("amount", ["20GiB", "512 MB", "1.5GB", "60KB", "900kb"])
 def test_amounts_of_memory(amount):
     assert list(check_placement(ModelConfig(device_map="auto", gpu_memory=amount, cpu_memory=amount))) == []
+    assert list(check_placement(ModelConfig(hidden_memory=amount))) == []
 
 
 def test_no_amounts_of_memory():
-    errors = check_placement(ModelConfig(device_map="auto", gpu_memory="20", cpu_memory="much"))
+    errors = check_placement(ModelConfig(device_map="auto", gpu_memory="20", cpu_memory="much", hidden_memory="half"))
     assert [str(error) for error in errors] == [
         "model.gpu_memory=20 is no amount of memory\n  where: model.gpu_memory\n  do:    model.gpu_memory=20GiB",
         "model.cpu_memory=much is no amount of memory\n  where: model.cpu_memory\n  do:    model.cpu_memory=20GiB",
+        "model.hidden_memory=half is no amount of memory\n"
+        "  where: model.hidden_memory\n"
+        "  do:    model.hidden_memory=20GiB",
     ]
 
 

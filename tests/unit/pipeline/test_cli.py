@@ -110,6 +110,17 @@ def test_a_disk_too_small_for_the_checkpoints(command, monkeypatch):
     assert text.endswith("  do:    free some space, or output_dir= on a larger disk\n")
 
 
+def test_a_disk_too_small_for_hidden_states(command, monkeypatch):
+    """Of 32,768 tokens with random ones, 256 numbers each, three times: 96 MiB."""
+    monkeypatch.setattr("pipeline.plan.free_bytes", lambda folder: 90 * 2**20)
+    monkeypatch.setattr("pipeline.run.Runner.run", lambda *_args, **_more: None)
+    assert command("data.tokens=16384", "model.device=cpu")[0] == 0
+    code, text = command("data.tokens=16384", "model.device=cpu", "model.hidden_memory=90MiB")
+    assert code == 2
+    assert "MiB of it hidden states, while a stage runs\n" in text
+    assert text.endswith("  do:    free some space, or output_dir= on a larger disk, or fewer data.tokens=\n")
+
+
 def test_another_disk_has_room(command, monkeypatch, tmp_path):
     monkeypatch.setattr("pipeline.plan.free_bytes", lambda folder: 2**40 if "large" in folder.parts else 3 * 2**20)
     monkeypatch.setattr("pipeline.run.Runner.run", lambda *_args, **_more: None)

@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.cli import run_command
 from pipeline.cost import COSTS, Cost, sizes_of
-from pipeline.forecast import Rates, costs_of, memory_warnings
+from pipeline.forecast import Rates, costs_of, describe_spilling, memory_warnings
 from pipeline.plan import make_plan
 from pipeline.run import Runner
 from pipeline.settings import compose, register_schema
@@ -69,7 +69,7 @@ def test_seconds_are_of_all_work():
 
 
 @pytest.mark.parametrize(
-    ("stage", "free", "remedy"), [("scan", 720, "scan.batch_tokens="), ("project", 1000, "data.tokens=")]
+    ("stage", "free", "remedy"), [("scan", 720, "scan.batch_tokens="), ("project", 900, "model.hidden_memory=0GB")]
 )
 def test_memory_that_does_not_suffice_is_said_with_a_setting_that_does(planned, stage, free, remedy):
     checked, steps = planned("cluster.map=none")
@@ -95,6 +95,19 @@ def test_a_plan_runs_and_writes_nothing(tmp_path, capsys, monkeypatch):
     assert "measured here: products" in shown
     assert not (tmp_path / "runs").exists()
     assert {path.name for path in tmp_path.rglob("*") if path.is_file()} <= {"hashes.json"}
+
+
+def test_hidden_states_above_the_limit_are_on_disk(planned):
+    """What memory has no room for is counted there; and the plan says it."""
+    words = ("cluster.map=none", "data.tokens=131072", "vocabulary=none", "project=align")
+    inside, outside = (costs(planned, *words, f"model.hidden_memory={room}GB") for room in (100, 0))
+    for stage, tokens in (("cluster", 16384), ("assemble", 16384), ("project", 131072)):
+        kept = 3 * 4 * 256 * tokens
+        assert (inside[stage].spilled, outside[stage].spilled) == (0, kept), stage
+        assert inside[stage].device - outside[stage].device == pytest.approx(kept, rel=0.05), stage
+    (said,) = describe_spilling({"project": outside["project"]})
+    assert said.endswith("384.0 MiB in stage=project")
+    assert [*describe_spilling(inside)] == []
 
 
 @pytest.mark.slow

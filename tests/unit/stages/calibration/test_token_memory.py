@@ -1,0 +1,194 @@
+"""Tensors of tokens on disk: the same numbers, nameless files, and a full disk in words."""
+
+import os
+import resource
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from pico import write_pico
+
+from models.config import ModelConfig
+from models.stream import LayerStream
+from pipeline.disk import explain_os_error
+from stages.calibration.batches import TokenStream, take_rows
+from stages.calibration.token_memory import TokenMemory, free_memory, memory_limit, spill
+from stages.text.sequences import TokenSequence, batch_sequences
+
+
+def draw(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def mapped_files():
+    """What this process has mapped, by path; a nameless file has none that exists."""
+    lines = (line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines())
+    return [line[5] for line in lines if len(line) > 5]
+
+
+def open_files():
+    return len([*Path("/proc/self/fd").iterdir()])
+
+
+def spilled_under(folder):
+    return [path for path in mapped_files() if path.startswith(str(folder))]
+
+
+def test_a_spilled_tensor_is_a_tensor(tmp_path):
+    x_TD = draw(7, 6)
+    held_TD = spill(x_TD, tmp_path)
+    assert torch.equal(held_TD, x_TD)
+    assert held_TD.data_ptr() != x_TD.data_ptr()
+    held_TD[2:4] = 5.0
+    assert torch.equal(held_TD[2:4], torch.full((2, 6), 5.0))
+    assert spill(x_TD[:0], tmp_path).shape == (0, 6)
+
+
+def test_its_file_has_no_name_and_ends_with_it(tmp_path):
+    before = open_files()
+    held = [spill(draw(7, 6), tmp_path) for _ in range(3)]
+    assert list(tmp_path.iterdir()) == []
+    assert len(spilled_under(tmp_path)) == 3
+    assert open_files() == before, "a pass of many batches would run out of files"
+    del held
+    assert spilled_under(tmp_path) == []
+
+
+def test_what_has_room_stays_in_memory(tmp_path):
+    memory, x_TD = TokenMemory(tmp_path, room=1000), draw(7, 6)
+    assert memory.reserve(600)(x_TD) is x_TD
+    assert memory.reserve(600)(x_TD) is not x_TD
+    assert memory.reserve(400)(x_TD) is x_TD
+    assert memory.reserve(1)(x_TD) is not x_TD
+
+
+def test_the_limit_is_the_setting_or_half_of_what_is_free():
+    assert memory_limit(ModelConfig(hidden_memory="1.5GiB")) == 1.5 * 2**30
+    assert memory_limit(ModelConfig(hidden_memory="20 kb")) == 20_000
+    assert memory_limit(ModelConfig(hidden_memory="0GB")) == 0
+    assert memory_limit(ModelConfig(), 4) == pytest.approx(free_memory() / 8, rel=0.2)
+
+
+def test_rows_are_those_of_one_tensor():
+    batches = [draw(size, 6, seed=size) for size in (3, 0, 5, 1)]
+    rows_t = torch.tensor([8, 0, 3, 3, 2, 7, 0])
+    assert torch.equal(take_rows(batches, rows_t), torch.cat(batches)[rows_t])
+
+
+@pytest.fixture(scope="module")
+def passed(tmp_path_factory):
+    """Every FFN input and the loss of a pass, with some batches that leave early, by the room for hidden states."""
+    folder = write_pico(tmp_path_factory.mktemp("source"), "qwen3", layers=3)
+    rows = [draw(size, seed=size).mul(20).abs().long().clamp(1, 60).tolist() for size in (9, 5, 7, 9)]
+    batches = batch_sequences([TokenSequence(str(index), row, row) for index, row in enumerate(rows)], 18, 0)
+
+    def run(room, scratch):
+        with LayerStream(folder, device=torch.device("cpu")) as stream:
+            tokens, found = TokenStream(stream, batches, memory=TokenMemory(scratch, room)), []
+            for layer in stream.layers():
+                tokens.enter(layer)
+                wanted = tokens.inputs.map(layer.ffn)
+                held = len(spilled_under(scratch))
+                found += [part.clone() for part in (*tokens.inputs, *wanted)]
+                tokens.leave(wanted)
+            return found, tokens.loss(stream, batches), held
+
+    return run
+
+
+def test_a_pass_is_the_same_to_the_last_bit(passed, tmp_path):
+    inside, loss, held = passed(10**9, tmp_path)
+    assert held == 0
+    outside, other_loss, held = passed(0, tmp_path)
+    assert held == 3 * 2, "hidden states, inputs and outputs of two batches"
+    assert all(map(torch.equal, inside, outside))
+    assert loss == other_loss
+
+
+def child(work):
+    """Exit code of a forked child, or minus its signal."""
+    pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            code = work() or 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_a_kill_leaves_nothing(tmp_path):
+    def work():
+        held = [spill(draw(64, 6), tmp_path) for _ in range(4)]
+        assert len(spilled_under(tmp_path)) == len(held)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    free = os.statvfs(tmp_path).f_bfree
+    assert child(work) == -signal.SIGKILL
+    assert list(tmp_path.iterdir()) == []
+    assert os.statvfs(tmp_path).f_bfree == pytest.approx(free, rel=0.2)
+
+
+def test_a_file_that_may_not_grow_is_an_error_in_words(tmp_path):
+    def work():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        spill(draw(4, 6), tmp_path)
+        try:
+            spill(draw(400, 60), tmp_path)
+        except OSError as error:
+            said = explain_os_error(error, where="stage=project", folder=tmp_path)
+            return 7 if str(said).startswith("no room left on the disk") else 8
+
+    assert child(work) == 7
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 64 KiB."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(tmp_path)]
+    try:
+        subprocess.run(mount, check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"a small disk of its own needs root: {getattr(error, 'stderr', error)}")
+    yield tmp_path
+    subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+
+
+def test_a_full_disk_is_an_error_in_words(small_disk):
+    def work():
+        held = [spill(draw(100, 60), small_disk)]
+        try:
+            held += [spill(draw(100, 60), small_disk) for _ in range(4)]
+        except OSError as error:
+            said = explain_os_error(error, where="stage=project", folder=small_disk)
+            return 7 if str(said).startswith("no room left on the disk: ") else 8
+
+    assert child(work) == 7, "the process ended by another error, or by a signal"
+
+
+@pytest.mark.parametrize(("room", "code"), [(10**9, 9), (0, 7)])
+def test_with_a_disk_memory_does_not_grow_with_tokens(room, code, tmp_path):
+    """32,768 tokens of 512 numbers are 64 MiB in each of three tensors; the limit does not count mapped files."""
+    folder = write_pico(tmp_path, "qwen3", layers=2, hidden=512, intermediate=40)
+    sequence = TokenSequence("", [1 + index % 60 for index in range(64)], [-100] * 64)
+    batches = batch_sequences([sequence] * 512, 512, 0)
+
+    def work():
+        with LayerStream(folder, device=torch.device("cpu")) as stream:
+            used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_DATA, (used + 96 * 2**20,) * 2)
+            try:
+                tokens = TokenStream(stream, batches, memory=TokenMemory(tmp_path, room))
+                for layer in stream.layers():
+                    tokens.enter(layer)
+                    wanted = tokens.inputs.map(layer.ffn)
+                    take_rows(wanted, torch.arange(0, 32768, 1000))
+                    tokens.leave(wanted)
+            except (MemoryError, RuntimeError) as error:
+                return 9 if "memory" in str(error) else 8
+            return 7
+
+    assert child(work) == code
