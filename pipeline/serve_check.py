@@ -62,7 +62,7 @@ class Row:
     loss: float | None = None  # mean, nats
     difference: float | None = None  # of the mean loss from the reference's
     largest: float | None = None  # of any token's log-probability
-    same_best: float | None = None  # share of tokens of which the likeliest next token is the reference's
+    same_best: float | None = None  # share of tokens after which both models predict the same next token
     same_tokens: bool | None = None  # the runtime's own tokenizer gives the reference's tokens
     prompt_ratio: float | None = None  # dense seconds over this model's, median of paired rounds
     decode_ratio: float | None = None
