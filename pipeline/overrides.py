@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from instruments.errors import ConfigError, redact
 from models.checkpoint.folder import expand_user
 from pipeline.help import OVERLAYS, groups
-from pipeline.settings import Settings
+from pipeline.settings import SCHEMA, Settings
 from pipeline.validate import EMPTY_OUTPUT, LONGEST, unknown_choice
 from stages.accumulators.config import hide_password
 from stages.text.config import SourceConfig
@@ -137,7 +137,7 @@ def _accepts(key: str, kind: Any, value: object) -> bool:  # noqa: ANN401 - an a
         if item := _ITEM.fullmatch(key):
             OmegaConf.update(OmegaConf.structured(get_args(TYPES[item[1]])[0]), item[2], value)
         else:
-            OmegaConf.update(deepcopy(_SCHEMA), key, value)
+            OmegaConf.update(deepcopy(SCHEMA), key, value)
     except OmegaConfBaseException:
         return False
     return True
@@ -165,7 +165,6 @@ def _find_types(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 TYPES: Mapping[str, Any] = dict(_find_types(Settings))
-_SCHEMA = OmegaConf.structured(Settings)  # a copy is made in a quarter of the time
 _ITEM = re.compile(r"(.+)\.\d+\.(\w+)")  # data.sources.0.share: a setting of an item of a list
 
 

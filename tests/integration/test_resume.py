@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from integration.forked import kill_at
 from pico import write_pico
 
 from pipeline.artifacts import hold_lock
@@ -20,31 +21,6 @@ from pipeline.settings import asked_stages
 REPOSITORY = Path(__file__).parents[2]
 WHOLE = [stage.name for stage in asked_stages("all")]
 LAYERS = 2  # of the model below
-
-# Runs the command and kills it, as the kernel would, at the n-th call of a function.
-KILLED = """
-import os, signal, sys
-from importlib import import_module
-from unittest.mock import patch
-
-target, calls, *words = sys.argv[1:]
-module, _, names = target.partition(":")
-*outer, name = names.split(".")
-owner = import_module(module)
-for step in outer:
-    owner = getattr(owner, step)
-original, left = getattr(owner, name), [int(calls)]
-
-def counted(*args, **kwargs):
-    left[0] -= 1
-    if not left[0]:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return original(*args, **kwargs)
-
-from pipeline.cli import run_command
-with patch.object(owner, name, counted):
-    sys.exit(run_command(words))
-"""
 
 
 @pytest.fixture(scope="session")
@@ -106,16 +82,14 @@ def in_process(outputs, words, *more):
     return run_command([*words, *more, f"output_dir={outputs}"])
 
 
-def start(outputs, words, *more, code="from pipeline.__main__ import main; main()", arguments=(), **options):
-    command = [sys.executable, "-c", code, *arguments, *words, *more, f"output_dir={outputs}"]
+def start(outputs, words, *more, code="import sys; from pipeline.__main__ import main; sys.exit(main())", **options):
+    command = [sys.executable, "-c", code, *words, *more, f"output_dir={outputs}"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, cwd=REPOSITORY, text=True, **pipes, **options)
 
 
 def run_killed(outputs, words, *more, at, calls=1):
-    with start(outputs, words, *more, code=KILLED, arguments=(at, str(calls))) as process:
-        _out, error = process.communicate(timeout=120)
-    assert process.returncode == -signal.SIGKILL, error
+    kill_at([*words, *more, f"output_dir={outputs}"], at, calls)
 
 
 def hidden(outputs, stage):
@@ -320,13 +294,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(outputs, words):
     forget(outputs, "extract")
     limit = 5 * 1024
     options = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))}
-    with start(
-        outputs,
-        words,
-        "stage=extract",
-        code="import sys; from pipeline.__main__ import main; sys.exit(main())",
-        **options,
-    ) as process:
+    with start(outputs, words, "stage=extract", **options) as process:
         _out, error = process.communicate(timeout=120)
     assert process.returncode == 1, error
     what, where, do = error.splitlines()[-3:]
