@@ -128,7 +128,7 @@ class Settings:
     diagnose: DiagnoseConfig = field(default_factory=DiagnoseConfig)
 
 
-SCHEMA = OmegaConf.structured(Settings)  # a copy is made in a quarter of the time
+SCHEMA = OmegaConf.structured(Settings)  # made once: a merge copies it in a quarter of the time
 
 # evaluate looks at one of the first two. stage=all trains only where the trained checkpoint is evaluated, and never
 # runs the stages that look into a model.

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from integration.forked import run_ranks
 from megatron_on_cpu import GROUPS, HEADS, B, D, F, L, T, V, make_batches, make_gpt, megatron_group
+from numerics import megatron_dump, megatron_sequence_parallel
 from safetensors.torch import load_file
 
 from instruments.errors import ContractError
@@ -84,17 +86,12 @@ def job(tmp_path_factory):
     """Run a case in so many processes of their own, once; gives the folder."""
 
     @cache
-    def start(world, case="plain", script="megatron_dump.py"):
+    def start(world, case="plain"):
         folder = tmp_path_factory.mktemp(f"{case}{world}")
-        paths = [str(REPOSITORY), str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", "")]
-        environment = os.environ | {"PYTHONPATH": ":".join(paths)}
-        words = [
-            [sys.executable, Path(__file__).with_name(script), folder, str(rank), str(world), case]
-            for rank in range(world)
-        ]
-        running = [subprocess.Popen(one, env=environment, stderr=subprocess.PIPE, text=True) for one in words]
-        said = [process.communicate(timeout=300)[1] for process in running]
-        assert [process.returncode for process in running] == [0] * world, "\n".join(said)
+        if case == "sequence":
+            run_ranks(world, lambda rank: megatron_sequence_parallel.run(folder, rank, world))
+        else:
+            run_ranks(world, lambda rank: megatron_dump.run(folder, rank, world, case))
         return folder
 
     return start
@@ -179,7 +176,7 @@ def test_a_part_is_bit_for_bit_in_the_file_of_its_process(halves):
 
 def test_sequence_parallel_parts_are_joined_along_the_tokens(job):
     """A gather buffer that Megatron uses again for the next layer leaves no trace in what was captured before."""
-    folders = {world: job(world, "sequence", "megatron_sequence_parallel.py") for world in (1, 2)}
+    folders = {world: job(world, "sequence") for world in (1, 2)}
     with DumpReader(folders[1] / "dump") as whole, DumpReader(folders[2] / "dump") as parts:
         assert {record.shape for record in parts.select(module="layers.2", tensor="input")} == {(T // 2, B, D)}
         assert {record.shape for record in parts.select(module="layers.1", tensor="grad_output")} == {(T // 2, B, D)}
