@@ -3,7 +3,8 @@
 import warnings
 
 import torch
-from megatron_on_cpu import B, D, F, T, megatron_group
+from megatron_on_cpu import megatron_group
+from megatron_sizes import B, D, F, T
 
 from instruments.tensor_dump.tensor_dump import TensorDump
 
