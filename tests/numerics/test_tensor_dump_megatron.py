@@ -20,6 +20,7 @@ REPOSITORY = Path(__file__).parents[2]
 pytestmark = [  # of megatron-core
     pytest.mark.filterwarnings("ignore:.*tp_group is None:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*set the environment variable CUDA_DEVICE_MAX_CONNECTIONS:UserWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.distributed.* is deprecated:FutureWarning"),
 ]
 ATTENTION = ("query", "key", "value")
 
