@@ -46,7 +46,8 @@ def weight_squares(
 ) -> tuple[Float[Tensor, "B I"], Float[Tensor, "B O"]]:
     """‖∇W[:, i]‖² and ‖∇W[o, :]‖² for every sample, column and row, of a Linear's input and its output's gradient.
 
-    With `gram` by Gram matrices, of which `gram_BTT`, where it is already known, is XXᵀ in fp32; else directly.
+    With `gram` they follow from Gram matrices, otherwise from the gradient itself. `gram_BTT` is XXᵀ in fp32, where
+    the caller already has it.
     Numerics: fp32 products and sums; norms within 1e-5 of the true gradient's in fp32. Squares below 1e-38, that is
         norms below 1e-19, vanish.
     """

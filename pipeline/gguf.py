@@ -46,6 +46,25 @@ class Clients:
         held = (python for python in self.pythons if not subprocess.run([python, "-c", script], check=False).returncode)
         return next(held, None)
 
+    @staticmethod
+    def add_options(parser: argparse.ArgumentParser) -> None:
+        """Options that say where clients are."""
+        parser.add_argument(
+            "--llama-cpp", type=Path, metavar="FOLDER", help="llama.cpp's source, for its converter (or LLAMA_CPP)"
+        )
+        parser.add_argument(
+            "--python", type=Path, action="append", default=[], metavar="PATH", help="one more interpreter with clients"
+        )
+
+    @classmethod
+    def of(cls, wanted: argparse.Namespace) -> "Clients":
+        """This interpreter and those named. Raises ConfigError: there is none at a path."""
+        folder = wanted.llama_cpp or os.environ.get("LLAMA_CPP")
+        if missing := [str(path) for path in wanted.python if not os.access(path, os.X_OK) or path.is_dir()]:
+            do = "--python FOLDER_OF_ENVIRONMENT/bin/python"
+            raise ConfigError(f"no interpreter: {', '.join(missing)}", where="--python", do=do)
+        return cls(Path(folder) if folder else None, (Path(sys.executable), *wanted.python))
+
 
 def main(words: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, 1 the checkpoint or llama.cpp fails, 2 wrong words or parts that are missing."""
@@ -56,7 +75,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path, metavar="OUT.gguf")
     types = [*CONVERTED, *QUANTISED]
     parser.add_argument("--type", default="q8_0", choices=types, help=f"{', '.join(types)}; default q8_0")
-    add_client_options(parser)
+    Clients.add_options(parser)
     wanted = parser.parse_args(words)
 
     def work() -> None:
@@ -67,29 +86,10 @@ def main(words: Sequence[str] | None = None) -> int:
         check_output(wanted.out)
         if wanted.out.exists():
             raise ConfigError(f"{wanted.out} exists already", where="command line", do="name another output file")
-        write_gguf(wanted.checkpoint, wanted.out, wanted.type, clients_of(wanted))
+        write_gguf(wanted.checkpoint, wanted.out, wanted.type, Clients.of(wanted))
         say(f"{in_mib(wanted.out.stat().st_size)} in {wanted.out}\n")
 
     return exit_code(work)
-
-
-def add_client_options(parser: argparse.ArgumentParser) -> None:
-    """Options that say where clients are."""
-    parser.add_argument(
-        "--llama-cpp", type=Path, metavar="FOLDER", help="llama.cpp's source, for its converter (or LLAMA_CPP)"
-    )
-    parser.add_argument(
-        "--python", type=Path, action="append", default=[], metavar="PATH", help="one more interpreter with clients"
-    )
-
-
-def clients_of(wanted: argparse.Namespace) -> Clients:
-    """This interpreter and those named. Raises ConfigError: there is none at a path."""
-    folder = wanted.llama_cpp or os.environ.get("LLAMA_CPP")
-    if missing := [str(path) for path in wanted.python if not os.access(path, os.X_OK) or path.is_dir()]:
-        do = "--python FOLDER_OF_ENVIRONMENT/bin/python"
-        raise ConfigError(f"no interpreter: {', '.join(missing)}", where="--python", do=do)
-    return Clients(Path(folder) if folder else None, (Path(sys.executable), *wanted.python))
 
 
 def check_carve(folder: Path) -> None:

@@ -24,18 +24,7 @@ from models.emit import respell_tokenizer
 from models.loading import load_tokenizer
 from models.source import read_config
 from models.targets.config import MOE_TARGETS
-from pipeline.gguf import (
-    CONVERTED,
-    INSTALL,
-    QUANTISED,
-    Clients,
-    add_client_options,
-    check_carve,
-    clients_of,
-    llama_cpp_fault,
-    run_client,
-    write_gguf,
-)
+from pipeline.gguf import CONVERTED, INSTALL, QUANTISED, Clients, check_carve, llama_cpp_fault, run_client, write_gguf
 
 OLDEST = {"transformers": (4, 57), "llama_cpp": (0, 3, 16), "vllm": (0, 11)}
 # Where a client is missing: what installs it.
@@ -62,7 +51,7 @@ class Row:
     loss: float | None = None  # mean, nats
     difference: float | None = None  # of the mean loss from the reference's
     largest: float | None = None  # of any token's log-probability
-    same_best: float | None = None  # share of tokens of which the likeliest next token is the reference's
+    same_best: float | None = None  # share of tokens after which both models predict the same next token
     same_tokens: bool | None = None  # the runtime's own tokenizer gives the reference's tokens
     prompt_ratio: float | None = None  # dense seconds over this model's, median of paired rounds
     decode_ratio: float | None = None
@@ -125,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="default: all cores")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures here")
-    add_client_options(parser)
+    Clients.add_options(parser)
     return parser
 
 
@@ -143,7 +132,7 @@ class _Check:
 
     @classmethod
     def of(cls, wanted: argparse.Namespace) -> "_Check":
-        clients = clients_of(wanted)
+        clients = Clients.of(wanted)
         text = (wanted.text or Path(__file__)).read_text(encoding="utf-8")[: 20 * TOKENS]
         if (wanted.checkpoint / "tokenizer.json").exists():
             text, ids = _first_tokens(wanted.checkpoint, text)

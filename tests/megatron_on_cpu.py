@@ -6,6 +6,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from megatron_sizes import GROUPS, HEADS, B, D, F, L, T, V
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # about Apex and Transformer Engine, and its own deprecations
@@ -14,9 +15,6 @@ with warnings.catch_warnings():
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.transformer_config import TransformerConfig
-
-L, D, F, V, HEADS, GROUPS = 2, 24, 40, 62, 4, 2
-B, T = 3, 8
 
 
 @contextmanager

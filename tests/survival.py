@@ -61,24 +61,26 @@ def batch_up(settings: DataConfig, tokenizer_of: Path | str, split: Split, count
 @torch.no_grad()
 def heldout_loss(model: PreTrainedModel, batches: Sequence[Tensor], autocast: torch.dtype | None = None) -> float:
     """Mean nats a token."""
-    half = nullcontext() if autocast is None else torch.autocast("cpu", autocast)
-    with half:
-        losses = [float(model(input_ids=ids, labels=ids).loss) for ids in batches]
-    return sum(losses) / len(losses)
+    return measure(model, batches, autocast)[0]
 
 
 @torch.no_grad()
-def choices(model: PreTrainedModel, batches: Sequence[Tensor]) -> Tensor | None:
-    """(L, T, K) chosen experts, sorted; None for a dense model."""
-    if not any("experts" in name for name, _ in model.named_parameters()):
-        return None
-    watch, found = RouterWatch(model), []
+def measure(
+    model: PreTrainedModel, batches: Sequence[Tensor], autocast: torch.dtype | None = None
+) -> tuple[float, Tensor | None]:
+    """Mean nats a token, and the (L, T, K) chosen experts, sorted; None for a dense model."""
+    sparse = any("experts" in name for name, _ in model.named_parameters())
+    watch, losses, chosen = RouterWatch(model) if sparse else None, [], []
     for ids in batches:
-        with watch.collect() as routings:
-            model(input_ids=ids)
-        found.append(torch.stack([routing.chosen_TK.sort(1).values for routing in routings]))
-    watch.remove()
-    return torch.cat(found, 1)
+        with (
+            watch.collect() if watch else nullcontext([]) as routings,
+            torch.autocast("cpu", autocast, enabled=autocast is not None),
+        ):
+            losses.append(float(model(input_ids=ids, labels=ids).loss))
+        chosen.append([routing.chosen_TK.sort(1).values for routing in routings])
+    if watch:
+        watch.remove()
+    return sum(losses) / len(losses), torch.cat([*map(torch.stack, chosen)], 1) if sparse else None
 
 
 def step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, ids: Tensor) -> None:
@@ -111,14 +113,14 @@ def survive(
     """
     model.eval()  # no dropout in these models; leaves the comparison free of chance
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=weight_decay)
-    first = choices(model, heldout)
-    found = {0: Trained(heldout_loss(model, heldout), 1.0)}
+    loss, first = measure(model, heldout)
+    found = {0: Trained(loss, 1.0)}
     for number in range(1, max(looks) + 1):
         train(model, optimizer, batches[(number - 1) % len(batches)])
         if number in looks:
-            now = choices(model, heldout)
+            loss, now = measure(model, heldout)
             kept = 1.0 if first is None or now is None else float((first == now).all(-1).float().mean())
-            found[number] = Trained(heldout_loss(model, heldout), kept)
+            found[number] = Trained(loss, kept)
     return found
 
 

@@ -127,7 +127,7 @@ class Diff:
 
     @property
     def jump(self) -> OutputDiff | None:
-        """The innermost output of which one unit in the last place of its inputs makes much; None where none does."""
+        """The innermost output that an input error of one unit in the last place changes much; None without one."""
         floors = [(output.own_floor or 0.0, output) for output in self.outputs]
         most = max((floor for floor, _output in floors if math.isfinite(floor)), default=0.0)
         least = max(most / 2, _JUMP * torch.finfo(FORMATS[self.precision]).eps)

@@ -1,23 +1,20 @@
 """What is watched, and a captured tensor: its copy in host memory, and its row of the index."""
 
-import logging
 import re
 from bisect import bisect_left
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from threading import Condition
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from instruments.errors import ConfigError
-from instruments.precision.calls import WRAPPERS, dtype_name, is_sharded, plain_name
+from instruments.precision.calls import dtype_name, is_sharded
 from instruments.safetensors_reader import TORCH_DTYPES
-from instruments.tensor_dump.config import DEFAULT_TENSORS, TENSORS, DumpConfig
+from instruments.tensor_dump.config import TENSORS, DumpConfig
 from instruments.tensor_dump.index import Placement, TensorRecord
 
 if TYPE_CHECKING:
@@ -48,53 +45,6 @@ def layer_of(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside of DistributedDataParallel, torch.compile or Megatron's Float16Module, with its plain names."""
-    while len(inner := list(model.named_children())) == 1 and inner[0][0] in WRAPPERS:
-        model = inner[0][1]
-    return model
-
-
-def select(found: Sequence[Watched], config: DumpConfig) -> list[Watched]:
-    """Those that the patterns name and that have one of the tensors asked for.
-
-    Raises:
-        ConfigError: a pattern names none.
-    """
-    unmatched = [glob for glob in config.modules if not any(fnmatchcase(one.name, glob) for one in found)]
-    if unmatched or not config.modules:
-        raise _nothing_matched(unmatched, found)
-    chosen = [one for one in found if any(fnmatchcase(one.name, glob) for glob in config.modules)]
-    if not any(one.expected(config) for one in chosen):
-        kinds = ", ".join(sorted({one.layer_type for one in chosen}))
-        raise ConfigError(
-            f"tensors={config.tensors}: the modules asked for have none of them",
-            where=f"setting tensors; modules={config.modules} are {kinds}",
-            do=f"tensors={[name for name in TENSORS[chosen[0].layer_type] if name in DEFAULT_TENSORS]}",
-        )
-    return [one for one in chosen if one.expected(config)]
-
-
-def _nothing_matched(unmatched: Sequence[str], found: Sequence[Watched]) -> ConfigError:
-    kinds = sorted({one.name.rpartition(".")[2] for one in found})
-    has = f"they are called {', '.join(kinds)}" if kinds else "the model has no layer and no attention known here"
-    example = f"modules=['*.{kinds[0]}']" if kinds else "dump a model of transformers or megatron-core"
-    return ConfigError(
-        f"no module matches {', '.join(unmatched) or 'an empty list'}; {has}", where="setting modules", do=example
-    )
-
-
-def unseen_weights(roots: Sequence[nn.Module], found: Sequence[Watched]) -> Iterator[str]:
-    """Names of weight matrices that no layer known here holds."""
-    seen = {id(parameter) for one in found for parameter in one.module.parameters()}
-    for root in roots:
-        for name, parameter in root.named_parameters():
-            if parameter.ndim >= 2 and id(parameter) not in seen:
-                yield plain_name(name)
-
-
-logger = logging.getLogger(__name__)
-
 # fp32, bf16, fp8e4m3 ...
 _NAMES = {
     dtype: re.sub("^f", "fp", name.lower().replace("_", ""))
@@ -115,17 +65,6 @@ def autocast_type_of(tensor: Tensor) -> str | None:
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return None
     return _NAMES[torch.get_autocast_dtype(kind)]
-
-
-def warn_of_label(label: str, watched: Sequence[Watched]) -> None:
-    """Say where weights are not what they are said to be; records hold both."""
-    weights = {id(weight): weight for one in watched for weight in one.module.parameters(recurse=False)}
-    real = Counter(quant_type_of(weight) for weight in weights.values())
-    found = ", ".join(f"{count} in {kind}" for kind, count in sorted(real.items()) if kind != label)
-    if found:
-        logger.warning(
-            "quant_type=%s is a label: the parameters of watched modules are %s; records say both", label, found
-        )
 
 
 @dataclass(frozen=True)

@@ -279,7 +279,7 @@ def refuse_compiled_call() -> None:
         return
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        # Frames of torch._dynamo also surround what it is told to leave alone, checkpointing among them.
+        # Frames of torch._dynamo also surround calls that it does not compile, such as checkpointing.
         if frame.f_globals.get("__name__") == "torch._dynamo.eval_frame" and (
             frame.f_code.co_name == "compile_wrapper" or type(frame.f_locals.get("self")).__name__ == "OptimizedModule"
         ):

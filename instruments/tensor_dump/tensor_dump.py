@@ -7,9 +7,11 @@ be recomputed, the processes of a job each write their own part into the same fo
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -18,23 +20,22 @@ import torch
 from torch import Tensor, nn
 
 from instruments.errors import ConfigError
-from instruments.precision.calls import plain_name
-from instruments.tensor_dump.capture import (
-    HostRing,
-    RankInfo,
-    Watched,
-    select,
-    unseen_weights,
-    unwrap,
-    warn_of_label,
-)
-from instruments.tensor_dump.config import DumpConfig, read_control
+from instruments.precision.calls import WRAPPERS, plain_name
+from instruments.tensor_dump.capture import HostRing, RankInfo, Watched, quant_type_of
+from instruments.tensor_dump.config import DEFAULT_TENSORS, TENSORS, DumpConfig, read_control
 from instruments.tensor_dump.index import Manifest, now
 from instruments.tensor_dump.modules import find_known, find_mesh_coordinates, find_transformer_engine
 from instruments.tensor_dump.recorder import Recorder, refuse_compiled
 from instruments.tensor_dump.writer import DumpWriter, IndexFile
 
 logger = logging.getLogger(__name__)
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside of DistributedDataParallel, torch.compile or Megatron's Float16Module, with its plain names."""
+    while len(inner := list(model.named_children())) == 1 and inner[0][0] in WRAPPERS:
+        model = inner[0][1]
+    return model
 
 
 def find_modules(roots: Sequence[nn.Module]) -> list[Watched]:
@@ -49,6 +50,55 @@ def find_modules(roots: Sequence[nn.Module]) -> list[Watched]:
             mine += find_megatron(root, prefix)
         found += [replace(one, name=plain_name(one.name), chunk=number) for one in mine]
     return found
+
+
+def select(found: Sequence[Watched], config: DumpConfig) -> list[Watched]:
+    """Those that the patterns name and that have one of the tensors asked for.
+
+    Raises:
+        ConfigError: a pattern names none.
+    """
+    unmatched = [glob for glob in config.modules if not any(fnmatchcase(one.name, glob) for one in found)]
+    if unmatched or not config.modules:
+        raise _nothing_matched(unmatched, found)
+    chosen = [one for one in found if any(fnmatchcase(one.name, glob) for glob in config.modules)]
+    if not any(one.expected(config) for one in chosen):
+        kinds = ", ".join(sorted({one.layer_type for one in chosen}))
+        raise ConfigError(
+            f"tensors={config.tensors}: the modules asked for have none of them",
+            where=f"setting tensors; modules={config.modules} are {kinds}",
+            do=f"tensors={[name for name in TENSORS[chosen[0].layer_type] if name in DEFAULT_TENSORS]}",
+        )
+    return [one for one in chosen if one.expected(config)]
+
+
+def _nothing_matched(unmatched: Sequence[str], found: Sequence[Watched]) -> ConfigError:
+    kinds = sorted({one.name.rpartition(".")[2] for one in found})
+    has = f"they are called {', '.join(kinds)}" if kinds else "the model has no layer and no attention known here"
+    example = f"modules=['*.{kinds[0]}']" if kinds else "dump a model of transformers or megatron-core"
+    return ConfigError(
+        f"no module matches {', '.join(unmatched) or 'an empty list'}; {has}", where="setting modules", do=example
+    )
+
+
+def unseen_weights(roots: Sequence[nn.Module], found: Sequence[Watched]) -> Iterator[str]:
+    """Names of weight matrices that no layer known here holds."""
+    seen = {id(parameter) for one in found for parameter in one.module.parameters()}
+    for root in roots:
+        for name, parameter in root.named_parameters():
+            if parameter.ndim >= 2 and id(parameter) not in seen:
+                yield plain_name(name)
+
+
+def warn_of_label(label: str, watched: Sequence[Watched]) -> None:
+    """Say where weights are not what they are said to be; records hold both."""
+    weights = {id(weight): weight for one in watched for weight in one.module.parameters(recurse=False)}
+    real = Counter(quant_type_of(weight) for weight in weights.values())
+    found = ", ".join(f"{count} in {kind}" for kind, count in sorted(real.items()) if kind != label)
+    if found:
+        logger.warning(
+            "quant_type=%s is a label: the parameters of watched modules are %s; records say both", label, found
+        )
 
 
 def find_rank_info(roots: Sequence[nn.Module]) -> RankInfo:

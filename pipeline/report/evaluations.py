@@ -102,6 +102,22 @@ class Evaluation:
         """Loss above the dense model's, nats per token; None where that model was not measured."""
         return self.models[name]["gap"] if name in self.models else None
 
+    def is_same_method(self, other: "Evaluation") -> bool:
+        """Whether the other is this carve at some width: the same settings, topology, number and size of experts."""
+        mine, theirs = ((shape.experts, shape.n, shape.topology) for shape in (self.shape, other.shape))
+        return mine == theirs and self.settings == other.settings
+
+    def find_comparable(self) -> list["Evaluation"]:
+        """Every readable evaluation of the same source on the same held-out text, this included, newest first."""
+        manifests = self.published.folder.parents[2].glob("*/evaluate/*/manifest.json")
+        found = []
+        for manifest in sorted(manifests, key=lambda path: (-path.stat().st_mtime_ns, path)):
+            with suppress(ContractError):
+                evaluation = read_evaluation(manifest.parent)
+                if evaluation.text == self.text:
+                    found.append(evaluation)
+        return found
+
 
 def _flatten(node: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
     flat: dict[str, object] = {}
@@ -149,18 +165,6 @@ def _describe_text(recipe: Mapping[str, Any], heldout_tokens: object) -> tuple[o
     return source, texts, data, heldout_tokens
 
 
-def find_comparable(wanted: Evaluation) -> list[Evaluation]:
-    """Every readable evaluation of the same source on the same held-out text, `wanted` included, newest first."""
-    manifests = wanted.published.folder.parents[2].glob("*/evaluate/*/manifest.json")
-    found = []
-    for manifest in sorted(manifests, key=lambda path: (-path.stat().st_mtime_ns, path)):
-        with suppress(ContractError):
-            evaluation = read_evaluation(manifest.parent)
-            if evaluation.text == wanted.text:
-                found.append(evaluation)
-    return found
-
-
 @dataclass(frozen=True)
 class Point:
     """A gap at one active width: the mean over `count` seeds, the lowest and the highest."""
@@ -200,12 +204,6 @@ def group_by_seed(evaluations: Iterable[Evaluation]) -> list[list[Evaluation]]:
         elif found.seed not in seeds_of(same[0]):
             same[0].append(found)
     return sorted(groups, key=lambda group: -group[0].share)
-
-
-def same_method(group: Group, wanted: Evaluation) -> bool:
-    """Whether the group is that carve at some width: the same settings, topology, number and size of experts."""
-    mine, theirs = ((shape.experts, shape.n, shape.topology) for shape in (group[0].shape, wanted.shape))
-    return mine == theirs and group[0].settings == wanted.settings
 
 
 def curves_of(groups: Sequence[Group], names: Sequence[str], reference: str = "") -> dict[str, list[Point]]:

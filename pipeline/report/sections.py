@@ -14,17 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from pipeline.artifacts import SHORT, UNREADABLE
 from pipeline.report.charts import NARROW, WIDE, draw_bars, draw_curves, draw_lines, draw_loads, draw_ridges
-from pipeline.report.evaluations import (
-    Evaluation,
-    Group,
-    Published,
-    curves_of,
-    find_comparable,
-    group_by_seed,
-    point_of,
-    same_method,
-    seeds_of,
-)
+from pipeline.report.evaluations import Evaluation, Group, Published, curves_of, group_by_seed, point_of, seeds_of
 from pipeline.report.run_record import RunRecord, StageRun, read_all_records
 from pipeline.report.words import duration, method_of, nats, percent, plain, size
 from stages.artifacts.job import Table
@@ -51,8 +41,8 @@ def quality(evaluation: Evaluation) -> Section:
 
 def widths(evaluation: Evaluation) -> Section:
     """Curves over the active width of this carve, and other carves of the same source for comparison."""
-    groups = group_by_seed([evaluation, *find_comparable(evaluation)])
-    mine = [group for group in groups if same_method(group, evaluation)]
+    groups = group_by_seed([evaluation, *evaluation.find_comparable()])
+    mine = [group for group in groups if evaluation.is_same_method(group[0])]
     others = [group for group in groups if group not in mine]
     names = list(evaluation.models)
     strays = [point for group in others if (point := point_of(group, "carved"))]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from instruments.errors import ConfigError
 from models.checkpoint.shards import ShardReader
-from models.config import ModelConfig, MoEShape
+from models.config import ModelConfig
 from models.ffn import DenseFFN
 from models.loading import load_tokenizer, resolve_device
 from models.source import resolve_folder
@@ -20,7 +20,6 @@ from stages.artifacts.job import ALONE, Workers
 from stages.artifacts.statistics import NeuronStatistics, Scores
 from stages.calibration.batches import calibration_batches, deal_layers, evenly_spaced, take_rows
 from stages.calibration.config import VocabularyConfig
-from stages.calibration.elimination import rank_by_alignment
 from stages.calibration.token_memory import TokenMemory, memory_limit
 from stages.cluster.config import ClusterConfig
 from stages.text.config import DataConfig
@@ -110,27 +109,6 @@ class LayerEvidence:
     def draw(self, purpose: int) -> np.random.Generator:
         """Random numbers of this layer and purpose alone, from their beginning."""
         return np.random.default_rng((self.seed, self.layer, purpose))
-
-
-def rank_neurons(
-    cluster: ClusterConfig, evidence: LayerEvidence, shape: MoEShape
-) -> tuple[Float[Tensor, "F"], Float[Tensor, "F"]]:
-    """Criteria for choosing the always-on neurons, and for dropping others where experts have no room.
-
-    They differ in a pool only: its neurons are those of highest score, also where alignment chooses the always-on ones.
-    """
-    width = evidence.statistics.sum_abs.shape[1]
-    if not cluster.ranks(shape, width) and not shape.pooled:
-        flat_F = torch.zeros(width)
-        return flat_F, flat_F
-    if cluster.aligns(shape, width):
-        # Without always-on neurons only the dropped ones have to be told apart.
-        keep = shape.always_on or shape.experts * shape.n
-        sample_TD = evidence.activity.sample(cluster.sample_tokens)
-        measure_F = rank_by_alignment(evidence.activity.ffn, [sample_TD], keep)
-    else:
-        measure_F = evidence.score_F
-    return measure_F, evidence.score_F if shape.pooled else measure_F
 
 
 CHUNK = 1024  # neurons unpacked at a time: 32 MiB at 8192 tokens

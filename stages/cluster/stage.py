@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 from tqdm import tqdm
 
 from models.config import ModelConfig, MoEShape
@@ -17,16 +19,9 @@ from stages.artifacts.job import NOTHING, Job, Table
 from stages.artifacts.statistics import NeuronStatistics, Scores
 from stages.artifacts.tensor_file import load_layer_checkpoint, save_layer_checkpoint
 from stages.calibration.config import VocabularyConfig
+from stages.calibration.elimination import rank_by_alignment
 from stages.cluster.config import ClusterConfig
-from stages.cluster.evidence import (
-    GROUPING,
-    LAYOUT,
-    LayerActivity,
-    LayerEvidence,
-    open_activities,
-    rank_neurons,
-    view_neurons,
-)
+from stages.cluster.evidence import GROUPING, LAYOUT, LayerActivity, LayerEvidence, open_activities, view_neurons
 from stages.cluster.layer import LayerPartition, layer_shapes, partition_layer
 from stages.cluster.picture import layers_to_draw, plot_layer
 from stages.cluster.report import LayerFigures, describe, measure_layer, tabulate_layers
@@ -120,6 +115,27 @@ def group_layer(
         name = plot_layer(out, layer, partition, features(), evidence, cluster, evidence.draw(LAYOUT))
         pictures[name] = (out / name).read_bytes()
     return GroupedLayer(layer, partition, figures, pictures)
+
+
+def rank_neurons(
+    cluster: ClusterConfig, evidence: LayerEvidence, shape: MoEShape
+) -> tuple[Float[Tensor, "F"], Float[Tensor, "F"]]:
+    """Criteria for choosing the always-on neurons, and for dropping others where experts have no room.
+
+    They differ in a pool only: its neurons are those of highest score, also where alignment chooses the always-on ones.
+    """
+    width = evidence.statistics.sum_abs.shape[1]
+    if not cluster.ranks(shape, width) and not shape.pooled:
+        flat_F = torch.zeros(width)
+        return flat_F, flat_F
+    if cluster.aligns(shape, width):
+        # Without always-on neurons only the dropped ones have to be told apart.
+        keep = shape.always_on or shape.experts * shape.n
+        sample_TD = evidence.activity.sample(cluster.sample_tokens)
+        measure_F = rank_by_alignment(evidence.activity.ffn, [sample_TD], keep)
+    else:
+        measure_F = evidence.score_F
+    return measure_F, evidence.score_F if shape.pooled else measure_F
 
 
 def save_partition(

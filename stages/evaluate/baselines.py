@@ -1,4 +1,4 @@
-"""What the carve is compared with: dense FFNs of which every token sees only some neurons, by masks, routers, oracles.
+"""Baselines: dense FFNs that use some neurons for each token, chosen by a mask, a router or an oracle.
 
 y(x) = Σ_j c_j(x)·h_j(x)·w_j, with c_j the number of active copies of neuron j. Copies of a neuron share its down
 column, so one F × D matrix describes every partition, replicated or not, and costs one dense FFN to run.

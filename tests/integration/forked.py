@@ -49,19 +49,14 @@ def kill_at(command, place, calls):
     assert child.exitcode == -signal.SIGKILL, f"{place} was not called {calls} times"
 
 
-def as_workers(world, work):
-    """Let `work(workers)` succeed in each of several processes that gloo connects; one thread each."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(world)}
+def run_ranks(world, work):
+    """Let `work(rank)` succeed in each of several processes; one thread each."""
 
     def run(rank):
-        os.environ.update(place, RANK=str(rank))
         torch.set_num_threads(1)
-        workers, code = Workers(rank, world, rank), 1
+        code = 1
         try:
-            with workers.connected():
-                work(workers)
+            work(rank)
             code = 0
         finally:
             if code:
@@ -72,5 +67,24 @@ def as_workers(world, work):
     for child in children:
         child.start()
     for child in children:
-        child.join(60)
+        child.join(300)
     assert [child.exitcode for child in children] == [0] * world
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+def as_workers(world, work):
+    """Let `work(workers)` succeed in each of several processes that gloo connects."""
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(world)}
+
+    def run(rank):
+        os.environ.update(place, RANK=str(rank))
+        workers = Workers(rank, world, rank)
+        with workers.connected():
+            work(workers)
+
+    run_ranks(world, run)

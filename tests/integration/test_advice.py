@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from integration.carving import words_of_embedded
+from integration.carving import words_of_pico
+from pico import write_pico
 
 from pipeline.artifacts import Manifest
 from pipeline.cli import run_command
@@ -13,7 +14,7 @@ from stages.artifacts.job import Table
 
 QUICK = ("scan=forward_only", "cluster=random", "cluster.map=none", "vocabulary=none")
 # One expert for every token and few tokens: some are never chosen.
-CROWDED = ("stage=assemble", "experts=64", "n=8", "top_k=1", "always_on=512", "assemble.router_tokens=512")
+CROWDED = ("stage=assemble", "experts=32", "n=4", "top_k=1", "always_on=8", "assemble.router_tokens=512")
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,16 @@ class Carve:
 
 
 @pytest.fixture(scope="module")
-def carve(tmp_path_factory):
-    """Run the command for the model in the repository on little text."""
-    outputs = tmp_path_factory.mktemp("outputs")
+def carve(tmp_path_factory, text):
+    """Run the command for a small model; `wide` has matrices that runtimes have fast kernels for."""
+    folder = tmp_path_factory.mktemp("advice")
+    write_pico(folder / "narrow", "qwen3", intermediate=136, tokenizer=True)
+    write_pico(folder / "wide", "qwen3", layers=1, hidden=256, intermediate=1024, tokenizer=True)
 
-    def run(*words):
-        assert run_command([*words_of_embedded(), *QUICK, f"output_dir={outputs}", *words]) == 0
-        checkpoint = (outputs / "latest" / "checkpoint").resolve()
+    def run(*words, source="narrow"):
+        given = words_of_pico(folder / source, text)
+        assert run_command([*given, *QUICK, f"output_dir={folder / 'outputs'}", *words]) == 0
+        checkpoint = (folder / "outputs" / "latest" / "checkpoint").resolve()
         manifest = Manifest.read(checkpoint.parent, remedy="")
         return Carve(manifest.table, Path(checkpoint / "README.md").read_text())
 
@@ -84,9 +88,9 @@ def test_tokens_that_determine_the_alignment(carve):
         "experts=4",
         "n=8",
         "top_k=4",
-        "always_on=900",
+        "always_on=104",
         "project.router_steps=0",
-        "data.tokens=700",
+        "data.tokens=100",
     ]
     note = carve(*words).note("the alignment leans on its penalty")
     assert note is not None
@@ -103,6 +107,6 @@ def test_tokens_that_determine_the_alignment(carve):
 )
 def test_widths_that_a_runtime_wants(carve, runtime, n, words):
     shape = ["stage=assemble", "experts=4", f"n={n}", "top_k=2", "assemble=random"]
-    line = carve(*shape).line(runtime)
+    line = carve(*shape, source="wide").line(runtime)
     assert words in line
-    assert words not in carve(*shape, *advised(line)).line(runtime)
+    assert words not in carve(*shape, *advised(line), source="wide").line(runtime)

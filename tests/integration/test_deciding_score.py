@@ -5,11 +5,12 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
-from integration.carving import words_of_embedded
+from integration.carving import words_of_pico
+from pico import write_pico
 
 from pipeline.cli import run_command
 
-WORDS = (*words_of_embedded(), "stage=assemble", "cluster.map=none", "cluster.sample_tokens=1024")
+WORDS = ("stage=assemble", "experts=4", "n=8", "top_k=2", "always_on=8", "cluster.map=none")
 SCORES = {
     "s_p": [],
     "random": ["score=random"],
@@ -26,11 +27,12 @@ def outputs(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def carve(outputs):
+def carve(outputs, text):
     """Run the command; gives the published folder of assemble."""
+    source = write_pico(outputs / "pico", "qwen3", tokenizer=True)
 
     def run(*words):
-        assert run_command([*WORDS, f"output_dir={outputs}", *words]) == 0
+        assert run_command([*words_of_pico(source, text), *WORDS, f"output_dir={outputs}", *words]) == 0
         return (outputs / "latest" / "checkpoint").resolve().parent
 
     return run

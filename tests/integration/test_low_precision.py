@@ -3,7 +3,7 @@
 import pytest
 import torch
 from integration.carving import TARGETS
-from survival import choices, heldout_loss, load_fp32, read_batches, read_text_batches
+from survival import load_fp32, measure, read_batches, read_text_batches
 from transformers import AutoModelForCausalLM
 
 import models.tiny_onn.register  # noqa: F401 - transformers then knows the project's own class
@@ -19,15 +19,10 @@ def load(folder, dtype):
 def losses_of(checkpoint, heldout):
     """Way of computing → (loss, share of (token, layer) pairs whose experts are those of fp32)."""
     plain = load_fp32(checkpoint).eval()
-    wanted = choices(plain, heldout)
-    found = {"float32": (heldout_loss(plain, heldout), 1.0)}
-    with torch.autocast("cpu", torch.bfloat16):
-        kept = share_alike(wanted, choices(plain, heldout))
-    found["bfloat16 autocast"] = (heldout_loss(plain, heldout, torch.bfloat16), kept)
-    for name, dtype in HALF.items():
-        half = load(checkpoint, dtype)
-        found[name] = (heldout_loss(half, heldout), share_alike(wanted, choices(half, heldout)))
-    return found
+    exact, wanted = measure(plain, heldout)
+    lows = {"bfloat16 autocast": measure(plain, heldout, torch.bfloat16)}
+    lows |= {name: measure(load(checkpoint, dtype), heldout) for name, dtype in HALF.items()}
+    return {"float32": (exact, 1.0)} | {way: (loss, share_alike(wanted, kept)) for way, (loss, kept) in lows.items()}
 
 
 def share_alike(wanted_LTK, found_LTK):

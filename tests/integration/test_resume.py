@@ -11,41 +11,17 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from integration.forked import kill_at
 from pico import write_pico
 
 from pipeline.artifacts import hold_lock
-from pipeline.cli import INVALID, run_command
+from pipeline.cli import FAILED, INVALID, run_command
 from pipeline.settings import asked_stages
 from stages.calibration import token_memory
 
 REPOSITORY = Path(__file__).parents[2]
 WHOLE = [stage.name for stage in asked_stages("all")]
 LAYERS = 2  # of the model below
-
-# Runs the command and kills it, as the kernel would, at the n-th call of a function.
-KILLED = """
-import os, signal, sys
-from importlib import import_module
-from unittest.mock import patch
-
-target, calls, *words = sys.argv[1:]
-module, _, names = target.partition(":")
-*outer, name = names.split(".")
-owner = import_module(module)
-for step in outer:
-    owner = getattr(owner, step)
-original, left = getattr(owner, name), [int(calls)]
-
-def counted(*args, **kwargs):
-    left[0] -= 1
-    if not left[0]:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return original(*args, **kwargs)
-
-from pipeline.cli import run_command
-with patch.object(owner, name, counted):
-    sys.exit(run_command(words))
-"""
 
 
 @pytest.fixture(scope="session")
@@ -107,16 +83,8 @@ def in_process(outputs, words, *more):
     return run_command([*words, *more, f"output_dir={outputs}"])
 
 
-def start(outputs, words, *more, code="from pipeline.__main__ import main; main()", arguments=(), **options):
-    command = [sys.executable, "-c", code, *arguments, *words, *more, f"output_dir={outputs}"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, cwd=REPOSITORY, text=True, **pipes, **options)
-
-
 def run_killed(outputs, words, *more, at, calls=1):
-    with start(outputs, words, *more, code=KILLED, arguments=(at, str(calls))) as process:
-        _out, error = process.communicate(timeout=120)
-    assert process.returncode == -signal.SIGKILL, error
+    kill_at([*words, *more, f"output_dir={outputs}"], at, calls)
 
 
 def hidden(outputs, stage):
@@ -316,21 +284,16 @@ def test_every_stage_survives_a_kill(outputs, words, stage):
     assert hashes(outputs, stage) == before
 
 
-def test_a_full_disk_is_told_and_leaves_nothing(outputs, words):
+def test_a_full_disk_is_told_and_leaves_nothing(outputs, words, capsys):
     """A limit on the size of files, as a stand-in for a full disk that needs no root."""
     forget(outputs, "extract")
-    limit = 5 * 1024
-    options = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))}
-    with start(
-        outputs,
-        words,
-        "stage=extract",
-        code="import sys; from pipeline.__main__ import main; sys.exit(main())",
-        **options,
-    ) as process:
-        _out, error = process.communicate(timeout=120)
-    assert process.returncode == 1, error
-    what, where, do = error.splitlines()[-3:]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5 * 1024, hard))
+    try:
+        assert in_process(outputs, words, "stage=extract") == FAILED
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    what, where, do = capsys.readouterr().err.splitlines()[-3:]
     assert what.startswith("no room left on the disk: about ")
     assert where.startswith("  where: stage=extract, ")
     assert do == "  do:    free some space, or output_dir= on another disk, then the same command again"
@@ -384,7 +347,9 @@ def test_an_interrupt_says_what_is_kept(outputs, words):
     # A test run in the background of a shell ignores SIGINT, and children inherit that.
     listen = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
     code = f"{listen}; from pipeline.__main__ import main; sys.exit(main())"
-    with start(outputs, words, "stage=cluster", code=code) as process:
+    command = [sys.executable, "-c", code, *words, "stage=cluster", f"output_dir={outputs}"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=REPOSITORY, text=True, **pipes) as process:
         while "score     running" not in (line := process.stdout.readline()):
             assert line, process.communicate()
         process.send_signal(signal.SIGINT)

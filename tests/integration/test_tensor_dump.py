@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from integration.forked import run_ranks
 from safetensors.torch import load_file
 from unit.instruments.tensor_dump.small_model import Small, inputs, run
 
@@ -117,22 +119,13 @@ def test_two_processes_and_one_folder(tmp_path):
         run(tmp_path / "dump", steps=1)
 
 
-REPLICA = """
-import sys
-import torch.distributed as dist
-from unit.instruments.tensor_dump.small_model import run
-folder, rank = sys.argv[1], int(sys.argv[2])
-dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-run(f"{folder}/dump", steps=2)
-dist.destroy_process_group()
-"""
-
-
 def test_processes_of_one_job_share_a_folder(tmp_path):
-    words = [[sys.executable, "-c", REPLICA, tmp_path, str(rank)] for rank in (0, 1)]
-    running = [subprocess.Popen(one, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) for one in words]
-    said = [process.communicate(timeout=120)[1] for process in running]
-    assert [process.returncode for process in running] == [0, 0], said
+    def replica(rank):
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=2)
+        run(tmp_path / "dump", steps=2)
+        dist.destroy_process_group()
+
+    run_ranks(2, replica)
     listing = Listing(tmp_path / "dump")
     assert {record.rank for record in listing.records} == {0, 1}
     assert len({record.name for record in listing.records}) == len(listing.records) == 24

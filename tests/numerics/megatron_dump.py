@@ -1,7 +1,4 @@
-"""One process of a Megatron job that dumps: python megatron_dump.py FOLDER RANK WORLD CASE."""
-
-import sys
-from pathlib import Path
+"""One process of a Megatron job that dumps."""
 
 import torch
 from megatron_on_cpu import make_batches, make_gpt, megatron_group
@@ -28,7 +25,3 @@ def run(folder, rank, world, case):
         gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     assert complaints == [], complaints
     torch.save({"losses": torch.stack(losses), "gradients": gradients}, folder / f"run-{rank}.pt")
-
-
-if __name__ == "__main__":
-    run(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

@@ -6,7 +6,8 @@ from unittest.mock import patch
 
 import torch
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-from megatron_on_cpu import B, T, make_batches, make_gpt, megatron_group
+from megatron_on_cpu import make_batches, make_gpt, megatron_group
+from megatron_sizes import B, T
 from torch import nn
 
 import instruments.tensor_dump.auto  # noqa: F401 - the one line

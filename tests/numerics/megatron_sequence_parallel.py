@@ -1,11 +1,10 @@
-"""Two layers with sequence parallelism, one process of two: python megatron_sequence_parallel.py FOLDER RANK WORLD."""
+"""Two layers with sequence parallelism, one process of two."""
 
-import sys
 import warnings
-from pathlib import Path
 
 import torch
-from megatron_on_cpu import B, D, F, T, megatron_group
+from megatron_on_cpu import megatron_group
+from megatron_sizes import B, D, F, T
 
 from instruments.tensor_dump.tensor_dump import TensorDump
 
@@ -49,7 +48,3 @@ def run(folder, rank, world):
             model(mine).square().sum().backward()
             dumped.step()
     assert dumped.manifest.missing == {}
-
-
-if __name__ == "__main__":
-    run(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

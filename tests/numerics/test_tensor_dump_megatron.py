@@ -9,19 +9,26 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron_on_cpu import GROUPS, HEADS, B, D, F, L, T, V, make_batches, make_gpt, megatron_group
+from integration.forked import run_ranks
+from megatron_sizes import GROUPS, HEADS, B, D, F, L, T, V
 from safetensors.torch import load_file
 
 from instruments.errors import ContractError
 from instruments.tensor_dump.reader import DumpReader
 
 REPOSITORY = Path(__file__).parents[2]
-pytestmark = pytest.mark.filterwarnings("ignore:.*tp_group is None:DeprecationWarning")  # of megatron-core to itself
+pytestmark = [  # of megatron-core
+    pytest.mark.filterwarnings("ignore:.*tp_group is None:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*set the environment variable CUDA_DEVICE_MAX_CONNECTIONS:UserWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.distributed.* is deprecated:FutureWarning"),
+]
 ATTENTION = ("query", "key", "value")
 
 
 def run_plainly():
     """{(step, module, tensor): value}, losses and gradients of one process, by plain hooks and autograd."""
+    from megatron_on_cpu import make_batches, make_gpt
+
     model, found, kept, losses = make_gpt(), {}, [], []
     names = {module: name for name, module in model.named_modules()}
 
@@ -75,26 +82,30 @@ def test_megatrons_own_loop_is_dumped_by_the_environment_alone(tmp_path):
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    with megatron_group(store=tmp_path_factory.mktemp("store") / "store"):
-        return run_plainly()
+    from megatron_on_cpu import megatron_group
+
+    folder = tmp_path_factory.mktemp("store")
+
+    def run(_rank):
+        with megatron_group(store=folder / "store"):
+            torch.save(run_plainly(), folder / "run.pt")
+
+    run_ranks(1, run)  # gloo's threads survive no fork: this process has no group
+    return torch.load(folder / "run.pt", weights_only=True)  # noqa: TID251 - a file this test wrote
 
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     """Run a case in so many processes of their own, once; gives the folder."""
+    from numerics import megatron_dump, megatron_sequence_parallel
 
     @cache
-    def start(world, case="plain", script="megatron_dump.py"):
+    def start(world, case="plain"):
         folder = tmp_path_factory.mktemp(f"{case}{world}")
-        paths = [str(REPOSITORY), str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", "")]
-        environment = os.environ | {"PYTHONPATH": ":".join(paths)}
-        words = [
-            [sys.executable, Path(__file__).with_name(script), folder, str(rank), str(world), case]
-            for rank in range(world)
-        ]
-        running = [subprocess.Popen(one, env=environment, stderr=subprocess.PIPE, text=True) for one in words]
-        said = [process.communicate(timeout=300)[1] for process in running]
-        assert [process.returncode for process in running] == [0] * world, "\n".join(said)
+        if case == "sequence":
+            run_ranks(world, lambda rank: megatron_sequence_parallel.run(folder, rank, world))
+        else:
+            run_ranks(world, lambda rank: megatron_dump.run(folder, rank, world, case))
         return folder
 
     return start
@@ -179,7 +190,7 @@ def test_a_part_is_bit_for_bit_in_the_file_of_its_process(halves):
 
 def test_sequence_parallel_parts_are_joined_along_the_tokens(job):
     """A gather buffer that Megatron uses again for the next layer leaves no trace in what was captured before."""
-    folders = {world: job(world, "sequence", "megatron_sequence_parallel.py") for world in (1, 2)}
+    folders = {world: job(world, "sequence") for world in (1, 2)}
     with DumpReader(folders[1] / "dump") as whole, DumpReader(folders[2] / "dump") as parts:
         assert {record.shape for record in parts.select(module="layers.2", tensor="input")} == {(T // 2, B, D)}
         assert {record.shape for record in parts.select(module="layers.1", tensor="grad_output")} == {(T // 2, B, D)}

@@ -1,41 +1,29 @@
 """A dump of a transformers model that two processes share by its own plan, over gloo."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from integration.forked import run_ranks
 from numerics.plain_hooks import run_plainly
-from numerics.transformers_parallel_dump import IDS
+from numerics.transformers_parallel_dump import IDS, run
 from pico import write_pico
 from transformers import AutoModelForCausalLM
 
 from instruments.tensor_dump.reader import DumpReader
-
-REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("parallel")
     write_pico(folder / "pico", "qwen3", vocab=62, intermediate=36)
-    paths = [str(REPOSITORY), str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": ":".join(paths), "OMP_NUM_THREADS": "1"}
-    script = Path(__file__).with_name("transformers_parallel_dump.py")
-    words = [[sys.executable, script, folder, str(rank)] for rank in range(2)]
-    running = [subprocess.Popen(one, env=environment, stderr=subprocess.PIPE, text=True) for one in words]
-    said = [process.communicate(timeout=300)[1] for process in running]
-    assert [process.returncode for process in running] == [0, 0], "\n".join(said)
+    run_ranks(2, lambda rank: run(folder, rank))
     return folder
 
 
 def test_joined_parts_are_what_one_process_computes(folder):
     model = AutoModelForCausalLM.from_pretrained(folder / "pico", dtype=torch.float32).train()
     expected, losses = run_plainly(model, [{"input_ids": IDS, "labels": IDS}])
-    run = torch.load(folder / "run-0.pt", weights_only=True)  # noqa: TID251 - a file this test wrote
-    torch.testing.assert_close(run["loss"], losses[0], rtol=1e-6, atol=0)
+    found = torch.load(folder / "run-0.pt", weights_only=True)  # noqa: TID251 - a file this test wrote
+    torch.testing.assert_close(found["loss"], losses[0], rtol=1e-6, atol=0)
     with DumpReader(folder / "dump") as reader:
         mine = reader.select(rank=0)
         assert len(mine) == len(expected)
@@ -66,8 +54,8 @@ def test_each_process_holds_its_own_part(folder):
 def test_weight_gradients_follow_from_the_parts(folder):
     with DumpReader(folder / "dump") as reader:
         for rank in range(2):
-            run = torch.load(folder / f"run-{rank}.pt", weights_only=True)  # noqa: TID251 - a file this test wrote
+            kept = torch.load(folder / f"run-{rank}.pt", weights_only=True)  # noqa: TID251 - a file this test wrote
             for record in reader.select(rank=rank, tensor="grad_output", module="model.layers.*"):
                 (inputs,) = reader.select(rank=rank, tensor="input", module=record.source.module)
                 rebuilt = reader.load(record).flatten(0, 1).T @ reader.load(inputs).flatten(0, 1)
-                assert torch.equal(rebuilt, run["gradients"][f"{record.source.module}.weight"])
+                assert torch.equal(rebuilt, kept["gradients"][f"{record.source.module}.weight"])

@@ -1,9 +1,7 @@
-"""One of two processes that share a model by its own `tp_plan`: python transformers_parallel_dump.py FOLDER RANK."""
+"""One of two processes that share a model by its own `tp_plan`."""
 
 import os
-import sys
 import warnings
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -31,7 +29,3 @@ def run(folder, rank):
     torch.save({"loss": loss.detach(), "gradients": gradients}, folder / f"run-{rank}.pt")
     assert list(dumped.manifest.complaints()) == []
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    run(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,6 +1,9 @@
 """Which stages have to run."""
 
 import shutil
+from copy import deepcopy
+from dataclasses import replace
+from functools import cache
 from typing import ClassVar
 
 import pytest
@@ -17,13 +20,18 @@ ON_REQUEST = {"train", "dump", "diagnose"}
 ALL = set(STAGES) - ON_REQUEST
 
 
+@cache
+def composed(*words):
+    register_schema()
+    return compose([*words, "output_dir=outputs"])[0]
+
+
 @pytest.fixture
 def steps(tmp_path):
     """Plan a command line; gives the steps by stage."""
-    register_schema()
 
     def plan(*words):
-        settings, _folder = compose([*words, f"output_dir={tmp_path}"])
+        settings = replace(deepcopy(composed(*words)), output_dir=str(tmp_path))
         return {step.stage.name: step for step in make_plan(validate(settings))}
 
     return plan

@@ -9,10 +9,8 @@ from instruments.errors import ContractError
 from pipeline.report.evaluations import (
     Point,
     curves_of,
-    find_comparable,
     group_by_seed,
     read_evaluation,
-    same_method,
     seeds_of,
 )
 from pipeline.report.words import shape_words
@@ -62,7 +60,7 @@ def test_only_the_same_source_on_the_same_text_is_comparable(outputs):
     record = json.loads((other_text / "evaluation.json").read_text())
     (other_text / "evaluation.json").write_text(json.dumps(record | {"heldout_tokens": 291}))
     (outputs.carve(seed=6) / "evaluation.json").write_text("damaged")
-    found = find_comparable(read_evaluation(wanted))
+    found = read_evaluation(wanted).find_comparable()
     assert {evaluation.published.folder for evaluation in found} == same
 
 
@@ -72,8 +70,8 @@ def test_seeds_become_one_point_and_widths_a_curve(outputs):
     outputs.carve(seed=1, map="umap", gaps=gaps(9.0))  # the same carve with a picture: counted once
     outputs.carve(top_k=3, gaps=gaps(0.01))
     outputs.carve(router="random", gaps=gaps(0.3))
-    groups = group_by_seed([wanted, *find_comparable(wanted)])
-    mine = [group for group in groups if same_method(group, wanted)]
+    groups = group_by_seed([wanted, *wanted.find_comparable()])
+    mine = [group for group in groups if wanted.is_same_method(group[0])]
     assert [(group[0].share, seeds_of(group)) for group in mine] == [(0.7, [0]), (0.5, [0, 1])]
     curves = curves_of(mine, list(wanted.models))
     assert list(curves) == ["carved", "static_mask", "static_mask_aligned", "oracle_aligned"]
@@ -88,7 +86,7 @@ def test_gaps_as_parts_of_the_static_masks(outputs):
     wanted = read_evaluation(outputs.carve(gaps=gaps))
     outputs.carve(seed=1, gaps=gaps | {"carved": 0.07})
     outputs.carve(top_k=4, gaps=gaps | {"carved": 0.0, "static_mask": 0.0})
-    groups = group_by_seed(find_comparable(wanted))
+    groups = group_by_seed(wanted.find_comparable())
     curves = curves_of(groups, list(gaps), "static_mask")
     assert list(curves) == ["carved", "static_mask", "random_router"]
     (point,) = curves["carved"]  # where the mask costs nothing there is no ratio
@@ -99,8 +97,8 @@ def test_gaps_as_parts_of_the_static_masks(outputs):
 def test_more_calibration_text_is_another_carve(outputs):
     wanted = read_evaluation(outputs.carve())
     outputs.carve(tokens=1800)
-    groups = group_by_seed([wanted, *find_comparable(wanted)])
-    assert [same_method(group, wanted) for group in groups] == [True, False]
+    groups = group_by_seed([wanted, *wanted.find_comparable()])
+    assert [wanted.is_same_method(group[0]) for group in groups] == [True, False]
 
 
 def test_a_pool_is_another_carve_and_says_so(outputs):
@@ -108,4 +106,4 @@ def test_a_pool_is_another_carve_and_says_so(outputs):
     pool = read_evaluation(outputs.carve(shape={"topology": "global_pool"}))
     assert shape_words(pool.shape) == "5 experts of 8 in one pool for all layers, 2 per token and 4 always-on neurons"
     groups = group_by_seed([wanted, pool])
-    assert sorted(same_method(group, wanted) for group in groups) == [False, True]
+    assert sorted(wanted.is_same_method(group[0]) for group in groups) == [False, True]
