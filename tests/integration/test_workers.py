@@ -201,14 +201,19 @@ def assert_same_carve(outputs, alone, stages=CARVED):
         assert ours["models"][name]["loss"] == pytest.approx(model["loss"], rel=1e-6)
     for layer, expected in zip(ours["layers"], theirs["layers"], strict=True):
         assert layer.pop("load") == pytest.approx(expected.pop("load"), rel=1e-6)
+        assert layer.pop("saved") is expected.pop("saved") is None  # evaluate.layer_tokens=0
         assert layer == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [2, 4])  # four: more than layers, and than batches of held-out text
-def test_the_whole_chain_of_several_processes_is_that_of_one(chain, tmp_path, count):
+@pytest.mark.parametrize(
+    ("count", "memory"),
+    [(2, "100GB"), (2, "0GB"), (4, "100GB")],  # 4: more than layers, and than batches of held-out text
+)
+def test_the_whole_chain_of_several_processes_is_that_of_one(chain, tmp_path, count, memory):
+    """In memory, and with the hidden states of each process on disk."""
     words, alone = chain
-    done = torchrun(count, tmp_path, words, limit=300)
+    done = torchrun(count, tmp_path, [*words, f"model.hidden_memory={memory}"], limit=300)
     assert done.returncode == 0, done.stderr
     for stage in CARVED:
         assert done.stdout.count(f"{stage:9} done in") == 1
