@@ -22,7 +22,7 @@ PANEL = 512  # rows of the upper triangle added at a time
 class NormalEquations:
     """Moments of min_W Σ_t ‖y_t − W a_t‖² + λ‖W‖², with λ = penalty × the mean diagonal of Σ a aᵀ.
 
-    Products are fp32, sums fp64. Only the upper triangle of `gram_AA` is valid; its rows are in the order of `order_A`.
+    Products are fp32, sums fp64. Only the upper triangle of `gram_AA` is used; its rows are in the order of `order_A`.
     """
 
     def __init__(self, inputs: int, outputs: int, *, device: torch.device | None = None) -> None:

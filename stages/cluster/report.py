@@ -170,8 +170,8 @@ def tabulate_layers(
     ]
     if any(figure.objective for figure in figures):
         notes.append(
-            "similarity: mean cosine of a neuron and its expert's mean, then that of random experts; gap: what the "
-            "best assignment to these means would add"
+            "similarity: mean cosine of a neuron and its expert's mean, then that of random experts; gap: how far "
+            "it is below the best assignment to these means"
         )
     if shapes:
         notes.append(
