@@ -1,1 +1,1 @@
-"""assemble → checkpoint: experts behind a router."""
+"""assemble: fit a router per layer and write experts and routers as a checkpoint."""

@@ -12,7 +12,7 @@ TARGETS = ("auto", *MOE_TARGETS)
 
 @dataclass
 class AssembleConfig:
-    """How experts and a router become a checkpoint; explained in conf/assemble."""
+    """How routers are fitted and the checkpoint is written; explained in conf/assemble."""
 
     target: str = field(default="auto", metadata={"choices": TARGETS})
     router: str = field(default="error", metadata={"choices": ROUTERS})
@@ -29,11 +29,11 @@ class AssembleConfig:
     dtype: str = field(default="source", metadata={"choices": ("source", "float32", "bfloat16", "float16")})
 
     def load_price(self, *, pooled: bool) -> float:
-        """What the routers of this stage and of stage=project pay for uneven load."""
+        """Weight of uneven load in the objective of the routers, here and in stage=project."""
         return self.balance if is_priced(self.router, pooled=pooled) else 0.0
 
     def unread(self, *, pooled: bool) -> dict[str, str]:
-        """Settings that nothing reads, and why."""
+        """Settings without effect → the reason."""
         found, router = {}, f"assemble.router={self.router}"
         if self.router not in FITTED_ROUTERS:
             found["ridge_penalty"] = router

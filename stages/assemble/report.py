@@ -1,4 +1,4 @@
-"""What assembly tells the user."""
+"""The tables of stage=assemble."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from stages.artifacts.job import Table
 from stages.assemble.config import AssembleConfig
 from stages.calibration.config import is_priced
 
-# What is advised where routers leave experts unused, and do not learn yet.
+# Recommended router_steps and balance if experts are unused and the setting is 0.
 STEPS, PRICE = 200, 0.01
 
 
@@ -23,10 +23,10 @@ class RouterReport:
     """One layer's router and how it routes the calibration text, on the CPU."""
 
     router: LinearRouter
-    scale_EN: Tensor  # of the experts' down columns, for what gates and copies weigh
+    scale_EN: Tensor  # of the experts' down columns, compensates for gates and copies
     moments_2E: Tensor  # Σ g and Σ g² of every expert's gates
     load_E: Tensor  # 1 = even share
-    agreement: float  # share of the contribution oracle's experts it chooses (of a pool: of the error oracle's)
+    agreement: float  # share of the contribution oracle's experts that it chooses; in a pool, of the error oracle's
     error: float  # of the layer's output, relative, before alignment
 
 
@@ -61,7 +61,7 @@ def summarise(
 
 
 def load_advice(assemble: AssembleConfig) -> str:
-    """Settings under which the routers of this stage pay for uneven load, more than they do."""
+    """Settings that give even load more weight in the routers of this stage."""
     words = [] if is_priced(assemble.router, pooled=False) else ["assemble.router=error"]
     words += [] if assemble.router_steps else [f"assemble.router_steps={STEPS}"]
     price = 10 * assemble.load_price(pooled=False) or PRICE
@@ -69,7 +69,7 @@ def load_advice(assemble: AssembleConfig) -> str:
 
 
 def summarise_pool(reports: Sequence[RouterReport], partition: PoolPartition, shape: MoEShape) -> Table:
-    """One row per layer: how well its router chooses, and how far it keeps to the experts cut from it."""
+    """One row per layer: how well its router chooses, and how often it chooses experts cut from the same layer."""
     given = partition.given
     rows = [
         [
@@ -87,7 +87,7 @@ def summarise_pool(reports: Sequence[RouterReport], partition: PoolPartition, sh
     notes = [
         f"one pool of {shape.experts} experts of {shape.n} for {partition.layers} layers ({slots / neurons:.0%} of the "
         f"dense FFNs' {neurons:,} neurons), {shape.top_k} per token and layer, {shape.always_on} always on a layer",
-        "the error oracle chooses the experts that take most off the layer's error; agreement by chance would be "
+        "the error oracle chooses the experts that reduce the layer's error most; agreement by chance would be "
         f"{shape.top_k / shape.experts:.3f}; all layers together: load max/mean {float(load_E.max()):.2f}, "
         f"{int((load_E == 0).sum())} experts chosen by no layer",
     ]

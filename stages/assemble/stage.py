@@ -78,14 +78,14 @@ def run(
 
 
 def logit_std(assemble: AssembleConfig, gate: GateKind) -> float:
-    """Standard deviation of a token's logits: next to nothing for constant gates, more for training."""
+    """Standard deviation of a token's logits: small for almost constant gates, larger for training."""
     if assemble.mode == "parity":
         return assemble.parity_logit_std
     return LOGIT_STD[gate] if assemble.logit_std is None else assemble.logit_std
 
 
 class Fitted(NamedTuple):
-    """One layer's router, what it was fitted on, and the dense FFN's outputs, a batch each."""
+    """One layer's router, its task, and the dense FFN's outputs for every batch."""
 
     task: RouterTask
     router: LinearRouter
@@ -102,10 +102,9 @@ def fit_layer(
     settings: RouterSettings,
     keep: Keep = as_it_is,
 ) -> Fitted:
-    """Let a layer choose among its own experts, the given neurons of its FFN, or among the `experts` of a pool.
+    """Fit a layer's router over the experts cut from its own FFN, or over the `experts` of a pool.
 
-    The outputs of a pool's experts are computed for `settings.tokens` tokens alone: they cost E·N / F times the dense
-    FFN.
+    The outputs of a pool's experts cost E·N / F times the dense FFN, so only `settings.tokens` tokens are used.
     """
     top_k, biased = checkpoint.shape.top_k, checkpoint.biased
     if experts is None:
@@ -129,9 +128,9 @@ def fit_all(
     assemble: AssembleConfig,
     scratch: Path,
 ) -> list[RouterReport]:
-    """Pass the dense model's layers once, fitting each router on the inputs its FFN sees; each is kept in `scratch`.
+    """Run the dense model once, fit each router on the inputs of its FFN, and save each report in `scratch`.
 
-    Workers share the pass, and then each fits the router of one layer.
+    Workers share the pass; then each fits the router of one layer.
     """
     text, device, workers = len(context.text), stream.device, context.workers
     turns = -(-stream.depth // workers.world)
@@ -162,11 +161,11 @@ def fit_all(
 
 
 def scale_of(loop: ExpertLoop, inputs: Sequence[Tensor], assemble: AssembleConfig, *, pooled: bool) -> Tensor:
-    """(E, N) what the experts' down columns are multiplied by; 1 where gates are to count as constant."""
+    """(E, N) scale of the experts' down columns; 1 where gates count as constant."""
     if assemble.mode == "train" and not pooled:
         return column_scale(loop, inputs)
     if loop.top_k == loop.router.experts and not pooled:
-        return column_scale(replace(loop, gate=GateKind.CONSTANT), inputs)  # copies are all active together
+        return column_scale(replace(loop, gate=GateKind.CONSTANT), inputs)  # all copies are active together
     scale_E = torch.ones(loop.router.experts, device=inputs[0].device)
     if assemble.mode == "train":  # neurons of a pool are numbered by layer: equal numbers are no copies
         scale_E = least_squares(gate_moments(loop, inputs))
@@ -174,7 +173,7 @@ def scale_of(loop: ExpertLoop, inputs: Sequence[Tensor], assemble: AssembleConfi
 
 
 def measure_router(loop: ExpertLoop, scale_EN: Tensor, task: RouterTask, text: int) -> RouterReport:
-    """How a layer's router does on the calibration text, the first batches of the task."""
+    """Measure a layer's router on the first `text` batches of the task, and its gate moments on all batches."""
     moments_2E = gate_moments(loop, task.inputs)
     task = replace(task, inputs=task.inputs[:text], wanted=task.wanted[:text], contributions=task.contributions[:text])
     return RouterReport(
@@ -190,7 +189,7 @@ def measure_router(loop: ExpertLoop, scale_EN: Tensor, task: RouterTask, text: i
 def column_scales(
     reports: Sequence[RouterReport], assemble: AssembleConfig, partition: Partition | PoolPartition
 ) -> Sequence[Tensor]:
-    """Of every layer's own experts, the (E, N) scale of their down columns; a pool's is one for all its layers."""
+    """Per layer, the (E, N) scale of its own experts' down columns; in a pool, all layers determine it together."""
     if isinstance(partition, Partition):
         return [report.scale_EN for report in reports]
     scale_EN = reports[0].scale_EN
@@ -201,7 +200,7 @@ def column_scales(
 
 
 def scaled(experts: ExpertWeights, scale_EN: Tensor) -> ExpertWeights:
-    """The experts with their down columns multiplied, in fp32 where that changes anything."""
+    """The experts with scaled down columns, in fp32 unless every scale is 1."""
     if bool((scale_EN == 1).all()):
         return experts
     return replace(experts, down_EDN=experts.down_EDN.float() * scale_EN[:, None])

@@ -1,1 +1,1 @@
-"""Shared by the stages that fit: layer-by-layer passes and closed-form solves."""
+"""Layer-by-layer passes and closed-form solves, shared by the stages that fit."""

@@ -1,4 +1,4 @@
-"""Behaviour alignment: fit down_proj to the dense model's output by ridge regression, scale it to what gates weigh."""
+"""Behaviour alignment: fit down_proj to the dense model's output by ridge regression, and scale it for the gates."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,22 +14,22 @@ from models.routing import has_copies, membership, relative_gates
 from stages.artifacts.job import Workers
 from stages.calibration.batches import Share
 
-LARGE = 2048  # inputs
-SOUND = 1e5  # condition number
-PANEL = 512  # rows of the upper triangle that are added at a time
+LARGE = 2048  # least number of inputs for fp32
+SOUND = 1e5  # greatest condition number for fp32
+PANEL = 512  # rows of the upper triangle added at a time
 
 
 class NormalEquations:
     """Moments of min_W Σ_t ‖y_t − W a_t‖² + λ‖W‖², with λ = penalty × the mean diagonal of Σ a aᵀ.
 
-    Products run in fp32, sums are kept in fp64. Of `gram_AA` the upper triangle counts, in the order of `order_A`.
+    Products are fp32, sums fp64. Only the upper triangle of `gram_AA` is used; its rows are in the order of `order_A`.
     """
 
     def __init__(self, inputs: int, outputs: int, *, device: torch.device | None = None) -> None:
-        """Start from nothing: A inputs, Y outputs."""
+        """Zero moments of A inputs and Y outputs."""
         self.gram_AA = torch.zeros(inputs, inputs, dtype=torch.float64, device=device)
         self.cross_AY = torch.zeros(inputs, outputs, dtype=torch.float64, device=device)
-        self.order_A = torch.arange(inputs, device=device)  # the input that each row of the moments is of
+        self.order_A = torch.arange(inputs, device=device)  # input of each row of the moments
         self.rows = 0
 
     def add(self, a_TA: Float[Tensor, "T A"], y_TY: Float[Tensor, "T Y"]) -> None:
@@ -39,9 +39,9 @@ class NormalEquations:
         self.rows += len(a_TA)
 
     def add_blocks(self, blocks: Sequence[Block], y_TY: Float[Tensor, "T Y"]) -> None:
-        """Add one batch of rows that are zero outside blocks of them, blocks of the same neurons every time.
+        """Add one batch of rows that are zero outside the blocks; all batches have blocks of the same neurons.
 
-        Where blocks are disjoint, arithmetic falls with the share of what is not zero.
+        If the blocks are disjoint, the cost is proportional to their share of non-zero elements.
         """
         neurons_P = torch.cat([block.neurons_N for block in blocks])
         if bool((torch.bincount(neurons_P) > 1).any()):
@@ -51,7 +51,7 @@ class NormalEquations:
         self.rows += len(y_TY)
 
     def _add_disjoint(self, blocks: Sequence[Block], neurons_P: Int[Tensor, "P"], y_TY: Float[Tensor, "T Y"]) -> None:
-        """Each block meets itself and those after it, on its own rows: half of the products, in one piece each."""
+        """Multiply each block with itself and all later ones, on its own rows: one product per block, half of all."""
         if not self.rows:
             others = torch.isin(self.order_A, neurons_P, invert=True)
             self.order_A = torch.cat([neurons_P, self.order_A[others]])
@@ -67,7 +67,7 @@ class NormalEquations:
             self.cross_AY[start:end] += (hidden_tN.T @ _rows(y_TY, tokens_t)).to(self.cross_AY)
 
     def _add_overlapping(self, blocks: Sequence[Block], y_TY: Float[Tensor, "T Y"]) -> None:
-        """Blocks that share neurons are summed; what is zero is multiplied too: few pieces are worth it."""
+        """Sum blocks that share neurons, and multiply zeros too, because a few large products are faster."""
         a_TA = sum_blocks(blocks, len(y_TY), len(self.gram_AA))
         for start in range(0, len(self.gram_AA), PANEL):
             rows = slice(start, start + PANEL)
@@ -75,18 +75,18 @@ class NormalEquations:
         self.cross_AY += (a_TA.T @ y_TY).to(self.cross_AY)
 
     def reduce(self, workers: Workers) -> None:
-        """Add up what all workers have added, at the leading one. Raises LostWorkerError."""
+        """Sum the moments of all workers at the leading one. Raises LostWorkerError."""
         if workers.world == 1:
             return
         parts = workers.share((self.rows, self.order_A.cpu()))
-        # Nothing is known of the order where no row was added.
+        # A worker that added no rows does not know the order.
         self.order_A = next((order_A for rows, order_A in parts if rows), self.order_A).to(self.order_A.device)
         self.rows = sum(rows for rows, _ in parts)
         workers.reduce_(self.gram_AA)
         workers.reduce_(self.cross_AY)
 
     def solve_for(self, workers: Workers, penalty: float) -> Float[Tensor, "Y A"]:
-        """W for every worker, after `reduce`: a system is solved once. Raises NumericsError, LostWorkerError."""
+        """W for every worker, after `reduce`; one worker solves. Raises NumericsError, LostWorkerError."""
         if workers.world == 1:
             return self.solve(penalty)
         if workers.leads:
@@ -102,16 +102,16 @@ class NormalEquations:
         Raises:
             NumericsError: the moments are not finite, or not positive definite even with the penalty.
         """
-        # One value that is not finite makes the sum so, and a sum needs no tensor as large as the moments.
+        # The sum is finite only if all values are; isfinite() of the moments would allocate a tensor of their size.
         if not (self.gram_AA.sum().isfinite() and self.cross_AY.sum().isfinite()):
             raise NumericsError(
                 "the calibration moments are not finite", do="calibrate in float32: model.dtype=float32"
             )
         scale = self.gram_AA.diagonal().mean()
         if scale == 0:
-            # Inputs that are all zero (a pruned layer) ask for nothing.
+            # All inputs are zero (a pruned layer).
             return torch.zeros_like(self.cross_AY.T).float()
-        # Inputs that are always zero (neurons of no active expert) keep a zero weight, and cost nothing.
+        # Inputs that are always zero (neurons of no active expert) get zero weights and are left out of the system.
         used_a = self.gram_AA.diagonal().nonzero()[:, 0]
         dtype = solving_dtype(len(used_a), penalty)
         every = len(used_a) == len(self.gram_AA)
@@ -130,21 +130,21 @@ class NormalEquations:
 
 
 def _rows(a_TA: Tensor, tokens_t: Tensor) -> Tensor:
-    """Those rows; all of them are not copied."""
+    """The tokens' rows, without a copy if they are all rows."""
     return a_TA if len(tokens_t) == len(a_TA) else a_TA.index_select(0, tokens_t)
 
 
 def solving_dtype(inputs: int, penalty: float) -> torch.dtype:
-    """fp64; fp32 for systems that are large and, by their penalty, sound: at half the time.
+    """fp64; fp32, at half the time, for systems that are large and well conditioned by their penalty.
 
-    The largest eigenvalue is at most the trace, so the condition number is at most inputs / penalty + 1; at 10⁵ of it
-    fp32 keeps two digits of what is itself an estimate.
+    The largest eigenvalue is at most the trace, so the condition number is at most inputs / penalty + 1. At 10⁵, fp32
+    keeps two digits, enough for an estimate.
     """
     return torch.float32 if inputs >= LARGE and inputs / penalty <= SOUND else torch.float64
 
 
 def split_validation(batches: int, share: float) -> tuple[list[int], list[int]]:
-    """Batches to fit on and validation batches, evenly spaced; at least one of each where there are two."""
+    """Batches to fit on, and evenly spaced validation batches; the same one for both if there is only one."""
     count = min(max(1, round(share * batches)), max(0, batches - 1))
     validation = {round((index + 0.5) * batches / count - 0.5) for index in range(count)} if count else set()
     fitted = [index for index in range(batches) if index not in validation]
@@ -162,17 +162,17 @@ class Alignable(Protocol):
         """Output (T, D)."""
 
     def run(self, x_TD: Tensor) -> tuple[list[Block], Tensor]:
-        """What the columns are multiplied with, wherever it is not zero, and the output (T, D)."""
+        """The non-zero factors of the down columns, as blocks, and the output (T, D)."""
 
     def with_change(self, change_DF: Tensor) -> Self:
-        """The same with something added to the columns."""
+        """The layer with `change_DF` added to the columns."""
 
 
 Carved = TypeVar("Carved", bound=Alignable)
 
 
 class AlignmentSettings(Protocol):
-    """What of a stage's settings concerns alignment."""
+    """The settings of a stage that alignment reads."""
 
     penalties: list[float]
     validation_share: float
@@ -185,13 +185,13 @@ class Alignment(Generic[Carved]):
 
     carved: Carved
     error: float
-    penalty: float | None  # None: nothing made it better, the columns stayed
+    penalty: float | None  # None: no penalty lowered the error, the columns are unchanged
 
 
 def relative_error(
     carved: Callable[[Tensor], Tensor], inputs: Sequence[Tensor], wanted: Sequence[Tensor], batches: Sequence[int]
 ) -> float:
-    """Σ‖wanted − y‖² / Σ‖wanted‖² over the given batches, of all workers."""
+    """Σ‖wanted − y‖² / Σ‖wanted‖² over the given batches of all workers."""
 
     def measure(place: int) -> Tensor:
         missed_TD = wanted[place] - carved(inputs[place])
@@ -205,10 +205,10 @@ def relative_error(
 def align_down(
     carved: Carved, inputs: Sequence[Tensor], wanted: Sequence[Tensor], settings: AlignmentSettings
 ) -> Alignment[Carved]:
-    """Fit the change of the down columns; keep the penalty of the lowest validation error, or none.
+    """Fit a change of the down columns; keep the penalty of the lowest validation error, or change nothing.
 
-    `inputs` are the layer's FFN inputs (T, D), a batch each, which several workers may share; `wanted` its outputs for
-    them (T, D). Penalties are relative to the mean diagonal of the features' second moment.
+    `inputs` are the layer's FFN inputs, (T, D) per batch, possibly shared by several workers; `wanted` are its target
+    outputs for them, (T, D). Penalties are relative to the mean diagonal of the features' second moment.
     """
     share = Share.of(inputs)
     fitted, validation = split_validation(share.total_batches, settings.validation_share)
@@ -226,13 +226,13 @@ def align_down(
         if error < best.error:
             best = Alignment(candidate, error, penalty)
         if error > last:
-            break  # less penalty fits the tokens at hand ever closer, and the validation tokens ever worse
+            break  # smaller penalties overfit more
         last = error
     return best
 
 
 def gate_weights(loop: ExpertLoop, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T E"]:
-    """The gates of the chosen experts, relative to equal logits; 0 elsewhere."""
+    """Gates of the chosen experts, relative to those of equal logits; 0 for the others."""
     chosen_TK = loop.router.choose(x_TD, loop.top_k)
     gates_TK = relative_gates(loop.gate, x_TD @ loop.router.rows_ED.T, chosen_TK)
     return x_TD.new_zeros(len(x_TD), loop.router.experts).scatter_(1, chosen_TK, gates_TK)
@@ -244,7 +244,7 @@ def gate_moments(loop: ExpertLoop, inputs: Sequence[Tensor]) -> Float[Tensor, "2
 
 
 def sum_moments(inputs: Sequence[Tensor], weigh: Callable[[Tensor], Tensor], columns: int) -> Float[Tensor, "2 A"]:
-    """Σ_t w and Σ_t w² of every column of the weights (T, A) of all workers' tokens, fp64."""
+    """Σ_t w and Σ_t w² of every column of the weights (T, A), over the tokens of all workers, fp64."""
 
     def measure(place: int) -> Tensor:
         weights_TA = weigh(inputs[place]).double()
@@ -254,18 +254,17 @@ def sum_moments(inputs: Sequence[Tensor], weigh: Callable[[Tensor], Tensor], col
 
 
 def least_squares(moments_2E: Float[Tensor, "2 E"]) -> Float[Tensor, "E"]:
-    """Σ g / Σ g²: the constant c for which c·g is nearest to 1; 1 where there are no tokens."""
+    """Σ g / Σ g²: the constant c for which c·g is nearest to 1; 1 for experts without tokens."""
     first_E, second_E = moments_2E
     return torch.where(second_E > 0, first_E / second_E.clamp_min(1e-30), 1.0).float()
 
 
 def column_scale(loop: ExpertLoop, inputs: Sequence[Tensor]) -> Float[Tensor, "E N"]:
-    """What each expert's down columns are to be multiplied by, so that their neurons weigh 1 on average.
+    """Factors for each expert's down columns that bring the weight of their neurons closest to 1 (least squares).
 
-    First each expert's own constant; then, where neurons are in several experts, that of the sum of their copies:
-    Σ_t c_j / Σ_t c_j² over the tokens for which neuron j is active, c_j the sum of its copies' scaled gates.
-
-    Only the loop's gates and its choice count, its weights do not.
+    The factor is the expert's own constant, see `least_squares`, times that of the neuron if it has copies:
+    Σ_t c_j / Σ_t c_j² over the tokens for which neuron j is active, c_j being the sum of its copies' scaled gates.
+    They depend on the loop's gates and choices, not on its experts' weights.
 
     Numerics: 1 where gates are constant and no copies are active together; 1/multiplicity where all experts are on.
     """
@@ -279,16 +278,16 @@ def column_scale(loop: ExpertLoop, inputs: Sequence[Tensor]) -> Float[Tensor, "E
 
 
 def scale_columns(loop: ExpertLoop, scale_EN: Float[Tensor, "E #N"]) -> ExpertLoop:
-    """The layer with every expert's down columns multiplied."""
+    """The layer with every expert's down columns scaled."""
     return replace(loop, experts=replace(loop.experts, down_EDN=loop.experts.down_EDN * scale_EN[:, None]))
 
 
 def scale_pool(loops: Sequence[ExpertLoop], inputs: Sequence[Sequence[Tensor]]) -> Float[Tensor, "E 1"]:
-    """The same for a pool: one constant per expert, over the tokens of all layers. Neurons have no copies there."""
+    """`column_scale` for a pool: one constant per expert, over the tokens of all layers. Its neurons have no copies."""
     moments_L2E = torch.stack([gate_moments(loop, seen) for loop, seen in zip(loops, inputs, strict=True)])
     return least_squares(moments_L2E.sum(0))[:, None]
 
 
 def at_usual_gates(loop: ExpertLoop, inputs: Sequence[Tensor]) -> ExpertLoop:
-    """The layer with each expert's columns as large as its gates make them, for a router to be fitted to."""
+    """The layer with each expert's columns scaled by its usual gate, so that a router can be fitted without gates."""
     return scale_columns(loop, 1 / least_squares(gate_moments(loop, inputs))[:, None])

@@ -1,4 +1,4 @@
-"""What a stage is fitted on: source, calibration text and random tokens in batches, and their way through layers."""
+"""Data for fitting: the dense checkpoint, batches of calibration text and random tokens, and their layer passes."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,18 +27,17 @@ from stages.text.sequences import IGNORED, TokenBatch, TokenSequence, batch_sequ
 
 Keep = Callable[[Tensor], Tensor]  # moves a tensor to where it is kept
 
-OFFSET = 1000  # of Zipf and Mandelbrot's law: the rare count for something, too
+OFFSET = 1000  # of the Zipf-Mandelbrot law, so that rare tokens are drawn too
 SEED = 0
 
 
 def draw_sequences(
     tokenizer: PreTrainedTokenizerBase, met: Collection[int], tokens: int, length: int
 ) -> list[TokenSequence]:
-    """At most so many tokens in sequences of at most `length`, none twice; no label counts in a loss.
+    """Draw at most `tokens` different tokens, in sequences of at most `length`; none has a label.
 
-    Special tokens, added tokens and those that the text has `met` are not drawn. A token's weight falls with its id,
-    1 / (rank + OFFSET): pair merges are numbered in the order they were learnt, the frequent first. The draw is always
-    the same for the same `met`.
+    Special tokens, added tokens and those in `met` are not drawn. A token's weight is 1 / (rank of its id + OFFSET),
+    because BPE numbers merges in the order they were learnt, frequent ones first. The seed is fixed.
     """
     known = {*met, *tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
     ids_V = torch.tensor(sorted(set(tokenizer.get_vocab().values())))
@@ -54,16 +53,16 @@ def draw_sequences(
     ]
 
 
-# The validation split is counted in batches: with fewer than these it would be too coarse.
+# The validation split consists of whole batches and would be too coarse with fewer of them.
 LEAST_BATCHES = 16
 
 
 def calibration_batches(
     data: DataConfig, vocabulary: VocabularyConfig, tokenizer: PreTrainedTokenizerBase, batch_tokens: int
 ) -> list[TokenBatch]:
-    """The calibration split, then words that it has not, if any are to be drawn, and never more of them than of it.
+    """Batches of the calibration split, then of `vocabulary.tokens` random tokens, at most as many as in the text.
 
-    Batches hold at most `batch_tokens`, fewer where that would give less than 16 of the text.
+    A batch holds at most `batch_tokens`, fewer if the text would otherwise make less than 16 batches.
     """
     sequences = load_sequences(data, tokenizer, "calibration")
     total = sum(len(sequence.ids) for sequence in sequences)
@@ -85,7 +84,7 @@ def count_tokens(batches: Sequence[TokenBatch]) -> int:
 
 @dataclass(frozen=True)
 class CalibrationContext:
-    """What a stage that fits something works with; made once in each."""
+    """The dense checkpoint, data and workers of a stage that fits; made once per stage."""
 
     model: ModelConfig
     folder: Path  # of the dense checkpoint
@@ -106,7 +105,7 @@ class CalibrationContext:
         seed: int,
         job: Job,
     ) -> "CalibrationContext":
-        """Find the source and tokenise the calibration split. Raises UserError."""
+        """Find the dense checkpoint and tokenise the calibration split. Raises UserError."""
         workers = job.workers
         model = replace(model, device=workers.pick_device(model.device))
         folder = resolve_folder(model)
@@ -116,24 +115,24 @@ class CalibrationContext:
 
     @property
     def text(self) -> list[TokenBatch]:
-        """The batches without random tokens; they come first."""
+        """The batches of text, which come first."""
         return [batch for batch in self.batches if batch.is_text]
 
     def layer_seed(self, index: int) -> int:
-        """A layer's own seed, see `layer_seed`."""
+        """The layer's seed, see the function `layer_seed`."""
         return layer_seed(self.seed, index)
 
 
 def evenly_spaced(count: int, wanted: int) -> Int[Tensor, "t"]:
-    """Indices of `wanted` of `count`, first and last among them; at least one, all where more are wanted."""
+    """Indices of `wanted` out of `count`, including the first and the last; at least one, at most all."""
     return torch.linspace(0, count - 1, max(1, min(count, wanted))).round().long()
 
 
 class Share(Sequence[Tensor]):
-    """One worker's batches of a text, (T, D) each, as a sequence; of one process alone, all of them.
+    """One worker's batches of a text, (T, D) each; all batches if there is one process.
 
-    Worker r of W holds the batches r, r + W, r + 2·W ... Sums over all batches are made here. Small sums
-    are made in the order of the batches, so that any number of workers finds the same to the last bit.
+    Worker r of W holds the batches r, r + W, r + 2·W ... `total` adds in the order of all batches, so that its result
+    is the same to the last bit for any number of workers.
     """
 
     def __init__(
@@ -144,15 +143,15 @@ class Share(Sequence[Tensor]):
         workers: Workers = ALONE,
         keep: Keep = as_it_is,
     ) -> None:
-        """`sizes` are the tokens of every batch, also those that others hold; `like` is a tensor (0, D).
+        """`sizes` are the token counts of all batches, other workers' included; `like` is a tensor (0, D).
 
-        `keep` decides where what is computed of the batches is kept.
+        `keep` stores tensors that are computed from the batches.
         """
         self._parts, self.sizes, self.like, self.workers, self.keep = parts, sizes, like, workers, keep
 
     @classmethod
     def of(cls, batches: Sequence[Tensor]) -> "Share":
-        """Batches as they are, all of them in this process, unless they are a share already."""
+        """Wrap batches that are all in this process; a Share is returned unchanged."""
         if isinstance(batches, Share):
             return batches
         like = batches[0][:0] if batches else torch.empty(0, 0)
@@ -166,35 +165,35 @@ class Share(Sequence[Tensor]):
 
     @property
     def total_batches(self) -> int:
-        """How many batches there are, here and elsewhere."""
+        """Number of batches of all workers."""
         return len(self.sizes)
 
     @property
     def tokens(self) -> int:
-        """How many tokens there are, here and elsewhere."""
+        """Number of tokens of all workers."""
         return sum(self.sizes)
 
     def places(self, batches: Collection[int]) -> Iterator[tuple[int, int]]:
-        """Of the numbered batches, those of this worker: number, and place in this sequence."""
+        """This worker's batches among the numbered ones: (number, place in this sequence)."""
         numbers = range(self.total_batches)[self.workers.rank :: self.workers.world]
         return ((number, place) for place, number in enumerate(numbers) if number in batches)
 
     def map(self, compute: Callable[[Tensor], Tensor]) -> "Share":
-        """The same batches, something else of each of their tokens."""
+        """The share of `compute` of every batch."""
         return self.holding([self.keep(compute(batch_TD)) for batch_TD in self])
 
     def holding(self, parts: Sequence[Tensor]) -> "Share":
-        """The same batches, something else of each of their tokens."""
+        """The same share with other tensors for its batches, row by row of the same tokens."""
         return Share(parts, self.sizes, self.like, self.workers, self.keep)
 
     def first(self, count: int | None) -> "Share":
-        """The first batches alone; None: all."""
+        """Only the first `count` batches; None: all."""
         sizes = self.sizes[:count]
         mine = len(range(len(sizes))[self.workers.rank :: self.workers.world])
         return Share(self._parts[:mine], sizes, self.like, self.workers, self.keep)
 
     def taken(self, share: float) -> "Share":
-        """An evenly spaced part of every batch, at least one token of each."""
+        """An evenly spaced `share` of the tokens of every batch, at least one token."""
         sizes = [len(evenly_spaced(size, round(size * share))) for size in self.sizes]
         parts = [batch_TD[evenly_spaced(len(batch_TD), round(len(batch_TD) * share))] for batch_TD in self]
         return Share(parts, sizes, self.like, self.workers, self.keep)
@@ -202,9 +201,9 @@ class Share(Sequence[Tensor]):
     def total(
         self, shape: tuple[int, ...], measure: Callable[[int], Tensor], batches: Collection[int] | None = None
     ) -> Tensor:
-        """Σ over all batches, or the numbered ones, of a small tensor, fp64, at every worker.
+        """Σ of `measure` over all batches, or the numbered ones, fp64; every worker gets it.
 
-        `measure` gives the tensor of that shape for a place in this sequence.
+        `measure` returns a small tensor of that `shape` for a place in this sequence.
         """
         chosen = range(self.total_batches) if batches is None else batches
         table = self.like.new_zeros(self.total_batches, *shape, dtype=torch.float64)
@@ -214,7 +213,7 @@ class Share(Sequence[Tensor]):
         return table.sum(0)
 
     def gather(self, at: int = 0) -> list[Tensor]:
-        """All batches in order, at one worker; an empty list at the others."""
+        """All batches in order at the worker `at`; an empty list at the others."""
         if self.workers.world == 1:
             return list(self._parts)
         gathered, mine = [], dict(self.places(range(self.total_batches)))
@@ -229,7 +228,7 @@ class Share(Sequence[Tensor]):
 
 
 def take_rows(batches: Sequence[Tensor], rows_t: Int[Tensor, "t"]) -> Tensor:
-    """Rows of the batches (T, D), numbered as those of one tensor, in the given order: (t, D)."""
+    """The rows of the concatenated batches (T, D) in the given order: (t, D)."""
     sorted_t, order_t = rows_t.sort()
     ends = torch.tensor([len(batch_TD) for batch_TD in batches]).cumsum(0)
     until = torch.searchsorted(sorted_t, ends)
@@ -244,27 +243,27 @@ def take_rows(batches: Sequence[Tensor], rows_t: Int[Tensor, "t"]) -> Tensor:
 
 
 def take_tokens(inputs: Sequence[Tensor], outputs: Sequence[Tensor], wanted: int) -> tuple[Share, Share]:
-    """About `wanted` tokens of both: the same evenly spaced part of every batch, at least one token of each."""
+    """Inputs and outputs of about `wanted` tokens, evenly spaced over every batch, at least one token per batch."""
     given = Share.of(inputs)
     share = min(1.0, wanted / max(1, given.tokens))
     return given.taken(share), given.holding(outputs).taken(share)
 
 
 def layer_seed(seed: int, index: int) -> int:
-    """The seed of a layer below 10,007, apart from those of another run's `seed`.
+    """The seed of a layer; different for all pairs of `seed` and `index` < 10,007.
 
-    A stage that must not repeat the draws of another adds an offset to `index`.
+    A stage that must not repeat the random numbers of another adds an offset to `index`.
     """
     return seed * 10_007 + index
 
 
 class TokenStream:
-    """Enter a layer to see its FFN inputs, fit what is to be fitted on them, leave with what the FFN gives for them.
+    """Hidden states on their way through the layers: `enter` a layer, fit on its FFN inputs, `leave` with its outputs.
 
-    Between `enter` and `leave`, `inputs` holds the FFN inputs of every batch, real tokens only, (T, D) each. Hidden
-    states, inputs and what is computed of them by `inputs.map` are kept on disk where there is no `memory` for them.
+    Between `enter` and `leave`, `inputs` holds the FFN inputs of every batch, (T, D) without padding. Hidden states,
+    inputs and results of `inputs.map` go to disk if they do not fit into `memory`.
 
-    Batches that pass some layers only come last, so that those before keep their places when these are gone.
+    Batches that pass only the first layers come last, so that the others keep their places when these are removed.
     """
 
     inputs: Share
@@ -276,26 +275,26 @@ class TokenStream:
         workers: Workers = ALONE,
         memory: TokenMemory | None = None,
     ) -> None:
-        """Embed the tokens of this worker's share of the batches; all workers name the same ones."""
+        """Embed this worker's share of the batches; all workers pass the same `batches`."""
         self._mine, mine = slice(workers.rank, None, workers.world), batches[workers.rank :: workers.world]
-        # Places of the real tokens, not masks: a GPU would be waited for to count them, at each use.
+        # Indices of the real tokens: with masks, every use would wait for the GPU to count them.
         self._real = [batch.attention_mask.flatten().nonzero()[:, 0].to(stream.device) for batch in mine]
         like = torch.empty(0, stream.config.hidden_size, device=stream.device, dtype=stream.dtype)
         keep: Keep = as_it_is
         if memory and stream.device.type == "cpu":
-            # One of several processes may also get the inputs and outputs of the others.
+            # With several processes, this one may also receive the others' inputs and outputs.
             tokens = KEPT * count_tokens(mine) + 2 * (count_tokens(batches) if workers.world > 1 else 0)
             keep = memory.reserve(tokens * like.shape[1] * like.element_size())
         self.hidden = [keep(hidden_BTD) for hidden_BTD in stream.embed([batch.input_ids for batch in mine])]
-        self._layers = [batch.layers for batch in batches]  # that each passes; None: all
+        self._layers = [batch.layers for batch in batches]  # number of layers each batch passes; None: all
         self._share = partial(Share, like=like, workers=workers, keep=keep)
         self._sizes = [batch.tokens for batch in batches]
         self.inputs = self._share([], [])
-        self.entered = 0  # layers so far
+        self.entered = 0  # number of layers
         self._layer: StreamLayer | None = None
 
     def enter(self, layer: StreamLayer) -> None:
-        """Pass the layer's attention.
+        """Run the layer's attention and set `inputs`.
 
         Raises:
             NumericsError: an FFN input is not finite.
@@ -316,11 +315,11 @@ class TokenStream:
             raise NumericsError(
                 "hidden states are not finite",
                 where=f"FFN input of layer {self.entered - 1}",
-                do="check the weights of the layers before it; in another precision, if that is narrow",
+                do="check the weights of the layers before it, or use a wider number format",
             )
 
     def leave(self, outputs: Iterable[Tensor]) -> None:
-        """Add the FFN's outputs, (T, D) for every batch of `inputs`, to the residual stream as the layer adds them."""
+        """Add the FFN's outputs, (T, D) for every batch of `inputs`, to the residual stream as the layer does."""
         assert self._layer is not None, "enter a layer first"
         for index, (real_t, output_TD) in enumerate(zip(self._real, outputs, strict=True)):
             rows_TD = self.hidden[index].flatten(0, 1)
@@ -329,7 +328,7 @@ class TokenStream:
 
     @torch.no_grad()
     def loss(self, stream: LayerStream, batches: Sequence[TokenBatch]) -> MeanLoss:
-        """Next-token loss after the last layer, a sequence at a time: logits are wide."""
+        """Next-token loss after the last layer, one sequence at a time because logits are large."""
         logits, mine = stream.head(), batches[self._mine]
 
         def measure(place: int) -> Tensor:
@@ -343,26 +342,26 @@ class TokenStream:
 
 @dataclass
 class DealtLayer:
-    """A layer that one worker works on: its FFN, and the inputs of that, (T, D) for every batch of all workers.
+    """A layer that one worker fits: the FFN and its inputs, (T, D) for every batch of all workers.
 
-    They are there until the next layer comes.
+    The inputs are valid until the next layer is requested.
     """
 
     index: int
     ffn: DenseFFN
     inputs: list[Tensor]
-    keep: Keep  # what is computed of all inputs
-    # What the FFN gives for them, if the worker computes it: one process alone passes the layer with that.
+    keep: Keep  # stores what is computed from all inputs
+    # The FFN's outputs, if the worker computed them; a single process then leaves the layer with them.
     outputs: Sequence[Tensor] | None = None
 
 
 def deal_layers(
     stream: LayerStream, batches: Sequence[TokenBatch], workers: Workers, memory: TokenMemory | None = None
 ) -> Iterator[DealtLayer | None]:
-    """Pass the dense model's layers, W at a time, each of W workers with its share of the batches.
+    """Run the dense model W layers at a time, each of W workers with its share of the batches.
 
-    Then each gets one of the W layers to work on, with all tokens: what is found for a layer is that of one process.
-    None where fewer than W layers are left.
+    Then each worker gets one of the W layers with all tokens, so that the result for a layer does not depend on W.
+    Workers without a layer in the last turn get None.
     """
     tokens, dealt, world = TokenStream(stream, batches, workers, memory), None, workers.world
     for index, layer in enumerate(stream.layers()):
@@ -372,7 +371,7 @@ def deal_layers(
             dealt = DealtLayer(index, layer.ffn, inputs, tokens.inputs.keep)
         if index % world == world - 1 or index == stream.depth - 1:
             yield dealt
-            if dealt:  # whose receiver may still hold it while the next layer fills memory
+            if dealt:  # the caller may still hold it while the next layer needs memory
                 outputs, dealt.outputs = dealt.outputs if world == 1 else None, None
                 dealt.inputs.clear()
             dealt = None
@@ -382,7 +381,7 @@ def deal_layers(
 
 @dataclass(frozen=True)
 class LayerSample:
-    """Inputs and outputs of one layer's FFN, (t, D) for every batch, and its activation function."""
+    """Inputs and outputs of one layer's FFN, (t, D) per batch, and its activation function."""
 
     inputs: list[Tensor]
     outputs: list[Tensor]
@@ -393,9 +392,9 @@ class LayerSample:
 def sample_layers(
     stream: LayerStream, batches: Sequence[TokenBatch], tokens: int, memory: TokenMemory | None = None
 ) -> list[LayerSample]:
-    """One pass of the dense model: the same tokens in every layer, about so many, spread evenly over each batch.
+    """Run the dense model once; sample about `tokens` tokens, evenly spaced over each batch, the same in every layer.
 
-    Memory: 2·L·D numbers a token.
+    Memory: 2·L·D numbers per token.
     """
     passing, samples = TokenStream(stream, batches, memory=memory), []
     for layer in tqdm(stream.layers(), total=stream.depth, desc="sample", unit="layer"):

@@ -1,4 +1,4 @@
-"""Which neurons an FFN can best do without, when the down columns of those that stay are fitted again."""
+"""Rank an FFN's neurons by the error of removing them, with the down columns of the others refitted."""
 
 from collections.abc import Sequence
 
@@ -10,12 +10,12 @@ from models.ffn import DenseFFN
 from stages.calibration.batches import Share
 
 PENALTY = 1e-2  # of the refit, relative to the mean diagonal of the second moment
-SHARE = 32  # one in so many of the neurons that are left goes at a time
-PACKED = 0.8  # of the rows at hand are those of neurons that are left; below that they are copied together
+SHARE = 32  # each step removes 1/32 of the remaining neurons
+PACKED = 0.8  # rows are compacted when fewer than this share belong to remaining neurons
 
 
 def rank_by_alignment(ffn: DenseFFN, inputs: Sequence[Tensor], keep: int) -> Float[Tensor, "F"]:
-    """The order in which neurons are worth keeping, higher is better, by what the aligned output loses without them."""
+    """Rank neurons by the error of the aligned output without them; higher is better to keep."""
     if keep >= ffn.width:
         return torch.ones(ffn.width)
     gram_FF, workers = second_moment(ffn, inputs), Share.of(inputs).workers
@@ -32,13 +32,13 @@ def second_moment(ffn: DenseFFN, inputs: Sequence[Tensor]) -> Float[Tensor, "F F
 
 
 def rank_by_elimination(gram_FF: Float[Tensor, "F F"], down_DF: Float[Tensor, "D F"], keep: int) -> Float[Tensor, "F"]:
-    """Backward elimination: drop the neurons whose loss, once the others' columns are refitted, is least, and again.
+    """Backward elimination: repeatedly drop the neurons of least loss, with the others' columns refitted.
 
-    Without neuron j the error Σ_t‖Σ_i h_i·d_i − Σ_{i≠j} h_i·w_i‖² rises by ‖w_j‖² / [G⁻¹]_jj at the best columns w, G
-    being the activations' second moment. It stops at `keep` neurons, at least 1.
+    Without neuron j the error Σ_t‖Σ_i h_i·d_i − Σ_{i≠j} h_i·w_i‖² rises by ‖w_j‖² / [G⁻¹]_jj at the best columns w,
+    where G is the activations' second moment. It stops at `keep` neurons, at least 1.
 
     Returns:
-        ``(F,)`` 0 for the first that went, up; the neurons that stay come last, in the order of their loss.
+        ``(F,)`` ranks: 0 for the neuron dropped first; the kept neurons have the highest ranks, ordered by loss.
     Numerics: inverse in fp64, downdates in fp32; the ridge keeps them stable.
     Source: the optimal brain surgeon (Hassibi, Stork 1993) for whole neurons, as in ZipLM, arXiv:2302.04089.
     """
@@ -78,7 +78,7 @@ def _losses(columns_UD: Tensor, inverse_UU: Tensor) -> Tensor:
 
 
 def _drop(inverse_UU: Tensor, columns_UD: Tensor, out_u: Tensor) -> None:
-    """Refit inverse and columns of the neurons that stay, in place; rows and columns of those that go become noise."""
+    """Refit inverse and columns in place for the neurons that stay; entries of dropped neurons become meaningless."""
     across_uU = inverse_UU[out_u]
     joint = torch.cat([across_uU, columns_UD[out_u]], 1)
     solved = torch.linalg.solve(across_uU[:, out_u].double(), joint.double()).float()

@@ -1,7 +1,7 @@
-"""Memory for what a stage keeps of every token: RAM up to a limit, above it files on disk.
+"""Memory for tensors of all tokens: RAM up to a limit, then files on disk.
 
-A file has no name in its folder, so that it is gone with the process, even a killed one. It is mapped into memory: the
-system keeps of it in RAM what there is room for.
+The files have no name, so the system deletes them when the process ends, even if it is killed. They are mapped into
+memory, and the system caches them in free RAM.
 """
 
 import os
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _MEMINFO = Path("/proc/meminfo")
-_SHARE = 0.5  # of the free memory, where no limit is set
+_SHARE = 0.5  # of the free memory, if no limit is set
 KEPT = 3  # tensors (T, D) of a layer pass: hidden states, inputs and outputs of an FFN
 
 
 def free_memory() -> int | None:
-    """Bytes that a process could take now; None where the system does not say."""
+    """Bytes that a process could allocate now; None if the system does not report them."""
     if not _MEMINFO.exists():
         return None
     line = next((line for line in _MEMINFO.read_text(encoding="utf-8").splitlines() if "MemAvailable" in line), "")
@@ -30,7 +30,7 @@ def free_memory() -> int | None:
 
 
 def memory_limit(model: ModelConfig, processes: int = 1) -> float:
-    """Bytes of RAM for hidden states of each of the processes: `model.hidden_memory`, or a share of what is free."""
+    """Bytes of RAM per process for hidden states: `model.hidden_memory`, or a share of the free memory."""
     if model.hidden_memory is not None:
         return memory_bytes(model.hidden_memory)
     free = free_memory()
@@ -43,13 +43,13 @@ def as_it_is(tensor: "Tensor") -> "Tensor":
 
 
 class TokenMemory:
-    """The RAM that a stage has left for tensors of tokens, and the folder for those that it has none for."""
+    """The RAM that a stage has left for tensors of tokens, and the folder for tensors that do not fit."""
 
     def __init__(self, folder: Path, room: float) -> None:
         self._folder, self._room = folder, room
 
     def reserve(self, size: int) -> Callable[["Tensor"], "Tensor"]:
-        """How tensors are kept that are `size` bytes in all: in RAM, all of them, or on disk."""
+        """A function that stores tensors of `size` bytes in all: all of them in RAM, or all on disk."""
         if size <= self._room:
             self._room -= size
             return as_it_is
@@ -57,7 +57,7 @@ class TokenMemory:
 
 
 def spill(tensor: "Tensor", folder: Path) -> "Tensor":
-    """A copy of a CPU tensor in a nameless file, which ends with the copy.
+    """Copy a CPU tensor into a nameless file, which is deleted with the copy.
 
     Raises:
         OSError: the disk has no room.
@@ -68,7 +68,7 @@ def spill(tensor: "Tensor", folder: Path) -> "Tensor":
         return tensor
     with TemporaryFile(dir=folder) as file:
         if sys.platform == "linux":
-            # Without room set aside, a full disk would end the process at a write to the tensor.
+            # Without reserved space, a write to the tensor would kill the process if the disk is full.
             os.posix_fallocate(file.fileno(), 0, tensor.nbytes)
         place = f"/dev/fd/{file.fileno()}"
         held = torch.from_file(place, shared=True, size=tensor.numel(), dtype=tensor.dtype)

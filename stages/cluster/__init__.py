@@ -1,1 +1,1 @@
-"""Which neuron belongs to which expert."""
+"""cluster: group the FFN neurons of every layer into experts."""

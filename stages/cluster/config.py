@@ -12,7 +12,7 @@ COMPARING_METHODS = frozenset({"router_aware", "balanced_kmeans"})
 
 @dataclass
 class ClusterConfig:
-    """How neurons are grouped into experts, and the map drawn of them; explained in conf/cluster."""
+    """How neurons are grouped into experts and drawn as maps; explained in conf/cluster."""
 
     method: str = field(
         default="router_aware",
@@ -31,12 +31,12 @@ class ClusterConfig:
         return self.method in COMPARING_METHODS
 
     def ranks(self, shape: MoEShape, width: int) -> bool:
-        """Whether some neurons are always on, dropped or dealt out, so that `always_on_by` decides which."""
+        """Whether neurons are ranked: to be always on, dropped, or dealt out by method rank."""
         others = not shape.pooled and (self.method == "rank" or drops(shape, width))
         return shape.always_on > 0 or others
 
     def reads_score(self, shape: MoEShape, width: int) -> bool:
-        """Whether the score decides anything."""
+        """Whether the result depends on the score."""
         return shape.pooled or (self.always_on_by == "score" and self.ranks(shape, width))
 
     def aligns(self, shape: MoEShape, width: int) -> bool:
@@ -44,11 +44,11 @@ class ClusterConfig:
         return self.always_on_by == "alignment" and self.ranks(shape, width)
 
     def needs_pass(self, shape: MoEShape, width: int) -> bool:
-        """Whether a pass of the dense model over the calibration text is made."""
+        """Whether the stage runs the dense model over the calibration text."""
         return self.method == "router_aware" or self.aligns(shape, width)
 
     def unread(self, shape: MoEShape, width: int) -> dict[str, str]:
-        """Settings that nothing reads, and why."""
+        """Settings without effect → the reason."""
         found: dict[str, str] = {}
         if not self.ranks(shape, width):
             found["always_on_by"] = NOTHING_RANKED
@@ -63,10 +63,10 @@ class ClusterConfig:
         return found
 
 
-# Why no score is read.
+# Reason why the score has no effect.
 NOTHING_RANKED = "no neuron is always on or dropped"
 
 
 def drops(shape: MoEShape, width: int) -> bool:
-    """Whether the experts of a layer have no room for all its neurons that are not always on."""
+    """Whether a layer has more routed neurons than its experts can hold, so that some are dropped."""
     return shape.experts * shape.n < width - shape.always_on

@@ -1,4 +1,4 @@
-"""All that is known of a layer when its neurons are grouped: statistics, scores, activity on text, features."""
+"""The data by which a layer's neurons are grouped: statistics, scores, activity on text, features."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,18 +28,18 @@ from stages.text.sequences import TokenBatch
 
 @dataclass(frozen=True)
 class LayerActivity:
-    """One layer's FFN and its inputs, (T, D) for every batch, real tokens only; valid until the next layer comes."""
+    """A layer's FFN and its inputs, (T, D) per batch, without padding; valid until the next layer is requested."""
 
     ffn: DenseFFN
     inputs: Sequence[Tensor]
 
     @property
     def tokens(self) -> int:
-        """T of all batches."""
+        """Number of tokens in all batches."""
         return sum(map(len, self.inputs))
 
     def sample(self, tokens: int) -> Float[Tensor, "T D"]:
-        """At most `tokens` of the inputs, evenly spaced over the text."""
+        """The inputs of at most `tokens` tokens, evenly spaced over the text."""
         return take_rows(self.inputs, evenly_spaced(self.tokens, tokens))
 
 
@@ -51,11 +51,10 @@ def open_activities(
     workers: Workers = ALONE,
     scratch: Path | None = None,
 ) -> Iterator[LayerActivity | None]:
-    """One pass of the dense model over the calibration text: the activity of every layer in order.
+    """Run the dense model over the calibration text and yield the activity of every layer in order.
 
-    Of W workers each gets every W-th, and None at the end where there is none left for it.
-
-    Memory: one layer, and the hidden states of all tokens or, where they are too large, files in the folder `scratch`.
+    Each of W workers gets every W-th layer; in the last turn, workers without a layer get None.
+    Memory: one layer, and the hidden states of all tokens, which go to files in `scratch` if they exceed the limit.
     """
     folder = resolve_folder(model)
     memory = TokenMemory(scratch, memory_limit(model, workers.world)) if scratch else None
@@ -70,34 +69,34 @@ def stream_activities(
     workers: Workers = ALONE,
     memory: TokenMemory | None = None,
 ) -> Iterator[LayerActivity | None]:
-    """The same of an open model; asking for the next one passes this one's FFN."""
+    """`open_activities` for an open model; requesting the next layer runs the FFN of this one."""
     for dealt in deal_layers(stream, batches, workers, memory):
         yield LayerActivity(dealt.ffn, dealt.inputs) if dealt else None
 
 
-FEATURES, GROUPING, LAYOUT, CONTROL = range(4)  # what a layer's streams of random numbers are for
+FEATURES, GROUPING, LAYOUT, CONTROL = range(4)  # purposes of a layer's random number streams
 
 
 @dataclass(frozen=True)
 class LayerEvidence:
-    """A layer's statistics and scores, and its activity where the settings ask for a pass."""
+    """A layer's statistics and scores, and its activity if the settings need a pass."""
 
     layer: int
     model: ModelConfig
-    statistics: NeuronStatistics  # of all layers, as the scores
+    statistics: NeuronStatistics  # of all layers, like the scores
     scores: Scores | None  # None: nothing is ranked by score
     seed: int
     pass_activity: LayerActivity | None = None
 
     @property
     def activity(self) -> LayerActivity:
-        """Inputs on the calibration text, where `needs_pass` in config.py says so."""
+        """Activity on the calibration text; only if `needs_pass` in config.py is true."""
         assert self.pass_activity is not None, "no pass was made, see needs_pass in config.py"
         return self.pass_activity
 
     @property
     def score_F(self) -> Float[Tensor, "F"]:
-        """Scores of the layer's neurons, where `reads_score` in config.py says so."""
+        """Scores of the layer's neurons; only if `reads_score` in config.py is true."""
         assert self.scores is not None, "no score was read, see reads_score in config.py"
         return self.scores.chosen[self.layer]
 
@@ -107,22 +106,22 @@ class LayerEvidence:
         return self.statistics.contribution[self.layer]
 
     def draw(self, purpose: int) -> np.random.Generator:
-        """Random numbers of this layer and purpose alone, from their beginning."""
+        """A new generator, seeded by layer and purpose."""
         return np.random.default_rng((self.seed, self.layer, purpose))
 
 
 CHUNK = 1024  # neurons unpacked at a time: 32 MiB at 8192 tokens
 SWEEPS = 3
-FEATURE_DIMS = 64  # directions kept
+FEATURE_DIMS = 64  # singular directions kept
 
 
 def coactivation_features(
     active_bits_Fr: UInt8[Tensor, "F r"], tokens: int, *, dims: int, rng: np.random.Generator
 ) -> Float[Tensor, "F C"]:
-    """Where each neuron fires, as bits over R reservoir tokens, in the directions that tell most neurons apart.
+    """Each neuron's activation bits over R reservoir tokens, projected onto their leading singular directions.
 
-    The cosine of two rows is (up to the reduction) the share of tokens where both fire: |i∩j| / √(|i|·|j|). Bits are
-    packed, most significant first.
+    Up to this projection, the cosine of two rows is |i∩j| / √(|i|·|j|), where |i∩j| counts the tokens on which both
+    neurons fire. Bits are packed, most significant first.
 
     Returns:
         ``(F, min(dims, R))`` fp32; the zero row for a neuron that never fires.
@@ -133,14 +132,14 @@ def coactivation_features(
 
 
 def gate_row_features(gate_FD: Float[Tensor, "F D"], *, dims: int, rng: np.random.Generator) -> Float[Tensor, "F C"]:
-    """What each neuron listens to: its gate row, in the directions that tell most neurons apart. C = min(dims, D)."""
+    """Each neuron's gate row, projected onto the leading singular directions; C = min(dims, D)."""
     return _project_on_top_directions(
         lambda start, stop: gate_FD[start:stop].float(), len(gate_FD), gate_FD.shape[1], dims, rng
     )
 
 
 def unpack_bits(packed_Ur: UInt8[Tensor, "U r"], tokens: int) -> Float[Tensor, "U R"]:
-    """Packed bits as fp32 zeros and ones."""
+    """Unpack bits to fp32 zeros and ones."""
     return torch.from_numpy(np.unpackbits(packed_Ur.numpy(), axis=1, count=tokens)).float()
 
 
@@ -149,8 +148,7 @@ def _project_on_top_directions(
 ) -> Float[Tensor, "F C"]:
     """Coordinates of all rows in the span of their leading right singular vectors, a chunk of rows in memory at a time.
 
-    Cosines within the span are what clustering needs, so the vectors themselves are never told apart.
-
+    Clustering needs only cosines within the span, so the singular vectors themselves are not computed.
     Source: randomised subspace iteration, arXiv:0909.4061 algorithm 4.4.
     """
     starts = range(0, count, CHUNK)
@@ -165,7 +163,7 @@ def _project_on_top_directions(
 
 
 def view_neurons(cluster: ClusterConfig, evidence: LayerEvidence) -> Float[Tensor, "F C"]:
-    """The features by which a layer's neurons are compared, as `cluster.features` asks.
+    """Features of a layer's neurons, of the kind that `cluster.features` names.
 
     Raises:
         ConfigError: the scan did not keep them.

@@ -1,4 +1,4 @@
-"""The partition of one layer, and a layer's share of a pool."""
+"""The partition of one layer, and each layer's share of a pool's experts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,12 +16,12 @@ from stages.cluster.router_aware import TokenEnergy, measure_energy
 
 
 def layer_shapes(shape: MoEShape, scores_LF: Float[Tensor, "L F"]) -> list[MoEShape]:
-    """The shape by which each layer's own neurons are grouped into its share of the pool's experts.
+    """Each layer's share of the pool's experts, as the shape by which the layer's own neurons are grouped.
 
-    The shares are in proportion to the layers' neurons among the E·N that stand highest by score. A layer of e experts
-    is grouped as if a token chose among these alone: K of them, at most half, since where all are chosen no grouping is
-    better than another. An expert holds no neuron twice, and neurons are copied only where the pool has more places
-    than the model has neurons.
+    Shares are proportional to the layers' counts among the E·N highest scores, see `count_best`. A layer of e experts
+    is grouped as if a token chose among these alone: K of them, but at most half, because all groupings are equally
+    good if all experts are chosen. An expert holds no neuron twice. Neurons are copied only if the pool has more
+    places than the model has neurons.
     """
     layers, width = scores_LF.shape
     most = max((width - shape.always_on) // shape.n, -(-shape.experts // layers))
@@ -36,10 +36,10 @@ def layer_shapes(shape: MoEShape, scores_LF: Float[Tensor, "L F"]) -> list[MoESh
 
 
 def count_best(scores_LF: Float[Tensor, "L F"], slots: int) -> Int[Tensor, "L"]:
-    """How many neurons of each layer are among the `slots` that stand highest above their own layer's mean.
+    """Count each layer's neurons among the `slots` highest scores, standardised within each layer.
 
-    Scores are comparable within a layer only. Ranks would give every layer the same; standard deviations tell a layer
-    with few outstanding neurons from one with many.
+    Scores are comparable within one layer only. Ranks would give every layer the same count; standard deviations
+    distinguish a layer with few outstanding neurons from one with many.
     """
     deviation_L1 = scores_LF.std(1, keepdim=True).clamp_min(torch.finfo(scores_LF.dtype).tiny)
     above_LF = (scores_LF - scores_LF.mean(1, keepdim=True)) / deviation_L1
@@ -49,10 +49,9 @@ def count_best(scores_LF: Float[Tensor, "L F"], slots: int) -> Int[Tensor, "L"]:
 
 
 def share_experts(weights_L: Float[Tensor, "L"], experts: int, *, least: int, most: int) -> Int[Tensor, "L"]:
-    """Deal E experts out in proportion to weights (not negative), at `least` and at `most` so many to a layer.
+    """Distribute E experts over the layers in proportion to weights >= 0, `least` to `most` experts per layer.
 
     E is between L·least and L·most; ties go to the lower layer.
-
     Source: Sainte-Laguë's highest quotients.
     """
     given_L = torch.full((len(weights_L),), least)
@@ -74,9 +73,9 @@ class Roles(NamedTuple):
 
 
 def split_neurons(measure_F: Float[Tensor, "F"], scores_F: Float[Tensor, "F"], *, always_on: int, slots: int) -> Roles:
-    """Keep the S neurons of highest measure on for every token; drop those of lowest score that find no slot.
+    """The S neurons of highest measure are always on, the `slots` others of highest score routed, the rest dropped.
 
-    `slots` are the E·N places in experts; ties go to the lower index.
+    `slots` is the number of places in experts, E·N; ties go to the lower index.
     """
     by_measure_F = measure_F.argsort(descending=True, stable=True)
     rest = by_measure_F[always_on:].sort().values
@@ -95,7 +94,7 @@ class LayerPartition:
     always_on_S: Int[Tensor, "S"]
     routed_U: Int[Tensor, "U"]
     dropped_X: Int[Tensor, "X"]
-    labels_U: Int[Tensor, "U"]  # the expert a routed neuron was grouped into, before copies filled the others
+    labels_U: Int[Tensor, "U"]  # the expert that each routed neuron was grouped into, before copies
     neurons_EN: Int[Tensor, "E N"]
 
     @property
@@ -125,14 +124,15 @@ def partition_layer(
 ) -> LayerPartition:
     """Choose the always-on neurons, group the others into experts, and fill the experts to N neurons each.
 
-    The highest of `measure_F` are always on; `scores_F` ranks the others, to be dropped or dealt. `features` is called
-    only by methods that compare neurons; `evidence` and at most so many calibration `tokens` are for `router_aware`.
-    `shape` has N ≤ F − S; of a pool it is as `layer_shapes` gives it.
+    Neurons of highest `measure_F` are always on; `scores_F` ranks the others for dropping and for method rank.
+    `features` is called only by methods that compare neurons; router_aware reads `evidence`, on at most `tokens`
+    calibration tokens. `shape` has N ≤ F − S; in a pool it comes from `layer_shapes`.
+
     Returns:
         Indices into the layer's F neurons, ascending within every expert.
     """
     roles = split_neurons(measure_F, scores_F, always_on=shape.always_on, slots=shape.experts * shape.n)
-    if not shape.experts:  # of a pool to which this layer gives none
+    if not shape.experts:  # this layer gives no expert to the pool
         return LayerPartition(*roles, roles.routed_U.clone(), roles.routed_U.new_empty(0, shape.n))
 
     def energy() -> TokenEnergy:

@@ -1,4 +1,4 @@
-"""Ways to group neurons into experts: each neuron gets a home, each pair of neuron and expert an affinity."""
+"""Methods that group neurons: each neuron gets one home expert, and an affinity to every expert."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from torch.nn.functional import normalize
 
 from stages.cluster.router_aware import TokenEnergy, assign_balanced, members, place_copies, regroup
 
-ITERATIONS = 20  # of k-means and of router_aware, at most; both stop earlier when no neuron moves
+ITERATIONS = 20  # maximum for k-means and for router_aware; both stop when no neuron moves
 
 
 def fit_balanced_kmeans(
@@ -24,9 +24,10 @@ def fit_balanced_kmeans(
 ) -> Int[Tensor, "U"]:
     """Group neurons by cosine similarity into clusters of exactly the given sizes, which sum to U; zeros are allowed.
 
-    Each round, of at most `iterations`, assigns neurons to centroids at the highest total similarity the sizes allow,
-    then moves the centroids; the total never falls, and the loop ends when no neuron moves. A zero row is a neuron
-    without direction and fills what is left.
+    Each of at most `iterations` rounds assigns neurons to centroids with the highest total similarity that the sizes
+    allow, then moves the centroids. The total never falls; the loop ends when no neuron moves. Zero rows, neurons
+    without direction, fill the remaining places.
+
     Returns:
         ``(U,)`` int64 cluster of each neuron.
     Source: spherical k-means (Dhillon, Modha 2001) with the assignment step constrained to sizes.
@@ -44,14 +45,14 @@ def fit_balanced_kmeans(
 
 
 def total_similarity(directions_UC: Float[Tensor, "U C"], labels_U: Int[Tensor, "U"], clusters: int) -> float:
-    """Σ of every neuron's cosine to the mean direction of its cluster: what k-means makes large."""
+    """The objective of k-means: Σ of every neuron's cosine to the mean direction of its cluster."""
     return float((directions_UC * mean_directions(directions_UC, labels_U, clusters)[labels_U]).double().sum())
 
 
 def mean_directions(
     directions_UC: Float[Tensor, "U C"], labels_U: Int[Tensor, "U"], clusters: int
 ) -> Float[Tensor, "E C"]:
-    """Mean direction of every cluster, of length 1; zero where a cluster is empty or cancels out."""
+    """Mean direction of every cluster, of length 1; zero if the cluster is empty or its directions cancel."""
     sums_EC = torch.zeros(clusters, directions_UC.shape[1]).index_add_(0, labels_U, directions_UC)
     return normalize(sums_EC, dim=1)
 
@@ -59,7 +60,7 @@ def mean_directions(
 def seed_centroids(
     directions_UC: Float[Tensor, "U C"], clusters: int, rng: np.random.Generator
 ) -> Float[Tensor, "E C"]:
-    """Draw starting centroids that lie apart: each next one with probability 1 − its similarity to the nearest.
+    """Draw distant initial centroids: each neuron with a probability proportional to 1 − its similarity to the nearest.
 
     Source: k-means++ (Arthur, Vassilvitskii 2007), with cosine distance.
     """
@@ -68,20 +69,20 @@ def seed_centroids(
     while len(chosen) < clusters:
         to_last_U = 1 - (directions_UC @ directions_UC[chosen[-1]]).double()
         distance_U = distance_U.minimum(to_last_U.clamp_min(0))
-        weights_U = distance_U + 1e-12  # keeps the draw defined when every neuron coincides with a centroid
+        weights_U = distance_U + 1e-12  # defines the draw if every neuron coincides with a centroid
         chosen.append(int(rng.choice(len(weights_U), p=(weights_U / weights_U.sum()).numpy())))
     return directions_UC[chosen]
 
 
 def group_sizes(neurons: int, groups: int) -> Int[Tensor, "E"]:
-    """Sizes that sum to `neurons` and differ by one at most."""
+    """Sizes that sum to `neurons` and differ by at most one."""
     sizes_E = torch.full((groups,), neurons // groups)
     sizes_E[: neurons % groups] += 1
     return sizes_E
 
 
 def fill_experts(affinity_UE: Float[Tensor, "U E"], labels_U: Int[Tensor, "U"], size: int) -> Int[Tensor, "E N"]:
-    """Complete every group, of at most `size` ≤ U neurons, to `size` with those of highest affinity to it.
+    """Fill every group, of at most `size` ≤ U neurons, to `size` with the neurons of highest affinity to it.
 
     Returns:
         ``(E, N)`` int64 neurons of each expert, ascending: every neuron at least once, none twice in an expert; ties go
@@ -97,7 +98,7 @@ Method = Literal["router_aware", "balanced_kmeans", "rank", "random", "contiguou
 
 
 class Grouping(NamedTuple):
-    """The home of each neuron, and how well it fits every expert should there be room."""
+    """Each neuron's home expert, and its affinity to every expert, which decides where copies go."""
 
     labels_U: Int[Tensor, "U"]
     affinity_UE: Float[Tensor, "U E"]
@@ -105,12 +106,12 @@ class Grouping(NamedTuple):
 
 @dataclass(frozen=True)
 class RoutedNeurons:
-    """The neurons to be grouped. Features and energy are computed only by methods that need them."""
+    """The neurons to group; features and energy are computed only for the methods that need them."""
 
     scores_U: Float[Tensor, "U"]
     features_UC: Callable[[], Tensor]
-    energy: Callable[[], TokenEnergy] | None = None  # of the neurons, for the method that routes tokens
-    size: int = 0  # N, for the method that places copies
+    energy: Callable[[], TokenEnergy] | None = None  # for router_aware
+    size: int = 0  # N, for the copies of router_aware
 
 
 def group_neurons(method: Method, neurons: RoutedNeurons, experts: int, *, rng: np.random.Generator) -> Grouping:
@@ -120,13 +121,13 @@ def group_neurons(method: Method, neurons: RoutedNeurons, experts: int, *, rng: 
             return group_router_aware(neurons, experts, rng=rng)
         case "balanced_kmeans":
             return group_by_similarity(neurons.features_UC(), experts, rng=rng)
-        case "rank":  # dealt out in the order of their scores: every expert gets its share of strong ones
+        case "rank":  # dealt out in score order: every expert gets its share of high scores
             labels_U = neurons.scores_U.argsort(descending=True, stable=True).argsort() % experts
-        case "random":  # independent of activations and weights: the plain control
+        case "random":  # the control: independent of activations and weights
             labels_U = torch.from_numpy(rng.permutation(len(neurons.scores_U))) % experts
         case "contiguous":  # neighbours in the weight matrix share an expert
             labels_U = torch.arange(experts).repeat_interleave(group_sizes(len(neurons.scores_U), experts))
-    # An expert with room takes the next group, then the one after: copies spread evenly over the neurons.
+    # An expert with room copies the next group, then the one after, so that copies are spread evenly.
     return Grouping(labels_U, -((labels_U[:, None] - torch.arange(experts)) % experts).float())
 
 
@@ -138,7 +139,7 @@ def group_by_similarity(features_UC: Float[Tensor, "U C"], experts: int, *, rng:
 
 
 def group_router_aware(neurons: RoutedNeurons, experts: int, *, rng: np.random.Generator) -> Grouping:
-    """Balanced k-means, then partition and router in turn; copies go where tokens would miss the neuron."""
+    """Balanced k-means, then improve partition and router alternately; copy neurons where tokens would miss them."""
     start_U = group_by_similarity(neurons.features_UC(), experts, rng=rng).labels_U
     assert neurons.energy is not None, "router_aware needs a pass, see needs_pass in config.py"
     energy = neurons.energy()

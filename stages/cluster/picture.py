@@ -1,4 +1,4 @@
-"""Pictures of chosen layers: which expert holds each neuron, how it scores, how often it fires."""
+"""Maps of chosen layers: each neuron's expert, score and firing frequency."""
 
 import warnings
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from stages.cluster.config import ClusterConfig
 from stages.cluster.evidence import LayerEvidence
 from stages.cluster.layer import ALWAYS_ON, DROPPED, LayerPartition
 
-# Drawn greedily from the sRGB cube: each is the farthest in OKLab from those before it, white, grey and black.
+# Chosen greedily from the sRGB cube: each is the farthest in OKLab from earlier ones, white, grey and black.
 COLOURS = (
     "#1f7ab8", "#ff00ff", "#00c200", "#ff0000", "#3d0085", "#851fff", "#d69900", "#660000",
     "#ad0085", "#cc85c2", "#14c2c2", "#004700", "#0000eb", "#cce000", "#00851f", "#ff1f99",
@@ -45,12 +45,12 @@ MOST_NAMED = len(COLOURS)  # more experts than this are coloured but not listed
 
 @dataclass(frozen=True)
 class NeuronMap:
-    """The data of a picture, neuron by neuron."""
+    """The data of one picture, per neuron."""
 
     coordinates_U2: Float[Tensor, "U 2"]
     home_U: Int[Tensor, "U"]  # an expert, ALWAYS_ON or DROPPED
     score_U: Float[Tensor, "U"]
-    score: str  # the measure
+    score: str  # its name
     frequency_U: Float[Tensor, "U"]
     experts: int
 
@@ -79,7 +79,7 @@ def plot_neuron_map(neurons: NeuronMap, path: Path, *, title: str) -> None:
 
 
 def _middle(values: Tensor) -> tuple[float, float]:
-    """Bounds of the colour scale: the extreme 5 % at either end share the end's colour."""
+    """Bounds of the colour scale; the lowest and the highest 5 % share the colour of their end."""
     if not len(values):
         return 0.01, 1.0
     low, high = np.quantile(values.numpy(), (0.05, 0.95)).tolist()
@@ -87,7 +87,7 @@ def _middle(values: Tensor) -> tuple[float, float]:
 
 
 def _plot_measure(panel: Axes, neurons: NeuronMap, values_U: Tensor, scale: Normalize, label: str) -> None:
-    """Colour by a measure; the highest are drawn last, on top."""
+    """Colour by a measure; the highest values are drawn on top."""
     order_U = values_U.argsort(stable=True)
     x_U, y_U = neurons.coordinates_U2[order_U].T.numpy()
     dots = panel.scatter(x_U, y_U, c=values_U[order_U].numpy(), s=_dot_area(neurons), cmap="viridis", norm=scale)
@@ -96,7 +96,7 @@ def _plot_measure(panel: Axes, neurons: NeuronMap, values_U: Tensor, scale: Norm
 
 
 def _plot_experts(panel: Axes, neurons: NeuronMap) -> None:
-    """Colour by expert; where the experts are few, number each in its midst and list them all."""
+    """Colour by expert; if there are few experts, number each one and list all in the legend."""
     named = neurons.experts <= MOST_NAMED
     handles = []
     homes = [(DROPPED, "dropped", "#dddddd"), (ALWAYS_ON, "always on", "#666666")]
@@ -123,18 +123,18 @@ def _plot_experts(panel: Axes, neurons: NeuronMap) -> None:
 
 
 def _midst(points_U2: NDArray[np.float32]) -> tuple[float, float]:
-    """The medoid: unlike a mean, it lies on one of the points."""
+    """The medoid: unlike the mean, it is one of the points."""
     distance_UU = np.linalg.norm(points_U2[:, None] - points_U2[None], axis=2)
     x, y = points_U2[distance_UU.sum(1).argmin()].tolist()
     return x, y
 
 
 def _dot_area(neurons: NeuronMap) -> float:
-    """Area in points² of a dot; smaller for more neurons, so that the panel is about equally full."""
+    """Area of a dot in points², smaller for more neurons."""
     return float(np.clip(24000 / len(neurons.home_U), 3.0, 40.0))
 
 
-MOST_DIMS = 50  # principal components in which both methods compare neurons
+MOST_DIMS = 50  # principal components that both methods use
 
 Points = NDArray[np.float32]
 
@@ -142,13 +142,13 @@ Points = NDArray[np.float32]
 def place_neurons(
     features_UC: Float[Tensor, "U C"], method: Literal["umap", "tsne"], *, neighbors: int, rng: np.random.Generator
 ) -> Float[Tensor, "U 2"]:
-    """Coordinates for a picture of 4 neurons or more: neighbours by cosine stay so, distances far apart mean little.
+    """Coordinates of 4 or more neurons: neighbours by cosine stay neighbours, large distances mean little.
 
-    A zero row is a neuron without direction. `neighbors` (umap) or the perplexity (tsne) is lowered where there are too
-    few neurons. The same stream `rng` gives the same picture on the same machine.
+    A zero row is a neuron without direction. `neighbors` (umap) or the perplexity (tsne) is lowered for few neurons.
+    The same `rng` gives the same picture on the same machine.
     """
     points_UP = principal_points(features_UC)
-    start_U2 = 1e-3 * rng.standard_normal((len(points_UP), 2), dtype=np.float32)  # tells neurons apart that are alike
+    start_U2 = 1e-3 * rng.standard_normal((len(points_UP), 2), dtype=np.float32)  # separates equal neurons
     start_U2[:, : points_UP.shape[1]] += points_UP[:, :2]
     place = place_by_umap if method == "umap" else place_by_tsne
     placed_U2 = place(points_UP, start_U2, neighbors, seed=int(rng.integers(2**31)))
@@ -164,13 +164,13 @@ def principal_points(features_UC: Float[Tensor, "U C"]) -> Points:
 
 
 def place_by_umap(points_UP: Points, start_U2: Points, neighbors: int, *, seed: int) -> Points:
-    """UMAP on exact neighbours, which compiles in half the time of its own search."""
+    """UMAP on exact neighbours: this compiles in half the time of umap's own neighbour search."""
     neighbors, threads = min(neighbors, len(points_UP) - 1), torch.get_num_threads()
     distances_UQ, nearest_UQ = NearestNeighbors(n_neighbors=neighbors).fit(points_UP).kneighbors(points_UP)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Tensorflow not installed", ImportWarning)
         warnings.filterwarnings("ignore", r"precomputed_knn\[2\]", UserWarning)
-        from umap import UMAP  # noqa: PLC0415 - seconds that only a map should cost
+        from umap import UMAP  # noqa: PLC0415 - takes seconds, and only maps need it
 
         layout = UMAP(
             n_neighbors=neighbors,
@@ -180,26 +180,26 @@ def place_by_umap(points_UP: Points, start_U2: Points, neighbors: int, *, seed: 
             n_jobs=1,
         )
         placed_U2: Points = layout.fit_transform(points_UP)
-    torch.set_num_threads(threads)  # numba changes it for the whole process, and with it the rounding of what follows
+    torch.set_num_threads(threads)  # numba changes it for the process, and so the rounding of later results
     return placed_U2
 
 
 def place_by_tsne(points_UP: Points, start_U2: Points, neighbors: int, *, seed: int) -> Points:
-    """t-SNE with as high a perplexity as its number of neurons allows."""
+    """t-SNE of perplexity `neighbors`, lowered for few neurons."""
     perplexity = min(float(neighbors), (len(points_UP) - 1) / 3)
-    start_U2 = 1e-4 * start_U2 / start_U2.std()  # it wants to start from a point, all but
+    start_U2 = 1e-4 * start_U2 / start_U2.std()  # t-SNE expects very small initial coordinates
     placed_U2: Points = TSNE(perplexity=perplexity, init=start_U2, random_state=seed).fit_transform(points_UP)
     return placed_U2
 
 
-MAP_NEURONS = 8192  # a wider layer shows an even sample
-MAP_NEIGHBORS = 15  # that decide a neuron's place; perplexity of t-SNE
+MAP_NEURONS = 8192  # drawn at most, evenly spaced over the layer
+MAP_NEIGHBORS = 15  # neighbours in UMAP, perplexity in t-SNE
 MAP_NAMES = {"umap": "UMAP", "tsne": "t-SNE"}
 FEATURE_NAMES = {"coactivation": "co-activation", "gate_rows": "gate rows"}
 
 
 def layers_to_draw(cluster: ClusterConfig, layers: int) -> list[int]:
-    """Layers whose map is wanted, ascending. Raises ConfigError: no such layer."""
+    """Layers to draw, ascending. Raises ConfigError: no such layer."""
     if cluster.map == "none":
         return []
     wanted = cluster.map_layers or [0, layers // 2, -1]
@@ -221,12 +221,12 @@ def plot_layer(
     cluster: ClusterConfig,
     rng: np.random.Generator,
 ) -> str:
-    """Write the map of one layer; returns the file's name."""
+    """Write the map of one layer; return the file name."""
     width = len(features_FC)
     shown = torch.from_numpy(np.linspace(0, width - 1, min(width, MAP_NEURONS)).round().astype(np.int64))
     coordinates_U2 = place_neurons(
         features_FC[shown],
-        cluster.map,  # type: ignore[arg-type] # checked against the choices beside the field
+        cluster.map,  # type: ignore[arg-type] # checked against the field's choices
         neighbors=MAP_NEIGHBORS,
         rng=rng,
     )

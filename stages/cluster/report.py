@@ -24,14 +24,14 @@ class Objective(NamedTuple):
     """Mean cosine of a neuron to the mean direction of its expert."""
 
     similarity: float
-    by_chance: float  # of neurons dealt out at random into groups of the same sizes
-    gap: float  # share by which the best assignment to the experts' mean directions is better; 0 where k-means is done
+    by_chance: float  # the same for random groups of these sizes
+    gap: float  # 1 − total / best assignment to the experts' mean directions; 0 if k-means has converged
 
 
 def measure_objective(
     features_UC: Float[Tensor, "U C"], labels_U: Int[Tensor, "U"], experts: int, *, rng: np.random.Generator
 ) -> Objective:
-    """The objective of k-means for one grouping (before copies), next to chance, drawn by `rng`, and to the optimum."""
+    """The k-means objective of a grouping (before copies), compared with a random one and with the best assignment."""
     directions_UC = normalize(features_UC, dim=1)
     dealt_U = labels_U[torch.from_numpy(rng.permutation(len(labels_U)))]
     total = total_similarity(directions_UC, labels_U, experts)
@@ -47,14 +47,14 @@ def measure_objective(
 
 
 class Coactivation(NamedTuple):
-    """Chance that two neurons both fire on a token; None where there is no such pair."""
+    """Probability that two neurons both fire on a token; None if there is no such pair."""
 
     within: float | None
     between: float | None
 
     @property
     def ratio(self) -> float | None:
-        """How many times likelier it is within an expert; 1 for a blind partition."""
+        """`within` / `between`; about 1 for a random partition."""
         return self.within / self.between if self.within is not None and self.between else None
 
 
@@ -63,10 +63,8 @@ def measure_coactivation(
 ) -> Coactivation:
     """Mean co-activation of two neurons of one expert, and of two neurons of different experts.
 
-    Counted per token from how many neurons of each expert fire, never pair by pair. Copies of a neuron in two experts
-    are no pair.
-
-    `active_bits_Fr` are ``(F, ceil(R/8))`` packed bits of `tokens`, R.
+    Computed from the number of firing neurons per token and expert, not pair by pair. Copies of one neuron are no pair.
+    `active_bits_Fr` is ``(F, ceil(R/8))``, packed bits of R = `tokens`.
     """
     experts, size = neurons_EN.shape
     member_EF = membership(neurons_EN, len(active_bits_Fr))
@@ -88,7 +86,7 @@ def measure_coactivation(
 
 
 def share_of(contribution_F: Float[Tensor, "F"], neurons: Int[Tensor, "U"]) -> float:
-    """Share of the layer's contribution that these neurons carry; 0 in a layer that contributes nothing."""
+    """These neurons' share of the layer's contribution; 0 if the layer contributes nothing."""
     total = float(contribution_F.sum())
     return float(contribution_F[neurons].sum()) / total if total else 0.0
 
@@ -102,7 +100,7 @@ class LayerFigures:
     """Figures of one layer's partition."""
 
     coactivation: Coactivation
-    objective: Objective | None  # None for methods that compare nothing
+    objective: Objective | None  # None for methods that do not compare neurons
     always_on_share: float
     dropped: int
     dropped_share: float
@@ -112,7 +110,7 @@ class LayerFigures:
 def measure_layer(
     partition: LayerPartition, evidence: LayerEvidence, features_FC: Float[Tensor, "F C"] | None
 ) -> LayerFigures:
-    """Figures of one layer; `features_FC` of methods that compare neurons."""
+    """Figures of one layer; `features_FC` is None for methods that do not compare neurons."""
     roles, statistics, layer = partition.roles, evidence.statistics, evidence.layer
     contribution_F, experts = evidence.contribution_F, len(partition.neurons_EN)
     objective = None
@@ -151,7 +149,7 @@ def tabulate_layers(
     pictures: Sequence[str],
     shapes: Sequence[MoEShape] = (),
 ) -> Table:
-    """One row per layer, and how it was done; `shapes` are those of the layers of a pool."""
+    """One row per layer, and notes on the method; `shapes` are the layers' shapes in a pool."""
     rows = [
         [
             layer,
@@ -172,8 +170,8 @@ def tabulate_layers(
     ]
     if any(figure.objective for figure in figures):
         notes.append(
-            "similarity: mean cosine of a neuron and its expert's mean, then that of random experts; gap: what the "
-            "best assignment to these means would add"
+            "similarity: mean cosine of a neuron and its expert's mean, then that of random experts; gap: how far "
+            "it is below the best assignment to these means"
         )
     if shapes:
         notes.append(
@@ -185,9 +183,9 @@ def tabulate_layers(
 
 
 def describe(cluster: ClusterConfig, shape: MoEShape, width: int, score: str | None) -> str:
-    """The method, and the criteria for always-on, dropped and dealt-out neurons, in a sentence.
+    """One sentence on the method and the criteria for always-on, dropped and dealt-out neurons.
 
-    `score` is the score in words, None where it decided nothing.
+    `score` describes the score; None if it had no effect.
     """
     how = f" on {cluster.features}" if cluster.method == "balanced_kmeans" else ""
     said = [f"experts by {cluster.method}{how}"]

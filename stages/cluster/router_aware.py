@@ -1,8 +1,8 @@
-"""Partition and router in turn: neurons go where the tokens that need them are routed, tokens where their neurons went.
+"""Alternate between partition and router: assign neurons to the experts of the tokens that need them, route tokens.
 
-The measure is the routed energy: the part of Σ_j (h_j·‖d_j‖)² that the chosen experts hold, h_j being the residual of
-its regression on the always-on neurons, because alignment lets these make up for the rest. A partition is as good as a
-linear router can route it: the tokens' experts come from a ridge regression, not from an oracle.
+The objective is the routed energy: the part of Σ_j (h_j·‖d_j‖)² in the chosen experts. h_j is the residual of a
+regression on the always-on neurons, because alignment replaces the predicted part. Tokens are routed by a ridge
+regression, not by an oracle, because a partition is only useful if a linear router can choose its experts.
 """
 
 from dataclasses import dataclass
@@ -17,33 +17,34 @@ from models.routing import choose_experts, chosen_mask
 from stages.calibration.alignment import NormalEquations
 from stages.cluster.evidence import LayerActivity
 
-MAX_PIVOTS = 10**9  # of the network simplex: far more than it ever takes
+MAX_PIVOTS = 10**9  # of the network simplex; far more than it needs
 
 
 def assign_balanced(affinity_UE: Float[Tensor, "U E"], sizes_E: Int[Tensor, "E"]) -> Int[Tensor, "U"]:
     """Give every neuron an expert so that expert e gets exactly `sizes_E[e]` and the summed affinity is the highest.
 
-    A transport problem of U unit masses to E sizes, which sum to U. At U = 18,944 and E = 128 it takes 1 to 2 s and
-    0.1 GB; the usual solver of the U × U assignment problem would need 2.9 GB.
+    This is a transport problem of U unit masses to E sizes, which sum to U. At U = 18,944 and E = 128 it takes 1 to 2 s
+    and 0.1 GB; the usual solver of the U × U assignment problem would need 2.9 GB.
+
     Returns:
         ``(U,)`` int64 expert of each neuron.
-    Numerics: the exact optimum in fp64; among equal ones always the same.
+    Numerics: the exact optimum in fp64; ties are broken deterministically.
     Source: the network simplex of POT (Bonneel et al. 2011).
     """
     cost_UE = affinity_UE.max().double() - affinity_UE.double()
-    cost_UE /= cost_UE.max().clamp_min(torch.finfo(torch.float64).tiny)  # its tolerances are absolute
+    cost_UE /= cost_UE.max().clamp_min(torch.finfo(torch.float64).tiny)  # the solver's tolerances are absolute
     plan_UE = ot.emd(np.ones(len(cost_UE)), sizes_E.double().numpy(), cost_UE.numpy(), numItermax=MAX_PIVOTS)
     return torch.from_numpy(plan_UE.argmax(1))
 
 
 ROUTER_PENALTY = 0.1
 PREDICT_PENALTY = 1e-2
-SWEEPS = 2  # over the experts, when copies are placed
+SWEEPS = 2  # over the experts in `place_copies`
 
 
 @dataclass(frozen=True)
 class TokenEnergy:
-    """Energy of every routed neuron on every token, and a way to route tokens by their inputs."""
+    """Energy of every routed neuron on every token, and the inputs by which tokens are routed."""
 
     energy_TU: Tensor
     x_TD: Tensor
@@ -51,11 +52,11 @@ class TokenEnergy:
     top_k: int
 
     def held(self, member_EU: Float[Tensor, "E U"]) -> Float[Tensor, "T E"]:
-        """The part of a token's energy that each expert holds."""
+        """Each token's energy per expert."""
         return self.energy_TU @ member_EU.T
 
     def route(self, held_TE: Float[Tensor, "T E"]) -> Float[Tensor, "T E"]:
-        """1 for the experts that a linear router, fitted to the experts' energy, chooses."""
+        """1 for the experts chosen by a linear router that is fitted to the log of the experts' energy."""
         wanted_TE = held_TE.clamp_min(1e-20).log_()
         wanted_TE -= wanted_TE.mean(1, keepdim=True)
         rows_DE = torch.cholesky_solve(self.x_TD.T @ wanted_TE, self.factor_DD)
@@ -65,7 +66,7 @@ class TokenEnergy:
 def measure_energy(
     activity: LayerActivity, routed_U: Int[Tensor, "U"], always_on_S: Int[Tensor, "S"], *, top_k: int, tokens: int
 ) -> TokenEnergy:
-    """The energy of the routed neurons on at most `tokens` calibration tokens, evenly spaced over the text.
+    """Energy of the routed neurons on at most `tokens` calibration tokens, evenly spaced over the text.
 
     Memory: tokens × U.
     """
@@ -92,10 +93,10 @@ def ridge_factor(a_TA: Float[Tensor, "T A"], penalty: float) -> Float[Tensor, "A
 def regroup(
     energy: TokenEnergy, labels_U: Int[Tensor, "U"], sizes_E: Int[Tensor, "E"], *, iterations: int
 ) -> Int[Tensor, "U"]:
-    """Improve a partition: route the tokens, assign neurons to the experts whose tokens need them most, and again.
+    """Alternately route the tokens and assign each neuron to the expert whose tokens need it most.
 
     Returns:
-        ``(U,)`` the labels of highest routed energy; at worst those it started from.
+        ``(U,)`` the labels of highest routed energy, the initial ones included.
     """
     best_U, most = labels_U, -1.0
     for _ in range(iterations + 1):
@@ -112,7 +113,7 @@ def regroup(
 
 
 def members(labels_U: Int[Tensor, "U"], experts: int, like: Tensor) -> Float[Tensor, "E U"]:
-    """1 where the expert is the neuron's home."""
+    """1 if the expert is the neuron's home."""
     labels_U = labels_U.to(like.device)
     return like.new_zeros(experts, len(labels_U)).scatter_(0, labels_U[None], 1.0)
 
@@ -120,11 +121,11 @@ def members(labels_U: Int[Tensor, "U"], experts: int, like: Tensor) -> Float[Ten
 def place_copies(energy: TokenEnergy, labels_U: Int[Tensor, "U"], experts: int, size: int) -> Float[Tensor, "E U"]:
     """Fill every expert to `size` neurons with those whose energy its tokens would miss.
 
-    Every neuron keeps its home. Expert by expert, a neuron is worth what it adds for the tokens that go there and get
-    it from no other chosen expert; the tokens are routed again after each sweep.
+    Every neuron stays in its home. An expert takes the neurons of most energy on those of its tokens that get them from
+    no other chosen expert. Each sweep starts by routing the tokens again.
 
     Returns:
-        ``(E, U)`` 1 where the expert holds the neuron, `size` in each row.
+        ``(E, U)`` 1 if the expert holds the neuron; every row sums to `size`.
     """
     home_EU = members(labels_U, experts, energy.energy_TU)
     member_EU = home_EU.clone()

@@ -38,9 +38,9 @@ def run(
     shape: MoEShape,
     seed: int,
 ) -> Table:
-    """Group the neurons of every layer into experts; no layer's draws depend on another layer.
+    """Group the neurons of every layer into experts; random numbers are independent between layers.
 
-    Workers share the pass over the text, and then each groups the neurons of one layer.
+    Workers share the pass over the text; then each worker groups one layer.
     """
     workers, model = job.workers, replace(model, device=job.workers.pick_device(model.device))
     statistics = NeuronStatistics.load(job.parents["scan"])
@@ -76,7 +76,7 @@ def run(
 
 
 class GroupedLayer(NamedTuple):
-    """What a worker found of one layer."""
+    """The result for one layer."""
 
     layer: int
     partition: LayerPartition
@@ -84,7 +84,7 @@ class GroupedLayer(NamedTuple):
     pictures: dict[str, bytes]  # name → PNG file
 
     def keep(self, job: Job, *, new: bool) -> None:
-        """Write the pictures, and the partition where no earlier run has."""
+        """Write the pictures and, if it is `new`, the partition."""
         if new:
             save_layer_checkpoint(job.scratch, self.layer, self.partition)
         for name, content in self.pictures.items():
@@ -98,14 +98,14 @@ def group_layer(
     partition: LayerPartition | None,
     out: Path | None,
 ) -> GroupedLayer:
-    """Group the neurons of one layer, unless an earlier run has; with a map drawn in the folder `out`."""
+    """Group the neurons of one layer, or take the `partition` of an earlier run; draw a map into `out`, if given."""
     layer, features = evidence.layer, lru_cache(maxsize=1)(partial(view_neurons, cluster, evidence))
     if partition is None:
         partition = partition_layer(
             *rank_neurons(cluster, evidence, shape),
             features,
             shape,
-            method=cluster.method,  # type: ignore[arg-type] # checked against the choices beside the field
+            method=cluster.method,  # type: ignore[arg-type] # checked against the field's choices
             rng=evidence.draw(GROUPING),
             evidence=evidence,
             tokens=cluster.sample_tokens,
@@ -120,16 +120,17 @@ def group_layer(
 def rank_neurons(
     cluster: ClusterConfig, evidence: LayerEvidence, shape: MoEShape
 ) -> tuple[Float[Tensor, "F"], Float[Tensor, "F"]]:
-    """Criteria for choosing the always-on neurons, and for dropping others where experts have no room.
+    """Criteria for choosing the always-on neurons, and for dropping others when the experts are full.
 
-    They differ in a pool only: its neurons are those of highest score, also where alignment chooses the always-on ones.
+    They differ only in a pool: its experts get the neurons of highest score, even if alignment chooses the always-on
+    ones.
     """
     width = evidence.statistics.sum_abs.shape[1]
     if not cluster.ranks(shape, width) and not shape.pooled:
         flat_F = torch.zeros(width)
         return flat_F, flat_F
     if cluster.aligns(shape, width):
-        # Without always-on neurons only the dropped ones have to be told apart.
+        # Without always-on neurons, the ranking only separates routed from dropped neurons.
         keep = shape.always_on or shape.experts * shape.n
         sample_TD = evidence.activity.sample(cluster.sample_tokens)
         measure_F = rank_by_alignment(evidence.activity.ffn, [sample_TD], keep)
@@ -141,7 +142,7 @@ def rank_neurons(
 def save_partition(
     folder: Path, partitions: Sequence[LayerPartition], shape: MoEShape, width: int, description: str
 ) -> None:
-    """Write the partitions of all layers as the contract of their topology."""
+    """Write all layers as one `Partition` or, for a pool, `PoolPartition`."""
     neurons = [partition.neurons_EN.int() for partition in partitions]
     always_on_LS = torch.stack([partition.roles.always_on_S.int() for partition in partitions])
     if shape.pooled:

@@ -1,1 +1,1 @@
-"""evaluate → numbers a reader can trust."""
+"""evaluate: compare the carve, the dense model and baselines on held-out text."""

@@ -1,4 +1,4 @@
-"""Baselines in one pass over the layers, fitted on calibration text and measured on held-out text; those of a pool."""
+"""Run the baselines in one pass over the layers: fitted on calibration text, measured on held-out text."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class Text:
 
 
 class BaselineRun:
-    """One baseline on its way through the layers, on both splits."""
+    """One baseline's pass through the layers, on both splits."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class BaselineRun:
         workers: Workers,
         memory: TokenMemory | None,
     ) -> None:
-        """Embed the splits; calibration text only where something is fitted on what the baseline makes of it."""
+        """Embed the splits; calibration text only if the baseline is fitted on its own hidden states."""
         self.method, self.aligned = name.removesuffix(ALIGNED), name.endswith(ALIGNED)
         self._settings = settings
         self.fitted = self.aligned or self.method == "best_mask"
@@ -55,9 +55,9 @@ class BaselineRun:
         self.heldout = TokenStream(stream, text.heldout, workers, memory)
 
     def step(self, layer: StreamLayer, facts: LayerFacts, cut: Share, hidden: Memo, *, last: bool) -> None:
-        """Fit on calibration inputs, then pass the layer with both splits; after the last nothing is fitted.
+        """Fit the baseline on calibration inputs, then run the layer on both splits; the `last` on held-out text only.
 
-        What is not fitted reads instead the carve's inputs `cut`, whose activations are `hidden`.
+        A baseline that is not fitted uses the inputs `cut` of the unaligned carve, whose activations are `hidden`.
         """
         self._calibration.enter(layer)
         inputs = self._calibration.inputs
@@ -76,7 +76,7 @@ class BaselineRun:
         self.heldout.leave(map(plain, self.heldout.inputs))
 
     def _align(self, layer: StreamLayer, baseline: Baseline, hidden: Memo) -> CarvedFFN:
-        """The baseline with columns fitted as the carve's; of every batch activations are computed once."""
+        """The baseline with columns aligned like the carve's; activations are computed once per batch."""
         inputs, features, wanted = self._calibration.inputs, Memo(baseline.carved.features), []
         for x_TD in inputs:
             h_TF = hidden(x_TD)
@@ -101,10 +101,9 @@ def run_baselines(
 ) -> dict[str, MeanLoss]:
     """Held-out loss of every baseline, see `choice_of`; `_aligned` adds the ridge alignment of the carve.
 
-    Where some neurons are `replicated`, even unaligned baselines need a weight for their copies: from how often these
-    are chosen together on the inputs of the carve before alignment. One pass of that serves all baselines that are not
-    fitted: their own inputs differ little.
-    Memory: hidden states of every baseline, on both splits where it is fitted, one layer, and what `Memo` keeps.
+    If neurons are `replicated`, unaligned baselines need weights for the copies, see `copies_scale`. They are computed
+    on the inputs of the unaligned carve, in one pass for all baselines that are not fitted, whose inputs differ little.
+    Memory: hidden states of every baseline, on both splits if it is fitted, one layer, and the values in `Memo`.
     """
     runs = {name: BaselineRun(name, stream, text, settings, workers, memory) for name in names}
     counted = replicated and any(not run.fitted and run.method not in MASKS for run in runs.values())
@@ -124,7 +123,7 @@ def run_baselines(
 
 
 def read_pool(checkpoint: Path, device: torch.device) -> Callable[[int], ExpertWeights]:
-    """Read a pool's checkpoint: layer → all experts and the layer's always-on neurons, fp32, read when needed.
+    """Read a pool's checkpoint: layer → all experts and the layer's always-on neurons, fp32; the latter read on call.
 
     Memory: the pool.
     """
@@ -151,7 +150,7 @@ def read_pool(checkpoint: Path, device: torch.device) -> Callable[[int], ExpertW
 def run_pool_baselines(
     names: Sequence[str], assembled: PreTrainedModel, batches: Sequence[TokenBatch], seed: int, workers: Workers
 ) -> dict[str, MeanLoss]:
-    """Held-out loss of unaligned and random_router; masks and oracles choose among one layer's own neurons.
+    """Held-out loss of unaligned and random_router; masks and oracles are defined only within one layer's neurons.
 
     `assembled` is the pool before projection; its routers are overwritten.
     """
@@ -167,10 +166,10 @@ def run_pool_baselines(
 
 @torch.no_grad()
 def draw_routers(model: PreTrainedModel, seed: int) -> None:
-    """Seeded normal rows of the norm of those they replace, which keeps gates as constant as they were."""
+    """Replace each router by seeded normal rows of the same norm, which keeps the gates' variation."""
     for layer, router in enumerate(find_routers(model)):
         weight: Tensor = router.weight  # type: ignore[assignment]
-        # Away from the seeds of assembly, or a random router there would be drawn again.
+        # Seeds other than those of stage=assemble, which would draw its random router again.
         generator = torch.Generator().manual_seed(layer_seed(seed, 5_000 + layer))
         rows_ED = torch.randn(weight.shape, generator=generator).to(weight)
         weight.copy_(rows_ED * (weight.norm() / rows_ED.norm()))

@@ -1,7 +1,7 @@
-"""Baselines: dense FFNs that use some neurons for each token, chosen by a mask, a router or an oracle.
+"""Baselines: dense FFNs with some neurons active per token, chosen by a mask, a router or an oracle.
 
-y(x) = Σ_j c_j(x)·h_j(x)·w_j, with c_j the number of active copies of neuron j. Copies of a neuron share its down
-column, so one F × D matrix describes every partition, replicated or not, and costs one dense FFN to run.
+y(x) = Σ_j c_j(x)·h_j(x)·w_j, where c_j is the number of active copies of neuron j. Copies share a down column, so every
+partition, replicated or not, is one F × D matrix and costs one dense FFN.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +22,7 @@ from stages.calibration.elimination import rank_by_alignment
 
 @dataclass(frozen=True)
 class CarvedFFN:
-    """`features(x_TD)` gives c_j(x)·h_j(x) of all neurons (T, F); `down_DF` holds their columns."""
+    """`features(x_TD)` returns c_j(x)·h_j(x) of all neurons, (T, F); `down_DF` holds their columns."""
 
     features: Callable[[Tensor], Tensor]
     down_DF: Tensor
@@ -43,15 +43,15 @@ class CarvedFFN:
         return self.features(x_TD) @ self.down_DF.T
 
     def with_change(self, change_DF: Float[Tensor, "D F"]) -> "CarvedFFN":
-        """The same with other down columns, which no feature depends on."""
+        """The same features with `change_DF` added to the down columns."""
         return replace(self, down_DF=self.down_DF + change_DF)
 
 
-MOST_BYTES = 1 << 30  # that one memo keeps; the rest is computed again
+MOST_BYTES = 1 << 30  # kept by one memo; other values are computed again
 
 
 class Memo:
-    """A function of a tensor whose values are kept by the identity of the tensor, which has to live as long."""
+    """Cache a function of tensors by the tensors' identity; the caller must keep the tensors alive."""
 
     def __init__(self, compute: Callable[[Tensor], Tensor]) -> None:
         self._compute = compute
@@ -59,7 +59,7 @@ class Memo:
         self._bytes = 0
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        """The value, kept where there is room."""
+        """The value, kept if there is room."""
         if (known := self._kept.get(id(x_TD))) is not None:
             return known
         value = self._compute(x_TD)
@@ -67,19 +67,19 @@ class Memo:
         return value
 
     def keep(self, x_TD: Tensor, value: Tensor) -> None:
-        """A value that was computed elsewhere, kept where there is room."""
+        """Keep a value that was computed elsewhere, if there is room."""
         if self._bytes + value.nbytes <= MOST_BYTES:
             self._kept[id(x_TD)] = value
             self._bytes += value.nbytes
 
     def forget(self, x_TD: Tensor) -> None:
-        """Make room, where this one's value is kept."""
+        """Remove the tensor's value, if it is kept."""
         value = self._kept.pop(id(x_TD), None)
         self._bytes -= 0 if value is None else value.nbytes
 
 
 def expert_grams(ffn: DenseFFN, neurons_EN: Int[Tensor, "E N"]) -> Float[Tensor, "E N N"]:
-    """d_i·d_j within every expert."""
+    """Gram matrix d_i·d_j of every expert's down columns."""
     columns_END = ffn.down_DF.T[neurons_EN.long()]
     return columns_END @ columns_END.mT
 
@@ -87,7 +87,7 @@ def expert_grams(ffn: DenseFFN, neurons_EN: Int[Tensor, "E N"]) -> Float[Tensor,
 def output_norms(
     grams_ENN: Float[Tensor, "E N N"], h_TF: Float[Tensor, "T F"], neurons_EN: Int[Tensor, "E N"]
 ) -> Float[Tensor, "T E"]:
-    """‖Σ_{i∈e} h_i·d_i‖ of every expert, as sqrt(h_eᵀ·Gram_e·h_e): N columns instead of D."""
+    """‖Σ_{i∈e} h_i·d_i‖ of every expert, computed as sqrt(h_eᵀ·Gram_e·h_e) with N columns instead of D."""
     norms_TE = h_TF.new_empty(len(h_TF), len(neurons_EN))
     for expert, (gram_NN, neurons_N) in enumerate(zip(grams_ENN, neurons_EN.long(), strict=True)):
         h_TN = h_TF.index_select(1, neurons_N)
@@ -97,7 +97,7 @@ def output_norms(
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """One layer of the carve, and what the scan found of its neurons."""
+    """One layer of the carve, and the contribution of its neurons in the scan."""
 
     ffn: DenseFFN
     neurons_EN: Int[Tensor, "E N"]
@@ -106,9 +106,9 @@ class LayerFacts:
     contribution_F: Float[Tensor, "F"]
     shape: MoEShape
     seed: int
-    # Of a global pool: the layer as its checkpoint holds it; `neurons_EN` are then of all layers.
+    # The layer of a global pool, as in its checkpoint; `neurons_EN` are then those of all layers.
     pool: ExpertLoop | None = None
-    stays_dense: bool = False  # the carve keeps the layer's FFN, and so does every baseline
+    stays_dense: bool = False  # the carve and every baseline keep the layer's FFN
 
 
 # (inputs, activations of all neurons) → the K experts of every token.
@@ -117,17 +117,17 @@ Choice = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Baseline:
-    """A baseline before alignment, and how its features follow from the activations of all neurons."""
+    """A baseline before alignment, and its features as a function of the activations of all neurons."""
 
     carved: CarvedFFN
-    features: Callable[[Tensor, Tensor], Tensor]  # (T, D) inputs, (T, F) activations → what its columns multiply
+    features: Callable[[Tensor, Tensor], Tensor]  # (T, D) inputs, (T, F) activations → factors of its columns
 
 
 def choice_of(method: str, facts: LayerFacts) -> Choice:
-    """The experts that the baseline `method` sends a token to, without its `_aligned`.
+    """How the baseline `method`, named without `_aligned`, chooses experts.
 
-    unaligned: the carve's own router on plain slices. random_router: seeded normal rows. oracle: the experts of
-    largest output norm, computed before choosing, which no router can know.
+    unaligned: by the carve's router. random_router: by seeded normal rows. oracle: the experts of largest output norm,
+    which a router cannot know.
     """
     top_k = facts.shape.top_k
     match method:
@@ -147,10 +147,10 @@ def choice_of(method: str, facts: LayerFacts) -> Choice:
 def start_baseline(
     method: str, facts: LayerFacts, inputs: Sequence[Tensor], hidden: Callable[[Tensor], Tensor] | None = None
 ) -> Baseline:
-    """The baseline `method` (without `_aligned`) before alignment; copies of a neuron share its weight as in the carve.
+    """The baseline `method` (without `_aligned`) before alignment; copies of a neuron are scaled, see `copies_scale`.
 
-    Calibration `inputs` are read for a mask that is chosen by them and for neurons that have copies; `hidden` gives
-    their activations, None computes them.
+    Calibration `inputs` are read only for best_mask and for neurons with copies; `hidden` returns their activations,
+    None computes them.
     """
     if method in MASKS:
         return mask_neurons(facts, MASKS[method](facts, inputs))
@@ -158,7 +158,7 @@ def start_baseline(
     member_EF = membership(facts.neurons_EN, facts.ffn.width)
     down_DF = facts.ffn.down_DF
     if has_copies(facts.neurons_EN):
-        # A router does not look at the activations.
+        # Routers do not read the activations.
         looked_at = (hidden or facts.ffn.hidden) if method == "oracle" else (lambda x_TD: x_TD)
         chosen = (choose(x_TD, looked_at(x_TD)) for x_TD in inputs)
         down_DF = down_DF * copies_scale(chosen, member_EF, facts.always_S, Share.of(inputs).workers)
@@ -175,10 +175,10 @@ def copies_scale(
     always_S: Int[Tensor, "S"],
     workers: Workers = ALONE,
 ) -> Float[Tensor, "F"]:
-    """Σ_t c_j / Σ_t c_j², the least-squares constant for a neuron that may be active more than once.
+    """Σ_t c_j / Σ_t c_j², the least-squares scale of a neuron with several active copies; 1 for always-on neurons.
 
-    It follows from how often two experts are chosen together: with m_ej = 1 where expert e holds neuron j,
-    c_j = Σ_e chosen_e·m_ej, so that E × E counts replace T × F copies.
+    c_j = Σ_e chosen_e·m_ej, with m_ej = 1 if expert e holds neuron j. Both sums follow from how often two experts are
+    chosen together: E × E counts instead of T × F.
     """
     experts = len(member_EF)
     together_EE = torch.zeros(experts, experts, dtype=torch.float64, device=member_EF.device)
@@ -194,8 +194,7 @@ def copies_scale(
     return scale_F.float()
 
 
-# Criteria for the neurons of a static mask. best_mask: what alignment cannot make up for, see `rank_by_alignment`;
-# the strongest mask here.
+# Criteria for the neurons of a static mask. best_mask, the strongest: the error after alignment, `rank_by_alignment`.
 MASKS: dict[str, Callable[[LayerFacts, Sequence[Tensor]], Tensor]] = {
     "static_mask": lambda facts, _: facts.contribution_F,
     "best_mask": lambda facts, inputs: rank_by_alignment(facts.ffn, inputs, facts.shape.active_width),
@@ -203,7 +202,7 @@ MASKS: dict[str, Callable[[LayerFacts, Sequence[Tensor]], Tensor]] = {
 
 
 def mask_neurons(facts: LayerFacts, measure_F: Float[Tensor, "F"]) -> Baseline:
-    """The S + K·N neurons of highest measure, the same for every token, as a narrower FFN without routing."""
+    """A narrower FFN without routing: the S + K·N neurons of highest measure, the same for every token."""
     ffn = facts.ffn
     kept = measure_F.topk(min(ffn.width, facts.shape.active_width)).indices.sort().values.to(ffn.down_DF.device)
     narrow = DenseFFN(ffn.gate_FD[kept], ffn.up_FD[kept], ffn.down_DF[:, kept], ffn.act)

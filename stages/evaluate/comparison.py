@@ -1,4 +1,4 @@
-"""Dense and carved model side by side on held-out text, as transformers runs them."""
+"""Compare dense and carved model, run by transformers, on held-out text."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,10 +27,10 @@ from stages.text.sequences import TokenBatch
 
 
 def load_carved(folder: Path, model: ModelConfig, dtype: torch.dtype, offload_folder: Path) -> PreTrainedModel:
-    """The checkpoint, frozen, placed as the dense `model` is.
+    """Load the checkpoint, frozen, with the placement settings of the dense `model`.
 
-    Weights that fit nowhere else go to `offload_folder`: transformers joins experts while loading, so that what it
-    would read later is in no file of the checkpoint.
+    Weights that do not fit on the devices go to `offload_folder`: transformers joins experts while loading, so it could
+    not read them later from the checkpoint's files.
     """
     return load_whole(
         folder,
@@ -43,7 +43,7 @@ def load_carved(folder: Path, model: ModelConfig, dtype: torch.dtype, offload_fo
 
 @torch.no_grad()
 def measure_speed(models: dict[str, PreTrainedModel], batches: Sequence[TokenBatch], tokens: int) -> dict[str, float]:
-    """Prefill tokens per second of each model; the models take turns on every batch, so drift hits all alike."""
+    """Prefill tokens per second of each model; the models alternate on every batch, so that drift affects all."""
     for model in models.values():
         time_forward(model, batches[0])
     seconds, seen = dict.fromkeys(models, 0.0), 0
@@ -57,7 +57,7 @@ def measure_speed(models: dict[str, PreTrainedModel], batches: Sequence[TokenBat
 
 
 def time_forward(model: PreTrainedModel, batch: TokenBatch) -> float:
-    """Seconds of one forward pass without the output embedding of all but the last token."""
+    """Seconds of one forward pass, with the output embedding of the last token only."""
     device = input_device(model)
     begin = time.perf_counter()
     model(input_ids=batch.input_ids.to(device), use_cache=False, logits_to_keep=1)
@@ -67,9 +67,9 @@ def time_forward(model: PreTrainedModel, batch: TokenBatch) -> float:
 
 
 def count_parameters(model: PreTrainedModel, shape: MoEShape) -> tuple[int, int]:
-    """All parameters, and those a token passes: without the experts it is not sent to.
+    """All parameters, and those active per token: without the experts that it is not routed to.
 
-    Experts that all layers share are passed, and counted, once in every layer.
+    A pool's experts are active, and counted, once in every layer.
     """
     sizes = {name: count_numbers(parameter) for name, parameter in model.named_parameters()}
     total, experts = sum(sizes.values()), sum(size for name, size in sizes.items() if ".experts." in f".{name}")
@@ -78,18 +78,18 @@ def count_parameters(model: PreTrainedModel, shape: MoEShape) -> tuple[int, int]
 
 
 def count_numbers(parameter: nn.Parameter) -> int:
-    """Elements of the matrix that a parameter stands for; one of 4 bits is stored two to a byte."""
+    """Elements of a parameter's matrix; 4-bit elements are stored two per byte."""
     state = getattr(parameter, "quant_state", None)
     return parameter.numel() if state is None else state.shape.numel()
 
 
 @dataclass
 class LayerFidelity:
-    """Sums over the tokens seen so far; on the carved model's own inputs."""
+    """Sums over the tokens seen so far, on the carved model's own inputs."""
 
     top_k: int
     load_E: Tensor
-    grams_ENN: Tensor | None  # None: of a global pool, which has the error oracle instead
+    grams_ENN: Tensor | None  # None in a global pool, which uses the error oracle
     missed: float = 0.0
     wanted: float = 0.0
     agreed: int = 0
@@ -108,10 +108,9 @@ class LayerFidelity:
         output_BTD: Float[Tensor, "B T D"],
         mask_BT: Bool[Tensor, "B T"],
     ) -> None:
-        """Compare one batch with the dense FFN and with the oracle.
+        """Compare one batch with the dense FFN and with the oracle, see `oracle_name`.
 
-        That chooses the experts of largest output norm, in a pool those that each alone take most off the error.
-        `facts` come with each batch: weights of a model larger than its device are not kept.
+        `facts` are passed with each batch, because weights of a model larger than its device are not kept.
         """
         x_TD = x_BTD[mask_BT]
         h_TF = facts.ffn.hidden(x_TD)
@@ -130,7 +129,7 @@ class LayerFidelity:
         self.chosen += chosen_TK.numel()
 
     def sum_(self, workers: Workers) -> None:
-        """Add up what all workers have seen, at each of them."""
+        """Sum over all workers, at each of them."""
         sums = torch.tensor([self.missed, self.wanted, self.agreed, self.chosen], dtype=torch.float64)
         sums = torch.cat([sums, self.load_E.cpu().double()])
         workers.sum_(sums)
@@ -168,8 +167,8 @@ def follow_ffns(
 ) -> tuple[MeanLoss, list[LayerResult]]:
     """The carved model's loss, and every layer compared with the dense FFN on the same inputs; workers share batches.
 
-    The dense weights are read again for every batch: where they are plain that costs nothing, and where they are
-    offloaded or quantised only one layer's are in memory at a time.
+    The dense weights are read again for every batch. This costs nothing for plain weights; of offloaded or quantised
+    ones, only one layer is in memory at a time.
     """
     fidelities: dict[int, LayerFidelity] = {}
     masks = iter([batch.attention_mask.bool() for batch in batches[workers.rank :: workers.world]])
@@ -191,7 +190,7 @@ def follow_ffns(
     results = []
     for layer in range(len(dense)):
         if layer in shape.dense_layers:
-            # It misses nothing, and every token passes all of it.
+            # A dense layer has no error and an even load.
             results.append(LayerResult(0.0, 1.0, 1.0, 0, [1.0] * shape.experts))
             continue
         fidelity = fidelities.get(layer) or LayerFidelity(shape.top_k, torch.zeros(shape.experts), None)
@@ -207,7 +206,7 @@ def measure_layers(
     layers: Sequence[int],
     workers: Workers = ALONE,
 ) -> dict[int, float]:
-    """By how much the carved model's loss falls, nats a token, where one of the layers has its dense FFN again."""
+    """Fall of the carved model's loss, nats per token, if one of the layers gets its dense FFN back."""
     carve = measure_loss(carved, batches, workers=workers).nats
     saved = {}
     for layer in tqdm(layers, desc="layers put back", unit="layer"):
@@ -218,7 +217,7 @@ def measure_layers(
 
 @contextmanager
 def dense_again(carved: PreTrainedModel, layer: int, ffn: nn.Module) -> Iterator[None]:
-    """The output of a layer's experts is replaced by that of the dense FFN."""
+    """Replace the output of a layer's experts by that of the dense FFN."""
     first, *others = ffn_parts(carved.get_decoder().layers[layer])
 
     def instead(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor | tuple[Tensor, ...]) -> object:

@@ -18,7 +18,7 @@ BASELINES = (
 
 @dataclass
 class EvaluateConfig:
-    """Which models are compared on held-out text; explained in conf/evaluate."""
+    """Which models are compared on held-out text, and how; explained in conf/evaluate."""
 
     checkpoint: str = field(default="project", metadata={"choices": ("project", "train")})
     baselines: list[str] = field(

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on one model with the tasks in this folder, and two models compared item by item."""
+"""Run lm-evaluation-harness with the tasks in this folder, and compare two models item by item."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,14 +15,14 @@ TASK = "carve_choices"
 
 @dataclass(frozen=True)
 class Answers:
-    """Of one model, by item: 1 right, 0 wrong."""
+    """One model's answers by item id: 1 right, 0 wrong."""
 
     right: Mapping[str, float]  # the answer of largest log-likelihood
     right_by_length: Mapping[str, float]  # of largest log-likelihood per character
     kinds: Mapping[str, str]
 
     def of_kind(self, kind: str) -> list[float]:
-        """Right or wrong, of one kind of item."""
+        """Right or wrong for every item of one kind."""
         return [self.right[name] for name, found in self.kinds.items() if found == kind]
 
 
@@ -35,14 +35,14 @@ class Share:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> "Share":
-        """Items count as drawn independently of each other."""
+        """Mean and standard error of values that count as independent."""
         drawn = list(values)
         error = stdev(drawn) / math.sqrt(len(drawn)) if len(drawn) > 1 else math.nan
         return cls(fmean(drawn), error)
 
 
 def answer_choices(folder: Path, *, device: str, dtype: str, batch_size: int, limit: int | None = None) -> Answers:
-    """Let the harness ask a checkpoint all items, or the first `limit`.
+    """Run all items, or the first `limit`, on a checkpoint.
 
     Raises:
         ConfigError: lm-evaluation-harness is not installed.
@@ -64,14 +64,14 @@ def answer_choices(folder: Path, *, device: str, dtype: str, batch_size: int, li
         device=device,
         batch_size=batch_size,
         limit=limit,
-        # Errors are computed here; the harness would draw 100,000 resamples.
+        # `Share` computes the errors; the harness would draw 100,000 resamples.
         bootstrap_iters=0,
     )
     return collect_answers(found["samples"][TASK])
 
 
 def collect_answers(samples: Sequence[Mapping[str, Any]]) -> Answers:
-    """What the harness logged of each item."""
+    """Collect the harness's log of each item."""
     return Answers(
         {sample["doc"]["id"]: float(sample["acc"]) for sample in samples},
         {sample["doc"]["id"]: float(sample["acc_norm"]) for sample in samples},
@@ -80,9 +80,9 @@ def collect_answers(samples: Sequence[Mapping[str, Any]]) -> Answers:
 
 
 def compare_answers(first: Answers, second: Answers) -> Share:
-    """Accuracy of the second model above the first one's.
+    """Accuracy of the second model minus that of the first.
 
-    The items are the same, so that the error is that of their differences: where both models are right or wrong
-    together it is far smaller than the errors of the two accuracies.
+    The items are the same, so the error is that of the differences per item. It is far smaller than the errors of the
+    two accuracies if both models are mostly right or wrong together.
     """
     return Share.of(second.right[name] - first.right[name] for name in first.right)

@@ -36,19 +36,19 @@ class ModelCost:
 
 @dataclass(frozen=True)
 class LayerResult:
-    """One carved FFN on held-out text; see `LayerFidelity`."""
+    """Figures of one carved FFN on held-out text; see `LayerFidelity`."""
 
     error: float
     agreement: float
     imbalance: float
     unused_experts: int
     load: Sequence[float] = ()  # of every expert, 1 = an even share
-    saved: float | None = None  # nats a token by which the loss falls with this layer dense; None: not measured
+    saved: float | None = None  # fall of the loss, nats per token, with this layer dense; None: not measured
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Everything that was measured."""
+    """All results."""
 
     shape: MoEShape
     width: int
@@ -63,7 +63,7 @@ class Evaluation:
 
 
 def summarise(evaluation: Evaluation) -> Table:
-    """One row per model, best baselines where they fall."""
+    """One row per model."""
     rows = []
     for name, loss in evaluation.losses.items():
         cost = evaluation.costs.get(name)
@@ -82,7 +82,7 @@ def summarise(evaluation: Evaluation) -> Table:
 
 
 def notes(evaluation: Evaluation) -> list[str]:
-    """The shape and the averages over layers."""
+    """Notes on the shape, the averages over layers, and layers to leave dense."""
     shape = evaluation.shape
     layers = [layer for index, layer in enumerate(evaluation.layers) if index not in shape.dense_layers]
     mean_error = sum(layer.error for layer in layers) / len(layers)
@@ -105,7 +105,7 @@ def notes(evaluation: Evaluation) -> list[str]:
 
 
 def costly_layers(evaluation: Evaluation) -> list[str]:
-    """The layers to leave dense: those that cost over twice the average, which at most a quarter of them may."""
+    """A note on the layers to leave dense: those that cost over twice the average, at most a quarter of all."""
     saved = {index: layer.saved for index, layer in enumerate(evaluation.layers) if layer.saved is not None}
     if not saved:
         return []
@@ -123,7 +123,7 @@ def costly_layers(evaluation: Evaluation) -> list[str]:
 
 
 def oracle_name(shape: MoEShape) -> str:
-    """The oracle chooses the experts of largest output norm, or in a pool those that take most off the error."""
+    """Output oracle: the experts of largest output norm. Error oracle, in a pool: those of largest error drop."""
     return "error oracle" if shape.pooled else "output oracle"
 
 

@@ -75,11 +75,11 @@ def run(
 def compare_models(
     job: Job, context: CalibrationContext, text: Text, facts_of: FactsOf, evaluate: EvaluateConfig, shape: MoEShape
 ) -> tuple[dict[str, MeanLoss], dict[str, ModelCost], list[LayerResult]]:
-    """Losses and costs of both models by name, and how each carved FFN follows its dense one.
+    """Losses and costs of both models by name, and the results of every carved FFN.
 
     The models are freed before the baselines run.
     """
-    # The MoE is cut from the stored weights, so that it is compared with the stored model, however the scan computed.
+    # The MoE is cut from the stored weights, so the dense model is not quantised, even if the scanned one was.
     dense = load_dense(replace(context.model, quantization="none"), context.folder)
     checkpoint = job.parents[evaluate.checkpoint] / "checkpoint"
     carved = load_carved(checkpoint, context.model, dense.dtype, job.scratch / f"offloaded-{job.workers.rank}")
@@ -88,14 +88,14 @@ def compare_models(
     losses = {"dense": measure_loss(dense, text.heldout, "dense", workers)}
     losses["carved"], layers = follow_ffns(carved, text.heldout, ffn_modules(dense), facts_of, shape, workers)
     if evaluate.layer_tokens:
-        # Dense layers are chosen by it: on text that the comparison does not use.
+        # Users choose dense layers by this, so it is measured on calibration text, not on held-out text.
         single = [one for batch in context.text for one in split_batch(batch, 1)]
         wanted = math.ceil(evaluate.layer_tokens / max(one.tokens for one in single))
         seen = [single[index] for index in evenly_spaced(len(single), wanted)]
         carved_layers = [index for index in range(len(layers)) if index not in shape.dense_layers]
         saved = measure_layers(carved, seen, dense, carved_layers, workers)
         layers = [replace(layer, saved=saved.get(index)) for index, layer in enumerate(layers)]
-    # By one worker while the others wait: they would take memory bandwidth.
+    # One worker measures while the others wait, since they would take memory bandwidth.
     timed = evaluate.speed_tokens
     speed = workers.lead(lambda: measure_speed(models, text.heldout, timed)) if timed else {}
     costs = {name: ModelCost(*count_parameters(one, shape), speed.get(name)) for name, one in models.items()}
@@ -105,7 +105,7 @@ def compare_models(
 def read_facts(
     job: Job, stage: str, context: CalibrationContext, partition: Partition | PoolPartition, shape: MoEShape
 ) -> FactsOf:
-    """Results of earlier stages by layer; the routers, and a pool's experts, are those of `stage`."""
+    """Results of earlier stages by layer; routers and a pool's experts are those of `stage`."""
     statistics, routers = NeuronStatistics.load(job.parents["scan"]), Routers.load(job.parents[stage])
     contribution_LF = statistics.contribution
     pool = read_pool(job.parents[stage] / "checkpoint", context.device) if shape.pooled else None
@@ -121,7 +121,7 @@ def read_facts(
             router,
             contribution_LF[index].to(device),
             shape,
-            # Away from the seeds of assembly, or the random router of the baseline would repeat that of a random carve.
+            # Seeds other than those of stage=assemble, which would draw its random router again.
             context.layer_seed(5_000 + index),
             pool and ExpertLoop(pool(index), neurons_EN, always_S, router, shape.top_k, ffn.width, ffn.act),
             stays_dense=index in shape.dense_layers,

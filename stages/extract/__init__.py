@@ -1,1 +1,1 @@
-"""extract: copy the neurons of every expert out of the dense checkpoint."""
+"""extract: copy the neurons of every expert from the dense checkpoint."""

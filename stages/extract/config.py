@@ -7,6 +7,6 @@ VERSION = 2
 
 @dataclass
 class ExtractConfig:
-    """How neurons are copied out of the dense checkpoint, in its number format; explained in conf/extract."""
+    """How neurons are copied from the dense checkpoint, in its number format; explained in conf/extract."""
 
     verify: bool = field(default=True, metadata={"fingerprint": False})

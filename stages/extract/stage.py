@@ -1,4 +1,4 @@
-"""extract: slice every layer's experts out of the shards, one layer in memory at a time."""
+"""extract: slice every layer's experts from the shards, one layer in memory at a time."""
 
 from time import perf_counter
 
@@ -17,7 +17,7 @@ from stages.extract.config import ExtractConfig
 
 
 def run(job: Job, *, model: ModelConfig, extract: ExtractConfig, shape: MoEShape) -> Table:
-    """Copy the neurons that the partition names into one file a layer."""
+    """Copy the neurons of the partition into one file per layer."""
     folder = resolve_folder(model)
     config = read_config(folder)
     partition = load_partition(job.parents["cluster"], shape)

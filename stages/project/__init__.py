@@ -1,1 +1,1 @@
-"""project → checkpoint: gradients and behaviour of the dense model, bent into the experts."""
+"""project: fit the experts to the dense model's outputs and gradients, and write the checkpoint."""

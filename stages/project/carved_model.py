@@ -1,4 +1,4 @@
-"""The carved model with a gradient: the dense model of transformers, its FFNs replaced by experts behind a router."""
+"""The carved model for autograd: the dense model of transformers with experts behind a router as FFNs."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +28,7 @@ class TaughtBatch:
 
 
 class _SumOfParts(torch.autograd.Function):
-    """The sum of what all workers give; each gets the gradient of the sum. g of arXiv:1909.08053, section 3."""
+    """Sum the parts of all workers; each gets the gradient of the sum. g of arXiv:1909.08053, section 3."""
 
     @staticmethod
     def forward(_ctx: Any, part_TD: Tensor, workers: Workers) -> Tensor:  # noqa: ANN401 - autograd's context
@@ -42,7 +42,7 @@ class _SumOfParts(torch.autograd.Function):
 
 
 class _SumOfGradients(torch.autograd.Function):
-    """An input of all workers as it is; its gradient is the sum of theirs. f of the same."""
+    """Pass on an input that all workers have; sum their gradients. f of arXiv:1909.08053, section 3."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, workers: Workers) -> Tensor:  # noqa: ANN401 - autograd's context
@@ -57,7 +57,7 @@ class _SumOfGradients(torch.autograd.Function):
 
 
 class _CarvedFFN(nn.Module):
-    """A layer's experts in the place of its FFN; of several workers each holds some of them."""
+    """A layer's experts as its FFN; each of several workers holds some of them."""
 
     def __init__(self, loop: ExpertLoop, workers: Workers) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class _CarvedFFN(nn.Module):
         if torch.is_grad_enabled():
             x_TD = _SumOfGradients.apply(x_TD, self.workers) if shared else x_TD  # type: ignore[no-untyped-call]
             output_TD = self.loop.differentiable(x_TD)
-            if shared and not output_TD.requires_grad:  # holding no expert, it passes on the gradient like the others
+            if shared and not output_TD.requires_grad:  # no experts here, but backward needs all workers
                 output_TD.requires_grad_()
         else:
             output_TD = self.loop(x_TD)
@@ -81,10 +81,10 @@ class _CarvedFFN(nn.Module):
 
 
 def clip_tokens(gradient_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
-    """Scale every token's gradient down to the median norm.
+    """Scale gradients of tokens above the median norm down to it.
 
-    A few tokens (those that attention gathers at) have gradients ten times as large, of a sign that changes from text
-    to text: unclipped, they decide the direction of a mean over thousands.
+    A few tokens (attention sinks) have ten times larger gradients, whose sign changes from text to text. Without
+    clipping they determine the direction of a mean over thousands of tokens.
     """
     norms_T1 = gradient_TD.norm(dim=1, keepdim=True)
     scale_T1: Tensor = (norms_T1.median() / norms_T1.clamp_min(torch.finfo(norms_T1.dtype).tiny)).clamp_max(1)
@@ -92,28 +92,27 @@ def clip_tokens(gradient_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
 
 
 class _GivenHidden(nn.Module):
-    """Stands in for the decoder: its last hidden states are known."""
+    """Replaces the decoder when its last hidden states are known."""
 
     def forward(self, inputs_embeds: Tensor, **_arguments: object) -> BaseModelOutputWithPast:
         return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
 
 
 class CarvedModel:
-    """Attention, norms, embeddings and head by transformers' own code; every FFN by an `ExpertLoop`.
+    """Attention, norms, embeddings and head are transformers' own code; every carved FFN is an `ExpertLoop`.
 
-    The loops route as the emitted checkpoint does, and the loss is the distance of its predictions from the dense
-    model's. Weights that several layers share (a pool's) are one tensor, with one gradient.
+    The loops route like the emitted checkpoint, and the loss is the KL of its predictions to the dense model's.
+    Weights that layers share (in a pool) are one tensor with one gradient.
 
-    Several workers pass the same batches together, each with the experts that it holds, and add up the outputs of every
-    FFN. So each computes the gradient of its own experts, whole; attention and head are computed by all.
-
-    Memory: the dense model, the experts held in fp32, and one gradient for each of their numbers.
+    Several workers run the same batches, each with its own experts, and sum the outputs of every FFN. Each worker
+    computes the whole gradient of its experts; all compute attention and head.
+    Memory: the dense model, this worker's experts in fp32, and their gradients.
     """
 
     def __init__(self, dense: PreTrainedModel, loops: Sequence[ExpertLoop | None], workers: Workers = ALONE) -> None:
-        """Take over a frozen dense model; `loops` are of its layers in order, None of one that stays dense.
+        """Wrap a frozen dense model; `loops` has one entry per layer, None for a layer that stays dense.
 
-        Of several workers each brings the part that `ExpertLoop.part` gives for its rank.
+        With several workers, each passes the `ExpertLoop.part` of its rank.
         """
         self.model, self._workers = dense, workers
         carved = [(layer, loop) for layer, loop in zip(dense.get_decoder().layers, loops, strict=True) if loop]
@@ -123,11 +122,11 @@ class CarvedModel:
 
     @property
     def loops(self) -> list[ExpertLoop]:
-        """The carved layers as they are, of several workers this one's parts; those that stay dense are left out."""
+        """The carved layers, or this worker's parts of them, without the layers that stay dense."""
         return [module.loop for module in self._carved]
 
     def root_mean_squares(self, names: Sequence[str]) -> list[float]:
-        """Of the norms of all neurons in a layer's field, in the order of `weights`."""
+        """Root-mean-square norm of the neurons in each weight of `weights`, in its order; over all workers."""
         table_LN2 = torch.zeros(len(self.loops), len(names), 2, dtype=torch.float64)
         for layer, loop in enumerate(self.loops):
             for place, name in enumerate(names):
@@ -140,12 +139,12 @@ class CarvedModel:
         return [by_identity[id(tensor)] for _, tensor in self.weights(names)]
 
     def weights(self, names: Sequence[str]) -> list[tuple[str, Tensor]]:
-        """Field and tensor of every weight in those fields of `ExpertWeights`, shared ones once; none is empty."""
+        """(field, tensor) of every non-empty weight in these fields of `ExpertWeights`; shared tensors once."""
         tensors = ((name, getattr(loop.experts, name)) for loop in self.loops for name in names)
         return list({id(tensor): (name, tensor) for name, tensor in tensors if tensor.numel()}.values())
 
     def put(self, names: Sequence[str], new: Sequence[Tensor]) -> None:
-        """Replace what `weights` gives for the same names, in every layer that holds it."""
+        """Replace the tensors of `weights(names)` in every layer that holds them."""
         by_identity = {id(old): tensor for (_, old), tensor in zip(self.weights(names), new, strict=True)}
         for module in self._carved:
             held = vars(module.loop.experts).items()
@@ -154,7 +153,7 @@ class CarvedModel:
 
     @torch.no_grad()
     def teach(self, batches: Sequence[TokenBatch]) -> list[TaughtBatch]:
-        """What the dense model makes of some batches; each worker passes its share. Memory: D numbers a token."""
+        """The dense model's last hidden states; workers share the batches. Memory: D numbers per token."""
         rank, world = self._workers.rank, self._workers.world
         if world == 1:
             return [TaughtBatch(batch, self._last_hidden(batch)) for batch in batches]
@@ -172,7 +171,7 @@ class CarvedModel:
 
     @torch.no_grad()
     def divergence(self, batches: Sequence[TaughtBatch]) -> float:
-        """Mean KL(dense ‖ carved) of the next-token distributions, nats per token; the same at every worker."""
+        """Mean KL(dense ‖ carved) of the next-token distributions, nats per token; equal at every worker."""
         with self._as_carved():
             total = sum(float(self._distance(batch)) for batch in batches)
         return float(self._workers.follow(total / count_tokens(batches)))
@@ -180,7 +179,7 @@ class CarvedModel:
     def gradients(self, batches: Sequence[TaughtBatch], names: Sequence[str], *, clipped: bool = False) -> list[Tensor]:
         """∂(mean KL) / ∂W of these fields of `ExpertWeights`, in the order of `weights`, through the emitted routing.
 
-        With `clipped` no token's gradient at an FFN's output is larger than the batch's median (see `clip_tokens`).
+        If `clipped`, `clip_tokens` is applied to the gradient of every FFN's output.
         """
         for module in self._carved:
             module.clips = clipped
@@ -193,7 +192,7 @@ class CarvedModel:
                     (self._distance(batch) / count_tokens(batches)).backward()  # type: ignore[no-untyped-call]
         finally:
             self.put(names, originals)
-        # A pool's expert that no layer sends a token to has none.
+        # Weights that no token of the batches reaches have no gradient.
         return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
 
     def _distance(self, batch: TaughtBatch) -> Tensor:
@@ -212,7 +211,7 @@ class CarvedModel:
         return hidden_BTD
 
     def _logits(self, hidden_BTD: Tensor) -> Tensor:
-        """By the model's own head, which may scale or cap them."""
+        """Logits from the model's own head, which may scale or cap them."""
         prefix, decoder = self.model.base_model_prefix, self.model.base_model
         setattr(self.model, prefix, _GivenHidden())
         try:
@@ -235,7 +234,7 @@ class CarvedModel:
 
 
 def gather_parts(loops: Sequence[ExpertLoop], workers: Workers) -> list[ExpertLoop]:
-    """The layers of which each worker holds its part, whole at the leading one; a layer at a time."""
+    """Join the workers' parts of every layer at the leading worker, one layer at a time."""
     if workers.world == 1:
         return list(loops)
     return [_gather_part(loop, workers) for loop in loops]
@@ -258,10 +257,10 @@ def _gather_part(loop: ExpertLoop, workers: Workers) -> ExpertLoop:
 
 
 def neuron_dim(field: str) -> int:
-    """Along which dimension of that field of ExpertWeights a neuron's numbers lie."""
+    """Dimension of this field of `ExpertWeights` that holds one neuron's weights."""
     return -2 if "down" in field else -1
 
 
 def count_tokens(batches: Sequence[TaughtBatch]) -> int:
-    """Tokens, padding left out."""
+    """Number of tokens without padding."""
     return sum(batch.tokens.tokens for batch in batches)

@@ -1,4 +1,4 @@
-"""Settings of the projection: gradient projection, behaviour alignment, and routers that are fitted again."""
+"""Settings of the projection: behaviour alignment, router refits, layer-wise descent and gradient projection."""
 
 from dataclasses import dataclass, field
 
@@ -7,7 +7,7 @@ from stages.calibration.config import FITTED_ROUTERS, TRAINED_ROUTERS
 
 VERSION = 15
 
-# Settings that mean something to gradient projection alone.
+# Settings of gradient projection only.
 GRADIENT_FIELDS = (
     "alpha",
     "beta",
@@ -17,7 +17,7 @@ GRADIENT_FIELDS = (
     "gradient_tokens",
     "round_tokens",
 )
-# Settings of layers that each have experts of their own, and of a pool.
+# Settings of layers with their own experts, and of a pool.
 LAYER_FIELDS = ("descent_steps", "descent_rate", "descent_tokens")
 POOL_FIELDS = ("pool_tokens", "pool_sweeps")
 REFIT_FIELDS = ("refit_tokens", "router_steps", "router_rate", "router_tokens")
@@ -57,7 +57,7 @@ class ProjectConfig:
     batch_tokens: int = field(default=4096, metadata={"minimum": 1})
 
     def unread(self, shape: MoEShape, router: str) -> dict[str, str]:
-        """Settings that nothing reads, and why; `router` is the method that assemble fits them by."""
+        """Settings without effect → the reason; `router` is `assemble.router`."""
         found: dict[str, str] = {}
         if not self.gradient_projection:
             found |= dict.fromkeys(GRADIENT_FIELDS, "project.gradient_projection=false")
@@ -67,7 +67,7 @@ class ProjectConfig:
             found |= dict.fromkeys(LAYER_FIELDS, "topology=global_pool")
         else:
             found |= dict.fromkeys(POOL_FIELDS, f"topology={shape.topology}")
-        # In the order in which stages/project/layer_pass.py comes to ask for them.
+        # In the order in which stages/project/layer_pass.py reads them.
         if self.alignment == "none":
             found |= dict.fromkeys(("rounds", "pool_sweeps", *REFIT_FIELDS), "project.alignment=none")
         elif router not in FITTED_ROUTERS:

@@ -32,43 +32,43 @@ def project_neurons(
 ) -> Float[Tensor, "*E P Q"]:
     """Move every neuron along its own normalised gradient.
 
-    Normalised per neuron, those that few tokens reach move as far as the busy ones; with one norm for each expert the
-    loss fell less (conf/experiment/gradient_projection.yaml). `length` is sign·β·α·λ, the L2 norm of each step,
-    negative down the gradient; `epsilon` keeps a vanishing gradient from being blown up; `dim` is that of a neuron's
-    numbers: -1 where it is a row (gate, up), -2 where it is a column (down).
+    The norm is per neuron, so that neurons with few tokens move as far as others; with one norm per expert the loss
+    fell less (conf/experiment/gradient_projection.yaml). `length` is sign·β·α·λ, the L2 norm of each step, negative
+    down the gradient. `epsilon` prevents large steps from vanishing gradients. `dim` is -1 if a neuron is a row (gate,
+    up), -2 if it is a column (down).
     """
     norms = gradient.norm(dim=dim, keepdim=True)
     return torch.addcdiv(weight, gradient, norms + epsilon, value=length)
 
 
 def projected_fields(matrices: list[str]) -> list[str]:
-    """Fields of ExpertWeights that the named matrices stand for, in the order of its fields."""
+    """Fields of `ExpertWeights` of the named matrices, in the order of its fields."""
     named = {field for matrix in matrices for field in FIELDS[matrix]}
     return [spec.name for spec in fields(ExpertWeights) if spec.name in named]
 
 
-MOMENTUM = 0.8  # of the gradient from round to round
-SECTIONS = 8  # of the rounds; after each, validation tokens decide
-# λ that are tried in the first section, from the largest down, relative to a matrix's root-mean-square neuron.
+MOMENTUM = 0.8  # of the gradient, from round to round
+SECTIONS = 8  # of the rounds; each is kept or undone by validation tokens
+# Values of λ tried in the first section until one helps, relative to the root-mean-square norm of a matrix's neurons.
 LENGTHS = (0.0025, 0.00125, 0.000625)
-VALIDATION_TOKENS = 4096  # at most, whole batches: every section is compared on the same ones
-PATIENCE = 2  # sections in a row that may be undone before the rounds end
+VALIDATION_TOKENS = 4096  # about, in whole batches, the same for all sections
+PATIENCE = 2  # sections undone in a row before the rounds end
 
 
 @dataclass(frozen=True)
 class ProjectionOutcome:
-    """What gradient projection came to; KL to the dense model on validation tokens, nats per token."""
+    """Result of gradient projection; `before` and `after` are the KL on validation tokens, nats per token."""
 
     before: float
     after: float
-    rounds: int  # that were kept
-    tokens: int  # that the kept rounds saw
-    length: float  # λ at the end; of no meaning where no round was kept
+    rounds: int  # kept
+    tokens: int  # in the kept rounds
+    length: float  # λ at the end; meaningless if no round was kept
 
 
 @dataclass(frozen=True)
 class _State:
-    """Weights and averaged gradients, in the order of `CarvedModel.weights`, and the KL that they give."""
+    """Weights and averaged gradients, in the order of `CarvedModel.weights`, and the weights' KL."""
 
     weights: list[Tensor]
     velocity: list[Tensor]
@@ -76,12 +76,12 @@ class _State:
 
 
 class GradientRounds:
-    """The rounds over one model."""
+    """The rounds of gradient projection of one model."""
 
     def __init__(self, model: CarvedModel, text: Sequence[TokenBatch], settings: ProjectConfig, seed: int) -> None:
-        """Split the calibration text into a part for validation and rounds of `round_tokens`, in the order of `seed`.
+        """Split the calibration text into validation batches and rounds of `round_tokens`, shuffled by `seed`.
 
-        `run` changes the experts of `model` in place.
+        `run` replaces the experts of `model`.
         """
         fitted, held_out = split_validation(len(text), settings.validation_share)
         self._model, self._settings = model, settings
@@ -95,9 +95,9 @@ class GradientRounds:
     def run(self) -> ProjectionOutcome:
         """Move every expert down the gradient of the carved model's distance from the dense one.
 
-        Each round takes the gradient on its own tokens, averages it with those before, and moves every neuron's weights
-        by α·β·λ along it; λ falls linearly to 0. It is chosen on validation tokens by the first eighth of the rounds;
-        an eighth that makes these worse is undone, and λ halved.
+        Each round takes the gradient on its own tokens, averages it with earlier ones, and moves every neuron's weights
+        by α·β·λ along it. λ falls linearly to 0; its start is chosen by the first section of the rounds. A section that
+        raises the KL on validation tokens is undone, and λ is halved.
         """
         tensors = [tensor for _, tensor in self._model.weights(self._names)]
         before = self._model.divergence(self._validation)
@@ -122,9 +122,9 @@ class GradientRounds:
     def _try_lengths(
         self, state: _State, taught: Sequence[TaughtBatch], section: range, lengths: Sequence[float]
     ) -> tuple[_State, float]:
-        """Shorter λ are tried until one lowers the KL.
+        """Try ever smaller λ until one lowers the KL.
 
-        Not until the best of a section: λ falls to 0, so the longest that helps ends lower than the best at first.
+        The largest λ that helps is taken, not the best of the section: since λ falls to 0, it ends at a lower KL.
         """
         for length in lengths:
             found = self._run_section(state, taught, section, length)
@@ -133,7 +133,7 @@ class GradientRounds:
         return found, length
 
     def _run_section(self, state: _State, taught: Sequence[TaughtBatch], section: range, length: float) -> _State:
-        """One round for each batch."""
+        """Run one round per batch."""
         settings = self._settings
         weights, velocity = state.weights, state.velocity
         for number, batch in zip(section, taught, strict=True):
@@ -150,14 +150,14 @@ class GradientRounds:
 
 
 def shuffle_rounds(text: Sequence[TokenBatch], settings: ProjectConfig, seed: int) -> list[TokenBatch]:
-    """Batches of about `round_tokens`, in random order, `gradient_tokens` in all at most; at least one."""
+    """Batches of about `round_tokens` in random order, about `gradient_tokens` in all; at least one batch."""
     parts = [part for batch in text for part in split_batch(batch, settings.round_tokens)]
     order = torch.randperm(len(parts), generator=torch.Generator().manual_seed(seed)).tolist()
     return first_tokens([parts[index] for index in order], settings.gradient_tokens)
 
 
 def first_tokens(batches: Sequence[TokenBatch], wanted: int) -> list[TokenBatch]:
-    """The first batches until there are so many tokens; at least one batch."""
+    """The first batches, until they hold `wanted` tokens; at least one batch."""
     chosen, tokens = [], 0
     for batch in batches:
         if tokens >= wanted:
@@ -168,12 +168,12 @@ def first_tokens(batches: Sequence[TokenBatch], wanted: int) -> list[TokenBatch]
 
 
 def divide(count: int, sections: int) -> list[range]:
-    """0 … count − 1 in at most so many runs of nearly equal length, none empty."""
+    """Split 0 … count − 1 into at most `sections` ranges of nearly equal length, none empty."""
     edges = [round(index * count / min(sections, count)) for index in range(min(sections, count) + 1)]
     return [range(first, last) for first, last in pairwise(edges)]
 
 
-SEED = 9_000  # in the place of a layer's number, beyond all layers
+SEED = 9_000  # in place of a layer index, above all layers
 
 
 def project_end_to_end(
@@ -181,12 +181,12 @@ def project_end_to_end(
     make_loops: Callable[[PreTrainedModel], Sequence[ExpertLoop | None]],
     project: ProjectConfig,
 ) -> tuple[list[ExpertLoop], ProjectionOutcome]:
-    """Rounds of gradient projection over all layers at once; an expert that layers share gets the sum of its gradients.
+    """Gradient projection of all layers at once; an expert that layers share gets the sum of its gradients.
 
-    `make_loops` gives the carved layers for the frozen dense model, which is loaded here; None for one to stay dense.
-    Of several workers each makes its part of them, and the leading one gets them whole.
+    `make_loops` returns the carved layers for the frozen dense model, which is loaded here; None for a layer that stays
+    dense. With several workers, each returns its part of the layers, and the leading worker gets the whole ones.
     """
-    # The experts are cut from the stored weights, in any number format of the scan: so is the model that teaches them.
+    # Experts are cut from the stored weights, so the teacher is not quantised, even if the scanned model was.
     dense = load_dense(replace(context.model, quantization="none"), context.folder)
     save_memory(dense, asked=False)
     carved = CarvedModel(dense, make_loops(dense), context.workers)
@@ -195,7 +195,7 @@ def project_end_to_end(
 
 
 def describe_gradients(outcome: ProjectionOutcome | None) -> str:
-    """What gradient projection came to."""
+    """The result of gradient projection in one sentence."""
     if outcome is None:
         return "gradient projection off"
     if not outcome.rounds:

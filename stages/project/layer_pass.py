@@ -1,4 +1,4 @@
-"""One pass over the layers: each is projected on what the carved layers before it give, judged by validation tokens."""
+"""Project layer by layer: each is fitted on the outputs of the carved layers before it, each step validated."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -34,22 +34,22 @@ from stages.routing.task import RouterTask, load_balance, set_logit_std
 
 @dataclass(frozen=True)
 class LayerCarve:
-    """What the earlier stages decided for one layer."""
+    """Results of the earlier stages for one layer."""
 
-    loop: ExpertLoop  # the extracted experts behind the router of stage=assemble, nothing scaled
+    loop: ExpertLoop  # the extracted experts behind the router of stage=assemble, unscaled
     refit: RouterSettings
     biased: bool  # the router may have a bias
-    text: int | None = None  # batches of text, the first of the inputs; None: all
+    text: int | None = None  # number of text batches, which come first; None: all
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A layer after projection; errors are relative, on validation tokens, after the step named."""
+    """Relative errors of a projected layer on validation tokens after each step, and the steps kept."""
 
     error_start: float
     error_aligned: float | None = None  # on the tokens of the rounds; None: alignment is off
     penalty: float | None = None  # None: not aligned
-    rounds: int = 0  # of router and alignment that were kept
+    rounds: int = 0  # of router and alignment, kept
     error_end: float = 0.0
 
 
@@ -57,9 +57,9 @@ class Outcome:
 def project_layer(
     carve: LayerCarve, inputs: Sequence[Tensor], wanted: Sequence[Tensor], settings: ProjectConfig, seed: int
 ) -> tuple[ExpertLoop, Outcome]:
-    """Alignment, rounds of router and alignment, descent; inputs are those of the already-carved model.
+    """Alignment, rounds of router and alignment, descent.
 
-    `inputs` and `wanted` are as of `align_down`, `seed` is that of what is trained.
+    `inputs` (of the already carved model) and `wanted` are those of `align_down`; `seed` orders the tokens of descent.
     """
     _, validation = split_validation(Share.of(inputs).total_batches, settings.validation_share)
     base = scale_columns(carve.loop, column_scale(carve.loop, inputs))
@@ -78,28 +78,28 @@ def project_layer(
 def align_layer(
     carve: LayerCarve, base: ExpertLoop, inputs: Sequence[Tensor], wanted: Sequence[Tensor], settings: ProjectConfig
 ) -> tuple[Alignment[ExpertLoop], float, int]:
-    """Alignment in turn with the router, on `refit_tokens` of the tokens; the last alignment on all of them.
+    """Alternate alignment and router refits on `refit_tokens` tokens, then align on all tokens.
 
     Returns:
-        The layer, its error after the first alignment, and the rounds that were kept.
+        The layer, its error after the first alignment, and the number of rounds kept.
     """
     seen, targets = inputs, wanted
     if settings.rounds and refits(carve):
         seen, targets = take_tokens(inputs, wanted, settings.refit_tokens)
     state = align_down(base, seen, targets, settings)
     first = state.error
-    # The penalty depends on tokens and neurons, hardly on the routing: it is searched once.
+    # The penalty depends on tokens and neurons, hardly on the routing, so it is searched once.
     again = replace(settings, penalties=[state.penalty]) if state.penalty is not None else settings
     state, rounds = alternate(carve, base, state, seen, targets, again)
     if Share.of(seen).tokens < Share.of(inputs).tokens:
-        most = max(settings.penalties) if state.penalty is None else state.penalty  # more tokens want no more of it
+        most = max(settings.penalties) if state.penalty is None else state.penalty  # more tokens need no larger one
         last = replace(settings, penalties=[penalty for penalty in settings.penalties if penalty <= most])
         state = align_down(reroute(base, state.carved.router, inputs), inputs, wanted, last)
     return state, first, rounds
 
 
 def refits(carve: LayerCarve) -> bool:
-    """Whether the layer's router is fitted to anything, and chooses."""
+    """Whether the layer's router is refitted: its method is a fit, and K < E."""
     return carve.loop.top_k < carve.loop.router.experts and carve.refit.method in FITTED_ROUTERS
 
 
@@ -111,9 +111,9 @@ def alternate(
     wanted: Sequence[Tensor],
     settings: ProjectConfig,
 ) -> tuple[Alignment[ExpertLoop], int]:
-    """Fit the router to the aligned experts, align the unaligned ones to the new routing, as long as it helps.
+    """Repeat while it helps: refit the router to the aligned experts, align the original experts to the new routing.
 
-    Where routers pay for uneven load, the rounds are compared with that price.
+    The rounds are compared by error plus `load_cost`.
     """
     if not refits(carve):
         return state, 0
@@ -133,7 +133,7 @@ def alternate(
 def refit_router(
     carve: LayerCarve, aligned: ExpertLoop, inputs: Sequence[Tensor], wanted: Sequence[Tensor]
 ) -> LinearRouter:
-    """A router for the aligned experts. Its descent takes hundreds of small steps: one worker fits it, for all."""
+    """A router for the aligned experts; one worker fits it for all, because descent takes hundreds of small steps."""
     usual, share = at_usual_gates(aligned, inputs), Share.of(inputs)
     tokens, targets = share.gather(), share.holding(wanted).gather()
     task = RouterTask(usual, targets, carve.biased, tokens)
@@ -141,13 +141,13 @@ def refit_router(
 
 
 def reroute(base: ExpertLoop, router: LinearRouter, inputs: Sequence[Tensor]) -> ExpertLoop:
-    """The layer behind another router, its down columns scaled to that one's gates and choices."""
+    """The layer behind another router, with down columns scaled for the new gates and choices."""
     rerouted = replace(base, router=router)
     return scale_columns(rerouted, column_scale(rerouted, inputs) / column_scale(base, inputs))
 
 
 def load_cost(loop: ExpertLoop, inputs: Sequence[Tensor], refit: RouterSettings) -> float:
-    """The price of uneven load, in units of error: the router's, times the variance on validation tokens."""
+    """The cost of uneven load, in units of error: `balance` times the load variance on validation tokens."""
     if not refit.descent.balance:
         return 0.0
     _, validation = split_validation(Share.of(inputs).total_batches, refit.validation_share)
@@ -168,10 +168,10 @@ def chooses_alike(router: LinearRouter, loop: ExpertLoop, inputs: Sequence[Tenso
 def train_experts(
     loop: ExpertLoop, inputs: Sequence[Tensor], wanted: Sequence[Tensor], settings: ProjectConfig, seed: int
 ) -> ExpertLoop:
-    """Adam on the squared error of the layer's output, with the routing as it is; validation tokens are not seen.
+    """Train the experts with Adam on the squared error of the layer's output; the routing is fixed.
 
-    Copies of a neuron become neurons of their own: each goes where its expert needs it. `seed` orders the tokens. The
-    steps are small and many: one worker takes them, for all.
+    Validation tokens are left out. Copies of a neuron become independent neurons. `seed` orders the tokens. One worker
+    trains for all, because the steps are many and small.
     """
     share = Share.of(inputs)
     fitted, _ = split_validation(share.total_batches, settings.validation_share)
@@ -198,7 +198,7 @@ def descend_experts(
         {"params": [weight], "lr": settings.descent_rate * float(weight.detach().square().mean().sqrt())}
         for weight in trained
     ]
-    # Fused: one pass over all weights, in a quarter of the plain one's time.
+    # The fused optimizer takes a quarter of the time.
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.98), fused=True)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, total_iters=settings.descent_steps)
     generator = torch.Generator().manual_seed(seed)
@@ -217,7 +217,7 @@ def descend_experts(
 
 @dataclass(frozen=True)
 class ProjectedLayer:
-    """A layer on the CPU, in the checkpoint's number format or as exact quotients of it."""
+    """A layer on the CPU in the checkpoint's number format; down columns may be fp32 quotients, see `of`."""
 
     experts: ExpertWeights
     router: LinearRouter
@@ -225,10 +225,10 @@ class ProjectedLayer:
 
     @classmethod
     def of(cls, loop: ExpertLoop, outcome: Outcome, dtype: torch.dtype, down_scale: float = 1.0) -> "ProjectedLayer":
-        """Round a layer to the number format of its checkpoint, which holds the experts' down times `down_scale`."""
+        """Round a layer to the number format of its checkpoint, which stores the experts' down × `down_scale`."""
         experts = loop.experts.to("cpu", dtype)
         if dtype != torch.float32 and not is_power_of_two(down_scale):
-            # Rounded once, as a product; the format has no such number, so that the quotient is kept in fp32.
+            # The product is rounded once; its quotient is kept in fp32, because the format cannot represent it.
             product_EDN = (loop.experts.down_EDN.to("cpu", torch.float32) * down_scale).to(dtype)
             experts = replace(experts, down_EDN=product_EDN.float() / down_scale)
         return cls(experts, rounded(loop.router.to("cpu"), dtype), outcome)
@@ -245,9 +245,9 @@ def project_all(
     project: ProjectConfig,
     scratch: Path,
 ) -> dict[int, tuple[LinearRouter, Outcome]]:
-    """Layers in order, each on the inputs that the layers before it give once carved; each is kept in `scratch`.
+    """Project the layers in order, each on the inputs from the carved layers before it; save each in `scratch`.
 
-    Those that stay dense are passed, and not among the results. Workers share the tokens, and see the same `scratch`.
+    Layers that stay dense have no result. Workers share the tokens and see the same `scratch`.
     """
     workers, found = context.workers, {}
     tokens = TokenStream(stream, context.batches, workers, context.memory)
@@ -269,11 +269,11 @@ def project_all(
             carve = LayerCarve(start, refit, checkpoint.biased, len(context.text))
             wanted = tokens.inputs.map(layer.ffn)
             loop, outcome = project_layer(carve, tokens.inputs, wanted, project, seed)
-            del wanted  # or it would be there until the next layer's are
+            del wanted  # free it before the next layer's is computed
             done = ProjectedLayer.of(loop, outcome, checkpoint.dtype, checkpoint.down_scale)
             if workers.leads:
                 save_layer_checkpoint(scratch, index, done)
-        # The layers to come see what the checkpoint will compute, rounded as it is there.
+        # Later layers get the outputs of the rounded layer, as the checkpoint computes them.
         carved = checkpoint.loop(partition, index, done.experts, done.router, layer.ffn.act, stream.device)
         tokens.leave(map(carved, tokens.inputs))
         found[index] = (done.router, done.outcome)
@@ -281,14 +281,14 @@ def project_all(
 
 
 def find_done(scratch: Path, layer: int) -> ProjectedLayer:
-    """A layer that is done."""
+    """Load a finished layer."""
     done = load_layer_checkpoint(scratch, layer, ProjectedLayer)
     assert done is not None, "every layer is kept"
     return done
 
 
 def refit_settings(checkpoint: CheckpointFormat, project: ProjectConfig, logit_std: float, seed: int) -> RouterSettings:
-    """How a layer's router is fitted again: by its method, with this stage's steps and tokens."""
+    """Settings of a router refit: the method of stage=assemble, with this stage's steps and tokens."""
     descent = DescentSettings(project.router_steps, project.router_rate, checkpoint.load_price, seed)
     return RouterSettings(
         checkpoint.settings.router,

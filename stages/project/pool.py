@@ -1,10 +1,10 @@
-"""The projection of a global pool: each step is tried on all layers, judged on validation tokens, and kept or dropped.
+"""The projection of a global pool: each step is fitted on all layers, and kept if the validation error falls.
 
-The layers share their experts, so that no layer can be finished before the next one is begun. Unlike `layer_pass.py`
-this uses what the layers see in the dense model, not in the carved one.
+The layers share their experts, so they cannot be finished one after the other. Unlike in `layer_pass.py`, their inputs
+are those of the dense model, not of the carved one.
 
 With routing fixed, Σ_l E‖FFN_l(x_l) − MoE_l(x_l)‖² / E‖FFN_l(x_l)‖² is a least-squares problem in the down projections.
-Of E·N columns at once its system would be E·N wide; one expert at a time, on what the others leave to be given, it is N
+For all E·N columns at once, the system would be E·N wide. For one expert, fitted to the residual of the others, it is N
 wide.
 """
 
@@ -45,11 +45,11 @@ class PoolAlignment(NamedTuple):
 
     loops: Sequence[ExpertLoop]
     error: float
-    penalty: float | None  # None: nothing made it better, the columns stayed
+    penalty: float | None  # None: no penalty lowered the error, the columns are unchanged
 
 
 def align_pool(loops: Sequence[ExpertLoop], samples: Sequence[LayerSample], settings: ProjectConfig) -> PoolAlignment:
-    """Fit the shared down projections to what each layer is to give; keep the penalty of the lowest error, or none."""
+    """Fit the shared down projections to all layers' outputs; keep the penalty of lowest error, or change nothing."""
     fitted, validation = split_validation(len(samples[0].inputs), settings.validation_share)
     before = mean_error(loops, samples, validation) if settings.validate else float("inf")
     best, last = PoolAlignment(loops, before, None), float("inf")
@@ -60,20 +60,20 @@ def align_pool(loops: Sequence[ExpertLoop], samples: Sequence[LayerSample], sett
         if error < best.error:
             best = PoolAlignment(candidate, error, penalty)
         if error > last:
-            break  # less penalty fits the tokens at hand ever closer, and the validation tokens ever worse
+            break  # smaller penalties overfit more
         last = error
     return best
 
 
 @dataclass(frozen=True)
 class _Routed:
-    """One layer's tokens, the experts they are sent to, and what is still missing of their outputs."""
+    """One layer's tokens, their experts, and the residual of their outputs."""
 
     x_TD: Tensor
     chosen_TK: Tensor
     gates_TK: Tensor
-    missing_TD: Tensor  # changes with every expert that is fitted
-    scale: float  # 1 / the root-mean-square norm of what the layer is to give
+    missing_TD: Tensor  # residual, updated when an expert is fitted
+    scale: float  # 1 / the root-mean-square norm of the target outputs
 
     @classmethod
     def of(cls, loop: ExpertLoop, sample: LayerSample, batches: Sequence[int]) -> "_Routed":
@@ -85,7 +85,7 @@ class _Routed:
         return cls(x_TD, chosen_TK, gates_TK, wanted_TD - loop(x_TD), 1 / norm if norm else 0.0)
 
     def served(self, loop: ExpertLoop, expert: int) -> tuple[Tensor, Tensor]:
-        """Tokens that go to the expert, and its activations for them, as its gate weighs them."""
+        """Tokens routed to the expert, and its activations for them, times its gates."""
         tokens_t, slots_t = (self.chosen_TK == expert).nonzero().unbind(1)
         hidden_tN = loop.hidden(self.x_TD[tokens_t], loop.experts.gate_END[expert], loop.experts.up_END[expert])
         return tokens_t, hidden_tN * self.gates_TK[tokens_t, slots_t, None]
@@ -94,9 +94,9 @@ class _Routed:
 def sweep_experts(
     loops: Sequence[ExpertLoop], samples: Sequence[LayerSample], fitted: Sequence[int], penalty: float, sweeps: int
 ) -> Float[Tensor, "E D N"]:
-    """Block coordinate descent: expert after expert is fitted to what the others leave to be given.
+    """Block coordinate descent: fit one expert after the other to the residual of the others.
 
-    Each step's ridge pulls to the columns as that step finds them. An expert that no token is sent to stays.
+    The ridge of each step penalises the change of the columns. An expert without tokens is unchanged.
 
     Returns:
         The down projections of the pool.
@@ -116,7 +116,7 @@ def sweep_experts(
 
 
 def layer_errors(loops: Sequence[ExpertLoop], samples: Sequence[LayerSample], batches: Sequence[int]) -> list[float]:
-    """Σ‖FFN − MoE‖² / Σ‖FFN‖² of every layer, on the dense model's own inputs."""
+    """Σ‖FFN − MoE‖² / Σ‖FFN‖² of every layer, on the dense model's inputs."""
     return [
         relative_error(loop, sample.inputs, sample.outputs, batches)
         for loop, sample in zip(loops, samples, strict=True)
@@ -124,14 +124,14 @@ def layer_errors(loops: Sequence[ExpertLoop], samples: Sequence[LayerSample], ba
 
 
 def mean_error(loops: Sequence[ExpertLoop], samples: Sequence[LayerSample], batches: Sequence[int]) -> float:
-    """The mean of `layer_errors`: in a sum, late layers with large outputs would count for all."""
+    """The mean of `layer_errors`, which are relative, so that late layers with large outputs do not dominate."""
     errors = layer_errors(loops, samples, batches)
     return sum(errors) / len(errors)
 
 
 @dataclass(frozen=True)
 class PoolCarve:
-    """What the earlier stages decided."""
+    """Dense inputs and outputs of the layers, and settings of the router refits."""
 
     samples: Sequence[LayerSample]
     refit: Sequence[RouterSettings]  # of every layer
@@ -140,18 +140,18 @@ class PoolCarve:
 
 @dataclass(frozen=True)
 class PoolOutcome:
-    """Relative errors of every layer on validation tokens, after the step named; and what became of the steps."""
+    """Relative errors of every layer on validation tokens after each step, and the steps kept."""
 
     errors: dict[str, list[float]]
     penalty: float | None  # None: not aligned
-    rounds: int  # of routers and alignment that were kept
+    rounds: int  # of routers and alignment, kept
 
 
 @torch.no_grad()
 def project_pool(
     carve: PoolCarve, loops: Sequence[ExpertLoop], settings: ProjectConfig
 ) -> tuple[Sequence[ExpertLoop], PoolOutcome]:
-    """Alignment, and rounds of routers and alignment; `loops` are the layers over the pool as it starts."""
+    """Alignment, then rounds of routers and alignment; `loops` are the layers over the initial pool."""
     _, validation = split_validation(len(carve.samples[0].inputs), settings.validation_share)
     errors = {"as cut": layer_errors(loops, carve.samples, validation)}
     aligned, kept = PoolAlignment(loops, 0.0, None), 0
@@ -166,7 +166,7 @@ def project_pool(
 def alternate(
     carve: PoolCarve, base: Sequence[ExpertLoop], aligned: PoolAlignment, settings: ProjectConfig
 ) -> tuple[PoolAlignment, int]:
-    """Fit the routers to the aligned experts, align the unaligned ones again, as long as it helps."""
+    """Repeat while it helps: refit the routers to the aligned experts, align the original experts again."""
     chooses = base[0].top_k < len(base[0].neurons_EN)
     rounds = settings.rounds if chooses and carve.refit[0].method in FITTED_ROUTERS else 0
     for kept in range(rounds):
@@ -180,7 +180,7 @@ def alternate(
 
 
 def refit_routers(carve: PoolCarve, loops: Sequence[ExpertLoop]) -> list[LinearRouter]:
-    """Routers of the same method for the experts as they are now."""
+    """Routers of the same method, fitted to the current experts."""
     routers = []
     for loop, sample, settings in zip(loops, carve.samples, carve.refit, strict=True):
         usual = at_usual_gates(loop, sample.inputs)
@@ -191,7 +191,7 @@ def refit_routers(carve: PoolCarve, loops: Sequence[ExpertLoop]) -> list[LinearR
 
 
 def weigh_pool(loops: Sequence[ExpertLoop], samples: Sequence[LayerSample]) -> list[ExpertLoop]:
-    """The pool with its down columns scaled to what its gates weigh, all layers together."""
+    """The pool with its down columns scaled for the gates of all layers together."""
     scale_E1 = scale_pool(loops, [sample.inputs for sample in samples])
     return [scale_columns(loop, scale_E1) for loop in loops]
 
@@ -199,7 +199,7 @@ def weigh_pool(loops: Sequence[ExpertLoop], samples: Sequence[LayerSample]) -> l
 def reroute_pool(
     loops: Sequence[ExpertLoop], routers: Sequence[LinearRouter], samples: Sequence[LayerSample]
 ) -> list[ExpertLoop]:
-    """The pool behind other routers, its down columns scaled to their gates instead."""
+    """The pool behind other routers, with down columns scaled for the new gates."""
     rerouted = [replace(loop, router=router) for loop, router in zip(loops, routers, strict=True)]
     inputs = [sample.inputs for sample in samples]
     scale_E1 = scale_pool(rerouted, inputs) / scale_pool(loops, inputs)
@@ -207,7 +207,7 @@ def reroute_pool(
 
 
 def split_pool(loops: Sequence[ExpertLoop], partition: PoolPartition) -> list[ExpertWeights]:
-    """What every layer gives to the pool, and its own always-on neurons."""
+    """Every layer's own experts of the pool, and its always-on neurons."""
     ends = accumulate(partition.given)
     return [
         replace(loop.experts, **{name: getattr(loop.experts, name)[end - given : end] for name in ROUTED})
@@ -233,14 +233,14 @@ def summarise_pool(
     columns = ["layer", "experts given", *(f"error {step}" for step in STEPS)]
     notes = [
         describe_pool(outcome, project, gradients),
-        "all layers share the experts: errors are on the dense model's own inputs; in the carved one they add up from "
-        "layer to layer, which is left to stage=train",
+        "all layers share the experts: errors are on the dense model's inputs; in the carved model they add up from "
+        "layer to layer, and only stage=train corrects this",
     ]
     return Table("project", columns, rows, notes)
 
 
 def describe_pool(outcome: PoolOutcome, project: ProjectConfig, gradients: ProjectionOutcome | None) -> str:
-    """The projection in a sentence."""
+    """The projection in one sentence."""
     aligned = "off" if project.alignment == "none" else "dropped, since no penalty lowered the validation error"
     if outcome.penalty is not None:
         aligned = f"ridge, {project.pool_sweeps} sweeps over the experts, penalty {outcome.penalty:g}"

@@ -1,4 +1,4 @@
-"""project: fit the experts to the dense model, layer by layer, and write the router-ready checkpoint."""
+"""project: fit the experts to the dense model, layer by layer and end to end, and write the checkpoint."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -35,11 +35,11 @@ def run(
     shape: MoEShape,
     seed: int,
 ) -> Table:
-    """Write `checkpoint/` and the routers; every step is judged on validation tokens."""
+    """Write `checkpoint/` and the routers; every step is evaluated on validation tokens."""
     context = CalibrationContext.of(model, data, vocabulary, project.batch_tokens, seed, job)
     checkpoint = CheckpointFormat.of(context.folder, context.config, assemble, shape)
     routers = Routers.load(job.parents["assemble"])
-    if shape.pooled:  # experts of all layers are aligned one after the other, on few tokens: nothing to share
+    if shape.pooled:  # experts are aligned one after the other on few tokens, so workers have nothing to share
         alone = replace(context, workers=ALONE)
         return run_pool(job, alone, checkpoint, routers, project) if job.workers.leads else NOTHING
     partition = Partition.load(job.parents["cluster"])
@@ -55,7 +55,7 @@ def run(
     release_freed_memory()
     if not job.workers.leads:
         return NOTHING
-    # Of the layers that stay dense, the unused ones of stage=assemble.
+    # Layers that stay dense keep the unused routers of stage=assemble.
     last = [layers[index][0] if index in layers else routers.layer(index) for index in range(partition.layers)]
     routers = Routers.of(last, checkpoint.dtype, routers.logit_std)
     routers.save(job.out)
@@ -80,7 +80,7 @@ def project_layers(
     aligned: Path,
     kept: Path,
 ) -> ProjectionOutcome:
-    """Gradient projection of the layers in the folder `aligned`; they are kept in the folder `kept`."""
+    """Gradient projection of the layers in the folder `aligned`; the results are saved in the folder `kept`."""
     depth = partition.layers
     carved = [layer for layer in range(depth) if layer not in checkpoint.shape.dense_layers]
 
@@ -149,26 +149,26 @@ def summarise(
 
 
 def alignment_needs(project: ProjectConfig, shape: MoEShape, width: int, tokens: int, asked: int) -> list[str]:
-    """What the alignment would want of calibration text, where there is less; F is the `width`.
+    """A note on how many tokens the alignment needs, if the text has fewer; `width` is F.
 
-    A routed neuron is seen on the share K/E of the tokens, and its column wants as many of them as there are columns.
-    Where the text has fewer `tokens` than `asked` for by data.tokens, a longer text is needed, too.
+    A routed neuron is active on a share K/E of the tokens, and its column needs as many of them as there are columns.
+    If the text has fewer `tokens` than data.tokens (`asked`), it must also be longer.
     """
     columns = min(width, shape.always_on + shape.experts * shape.n)
     wanted = round(columns / (1 - project.validation_share) * max(1.0, shape.experts / shape.top_k))
     if project.alignment == "none" or tokens >= wanted:
         return []
-    # The last sequence is cut to fit, and left out where one token is left of it.
+    # The last sequence is cut to fit; if only one token is left of it, it is dropped.
     advice = f"data.tokens={-(-(wanted + 1) // 1000) * 1000}"
     short = f"; the text ends after {tokens:,} tokens, so a longer one is needed, too" if tokens + 1 < asked else ""
     return [
         f"{tokens:,} calibration tokens for {columns:,} columns a layer, routed to {shape.top_k} of {shape.experts} "
-        f"experts: the alignment leans on its penalty; {wanted:,} would determine it ({advice}{short})"
+        f"experts: the alignment depends on its penalty; {wanted:,} would be enough ({advice}{short})"
     ]
 
 
 def describe(outcomes: Mapping[int, Outcome], project: ProjectConfig, gradients: ProjectionOutcome | None) -> str:
-    """The projection in a sentence."""
+    """The projection in one sentence."""
     aligned = sum(outcome.penalty is not None for outcome in outcomes.values())
     alignment = f"ridge in {aligned} of {len(outcomes)} layers" if project.alignment == "ridge" else "off"
     rounds = sum(outcome.rounds for outcome in outcomes.values())

@@ -1,1 +1,1 @@
-"""Routers of one layer: tasks, ways to fit them, and how they distribute tokens."""
+"""Routers of one layer: the task, ways to fit a router, and measures of its choices."""

@@ -1,4 +1,4 @@
-"""Routers trained by gradient descent: a few hundred steps on one D × E matrix; validation tokens decide."""
+"""Train a router by gradient descent: a few hundred steps on one D × E matrix, the best kept by validation cost."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +11,9 @@ from models.routing import GateKind, LinearRouter, chosen_mask, masked_gates
 
 
 def relaxed_mask(logits_TE: Float[Tensor, "T E"], top_k: int, temperature: float) -> Float[Tensor, "T E"]:
-    """σ((z − θ) / temperature), θ halfway between the K-th and the next logit; the hard choice at temperature 0.
+    """σ((z − θ) / temperature), θ halfway between the K-th and the next logit; the hard choice as temperature → 0.
 
-    All ones where every expert is chosen.
+    All ones if K = E.
     """
     if top_k == logits_TE.shape[1]:
         return torch.ones_like(logits_TE)
@@ -24,7 +24,7 @@ def relaxed_mask(logits_TE: Float[Tensor, "T E"], top_k: int, temperature: float
 
 
 def load_variance(mask_TE: Float[Tensor, "T E"]) -> Float[Tensor, ""]:
-    """Variance over experts of the load, in units of an even share; 0 when all serve alike."""
+    """Variance over experts of the load, relative to an even share; 0 if the load is even."""
     load_E = mask_TE.mean(0)
     variance: Tensor = (load_E / load_E.mean() - 1).square().mean()
     return variance
@@ -35,17 +35,17 @@ GATHERED = 2**20  # overlaps copied at a time: 4 MiB
 
 @dataclass(frozen=True)
 class OutputError:
-    """‖r − Σ_{e chosen} g_e·y_e‖²: r the wanted output of the experts, y_e an expert's output, g_e its scaled gate.
+    """‖r − Σ_{e chosen} g_e·y_e‖²: r is the experts' target output, y_e an expert's output, g_e its scaled gate.
 
-    Expanded as ‖r‖² − 2·gains·w + wᵀ·overlaps·w in the weights w, so that no output is kept. Costs and losses are
-    relative to the mean ‖r‖².
+    Expanded as ‖r‖² − 2·gains·w + wᵀ·overlaps·w in the weights w, so that outputs need not be kept. Costs and losses
+    are relative to the mean ‖r‖².
     """
 
     gains_TE: Tensor  # r·y_e
     overlaps_TEE: Tensor  # y_e·y_f
     wanted_T: Tensor  # ‖r‖²
     gate: GateKind = GateKind.CONSTANT
-    logit_std: float = 1.0  # of the logits that the gates are of
+    logit_std: float = 1.0  # of the logits from which gates are computed
 
     def loss(
         self, tokens_t: Int[Tensor, "t"], logits_tE: Float[Tensor, "t E"], top_k: int, temperature: float
@@ -54,7 +54,7 @@ class OutputError:
         return self._error(relaxed_mask(logits_tE, top_k, temperature), logits_tE, tokens_t)
 
     def cost(self, mask_TE: Float[Tensor, "T E"], logits_TE: Float[Tensor, "T E"]) -> float:
-        """Relative error of a hard choice on all tokens, given the logits that its gates are computed from."""
+        """Relative error of a hard choice on all tokens; its gates are computed from the logits."""
         return float(self._error(mask_TE, logits_TE, torch.arange(len(mask_TE), device=mask_TE.device)))
 
     def _error(self, mask_tE: Tensor, logits_tE: Tensor, tokens_t: Tensor) -> Tensor:
@@ -67,9 +67,9 @@ class OutputError:
 def weigh_choice(
     gate: GateKind, mask_TE: Float[Tensor, "T E"], logits_TE: Float[Tensor, "T E"], logit_std: float
 ) -> Float[Tensor, "T E"]:
-    """A choice, soft or hard, times its gates, each expert's scaled so that they are nearest to 1.
+    """A soft or hard choice times its gates, which are scaled per expert to be nearest to 1.
 
-    As a checkpoint will have them: the logits are first brought to their final standard deviation.
+    The logits are first scaled to `logit_std`, their standard deviation in the checkpoint.
     """
     if gate is GateKind.CONSTANT:
         return mask_TE
@@ -82,7 +82,7 @@ def weigh_choice(
 class _Change(torch.autograd.Function):
     """mᵀ·O·m − 2·g·m of every token, O symmetric; its gradient 2·(O·m − g) comes from the same pass over O.
 
-    O is gathered a few tokens at a time: a copy of all of it fits into no cache.
+    O is gathered a few tokens at a time, because a copy of all of it would not fit into the cache.
     """
 
     @staticmethod
@@ -131,7 +131,7 @@ class DescentSettings:
 
 
 class _Whitened:
-    """Rows in coordinates in which the inputs are white: a step there is as long in every direction."""
+    """Router rows in coordinates in which the inputs are white, so that a step counts equally in every direction."""
 
     def __init__(self, x_TD: Float[Tensor, "T D"]) -> None:
         gram_DD = (x_TD.T @ x_TD / len(x_TD)).double()
@@ -160,7 +160,7 @@ def descend(
     *,
     biased: bool,
 ) -> LinearRouter:
-    """Train a router, with its bias if `biased`, and keep the one of lowest validation cost; at worst, `start`."""
+    """Train a router, with its bias if `biased`; return the one of lowest validation cost, `start` included."""
     space = _Whitened(train.x_TD)
     inputs_TD = space.inputs(train.x_TD)
     start = _unit_logits(start, train.x_TD)

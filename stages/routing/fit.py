@@ -1,4 +1,4 @@
-"""A router of one layer: in closed form, by ridge regression on the FFN input, and by the name of its method."""
+"""Fit one layer's router: random, by ridge regression on the FFN input, or by descent from such a regression."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ from stages.routing.task import RouterTask, output_error, output_norms
 
 
 class RouterRegression(NormalEquations):
-    """Moments of targets that are linear in the input, without intercept: the weight *is* the router's weight.
+    """Linear regression without intercept, whose weight is the router's weight.
 
     A token's mean over experts does not change their order, so it is subtracted from the targets.
     """
 
     @classmethod
     def of(cls, task: RouterTask) -> "RouterRegression":
-        """Start from nothing."""
+        """Empty moments for a task."""
         return cls(task.inputs[0].shape[1], task.experts, device=task.inputs[0].device)
 
     def add(self, x_TD: Tensor, wanted_TE: Tensor) -> None:
@@ -54,7 +54,7 @@ def regress_log_norms(task: RouterTask, batches: Sequence[int]) -> RouterRegress
 def logs(norms_TE: Tensor) -> Tensor:
     """Use log norms: only ratios between a token's experts matter.
 
-    On the scale of the norms themselves a few loud tokens would decide the fit, and a linear function predicts ratios
+    Without the logarithm, a few tokens of large norms would dominate the fit; and a linear function predicts ratios
     better than sums.
     """
     return norms_TE.clamp_min(1e-20).log()
@@ -64,11 +64,11 @@ MAX_ELEMENTS = 2**26  # of neuron activations in memory at a time: 256 MiB
 
 
 def regress_residual_norms(task: RouterTask, batches: Sequence[int], tokens: int, penalty: float) -> RouterRegression:
-    """Regress the logarithm of each expert's residual on the FFN input.
+    """Regress the logarithm of each expert's residual norm on the FFN input.
 
-    Of an expert's neurons i it is sqrt(Σ_i (h_i − ĥ_i)²·‖d_i‖²), with ĥ_i the ridge regression of h_i on the
-    activations of the always-on neurons, at a `penalty` relative to the mean diagonal of their second moment.
-    `cluster.method=router_aware` groups neurons by the same measure. At most `tokens` of the batches are used.
+    The residual norm of an expert with neurons i is sqrt(Σ_i (h_i − ĥ_i)²·‖d_i‖²). ĥ_i is the ridge regression of h_i
+    on the activations of the always-on neurons, with `penalty` relative to the mean diagonal of their second moment.
+    `cluster.method=router_aware` groups neurons by the same measure. At most `tokens` tokens are used.
     """
     inputs = [task.inputs[index] for index in batches]
     x_TD = take_rows(inputs, evenly_spaced(sum(map(len, inputs)), tokens))
@@ -84,7 +84,7 @@ def regress_residual_norms(task: RouterTask, batches: Sequence[int], tokens: int
 
 @dataclass(frozen=True)
 class RoutedNeurons:
-    """The experts' neurons, R in all: a neuron with copies in several experts is held once."""
+    """The R neurons of all experts; a neuron with copies in several experts is stored once."""
 
     gate_RD: Float[Tensor, "R D"]
     up_RD: Float[Tensor, "R D"]
@@ -94,14 +94,14 @@ class RoutedNeurons:
     def expert_norms(self, hidden_tR: Float[Tensor, "t R"]) -> Float[Tensor, "t E"]:
         """sqrt(Σ_i h_i²·‖d_i‖²) over the neurons of every expert.
 
-        No matrix product: for some sizes two processes would differ in its last bits, and routers with them.
+        A matrix product is avoided: for some sizes its last bits, and so the routers, differ between processes.
         """
         experts = zip(self.row_EN, self.weight_EN, strict=True)
         return torch.stack([(hidden_tR[:, row_N] * weight_N).norm(dim=1) for row_N, weight_N in experts], dim=1)
 
 
 def distinct_neurons(loop: ExpertLoop) -> RoutedNeurons:
-    """The neurons of all experts; copies whose gate or up rows differ are neurons of their own."""
+    """The neurons of all experts; copies are stored once only if all copies agree in their gate and up rows."""
     gate_PD, up_PD = loop.experts.gate_END.flatten(0, 1), loop.experts.up_END.flatten(0, 1)
     neurons_R, row_EN = torch.unique(loop.neurons_EN, return_inverse=True)
     every_P = torch.arange(len(gate_PD), device=gate_PD.device)
@@ -114,7 +114,7 @@ def distinct_neurons(loop: ExpertLoop) -> RoutedNeurons:
 class Activations:
     """Inputs (t, D), activations of the always-on neurons (t, S) and of the routed ones (t, R), some tokens at a time.
 
-    Tokens that fit into one piece are computed once, others at every iteration.
+    If all tokens fit into one piece, activations are computed once, else at every iteration.
     """
 
     def __init__(self, loop: ExpertLoop, routed: RoutedNeurons, x_TD: Float[Tensor, "T D"]) -> None:
@@ -136,7 +136,7 @@ class Activations:
 
 
 def regress_on_always_on(parts: Activations, penalty: float) -> Float[Tensor, "R S"]:
-    """Coefficients of the routed neurons on the always-on ones."""
+    """Ridge coefficients that predict the routed neurons from the always-on ones."""
     gate_RD, always_S = parts.routed.gate_RD, parts.loop.always_S
     moments = NormalEquations(len(always_S), len(gate_RD), device=gate_RD.device)
     if not len(always_S):
@@ -146,19 +146,19 @@ def regress_on_always_on(parts: Activations, penalty: float) -> Float[Tensor, "R
     return moments.solve(penalty)
 
 
-PENALTY_FACTORS = (0.1, 1.0, 10.0)  # of the ridge penalty, tried over a pool
+PENALTY_FACTORS = (0.1, 1.0, 10.0)  # of the ridge penalty; all are tried for a pool
 
 
 @dataclass(frozen=True)
 class RouterSettings:
-    """All that decides a router, the task apart."""
+    """Settings of a router fit."""
 
     method: str
     penalty: float  # of the ridge, relative to the mean diagonal of the input's second moment
     descent: DescentSettings
-    tokens: int  # to train on, at most
-    validation_share: float = 0.125  # of the batches: held out, nothing is fitted on them
-    logit_std: float = 1.0  # of the logits that the checkpoint will have
+    tokens: int  # to fit on, at most
+    validation_share: float = 0.125  # of the batches
+    logit_std: float = 1.0  # of the checkpoint's logits
 
     def split(self, task: RouterTask) -> tuple[list[int], list[int]]:
         """Batches to fit on, and validation batches."""
@@ -166,14 +166,14 @@ class RouterSettings:
 
 
 def draw_random(task: RouterTask, seed: int) -> LinearRouter:
-    """Seeded standard normal rows: the plain start for router training, and the control for the others."""
+    """Seeded standard normal rows: a start for router training, and the control for the other methods."""
     like_TD = task.inputs[0]
     rows_ED = torch.randn(task.experts, like_TD.shape[1], generator=torch.Generator().manual_seed(seed))
     return LinearRouter.without_bias(rows_ED.to(like_TD.device))
 
 
 def fit_router(task: RouterTask, settings: RouterSettings) -> LinearRouter:
-    """The router that `settings.method` names, see `stages/assemble/config.py`."""
+    """Fit a router by `settings.method`, one of `ROUTERS` in `stages/calibration/config.py`."""
     if settings.method == "random":
         return draw_random(task, settings.descent.seed)
     found = regress_residual_norms(task, settings.split(task)[0], settings.tokens, settings.penalty)
@@ -184,9 +184,9 @@ def fit_router(task: RouterTask, settings: RouterSettings) -> LinearRouter:
 
 
 def fit_pool_router(task: RouterTask, settings: RouterSettings, others: Sequence[LinearRouter] = ()) -> LinearRouter:
-    """The same over a pool, see `watch_pool`, by one of the methods `POOL_ROUTERS`.
+    """Fit a router over a pool by `settings.method`, one of `POOL_ROUTERS`; the task comes from `watch_pool`.
 
-    error starts from a regression of the drop of the error or of output norms, or from one of the `others`.
+    Method error starts from the best of these: regressions of error drops and of output norms, and `others`.
     """
     if settings.method == "random":
         return draw_random(task, settings.descent.seed)
@@ -197,17 +197,17 @@ def fit_pool_router(task: RouterTask, settings: RouterSettings, others: Sequence
 
 
 def lower_error(starts: Sequence[LinearRouter], task: RouterTask, settings: RouterSettings) -> LinearRouter:
-    """Train the router of lowest validation error among several."""
+    """Train the start of lowest validation cost."""
     share = min(1.0, settings.tokens / max(1, sum(len(x_TD) for x_TD in task.inputs)))
     train, validation = (error_sample(task, batches, share, settings.logit_std) for batches in settings.split(task))
     best = min(starts, key=lambda router: validation.cost(router, task.top_k, settings.descent.balance))
-    if not settings.descent.steps or task.top_k == task.experts:  # where all are chosen there is nothing to learn
+    if not settings.descent.steps or task.top_k == task.experts:  # if all are chosen, there is nothing to learn
         return best
     return descend(best, train, validation, task.top_k, settings.descent, biased=task.biased)
 
 
 def error_sample(task: RouterTask, batches: Sequence[int], share: float, logit_std: float) -> Sample:
-    """A share of the batches' tokens, with the output that every expert would give for them."""
+    """A share of the batches' tokens, and the output error of choosing experts for them."""
     inputs, parts = [], []
     for index in batches:
         rows_t = evenly_spaced(len(task.inputs[index]), round(len(task.inputs[index]) * share))

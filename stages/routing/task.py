@@ -1,4 +1,4 @@
-"""A layer's experts, the outputs wanted of them, and how well a router chooses among them."""
+"""The task of a layer's router (experts, inputs, target outputs), and measures of how well a router chooses."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,13 +19,13 @@ MAX_ELEMENTS = 2**26  # of expert outputs in memory at a time: 256 MiB
 
 
 def pieces(loop: ExpertLoop, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Tensors (T, ·), as many tokens at a time as the outputs of all experts leave room for."""
+    """Split tensors (T, ·) by tokens, so that a piece's outputs of all experts have at most MAX_ELEMENTS."""
     chunk = max(1, MAX_ELEMENTS // (len(loop.neurons_EN) * tensors[0].shape[1]))
     return zip(*(torch.split(tensor, chunk) for tensor in tensors), strict=True)
 
 
 def output_error(loop: ExpertLoop, x_TD: Float[Tensor, "T D"], target_TD: Float[Tensor, "T D"]) -> OutputError:
-    """The objective of choosing experts on these tokens, so that the layer's output meets the target."""
+    """The objective of choosing experts for these tokens: the layer's output should match the target."""
     wanted_TD = target_TD - loop.always_on_output(x_TD)
     gains, overlaps = [], []
     for x_tD, wanted_tD in pieces(loop, x_TD, wanted_TD):
@@ -38,8 +38,8 @@ def output_error(loop: ExpertLoop, x_TD: Float[Tensor, "T D"], target_TD: Float[
 def error_drops(loop: ExpertLoop, x_TD: Float[Tensor, "T D"], target_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T E"]:
     """Drop of a token's squared output error by each expert alone: (2·r·y_e − ‖y_e‖²) / ‖r‖², at least −1.
 
-    r is the wanted output without that of the always-on neurons; 1 for an expert that gives all of it, 0 for one that
-    gives nothing. The bound keeps a few loud outputs from deciding a fit.
+    r is the target minus the output of the always-on neurons. The drop is 1 if y_e = r, 0 if y_e = 0. The bound keeps a
+    few large outputs from dominating a fit.
     """
     wanted_TD = target_TD - loop.always_on_output(x_TD)
     drops = []
@@ -58,13 +58,13 @@ def output_norms(loop: ExpertLoop, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, 
 
 @dataclass(frozen=True)
 class RouterTask:
-    """What a router of one layer is fitted on, batch by batch."""
+    """The data on which one layer's router is fitted, one tensor per batch."""
 
-    loop: ExpertLoop  # experts as they are; its router is not used
-    wanted: Sequence[Tensor]  # (T, D) outputs of the whole layer
-    biased: bool  # the MoE's architecture has a selection bias, so the router may have an intercept
+    loop: ExpertLoop  # the experts; its router is not used
+    wanted: Sequence[Tensor]  # (T, D) target outputs of the whole layer
+    biased: bool  # the architecture has a selection bias, so the router may have one
     inputs: Sequence[Tensor]  # (T, D) FFN inputs
-    contributions: Sequence[Tensor] = ()  # (T, E) Σ_{i∈e} |h_i|·‖d_i‖ of every expert; in a pool its drop of the error
+    contributions: Sequence[Tensor] = ()  # (T, E) Σ_{i∈e} |h_i|·‖d_i‖ of every expert; in a pool, error drops
 
     @property
     def experts(self) -> int:
@@ -77,14 +77,14 @@ class RouterTask:
         return self.loop.top_k
 
     def routed(self, router: LinearRouter) -> ExpertLoop:
-        """The layer with a router."""
+        """The layer with this router."""
         return replace(self.loop, router=router)
 
 
 def make_loop(
     ffn: DenseFFN, neurons_EN: Int[Tensor, "E N"], always_S: Int[Tensor, "S"], router: LinearRouter | None, top_k: int
 ) -> ExpertLoop:
-    """The plain slices of a layer behind a router; without one, behind zero rows."""
+    """The plain slices of a layer behind a router; None is a router of zeros."""
     if router is None:
         router = LinearRouter.without_bias(ffn.gate_FD.new_zeros(len(neurons_EN), ffn.gate_FD.shape[1]))
     return ExpertLoop(slice_ffn(ffn, neurons_EN, always_S), neurons_EN, always_S, router, top_k, ffn.width, ffn.act)
@@ -100,7 +100,7 @@ def watch_experts(
     biased: bool,
     keep: Keep = as_it_is,
 ) -> RouterTask:
-    """The task of a router for plain slices, from one pass over the FFN's activations; `keep` what that gives."""
+    """The task of a router over plain slices, from one pass over the FFN's activations; `keep` stores the results."""
     member_EF, norms_F = membership(neurons_EN, ffn.width), ffn.down_DF.norm(dim=0)
     contributions, outputs = [], []
     for x_TD in inputs:
@@ -111,15 +111,15 @@ def watch_experts(
 
 
 def watch_pool(loop: ExpertLoop, wanted: Sequence[Tensor], inputs: Sequence[Tensor], *, biased: bool) -> RouterTask:
-    """The task of a layer's router over a pool of which most experts were cut from other layers.
+    """The task of a layer's router over a pool; most of the pool's experts were cut from other layers.
 
-    The size of a foreign expert's output says nothing of its use: contributions are drops of the error.
+    Contributions are error drops, because the output size of another layer's expert does not show its use here.
     """
     drops = [error_drops(loop, x_TD, wanted_TD) for x_TD, wanted_TD in zip(inputs, wanted, strict=True)]
     return RouterTask(loop, wanted, biased, inputs, drops)
 
 
-EVAL_TOKENS = 4096  # for the report's error, evenly spaced: each costs a pass of the whole layer
+EVAL_TOKENS = 4096  # for the reported error, evenly spaced; each costs a pass of the whole layer
 
 
 def set_logit_std(router: LinearRouter, inputs: Sequence[Tensor], logit_std: float) -> LinearRouter:
@@ -137,10 +137,7 @@ def set_logit_std(router: LinearRouter, inputs: Sequence[Tensor], logit_std: flo
 def load_balance(
     router: LinearRouter, inputs: Sequence[Tensor], top_k: int, batches: Collection[int] | None = None
 ) -> Float[Tensor, "E"]:
-    """Each expert's share of the routed tokens, relative to an even share (1 = even).
-
-    Of the numbered batches, or all.
-    """
+    """Each expert's load on the numbered batches, or on all, relative to an even share (1 = even)."""
 
     def count(place: int) -> Tensor:
         return torch.bincount(router.choose(inputs[place], top_k).flatten(), minlength=router.experts)
@@ -152,7 +149,7 @@ def load_balance(
 def oracle_agreement(router: LinearRouter, task: RouterTask) -> float:
     """Agreement with the contribution oracle: mean share of its K experts that the router also chooses.
 
-    In a pool, contribution is an expert's drop of the error: the error oracle.
+    In a pool, contributions are error drops, and the oracle is the error oracle.
     """
     agreed, total = 0, 0
     for x_TD, contributions_TE in zip(task.inputs, task.contributions, strict=True):
@@ -164,6 +161,6 @@ def oracle_agreement(router: LinearRouter, task: RouterTask) -> float:
 
 
 def relative_output_error(loop: ExpertLoop, task: RouterTask, tokens: int = EVAL_TOKENS) -> float:
-    """Σ‖wanted − output‖² / Σ‖wanted‖² of the layer, on `tokens` of the task's at most."""
+    """Σ‖wanted − output‖² / Σ‖wanted‖² of the layer, on at most `tokens` of the task's tokens."""
     seen, wanted = take_tokens(task.inputs, task.wanted, tokens)
     return relative_error(loop, seen, wanted, range(len(seen)))

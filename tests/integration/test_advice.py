@@ -92,9 +92,9 @@ def test_tokens_that_determine_the_alignment(carve):
         "project.router_steps=0",
         "data.tokens=100",
     ]
-    note = carve(*words).note("the alignment leans on its penalty")
+    note = carve(*words).note("the alignment depends on its penalty")
     assert note is not None
-    assert carve(*words, *advised(note)).note("the alignment leans on its penalty") is None
+    assert carve(*words, *advised(note)).note("the alignment depends on its penalty") is None
 
 
 @pytest.mark.parametrize(

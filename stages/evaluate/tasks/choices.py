@@ -1,6 +1,6 @@
-"""The items of carve_choices, as lm-evaluation-harness asks for them.
+"""The items of carve_choices for lm-evaluation-harness.
 
-It loads this file by itself, so that nothing of this project is imported here.
+The harness loads this file on its own, so it imports nothing of this project.
 """
 
 from pathlib import Path
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def load_choices(**_settings: object) -> dict[str, Any]:
-    """The one split, from the file in this folder, found from any working folder and without a network."""
+    """The only split, read from the file in this folder, from any working folder and without a network."""
     from datasets import Dataset  # noqa: PLC0415 - an optional extra brings it
 
     return {"test": Dataset.from_json(str(Path(__file__).with_name("carve_choices.jsonl")))}

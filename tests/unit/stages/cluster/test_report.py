@@ -28,8 +28,8 @@ def test_the_table_reads_well():
     assert table.notes == [
         "experts by some method",
         "fire together: chance that two neurons are both active on a token; shares are of the layer's mean |h|·‖d‖",
-        "similarity: mean cosine of a neuron and its expert's mean, then that of random experts; gap: what the best "
-        "assignment to these means would add",
+        "similarity: mean cosine of a neuron and its expert's mean, then that of random experts; gap: how far it is "
+        "below the best assignment to these means",
         "maps: neuron_map_layer_000.png",
     ]
 

@@ -7,8 +7,8 @@ from stages.project.stage import alignment_needs
 
 SHAPE = MoEShape(experts=6, n=20, top_k=2, always_on=30)
 NEED = (
-    "500 calibration tokens for 150 columns a layer, routed to 2 of 6 experts: the alignment leans on its penalty; "
-    "900 would determine it "
+    "500 calibration tokens for 150 columns a layer, routed to 2 of 6 experts: the alignment depends on its penalty; "
+    "900 would be enough "
 )
 
 
