@@ -91,8 +91,7 @@ def trace_modules(
 ) -> Iterator[ModuleTracer]:
     """Report the calls of `model` and of all its submodules to `receiver`; the hooks are removed on exit.
 
-    `prefix`: full name of `model`, if it is a submodule; `counts`: calls of each module so far; `only`: names of the
-    modules to report, None for all.
+    `prefix`: full name of `model`, if it is a submodule; `counts`: calls so far; `only`: names of modules to report.
     """
     tracer = ModuleTracer(Counter(counts or {}))
     named = [(".".join(filter(None, (prefix, name))), module) for name, module in model.named_modules()]

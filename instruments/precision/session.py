@@ -40,10 +40,7 @@ class LowPrecision:
         return torch.autocast(device.type, self.dtype) if self.mode == AUTOCAST else nullcontext()
 
     def convert(self, arguments: Any, types: Sequence[torch.dtype | None] | None) -> Any:  # noqa: ANN401
-        """Copy a call's FP32 arguments, converted to the formats `types` that they had in the low-precision pass.
-
-        If `types` is None or does not match: converted to the cast's format, unchanged under autocast.
-        """
+        """Copy FP32 arguments in the formats `types`; without (matching) ones in the cast's, or FP32 under autocast."""
         count = len(find_tensors(arguments))
         if types is None or len(types) != count:
             types = [self.dtype if self.mode == CAST else None] * count
@@ -197,10 +194,7 @@ class AlikeRows:
 
 @dataclass
 class Session:
-    """Models, stored tensors and results of one auto_diff.
-
-    `waiting` holds tensors on the host: first the low-precision outputs, then those of the reference.
-    """
+    """Models and results of one auto_diff; `waiting`: stored low-precision outputs, later those of the reference."""
 
     reference: nn.Module
     low: LowPrecision
