@@ -48,7 +48,7 @@ def _ratio(part: float, whole: float) -> float:
 
 
 def changed_rows(reference: Shaped[Tensor, "*rows K"], low: Shaped[Tensor, "*rows K"]) -> Bool[Tensor, "flat_rows"]:
-    """Rows in which two integer tensors hold different sets of values, whatever their order: a changed choice."""
+    """Rows in which two integer tensors hold different values, in any order: a changed choice."""
     first, second = (tensor.reshape(-1, tensor.shape[-1]).sort(dim=-1).values for tensor in (reference, low))
     return (first != second).any(dim=-1)
 

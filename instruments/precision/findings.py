@@ -247,7 +247,7 @@ def reason(output: OutputDiff) -> str:
             f"{distance.nonfinite:,} of {distance.nonfinite + distance.size:,} values overflow or are undefined "
             f"(largest in FP32 where both are finite: {distance.largest:.3g})"
         )
-    times = f", {distance.normalised_l2 / floor:.1f} times the error floor" if floor else ""
+    times = f", {distance.normalised_l2 / floor:.1f} times its error floor" if floor else ""
     return f"normalised L2 {distance.normalised_l2:.2g}{times}"
 
 

@@ -40,7 +40,7 @@ class LowPrecision:
         return torch.autocast(device.type, self.dtype) if self.mode == AUTOCAST else nullcontext()
 
     def convert(self, arguments: Any, types: Sequence[torch.dtype | None] | None) -> Any:  # noqa: ANN401
-        """Copy FP32 arguments in the formats `types`; without (matching) ones in the cast's, or FP32 under autocast."""
+        """Copy FP32 arguments in the formats `types`; without a match in the cast's format, or FP32 under autocast."""
         count = len(find_tensors(arguments))
         if types is None or len(types) != count:
             types = [self.dtype if self.mode == CAST else None] * count
@@ -49,7 +49,7 @@ class LowPrecision:
 
 
 def types_of(arguments: Any) -> list[torch.dtype | None]:  # noqa: ANN401 - any input of a module
-    """Number format of each tensor among a call's arguments; None for integers and booleans."""
+    """Number format of each tensor among a call's arguments; None if it is not floating-point."""
     return [tensor.dtype if tensor.is_floating_point() else None for tensor in find_tensors(arguments).values()]
 
 

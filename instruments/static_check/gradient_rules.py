@@ -155,7 +155,7 @@ def _scaler(
     return UNKNOWN
 
 
-MIXED = "mixed precision"  # stands for all conditions with this meaning
+MIXED = "mixed precision"  # name for all conditions with this meaning
 _SCALED = re.compile(rf"{MIXED}|scal|precision", re.IGNORECASE)
 
 

@@ -22,7 +22,7 @@ from instruments.training_watch.verdict import (
     judge_range,
 )
 
-MISSING = -1.0  # stands for the norm of a missing gradient
+MISSING = -1.0  # in place of the norm of a missing gradient
 
 
 @torch.no_grad()
