@@ -1,9 +1,9 @@
-"""Where low precision goes wrong: checks of models, tensors and training code, each usable alone."""
+"""Find low-precision faults in models, tensors and training code; each tool can be used alone."""
 
 from importlib import import_module
 from typing import Any
 
-# Imported when asked for: static_check needs no torch.
+# Imported on first access: static_check needs no torch.
 _PLACES = {
     "analyze_tensor": "instruments.precision.tensor_analysis",
     "auto_diff": "instruments.precision.model_diff",
@@ -15,7 +15,7 @@ _PLACES = {
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - a function or class
-    """The function or class of that name."""
+    """Import a function or class on first access."""
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_PLACES[name]), name)

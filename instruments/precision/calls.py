@@ -1,4 +1,4 @@
-"""Modules and tensors of a running model: every call, what is in arguments and outputs, what they are called."""
+"""Trace the module calls of a running model; find the tensors in arguments and outputs."""
 
 import copy
 from collections import Counter
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 
 def in_backward() -> bool:
-    """Whether this thread runs a backward pass, as it does while a checkpointed forward pass is run again."""
+    """Whether this thread runs a backward pass, including the recomputed forward pass of a checkpoint."""
     return torch._C._current_graph_task_id() != -1
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As in "bfloat16"."""
+    """Name without "torch.", such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
 def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
-    """Whether it is a DTensor, whose module takes half a second to import."""
+    """Whether it is a DTensor; avoids importing its module, which takes half a second."""
     return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
 
 
@@ -34,7 +34,7 @@ WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 
 
 def plain_name(name: str) -> str:
-    """Without what FSDP, checkpointing and torch.compile put into the names of parts."""
+    """Remove the parts that FSDP, checkpointing and torch.compile insert into module names."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS[1:])
 
 
@@ -42,37 +42,37 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Call(NamedTuple):
-    """The n-th call of a module in one pass; `module` is its name, empty for the model itself."""
+    """The n-th call of a module in one pass; `module` is its name, empty for the whole model."""
 
     module: str
     number: int
 
     def __str__(self) -> str:
-        """The name, and the number of a repeated call."""
+        """The name, with a number from the second call on."""
         name = self.module or "(model)"
         return f"{name} (call {self.number + 1})" if self.number else name
 
 
 class ModuleEvents:
-    """Receives module events; children finish before their parents. By itself it ignores them."""
+    """Receives module events; children finish before their parents. The base class ignores them."""
 
     def before(self, call: Call, module: nn.Module, arguments: Arguments) -> None:
         """The module is about to run."""
 
     def after(self, call: Call, module: nn.Module, output: Any) -> None:  # noqa: ANN401 - any output of a module
-        """It has run."""
+        """The module has run."""
 
 
 @dataclass
 class ModuleTracer:
-    """What the hooks of one `trace_modules` share: closed, it passes on nothing and counts nothing."""
+    """State shared by the hooks of one `trace_modules`; while closed, they neither count nor report calls."""
 
     counts: Counter[str]
     open: bool = True
 
     @contextmanager
     def closed(self) -> Iterator[None]:
-        """For calls that are no part of the pass."""
+        """Context for calls that do not belong to the pass."""
         before, self.open = self.open, False
         try:
             yield
@@ -89,9 +89,9 @@ def trace_modules(
     counts: Mapping[str, int] | None = None,
     only: Container[str] | None = None,
 ) -> Iterator[ModuleTracer]:
-    """Report to `receiver` the calls of `model` (called `prefix`, where it is a part) and of all its parts.
+    """Report the calls of `model` and of all its submodules to `receiver`; the hooks are removed on exit.
 
-    `counts` are the calls of every module so far; `only` names the modules that count. The hooks are gone afterwards.
+    `prefix`: full name of `model`, if it is a submodule; `counts`: calls so far; `only`: names of modules to report.
     """
     tracer = ModuleTracer(Counter(counts or {}))
     named = [(".".join(filter(None, (prefix, name))), module) for name, module in model.named_modules()]
@@ -103,7 +103,7 @@ def trace_modules(
 
 
 def _hook(module: nn.Module, name: str, receiver: ModuleEvents, tracer: ModuleTracer, hooks: ExitStack) -> None:
-    running: list[Call] = []  # a module may call itself
+    running: list[Call] = []  # a stack: calls may be recursive
 
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if tracer.open:
@@ -120,7 +120,7 @@ def _hook(module: nn.Module, name: str, receiver: ModuleEvents, tracer: ModuleTr
 
 
 def find_tensors(value: Any) -> dict[str, Tensor]:  # noqa: ANN401 - any output of a module
-    """The tensors in it by path, such as "[0]" or ".logits"; of a tensor alone, ""."""
+    """Tensors in a value by path, such as "[0]" or ".logits"; the path of a bare tensor is ""."""
     if isinstance(value, Tensor):
         return {"": value}
     found: dict[str, Tensor] = {}
@@ -134,8 +134,8 @@ def find_tensors(value: Any) -> dict[str, Tensor]:  # noqa: ANN401 - any output 
     return found
 
 
-def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:  # noqa: ANN401 - the same kind of thing
-    """The same with every tensor changed, in the order of `find_tensors`."""
+def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:  # noqa: ANN401 - the same structure
+    """Apply `change` to every tensor in a value, in the order of `find_tensors`."""
 
     def change_leaf(leaf: Any) -> Any:  # noqa: ANN401
         if isinstance(leaf, Tensor):
@@ -151,7 +151,7 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:  # noqa:
 
 
 def copy_arguments(arguments: Arguments) -> Arguments:
-    """Tensors cloned, caches and other plain objects copied: a module may write into what it is given."""
+    """Clone tensors, deep-copy caches and other plain objects: a module may write into its arguments."""
     return cast("Arguments", tree_map(_copy_leaf, map_tensors(Tensor.clone, arguments)))
 
 
@@ -160,10 +160,10 @@ def _copy_leaf(leaf: Any) -> Any:  # noqa: ANN401
         return leaf
     try:
         return copy.deepcopy(leaf)
-    except TypeError:  # a lock, a file: it is shared
+    except TypeError:  # a lock or a file cannot be copied
         return leaf
 
 
 def _is_record(leaf: object) -> bool:
-    """Whether it is a dataclass, which pytree takes for a leaf."""
+    """Whether it is a dataclass instance, which pytree treats as a leaf."""
     return is_dataclass(leaf) and not isinstance(leaf, type)

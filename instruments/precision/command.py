@@ -15,21 +15,21 @@ if TYPE_CHECKING:
     from torch import nn
 
 _EPILOG = """
-FILE.py is your own code and is run, as python runs it: name no file that you would not run. The sample is only read:
-tensors, numbers and text in lists and dicts, saved by torch.save or safetensors; a pickle of anything else is refused.
+FILE.py is your own code and is run: name only a file that you trust. The sample is read without running code: tensors,
+numbers and text in lists and dicts, saved by torch.save or safetensors; a pickle of anything else is refused.
 A dict holds keyword arguments, a list or tuple positional ones.
 """
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Do what the command line says; returns the exit code.
+    """Run the command line and return the exit code.
 
-    0 ok, 1 a warning or severe, or the sample cannot be read, 2 the command line is wrong, 130 interrupted.
+    0: ok; 1: a warning, a severe verdict, or an unreadable sample; 2: wrong command line; 130: interrupted.
     """
     about = "FP32 against low precision, module by module, for a model of your own."
     parser = argparse.ArgumentParser(prog="python -m pipeline.auto_diff", description=about, epilog=_EPILOG)
     parser.add_argument(
-        "--model", required=True, metavar="FILE.py:NAME", help="a module, or what makes one; FILE.py is run"
+        "--model", required=True, metavar="FILE.py:NAME", help="a module, or a class or function that makes one"
     )
     parser.add_argument("--input", required=True, type=Path, metavar="SAMPLE", help=".pt or .safetensors, tensors only")
     parser.add_argument("--precision", default="bf16", help="bf16 or fp16 (default: bf16)")
@@ -64,10 +64,10 @@ def _run(wanted: argparse.Namespace) -> int:
 
 
 def find_model(place: str) -> "nn.Module":
-    """The module of that name in a file, or what a class or function of that name returns without arguments.
+    """Load a torch module from a Python file; a class or function is called without arguments.
 
     Raises:
-        ConfigError: no such file or name, or it is no module. What the file's own code raises is left as it is.
+        ConfigError: no such file or name, or no torch module. Errors raised by the file's code pass through.
     """
     file, _, name = place.rpartition(":")
     path = Path(file)
@@ -88,13 +88,13 @@ def find_model(place: str) -> "nn.Module":
 
 
 def _execute(path: Path) -> ModuleType:
-    """Run a file as a module of its name; modules of its folder can be imported, as by `python FILE.py`."""
+    """Import a file under its stem; it can import modules of its folder, as with `python FILE.py`."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None, "it ends in .py"
     assert spec.loader is not None, "it is a file"
     held = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.parent.resolve()))
-    sys.modules[path.stem] = held  # dataclasses look their module up
+    sys.modules[path.stem] = held  # dataclasses look up their module there
     spec.loader.exec_module(held)
     return held
 

@@ -1,4 +1,4 @@
-"""Number formats, and the distance between a tensor and its copy in one."""
+"""Number formats, and the distance between a tensor and its low-precision version."""
 
 import math
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ from instruments.precision.verdict import Distance
 def measure_distance(
     reference: Shaped[Tensor, "*shape"], low: Shaped[Tensor, "*shape"], rows: Bool[Tensor, "rows"] | None = None
 ) -> Distance:
-    """Compare two floating-point tensors of one device, in one transfer from there.
+    """Compare two floating-point tensors on the same device, with one transfer to the host.
 
-    `rows` says which vectors of the last axis count; None or another number than there are: all.
+    `rows`: mask of the vectors along the last axis that count; all if it is None or its length does not match.
     Numerics: differences and sums in float64, so that no square overflows.
     """
     if rows is not None and reference.ndim and reference.numel() == len(rows) * reference.shape[-1]:
@@ -48,7 +48,7 @@ def _ratio(part: float, whole: float) -> float:
 
 
 def changed_rows(reference: Shaped[Tensor, "*rows K"], low: Shaped[Tensor, "*rows K"]) -> Bool[Tensor, "flat_rows"]:
-    """Where the last axis of two integer tensors holds other values in any order: another choice."""
+    """Rows in which two integer tensors hold different values, in any order: a changed choice."""
     first, second = (tensor.reshape(-1, tensor.shape[-1]).sort(dim=-1).values for tensor in (reference, low))
     return (first != second).any(dim=-1)
 
@@ -67,10 +67,10 @@ _SHORT = {
 
 
 def find_format(name: str | torch.dtype, setting: str = "precision") -> torch.dtype:
-    """The low-precision type of that name, as in "bf16", "bfloat16" or torch.bfloat16.
+    """Low-precision dtype of a name, such as "bf16", "bfloat16" or torch.bfloat16.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: unknown name.
     """
     name = str(name).removeprefix("torch.")
     found = _SHORT.get(name.lower(), name)
@@ -84,13 +84,13 @@ def find_format(name: str | torch.dtype, setting: str = "precision") -> torch.dt
 
 
 def ulp(values: Float[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*shape"]:
-    """One unit in the last place of each value in `dtype`; of what that cannot reach, as if it went on."""
+    """One unit in the last place of each value in `dtype`; above its range, as if its exponents went on."""
     exponent = torch.frexp(values.abs().clamp_min(torch.finfo(dtype).smallest_normal)).exponent - 1
     return torch.ldexp(torch.full_like(values, torch.finfo(dtype).eps), exponent)
 
 
 def round_to(values: Shaped[Tensor, "*shape"], dtype: torch.dtype) -> Shaped[Tensor, "*shape"]:
-    """Each value as `dtype` holds it, in the type it came in."""
+    """Round each value to `dtype`; the result keeps the type of `values`."""
     return values.to(dtype).to(values.dtype)
 
 
@@ -104,7 +104,7 @@ class AxisRange:
     largest_at: int
     smallest: float  # above 0
     smallest_at: int
-    zero: int  # slices of zeros alone
+    zero: int  # slices that are all zero
 
     @property
     def ratio(self) -> float:
@@ -113,13 +113,13 @@ class AxisRange:
 
     @property
     def wide(self) -> bool:
-        """Whether large numbers may swamp small ones where the two are added up."""
+        """Whether large values may swamp small ones in a sum over the axis."""
         return self.ratio > 1e4
 
 
 @torch.no_grad()
 def axis_ranges(values: Shaped[Tensor, "..."]) -> list[AxisRange]:
-    """One entry for each axis longer than 1, the last axis first; values that are not finite count as 0."""
+    """One entry for each axis longer than 1, the last axis first; non-finite values count as 0."""
     if not values.numel():
         return []
     sizes = torch.where(values.isfinite(), values, 0)
@@ -132,7 +132,7 @@ def long_axes(values: Shaped[Tensor, "..."]) -> list[int]:
 
 
 def sizes_along(values: Shaped[Tensor, "..."], axis: int, *, keepdim: bool = False) -> Shaped[Tensor, "..."]:
-    """max|·| of each slice along an axis, which is counted from the end."""
+    """max|·| of each slice along an axis, counted from the end."""
     others = [other for other in range(values.ndim) if other != axis % values.ndim]
     return values.abs().amax(others, keepdim=keepdim) if others else values.abs()
 

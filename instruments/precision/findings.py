@@ -1,4 +1,4 @@
-"""What auto_diff found, module by module, and its table, notes and JSON."""
+"""Results of auto_diff, module by module, and their table, notes and JSON."""
 
 import math
 import re
@@ -20,30 +20,30 @@ class OutputDiff:
     """One floating-point output of one call of one module; in the order in which calls end."""
 
     call: Call
-    path: str  # within what it returns, such as "[0]"
+    path: str  # within the returned value, such as "[0]"
     kind: str  # class of the module
-    parts: int  # modules below it
+    parts: int  # number of modules inside it
     shape: tuple[int, ...]
     dtype: str = ""  # in low precision
-    propagated: Distance | None = None  # low precision from the start; None where it did not get here
+    propagated: Distance | None = None  # whole model in low precision; None if it cannot be compared
     propagated_floor: float | None = None
-    unaligned: float = 0.0  # normalised L2 of `propagated` with the tokens that chose otherwise
-    own: Distance | None = None  # low precision fed with the FP32 inputs
+    unaligned: float = 0.0  # normalised L2 of `propagated`, including tokens with other choices
+    own: Distance | None = None  # only this module in low precision, on the FP32 inputs
     own_floor: float | None = None
     own_failure: str = ""
     ranges: Sequence[AxisRange] = ()
     swamped: str = ""
-    overflow: str = ""  # in the module's own forward, between its parts
+    overflow: str = ""  # in the module's own forward, between its submodules
     limits: DiffLimits = field(default_factory=DiffLimits, repr=False)
 
     @property
     def name(self) -> str:
-        """The call, and which of its outputs."""
+        """The call and the path of the output."""
         return f"{self.call}{self.path}"
 
     @property
     def own_verdict(self) -> Verdict:
-        """On the module itself."""
+        """Verdict on the module's own error."""
         if self.overflow:
             return Verdict.SEVERE
         if self.own is None:
@@ -53,32 +53,32 @@ class OutputDiff:
 
     @property
     def propagated_verdict(self) -> Verdict:
-        """On what arrives here; the model's own output is also held to the absolute limits."""
+        """Verdict on the propagated error; the model's own output is also held to the absolute limits."""
         if self.propagated is None:
             return Verdict.OK
         return worst(self.limits.judge(self.propagated, self.propagated_floor), self.bound_verdict)
 
     @property
     def bound_verdict(self) -> Verdict:
-        """Judge the error of the model's own output alone, however much the model amplifies; other modules are ok."""
+        """Verdict on the model's own output by the absolute limits alone; ok for other modules."""
         if self.propagated is None or self.call.module:
             return Verdict.OK
         return self.limits.judge(self.propagated, None)
 
     @property
     def verdict(self) -> Verdict:
-        """The worse of the two."""
+        """The worse of the own and the propagated verdict."""
         return worst(self.own_verdict, self.propagated_verdict)
 
 
 @dataclass
 class ChoiceDiff:
-    """One integer output: how many rows (tokens) chose otherwise in low precision."""
+    """One integer output: which share of its rows (tokens) differs in low precision."""
 
     call: Call
     path: str
     rows: int
-    own: float | None = None  # fed with the FP32 inputs
+    own: float | None = None  # on the FP32 inputs
     propagated: float | None = None
     floor: float | None = None  # in FP32, every tensor off by one unit in the last place
 
@@ -93,28 +93,28 @@ class Diff:
     outputs: list[OutputDiff] = field(default_factory=list)
     choices: list[ChoiceDiff] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)  # modules that were never called
-    silent: list[str] = field(default_factory=list)  # calls without a tensor in what they return
-    only_one: list[str] = field(default_factory=list)  # calls that one of the runs made, and not the other
-    overflows: list[str] = field(default_factory=list)  # first of them, between modules
+    silent: list[str] = field(default_factory=list)  # calls that returned no tensor
+    only_one: list[str] = field(default_factory=list)  # calls made in only one of the two runs
+    overflows: list[str] = field(default_factory=list)  # the first overflow, if it is between modules
     passes: int = 0
     seconds: float = 0.0
 
     @property
     def verdict(self) -> Verdict:
-        """The worst of all."""
+        """The worst verdict of all outputs; severe for an overflow between modules."""
         return worst(*(output.verdict for output in self.outputs), *[Verdict.SEVERE] * bool(self.overflows))
 
     def ranked(self) -> list[OutputDiff]:
-        """What is not ok, the first divergence on top: modules that err themselves, then those that inherit it."""
+        """Outputs that are not ok, in order: first modules with an error of their own, then those that inherit one."""
         found = [output for output in self.outputs if output.verdict is not Verdict.OK]
         return sorted(found, key=lambda output: output.own_verdict is Verdict.OK)
 
     @property
     def first(self) -> OutputDiff | None:
-        """The first divergence: of those that err themselves, the one whose call ended first.
+        """The first divergence: among modules with an error of their own, the one whose call ended first.
 
-        A module ends after its parts, so it is the innermost. Where the error of the model's output alone is too large,
-        it is the module at which the error floor jumps.
+        A module ends after its submodules, so this is the innermost. If only the model's output is above its absolute
+        limit, it is the module at which the error floor jumps.
         """
         found = self.ranked()
         if (
@@ -127,7 +127,7 @@ class Diff:
 
     @property
     def jump(self) -> OutputDiff | None:
-        """The innermost output that an input error of one unit in the last place changes much; None without one."""
+        """The first output with a large own floor: at least half of the largest, and 4 units in the last place."""
         floors = [(output.own_floor or 0.0, output) for output in self.outputs]
         most = max((floor for floor, _output in floors if math.isfinite(floor)), default=0.0)
         least = max(most / 2, _JUMP * torch.finfo(FORMATS[self.precision]).eps)
@@ -138,12 +138,12 @@ class Diff:
         return "\n".join([title, *text_table(COLUMNS, rows_of(self)), *notes_of(self)])
 
 
-# Times a unit in the last place. A Linear makes 1.4 of one at its input and one at its output.
+# Units in the last place. A Linear turns one unit at its input and one at its output into 1.4.
 _JUMP = 4
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table, columns aligned."""
+    """Lines of a table with aligned columns."""
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in (columns, *rows)]
 
@@ -156,7 +156,7 @@ _MOST_ROWS = 20
 
 
 def rows_of(diff: Diff) -> list[tuple[str, ...]]:
-    """What is not ok, the first divergence on top; then of each kind of the others the one nearest to its limit."""
+    """Rows of outputs that are not ok, the first divergence on top; then of each ok kind the one nearest its limit."""
     found = diff.ranked()[:_MOST_ROWS]
     kinds: dict[str, OutputDiff] = {}
     for output in diff.outputs:
@@ -204,9 +204,9 @@ def _verdict(diff: Diff) -> Iterator[str]:
             "nothing was compared: no module returned a floating-point tensor"
             if nearest is None
             else (
-                f"ok: no error is above {diff.limits.warning_ratio:g} times what the model makes of one unit in the "
-                f"last place of {diff.precision}; nearest to it {nearest.name}, {_nearness(nearest):.2f} times "
-                "(rounding alone: 0.29)"
+                f"ok: no error is above {diff.limits.warning_ratio:g} times the error floor, the response to one unit "
+                f"in the last place of {diff.precision}; the largest is that of {nearest.name}, "
+                f"{_nearness(nearest):.2f} times (rounding alone: 0.29)"
             )
         )
         return
@@ -220,7 +220,7 @@ def _verdict(diff: Diff) -> Iterator[str]:
 
 
 def _end(diff: Diff, end: OutputDiff) -> str:
-    """Why the model's own output is too far off, although no module errs by itself."""
+    """Explain why the model's own output is too far off although no module errs by itself."""
     assert end.propagated is not None, "it has a verdict"
     error, jump = end.propagated.normalised_l2, diff.jump
     bound = diff.limits.output_severe if error > diff.limits.output_severe else diff.limits.output_warning
@@ -229,13 +229,13 @@ def _end(diff: Diff, end: OutputDiff) -> str:
         return f"{said}: the roundings of its {end.parts} modules add up"
     inside = " or inside it" if jump.parts else ""
     return (
-        f"{said}: the error floor jumps at {jump.name} ({jump.kind}){inside}, which makes {jump.own_floor:.2g} of one "
-        f"unit in the last place of {diff.precision}; give it FP32 inputs, or smaller ones (subtract a mean before)"
+        f"{said}: the error floor jumps at {jump.name} ({jump.kind}){inside}, to {jump.own_floor:.2g} for one unit in "
+        f"the last place of {diff.precision}; give it FP32 inputs, or smaller ones (subtract a mean before)"
     )
 
 
 def reason(output: OutputDiff) -> str:
-    """Why an output is not ok."""
+    """Explain why an output is not ok."""
     own = output.own_verdict is not Verdict.OK
     distance, floor = (output.own, output.own_floor) if own else (output.propagated, output.propagated_floor)
     if output.overflow or output.swamped or output.own_failure:
@@ -247,7 +247,7 @@ def reason(output: OutputDiff) -> str:
             f"{distance.nonfinite:,} of {distance.nonfinite + distance.size:,} values overflow or are undefined "
             f"(largest in FP32 where both are finite: {distance.largest:.3g})"
         )
-    times = f", {distance.normalised_l2 / floor:.1f} times what one unit in the last place makes" if floor else ""
+    times = f", {distance.normalised_l2 / floor:.1f} times its error floor" if floor else ""
     return f"normalised L2 {distance.normalised_l2:.2g}{times}"
 
 
@@ -268,9 +268,9 @@ def _choices(choices: Sequence[ChoiceDiff]) -> Iterator[str]:
     owns = [choice.own for choice in known if choice.own is not None]
     yield (
         f"discrete choices (experts of a token): {_mean([choice.propagated or 0 for choice in known]):.1%} differ in "
-        f"the mean of {len(known)} modules, {worst.propagated or 0:.1%} at most ({worst.call}); fed with FP32 inputs "
-        f"{_mean(owns):.1%}, in FP32 off by one unit {_mean(floors):.1%}. A token near the border goes the other way: "
-        "no error measures that, so such tokens are left out of the figures above from there on"
+        f"the mean of {len(known)} modules, {worst.propagated or 0:.1%} at most ({worst.call}); on FP32 inputs "
+        f"{_mean(owns):.1%}, in FP32 off by one unit {_mean(floors):.1%}. Tokens near the border may change their "
+        "choice, which is no error: from that module on they are left out of the figures above"
     )
 
 
@@ -295,7 +295,7 @@ def _oddities(diff: Diff) -> Iterator[str]:
     known = [output for output in diff.outputs if output.propagated is not None]
     undefined = [output.name for output in known if output.propagated and output.propagated.reference_nonfinite]
     for names, words in (
-        (undefined, "outputs are not finite in FP32 either, and are compared where they are"),
+        (undefined, "outputs are not finite in FP32 either; only their finite values are compared"),
         (failed, "modules could not be run alone in low precision"),
         (diff.unused, "modules never ran on this sample, and are not judged"),
         (diff.silent, "calls returned no tensor"),
@@ -307,7 +307,7 @@ def _oddities(diff: Diff) -> Iterator[str]:
 
 
 def to_json(diff: Diff) -> dict[str, Any]:
-    """All of it; figures that are not finite as text."""
+    """All results; non-finite figures as text."""
     judged = ("name", "verdict", "own_verdict", "propagated_verdict")
     outputs = [asdict(output) | {name: getattr(output, name) for name in judged} for output in diff.outputs]
     for output in outputs:

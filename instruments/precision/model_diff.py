@@ -1,12 +1,12 @@
-"""FP32 against low precision: where a model departs from its reference, and which module is the reason.
+"""Compare a model in low precision with FP32: where the outputs diverge, and which module causes it.
 
-Each module is judged twice: by what arrives at its output when everything runs in low precision (propagated), and by
-its own error when it alone does, on the FP32 inputs. Both are measured against the model's own response, in FP32, to
-one unit in the last place: an error is no fault of a module where the model makes as much of a rounding. The model's
-own output is also held to absolute limits.
+Each module has two errors: the propagated error, with the whole model in low precision, and its own error, with only
+this module in low precision, on the FP32 inputs. Both are compared with the error floor: the response, in FP32, to one
+unit in the last place. A module that amplifies every rounding is not at fault. The model's own output is also held to
+absolute limits.
 
-Outputs wait on the host, those of FP32 only until the other runs have come by. Where `memory_mib` is too small for all
-of them, the model runs again for the next part.
+Outputs are stored on the host. If `memory_mib` is too small for all of them, the model runs again for each further
+window of outputs.
 """
 
 import copy
@@ -53,7 +53,7 @@ from instruments.precision.verdict import DiffLimits
 
 
 class _Trial(NamedTuple):
-    """A module run again on the side, with the FP32 inputs: what it gave."""
+    """Result of running one module again, separately, on the FP32 inputs."""
 
     outputs: Mapping[str, Tensor]
     choices: Mapping[Key, Tensor]
@@ -61,31 +61,31 @@ class _Trial(NamedTuple):
 
 
 class ReferencePass(ModuleEvents):
-    """All in FP32. Before a module runs, it is tried in low precision and perturbed; then the three are compared."""
+    """FP32 pass: each module first runs in low precision and perturbed; then its three outputs are compared."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self._window = {call for call, _ in session.waiting}
-        if session.windows == 1:  # modules that do nothing but choose
+        if session.windows == 1:  # modules whose only outputs are choices
             self._window |= {call for call, _ in session.low_choices if call.module in session.wanted}
         self._alike = AlikeRows()
         self._trials: dict[Call, tuple[_Trial, _Trial]] = {}
         self._arguments: dict[Call, Arguments] = {}  # of modules that are running
         self._running: list[Call] = []
         self._last: Call | None = None  # the call that ended last
-        self._overflowed = False  # from there on every fault is an inherited one
-        self._overflows: dict[Call, str] = {}  # of running modules, between their parts
+        self._overflowed = False  # later overflows are inherited
+        self._overflows: dict[Call, str] = {}  # of running modules, between their submodules
         self._tracer: ModuleTracer
 
     def run(self, arguments: Arguments) -> None:
-        """One forward pass, and for every module and each of its ancestors one more in each of the two ways."""
+        """One forward pass; every module runs twice more for itself and for each of its ancestors."""
         args, kwargs = copy_arguments(arguments)
         model = self.session.reference
         with self.session.seeded(), kept_buffers(model), trace_modules(model, self) as self._tracer:
             model(*args, **kwargs)
 
     def before(self, call: Call, module: nn.Module, arguments: Arguments) -> None:
-        """Try the module; in low precision not where its inputs have overflowed before."""
+        """Run the module perturbed, and in low precision unless its inputs have already overflowed."""
         lost = self._lost(call, arguments)
         if lost and not self._overflowed and self._running:
             self._overflowed = True
@@ -100,7 +100,7 @@ class ReferencePass(ModuleEvents):
             self._arguments[call] = arguments
 
     def _lost(self, call: Call, arguments: Arguments) -> str:
-        """In words, the values of its inputs that are finite in FP32 alone; a mask's −3e38 is no value."""
+        """Describe the input values that are finite in FP32 only, leaving out a mask's −3e38."""
         for path, exact in find_tensors(arguments).items():
             broken = self.session.broken.get((call, f"in{path}"))
             if broken is None or broken.shape != exact.shape:
@@ -112,7 +112,7 @@ class ReferencePass(ModuleEvents):
         return ""
 
     def after(self, call: Call, module: nn.Module, output: Any) -> None:  # noqa: ANN401 - any output of a module
-        """Compare, and let the reference wait for the perturbed run."""
+        """Compare the three outputs, and store the FP32 one for the perturbed pass."""
         session = self.session
         session.order.setdefault(call, len(session.order))
         tensors = find_tensors(output)
@@ -201,7 +201,7 @@ class ReferencePass(ModuleEvents):
 
 @contextmanager
 def reference_of(model: nn.Module) -> Iterator[nn.Module]:
-    """The model itself in evaluation mode where it computes in FP32 already, else an FP32 copy of it."""
+    """The model in evaluation mode, with its training mode restored on exit; an FP32 copy if it is in low precision."""
     held = [tensor for tensor in chain(model.parameters(), model.buffers()) if tensor.is_floating_point()]
     if any(torch.finfo(tensor.dtype).bits < 32 for tensor in held):
         yield copy.deepcopy(model).float().eval()
@@ -217,7 +217,7 @@ def reference_of(model: nn.Module) -> Iterator[nn.Module]:
 def arguments_of(
     model: nn.Module, sample: Mapping[str, Any] | Sequence[Any] | Tensor, device: torch.device
 ) -> Arguments:
-    """Positional and keyword arguments, floating-point tensors in FP32; no key-value cache, which a module fills."""
+    """Positional and keyword arguments, floating-point tensors in FP32; no key-value cache, as modules write to it."""
     if isinstance(sample, Tensor):
         sample = (sample,)
     args, kwargs = ((), dict(sample)) if isinstance(sample, Mapping) else (tuple(sample), {})
@@ -232,7 +232,7 @@ def arguments_of(
 
 
 class LowPass(ModuleEvents):
-    """All in low precision: keeps the outputs of this window, and which number formats modules are given."""
+    """Low-precision pass: stores the outputs of this window and the number formats of all arguments."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -257,7 +257,7 @@ class LowPass(ModuleEvents):
         self.session.moving = moving
 
     def before(self, call: Call, module: nn.Module, arguments: Arguments) -> None:
-        """Note what it is given."""
+        """Record the arguments' number formats and non-finite values."""
         self._running.append(call)
         self.session.types[call] = types_of(arguments)
         for path, tensor in find_tensors(arguments).items():
@@ -268,7 +268,7 @@ class LowPass(ModuleEvents):
             self.session.broken[key] = ~finite
 
     def after(self, call: Call, module: nn.Module, output: Any) -> None:  # noqa: ANN401 - any output of a module
-        """Keep what it gives."""
+        """Store the outputs."""
         self._running.pop()
         for path, tensor in find_tensors(output).items():
             if is_choice(tensor):
@@ -280,10 +280,10 @@ class LowPass(ModuleEvents):
 
 
 class PerturbedPass(ModuleEvents):
-    """All in FP32, every tensor that a module returns off by one unit in the last place: how far that leads."""
+    """FP32 pass with every module output off by one unit in the last place; measures the error floor."""
 
     def __init__(self, session: Session, draw: int) -> None:
-        """`draw` says which series of coins is thrown."""
+        """`draw`: number of the series of coin tosses."""
         self.session, self.draw = session, draw
         self._alike = AlikeRows()
 
@@ -296,7 +296,7 @@ class PerturbedPass(ModuleEvents):
             model(*args, **kwargs)
 
     def after(self, call: Call, module: nn.Module, output: Any) -> None:  # noqa: ANN401 - any output of a module
-        """Compare with the reference; of several draws the farthest counts."""
+        """Compare with the reference; the largest distance of all draws is the floor."""
         session, tensors = self.session, find_tensors(output)
         for path, tensor in tensors.items():
             if is_choice(tensor) and (call, path) in session.choices:
@@ -312,9 +312,9 @@ class PerturbedPass(ModuleEvents):
 
 
 PRECISIONS = ("bfloat16", "float16")
-# A mask's lowest value of FP32 and its like.
+# Larger values belong to attention masks, such as FP32's lowest number.
 _MASK = 1e38
-# Perturbed runs; one alone may meet the border between two discrete choices by luck, or miss it.
+# Perturbed passes; in a single one, it is chance whether a choice near the border changes.
 DRAWS = 3
 
 
@@ -334,18 +334,17 @@ def auto_diff(
     """Compare a model in low precision with itself in FP32.
 
     Args:
-        model: any; it runs in evaluation mode and is left as it was, buffers included. Of one in low precision an FP32
-            copy is made.
+        model: runs in evaluation mode; its mode and buffers are restored. If it is in low precision, an FP32 copy runs.
         sample: keyword arguments, or positional ones; copied.
         precision: bfloat16 or float16; "bf16" and "fp16" are the same.
         mode: autocast, or cast: `model.to(precision)`.
-        low: with mode=cast, the model in low precision where it is made otherwise (`from_pretrained(dtype=...)`).
-        modules: globs on the names of modules that are compared, in addition to the model's own output.
-        limits: of errors; None takes the defaults.
-        memory_mib: of host memory for outputs that wait.
-        seed: of the perturbation.
+        low: for mode=cast, a low-precision model made in another way (`from_pretrained(dtype=...)`).
+        modules: globs on names of modules to compare; the model's own output always is.
+        limits: on errors; None: the defaults.
+        memory_mib: host memory for stored outputs.
+        seed: of the perturbation, and of random numbers that the model draws.
     Raises:
-        ConfigError: a setting without meaning.
+        ConfigError: an invalid setting.
         NumericsError: the model does not run in this precision.
     """
     started = perf_counter()

@@ -1,4 +1,4 @@
-"""Charts of precision: a tensor in several number formats, and the error of every output."""
+"""Plots of auto_diff and analyze_tensor."""
 
 import math
 from pathlib import Path
@@ -13,11 +13,11 @@ from instruments.precision.tensor_analysis import FIRST_OCTAVE, TensorAnalysis
 from instruments.precision.verdict import Distance, Verdict
 
 _COLOURS = {Verdict.OK: "#2b6ca3", Verdict.WARNING: "#d69900", Verdict.SEVERE: "#c62828"}
-_NAMED = 8  # findings whose names fit
+_NAMED = 8  # findings labelled with their module names
 
 
 def draw_diff(diff: Diff, path: Path) -> None:
-    """Write a PNG: above what arrives, below what each module adds; dots coloured by verdict, overflows at the top."""
+    """Write a PNG: propagated errors above, own errors below; dots coloured by verdict, overflows at the top."""
     figure = Figure(figsize=(11, 7), dpi=110, layout="constrained")
     figure.suptitle(f"FP32 against {diff.precision} ({diff.mode}): {diff.verdict}")
     panels, places = figure.subplots(2, 1, sharex=True), range(len(diff.outputs))
@@ -28,7 +28,7 @@ def draw_diff(diff: Diff, path: Path) -> None:
         known = [value for value in (*errors, *floors) if 0 < value < math.inf] or [diff.limits.output_warning]
         top, bottom = 3 * max(*known, diff.limits.output_severe), min(known) / 3
         limits = [diff.limits.warning_ratio * floor for floor in floors]
-        panel.fill_between(places, bottom, limits, color="#e4edf5", linewidth=0, label="as the model itself")
+        panel.fill_between(places, bottom, limits, color="#e4edf5", linewidth=0, label="below the warning limit")
         panel.plot(places, floors, color="#8fb0cc", linewidth=1, label="FP32 off by one unit in the last place")
         shown = [min(max(error, bottom), top) for error in errors]
         panel.scatter(places, shown, s=10, c=[_COLOURS[verdict] for verdict in verdicts], label=name, zorder=3)
@@ -59,7 +59,7 @@ _FORMAT_COLOURS = ("#2b6ca3", "#d69900", "#c62828", "#70378f")
 
 
 def draw_tensor(found: TensorAnalysis, path: Path) -> None:
-    """Write a PNG of three panels: value sizes against each format's range, the range of every axis, errors of sums."""
+    """Write a PNG of three panels: value sizes and each format's range, the range of every axis, errors of sums."""
     figure = Figure(figsize=(12, 3.8), dpi=110, layout="constrained")
     figure.suptitle(f"{found.name} {'×'.join(map(str, found.shape))}", fontsize=10)
     sizes, ranges, sums = figure.subplots(1, 3).tolist()
@@ -80,7 +80,7 @@ def _draw_sizes(found: TensorAnalysis, panel: Axes) -> None:
         for edge, style, name in ((limits.smallest_normal, "-", None), (limits.max, "-", label), (smallest, ":", None)):
             panel.axvline(math.log2(edge), color=colour, linestyle=style, linewidth=1.2, label=name)
     panel.set_xlabel("log2|x|; dotted: the smallest value", fontsize=8)
-    panel.set_title("sizes, and what each format reaches", fontsize=9)
+    panel.set_title("value sizes, and the range of each format", fontsize=9)
     panel.legend(fontsize=7)
 
 

@@ -1,4 +1,4 @@
-"""What the runs of one auto_diff share: the model in low precision, outputs that wait, choices that changed."""
+"""State shared by the runs of one auto_diff: the low-precision model, stored outputs, discrete choices."""
 
 import copy
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -17,15 +17,15 @@ from instruments.precision.findings import ChoiceDiff, Diff, OutputDiff
 from instruments.precision.verdict import Distance
 
 AUTOCAST, CAST = "autocast", "cast"
-# What a module may raise for a number format that it was not written for.
+# Errors that a module may raise in a number format that it does not support.
 FAILURES = (RuntimeError, TypeError, ValueError, AssertionError)
 
 
 class LowPrecision:
-    """A model in low precision: the weights of the FP32 reference under autocast, or a copy that is cast."""
+    """The model in low precision: the FP32 reference under autocast, or a copy cast to the format."""
 
     def __init__(self, reference: nn.Module, dtype: torch.dtype, mode: str, cast: nn.Module | None) -> None:
-        """Make what runs in low precision; `cast` is a copy that the caller has made. Raises ConfigError."""
+        """`cast`: the caller's own low-precision copy, or None. Raises ConfigError: unknown mode."""
         if mode not in {AUTOCAST, CAST}:
             raise ConfigError(
                 f"mode={mode} is none of {AUTOCAST}, {CAST}", where="argument mode", do=f"mode={AUTOCAST}"
@@ -36,11 +36,11 @@ class LowPrecision:
             self.model.eval()
 
     def active(self, device: torch.device) -> AbstractContextManager[object]:
-        """Within, modules of `model` compute in low precision."""
+        """Context in which modules of `model` compute in low precision."""
         return torch.autocast(device.type, self.dtype) if self.mode == AUTOCAST else nullcontext()
 
     def convert(self, arguments: Any, types: Sequence[torch.dtype | None] | None) -> Any:  # noqa: ANN401
-        """FP32 arguments of a call, copied into the `types_of` it in low precision; None: the cast's own format."""
+        """Copy FP32 arguments in the formats `types`; without a match in the cast's format, or FP32 under autocast."""
         count = len(find_tensors(arguments))
         if types is None or len(types) != count:
             types = [self.dtype if self.mode == CAST else None] * count
@@ -49,26 +49,26 @@ class LowPrecision:
 
 
 def types_of(arguments: Any) -> list[torch.dtype | None]:  # noqa: ANN401 - any input of a module
-    """The number format of every tensor among the arguments of a call, None for what is no floating-point one."""
+    """Number format of each tensor among a call's arguments; None if it is not floating-point."""
     return [tensor.dtype if tensor.is_floating_point() else None for tensor in find_tensors(arguments).values()]
 
 
 def _convert(leaf: Tensor, kind: torch.dtype | None) -> Tensor:
     if kind is None or not leaf.is_floating_point():
         return leaf.clone()  # the module may write into it
-    # The mask's −3e38 becomes the lowest value, not −inf: rows of it alone would give NaN.
+    # A mask's −3e38 becomes the lowest finite value, not −inf: a fully masked row would give NaN.
     limit = torch.finfo(kind).max
     bounded = leaf.clamp(-limit, limit) if limit < torch.finfo(leaf.dtype).max else leaf
     return torch.where(leaf.isfinite(), bounded, leaf).to(kind, copy=True)
 
 
 class Perturbation:
-    """Adds or takes away one unit in the last place of a format, by a seeded coin for every value.
+    """Moves each value up or down by one unit in the last place of a format; seeded coin tosses choose the sign.
 
-    Rounding to the nearest is off by a uniform half unit at most, so this is sqrt(12) times the noise of one rounding:
-    a module may round about twelve times inside before it stands out.
+    The error of rounding to nearest is uniform, at most half a unit, so this is sqrt(12) times the noise of one
+    rounding: a module may round about twelve times inside before it exceeds this.
 
-    Source: Monte Carlo arithmetic (Parker 1997), with coins instead of uniform noise.
+    Source: Monte Carlo arithmetic (Parker 1997), with coin tosses instead of uniform noise.
     """
 
     def __init__(self, dtype: torch.dtype, seed: int) -> None:
@@ -76,7 +76,7 @@ class Perturbation:
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def __call__(self, values: Shaped[Tensor, "*shape"]) -> Shaped[Tensor, "*shape"]:
-        """The values perturbed; integers, and values that are not finite, as they are."""
+        """Perturb the values; integers and non-finite values stay unchanged."""
         if not values.is_floating_point() or not values.numel():
             return values.clone()
         generator = self._generators.get(values.device)
@@ -88,17 +88,17 @@ class Perturbation:
         return torch.where(values.isfinite(), moved, values)
 
     def restart(self, draw: int = 0) -> None:
-        """Begin again with the first coin, of another series for every draw."""
+        """Restart the coin tosses; each draw has its own series."""
         self._generators.clear()
         self._series = self.seed + draw
 
     def of(self, value: Any) -> Any:  # noqa: ANN401 - any input or output of a module
-        """The same with all its tensors perturbed."""
+        """Perturb all tensors in a value."""
         return map_tensors(self, value)
 
     @contextmanager
     def on_outputs(self, model: nn.Module) -> Iterator[None]:
-        """Perturb what every module in it returns, as low precision rounds what one hands to the next."""
+        """Perturb the outputs of all modules in `model`; low precision rounds the same tensors."""
 
         def perturb(_module: nn.Module, _args: Any, output: Any) -> Any:  # noqa: ANN401
             return self.of(output)
@@ -111,9 +111,9 @@ class Perturbation:
 
 @contextmanager
 def kept_buffers(model: nn.Module, prefix: str = "", only: Container[str] | None = None) -> Iterator[set[str]]:
-    """Give buffers back the values and the tensors that they have now; yields a set for the names of those changed.
+    """Restore buffers (tensor objects and values) on exit; the yielded set then receives the names of changed ones.
 
-    `prefix` is the name of a model that is itself a part; `only` are the full names of buffers that are kept.
+    `prefix`: full name of `model`, if it is a submodule; `only`: full names of the buffers to restore, None for all.
     """
     changed: set[str] = set()
     held = []
@@ -139,37 +139,37 @@ EMPTY: Mapping[Key, Tensor] = {}
 
 
 def is_choice(tensor: Tensor) -> bool:
-    """Whether it holds integers, row by row."""
+    """Whether a tensor holds discrete choices: not floating-point or complex, not a scalar, not empty."""
     return not (tensor.is_floating_point() or tensor.is_complex()) and tensor.ndim > 0 and tensor.numel() > 0
 
 
 class Choices(ModuleEvents):
-    """Integer outputs of a pass, by call and path."""
+    """Collects the integer outputs of a pass, by call and path."""
 
     def __init__(self) -> None:
         self.made: dict[Key, Tensor] = {}
 
     def after(self, call: Call, module: nn.Module, output: Any) -> None:  # noqa: ANN401 - any output of a module
-        """Keep what was chosen."""
+        """Store the choices."""
         self.made |= {(call, path): one.clone() for path, one in find_tensors(output).items() if is_choice(one)}
 
 
 class AlikeRows:
-    """Tokens for which two runs have chosen alike so far; the others went other ways, which no error measures."""
+    """Tracks the tokens with equal discrete choices in two runs; errors are measured on these tokens only."""
 
     def __init__(self, reference: Mapping[Key, Tensor] = EMPTY, low: Mapping[Key, Tensor] = EMPTY) -> None:
-        """By the choices that both have made so far."""
+        """Start with the choices that both runs have made so far."""
         self._by_count: dict[int, Tensor] = {}
         self._sorted: set[int] = set()
         for key in [key for key in low if key in reference]:
             self.update(reference[key], low[key])
 
     def update(self, reference: Shaped[Tensor, "..."], low: Shaped[Tensor, "..."]) -> float | None:
-        """Take one more choice into account; gives the share of rows that chose otherwise, None of another shape."""
+        """Record one more choice; returns the share of rows with a different choice, None if shapes differ."""
         if reference.shape != low.shape:
             return None
         changed = changed_rows(reference, low.to(reference.device))
-        if not torch.equal(reference, low.to(reference.device)):  # the order, too, decides how a sort breaks ties
+        if not torch.equal(reference, low.to(reference.device)):  # order inside a row breaks ties of a later sort
             self._sorted.add(reference.numel())
         if len(changed) > 1:
             known = self._by_count.get(len(changed))
@@ -177,10 +177,10 @@ class AlikeRows:
         return float(changed.double().mean())
 
     def distance(self, exact: Shaped[Tensor, "..."], found: Tensor | None) -> Distance | None:
-        """Of the tokens that chose alike; of all, where none is left.
+        """Distance over the tokens with equal choices; over all tokens if there are none.
 
-        None where shapes differ, and for a row each for every expert of every token: sorted by expert, one other choice
-        moves them all.
+        None if shapes differ, and for tensors with one row per token and expert once a choice has changed: such rows
+        are sorted by expert, so one changed choice moves all of them.
         """
         if found is None or found.shape != exact.shape:
             return None
@@ -194,20 +194,20 @@ class AlikeRows:
 
 @dataclass
 class Session:
-    """The models, and tensors that wait on the host: those of the low precision, then those of the reference."""
+    """Models and results of one auto_diff; `waiting`: stored low-precision outputs, later those of the reference."""
 
     reference: nn.Module
     low: LowPrecision
     perturbation: Perturbation
     device: torch.device
-    wanted: frozenset[str]  # names of modules that are compared
-    budget: int  # bytes that may wait
-    diff: Diff  # what has been found
+    wanted: frozenset[str]  # names of modules to compare
+    budget: int  # bytes for stored outputs
+    diff: Diff
     waiting: dict[Key, Tensor] = field(default_factory=dict)
     types: dict[Call, list[torch.dtype | None]] = field(default_factory=dict)  # of arguments in low precision
     choosers: set[str] = field(default_factory=set)  # modules with integer outputs
     moving: set[str] = field(default_factory=set)  # buffers that the forward pass changes
-    broken: dict[Key, Tensor] = field(default_factory=dict)  # where low precision has NaN or inf: inputs and outputs
+    broken: dict[Key, Tensor] = field(default_factory=dict)  # masks of NaN and inf in low precision; inputs and outputs
     low_choices: dict[Key, Tensor] = field(default_factory=dict)
     reference_choices: dict[Key, Tensor] = field(default_factory=dict)
     outputs: dict[Key, OutputDiff] = field(default_factory=dict)
@@ -219,7 +219,7 @@ class Session:
     _left: bool = True
 
     def begin_window(self) -> bool:
-        """Whether anything is left to compare; the passes that follow are about it."""
+        """Start the next window of outputs; False if no output is left to compare."""
         if not self._left:
             return False
         self.waiting, self._bytes, self._left = {}, 0, False
@@ -227,7 +227,7 @@ class Session:
         return True
 
     def keep(self, key: Key, low: Tensor) -> None:
-        """Let an output in low precision wait, if there is room; its reference will take as much as 4 bytes a value."""
+        """Store a low-precision output if the budget allows; counts 4 bytes a value, for its FP32 reference."""
         if key in self._seen or key[0].module not in self.wanted:
             return
         size = 4 * low.numel()
@@ -239,27 +239,26 @@ class Session:
         self.waiting[key] = low.to("cpu", copy=True)
 
     def floor(self, perturbed: Distance, *, chained: bool) -> float:
-        """What a perturbed run says of an output, at least half a unit in the last place; `chained`: a whole one.
+        """Error floor from a perturbed run: at least half a unit in the last place, or one unit if `chained`.
 
-        An output that consists of one huge value nearly is off by as much, whichever way the coins fell, and by more
-        where it has gone through several modules.
+        An output dominated by one huge value is off by that much in every draw, and by more after several modules.
         """
         return max(perturbed.normalised_l2, torch.finfo(self.low.dtype).eps * (1.0 if chained else 0.5))
 
     @contextmanager
     def seeded(self) -> Iterator[None]:
-        """Start random numbers from the seed within; other generators do not move."""
+        """Seed torch's random numbers inside; restore their state on exit."""
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(self.perturbation.seed)
             yield
 
     def finish(self) -> None:
-        """Put into `diff` what was found, in the order of the reference."""
+        """Fill `diff` with the results, in the order of the reference pass."""
         self.diff.outputs = sorted(self.outputs.values(), key=lambda output: self.order[output.call])
         self.diff.choices = sorted(self.choices.values(), key=lambda choice: self.order[choice.call])
         self.diff.only_one = [str(call) for call in self.types.keys() ^ self.order.keys()]
         called = {call.module for call in self.order}
-        # The outermost modules that did not run, leaving out mere lists of modules.
+        # Outermost modules that did not run; containers without a forward are left out.
         for name, module in self.reference.named_modules():
             runs = getattr(type(module), "forward", None) is not nn.Module.forward
             below = any(name.startswith(f"{outer}.") for outer in self.diff.unused)

@@ -1,4 +1,4 @@
-"""What a tensor would lose in low precision: value by value, and when it is added up."""
+"""Errors of a tensor in low precision: from rounding each value, and in sums."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -26,34 +26,32 @@ from instruments.precision.findings import text_table
 from instruments.precision.verdict import Verdict, worst
 from instruments.training_watch.step_log import plain_json
 
-# Additions one by one that are tried out; of a longer axis the first so many.
+# Addends of a sum; of a longer axis only the first ones are added.
 LONGEST = 16384
-# Values that are tried out; of a larger tensor fewer sums.
+# Values to add; of a larger tensor only some sums are computed.
 _MOST = 2**21
 WORTH_A_WORD = 0.01
 
 
 @dataclass(frozen=True)
 class ReductionLoss:
-    """Errors are normalised L2 over all sums along the axis; infinite where one overflows."""
+    """Errors of sums along one axis: normalised L2 over all sums, infinite if one overflows."""
 
     format: str
     axis: int  # from the end: -1 is the last
-    length: int  # summed
+    length: int  # addends of a sum
     size: int  # of the axis
-    one_by_one: float  # every addition rounded
+    one_by_one: float  # in sequence, every addition rounded
     pairwise: float  # in a tree, every addition rounded
-    fp32: float  # added up in FP32, from the unrounded values
-    mean: float  # the sum one by one, divided: overflows as it does
-    torch_sum: (
-        float | None
-    )  # torch.sum of the tensor in the format, which adds in FP32; None where torch has no such sum
-    stagnant: float  # share of addends below half a unit in the last place of the sum they meet
-    cancellation: float  # Σ|x| / |Σx|: what any error is multiplied by
+    fp32: float  # in FP32, from the unrounded values
+    mean: float  # the sum one by one, divided by the length: overflows if the sum does
+    torch_sum: float | None  # torch.sum in the format, which adds in FP32; None if torch has none
+    stagnant: float  # share of nonzero addends that are too small to change the partial sum
+    cancellation: float  # Σ|x| / |Σx|: factor by which errors are amplified
 
     @property
     def advice(self) -> str:
-        """What to do, where a sum in the format is off by more than 1 % and FP32 is ten times better; else nothing."""
+        """What to do if a sum in the format is off by more than 1 % and FP32 is ten times better; else empty."""
         if not self._bad(self.one_by_one) and not self._bad(self.torch_sum):
             return ""
         lost = f", {self.stagnant:.0%} of the addends lost" if self.stagnant > WORTH_A_WORD else ""
@@ -66,7 +64,7 @@ class ReductionLoss:
 
     @property
     def _torch_advice(self) -> str:
-        """What torch.sum itself does with the tensor in this format."""
+        """How torch.sum treats the tensor in this format."""
         if self.torch_sum is None:
             return f"; torch has no sum of {self.format}: convert before"
         if not self._bad(self.torch_sum):
@@ -77,7 +75,7 @@ class ReductionLoss:
 
 
 def _measure_sums(values: Float[Tensor, "..."], axis: int, target: torch.dtype) -> ReductionLoss:
-    """Sums along an axis of finite values; addends and every partial sum are rounded to `target`."""
+    """Measure sums of finite values along an axis; addends and every partial sum are rounded to `target`."""
     size = values.shape[axis]
     length = min(size, LONGEST)
     addends_NS = values.movedim(axis, 0)[:length].reshape(length, -1)
@@ -103,7 +101,7 @@ def _error(exact_S: Float[Tensor, "S"], found_S: Float[Tensor, "S"]) -> float:
 
 
 def _add_one_by_one(addends_NS: Float[Tensor, "N S"], target: torch.dtype) -> tuple[Float[Tensor, "S"], float]:
-    """The sums, and the share of addends (0 left out) that are too small to move the sum they meet."""
+    """The sums, and the share of nonzero addends that are too small to change the partial sum."""
     sum_S = torch.zeros_like(addends_NS[0])
     lost_S = torch.zeros_like(sum_S)
     for addend_S in addends_NS:
@@ -122,21 +120,21 @@ def _add_in_pairs(addends_NS: Float[Tensor, "N S"], target: torch.dtype) -> Floa
 
 
 _Run = Callable[[Arguments], Mapping[str, Tensor]]
-# FP32 itself must see them: their part is above so many units in its last place.
+# Least share of the small slices in the FP32 output: below it FP32 loses them as well.
 _SEEN = 4 * torch.finfo(torch.float32).eps
 
 
 def sums_up(module: nn.Module, arguments: Arguments, output: Any) -> bool:  # noqa: ANN401 - any output of a module
-    """Whether it gives fewer axes than it gets, and has no weights that could be large where values are small."""
+    """Whether the output has fewer axes than the input; no module with weights, as these could offset small values."""
     given = [tensor.ndim for tensor in find_tensors(arguments).values() if tensor.is_floating_point()]
     made = [tensor.ndim for tensor in find_tensors(output).values() if tensor.is_floating_point()]
     return bool(given and made) and max(made) < max(given) and next(module.parameters(), None) is None
 
 
 def find_swamping(arguments: Arguments, low: torch.dtype, exact: _Run, rounded: _Run) -> str:
-    """In words, which slices of the inputs have no part in the low-precision output that they have in FP32.
+    """Describe the input slices that change the FP32 output and are lost in the low-precision output; "" if none.
 
-    Slices below half a unit in the last place of the largest one are suspected; `exact` runs the module in FP32,
+    Candidates are slices below half a unit in the last place of the largest one. `exact` runs the module in FP32,
     `rounded` in low precision.
     """
     inputs = [tensor for tensor in find_tensors(arguments).values() if tensor.is_floating_point()]
@@ -163,48 +161,48 @@ def _flat(outputs: Mapping[str, Tensor]) -> Tensor:
 
 
 def _drop_small(tensor: Tensor, axis: AxisRange, low: torch.dtype) -> Tensor:
-    """Zeros for the slices whose values are below half a unit in the last place of the largest."""
+    """Set slices to zero whose values are below half a unit in the last place of the largest."""
     if not tensor.is_floating_point() or tensor.ndim < -axis.axis or tensor.shape[axis.axis] != axis.size:
         return tensor
     sizes = sizes_along(tensor, axis.axis, keepdim=True)
     return torch.where(sizes < axis.largest * torch.finfo(low).eps / 2, torch.zeros_like(tensor), tensor)
 
 
-# Shares of the values above 0 in size.
+# Shares of the nonzero values.
 WARNING_SHARE, SEVERE_SHARE = 0.01, 0.10
 AMAX = "amax"
 
 
 @dataclass(frozen=True)
 class FormatLoss:
-    """Shares count values that are finite and not 0."""
+    """Loss from rounding to a format. Shares are those of the finite nonzero values."""
 
     format: str
     underflow: float  # below the smallest subnormal value: lost
-    flushed: float  # below the smallest normal value: digits are lost, and all of it where subnormals are flushed to 0
-    overflow: int  # values from the largest one and half a unit in its last place on
-    normalised_l2: float  # ‖x − x̂‖ / ‖x‖ of those that do not overflow
+    flushed: float  # below the smallest normal value: digits are lost, or all if subnormals are flushed to 0
+    overflow: int  # values of at least the format's largest plus half a unit in its last place
+    normalised_l2: float  # ‖x − x̂‖ / ‖x‖ of the values that do not overflow
     max_relative: float  # max|x − x̂| / max|x| of the same
     sqnr_db: float
-    scale: float = 1.0  # the values were multiplied by it first
+    scale: float = 1.0  # factor applied before rounding
 
     @property
     def verdict(self) -> Verdict:
-        """By what is lost in IEEE arithmetic: overflow, underflow of many values, or much of the norm."""
+        """Judge the loss in IEEE arithmetic: overflow, underflow of many values, or loss of much of the norm."""
         if self.overflow or self.underflow > SEVERE_SHARE or self.normalised_l2 > SEVERE_SHARE:
             return Verdict.SEVERE
         return Verdict.WARNING if self.underflow > WARNING_SHARE else Verdict.OK
 
 
 def _measure_rounding(values: Float[Tensor, "size"], target: torch.dtype, scale: str | None) -> FormatLoss:
-    """Round finite values to the nearest of a format."""
+    """Round finite values to the nearest number of a format."""
     limits = torch.finfo(target)
     largest = float(values.abs().max()) if values.numel() else 0.0
     factor = limits.max / largest if scale == AMAX and largest else 1.0
     values = values.double() * factor
     sizes = values.abs()
     known = max(1, int((sizes > 0).sum()))
-    # Whether what is too large becomes inf, NaN or the largest value differs from torch to torch.
+    # Not left to torch: by version, too large values become inf, NaN or the largest number.
     over = sizes >= limits.max + math.ldexp(limits.eps, math.frexp(limits.max)[1] - 1) / 2
     distance = measure_distance(torch.where(over, 0, values), torch.where(over, 0, round_to(values.float(), target)))
     return FormatLoss(
@@ -219,17 +217,17 @@ def _measure_rounding(values: Float[Tensor, "size"], target: torch.dtype, scale:
     )
 
 
-FIRST_OCTAVE, _LAST_OCTAVE = -150, 129  # of the histogram; values outside count in the first or last one
+FIRST_OCTAVE, _LAST_OCTAVE = -150, 129  # of the histogram; values outside count in the nearest one
 
 
 @dataclass(frozen=True)
 class TensorAnalysis:
-    """Everything about one tensor."""
+    """Result of `analyze_tensor`."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    nonfinite: int  # values that are left out of everything else
+    nonfinite: int  # values, left out of all other figures
     zeros: int
     losses: Sequence[FormatLoss]
     reductions: Sequence[ReductionLoss]
@@ -238,7 +236,7 @@ class TensorAnalysis:
     notes: Sequence[str] = field(default=())
 
     def verdict(self, name: str) -> Verdict:
-        """In this format; "bf16" is "bfloat16"."""
+        """Verdict for a format; "bf16" is "bfloat16"."""
         return next(loss.verdict for loss in self.losses if loss.format == dtype_name(find_format(name)))
 
     def __str__(self) -> str:
@@ -246,7 +244,7 @@ class TensorAnalysis:
 
     @property
     def advice(self) -> list[str]:
-        """What to compute otherwise, and why."""
+        """What to compute in another way, and why."""
         sums = [loss.advice for loss in self.reductions if loss.advice]
         return sums + [
             f"dim {axis.axis} holds up to {axis.largest:.3g} at {axis.largest_at} and {axis.smallest:.3g} at "
@@ -267,14 +265,14 @@ def analyze_tensor(
     scale: str | None = None,
     name: str = "tensor",
 ) -> TensorAnalysis:
-    """Look at a tensor through number formats.
+    """Measure what a tensor loses in number formats.
 
     Args:
-        tensor: of floating-point or complex numbers; the latter as pairs along one more axis.
+        tensor: floating-point, or complex: read as pairs along one more axis.
         formats: bfloat16 (bf16), float16 (fp16), float8_e4m3fn, float8_e5m2.
-        target_dtype: a single format instead.
-        scale: "amax": multiplied first so that the largest value becomes the format's, as FP8 is used; sums are not.
-        name: what it is called in reports.
+        target_dtype: a single format, instead of `formats`.
+        scale: "amax": first multiply so that the largest value becomes the format's, as usual in FP8; not for sums.
+        name: of the tensor in reports.
     Raises:
         ConfigError: a tensor of integers, or an unknown format or scale.
     """
@@ -284,7 +282,7 @@ def analyze_tensor(
         raise ConfigError(f"scale={scale} is no way to scale", where="argument scale", do="scale='amax', or None")
     if not (tensor.is_floating_point() or tensor.is_complex()):
         raise ConfigError(
-            f"{name} holds {dtype_name(tensor.dtype)}, which no floating-point format rounds in use",
+            f"{name} holds {dtype_name(tensor.dtype)}, not floating-point numbers",
             where=f"tensor of shape {tuple(tensor.shape)}",
             do="give a floating-point tensor, or tensor.float()",
         )
@@ -314,7 +312,7 @@ _MOST_NOTES = 8
 
 
 def rows_of(found: Sequence[TensorAnalysis]) -> list[tuple[str, ...]]:
-    """One for each tensor and format; the worst sum of all its axes."""
+    """One row for each tensor and format, with the worst sum of all axes."""
     return [_row(tensor, loss) for tensor in found for loss in tensor.losses]
 
 
@@ -332,7 +330,7 @@ def _row(tensor: TensorAnalysis, loss: FormatLoss) -> tuple[str, ...]:
 
 
 def notes_of(found: Sequence[TensorAnalysis]) -> list[str]:
-    """The verdict, odd values, and what to compute otherwise."""
+    """The worst verdicts, notes on values, and advice."""
     by_format: dict[str, list[Verdict]] = {}
     for loss in (loss for tensor in found for loss in tensor.losses):
         by_format.setdefault(loss.format, []).append(loss.verdict)
@@ -348,7 +346,7 @@ def _some(lines: list[str]) -> list[str]:
 
 
 def to_json(found: Sequence[TensorAnalysis]) -> list[dict[str, Any]]:
-    """All of it; figures that are not finite as text."""
+    """All results; non-finite figures as text."""
     verdicts = [{loss.format: loss.verdict for loss in tensor.losses} for tensor in found]
     facts = [asdict(one) | {"verdicts": ours, "advice": one.advice} for one, ours in zip(found, verdicts, strict=True)]
     return [plain_json(fact) for fact in facts]

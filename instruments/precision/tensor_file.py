@@ -1,4 +1,4 @@
-"""Tensors from a file of somebody's, read so that nothing in it runs."""
+"""Read tensors from an untrusted file without running code from it."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,27 +12,27 @@ from instruments.errors import DataError, UserError
 
 
 def read_tensors(path: Path) -> Any:  # noqa: ANN401 - a tensor, or plain containers of them
-    """What a .pt or .safetensors file holds: tensors, numbers, text, in lists and dicts.
+    """Read a .pt or .safetensors file of tensors, numbers and text, in lists and dicts.
 
     Raises:
-        DataError: it cannot be read, or holds more than that.
+        DataError: the file cannot be read, or holds anything else.
     """
     try:
         if path.suffix == ".safetensors":
-            from safetensors.torch import load_file  # noqa: PLC0415 - torch alone reads the other kind
+            from safetensors.torch import load_file  # noqa: PLC0415 - .pt needs torch only
 
             from instruments.safetensors_header import read_header  # noqa: PLC0415
 
             read_header(path)
             return dict(load_file(path))
-        # Tensors and plain containers, nothing that runs code.
+        # weights_only: no code from the file runs.
         return torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251
     except UserError:
         raise
     except UnpicklingError as error:
-        # torch's own text goes on to advise weights_only=False, which would run what the file says.
+        # torch's own message advises weights_only=False, which would run code from the file.
         raise _unreadable(path, "it holds more than tensors, and opening that can run any code") from error
-    except Exception as error:  # torch's reader fails at a foreign file in many ways
+    except Exception as error:  # torch.load raises many kinds of errors on other files
         raise _unreadable(path, str(error).strip().partition("\n")[0][:200] or type(error).__name__) from error
 
 

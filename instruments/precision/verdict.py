@@ -1,4 +1,4 @@
-"""From the distance between two tensors to a verdict."""
+"""Verdicts on the distance between two tensors."""
 
 import math
 from dataclasses import dataclass, field
@@ -7,12 +7,12 @@ from enum import StrEnum
 
 @dataclass(frozen=True)
 class Distance:
-    """Between a reference y and its low-precision ŷ, over the values that are finite in both."""
+    """Distance between a reference y and its low-precision ŷ, over the values that are finite in both."""
 
-    normalised_l2: float  # ‖y − ŷ‖ / ‖y‖; infinite where y is all zero and ŷ is not
+    normalised_l2: float  # ‖y − ŷ‖ / ‖y‖; infinite if y is all zero and ŷ is not
     max_relative: float  # max|y − ŷ| / max|y|
     cosine: float
-    nonfinite: int  # values that are finite in the reference and not here
+    nonfinite: int  # values that are finite in y only
     reference_nonfinite: int
     largest: float  # max|y|
     size: int  # values compared
@@ -26,7 +26,7 @@ class Distance:
 
 
 class Verdict(StrEnum):
-    """From harmless to harmful."""
+    """In ascending order of severity."""
 
     OK = "ok"
     WARNING = "warning"
@@ -34,27 +34,27 @@ class Verdict(StrEnum):
 
 
 def worst(*verdicts: Verdict) -> Verdict:
-    """The most harmful; of none, ok."""
+    """The most severe verdict; ok if there is none."""
     return max(verdicts, key=[*Verdict].index, default=Verdict.OK)
 
 
 @dataclass
 class DiffLimits:
-    """What errors are held to; errors are normalised L2."""
+    """Limits on errors, which are normalised L2."""
 
-    # Times the error floor: what the model makes of one unit in the last place. Rounding every tensor to the nearest
-    # gives 0.29 = 1/sqrt(12) of it, and 48 roundings in one module 2.
+    # Multiples of the error floor, the model's response to one unit in the last place. Rounding every tensor to the
+    # nearest gives 0.29 = 1/sqrt(12) of the floor; 48 roundings in one module give 2.
     warning_ratio: float = field(default=2.0, metadata={"above": 0})
     severe_ratio: float = field(default=10.0, metadata={"above": 0})
-    # Absolute limits for the error of the model's own output; also of other outputs that have no floor.
+    # Absolute limits on the error of the model's own output, and of other outputs that have no floor.
     output_warning: float = field(default=0.01, metadata={"above": 0})
     output_severe: float = field(default=0.10, metadata={"above": 0})
 
     def judge(self, distance: Distance, floor: float | None) -> Verdict:
-        """The verdict on one output. Values that are finite in FP32 alone are severe; errors below 1 % never are.
+        """Judge one output. Values that are finite in FP32 only are severe; errors below `output_warning` never are.
 
-        `floor` is the normalised L2 of an FP32 run in which every tensor is off by one unit in the last place of that
-        precision; None or not finite where there is none: the absolute limits then count.
+        `floor`: normalised L2 of an FP32 run in which every tensor is off by one unit in the last place of the low
+        precision; if it is None, 0 or not finite, the absolute limits apply.
         """
         warning, severe = self.output_warning, self.output_severe
         if floor and math.isfinite(floor):

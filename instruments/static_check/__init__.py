@@ -1,1 +1,1 @@
-"""Training code, read and not run: where it loses precision."""
+"""Find precision faults in training code without running it."""

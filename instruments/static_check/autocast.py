@@ -1,4 +1,4 @@
-"""What autocast does to each operation, and how torch's names are read in code."""
+"""Effect of autocast on each operation, and names of torch functions in code."""
 
 import ast
 import hashlib
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from instruments.durable import write_json
 
-# Losses as modules, and as functions.
+# Loss module → loss function.
 LOSS_MODULES = {
     "BCELoss": "binary_cross_entropy",
     "BCEWithLogitsLoss": "binary_cross_entropy_with_logits",
@@ -38,9 +38,9 @@ KNOWN = (
 
 @cache
 def autocast_table(device: str) -> dict[str, str]:
-    """What becomes of each operation: lowered, float32, kept or refused.
+    """Effect of autocast on each operation: lowered, float32, kept or refused.
 
-    torch is only imported where its version has not been asked before. Raises ConfigError: no autocast for the device.
+    Cached on disk by torch version, so torch is imported once only. Raises ConfigError: no autocast for the device.
     """
     probe = hashlib.sha256(Path(__file__).with_name("probe.py").read_bytes()).hexdigest()[:12]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tiny-onn"
@@ -60,7 +60,7 @@ def _keep(path: Path, table: dict[str, str]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, table)
     except OSError:
-        return  # it is probed again the next time
+        return  # probed again next time
 
 
 FLOAT16, BFLOAT16, LOW, FLOAT32 = "float16", "bfloat16", "low", "float32"  # LOW: one of the 16-bit formats
@@ -75,7 +75,7 @@ AUTOCASTS = {
 
 
 def text_of(node: ast.expr | None) -> str:
-    """`a.b.c` of names and attributes; nothing of anything else."""
+    """`a.b.c` for names and attributes; empty for anything else."""
     if isinstance(node, ast.Attribute):
         head = text_of(node.value)
         return head and f"{head}.{node.attr}"
@@ -83,7 +83,7 @@ def text_of(node: ast.expr | None) -> str:
 
 
 def called_name(call: ast.Call) -> str:
-    """Of what is called, the name alone: `f` of `f()`, `a.f()` and `a().f()`."""
+    """Last name of the called function: `f` for `f()`, `a.f()` and `a().f()`."""
     return call.func.attr if isinstance(call.func, ast.Attribute) else text_of(call.func)
 
 
@@ -93,6 +93,6 @@ def last_word(text: str) -> str:
 
 
 def dotted_name(node: ast.expr, imports: dict[str, str]) -> str:
-    """The full name of an imported thing; nothing of what was not imported."""
+    """Full dotted name of an imported object; empty if it was not imported."""
     head, dot, rest = text_of(node).partition(".")
     return imports[head] + dot + rest if head in imports else ""

@@ -1,4 +1,4 @@
-"""The value of a call: what it makes, casts, computes, or does to gradients."""
+"""Values of calls: of modules, casts, operations, and calls on gradients."""
 
 import ast
 import re
@@ -35,10 +35,10 @@ from instruments.static_check.state import (
 
 _CASTS = {"half": "float16", "bfloat16": "bfloat16", "float": "float32", "double": "float32"}
 _PLACES = {"torch.nn.functional", "torch.special", "torch.linalg", "torch"}
-# Modules and builtins whose functions of the same names are not torch's.
+# Builtins, some with the names of torch functions.
 _PLAIN = {"sum", "pow", "print", "len", "min", "max", "range", "isinstance", "getattr", "str", "int", "float", "bool"}
 _NO_TENSORS = {"item", "tolist", "numpy", "argmax", "argsort", "size", "dim", "numel", "long", "int", "bool", "keys"}
-# Of accelerate, Lightning Fabric, transformers' Trainer: mixed_precision decides.
+# Contexts of accelerate, Fabric and transformers' Trainer, which follow the library's mixed_precision setting.
 _MANAGED = {"autocast", "compute_loss_context_manager", "autocast_smart_context_manager"}
 _DEFAULTS = {"cuda": FLOAT16, "cpu": "bfloat16"}
 _PRODUCTS = dict.fromkeys(("mm", "mv", "addmm", "baddbmm"), "matmul") | dict.fromkeys(("conv1d", "conv2d"), "linear")
@@ -48,7 +48,7 @@ _METHODS_OF_MODULES = {*_CASTS, *SAME_MODULE, "parameters", "named_parameters", 
 
 
 def call_value(call: Call, state: State, frame: Frame) -> Value:  # noqa: C901, PLR0911 - a case a kind
-    """The value of a call whose parts have been looked at; the rules are applied on the way."""
+    """Value of a call with evaluated arguments; applies the rules to it."""
     node, func, word = call.node, call.node.func, call.word
     base, arguments, words, every = call.base, call.arguments, call.words, call.every
     done = check_gradients(node, base, every, state, frame)
@@ -93,7 +93,7 @@ _PASSING = frozenset(
 
 
 def _read_cast(node: ast.Call, given: list[Value], frame: Frame) -> str | None:
-    """The type that `.half()`, `.to(torch.float16)` and the like cast to."""
+    """Target type of a cast such as `.half()` or `.to(torch.float16)`; None for other calls."""
     func = node.func
     if not isinstance(func, ast.Attribute) or frame.definitions.full_name(func):
         return None
@@ -105,7 +105,7 @@ def _read_cast(node: ast.Call, given: list[Value], frame: Frame) -> str | None:
 
 
 def _make(call: Call, state: State, frame: Frame) -> Value | None:  # noqa: C901, PLR0911 - a case a kind
-    """What a call makes, as far as rules ask for it."""
+    """Value of a call that makes an object which the rules use; None for other calls."""
     node, word, every, words = call.node, call.word, call.every, call.words
     region = _read_region(call, frame)
     if region is not None:
@@ -145,7 +145,7 @@ def _make(call: Call, state: State, frame: Frame) -> Value | None:  # noqa: C901
 
 
 def _read_region(call: Call, frame: Frame) -> Region | None:
-    """The autocast region that a call opens; None where it is none."""
+    """The autocast region that a call opens; None for other calls."""
     node, word, every, words = call.node, call.word, call.every, call.words
     full = frame.definitions.full_name(node.func)
     if full not in AUTOCASTS:
@@ -174,7 +174,7 @@ def _read_region(call: Call, frame: Frame) -> Region | None:
 
 
 def _find_operation(node: ast.Call, frame: Frame) -> str | None:
-    """What torch calls what is called: a function, a method of a tensor."""
+    """Name of the torch operation that a call runs, as a function or a tensor method; None for other calls."""
     full = frame.definitions.full_name(node.func)
     if full:
         place, _dot, name = full.rpartition(".")
@@ -186,7 +186,7 @@ def _find_operation(node: ast.Call, frame: Frame) -> str | None:
 def _local_function(
     node: ast.Call, base: Value, value: Value, state: State, frame: Frame
 ) -> tuple[Function | None, str | None]:
-    """The function of this file that is called, and its class."""
+    """The function of this file that a call runs, and its class."""
     definitions, text = frame.definitions, text_of(node.func)
     owner, name = None, called_name(node)
     if text == "self":
@@ -205,7 +205,7 @@ def _local_function(
 def _call_module(
     node: ast.Call, module: Module, arguments: list[Value], words: dict[str, Value], state: State, frame: Frame
 ) -> Value:
-    """What comes out of a module: walked where the file has it, else in the type of autocast or of its weights."""
+    """Output of a module: from its forward if it is in the file, else in the type of autocast or of its weights."""
     weights = None if module.idle else module.precision or frame.weights
     arguments = [replace(value, origin="weights") if value.is_low else value for value in arguments]
     inner = replace(frame, weights=weights)
@@ -241,7 +241,7 @@ def _output(arguments: list[Value], frame: Frame, *, idle: bool = False) -> Valu
 
 
 def _unknown(call: Call, state: State, frame: Frame) -> Value:  # noqa: C901, PLR0911, PLR0912 - a case a kind
-    """Methods keep the type of their tensor; what others compute is not known."""
+    """Value of all other calls: tensor methods keep the type; most others are unknown."""
     node, word, base, every, words = call.node, call.word, call.base, call.every, call.words
     text, func = text_of(node.func), node.func
     low = next((value for value in every if value.is_low), None)
@@ -287,7 +287,7 @@ def _unknown(call: Call, state: State, frame: Frame) -> Value:  # noqa: C901, PL
 
 
 def _averages(node: ast.Call, every: list[Value]) -> bool:
-    """Whether it multiplies by a decay next to 1."""
+    """Whether the call multiplies by a decay close to 1."""
     numbers = [value.constant for value in every if isinstance(value.constant, float)]
     named = re.search(r"decay|ema|momentum|beta", " ".join(ast.unparse(part) for part in node.args), re.IGNORECASE)
     most = 0.1 if called_name(node) == "lerp_" else 0.0

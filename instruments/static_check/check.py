@@ -1,4 +1,4 @@
-"""static_check: where training code loses precision, found without running it."""
+"""static_check: find where training code loses precision, without running it."""
 
 import argparse
 import sys
@@ -17,14 +17,14 @@ from instruments.static_check.walk import walk_file
 
 @dataclass(frozen=True)
 class StaticReport:
-    """What was found, in the order of files and lines."""
+    """Findings, sorted by file and line."""
 
     files: int
     findings: tuple[Finding, ...]
 
     @property
     def exit_code(self) -> int:
-        """0 nothing found, 1 findings, 2 a file could not be checked."""
+        """0: no findings; 1: findings; 2: a file could not be checked."""
         unreadable = any(finding.code == UNREADABLE for finding in self.findings)
         return 2 if unreadable else int(bool(self.findings))
 
@@ -36,11 +36,11 @@ def static_check(
 
     Args:
         paths: files, or folders whose `*.py` and `*.ipynb` are checked.
-        device: that autocast is for, where a file does not say; what it does to each operation is asked of torch.
-        severity: the lowest grade that is reported: note, warning, severe.
-        exclude: globs of files below folders, on the path or a part of it: "tests", "*/examples/*".
+        device: device of autocast if a file does not name it.
+        severity: lowest severity to report: note, warning, severe.
+        exclude: globs of files in folders to skip, on the path or a part of it: "tests", "*/examples/*".
     Raises:
-        ConfigError: a path that is not there, a device without autocast, another severity.
+        ConfigError: a missing path, a device without autocast, or an unknown severity.
     """
     if severity not in GRADES:
         raise ConfigError(f"no severity {severity!r}", where="severity", do=f"one of {', '.join(GRADES)}")
@@ -51,7 +51,7 @@ def static_check(
 
 
 def find_files(paths: Iterable[Path | str], exclude: Sequence[str] = ()) -> Iterable[Path]:
-    """Files as they are, and those of Python code below folders; hidden folders are left out. Raises ConfigError."""
+    """Given files, and Python files and notebooks in folders, except hidden ones. Raises ConfigError: missing path."""
     for path in map(Path, paths):
         if not path.exists():
             raise ConfigError(f"there is no {path}", where="paths", do="name files or folders of Python code")
@@ -83,15 +83,15 @@ def check_file(path: Path, device: str) -> set[Finding]:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Do what the command line says; returns the exit code.
+    """Run the command line and return the exit code.
 
-    0 nothing found, 1 findings, 2 a file does not parse or the command line is wrong, 130 interrupted.
+    0: no findings; 1: findings; 2: a file could not be checked, or wrong command line; 130: interrupted.
     """
     parser = argparse.ArgumentParser(prog="python -m pipeline.static_check", description=__doc__)
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="files, or folders of Python code")
     parser.add_argument("--severity", choices=GRADES, default=NOTE, help="lowest grade reported (default: note)")
-    parser.add_argument("--exclude", action="append", default=[], metavar="GLOB", help="files or folders left out")
-    parser.add_argument("--device", default="cuda", help="of autocast where a file does not say (default: cuda)")
+    parser.add_argument("--exclude", action="append", default=[], metavar="GLOB", help="files or folders to skip")
+    parser.add_argument("--device", default="cuda", help="device of autocast if a file names none (default: cuda)")
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write the findings as JSON")
     wanted = parser.parse_args(words)
     return exit_code(lambda: _run(wanted))
@@ -107,7 +107,7 @@ def _run(wanted: argparse.Namespace) -> int:
 
 
 def describe(report: StaticReport) -> str:
-    """Every finding, and how many there are."""
+    """All findings and their number."""
     lines = [*map(str, report.findings), f"{report.files:,} files checked, {len(report.findings):,} findings"]
     return "\n".join(lines) + "\n"
 

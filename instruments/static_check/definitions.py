@@ -1,4 +1,4 @@
-"""What a file defines: imports, classes, functions, and who manages its mixed precision."""
+"""Definitions in a file: imports, classes, functions, and the library that manages its mixed precision."""
 
 import ast
 import re
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from instruments.static_check.autocast import BFLOAT16, FLOAT16, FLOAT32, called_name, dotted_name, last_word, text_of
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-# Optimizers that keep float32 copies of 16-bit weights, and weights that are not those trained.
+# Names of optimizers with float32 copies of 16-bit weights, and of weights that are not trained themselves.
 _MASTERS = re.compile(
     r"master|deepspeed|\bapex\b|fp16_?optim|fp32_?(?:param|optim)|megatron|fairscale|colossalai|load_in_[48]bit|"
     r"get_peft_model|kbit|bitsandbytes|prepare_fp16|stochastic_round|kahan|mixedprecisiontrainer",
@@ -18,35 +18,35 @@ _SCALER_CALLS = {"scale", "unscale_"}
 
 @dataclass(frozen=True)
 class Policy:
-    """Mixed precision as a library was asked for it."""
+    """Mixed precision requested from a library."""
 
     manager: str  # accelerate, lightning, transformers
-    precision: str | None  # None: said at run time
+    precision: str | None  # None: decided at run time
     node: ast.Call
-    pure: bool = False  # also the weights are in 16 bits
+    pure: bool = False  # weights in 16 bits as well
 
 
 @dataclass
 class Definitions:
-    """Of one file."""
+    """Definitions of one file."""
 
     imports: dict[str, str]  # local name → dotted name
     functions: dict[str, Function] = field(default_factory=dict)  # by name, methods as Class.name
     parents: dict[int, int] = field(default_factory=dict)  # function within a function, by id of the nodes
     bases: dict[str, list[str]] = field(default_factory=dict)
-    parts: dict[str, set[str]] = field(default_factory=dict)  # class → names that stand in its code
+    parts: dict[str, set[str]] = field(default_factory=dict)  # class → names used in its code
     called: dict[str, set[str]] = field(default_factory=dict)  # last word of an object → methods called on it
     policies: list[Policy] = field(default_factory=list)
-    trains: bool = False  # backward is called somewhere, or a library's trainer
-    scales: bool = False  # something here is a GradScaler
+    trains: bool = False  # calls backward or a library's trainer
+    scales: bool = False  # uses a GradScaler
     has_masters: bool = False
 
     def full_name(self, node: ast.expr) -> str:
-        """The dotted name of an imported thing; nothing of what was not imported."""
+        """Full dotted name of an imported object; empty if it was not imported."""
         return dotted_name(node, self.imports)
 
     def policy(self, *managers: str) -> Policy | None:
-        """The first of those libraries'."""
+        """The first policy of these libraries."""
         return next((one for one in self.policies if one.manager in managers), None)
 
     def updates(self, scaler: ast.expr) -> bool:
@@ -54,33 +54,33 @@ class Definitions:
         return "update" in self.called.get(last_word(text_of(scaler)), ())
 
     def is_scaler_name(self, text: str) -> bool:
-        """Called like a GradScaler, and used like one."""
+        """Whether an object has the name and the calls of a GradScaler."""
         word = last_word(text).lower()
         used = self.called.get(last_word(text), set())
         return bool(re.search(r"(?:^|_)(?:grad|amp)?_?scaler(?:_\w+)?$", word)) and bool(used & _SCALER_CALLS)
 
     def method(self, class_name: str, name: str) -> Function | None:
-        """Of the class or one of its bases in this file."""
+        """A method of the class or of its bases in this file."""
         places = (f"{one}.{name}" for one in self.lineage(class_name))
         return next((self.functions[place] for place in places if place in self.functions), None)
 
     def inherits(self, class_name: str, base: str) -> bool:
-        """Whether one of its bases is called so, or ends so."""
+        """Whether the name of one of its bases ends with `base`."""
         return any(last_word(one).endswith(base) for one in self.lineage(class_name)[1:])
 
     def is_module_class(self, name: str) -> bool:
-        """A class of this file whose instances are modules."""
+        """Whether it is a torch module class of this file."""
         return name in self.bases and (self.inherits(name, "Module") or self.inherits(name, "PreTrainedModel"))
 
     def classes_within(self, name: str) -> list[str]:
-        """The class and those of this file that its code names, and theirs."""
+        """The class and the classes of this file that its code names, recursively."""
         found = [name]
         for one in found:
             found += [part for part in sorted(self.parts.get(one, ())) if part in self.bases and part not in found]
         return found
 
     def lineage(self, class_name: str) -> list[str]:
-        """The class and what it inherits from, as far as this file says."""
+        """The class and its bases, as far as this file defines them."""
         found = [class_name]
         for one in found:
             found += [base for base in self.bases.get(one, []) if base not in found]
@@ -88,7 +88,7 @@ class Definitions:
 
 
 def find_definitions(tree: ast.Module) -> Definitions:
-    """Everything, in one pass over the tree."""
+    """Collect the definitions of a file."""
     found = Definitions(find_imports(tree))
     words: set[str] = set()
     for node in ast.walk(tree):
@@ -120,7 +120,7 @@ def find_definitions(tree: ast.Module) -> Definitions:
 
 
 def find_imports(tree: ast.Module) -> dict[str, str]:
-    """Local name → dotted name, of every import anywhere in the file."""
+    """Local name → dotted name, for every import in the file."""
     names: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""The value of an expression; the rules are applied on the way."""
+"""Evaluate expressions and apply the rules to them."""
 
 import ast
 from dataclasses import replace
@@ -10,7 +10,7 @@ from instruments.static_check.state import UNKNOWN, Call, Frame, State, Value, e
 
 
 def evaluate(node: ast.expr, state: State, frame: Frame) -> Value:  # noqa: C901, PLR0911, PLR0912 - a case a kind
-    """Its value; everything inside is looked at on the way, once."""
+    """Value of an expression; each subexpression is evaluated once, and the rules are applied to it."""
     match node:
         case ast.Call():
             return _call(node, state, frame)
@@ -60,7 +60,7 @@ def evaluate(node: ast.expr, state: State, frame: Frame) -> Value:  # noqa: C901
         case ast.Starred():
             return evaluate(node.value, state, frame)
         case ast.Lambda():
-            return UNKNOWN  # it runs elsewhere
+            return UNKNOWN  # its body runs at its calls
         case _:
             _look_inside(node, state, frame)
             return UNKNOWN
@@ -74,7 +74,7 @@ def _look_inside(node: ast.AST, state: State, frame: Frame) -> None:
             _look_inside(part, state, frame)
 
 
-# Of a tensor, but no tensors of its precision.
+# Attributes whose values do not have the precision of their object.
 _FACTS = {"shape", "device", "grad", "ndim", "itemsize", "config", "loss"}
 
 
@@ -96,7 +96,7 @@ def _attribute(node: ast.Attribute, base: Value, state: State, frame: Frame) -> 
 
 
 def _dtype(full: str) -> Value | None:
-    """`torch.float16` and the like."""
+    """Value of a dtype such as `torch.float16`; None for other names."""
     word = last_word(full)
     return Value(DTYPES[word], kind="dtype") if full == f"torch.{word}" and word in DTYPES else None
 
@@ -123,7 +123,7 @@ def _either(first: Value, second: Value) -> Value:
 
 
 def bind(target: ast.expr, value: Value, way: State) -> None:
-    """Give a target its value; losses that a model returns are in a type of their own."""
+    """Assign a value to a target; a loss in a model's output does not have the precision of the output."""
     if isinstance(target, ast.Tuple | ast.List):
         parts = value.ref if value.kind in {"parts", "zip"} and isinstance(value.ref, tuple) else ()
         for place, part in enumerate(target.elts):

@@ -1,4 +1,4 @@
-"""The rules on gradients and their scale: GradScaler, accelerate, Lightning."""
+"""Rules on gradients and their scale: GradScaler, accelerate, Lightning."""
 
 import ast
 import re
@@ -12,20 +12,20 @@ from instruments.static_check.state import UNKNOWN, Frame, State, Value
 
 _CLIPS = {"clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "clip_grads_with_norm_", "get_total_norm"}
 _CHECKS = {"norm", "isnan", "isinf", "isfinite", "vector_norm", "abs", "max", "mean", "sum", "std", "any", "all"}
-# They scale and unscale by themselves.
+# Objects that scale and unscale by themselves.
 _MANAGERS = {"accelerator", "fabric", "self", "trainer", "engine", "strategy", "amp", "scaler", "super", "ctx"}
 _OPTIMIZER = re.compile(r"optim|(?:^|_)opt(?:$|_|[A-Z0-9])|^opt[a-z]?$")
 
 
 def is_optimizer(node: ast.expr, value: Value) -> bool:
-    """An optimizer, by how it was made or by its name."""
+    """Whether it is an optimizer, by its value or else by its name."""
     word = last_word(text_of(node))
     named = not value.kind and "sched" not in word.lower() and bool(_OPTIMIZER.search(word))
     return value.kind == "optimizer" or named
 
 
 def check_gradients(node: ast.Call, base: Value, arguments: list[Value], state: State, frame: Frame) -> Value | None:
-    """What a call does to gradients and their scale; None where it has nothing to do with them."""
+    """Apply the effect of a call on gradients and their scale; None if it has none."""
     _check_look(node, state, frame)
     word, func = called_name(node), node.func
     owner = func.value if isinstance(func, ast.Attribute) else None
@@ -62,7 +62,7 @@ def _clip(node: ast.Call, owner: ast.expr | None, base: Value, state: State, fra
     mine = owner is not None and last_word(text) in _MANAGERS
     of_torch = owner is None or "torch" in full or last_word(text) in {"utils", "clip_grad"}
     if mine or not (of_torch or base.kind == "module" or last_word(text) == "model"):
-        return  # an optimizer or a library that knows the scale
+        return  # a method of an optimizer or a library, which knows the scale
     if state.gradients_scaled:
         report(frame, "LP201", node, f"{ast.unparse(node.func)}() of scaled gradients")
     elif of_torch and not state.unscaled:
@@ -77,11 +77,11 @@ def _backward(node: ast.Call, loss: ast.expr, base: Value, arguments: list[Value
     state.done = frozenset()
     scales = any(isinstance(part, ast.Attribute) and "scale" in part.attr for part in ast.walk(loss))
     if base.scaled or any(value.scaled for value in arguments) or scales:
-        # What the scaler knows of its optimizers stays until its update.
+        # The scaler's state of each optimizer stays until update().
         state.scaled, state.plain, state.unscaled = True, False, frozenset()
     elif not outer:
         state.forget_scale()
-        # Not on the other side of `if use_amp: scaler.scale(loss).backward()`.
+        # Not in the else branch of `if use_amp: scaler.scale(loss).backward()`.
         state.plain = not any(_SCALED.search(fact) and not met for fact, met in state.facts.items())
         managed = frame.definitions.scales or frame.definitions.policies or frame.definitions.has_masters
         if state.float16_forward and not managed:
@@ -91,7 +91,7 @@ def _backward(node: ast.Call, loss: ast.expr, base: Value, arguments: list[Value
 
 
 def _check_manager(node: ast.Call, what: str, state: State, frame: Frame) -> None:
-    """LP401, LP402: what accelerate and Lightning do is done by hand."""
+    """LP401, LP402: manual calls where accelerate or Lightning has its own."""
     if what == "backward" and _knows_manager(frame):
         return
     if frame.is_lightning:
@@ -118,7 +118,7 @@ def _check_manager(node: ast.Call, what: str, state: State, frame: Frame) -> Non
 
 
 def _knows_manager(frame: Frame) -> bool:
-    """Whether the function also calls the library's own backward: on another branch."""
+    """Whether the function also calls the library's own backward, on another branch."""
     around = ast.walk(frame.stack[-1]) if frame.stack else ()
     owners = [node.value for node in around if isinstance(node, ast.Attribute) and node.attr.endswith("backward")]
     return any(last_word(text_of(owner)) in {"accelerator", "fabric", "self"} for owner in owners)
@@ -155,7 +155,7 @@ def _scaler(
     return UNKNOWN
 
 
-MIXED = "mixed precision"  # conditions with this meaning under many names
+MIXED = "mixed precision"  # name for all conditions with this meaning
 _SCALED = re.compile(rf"{MIXED}|scal|precision", re.IGNORECASE)
 
 

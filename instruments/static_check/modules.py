@@ -1,4 +1,4 @@
-"""Modules as values: how they are made, cast and trained, and the rules on 16-bit weights (LP101, LP106)."""
+"""Track how modules are made, cast and trained; the rules on 16-bit weights (LP101, LP106)."""
 
 import ast
 import re
@@ -17,20 +17,20 @@ _WRAPPERS = {
     "compile", "DataParallel", "DistributedDataParallel", "DDP", "FSDP", "FullyShardedDataParallel", "script",
     "prepare_model", "convert_sync_batchnorm", "ModuleList", "get_peft_model", "checkpoint_wrapper",
 }  # fmt: skip
-# They give back the module they are called on.
+# Methods that return their module.
 SAME_MODULE = {"to", "cuda", "cpu", "train", "eval", "requires_grad_", "apply", "to_empty", "type"}
 _NORM = re.compile(r"(?:Batch|Layer|Group|Instance|RMS)Norm(?:[123]d)?$")
 _OPTIMIZERS = re.compile(r"Adam|SGD|Lion|Adafactor|RMSprop|Adagrad|LAMB|LARS|[Oo]ptim")
 
 
 def named_like_model(text: str) -> bool:
-    """A name that models have which are trained."""
+    """Whether it is a usual name of a trained model."""
     word = last_word(text)
     return word in _MODEL_NAMES or word.endswith(("_model", "_net", "Net")) or bool(re.fullmatch(r"net_?[A-Z]", word))
 
 
 def module_key(node: ast.expr, value: Value, state: State, frame: Frame, *, surely: bool = False) -> object:
-    """The module that an expression is; one called like a model, or surely one, is noted as such. None: no module."""
+    """Key of the module that an expression denotes, None if none; unknown ones need a model's name, or `surely`."""
     if value.kind == "module":
         return value.ref
     text = text_of(node)
@@ -49,7 +49,7 @@ def module_key(node: ast.expr, value: Value, state: State, frame: Frame, *, sure
 
 
 def make_module(node: ast.Call, arguments: list[Value], words: dict[str, Value], state: State, frame: Frame) -> Value:
-    """Of a call that makes a module or gives back the one it is given; UNKNOWN of any other."""
+    """Value of a call that makes a module or returns its argument; UNKNOWN for other calls."""
     full, word = frame.definitions.full_name(node.func), called_name(node)
     if word in _WRAPPERS or (word == "prepare" and len(arguments) == 1):
         key = module_key(node.args[0], arguments[0], state, frame, surely=True) if node.args else None
@@ -79,7 +79,7 @@ def make_module(node: ast.Call, arguments: list[Value], words: dict[str, Value],
 
 
 def cast_module(key: object, precision: str, node: ast.Call, state: State, frame: Frame) -> Value:
-    """`.half()` and the like change a module in place."""
+    """Cast a module in place, as `.half()` does."""
     module = state.modules.get(key, Module())
     low = precision in LOWS
     state.modules[key] = replace(module, precision=precision if low else None, cast=node if low else None)
@@ -89,7 +89,7 @@ def cast_module(key: object, precision: str, node: ast.Call, state: State, frame
 
 
 def module_method(node: ast.Call, word: str, key: object, state: State) -> Value | None:
-    """Calls that keep, freeze or list a module; None of any other."""
+    """Value of a method that returns, freezes or lists a module; None for other methods."""
     module = state.modules.get(key, Module())
     if word in {"parameters", "named_parameters", "state_dict"}:
         return Value(module.precision, "weights", kind="parameters", ref=key)
@@ -103,7 +103,7 @@ def module_method(node: ast.Call, word: str, key: object, state: State) -> Value
 
 
 def make_optimizer(node: ast.Call, state: State, frame: Frame) -> Value:
-    """Of a call that makes an optimizer: it holds the parameters of the modules named there."""
+    """Value of a call that makes an optimizer of the modules named in it; UNKNOWN for other calls."""
     full, word = frame.definitions.full_name(node.func), called_name(node)
     if "lr_scheduler" in full or "sched" in word.lower() or word.endswith(("LR", "Scheduler")):
         return Value(kind="scheduler")
@@ -118,13 +118,13 @@ def make_optimizer(node: ast.Call, state: State, frame: Frame) -> Value:
     for key in held:
         state.modules[key] = replace(state.modules.get(key, Module()), trained=True)
     made = Value(kind="optimizer", ref=tuple(held))
-    if held and frame.is_lightning:  # its Trainer steps
+    if held and frame.is_lightning:  # the step is in its Trainer
         check_trained(made, state, frame)
     return made
 
 
 def check_trained(optimizer: Value, state: State, frame: Frame) -> None:
-    """LP101, LP106: an optimizer steps on 16-bit weights."""
+    """LP101, LP106: an optimizer updates 16-bit weights."""
     visible = {text: value.ref for text, value in state.values.items() if value.kind == "module"}
     held = optimizer.ref if optimizer.kind == "optimizer" and isinstance(optimizer.ref, tuple) else ()
     keys = held or [key for text, key in visible.items() if named_like_model(text)]
@@ -141,9 +141,9 @@ def check_trained(optimizer: Value, state: State, frame: Frame) -> None:
 
 
 def check_unused(state: State, frame: Frame) -> list[tuple[str, str]]:
-    """LP106 as a note of models that the file casts and neither trains nor evaluates.
+    """Report LP106 as a note for models that the file casts to 16 bits, if it neither trains nor evaluates them.
 
-    Returns: class and precision of every model of this file in 16 bits.
+    Returns: (class, precision) of each 16-bit model whose class is in this file.
     """
     found = []
     for module in state.modules.values():

@@ -1,4 +1,4 @@
-"""The rules on values in 16 bits and on formulas that lose digits."""
+"""Rules on values in 16 bits and on formulas that lose digits."""
 
 import ast
 import re
@@ -9,9 +9,9 @@ from instruments.static_check.source import NOTE, WARNING
 from instruments.static_check.state import LOWS, UNKNOWN, Frame, Value, mix
 
 _BINARY = "binary_cross_entropy"
-LARGEST, SMALLEST = 65520.0, 2.0**-25  # of float16: from here on inf, up to here zero
-_SAFE = {"shifted", "negative"}  # what exp does not overflow of
-# Kept by operations that leave values as they are, or select some of them.
+LARGEST, SMALLEST = 65520.0, 2.0**-25  # float16: at least the first is inf, at most the second is zero
+_SAFE = {"shifted", "negative"}  # tags of values whose exp does not overflow
+# Operations that keep the tag: they return the same values or some of them.
 KEEPING = {
     "diag", "diagonal", "detach", "cuda", "cpu", "gather", "squeeze", "unsqueeze", "view", "reshape", "float", "to",
     "contiguous", "flatten", "clone", "t",
@@ -21,7 +21,7 @@ KEEPING = {
 def check_operation(
     node: ast.Call, operation: str, inputs: list[Value], words: dict[str, Value], frame: Frame
 ) -> Value:
-    """LP102 to LP106 and LP108, and the value that comes out."""
+    """Apply LP102 to LP106 and LP108 to an operation; returns its result."""
     tag = _tag(operation, inputs, node)
     asked = words.get("dtype")
     if asked is not None and asked.precision is not None:
@@ -31,11 +31,11 @@ def check_operation(
         _check_binary(node, inputs, frame)
     result = _result(operation, inputs, frame)
     if asked is not None:
-        return Value(tag=tag)  # in a type that a variable says
+        return Value(tag=tag)  # dtype is a variable
     low = next((value for value in inputs if value.is_low), None)
     where = f" under autocast on {frame.device}" if frame.region.enabled else ""
     if frame.no_grad:
-        pass  # nothing learns from it
+        pass  # no training
     elif operation in LOSSES and low and not frame.region.enabled:
         severity = WARNING if low.precision == BFLOAT16 else None
         report(frame, "LP102", node, f"{operation} outside autocast, of {_words(low.precision)} values", severity)
@@ -66,7 +66,7 @@ def _check_binary(node: ast.Call, inputs: list[Value], frame: Frame) -> None:
 
 
 def _result(operation: str, inputs: list[Value], frame: Frame) -> Value:
-    """Products come out in autocast's type, what it promotes in float32, all else in the type of its inputs."""
+    """Result type: autocast's for products, float32 if autocast promotes the operation, else that of the inputs."""
     fate = frame.fate(operation)
     if fate == FLOAT32:
         return Value(FLOAT32)
@@ -81,7 +81,7 @@ def _words(precision: str | None) -> str:
 
 
 def _tag(operation: str, inputs: list[Value], node: ast.Call) -> str:  # noqa: PLR0911 - a case a kind
-    """What a rule may ask of the result."""
+    """Tag of the result, for rules on formulas."""
     of = inputs[0].tag if inputs else ""
     if any(word.arg == "axis" for word in node.keywords):
         return ""  # NumPy
@@ -104,12 +104,12 @@ def _exponent(inputs: list[Value]) -> object:
 
 
 def square_of(tag: str) -> str:
-    """The tag of a square."""
+    """Tag of the square of a value with this tag."""
     return "square_mean" if tag == "mean" else "square"
 
 
 def _check_formula(node: ast.Call, operation: str, inputs: list[Value], frame: Frame) -> None:
-    """LP108: the logarithm of what a stable function gives at once, and exp in float16."""
+    """LP108: a logarithm for which there is a stable function, and exp in float16."""
     of = inputs[0] if inputs else UNKNOWN
     severity = grade(of.precision, frame)
     fate = frame.fate(operation)
@@ -132,8 +132,8 @@ def _check_formula(node: ast.Call, operation: str, inputs: list[Value], frame: F
 
 
 def combine(node: ast.BinOp, left: Value, right: Value, frame: Frame) -> Value:
-    """The value of an arithmetic expression; LP107 to LP109 on the way."""
-    if isinstance(node.op, ast.Mult | ast.Div | ast.Pow):  # numbers, as far as their names say
+    """Value of an arithmetic expression; applies LP107 to LP109."""
+    if isinstance(node.op, ast.Mult | ast.Div | ast.Pow):  # unknown operands may be numbers by their names
         left, right = (_as_number(part, value) for part, value in ((node.left, left), (node.right, right)))
     mixed = mix([left, right])
     if left.is_constant and right.is_constant:
@@ -231,7 +231,7 @@ def _is_huge(value: Value) -> bool:
 
 
 def check_constant(node: ast.expr, constant: float, value: Value, frame: Frame) -> None:
-    """LP107: a number next to a float16 value that float16 does not hold."""
+    """LP107: a constant used with a float16 value, outside float16's range."""
     size = abs(constant)
     if value.precision != FLOAT16 or size in {0.0, float("inf")} or SMALLEST < size < LARGEST:
         return
@@ -240,6 +240,6 @@ def check_constant(node: ast.expr, constant: float, value: Value, frame: Frame) 
 
 
 def check_growing(node: ast.expr, value: Value, frame: Frame) -> None:
-    """LP105: a running sum or average that is kept in 16 bits."""
+    """LP105: a running sum or average in 16 bits."""
     if value.precision in LOWS:
         report(frame, "LP105", node, f"{ast.unparse(node)} accumulates in {_words(value.precision)}")

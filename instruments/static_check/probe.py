@@ -1,7 +1,7 @@
-"""What autocast does to each operation, asked of the installed torch.
+"""Measure the effect of autocast on each operation with the installed torch.
 
-The CPU's operations run; those of a device that is not there run on fake tensors, which pass through the same autocast
-kernels and compute nothing.
+On the CPU the operations run; for other devices they get fake tensors, which pass the same autocast kernels and compute
+nothing.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from instruments.errors import ConfigError
 FLOAT32, KEPT, LOWERED, REFUSED = "float32", "kept", "lowered", "refused"
 
 _Operation = Callable[[Tensor], Tensor]
-# By name; each is given a (4, 4) tensor of values between 0 and 1.
+# By name; the input is a (4, 4) tensor of values between 0 and 1.
 _OPERATIONS: dict[str, _Operation] = {
     **{
         name: methodcaller(name)
@@ -45,13 +45,13 @@ _OPERATIONS: dict[str, _Operation] = {
 
 
 def probe_autocast(device: str) -> dict[str, str]:
-    """What becomes of every operation under autocast on a kind of device.
+    """Effect of autocast on every operation on a kind of device.
 
     Returns:
-        By name: lowered (16-bit of float32 inputs), float32 (of 16-bit inputs), kept (in the type of its inputs),
-        refused (raises).
+        By name: lowered (float32 inputs give 16 bits), float32 (16-bit inputs give float32), kept (the type of the
+        inputs), refused (raises).
     Raises:
-        ConfigError: torch has no autocast for such a device.
+        ConfigError: torch has no autocast for this device.
     """
     if not _has_autocast(device):
         raise ConfigError(
@@ -60,7 +60,7 @@ def probe_autocast(device: str) -> dict[str, str]:
     low = torch.get_autocast_dtype(device)
     was = torch.is_autocast_enabled(device)
     with _presence_of(device), torch.no_grad():
-        # By hand: torch.autocast switches itself off where there is no such device.
+        # Not by torch.autocast, which turns itself off without such a device.
         torch.set_autocast_enabled(device, True)
         try:
             return {name: _ask(operation, device, low) for name, operation in _OPERATIONS.items()}
@@ -71,14 +71,14 @@ def probe_autocast(device: str) -> dict[str, str]:
 def _has_autocast(device: str) -> bool:
     try:
         return torch.amp.is_autocast_available(device)
-    except RuntimeError:  # torch knows no such device at all
+    except RuntimeError:  # a device type unknown to torch
         return False
 
 
 def _presence_of(device: str) -> AbstractContextManager[object]:
     if device == "cpu":
         return nullcontext()
-    from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415 - the only way without a device
+    from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415 - only for devices other than cpu
 
     return FakeTensorMode()
 

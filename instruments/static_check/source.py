@@ -15,7 +15,7 @@ GRADES = (NOTE, WARNING, SEVERE)
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """One place in one file."""
+    """A broken rule at one place of a file."""
 
     path: str
     line: int
@@ -27,36 +27,36 @@ class Finding:
     fix: str
 
     def __str__(self) -> str:
-        """Three lines: what and where, why, what to do."""
+        """Three lines: place and message, reason, fix."""
         head = f"{self.path}:{self.line}: {self.code} {self.severity} {self.message}"
         return f"{head}\n    why: {self.why}\n    fix: {self.fix}"
 
     def record(self) -> dict[str, object]:
-        """For JSON."""
+        """All fields, for JSON."""
         return dict(vars(self))
 
 
 _NOQA = re.compile(r"#.*?\bnoqa\b(?::\s*(?P<codes>[A-Z]+[0-9]+(?:[\s,]+[A-Z]+[0-9]+)*))?", re.IGNORECASE)
-MAX_LINES, MAX_BYTES = 20_000, 4 << 20  # more is generated code, and takes minutes
+MAX_LINES, MAX_BYTES = 20_000, 4 << 20  # longer files are generated code, and take minutes
 EVERY: frozenset[str] = frozenset({"*"})
 
 
 @dataclass(frozen=True)
 class Source:
-    """A file that parses."""
+    """A parsed file."""
 
     path: str
     tree: ast.Module
     silenced: dict[int, frozenset[str]]  # line → codes, or EVERY
-    cells: list[tuple[str, int]] = field(default_factory=list)  # of a notebook: cell and line in it, by line
+    cells: list[tuple[str, int]] = field(default_factory=list)  # of a notebook: (cell, line in it) for each line
 
     def is_silenced(self, code: str, node: ast.expr) -> bool:
-        """Whether a comment on one of the node's lines says so."""
+        """Whether a `noqa` comment on one of the node's lines silences the rule."""
         lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
         return any(self.silenced.get(line, frozenset()) & {code, *EVERY} for line in lines)
 
     def place(self, line: int) -> tuple[str, int]:
-        """The file and its line; of a notebook, the cell and its line."""
+        """File and line; for a notebook, the cell and the line in it."""
         if not self.cells:
             return self.path, line
         cell, line = self.cells[line - 1]
@@ -64,7 +64,7 @@ class Source:
 
 
 def read_source(path: Path) -> Source | Finding:
-    """The file, or a finding that says why not."""
+    """Parse a file; a finding with the reason if it cannot be checked."""
     if not path.is_file():
         return unreadable(path, 1, "is no regular file")
     try:
@@ -79,7 +79,7 @@ def read_source(path: Path) -> Source | Finding:
         if path.suffix == ".ipynb":
             data, cells = join_cells(data)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of invalid escapes and the like: not ours to report
+            warnings.simplefilter("ignore")  # such as invalid escapes, which are no precision faults
             tree = ast.parse(data, filename=str(path))
         return Source(str(path), tree, find_silenced(data), cells)
     except SyntaxError as error:
@@ -91,12 +91,12 @@ def read_source(path: Path) -> Source | Finding:
         return unreadable(path, 1, f"does not parse: {error}")
 
 
-# A line that IPython reads by itself: `%magic`, `!command`, `?help`, `help?`.
+# IPython syntax: `%magic`, `!command`, `?help`, `help?`.
 _MAGIC = re.compile(r"(?P<indent>\s*)(?:[%!?]|[\w.]+\?+\s*$|[\w, ]+=\s*[%!])")
 
 
 def join_cells(data: bytes) -> tuple[bytes, list[tuple[str, int]]]:
-    """The code of a notebook, and where each of its lines stands. Raises ValueError: no notebook of version 4."""
+    """Code of a notebook, and cell and line of each of its lines. Raises ValueError: no notebook of version 4."""
     notebook = json.loads(data)
     if not isinstance(notebook, dict) or not isinstance(notebook.get("cells"), list):
         raise ValueError("no notebook of version 4")
@@ -116,7 +116,7 @@ def join_cells(data: bytes) -> tuple[bytes, list[tuple[str, int]]]:
 
 
 def find_silenced(data: bytes) -> dict[int, frozenset[str]]:
-    """Lines with `# noqa` or `# noqa: CODE, CODE`."""
+    """Silenced codes of lines with `# noqa` or `# noqa: CODE, CODE`."""
     if b"noqa" not in data.lower():
         return {}
     found = {}
@@ -132,6 +132,6 @@ UNREADABLE = "LP001"
 
 
 def unreadable(path: Path, line: int, message: str) -> Finding:
-    """What is found where a file could not be checked."""
+    """Finding for a file that cannot be checked."""
     fix = "correct the file, or leave it out: --exclude"
     return Finding(str(path), line, 0, UNREADABLE, message, SEVERE, "nothing in it was checked", fix)

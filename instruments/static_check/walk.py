@@ -1,4 +1,4 @@
-"""The walk through a file: statement by statement, into autocast blocks, and into the functions that are called."""
+"""Walk a file statement by statement, into autocast blocks and called functions; a way is a path through branches."""
 
 import ast
 import re
@@ -16,18 +16,18 @@ from instruments.static_check.state import UNKNOWN, Frame, Region, Report, State
 
 _MOST_WAYS = 8
 _DEEPEST = 6
-_MOST_LOOPS = 3  # within each other, that are walked twice
-_MOST_CALLS = 2_000  # followed into functions; those that are left are looked at once, on their own
+_MOST_LOOPS = 3  # nested loops that are walked twice
+_MOST_CALLS = 2_000  # calls followed into functions; the other functions are walked once, on their own
 _SCALING = {
     "scale", "unscale_", "step", "update", "backward", "clip_grad_norm_", "clip_grad_value_", "manual_backward",
 }  # fmt: skip
-# Conditions with one meaning under many names.
+# Conditions that mean "mixed precision is on", under many names.
 _MIXED = re.compile(r"scaler|\bamp\b|_amp|fp16|mixed|autocast|\bhalf\b", re.IGNORECASE)
 _NO_GRAD = {"torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad"}
 
 
 def walk_file(report: Report) -> None:
-    """Look at everything: what nobody in the file calls by itself, all else where it is called."""
+    """Walk a whole file: functions at their calls, uncalled functions on their own."""
     frame, definitions = Frame(report), report.definitions
     report.follow = call_function
     for name in definitions.bases:
@@ -40,7 +40,7 @@ def walk_file(report: Report) -> None:
     report.outer, report.modules = end.values, report.modules | end.modules
     methods = [(function, name.rpartition(".")[0] or None) for name, function in definitions.functions.items()]
     called = {called_name(node) for node in ast.walk(report.source.tree) if isinstance(node, ast.Call)}
-    # First those that nobody calls: they reach the others in the regions these run in.
+    # First functions that are not called in the file: they call the others inside the right autocast regions.
     for function, owner in sorted(methods, key=lambda pair: pair[0].name in called or pair[0].name == "forward"):
         if id(function) not in report.walked:
             _walk_alone(function, owner, frame)
@@ -55,7 +55,7 @@ def walk_file(report: Report) -> None:
 
 
 def _walk_alone(function: Function, owner: str | None, frame: Frame) -> None:
-    """A function whose calls are not known."""
+    """Walk a function whose calls are not known."""
     report = frame.report
     report.walked.add(id(function))
     inner = replace(frame, class_name=owner, stack=(function,))
@@ -78,7 +78,7 @@ def _keep_attributes(owner: str | None, end: State, frame: Frame) -> None:
 
 
 def _attributes(owner: str | None, frame: Frame) -> dict[str, Value]:
-    """Of the class and its bases in this file."""
+    """Values of `self.…` in the class and its bases in this file."""
     found: dict[str, Value] = {}
     for one in frame.definitions.lineage(owner) if owner else ():
         found = frame.report.attributes.get(one, {}) | found
@@ -91,7 +91,7 @@ def _names(function: Function) -> list[str]:
 
 
 def _defaults(function: Function, frame: Frame) -> dict[str, Value]:
-    """Numbers and types that parameters have where nothing else is given: eps=1e-8."""
+    """Default values of parameters, such as eps=1e-8; floats and dtypes only."""
     given = function.args
     last = [*given.posonlyargs, *given.args][-len(given.defaults) :] if given.defaults else []
     pairs = [*zip(last, given.defaults, strict=True), *zip(given.kwonlyargs, given.kw_defaults, strict=True)]
@@ -102,7 +102,7 @@ def _defaults(function: Function, frame: Frame) -> dict[str, Value]:
 
 
 def _entered(function: Function, owner: str | None, frame: Frame) -> Frame:
-    """The frame with what decorators and libraries switch on in the function."""
+    """The frame inside a function: with no_grad and autocast from decorators and libraries."""
     definitions = frame.definitions
     for decorator in function.decorator_list:
         bare = decorator.func if isinstance(decorator, ast.Call) else decorator
@@ -128,7 +128,7 @@ def _entered(function: Function, owner: str | None, frame: Frame) -> Frame:
 def call_function(
     frame: Frame, state: State, function: Function, owner: str | None, node: ast.Call, arguments: list[Value]
 ) -> Value:
-    """Walk into a function of the file; its value is what it returns."""
+    """Walk into a function of the file and return the value of its call."""
     report = frame.report
     if function in frame.stack or len(frame.stack) >= _DEEPEST or report.calls >= _MOST_CALLS:
         return UNKNOWN
@@ -162,7 +162,7 @@ def call_function(
 
 
 def walk_body(body: Sequence[ast.stmt], ways: list[State], frame: Frame) -> list[State]:
-    """Every statement on every way that reaches it."""
+    """Walk every statement on every way that reaches it; returns the ways at the end."""
     for statement in body:
         going = [way for way in ways if not way.ended]
         ended = [way for way in ways if way.ended]
@@ -175,7 +175,7 @@ def walk_body(body: Sequence[ast.stmt], ways: list[State], frame: Frame) -> list
 
 
 def walk_statement(statement: ast.stmt, way: State, frame: Frame) -> list[State]:  # noqa: PLR0911 - a case a kind
-    """The ways that go on from here."""
+    """Walk a statement; returns the ways after it."""
     match statement:
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
             return [way]
@@ -214,7 +214,7 @@ def _walk_simple(statement: ast.stmt, way: State, frame: Frame) -> None:
             if before.tag == "new" and frame.in_loop and isinstance(statement.op, ast.Add):
                 check_growing(together, before, frame)
             value = evaluate(together, way, frame)
-            keeps = value.precision is None and before.is_low  # in place, the type stays
+            keeps = value.precision is None and before.is_low  # an in-place operation keeps the type
             bind(statement.target, before if keeps else value, way)
         case ast.Return():
             value = evaluate(statement.value, way, frame) if statement.value else UNKNOWN
@@ -228,7 +228,7 @@ def _walk_simple(statement: ast.stmt, way: State, frame: Frame) -> None:
 
 
 def _check_average(target: ast.expr, value: ast.expr, way: State, frame: Frame) -> None:
-    """LP105: `e.data = m * e.data + ...` of 16-bit weights."""
+    """LP105: an average `e.data = m * e.data + ...` of 16-bit weights."""
     if isinstance(target, ast.Attribute) and target.attr == "data" and isinstance(value, ast.BinOp):
         kept = evaluate(target.value, way, frame)
         if kept.kind == "parameter" and ast.unparse(target) in ast.unparse(value):
@@ -236,7 +236,7 @@ def _check_average(target: ast.expr, value: ast.expr, way: State, frame: Frame) 
 
 
 def _walk_loop(statement: ast.For | ast.AsyncFor | ast.While, way: State, frame: Frame) -> list[State]:
-    """Once, and where gradients are scaled a second time: with what the first turn has left, other conditions met."""
+    """Walk a loop once; twice if it scales gradients, the second time without conditions that the loop changes."""
     given = evaluate(statement.test if isinstance(statement, ast.While) else statement.iter, way, frame)
     inner = replace(frame, in_loop=frame.in_loop + 1)
     ways = [way]
@@ -245,7 +245,7 @@ def _walk_loop(statement: ast.For | ast.AsyncFor | ast.While, way: State, frame:
     for turn in range(2 if _touches_scaling(statement) and frame.in_loop < _MOST_LOOPS else 1):
         for one in ways if turn else ():
             one.facts = {fact: met for fact, met in one.facts.items() if not _changes(fact, changing)}
-            for sure in ("surely_unscaled", "stepped", "done"):  # of another optimizer, where the name is bound again
+            for sure in ("surely_unscaled", "stepped", "done"):  # a rebound name may be another optimizer
                 setattr(one, sure, frozenset(name for name in getattr(one, sure) if not _changes(name, changing)))
         if not isinstance(statement, ast.While):
             for one in ways:
@@ -276,13 +276,13 @@ def _walk_if(statement: ast.If, way: State, frame: Frame) -> list[State]:
 
 
 def _fact(test: ast.expr, way: State) -> tuple[str, bool]:
-    """A condition by its text, and which side of it is the body."""
+    """Text of a condition without `not` and `is None`, and whether the body runs if it is true."""
     positive = True
     while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         test, positive = test.operand, not positive
     tag = way.values.get(text_of(test), UNKNOWN).tag
     if tag.startswith("?") and not _MIXED.search(text_of(test)):
-        test = ast.parse(tag[1:], mode="eval").body  # the name of a condition
+        test = ast.parse(tag[1:], mode="eval").body  # a variable that holds a condition
     if isinstance(test, ast.Compare) and isinstance(test.comparators[0], ast.Constant):
         operator, constant = test.ops[0], test.comparators[0].value
         if (constant is None or constant is False) and isinstance(operator, ast.Is | ast.Eq):
@@ -314,7 +314,7 @@ def _walk_with(statement: ast.With | ast.AsyncWith, way: State, frame: Frame) ->
 
 
 def _revived(ways: list[State]) -> list[State]:
-    """`break` and `continue` end a turn of the loop; what returned stays so."""
+    """Ways after a turn of a loop: those ended by break, continue or raise go on, those that returned do not."""
     for way in ways:
         way.ended = way.returned is not None
     return ways

@@ -1,1 +1,1 @@
-"""Gradients, outputs and loss scale of a training, judged step by step."""
+"""Check gradients, outputs and the loss scale of a training run at every step."""

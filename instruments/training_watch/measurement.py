@@ -1,4 +1,4 @@
-"""What is measured in a step: gradients by layer, outputs of modules, the loss scale."""
+"""Measurements of a step: gradient norms by layer, ranges of module outputs, the loss scale."""
 
 import logging
 import math
@@ -22,15 +22,15 @@ from instruments.training_watch.verdict import (
     judge_range,
 )
 
-MISSING = -1.0  # the norm of a gradient that is not there
+MISSING = -1.0  # in place of the norm of a missing gradient
 
 
 @torch.no_grad()
 def gradient_norms(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """L2 norm of each of P parameters' gradients, `MISSING` where there is none, on the first one's device.
+    """L2 norm of each of P parameters' gradients, `MISSING` without one, on the first parameter's device.
 
-    Nothing waits for the device. Shards of a DTensor are added up over the processes that hold them; all of them have
-    to call. Numerics: fp32 sums of squares, which overflow for finite gradients above 1e19.
+    Does not wait for the device. Shards of a DTensor are added up over the processes that hold them; all of these
+    processes must call. Numerics: fp32 sums of squares, which overflow for finite gradients above 1e19.
     """
     device = parameters[0].device
     norms_P = torch.full((len(parameters),), MISSING, device=device)
@@ -47,7 +47,7 @@ def gradient_norms(parameters: Sequence[nn.Parameter]) -> Tensor:
 
 def _local(grad: Tensor) -> Tensor:
     values: Tensor = grad.to_local() if is_sharded(grad) else grad
-    # Rows that occur several times count as their sum.
+    # Repeated rows count as their sum.
     return values.coalesce().values() if values.is_sparse else values
 
 
@@ -67,7 +67,7 @@ def _add_shards(parameters: Sequence[nn.Parameter], norms_P: Tensor) -> Tensor:
 
 
 def layer_of(name: str) -> str:
-    """The module that owns a parameter, without the names that wrappers put before it."""
+    """Name of the module that owns a parameter, without the prefixes of wrappers."""
     name = plain_name(name).removeprefix("module.")
     return name.rpartition(".")[0] or name
 
@@ -76,26 +76,26 @@ logger = logging.getLogger(__name__)
 
 
 def find_trainable(model: nn.Module, optimizer: Optimizer | None) -> dict[str, nn.Parameter]:
-    """Parameters that ask for a gradient, by name; with an optimizer, those it has."""
+    """Parameters that require a gradient, by name; with an optimizer, only its own."""
     own = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if optimizer is None:
         return own
     asked = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     strangers = len(asked - {id(parameter) for parameter in own.values()})
     if strangers:
-        logger.warning("%d parameters of the optimizer are none that the model trains: not watched", strangers)
+        logger.warning("%d parameters of the optimizer are not trained by the model: not watched", strangers)
     return {name: parameter for name, parameter in own.items() if id(parameter) in asked}
 
 
-# Calls of a module in one forward pass that get a name of their own.
+# Calls of a module in one forward pass that are recorded separately.
 _MOST_CALLS = 64
 
 
 class Measurement:
-    """Hooks on the modules that have no others inside, and what the steps so far have shown."""
+    """Hooks on modules without submodules, and the measurements of the steps so far."""
 
     def __init__(self, model: nn.Module, trainable: dict[str, nn.Parameter], config: WatchConfig) -> None:
-        """Put the hooks on, where outputs are wanted. Raises ConfigError."""
+        """Add the hooks if `config.activations`. Raises ConfigError: flat parameters of FullyShardedDataParallel."""
         if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
             raise ConfigError(
                 "the model is sharded by FullyShardedDataParallel, whose flat parameters hide the layers",
@@ -104,7 +104,7 @@ class Measurement:
             )
         self.model, self.config, self.parameters = model, config, trainable
         self.device = next((p.device for p in [*trainable.values(), *model.parameters()]), torch.device("cpu"))
-        # Least and largest value of outputs since the last `read`, by module, its call in a pass, and format.
+        # Minimum and maximum of outputs since the last `read`, by module, its call in a pass, and format.
         self.peaks: dict[tuple[str, int, torch.dtype], tuple[Tensor, Tensor]] = {}
         self.calls: Counter[str] = Counter()  # in this forward pass
         leaves = [(name, module) for name, module in model.named_modules() if next(module.children(), None) is None]
@@ -118,22 +118,22 @@ class Measurement:
         self.scales: list[float] = []
         self.rises = self.falls = 0  # of the loss scale
         self._history = History()
-        self._order: dict[str, int] = {}  # of modules, as they first ran
-        self._steps_without: Counter[str] = Counter()  # parameter → steps in which it had no gradient
+        self._order: dict[str, int] = {}  # module → place in the order of execution
+        self._steps_without: Counter[str] = Counter()  # parameter → steps without a gradient
         self._steps_with: Counter[str] = Counter()
-        self._named: set[str] = set()  # parameters without a gradient that have been named
-        self._unseen = 0  # steps without the outputs of modules that learn; below 0 it has been said
+        self._named: set[str] = set()  # parameters without a gradient that have been reported
+        self._unseen = 0  # steps in which trained modules had no recorded output; -1 once reported
 
     def _hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def look(_module: nn.Module, _inputs: Any, output: Any) -> None:  # noqa: ANN401 - any output of a module
-            # Compiled code runs no hooks. Nor is held-out text looked at, nor what the backward pass computes again.
+            # Compiled code runs no hooks; evaluation and recomputed forward passes are left out.
             if torch.compiler.is_compiling() or not torch.is_grad_enabled() or in_backward():
                 return
             call = min(self.calls[name], _MOST_CALLS)
             self.calls[name] += 1
             for part in find_tensors(output).values():
                 if part.is_floating_point() and part.numel() and not part.is_sparse:
-                    low, high = torch.aminmax(part.detach())  # one pass that copies nothing
+                    low, high = torch.aminmax(part.detach())  # one pass, no copy
                     if (before := self.peaks.get((name, call, part.dtype))) is not None:
                         low, high = torch.minimum(low, before[0]), torch.maximum(high, before[1])
                     self.peaks[name, call, part.dtype] = low, high
@@ -151,10 +151,10 @@ class Measurement:
         norms_P: Tensor | None = None,
         only: Collection[str] | None = None,
     ) -> StepReport:
-        """The report of a step; one transfer from the device.
+        """Report of a step, with one transfer from the device.
 
-        `scaled`: gradients are still multiplied by the loss scale. Without `norms_P` they are measured now; `only`
-        names the parameters that count.
+        `scaled`: gradients are still multiplied by the loss scale; `norms_P`: gradient norms, None: measured now;
+        `only`: names of the parameters that count.
         """
         peaks, self.peaks = self.peaks, {}
         self.calls.clear()
@@ -171,7 +171,7 @@ class Measurement:
         norms = {name: norm for name, norm in norms.items() if only is None or name in only}
         layers, lost = self._by_layer(norms, 1 / scale_value if scaled else 1.0, outputs)
         found = judge_finiteness(known, lost, outputs, scaled=scale is not None)
-        if not lost:  # gradients that are not finite have no norms to judge
+        if not lost:  # non-finite gradients have no norms to judge
             idle = self._hooked - {output.module for output in outputs} if outputs else ()
             found += judge_norms(layers, self.config, self._history, idle)
         found += judge_range(outputs, self.config)
@@ -195,7 +195,7 @@ class Measurement:
     def _by_layer(
         self, norms: Mapping[str, float], factor: float, outputs: Sequence[Output]
     ) -> tuple[dict[str, float], list[str]]:
-        """Norms of layers that have a gradient, in the order they run; and those that hold NaN or inf."""
+        """Gradient norms by layer, and layers with NaN or inf; both in the order of execution."""
         for output in outputs:
             self._order.setdefault(output.module, len(self._order))
         squares: dict[str, float] = defaultdict(float)
@@ -207,18 +207,18 @@ class Measurement:
             if not math.isfinite(norm) and not _is_finite(self.parameters[name]):
                 lost.add(layer)
         last = len(self._order)
-        # Those whose outputs are not seen (they have modules inside) stay where the model names them: at the end.
+        # Layers whose outputs are not recorded (they have submodules) come last, in the model's order.
         ordered = sorted(squares, key=lambda layer: self._order.get(layer, last))
         return {layer: math.sqrt(squares[layer]) for layer in ordered}, [layer for layer in ordered if layer in lost]
 
     def note_gradients(self, names: Collection[str]) -> None:
-        """These had one."""
+        """Record that these parameters had a gradient."""
         self._steps_with.update(names)
 
     def name_without_gradient(self, steps: int) -> list[Anomaly]:
-        """Parameters that got no gradient in so many steps and never before; each is named once.
+        """Find parameters without any gradient so far, for at least `steps` steps; each is reported once.
 
-        Where some get one now and then, as experts do by the tokens that choose them, the others have more time.
+        The limit is `repeat_steps` for experts, and for all parameters if some get gradients in some steps only.
         """
         never = {name: count for name, count in self._steps_without.items() if not self._steps_with[name]}
         sparse = any(self._steps_with[name] for name in self._steps_without)
@@ -238,7 +238,7 @@ class Measurement:
         return [Anomaly("no_gradient", WARNING, what, tuple(dict.fromkeys(map(layer_of, late))))]
 
     def _judge_unseen(self, layers: Mapping[str, float], outputs: Sequence[Output]) -> list[Anomaly]:
-        """Where modules learn whose outputs no hook has seen; said once."""
+        """Find trained modules whose outputs no hook has recorded; reported once."""
         seen = {output.module for output in outputs}
         unseen = [name for name in layers if name in self._hooked and name not in seen]
         compiled = any(
@@ -248,16 +248,16 @@ class Measurement:
         if self._unseen < 0 or not unseen or (seen and not compiled):
             return []
         self._unseen += 1
-        if not compiled and self._unseen == 1:  # of a first step the forward pass may have been before
+        if not compiled and self._unseen == 1:  # the first step's forward pass may have run before the hooks
             return []
         self._unseen = -1
         why = "they run under torch.compile, which" if compiled else "they were called in a way (torch.compile?) that"
-        what = f"the outputs of {len(unseen)} modules are unseen: {why} passes hooks by; gradients are watched"
+        what = f"the outputs of {len(unseen)} modules are unseen: {why} bypasses hooks; gradients are watched"
         return [Anomaly("outputs_unseen", WARNING, f"{what} ({some(unseen, 3, ', ')})", tuple(unseen))]
 
 
 def _ranges(outputs: Sequence[Output]) -> dict[str, tuple[float, float]]:
-    """Least and largest value by module; NaN where one of its outputs holds any."""
+    """Minimum and maximum by module; NaN if one of its outputs has NaN."""
     found: dict[str, tuple[float, float]] = {}
     for output in outputs:
         low, high = found.get(output.module, (math.inf, -math.inf))
@@ -267,7 +267,7 @@ def _ranges(outputs: Sequence[Output]) -> dict[str, tuple[float, float]]:
 
 
 def _is_finite(parameter: nn.Parameter) -> bool:
-    """Whether only the norm overflowed."""
+    """Whether the gradient is finite, so that only its norm overflowed."""
     assert parameter.grad is not None, "it had a norm"
     values = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
     return bool(values.isfinite().all())

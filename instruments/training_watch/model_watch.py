@@ -1,8 +1,8 @@
-"""Watch a model while it is trained.
+"""Watch a model during training.
 
-Gradients are taken at the end of each backward pass, before they are clipped, and judged when a torch optimizer that
-has parameters of the model takes its step; with a GradScaler, when `unscale_` is done with them. Where the loop knows
-more, it calls `watch.step(loss)` before it clips, and optimizers are no longer followed.
+Gradient norms are measured at the end of each backward pass, before clipping. They are judged at the step of a torch
+optimizer that has parameters of the model; with a GradScaler, after `unscale_`. A loop that calls `watch.step(loss)`
+itself, before clipping, turns following of optimizers off.
 """
 
 import weakref
@@ -29,14 +29,14 @@ _following: "weakref.WeakSet[ModelWatch]" = weakref.WeakSet()
 
 
 def _unscale_and_look(scaler: GradScaler, optimizer: Optimizer) -> None:
-    """In place of GradScaler.unscale_: its step() skips the optimizer where gradients are not finite."""
+    """Replaces GradScaler.unscale_, as GradScaler.step() skips the optimizer if gradients are not finite."""
     _unscale(scaler, optimizer)
     for watch in list(_following):
         watch.look_unscaled(scaler, optimizer)
 
 
 class ModelWatch:
-    """A watched model, until `remove` or the end of the `with` block. See `watch_model`."""
+    """Watches a model until `remove` or the end of the `with` block. See `watch_model`."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class ModelWatch:
         dump: "TensorDump | None",
         first_step: int,
     ) -> None:
-        """Put the hooks on; a scaler that is switched off counts as none."""
+        """Add the hooks; a disabled scaler counts as none."""
         self.optimizer, self.dump = optimizer, dump
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.next_step = first_step
@@ -56,13 +56,13 @@ class ModelWatch:
         self.measurement = Measurement(model, find_trainable(model, optimizer), config)
         self._log = StepLog(log, config)
         self._loss: Tensor | float | None = None
-        self._by_hand = False  # step() is called: nothing else says when a step is
-        self._stepped = False  # an optimizer has been seen
-        self._unscaled: set[int] = set()  # optimizers whose gradients have been looked at, by id
-        self._awaited = False  # the end of this backward pass
-        # Norms at the end of the last backward pass, and what tells whether the gradients are still the same.
+        self._by_hand = False  # the loop calls step(); nothing else marks a step
+        self._stepped = False  # an optimizer has made a step
+        self._unscaled: set[int] = set()  # ids of optimizers whose unscaled gradients have been measured
+        self._awaited = False  # a callback waits for the end of this backward pass
+        # Norms at the end of the last backward pass, and (id, version) of each gradient to detect changes.
         self._held: tuple[Tensor, list[tuple[int, int]]] | None = None
-        ours = weakref.ref(self)  # optimizers outlive models
+        ours = weakref.ref(self)  # the hook is global and must not keep the model alive
 
         def before_step(stepping: Optimizer, *_: Any) -> None:  # noqa: ANN401 - the signature of the hook
             if (watch := ours()) is not None:
@@ -77,7 +77,7 @@ class ModelWatch:
             dump.__enter__()
 
     def note_loss(self, loss: Tensor | float) -> None:
-        """The loss of this step, where `step` is not called; a `loss` among the model's outputs is noted by itself."""
+        """Record the loss if `step` is not called; a `loss` among the model's outputs is recorded automatically."""
         if isinstance(loss, Tensor) and loss.numel() != 1:
             raise ConfigError(
                 f"a loss of shape {tuple(loss.shape)} is no single number", where="watch_model", do="loss.mean()"
@@ -85,10 +85,10 @@ class ModelWatch:
         self._loss = loss.detach().reshape(()) if isinstance(loss, Tensor) else loss
 
     def step(self, loss: Tensor | float | None = None) -> StepReport:
-        """Look at gradients that are unscaled and not yet clipped. Raises ConfigError: the optimizer is followed."""
+        """Judge gradients after unscaling and before clipping. Raises ConfigError: the optimizer is followed."""
         if self.optimizer is not None:
             raise ConfigError(
-                "the optimizer tells when a step is: step() would look at its gradients twice",
+                "the optimizer marks the steps: step() would look at its gradients twice",
                 where="watch_model(optimizer=...)",
                 do="watch.note_loss(loss), or leave out optimizer=",
             )
@@ -109,7 +109,7 @@ class ModelWatch:
         return report
 
     def _begin(self, *_: Any) -> None:  # noqa: ANN401 - the signature of the hook
-        """A forward pass: gradients that no optimizer has used, and that are gone, were a step by hand."""
+        """At a forward pass: measured gradients that changed without an optimizer's step were a manual step."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or in_backward():
             return
         self.measurement.calls.clear()
@@ -117,7 +117,7 @@ class ModelWatch:
             self._measure(norms_P=self._held[0])
 
     def _end(self, _model: nn.Module, _inputs: Any, output: Any) -> None:  # noqa: ANN401 - any output of a model
-        """Its outputs' gradients announce a backward pass."""
+        """Record the loss; hooks on the outputs detect the backward pass."""
         if torch.compiler.is_compiling() or self._by_hand or not torch.is_grad_enabled() or in_backward():
             return
         loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
@@ -131,7 +131,7 @@ class ModelWatch:
         if not self._awaited:
             self._awaited = True
             queue = torch.autograd.Variable._execution_engine.queue_callback
-            # Behind what DistributedDataParallel does at the end of a backward pass.
+            # Queued twice: runs after DistributedDataParallel's own callback at the end of a backward pass.
             queue(lambda: queue(self._hold))
 
     @torch.no_grad()
@@ -144,8 +144,8 @@ class ModelWatch:
         grads = [parameter.grad for parameter in self.measurement.parameters.values()]
         return [(0, 0) if grad is None else (id(grad), grad._version) for grad in grads]
 
-    def _names_of(self, optimizer: Any) -> set[str]:  # noqa: ANN401 - or what wraps one
-        """Its parameters among ours; none of an optimizer that is not to be followed."""
+    def _names_of(self, optimizer: Any) -> set[str]:  # noqa: ANN401 - or a wrapper of one
+        """Names of the optimizer's watched parameters; empty if the optimizer is not followed."""
         followed = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate wraps it
         if self._by_hand or (followed is not None and getattr(optimizer, "optimizer", optimizer) is not followed):
             return set()
@@ -153,22 +153,22 @@ class ModelWatch:
         return {name for name, parameter in self.measurement.parameters.items() if id(parameter) in asked}
 
     def look_unscaled(self, scaler: GradScaler, optimizer: Optimizer) -> None:
-        """GradScaler.unscale_ is done with this optimizer's gradients."""
+        """Judge an optimizer's gradients after GradScaler.unscale_."""
         if scaler.is_enabled() and (names := self._names_of(optimizer)):
             self.scaler, self._stepped = scaler, True
             self._unscaled.add(id(getattr(optimizer, "optimizer", optimizer)))
             self._measure(scaler.scale(torch.ones((), device=self.measurement.device)), only=names)
 
     def look_before_step(self, optimizer: Optimizer) -> None:
-        """The optimizer is about to take its step; gradients may have been clipped since the backward pass."""
+        """Judge gradients before an optimizer's step; they may have been clipped since the backward pass."""
         if not (names := self._names_of(optimizer)) or id(optimizer) in self._unscaled:
             self._unscaled.discard(id(optimizer))
             return
         self._stepped = True
-        if in_backward():  # an optimizer for each parameter, as soon as it has a gradient
+        if in_backward():  # one optimizer per parameter, which steps as soon as its gradient is there
             self.measurement.note_gradients(names)
             return
-        # Fused optimizers unscale inside of their step.
+        # Fused optimizers unscale inside their step.
         scale = getattr(optimizer, "grad_scale", None)
         held, given = self._held, [parameter.grad is not None for parameter in self.measurement.parameters.values()]
         usable = held is not None and [place != (0, 0) for place in held[1]] == given
@@ -176,7 +176,7 @@ class ModelWatch:
         self._measure(scale, scaled=scale is not None, norms_P=norms_P, only=names)
 
     def remove(self) -> None:
-        """Take all hooks off; what was found stays. Gradients that nothing has used so far are judged."""
+        """Remove all hooks; results stay. Gradients that no step has used yet are judged."""
         if not self._undo:
             return
         if self._held is not None and not self._stepped and not self._by_hand:
@@ -191,11 +191,11 @@ class ModelWatch:
             logger.warning("step %d: %s", self.next_step - 1, anomaly.message)
 
     def __enter__(self) -> "ModelWatch":
-        """The hooks are there already."""
+        """Return self; the hooks exist already."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
-        """Take the hooks off, end the dump."""
+        """Remove the hooks and end the dump."""
         self.remove()
         if self.dump is not None:
             self.dump.__exit__(kind, *details)
@@ -212,24 +212,23 @@ def watch_model(
     dump_steps: int = 2,
     first_step: int = 0,
 ) -> ModelWatch:
-    """Watch gradients, outputs and the loss scale of a model in training; nothing it computes changes.
+    """Watch gradients, outputs and the loss scale of a model in training; its results do not change.
 
     Args:
-        model: any; frozen parameters are left out, tied ones counted once.
-        optimizer: the only one that is followed. None: all that have parameters of the model, until `step` is called.
-        scaler: whose scale is judged, too; that of an optimizer that is followed need not be given.
+        model: frozen parameters are left out, tied ones counted once.
+        optimizer: the only one to follow. None: all that have parameters of the model, until `step` is called.
+        scaler: its scale is judged as well; not needed if an optimizer is followed.
         config: thresholds.
-        log: file of JSON lines, one a step.
-        dump: folder for the tensors of the last steps before one that is not finite, as `instruments.tensor_dump`
-            writes them.
-        dump_steps: how many of them.
-        first_step: number of the first step, in a run that is taken up again.
+        log: file of JSON lines, one per step.
+        dump: folder for the tensors of the last steps before a severe finding, written by `instruments.tensor_dump`.
+        dump_steps: number of these steps.
+        first_step: number of the first step, for a resumed run.
     Raises:
         ConfigError: the model is sharded in a way that hides its layers.
     """
     dumped = None
     if dump is not None:
-        # Watching alone needs torch and nothing else.
+        # Without a dump, only torch is needed.
         from instruments.tensor_dump.config import DumpConfig  # noqa: PLC0415
         from instruments.tensor_dump.tensor_dump import TensorDump  # noqa: PLC0415
 
@@ -238,5 +237,5 @@ def watch_model(
         model, optimizer, scaler, config or WatchConfig(), None if log is None else Path(log), dumped, first_step
     )
     if not watch.measurement.parameters:
-        logger.warning("no parameter asks for a gradient: only outputs and the loss are watched")
+        logger.warning("no parameter requires a gradient: only outputs and the loss are watched")
     return watch

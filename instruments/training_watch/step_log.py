@@ -1,4 +1,4 @@
-"""What the monitor finds, the log it writes, and `python -m pipeline.watch_log FILE --plot OUT`, which reads it."""
+"""Findings of watch_model, their log, and `python -m pipeline.watch_log FILE --plot OUT`, which reads the log."""
 
 import argparse
 import json
@@ -21,7 +21,7 @@ NOTE, WARNING, SEVERE = "note", "warning", "severe"
 
 @dataclass(frozen=True)
 class Anomaly:
-    """One finding of one step."""
+    """A finding of one step."""
 
     # not_finite, skipped, vanishing, exploding, dead_layer, near_limit, no_gradient, clipped, outputs_unseen,
     # loss_scale, falling_scale
@@ -33,21 +33,21 @@ class Anomaly:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What was measured in one step; a number that was not there is None."""
+    """Measurements and findings of one step; missing numbers are None."""
 
     step: int
     loss: float | None
     gradient_norm: float
     loss_scale: float | None
-    layers: Mapping[str, float]  # gradient norm by module, in the order they run
+    layers: Mapping[str, float]  # gradient norm by module, in order of execution
     largest_output: tuple[str, float] | None  # module, value
     anomalies: tuple[Anomaly, ...]
-    outputs: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # least and largest value by module
+    outputs: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # minimum and maximum by module
     scale_rises: int = 0  # of the loss scale, so far
     scale_falls: int = 0
 
     def record(self, *, layers: bool) -> dict[str, object]:
-        """For JSON; without layers and outputs where they are not asked for and nothing was found."""
+        """Values for JSON; layers and outputs only if `layers` or if there are findings."""
         output, scaled = self.largest_output, self.loss_scale is not None
         facts = {
             "step": self.step,
@@ -64,8 +64,8 @@ class StepReport:
         return {name: plain_json(fact) for name, fact in facts.items() if fact is not None}
 
 
-def plain_json(value: Any) -> Any:  # noqa: ANN401 - anything that JSON holds, or nearly
-    """The same as JSON holds it: figures that are not finite as text, which float() reads."""
+def plain_json(value: Any) -> Any:  # noqa: ANN401 - JSON values
+    """Make a value strict JSON: non-finite floats become text that float() reads, tuples become lists."""
     if isinstance(value, dict):
         return {key: plain_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -75,31 +75,31 @@ def plain_json(value: Any) -> Any:  # noqa: ANN401 - anything that JSON holds, o
 
 @dataclass
 class WatchConfig:
-    """Thresholds of the monitor, and how much it says."""
+    """Thresholds of watch_model, and intervals of its log."""
 
-    # L2 norm below which a layer's gradient, or that of all layers together, vanishes ...
+    # A gradient (of a layer, or the total) vanishes below this L2 norm.
     vanishing: float = field(default=1e-6, metadata={"minimum": 0})
-    # ... and above which it explodes, if it is also this many times the usual one; before clipping, after unscaling.
+    # The total explodes above this norm and `growth` times the usual one; before clipping, after unscaling.
     exploding: float = field(default=100.0, metadata={"above": 0})
     growth: float = field(default=10.0, metadata={"minimum": 1})
-    # A layer is dead whose gradient norm is no more than this share of the median layer's ...
+    # A layer is dead if its gradient norm is at most this share of the median layer's ...
     dead: float = field(default=1e-6, metadata={"minimum": 0, "maximum": 1})
-    # ... and does not rise, for so many steps in a row.
+    # ... for this many steps in a row, without rising.
     dead_steps: int = field(default=3, metadata={"minimum": 1})
-    # Steps after which parameters are named that have never got a gradient.
+    # Steps after which parameters that never had a gradient are reported.
     gradient_steps: int = field(default=3, metadata={"minimum": 1})
-    # Look at the outputs of modules: where the first NaN or inf is, how close values are to the end of their format.
+    # Record module outputs: to find the first NaN or inf, and values close to the largest number of their format.
     activations: bool = True
     # Share of the largest number of an output's format (float16: 65504) above which its values are too close to it.
     near_limit: float = field(default=0.5, metadata={"above": 0, "maximum": 1})
-    # Loss scale below which gradients underflow easily, and at which scaling no longer does anything.
+    # Loss scale below which gradients underflow easily, and at or below which scaling has no effect.
     low_scale: float = field(default=128.0, metadata={"above": 0})
     lost_scale: float = field(default=1.0, metadata={"above": 0})
-    # So many falls of the loss scale in a row are no search for its place any more.
+    # This many falls in a row are no longer GradScaler's search for a loss scale.
     falls: int = field(default=5, metadata={"minimum": 1})
-    # Steps after which a finding that lasts is said again.
+    # Steps after which a lasting finding is reported again.
     repeat_steps: int = field(default=100, metadata={"minimum": 1})
-    # Steps between two lines of the log that hold the norm of every layer.
+    # The log holds the norm of every layer once in this many steps.
     layer_steps: int = field(default=10, metadata={"minimum": 1})
 
 
@@ -110,17 +110,17 @@ _LEVELS = {NOTE: logging.INFO, WARNING: logging.WARNING, SEVERE: logging.ERROR}
 
 
 class StepLog:
-    """The file, and what has been said before."""
+    """Writes reports to a file, and logs each finding once in `repeat_steps` steps."""
 
     def __init__(self, path: Path | None, config: WatchConfig) -> None:
-        """Lines are appended to the file at `path`; None: findings are logged only."""
+        """Reports are appended to the file at `path`; None: findings are only logged."""
         self.path, self.config = path, config
-        self._said: dict[tuple[str, tuple[str, ...]], int] = {}  # finding → the step it was last said at
+        self._said: dict[tuple[str, tuple[str, ...]], int] = {}  # finding → step at which it was last logged
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
 
     def write(self, report: StepReport) -> None:
-        """A line, and a warning for each finding that is new or was last said long ago."""
+        """Write a line, and log each finding that is new or was last logged long ago."""
         for anomaly in report.anomalies:
             key = (anomaly.kind, anomaly.where[:1])
             if key not in self._said or report.step - self._said[key] >= self.config.repeat_steps:
@@ -133,11 +133,11 @@ class StepLog:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Do what the command line says; returns the exit code.
+    """Run the command line and return the exit code.
 
-    0 done, 1 the file is no such log, 2 the command line is wrong, 130 interrupted.
+    0: done; 1: the file is not a log of steps; 2: wrong command line; 130: interrupted.
     """
-    about = "What a monitored training did, step by step."
+    about = "Summarise the log of a watched training run."
     parser = argparse.ArgumentParser(prog="python -m pipeline.watch_log", description=about)
     parser.add_argument("file", type=Path, help="log of watch_model, or metrics.jsonl of stage=train")
     parser.add_argument(
@@ -157,13 +157,13 @@ def _run(file: Path, picture: Path | None) -> None:
 
 
 def read_step_log(path: Path) -> list[dict[str, Any]]:
-    """All whole lines; a last one that a kill cut short is left out."""
+    """All complete lines; a last line cut short by a kill is left out."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def check_log(path: Path) -> list[dict[str, Any]]:
-    """All whole lines of a file that somebody names. Raises ContractError: it is no log of steps."""
+    """Read and validate the complete lines of a log. Raises ContractError: it is not a log of steps."""
     try:
         if path.exists() and not path.is_file():
             raise ValueError("it is no regular file")
@@ -180,7 +180,7 @@ def check_log(path: Path) -> list[dict[str, Any]]:
 
 
 def _check_line(number: int, line: object) -> None:
-    """Raise ValueError where a line is no step of a log."""
+    """Raise ValueError if a line is not a step of a log."""
     if not isinstance(line, dict):
         raise ValueError(f"line {number} is no object")
     if "step" in line and (type(line["step"]) is not int or abs(line["step"]) >= 1 << 62):
@@ -199,7 +199,7 @@ def _check_line(number: int, line: object) -> None:
 
 
 def describe(lines: Sequence[Mapping[str, Any]]) -> str:
-    """How many steps, and every kind of finding with its first place and words."""
+    """Number of steps, and each kind of finding with its count, first step and message."""
     found = [(line["step"], one["kind"], one["message"]) for line in lines for one in line.get("anomalies", ())]
     found += [(line["step"], "warning", words) for line in lines for words in line.get("warnings", ())]
     steps = {line["step"] for line in lines}
@@ -218,9 +218,9 @@ _COLOURS = {"warning": "#d69900", "severe": "#c62828"}
 
 
 def draw_training_steps(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Write a PNG or SVG, by the file's ending: a panel for each quantity that the log has, steps with findings marked.
+    """Write a PNG or SVG, by the file's ending: one panel per quantity in the log, steps with findings marked.
 
-    `lines` are those of `read_step_log`, or of the `metrics.jsonl` of a training.
+    `lines`: from `read_step_log`, also of a training run's `metrics.jsonl`.
     """
     from matplotlib.figure import Figure  # noqa: PLC0415 - it takes a second to load
 
@@ -236,7 +236,7 @@ def draw_training_steps(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def _draw_curve(panel: "Axes", points: Sequence[tuple[int, float]], logarithmic: bool) -> None:
-    """A line through what is finite; crosses at the upper edge where it is not."""
+    """Draw a line through finite values, and crosses at the upper edge for the others."""
     steps = [step for step, _value in points]
     values = [value if math.isfinite(value) else math.nan for _step, value in points]
     panel.plot(steps, values, color="#2b6ca3", linewidth=1.2, marker="." if len(points) < 60 else None)

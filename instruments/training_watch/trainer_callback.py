@@ -1,4 +1,4 @@
-"""watch_model in transformers' Trainer: gradient norms before clipping, with a GradScaler or without.
+"""watch_model in transformers' Trainer: gradient norms before clipping, with or without a GradScaler.
 
 Trainer(..., callbacks=[WatchCallback(log="watch.jsonl")])
 """
@@ -13,28 +13,28 @@ from instruments.training_watch.step_log import WatchConfig
 
 
 class WatchCallback(TrainerCallback):  # type: ignore[misc]
-    """Watches the model while it is trained; `watch` is its ModelWatch from the first step on."""
+    """Watches the model during training; `watch` is its ModelWatch from the start of training on."""
 
     def __init__(
         self, config: WatchConfig | None = None, *, log: Path | str | None = None, dump: Path | str | None = None
     ) -> None:
-        """As of `watch_model`."""
+        """The arguments are those of `watch_model`."""
         self._config, self._log, self._dump = config, log, dump
         self.watch: ModelWatch | None = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **_: object
     ) -> None:
-        """Put the hooks on."""
+        """Add the hooks."""
         first = state.global_step + 1
         self.watch = watch_model(model, config=self._config, log=self._log, dump=self._dump, first_step=first)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
-        """Count as Trainer does."""
+        """Use Trainer's step number."""
         if self.watch is not None:
             self.watch.next_step = state.global_step + 1
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         if self.watch is not None:
             self.watch.__exit__(None)

@@ -1,4 +1,4 @@
-"""From the numbers of a step, and of the steps before, to findings: RULES.md has an example of each."""
+"""Findings from the measurements of this step and earlier ones; RULES.md has an example of each."""
 
 import math
 from collections import deque
@@ -17,7 +17,7 @@ from instruments.training_watch.step_log import NOTE, SEVERE, WARNING, Anomaly, 
 
 @dataclass(frozen=True)
 class Output:
-    """Of a module: the least and the largest value, in which format; NaN where it holds any."""
+    """Minimum and maximum of a module's output, and its format; NaN if the output has NaN."""
 
     module: str
     dtype: torch.dtype
@@ -33,9 +33,10 @@ class Output:
 def judge_finiteness(
     loss: float | None, lost: Sequence[str], outputs: Sequence[Output], *, scaled: bool
 ) -> list[Anomaly]:
-    """NaN and inf, with the place where they come from: layers and outputs are in the order they run.
+    """Find NaN and inf, and where they start.
 
-    `lost` are the layers whose gradient holds any; `scaled`: a GradScaler skips such steps.
+    `lost`: layers with NaN or inf in their gradient; `lost` and `outputs` in order of execution; `scaled`: a
+    GradScaler skips such steps.
     """
     bad = next((place for place, output in enumerate(outputs) if not math.isfinite(output.value)), None)
     backwards = list(reversed(lost))
@@ -57,22 +58,22 @@ def judge_finiteness(
     return [Anomaly("not_finite", SEVERE, f"{what}{_finite_outputs(outputs)}", tuple(backwards))]
 
 
-# Steps whose gradient norms are remembered, and those that say what is usual.
+# Steps whose gradient norms are stored, steps for the usual norm (latest: four times as many), and the least number.
 _WINDOW, _USUAL, _LEAST = 100, 5, 3
 
 
 @dataclass
 class History:
-    """What the judgement of a step needs to know of the steps before."""
+    """Values of earlier steps that the judgement of a step needs."""
 
     totals: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))  # gradient norms
-    previous: Mapping[str, float] = field(default_factory=dict)  # norms by layer, of the step before
-    low: dict[str, tuple[int, float]] = field(default_factory=dict)  # layer → steps in a row, norm in the first
-    alike: int = 0  # steps in a row with the same norm of other layers
-    clipped: bool = False  # it has been said
+    previous: Mapping[str, float] = field(default_factory=dict)  # norms by layer, of the previous step
+    low: dict[str, tuple[int, float]] = field(default_factory=dict)  # layer → low steps in a row, norm in the first
+    alike: int = 0  # steps in a row with the same total norm but changed layers
+    clipped: bool = False  # already reported
 
     def usual(self) -> float:
-        """Norm that no trend has left: the lower of the first and of the latest steps' medians."""
+        """Usual norm: the lower of the medians of the first and of the latest steps, so that a slow rise counts."""
         seen = [*self.totals]
         return min(median(seen[:_USUAL]), median(seen[-4 * _USUAL :])) if len(seen) >= _LEAST else math.inf
 
@@ -80,11 +81,11 @@ class History:
 def judge_norms(
     layers: Mapping[str, float], config: WatchConfig, history: History, idle: Collection[str] = ()
 ) -> list[Anomaly]:
-    """Gradients that vanish or grow, and layers that get none while the others do.
+    """Find gradients that vanish or explode, and layers with almost no gradient; adds the norms to the history.
 
-    A layer is judged after some steps in a row: behind a projection that starts at zero (LoRA, residual branches) the
-    first gradient is zero, and then rises. A large norm alone is no fault, as it may be that of a summed loss. This
-    step's norms are added to the history. `idle` are layers that did not run, as experts without a token.
+    A layer is judged after several low steps in a row: before a projection that starts at zero (LoRA, residual
+    branches) the first gradient is zero and then rises. A large norm alone is no fault: the loss may be a sum.
+    `idle`: layers that did not run, such as experts without a token.
     """
     if not layers:
         return []
@@ -102,7 +103,7 @@ def judge_norms(
         found.append(Anomaly("vanishing", SEVERE, what))
     elif names := [name for name in lasting if name not in dead]:
         what = f"gradient norms below {config.vanishing:g}: {_with_norms(names, layers)}"
-        # On its way back to the first layer, or in some on the side, as queries and keys of a new model.
+        # Vanished on the way back to the first layer, or only in a side branch, such as a new model's queries and keys.
         severity = WARNING if names[0] == next(iter(layers)) else NOTE
         found.append(Anomaly("vanishing", severity, what, tuple(names)))
     usual = history.usual()
@@ -119,7 +120,7 @@ def judge_norms(
 
 
 def _lasting(layers: Mapping[str, float], low: Collection[str], history: History, config: WatchConfig) -> list[str]:
-    """Layers whose norm has been low for some steps without rising."""
+    """Layers whose norm has been low for `dead_steps` steps without rising."""
     runs = {}
     for name in low:
         count, first = history.low.get(name, (0, layers[name]))
@@ -129,7 +130,7 @@ def _lasting(layers: Mapping[str, float], low: Collection[str], history: History
 
 
 def _clipping(total: float, layers: Mapping[str, float], history: History) -> list[Anomaly]:
-    """Whether gradients were clipped before they were looked at: the same norm, made by other layers each time."""
+    """Find gradients that were clipped before measurement: the total stays the same while the layers' norms change."""
     last = history.totals[-1] if history.totals else math.nan
     moved = any(abs(norm - history.previous.get(name, norm)) > 1e-3 * norm for name, norm in layers.items())
     history.alike = history.alike + 1 if abs(total - last) <= 1e-5 * total and moved else 0
@@ -142,7 +143,7 @@ def _clipping(total: float, layers: Mapping[str, float], history: History) -> li
 
 
 def judge_range(outputs: Sequence[Output], config: WatchConfig) -> list[Anomaly]:
-    """Outputs next to the largest number of their format."""
+    """Find outputs close to the largest number of their format."""
     shares: dict[str, float] = {}
     for output in outputs:
         share = output.value / torch.finfo(output.dtype).max
@@ -171,11 +172,11 @@ def _with_norms(names: Sequence[str], layers: Mapping[str, float]) -> str:
 def check_loss_scale(
     scale: GradScaler | float, history: Sequence[float] = (), config: WatchConfig | None = None
 ) -> list[Anomaly]:
-    """Judge a loss scale, or that of a GradScaler; one that is switched off has nothing to judge.
+    """Judge a loss scale or a GradScaler's; a disabled GradScaler has no findings.
 
-    `history` are the scales of the steps before, the oldest first; `config` holds the thresholds.
+    `history`: the scales of earlier steps, oldest first; `config`: thresholds.
     Returns:
-        Nothing where all is well; below 128 a warning, at 1 severe, five falls in a row a warning.
+        By default a warning below 128, severe at 1 or below, a warning after five falls in a row; else empty.
     """
     config = config or WatchConfig()
     if not isinstance(scale, int | float):

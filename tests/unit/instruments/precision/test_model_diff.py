@@ -93,7 +93,7 @@ def test_a_layer_that_sums_in_bf16_is_named():
     assert diff.first.name == "blocks.1.down"
     assert diff.first.own.normalised_l2 > 3 * diff.first.own_floor
     assert diff.first.own_verdict is Verdict.WARNING
-    assert "times what one unit in the last place makes" in reason(diff.first)
+    assert "times its error floor" in reason(diff.first)
     guilty = {output.call.module for output in diff.outputs if output.own_verdict is not Verdict.OK}
     assert guilty <= {"blocks.1.down", "blocks.1", ""}
     before = [output for output in diff.outputs if output.name.startswith("blocks.0")]

@@ -174,7 +174,7 @@ def test_odd_tensors():
     json.dumps(to_json(found), allow_nan=False)
     assert len(rows_of(found)) == 3 * 4 + 2
     assert notes_of(found)[0].startswith("worst of 5 tensors: bfloat16 ok")
-    with pytest.raises(ConfigError, match="ids holds int64, which no floating-point format rounds"):
+    with pytest.raises(ConfigError, match="ids holds int64, not floating-point numbers"):
         analyze_tensor(torch.arange(3), name="ids")
     with pytest.raises(ConfigError, match="formats=int4 is no low-precision format"):
         analyze_tensor(torch.ones(3), ["int4"])

@@ -279,7 +279,7 @@ def test_a_model_without_anything_to_train_is_told(caplog):
     with watch_model(model) as watch:
         model(batch()[0])
         report = watch.step(1.5)
-    assert caplog.messages == ["no parameter asks for a gradient: only outputs and the loss are watched"]
+    assert caplog.messages == ["no parameter requires a gradient: only outputs and the loss are watched"]
     assert (report.loss, report.gradient_norm, report.layers, report.anomalies) == (1.5, 0.0, {}, ())
 
 
