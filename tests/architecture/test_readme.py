@@ -24,7 +24,7 @@ ADDED = ("a score", "a router", "a MoE target", "a text source", "a baseline")
 
 def map_of_the_house():
     """The folders of the README's map, nested ones with their parent."""
-    block = re.search(r"## The house\n\n```\n(.*?)```", README, re.S).group(1)
+    block = re.search(r"## Folders\n\n```\n(.*?)```", README, re.S).group(1)
     folders, parent = [], Path()
     for line in block.splitlines():
         indent, name = re.match(r"( *)(\S+)/", line).groups()
