@@ -112,7 +112,7 @@ def suitable_runtimes(
     lines = [_OWN_CLASS if target.own else _KNOWN_CLASS]
     if shape.top_k == 1 < shape.experts and gate_kind(target, shape) == "softmax_of_chosen":
         lines.append(
-            "Training: a single chosen expert always has gate 1, so routers learn from the load balancing loss alone."
+            "Training: the gate of one chosen expert is always 1; routers learn from the load balancing loss alone."
         )
     if width != shape.n:
         multiple = pad_to or (8 if width % BLOCK else BLOCK)
