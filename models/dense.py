@@ -7,7 +7,7 @@ from typing import Any, TypeGuard
 
 from instruments.errors import CheckpointError
 
-# Part → the fused tensor's name. Gate and up have half the rows each; the head counts give the rows of q, k and v.
+# Part → name of the fused tensor. Gate and up have half of its rows each; q, k and v have their heads' rows.
 _FUSED = {
     "mlp.gate_proj": "mlp.gate_up_proj",
     "mlp.up_proj": "mlp.gate_up_proj",

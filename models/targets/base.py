@@ -58,7 +58,7 @@ class MoETarget:
     config_keys: Callable[[ConfigInput], dict[str, Any]]
     runtimes: tuple[str, ...] = ()  # serving runtimes that know the architecture by name
     runtime_note: str = ""  # one more line of the model card
-    # llama.cpp assumes as many key heads as query heads, whatever config.json says.
+    # llama.cpp assumes as many key heads as query heads, and ignores their number in config.json.
     llama_cpp_equal_heads: bool = False
 
     router: str = LAYER + "mlp.gate.weight"

@@ -49,7 +49,7 @@ class TinyONNConfig(PretrainedConfig):  # type: ignore[misc]  # transformers is 
             dense: config.json of the dense model, by transformers 4 or 5; None: transformers' default Llama.
             num_experts: E.
             num_experts_per_tok: K.
-            moe_intermediate_size: N, the width of an expert; grouped kernels want a multiple of 8.
+            moe_intermediate_size: N, the width of an expert; grouped kernels need a multiple of 8.
             shared_intermediate_size: S, the width of the shared FFN that every token passes; 0: there is none.
             routed_scaling_factor: factor of the gates.
             norm_topk_prob: the K chosen gates are normalised to a sum of 1 before the factor.

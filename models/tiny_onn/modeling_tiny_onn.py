@@ -17,7 +17,7 @@ from .configuration_tiny_onn import TinyONNConfig
 from .sparse_ffn import TinyONNExperts, TinyONNRouter, TinyONNSparseFFN, score_logits
 
 try:
-    # Leaves parameters alone that a checkpoint has filled.
+    # Does not overwrite parameters that a checkpoint has filled.
     from transformers import initialization as init
 except ImportError:  # transformers 4
     from torch.nn import init
@@ -74,8 +74,8 @@ class TinyONNPreTrainedModel(PreTrainedModel):  # type: ignore[misc]  # transfor
         return [layer for index, layer in enumerate(self._layers()) if index not in self.config.dense_layers]
 
     def initialize_weights(self) -> None:
-        """Initialise what no checkpoint has filled."""
-        # First the modules that the decoder's own rules would skip.
+        """Initialise parameters that no checkpoint has filled."""
+        # First routers and experts, which the decoder's own rules would skip.
         for module in self.modules():
             if isinstance(module, TinyONNRouter | TinyONNExperts):
                 self._initialize_weights(module)
@@ -112,7 +112,7 @@ class TinyONNModel(TinyONNPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         **kwargs: Any,  # noqa: ANN401 - as the family's decoder takes them
     ) -> BaseModelOutputWithPast:
-        """``(B, S, D)`` hidden states after the last layer, from what the family's decoder takes."""
+        """``(B, S, D)`` hidden states after the last layer; the arguments are those of the family's decoder."""
         outputs: BaseModelOutputWithPast = self._dense(
             input_ids=input_ids,
             attention_mask=attention_mask,
