@@ -71,7 +71,7 @@ class MoEShape:
         return (1 - kept) * self.active_width / width + kept
 
     def neurons(self, layers: int) -> int:
-        """Neurons of the whole model, always-on ones included."""
+        """Neurons of all experts and always-on neurons of all layers, as if no layer were dense."""
         return self.experts * self.n * (1 if self.pooled else layers) + self.always_on * layers
 
 
