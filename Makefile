@@ -14,7 +14,7 @@ help: ## this list
 
 install: $(INSTALLED) ## create .venv with the tested versions
 
-# The stamp makes every later call instant; it is older than its inputs exactly when they changed.
+# The stamp skips the installation until pyproject.toml or constraints.txt changes.
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "Python 3.11 or newer is needed; $(PYTHON) is $$($(PYTHON) --version 2>&1)"; \
@@ -23,7 +23,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	  echo "$(PYTHON) cannot make virtual environments (its venv or ensurepip module is missing)"; \
 	  echo "  do:    install it (Debian and Ubuntu: apt install python3-venv), or PYTHON=/path/to/another/python3"; \
 	  exit 2; } >&2
-	@# An environment that works is kept: made again by another Python, it would be half of each.
+	@# A working environment is kept: creating it again with another Python would mix the two.
 	@$(BIN)/python -c 'import pip' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
@@ -31,7 +31,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 run: install ## carve the embedded model, end to end (make run ARGS="experts=8 n=128")
 	$(BIN)/python -m pipeline $(ARGS)
 
-# One process per core, a thread each; the tests of a file share what they build.
+# One process per core (at most 8); the tests of a file run in one process, since they share fixtures.
 test: install ## the tests, a few minutes (make test ARGS="tests/unit -x")
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder $(ARGS)
 

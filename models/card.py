@@ -1,4 +1,4 @@
-"""The model card: what was carved from what, and where it runs."""
+"""The model card: source model, shape and methods of the carve, and the runtimes that suit it."""
 
 import json
 import re
@@ -18,16 +18,16 @@ class CarveFacts:
     shape: MoEShape
     width: int  # F of the dense FFN
     layers: int
-    dropped: int  # neurons in no expert, all layers together
-    most_copies: int  # highest multiplicity of a neuron
+    dropped: int  # neurons in no expert, summed over layers
+    most_copies: int  # most copies of one neuron
     partition: str  # how neurons were grouped
     router: str
-    projection: str  # the result of stage=project, or that it has not run
+    projection: str  # result of stage=project, or a note that it has not run
     pad_to: int | None = None
     activation: str = "silu"
 
 
-# owner/name; anything else is a folder.
+# owner/name on the hub; any other source is a folder.
 _REPOSITORY = re.compile(r"\w[\w.-]*/[\w.-]+", re.ASCII)
 NO_TRAINING = "none: no weights were trained"
 _TRAINING = "| training | {} |"
@@ -39,15 +39,15 @@ def write_card(folder: Path, facts: CarveFacts) -> None:
 
 
 def copy_card(source: Path, folder: Path, training: str) -> None:
-    """Write the card of a checkpoint trained from that in `source`; `training` describes the training."""
+    """Copy the card of the checkpoint in `source` to `folder`, with `training` as the description of its training."""
     card = (source / "README.md").read_text(encoding="utf-8")
     card = card.replace(_TRAINING.format(NO_TRAINING), _TRAINING.format(training))
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def render_card(facts: CarveFacts) -> str:
-    """The card as Markdown with the front matter hubs read."""
-    # A repository of the hub as it is, of a folder the last part of its path; no markup.
+    """The card as Markdown, with the front matter that hubs read."""
+    # A hub repository keeps its name, a folder gives the last part of its path; characters of markup are replaced.
     source = facts.source if _REPOSITORY.fullmatch(facts.source) else Path(facts.source).name
     share = f"{facts.shape.active_share(facts.width, facts.layers):.0%}"
     shape, name = facts.shape, re.sub(r"[^\w .+/-]", "_", source).strip() or "dense"
@@ -106,13 +106,13 @@ def _experts(facts: CarveFacts) -> str:
 def suitable_runtimes(
     target: MoETarget, shape: MoEShape, pad_to: int | None = None, activation: str = "silu"
 ) -> list[str]:
-    """One line for each runtime: how well its kernels suit this E, N and target."""
+    """Advice in lines of text: which runtimes load this target, and how well their kernels suit its E and N."""
     width, shared = expert_width(shape, pad_to), shared_width(target, shape, pad_to)
     served = target.served_by(shape, activation)
     lines = [_OWN_CLASS if target.own else _KNOWN_CLASS]
     if shape.top_k == 1 < shape.experts and gate_kind(target, shape) == "softmax_of_chosen":
         lines.append(
-            "Training: the gate of one chosen expert is always 1 here, so that a router learns from its load alone."
+            "Training: the gate of one chosen expert is always 1; routers learn from the load balancing loss alone."
         )
     if width != shape.n:
         multiple = pad_to or (8 if width % BLOCK else BLOCK)
@@ -151,7 +151,7 @@ def _blocks(width: int) -> str:
 
 
 def _nf4(target: MoETarget) -> str:
-    """Modules that bitsandbytes must leave: routers, which choose by small differences, and matrices of one row."""
+    """Settings for bitsandbytes, which must skip routers (they choose by small differences) and one-row matrices."""
     modules = [target.router.split(".")[-2], *([target.shared_router.split(".")[-2]] if target.shared_router else [])]
     names = ", ".join(f'"{name}"' for name in [*modules, "lm_head"])
     return (
@@ -165,4 +165,4 @@ def _fused_kernels(shape: MoEShape, width: int) -> str:
         return "expert count and width suit the fused kernels."
     wanted = "" if width % 128 == 0 else " (`assemble.pad_to=128` gives that)"
     slow = f"E = {shape.experts}, N = {width} take a slower path"
-    return f"{slow}; fast are E a power of two and N % 128 == 0{wanted}."
+    return f"{slow}; the fast one needs E a power of two and N % 128 == 0{wanted}."

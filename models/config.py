@@ -1,4 +1,4 @@
-"""Settings of the dense model, the shape of a carve, and what is refused before weights are loaded."""
+"""Settings of the dense model, the shape of a carve, and checks before weights are loaded."""
 
 import logging
 import re
@@ -45,7 +45,7 @@ TOPOLOGIES = (PER_LAYER, GLOBAL_POOL)
 class MoEShape:
     """Per layer: S always-on neurons and E experts of N neurons; K experts are active per token.
 
-    In a global pool there are E experts in all: every layer sends a token to K of the same E.
+    In a global pool all layers share the same E experts, and every layer sends a token to K of them.
     """
 
     experts: int
@@ -53,11 +53,11 @@ class MoEShape:
     top_k: int
     always_on: int
     topology: str = PER_LAYER
-    dense_layers: tuple[int, ...] = ()  # ascending; their FFNs stay as they are
+    dense_layers: tuple[int, ...] = ()  # ascending; their FFNs stay dense
 
     @property
     def active_width(self) -> int:
-        """Neurons a token passes through in a layer: S + K·N."""
+        """Active neurons per token and layer: S + K·N."""
         return self.always_on + self.top_k * self.n
 
     @property
@@ -66,12 +66,12 @@ class MoEShape:
         return self.topology == GLOBAL_POOL
 
     def active_share(self, width: int, layers: int) -> float:
-        """Neurons that serve a token, of the `width` in a layer, on average over the layers, dense ones included."""
+        """Active share of a layer's `width` neurons, averaged over all layers, dense ones included."""
         kept = len(self.dense_layers) / max(1, layers)
         return (1 - kept) * self.active_width / width + kept
 
     def neurons(self, layers: int) -> int:
-        """Neurons of the whole model, always-on ones included."""
+        """Neurons of all experts and always-on neurons of all layers, as if no layer were dense."""
         return self.experts * self.n * (1 if self.pooled else layers) + self.always_on * layers
 
 
@@ -81,7 +81,7 @@ _MEMORY = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT])(i?)B", re.IGNORECASE)
 
 
 def stored_quantization(config: Mapping[str, Any]) -> str | None:
-    """The storage format by config.json: nf4, fp4, int8, another method's name, or None for plain numbers."""
+    """The storage format in config.json: nf4, fp4, int8, another method's name, or None for unquantised weights."""
     stored = config.get("quantization_config")
     if not stored:
         return None
@@ -93,7 +93,7 @@ def stored_quantization(config: Mapping[str, Any]) -> str | None:
 
 
 def check_quantization(model: ModelConfig, config: Mapping[str, Any]) -> Iterator[UserError]:
-    """Quantisation that this installation or this checkpoint does not allow."""
+    """Yield an error for quantisation that the installation or the checkpoint does not support."""
     stored, asked = stored_quantization(config), model.quantization
     if stored not in {None, "nf4", "fp4", "int8"}:
         yield CheckpointError(
@@ -113,7 +113,7 @@ def check_quantization(model: ModelConfig, config: Mapping[str, Any]) -> Iterato
 
 
 def _missing_bitsandbytes(what: str) -> ConfigError:
-    """The error for an installation without bitsandbytes, or a platform that it is not published for."""
+    """The error for a missing bitsandbytes, with the remedy for this platform."""
     platform = f"{sys.platform} {machine()}"
     known = platform in _PLATFORMS
     return ConfigError(
@@ -124,15 +124,15 @@ def _missing_bitsandbytes(what: str) -> ConfigError:
 
 
 def import_bitsandbytes(what: str = "quantisation") -> ModuleType:
-    """The package, an optional extra that takes a while to import. Raises ConfigError: `what` cannot be without it."""
+    """Import the optional, slow package. Raises ConfigError: it is missing, and `what` needs it."""
     if not find_spec("bitsandbytes"):
         raise _missing_bitsandbytes(what)
-    # On a CPU with AVX512-BF16 its import fetches a kernel from the hub and runs it, and warns where it cannot:
-    # neither is wanted, and `prepare_quantised` switches that kernel off.
+    # On a CPU with AVX512-BF16 its import downloads and runs a kernel from the hub, or warns that it cannot. Both are
+    # prevented here; `prepare_quantised` switches that kernel off.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     loaded: dict[str, Any] = sys.modules
     hidden = {name: loaded[name] for name in ("kernels",) if name in loaded}
-    loaded["kernels"] = None  # an import of it then fails
+    loaded["kernels"] = None  # makes its import fail
     try:
         return import_module("bitsandbytes")
     finally:
@@ -141,7 +141,7 @@ def import_bitsandbytes(what: str = "quantisation") -> ModuleType:
 
 
 def check_placement(model: ModelConfig) -> Iterator[ConfigError]:
-    """Memory limits without effect, or that are no amount of memory."""
+    """Yield an error for memory limits that have no effect or are not written as an amount of memory."""
     for name in ("gpu_memory", "cpu_memory", "hidden_memory"):
         amount = getattr(model, name)
         if amount is None:
@@ -159,7 +159,7 @@ def check_placement(model: ModelConfig) -> Iterator[ConfigError]:
 
 
 def memory_bytes(amount: str) -> int:
-    """Bytes of an amount of memory such as 20GiB, 512 MB or 0KB, which `check_placement` has passed."""
+    """Convert an amount such as 20GiB, 512 MB or 0KB, which `check_placement` has accepted, to bytes."""
     found = _MEMORY.fullmatch(amount)
     assert found, "checked before"
     number, unit, binary = found.groups()

@@ -7,7 +7,7 @@ from typing import Any, TypeGuard
 
 from instruments.errors import CheckpointError
 
-# Part → the fused tensor's name. Gate and up have half the rows each; the head counts give the rows of q, k and v.
+# Part → name of the fused tensor. Gate and up have half of its rows each; q, k and v have their heads' rows.
 _FUSED = {
     "mlp.gate_proj": "mlp.gate_up_proj",
     "mlp.up_proj": "mlp.gate_up_proj",
@@ -18,7 +18,7 @@ _FUSED = {
 
 
 def fused_name(name: str) -> str:
-    """The fused tensor that holds this one; the name itself for a tensor that is never fused."""
+    """Name of the fused tensor that holds this one; `name` itself if it is never fused."""
     for part, whole in _FUSED.items():
         if f".{part}." in name:
             return name.replace(part, whole)
@@ -38,19 +38,19 @@ class DenseFamily:
     """One architecture of gated-FFN decoders. Names hold `{layer}` where they repeat."""
 
     model_type: str
-    # Values of keys that config.json leaves out: the defaults of transformers' config class, where they are needed.
+    # Defaults of transformers' config class for keys that config.json may leave out, as far as they are needed.
     defaults: Mapping[str, Any]
-    # Tensors of a layer other than the FFN, carried over as they are.
+    # The fields below describe the tensors other than the FFN, which are copied unchanged.
     qk_norm: bool = False
-    # It normalises all heads' queries, and all keys, at once.
+    # One norm over the queries of all heads, another over all keys; False: norms of each head.
     norm_of_all_heads: bool = False
-    # Key of config.json that gives q, k, v (and, if named `attention_bias`, o) a bias; True: q, k, v always have one.
+    # Key of config.json that gives q, k, v and o a bias; True: q, k and v always have one.
     qkv_bias: bool | str = False
     embedding: str = "model.embed_tokens.weight"
     final_norm: str = "model.norm.weight"
     head: str = "lm_head.weight"
     norms: tuple[str, ...] = _PRE_NORMS
-    # q, k, v are one tensor on disk, gate and up another; all names here are those of the parts.
+    # On disk, q, k, v are one tensor, and gate, up another; names in this class are those of the parts.
     fused: bool = False
 
     def ffn(self, layer: int) -> tuple[str, str, str]:
@@ -65,7 +65,7 @@ class DenseFamily:
         return ("q", "k", "v", "o") if self.qkv_bias and config.get(self.qkv_bias) else ()
 
     def kept_shapes(self, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        """A layer's tensors that are carried over unchanged, attention and norms: name with `{layer}` → shape."""
+        """A layer's tensors that are copied unchanged, attention and norms: name with `{layer}` → shape."""
         dense = {**self.defaults, **config}
         hidden, heads = int(dense["hidden_size"]), int(dense["num_attention_heads"])
         head_dim = int(dense.get("head_dim") or hidden // heads)
@@ -82,7 +82,7 @@ class DenseFamily:
         return {_LAYER + name: shape for name, shape in found.items()}
 
     def kept(self, layer: int, config: Mapping[str, Any]) -> list[str]:
-        """Names of a layer's tensors that are carried over unchanged: attention and norms."""
+        """Names of a layer's tensors that are copied unchanged: attention and norms."""
         return [name.format(layer=layer) for name in self.kept_shapes(config)]
 
     def layer_shapes(self, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -96,7 +96,7 @@ class DenseFamily:
         return found
 
     def stored(self, names: Iterable[str]) -> list[str]:
-        """The tensors on disk that hold these, each once."""
+        """Names of the tensors on disk that hold these, without repeats."""
         return list(dict.fromkeys(map(fused_name, names))) if self.fused else list(names)
 
 
@@ -117,7 +117,7 @@ _PHI3_DEFAULTS = {
     "original_max_position_embeddings": 4096,
     "sliding_window": None,
 }
-# Only TinyONN can hold the rest, which takes their config.json as it is: here are the shapes.
+# Only TinyONN can hold these families, and it copies their config.json: only keys that affect shapes are needed here.
 _GEMMA_DEFAULTS = {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True}
 _SMOLLM3_DEFAULTS = {"num_key_value_heads": 4, "tie_word_embeddings": True}
 
@@ -139,7 +139,7 @@ DENSE_FAMILIES = {
     )
 }
 
-# Known decoders whose FFN is two plain Linear layers: there is no gate row to carve a neuron by.
+# Known decoders whose FFN is two Linear layers without a gate.
 _UNGATED = re.compile("bloom|codegen|falcon|gpt(2|j|_bigcode|_neox?)|mpt|opt|phi|starcoder2")
 
 
@@ -163,14 +163,14 @@ def keeps_tied(config: Mapping[str, Any]) -> bool:
 
 
 def activation_of(config: Mapping[str, Any]) -> str:
-    """What an FFN's gate passes, by transformers' name for it."""
+    """The FFN's activation function, by its name in transformers."""
     usual = "gelu_pytorch_tanh" if str(config["model_type"]).startswith("gemma") else "silu"
     return str(config.get("hidden_activation") or config.get("hidden_act") or usual)
 
 
 _AGAIN = "download or copy it again"
 _BELONGS = "check that config.json belongs to these weights"
-_LARGEST = 2**31 - 1  # no size and no count of a model is larger
+_LARGEST = 2**31 - 1  # upper bound for sizes, counts and token ids
 REQUIRED_KEYS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -186,7 +186,7 @@ def _is_tokens(value: object) -> bool:
 
 
 def _is_rope(value: object) -> bool:
-    """Numbers, lists of numbers and a kind; or such an object for each kind of layer."""
+    """Whether this is a position encoding: numbers, lists of numbers and a type; or such an object per layer type."""
     if not isinstance(value, dict) or not all(
         isinstance(value.get(key, ""), str | None) for key in ("rope_type", "type")
     ):
@@ -204,7 +204,7 @@ def _is_rope(value: object) -> bool:
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
-# What a key of config.json holds where it is given and not null.
+# Checks of the values in config.json that are present and not null.
 _KINDS: Mapping[str, Callable[[object], bool]] = {
     **dict.fromkeys(
         (*REQUIRED_KEYS, "num_key_value_heads", "head_dim", "max_position_embeddings",
@@ -230,7 +230,7 @@ _KINDS: Mapping[str, Callable[[object], bool]] = {
 
 
 def check_values(config: Mapping[str, Any]) -> list[CheckpointError]:
-    """Values in config.json that no dense model has: negative or infinite sizes, fields of another type."""
+    """Errors for values in config.json that no dense model has: negative or infinite sizes, wrong types."""
     problems = []
     absent = [key for key in REQUIRED_KEYS if not isinstance(config.get(key), int)]
     if absent:
@@ -258,11 +258,11 @@ def check_values(config: Mapping[str, Any]) -> list[CheckpointError]:
 
 
 def check_features(config: Mapping[str, Any], family: DenseFamily) -> list[CheckpointError]:
-    """Features of a checkpoint of a supported family that no MoE target can express."""
+    """Errors for features of a supported family that no MoE target can express."""
     problems = []
     if config.get("mlp_bias"):
         problems.append(("an FFN with biases has no MoE counterpart", "mlp_bias", "choose a model without them"))
-    # Gemma 3 has another rotation in layers with a window than in those without.
+    # In Gemma 3, layers with a sliding window have their own rotation.
     per_layer = any(isinstance(value, dict) for value in (config.get("rope_parameters") or {}).values())
     if per_layer and family.model_type != "gemma3_text":
         what = "a position encoding of its own per layer has no MoE counterpart"
@@ -273,7 +273,7 @@ def check_features(config: Mapping[str, Any], family: DenseFamily) -> list[Check
 def check_tensors(
     shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], family: DenseFamily
 ) -> list[CheckpointError]:
-    """Tensors that are missing, unknown, or not of the shape in config.json."""
+    """Errors for tensors that are missing, unknown, or not of the shape that follows from config.json."""
     layers, hidden = int(config["num_hidden_layers"]), int(config["hidden_size"])
     if layers > len(shapes):
         what = f"config.json says {layers:,} layers, and the weights are {len(shapes):,} tensors in all"

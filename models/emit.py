@@ -1,4 +1,4 @@
-"""An MoE checkpoint, streamed from the dense one: all tensors but the FFNs are carried over unchanged."""
+"""Write the MoE checkpoint, streamed from the dense one: all tensors except the FFNs are copied unchanged."""
 
 import json
 import logging
@@ -31,13 +31,13 @@ _PATTERNS = (
 )  # fmt: skip
 
 
-_CODE = {".py", ".pyc", ".so", ".pkl", ".pickle", ".pt", ".pth", ".bin"}  # that can be run, or loads as code
+_CODE = {".py", ".pyc", ".so", ".pkl", ".pickle", ".pt", ".pth", ".bin"}  # files that can run code
 
 
 def copy_tokenizer_files(source_folder: Path, out_folder: Path) -> None:
-    """Copy tokenizer, chat template, generation defaults and licence, if present; but no code, nor its `auto_map`.
+    """Copy tokenizer, chat template, generation defaults and licence, if present, but neither code nor `auto_map`.
 
-    The tokenizer's settings are spelled so that transformers 4.57 and 5 both read them.
+    tokenizer_config.json is rewritten so that transformers 4.57 and 5 both read it. Raises CheckpointError.
     """
     for pattern in _PATTERNS:
         for path in source_folder.glob(pattern):
@@ -55,14 +55,14 @@ def copy_tokenizer_files(source_folder: Path, out_folder: Path) -> None:
     if "auto_map" in stored:
         logger.warning("the tokenizer's own code is not copied: auto_map of tokenizer_config.json is left out")
     if settings != stored:
-        # Escaped: a surrogate without its pair is JSON, and no UTF-8.
+        # ASCII with escapes: a lone surrogate is valid JSON, but has no UTF-8.
         path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def respell_tokenizer(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """A tokenizer's settings as transformers 4.57 and 5 both read them, without code: the same tokens in both.
+    """Rewrite tokenizer settings so that transformers 4.57 and 5 give the same tokens; `auto_map` is removed.
 
-    transformers 4.57 knows no class TokenizersBackend, and takes extra_special_tokens as names with tokens, not a list.
+    transformers 4.57 has no class TokenizersBackend, and its extra_special_tokens is a dict, not a list.
     """
     settings = {key: value for key, value in stored.items() if key != "auto_map"}
     if settings.get("tokenizer_class") == "TokenizersBackend":
@@ -85,13 +85,13 @@ def emit_checkpoint(
     dtype: str = "source",
     pad_to: int | None = None,
 ) -> None:
-    """Write a Hugging Face folder that transformers loads; without remote code, unless it is the project's own class.
+    """Write a Hugging Face folder that transformers loads, without remote code unless the target is TinyONN.
 
-    config.json comes last, so that a broken write is no checkpoint. `target` must pass `check_target`. For each layer
-    `routers` gives the ``(E, D)`` rows, written as they are, `selection_bias` the ``(E,)`` bias of the choice alone,
-    and `experts` its experts, unscaled: `gate_scale_of` is applied here. Down may be in fp32, to be rounded once to the
-    number format of its gate. A pool holds the experts of the first layer, then of the second ... With dtype=source
-    every tensor keeps its own, and the router takes the one that config.json names. `pad_to`: see `expert_width`.
+    config.json is written last: an interrupted write leaves no checkpoint. `target` must pass `check_target`. For each
+    layer, `routers` gives ``(E, D)`` rows, written unchanged; `selection_bias` an ``(E,)`` bias that affects only the
+    choice; `experts` unscaled experts, to which `gate_scale_of` is applied here. Down may be in fp32; it is rounded
+    once, to the number format of its gate. A pool holds the layers' experts in layer order. With dtype=source every
+    tensor keeps its number format, and routers take the format in config.json. `pad_to`: see `expert_width`.
     Raises CheckpointError; ContractError: routers or experts of another shape; NumericsError: scaled weights overflow.
     Memory: one shard, one layer's experts (of a pool, all), and the largest tensor.
     """
@@ -125,7 +125,7 @@ def emit_checkpoint(
 
 
 def checkpoint_dtype(source_folder: Path, asked: str) -> torch.dtype:
-    """Number format of the experts that `emit_checkpoint` writes for the same `dtype`."""
+    """The number format that `emit_checkpoint` writes to config.json with dtype=`asked`."""
     with ShardReader(source_folder) as reader:
         return _main_dtype(reader, asked)
 
@@ -143,7 +143,7 @@ Projections = tuple[Tensor, Tensor, Tensor]  # gate and up (..., N, D), down (..
 
 @dataclass
 class _Emission:
-    """The tensors of one MoE checkpoint on their way from reader to writer."""
+    """Copies and converts the tensors of one MoE checkpoint."""
 
     reader: ShardReader
     writer: ShardWriter
@@ -151,7 +151,7 @@ class _Emission:
     shape: MoEShape
     pad_to: int | None
     main_dtype: torch.dtype
-    cast: torch.dtype | None  # None: every tensor keeps its own
+    cast: torch.dtype | None  # None: every tensor keeps its number format
     pool: list[Projections] = field(default_factory=list)
 
     def copy(self, name: str, out_name: str | None = None) -> None:
@@ -186,13 +186,13 @@ class _Emission:
         shared = _widened((experts.shared_gate_SD, experts.shared_up_SD, experts.shared_down_DS), width)
         self._add_ffn(target.packed_shared or target.shared_ffn(layer), layer, shared, scale.shared_down_scale)
         if target.shared_router:
-            # Pruning does not take it for a zero row, and it keeps σ at ½ up to rounding.
+            # Tiny, so that σ is ½ up to rounding; not zero, so that pruning does not remove the row.
             tiny = 2.0**-24 if self.main_dtype == torch.float16 else 2.0**-40
             row_1D = torch.full((1, experts.gate_END.shape[2]), tiny, dtype=self.main_dtype)
             self.writer.add(target.shared_router.format(layer=layer), row_1D)
 
     def add_pool(self) -> None:
-        """The experts of all layers as the one pool that every layer borrows."""
+        """Write the experts of all layers as one pool."""
         assert self.target.packed_pool is not None, "checked by check_target"
         gate, up, down = (torch.cat(parts) for parts in zip(*self.pool, strict=True))
         if len(gate) != self.shape.experts:
@@ -204,9 +204,9 @@ class _Emission:
         self._add_ffn(self.target.packed_pool, 0, (gate, up, down), scale.down_scale)
 
     def _add_ffn(self, names: tuple[str, ...], layer: int, weights: Projections, down_scale: float) -> None:
-        """Gate, up and down under three names; or gate above up under one, down under another.
+        """Write gate, up and down under three names; or gate above up under one, down under another.
 
-        Down, which may be more precise than its gate, takes the gate's number format, rounded once after it is scaled.
+        Down may have a higher precision than its gate: it is scaled, then rounded once to the output format.
         """
         gate, up, down = weights
         rows = (gate, up) if len(names) == 3 else (torch.cat([gate, up], dim=-2),)
@@ -220,7 +220,7 @@ class _Emission:
 
 
 def _widened(weights: Projections, width: int) -> Projections:
-    """With zero neurons up to `width`."""
+    """Pad with zero neurons to `width`."""
     gate, up, down = weights
     zero_neurons = width - gate.shape[-2]
     if not zero_neurons:

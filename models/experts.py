@@ -1,4 +1,4 @@
-"""The neurons of a layer cut into experts, one expert as a module, and a layer of experts as a loop."""
+"""Slice a layer's neurons into experts; one expert as a module; a layer of experts as a loop."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +17,7 @@ from models.routing import GateKind, LinearRouter, relative_gates
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """Slices of one layer's dense FFN, as they are in the dense checkpoint: nothing scaled."""
+    """Unscaled slices of one layer's dense FFN."""
 
     gate_END: Float[Tensor, "E N D"]
     up_END: Float[Tensor, "E N D"]
@@ -27,7 +27,7 @@ class ExpertWeights:
     shared_down_DS: Float[Tensor, "D S"]
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> "ExpertWeights":
-        """The same on a device, in a number format, contiguous."""
+        """The same weights, contiguous, on a device and in a number format."""
         return ExpertWeights(**{name: tensor.to(device, dtype).contiguous() for name, tensor in vars(self).items()})
 
 
@@ -38,12 +38,12 @@ def slice_experts(
     neurons_EN: Int[Tensor, "E N"],
     always_on_S: Int[Tensor, "S"],
 ) -> ExpertWeights:
-    """Cut rows of gate and up and columns of down, bit for bit. Memory: one dense projection and the slices."""
+    """Copy rows of gate and up and columns of down, bit for bit. Memory: one dense projection and the slices."""
     return _slice(map(reader.tensor, family.ffn(layer)), neurons_EN, always_on_S)
 
 
 def slice_ffn(ffn: DenseFFN, neurons_EN: Int[Tensor, "E N"], always_S: Int[Tensor, "S"]) -> ExpertWeights:
-    """The same out of a layer's weights in memory."""
+    """As `slice_experts`, from a layer's weights in memory."""
     return _slice(iter((ffn.gate_FD, ffn.up_FD, ffn.down_DF)), neurons_EN, always_S)
 
 
@@ -67,13 +67,10 @@ def _columns(weight_DF: Tensor, neurons_EN: Tensor, always_S: Tensor) -> tuple[T
 
 
 class TinyONNExpert(nn.Module):
-    """One expert by itself: a standard gated FFN of N dense neurons, down(act(gate(x)) · up(x)).
-
-    Checkpoints hold all experts of a layer in two tensors: `models.tiny_onn.sparse_ffn.TinyONNExperts`.
-    """
+    """One expert as a gated FFN of N dense neurons: down(act(gate(x)) · up(x))."""
 
     def __init__(self, hidden_size: int, n: int, act: str | Callable[[Tensor], Tensor] = "silu") -> None:
-        """Three Linear layers without bias; `act` is a name of transformers' or a function."""
+        """Three Linear layers without bias; `act` is a name in transformers' ACT2FN, or a function."""
         super().__init__()
         self.gate_proj = nn.Linear(hidden_size, n, bias=False)
         self.up_proj = nn.Linear(hidden_size, n, bias=False)
@@ -88,7 +85,7 @@ class TinyONNExpert(nn.Module):
         down_DN: Float[Tensor, "D N"],
         act: str | Callable[[Tensor], Tensor] = "silu",
     ) -> "TinyONNExpert":
-        """An expert that holds these very tensors."""
+        """An expert that holds these tensors, without a copy."""
         n, hidden_size = gate_ND.shape
         with torch.device("meta"):
             expert = cls(hidden_size, n, act)
@@ -98,21 +95,21 @@ class TinyONNExpert(nn.Module):
         return expert
 
     def forward(self, x: Float[Tensor, "*T D"]) -> Float[Tensor, "*T D"]:
-        """The expert's contribution to each token."""
+        """The expert's output for each token, without a gate."""
         output: Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
         return output
 
 
 class Block(NamedTuple):
-    """Neurons that are active together, on the tokens where they are; neither repeats."""
+    """Neurons that are active on the same tokens; no token and no neuron repeats."""
 
     tokens_t: Int[Tensor, "t"]
     neurons_N: Int[Tensor, "N"]
-    hidden_tN: Float[Tensor, "t N"]  # weighed by the gates
+    hidden_tN: Float[Tensor, "t N"]  # activations times gates
 
 
 def sum_blocks(blocks: Sequence[Block], tokens: int, width: int) -> Float[Tensor, "T F"]:
-    """Per neuron, the sum of its active copies' activations; at least one block is needed."""
+    """Sum every neuron's activations over its active copies; at least one block is needed."""
     features_TF = blocks[0].hidden_tN.new_zeros(tokens, width)
     for tokens_t, neurons_N, hidden_tN in blocks:
         features_TF[tokens_t[:, None], neurons_N] += hidden_tN
@@ -120,9 +117,9 @@ def sum_blocks(blocks: Sequence[Block], tokens: int, width: int) -> Float[Tensor
 
 
 def group_by_expert(chosen_TK: Int[Tensor, "T K"], experts: int) -> Sequence[Int[Tensor, "t"]]:
-    """For each expert the places in `chosen_TK.flatten()` where it is chosen, ascending.
+    """For each expert, the ascending indices into `chosen_TK.flatten()` where it is chosen.
 
-    Sorted once, so that a GPU is waited for once and not for every expert.
+    One sort for all experts, so that the CPU waits for a GPU only once.
     """
     expert_P, place_P = chosen_TK.flatten().sort(stable=True)
     sizes = torch.searchsorted(expert_P, torch.arange(experts, device=expert_P.device), right=True).diff(
@@ -133,7 +130,7 @@ def group_by_expert(chosen_TK: Int[Tensor, "T K"], experts: int) -> Sequence[Int
 
 @dataclass(frozen=True)
 class ExpertLoop:
-    """Experts, the dense neurons they came from, and the router that chooses K of them."""
+    """One layer of experts, computed one by one: weights, indices of the dense neurons, and the router."""
 
     experts: ExpertWeights
     neurons_EN: Int[Tensor, "E N"]
@@ -143,14 +140,14 @@ class ExpertLoop:
     width: int  # F
     act: Callable[[Tensor], Tensor]
     gate: GateKind = GateKind.CONSTANT
-    held: slice = field(default_factory=lambda: slice(None))  # of the router's experts, those whose weights are here
+    held: slice = field(default_factory=lambda: slice(None))  # the router's experts whose weights are here
 
     def __call__(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
         """The layer's output."""
         return self.run(x_TD)[1]
 
     def differentiable(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
-        """The output for autograd: one sum of all parts; adding one by one would copy the gradient for each."""
+        """The output for autograd, summed once: adding the parts one by one would copy the gradient for each."""
         parts = [(block.tokens_t, block.hidden_tN @ down_DN.T) for block, down_DN in self._parts(x_TD)]
         if not parts:
             return 0 * x_TD
@@ -158,7 +155,7 @@ class ExpertLoop:
         return torch.zeros_like(x_TD).index_add(0, torch.cat(tokens), torch.cat(outputs))
 
     def run(self, x_TD: Float[Tensor, "T D"]) -> tuple[list[Block], Float[Tensor, "T D"]]:
-        """The activations of the always-on neurons and of every expert; and the output."""
+        """The blocks of the always-on neurons and of every expert, and the layer's output."""
         blocks, output_TD = [], torch.zeros_like(x_TD)
         for block, down_DN in self._parts(x_TD):
             blocks.append(block)
@@ -166,7 +163,7 @@ class ExpertLoop:
         return blocks, output_TD
 
     def with_change(self, change_DF: Float[Tensor, "D F"]) -> "ExpertLoop":
-        """Add to every neuron's down column, in all its copies."""
+        """A copy with `change_DF` added to every neuron's down column, in all copies of the neuron."""
         return replace(
             self,
             experts=replace(
@@ -177,7 +174,7 @@ class ExpertLoop:
         )
 
     def part(self, index: int, parts: int) -> "ExpertLoop":
-        """Every `parts`-th expert and always-on neuron, from `index` on; the outputs of all parts add up to its own."""
+        """Every `parts`-th expert and always-on neuron from `index` on; the parts' outputs sum to the layer's."""
         held, experts = slice(index, None, parts), self.experts
         weights = {
             name: weight[:, held] if name == "shared_down_DS" else weight[held]
@@ -192,13 +189,13 @@ class ExpertLoop:
         return self.hidden(x_TD, experts.shared_gate_SD, experts.shared_up_SD) @ experts.shared_down_DS.T
 
     def expert(self, index: int) -> TinyONNExpert:
-        """One expert as a module that holds these weights and learns nothing."""
+        """One expert as a frozen module that holds these weights."""
         experts = self.experts
         weights = (experts.gate_END[index], experts.up_END[index], experts.down_EDN[index])
         return TinyONNExpert.from_tensors(*weights, self.act).requires_grad_(requires_grad=False)
 
     def expert_outputs(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T E D"]:
-        """The outputs of all experts, chosen or not, for every token; no gradient reaches the experts."""
+        """The outputs of all experts for every token, chosen or not; no gradient reaches the experts."""
         output_TED = x_TD.new_empty(len(x_TD), len(self.neurons_EN), x_TD.shape[1])
         for index in range(len(self.neurons_EN)):
             output_TED[:, index] = self.expert(index)(x_TD)
@@ -213,7 +210,7 @@ class ExpertLoop:
             yield Block(everyone, self.always_S.long(), shared_TS), experts.shared_down_DS
         chosen_TK = self.router.choose(x_TD, self.top_k)
         gates_TK = relative_gates(self.gate, x_TD @ self.router.rows_ED.T, chosen_TK)
-        # Unbound: the gradient of `gate_END[index]` would be as large as all experts, for each of them.
+        # `unbind`, because the gradient of each `gate_END[index]` would be as large as all experts.
         matrices = (self.neurons_EN.long(), experts.gate_END, experts.up_END, experts.down_EDN)
         parts = zip(*(matrix.unbind() for matrix in matrices), strict=True)
         places = zip(parts, group_by_expert(chosen_TK, self.router.experts)[self.held], strict=True)
@@ -223,5 +220,5 @@ class ExpertLoop:
             yield Block(tokens, neurons_N, h_tN * gates_TK[tokens, slots, None]), down_DN
 
     def hidden(self, x_tD: Tensor, gate_ND: Tensor, up_ND: Tensor) -> Tensor:
-        """Activations of an expert's neurons."""
+        """Activations of an expert's neurons, without gates."""
         return self.act(x_tD @ gate_ND.T) * (x_tD @ up_ND.T)

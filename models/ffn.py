@@ -1,4 +1,4 @@
-"""A dense gated FFN as its neurons, and hooks on the inputs and outputs of FFNs."""
+"""The neurons of a dense gated FFN, and hooks on the inputs and outputs of FFNs."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,10 +39,10 @@ class DenseFFN:
 
     @classmethod
     def of(cls, module: GatedFFN, like: Tensor | None = None) -> "DenseFFN":
-        """The weights of a module, quantised and offloaded ones too, as plain numbers.
+        """The weights of a module, which may be quantised or offloaded, dequantised.
 
-        They take the device and number format of `like`; None leaves them as `dense_weight` gives them. Plain weights
-        in that place and format are not copied.
+        They have the device and number format of `like`, or of `dense_weight` if None. Unquantised weights that have
+        them already are not copied.
         """
         gate_FD, up_FD, down_DF = map(dense_weight, (module.gate_proj, module.up_proj, module.down_proj))
         if like is not None:
@@ -73,7 +73,7 @@ OnFFN = Callable[[int, Tensor, Tensor], None]
 
 @contextmanager
 def watch_ffns(model: PreTrainedModel, on_ffn: OnFFN) -> Iterator[None]:
-    """Call `on_ffn(layer, inputs, outputs)` for every FFN of a forward pass; leaves no hook behind."""
+    """Call `on_ffn(layer, inputs, outputs)` for every FFN of a forward pass; hooks are removed at the end."""
     handles: list[RemovableHandle] = []
 
     def watch(layer: int, parts: list[nn.Module]) -> None:
@@ -102,5 +102,5 @@ def ffn_parts(layer: nn.Module) -> list[nn.Module]:
     modules = dict(layer.named_children())
     if "mlp" in modules:
         return [modules["mlp"]]
-    # Granite's experts, and its always-on neurons where it has some.
+    # Granite's experts, and its always-on neurons if it has any.
     return [modules[name] for name in ("block_sparse_moe", "shared_mlp") if name in modules]

@@ -33,9 +33,9 @@ _BELONGS = "check that config.json belongs to these weights, or download the che
 
 
 def placement(model: ModelConfig, device: torch.device) -> dict[str, Any]:
-    """Placement arguments of `from_pretrained`: everything on `device`, or memory limits by device.
+    """Placement arguments of `from_pretrained`: everything on `device`, or memory limits per device.
 
-    On a CPU no GPU is used. Weights that fit nowhere stay on disk and are read from the checkpoint when needed.
+    With a CPU as `device` no GPU is used. Weights that fit in no memory stay on disk and are read when needed.
     """
     if model.device_map == "none":
         return {"device_map": {"": device}}
@@ -47,27 +47,27 @@ def placement(model: ModelConfig, device: torch.device) -> dict[str, Any]:
 
 
 def is_offloaded(model: nn.Module) -> bool:
-    """Whether weights come from memory or disk each time they are used.
+    """Whether weights are copied from memory or disk each time they are used.
 
-    The graph would keep every such weight until the backward pass has used it: recompute activations instead
-    (gradient checkpointing), and one layer's are alive at a time.
+    Autograd would keep every copy until the backward pass; with gradient checkpointing it keeps those of one layer at
+    a time.
     """
     return any(parameter.device.type == "meta" for parameter in model.parameters())
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
-    """The device for token ids, masks and labels: that of the embeddings; logits come back there."""
+    """The embeddings' device, which token ids, masks and labels must be on; logits are returned on it."""
     return execution_device(model.get_input_embeddings())
 
 
 def execution_device(module: nn.Module) -> torch.device:
-    """Where a module with a weight computes, even if that weight is kept elsewhere."""
+    """The device where a module with a weight computes, even if the weight is kept elsewhere."""
     device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
     return module.weight.device if device is None else torch.device(device)  # type: ignore[return-value]
 
 
 def separate_fused(model: PreTrainedModel) -> None:
-    """Replace every fused FFN by the same with gate and up apart, views of the fused weight. Raises ConfigError."""
+    """Replace every fused FFN by one whose gate and up are views of the fused weight. Raises ConfigError."""
     for index, layer in enumerate(model.get_decoder().layers):
         fused = layer.mlp
         if not hasattr(fused, "gate_up_proj"):
@@ -86,7 +86,7 @@ def separate_fused(model: PreTrainedModel) -> None:
 
 
 def resolve_device(model: ModelConfig) -> torch.device:
-    """The device asked for; auto takes a GPU if there is one. Raises ConfigError."""
+    """The device in `model.device`; auto takes a GPU if there is one. Raises ConfigError."""
     if model.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -104,27 +104,27 @@ def resolve_device(model: ModelConfig) -> torch.device:
 
 
 def resolve_dtype(model: ModelConfig, device: torch.device) -> torch.dtype | None:
-    """The number format asked for; None: the checkpoint's own, which auto takes on a GPU."""
+    """The number format in `model.dtype`; None: the checkpoint's own, which auto takes on a GPU."""
     if model.dtype == "auto":
-        # Half precision saves nothing on a CPU that multiplies it slower than float32.
+        # CPUs often multiply half precision more slowly than float32.
         return torch.float32 if device.type == "cpu" else None
     dtype: torch.dtype = getattr(torch, model.dtype)
     return dtype
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer in a checkpoint's folder. Raises CheckpointError: there is none, or that of another model."""
+    """Load the tokenizer of a checkpoint. Raises CheckpointError: it is missing, unusable or another model's."""
     vocabulary = read_config(folder).get("vocab_size")
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trust_remote_code
         )
-        # Without the files some architectures get an empty tokenizer and no error.
+        # If files are missing, some architectures get an empty tokenizer and no error.
         if not tokenizer("text", add_special_tokens=False)["input_ids"]:
             raise ValueError("it finds no token in plain text")
         if isinstance(vocabulary, int) and (tokens := int(tokenizer.vocab_size)) > vocabulary:
             raise ValueError(f"it has {tokens} tokens, the model {vocabulary}")
-    except Exception as error:  # its files are untrusted, and each class fails in its own way
+    except Exception as error:  # the files are untrusted, and tokenizer classes raise errors of any type
         _check_config(folder, trust_remote_code=trust_remote_code)
         do = "put the model's tokenizer files beside its config.json"
         raise CheckpointError(f"no usable tokenizer: {first_line(error)}", where=str(folder), do=do) from error
@@ -132,11 +132,11 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrain
 
 
 def _check_config(folder: Path, *, trust_remote_code: bool) -> None:
-    """Raise CheckpointError where transformers cannot read config.json, which it does for a tokenizer, too."""
+    """Raise CheckpointError if transformers cannot read config.json, which it also reads for a tokenizer."""
     try:
         AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
-    except Exception as error:  # untrusted as the tokenizer is
-        # Some tokenizers have a class of their own where transformers has none for the model.
+    except Exception as error:  # untrusted, like the tokenizer
+        # transformers may have a class for the tokenizer but none for the model: then config.json is not at fault.
         if read_config(folder).get("model_type") in CONFIG_MAPPING:
             what = f"transformers cannot read config.json: {first_line(error)}"
             do = "config.json of the original checkpoint, as it was downloaded"
@@ -145,12 +145,12 @@ def _check_config(folder: Path, *, trust_remote_code: bool) -> None:
 
 @contextmanager
 def explained_loading(folder: Path) -> Iterator[None]:
-    """Turn all that transformers raises at a damaged checkpoint into CheckpointError; lack of memory passes."""
+    """Turn transformers' errors about a damaged checkpoint into CheckpointError; errors about memory pass."""
     try:
         yield
     except (UserError, MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # the files are untrusted, and each class of transformers fails in its own way
+    except Exception as error:  # the files are untrusted, and transformers' classes raise errors of any type
         if any(text in str(error) for text in ("DefaultCPUAllocator", "dispatched on the CPU or the disk")):
             raise
         what = f"transformers cannot load this checkpoint: {first_line(error)}"
@@ -158,17 +158,17 @@ def explained_loading(folder: Path) -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
-    """The start of an error's text, or its kind where it says nothing."""
+    """The first line of an error's text, at most 200 characters, or its class name if there is none."""
     first, _, rest = str(error).strip().partition("\n")
-    # Where it ends in a colon the reason is on the next line.
+    # After a colon, the reason is on the next line.
     text = f"{first} {rest.strip().partition(chr(10))[0]}" if first.endswith(":") else first
     return text.strip()[:200] or type(error).__name__
 
 
 def load_whole(folder: Path, **arguments: Any) -> PreTrainedModel:  # noqa: ANN401 - those of from_pretrained
-    """The model in this folder, in evaluation mode.
+    """Load the model in this folder, frozen and in evaluation mode.
 
-    Raises CheckpointError where weights are missing or of another shape, which transformers would draw at random.
+    Raises CheckpointError: weights are missing or of another shape; transformers would initialise them at random.
     """
     with explained_loading(folder):
         _check_size(folder, trust_remote_code=bool(arguments.get("trust_remote_code")))
@@ -186,12 +186,12 @@ def load_whole(folder: Path, **arguments: Any) -> PreTrainedModel:  # noqa: ANN4
     return model.requires_grad_(False).eval()
 
 
-# Weights that one stored number may hold; 1 for the others.
+# Weights that one stored number may hold, by its dtype; 1 for the others.
 _PACKED = {"U8": 2, "I8": 2, "I32": 8}
 
 
 def _check_size(folder: Path, *, trust_remote_code: bool) -> None:
-    """Refuse a config.json of more than the weights hold, before memory is taken for it. Raises CheckpointError."""
+    """Refuse a config.json that describes more weights than are stored, before allocation. Raises CheckpointError."""
     entries = read_checkpoint(folder).values()
     stored = sum(prod(entry.shape) * _PACKED.get(entry.dtype, 1) for entry in entries)
     said = read_config(folder)
@@ -210,7 +210,7 @@ def _check_size(folder: Path, *, trust_remote_code: bool) -> None:
 
 
 def load_dense(model: ModelConfig, folder: Path) -> PreTrainedModel:
-    """The dense model, frozen and in evaluation mode; quantised and spread over devices as asked. Raises UserError."""
+    """Load the dense model, frozen, in evaluation mode, quantised and placed by its settings. Raises UserError."""
     device, config = resolve_device(model), read_config(folder)
     dtype, stored = resolve_dtype(model, device), stored_quantization(config)
     quantization = stored or model.quantization
@@ -230,9 +230,9 @@ def load_dense(model: ModelConfig, folder: Path) -> PreTrainedModel:
 
 
 def release_freed_memory() -> None:
-    """Give freed heap blocks back to the system, where the C library is glibc; elsewhere do nothing.
+    """Return freed heap blocks to the system if the C library is glibc; else only collect garbage.
 
-    After many layers of odd-sized tensors glibc keeps hundreds of megabytes that the next phase would add to.
+    After many layers of odd-sized tensors glibc keeps hundreds of megabytes, and the next phase would need more on top.
     """
     gc.collect()
     library = ctypes.CDLL(ctypes.util.find_library("c"))

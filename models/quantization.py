@@ -16,9 +16,9 @@ from models.config import ModelConfig, import_bitsandbytes
 
 
 def bitsandbytes_config(quantization: str, compute_dtype: torch.dtype) -> BitsAndBytesConfig:
-    """How transformers quantises while loading, to nf4, fp4 or int8; embeddings, norms and the head stay as they are.
+    """Settings to quantise to nf4, fp4 or int8 while loading; embeddings, norms and the head stay unquantised.
 
-    Scales are not quantised a second time: 0.4 bits a weight are not worth a second rounding.
+    No double quantisation: it saves only 0.4 bits per weight, and rounds the scales, too.
     """
     if quantization == "int8":
         return BitsAndBytesConfig(load_in_8bit=True)
@@ -31,10 +31,10 @@ def bitsandbytes_config(quantization: str, compute_dtype: torch.dtype) -> BitsAn
 
 
 def require_bitsandbytes(quantization: str) -> None:
-    """Refuse a package that is missing or too old, and devices that it has no code for. Raises ConfigError."""
+    """Raise ConfigError if bitsandbytes is missing, too old, or without code for the devices here."""
     try:
         import_bitsandbytes()
-        # Imports the package itself.
+        # Not at the top: it imports bitsandbytes.
         from transformers.integrations import validate_bnb_backend_availability  # noqa: PLC0415
 
         validate_bnb_backend_availability(raise_exception=True)
@@ -48,7 +48,7 @@ def require_bitsandbytes(quantization: str) -> None:
 
 @contextmanager
 def explained_offload(model: ModelConfig) -> Iterator[None]:
-    """Turn transformers' refusal to offload into an error that names the settings. Raises ConfigError."""
+    """Turn transformers' refusal to offload into a ConfigError that names the settings."""
     try:
         yield
     except ValueError as error:
@@ -62,13 +62,13 @@ def explained_offload(model: ModelConfig) -> Iterator[None]:
 
 
 def prepare_quantised(model: nn.Module, dtype: torch.dtype) -> None:
-    """Make a quantised model compute in `dtype`, and give gradients on every CPU.
+    """Make a quantised model compute in `dtype`, with gradients on every CPU.
 
-    transformers leaves the other weights of a checkpoint in 4 or 8 bits in their format on disk, even if another is
-    asked for. And on a CPU with AVX512-BF16 bitsandbytes repacks a weight at its first use without gradients; from
-    then on its products silently give no gradient.
+    In a checkpoint stored in 4 or 8 bits, transformers leaves the unquantised weights in their format on disk, even if
+    `dtype` is requested. On a CPU with AVX512-BF16, bitsandbytes repacks a weight at its first use without gradients;
+    later products with it silently give no gradient.
     """
-    # It warns at every product of every int8 layer that inputs are cast to float16.
+    # Every product of every int8 layer warns that inputs are cast to float16.
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -76,19 +76,18 @@ def prepare_quantised(model: nn.Module, dtype: torch.dtype) -> None:
                 parameter.data = parameter.data.to(dtype)
         if isinstance(module, import_bitsandbytes().nn.Linear4bit):
             module.support_avx512bf16_for_cpu = False
-            # A stored checkpoint names its own for products, mostly float32. And the backward pass decodes weights in
-            # the format they were quantised from, though the forward pass does in that of its products.
+            # A stored checkpoint names its own compute dtype, mostly float32. The forward pass decodes weights to the
+            # compute dtype, but the backward pass to the format before quantisation.
             module.compute_dtype, module.compute_type_is_set = dtype, True
             module.weight.quant_state.dtype = dtype
 
 
 def dense_weight(module: nn.Module) -> Float[Tensor, "O I"]:
-    """The weight of a Linear layer as plain numbers, on its device.
+    """The weight of a Linear layer, dequantised if needed, on its device; it may be offloaded.
 
-    The weight itself where it is plain, else a copy: of 4 bits in the format that products are computed in, of 8 bits
-    in fp32. It may be offloaded.
+    An unquantised weight is not copied. 4 bits are decoded to the compute dtype, 8 bits to fp32.
 
-    Numerics: what bitsandbytes multiplies by in the backward pass; 4 bits exactly, int8 to 1 fp32 rounding.
+    Numerics: the weight of bitsandbytes' backward pass; 4 bits exactly, int8 to 1 fp32 rounding.
     """
     layer: Any = module  # bitsandbytes' attributes are not typed
     with align_module_device(module):
@@ -96,7 +95,7 @@ def dense_weight(module: nn.Module) -> Float[Tensor, "O I"]:
         if getattr(layer.weight, "quant_state", None) is not None:
             weight = import_bitsandbytes().functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
         elif weight.dtype == torch.int8:
-            # The first forward pass moves the scales from the weight to the layer.
+            # The first forward pass moves the scales from the weight to the layer's state.
             scales = layer.state.SCB if layer.weight.SCB is None else layer.weight.SCB
             weight = import_bitsandbytes().functional.int8_vectorwise_dequant(layer.weight.data, scales)
     return weight

@@ -1,4 +1,4 @@
-"""The choice of experts for a token, and the gates that weigh them."""
+"""Choose experts for tokens, and compute their gates."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -17,7 +17,7 @@ class LinearRouter:
 
     @classmethod
     def without_bias(cls, rows_ED: Float[Tensor, "E D"]) -> "LinearRouter":
-        """Rows alone."""
+        """A router with a bias of zeros."""
         return cls(rows_ED, rows_ED.new_zeros(len(rows_ED)))
 
     @property
@@ -26,7 +26,7 @@ class LinearRouter:
         return len(self.rows_ED)
 
     def logits(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T E"]:
-        """The choice is by the highest of these."""
+        """Logits with the bias; the experts with the highest are chosen."""
         return torch.addmm(self.bias_E, x_TD, self.rows_ED.T)
 
     def choose(self, x_TD: Float[Tensor, "T D"], top_k: int) -> Int[Tensor, "T K"]:
@@ -34,7 +34,7 @@ class LinearRouter:
         return choose_experts(self.logits(x_TD), top_k)
 
     def to(self, device: torch.device | str) -> "LinearRouter":
-        """The same on another device."""
+        """The same router on another device."""
         return LinearRouter(self.rows_ED.to(device), self.bias_E.to(device))
 
 
@@ -49,7 +49,7 @@ def choose_experts(logits_TE: Float[Tensor, "T E"], top_k: int) -> Int[Tensor, "
 
 
 def chosen_mask(chosen_TK: Int[Tensor, "T K"], experts: int) -> Float[Tensor, "T E"]:
-    """1 where the token goes to the expert."""
+    """1 where the token goes to the expert, else 0."""
     rows_TE = torch.zeros(len(chosen_TK), experts, device=chosen_TK.device)
     return rows_TE.scatter_(1, chosen_TK, 1.0)
 
@@ -60,7 +60,7 @@ def has_copies(neurons_EN: Int[Tensor, "E N"]) -> bool:
 
 
 def membership(neurons_EN: Int[Tensor, "E N"], width: int) -> Float[Tensor, "E F"]:
-    """1 where the expert holds the neuron."""
+    """1 where the expert holds the neuron, else 0."""
     rows_EF = torch.zeros(len(neurons_EN), width, device=neurons_EN.device)
     return rows_EF.scatter_(1, neurons_EN.long(), 1.0)
 
@@ -77,22 +77,23 @@ def active_copies(
 class GateKind(StrEnum):
     """How an architecture turns router logits into gates."""
 
-    CONSTANT = "constant"  # 1 for any logits: no architecture, an idealisation
-    SOFTMAX_OF_CHOSEN = "softmax_of_chosen"  # over the K chosen, or over all and renormalised: the same
+    CONSTANT = "constant"  # always 1: an idealisation, no architecture
+    SOFTMAX_OF_CHOSEN = "softmax_of_chosen"  # over the K chosen, which equals over all and renormalised
     SOFTMAX_OF_ALL = "softmax_of_all"  # over all E, not renormalised
     SIGMOID_OF_CHOSEN = "sigmoid_of_chosen"  # renormalised over the K chosen
     SIGMOID = "sigmoid"  # not renormalised
 
 
-# Standard deviation of router logits that survives training and bf16 at next to no cost: at 1 a softmax weighs the
-# experts of one token too differently. Rounding errors are relative to the logits for a softmax, to ½ for a sigmoid.
+# Standard deviation of router logits that keeps the routing in training and bf16 at almost no cost: at 1, a softmax
+# gives one token's experts too different gates. Rounding errors are relative to the logits for a softmax, to ½ for a
+# sigmoid.
 LOGIT_STD = {kind: 0.3 if kind.startswith("softmax") else 1.0 for kind in GateKind}
 
 
 def masked_gates(
     kind: GateKind, logits_TE: Float[Tensor, "T E"], mask_TE: Float[Tensor, "T E"]
 ) -> Float[Tensor, "T E"]:
-    """Gates up to a factor, of all experts, for a choice that may be soft: 1 chosen, 0 not."""
+    """Gates of all experts, up to a constant factor; `mask_TE` is 1 for chosen experts, 0 for others, or between."""
     match kind:
         case GateKind.CONSTANT:
             return logits_TE.new_ones(logits_TE.shape)
@@ -110,7 +111,7 @@ def masked_gates(
 def relative_gates(
     kind: GateKind, logits_TE: Float[Tensor, "T E"], chosen_TK: Int[Tensor, "T K"]
 ) -> Float[Tensor, "T K"]:
-    """Gates of the chosen experts times the checkpoint's gate scale: 1 each where logits are equal."""
+    """Gates of the chosen experts times the checkpoint's gate scale: all 1 if the logits are equal."""
     chosen_logits_TK = logits_TE.gather(1, chosen_TK)
     match kind:
         case GateKind.CONSTANT:

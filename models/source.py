@@ -1,4 +1,4 @@
-"""The dense source model: its folder, whether it can be carved, and its cache key. Reads headers only."""
+"""The dense source model: its folder, whether it can be carved, and its cache key. No weights are loaded."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -32,33 +32,33 @@ from models.checkpoint.folder import (
 from models.config import ModelConfig, check_placement, check_quantization, stored_quantization
 from models.dense import check_features, check_tensors, check_values, dense_family
 
-# Not every *.safetensors: some repositories hold the same weights a second time under another name.
+# Not every *.safetensors: some repositories hold a second copy of the weights under another name.
 _FILES = ["model*.safetensors", "*.json", *TOKENIZER_PATTERNS, "LICENSE*", "NOTICE*"]
 
-# What decides a result, apart from the weights: generation_config.json is copied into the carved checkpoint.
+# Files that affect the result, apart from the weights; generation_config.json is copied into the carved checkpoint.
 _DECIDING = [pattern for pattern in _FILES if not pattern.startswith(("model*", "LICENSE", "NOTICE"))]
 
-# Advice where the hub does not answer.
+# Remedy when the hub does not answer.
 CONNECT = "connect once, or HF_ENDPOINT=https://<mirror> before the command"
-# Seconds to wait for the hub before saying that it cannot be reached; its client retries for half a minute.
+# Seconds to wait for the hub; its own client would retry for half a minute.
 HUB_TIMEOUT = 2.5
-_SILENT: set[str] = set()  # hubs that were asked and did not answer
+_SILENT: set[str] = set()  # hubs that did not answer
 
 
 def hub_answers() -> bool:
-    """Whether the hub answers: asked once in a process, and never if HF_HUB_OFFLINE is set."""
+    """Whether the hub answers: tried once per process, and never if HF_HUB_OFFLINE is set."""
     if constants.HF_HUB_OFFLINE:
         return False
     if not _answers(constants.ENDPOINT):
         _SILENT.add(constants.ENDPOINT)
-        constants.HF_HUB_OFFLINE = True  # its client would ask again, for its own purposes, and wait 5 s
+        constants.HF_HUB_OFFLINE = True  # otherwise its client would try again by itself and wait 5 s
     return not constants.HF_HUB_OFFLINE
 
 
 @cache
 def _answers(address: str) -> bool:
     answers: list[bool] = []
-    # A thread, since no timeout of a socket ends the look-up of a name that no server answers.
+    # In a thread, since socket timeouts do not end a DNS look-up.
     thread = Thread(target=lambda: answers.append(_ask(address)), daemon=True)
     thread.start()
     thread.join(HUB_TIMEOUT)
@@ -66,7 +66,7 @@ def _answers(address: str) -> bool:
 
 
 def _ask(address: str) -> bool:
-    """Whether a server answers; a gateway's error (5xx) is no answer."""
+    """Whether a server answers; an error of a gateway (5xx) is no answer."""
     try:
         urlopen(Request(address, method="HEAD"), timeout=HUB_TIMEOUT).close()
     except HTTPError as answer:
@@ -78,7 +78,7 @@ def _ask(address: str) -> bool:
 
 
 def offline_by_choice() -> bool:
-    """Whether the person asked for offline mode, rather than the hub being silent."""
+    """Whether the user set offline mode, and not `hub_answers` because the hub did not answer."""
     return bool(constants.HF_HUB_OFFLINE) and constants.ENDPOINT not in _SILENT
 
 
@@ -89,7 +89,7 @@ def _repository(model: ModelConfig) -> str:
 
 
 def _missing_from_cache(model: ModelConfig, what: str) -> CheckpointError:
-    """The error for a hub that does not answer while `what` is not in the cache."""
+    """The error when the hub does not answer and `what` is not in the cache."""
     offline = offline_by_choice()
     silence = "HF_HUB_OFFLINE is set" if offline else f"the hub cannot be reached at {constants.ENDPOINT}"
     return CheckpointError(
@@ -129,7 +129,7 @@ def resolve_folder(model: ModelConfig) -> Path:
 
 
 def _config_folder(model: ModelConfig) -> Path:
-    """The folder of the source; of a hub model config.json alone, in a folder named by the commit. Raises UserError."""
+    """The source's folder; for a hub model that of its commit in the cache, with config.json. Raises UserError."""
     if model.kind == "embedded":
         return EMBEDDED
     if model.kind == "hub":
@@ -143,7 +143,7 @@ def _config_folder(model: ModelConfig) -> Path:
 
 
 def read_source_config(model: ModelConfig) -> dict[str, Any]:
-    """config.json of the source; of a hub model only that file is fetched. Raises UserError."""
+    """config.json of the source; for a hub model only this file is downloaded. Raises UserError."""
     return read_config(_config_folder(model))
 
 
@@ -164,7 +164,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def check_source(model: ModelConfig) -> list[UserError]:
-    """All reasons why this source cannot be carved, found without reading a weight."""
+    """Errors for everything that prevents carving this source, found without reading a weight."""
     try:
         config = read_source_config(model)
     except UserError as error:
@@ -190,7 +190,7 @@ def _check_config(model: ModelConfig, config: dict[str, Any]) -> list[UserError]
     if wrong:
         return wrong
     try:
-        json.dumps(config, allow_nan=False)  # NaN and Infinity are no JSON, and 1e999 is read as one
+        json.dumps(config, allow_nan=False)  # refuses NaN and Infinity, which 1e999 becomes, too
     except ValueError as error:
         where = f"config.json of {model.path or model.name}"
         return [CheckpointError(f"config.json is no JSON: {error}", where=where, do="download it again")]
@@ -198,7 +198,7 @@ def _check_config(model: ModelConfig, config: dict[str, Any]) -> list[UserError]
 
 
 def _check_weights(model: ModelConfig) -> tuple[dict[str, Entry] | None, Sequence[UserError]]:
-    """The tensors, if their headers are on this machine, and the errors of the weights."""
+    """The tensors of a local checkpoint, None for a hub model; and errors about the weights."""
     if model.kind != "hub":
         return check_shards(_config_folder(model))
     names = None
@@ -207,17 +207,17 @@ def _check_weights(model: ModelConfig) -> tuple[dict[str, Entry] | None, Sequenc
             files = snapshot_download(_repository(model), revision=model.revision, dry_run=True)
             names = [file.filename for file in files]
     if names is None:
-        # Off line, cached weights are checked when they are read.
+        # Without the hub, cached weights are checked when they are read.
         cached = any((_config_folder(model) / name).exists() for name in (SINGLE, INDEX))
         return None, [] if cached else [_missing_from_cache(model, "the model's weights are")]
     return None, [] if {SINGLE, INDEX} & set(names) else [missing_weights(_repository(model), names)]
 
 
 def source_cache_key(model: ModelConfig, hash_of: Callable[[Path], str] = hash_file) -> dict[str, Any]:
-    """What changes when the source changes: hashes of its weights, configuration and tokenizer. Raises UserError."""
+    """Name and commit of a hub model; else hashes of weights, configuration and tokenizer. Raises UserError."""
     folder = _config_folder(model)
     if model.kind == "hub":
-        # The hub keeps each revision in a folder named by its commit.
+        # The hub's cache keeps each revision in a folder named by its commit.
         return {"name": model.name, "commit": folder.name}
     patterns = [*_DECIDING, "*.py"] if model.trust_remote_code else _DECIDING
     files = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}

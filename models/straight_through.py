@@ -1,4 +1,4 @@
-"""Experts for training: all of them are computed, so that a router learns about those it did not choose."""
+"""Compute all experts in training, so that a router also learns about experts it did not choose."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -18,15 +18,15 @@ TEMPERATURE = 0.5  # of the soft choice, relative to the standard deviation of a
 
 
 def soft_choice(scores_TE: Float[Tensor, "T E"], chosen_TK: Int[Tensor, "T K"]) -> Float[Tensor, "T E"]:
-    """Sigmoid of each expert's distance from the border between the chosen ones and the others.
+    """Sigmoid of each score's distance from the border between the chosen experts and the others.
 
-    The border, half-way between the lowest chosen score and the highest other one, and the width have no gradient.
+    The border is half-way between the lowest chosen score and the highest other one. Border and width have no gradient.
     """
     chosen_TE = torch.zeros_like(scores_TE, dtype=torch.bool).scatter(1, chosen_TK, True)
     with torch.no_grad():
         lowest_T1 = scores_TE.masked_fill(~chosen_TE, torch.inf).amin(1, keepdim=True)
         highest_T1 = scores_TE.masked_fill(chosen_TE, -torch.inf).amax(1, keepdim=True)
-        # With all experts chosen there is no border, and nothing to learn.
+        # With all experts chosen there is no border, and the gradient is 0.
         border_T1 = torch.where(highest_T1.isfinite(), (lowest_T1 + highest_T1) / 2, -torch.inf)
         width_T1 = TEMPERATURE * scores_TE.std(1, keepdim=True).clamp_min(torch.finfo(scores_TE.dtype).tiny)
     return torch.sigmoid((scores_TE - border_T1) / width_T1)
@@ -36,11 +36,11 @@ def compute_all(self: nn.Module, x_TD: Tensor, chosen_TK: Tensor, gates_TK: Tens
     """Σ over the chosen experts of gate · expert(x), with a gradient for the choice itself.
 
     y = down · ((m + g·(P − stopgrad P)) ⊙ h) over the neurons h of all experts: m are the gates of the chosen experts
-    and 0 elsewhere, P is `soft_choice`, g the token's mean gate. The value is that of the checkpoint; the gradient
-    tells a router's rows what an expert that was not chosen would have added, and nothing to the expert itself.
+    and 0 elsewhere, P is `soft_choice`, g the token's mean gate. The value equals the checkpoint's. The gradient also
+    reaches the router's rows of experts that were not chosen, but not the weights of those experts.
     Source: straight-through estimator, arXiv:1308.3432.
 
-    Cost: E·N neurons for every token, which for a carve without copies is the dense FFN's.
+    Cost: E·N neurons per token; without copies of neurons, the dense FFN's cost.
     """
     gate_up_EMD: Tensor = self.gate_up_proj  # type: ignore[assignment]
     down_EDN: Tensor = self.down_proj  # type: ignore[assignment]
@@ -60,10 +60,10 @@ ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, compute_all)
 
 
 def show_scores(model: nn.Module) -> list[RemovableHandle]:
-    """Let each layer's experts see what its router thinks of all of them, as `compute_all` needs it.
+    """Pass each router's scores to the experts of its layer, where `compute_all` reads them.
 
-    The model is loaded with this module's `IMPLEMENTATION` of experts, each layer with its own. Returns the hooks, one
-    for each router.
+    The model must be loaded with experts_implementation=IMPLEMENTATION, and every layer must have its own experts.
+    Returns one hook for each router.
     """
     handles = []
     for name in router_names(model):
@@ -76,5 +76,5 @@ def _show(experts: nn.Module, router: nn.Module, _inputs: Any, output: Sequence[
     logits_TE, bias_E = output[0], selection_bias(router)
     if bias_E is None:
         experts.router_scores = logits_TE
-    else:  # added to logits by the project's own class, to their sigmoid by the others that have one
+    else:  # TinyONN adds the bias to the logits, other architectures to their sigmoid
         experts.router_scores = (logits_TE if isinstance(router, TinyONNRouter) else logits_TE.sigmoid()) + bias_E

@@ -1,7 +1,7 @@
-"""A dense model run layer by layer from its shards, one layer in memory at a time.
+"""Run a dense model layer by layer from its shards, one layer in memory at a time.
 
-Many streams of hidden states can pass the same layers side by side (the dense model, the carved one, baselines), each
-with its own FFN. Memory is the hidden states plus one layer, for a model of any size.
+Several streams of hidden states (dense model, carved model, baselines) can pass the same layer, each with its own FFN.
+Memory: the hidden states and one layer.
 """
 
 import copy
@@ -23,13 +23,13 @@ from models.loading import explained_loading
 
 
 class _LayerStandIn(nn.Module):
-    """In the place of a decoder layer: passes hidden states on, and keeps the other arguments."""
+    """Replaces a decoder layer: returns the hidden states and keeps the other arguments."""
 
     hidden: Tensor
 
     def __init__(self, like: nn.Module) -> None:
         super().__init__()
-        # Some releases ask the layer which of the masks is its own.
+        # Some releases read from the layer which mask it needs.
         self.attention_type = getattr(like, "attention_type", None)
         self.arguments: dict[str, Any] = {}
 
@@ -39,7 +39,7 @@ class _LayerStandIn(nn.Module):
 
 
 class _FinalNorm(nn.Module):
-    """In the place of the decoder, after its layers have run: only the last norm is left."""
+    """Replaces the decoder after its layers have run: applies only the final norm."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class _FinalNorm(nn.Module):
 
 
 class _CaptureFFN(nn.Module):
-    """In the place of a layer's FFN: keeps the input, adds nothing."""
+    """Replaces a layer's FFN: keeps the input and returns zeros."""
 
     x: Tensor
 
@@ -63,9 +63,9 @@ class StreamLayer:
     """One decoder layer: attention by transformers' own code, FFN by the caller."""
 
     def __init__(self, module: nn.Module, ffn: DenseFFN, arguments: Callable[[int], dict[str, Any]]) -> None:
-        """Replace the FFN of transformers' `module` by one that only records its input.
+        """Replace the FFN of transformers' `module` by one that records its input.
 
-        `arguments` maps the length of a sequence to the module's arguments other than hidden states.
+        `arguments` maps a sequence length to the module's arguments other than hidden states.
         """
         self.ffn = ffn
         self._capture = _CaptureFFN()
@@ -78,29 +78,29 @@ class StreamLayer:
     def attend(self, hidden_BTD: Float[Tensor, "B T D"]) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "B T D"]]:
         """Residual stream after attention, and the FFN's input; the layer's output is `add(residual, FFN(input))`.
 
-        Right padding needs no mask: under causal attention no real token sees it.
+        Right padding needs no mask: in causal attention no real token attends to it.
         """
         residual = self._module(hidden_BTD, **self._arguments(hidden_BTD.shape[1]))
         return (residual[0] if isinstance(residual, tuple) else residual), self._capture.x
 
     @torch.no_grad()
     def add(self, residual: Float[Tensor, "*T D"], ffn_output: Float[Tensor, "*T D"]) -> Float[Tensor, "*T D"]:
-        """The layer's output: the residual stream plus an FFN's output, normed or scaled where the family does that."""
+        """The layer's output: residual stream plus FFN output, which some families normalise or scale first."""
         if self._norm is not None:
             ffn_output = self._norm(ffn_output)
         return residual + ffn_output * self._multiplier
 
 
-# Lengths whose masks and rotations are kept: every layer and stream asks for them again.
+# Sequence lengths whose masks and rotations are cached, since every layer and stream needs them.
 _LENGTHS_KEPT = 64
 
 
 class LayerStream(AbstractContextManager["LayerStream"]):
     """The layers, embedding and head of one checkpoint of a supported dense family.
 
-    Embedding, masks, position encoding and head are computed by transformers' own code, in a model without layers to
-    which weights are lent for each call: embeddings are scaled as the family scales them, every layer gets its own mask
-    and rotation, and logits are divided or capped, with no code for any of it here.
+    Embedding, masks, position encoding and head are computed by transformers' own code, in a model without layers that
+    receives its weights for each call. So the families' scaled embeddings, masks and rotations per layer, and divided
+    or capped logits need no code here.
     """
 
     def __init__(self, folder: Path, *, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
@@ -138,7 +138,7 @@ class LayerStream(AbstractContextManager["LayerStream"]):
             yield self._stand_ins[0].hidden
 
     def layers(self) -> Iterator[StreamLayer]:
-        """Every decoder layer in order; the one before is freed."""
+        """Yield every decoder layer in order and free the previous one."""
         for index, module in enumerate(self._skeleton.get_decoder().layers):
             act = module.mlp.get_submodule("activation_fn" if hasattr(module.mlp, "activation_fn") else "act_fn")
             gate_FD, up_FD, down_DF = map(self._tensor, self._family.ffn(index))
@@ -175,7 +175,7 @@ class LayerStream(AbstractContextManager["LayerStream"]):
 
     @torch.no_grad()
     def _layer_arguments(self, length: int) -> list[dict[str, Any]]:
-        """Each layer's arguments other than hidden states; those of one sequence hold for any number."""
+        """Each layer's arguments other than hidden states; those for one sequence serve any batch size."""
         like_1TD = torch.zeros(1, length, self.config.hidden_size, device=self.device, dtype=self.dtype)
         self._decoder(inputs_embeds=like_1TD, use_cache=False)
         return [stand_in.arguments for stand_in in self._stand_ins]

@@ -1,4 +1,4 @@
-"""Parameter groups for training an MoE, and a watch on its routers' decisions."""
+"""Parameter groups for training an MoE, and a record of its routers' decisions."""
 
 import re
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ class Part(StrEnum):
     """The part of the model that a parameter belongs to."""
 
     ROUTER = "router"
-    EXPERTS = "experts"  # routed ones, always-on ones and the gate of those
+    EXPERTS = "experts"  # routed experts, shared experts and their gate
     REST = "rest"  # embeddings, attention, norms, head
 
 
@@ -43,8 +43,8 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Groups for any torch optimizer; a part whose rate is 0 is frozen and left out.
 
-    Always-on experts count as experts. Weights decay in matrices of experts and the rest, never in routers, norms and
-    biases.
+    Shared experts count as experts. Weight decay applies to matrices of experts and the rest, never to routers, norms
+    and biases.
     Returns:
         Dicts of `params`, `lr`, `weight_decay` and `name`, which is a `Part`.
     Raises:
@@ -91,7 +91,7 @@ def router_names(model: nn.Module) -> list[str]:
 
 
 def selection_bias(router: nn.Module) -> Tensor | None:
-    """``(E,)`` bias that the router adds to its scores for the choice, if its architecture has one."""
+    """``(E,)`` bias that the router adds to its scores only to choose experts; None if its architecture has none."""
     bias = getattr(router, "e_score_correction_bias", None)
     return bias if isinstance(bias, Tensor) else None
 
@@ -99,8 +99,8 @@ def selection_bias(router: nn.Module) -> Tensor | None:
 class RouterWatch:
     """Collects the routers' decisions.
 
-    Hooks stay in place between the passes and keep nothing then: gradient checkpointing recomputes a layer as it ran,
-    hooks included, and what it recomputes is not collected twice.
+    Hooks stay attached but record only inside `collect`: gradient checkpointing recomputes layers with their hooks,
+    and these decisions must not be collected twice.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -111,7 +111,7 @@ class RouterWatch:
 
     @contextmanager
     def collect(self) -> Iterator[list[Routing]]:
-        """Everything decided within, in layer order."""
+        """Collect the decisions of the forward pass inside, in layer order."""
         self._seen = []
         try:
             yield self._seen
@@ -119,7 +119,7 @@ class RouterWatch:
             self._seen = None
 
     def remove(self) -> None:
-        """Detach."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 

@@ -1,4 +1,4 @@
-"""A checkpoint folder by its headers: its shards, its tensors, and weights stored in 4 or 8 bits."""
+"""The headers of a checkpoint folder: shards, tensors, and weights stored in 4 or 8 bits."""
 
 import json
 import os
@@ -20,20 +20,20 @@ INDEX = "model.safetensors.index.json"
 GIVE_FOLDER = "model.path=<folder with config.json and model.safetensors>"
 RESTORE = "download or copy the checkpoint again"
 
-_BARE_NAME = re.compile(r"(?!\.{1,2}\Z)[^/\\\0\ud800-\udfff]+")  # of a file in the folder itself, in UTF-8
+_BARE_NAME = re.compile(r"(?!\.{1,2}\Z)[^/\\\0\ud800-\udfff]+")  # a file name without a folder, valid UTF-8
 _PICKLE_PATTERNS = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
-# Python takes forty times the bytes of a hostile JSON file. The index of a model of 100,000 tensors has 10 MiB; a
-# tokenizer's vocabulary is read by compiled code.
+# Parsing a hostile JSON file takes forty times its bytes. The index of a model with 100,000 tensors has 10 MiB;
+# compiled code parses a tokenizer's vocabulary.
 MAX_JSON_BYTES = 16 * 2**20
 MAX_VOCABULARY_BYTES = 40 * 2**20  # Gemma's has 33 MiB
-MAX_VALUES = 2**21  # of a file, lists and objects included; Gemma's merges and vocabulary are 1.8 million
+MAX_VALUES = 2**21  # per file, lists and objects included; Gemma's merges and vocabulary are 1.8 million
 VOCABULARIES = {"tokenizer.json", "vocab.json"}
-# Files of a tokenizer that are no JSON: hashed as a whole, as large as a vocabulary at most.
+# Tokenizer files in other formats than JSON, at most as large as a vocabulary.
 TOKENIZER_PATTERNS = ("tokenizer*", "*.model", "merges.txt", "*.jinja")
 
 
 def expand_user(path: str | Path) -> Path:
-    """The path with `~` replaced; unchanged where nobody has that home."""
+    """The path with `~` expanded; unchanged if there is no such home folder."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -41,10 +41,10 @@ def expand_user(path: str | Path) -> Path:
 
 
 def require_folder(folder: Path) -> Path:
-    """The folder itself. Raises CheckpointError: there is none, or a reader would wait for a file in it for ever."""
+    """Return the folder. Raises CheckpointError: it does not exist, or holds a pipe, a device or an oversized file."""
     try:
         if folder.is_dir():
-            # A link to nothing is reported where its file is needed.
+            # A broken link is reported when its file is needed.
             files = [path for path in folder.iterdir() if path.exists() and not path.is_dir()]
             odd = sorted(path.name for path in files if not path.is_file())
             if not odd:
@@ -62,7 +62,7 @@ def require_folder(folder: Path) -> Path:
 
 
 def _check_sizes(files: Iterable[Path]) -> None:
-    """Refuse JSON, and files of a tokenizer, larger than any model has. Raises CheckpointError."""
+    """Refuse JSON and tokenizer files that are larger than any model's. Raises CheckpointError."""
     for file in sorted(files):
         is_json, size = file.suffix == ".json", file.stat().st_size
         if not is_json and not any(file.match(pattern) for pattern in TOKENIZER_PATTERNS):
@@ -78,11 +78,11 @@ def _check_sizes(files: Iterable[Path]) -> None:
 
 
 def read_json(path: Path) -> Any:  # noqa: ANN401 - anything that JSON holds
-    """The JSON in a checkpoint's file, which is untrusted.
+    """Parse an untrusted JSON file of a checkpoint.
 
     Raises:
-        OSError: not there, not readable, or no regular file.
-        ValueError: no JSON, nested too deeply, or too large for what it is for.
+        OSError: missing, unreadable, or not a regular file.
+        ValueError: not JSON, nested too deeply, or above MAX_JSON_BYTES.
     """
     status = path.stat()
     if not S_ISREG(status.st_mode):
@@ -96,7 +96,7 @@ def read_json(path: Path) -> Any:  # noqa: ANN401 - anything that JSON holds
 
 
 def _read_index(folder: Path) -> dict[str, str]:
-    """Tensor name → shard name, a bare name of a file in the folder; empty where the checkpoint is one file."""
+    """Tensor name → file name of its shard; empty for a checkpoint of one file. Raises CheckpointError."""
     path = folder / INDEX
     if not path.is_file():
         return {}
@@ -114,7 +114,7 @@ def _read_index(folder: Path) -> dict[str, str]:
 
 
 def list_shards(folder: Path) -> list[Path]:
-    """The safetensors files that make up the checkpoint, whether or not each is there. Raises CheckpointError."""
+    """The checkpoint's safetensors files, present or not. Raises CheckpointError."""
     if (require_folder(folder) / INDEX).is_file():
         return [folder / shard for shard in sorted({*_read_index(folder).values()})]
     if (folder / SINGLE).is_file():
@@ -137,17 +137,17 @@ def missing_weights(place: Path | str, names: Iterable[str]) -> CheckpointError:
 
 @dataclass(frozen=True)
 class PackedEntry:
-    """One weight that bitsandbytes stored in 4 or 8 bits: as the model sees it, and the tensors it is stored in.
+    """One weight that bitsandbytes stored in 4 or 8 bits: its shape and number format, and its stored tensors.
 
-    4 bits: `X.weight` holds two weights a byte, row by row, in blocks with a scale each (`.absmax`, itself quantised
-    where there is `.nested_absmax`), decoded by `.quant_map`; the JSON bytes of `.quant_state.bitsandbytes__nf4` (or
-    fp4) give shape, number format and block size. 8 bits: `X.weight` is int8 and `X.SCB` holds the largest magnitude of
-    each row. Source: bitsandbytes.functional.QuantState.as_dict and bitsandbytes.nn.Linear8bitLt.
+    4 bits: `X.weight` packs two weights per byte, row by row. `.absmax` holds a scale per block (quantised if there is
+    `.nested_absmax`), and `.quant_map` the decoded values. The JSON bytes of `.quant_state.bitsandbytes__nf4` (or fp4)
+    give shape, number format and block size. 8 bits: `X.weight` is int8, `X.SCB` holds each row's largest magnitude.
+    Source: bitsandbytes.functional.QuantState.as_dict and bitsandbytes.nn.Linear8bitLt.
     """
 
     kind: str  # nf4, fp4 or int8
-    dtype: str  # of the weight once dequantised, as safetensors spells it
-    shape: tuple[int, ...]  # true shape, (out_features, in_features)
+    dtype: str  # after dequantisation, in safetensors' spelling
+    shape: tuple[int, ...]  # unpacked: (out_features, in_features)
     parts: Mapping[str, TensorEntry]  # "weight", "absmax", "quant_map" ... or "weight", "SCB"
 
 
@@ -155,7 +155,7 @@ Entry = TensorEntry | PackedEntry
 
 
 def read_checkpoint(folder: Path) -> dict[str, Entry]:
-    """Every tensor of the checkpoint. Raises the first CheckpointError."""
+    """All tensors of the checkpoint by name. Raises CheckpointError: the first of `check_shards`."""
     entries, errors = check_shards(folder)
     if errors:
         raise errors[0]
@@ -163,7 +163,10 @@ def read_checkpoint(folder: Path) -> dict[str, Entry]:
 
 
 def check_shards(folder: Path) -> tuple[dict[str, Entry], list[CheckpointError]]:
-    """Every tensor of the intact shards as the model sees it, by their headers, and an error for each damaged part."""
+    """Read all headers: tensors of the intact shards by name, and one error for each damaged part.
+
+    Packed weights are joined into one entry if all shards are intact.
+    """
     try:
         shards, index = list_shards(folder), _read_index(folder)
     except CheckpointError as error:
@@ -172,7 +175,7 @@ def check_shards(folder: Path) -> tuple[dict[str, Entry], list[CheckpointError]]
     errors = []
     there = [os.path.lexists(shard) for shard in shards]
     missing = [shard.name for shard, found in zip(shards, there, strict=True) if not found]
-    if len(missing) > 1:  # one error for all of them: an index may name any number
+    if len(missing) > 1:  # one error for all: an index may name any number of shards
         names = ", ".join(missing[:3]) + (" ..." if len(missing) > 3 else "")
         what = f"{len(missing):,} of {len(shards):,} shards are missing: {names}"
         errors.append(CheckpointError(what, where=str(folder), do=RESTORE))
@@ -279,7 +282,7 @@ def _read(entry: TensorEntry, weight: str) -> bytes:
 
 
 def _named_dtype(folder: Path) -> str:
-    """The number format to dequantise int8 weights to: config.json may name it, their file does not."""
+    """The number format after dequantisation of int8 weights: only config.json can name it; BF16 if it does not."""
     try:
         config = read_json(folder / "config.json")
         named = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")

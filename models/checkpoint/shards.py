@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint, read and written one at a time; fused ones are cut, those in 4 or 8 bits dequantised."""
+"""Read and write a checkpoint's tensors one at a time; split fused tensors, dequantise 4- and 8-bit weights."""
 
 import json
 from collections.abc import KeysView, Mapping
@@ -23,7 +23,7 @@ from models.source import read_config
 
 
 class ShardReader(EntryReader, AbstractContextManager["ShardReader"]):
-    """One open checkpoint: its configuration, and its tensors by the names that transformers gives them."""
+    """An open checkpoint: its configuration, and its tensors by transformers' names."""
 
     def __init__(self, source: Path) -> None:
         """Read and check all headers of a checkpoint folder, or of one safetensors file. Raises CheckpointError."""
@@ -41,26 +41,26 @@ class ShardReader(EntryReader, AbstractContextManager["ShardReader"]):
 
     @cached_property
     def family(self) -> DenseFamily:
-        """Of a dense checkpoint. Raises CheckpointError: it is not supported."""
+        """The dense family. Raises CheckpointError: it is not supported."""
         return dense_family(self.config)
 
     @property
     def names(self) -> KeysView[str]:
-        """Names of all tensors as they are stored, in the order of the shards."""
+        """Names of all stored tensors, in shard order."""
         return self._entries.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a stored tensor, of a quantised weight the true one."""
+        """Shape of a stored tensor; of a quantised weight, the unpacked shape."""
         return self._entry(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Number format of a stored tensor, of a quantised weight the one it is dequantised to."""
+        """Number format of a stored tensor; of a quantised weight, the format after dequantisation."""
         return TORCH_DTYPES[self._entry(name).dtype]
 
     def tensor(self, name: str) -> Tensor:
-        """A private copy on the CPU; gate, up, q, k and v are cut out of a fused tensor where they are stored so.
+        """Read a private copy to the CPU; gate, up, q, k and v are cut out of a fused tensor if needed.
 
-        Raises CheckpointError: there is none, or its file has changed; ConfigError: no bitsandbytes to decode it.
+        Raises CheckpointError: no such tensor, or its file has changed; ConfigError: it needs bitsandbytes.
         """
         whole = fused_name(name)
         if name not in self._entries and whole in self._entries:
@@ -75,7 +75,7 @@ class ShardReader(EntryReader, AbstractContextManager["ShardReader"]):
         count, part = self.shape(whole)[0], name.split(".")[-2]
         if part in {"gate_proj", "up_proj"}:
             return slice(0, count // 2) if part == "gate_proj" else slice(count // 2, count)
-        # As wide as what the output projection takes; k and v share the rest.
+        # q has as many rows as o_proj has inputs; k and v share the rest.
         queries = self.shape(whole.replace("qkv_proj", "o_proj"))[1]
         keys = (count - queries) // 2
         starts = {"q_proj": (0, queries), "k_proj": (queries, queries + keys), "v_proj": (queries + keys, count)}
@@ -88,9 +88,9 @@ class ShardReader(EntryReader, AbstractContextManager["ShardReader"]):
 
 
 def _dequantise(entry: PackedEntry, parts: Mapping[str, Tensor]) -> Tensor:
-    """The weight in its true shape and number format, from its tensors as stored.
+    """Decode the stored tensors of one weight.
 
-    Numerics: 4 bits exactly as bitsandbytes decodes them, in the format the weight had before; int8 in fp32, then
+    Numerics: 4 bits exactly as bitsandbytes decodes them, to the format before quantisation; int8 in fp32, then
         rounded once.
     """
     functional = import_bitsandbytes(f"a checkpoint stored in {entry.kind}").functional
@@ -100,7 +100,7 @@ def _dequantise(entry: PackedEntry, parts: Mapping[str, Tensor]) -> Tensor:
     else:
         described = {key: part for key, part in parts.items() if key != "weight"}
         state = functional.QuantState.from_dict(described, torch.device("cpu"))
-        # For distributed training, packed bytes may be stored under another format's name.
+        # Distributed training may store packed bytes under another dtype.
         plain = functional.dequantize_4bit(parts["weight"].view(torch.uint8).view(-1, 1), state)
     return plain.to(TORCH_DTYPES[entry.dtype])
 
@@ -109,13 +109,13 @@ _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 class ShardWriter(AbstractContextManager["ShardWriter"]):
-    """Collects tensors and writes a shard whenever one is full.
+    """Collects tensors and writes each full shard; as a context manager, closes on success, removes shards on failure.
 
-    Memory: one shard and one tensor. As a context manager it closes on success and leaves no checkpoint on failure.
+    Memory: one shard and one tensor.
     """
 
     def __init__(self, folder: Path, max_shard_bytes: int = 256 * 2**20) -> None:
-        """Create the folder; the shards carry temporary names until `close`."""
+        """Create the folder; shards have temporary names until `close`."""
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._max_shard_bytes = folder, max_shard_bytes
         self._pending: dict[str, Tensor] = {}
@@ -125,7 +125,7 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
         self._names: set[str] = set()
 
     def __exit__(self, kind: type[BaseException] | None, *_error: object) -> None:
-        """Close after success; after a failure remove what was written."""
+        """Close after success; after a failure remove the shards."""
         if kind is None:
             self.close()
             return
@@ -133,7 +133,7 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
             path.unlink(missing_ok=True)
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take a tensor of a new name; it must not change until the shard is written. Raises CheckpointError."""
+        """Add a tensor, which must not change until its shard is written. Raises CheckpointError: the name is taken."""
         if name in self._names:
             raise CheckpointError(f"tensor {name} was already written", where=str(self._folder))
         self._names.add(name)
@@ -141,14 +141,14 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
             self._flush()
         own = tensor.detach().cpu().contiguous()
         if own.data_ptr() in self._pointers:
-            # safetensors refuses one memory under two names.
+            # safetensors refuses two names for one memory.
             own = own.clone()
         self._pointers.add(own.data_ptr())
         self._pending[name] = own
         self._pending_bytes += own.nbytes
 
     def close(self) -> None:
-        """Write the last shard, give all shards their names, and write the index."""
+        """Write the last shard, give all shards their final names, and write the index."""
         self._flush()
         weight_map: dict[str, str] = {}
         count, total = len(self._shards), 0
@@ -163,7 +163,7 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
         sync(self._folder)
 
     def _flush(self) -> None:
-        """Write a shard and check it by its header."""
+        """Write the pending tensors as a shard and check its header."""
         if not self._pending:
             return
         path = self._folder / f"shard-{len(self._shards):05}.partial"

@@ -1,1 +1,1 @@
-"""MoE architectures that a carve is written as."""
+"""MoE architectures in which a carve can be written."""

@@ -1,7 +1,7 @@
 """The description of one MoE architecture, and the rules that follow from it: gates, their scale, and padding.
 
-With equal router logits every architecture gives its K chosen experts equal gates that sum to less than the dense FFN
-would weigh them. The inverse goes into the down projections or, where the architecture has a factor, into its config.
+At equal router logits an architecture's gates are equal and mostly below 1, but the dense FFN weighs every neuron by 1.
+So their inverse goes into config.json if the architecture has a factor there, else into the down projections.
 """
 
 import math
@@ -13,11 +13,11 @@ from models.config import MoEShape
 
 LAYER = "model.layers.{layer}."
 
-# Grouped matrix kernels want rows of 16 bytes: 8 numbers in half precision. llama.cpp quantises in blocks of 32 (other
-# tensors stay in 16 bits, and are slow), as vLLM on a CPU wants. Fused kernels of serving runtimes are at their fastest
-# from 128 on, llama.cpp's K-quants want 256.
+# Grouped matrix kernels need rows of 16 bytes, 8 half-precision numbers. llama.cpp quantises in blocks of 32 (tensors
+# of other widths stay in 16 bits and are slow), and vLLM on a CPU needs 32, too. Fused kernels of serving runtimes are
+# fastest from 128 on, llama.cpp's K-quants need 256.
 ALIGNMENT, BLOCK = 8, 32
-# Zero neurons cost bytes and time: so many, of the others, are added for whole blocks.
+# Zero neurons cost bytes and time: at most this share of the width is added to fill whole blocks.
 MOST_PADDING = 1 / 8
 
 
@@ -34,10 +34,10 @@ class GateScale:
 
 @dataclass(frozen=True)
 class ConfigInput:
-    """What a target makes its keys of config.json from."""
+    """Input of a target's `config_keys`."""
 
-    # config.json of the dense model: as it is for the project's own class; for others with its family's defaults and
-    # the position encoding in both spellings.
+    # config.json of the dense model: unchanged for TinyONN; for others with its family's defaults and the position
+    # encoding in the spellings of transformers 4 and 5.
     dense: Mapping[str, Any]
     shape: MoEShape
     width: int  # of an expert on disk
@@ -48,17 +48,17 @@ class ConfigInput:
 
 @dataclass(frozen=True)
 class MoETarget:
-    """One MoE architecture. Names of tensors hold `{layer}`, `{expert}` and `{part}`."""
+    """One MoE architecture. Names of tensors contain `{layer}`, `{expert}` and `{part}`."""
 
     model_type: str
     architecture: str
     # Dense families whose attention it can express → rank among their targets; `auto` takes the lowest that fits.
     sources: Mapping[str, int]
-    # Its keys of config.json in addition to those of all architectures; all keys of the project's own class.
+    # Its keys of config.json in addition to those of all architectures; for TinyONN, all keys.
     config_keys: Callable[[ConfigInput], dict[str, Any]]
     runtimes: tuple[str, ...] = ()  # serving runtimes that know the architecture by name
     runtime_note: str = ""  # one more line of the model card
-    # llama.cpp gives it as many key heads as query heads, and does not read their number in config.json.
+    # llama.cpp assumes as many key heads as query heads, and ignores their number in config.json.
     llama_cpp_equal_heads: bool = False
 
     router: str = LAYER + "mlp.gate.weight"
@@ -68,14 +68,14 @@ class MoETarget:
     packed_pool: tuple[str, str] | None = None  # the same for one pool of experts that all layers share
     shared: str | None = None  # the FFN of the always-on neurons
     packed_shared: tuple[str, str] | None = None  # the same as (2S, D) and (D, S)
-    shared_router: str | None = None  # its gate σ(g·x)
+    shared_router: str | None = None  # row g of its gate σ(g·x)
     selection_bias: str | None = None
 
-    scoring: str = "softmax"  # of router logits; or sigmoid
+    scoring: str = "softmax"  # of router logits: softmax or sigmoid
     normalised: Callable[[MoEShape], bool] = field(default=lambda _shape: True)  # the K chosen gates sum to 1
     norm_key: bool = True  # config.json has norm_topk_prob
-    factor_key: bool = False  # config.json has routed_scaling_factor, and the scale goes there
-    selection_bias_scale: float = 1.0  # of a bias that is added to logits, where the architecture adds it elsewhere
+    factor_key: bool = False  # config.json has routed_scaling_factor, which takes the scale
+    selection_bias_scale: float = 1.0  # converts a bias on the logits to one where the architecture adds it
     least_experts: int = 1
 
     # Which layers may keep a dense FFN: none, the first ones, or any.
@@ -88,20 +88,19 @@ class MoETarget:
     layer_windows: bool = False  # a window in some layers
     head_dim: bool = True  # heads may be wider or narrower than hidden_size / heads
     partial_rotation: bool = False  # part of each head may be rotated
-    # The project's own class: the source's decoder as it is, with its own weight names and tied or untied head.
+    # TinyONN, the project's own class: the dense family's decoder, weight names, and tied or untied head.
     own: bool = False
 
     @property
     def has_shared(self) -> bool:
-        """Whether it can keep neurons that every token passes."""
+        """Whether it has an FFN for always-on neurons."""
         return bool(self.shared or self.packed_shared)
 
     def served_by(self, shape: MoEShape, activation: str) -> tuple[str, ...]:
-        """The runtimes that run it.
+        """The serving runtimes that compute this shape correctly.
 
-        Only transformers runs experts that all layers share. vLLM 0.32 does not know the project's own class by
-        name, and computes its experts with SiLU, also where the model's activation is another. llama.cpp wants experts
-        in every layer after the first dense ones, and in all layers of architectures without such.
+        Only transformers runs a global pool. vLLM 0.32 computes TinyONN's experts with SiLU, even if the model's
+        activation is another. llama.cpp has dense layers only in architectures that put them before all others.
         """
         if shape.pooled or (self.own and activation != "silu"):
             return ()
@@ -109,7 +108,7 @@ class MoETarget:
         return tuple(runtime for runtime in self.runtimes if runtime not in without)
 
     def ffn(self, layer: int, expert: int) -> tuple[str, ...]:
-        """Names of an expert's gate, up and down."""
+        """Names of one expert's gate, up and down."""
         return tuple(self.experts.format(layer=layer, expert=expert, part=part) for part in self.parts)
 
     def shared_ffn(self, layer: int) -> tuple[str, ...]:
@@ -119,15 +118,14 @@ class MoETarget:
 
 
 def several_chosen(shape: MoEShape) -> bool:
-    """When to renormalise gates: over one chosen expert they are always 1, and no router learns."""
+    """Renormalise gates only if K > 1: one renormalised gate is always 1 and gives its router no gradient."""
     return shape.top_k > 1
 
 
 def gate_scale_of(target: MoETarget, shape: MoEShape) -> GateScale:
-    """The scale of one target: with equal router logits the chosen experts weigh 1 each, the always-on neurons 1.
+    """The scales with which, at equal router logits, every chosen expert and the always-on neurons have weight 1.
 
-    Numerics: exact in every number format when `down_scale` is a power of two; else products are made in fp32 and
-    rounded once.
+    Numerics: exact in every number format if `down_scale` is a power of two; else scaled in fp32 and rounded once.
     """
     normalised = target.normalised(shape)
     unscaled = shape.experts if target.scoring == "softmax" else 2  # 1/E, or σ(0) = ½
@@ -142,7 +140,7 @@ def gate_scale_of(target: MoETarget, shape: MoEShape) -> GateScale:
 
 
 def gate_kind(target: MoETarget, shape: MoEShape) -> str:
-    """How the target turns logits into gates: a value of `models.routing.GateKind`, which loads torch."""
+    """How the target turns logits into gates: a value of `models.routing.GateKind`, whose import would load torch."""
     if target.normalised(shape):
         return f"{target.scoring}_of_chosen"
     return "sigmoid" if target.scoring == "sigmoid" else "softmax_of_all"
@@ -154,15 +152,12 @@ def is_power_of_two(number: float) -> bool:
 
 
 def expert_width(shape: MoEShape, pad_to: int | None = None) -> int:
-    """Neurons of an expert on disk: N, rounded up to a multiple of `pad_to`.
-
-    None: of 32 where that adds at most an eighth, else of 8.
-    """
+    """Neurons of an expert on disk: N rounded up to a multiple of `pad_to`; None: 32 if that adds <= 1/8, or 8."""
     return _padded(shape.n, pad_to)
 
 
 def shared_width(target: MoETarget, shape: MoEShape, pad_to: int | None = None) -> int:
-    """Neurons of the always-on FFN on disk; 0 where the architecture has none, or can leave it out."""
+    """Neurons of the always-on FFN on disk; 0 if the architecture has none, or there are none and it may be absent."""
     if not target.has_shared:
         return 0
     neurons = max(1, shape.always_on) if target.always_has_shared else shape.always_on

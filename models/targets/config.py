@@ -1,4 +1,4 @@
-"""The MoE targets of this folder: the choice among them, their config.json, and how many parameters that makes."""
+"""The MoE targets of this folder: selection, checks, config.json, and parameter counts."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ MOE_TARGETS: dict[str, MoETarget] = {target.model_type: target for target in _di
 
 
 def targets_of(source_model_type: str, always_on: int) -> list[MoETarget]:
-    """The targets that can hold a family's attention and this many always-on neurons, best first."""
+    """The targets that can hold a family's attention and this many always-on neurons, lowest rank first."""
     able = [
         target
         for target in MOE_TARGETS.values()
@@ -35,9 +35,9 @@ def targets_of(source_model_type: str, always_on: int) -> list[MoETarget]:
 
 
 def select_target(source_model_type: str, requested: str, always_on: int, *, pooled: bool = False) -> MoETarget:
-    """The architecture that a carve becomes: one of MOE_TARGETS by name, or auto, the first of `targets_of`.
+    """Select the target architecture: one of MOE_TARGETS by name, or with `auto` the first of `targets_of`.
 
-    Where all layers share their experts, `auto` takes a target that can say so, and `check_target` refuses others.
+    For a global pool, `auto` takes a target that supports it, and `check_target` refuses others.
     Raises ConfigError: unknown name, or a target that cannot express this source or always-on neurons.
     """
     able = targets_of(source_model_type, always_on)
@@ -56,7 +56,7 @@ def select_target(source_model_type: str, requested: str, always_on: int, *, poo
 
 
 def check_target(config: Mapping[str, Any], target: MoETarget, shape: MoEShape) -> list[ConfigError]:
-    """Features of a source, by its config.json, and of a shape that the target lacks and `select_target` let pass."""
+    """Errors for features of the source's config.json and of the shape that the selected target lacks."""
     family = DENSE_FAMILIES[str(config["model_type"])]
     source = {**family.defaults, **config}
     problems = list(_problems(source, target, shape))
@@ -68,7 +68,7 @@ def check_target(config: Mapping[str, Any], target: MoETarget, shape: MoEShape) 
 
 
 def _problems(source: Mapping[str, Any], target: MoETarget, shape: MoEShape) -> Iterator[tuple[str, str]]:
-    """The missing features, each with the setting that asks for it."""
+    """Yield each missing feature and the setting that needs it."""
     name, head_dim = target.model_type, source.get("head_dim")
     derived_head_dim = int(source["hidden_size"]) // int(source["num_attention_heads"])
     rope = source.get("rope_parameters") or {}
@@ -125,9 +125,9 @@ _CARRIED_OR_DEFAULT = {
 def emit_config(
     source: Mapping[str, Any], target: MoETarget, shape: MoEShape, dtype: str, pad_to: int | None = None
 ) -> dict[str, Any]:
-    """The MoE's config.json, from that of the dense checkpoint, of either transformers generation.
+    """The MoE's config.json, from the dense checkpoint's, which transformers 4 or 5 wrote.
 
-    `dtype` is float32, bfloat16 or float16; `pad_to` as of `expert_width`.
+    `dtype` is float32, bfloat16 or float16; `pad_to`: see `expert_width`.
     """
     gate_scale = gate_scale_of(target, shape)
     width, shared = expert_width(shape, pad_to), shared_width(target, shape, pad_to)
@@ -138,8 +138,8 @@ def emit_config(
     rope = _rope(dense)
     config = _common_keys(dense, target, shape, dtype) | rope
     if not target.selection_bias:
-        # An architecture with a selection bias has no balancing loss, and trainers would ask for it if the key were
-        # there. TRL adds the loss if its weight is not 0; the routers of a carve were not fitted to even load.
+        # Architectures with a selection bias have no balancing loss, and trainers would request it if the keys were
+        # present. The weight is 0, else TRL adds the loss: a carve's routers are not fitted to even load.
         config |= {"output_router_logits": False, "router_aux_loss_coef": 0.0}
     if "transformers_version" in dense:
         # Tokenizer fixes of transformers depend on the version that wrote the checkpoint.
@@ -170,16 +170,16 @@ def _common_keys(dense: Mapping[str, Any], target: MoETarget, shape: MoEShape, d
 
 
 def source_dtype(source: Mapping[str, Any]) -> str | None:
-    """Number format that config.json names, if any."""
+    """The number format named in config.json, if any."""
     named = source.get("dtype") or source.get("torch_dtype")
     return None if named is None else str(named).removeprefix("torch.")
 
 
 def _rope(dense: Mapping[str, Any]) -> dict[str, Any]:
-    """Position encoding in the spelling of both generations."""
+    """The position encoding in the spellings of transformers 4 and 5."""
     stored = dict(dense.get("rope_parameters") or dense.get("rope_scaling") or {})
     theta = stored.pop("rope_theta", None) or dense.get("rope_theta") or _DEFAULT_THETA
-    # Sources that rotate part of each head are refused, so it is 1.
+    # Sources that rotate part of each head are refused, so the factor is 1.
     stored.pop("partial_rotary_factor", None)
     kind = stored.pop("type", "default")
     # "su" is the name in early Phi-3 checkpoints.
@@ -187,9 +187,9 @@ def _rope(dense: Mapping[str, Any]) -> dict[str, Any]:
     beside = {}
     if scaling["rope_type"] == "longrope":
         original = stored.get("original_max_position_embeddings") or dense["original_max_position_embeddings"]
-        # transformers 4 reads it outside of the scaling, transformers 5 within.
+        # transformers 4 reads it outside of the scaling, transformers 5 inside.
         beside = {"original_max_position_embeddings": original}
-        # Phi3's own class knows the factor from the two lengths; the others warn if it is missing.
+        # Phi3's own class computes the factor from the two lengths; the others warn if it is missing.
         scaling = {"factor": dense["max_position_embeddings"] / original, **scaling, **beside}
     return {
         "rope_theta": theta,
@@ -208,7 +208,7 @@ class ParameterCount:
 
 
 def count_dense(source: Mapping[str, Any]) -> ParameterCount:
-    """Count a dense model's parameters by its config.json; a tied output embedding is not counted twice."""
+    """Count a dense model's parameters by its config.json; a tied embedding counts once."""
     ffn = 3 * int(source["hidden_size"]) * int(source["intermediate_size"])
     total = _count_kept(source, tied=keeps_tied(source)) + int(source["num_hidden_layers"]) * ffn
     return ParameterCount(total, total)
@@ -219,8 +219,8 @@ def count_carved(
 ) -> ParameterCount:
     """Count the parameters that `emit_checkpoint` writes, the zero neurons of padding included.
 
-    Among the active parameters, shared experts of a pool count once in every layer. Selection biases are buffers.
-    `source` is config.json of the dense checkpoint.
+    A pool's K active experts count in every layer. Selection biases are buffers and do not count. `source` is the dense
+    checkpoint's config.json.
     """
     hidden, layers = int(source["hidden_size"]), int(source["num_hidden_layers"])
     expert = 3 * hidden * expert_width(shape, pad_to)
@@ -234,7 +234,7 @@ def count_carved(
 
 
 def _count_kept(source: Mapping[str, Any], *, tied: bool) -> int:
-    """Embeddings, attention and norms."""
+    """Parameters of embeddings, attention and norms."""
     family = DENSE_FAMILIES[str(source["model_type"])]
     hidden = int(source["hidden_size"])
     layer = sum(prod(shape) for shape in family.kept_shapes(source).values())

@@ -7,7 +7,7 @@ from models.targets.base import LAYER, ConfigInput, MoETarget, several_chosen
 
 def _config_keys(given: ConfigInput) -> dict[str, Any]:
     dense, layers = given.dense, range(int(given.dense["num_hidden_layers"]))
-    # Qwen3 reads a window only where `use_sliding_window` says so, dots.llm1 wherever there is one.
+    # Qwen3 uses its window only with `use_sliding_window`, dots.llm1 always.
     window = dense.get("sliding_window", 4096) if dense.get("use_sliding_window") else None
     first = int(dense.get("max_window_layers", 28)) if window is not None else len(layers)
     kinds = ["sliding_attention" if layer >= first else "full_attention" for layer in layers]
@@ -22,7 +22,7 @@ def _config_keys(given: ConfigInput) -> dict[str, Any]:
         "first_k_dense_replace": len(given.shape.dense_layers),
         "moe_layer_freq": 1,
         "scoring_func": "sigmoid",
-        # vLLM multiplies the shared experts by it as well, so the scale is in the down projections.
+        # vLLM also multiplies the shared experts by it, so the scale goes into the down projections.
         "routed_scaling_factor": 1.0,
         "attention_bias": bool(dense.get("attention_bias")),
         "sliding_window": window,
@@ -46,7 +46,7 @@ TARGETS = (
         always_has_shared=True,
         shared_as_experts=True,
         selection_bias=LAYER + "mlp.gate.e_score_correction_bias",
-        selection_bias_scale=0.25,  # it chooses by σ(z) + bias, and σ(z) = ½ + z/4 for the small logits of equal gates
+        selection_bias_scale=0.25,  # it chooses by σ(z) + bias, and σ(z) ≈ ½ + z/4 for small logits z
         scoring="sigmoid",
         normalised=several_chosen,
         least_experts=2,

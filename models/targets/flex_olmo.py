@@ -1,4 +1,4 @@
-"""FlexOlmo: OLMo 2's attention with norms after each part, no always-on neurons."""
+"""FlexOlmo: OLMo 2's attention, norms after attention and FFN, no always-on neurons."""
 
 from models.targets.base import MoETarget, is_power_of_two
 

@@ -17,7 +17,7 @@ TARGETS = (
             "num_nextn_predict_layers": 0,
             "attention_bias": given.dense["model_type"] == "qwen2",
             "use_qk_norm": given.dense["model_type"] == "qwen3",
-            # Without this key the architecture rotates half of each head, at both levels.
+            # The architecture rotates half of each head if this key is missing, so it is at both levels.
             "partial_rotary_factor": 1.0,
             "rope_parameters": given.dense["rope_parameters"] | {"partial_rotary_factor": 1.0},
         },
@@ -29,7 +29,7 @@ TARGETS = (
         always_has_shared=True,
         shared_as_experts=True,  # config.json counts shared experts, each as wide as a routed one
         selection_bias=LAYER + "mlp.gate.e_score_correction_bias",
-        selection_bias_scale=0.25,  # it chooses by σ(z) + bias, and σ(z) = ½ + z/4 for the small logits of equal gates
+        selection_bias_scale=0.25,  # it chooses by σ(z) + bias, and σ(z) ≈ ½ + z/4 for small logits z
         scoring="sigmoid",
         normalised=several_chosen,
         factor_key=True,

@@ -12,7 +12,7 @@ def _config_keys(given: ConfigInput) -> dict[str, Any]:
     return {
         "intermediate_size": given.width,
         "num_local_experts": given.shape.experts,
-        # granitemoe has none and ignores it.
+        # granitemoe has no shared expert and ignores this key.
         "shared_intermediate_size": given.shared,
         "attention_bias": bool(given.dense.get("attention_bias")),
         **{name: given.dense.get(name, 1.0) for name in _MULTIPLIERS},

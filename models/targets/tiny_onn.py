@@ -1,4 +1,4 @@
-"""TinyONN, the project's own class: any dense family's decoder as it is, and experts that all layers may share."""
+"""TinyONN, the project's own class: any dense family's decoder, unchanged, with experts that all layers may share."""
 
 import shutil
 from collections.abc import Mapping
@@ -9,14 +9,14 @@ import models.tiny_onn
 from models.dense import DENSE_FAMILIES, activation_of, keeps_tied
 from models.targets.base import LAYER, ConfigInput, MoETarget, several_chosen
 
-# About the dense checkpoint's files, not about the model.
+# Keys about the dense checkpoint's files, not about the model.
 _NOT_CARRIED = frozenset({"_name_or_path", "auto_map", "dtype", "quantization_config", "torch_dtype"})
 
 
 def _config_keys(given: ConfigInput) -> dict[str, Any]:
     source, gate_scale, tied = given.dense, given.gate_scale, keeps_tied(given.dense)
-    # vLLM asks for AutoModel, and is to refuse what it would compute wrongly. Nor of a pool: transformers 4 would load
-    # its decoder without the experts, which stand beside it.
+    # vLLM needs the AutoModel entry; without it vLLM refuses the model, as it should for activations that it would
+    # compute wrongly. A pool has no entry either: transformers 4 would load its decoder without the shared experts.
     plain = not given.shape.pooled and activation_of(source) == "silu"
     decoder = {"AutoModel": "modeling_tiny_onn.TinyONNModel"} if plain else {}
     dense = {key: value for key, value in source.items() if key not in _NOT_CARRIED}
@@ -43,7 +43,7 @@ def _config_keys(given: ConfigInput) -> dict[str, Any]:
         "torch_dtype": given.dtype,
         "dtype": given.dtype,
         **{key: source[key] for key in ("transformers_version",) if key in source},
-        # The decoder is built from it.
+        # Configuration of the decoder.
         "dense": _legacy_rope(dense | {"tie_word_embeddings": tied}),
     }
 
@@ -52,9 +52,9 @@ _BESIDE_SCALING = ("rope_theta", "partial_rotary_factor", "original_max_position
 
 
 def _legacy_rope(dense: Mapping[str, Any]) -> dict[str, Any]:
-    """Phi-3's position encoding as its hub checkpoints spell it, which both generations of transformers read.
+    """Spell Phi-3's position encoding as its hub checkpoints do, which transformers 4 and 5 read.
 
-    transformers 4 takes no other keys in its scaling, and does not look for the rotated share of a head within it.
+    transformers 4 accepts no other keys in rope_scaling, and does not read partial_rotary_factor there.
     """
     stored = dense.get("rope_parameters")
     if dense["model_type"] != "phi3" or not stored:
@@ -88,7 +88,7 @@ TARGETS = (
         shared=LAYER + "mlp.shared_experts.{part}.weight",
         selection_bias=LAYER + "mlp.gate.e_score_correction_bias",
         dense_layers="any",
-        scoring="sigmoid",  # for logits of a size that suits training, sigmoids differ least between experts
+        scoring="sigmoid",  # for logits of a size that suits training, sigmoid gates differ least between experts
         normalised=several_chosen,
         factor_key=True,
         output_bias=True,

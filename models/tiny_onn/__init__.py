@@ -1,1 +1,1 @@
-"""TinyONN: any dense decoder with a sparse FFN in every layer, for what no native architecture can express."""
+"""TinyONN: any dense decoder with sparse FFNs, for carves that no architecture of transformers can express."""

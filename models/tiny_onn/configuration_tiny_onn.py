@@ -1,6 +1,6 @@
-"""Configuration of TinyONN: the dense model's own, and what its FFNs became.
+"""Configuration of TinyONN: that of the dense model, and that of the sparse FFNs.
 
-This file goes into the checkpoint's folder: it needs nothing but transformers, 4.57 or later.
+This file is copied into the checkpoint's folder: it needs only transformers, 4.57 or later.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from transformers import AutoConfig, PretrainedConfig
 TOPOLOGIES = ("per_layer", "global_pool")
 SCORINGS = ("softmax", "sigmoid")
 
-# Kept once, in `dense`; generate(), Trainer and resize_token_embeddings() look for them at the top.
+# Stored in `dense`; generate(), Trainer and resize_token_embeddings() look for them at the top level.
 _SHARED = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "max_position_embeddings", "layer_types", "sliding_window", "initializer_range", "tie_word_embeddings", "use_cache",
@@ -43,22 +43,22 @@ class TinyONNConfig(PretrainedConfig):  # type: ignore[misc]  # transformers is 
         output_router_logits: bool = False,
         **kwargs: Any,  # noqa: ANN401 - the other keys of config.json
     ) -> None:
-        """Say how the FFNs are made.
+        """Set the configuration of the dense model and of the sparse FFNs.
 
         Args:
-            dense: config.json of the dense model, of either transformers generation; None is a small Llama.
+            dense: config.json of the dense model, by transformers 4 or 5; None: transformers' default Llama.
             num_experts: E.
             num_experts_per_tok: K.
-            moe_intermediate_size: N, the width of an expert; grouped kernels want a multiple of 8.
-            shared_intermediate_size: S, the width of the FFN that every token passes; 0: there is none.
-            routed_scaling_factor: gates are multiplied by it.
-            norm_topk_prob: the K chosen gates sum to 1 before they are multiplied.
-            scoring: gates are the softmax or the sigmoid of the router's logits.
+            moe_intermediate_size: N, the width of an expert; grouped kernels need a multiple of 8.
+            shared_intermediate_size: S, the width of the shared FFN that every token passes; 0: there is none.
+            routed_scaling_factor: factor of the gates.
+            norm_topk_prob: the K chosen gates are normalised to a sum of 1 before the factor.
+            scoring: softmax or sigmoid, which turns router logits into gates.
             topology: per_layer, E experts in every layer; or global_pool, E experts in all, shared by every layer.
             dense_layers: numbers of the layers that keep the dense model's FFN.
             router_aux_loss_coef: weight of the load balancing loss.
-            output_router_logits: return them, and add that loss to the loss.
-            kwargs: keys of `dense` that are to be something else, and what transformers keeps in every config.json.
+            output_router_logits: return router logits, and add the load balancing loss to the loss.
+            kwargs: values that replace those in `dense`, and keys that transformers writes to every config.json.
 
         Raises:
             ValueError: an unknown scoring or topology, or K is not in 1 ... E.
@@ -84,7 +84,7 @@ class TinyONNConfig(PretrainedConfig):  # type: ignore[misc]  # transformers is 
         super().__init__(**self._shared() | kwargs)
 
     def to_dict(self) -> dict[str, Any]:
-        """As config.json has it: with the shared keys at the top, too."""
+        """The contents of config.json, with the keys of `dense` in _SHARED also at the top level."""
         described: dict[str, Any] = super().to_dict()
         return described | self._shared()
 
@@ -93,7 +93,7 @@ class TinyONNConfig(PretrainedConfig):  # type: ignore[misc]  # transformers is 
 
 
 def _share(key: str) -> property:
-    """An attribute that lives in `dense`."""
+    """A property that reads and writes this attribute of `dense`."""
 
     def read(self: TinyONNConfig) -> Any:  # noqa: ANN401
         return getattr(self.dense, key)
@@ -116,7 +116,7 @@ def _dense_config(stored: Mapping[str, Any]) -> PretrainedConfig:
 
 
 def _rope_of_version_4(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Position encoding in the keys of transformers 4, which does not read `rope_parameters` and would not say so."""
+    """Position encoding in the keys of transformers 4, which silently ignores `rope_parameters`."""
     if not rope:
         return {}
     if "full_attention" not in rope:

@@ -1,6 +1,6 @@
-"""TinyONN: a dense family's own decoder, by transformers' own code, with a sparse FFN in every layer.
+"""TinyONN: a dense family's decoder, by transformers' own code, with sparse FFNs.
 
-This file goes into the checkpoint's folder: it needs nothing but torch and transformers, 4.57 or later.
+This file is copied into the checkpoint's folder: it needs only torch and transformers, 4.57 or later.
 """
 
 from collections.abc import Iterator
@@ -17,14 +17,14 @@ from .configuration_tiny_onn import TinyONNConfig
 from .sparse_ffn import TinyONNExperts, TinyONNRouter, TinyONNSparseFFN, score_logits
 
 try:
-    # Knows which parameters a checkpoint has filled.
+    # Does not overwrite parameters that a checkpoint has filled.
     from transformers import initialization as init
 except ImportError:  # transformers 4
     from torch.nn import init
 
 
 class TinyONNPreTrainedModel(PreTrainedModel):  # type: ignore[misc]  # transformers is not typed
-    """A dense family's decoder with sparse FFNs. `_dense` is the family's own model, made of the same modules."""
+    """A dense family's decoder with sparse FFNs. `_dense` is the family's own model, which shares all modules."""
 
     config_class = TinyONNConfig
     base_model_prefix = "model"
@@ -36,10 +36,10 @@ class TinyONNPreTrainedModel(PreTrainedModel):  # type: ignore[misc]  # transfor
     _skip_keys_device_placement = ("past_key_values",)
 
     def __init__(self, config: TinyONNConfig) -> None:
-        """Make the dense model, and put sparse FFNs in the place of its own."""
+        """Build the dense model and replace its FFNs by sparse ones."""
         attention = config._attn_implementation
         if attention is None and getattr(config.dense, "attn_logit_softcapping", None):
-            # transformers 4 would take sdpa, which leaves the cap out.
+            # transformers 4 would choose sdpa, which ignores the cap.
             attention = "eager"
         super().__init__(config)
         if attention is not None:
@@ -51,12 +51,12 @@ class TinyONNPreTrainedModel(PreTrainedModel):  # type: ignore[misc]  # transfor
         for name, module in dense.named_children():
             self.add_module(name, module)
         self._install_experts()
-        # The dense model shares this model's modules, also those that replace them later. It is not one of
-        # them itself, so it is neither saved nor counted.
+        # The dense model shares this model's modules, also after one is replaced. It is no submodule itself, so it is
+        # neither saved nor counted.
         dense._modules = self._modules
         object.__setattr__(self, "_dense", dense)
         self.post_init()
-        # Only now: transformers 4 refuses to hear of a buffer before.
+        # After post_init, which in transformers 4 refuses the name of a buffer.
         kept: set[str] = set(self._keep_in_fp32_modules_strict or ())  # type: ignore[has-type]
         self._keep_in_fp32_modules_strict = kept | {"e_score_correction_bias"}
 
@@ -74,8 +74,8 @@ class TinyONNPreTrainedModel(PreTrainedModel):  # type: ignore[misc]  # transfor
         return [layer for index, layer in enumerate(self._layers()) if index not in self.config.dense_layers]
 
     def initialize_weights(self) -> None:
-        """Fill what no checkpoint has filled."""
-        # First those that the decoder's own rules would pass over.
+        """Initialise parameters that no checkpoint has filled."""
+        # First routers and experts, which the decoder's own rules would skip.
         for module in self.modules():
             if isinstance(module, TinyONNRouter | TinyONNExperts):
                 self._initialize_weights(module)
@@ -83,7 +83,7 @@ class TinyONNPreTrainedModel(PreTrainedModel):  # type: ignore[misc]  # transfor
 
     def _init_weights(self, module: nn.Module) -> None:
         if not isinstance(module, TinyONNRouter | TinyONNExperts):
-            # The family knows more than its weights: Gemma scales embeddings by a buffer that no checkpoint holds.
+            # A family also sets buffers that no checkpoint holds, such as Gemma's scale of embeddings.
             self._dense._init_weights(module)
             return
         for parameter in module.parameters(recurse=False):
@@ -93,16 +93,16 @@ class TinyONNPreTrainedModel(PreTrainedModel):  # type: ignore[misc]  # transfor
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        # transformers 5 looks for its decorator in this file; it stands in sparse_ffn.py.
+        # transformers 5 looks for its decorator in this file, but it is used in sparse_ffn.py.
         return True
 
 
 class TinyONNModel(TinyONNPreTrainedModel):
-    """The decoder without the output head: what AutoModel loads, and vLLM builds upon."""
+    """The decoder without the output head, for AutoModel and vLLM."""
 
     _family = MODEL_MAPPING
 
-    # vLLM looks for these names.
+    # vLLM looks for these parameter names.
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -112,7 +112,7 @@ class TinyONNModel(TinyONNPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         **kwargs: Any,  # noqa: ANN401 - as the family's decoder takes them
     ) -> BaseModelOutputWithPast:
-        """``(B, S, D)`` hidden states after the last layer, from what the family's decoder takes."""
+        """``(B, S, D)`` hidden states after the last layer; the arguments are those of the family's decoder."""
         outputs: BaseModelOutputWithPast = self._dense(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -125,7 +125,7 @@ class TinyONNModel(TinyONNPreTrainedModel):
 
 
 class TinyONNForCausalLM(TinyONNPreTrainedModel, GenerationMixin):  # type: ignore[misc]  # transformers is not typed
-    """A language model of any dense family, with experts."""
+    """A causal language model of any dense family, with experts."""
 
     _family = MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -143,10 +143,10 @@ class TinyONNForCausalLM(TinyONNPreTrainedModel, GenerationMixin):  # type: igno
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,  # noqa: ANN401 - as the dense family takes them
     ) -> MoeCausalLMOutputWithPast:
-        """Next-token logits, as the dense family computes them, from what the dense family takes.
+        """Next-token logits; arguments and outputs are the dense family's.
 
-        With `output_router_logits` (None: as the configuration says) there are each layer's ``(T, E)`` router logits,
-        too, and the load balancing loss, which is added to the loss.
+        `output_router_logits` (None: as in the configuration) adds each layer's ``(T, E)`` router logits and the load
+        balancing loss to the outputs, and that loss to the loss.
         """
         wanted = self.config.output_router_logits if output_router_logits is None else output_router_logits
         with self._watch_routers(enabled=wanted) as routed:
@@ -188,7 +188,7 @@ class TinyONNForCausalLM(TinyONNPreTrainedModel, GenerationMixin):  # type: igno
 
     @contextmanager
     def _watch_routers(self, *, enabled: bool) -> Iterator[list[tuple[Tensor, Tensor, Tensor]]]:
-        """Gathers what every router returns, in layer order."""
+        """Collect the outputs of every router, in layer order."""
         routed: list[tuple[Tensor, Tensor, Tensor]] = []
         gates = [layer.mlp.gate for layer in self._sparse_layers()] if enabled else []
         hooks = [gate.register_forward_hook(lambda _gate, _inputs, output: routed.append(output)) for gate in gates]
@@ -199,13 +199,13 @@ class TinyONNForCausalLM(TinyONNPreTrainedModel, GenerationMixin):  # type: igno
                 hook.remove()
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # noqa: ANN401
-        """The dense family's own way."""
+        """Prepare inputs as the dense family does."""
         inputs: dict[str, Any] = self._dense.prepare_inputs_for_generation(*args, **kwargs)
         return inputs
 
 
 def _activation(ffn: Any) -> nn.Module:  # noqa: ANN401 - a family's own class
-    """What families call act_fn, or activation_fn."""
+    """The activation, which families call act_fn or activation_fn."""
     activation: nn.Module = ffn.act_fn if hasattr(ffn, "act_fn") else ffn.activation_fn
     return activation
 
@@ -219,11 +219,11 @@ def measure_imbalance(
         logits: ``(T, E)`` by layer.
         chosen: ``(T, K)`` by layer.
         scoring: softmax or sigmoid.
-        pooled: all layers share the experts, so that the load is that of all layers together; else each layer is to
-            be balanced by itself, and the loss is the mean over layers.
-        attention_mask: ``(B, S)``, B·S = T; tokens where it is 0 count nothing. Other masks are ignored.
+        pooled: all layers share the experts: the load is counted over all layers together. Else the loss is the mean
+            over layers.
+        attention_mask: ``(B, S)``, B·S = T; tokens where it is 0 do not count. Masks of other shapes are ignored.
     Returns:
-        A scalar: K when all is even, up to E when one set of K experts gets every token.
+        A scalar: K for an even load, up to E if the same K experts get every token.
     Source: Switch Transformers, arXiv:2101.03961 eq. 4; differs: top K, and by layer.
     """
     layers_LTE = torch.stack([layer.to(logits[0].device) for layer in logits])

@@ -1,4 +1,4 @@
-"""Makes transformers know TinyONN: import this, and `from_pretrained` loads it without remote code."""
+"""Register TinyONN with transformers: after this import `from_pretrained` loads it without remote code."""
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
@@ -8,7 +8,7 @@ from models.tiny_onn.modeling_tiny_onn import TinyONNForCausalLM, TinyONNModel
 AutoConfig.register(TinyONNConfig.model_type, TinyONNConfig, exist_ok=True)
 AutoModel.register(TinyONNConfig, TinyONNModel, exist_ok=True)
 AutoModelForCausalLM.register(TinyONNConfig, TinyONNForCausalLM, exist_ok=True)
-# save_pretrained puts the code beside the weights.
+# save_pretrained then copies the code to the weights' folder.
 TinyONNConfig.register_for_auto_class()
 TinyONNModel.register_for_auto_class("AutoModel")
 TinyONNForCausalLM.register_for_auto_class("AutoModelForCausalLM")

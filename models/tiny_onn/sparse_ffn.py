@@ -1,6 +1,6 @@
-"""The sparse FFN of one layer: a router, its experts, and the FFN that every token passes.
+"""The sparse FFN of one layer: a router, its experts, and the shared FFN that every token passes.
 
-This file goes into the checkpoint's folder: it needs nothing but torch and transformers, 4.57 or later.
+This file is copied into the checkpoint's folder: it needs only torch and transformers, 4.57 or later.
 Shapes: T tokens, D hidden size, E experts, N neurons per expert, K experts per token, S always-on neurons.
 """
 
@@ -17,12 +17,12 @@ try:
 except ImportError:  # transformers 4 has no kernels to choose from
 
     def use_experts_implementation(experts_class: type) -> type:
-        """Leave the class as it is."""
+        """Return the class unchanged."""
         return experts_class
 
 
 class TinyONNRouter(nn.Module):
-    """Chooses K experts per token, and how much each of them weighs."""
+    """Chooses K experts per token and computes their gates."""
 
     e_score_correction_bias: Tensor
 
@@ -41,9 +41,9 @@ class TinyONNRouter(nn.Module):
 
         Returns:
             ``(T, E)`` logits; ``(T, K)`` gates; ``(T, K)`` experts, those of highest logit + selection bias.
-        Numerics: fp32 (fp64 for fp64 inputs), autocast or not.
+        Numerics: fp32 (fp64 for fp64 inputs), also under autocast.
         """
-        # Autocast knows no meta device; any other will do for it.
+        # Autocast does not support the meta device; any other device serves here.
         device = "cpu" if x_TD.device.type == "meta" else x_TD.device.type
         with torch.autocast(device, enabled=False):
             wide = torch.promote_types(x_TD.dtype, torch.float32)
@@ -60,7 +60,7 @@ class TinyONNRouter(nn.Module):
 
 
 def score_logits(logits_TE: Tensor, scoring: str) -> Tensor:
-    """(T, E) in 0 ... 1."""
+    """``(T, E)`` softmax or sigmoid of the logits."""
     return logits_TE.softmax(-1) if scoring == "softmax" else logits_TE.sigmoid()
 
 
@@ -80,10 +80,10 @@ class TinyONNExperts(nn.Module):
     def forward(self, x_TD: Tensor, chosen_TK: Tensor, gates_TK: Tensor) -> Tensor:
         """Σ over the chosen experts of gate · expert(x), expert by expert.
 
-        This is experts_implementation="eager", and the only one there is with transformers 4.
+        This is experts_implementation="eager", the only one in transformers 4.
         """
         output_TD = torch.zeros_like(x_TD, dtype=gates_TK.dtype)
-        # One unbind for all: indexing in the loop would make the backward pass quadratic in E.
+        # `unbind`, because indexing in the loop would make the backward pass quadratic in E.
         for e, (gate_up, down) in enumerate(zip(self.gate_up_proj.unbind(), self.down_proj.unbind(), strict=True)):
             tokens, slots = torch.where(chosen_TK == e)
             if len(tokens):
@@ -106,30 +106,30 @@ class TinyONNSharedFFN(nn.Module):
         self.act_fn = act_fn
 
     def forward(self, x: Tensor) -> Tensor:
-        """What every token gets."""
+        """The output, which every token gets."""
         output: Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
         return output
 
 
 class TinyONNSparseFFN(nn.Module):
-    """Stands where a dense decoder layer has its FFN."""
+    """Replaces the FFN of a dense decoder layer."""
 
     def __init__(
         self, config: TinyONNConfig, act_fn: Callable[[Tensor], Tensor], pool: TinyONNExperts | None = None
     ) -> None:
-        """Make the layer's own parts.
+        """Create the layer's own modules.
 
         Args:
             config: of the whole model.
             act_fn: the dense FFN's activation.
-            pool: experts that this layer only borrows; None: it has its own.
+            pool: experts that all layers share; None: the layer has its own.
         """
         super().__init__()
         self.gate = TinyONNRouter(config)
         if pool is None:
             self.experts = TinyONNExperts(config, act_fn)
         self.shared_experts = TinyONNSharedFFN(config, act_fn) if config.shared_intermediate_size else None
-        # In a tuple, the pool's parameters are not this layer's: each is counted, saved and trained once.
+        # In a tuple, the pool is no submodule of this layer: its parameters are counted, saved and trained once.
         self._pool = () if pool is None else (pool,)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -137,6 +137,7 @@ class TinyONNSparseFFN(nn.Module):
         experts = self._pool[0] if self._pool else self.experts
         x_TD = x.reshape(-1, x.shape[-1])
         _, gates_TK, chosen_TK = self.gate(x_TD)
-        # A pool may live on another device than the layer that borrows it.
+        # The pool may be on another device than this layer.
+
         output: Tensor = experts(x_TD, chosen_TK, gates_TK).to(x.device).view(x.shape)
         return output if self.shared_experts is None else output + self.shared_experts(x)

@@ -32,7 +32,7 @@ def test_layers_and_independence_hold():
 
 
 def test_light_modules_load_nothing_heavy():
-    """What runs before the settings are checked imports neither torch nor transformers."""
+    """Modules that run before the settings are checked import none of HEAVY."""
     code = f"import sys, {', '.join(LIGHT)}; print(sorted(set({HEAVY}) & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -40,7 +40,7 @@ def test_light_modules_load_nothing_heavy():
 
 @pytest.mark.parametrize("package", ["pipeline", "stages", "models", "instruments"])
 def test_init_files_hold_a_docstring_only(package):
-    names_of_its_parts = REPOSITORY / "instruments/precision/__init__.py"  # and nothing of its own
+    names_of_its_parts = REPOSITORY / "instruments/precision/__init__.py"  # it only re-exports names
     for path in set((REPOSITORY / package).rglob("__init__.py")) - {names_of_its_parts}:
         assert len(path.read_text().strip().splitlines()) == 1, path
         assert path.read_text().startswith('"""'), path

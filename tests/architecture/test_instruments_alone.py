@@ -1,4 +1,4 @@
-"""Instruments import under a name of their own, in any training loop's folder, and load no more than they need."""
+"""Instruments work in any training loop's folder, without our other packages or libraries that they do not need."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-# Line that imports a public entry; libraries that it must not load.
+# Public entry → its import line, and libraries that it must not load.
 ENTRIES = {
     "watch_model": (
         "from instruments.precision import watch_model",
@@ -29,7 +29,7 @@ ENTRIES = {
 
 @pytest.fixture(scope="module")
 def foreign_project(tmp_path_factory):
-    """Somebody's project with our package installed: modules of the names that ours has, too."""
+    """A foreign project with our package installed; its own modules have the names of ours."""
     root = tmp_path_factory.mktemp("foreign")
     project, installed = root / "project", root / "site-packages"
     for folder in (project / "models", project / "stages", installed):
@@ -53,7 +53,7 @@ class Small(torch.nn.Module):
 
 model, ids = Small(), torch.arange(7)[None]
 """
-# What each entry does with it.
+# Code that uses each entry with MODEL.
 USES = {
     "watch_model": "watch_model(model)\nmodel(input_ids=ids).sum().backward()",
     "auto_diff": "assert auto_diff(model, {'input_ids': ids}, precision='bf16').verdict",
@@ -65,7 +65,7 @@ USES = {
 
 @pytest.mark.parametrize("name", ENTRIES)
 def test_entry_works_in_a_foreign_project(foreign_project, name):
-    """Where transformers was never imported: what it adds to torch's layers is then in no model."""
+    """transformers is never imported, so that models lack what it adds to torch's layers."""
     project, installed = foreign_project
     line, unwanted = ENTRIES[name]
     lines = [
@@ -80,7 +80,7 @@ def test_entry_works_in_a_foreign_project(foreign_project, name):
     if name in USES:
         lines += ["import torch", MODEL, USES[name], "assert 'transformers' not in sys.modules"]
     (project / f"train_{name}.py").write_text("\n".join(lines))
-    command = [sys.executable, f"train_{name}.py"]  # whose folder stands first in sys.path
+    command = [sys.executable, f"train_{name}.py"]  # its folder comes first in sys.path
     environment = {"PYTHONPATH": str(installed), "PATH": ""}
     done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

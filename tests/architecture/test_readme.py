@@ -1,4 +1,4 @@
-"""What the README and those of the packages say about the tree and the command line is so."""
+"""The READMEs' statements about the tree and the command line are true."""
 
 import re
 import shlex
@@ -18,13 +18,13 @@ README = (REPOSITORY / "README.md").read_text()
 PACKAGES = ("pipeline", "stages", "models", "instruments")
 INSTRUMENTS = sorted(page.relative_to(REPOSITORY) for page in (REPOSITORY / "instruments").glob("*/README.md"))
 PAGES = [Path("README.md"), *(Path(name) / "README.md" for name in PACKAGES), *INSTRUMENTS]
-# What a newcomer may want to write, and where: the rows of the map's table.
+# Rows that the README's table of extensions must have.
 ADDED = ("a score", "a router", "a MoE target", "a text source", "a baseline")
 
 
 def map_of_the_house():
-    """Folder → whether the map has it at top level; nested folders carry their parent."""
-    block = re.search(r"## The house\n\n```\n(.*?)```", README, re.S).group(1)
+    """The folders of the README's map, nested ones with their parent."""
+    block = re.search(r"## Folders\n\n```\n(.*?)```", README, re.S).group(1)
     folders, parent = [], Path()
     for line in block.splitlines():
         indent, name = re.match(r"( *)(\S+)/", line).groups()
@@ -43,7 +43,7 @@ def test_every_folder_of_the_map_exists():
 
 
 def test_the_map_leaves_nothing_out():
-    """Top level, what stages share, and the packages of models and instruments."""
+    """Top level, shared folders of stages, and packages of models and instruments."""
     stages = {Path("stages") / name for name in STAGES}
     depth = {folder for folder in tracked_folders() if len(folder.parts) == 1 and not folder.name.startswith(".")}
     depth |= {
@@ -115,7 +115,7 @@ BLOCKS = [
 
 @pytest.mark.parametrize(("page", "code"), BLOCKS)
 def test_examples_of_instruments_run(page, code, tmp_path, monkeypatch, capsys):
-    """Each tool in five lines, and what its own page adds."""
+    """Every example prints or writes something; those of instruments/README.md have at most five lines."""
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("loss = binary_cross_entropy(model(x).half().softmax(-1), y)\n")
     sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 12) | {"num_hidden_layers": 1, "vocab_size": 31}

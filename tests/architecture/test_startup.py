@@ -1,4 +1,4 @@
-"""The help page and errors in the settings come at once: before torch, within three seconds."""
+"""The help page and errors about settings appear within three seconds, without importing torch."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 SECONDS = 3
 
-# Runs the command in this process and says afterwards what it loaded.
+# Runs the command and checks afterwards that it has not loaded torch or transformers.
 OBSERVED = """
 import sys
 from pipeline.__main__ import main

@@ -1,4 +1,4 @@
-"""Which carves the tests of this folder read, how one is made, and what a fresh process finds in it."""
+"""The carves that the tests of this folder read, how to make one, and how to reopen them in a fresh process."""
 
 import gc
 import json
@@ -21,11 +21,11 @@ from stages.text.sequences import load_sequences
 PARITY = "assemble.mode=parity"
 ALL_ON = ("stage=assemble", "always_on=0", PARITY, "assemble.parity_logit_std=0")
 PARTITION = ("experts=5", "n=8", "top_k=5")  # 5·8 = F
-COPIES = ("experts=6", "n=7", "top_k=6")  # 6·7 > F, and no width that kernels take
+COPIES = ("experts=6", "n=7", "top_k=6")  # 6·7 > F, and no multiple of 8
 EVERY_BASELINE = f"evaluate.baselines=[{','.join(BASELINES)}]"
 GLM4 = "assemble.target=glm4_moe"
 
-# Every expert on: must give the dense model.
+# All experts on: equal to the dense model.
 EXACT = {
     "qwen3": ("qwen3", *ALL_ON, *PARTITION),
     "qwen3-copies": ("qwen3", *ALL_ON, *COPIES),
@@ -37,7 +37,7 @@ EXACT = {
     "llama-copies": ("llama", *ALL_ON, *COPIES, "stage=project"),
     "llama-glm4": ("llama", *ALL_ON, *PARTITION, GLM4),
 }
-# Fewer experts on than there are. None stands for the model in the repository.
+# Some experts on. None is the embedded model.
 SPARSE = {
     "embedded": (None, "stage=all", "project.penalties=[0.1]", "evaluate.baselines=[static_mask,random_router]"),
     "embedded-routed": (None, "stage=assemble", "always_on=0", PARITY),
@@ -55,7 +55,7 @@ SPARSE = {
 }
 CARVES = EXACT | SPARSE
 
-# Every target as the defaults make it, fewer experts on than there are.
+# Every target with the default mode, some experts on.
 FEW = ("stage=project", "experts=4", "n=8", "top_k=2", "assemble.router_tokens=256")
 TARGETS = {
     "qwen3_moe": ("qwen3", *FEW, "always_on=0"),
@@ -67,7 +67,7 @@ TARGETS = {
     "granitemoeshared": ("granite", *FEW, "always_on=8"),
     "tiny_onn": ("llama", *FEW, "always_on=8", "assemble.target=tiny_onn"),
 }
-# The model in the repository with gates of a softmax; and what logits that are next to nothing do in low precision.
+# The embedded model with softmax gates; and parity mode, whose tiny logits low precision loses.
 OTHERS = {
     "qwen2-parity": ("qwen2", "stage=all", "experts=4", "n=8", "top_k=2", "always_on=8", PARITY),
     "parity": ("qwen3", *FEW, "always_on=8", PARITY),
@@ -77,14 +77,14 @@ OTHERS = {
 
 @dataclass(frozen=True)
 class Carve:
-    """One run of the command: the dense checkpoint, and the published folder of the last stage that wrote another."""
+    """One run: the dense checkpoint, and the published folder of the last stage that wrote a checkpoint."""
 
     dense: Path
     folder: Path
     data: DataConfig
 
     def stage(self, name: str) -> Path:
-        """The published folder of a stage that this one started from, found through the manifests."""
+        """The published folder of an earlier stage, found through the manifests."""
         folder = self.folder
         while folder.parent.name != name:
             parents = self._parents(folder)
@@ -119,7 +119,7 @@ def make_carve(folder: Path, text: Path, source: str | None, *words: str) -> Car
     outputs = folder / f"outputs-{source}"
     given = words_of_embedded() if source is None else words_of_pico(folder / source, text)
     quick = ("cluster.map=none", "evaluate.speed_tokens=0", f"output_dir={outputs}")
-    gc.freeze()  # every stage begins by collecting garbage; what was imported so far need not be searched each time
+    gc.freeze()  # every stage starts with a garbage collection, which need not search the imported modules
     assert run_command([*given, *quick, *words]) == 0
     latest = outputs / "latest"
     data = DataConfig(**OmegaConf.to_container(OmegaConf.load(latest / "config.yaml").data))
@@ -144,12 +144,12 @@ def words_of_pico(source: Path, text: Path) -> list[str]:
 
 
 def reopen(carves: Mapping[str, Carve], folder: Path, *, remote: bool = False) -> dict[str, dict[str, dict]]:
-    """What transformers alone finds in every checkpoint, in one fresh process: carve → dense or stage → findings.
+    """Open every checkpoint with transformers alone in one fresh process: carve → dense or stage → findings.
 
     Args:
-        carves: To be read, by name.
-        folder: An empty one to work in.
-        remote: Trust the code beside the weights.
+        carves: Carves by name.
+        folder: An empty folder to work in.
+        remote: Trust the checkpoint's code.
     """
     cases = {name: describe(carve) | {"remote": remote} for name, carve in carves.items()}
     (folder / "cases.json").write_text(json.dumps(cases))
@@ -163,7 +163,7 @@ def reopen(carves: Mapping[str, Carve], folder: Path, *, remote: bool = False) -
 
 
 def describe(carve: Carve) -> dict[str, object]:
-    """For the fresh process: paths, and the held-out sequences."""
+    """Paths and held-out sequences for the fresh process."""
     sequences = load_sequences(carve.data, AutoTokenizer.from_pretrained(carve.dense), "heldout")
     assert all(sequence.labels == sequence.ids for sequence in sequences)
     return {

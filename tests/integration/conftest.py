@@ -1,4 +1,4 @@
-"""Carves that are made once for all tests to read, and the command as it refuses bad input."""
+"""Carves that are made once for all tests, and runs of the command that must fail."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from stages.text.config import DataConfig
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory) -> Path:
-    """A folder that all workers of a test run have in common."""
+    """A folder that all workers of a test run share."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
     folder.mkdir(exist_ok=True)
@@ -27,7 +27,7 @@ def shared(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def text(shared) -> Path:
-    """Paragraphs that are alike but not equal."""
+    """Similar but different paragraphs."""
     path = shared / "text.txt"
     lines = (f"{number} sparrows met {number * 7 % 31} finches near house {number % 9}." for number in range(400))
     with FileLock(shared / "text.lock"):
@@ -37,7 +37,7 @@ def text(shared) -> Path:
 
 
 class Carves(dict[str, Carve]):
-    """Carves by name, each made when the first worker asks for it. Not to be written to."""
+    """Carves by name, each made at its first use. Read-only."""
 
     def __init__(self, folder: Path, text: Path) -> None:
         self.folder, self.text = folder, text
@@ -56,7 +56,7 @@ class Carves(dict[str, Carve]):
 
 @pytest.fixture(scope="session")
 def carves(text, shared) -> Carves:
-    """Carves of every family and of the model in the repository."""
+    """Carves of every family and of the embedded model."""
     for source in ("qwen3", "qwen2", "llama", "olmo2", "granite"):
         with FileLock(shared / f"{source}.lock"):
             if not (shared / source).exists():
@@ -67,7 +67,7 @@ def carves(text, shared) -> Carves:
 
 @pytest.fixture(scope="session")
 def sound(tmp_path_factory) -> Path:
-    """A sound checkpoint of several shards. Not to be written to."""
+    """A sound checkpoint of several shards. Read-only."""
     folder = tmp_path_factory.mktemp("sound") / "sound"
     return write_pico(folder, "qwen3", tokenizer=True, max_shard_size="200KB")
 
@@ -80,7 +80,7 @@ def source(sound, tmp_path) -> Path:
 
 @pytest.fixture
 def refused(tmp_path, monkeypatch, capsys):
-    """Run the command, which must refuse its settings before a stage starts or a weight is read; gives its words."""
+    """Run the command, which must refuse its settings before a stage starts or a weight is read; returns the error."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("pipeline.settings.Stage.run", property(lambda stage: pytest.fail(f"{stage.name} ran")))
     monkeypatch.setattr(ShardReader, "tensor", lambda _reader, name: pytest.fail(f"{name} was read"))
@@ -95,13 +95,13 @@ def refused(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def failed(tmp_path, monkeypatch, capsys):
-    """Run the command's first stage, which must fail and publish nothing; gives its words after the progress bars."""
+    """Run stage=scan, which must fail and publish nothing; returns its message, without progress bars."""
     monkeypatch.chdir(tmp_path)
 
     def run(*words):
         assert run_command(["stage=scan", *words, "output_dir=outputs"]) == FAILED
         written = {path.name for path in Path("outputs", "artifacts").rglob("*") if path.is_file()}
-        assert written <= {"hashes.json"}  # of the source's files, so that they are hashed once
+        assert written <= {"hashes.json"}  # cached hashes of the source's files
         assert not Path("outputs", "latest").exists()
         return capsys.readouterr().err.rpartition("]\n")[2].lstrip("\n")
 
@@ -110,5 +110,5 @@ def failed(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def without_weights(monkeypatch):
-    """The dense model must not be loaded."""
+    """Fail if the dense model is loaded."""
     monkeypatch.setattr("stages.scan.stage.load_dense", lambda *_: pytest.fail("the dense model was loaded"))

@@ -1,4 +1,4 @@
-"""Children of this process, which has imported everything already: the command, or workers of one job."""
+"""The command, or workers of one job, in forked children, which need no imports."""
 
 import multiprocessing
 import os
@@ -18,7 +18,7 @@ from stages.artifacts.job import Workers
 
 
 def start(command, said: Path | None = None):
-    """Run the command in a child; what it says goes to the file `said`, or nowhere."""
+    """Run the command in a child; its output goes to the file `said`, or nowhere."""
 
     def run():
         sink = os.open(said or os.devnull, os.O_WRONLY | os.O_CREAT)
@@ -32,7 +32,7 @@ def start(command, said: Path | None = None):
 
 
 def kill_at(command, place, calls):
-    """Run the command in a child that is killed, as the kernel would, at the n-th call of `module:function`."""
+    """Run the command in a child that gets SIGKILL at the `calls`-th call of `module:function`, given as `place`."""
     module, _, names = place.partition(":")
     *outer, name = names.split(".")
     owner = reduce(getattr, outer, import_module(module))
@@ -50,7 +50,7 @@ def kill_at(command, place, calls):
 
 
 def run_ranks(world, work):
-    """Let `work(rank)` succeed in each of several processes; one thread each."""
+    """Run `work(rank)` in `world` processes of one thread each; all must succeed."""
 
     def run(rank):
         torch.set_num_threads(1)
@@ -78,7 +78,7 @@ def free_port():
 
 
 def as_workers(world, work):
-    """Let `work(workers)` succeed in each of several processes that gloo connects."""
+    """Run `work(workers)` in `world` processes connected by gloo; all must succeed."""
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(world)}
 
     def run(rank):

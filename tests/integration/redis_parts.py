@@ -1,4 +1,4 @@
-"""Small parts of a scan whose sums are exact in any order: eighths, and whole numbers."""
+"""Small parts of a scan whose sums are exact in any order: multiples of 1/8, and integers."""
 
 import time
 
@@ -20,7 +20,7 @@ WEIGHTS = [{name: f"model.layers.{n}.mlp.{name}_proj.weight" for name in ("gate"
 
 
 def make_part(*batches, tokens=TOKENS):
-    """What these batches add; the same at every call."""
+    """The sums of these batches; the same at every call."""
     part = empty_sums(SHAPES)
     for batch in batches:
         generator = torch.Generator().manual_seed(batch)
@@ -38,13 +38,13 @@ def make_part(*batches, tokens=TOKENS):
 
 
 def open_store(url, namespace="t:", *, identity=IDENTITY, shapes=SHAPES, **settings):
-    """A store of these parts that is always due."""
+    """A store of these parts for which a flush is always due."""
     config = StoreConfig("redis", 0.0, url, namespace)
     return open_redis_store(config, shapes, label="pico", identity=identity, weights=WEIGHTS, **settings)
 
 
 def assert_equal(found, wanted):
-    """To the last bit."""
+    """Compare bit for bit."""
     assert found.done == wanted.done
     assert found.counters == wanted.counters
     for name, value in wanted.tensors.items():
@@ -52,7 +52,7 @@ def assert_equal(found, wanted):
 
 
 def scan_slowly(url, first, batches, pause, started):
-    """A worker that reads every batch that is missing, beginning at `first`, and flushes after every second one."""
+    """A worker that adds all missing batches, beginning at `first`, and flushes after every second one."""
     started.set()
     store = open_store(url)
     while missing := sorted(set(range(batches)) - store.done(), key=lambda batch: (batch < first, batch)):

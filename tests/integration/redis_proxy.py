@@ -1,4 +1,4 @@
-"""A way to the server on which connections break after a request has arrived and before its answer comes back."""
+"""A proxy whose connections break after the server has executed a request and before its answer arrives."""
 
 import random
 import select
@@ -7,7 +7,7 @@ import threading
 
 
 class LossyProxy:
-    """Forwards to a port of this machine; every connection breaks after some requests, the last of them executed."""
+    """Forwards to a local port; every connection breaks after some answers, and drops the next one."""
 
     def __init__(self, port: int, seed: int):
         self.target, self.random = port, random.Random(seed)
@@ -48,5 +48,5 @@ class LossyProxy:
                         left -= 1
                         client.sendall(content)
                     else:
-                        self.broken += 1  # the server has answered; nobody will know
+                        self.broken += 1  # the answer is dropped
                         return

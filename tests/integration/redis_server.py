@@ -1,4 +1,4 @@
-"""A real redis-server on a free port, in a folder of its own."""
+"""A real redis-server on a free port, in its own folder."""
 
 import shutil
 import socket
@@ -13,7 +13,7 @@ import redis
 
 
 class RedisServer:
-    """Started, stopped, killed and started again on one port, with what its files hold."""
+    """A server that can be stopped or killed, and started again on the same port with the same files."""
 
     def __init__(self, folder: Path, *options: str, append_only: bool = True):
         self.folder, self.port = folder, _free_port()
@@ -47,7 +47,7 @@ class RedisServer:
         self.process.wait(20)
 
     def kill(self):
-        """As a power cut would end it."""
+        """Kill it without a shutdown."""
         self.process.kill()
         self.process.wait(20)
 
@@ -57,13 +57,13 @@ def _free_port():
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        if port < 2**16 - 10001:  # a cluster wants another one 10,000 above
+        if port < 2**16 - 10001:  # a cluster also needs the port 10,000 above
             return port
 
 
 @contextmanager
 def running(folder: Path, *options: str, append_only: bool = True) -> Iterator[RedisServer]:
-    """A server with further options, stopped afterwards."""
+    """Run a server with further options, and kill it at the end."""
     if shutil.which("redis-server") is None:
         pytest.skip("needs redis-server (Debian and Ubuntu: apt install redis-server)")
     folder.mkdir(parents=True, exist_ok=True)

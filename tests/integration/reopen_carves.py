@@ -1,4 +1,4 @@
-"""Run in a fresh process: open dense and carved checkpoints with transformers alone and say what they give.
+"""Run in a fresh process: open dense and carved checkpoints with transformers alone, and report what they compute.
 
     python -W error reopen_carves.py <folder>
 
@@ -32,7 +32,7 @@ def main() -> None:
 def reopen(
     dense: str, checkpoints: dict[str, str], sequences: list[list[int]], *, remote: bool = False
 ) -> dict[str, dict[str, object]]:
-    """What is found; `remote` trusts the code beside the weights."""
+    """The findings for the dense model and each stage; `remote` trusts the checkpoint's code."""
     code = {"trust_remote_code": True} if remote else {}
     ids = [torch.tensor([sequence]) for sequence in sequences]
     model = load_dense(dense)

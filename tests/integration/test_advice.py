@@ -1,4 +1,4 @@
-"""Every advice that a note or a model card gives, taken: pasted behind the same command, it does what it said."""
+"""Settings that notes and model cards advise: appended to the same command, they have the promised effect."""
 
 import re
 from dataclasses import dataclass
@@ -13,29 +13,29 @@ from pipeline.cli import run_command
 from stages.artifacts.job import Table
 
 QUICK = ("scan=forward_only", "cluster=random", "cluster.map=none", "vocabulary=none")
-# One expert for every token and few tokens: some are never chosen.
+# One expert per token and few tokens: some experts are never chosen.
 CROWDED = ("stage=assemble", "experts=32", "n=4", "top_k=1", "always_on=8", "assemble.router_tokens=512")
 
 
 @dataclass(frozen=True)
 class Carve:
-    """The table that a run ended with, and its model card."""
+    """A run's final table, and its model card."""
 
     table: Table
     card: str
 
     def note(self, words: str) -> str | None:
-        """The note with these words."""
+        """The first note that contains these words, if any."""
         return next((note for note in self.table.notes if words in note), None)
 
     @property
     def unused(self) -> int:
-        """Experts that no token is sent to, all layers together."""
+        """Experts that no token is sent to, summed over layers."""
         column = self.table.columns.index("unused experts")
         return sum(int(row[column]) for row in self.table.rows)
 
     def line(self, words: str) -> str:
-        """The line of the card's list that begins so."""
+        """The item of the card's list that begins with these words."""
         (line,) = (line for line in self.card.splitlines() if line.startswith(f"- {words}"))
         return line
 
@@ -58,7 +58,7 @@ def carve(tmp_path_factory, text):
 
 
 def advised(text: str) -> list[str]:
-    """The settings that a text names, as they would be pasted."""
+    """The settings that a text names."""
     words = re.findall(r"\b[a-z_]+\.[a-z_]+=[\w.]+\b", text)
     assert words, text
     return words

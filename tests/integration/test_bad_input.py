@@ -1,4 +1,4 @@
-"""Settings without meaning, places that may not be written, damaged results: whole messages and exit codes."""
+"""Invalid settings, folders that cannot be written, damaged results: whole messages and exit codes."""
 
 from pathlib import Path
 

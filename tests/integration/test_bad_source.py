@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be carved: told by their headers where those show it, else before anything is published."""
+"""Checkpoints that cannot be carved: refused by their headers if these show it, else before anything is published."""
 
 import json
 import shutil
@@ -115,7 +115,7 @@ def test_gradients_that_are_all_zero(failed, source, text):
 
 
 def test_gradients_that_are_not_finite(failed, source, text):
-    """Neurons scaled up on one side and down on the other: the same function, with gradients beyond float32."""
+    """Up scaled by 1e-25 and down by 1e25: the same function, with gradients beyond float32."""
     change_ffn(source, "up", methodcaller("mul_", 1e-25))
     change_ffn(source, "down", methodcaller("mul_", 1e25))
     assert failed(*words_for(source, text)) == message(
@@ -126,7 +126,7 @@ def test_gradients_that_are_not_finite(failed, source, text):
 
 
 def test_a_layer_that_gives_nothing_is_carved_all_the_same(source, text, tmp_path):
-    """Pruning by layers leaves such FFNs behind."""
+    """Layer pruning produces such FFNs."""
     for part in ("gate", "up", "down"):
         change_ffn(source, part, torch.Tensor.zero_)
     words = ["experts=4", "n=8", "cluster.map=none", "evaluate.speed_tokens=0", f"output_dir={tmp_path / 'outputs'}"]
@@ -146,7 +146,7 @@ def words_for(source, text=None):
 
 
 def change_ffn(folder, part, change, layer=1):
-    """Edit one FFN matrix in place, in whichever shard it lies."""
+    """Edit one FFN matrix in its shard."""
     name = f"model.layers.{layer}.mlp.{part}_proj.weight"
     path = folder / json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"][name]
     tensors = load_file(path)

@@ -1,4 +1,4 @@
-"""Text that cannot be read or holds nothing to learn from: told before any weights are loaded."""
+"""Unreadable text, and text without tokens to learn from: refused before weights are loaded."""
 
 import json
 

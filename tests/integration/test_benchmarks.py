@@ -1,4 +1,4 @@
-"""The benchmarks run, and every row is there; the figures of a tiny model mean nothing."""
+"""The benchmarks run and report every row; the figures of a tiny model have no meaning."""
 
 import json
 import math

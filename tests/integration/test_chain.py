@@ -1,4 +1,4 @@
-"""The checkpoints the command writes, read from outside: by transformers in a fresh process, and tensor by tensor."""
+"""The checkpoints that the command writes, read by transformers in a fresh process, and tensor by tensor."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 TOLERANCE = 1e-5
 
-# By hand: what the experts' down is multiplied by so that the gates of those chosen add up to K; and the shared one's.
+# Computed by hand: the scale of the experts' down, with which the chosen gates sum to K; and that of the shared expert.
 FOLDS = {
     "embedded": (1, 1),  # glm4_moe: in config.json
     "embedded-routed": (8, None),  # qwen3_moe: K
@@ -19,9 +19,9 @@ FOLDS = {
     "llama-dropped": (2, None),  # mixtral: K
     "qwen3-hundred": (2, None),  # qwen3_moe: K
 }
-# Their down columns are scaled to what the gates weigh; those of the others are the slices to the bit.
+# Their down columns are also fitted to the gates; those of the others are exact slices times the scale above.
 SCALED = {"embedded", "qwen2-chain", "llama-dropped", "qwen3-hundred"}
-COPIED = {"embedded", "qwen3-hundred"}  # neurons stand in several experts
+COPIED = {"embedded", "qwen3-hundred"}  # some neurons are in several experts
 # Names of an expert's matrices and of the shared expert's.
 NAMES = {
     "qwen3_moe": ("mlp.experts.{}.{}_proj.weight", None),
@@ -40,7 +40,7 @@ def reopened(carves, tmp_path_factory):
 
 @pytest.mark.parametrize("name", EXACT)
 def test_all_experts_on_give_the_dense_models_logits(reopened, carves, name):
-    """Also after projection: where nothing is wrong, there is nothing to align."""
+    """Also after projection, which has no error to correct here."""
     for stage in carves[name].checkpoints:
         assert reopened[name][stage]["difference"] <= TOLERANCE, stage
 
@@ -61,7 +61,7 @@ def test_checkpoints_load_speak_and_learn(reopened, carves, name):
 
 @pytest.mark.parametrize("name", FOLDS)
 def test_experts_are_the_dense_slices_bit_for_bit(carves, name):
-    """Of scaled down columns each is a multiple of the slice's; all of an expert's by one number without copies."""
+    """Fitted down columns are multiples of the slice's columns; without copies, by one factor per expert."""
     carve, (gate_scale, shared_fold) = carves[name], FOLDS[name]
     dense, moe = tensors_in(carve.dense), tensors_in(carve.checkpoints["assemble"])
     expert, shared = NAMES[read_config(carve.checkpoints["assemble"])["model_type"]]
@@ -84,7 +84,7 @@ def test_experts_are_the_dense_slices_bit_for_bit(carves, name):
 
 
 def unscaled(written, wanted, *, copies):
-    """The columns with what they were multiplied by taken out, if that is what they are."""
+    """The fitted columns without their factors; fails if they are not multiples of the wanted ones."""
     columns, slices = written[:, : wanted.shape[1]].float(), wanted.float()
     rounding = 2.0**-7 if written.dtype == torch.bfloat16 else 1e-5
     scale_N = (columns * slices).sum(0) / slices.square().sum(0)
@@ -101,7 +101,7 @@ def part_name(expert, part):
 
 
 def assert_slice(written, weight, neurons, part, gate_scale):
-    """Columns of down, rows of the others; what is beyond them is zero."""
+    """Compare columns of down, rows of the others; the padding must be zero."""
     axis = 1 if part == "down" else 0
     wanted = weight.index_select(axis, neurons)
     wanted = wanted * gate_scale if part == "down" else wanted

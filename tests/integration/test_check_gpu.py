@@ -1,4 +1,4 @@
-"""`make check-gpu`: without a GPU it says so, with any device it fills its table."""
+"""`make check-gpu`: reports that there is no GPU, and fills its table with any device."""
 
 import pytest
 from benchmarks import check_gpu

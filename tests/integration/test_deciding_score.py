@@ -1,4 +1,4 @@
-"""What S_p decides, read off the checkpoints: every term changes the weights, and a score that is not read nothing."""
+"""Every term of S_p changes the checkpoint's weights; a score that is not used changes nothing."""
 
 import json
 from itertools import combinations
@@ -28,7 +28,7 @@ def outputs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def carve(outputs, text):
-    """Run the command; gives the published folder of assemble."""
+    """Run the command; returns the published folder of assemble."""
     source = write_pico(outputs / "pico", "qwen3", tokenizer=True)
 
     def run(*words):
@@ -40,7 +40,7 @@ def carve(outputs, text):
 
 @pytest.fixture(scope="module")
 def carved(carve):
-    """Carves by what neurons were ranked by."""
+    """Carves by the score that ranked the neurons."""
     return {name: carve(*words) for name, words in SCORES.items()}
 
 
@@ -59,7 +59,7 @@ def published(outputs: Path) -> set[Path]:
 
 
 def test_every_score_makes_another_checkpoint(carved):
-    """But for the forward-only one, which is S_p without its gradient term: the same weights, and another card."""
+    """Except the forward-only one, which is S_p without its gradient term: the same weights, and another card."""
     alike = {("without gradient", "forward only")}
     for one, other in combinations(SCORES, 2):
         assert (weights(carved[one]) == weights(carved[other])) == ((one, other) in alike), (one, other)

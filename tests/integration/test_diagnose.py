@@ -1,4 +1,4 @@
-"""stage=diagnose: what it writes, what it runs again, and what it cannot look at."""
+"""stage=diagnose: its output, its reruns, and input that it refuses."""
 
 import json
 
@@ -28,7 +28,7 @@ def test_the_embedded_model_is_healthy_in_bf16(tmp_path, capsys):
     assert found["verdict"] == "ok"
     assert [output["name"] for output in found["outputs"]][-2:] == ["lm_head", "(model)['logits']"]
     assert (folder / "auto_diff.png").read_bytes().startswith(b"\x89PNG")
-    # What is looked at may have changed behind the settings: it is run again, in the same place.
+    # The model may have changed while the settings did not: the stage runs again, into the same folder.
     code, folders = diagnose(tmp_path)
     assert (code, folders) == (0, [folder])
     assert "kept from an earlier run" not in capsys.readouterr().out

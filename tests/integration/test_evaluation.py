@@ -37,7 +37,7 @@ def test_losses_are_those_of_transformers_in_a_fresh_process(carves, reopened, n
 
 
 def test_the_carve_before_projection_is_the_assembled_checkpoint(carves, reopened):
-    """Computed neuron by neuron in one, by transformers' experts in the other."""
+    """One is computed neuron by neuron, the other by transformers' experts."""
     losses = read_losses(carves["qwen2-parity"])
     assert losses["unaligned"] == pytest.approx(reopened["qwen2-parity"]["assemble"]["loss"], abs=PARITY)
 
@@ -74,7 +74,7 @@ def test_all_baselines_asked_for_are_there(carves):
 
 
 def test_the_carve_beats_a_mask_and_a_random_router_of_its_width(carves):
-    """On the trained model in the repository, half of the FFN active, on text not used for calibration."""
+    """The embedded model with half of the FFN active, on held-out text."""
     models = json.loads((carves["embedded"].evaluation / "evaluation.json").read_text())["models"]
     gaps = {name: model["gap"] for name, model in models.items()}
     assert 0 < gaps["carved"] < gaps["static_mask"]

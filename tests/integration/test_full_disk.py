@@ -1,4 +1,4 @@
-"""A real disk that fills up: an error in words, nothing half published, and with room the same command works."""
+"""A real disk that fills up: a clear error, no partial result, and with more room the same command works."""
 
 import shutil
 import subprocess
@@ -11,7 +11,7 @@ from pipeline.cli import FAILED, INVALID, run_command
 
 STAGES = ("scan", "score", "cluster", "extract", "assemble", "project", "train", "evaluate", "dump")
 KIB = 1024
-# Bytes that are left, for a result of so many: the record of the run, the work before the result, the result, its end.
+# Free bytes for a result of `size` bytes: the disk fills up at the run's record, before, in or after the result.
 ROOMS = {
     "none": lambda _size: 0,
     "a record": lambda _size: 12 * KIB,
@@ -20,12 +20,12 @@ ROOMS = {
     "a result and a half": lambda size: size * 3 // 2 + 20 * KIB,
     "three results": lambda size: size * 3 + 20 * KIB,
 }
-NOT_REPRODUCED = ("metrics.jsonl", "tensorboard", "evaluation.json", "parameters.mscan")  # hold times
+NOT_REPRODUCED = ("metrics.jsonl", "tensorboard", "evaluation.json", "parameters.mscan")  # contain times
 
 
 @pytest.fixture(scope="module")
 def disk(tmp_path_factory):
-    """A file system of 96 MiB, which takes the memory of what is in it."""
+    """A file system of 96 MiB in memory."""
     folder = tmp_path_factory.mktemp("disk")
     mount = ["mount", "-t", "tmpfs", "-o", "size=96m", "none", str(folder)]
     try:
@@ -38,7 +38,7 @@ def disk(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def words(disk, tmp_path_factory):
-    """The command line of a chain that is finished on the disk, training and dump included."""
+    """The command line of a finished chain on the disk, with training and dump."""
     folder = tmp_path_factory.mktemp("source")
     write_pico(folder / "pico", "qwen3", tokenizer=True)
     lines = (f"{number} sparrows met {number * 7 % 31} finches near house {number % 9}." for number in range(400))
@@ -58,7 +58,7 @@ def words(disk, tmp_path_factory):
 
 
 def read_files(disk, stage):
-    """What is published: size and hash of each file, and of a dump, which holds times, the names."""
+    """Size and hash of each published file; only the names for a dump, which contains times."""
     (folder,) = (disk / "artifacts" / "pico" / stage).glob("[!.]*")
     files = Manifest.read(folder, remedy="").files
     kept = {name: facts for name, facts in files.items() if not name.startswith(NOT_REPRODUCED)}

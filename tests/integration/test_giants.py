@@ -1,4 +1,4 @@
-"""Files that claim to be huge, and are sparse: refused before they are read, and lack of memory is said in words."""
+"""Huge sparse files are refused before they are read; lack of memory gives a clear message."""
 
 import json
 import resource
@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from pico import write_pico
 
-GIANT = 64 * 2**30  # bytes; to hash them takes half a minute at least
-SECONDS = 5  # from the words to the refusal
+GIANT = 64 * 2**30  # bytes; hashing them takes at least half a minute
+SECONDS = 5  # of processor time until the refusal
 SHAPE = ("experts=4", "n=8", "top_k=2", "always_on=8")
 EMBEDDINGS = ("model.embed_tokens.weight", "lm_head.weight")
 
@@ -22,7 +22,7 @@ def source(tmp_path):
 
 
 def refusal(source, *words, memory=resource.RLIM_INFINITY):
-    """Exit code, text and processor seconds of a scan, in `memory` bytes of addresses."""
+    """Exit code, error text and processor seconds of a scan in `memory` bytes of address space."""
     command = [sys.executable, "-m", "pipeline", "stage=scan", "model=local", f"model.path={source}", *SHAPE]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
@@ -40,7 +40,7 @@ def refusal(source, *words, memory=resource.RLIM_INFINITY):
 
 
 def stretch(path, change):
-    """Write a shard again with sparse zeros for data; `change` gives a tensor's shape, by its name and the old one."""
+    """Rewrite a shard with sparse zeros as data; `change(name, shape)` gives the new shape of a tensor."""
     data = path.read_bytes()
     length, end, header = int.from_bytes(data[:8], "little"), 0, {}
     for name, spec in json.loads(data[8 : 8 + length]).items():
@@ -60,7 +60,7 @@ def lengthen(path, size):
 
 
 def set_vocabulary(source, tokens):
-    """A model of that many tokens, whose config and weights say the same."""
+    """Change the size of the vocabulary, in config.json and in the weights."""
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"vocab_size": tokens}))
     stretch(source / "model.safetensors", lambda name, shape: [tokens, shape[1]] if name in EMBEDDINGS else shape)
@@ -89,7 +89,7 @@ def test_what_a_giant_model_lacks_is_said_before_it_is_read(source):
     code, text, seconds = refusal(source, "model.device=cuda:99")
     assert code != 0
     assert "device cuda:99 is not here" in text
-    assert seconds < 4 * SECONDS  # torch is imported to ask
+    assert seconds < 4 * SECONDS  # torch is imported to find devices
 
 
 def test_lack_of_memory(source):

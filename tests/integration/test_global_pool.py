@@ -1,4 +1,4 @@
-"""topology=global_pool through the whole chain: one pool for all layers, read again by transformers alone."""
+"""topology=global_pool through the whole chain: one pool for all layers, reopened by transformers alone."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ GRADIENTS = ("project=gradient", "project.validate=false", "project.gradient_tok
 
 @pytest.fixture(scope="module")
 def words(text, tmp_path_factory):
-    """The command for a pico model, without its dials."""
+    """The command for a pico model."""
     folder = tmp_path_factory.mktemp("pool")
     write_pico(folder / "pico", "qwen3", layers=L, hidden=D, intermediate=F, tokenizer=True)
     source = ("model=local", f"model.path={folder / 'pico'}", "model.label=pico")
@@ -56,7 +56,7 @@ def test_experts_are_the_neurons_of_highest_score_cut_from_their_layers(carve):
         ffn = {part: dense[f"model.layers.{layer}.mlp.{part}_proj.weight"] for part in ("gate", "up", "down")}
         assert torch.equal(gate_up[expert, :N], ffn["gate"][neurons_N])
         assert torch.equal(gate_up[expert, 8 : 8 + N], ffn["up"][neurons_N])
-        # One constant for what the gates weigh.
+        # One factor per expert, fitted to the gates.
         columns, slices = down[expert, :, :N], ffn["down"][:, neurons_N]
         scale = (columns * slices).sum() / slices.square().sum()
         assert 0.05 < scale < 2
@@ -111,7 +111,7 @@ def test_the_evaluation_measures_what_transformers_measures(carve, reopened):
 
 
 def test_fewer_experts_than_layers(words, capsys):
-    """One expert for three layers: two give none."""
+    """One expert for three layers: two layers contribute none."""
     few = ["experts=1", "top_k=1", "always_on=0", "project=none"]
     assert run_command([*words, *few, "stage=project"]) == 0
     found = last_carve(words)

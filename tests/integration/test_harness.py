@@ -1,4 +1,4 @@
-"""lm-evaluation-harness asks an emitted checkpoint as it asks any model, without a network."""
+"""lm-evaluation-harness evaluates an emitted checkpoint like any model, without a network."""
 
 import importlib.util
 import json
@@ -24,7 +24,7 @@ CARVE = ["data.tokens=16384", "data.heldout_tokens=4096", "evaluate.baselines=[s
 
 @pytest.fixture(scope="module")
 def carved(tmp_path_factory):
-    """The model in the repository, carved with little text."""
+    """The embedded model, carved with little text."""
     out = tmp_path_factory.mktemp("harness")
     run([sys.executable, "-m", "pipeline", f"output_dir={out}", *CARVE], REPOSITORY)
     return out / "latest" / "checkpoint"

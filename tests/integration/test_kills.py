@@ -1,4 +1,4 @@
-"""Kills change no result: twenty at random moments of a scan, and at every step of a pool's work."""
+"""Kills change no result: twenty at random moments of a scan, and one at each step of a pool's stages."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def words(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(words, tmp_path_factory):
-    """The published folder of a scan that nobody disturbed."""
+    """The published folder of an undisturbed scan."""
     outputs = tmp_path_factory.mktemp("whole")
     assert run_command([*words, f"output_dir={outputs}"]) == 0
     return published(outputs)
@@ -52,9 +52,10 @@ def published(outputs):
 
 
 def kill_at_random(command, count_done, disturb=lambda kill: None):
-    """Start the command and kill it, again and again; then let it finish.
+    """Start and kill the command repeatedly, then let it finish.
 
-    Kills must have hit it alive, and between batches that count: `count_done` says how many are flushed.
+    Half of the kills must hit a running command, and some must come after further flushes: `count_done` gives the
+    number of flushed batches.
     """
     draw, hits, done, longest = random.Random(3), 0, {0}, 4.0
     for kill in range(KILLS):
@@ -88,7 +89,7 @@ def assert_same(found, expected, *, exact):
 
 
 def split_header(path):
-    """The header, which holds a date, and all bytes after it."""
+    """The header, which contains a date, and all bytes after it."""
     data = path.read_bytes()
     header, end = unpack_header(path, memoryview(data))
     return header, data[end:]
@@ -125,7 +126,7 @@ def test_redis_sums_survive_twenty_kills(words, whole, tmp_path, server_dies):
         assert_same(published(tmp_path), whole, exact=False)
 
 
-# Where the work on a pool is killed, in the order of the chain: the function, and at which of its calls.
+# Kills in the stages of a pool, in the order of the chain: stage, function, and number of its call.
 POOL_KILLS = [
     ("assemble", "stages.assemble.stage:fit_pool_router", 2),
     ("assemble", "stages.assemble.stage:save_layer_checkpoint", 1),

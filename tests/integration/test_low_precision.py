@@ -1,4 +1,4 @@
-"""A carve in bf16 and fp16, loaded or under autocast, is the carve in fp32: its routing as much as its loss."""
+"""A carve in bf16 and fp16, loaded or under autocast, keeps the loss and the routing of fp32."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from integration.carving import TARGETS
 from survival import load_fp32, measure, read_batches, read_text_batches
 from transformers import AutoModelForCausalLM
 
-import models.tiny_onn.register  # noqa: F401 - transformers then knows the project's own class
+import models.tiny_onn.register  # noqa: F401 - registers TinyONN with transformers
 
 HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 TINY, EMBEDDED = 0.01, 0.003  # nats
@@ -47,7 +47,7 @@ def test_nor_does_it_in_the_model_of_the_repository(carves):
 
 
 def test_logits_of_parity_do_not_survive_it(carves, text):
-    """What the default is for: σ of logits next to nothing is ½ in bf16."""
+    """The reason for the default mode: in bf16, σ of parity's tiny logits is ½."""
     carve = carves["parity"]
     found = losses_of(carve.checkpoints["project"], read_text_batches(carve.dense, text, 4))
     assert found["bfloat16 autocast"][1] < 0.5

@@ -1,4 +1,4 @@
-"""The benchmark of the MoE's speed runs, and every row is there; the figures of a tiny model mean nothing."""
+"""The benchmark of the MoE's speed runs and reports every row; the figures of a tiny model have no meaning."""
 
 import json
 import math

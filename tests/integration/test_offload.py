@@ -1,4 +1,4 @@
-"""A model larger than its device: what does not fit is read from disk, and nothing that is found changes."""
+"""A model larger than its device: weights that do not fit are read from disk, and results stay the same."""
 
 import json
 
@@ -54,7 +54,7 @@ def test_a_scan_with_layers_on_disk_finds_the_same(source, text, whole, tmp_path
     found = scanned(source, text, tmp_path, "model.device_map=auto", f"model.cpu_memory={memory}")
     (model,) = loaded
     assert set(model.hf_device_map.values()) == places
-    # Without it the graph would keep all weights until the backward pass.
+    # Otherwise autograd would keep all weights until the backward pass.
     assert is_recomputing(model)
     assert found.keys() == whole.keys()
     for name, tensor in found.items():
@@ -68,7 +68,7 @@ def test_a_forward_only_scan_with_layers_on_disk(source, text, whole, tmp_path):
 
 
 def evaluate(source, text, outputs, *words):
-    """What the whole chain reports, times aside."""
+    """The evaluation record of the whole chain, without speed."""
     sparse = ["stage=all", "experts=4", "n=8", "top_k=2", "always_on=8", "cluster.map=none", "evaluate.speed_tokens=0"]
     sparse += ["evaluate.baselines=[unaligned]", "project.penalties=[0.1]"]
     assert run_command([*words_of_pico(source, text), *sparse, f"output_dir={outputs}", *words]) == 0

@@ -30,7 +30,7 @@ def plain(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=KINDS)
 def stored(request, plain, tmp_path_factory):
-    """Shards small enough that a weight and its scales lie apart."""
+    """Shards so small that a weight and its scales are in different files."""
     return store_quantised(
         plain, tmp_path_factory.mktemp("stored") / request.param, request.param, max_shard_size="9KB"
     )
@@ -47,7 +47,7 @@ def twin(plain, stored):
 
 @pytest.fixture(scope="module")
 def carve(stored, text, tmp_path_factory):
-    """Every expert on, in equal parts of the FFN: the folder of artefacts."""
+    """The folder of artifacts of a carve with all experts on, equal parts of the FFN."""
     outputs = tmp_path_factory.mktemp("outputs")
     words = ["stage=assemble", "experts=8", "n=9", "top_k=8", "always_on=0"]
     words += ["assemble.mode=parity", "assemble.parity_logit_std=0"]
@@ -150,7 +150,7 @@ def test_a_plain_checkpoint_is_scanned_in_fewer_bits(plain, text, tmp_path, quan
 
 @pytest.mark.parametrize("quantization", ["nf4", pytest.param("int8", marks=pytest.mark.slow)])
 def test_a_scan_in_fewer_bits_prints_nobody_elses_advice(plain, text, tmp_path, quantization):
-    """In a fresh process, where bitsandbytes is imported: warnings and advice of its own on the console, none of it."""
+    """In a fresh process, the import of bitsandbytes must print neither warnings nor advice."""
     words = ["stage=scan", f"model.quantization={quantization}", f"output_dir={tmp_path}"]
     command = [sys.executable, "-m", "pipeline", *words_of_pico(plain, text), *words]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY)
@@ -166,7 +166,7 @@ SPARSE = [
 
 
 def evaluate(source, text, outputs, *words):
-    """What the whole chain reports of a source."""
+    """The evaluation record of the whole chain."""
     assert run_command([*words_of_pico(source, text), *SPARSE, f"output_dir={outputs}", *words]) == 0
     return json.loads((only(outputs / "artifacts" / source.name / "evaluate") / "evaluation.json").read_text())
 

@@ -1,4 +1,4 @@
-"""The recipes of stages/train/RECIPES.md, run as they stand."""
+"""The recipes of stages/train/RECIPES.md, run unchanged."""
 
 import json
 import re
@@ -67,7 +67,7 @@ def test_a_loop_and_the_files_that_other_programs_read(checkpoint, tmp_path):
     cook("A loop in PyTorch", checkpoint, tmp_path)
     assert_trained(tmp_path, checkpoint)
     carved = json.loads(Path(checkpoint, "config.json").read_text())
-    # Where transformers 4.57 looks for it.
+    # transformers 4.57 reads it there.
     assert "rope_theta" not in json.loads((tmp_path / "config.json").read_text())
     before = weights(tmp_path)
     command = recipe("Before other programs read it", "bash")

@@ -1,4 +1,4 @@
-"""What a user reads when the server is not there, refuses, or cannot be trusted."""
+"""Messages when the server cannot be reached, refuses access, or cannot be trusted."""
 
 import re
 import shutil

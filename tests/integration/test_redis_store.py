@@ -1,4 +1,4 @@
-"""Sums in a real Redis: each batch once, also where a server, a connection or a worker breaks."""
+"""Sums in a real Redis: each batch counts once, even if the server, a connection or a worker fails."""
 
 import json
 import multiprocessing
@@ -188,7 +188,7 @@ def test_two_workers_at_once(server):
 
 
 def forking():
-    """Processes that are forked from one which has loaded torch."""
+    """Processes that are forked from a process that has imported torch."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["stages.accumulators.redis_store"])
     return context
@@ -207,7 +207,7 @@ def test_workers_and_server_killed_at_random_moments(tmp_path, append_only):
             if kill % 3 == 2:
                 server.kill()
                 time.sleep(0.02)
-                server.start()  # the worker goes on
+                server.start()  # the worker continues
                 time.sleep(luck.uniform(0.1, 0.2))
             worker.kill()
             worker.join()

@@ -52,7 +52,7 @@ def test_there_and_back(server, command, tmp_path):
     assert_equal(load_sums(file)[0], part)
     told = f"2 batches, 10 tokens in Redis at 127.0.0.1:{server.port}, database 0\n"
     assert command("import", file, "--namespace", "copy:") == (0, told)
-    assert command("import", file, "--namespace", "copy:") == (0, told)  # once is enough
+    assert command("import", file, "--namespace", "copy:") == (0, told)  # a second import changes nothing
     copy = open_store(server.url, "copy:")
     assert_equal(copy.collect(), part)
     copy.close()
@@ -132,7 +132,7 @@ def test_no_scan_lies_there(server, command, tmp_path):
 
 
 def test_a_flush_that_comes_while_all_is_read_is_whole_in_the_export(server, command, tmp_path, monkeypatch):
-    """Its batches are marked first and its sums are added later: read between the two it would be lost."""
+    """A commit marks batches before their sums are added: an export between the two would lose the sums."""
     store = open_store(server.url)
     store.sums.add(make_part(0))
     store.flush()

@@ -1,4 +1,4 @@
-"""The page of a real run, and how a browser shows it."""
+"""The report page of a real run, also in a browser."""
 
 import json
 import re
@@ -18,7 +18,7 @@ LIGHT, DARK = (0xFC, 0xFC, 0xFB), (0x15, 0x17, 0x1B)  # --paper of pipeline/repo
 
 @pytest.fixture(scope="module")
 def run(carves) -> Path:
-    """The folder of the run that carved the model in the repository."""
+    """The folder of the run that carved the embedded model."""
     return find_run(carves["embedded"].evaluation)
 
 
@@ -60,7 +60,7 @@ def test_the_record_says_what_report_md_says(run):
 @pytest.mark.parametrize(("theme", "paper"), [("light", LIGHT), ("dark", DARK)])
 @pytest.mark.parametrize("width", [380, 1600])
 def test_a_browser_shows_it_without_complaint(run, tmp_path, theme, paper, width):
-    """In a frame of that width, as a window is never as narrow as a telephone."""
+    """In a frame of this width, since a window cannot be as narrow as a phone."""
     page = (run / "report.html").read_text().replace('id="theme-auto" checked', 'id="theme-auto"')
     chosen = page.replace(f'id="theme-{theme}"', f'id="theme-{theme}" checked')
     (tmp_path / "page.html").write_text(chosen)

@@ -42,7 +42,7 @@ def words(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def finished(words, tmp_path_factory):
-    """The outputs of an uninterrupted run of the whole chain. Not to be written to."""
+    """The outputs of an uninterrupted run of the whole chain. Read-only."""
     outputs = tmp_path_factory.mktemp("finished")
     assert run_command([*words, f"output_dir={outputs}"]) == 0
     return outputs
@@ -157,7 +157,7 @@ def test_a_damaged_result_is_not_handed_over(outputs, words, capsys, damage):
     times, content = (weights.stat().st_atime_ns, weights.stat().st_mtime_ns), weights.read_bytes()
     damaged = manifest if damage == "manifest" else weights
     sealed = manifest.read_bytes()
-    damaged.unlink()  # a hard link: the finished run stays as it is
+    damaged.unlink()  # a hard link: the finished run stays unchanged
     if damage == "truncated":
         weights.write_bytes(content[:-1])
     elif damage in {"flipped", "of equal size and time"}:
@@ -285,7 +285,7 @@ def test_every_stage_survives_a_kill(outputs, words, stage):
 
 
 def test_a_full_disk_is_told_and_leaves_nothing(outputs, words, capsys):
-    """A limit on the size of files, as a stand-in for a full disk that needs no root."""
+    """A limit on the size of files acts like a full disk, without root."""
     forget(outputs, "extract")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5 * 1024, hard))
@@ -319,7 +319,7 @@ def test_hidden_states_on_disk_change_no_result_and_a_kill_leaves_none_of_them(o
 
 
 def test_a_projection_without_its_calibration_text_is_refused(outputs, words, capsys):
-    """And one with another text is another carve."""
+    """With another text, all stages run again and give another result."""
     forget(outputs, "project")
     (text,) = [Path(word.partition("=")[2]) for word in words if word.startswith("data.path=")]
     away = text.with_name("away.txt")

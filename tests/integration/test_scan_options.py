@@ -1,4 +1,4 @@
-"""What a scan can be asked for beside the plain one, through the command."""
+"""Options of a scan, through the command."""
 
 import json
 import shutil
@@ -36,7 +36,7 @@ def source(tmp_path_factory):
 
 @pytest.fixture
 def scan(source, tmp_path):
-    """Run stage=scan; gives the published folder."""
+    """Run stage=scan; returns the published folder."""
 
     def run(*words, text="text.txt", outputs=tmp_path):
         assert run_command([*command(source, text), *words, f"output_dir={outputs}"]) == 0
@@ -59,7 +59,7 @@ def published(outputs):
 
 
 def test_two_jobs_that_share_a_server_share_the_work(source, tmp_path, scan):
-    """As on two machines: nothing but the server in common."""
+    """As on two machines: the jobs share only the server."""
     alone = load_file(scan("data.tokens=4000", outputs=tmp_path / "alone") / "statistics.safetensors")
     with running(tmp_path / "redis") as server:
         store = ("store=redis", f"store.url={server.url}", "store.checkpoint_every=0", "data.tokens=4000")

@@ -1,7 +1,7 @@
-"""Every stage on a device that is not the CPU: nothing mixes with tensors of the host, and the results are the same.
+"""Every stage on a device other than the CPU: no operation mixes devices, and the results are the same.
 
-No GPU is needed (see `simulated_device`). How often the host waits for the device is bounded: on a GPU each time costs
-all that the device could have done meanwhile.
+No GPU is needed (see `simulated_device`). The number of times that the host waits for the device is bounded: a GPU is
+idle meanwhile.
 """
 
 import json
@@ -47,8 +47,8 @@ OTHERS = {
     "tensor": (DIAGNOSE, "check=analyze_tensor"),
 }  # fmt: skip
 
-# Waits of the host in a run of a stage: for each layer and calibration batch, and besides. What moves a batch or a
-# layer's weights to the device counts too: the memory they come from is not pinned.
+# Most waits of the host in a stage: for each layer and calibration batch, and in addition. Copies of a batch or of a
+# layer's weights to the device count, since their host memory is not pinned.
 WAITS = {
     "scan": (0, 80),
     "score": (0, 0),
@@ -64,7 +64,7 @@ WAITS = {
 
 @pytest.fixture(scope="module")
 def found(text, tmp_path_factory):
-    """All cases in one process, the chain on the CPU last: what each said, its exit code and its waits."""
+    """Run all cases in one process: case → output, exit code and waits."""
     folder = tmp_path_factory.mktemp("device")
     source = write_pico(folder / "qwen3", "qwen3", tie=True, tokenizer=True)
     quick = [*words_of_pico(source, text), "data.sample_tokens=null", "cluster.map=none", "evaluate.speed_tokens=100"]
@@ -93,7 +93,7 @@ def test_the_host_waits_for_the_device_so_often_and_no_more(found, stage):
     bound = each * LAYERS * BATCHES + besides
     waits = Counter(found[stage]["waits"])
     assert waits.total() <= bound, waits.most_common(12)
-    assert bool(waits.total()) == bool(bound)  # a stage without tensors on the device has none to wait for
+    assert bool(waits.total()) == bool(bound)  # a stage without tensors on the device never waits
 
 
 def test_results_are_those_of_the_cpu(found):

@@ -1,4 +1,4 @@
-"""One stage at a time: what it asks for, and what it says at its end."""
+"""One stage at a time: the settings that it needs, and its closing lines."""
 
 import shlex
 
@@ -20,7 +20,7 @@ def source(tmp_path_factory):
 
 
 def last_lines(capsys):
-    """The closing lines of a run: heading → what stands there, a line each."""
+    """The closing lines of a run: heading → its lines."""
     found, heading = {}, ""
     for line in capsys.readouterr().out.rpartition("\nfiles ")[2].splitlines():
         words = line.strip()

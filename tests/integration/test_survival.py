@@ -1,4 +1,4 @@
-"""Training leaves a carve no worse than it finds it, where it leaves the dense model so: with no helper of ours."""
+"""Training without our helpers harms a carve no more than the dense model."""
 
 import re
 from pathlib import Path
@@ -67,7 +67,7 @@ def test_a_hundred_steps_on_the_model_of_the_repository(carves, name):
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator is found:UserWarning")
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")  # of TRL's own
 def test_twenty_steps_of_any_script(carves, text, tmp_path, name, way):
-    """Trainer and TRL at their own rates and settings: held-out loss no more than the dense model's above its start."""
+    """Trainer and TRL with their own defaults: the held-out loss rises no more than the dense model's."""
     carve = carves[name]
     if name in TARGETS:
         batches = read_text_batches(carve.dense, text, 24)
@@ -121,7 +121,7 @@ WAYS = {"trainer": train_with_trainer, "trl": train_with_trl, "loop": train_with
 
 
 def test_the_snippet_of_the_readme(carves):
-    """Run five times over, as it stands, on the checkpoint it is about: no worse than the dense model takes it."""
+    """Its training step, run 20 times, harms the carve no more than the dense model."""
     snippet = re.search(r"## Use the checkpoint\n.*?```python\n(.*?)```", README.read_text(), re.DOTALL)[1]
     assert "AdamW(model.parameters(), lr=1e-5)" in snippet
     loading, training = snippet.split("model(**batch")

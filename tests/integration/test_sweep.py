@@ -1,4 +1,4 @@
-"""Jobs of a sweep that run at once: what they have in common is computed by one of them."""
+"""Jobs of a sweep that run at once: one of them computes the stages that they share."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Dumps that are killed, run out of disk, meet another one or lose a file; the stage and the viewer."""
+"""Dumps that are killed, run out of disk space, share a folder or lose a file; the stage and the viewer."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def start(folder, *words):
 
 
 def assert_whole(folder):
-    """Every listed tensor can be read, and is what the step put in."""
+    """Check that every listed tensor can be read and inputs are those of their step; returns the number of records."""
     with DumpReader(folder) as reader:
         assert reader.missing_files == ()
         for record in reader.records:
@@ -339,7 +339,7 @@ def test_an_unchanged_script_is_dumped_by_its_environment_alone(tmp_path):
             for record in reader.select(tensor="input", module={"0.0", "1"})
         )
         trained = {(step, microbatch, False): 2 for step in (0, 1) for microbatch in (0, 1)}
-        # The hooks come during the first pass, so that of the model itself the rest of it is seen.
+        # Hooks are attached during the first forward pass, which is recorded from there on.
         assert passes == trained | {(step, 0, True): 2 for step in (0, 1)}
         assert {record.label for record in reader.records} == {"mxfp8"}
         assert list(reader.manifests()[0].complaints()) == []

@@ -1,4 +1,4 @@
-"""stage=train on a real chain: a native checkpoint, exact resumption, two processes like one, errors in words."""
+"""stage=train on a real chain: a native checkpoint, exact resumption, two processes like one, clear errors."""
 
 import json
 import os
@@ -33,7 +33,7 @@ QUICK = (
 
 @pytest.fixture(scope="module")
 def projected(tmp_path_factory):
-    """A folder of outputs in which everything before training is done, and the words that made it."""
+    """The command line of a chain whose stages before training are done."""
     folder = tmp_path_factory.mktemp("train")
     write_pico(folder / "pico", "qwen3", tokenizer=True)
     lines = (f"{number} larks met {number * 7 % 31} swifts near house {number % 9}." for number in range(400))
@@ -131,7 +131,7 @@ def test_killed_and_taken_up_again_it_takes_the_same_way(projected, trained, tmp
 
 
 def kill_in_every_phase(words, undisturbed, phases, tmp_path):
-    """Kill the command once in each phase; taken up again, it must leave what the `undisturbed` one left."""
+    """Kill the command once in each phase; resumed, it must give the results of the `undisturbed` run."""
     (outputs,) = [word.partition("=")[2] for word in words if word.startswith("output_dir=")]
     subprocess.run(["cp", "-r", outputs, tmp_path / "outputs"], check=True)
     for folder in (tmp_path / "outputs/artifacts/pico/train").glob("[!.]*"):
@@ -158,7 +158,7 @@ def kill_in_every_phase(words, undisturbed, phases, tmp_path):
 
 @pytest.fixture(scope="module")
 def killed(projected, trained, tmp_path_factory):
-    """A copy of the outputs, with a training killed after two checkpoints of its second phase; and its words."""
+    """A copy of the outputs, with a training killed after two checkpoints of its second phase; and its command line."""
     (outputs,) = [Path(word.partition("=")[2]) for word in projected if word.startswith("output_dir=")]
     copy = tmp_path_factory.mktemp("killed") / "outputs"
     subprocess.run(["cp", "-r", outputs, copy], check=True)
@@ -190,7 +190,7 @@ def scalars(folder):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of TensorBoard's own
 @pytest.mark.parametrize("how", ["flipped", "truncated", "deleted"])
 def test_a_damaged_file_of_a_killed_training_changes_no_result(killed, trained, tmp_path, capsys, how):
-    """Each kind of file in its scratch: the training comes to the same, or is refused and started over."""
+    """For each kind of file in its scratch folder: the result is the same, or the training is refused and restarted."""
     copy, words = killed
     (scratch,) = copy.glob("artifacts/pico/train/.*/scratch")
     parts = [scratch / "router" / "final" / "whole", *(scratch / "experts").glob("checkpoint-8/*"), *scratch.glob("*")]
@@ -237,9 +237,9 @@ def test_a_healed_carve_comes_nearer_to_the_dense_model_and_survives_a_kill(proj
 @pytest.mark.parametrize("how", ["copies", pytest.param("shards", marks=pytest.mark.slow)])
 def test_two_processes_train_like_one(how, projected, tmp_path):
     (outputs,) = [word.partition("=")[2] for word in projected if word.startswith("output_dir=")]
-    # A bias turns around where sums in another order flip a single choice.
+    # Not balance by bias: another order of summation may flip a choice, and then the sign of a bias update.
     words = [*projected, *QUICK, "stage=train", "train.balance=loss"]
-    # At once, too, is what both see of a step.
+    # One process takes all sequences of a step at once, as the two together do.
     assert run_command([*(word for word in words if "micro_batch" not in word), "train.micro_batch=4"]) == 0
     alone = lines_of(published(words))
     subprocess.run(["cp", "-r", outputs, tmp_path / "outputs"], check=True)
@@ -265,7 +265,7 @@ def test_two_processes_train_like_one(how, projected, tmp_path):
 
 
 def test_a_full_disk_is_told_and_the_same_command_goes_on(projected, trained, capsys):
-    """No file may grow beyond what a checkpoint of the training takes: as a full disk that needs no root."""
+    """A limit on the size of files, below a training checkpoint's, acts like a full disk, without root."""
     words = [*projected, *QUICK, "stage=train", "fresh=true"]
     before = set(trained.parent.iterdir())
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -292,7 +292,7 @@ def test_what_is_not_finite_is_named_and_stops_before_harm(projected, capsys):
 
 
 def test_training_that_cannot_be_watched_says_so_until_told_not_to_watch(projected, monkeypatch, capsys):
-    """Models in the shards of torch's first FSDP cannot: stood in for, as they need several processes."""
+    """A mock for models sharded by torch's first FSDP, which cannot be watched and need several processes."""
     monkeypatch.setattr("stages.train.trainer.watch_model", Mock(side_effect=ConfigError("these are no gradients")))
     words = [*projected, *QUICK, "stage=train", "train.tokens=200", "fresh=true"]
     assert run_command(words) == 0

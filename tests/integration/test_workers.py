@@ -1,4 +1,4 @@
-"""Several processes work together: they find what one finds, and nothing is lost when one of them dies."""
+"""Several processes give the results of one, and lose nothing when one of them dies."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from pipeline.cli import run_command
 
 REPOSITORY = Path(__file__).parents[2]
 
-# The command, but worker 1 kills itself, as the kernel would, before its n-th batch, once worker 0 has flushed, too.
+# The command, but worker 1 kills itself before its n-th batch, once worker 0 has flushed.
 DYING = """
 import os, signal, sys, time
 from pathlib import Path
@@ -73,7 +73,7 @@ def statistics(outputs):
 
 
 def assert_equal(found, expected):
-    """To the last bit where the order of summation allows, which is everywhere but in float64 sums."""
+    """Compare bit for bit, except float64 sums, which depend on the order of summation."""
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         if tensor.dtype == torch.float64 and name != "max_abs":
@@ -84,7 +84,7 @@ def assert_equal(found, expected):
 
 @pytest.fixture(scope="module")
 def alone(words, tmp_path_factory):
-    """What one process finds, on one thread as torchrun's workers do: more of them multiply in another order."""
+    """Statistics of one process with one thread, like torchrun's workers: more threads sum in another order."""
     outputs, threads = tmp_path_factory.mktemp("alone"), torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -98,14 +98,14 @@ def test_two_processes_equal_one(words, alone, tmp_path):
     done = torchrun(2, tmp_path, words)
     assert done.returncode == 0, done.stderr
     assert "630 tokens in 13 samples" in done.stdout
-    assert done.stdout.count("scan      done in") == 1  # only one of them speaks
+    assert done.stdout.count("scan      done in") == 1  # only one process reports
     assert_equal(statistics(tmp_path), alone)
     assert not list((tmp_path / "artifacts" / "pico" / "scan").glob(".*"))
 
 
 @pytest.fixture(scope="module")
 def lost(words, tmp_path_factory):
-    """What a job leaves behind that lost a worker."""
+    """The outputs of a job that lost a worker."""
     outputs = tmp_path_factory.mktemp("lost")
     script = tmp_path_factory.mktemp("script") / "dying.py"
     script.write_text(DYING)
@@ -160,7 +160,7 @@ CARVED = ("cluster", "assemble", "project", "evaluate")
 
 @pytest.fixture(scope="module")
 def chain(text, tmp_path_factory):
-    """The settings of a whole run, and what one process makes of it on one thread."""
+    """The command line of a whole run, and its outputs from one process with one thread."""
     folder = tmp_path_factory.mktemp("chain")
     given = words_of_pico(write_pico(folder / "pico", "qwen3", layers=3, tokenizer=True), text)
     dials = ("experts=4", "n=8", "top_k=2", "always_on=8", "cluster.map_layers=[1]", "vocabulary.tokens=300")
@@ -180,7 +180,7 @@ def result_of(outputs, stage):
 
 
 def assert_same_carve(outputs, alone, stages=CARVED):
-    """All weights to 1e-6, choices of neurons and pictures to the bit, and the evaluation to 1e-6."""
+    """Compare weights and evaluation to 1e-6, indices of neurons and pictures exactly."""
     for stage in stages:
         found, expected = result_of(outputs, stage), result_of(alone, stage)
         assert found.name == expected.name

@@ -1,4 +1,4 @@
-"""How every error is laid out."""
+"""The layout of every error message."""
 
 
 def message(what, where, do):

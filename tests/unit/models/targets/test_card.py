@@ -69,12 +69,12 @@ def test_the_card_of_a_pool_says_that_all_layers_share_it():
         (
             "qwen3_moe",
             MoEShape(100, 256, 8, 0),
-            "E = 100, N = 256 take a slower path; fast are E a power of two and N % 128 == 0.",
+            "E = 100, N = 256 take a slower path; the fast one needs E a power of two and N % 128 == 0.",
         ),
         (
             "qwen3_moe",
             MoEShape(64, 64, 8, 0),
-            "fast are E a power of two and N % 128 == 0 (`assemble.pad_to=128` gives",
+            "the fast one needs E a power of two and N % 128 == 0 (`assemble.pad_to=128` gives",
         ),
         (
             "qwen3_moe",
