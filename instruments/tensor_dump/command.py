@@ -1,4 +1,4 @@
-"""`python -m pipeline.dump show|compare|export FOLDER ...`: what is in a tensor dump."""
+"""`python -m pipeline.dump show|compare|export FOLDER ...`: inspect, compare and export tensor dumps."""
 
 import argparse
 import re
@@ -24,7 +24,7 @@ COLUMNS = ("module", "tensor", "records", "shape", "type", "range", "largest std
 
 
 def summarise(listing: Listing, chosen: Sequence[TensorRecord]) -> str:
-    """Facts, a row for each kind of module and tensor, and what must not be overlooked."""
+    """Facts, a table row per kind of module and tensor, and problems."""
     groups: dict[tuple[str, str], list[TensorRecord]] = {}
     for record in chosen:
         kind = re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)|(?<=\.)\d+$", "*", record.source.module)
@@ -37,7 +37,7 @@ def summarise(listing: Listing, chosen: Sequence[TensorRecord]) -> str:
 
 
 def complaints_of(listing: Listing) -> Iterator[str]:
-    """Missing files, torn ends, killed processes, and what the manifests say."""
+    """Missing files, incomplete lines, killed processes, and problems in the manifests."""
     if missing := listing.missing_files:
         yield f"{len(missing)} files that the index names are missing: {some(missing, 3)}"
     if listing.torn:
@@ -69,7 +69,7 @@ def _facts(listing: Listing, chosen: Sequence[TensorRecord]) -> Iterator[tuple[s
         yield "label", f"{', '.join(sorted(labels))}; really {', '.join(real)}"
 
 
-# By torch's name of a number format.
+# Number format (torch's name) → bytes per value.
 _BYTES = dict(DTYPES.values())
 
 
@@ -98,7 +98,7 @@ Named = tuple[str, "Tensor"]
 
 
 def draw_histograms(tensors: Sequence[Named], path: Path) -> None:
-    """One panel a tensor: a histogram of its finite values in 120 equal bins, on a logarithmic scale."""
+    """One panel per tensor: a histogram of its finite values in 120 equal bins, with a logarithmic count axis."""
     figure, panels = _panels(tensors, "value")
     for panel, (_name, values) in zip(panels, tensors, strict=True):
         finite = values[values.isfinite()].float().numpy()
@@ -109,14 +109,14 @@ def draw_histograms(tensors: Sequence[Named], path: Path) -> None:
 
 
 def draw_channels(tensors: Sequence[Named], path: Path) -> None:
-    """One panel a tensor: of every channel (its last axis) the range, and the 1st to 99th percentile."""
+    """One panel per tensor: for every channel (last axis) the range and the 1st to 99th percentiles."""
     figure, panels = _panels(tensors, "channel")
     for panel, (_name, values) in zip(panels, tensors, strict=True):
         if not values.numel():
             continue
         channels = values.float().reshape(-1, values.shape[-1] if values.ndim else 1).numpy()
         low, high = channels.min(axis=0), channels.max(axis=0)
-        # Percentiles of some 16 384 evenly chosen rows are good enough to look at.
+        # For a picture, percentiles of about 16,384 evenly spaced rows are exact enough.
         p1, p99 = np.percentile(channels[:: max(1, len(channels) // 16384)], (1, 99), axis=0)
         panel.fill_between(range(len(low)), low, high, color=_PALE, linewidth=0, step="mid", label="range")
         panel.fill_between(range(len(low)), p1, p99, color=_BLUE, linewidth=0, step="mid", label="1 to 99 %")
@@ -125,7 +125,7 @@ def draw_channels(tensors: Sequence[Named], path: Path) -> None:
 
 
 def _panels(tensors: Sequence[Named], quantity: str) -> tuple["Figure", list["Axes"]]:
-    from matplotlib.figure import Figure  # noqa: PLC0415 - it takes a second to load
+    from matplotlib.figure import Figure  # noqa: PLC0415 - slow to import
 
     columns = min(len(tensors), _PANELS_ACROSS)
     rows = -(-len(tensors) // columns)
@@ -144,10 +144,10 @@ MOST_PANELS = 12
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Do what the command line says; returns the exit code.
+    """Run the command line; returns the exit code.
 
-    0 done, 1 a dump cannot be read or a picture not be written, 2 the command line is wrong, 3 the dumps compared are
-    different, 130 interrupted.
+    0 done, 1 a dump cannot be read or a picture not written, 2 the command line is wrong, 3 the compared dumps differ,
+    130 interrupted.
     """
     wanted = _parser().parse_args(words)
     return exit_code(lambda: wanted.act(wanted))
@@ -201,9 +201,9 @@ def _show(wanted: argparse.Namespace) -> int:
 def _draw(
     listing: Listing, chosen: Sequence[TensorRecord], out: Path, draw: Callable[[Sequence[Named], Path], None]
 ) -> None:
-    from instruments.tensor_dump.reader import DumpReader  # noqa: PLC0415 - the table alone needs neither torch nor matplotlib
+    from instruments.tensor_dump.reader import DumpReader  # noqa: PLC0415 - the table needs neither torch nor matplotlib
 
-    # Layers that share an input share the picture.
+    # A tensor that several layers share is drawn once.
     first: dict[tuple[str | None, str | None], TensorRecord] = {}
     for record in chosen:
         if record.status == STORED:
@@ -220,7 +220,7 @@ def _draw(
 
 
 def _compare(wanted: argparse.Namespace) -> int:
-    from instruments.tensor_dump.reader import compare_folders  # noqa: PLC0415 - it reads tensors, with torch
+    from instruments.tensor_dump.reader import compare_folders  # noqa: PLC0415 - imports torch
 
     equal, text = compare_folders(wanted.first, wanted.second, wanted.tolerance)
     say(text)
@@ -228,7 +228,7 @@ def _compare(wanted: argparse.Namespace) -> int:
 
 
 def _export(wanted: argparse.Namespace) -> int:
-    from instruments.tensor_dump.reader import DumpReader  # noqa: PLC0415 - torch, for this command alone
+    from instruments.tensor_dump.reader import DumpReader  # noqa: PLC0415 - imports torch
     from instruments.tensor_dump.tensor_files import export_pt  # noqa: PLC0415
 
     with DumpReader(wanted.folder) as reader:
