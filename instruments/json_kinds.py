@@ -77,6 +77,6 @@ def kinds_of(fields: Any) -> dict[str, Kind]:  # noqa: ANN401 - a dataclass
 def check_fields(content: Any, kinds: Mapping[str, Kind]) -> None:  # noqa: ANN401 - any JSON
     """Raise ValueError, naming every field that is missing or of another type."""
     if not isinstance(content, dict):
-        raise ValueError("it is no object")
+        raise ValueError("it is not an object")
     if wrong := [name for name, is_kind in kinds.items() if name not in content or not is_kind(content[name])]:
         raise ValueError(f"{', '.join(wrong)} missing or of another type")

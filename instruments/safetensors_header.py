@@ -101,9 +101,9 @@ def _entry(path: Path, data_start: int, spec: dict[str, Any]) -> TensorEntry:
     begin, end = spec["data_offsets"]
     shape = tuple(spec["shape"])
     if not all(type(number) is int and 0 <= number < _MOST for number in (begin, end, *shape)):
-        raise ValueError("shape or data_offsets hold what is no size")
+        raise ValueError("shape or data_offsets hold an invalid size")
     if prod(max(side, 1) for side in shape) >= _MOST:
-        raise ValueError(f"shape {list(shape)} is none of a tensor")
+        raise ValueError(f"shape {list(shape)} is too large for a tensor")
     nbytes = prod(shape) * DTYPES[spec["dtype"]][1]
     if end - begin != nbytes:
         raise ValueError(f"{spec['dtype']} {list(shape)} needs {nbytes} bytes, has {end - begin}")

@@ -219,7 +219,7 @@ def _run(wanted: argparse.Namespace) -> None:
     if not scan.closed:
         raise ContractError(
             f"{scan.path.name} was not closed: its end is missing, or its writer is still at work",
-            where=f"{scan.path}, after {len(scan.sequences):,} sequences; {scan.torn:,} bytes of no use follow",
+            where=f"{scan.path}, after {len(scan.sequences):,} sequences; {scan.torn:,} unusable bytes follow",
             do="wait for the writer, copy the file again, or go on scanning into it",
         )
 

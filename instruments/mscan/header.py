@@ -196,7 +196,7 @@ def unpack_header(path: Path, file: memoryview) -> tuple[Header, int]:
     try:
         return _read_content(json.loads(bytes(text))), end
     except (ValueError, RecursionError) as error:
-        raise damaged(path, f"the header is none that a scanner writes: {error}") from error
+        raise damaged(path, f"the header is invalid: {error}") from error
 
 
 def _check_start(path: Path, file: memoryview) -> None:

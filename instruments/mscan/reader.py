@@ -233,7 +233,7 @@ def _open_segment(path: Path, header: Header, file: memoryview, place: SegmentHe
     try:
         return Segment(header, file[place.payload : place.end], place)
     except (ValueError, RecursionError) as error:
-        what = f"segment {place.index} is none that a scanner writes: {error}"
+        what = f"segment {place.index} is invalid: {error}"
         raise damaged(path, what, f"its payload, bytes {place.payload} to {place.end}") from error
 
 

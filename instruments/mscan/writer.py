@@ -280,7 +280,7 @@ def _check(file: SegmentFile, rows: Rows) -> None:
         if np.fmin.reduce(values, axis=None, initial=0) < 0 or np.fmax.reduce(values, axis=None, initial=0) == np.inf:
             names = ", ".join(sequence.name for sequence in rows.sequences)
             raise ContractError(
-                f"{name} holds a value that is negative or infinite, which no norm is",
+                f"{name} holds a negative or infinite value, which is not a norm",
                 where=f"{file.path}, sequences {names}",
                 do="scan in a wider number format, such as model.dtype=float32",
             )

@@ -159,7 +159,7 @@ class ModuleHooks:
         except ConfigError:
             if self.strict:
                 raise
-            self._leave_out(index, "its samples cannot be told apart")
+            self._leave_out(index, "its samples cannot be separated")
             return False
         return True
 
@@ -225,7 +225,7 @@ class ModuleHooks:
         if scan_pass is None:
             return None
         if len(top_k_index) != scan_pass.facts.samples * scan_pass.facts.length:
-            self._leave_out(index, "its samples cannot be told apart")
+            self._leave_out(index, "its samples cannot be separated")
             return None
         target = self.targets[index]
         return partial(self._run_product, scan_pass, index, ProductFinder(target.module, target.own, top_k_index))

@@ -44,7 +44,7 @@ def read_call(arguments: Mapping[str, Any]) -> CallFacts:
     given = (arguments.get(name) for name in ("input_ids", "inputs_embeds"))
     inputs = next((value for value in given if isinstance(value, Tensor)), None)
     if inputs is None:
-        what = f"the model was called with {', '.join(sorted(arguments)) or 'nothing'}; its samples cannot be told"
+        what = f"the model was called with {', '.join(sorted(arguments)) or 'nothing'}; its samples are unknown"
         raise refusal(what, "call the scanned model with input_ids=... or inputs_embeds=...")
     samples, length = inputs.shape[:2]
     return CallFacts(samples, length, _padding_mask(arguments, samples, length), _supervised(arguments, samples))

@@ -45,7 +45,7 @@ def complaints_of(listing: Listing) -> Iterator[str]:
     manifests = listing.manifests()
     killed = [index.rank for index in listing.indices if index.rank not in manifests]
     if killed:
-        yield f"ranks {some(map(str, killed), 3)} did not end their dump: what is listed is whole, more was to come"
+        yield f"ranks {some(map(str, killed), 3)} did not finish: listed tensors are complete, later ones are missing"
     for rank, manifest in sorted(manifests.items()):
         yield from (f"rank {rank}: {complaint}" for complaint in manifest.complaints())
 
@@ -63,7 +63,7 @@ def _facts(listing: Listing, chosen: Sequence[TensorRecord]) -> Iterator[tuple[s
     )
     yield "processes", ", ".join(str(index.rank) for index in listing.indices)
     yield "steps", f"{len(steps)}, {steps[0]} to {steps[-1]}"
-    yield "tensors", f"{len(stored):,} of {size / 2**20:,.1f} MiB, those that layers share once"
+    yield "tensors", f"{len(stored):,} of {size / 2**20:,.1f} MiB; shared tensors count once"
     if labels:
         real = sorted({record.quant_type for record in chosen})
         yield "label", f"{', '.join(sorted(labels))}; really {', '.join(real)}"
@@ -157,20 +157,20 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m pipeline.dump", description="Look into tensor dumps.")
     commands = parser.add_subparsers(required=True, metavar="show|compare|export")
     show = commands.add_parser("show", help="a table by module and tensor; what is missing or suspicious; pictures")
-    show.add_argument("folder", type=Path, help="of the dump")
+    show.add_argument("folder", type=Path, help="folder of the dump")
     show.add_argument("--module", default="*", metavar="GLOB", help="only these modules")
     show.add_argument("--tensor", default="*", metavar="GLOB", help="only input, weight, grad_output, query ...")
     show.add_argument("--step", type=int, help="only this step")
     show.add_argument("--rounded", action="store_true", help="the copies rounded into another number format")
     show.add_argument("--list", action="store_true", help="one line a tensor, by name")
-    show.add_argument("--histogram", type=Path, metavar="OUT", help="draw how the values are spread, as a PNG")
+    show.add_argument("--histogram", type=Path, metavar="OUT", help="draw a histogram of every tensor, as a PNG")
     show.add_argument("--channels", type=Path, metavar="OUT", help="draw the range of every channel, as a PNG")
     show.set_defaults(act=_show)
-    compare = commands.add_parser("compare", help="two dumps of the same model: where they part")
+    compare = commands.add_parser("compare", help="where two dumps of the same model differ")
     compare.add_argument("first", type=Path)
     compare.add_argument("second", type=Path)
     compare.add_argument(
-        "--tolerance", type=float, default=0.0, help="relative distance that counts (default: any bit)"
+        "--tolerance", type=float, default=0.0, help="largest accepted relative distance (default 0: any bit counts)"
     )
     compare.set_defaults(act=_compare)
     export = commands.add_parser("export", help="one .pt file for each tensor")
@@ -187,7 +187,7 @@ def _show(wanted: argparse.Namespace) -> int:
     chosen = listing.select(rounded=wanted.rounded, module=wanted.module, tensor=wanted.tensor, **step)
     if not chosen:
         raise ConfigError(
-            f"none of {len(listing.records)} records fits",
+            f"none of {len(listing.records)} records matches",
             where=f"--module {wanted.module} --tensor {wanted.tensor} --step {wanted.step}",
             do=f"python -m pipeline.dump show {wanted.folder} --list",
         )

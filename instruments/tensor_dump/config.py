@@ -80,7 +80,7 @@ def contradictions(config: DumpConfig, prefix: str = "") -> Iterator[ConfigError
         return
     if config.quant_type is None:
         yield ConfigError(
-            f"{prefix}fake_quant=true rounds into {prefix}quant_type, and there is none",
+            f"{prefix}fake_quant=true needs {prefix}quant_type, which is not set",
             where=f"settings {prefix}quant_type and {prefix}fake_quant",
             do=f"{prefix}quant_type=mxfp8, or {prefix}fake_quant=false",
         )

@@ -137,7 +137,7 @@ def _check_record(record: TensorRecord) -> None:
         if name is not None and not is_bare(name):
             raise ValueError(f"{field_name} {name!r} is no name of a file in the dump's folder")
     if max(_size(record.shape), _size(record.placement.global_shape)) > _MOST:
-        raise ValueError(f"shape {list(record.shape)} is none of a tensor")
+        raise ValueError(f"shape {list(record.shape)} is too large for a tensor")
     if not len(record.shape) == len(record.placement.global_shape) == len(record.placement.offset):
         raise ValueError(f"the placement of shape {list(record.shape)} has other axes")
     if record.status not in {STORED, STATISTICS, DROPPED}:
@@ -219,7 +219,7 @@ class Manifest:
         if not self.steps:
             yield "no step was dumped: see first_step and every_steps"
         found = {
-            "weights are in no layer known here, and not dumped": self.unseen_weights,
+            "weights are in no known kind of layer and are not dumped": self.unseen_weights,
             "modules never fired": self.never_fired,
             "modules gave no": [f"{name}: {', '.join(tensors)}" for name, tensors in self.missing.items()],
             "gradients are zero everywhere": self.zero_gradients,

@@ -65,7 +65,7 @@ def select(found: Sequence[Watched], config: DumpConfig) -> list[Watched]:
     if not any(one.expected(config) for one in chosen):
         kinds = ", ".join(sorted({one.layer_type for one in chosen}))
         raise ConfigError(
-            f"tensors={config.tensors}: the modules asked for have none of them",
+            f"tensors={config.tensors}: the selected modules have none of them",
             where=f"setting tensors; modules={config.modules} are {kinds}",
             do=f"tensors={[name for name in TENSORS[chosen[0].layer_type] if name in DEFAULT_TENSORS]}",
         )

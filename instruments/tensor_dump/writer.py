@@ -51,7 +51,7 @@ class IndexFile:
             raise ContractError(
                 "the folder holds a dump already",
                 where=str(path),
-                do="another folder, or remove this one if nobody needs it",
+                do="another folder, or remove this one if it is not needed",
             )
         self.add([{"format": FORMAT, "version": VERSION, "rank": rank, **header}])
         sync(folder)
@@ -118,7 +118,7 @@ class DumpWriter:
             raise self.failure
         raise UserError(
             f"the dump ended early, {self._manifest.lost} tensors are lost: {self.failure}",
-            where=f"{self._folder}; what its index lists is whole",
+            where=f"{self._folder}; tensors listed in its index are complete",
             do="free some space or dump into another folder; or dump less: modules=[...], max_steps=, max_tokens=, "
             "keep=statistics",
         ) from self.failure
