@@ -23,10 +23,7 @@ def column_squares(
     gram: bool,
     gram_BTT: Float[Tensor, "B T T"] | None = None,
 ) -> Float[Tensor, "B I"]:
-    """‖∇W[:, i]‖² per sample and column; per row if the two tensors are exchanged.
-
-    As `weight_squares`, but `gram_BTT` is GGᵀ.
-    """
+    """‖∇W[:, i]‖² per sample and column (row, if the tensors are swapped). As `weight_squares`; `gram_BTT` is GGᵀ."""
     columns_BI = x_BTI.new_empty(x_BTI.shape[0], x_BTI.shape[2], dtype=torch.float32)
     for part in sample_parts(x_BTI, grad_BTO):
         x, grad = x_BTI[part].float(), grad_BTO[part]

@@ -42,11 +42,7 @@ class TensorEntry:
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """All tensors of one file, checked against the file's size.
-
-    Raises:
-        CheckpointError: missing, truncated, or not a safetensors file.
-    """
+    """All tensors of a file, checked against its size. Raises CheckpointError: missing, truncated, another format."""
     size = _size_of(path)
     header, data_start = _parse(path, size)
     header.pop(_METADATA, None)

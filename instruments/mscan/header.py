@@ -180,11 +180,7 @@ def damaged(path: Path, detail: str, where: str = "") -> ContractError:
 
 
 def unpack_header(path: Path, file: memoryview) -> tuple[Header, int]:
-    """The header of a file, and the offset of the first segment.
-
-    Raises:
-        ContractError: truncated, damaged, not an .mscan file, or of another version.
-    """
+    """The header, and the offset of the first segment. Raises ContractError: damaged, or another format or version."""
     _check_start(path, file)
     _magic, _version, _flags, length, checksum = PREAMBLE.unpack_from(file)
     end = PREAMBLE.size + length

@@ -300,9 +300,9 @@ def merge_mscan(
 ) -> None:
     """Write all sequences of `parts`, or those in `numbers`, to `out`, each once, ordered by number.
 
-    The file depends on the sequences alone, not on their distribution over parts and segments: with f32 parts it is
-    identical to the byte however often the scan was interrupted. A number in several parts is taken from the first.
-    Torn tails are skipped. Other arguments as in `MscanWriter`.
+    The file depends only on the sequences, not on their distribution over parts and segments: with f32 parts it is
+    always identical to the byte. A number in several parts is taken from the first. Torn tails are skipped. Other
+    arguments as in `MscanWriter`.
 
     Raises:
         ContractError: no parts, parts of different scans, a damaged part, a number that no part has, or `out` exists.

@@ -1,9 +1,9 @@
 """‖∇W[:, block]‖² and ‖∇W[block, :]‖² of a Linear, per sample.
 
-With X (T, I), G (T, O), K = XXᵀ and H = GGᵀ: ‖∇W[block, :]‖² = ⟨G_block G_blockᵀ, K⟩ for a block of rows and ⟨X_block
-X_blockᵀ, H⟩ for a block of columns. The Gram matrices of the wider side's blocks give its norms and sum to its own Gram
-matrix: T² multiply-adds per feature, where norms of single columns and rows need twice as many. They are symmetric, so
-with the tokens in two halves only three quarters are computed.
+With X (T, I), G (T, O), K = XXᵀ and H = GGᵀ: ‖∇W[block, :]‖² = ⟨G_block G_blockᵀ, K⟩ for a block of rows,
+‖∇W[:, block]‖² = ⟨X_block X_blockᵀ, H⟩ for a block of columns. The Gram matrices of the wider side's blocks give its
+norms and sum to its own Gram matrix: T² multiply-adds per feature, half of what single columns and rows need. They are
+symmetric, so with the tokens in two halves only three quarters are computed.
 
 Training a Linear takes 3·T·I·O multiply-adds; its norms about T²·(¾·max + 1¾·min of I, O) for a sample of T tokens. For
 Qwen2.5-0.5B that is 10 % of a training step at 256 tokens and 5 % at 128, without elementwise operations.

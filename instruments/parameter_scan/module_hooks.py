@@ -52,11 +52,7 @@ class Passes:
         self._running = scan_pass
 
     def enter(self, name: str) -> ScanPass | None:
-        """The pass in which a module runs: forward, or recomputed in a backward pass.
-
-        Raises:
-            NumericsError: the module runs for the second time in one forward pass.
-        """
+        """The pass in which a module runs. Raises NumericsError: the module runs twice in one forward pass."""
         if self._running is None:
             return self._reached[-1] if self._reached else None
         if name in self._running.used:

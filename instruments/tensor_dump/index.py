@@ -247,11 +247,7 @@ class Index:
 
 
 def read_index(path: Path) -> Index:
-    """All complete lines of one process's index.
-
-    Raises:
-        ContractError: not an index of a dump, of another version, or damaged.
-    """
+    """All complete lines of one process's index. Raises ContractError: another format or version, or damaged."""
     whole, _, rest = _read_bytes(path).rpartition(b"\n")
     first, *lines = whole.split(b"\n")
     header = _parse(path, first, "line 1: ", lambda content: content)

@@ -33,11 +33,7 @@ class DumpReader(Listing):
         self._files.close()
 
     def load(self, record: TensorRecord) -> Tensor:
-        """A private copy of one tensor, on the CPU.
-
-        Raises:
-            ContractError: its bytes were not kept, or its file is missing or damaged.
-        """
+        """A private copy on the CPU. Raises ContractError: bytes not kept, or a missing or damaged file."""
         if record.status != STORED:
             do = "dump with keep=tensors, when_full=block or more memory_mib"
             raise self._refuse(record, f"has no bytes: its status is {record.status}", do)

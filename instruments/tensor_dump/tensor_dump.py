@@ -53,11 +53,7 @@ def find_modules(roots: Sequence[nn.Module]) -> list[Watched]:
 
 
 def select(found: Sequence[Watched], config: DumpConfig) -> list[Watched]:
-    """The modules that match a pattern and have a requested tensor.
-
-    Raises:
-        ConfigError: a pattern matches no module.
-    """
+    """The modules that match a pattern and have a requested tensor. Raises ConfigError: a pattern matches no module."""
     unmatched = [glob for glob in config.modules if not any(fnmatchcase(one.name, glob) for one in found)]
     if unmatched or not config.modules:
         raise _nothing_matched(unmatched, found)

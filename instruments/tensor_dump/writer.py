@@ -29,11 +29,7 @@ class IndexFile:
     """An index being written, locked by one process."""
 
     def __init__(self, folder: Path, rank: int, header: Mapping[str, Any]) -> None:
-        """Create the index of `rank`.
-
-        Raises:
-            ContractError: the folder holds a dump of this rank, or another process is writing one.
-        """
+        """Create the index of `rank`. Raises ContractError: the folder has a dump of this rank, finished or running."""
         path = folder / f"index-{rank:05}.jsonl"
         folder.mkdir(parents=True, exist_ok=True)
         self._file = path.open("ab")
