@@ -1,1 +1,1 @@
-"""What watches any torch model; knows nothing of MoE and imports nothing of models, stages or pipeline."""
+"""Tools that observe any torch model; they know nothing of MoE and import nothing of models, stages or pipeline."""

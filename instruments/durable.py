@@ -1,4 +1,4 @@
-"""What is written reaches the disk before anyone relies on it."""
+"""Write files that are complete and on the disk before anyone relies on them."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def sync_tree(folder: Path) -> None:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A path to write to, which takes the name `path` when it is on the disk; after an error or a kill nothing does."""
+    """Yield a temporary path, renamed to `path` once on the disk; after an error or a kill `path` is unchanged."""
     unfinished = path.with_suffix(".partial")
     try:
         yield unfinished
@@ -39,8 +39,8 @@ def whole_file(path: Path) -> Iterator[Path]:
     sync(path.parent)
 
 
-def write_json(path: Path, content: Any) -> None:  # noqa: ANN401 - what JSON holds
-    """A file that is there when it is complete."""
+def write_json(path: Path, content: Any) -> None:  # noqa: ANN401 - any JSON value
+    """Write a JSON file that appears only when it is complete."""
     with whole_file(path) as unfinished:
         unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 

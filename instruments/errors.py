@@ -1,17 +1,17 @@
-"""Errors for the person at the keyboard: what happened, where, what to do; and what command lines make of them."""
+"""Errors that the user can correct (what happened, where, what to do), and the exit codes of command lines."""
 
 import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-# The user information of an address: a password goes, and of a web address also a user alone, which is a token.
+# User information of an address. Passwords are removed; in web addresses user names too, since they may be tokens.
 _USER_INFORMATION = re.compile(r"(?<![\w+.-])([a-z][\w+.-]*)://([^\s'\":/@]*)(:[^\s'\"]*)?@", re.IGNORECASE)
 _OPTION = re.compile(r"([?&](?:password|token)=)[^&\s'\"]*", re.IGNORECASE)
 
 
 def redact(text: str) -> str:
-    """The text without the passwords of its addresses; user names stay, so that it can still be pasted."""
+    """Remove passwords and tokens from addresses in the text; other user names stay, so that it can be pasted."""
 
     def without(found: re.Match[str]) -> str:
         scheme, user, _password = found.groups()
@@ -21,17 +21,17 @@ def redact(text: str) -> str:
 
 
 class UserError(Exception):
-    """Something the user can correct. Printed without a traceback.
+    """An error that the user can correct; printed without a traceback.
 
     Args:
         what: what happened, with the value and the bound.
-        where: stage, file, layer or option; every offender.
+        where: stage, file, layer or option; all offenders.
         do: a remedy that can be pasted.
     """
 
     def __init__(self, what: str, *, where: str = "", do: str = "") -> None:
-        """Keep the three parts apart, so that reports can lay them out."""
-        # Line breaks are spelled out: a name from a file must not look like a remedy.
+        """Store the three parts separately, so that reports can lay them out."""
+        # Line breaks are escaped: a name from a file must not look like a remedy.
         self.what, self.where, self.do = (redact(text).replace("\n", "\\n") for text in (what, where, do))
         lines = [self.what]
         if where:
@@ -50,22 +50,22 @@ class CheckpointError(UserError):
 
 
 class DataError(UserError):
-    """The text cannot be read or holds nothing to learn from."""
+    """The text cannot be read or used."""
 
 
 class ContractError(UserError):
-    """What passes between stages is missing, damaged or of another version."""
+    """Data from another stage or a file is missing, damaged, inconsistent or of another version."""
 
 
 class NumericsError(UserError):
-    """A computation gave no usable number."""
+    """A computation gave unusable values."""
 
 
 FAILED, INVALID, INTERRUPTED = 1, 2, 130
 
 
 def exit_code(work: Callable[[], int | None]) -> int:
-    """What `work` returns, or 0; an error of the user's is said on stderr, and tells settings (2) from the rest (1)."""
+    """Run `work` and return its exit code (None: 0). A UserError is printed on stderr: 2 for ConfigError, else 1."""
     try:
         code = work() or 0
         sys.stdout.flush()
@@ -75,31 +75,31 @@ def exit_code(work: Callable[[], int | None]) -> int:
     except UserError as error:
         sys.stderr.write(f"{printable(str(error))}\n")
         return INVALID if isinstance(error, ConfigError) else FAILED
-    except BrokenPipeError:  # `| head` has seen enough
+    except BrokenPipeError:  # the reader closed the pipe, as `| head` does
         sys.stderr.close()
         return 0
 
 
 def printable(text: str) -> str:
-    """The text with control characters spelled out: names from files must not steer the terminal."""
+    """Escape control characters: names from files must not control the terminal."""
     return "".join(char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1] for char in text)
 
 
 def say(text: str) -> None:
-    """Write to stdout what its encoding can show of the text."""
+    """Write text to stdout; characters that its encoding lacks are escaped."""
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(printable(text).encode(encoding, "backslashreplace").decode(encoding))
 
 
 def some(names: Iterable[str], most: int = 5, separator: str = "; ") -> str:
-    """The first few names, and how many more there are."""
+    """The first names, and the number of the others."""
     names = list(names)
     more = f"{separator.rstrip(' ,')} and {len(names) - most} more" if len(names) > most else ""
     return separator.join(names[:most]) + more
 
 
 def check_output(*outs: Path | None) -> None:
-    """Before anything is computed. Raises ConfigError: the folder of one is not there, or it is one itself."""
+    """Check output paths before anything is computed. Raises ConfigError: no parent folder, or the path is a folder."""
     for out in filter(None, outs):
         if not out.parent.is_dir():
             raise ConfigError(f"there is no folder {out.parent}", where=str(out), do=f"mkdir -p {out.parent}")

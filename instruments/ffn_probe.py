@@ -1,8 +1,8 @@
-"""Read every gated FFN of a running model: its activations, and its gradients in the backward pass.
+"""Capture the activations of every gated FFN in a running model, and its gradients in the backward pass.
 
-Probes are identity autograd Functions put on the FFN's inner tensors by forward hooks. A Function's backward runs once
-for every backward pass, also when gradient checkpointing runs the forward twice, so nothing is counted twice; and no
-parameter needs `requires_grad`, so no weight gradient is ever allocated.
+Forward hooks insert identity autograd Functions at the FFN's inner tensors. A Function's backward runs once per
+backward pass, also when gradient checkpointing runs the forward pass twice, so nothing is counted twice. No parameter
+needs `requires_grad`, so no weight gradient is allocated.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ from instruments.gradients import column_squares, gram_matrix, prefer_gram, watc
 
 
 class GatedFFN(Protocol):
-    """What transformers calls an MLP in the supported families."""
+    """The MLP interface of transformers in the supported families."""
 
     gate_proj: nn.Linear
     up_proj: nn.Linear
@@ -43,7 +43,7 @@ OnGradients = Callable[[int, FFNGradients], None]
 
 
 class _LayerProbe:
-    """Collects one layer's tensors; complete when gate and up gradients have both arrived."""
+    """Collects one layer's tensors; complete when the gate and up gradients have both arrived."""
 
     def __init__(self, layer: int, mlp: GatedFFN, on_gradients: OnGradients) -> None:
         self.layer, self.act, self.on_gradients = layer, mlp.act_fn, on_gradients
@@ -66,7 +66,7 @@ class _LayerProbe:
         if not {"gate", "up", "h_grad", "out_grad"} <= self.parts.keys():
             return
         found, self.parts = self.parts, {}
-        # h is recomputed: keeping it from the forward pass would cost T·F more for every layer.
+        # h is recomputed: storing it in the forward pass would cost T·F per sample and layer.
         hidden = self.act(found["gate"]) * found["up"]
         names = ("gate_grad", "up_grad", "h_grad", "out_grad")
         self.on_gradients(self.layer, FFNGradients(found["x"], hidden, *(found[name] for name in names)))
@@ -76,7 +76,7 @@ class _LayerProbe:
 def probe_gradients(mlps: Sequence[GatedFFN], on_gradients: OnGradients) -> Iterator[None]:
     """Call `on_gradients(layer, tensors)` once per layer of `mlps` and backward pass, under no_grad.
 
-    It must not keep the tensors. All hooks are removed when the context ends, after an error too.
+    The callback must not keep the tensors. All hooks are removed when the context ends, also after an error.
     """
     with ExitStack() as hooks:
         for layer, mlp in enumerate(mlps):
@@ -102,10 +102,10 @@ def probe_hidden(mlps: Sequence[GatedFFN], on_hidden: OnHidden) -> Iterator[None
 
 
 def neuron_norms(record: FFNGradients, product: str) -> dict[str, Float[Tensor, "B F"]]:
-    """‖∇gate row‖, ‖∇up row‖ and ‖∇down column‖ for every sample and neuron; `product` as of `prefer_gram`.
+    """‖∇gate row‖, ‖∇up row‖ and ‖∇down column‖ per sample and neuron; `product` as in `prefer_gram`.
 
-    Column j of down sees input h_j and output gradient Δ: ‖∇W_{:,j}‖² = h_jᵀ(ΔΔᵀ)h_j. Row j of gate and up is the same
-    with input and gradient exchanged: g_jᵀ(XXᵀ)g_j.
+    Column j of down has input h_j and output gradient Δ: ‖∇W_{:,j}‖² = h_jᵀ(ΔΔᵀ)h_j. For row j of gate and up, input
+    and gradient are exchanged: g_jᵀ(XXᵀ)g_j.
     """
     (_, length, hidden_size), width = record.x_BTD.shape, record.h_BTF.shape[-1]
     gram = neurons_prefer_gram(product, length, hidden_size, width)
@@ -119,5 +119,5 @@ def neuron_norms(record: FFNGradients, product: str) -> dict[str, Float[Tensor, 
 
 
 def neurons_prefer_gram(product: str, length: int, hidden_size: int, width: int) -> bool:
-    """Whether the neurons' norms go by Gram matrices: T×T ones of the narrow side, met by the wide side."""
+    """Whether to compute the neurons' norms from T×T Gram matrices of the narrow side, times the wide side."""
     return prefer_gram(product, length, width, hidden_size, rows=False)

@@ -1,4 +1,4 @@
-"""Gradients seen from inside the autograd graph, and squared norms of a Linear's weight gradient."""
+"""Capture gradients inside the autograd graph; squared norms of a Linear's weight gradient."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -9,10 +9,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-# Floats of one temporary: on a CPU it stays in the cache, on a GPU it fills the device.
+# Floats per temporary: small enough for a CPU's cache, large enough to use a GPU fully.
 _CACHE_FLOATS, _DEVICE_FLOATS = 1 << 17, 1 << 26
 _LEAST_ROWS = 256
-# Multiply-adds that cost as much as one number's share of squaring and summing.
+# Cost of squaring and summing one number, in multiply-adds.
 _ELEMENTWISE = 64
 
 
@@ -23,10 +23,7 @@ def column_squares(
     gram: bool,
     gram_BTT: Float[Tensor, "B T T"] | None = None,
 ) -> Float[Tensor, "B I"]:
-    """‖∇W[:, i]‖² for every sample and column; with the two tensors exchanged, for every row.
-
-    As `weight_squares`, but `gram_BTT` is GGᵀ.
-    """
+    """‖∇W[:, i]‖² per sample and column (row, if the tensors are swapped). As `weight_squares`; `gram_BTT` is GGᵀ."""
     columns_BI = x_BTI.new_empty(x_BTI.shape[0], x_BTI.shape[2], dtype=torch.float32)
     for part in sample_parts(x_BTI, grad_BTO):
         x, grad = x_BTI[part].float(), grad_BTO[part]
@@ -44,12 +41,12 @@ def weight_squares(
     gram: bool,
     gram_BTT: Float[Tensor, "B T T"] | None = None,
 ) -> tuple[Float[Tensor, "B I"], Float[Tensor, "B O"]]:
-    """‖∇W[:, i]‖² and ‖∇W[o, :]‖² for every sample, column and row, of a Linear's input and its output's gradient.
+    """‖∇W[:, i]‖² and ‖∇W[o, :]‖² per sample, from a Linear's input and its output's gradient.
 
-    With `gram` they follow from Gram matrices, otherwise from the gradient itself. `gram_BTT` is XXᵀ in fp32, where
-    the caller already has it.
-    Numerics: fp32 products and sums; norms within 1e-5 of the true gradient's in fp32. Squares below 1e-38, that is
-        norms below 1e-19, vanish.
+    With `gram` they come from Gram matrices, else from the gradient itself. `gram_BTT` is XXᵀ in fp32, if the caller
+    has it.
+    Numerics: fp32 products and sums; norms within 1e-5 of the true gradient's in fp32. Squares below 1e-38 (norms below
+        1e-19) become 0.
     """
     columns_BI = x_BTI.new_empty(x_BTI.shape[0], x_BTI.shape[2], dtype=torch.float32)
     rows_BO = x_BTI.new_empty(x_BTI.shape[0], grad_BTO.shape[2], dtype=torch.float32)
@@ -65,10 +62,10 @@ def weight_squares(
 
 
 def prefer_gram(product: str, length: int, inputs: int, outputs: int, *, rows: bool = True) -> bool:
-    """Whether to go by Gram matrices: asked for, or cheaper.
+    """Whether to use Gram matrices: requested by `product`, or cheaper.
 
-    Gram costs 2T² multiply-adds for every row and column, direct T for every element of the weight; added to that is
-    what is done to each number of the products. Without rows only GGᵀ and its product with X are needed.
+    Gram costs 2T² multiply-adds per row and column, direct T per element of the weight; both add an elementwise cost
+    per number of the products. Without `rows` only GGᵀ and its product with X are needed.
     """
     if product != "auto":
         return product == "gram"
@@ -78,7 +75,7 @@ def prefer_gram(product: str, length: int, inputs: int, outputs: int, *, rows: b
 
 
 def gram_matrix(x_TN: Float[Tensor, "*b T N"]) -> Float[Tensor, "*b T T"]:
-    """X Xᵀ of every sample in fp32; numbers of half precision are converted some columns at a time."""
+    """X Xᵀ of every sample in fp32; half-precision input is converted some columns at a time."""
     if x_TN.dtype == torch.float32:
         return x_TN @ x_TN.mT
     *samples, length, _columns = x_TN.shape
@@ -90,7 +87,7 @@ def gram_matrix(x_TN: Float[Tensor, "*b T N"]) -> Float[Tensor, "*b T T"]:
 
 
 def sample_parts(x_BTI: Tensor, grad_BTO: Tensor) -> Iterator[int | slice]:
-    """Indices of samples: groups whose temporaries fit the budget; one by one where a single sample fills it."""
+    """Indices of samples: groups whose temporaries fit the budget, or single samples."""
     samples, length, inputs = x_BTI.shape
     step = max(1, _budget(x_BTI) // (length * max(inputs, grad_BTO.shape[-1])))
     if step == 1:
@@ -99,19 +96,19 @@ def sample_parts(x_BTI: Tensor, grad_BTO: Tensor) -> Iterator[int | slice]:
 
 
 def _quadratic_forms(gram_TT: Float[Tensor, "*b T T"], x_TN: Float[Tensor, "*b T N"]) -> Float[Tensor, "*b N"]:
-    """x_nᵀ K x_n for every column; rounding can leave one just below zero, which counts as zero."""
+    """x_nᵀ K x_n of every column; values that rounding makes negative become 0."""
     return torch.matmul(gram_TT, x_TN).mul_(x_TN).sum(-2).clamp_min_(0)
 
 
 def _product_squares(
     x_TI: Float[Tensor, "*b T I"], grad_TO: Float[Tensor, "*b T O"]
 ) -> tuple[Float[Tensor, "*b I"], Float[Tensor, "*b O"]]:
-    """Column and row sums of (GᵀX)², which is never held whole: the longer side is done in chunks."""
+    """Column and row sums of (GᵀX)², computed in chunks of the longer side to save memory."""
     if x_TI.shape[-1] > grad_TO.shape[-1]:
         rows, columns = _product_squares(grad_TO, x_TI)
         return columns, rows
     *samples, _, inputs = x_TI.shape
-    # Fewer rows at a time than these and the matrix product itself slows down.
+    # With fewer rows per chunk the matrix product itself is slower.
     chunk = max(_LEAST_ROWS, _budget(x_TI) // (math.prod(samples) * inputs))
     x = x_TI.float()
     column_parts: list[Tensor] = []
@@ -138,7 +135,7 @@ def _budget(tensor: Tensor) -> int:
 
 
 class _Watch(torch.autograd.Function):
-    """Identity; hands the gradient, with what the forward pass saved, to `receive`."""
+    """Identity; passes the gradient and the saved tensors to `receive`."""
 
     @staticmethod
     def forward(ctx: Any, receive: Callable[..., None], value: Tensor, *saved: Tensor) -> Tensor:  # noqa: ANN401 - autograd's context
@@ -148,9 +145,9 @@ class _Watch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401 - autograd's context
-        saved = ctx.saved_tensors  # once: under gradient checkpointing a second look is an error
+        saved = ctx.saved_tensors  # read once: a second access fails under gradient checkpointing
         device = grads[0].device.type
-        # A backward pass called inside an autocast region would multiply in half precision.
+        # A backward pass inside an autocast region would multiply in half precision.
         full = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
         with torch.no_grad(), full:
             ctx.receive(grads[0], *saved)
@@ -158,10 +155,10 @@ class _Watch(torch.autograd.Function):
 
 
 def watch(receive: Callable[..., None], value: Tensor, *saved: Tensor) -> Tensor:
-    """`value` itself, whose gradient will go to `receive(gradient, *saved)`, once for every backward pass.
+    """Return `value`; its gradient is passed to `receive(gradient, *saved)` once per backward pass.
 
-    Gradient checkpointing, which runs the forward pass twice, still runs a Function's backward once; what is saved here
-    is dropped and recomputed as everything else is.
+    Under gradient checkpointing the forward pass runs twice, but a Function's backward once; `saved` is dropped and
+    recomputed like all saved tensors.
     """
     watched: Tensor = _Watch.apply(receive, value, *saved)
     return watched

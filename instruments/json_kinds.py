@@ -1,4 +1,4 @@
-"""What JSON that was read from a file holds: predicates, for files that somebody may have changed."""
+"""Type predicates for JSON read from files, which may have been edited."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
@@ -10,12 +10,12 @@ _LARGEST = 2**63
 
 
 def is_text(value: object) -> bool:
-    """A text that can be written to a file."""
+    """A string without surrogates, so that it can be encoded."""
     return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
 def is_count(value: object) -> bool:
-    """A whole number from 0 that fits in 64 bits."""
+    """An integer from 0 to 2⁶³ − 1."""
     return type(value) is int and 0 <= value < _LARGEST
 
 
@@ -25,27 +25,27 @@ def is_flag(value: object) -> bool:
 
 
 def is_number(value: object) -> bool:
-    """A number; a loss may be nan or infinite."""
+    """A number; a loss may be NaN or infinite."""
     return isinstance(value, float) or (type(value) is int and abs(value) < _LARGEST)
 
 
 def is_anything(_value: object) -> bool:
-    """What JSON can hold."""
+    """Any JSON value."""
     return True
 
 
 def optional(kind: Kind) -> Kind:
-    """This, or null."""
+    """This kind, or null."""
     return lambda value: value is None or kind(value)
 
 
 def list_of(kind: Kind, length: int | None = None) -> Kind:
-    """A list of these, of any length or of this one."""
+    """A list of this kind; `length` None allows any length."""
     return lambda value: isinstance(value, list) and length in {None, len(value)} and all(map(kind, value))
 
 
 def object_of(kind: Kind) -> Kind:
-    """An object with any keys and these values."""
+    """An object with any keys and values of this kind."""
     return lambda value: isinstance(value, dict) and all(map(is_text, value)) and all(map(kind, value.values()))
 
 
@@ -53,7 +53,7 @@ _PLAIN: dict[object, Kind] = {int: is_count, float: is_number, str: is_text, boo
 
 
 def kind_of(hint: Any) -> Kind:  # noqa: ANN401 - any annotation
-    """What an annotation says: a plain type, X | None, list, tuple, mapping from text, or dataclass; else anything."""
+    """The predicate of an annotation: plain type, X | None, list, tuple, mapping from str, dataclass; else anything."""
     origin, parts = get_origin(hint), get_args(hint)
     if is_dataclass(hint):
         parts_of = kinds_of(hint)
@@ -70,13 +70,13 @@ def kind_of(hint: Any) -> Kind:  # noqa: ANN401 - any annotation
 
 
 def kinds_of(fields: Any) -> dict[str, Kind]:  # noqa: ANN401 - a dataclass
-    """Every field of a dataclass."""
+    """The predicate of every field of a dataclass."""
     return {name: kind_of(hint) for name, hint in get_type_hints(fields).items()}
 
 
-def check_fields(content: Any, kinds: Mapping[str, Kind]) -> None:  # noqa: ANN401 - of foreign JSON
-    """Raise ValueError, with every field that is missing or of another type."""
+def check_fields(content: Any, kinds: Mapping[str, Kind]) -> None:  # noqa: ANN401 - any JSON
+    """Raise ValueError, naming every field that is missing or of another type."""
     if not isinstance(content, dict):
-        raise ValueError("it is no object")
+        raise ValueError("it is not an object")
     if wrong := [name for name, is_kind in kinds.items() if name not in content or not is_kind(content[name])]:
         raise ValueError(f"{', '.join(wrong)} missing or of another type")

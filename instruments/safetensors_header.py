@@ -1,4 +1,4 @@
-"""The header of a safetensors file: what is inside, without reading it.
+"""Read the header of a safetensors file: its tensors, without their data.
 
 Format: 8 bytes little-endian length, that many bytes of JSON ``{name: {dtype, shape, data_offsets}}``, then the data,
 without holes. Source: https://github.com/huggingface/safetensors#format.
@@ -13,14 +13,14 @@ from typing import Any
 
 from instruments.errors import CheckpointError
 
-# A sixth of the format's own bound: room for 100,000 tensors, at 400 MiB in memory.
+# A sixth of the format's own limit: enough for 100,000 tensors, which take 400 MiB in memory.
 MAX_HEADER_BYTES = 2**24
 
 _METADATA = "__metadata__"
-_MOST = 1 << 62  # larger numbers are no sizes
+_MOST = 1 << 62  # larger numbers are not sizes
 _RESTORE = "download or copy the file again"
 
-# The format's name → torch's, and bytes a value.
+# Name in the format → name in torch, bytes per value.
 DTYPES = {
     "BOOL": ("bool", 1), "U8": ("uint8", 1), "I8": ("int8", 1),
     "F8_E4M3": ("float8_e4m3fn", 1), "F8_E5M2": ("float8_e5m2", 1),
@@ -32,21 +32,17 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Place of a tensor: `nbytes` from `offset` of the file `path`."""
+    """Location of a tensor: `nbytes` from byte `offset` of the file `path`."""
 
     path: Path
-    dtype: str  # as the format spells it: BF16, F32 ...
+    dtype: str  # name in the format: BF16, F32 ...
     shape: tuple[int, ...]
     offset: int
     nbytes: int
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """Every tensor of one file, checked against the file's size.
-
-    Raises:
-        CheckpointError: missing, truncated, or no safetensors file.
-    """
+    """All tensors of a file, checked against its size. Raises CheckpointError: missing, truncated, another format."""
     size = _size_of(path)
     header, data_start = _parse(path, size)
     header.pop(_METADATA, None)
@@ -59,7 +55,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """The free text in a file's header. Raises CheckpointError."""
+    """The free metadata of a file's header. Raises CheckpointError."""
     header, _data_start = _parse(path, _size_of(path))
     metadata = header.get(_METADATA) or {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
@@ -68,7 +64,7 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 
 def _parse(path: Path, size: int) -> tuple[dict[str, Any], int]:
-    """The header, and where the data begins."""
+    """The header, and the offset at which the data begins."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -101,9 +97,9 @@ def _entry(path: Path, data_start: int, spec: dict[str, Any]) -> TensorEntry:
     begin, end = spec["data_offsets"]
     shape = tuple(spec["shape"])
     if not all(type(number) is int and 0 <= number < _MOST for number in (begin, end, *shape)):
-        raise ValueError("shape or data_offsets hold what is no size")
+        raise ValueError("shape or data_offsets hold an invalid size")
     if prod(max(side, 1) for side in shape) >= _MOST:
-        raise ValueError(f"shape {list(shape)} is none of a tensor")
+        raise ValueError(f"shape {list(shape)} is too large for a tensor")
     nbytes = prod(shape) * DTYPES[spec["dtype"]][1]
     if end - begin != nbytes:
         raise ValueError(f"{spec['dtype']} {list(shape)} needs {nbytes} bytes, has {end - begin}")

@@ -1,7 +1,7 @@
-"""Tensors of safetensors files, read into private memory.
+"""Read tensors of safetensors files into private memory.
 
-A memory map would count every page touched until the last tensor of a file is dropped, and a file cut short while
-mapped kills the process; here the cost is one tensor and the failure an error.
+A memory map counts all pages touched until the file's last tensor is dropped, and a file truncated while mapped kills
+the process. Here the memory is one tensor's, and the failure an error.
 """
 
 from io import BufferedReader
@@ -18,18 +18,18 @@ TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, theirs) for name, (
 
 
 class EntryReader:
-    """Reads what headers list; files are opened when they are first needed."""
+    """Reads tensors listed in headers; files are opened when first needed."""
 
     def __init__(self) -> None:
         self._files: dict[Path, BufferedReader] = {}
 
     def close(self) -> None:
-        """Close the files; reading again opens them again."""
+        """Close the files; reading opens them again."""
         while self._files:
             self._files.popitem()[1].close()
 
     def read(self, entry: TensorEntry, name: str) -> Tensor:
-        """A private copy on the CPU. Raises CheckpointError: the file was cut short."""
+        """A private copy on the CPU. Raises CheckpointError: the file cannot be opened, or was truncated."""
         data = torch.empty(entry.nbytes, dtype=torch.uint8)
         if entry.path not in self._files:
             try:

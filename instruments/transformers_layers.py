@@ -1,4 +1,4 @@
-"""Layers of transformers that torch has not: Conv1D, and fused experts, one 3-D parameter for the weights of all."""
+"""Layers of transformers that torch lacks: Conv1D, and fused experts, whose weights form one 3-D parameter."""
 
 import sys
 from collections.abc import Callable
@@ -18,7 +18,7 @@ _GROUPED = {
 
 
 def fused_parameters(module: nn.Module) -> list[str]:
-    """Names of its parameters that hold all experts, in the order of their use; none where it is no such module."""
+    """Names of the module's fused expert parameters in the order of their use; [] for other modules."""
     if not (hasattr(type(module), "_apply_gate") and hasattr(module, "is_transposed")):
         return []
     return [name for name, parameter in module.named_parameters(recurse=False) if parameter.ndim == 3]
@@ -28,14 +28,14 @@ class ProductFinder:
     """Finds the products of one parameter among the functions that its module calls, in one call of the module."""
 
     def __init__(self, module: nn.Module, parameter: str, chosen_TK: Tensor) -> None:
-        """`chosen_TK` are the experts of every token."""
+        """`chosen_TK` holds the experts of every token."""
         self.weight: Tensor = getattr(module, parameter)
         self._chosen_TK, self._transposed = chosen_TK, bool(module.is_transposed)
-        self._turn = fused_parameters(module).index(parameter)  # among batched products, which copy the weight
+        self._turn = fused_parameters(module).index(parameter)  # position among batched products, which copy the weight
         self._batched = 0
 
     def find(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
-        """Input (rows, I), weight and each row's expert, of a product of the parameter; {} of anything else."""
+        """Input (rows, I), weight and each row's expert if `func` is a product of the parameter; else {}."""
         if func is linear and self._holds(args[1]):
             rows, weight = args[:2]
             expert = (weight.storage_offset() - self.weight.storage_offset()) // self.weight.stride(0)
@@ -52,7 +52,7 @@ class ProductFinder:
         return {}
 
     def tokens(self, func: Callable[..., Any], expert_R: Tensor) -> Tensor:
-        """The token of every row: rows are in the order in which the kernels of transformers gather them."""
+        """The token of every row, in the row order of transformers' kernels."""
         top_k = self._chosen_TK.shape[-1]
         if func is linear:
             return torch.where((self._chosen_TK == expert_R[0]).mT)[1] if len(expert_R) else expert_R
@@ -64,13 +64,13 @@ class ProductFinder:
         return weight.untyped_storage().data_ptr() == self.weight.untyped_storage().data_ptr()
 
 
-def conv1d_kind() -> Any:  # noqa: ANN401 - a class, or () for isinstance where transformers is not there
-    """Conv1D, a Linear whose weight is (inputs, outputs); nobody has one who did not import it."""
+def conv1d_kind() -> Any:  # noqa: ANN401 - a class, or () for isinstance without transformers
+    """Conv1D, a Linear whose weight is (inputs, outputs); () while transformers is not imported."""
     return getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", ())
 
 
 class _Inside(TorchFunctionMode):
-    """Lets `run(func, args, kwargs)` call the functions that a module calls."""
+    """Passes every torch function that a module calls to `run(func, args, kwargs)`."""
 
     def __init__(self, run: Callable[..., Any]) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class _Inside(TorchFunctionMode):
 
 
 def look_inside(module: nn.Module, begin: Callable[..., Callable[..., Any] | None]) -> list[RemovableHandle]:
-    """Hooks that ask `begin(*args, **kwargs)` at every call of the module who is to run the functions it calls."""
+    """Hooks; at each call of the module `begin(*args, **kwargs)` gives the runner of its torch functions, or None."""
     running: list[_Inside | None] = []
 
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -98,5 +98,5 @@ def look_inside(module: nn.Module, begin: Callable[..., Callable[..., Any] | Non
 
     return [
         module.register_forward_pre_hook(before, with_kwargs=True),
-        module.register_forward_hook(after, always_call=True),  # recomputation ends in the middle, with an exception
+        module.register_forward_hook(after, always_call=True),  # recomputation stops early, with an exception
     ]

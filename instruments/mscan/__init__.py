@@ -1,1 +1,1 @@
-"""The .mscan file format: written, read, merged, shown."""
+"""The .mscan file format: write, read, merge, show."""

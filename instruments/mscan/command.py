@@ -1,4 +1,4 @@
-"""`python -m pipeline.mscan FILE`: what is in an .mscan file, as a table, as Parquet and as a picture."""
+"""`python -m pipeline.mscan FILE`: show an .mscan file as a table, a Parquet file or a picture."""
 
 import argparse
 import sys
@@ -24,7 +24,7 @@ COLUMNS = ("module", "weights", "blocks in", "blocks out", "activation", "gradie
 
 
 def summarise(scan: Mscan, sequence: int | None = None) -> str:
-    """The file, and value ranges per kind of module: of all sequences, or of one."""
+    """Facts of the file, and value ranges per kind of module, over all sequences or for one."""
     header = scan.header
     tokens = sum(one.tokens for one in scan.sequences)
     encoding = {"f32": "f32, lossless", "log16": "log16, 16 bits on each column's own logarithmic scale"}
@@ -65,7 +65,7 @@ def _module_rows(scan: Mscan, sequence: int | None) -> Iterator[tuple[str, ...]]
 
 
 def _norms(scan: Mscan, sequence: int | None) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """(S, P) activation and gradient, of all sequences or of one."""
+    """(S, P) activation and gradient of all sequences, or of one."""
     if sequence is None:
         return scan.activation(), scan.gradient()
     arrays = scan.select(sequence).arrays
@@ -73,7 +73,7 @@ def _norms(scan: Mscan, sequence: int | None) -> tuple[NDArray[np.float32], NDAr
 
 
 def _range(values: NDArray[np.float32]) -> str:
-    """Of what was measured."""
+    """Range of the measured values."""
     low = np.fmin.reduce(values, axis=None, initial=np.inf)
     high = np.fmax.reduce(values, axis=None, initial=-np.inf)
     return f"{low:.3g} … {high:.3g}" if low <= high else "–"
@@ -81,7 +81,7 @@ def _range(values: NDArray[np.float32]) -> str:
 
 @dataclass(frozen=True)
 class Grid:
-    """One value per layer and module, NaN where a layer has no such module; and those of weights outside the layers."""
+    """One value per layer and module, NaN where a layer lacks the module; and values of weights outside the layers."""
 
     layers: tuple[int, ...]
     modules: tuple[str, ...]  # within a layer: self_attn.q_proj
@@ -92,11 +92,11 @@ class Grid:
 def delta_sc(
     activation_SP: Float32[np.ndarray, "S P"], gradient_SP: Float32[np.ndarray, "S P"]
 ) -> Float[np.ndarray, "P"]:
-    """Mean over sequences of z(activation) - z(gradient), each z over the parameters of a sequence; NaN: not measured.
+    """Mean over sequences of z(activation) - z(gradient), with z over the parameters of a sequence; NaN: not measured.
 
     Returns:
-        ``(P,)`` float64; NaN for a parameter that no sequence measured both ways.
-    Numerics: float64; a z-score without spread is 0.
+        ``(P,)`` float64; NaN if no sequence measured both norms of the parameter.
+    Numerics: float64; a z-score with zero deviation is 0.
     """
     difference_SP = _z(activation_SP) - _z(gradient_SP)
     measured_P = np.isfinite(difference_SP).sum(0)
@@ -105,7 +105,7 @@ def delta_sc(
 
 
 def grid_by_layer(names: Iterable[str], values_P: Float[np.ndarray, "P"]) -> Grid:
-    """Lay values of parameters out by layer and module; modules keep the order in which they first appear."""
+    """Arrange values of parameters by layer and module, modules in the order of first appearance."""
     placed = [(*locate(name), float(value)) for name, value in zip(names, values_P, strict=True)]
     layers = sorted({layer for layer, _, _ in placed if layer is not None})
     modules = list(dict.fromkeys(module for layer, module, _ in placed if layer is not None))
@@ -124,19 +124,19 @@ def _z(values_SP: NDArray[np.float32]) -> NDArray[np.float64]:
     count_S1 = np.maximum(known_SP.sum(1, keepdims=True), 1)
     centred_SP = values_SP - np.where(known_SP, values_SP, 0).sum(1, keepdims=True, dtype=np.float64) / count_S1
     spread_S1 = np.sqrt((np.where(known_SP, centred_SP, 0) ** 2).sum(1, keepdims=True) / count_S1)
-    # Rounding leaves equal values a spread of some 1e-16 of their size.
+    # By rounding, equal values have a relative deviation of about 1e-16.
     flat_S1 = spread_S1 <= 1e-12 * np.abs(np.where(known_SP, values_SP, 0)).max(1, keepdims=True, initial=0)
     return np.asarray(centred_SP * ~flat_S1 / np.where(flat_S1, 1, spread_S1))
 
 
 COLOURS = "RdBu_r"
 MISSING = "#dddddd"
-LEGIBLE = 400  # more cells than this carry no number
+LEGIBLE = 400  # most cells for which numbers are drawn
 
 
 def draw_delta_sc(grid: Grid, path: Path, *, title: str) -> None:
-    """Write a PNG; the same grid and libraries give the same bytes."""
-    from matplotlib.cm import ScalarMappable  # noqa: PLC0415 - it takes a second to load
+    """Write a PNG; equal grids and library versions give equal bytes."""
+    from matplotlib.cm import ScalarMappable  # noqa: PLC0415 - slow to import
     from matplotlib.figure import Figure  # noqa: PLC0415
 
     rows = len(grid.layers)
@@ -147,7 +147,7 @@ def draw_delta_sc(grid: Grid, path: Path, *, title: str) -> None:
     panels = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0].tolist()
     scale = _scale(np.array([*grid.values_LM.ravel(), *grid.outside.values()]))
     if rows:
-        # q_proj for self_attn.q_proj, unless two modules would then be called the same.
+        # q_proj for self_attn.q_proj, unless two modules would get the same name.
         last = [module.rpartition(".")[2] for module in grid.modules]
         names = [name if last.count(name) == 1 else full for name, full in zip(last, grid.modules, strict=True)]
         _draw_cells(panels[0], grid.values_LM, names, scale)
@@ -163,7 +163,7 @@ def draw_delta_sc(grid: Grid, path: Path, *, title: str) -> None:
 
 
 def _scale(values: NDArray[np.float64]) -> "Normalize":
-    """Symmetric about 0; the extreme 2 % share the end's colour."""
+    """Symmetric about 0; the most extreme 2 % are clipped."""
     from matplotlib.colors import Normalize  # noqa: PLC0415
 
     known = np.abs(values[np.isfinite(values)])
@@ -173,21 +173,21 @@ def _scale(values: NDArray[np.float64]) -> "Normalize":
 
 def _draw_cells(panel: "Axes", values: NDArray[np.float64], columns: list[str], scale: "Normalize") -> None:
     panel.imshow(values, cmap=COLOURS, norm=scale, aspect="auto", interpolation="nearest")
-    panel.set_facecolor(MISSING)  # shines through where there is no value
+    panel.set_facecolor(MISSING)  # visible where there is no value
     panel.set_xticks(range(len(columns)), columns)
     if values.size > LEGIBLE:
         return
     for (row, column), value in np.ndenumerate(values):
         if np.isfinite(value):
-            at_an_end = abs(float(scale(value)) - 0.5) > 0.32  # where the colours are dark
+            at_an_end = abs(float(scale(value)) - 0.5) > 0.32  # the dark colours
             ink = "white" if at_an_end else "black"
             panel.text(column, row, f"{value:z.2f}", ha="center", va="center", fontsize=8, color=ink)
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Do what the command line says; returns the exit code.
+    """Run the command line; returns the exit code.
 
-    0 done, 1 a file cannot be read or written, or its end is missing, 2 the command line is wrong, 130 interrupted.
+    0 done, 1 a file cannot be read or written, or was not closed, 2 the command line is wrong, 130 interrupted.
     """
     wanted = _parser().parse_args(words)
     return exit_code(lambda: _run(wanted))
@@ -219,13 +219,13 @@ def _run(wanted: argparse.Namespace) -> None:
     if not scan.closed:
         raise ContractError(
             f"{scan.path.name} was not closed: its end is missing, or its writer is still at work",
-            where=f"{scan.path}, after {len(scan.sequences):,} sequences; {scan.torn:,} bytes of no use follow",
+            where=f"{scan.path}, after {len(scan.sequences):,} sequences; {scan.torn:,} unusable bytes follow",
             do="wait for the writer, copy the file again, or go on scanning into it",
         )
 
 
 def _sequence(scan: Mscan, wanted: str) -> int:
-    """Number of the sequence of that name, or else of that number."""
+    """Number of the sequence with that name, or else with that number."""
     named = [sequence.number for sequence in scan.sequences if sequence.name == wanted]
     if named:
         return named[0]

@@ -1,4 +1,4 @@
-"""The header of a file: what was scanned, its parameter table, and how its numbers are stored; rows of sequences."""
+"""The header of a file (scan, parameter table, encoding), and rows of sequences."""
 
 import json
 import re
@@ -22,20 +22,20 @@ from instruments.json_kinds import check_fields, is_anything, is_count, is_flag,
 
 @dataclass(frozen=True)
 class WatchedParameter:
-    """One watched weight, (out_features, in_features), and how its blocks are cut.
+    """One watched weight, (out_features, in_features), and its blocks.
 
-    Input block i holds columns i·width to (i+1)·width of the weight, output block o those rows; the last may be
-    narrower. Where the outputs of an attention layer are heads (or the inputs, of its output projection), a block is a
-    head. An embedding (V, D) looks rows up: its inputs are not cut, its output blocks are blocks of D. Of a Conv1D,
-    whose weight is stored as (in_features, out_features), columns and rows are exchanged.
+    Input block i holds columns i·width to (i+1)·width of the weight, output block o the same rows; the last may be
+    narrower. Where the outputs of an attention layer are heads (or the inputs, for its output projection), a block is a
+    head. An embedding (V, D) has no input blocks, because rows are looked up, and its output blocks are blocks of D.
+    For a Conv1D, whose weight is stored as (in_features, out_features), columns and rows are exchanged.
     """
 
-    name: str  # of the weight: model.layers.0.self_attn.q_proj.weight; of an expert: ...mlp.experts.3.gate_up_proj
+    name: str  # model.layers.0.self_attn.q_proj.weight; of a fused expert: ...mlp.experts.3.gate_up_proj
     kind: str  # linear or embedding
     in_features: int
     out_features: int
     block_width: int
-    in_head: int | None = None  # width of a head, where inputs are heads
+    in_head: int | None = None  # width of a head if inputs are heads
     out_head: int | None = None
 
     @property
@@ -61,24 +61,24 @@ class WatchedParameter:
 
 @dataclass(frozen=True)
 class ParameterTable:
-    """P weights in the order of the columns; I input blocks and O output blocks, one weight's after another's."""
+    """P weights in column order; I input blocks and O output blocks, concatenated over the weights."""
 
     entries: tuple[WatchedParameter, ...]
     block_width: int
 
     @classmethod
     def of(cls, parameters: Iterable[WatchedParameter], block_width: int) -> "ParameterTable":
-        """The table of what a scanner watches."""
+        """The table of a scanner's parameters."""
         return cls(tuple(replace(parameter, block_width=block_width) for parameter in parameters), block_width)
 
     @property
     def names(self) -> list[str]:
-        """Names in the order of the columns."""
+        """Names in column order."""
         return [entry.name for entry in self.entries]
 
     @cached_property
     def input_columns(self) -> list[slice]:
-        """Columns of each weight's input blocks; an embedding has none, its inputs are looked up and not multiplied."""
+        """Columns of each weight's input blocks; an embedding has none, as rows are looked up, not multiplied."""
         return _columns(entry.in_blocks for entry in self.entries)
 
     @cached_property
@@ -131,22 +131,22 @@ _CONTENT = {
     "model": is_text, "created": is_text, "block_width": is_count, "encoding": is_text, "per_token": is_flag,
     "metadata": object_of(is_anything), "parameters": list_of(is_anything),
 }  # fmt: skip
-MAX_FEATURES, MAX_BLOCKS = 1 << 31, 1 << 24  # more are no weights of a model
+MAX_FEATURES, MAX_BLOCKS = 1 << 31, 1 << 24  # limits of a valid file
 
 
 @dataclass(frozen=True)
 class Header:
-    """What is the same for all segments."""
+    """Values that all segments share."""
 
     model: str
-    created: str  # ISO 8601, as given to the writer
+    created: str  # ISO 8601
     table: ParameterTable
     encoding: str = "log16"
     per_token: bool = False
     metadata: dict[str, Any] = field(default_factory=dict)
 
     def content(self) -> dict[str, Any]:
-        """As JSON holds it."""
+        """The header as JSON values."""
         own = {name: value for name, value in vars(self).items() if name != "table"}
         parameters = [
             (one.name, one.kind, one.in_features, one.out_features, one.in_head, one.out_head)
@@ -155,13 +155,13 @@ class Header:
         return own | {"block_width": self.table.block_width, "parameters": parameters}
 
     def differences(self, other: "Header") -> list[str]:
-        """What keeps the rows of one file out of the other; date and metadata may differ."""
+        """Keys whose values differ and so prevent combining two files; date and metadata may differ."""
         theirs, apart = other.content(), {"created", "metadata"}
         return [name for name, value in self.content().items() if name not in apart and value != theirs[name]]
 
 
 def pack_header(header: Header) -> bytes:
-    """Preamble and JSON, padded with spaces; equal headers are equal bytes."""
+    """Preamble and padded JSON; equal headers give equal bytes."""
     text = json.dumps(header.content(), sort_keys=True, separators=(",", ":")).encode()
     text += b" " * (-(PREAMBLE.size + len(text)) % ALIGNMENT)
     start = PREAMBLE.pack(MAGIC, VERSION, 0, len(text), 0)[:-4]
@@ -169,22 +169,18 @@ def pack_header(header: Header) -> bytes:
 
 
 def refused(path: Path, what: str, do: str) -> ContractError:
-    """The error of a file that cannot be used."""
+    """The error of an unusable file."""
     return ContractError(what, where=str(path), do=do)
 
 
 def damaged(path: Path, detail: str, where: str = "") -> ContractError:
-    """The error of a file that is not what was written; `where` in it."""
+    """The error of a damaged file; `where` is the place in the file."""
     place = f"{path}, {where}" if where else str(path)
     return ContractError(f"{path.name} is damaged: {detail}", where=place, do="copy the file again, or scan again")
 
 
 def unpack_header(path: Path, file: memoryview) -> tuple[Header, int]:
-    """The header of a file, and where the segments begin.
-
-    Raises:
-        ContractError: truncated, damaged, no .mscan file, or of another version.
-    """
+    """The header, and the offset of the first segment. Raises ContractError: damaged, or another format or version."""
     _check_start(path, file)
     _magic, _version, _flags, length, checksum = PREAMBLE.unpack_from(file)
     end = PREAMBLE.size + length
@@ -196,7 +192,7 @@ def unpack_header(path: Path, file: memoryview) -> tuple[Header, int]:
     try:
         return _read_content(json.loads(bytes(text))), end
     except (ValueError, RecursionError) as error:
-        raise damaged(path, f"the header is none that a scanner writes: {error}") from error
+        raise damaged(path, f"the header is invalid: {error}") from error
 
 
 def _check_start(path: Path, file: memoryview) -> None:
@@ -213,8 +209,8 @@ def _check_start(path: Path, file: memoryview) -> None:
         raise damaged(path, f"truncated at {len(file)} bytes, in the first {PREAMBLE.size}")
 
 
-def _read_content(content: Any) -> Header:  # noqa: ANN401 - of foreign JSON
-    """The header from its JSON, which a matching checksum does not make right. Raises ValueError."""
+def _read_content(content: Any) -> Header:  # noqa: ANN401 - any JSON
+    """The header from its JSON, which may be invalid despite a matching checksum. Raises ValueError."""
     check_fields(content, _CONTENT)
     own = {name: content[name] for name in _CONTENT}
     if own["encoding"] not in ENCODINGS:
@@ -249,7 +245,7 @@ TOKEN_ARRAYS = ("token_activation", "token_gradient")
 
 @dataclass(frozen=True)
 class StoredSequence:
-    """One sequence: its number in the scan, unique within a file, and what it is called there."""
+    """One sequence; its number in the scan is unique within a file."""
 
     number: int
     name: str
@@ -258,13 +254,13 @@ class StoredSequence:
 
 
 def first_tokens(sequences: Iterable[StoredSequence]) -> list[int]:
-    """Row of each sequence's first token, and the number of tokens."""
+    """Row of each sequence's first token, and the total number of tokens."""
     return [0, *accumulate(sequence.tokens for sequence in sequences)]
 
 
 @dataclass(frozen=True)
 class Rows:
-    """B sequences; float32 arrays (B, P), (B, I), (B, O) and, where tokens are kept, (Σtokens, P)."""
+    """B sequences and float32 arrays (B, P), (B, I), (B, O) and, with values per token, (Σtokens, P)."""
 
     sequences: tuple[StoredSequence, ...]
     arrays: dict[str, NDArray[np.float32]]
@@ -284,14 +280,14 @@ class Rows:
 
 
 def array_widths(header: Header) -> dict[str, int]:
-    """The arrays of every segment, in the order of the file, each with its number of columns."""
+    """Array name → number of columns, in file order."""
     parameters, inputs, outputs = header.table.widths
     widths = dict(zip(SEQUENCE_ARRAYS, (parameters, parameters, inputs, inputs, outputs), strict=True))
     return widths | dict.fromkeys(TOKEN_ARRAYS if header.per_token else (), parameters)
 
 
 def join(parts: Sequence[Rows]) -> Rows:
-    """All parts, one after the other."""
+    """Concatenate all parts."""
     if len(parts) == 1:
         return parts[0]
     arrays = {name: np.concatenate([part.arrays[name] for part in parts]) for name in parts[0].arrays}

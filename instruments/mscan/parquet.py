@@ -1,8 +1,8 @@
-"""An .mscan file as one long Parquet table.
+"""Export an .mscan file as one long Parquet table.
 
-Columns: sequence (number), name, layer (null outside the layers), module, parameter, table (input, output, total or, in
-files with values per token, token), block (null in total and token), token (its place among the sequence's tokens; null
-elsewhere), activation (null in output), gradient; null where nothing was measured.
+Columns: sequence (number), name, layer (null outside the layers), module, parameter, table (input, output, total or,
+with values per token, token), block (null in total and token), token (position among the sequence's tokens; null
+elsewhere), activation (null in output), gradient. Values that were not measured are null.
 """
 
 from pathlib import Path
@@ -26,7 +26,7 @@ SCHEMA = pa.schema(
 
 
 def export_parquet(scan: Mscan, out: Path, sequence: int | None = None) -> int:
-    """Write all sequences, or one, to `out`, which appears when it is complete; returns the number of rows.
+    """Write all sequences, or one, to `out`, which appears when complete; returns the number of rows.
 
     Raises:
         ContractError: `out` cannot be written.
@@ -49,7 +49,7 @@ def export_parquet(scan: Mscan, out: Path, sequence: int | None = None) -> int:
 
 
 def _fixed_columns(table: ParameterTable) -> dict[str, pa.Array]:
-    """The columns that are the same for every sequence, each P + I + O long."""
+    """The columns that are equal for every sequence, each P + I + O long."""
     blocks = [
         [columns.stop - columns.start for columns in side] for side in (table.input_columns, table.output_columns)
     ]
@@ -69,7 +69,7 @@ def _fixed_columns(table: ParameterTable) -> dict[str, pa.Array]:
 
 
 def _table(fixed: dict[str, pa.Array], rows: Rows) -> pa.Table:
-    """The table of some sequences, one after the other."""
+    """The concatenated table of some sequences."""
     arrays, count = rows.arrays, len(rows.sequences)
     unknown = np.full_like(arrays["out_gradient"], np.nan)
     norms = {
@@ -90,7 +90,7 @@ def _table(fixed: dict[str, pa.Array], rows: Rows) -> pa.Table:
 
 
 def _token_table(fixed: dict[str, pa.Array], rows: Rows) -> pa.Table:
-    """The table of one sequence's tokens: all parameters of the first, of the second ..."""
+    """The table of one sequence's tokens: all parameters of the first token, then of the second ..."""
     (sequence,), arrays = rows.sequences, rows.arrays
     parameters = arrays["token_activation"].shape[1]
     size = sequence.tokens * parameters

@@ -1,4 +1,4 @@
-"""Read an .mscan file through a memory map: what is not asked for is not decoded."""
+"""Read an .mscan file through a memory map; only requested values are decoded."""
 
 import mmap
 import re
@@ -30,10 +30,11 @@ from instruments.mscan.segments import SegmentHeader, read_segment_header
 
 
 def find_segments(path: Path, file: memoryview, start: int) -> tuple[list[SegmentHeader], bool]:
-    """Walk the segments from `start` to the first that is not sealed; and whether the file was closed after the last.
+    """The sealed segments from `start`, and whether the file was closed after the last.
 
-    A segment's header is written after its payload has reached the disk: a writer that was killed leaves none, and one
-    whose payload does not match its checksum means damage. Raises ContractError: such damage among sealed segments.
+    A segment's header is written after its payload is on the disk: a killed writer leaves no header, and a payload that
+    does not match its checksum is damaged. Raises ContractError: an unsealed segment before a sealed one, or wrong
+    counts.
     """
     found: list[SegmentHeader] = []
     position = start
@@ -54,7 +55,7 @@ def find_segments(path: Path, file: memoryview, start: int) -> tuple[list[Segmen
 
 
 def _check_counts(path: Path, closing: SegmentHeader, found: list[SegmentHeader]) -> None:
-    """Raise ContractError where the closing header counts other sequences."""
+    """Raise ContractError if the closing header's counts differ."""
     counted = (sum(one.sequences for one in found), sum(one.tokens for one in found))
     if (closing.sequences, closing.tokens) != counted:
         there = f"{counted[0]:,} sequences of {counted[1]:,} tokens are there"
@@ -63,7 +64,7 @@ def _check_counts(path: Path, closing: SegmentHeader, found: list[SegmentHeader]
 
 
 def _check_nothing_follows(path: Path, file: memoryview, position: int, index: int) -> None:
-    """Raise ContractError where a later segment is sealed."""
+    """Raise ContractError if a later segment is sealed."""
     for found in re.finditer(re.escape(segments.MAGIC), file[position:]):
         later = read_segment_header(file, position + found.start())
         if later is not None and later.index > index and later.end <= len(file):
@@ -81,15 +82,15 @@ Number = TypeVar("Number", np.float32, np.float64, np.uint16)
 
 
 class Segment:
-    """Some sequences of a file, and their norms."""
+    """Sequences of a file, and their norms."""
 
     def __init__(self, header: Header, payload: memoryview, place: SegmentHeader) -> None:
-        """Read the sequence table; arrays stay on the disk. Raises ValueError: the payload is not what it should be."""
+        """Read the sequence table; arrays stay on the disk. Raises ValueError: an invalid payload."""
         self.header = header
         self.sequences, position = segments.unpack_table(payload, place)
         self._payload = payload
         self._quantised = header.encoding == "log16"
-        # Where each array begins, with the scale of its columns before it, and its shape.
+        # Array → its start (with log16 the start of its scales) and its shape.
         self._places: dict[str, tuple[int, tuple[int, int]]] = {}
         for name, columns in array_widths(header).items():
             rows = place.tokens if name in TOKEN_ARRAYS else place.sequences
@@ -100,9 +101,9 @@ class Segment:
             raise ValueError(f"arrays end at byte {position} of {len(payload)}")
 
     def array(self, name: str, rows: Columns = ALL, columns: Columns = ALL) -> NDArray[np.float32]:
-        """Norms as float32, NaN where nothing was measured; a view of the file where nothing needs decoding.
+        """Norms as float32, NaN where not measured; a view of the file if nothing needs decoding.
 
-        `rows` are sequences, or tokens of the token arrays; `columns` are parameters, input blocks or output blocks.
+        `rows` are sequences, or tokens for the token arrays; `columns` are parameters, input blocks or output blocks.
         """
         start, shape = self._places[name]
         if not self._quantised:
@@ -116,7 +117,7 @@ class Segment:
         return self._view(start, (2, columns), np.float64)
 
     def rows(self, picked: NDArray[np.intp]) -> Rows:
-        """Some sequences with all their norms."""
+        """The picked sequences with all their norms."""
         first = self._first_tokens
         tokens = np.concatenate([np.arange(first[row], first[row + 1]) for row in picked])
         arrays = {name: self.array(name, tokens if name in TOKEN_ARRAYS else picked) for name in self._places}
@@ -133,14 +134,14 @@ class Segment:
 
 @dataclass(frozen=True)
 class Mscan:
-    """A file that was read. S sequences in the order of the file, P parameters in the order of the table."""
+    """A file that was read: S sequences in file order, P parameters in table order."""
 
     path: Path
     header: Header
     segments: tuple[Segment, ...]
     end: int  # bytes of header and sealed segments
-    torn: int  # bytes after them: what a killed writer had not sealed; never read
-    closed: bool  # False: its writer was killed or still writes, or the end is cut off; sequences may be missing
+    torn: int  # bytes after them, left unsealed by a killed writer; never read
+    closed: bool  # False: the writer was killed or is still running, or the end is lost; sequences may be missing
 
     @property
     def parameters(self) -> ParameterTable:
@@ -149,11 +150,11 @@ class Mscan:
 
     @cached_property
     def sequences(self) -> list[StoredSequence]:
-        """The sequence tables of all segments."""
+        """The sequences of all segments."""
         return [sequence for segment in self.segments for sequence in segment.sequences]
 
     def activation(self) -> NDArray[np.float32]:
-        """(S, P) norm of each weight's direct input."""
+        """(S, P) norm of each weight's input."""
         return self._stacked("activation")
 
     def gradient(self) -> NDArray[np.float32]:
@@ -170,10 +171,10 @@ class Mscan:
         return self._stacked("out_gradient", self.parameters.output_columns[self.parameters.index(name)])
 
     def tokens(self, sequence: int | str) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """(T, P) activation and gradient contribution (see ScanRecord) at each token of a sequence, by number or name.
+        """(T, P) activation and gradient contribution (see ScanRecord) per token of a sequence, by number or name.
 
         Raises:
-            ContractError: no such sequence, or the file keeps no tokens.
+            ContractError: no such sequence, or the file has no values per token.
         """
         if not self.header.per_token:
             raise refused(self.path, f"{self.path.name} holds no values per token", "scan again with per_token=True")
@@ -181,7 +182,7 @@ class Mscan:
         return arrays["token_activation"], arrays["token_gradient"]
 
     def select(self, wanted: int | str) -> Rows:
-        """One sequence, by its number or its name, with all its norms. Raises ContractError: no such sequence."""
+        """One sequence, by number or name, with all its norms. Raises ContractError: no such sequence."""
         for segment in self.segments:
             for row, sequence in enumerate(segment.sequences):
                 if wanted in {sequence.number, sequence.name}:
@@ -191,7 +192,7 @@ class Mscan:
         raise refused(self.path, f"no sequence {wanted!r}; there are {len(self.sequences)}", do)
 
     def error_bound(self, name: str) -> NDArray[np.float64]:
-        """(columns,) largest relative error of an array's values as stored; 0 where they are stored in full."""
+        """(columns,) largest relative error of an array's stored values; 0 for f32."""
         bound = np.zeros(array_widths(self.header)[name])
         if self.header.encoding == "log16":
             for segment in self.segments:
@@ -199,7 +200,7 @@ class Mscan:
         return bound
 
     def blocks_of_rows(self, size: int) -> Iterator[Rows]:
-        """All sequences in the order of the file, at most `size` at a time."""
+        """All sequences in file order, at most `size` at a time."""
         for segment in self.segments:
             for start in range(0, len(segment.sequences), size):
                 yield segment.rows(np.arange(start, min(start + size, len(segment.sequences))))
@@ -211,11 +212,11 @@ class Mscan:
 
 
 def read_mscan(path: Path, *, verify: bool = True) -> Mscan:
-    """Open a file; with `verify` everything is read once to compare checksums, else only headers are checked.
+    """Open a file; `verify` reads everything once to compare checksums, otherwise only headers are checked.
 
     Raises:
-        ContractError: missing, no .mscan file, of another version, or damaged. A file that was not closed is no error:
-            `closed` says so, and `torn` how many bytes at its end are of no use.
+        ContractError: missing, not an .mscan file, of another version, or damaged. A file that was not closed is no
+            error: see `closed` and `torn`.
     """
     file = _map(path)
     header, start = unpack_header(path, file)
@@ -232,12 +233,12 @@ def _open_segment(path: Path, header: Header, file: memoryview, place: SegmentHe
     try:
         return Segment(header, file[place.payload : place.end], place)
     except (ValueError, RecursionError) as error:
-        what = f"segment {place.index} is none that a scanner writes: {error}"
+        what = f"segment {place.index} is invalid: {error}"
         raise damaged(path, what, f"its payload, bytes {place.payload} to {place.end}") from error
 
 
 def _map(path: Path) -> memoryview:
-    """The file's bytes, read when they are looked at; the map lives as long as any view of it."""
+    """The file's bytes as a memory map, which exists as long as any view of it."""
     try:
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise refused(path, f"{path.name} is no regular file", "name a file that the scanner wrote")

@@ -1,4 +1,4 @@
-"""A segment: some sequences, complete in themselves, behind a header of 40 bytes."""
+"""A segment: a header of 40 bytes and a self-contained payload of sequences."""
 
 import json
 import struct
@@ -16,7 +16,7 @@ from instruments.mscan.header import ALIGNMENT, Header, Rows, StoredSequence, ar
 
 NOT_MEASURED = 65535
 LAST = 65534  # code of a column's largest value
-ELEMENTS_AT_ONCE = 1 << 17  # float64 temporaries that stay in the cache
+ELEMENTS_AT_ONCE = 1 << 17  # float64 temporaries of this size stay in the cache
 
 
 def encode_log16(values_RC: Float32[np.ndarray, "R C"]) -> tuple[Float64[np.ndarray, "2 C"], UInt16[np.ndarray, "R C"]]:
@@ -24,7 +24,7 @@ def encode_log16(values_RC: Float32[np.ndarray, "R C"]) -> tuple[Float64[np.ndar
 
     Returns:
         ``(2, C)`` offset and step of each column, and ``(R, C)`` codes.
-    Numerics: float64 logarithms, rounded half to even. A column of one value has step 0 and is exact in fp32.
+    Numerics: float64 logarithms, rounded half to even. A column with one value has step 0 and is exact in fp32.
     """
     scale_2C = _scale(values_RC)
     offset_C, step_C = scale_2C
@@ -48,9 +48,9 @@ def encode_log16(values_RC: Float32[np.ndarray, "R C"]) -> tuple[Float64[np.ndar
 def decode_log16(
     scale_2C: Float64[np.ndarray, "2 C"], codes_RC: UInt16[np.ndarray, "R C"]
 ) -> Float32[np.ndarray, "R C"]:
-    """Norms from their codes: ``(R, C)`` fp32, NaN where nothing was measured.
+    """Norms from their codes: ``(R, C)`` fp32, NaN where not measured.
 
-    Numerics: float64, rounded to fp32 once at the end (a further 2^-24, 6e-8, of the value).
+    Numerics: float64, rounded to fp32 once at the end (adds at most 2^-24, 6e-8, of the value).
     """
     offset_C, step_C = scale_2C
     values_RC = np.empty(codes_RC.shape, np.float32)
@@ -58,7 +58,7 @@ def decode_log16(
         codes = codes_RC[rows]
         values = (codes - 1.0) * step_C
         values += offset_C
-        # Codes that are no value would overflow where the scale is large, and so do scales that no writer stores.
+        # Reserved codes may overflow with large scales, and so may scales of a damaged file.
         with np.errstate(over="ignore", invalid="ignore"):
             np.exp(values, where=(codes > 0) & (codes < NOT_MEASURED), out=values)
         values[codes == 0] = 0
@@ -68,13 +68,13 @@ def decode_log16(
 
 
 def error_bound(scale_2C: Float64[np.ndarray, "2 C"]) -> Float64[np.ndarray, "C"]:
-    """``(C,)`` largest relative error of a column."""
-    with np.errstate(over="ignore", invalid="ignore"):  # scales that no writer stores
+    """``(C,)`` largest relative error of each column."""
+    with np.errstate(over="ignore", invalid="ignore"):  # scales of a damaged file
         return np.asarray(np.expm1(scale_2C[1] / 2))
 
 
 def _scale(values_RC: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Offset and step: the logarithm is monotone, so that only the extremes need one."""
+    """Offset and step. The logarithm is monotone, so only the extremes need it."""
     columns = values_RC.shape[1]
     low_C, high_C = np.full(columns, np.inf, np.float32), np.zeros(columns, np.float32)
     for rows in _row_chunks(values_RC.shape):
@@ -93,7 +93,7 @@ def _row_chunks(shape: tuple[int, ...]) -> list[slice]:
 
 
 MAGIC = b"MSEG"
-NORMS, CLOSING = 1, 2  # kinds: sequences; the end of a file that was closed
+NORMS, CLOSING = 1, 2  # kinds: sequences; closing header
 # magic, kind, zero, index in the file, sequences, tokens, bytes of payload, checksum of payload, checksum of the above
 HEADER = struct.Struct("<4sHHIIQQII")
 _LENGTH = struct.Struct("<Q")
@@ -102,7 +102,7 @@ _TABLE = kinds_of(StoredSequence)  # columns of the sequence table
 
 @dataclass(frozen=True)
 class SegmentHeader:
-    """Place and content of a segment."""
+    """Offset and sizes of a segment."""
 
     offset: int  # of the header, in the file
     index: int
@@ -114,16 +114,16 @@ class SegmentHeader:
 
     @property
     def payload(self) -> int:
-        """Where the payload begins."""
+        """Offset of the payload."""
         return self.offset + HEADER.size
 
     @property
     def end(self) -> int:
-        """Where the next segment begins."""
+        """Offset of the next segment."""
         return self.payload + self.payload_length
 
     def pack(self) -> bytes:
-        """The 40 bytes."""
+        """The header's 40 bytes."""
         start = HEADER.pack(
             MAGIC, self.kind, 0, self.index, self.sequences, self.tokens, self.payload_length, self.payload_checksum, 0
         )[:-4]
@@ -131,7 +131,7 @@ class SegmentHeader:
 
 
 def read_segment_header(file: memoryview, offset: int) -> SegmentHeader | None:
-    """The header at `offset`; None where there is no whole and undamaged one."""
+    """The header at `offset`; None if it is incomplete or damaged."""
     start = file[offset : offset + HEADER.size]
     if len(start) < HEADER.size:
         return None
@@ -142,7 +142,7 @@ def read_segment_header(file: memoryview, offset: int) -> SegmentHeader | None:
 
 
 def pack_table(sequences: tuple[StoredSequence, ...]) -> bytes:
-    """The sequence table: its length, then JSON, column by column, padded."""
+    """The sequence table: its length, then padded JSON, column by column."""
     columns = {name: [getattr(sequence, name) for sequence in sequences] for name in _TABLE}
     text = json.dumps(columns, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
@@ -150,7 +150,7 @@ def pack_table(sequences: tuple[StoredSequence, ...]) -> bytes:
 
 
 def unpack_table(payload: memoryview, segment: SegmentHeader) -> tuple[tuple[StoredSequence, ...], int]:
-    """The sequence table of a payload, and how long it is. Raises ValueError: not what the segment's header says."""
+    """The sequence table of a payload, and its size. Raises ValueError: invalid, or unlike the segment's header."""
     if len(payload) < _LENGTH.size:
         raise ValueError("no sequence table")
     (length,) = _LENGTH.unpack_from(payload)
@@ -165,7 +165,7 @@ def unpack_table(payload: memoryview, segment: SegmentHeader) -> tuple[tuple[Sto
 
 
 def pack_payload(header: Header, rows: Rows) -> Iterator[bytes | memoryview]:
-    """The parts of a payload, one after the other."""
+    """The consecutive parts of a payload."""
     yield pack_table(rows.sequences)
     for name in array_widths(header):
         values = np.ascontiguousarray(rows.arrays[name], "<f4")
@@ -184,5 +184,5 @@ def _bytes_of(array: NDArray[Any]) -> memoryview:
 
 
 def aligned(position: int) -> int:
-    """The next multiple of eight."""
+    """The next multiple of 8."""
     return position + -position % ALIGNMENT

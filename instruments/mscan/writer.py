@@ -1,4 +1,4 @@
-"""Write what the scanner finds, so that a kill costs the unsealed segment at most; and several files into one."""
+"""Write a scanner's records so that a kill loses at most the unsealed segment; merge several files into one."""
 
 import os
 import warnings
@@ -38,30 +38,30 @@ SEGMENT_BYTES = 64 << 20  # as float32
 
 
 class SegmentFile:
-    """A file being written, which gathers rows and appends them as segments.
+    """A file that collects rows and appends them as segments.
 
-    A segment is sealed after `segment_sequences` of them, or after the one that brings it to 64 MiB: where segments end
-    depends on the sequences alone and not on how many come at a time.
+    A segment is sealed after `segment_sequences` sequences, or when it reaches 64 MiB: segments depend on the sequences
+    alone, not on how many are appended at a time.
     """
 
     def __init__(self, path: Path, header: Header, segment_sequences: int, *, append: bool = False) -> None:
-        """Begin the file, or with `append` go on with one that is there.
+        """Create the file, or with `append` continue an existing one.
 
         Raises:
-            ContractError: there is one already; or, with `append`, it is damaged, has other parameters than `header`,
-                or another process writes it.
+            ContractError: the file exists; or, with `append`, it is damaged, its header differs from `header` in more
+                than date and metadata, or another process is writing it.
         """
         assert segment_sequences > 0
         self.path, self.header, self.next_number = path, header, 0
         self._most = segment_sequences
-        self._segments = self._sequences = self._tokens = 0  # that are sealed
+        self._segments = self._sequences = self._tokens = 0  # sealed so far
         self._file = self._reopen() if append and path.exists() else self._create()
         self._end = self._file.tell()
         self._waiting: list[Rows] = []
         self._count = self._nbytes = 0
 
     def _create(self) -> BinaryIO:
-        """A kill leaves no file, or one with a whole header."""
+        """Create the file with its complete header; a kill leaves no incomplete file."""
         unfinished = self.path.with_name(f".{self.path.name}.{os.getpid()}.new")
         file = unfinished.open("w+b")
         try:
@@ -81,7 +81,7 @@ class SegmentFile:
         return file
 
     def _reopen(self) -> BinaryIO:
-        """A torn tail is cut off, with a warning that says how long it was."""
+        """Open an existing file; a torn tail is cut off, with a warning that gives its length."""
         file = self.path.open("r+b")
         try:
             _lock(file, self.path)
@@ -103,7 +103,7 @@ class SegmentFile:
         return file
 
     def append(self, rows: Rows) -> None:
-        """Take over `rows`, which must not change afterwards."""
+        """Take over `rows`, which must not change afterwards; full segments are sealed."""
         start = 0
         for row, nbytes in enumerate(rows.nbytes(), 1):
             self._count += 1
@@ -116,16 +116,16 @@ class SegmentFile:
             self._waiting.append(rows.cut(start, len(rows.sequences)))
 
     def seal(self) -> None:
-        """Bring everything added so far to the disk, as one segment; after an error it can be tried again."""
+        """Write all rows added so far to the disk as one segment; after an error it can be called again."""
         if self._waiting:
             self._write(join(self._waiting))
         self._waiting, self._count, self._nbytes = [], 0, 0
 
     def _write(self, rows: Rows) -> None:
-        """First the payload, and once that is on the disk, the segment's header."""
+        """Write the payload, and the segment's header once the payload is on the disk."""
         start = self._end
         self._file.seek(start)
-        self._file.truncate()  # what an earlier call left that the disk had no room for
+        self._file.truncate()  # remove the rest of a failed write
         self._file.write(bytes(HEADER.size))
         length = checksum = 0
         for part in pack_payload(self.header, rows):
@@ -144,7 +144,7 @@ class SegmentFile:
         self._tokens += tokens
 
     def close(self) -> None:
-        """Seal what waits, say by the closing header that the file is complete, and let go of it and its lock."""
+        """Seal the remaining rows, write the closing header, close the file and release its lock."""
         try:
             self.seal()
             closing = SegmentHeader(self._end, self._segments, self._sequences, self._tokens, 0, 0, CLOSING)
@@ -159,7 +159,7 @@ class SegmentFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
-        """Close; after an error what was added is kept, and the file is not marked as complete."""
+        """Close; after an error the added rows are sealed, and the file gets no closing header."""
         if kind is None:
             self.close()
             return
@@ -170,7 +170,7 @@ class SegmentFile:
 
 
 def _lock(file: BinaryIO, path: Path) -> None:
-    """Held until the file is closed, by the kernel, so that a killed writer leaves no lock."""
+    """Lock the file until it is closed; the kernel releases the lock of a killed writer."""
     try:
         flock(file, LOCK_EX | LOCK_NB)
     except BlockingIOError:
@@ -184,7 +184,7 @@ def _sync(file: BinaryIO) -> None:
 
 
 class MscanWriter(SegmentFile):
-    """An .mscan file of a scanner's records; `with` closes it. What was added is safe once its segment is sealed."""
+    """An .mscan file of a scanner's records, closed by `with`. Records are safe once their segment is sealed."""
 
     def __init__(
         self,
@@ -200,22 +200,22 @@ class MscanWriter(SegmentFile):
         created: str | None = None,
         append: bool = False,
     ) -> None:
-        """Create the file, or go on with one.
+        """Create the file, or continue one.
 
         Args:
-            path: of the file.
+            path: output file.
             parameters: the scanner's, in the order of its records' columns.
             model: name of the scanned model.
             block_width: columns or rows of a block.
-            encoding: log16 (2 bytes a value, SPECIFICATION.md states the error) or f32 (lossless).
-            segment_sequences: sequences that are sealed together; a segment is also sealed at 64 MiB.
-            per_token: keep the values per token, too.
-            metadata: anything that JSON can hold.
-            created: ISO 8601; now, unless said.
-            append: go on with the file if it is there; a torn tail is cut off, with a warning.
+            encoding: log16 (2 bytes per value, error given in SPECIFICATION.md) or f32 (lossless).
+            segment_sequences: sequences per segment; a segment is also sealed at 64 MiB.
+            per_token: also store the values per token.
+            metadata: any JSON values.
+            created: ISO 8601; default now.
+            append: continue an existing file; a torn tail is cut off, with a warning.
 
         Raises:
-            ContractError: the file is there already; or, with `append`, it has other parameters, or is damaged.
+            ContractError: as in `SegmentFile`, or an unknown encoding.
         """
         if encoding not in ENCODINGS:
             raise refused(path, f"encoding={encoding} is none of {', '.join(ENCODINGS)}", "encoding=log16")
@@ -225,12 +225,12 @@ class MscanWriter(SegmentFile):
         super().__init__(path, header, segment_sequences, append=append)
 
     def add(self, record: ScanRecord, numbers: Sequence[int] | None = None) -> None:
-        """Take over the sequences of a record; whole segments are sealed.
+        """Add the sequences of a record; full segments are sealed.
 
-        `numbers` are those of the sequences in the whole scan, counted on from the last unless given.
+        `numbers` are the sequences' numbers in the whole scan; by default they continue after the last.
 
         Raises:
-            ContractError: shapes that do not fit the parameter table, or a value that is no norm.
+            ContractError: shapes that do not fit the parameter table, or a negative or infinite value.
         """
         start = self.next_number
         numbers = range(start, start + len(record.sequences)) if numbers is None else numbers
@@ -248,7 +248,7 @@ _FIELDS = {
 
 
 def _rows_of(header: Header, record: ScanRecord, numbers: Sequence[int]) -> Rows:
-    """Copies, because the scanner may use its buffers again."""
+    """Copy the record, because the scanner may reuse its buffers."""
     assert len(numbers) == len(record.sequences), "one number per sequence"
     pairs = zip(numbers, record.sequences, strict=True)
     sequences = tuple(StoredSequence(int(number), **vars(sequence)) for number, sequence in pairs)
@@ -269,7 +269,7 @@ def _stack(values: Sequence[Tensor], columns: int) -> NDArray[np.float32]:
 
 
 def _check(file: SegmentFile, rows: Rows) -> None:
-    """Raise ContractError where an array has another shape than the tables say, or holds what no norm can be."""
+    """Raise ContractError if an array's shape does not fit the tables, or a value is negative or infinite."""
     tokens = sum(sequence.tokens for sequence in rows.sequences)
     for name, columns in array_widths(file.header).items():
         values = rows.arrays[name]
@@ -280,7 +280,7 @@ def _check(file: SegmentFile, rows: Rows) -> None:
         if np.fmin.reduce(values, axis=None, initial=0) < 0 or np.fmax.reduce(values, axis=None, initial=0) == np.inf:
             names = ", ".join(sequence.name for sequence in rows.sequences)
             raise ContractError(
-                f"{name} holds a value that is negative or infinite, which no norm is",
+                f"{name} holds a negative or infinite value, which is not a norm",
                 where=f"{file.path}, sequences {names}",
                 do="scan in a wider number format, such as model.dtype=float32",
             )
@@ -298,14 +298,14 @@ def merge_mscan(
     encoding: str = "log16",
     segment_sequences: int = 1024,
 ) -> None:
-    """Write all sequences of `parts`, or those of these `numbers`, to `out` in the order of their numbers, each once.
+    """Write all sequences of `parts`, or those in `numbers`, to `out`, each once, ordered by number.
 
-    The file depends on the sequences alone, not on how they were spread over parts and segments: with f32 parts it is
-    equal to the byte however often the scan was interrupted. A number in several parts is taken from the first. A
-    part's torn tail is left out. The other arguments are as of `MscanWriter`.
+    The file depends only on the sequences, not on their distribution over parts and segments: with f32 parts it is
+    always identical to the byte. A number in several parts is taken from the first. Torn tails are skipped. Other
+    arguments as in `MscanWriter`.
 
     Raises:
-        ContractError: parts that do not belong together, a damaged part, a number that no part has, or `out` exists.
+        ContractError: no parts, parts of different scans, a damaged part, a number that no part has, or `out` exists.
     """
     files = _open_parts(parts)
     found: dict[int, _Found] = {}
@@ -322,7 +322,7 @@ def merge_mscan(
     if out.exists():
         raise refused(out, f"{out.name} is there already", "remove it, or choose another name")
     with whole_file(out) as unfinished:
-        unfinished.unlink(missing_ok=True)  # of a merge that was killed
+        unfinished.unlink(missing_ok=True)  # left by a killed merge
         with SegmentFile(unfinished, header, segment_sequences) as merged:
             for rows in _gather([found[number] for number in wanted]):
                 merged.append(rows)
@@ -343,7 +343,7 @@ def _open_parts(parts: Sequence[Path]) -> list[Mscan]:
 
 
 def _gather(places: Sequence[_Found], most: int = 64) -> Iterator[Rows]:
-    """Rows in the given order, neighbours of one segment together."""
+    """Rows in the given order; consecutive ones of one segment are read together."""
     for _segment, run in groupby(places, key=lambda place: id(place[0])):
         neighbours = list(run)
         for start in range(0, len(neighbours), most):

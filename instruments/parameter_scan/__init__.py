@@ -1,1 +1,1 @@
-"""Norms of every weight's input and gradient, by sample and block."""
+"""Norms of every weight's input and gradient, per sample and block."""

@@ -1,12 +1,12 @@
-"""‖∇W[:, block]‖² and ‖∇W[block, :]‖² of a Linear, for every sample.
+"""‖∇W[:, block]‖² and ‖∇W[block, :]‖² of a Linear, per sample.
 
-With X (T, I), G (T, O), K = XXᵀ and H = GGᵀ, a block of rows has ‖∇W[block, :]‖² = ⟨G_block G_blockᵀ, K⟩ and a block of
-columns ⟨X_block X_blockᵀ, H⟩. The Gram matrices of the wider side's blocks give its norms and add up to its own Gram
-matrix: T² multiply-adds a feature, where norms of single columns and rows need twice as many. They are symmetric, so
-that of two halves of the tokens three quarters are computed.
+With X (T, I), G (T, O), K = XXᵀ and H = GGᵀ: ‖∇W[block, :]‖² = ⟨G_block G_blockᵀ, K⟩ for a block of rows,
+‖∇W[:, block]‖² = ⟨X_block X_blockᵀ, H⟩ for a block of columns. The Gram matrices of the wider side's blocks give its
+norms and sum to its own Gram matrix: T² multiply-adds per feature, half of what single columns and rows need. They are
+symmetric, so with the tokens in two halves only three quarters are computed.
 
-Training a Linear takes 3·T·I·O multiply-adds, its norms about T²·(¾·max + 1¾·min of I, O) of a sample of T tokens. Of
-Qwen2.5-0.5B that is 10 % of a training step at 256 tokens and 5 % at 128; what is done to each number comes on top.
+Training a Linear takes 3·T·I·O multiply-adds; its norms about T²·(¾·max + 1¾·min of I, O) for a sample of T tokens. For
+Qwen2.5-0.5B that is 10 % of a training step at 256 tokens and 5 % at 128, without elementwise operations.
 """
 
 from collections.abc import Callable
@@ -17,10 +17,10 @@ from torch import Tensor
 
 from instruments.gradients import gram_matrix, prefer_gram, weight_squares
 
-# Narrower blocks: what is done to each T x T matrix costs more than the products saved.
+# For narrower blocks the elementwise work on T x T matrices costs more than it saves.
 _LEAST_WIDTH = 16
-_LEAST_LENGTH = 64  # of tokens that are worth halving
-# Multiply-adds a feature, in units of T²: of the wider side, what is done to its matrices included; of the narrower.
+_LEAST_LENGTH = 64  # fewest tokens that are worth splitting in halves
+# Cost per feature in units of T² multiply-adds: of the wider side, with its elementwise work; of the narrower.
 _WIDE, _NARROW = 0.95, 1.5
 _ELEMENTWISE = 64  # as in `prefer_gram`
 _CACHE_FLOATS, _DEVICE_FLOATS = 1 << 18, 1 << 26
@@ -43,8 +43,8 @@ def block_squares(
 ) -> tuple[Float[Tensor, "B i"], Float[Tensor, "B o"]]:
     """Squared norms of blocks of columns and of rows, `widths` wide, of each sample's weight gradient GᵀX.
 
-    `product` is as of `prefer_gram`; `gram` gives XXᵀ (B, T, T), where it is needed.
-    Numerics: fp32; norms within 1e-5 of the true gradient's; a square that rounding leaves below zero counts as zero.
+    `product` is as in `prefer_gram`; `gram` returns XXᵀ (B, T, T) and is called only when needed.
+    Numerics: fp32; norms within 1e-5 of the true gradient's; squares that rounding makes negative become 0.
     """
     length, inputs, outputs = x_BTI.shape[1], x_BTI.shape[2], grad_BTO.shape[2]
     if min(widths) < _LEAST_WIDTH or not _prefer_blocks(product, length, inputs, outputs):
@@ -65,7 +65,7 @@ def block_squares(
 
 
 def symmetric_gram(x_TN: Float[Tensor, "T N"]) -> Float[Tensor, "T T"]:
-    """X Xᵀ in fp32; what is above the diagonal of halves is copied from below it."""
+    """X Xᵀ in fp32; with two halves of the tokens, the upper block is copied from the lower one."""
     if x_TN.dtype != torch.float32:
         return gram_matrix(x_TN)
     gram_TT = torch.empty(len(x_TN), len(x_TN), device=x_TN.device)
@@ -85,7 +85,7 @@ def _prefer_blocks(product: str, length: int, inputs: int, outputs: int) -> bool
 
 
 def _lower(length: int) -> list[tuple[slice, slice]]:
-    """Halves of the tokens by halves, on and below the diagonal."""
+    """Pairs of halves of the tokens, on and below the diagonal."""
     if length < _LEAST_LENGTH:
         return [(slice(0, length), slice(0, length))]
     first, second = slice(0, length // 2), slice(length // 2, length)
@@ -95,7 +95,7 @@ def _lower(length: int) -> list[tuple[slice, slice]]:
 def _stream(
     wide_TN: Float[Tensor, "T N"], other_TT: Float[Tensor, "T T"], width: int
 ) -> tuple[Float[Tensor, "n"], Float[Tensor, "T T"]]:
-    """⟨W_block W_blockᵀ, other⟩ of every block, and their sum W Wᵀ."""
+    """⟨W_block W_blockᵀ, other⟩ of every block, and the sum W Wᵀ of the blocks' Gram matrices."""
     length, features = wide_TN.shape
     whole = features // width * width
     parts = [wide_TN[:, :whole].unflatten(1, (-1, width)).transpose(0, 1)] if whole else []

@@ -1,4 +1,4 @@
-"""What inputs contribute to the squared norms: of Linear layers, of embeddings and of fused experts."""
+"""Contributions of inputs to the squared norms of Linear layers, embeddings and fused experts."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from instruments.parameter_scan.targets import Target, refusal
 
 
 def token_block_squares(x_BTN: Float[Tensor, "B T N"], width: int) -> Float[Tensor, "B T n"]:
-    """‖x_t[block]‖² in fp32 for every token and block of `width`; the last block may be narrower."""
+    """‖x_t[block]‖² in fp32 per token and block of `width` columns; the last block may be narrower."""
     whole = x_BTN.shape[-1] // width * width
     parts = [x_BTN[..., :whole].unflatten(-1, (-1, width))] if whole else []
     if whole < x_BTN.shape[-1]:
@@ -25,13 +25,13 @@ def token_block_squares(x_BTN: Float[Tensor, "B T N"], width: int) -> Float[Tens
 
 
 class InputSquares:
-    """Norms and Gram matrix of one input (B, T, I)."""
+    """Squared norms and Gram matrix of one input (B, T, I)."""
 
     def __init__(self, source: Tensor, x_BTI: Tensor, mask_BT: Tensor | None, width: int) -> None:
-        """Sum the squares of tokens, by blocks of `width`; the Gram matrix waits until it is asked for."""
-        # As the module got it, kept so that its memory cannot become another's; with the samples apart.
+        """Sum the tokens' squares by blocks of `width`; the Gram matrix is computed when needed."""
+        # The module's input, kept so that its memory is not reused; and the same, by samples.
         self.source, self.x_BTI = source, x_BTI
-        # A pooled input, one row a sample, belongs to no token.
+        # A pooled input, one row per sample, belongs to no token.
         self.of_tokens = source.ndim == 3 or x_BTI.shape[1] > 1
         squares_BTi = token_block_squares(x_BTI, width)
         self.token_squares_BT = squares_BTi.sum(2)
@@ -48,7 +48,7 @@ class InputSquares:
         return self._gram
 
     def is_of(self, other: Tensor, width: int) -> bool:
-        """Whether `other` is the very same memory read in the same way, and cut into such blocks."""
+        """Whether `other` is the same memory with the same layout, and has blocks of the same width."""
         if width != self._width:
             return False
         mine, its = (
@@ -59,10 +59,10 @@ class InputSquares:
 
 
 def split_samples(tensor: Tensor, samples: int, length: int, name: str) -> Tensor:
-    """(B, T, N) from what a module was given: that, the tokens of all samples in one row, or one row a sample.
+    """A module's input as (B, T, N), from (B, T, N), (B·T, N) or one row per sample (B, N).
 
     Raises:
-        ConfigError: the samples cannot be told apart.
+        ConfigError: the samples cannot be separated.
     """
     if tensor.ndim == 3 and tensor.shape[0] == samples and tensor.shape[1] <= length:
         return tensor
@@ -76,15 +76,15 @@ def split_samples(tensor: Tensor, samples: int, length: int, name: str) -> Tenso
 
 @dataclass(frozen=True)
 class HeadPart:
-    """What the output embedding contributes, kept until the backward pass reaches the input."""
+    """The output embedding's part of a tied gradient, kept until the backward pass reaches the input embedding."""
 
-    x_BSD: Tensor  # its input; S may be less than T
-    at_inputs_BTS: Tensor  # G[s, id_t]: gradient of the logits at the tokens that were looked up
+    x_BSD: Tensor  # input of the head; S may be less than T
+    at_inputs_BTS: Tensor  # G[s, id_t]: gradient of the logits at the looked-up tokens
     columns_BD: Tensor  # ‖B[:, d]‖²
     token_squares_BS: Tensor | None  # ‖g_s‖²·‖x_s‖²
 
     def to(self, device: torch.device) -> "HeadPart":
-        """The same on another device: embedding and output of a model may be on different ones."""
+        """The same on another device: the two embeddings may be on different ones."""
         tokens = None if self.token_squares_BS is None else self.token_squares_BS.to(device)
         return HeadPart(self.x_BSD.to(device), self.at_inputs_BTS.to(device), self.columns_BD.to(device), tokens)
 
@@ -97,7 +97,7 @@ def head_part(
     gram: bool,
     per_token: bool = False,
 ) -> HeadPart:
-    """Reduce the gradient of the logits to what the sum of both uses needs."""
+    """Reduce the logits' gradient to the terms needed for the sum of both uses."""
     at_inputs = grad_BSV.gather(2, ids_BT.unsqueeze(1).expand(-1, grad_BSV.shape[1], -1)).mT.float()
     tokens = (_norms(grad_BSV) * _norms(x_BSD)).square_() if per_token else None
     gram_BTT = torch.stack([symmetric_gram(grad_SV) for grad_SV in grad_BSV]) if gram else None
@@ -105,13 +105,13 @@ def head_part(
 
 
 def lookup_columns(ids_BT: Int[Tensor, "B T"], delta_BTD: Float[Tensor, "B T D"]) -> Float[Tensor, "B D"]:
-    """‖A[:, d]‖² for every sample: gradients of equal tokens are added before they are squared.
+    """‖A[:, d]‖² per sample: gradients of equal tokens are added before squaring.
 
-    Sorting brings equal tokens together without asking the device how many different ones there are.
+    Sorting groups equal tokens without asking the device for their number.
     """
     sorted_BT, order_BT = ids_BT.sort(dim=1)
     row_BT = torch.nn.functional.pad((sorted_BT[:, 1:] != sorted_BT[:, :-1]).long(), (1, 0)).cumsum(1)
-    # Samples one after the other in one tall matrix.
+    # Samples are stacked in one tall matrix.
     row_BT = row_BT + torch.arange(len(row_BT), device=row_BT.device).unsqueeze(1) * row_BT.shape[1]
     ordered = delta_BTD.gather(1, order_BT.unsqueeze(2).expand_as(delta_BTD)).float()
     sums = torch.zeros_like(ordered).flatten(0, 1).index_add_(0, row_BT.flatten(), ordered.flatten(0, 1))
@@ -122,22 +122,22 @@ def lookup_columns(ids_BT: Int[Tensor, "B T"], delta_BTD: Float[Tensor, "B T D"]
 def embedding_columns(
     ids_BT: Int[Tensor, "B T"], delta_BTD: Float[Tensor, "B T D"], head: HeadPart | None
 ) -> Float[Tensor, "B D"]:
-    """‖∇W[:, d]‖² of the embedding's weight, also where the output embedding `head` uses it.
+    """‖∇W[:, d]‖² of an embedding's weight, including its use by a tied output embedding `head`.
 
-    `delta_BTD` is the gradient of the rows looked up; zero for a token whose row is not trained (padding_idx).
-    Numerics: fp32; a square that rounding leaves below zero counts as zero.
+    `delta_BTD` is the gradient of the rows looked up; zero for tokens whose row is not trained (padding_idx).
+    Numerics: fp32; squares that rounding makes negative become 0.
     """
     columns_BD = lookup_columns(ids_BT, delta_BTD)
     if head is None:
         return columns_BD
-    # B_{id_t}, the row of the output embedding's gradient at every token looked up.
+    # B_{id_t}: the row of the output embedding's gradient for every looked-up token.
     sent_back_BTD = head.at_inputs_BTS @ head.x_BSD.float()
     cross_BD = sent_back_BTD.mul_(delta_BTD).sum(1)
     return columns_BD.add_(head.columns_BD).add_(cross_BD, alpha=2).clamp_min_(0)
 
 
 def embedding_token_squares(delta_BTD: Float[Tensor, "B T D"], head: HeadPart | None) -> Float[Tensor, "B T"]:
-    """‖what position t contributes‖²: δ_t in row id_t and, tied, g_t x_tᵀ; S inputs of the head are the last ones."""
+    """‖contribution of position t‖²: δ_t in row id_t and, if tied, g_t x_tᵀ for the last S positions."""
     squares_BT = _norms(delta_BTD).square_()
     if head is None or head.token_squares_BS is None:
         return squares_BT
@@ -154,9 +154,9 @@ def _norms(x_BTN: Tensor) -> Tensor:
 
 
 class Routes(NamedTuple):
-    """What the rows of a product are about, of B samples of T positions."""
+    """Token and expert of each row of a product, for B samples of T positions."""
 
-    token_R: Tensor  # number of the token, over all samples
+    token_R: Tensor  # index of the token, over all samples
     expert_R: Tensor
     samples: int
     length: int
@@ -171,9 +171,9 @@ def expert_squares(
     product: str,
     per_token: bool,
 ) -> dict[str, Tensor]:
-    """What the rows contribute to the squares of every expert, (B, E, blocks) or, by token, (B, E, T).
+    """The rows' contributions to the squares of every expert, (B, E, blocks) or, per token, (B, E, T).
 
-    A token has at most one row of an expert; the mask is False for rows of padding; `target` is any of the experts.
+    A token has at most one row per expert; the mask is False for rows of padding; `target` is any of the experts.
     """
     experts, parameter = target.experts, target.parameter
     shape = (routes.samples, experts)

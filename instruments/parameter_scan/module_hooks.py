@@ -1,4 +1,4 @@
-"""Forward hooks on the watched modules: what they read is measured as the gradient of what they give arrives."""
+"""Forward hooks on the watched modules: norms are computed when the gradient of a module's output arrives."""
 
 import logging
 from collections import deque
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class Passes:
-    """The forward pass under way, those the backward pass under way has reached, and what they measured."""
+    """The current forward pass, the passes reached by the current backward pass, and finished measurements."""
 
     def __init__(self) -> None:
         self.finished: deque[Measured] = deque()
@@ -42,21 +42,17 @@ class Passes:
         self._reached: list[ScanPass] = []
 
     def recomputed(self) -> bool:
-        """Whether a forward pass that begins now is a backward pass's own: checkpointing of the whole model."""
+        """Whether the forward pass that begins is recomputed by a backward pass (checkpointing of the whole model)."""
         if self._reached and not in_backward():
-            self._reached = []  # of a backward pass that failed
+            self._reached = []  # left by a failed backward pass
         return bool(self._reached)
 
     def begin(self, scan_pass: ScanPass | None) -> None:
-        """A forward pass begins; None for one that is not recorded."""
+        """Begin a forward pass; None if it is not recorded."""
         self._running = scan_pass
 
     def enter(self, name: str) -> ScanPass | None:
-        """The pass a module runs for: forward, or again in a backward pass under checkpointing.
-
-        Raises:
-            NumericsError: it runs for the second time in one forward pass.
-        """
+        """The pass in which a module runs. Raises NumericsError: the module runs twice in one forward pass."""
         if self._running is None:
             return self._reached[-1] if self._reached else None
         if name in self._running.used:
@@ -69,12 +65,12 @@ class Passes:
         return self._running
 
     def drop(self, index: int) -> None:
-        """Forget a parameter's figures of the pass under way, those to come included."""
+        """Discard a parameter's norms in the current passes, including those still to be measured."""
         for scan_pass in filter(None, (self._running, *self._reached)):
             scan_pass.dropped.add(index)
 
     def end(self, output: object, *, gradients: bool) -> None:
-        """The forward pass ends, with None where it failed; with gradients its figures come with the backward pass."""
+        """End the forward pass (`output` None: it failed); with gradients, norms follow in the backward pass."""
         scan_pass, self._running = self._running, None
         if scan_pass is None or output is None:
             return
@@ -86,11 +82,11 @@ class Passes:
             self.finished.append(Measured(scan_pass, scan_pass.take()))
 
     def close(self) -> None:
-        """Nothing more is recorded; what is finished stays."""
+        """Record nothing more; finished measurements stay."""
         self.closed, self._running, self._reached = True, None, []
 
     def _reach(self, scan_pass: ScanPass, _grad: Tensor) -> None:
-        """Hook on what the model returned: the backward pass reaches this pass."""
+        """Hook on the model's outputs: the backward pass has reached this pass."""
         if self.closed or scan_pass in self._reached:
             return
         if not self._reached:
@@ -98,24 +94,24 @@ class Passes:
         self._reached.append(scan_pass)
 
     def _finish(self) -> None:
-        """At the end of the whole backward pass."""
+        """Collect the measurements at the end of the whole backward pass."""
         self.finished.extend(Measured(scan_pass, scan_pass.take()) for scan_pass in self._reached)
         self._reached = []
 
 
 @dataclass(frozen=True)
 class ModuleHooks:
-    """Hooks by kind of module, for the pass that `passes` names."""
+    """Hooks by kind of module; they measure for the current pass of `passes`."""
 
     targets: Sequence[Target]
     passes: Passes
     gradients: bool
     product: str
-    strict: bool  # whether what cannot be scanned is an error, and not named in `left_out`
+    strict: bool  # modules that cannot be scanned are errors; otherwise they go to `left_out`
     left_out: dict[str, str]
 
     def install(self) -> list[RemovableHandle]:
-        """Put them on every target."""
+        """Register the hooks on every target."""
         handles = []
         for index, target in enumerate(self.targets):
             module = target.module
@@ -126,14 +122,14 @@ class ModuleHooks:
                 handles.append(module.register_forward_hook(partial(self._on_linear, index), with_kwargs=True))
             elif type(module).forward is nn.Embedding.forward:
                 handles.append(module.register_forward_hook(partial(self._on_embedding, index), with_kwargs=True))
-            else:  # Gemma scales what it looks up, bitsandbytes' StableEmbedding normalises it
+            else:  # Gemma scales the rows, bitsandbytes' StableEmbedding normalises them
                 handles += look_inside(module, lambda *_args, index=index, **_kwargs: partial(self._run_lookup, index))
             if target.head is not None:
                 handles.append(target.head.register_forward_hook(partial(self._on_head, index), with_kwargs=True))
         return handles
 
     def _enter(self, index: int, name: str) -> ScanPass | None:
-        """The pass a module runs for. Raises NumericsError: for the second time, and it was asked for by name."""
+        """The pass in which a module runs. Raises NumericsError: `strict`, and the module runs for the second time."""
         try:
             return self.passes.enter(name)
         except NumericsError:
@@ -143,7 +139,7 @@ class ModuleHooks:
             return None
 
     def _leave_out(self, index: int, why: str) -> None:
-        """No figures of this parameter in the pass under way; said once."""
+        """Discard this parameter's norms in the current pass; warn once."""
         self.passes.drop(index)
         target = self.targets[index]
         name = f"{target.parameter.name} and the other experts" if target.own else target.parameter.name
@@ -152,14 +148,14 @@ class ModuleHooks:
             logger.warning("parameter scan: %s", say_left_out({name: why}))
 
     def _fits(self, scan_pass: ScanPass, index: int, tensor: Tensor, name: str) -> bool:
-        """Whether its samples can be told apart. Raises ConfigError: no, and the module was asked for by name."""
+        """Whether the tensor's samples can be separated. Raises ConfigError: `strict`, and they cannot."""
         facts = scan_pass.facts
         try:
             split_samples(tensor, facts.samples, facts.length, name)
         except ConfigError:
             if self.strict:
                 raise
-            self._leave_out(index, "its samples cannot be told apart")
+            self._leave_out(index, "its samples cannot be separated")
             return False
         return True
 
@@ -183,7 +179,7 @@ class ModuleHooks:
     ) -> Tensor | None:
         return self._on_lookup(index, _argument(args, kwargs), output)
 
-    def _run_lookup(self, index: int, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - what the function gave
+    def _run_lookup(self, index: int, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - the function's result
         output = func(*args, **kwargs)
         if func is not embedding or args[1] is not self.targets[index].module.weight:
             return output
@@ -191,9 +187,9 @@ class ModuleHooks:
         return output if watched is None else watched
 
     def _on_lookup(self, index: int, ids_BT: Tensor, output: Tensor) -> Tensor | None:
-        """Rows of an embedding are looked up."""
+        """An embedding looks rows up."""
         scan_pass = self._enter(index, self._name(index))
-        rows = ids_BT.unsqueeze(-1) if ids_BT.ndim == 2 else ids_BT[None, None, ..., None]  # which never fits
+        rows = ids_BT.unsqueeze(-1) if ids_BT.ndim == 2 else ids_BT[None, None, ..., None]  # a shape that never fits
         if scan_pass is None or not self._fits(scan_pass, index, rows, self._name(index)):
             return None
         scan_pass.ids[index] = ids_BT
@@ -220,12 +216,12 @@ class ModuleHooks:
     def _begin_experts(
         self, index: int, _hidden_states: Tensor, top_k_index: Tensor, *_args: object, **_kwargs: object
     ) -> Callable[..., Any] | None:
-        """Fused experts are called; `index` is that of the first."""
+        """Fused experts are called; `index` is that of the first expert."""
         scan_pass = self._enter(index, self._name(index))
         if scan_pass is None:
             return None
         if len(top_k_index) != scan_pass.facts.samples * scan_pass.facts.length:
-            self._leave_out(index, "its samples cannot be told apart")
+            self._leave_out(index, "its samples cannot be separated")
             return None
         target = self.targets[index]
         return partial(self._run_product, scan_pass, index, ProductFinder(target.module, target.own, top_k_index))
@@ -238,7 +234,7 @@ class ModuleHooks:
         func: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> Any:  # noqa: ANN401 - what the function gave
+    ) -> Any:  # noqa: ANN401 - the function's result
         output, found = func(*args, **kwargs), finder.find(func, args, kwargs)
         if not found:
             return output
@@ -253,7 +249,7 @@ class ModuleHooks:
     def _record_experts(
         self, scan_pass: ScanPass, index: int, routes: Routes, grad: Tensor | None, x_RI: Tensor
     ) -> None:
-        """‖X‖² and ‖∇W‖² of every expert, of the rows that its module gave it; zero of one that was not chosen."""
+        """‖X‖² and ‖∇W‖² of every expert over its rows; zero for experts that were not chosen."""
         target, mask_BT = self.targets[index], scan_pass.facts.mask_BT
         mask_R = None if mask_BT is None else mask_BT.to(x_RI.device).flatten()[routes.token_R]
         found = expert_squares(
@@ -261,11 +257,11 @@ class ModuleHooks:
         )
         for name, squares_BEn in found.items():
             pieces: dict[int, Tensor] = getattr(scan_pass.squares, name)
-            for expert, squares_Bn in enumerate(squares_BEn.unbind(1)):  # eager kernels give one expert at a time
+            for expert, squares_Bn in enumerate(squares_BEn.unbind(1)):  # eager kernels run one expert per call
                 pieces[index + expert] = pieces.get(index + expert, 0) + squares_Bn
 
     def _watch(self, receive: Callable[[Tensor, Tensor], None], output: Tensor, saved: Tensor) -> Tensor:
-        """The output, whose gradient goes to `receive` with what was saved, while the scanner is there."""
+        """The output; its gradient and `saved` are passed to `receive` while the scanner is open."""
 
         def unless_closed(grad: Tensor, saved: Tensor) -> None:
             if not self.passes.closed:
@@ -280,7 +276,7 @@ class ModuleHooks:
         return f"the output embedding tied to {self.targets[index].parameter.name}"
 
     def _record_input(self, scan_pass: ScanPass, index: int, x: Tensor, device: torch.device) -> InputSquares:
-        """‖X‖² of a Linear; that of the module before where it read the same (q, k and v; gate and up)."""
+        """‖X‖² of a Linear; reused for modules with the same input (q, k and v; gate and up)."""
         if scan_pass.last_input is None or not scan_pass.last_input.is_of(x, self.targets[index].parameter.in_width):
             width = self.targets[index].parameter.in_width
             scan_pass.last_input = read_input(scan_pass, self._name(index), x, width, device)
@@ -288,7 +284,7 @@ class ModuleHooks:
         return scan_pass.last_input
 
     def _record_linear(self, scan_pass: ScanPass, index: int, grad: Tensor, x: Tensor) -> None:
-        """‖X‖² and ‖∇W‖² of a Linear by block and by token."""
+        """‖X‖² and ‖∇W‖² of a Linear, per block and token."""
         inputs, parameter = self._record_input(scan_pass, index, x, grad.device), self.targets[index].parameter
         x_BTI = inputs.x_BTI
         grad_BTO = grad.reshape(*x_BTI.shape[:2], -1)
@@ -300,7 +296,7 @@ class ModuleHooks:
             scan_pass.squares.token_gradient[index] = inputs.token_squares_BT * norms_BT.square_()
 
     def _record_head(self, scan_pass: ScanPass, index: int, grad: Tensor, x: Tensor) -> None:
-        """What a tied output embedding contributes to the embedding's gradient."""
+        """Reduce the tied output embedding's part of the embedding's gradient."""
         if index not in scan_pass.ids:
             return
         facts = scan_pass.facts
@@ -311,21 +307,21 @@ class ModuleHooks:
         scan_pass.heads[index] = head_part(x_BSD, grad_BSV, ids_BT, gram=gram, per_token=scan_pass.per_token)
 
     def _record_lookup(self, scan_pass: ScanPass, index: int, rows_BTD: Tensor) -> None:
-        """‖rows looked up‖² of the embedding, not cut into blocks."""
+        """‖rows looked up‖² of an embedding, not by block."""
         width = rows_BTD.shape[-1]
         record_input(scan_pass, index, read_input(scan_pass, self._name(index), rows_BTD, width, rows_BTD.device))
 
     def _record_embedding(self, scan_pass: ScanPass, index: int, delta_BTD: Tensor, rows_BTD: Tensor) -> None:
-        """‖rows looked up‖² and ‖∇W‖² of the embedding; complete, for the backward pass reaches the look-up last."""
+        """‖rows looked up‖² and ‖∇W‖² of an embedding; the backward pass reaches the look-up after the head."""
         self._record_lookup(scan_pass, index, rows_BTD)
-        # A loss fused with the output embedding goes past the module: half a gradient would be wrong.
+        # A loss fused with the output embedding bypasses the module; without its part the gradient would be wrong.
         fused = self.targets[index].head is not None and self._head_name(index) not in scan_pass.used
         if fused:
             return
         ids_BT, head = scan_pass.ids[index], scan_pass.heads.pop(index, None)
         padding_idx: Any = self.targets[index].module.padding_idx
         if padding_idx is not None:
-            # nn.Embedding never trains this row, also for such tokens inside the text.
+            # nn.Embedding never trains this row, also where the token occurs inside the text.
             delta_BTD = delta_BTD.masked_fill((ids_BT == padding_idx).unsqueeze(2), 0)
         if head is not None:
             head = head.to(delta_BTD.device)
@@ -336,25 +332,25 @@ class ModuleHooks:
 
 
 def read_input(scan_pass: ScanPass, name: str, source: Tensor, width: int, device: torch.device) -> InputSquares:
-    """Norms of a module's input. Raises ConfigError: its samples cannot be told apart."""
+    """Norms of a module's input. Raises ConfigError: its samples cannot be separated."""
     facts = scan_pass.facts
     x_BTI = split_samples(source, facts.samples, facts.length, name).to(device)
     mask_BT = facts.mask_BT
     if source.ndim == 2 and x_BTI.shape[1] == 1:
-        mask_BT = None  # pooled: one row a sample
-    if mask_BT is not None:  # the output embedding may see the last positions only
+        mask_BT = None  # pooled: one row per sample
+    if mask_BT is not None:  # the output embedding may get only the last positions
         mask_BT = mask_BT[:, -x_BTI.shape[1] :].to(device, non_blocking=True)
     return InputSquares(source, x_BTI, mask_BT, width)
 
 
 def record_input(scan_pass: ScanPass, index: int, inputs: InputSquares) -> None:
-    """‖X‖² by block and by token."""
+    """Store ‖X‖² per block and token."""
     scan_pass.squares.activation[index] = inputs.block_squares_Bi
     if scan_pass.per_token and inputs.of_tokens:
         scan_pass.squares.token_activation[index] = inputs.token_squares_BT
 
 
 def _argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The one tensor these modules take, by position or by name."""
+    """The single tensor argument of these modules, positional or by name."""
     x: Tensor = args[0] if args else next(iter(kwargs.values()))
     return x

@@ -1,4 +1,4 @@
-"""One forward pass and what its backward passes measured."""
+"""One forward pass, and the squared norms measured in it and in its backward pass."""
 
 import inspect
 from collections import defaultdict
@@ -15,17 +15,17 @@ from instruments.mscan.header import WatchedParameter
 from instruments.parameter_scan.inputs import HeadPart, InputSquares
 from instruments.parameter_scan.targets import ScannedSequence, ScanRecord, refusal
 
-IGNORED = -100  # the label that losses leave out
+IGNORED = -100  # the label that losses ignore
 
 
 @dataclass(frozen=True, eq=False)
 class CallFacts:
-    """Of B samples of T positions."""
+    """Facts of a forward call: B samples of T positions."""
 
     samples: int
     length: int
     mask_BT: Tensor | None  # True at tokens, False at padding; None: all are tokens
-    supervised_B: Tensor | None  # labels that reach the loss; None: unknown
+    supervised_B: Tensor | None  # number of labels in the loss; None: unknown
 
 
 def bind_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def bind_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str,
 
 
 def read_call(arguments: Mapping[str, Any]) -> CallFacts:
-    """Sizes, padding and supervised tokens from the model's own arguments.
+    """Sizes, padding and number of supervised tokens, from the model's arguments.
 
     Raises:
         ConfigError: neither input_ids nor inputs_embeds, or an attention mask of another shape.
@@ -44,7 +44,7 @@ def read_call(arguments: Mapping[str, Any]) -> CallFacts:
     given = (arguments.get(name) for name in ("input_ids", "inputs_embeds"))
     inputs = next((value for value in given if isinstance(value, Tensor)), None)
     if inputs is None:
-        what = f"the model was called with {', '.join(sorted(arguments)) or 'nothing'}; its samples cannot be told"
+        what = f"the model was called with {', '.join(sorted(arguments)) or 'nothing'}; its samples are unknown"
         raise refusal(what, "call the scanned model with input_ids=... or inputs_embeds=...")
     samples, length = inputs.shape[:2]
     return CallFacts(samples, length, _padding_mask(arguments, samples, length), _supervised(arguments, samples))
@@ -58,12 +58,12 @@ def _padding_mask(arguments: Mapping[str, Any], samples: int, length: int) -> Te
         found = f"of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
         what = f"attention_mask is {found}; the scanner reads padding from a mask of shape {(samples, length)}"
         raise refusal(what, "pass the tokenizer's attention_mask, or none for samples without padding")
-    # With a cache the mask also covers what was read before.
+    # With a cache the mask also covers earlier positions.
     return mask[:, -length:] != 0
 
 
 def _supervised(arguments: Mapping[str, Any], samples: int) -> Tensor | None:
-    """Labels that count: a causal model's loss moves them by one, so the first of a sample is never used."""
+    """Labels in the loss, per sample: a causal model's loss shifts them by one, so each sample's first is unused."""
     labels = arguments.get("shift_labels")
     if labels is None and isinstance(arguments.get("labels"), Tensor):
         labels = arguments["labels"][..., 1:]
@@ -74,16 +74,16 @@ def _supervised(arguments: Mapping[str, Any], samples: int) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Layout:
-    """Blocks of all parameters one after the other, and which parameter each belongs to."""
+    """The concatenated blocks of all parameters, and the parameter of each block."""
 
     parameters: Sequence[WatchedParameter]
     inputs: Tensor  # (I,) parameter of each input block
     outputs: Tensor  # (O,) parameter of each output block
-    read: Tensor  # (I + embeddings,) parameter of each block of an activation: a look-up has one
+    read: Tensor  # (I + embeddings,) parameter of each activation block; an embedding has one
 
     @classmethod
     def of(cls, parameters: Sequence[WatchedParameter]) -> "Layout":
-        """From the parameter table."""
+        """The layout of a parameter table."""
         order = torch.arange(len(parameters))
         inputs = torch.tensor([parameter.in_blocks for parameter in parameters])
         outputs = torch.tensor([parameter.out_blocks for parameter in parameters])
@@ -91,33 +91,33 @@ class Layout:
         return cls(parameters, *(order.repeat_interleave(counts) for counts in (inputs, outputs, read)))
 
     def join(self, pieces: Mapping[int, Tensor], owners: Tensor, samples: int) -> Float[Tensor, "B n"]:
-        """Blocks of every parameter in order, NaN for one that was not measured."""
+        """Concatenate the blocks of all parameters, NaN for parameters that were not measured."""
         counts = owners.bincount(minlength=len(self.parameters)).tolist()
         blocks = (pieces.get(index, torch.full((samples, count), torch.nan)) for index, count in enumerate(counts))
         return torch.cat(list(blocks), dim=1)
 
     def totals(self, squares_Bn: Float[Tensor, "B n"], owners: Tensor) -> Float[Tensor, "B P"]:
-        """Sum of every parameter's blocks."""
+        """Sum over the blocks of every parameter."""
         return squares_Bn.new_zeros(len(squares_Bn), len(self.parameters)).index_add_(1, owners, squares_Bn)
 
 
 @dataclass
 class Squares:
-    """Sums of squares by parameter, each on the device it was measured on."""
+    """Sums of squares per parameter, each on the device where it was measured."""
 
-    activation: dict[int, Tensor] = field(default_factory=dict)  # (B, input blocks); of a look-up (B, 1)
+    activation: dict[int, Tensor] = field(default_factory=dict)  # (B, input blocks); embedding: (B, 1)
     in_gradient: dict[int, Tensor] = field(default_factory=dict)  # (B, input blocks)
     out_gradient: dict[int, Tensor] = field(default_factory=dict)  # (B, output blocks)
-    # By position, where asked for: (B, T), or the last positions only.
+    # Per position, if requested: (B, T), or only the last positions.
     token_activation: dict[int, Tensor] = field(default_factory=dict)
     token_gradient: dict[int, Tensor] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
 class ScanPass:
-    """Facts of a forward pass and the squares of the backward pass under way.
+    """Facts of a forward pass, and the squares measured in the current backward pass.
 
-    The probes in the graph hold it, so that several forward passes before one backward each keep their own.
+    The probes in the graph reference it, so several forward passes before one backward pass each keep their own.
     """
 
     facts: CallFacts
@@ -125,15 +125,15 @@ class ScanPass:
     names: Sequence[str]
     source: str = ""
     per_token: bool = False
-    ids: dict[int, Tensor] = field(default_factory=dict)  # (B, T) that an embedding looked up
+    ids: dict[int, Tensor] = field(default_factory=dict)  # (B, T) ids of each embedding's look-up
     used: set[str] = field(default_factory=set)  # modules that have run
     squares: Squares = field(default_factory=Squares)
-    dropped: set[int] = field(default_factory=set)  # parameters whose figures would be wrong
-    heads: dict[int, HeadPart] = field(default_factory=dict)  # what tied output embeddings gave to the backward pass
+    dropped: set[int] = field(default_factory=set)  # parameters whose norms would be wrong
+    heads: dict[int, HeadPart] = field(default_factory=dict)  # gradient parts of tied output embeddings
     last_input: InputSquares | None = None  # of the module measured last
 
     def take(self) -> Squares:
-        """What was measured; the next backward pass through the same graph starts from zero."""
+        """Return the measured squares and reset them for the next backward pass through the same graph."""
         taken, self.squares, self.heads, self.last_input = self.squares, Squares(), {}, None
         for found in vars(taken).values():
             for index in self.dropped & set(found):
@@ -142,7 +142,7 @@ class ScanPass:
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same tensors on the CPU, in their own number formats; those of one device travel in one transfer."""
+    """Copy tensors to the CPU in their own number formats, with one transfer per device."""
     places: dict[torch.device, list[int]] = defaultdict(list)
     for place, tensor in enumerate(tensors):
         places[tensor.device].append(place)
@@ -151,7 +151,7 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
         moved = torch.cat([tensors[place].detach().contiguous().view(-1).view(torch.uint8) for place in group]).cpu()
         sizes = [tensors[place].numel() * tensors[place].element_size() for place in group]
         for place, data in zip(group, moved.split(sizes), strict=True):
-            # Copied, so that it begins where its number format may begin.
+            # Cloned for the alignment that the number format needs.
             found[place] = data.clone().view(tensors[place].dtype).view(tensors[place].shape)
     return found
 
@@ -164,9 +164,10 @@ class Measured(NamedTuple):
 
 
 def to_record(measured: Measured, *, gradients: bool) -> tuple[ScanRecord | None, list[str]]:
-    """The record of a pass, and the names of samples left out because no token of theirs is supervised.
+    """The record of a pass, and the names of samples left out because they have no supervised token.
 
-    All transfers happen here. Raises NumericsError: with gradients, those of a sample are all zero or not finite.
+    All transfers happen here. Raises NumericsError: with `gradients`, those of a sample are missing, all zero or not
+    finite.
     """
     scan_pass = measured.scan_pass
     squares, mask_BT, supervised_B = _fetch(measured)
@@ -187,7 +188,7 @@ def to_record(measured: Measured, *, gradients: bool) -> tuple[ScanRecord | None
 
 
 def _by_parameter_and_block(layout: Layout, squares: Squares, samples: int) -> list[Tensor]:
-    """The five tensors of a record: totals of activation and gradient, blocks of both, output blocks."""
+    """The five tensors of a record: activation and gradient in total, both by input block, gradient by output block."""
     read = layout.join(squares.activation, layout.read, samples)
     in_gradient = layout.join(squares.in_gradient, layout.inputs, samples)
     out_gradient = layout.join(squares.out_gradient, layout.outputs, samples)
@@ -200,24 +201,24 @@ def _by_parameter_and_block(layout: Layout, squares: Squares, samples: int) -> l
 def _by_token(
     scan_pass: ScanPass, squares: Squares, mask_BT: Tensor, indices: Sequence[int]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """For every sample (its tokens, P): norms of activations and of what each position contributes."""
+    """Per sample (tokens, P): norms of activations and of each position's gradient contribution."""
     found: tuple[list[Tensor], list[Tensor]] = ([], [])
     for group, pieces in zip(found, (squares.token_activation, squares.token_gradient), strict=True):
         table_BTP = torch.full((*mask_BT.shape, len(scan_pass.layout.parameters)), torch.nan)
         for index, squares_BS in pieces.items():
-            # A module that saw the last positions only fills those.
+            # A module called with only the last positions fills those.
             table_BTP[:, -squares_BS.shape[1] :, index] = squares_BS
         group += [table_BTP[index][mask_BT[index]].sqrt_() for index in indices]
     return found
 
 
 def _fetch(measured: Measured) -> tuple[Squares, Tensor, Tensor | None]:
-    """Everything on the CPU: squares, mask (B, T) and supervised tokens (B,), where known."""
+    """Squares, mask (B, T) and number of supervised tokens (B,), if known, on the CPU."""
     facts, squares = measured.scan_pass.facts, Squares()
     groups = zip(vars(squares).values(), vars(measured.squares).values(), strict=True)
     places = [(group, index) for group, found in groups for index in found]
     tensors = [tensor for group in vars(measured.squares).values() for tensor in group.values()]
-    # What is known of the call rides along with the first device.
+    # The call's facts are transferred together with the first device's tensors.
     device = tensors[0].device if tensors else torch.device("cpu")
     known = {name: fact for name in ("mask_BT", "supervised_B") if (fact := getattr(facts, name)) is not None}
     found = to_host([*tensors, *(fact.to(device, torch.float32) for fact in known.values())])
@@ -230,7 +231,7 @@ def _fetch(measured: Measured) -> tuple[Squares, Tensor, Tensor | None]:
 
 def _check(gradient_BP: Tensor, measured: Mapping[int, str], names: Sequence[str]) -> None:
     found_BP = gradient_BP[:, [*measured]]
-    # The backward pass goes from the last weight to the first, and carries what is not finite along.
+    # List the last weight first: the backward pass starts there and propagates non-finite values.
     weights = [name for name, fine in zip(measured.values(), found_BP.isfinite().all(0), strict=True) if not fine][::-1]
     for what, bad, do in (
         (

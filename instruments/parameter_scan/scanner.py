@@ -1,8 +1,8 @@
-"""Watch the weights of a running model: norms of their inputs and of their gradients, by sample and block.
+"""Measure the norms of a running model's weight inputs and gradients, per sample and block.
 
-Nothing the model computes changes: logits, losses, gradients and `generate()` are bit for bit what they are without it.
-Weights may be frozen, training or quantised; checkpointing, autocast and gradient accumulation are the caller's choice.
-Gradients are those of the loss that `backward` is called on: a divided or scaled loss gives divided or scaled norms.
+The model's results do not change: logits, losses, gradients and `generate()` are bitwise the same. Weights may be
+frozen, trained or quantised, with checkpointing, autocast or gradient accumulation. Gradients are those of the loss on
+which `backward` is called: a divided or scaled loss gives divided or scaled norms.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,19 +27,19 @@ class ParameterTensorScanner:
     """Exact per-sample norms of every watched weight's input and gradient.
 
     Args:
-        model: whose forward takes input_ids or inputs_embeds, and attention_mask where there is padding.
-        patterns: globs on module names; None for every Linear, Conv1D, embedding and fused expert. `left_out` then says
-            which weights have no figures, and why; also one that a pass shows to be used twice, say.
-        block_width: rows and columns of a block; where features are attention heads a block is a head.
-        per_token: also ‖x_t‖ and ‖x_t‖·‖δ_t‖, the norm of what position t contributes to the weight's gradient. That is
-            not the gradient of token t's own loss.
-        gradients: False for forward passes alone, under no_grad or not; gradients are then NaN. True records backward
-            passes, and nothing of a forward pass under no_grad.
-        sink: called with each record at the next forward pass and at exit; without one, records wait for `collect`.
+        model: its forward takes input_ids or inputs_embeds, and attention_mask if there is padding.
+        patterns: globs on module names; None for every Linear, Conv1D, embedding and fused expert. `left_out` then
+            gives the weights without norms and the reasons, also those found during a pass, such as a second use.
+        block_width: rows and columns of a block; where features are attention heads, a block is a head.
+        per_token: also measure ‖x_t‖ and ‖x_t‖·‖δ_t‖, the norm of position t's contribution to the weight's gradient
+            (not the gradient of token t's own loss).
+        gradients: True records backward passes, and no forward pass under no_grad. False records forward passes alone,
+            under no_grad or not; gradients are then NaN.
+        sink: called with each record at the next forward pass and at exit; without it, records wait for `collect`.
         product: gram, direct, or auto for the cheaper one; both are exact.
     Raises:
-        ConfigError: no parameter matches, one that is asked for cannot be scanned, or (on entering) the model is being
-            scanned already.
+        ConfigError: no parameter matches, a requested one cannot be scanned, or (on entering) the model is already
+            being scanned.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class ParameterTensorScanner:
         sink: Callable[[ScanRecord], None] | None = None,
         product: str = "auto",
     ) -> None:
-        """Find what to watch; the model is touched only on entering."""
+        """Find the weights to watch; the model is changed only on entering."""
         if product not in _PRODUCTS:
             raise refusal(f"product={product!r} is none of {', '.join(_PRODUCTS)}", "product='auto'")
         self._model: nn.Module | None = model
@@ -88,7 +88,7 @@ class ParameterTensorScanner:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
-        """Take every hook off; keep what was measured, on the CPU, until it is collected."""
+        """Remove all hooks; finished records stay on the CPU until they are collected."""
         for handle in self._handles:
             handle.remove()
         _SCANNED.difference_update({self._model, *(target.module for target in self._targets)})
@@ -100,14 +100,14 @@ class ParameterTensorScanner:
         self._passes.finished.clear()
 
     def name_samples(self, names: Sequence[str], source: str = "") -> None:
-        """Name the samples of the next forward pass that is recorded, and where they come from."""
+        """Name the samples of the next recorded forward pass, and their source."""
         self._names, self._source = list(names), source
 
     def collect(self) -> list[ScanRecord]:
-        """Records of every backward pass finished since the last call (with gradients=False: forward pass).
+        """Records of all passes finished since the last call: backward passes, or forward passes with gradients=False.
 
         Raises:
-            NumericsError: a sample's gradients are all zero or not finite; its pass is dropped.
+            NumericsError: a sample's gradients are missing, all zero or not finite; its pass is dropped.
         """
         records, self._records = self._records, []
         while self._passes.finished:
@@ -125,7 +125,7 @@ class ParameterTensorScanner:
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """Hook before the model's forward."""
         if self._passes.recomputed():
-            return None  # its modules know the pass
+            return None  # recomputation: its modules use the pass of the backward pass
         self._deliver()
         self._passes.begin(None)
         if self._gradients and not torch.is_grad_enabled():
@@ -143,9 +143,9 @@ class ParameterTensorScanner:
         embeds = arguments.get("inputs_embeds") if self._gradients else None
         if not isinstance(embeds, Tensor) or embeds.requires_grad:
             return None
-        # With frozen weights nothing leads from the loss to the layers, unless the inputs ask for a gradient.
+        # With frozen weights the graph reaches the layers only if the inputs require a gradient.
         return (), {**arguments, "inputs_embeds": embeds.detach().requires_grad_()}
 
     def _end(self, _model: nn.Module, _args: tuple[Any, ...], output: object) -> None:
-        """Hook after the model's forward, also one that failed (output None)."""
+        """Hook after the model's forward, also after a failed one (output None)."""
         self._passes.end(output, gradients=self._gradients)

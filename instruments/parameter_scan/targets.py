@@ -1,4 +1,4 @@
-"""Which weights of a model are watched, and the record of what was measured."""
+"""The watched weights of a model, and the record of their norms."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def refusal(what: str, do: str) -> ConfigError:
-    """The error of a scanner that cannot do what it is asked for."""
+    """The error of a request that the scanner cannot fulfil."""
     return ConfigError(what, where="ParameterTensorScanner", do=do)
 
 
@@ -33,18 +33,18 @@ class ScannedSequence:
 class ScanRecord:
     """L2 norms of B samples for P parameters, float32 on the CPU.
 
-    Columns of (B, P) follow the parameter table; (B, I) and (B, O) hold the input and output blocks of all parameters
-    one after the other. NaN where nothing was measured (a forward-only pass has no gradient).
+    Columns of (B, P) follow the parameter table; (B, I) and (B, O) hold the input and output blocks of all parameters,
+    concatenated. Values that were not measured are NaN (a forward-only pass has no gradient).
     """
 
     sequences: Sequence[ScannedSequence]
-    activation_BP: Tensor  # ‖X‖ of the direct input over the sample's tokens; embedding: of the rows looked up
+    activation_BP: Tensor  # ‖X‖ of the module's input over the sample's tokens; embedding: of the rows looked up
     gradient_BP: Tensor  # ‖∂loss/∂W‖
     in_activation_BI: Tensor  # ‖X[:, block]‖
     in_gradient_BI: Tensor  # ‖∂loss/∂W[:, block]‖
     out_gradient_BO: Tensor  # ‖∂loss/∂W[block, :]‖
-    # Where asked for, one (T, P) tensor per sample, T its tokens: ‖x_t‖, and ‖x_t‖·‖δ_t‖, the norm of what position t
-    # contributes to the weight's gradient. That is not the gradient of token t's own loss.
+    # If requested, one (T, P) tensor per sample, T its tokens: ‖x_t‖, and ‖x_t‖·‖δ_t‖, the norm of position t's
+    # contribution to the weight's gradient (not the gradient of token t's own loss).
     token_activation: Sequence[Tensor] | None = None
     token_gradient: Sequence[Tensor] | None = None
 
@@ -55,9 +55,9 @@ class Target:
 
     parameter: WatchedParameter
     module: nn.Module
-    # Of an embedding: the Linear that uses the same weight (tied output embedding).
+    # For an embedding: the Linear with the same weight (tied output embedding).
     head: nn.Linear | None = None
-    # Of fused experts: the parameter, and how many experts it holds; one target for each, in their order.
+    # For fused experts: parameter name, number of experts, and this target's expert.
     own: str = ""
     experts: int = 0
     expert: int = 0
@@ -67,10 +67,10 @@ class Selection:
     """The targets of a model, and the weights that are left out, with the reason."""
 
     def __init__(self, model: nn.Module, patterns: Sequence[str] | None, block_width: int) -> None:
-        """Embeddings first, then everything else, in the model's order; `find_targets` says what is chosen."""
-        # Name of a weight or module → reason; only of what was not asked for by name.
+        """Targets are the embeddings, then all other layers, in the model's order; see `find_targets`."""
+        # Name of a weight or module → reason.
         self.left_out: dict[str, str] = {}
-        self.strict = patterns is not None  # a module that is named is an error where it cannot be scanned
+        self.strict = patterns is not None  # a requested module that cannot be scanned is an error
         self._model, self._patterns, self._width = model, patterns, block_width
         self._modules = dict(model.named_modules())
         self.linears = {n: m for n, m in self._modules.items() if isinstance(m, (nn.Linear, conv1d_kind()))}
@@ -82,7 +82,7 @@ class Selection:
         return self._patterns is None or any(fnmatchcase(name, pattern) for pattern in self._patterns)
 
     def _embeddings(self) -> Iterator[Target]:
-        """Each with the Linear tied to it. Raises ConfigError: only that Linear is asked for."""
+        """Embeddings, each with its tied Linear. Raises ConfigError: only the tied Linear is requested."""
         self._heads: set[nn.Module] = set()
         for name, module in self._modules.items():
             if not isinstance(module, nn.Embedding):
@@ -103,7 +103,7 @@ class Selection:
             yield Target(parameter, module, next(iter(tied.values()), None))
 
     def _layers(self) -> Iterator[Target]:
-        """Linear layers and Conv1D that are no head of an embedding, and fused experts."""
+        """Linear layers and Conv1D that are not tied to an embedding, and fused experts."""
         chosen = {n: m for n, m in self.linears.items() if self._wanted(n) and m not in self._heads}
         owners: dict[int, str] = {}
         for name, module in chosen.items():
@@ -132,14 +132,14 @@ class Selection:
             yield Target(parameter, module, own=own, experts=len(weight), expert=expert)
 
     def _leave_out(self, name: str, why: str) -> None:
-        """Say later that a weight is left out. Raises ConfigError: it was asked for by its name."""
+        """Note that a weight is left out. Raises ConfigError: it was requested by a pattern."""
         if self.strict:
             what = f"{name}: {why}" if name.removesuffix(".weight") not in why else why
             raise refusal(what, "leave one of them out: patterns=[...]")
         self.left_out[name] = why
 
     def _others(self) -> dict[str, str]:
-        """Matrices of the model that no target holds, by name."""
+        """Weight matrices of the model outside all targets, by name."""
         seen = {id(getattr(target.module, target.own or "weight")) for target in self.targets}
         seen |= {id(module.weight) for module in self._heads}
         return {
@@ -150,10 +150,10 @@ class Selection:
 
 
 def find_targets(model: nn.Module, patterns: Sequence[str] | None, block_width: int) -> Selection:
-    """Every embedding, Linear, Conv1D and fused expert, or those whose module (parameter, of experts) a glob matches.
+    """Every embedding, Linear, Conv1D and fused expert; with patterns, those whose module or parameter a glob matches.
 
-    Subclasses count, those of bitsandbytes among them. Without patterns one line of the log says which weights are left
-    out, and why. Raises ConfigError: nothing matches, a width below 1, or a weight that two modules share.
+    Subclasses count, including those of bitsandbytes. Without patterns, the log names the weights that are left out,
+    and why. Raises ConfigError: nothing matches, `block_width` below 1, or a requested weight that cannot be scanned.
     """
     if block_width < 1:
         raise refusal(f"block_width={block_width} is below 1", "block_width=64")
@@ -166,7 +166,7 @@ def find_targets(model: nn.Module, patterns: Sequence[str] | None, block_width: 
 
 
 def say_left_out(left_out: Mapping[str, str]) -> str:
-    """One line: how many weights, which, and why."""
+    """One line: number and names of the weights left out, and the reasons."""
     names: dict[str, list[str]] = {}
     for name, why in left_out.items():
         names.setdefault(why, []).append(name)
@@ -174,19 +174,19 @@ def say_left_out(left_out: Mapping[str, str]) -> str:
     return f"{len(left_out)} weights are left out: {reasons}"
 
 
-# What attention modules of transformers call the width of a head, and their output projections.
+# Names in transformers' attention modules: the width of a head, and output projections.
 _HEAD_WIDTHS = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
 _OUTPUTS = ("o_proj", "out_proj", "c_proj", "dense", "out_lin", "o", "wo", "proj")
 
 
 def find_head_widths(modules: Mapping[str, nn.Module]) -> dict[str, tuple[str, int]]:
-    """Name of each layer of attention → whether its `in` or `out` features are heads, and how wide a head is."""
+    """Name of each attention layer → the side whose features are heads (`in` or `out`), and the width of a head."""
     found: dict[str, tuple[str, int]] = {}
     for name, module in modules.items():
         widths = [value for own in _HEAD_WIDTHS if isinstance(value := getattr(module, own, None), int) and value > 0]
         if not widths or not any(isinstance(child, (nn.Linear, conv1d_kind())) for child in module.children()):
             continue
-        # BERT's output projection is next to the module that knows the heads: attention.self, attention.output.
+        # In BERT the head width is in attention.self and the output projection in attention.output.
         around = name.rpartition(".")[0]
         scope = around if around.rpartition(".")[2] in {"attention", "attn"} else name
         for other in modules:
@@ -214,7 +214,7 @@ def _features(module: Any) -> tuple[int, int]:  # noqa: ANN401 - a Linear or a C
 def _tied(model: nn.Module, linear: Any, embedding: nn.Embedding) -> bool:  # noqa: ANN401
     if linear.weight is embedding.weight:
         return True
-    # Offloading puts a placeholder of its own into every module; only the config still tells.
+    # Offloading gives every module its own placeholder; only the config shows the tie.
     placeholders = linear.weight.is_meta and linear.weight.shape == embedding.weight.shape
     output = getattr(model, "get_output_embeddings", lambda: None)()
     config: Any = getattr(model, "config", None)

@@ -1,1 +1,1 @@
-"""Inputs, weights and gradients of a running model, written to disk."""
+"""Dump inputs, weights and gradients of a running model to disk."""

@@ -1,10 +1,10 @@
-"""A dump of an unchanged training script: one line, `import instruments.tensor_dump.auto`, and the environment.
+"""Dump an unchanged training script: one line, `import instruments.tensor_dump.auto`, and environment variables.
 
     TENSOR_SAVE_ENABLED=1 TENSOR_SAVE_DIR=dump CUSTOM_QUANT_TYPE=mxfp8 python train.py
 
-The first model that runs with gradients is dumped until the process ends, also inside of DistributedDataParallel or
-Megatron's wrappers; a step ends with the step of an optimizer. TENSOR_SAVE_CONFIG='{"max_steps": 2}' holds settings of
-DumpConfig. Without TENSOR_SAVE_ENABLED nothing happens. Chunks of a pipeline need a TensorDump of their own.
+The first model that runs with gradients is dumped until the process ends, also inside DistributedDataParallel or
+Megatron's wrappers; a step ends with an optimizer step. TENSOR_SAVE_CONFIG='{"max_steps": 2}' holds settings of
+DumpConfig. Without TENSOR_SAVE_ENABLED nothing happens. Chunks of a pipeline need an explicit TensorDump.
 """
 
 import atexit
@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 
 
 class AutoDump:
-    """Waits for a model that is trained, and dumps it."""
+    """Waits for a model in training, and dumps it."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        """Look at every call of a module until one is of such a model. Raises ConfigError: TENSOR_SAVE_CONFIG."""
+        """Check every module call until a model in training runs. Raises ConfigError: invalid TENSOR_SAVE_CONFIG."""
         self.dump: TensorDump | None = None
         self._environment = {FOLDER: "tensor_logs", **environment}
         self._config = read_settings(environment)
@@ -39,7 +39,7 @@ class AutoDump:
         ]
 
     def close(self) -> None:
-        """End the dump, and look at nothing more."""
+        """End the dump and remove all hooks."""
         for handle in self._handles:
             handle.remove()
         if self.dump is None:
@@ -48,7 +48,7 @@ class AutoDump:
             self.dump.__exit__(None, None, None)
 
     def _before(self, module: nn.Module, _args: object) -> None:
-        """Hook before every module: that of the model itself comes first."""
+        """Hook before every module; the model itself is called before its parts."""
         trained = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters())
         if self.dump is not None or not trained or not find_modules([module]):
             return
@@ -58,7 +58,7 @@ class AutoDump:
         logger.warning("tensor dump: %s, every step, into %s", type(module).__name__, self.dump.folder)
 
     def _after_step(self, _optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
-        """Hook after every optimizer; a second one that steps for the same passes ends no step."""
+        """Hook after every optimizer; a second optimizer stepping for the same passes ends no step."""
         if self.dump is not None and self.dump.microbatches:
             self.dump.step()
 

@@ -1,4 +1,4 @@
-"""What is watched, and a captured tensor: its copy in host memory, and its row of the index."""
+"""Watched modules, and captured tensors: the copy in host memory and its index row."""
 
 import re
 from bisect import bisect_left
@@ -29,18 +29,18 @@ class Watched:
     module: nn.Module
     layer_type: str  # a key of TENSORS
     layer: int | None  # of the decoder, from 0
-    # Puts the hooks on; each that it gives undoes one.
+    # Installs the hooks; leaving the returned contexts removes them.
     watch: "Callable[[Watched, Recorder], Sequence[AbstractContextManager[object]]]"
-    parameter: str = ""  # of the module, where that holds several layers
-    chunk: int = 0  # of the pipeline, where a process has several
+    parameter: str = ""  # name within the module, where that holds several layers
+    chunk: int = 0  # index of the pipeline chunk, where a process has several
 
     def expected(self, config: DumpConfig) -> list[str]:
-        """The tensors it is to give."""
+        """The configured tensors that this kind of module has."""
         return [tensor for tensor in TENSORS[self.layer_type] if tensor in config.tensors]
 
 
 def layer_of(name: str) -> int | None:
-    """The first number in a module's name: model.layers.3.mlp.experts.5.up_proj is of layer 3."""
+    """The first number in a module's name: 3 for model.layers.3.mlp.experts.5.up_proj."""
     found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
     return int(found[1]) if found else None
 
@@ -54,13 +54,13 @@ _NAMES = {
 
 
 def quant_type_of(tensor: Tensor) -> str:
-    """Its number format: fp32, bf16 ...; of a weight packed by bitsandbytes nf4, fp4 or int8."""
+    """Number format: fp32, bf16 ...; for weights packed by bitsandbytes nf4, fp4 or int8."""
     state = getattr(tensor, "quant_state", None)  # of a Params4bit
     return str(state.quant_type) if state is not None else _NAMES.get(tensor.dtype, dtype_name(tensor.dtype))
 
 
 def autocast_type_of(tensor: Tensor) -> str | None:
-    """What matrix products of it are computed in under autocast; None without."""
+    """The format of its matrix products under autocast; None without autocast."""
     kind = tensor.device.type
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return None
@@ -69,16 +69,16 @@ def autocast_type_of(tensor: Tensor) -> str | None:
 
 @dataclass(frozen=True)
 class Part:
-    """What a process holds of a tensor: its shape in all, where its own part begins, and which axis counts tokens."""
+    """A process's part of a tensor: the whole's shape, the part's offset, and the axis of tokens."""
 
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
     token_axis: int | None
-    pieces: tuple[int, int] | None = None  # as `Placement` has it
+    pieces: tuple[int, int] | None = None  # as in `Placement`
 
     @classmethod
     def whole(cls, tensor: Tensor, token_axis: int | None) -> "Part":
-        """All of it."""
+        """The whole tensor."""
         return cls(tuple(tensor.shape), (0,) * tensor.ndim, token_axis)
 
     @classmethod
@@ -87,8 +87,7 @@ class Part:
     ) -> "Part":
         """Part number `index` of `parts` equal ones along `axis`.
 
-        With several pieces the axis holds so many things one after the other (gate and up), and a part has its share
-        of each.
+        With `pieces` > 1 the axis concatenates that many matrices (gate and up), and a part holds its share of each.
         """
         shape, offset = list(tensor.shape), [0] * tensor.ndim
         offset[axis], shape[axis] = index * shape[axis] // pieces, parts * shape[axis]
@@ -112,7 +111,7 @@ def take_local(weight: Tensor) -> tuple[Tensor, Part]:
 def keep_tokens(tensor: Tensor, part: Part, config: DumpConfig) -> tuple[Tensor, Placement]:
     """The kept positions of a tensor, and their place among the kept positions of all parts.
 
-    Positions are those of the whole sequence, also where a process holds a part of it.
+    Positions count over the whole sequence, also where a process holds only part of it.
     """
     axis = part.token_axis
     first, every, most = config.first_token, config.every_tokens, config.max_tokens
@@ -134,7 +133,7 @@ ALIGNMENT = 64
 
 @dataclass(eq=False)
 class Slot:
-    """Bytes of the ring; `data` is theirs until they are released."""
+    """A range of bytes of the ring; `data` is valid until release."""
 
     begin: int
     end: int
@@ -143,7 +142,7 @@ class Slot:
 
 
 class HostRing:
-    """One buffer, pinned where a GPU is to copy into it; its size never grows."""
+    """One buffer of fixed size in host memory, pinned if a GPU copies into it."""
 
     def __init__(self, capacity: int, *, pinned: bool) -> None:
         """`capacity` in bytes."""
@@ -154,7 +153,7 @@ class HostRing:
         self._changed = Condition()
 
     def reserve(self, size: int, *, wait: bool = False) -> Slot | None:
-        """So many bytes; where there is no room now None, or with `wait` as soon as there is (within the capacity)."""
+        """Reserve `size` bytes; if there is no room, None, or with `wait` block until there is (size ≤ capacity)."""
         with self._changed:
             while (begin := self._find_room(max(size, 1))) is None:
                 if not wait:
@@ -166,7 +165,7 @@ class HostRing:
             return slot
 
     def release(self, slot: Slot) -> None:
-        """Give the bytes back; their room is used again once all older ones are given back, too."""
+        """Release the slot; its room is reused once all older slots are released, too."""
         with self._changed:
             slot.free = True
             while self._slots and self._slots[0].free:
@@ -175,7 +174,7 @@ class HostRing:
 
     @property
     def used(self) -> int:
-        """Bytes between the oldest slot in use and the newest one's end."""
+        """Bytes from the start of the oldest slot in use to the end of the newest."""
         if not self._slots:
             return 0
         oldest, newest = self._slots[0].begin, self._slots[-1].end
@@ -186,7 +185,7 @@ class HostRing:
             return 0 if size <= self.capacity else None
         oldest, newest = self._slots[0].begin, self._slots[-1].end
         begin = newest + -newest % ALIGNMENT
-        if newest > oldest:  # free: behind the newest, and before the oldest
+        if newest > oldest:  # free: after the newest, and before the oldest
             if begin + size <= self.capacity:
                 return begin
             return 0 if size <= oldest else None
@@ -198,23 +197,23 @@ _STREAMS: dict[torch.device, torch.cuda.Stream] = {}
 
 @dataclass(eq=False)
 class Held:
-    """Content that was copied or measured once, also when several records share it. The writer fills in the rest."""
+    """Content copied or measured once and shared by its records; the writer fills in `found` and `rounded`."""
 
     status: str
-    data: Tensor | None = None  # on the CPU; of status statistics its moments, unless they are known already
+    data: Tensor | None = None  # on the CPU; with status statistics the moments, unless `found` has them
     slot: Slot | None = None
-    wait: Callable[[], None] | None = None  # before `data` is read; on the CPU copies are complete at once
-    found: dict[str, Any] = field(default_factory=dict)  # statistics, file, key, checksum of its records
-    rounded: dict[str, Any] = field(default_factory=dict)  # fields of the records of a rounded copy, if there is one
+    wait: Callable[[], None] | None = None  # call before reading `data`; None where the copy is complete
+    found: dict[str, Any] = field(default_factory=dict)  # statistics, file, key, checksum for its records
+    rounded: dict[str, Any] = field(default_factory=dict)  # record fields of a rounded copy, if there is one
 
     @classmethod
     def copy(cls, status: str, tensor: Tensor, slot: Slot) -> "Held":
-        """Begin to copy a tensor, in row-major order, into the slot; its later changes do not reach the copy."""
+        """Start to copy a tensor, row-major, into the slot; later changes of the tensor do not affect the copy."""
         host = slot.data.view(tensor.dtype).view(tensor.shape)
         if not tensor.is_cuda:
             host.copy_(tensor)
             return cls(status, host, slot)
-        # Cloned in the stream that made it, so that the next kernel may overwrite it; carried away by another one.
+        # Clone in the current stream, so that the next kernel may overwrite it; copy to the host in another stream.
         own = tensor.clone(memory_format=torch.contiguous_format)
         stream = _STREAMS.setdefault(tensor.device, torch.cuda.Stream(tensor.device))
         stream.wait_stream(torch.cuda.current_stream(tensor.device))
@@ -226,14 +225,14 @@ class Held:
         return cls(status, host, slot, done.synchronize)
 
 
-# One tensor of one call on its way to the index: its record, as far as it is known, and its content.
+# One tensor of one call: its record, still incomplete, and its content.
 Capture = tuple[TensorRecord, Held]
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Which process this is."""
+    """Rank of this process and its coordinates in the parallel groups."""
 
     rank: int
     world: int
-    parallel: Mapping[str, tuple[int, int]]  # tp, pp ...: coordinate and how many there are
+    parallel: Mapping[str, tuple[int, int]]  # tp, pp ...: coordinate and group size

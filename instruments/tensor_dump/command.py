@@ -1,4 +1,4 @@
-"""`python -m pipeline.dump show|compare|export FOLDER ...`: what is in a tensor dump."""
+"""`python -m pipeline.dump show|compare|export FOLDER ...`: inspect, compare and export tensor dumps."""
 
 import argparse
 import re
@@ -24,7 +24,7 @@ COLUMNS = ("module", "tensor", "records", "shape", "type", "range", "largest std
 
 
 def summarise(listing: Listing, chosen: Sequence[TensorRecord]) -> str:
-    """Facts, a row for each kind of module and tensor, and what must not be overlooked."""
+    """Facts, a table row per kind of module and tensor, and problems."""
     groups: dict[tuple[str, str], list[TensorRecord]] = {}
     for record in chosen:
         kind = re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)|(?<=\.)\d+$", "*", record.source.module)
@@ -37,7 +37,7 @@ def summarise(listing: Listing, chosen: Sequence[TensorRecord]) -> str:
 
 
 def complaints_of(listing: Listing) -> Iterator[str]:
-    """Missing files, torn ends, killed processes, and what the manifests say."""
+    """Missing files, incomplete lines, killed processes, and problems in the manifests."""
     if missing := listing.missing_files:
         yield f"{len(missing)} files that the index names are missing: {some(missing, 3)}"
     if listing.torn:
@@ -45,7 +45,7 @@ def complaints_of(listing: Listing) -> Iterator[str]:
     manifests = listing.manifests()
     killed = [index.rank for index in listing.indices if index.rank not in manifests]
     if killed:
-        yield f"ranks {some(map(str, killed), 3)} did not end their dump: what is listed is whole, more was to come"
+        yield f"ranks {some(map(str, killed), 3)} did not finish: listed tensors are complete, later ones are missing"
     for rank, manifest in sorted(manifests.items()):
         yield from (f"rank {rank}: {complaint}" for complaint in manifest.complaints())
 
@@ -63,13 +63,13 @@ def _facts(listing: Listing, chosen: Sequence[TensorRecord]) -> Iterator[tuple[s
     )
     yield "processes", ", ".join(str(index.rank) for index in listing.indices)
     yield "steps", f"{len(steps)}, {steps[0]} to {steps[-1]}"
-    yield "tensors", f"{len(stored):,} of {size / 2**20:,.1f} MiB, those that layers share once"
+    yield "tensors", f"{len(stored):,} of {size / 2**20:,.1f} MiB; shared tensors count once"
     if labels:
         real = sorted({record.quant_type for record in chosen})
         yield "label", f"{', '.join(sorted(labels))}; really {', '.join(real)}"
 
 
-# By torch's name of a number format.
+# Number format (torch's name) → bytes per value.
 _BYTES = dict(DTYPES.values())
 
 
@@ -98,7 +98,7 @@ Named = tuple[str, "Tensor"]
 
 
 def draw_histograms(tensors: Sequence[Named], path: Path) -> None:
-    """One panel a tensor: a histogram of its finite values in 120 equal bins, on a logarithmic scale."""
+    """One panel per tensor: a histogram of its finite values in 120 equal bins, with a logarithmic count axis."""
     figure, panels = _panels(tensors, "value")
     for panel, (_name, values) in zip(panels, tensors, strict=True):
         finite = values[values.isfinite()].float().numpy()
@@ -109,14 +109,14 @@ def draw_histograms(tensors: Sequence[Named], path: Path) -> None:
 
 
 def draw_channels(tensors: Sequence[Named], path: Path) -> None:
-    """One panel a tensor: of every channel (its last axis) the range, and the 1st to 99th percentile."""
+    """One panel per tensor: for every channel (last axis) the range and the 1st to 99th percentiles."""
     figure, panels = _panels(tensors, "channel")
     for panel, (_name, values) in zip(panels, tensors, strict=True):
         if not values.numel():
             continue
         channels = values.float().reshape(-1, values.shape[-1] if values.ndim else 1).numpy()
         low, high = channels.min(axis=0), channels.max(axis=0)
-        # Percentiles of some 16 384 evenly chosen rows are good enough to look at.
+        # For a picture, percentiles of about 16,384 evenly spaced rows are exact enough.
         p1, p99 = np.percentile(channels[:: max(1, len(channels) // 16384)], (1, 99), axis=0)
         panel.fill_between(range(len(low)), low, high, color=_PALE, linewidth=0, step="mid", label="range")
         panel.fill_between(range(len(low)), p1, p99, color=_BLUE, linewidth=0, step="mid", label="1 to 99 %")
@@ -125,7 +125,7 @@ def draw_channels(tensors: Sequence[Named], path: Path) -> None:
 
 
 def _panels(tensors: Sequence[Named], quantity: str) -> tuple["Figure", list["Axes"]]:
-    from matplotlib.figure import Figure  # noqa: PLC0415 - it takes a second to load
+    from matplotlib.figure import Figure  # noqa: PLC0415 - slow to import
 
     columns = min(len(tensors), _PANELS_ACROSS)
     rows = -(-len(tensors) // columns)
@@ -144,10 +144,10 @@ MOST_PANELS = 12
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Do what the command line says; returns the exit code.
+    """Run the command line; returns the exit code.
 
-    0 done, 1 a dump cannot be read or a picture not be written, 2 the command line is wrong, 3 the dumps compared are
-    different, 130 interrupted.
+    0 done, 1 a dump cannot be read or a picture not written, 2 the command line is wrong, 3 the compared dumps differ,
+    130 interrupted.
     """
     wanted = _parser().parse_args(words)
     return exit_code(lambda: wanted.act(wanted))
@@ -157,20 +157,20 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m pipeline.dump", description="Look into tensor dumps.")
     commands = parser.add_subparsers(required=True, metavar="show|compare|export")
     show = commands.add_parser("show", help="a table by module and tensor; what is missing or suspicious; pictures")
-    show.add_argument("folder", type=Path, help="of the dump")
+    show.add_argument("folder", type=Path, help="folder of the dump")
     show.add_argument("--module", default="*", metavar="GLOB", help="only these modules")
     show.add_argument("--tensor", default="*", metavar="GLOB", help="only input, weight, grad_output, query ...")
     show.add_argument("--step", type=int, help="only this step")
     show.add_argument("--rounded", action="store_true", help="the copies rounded into another number format")
     show.add_argument("--list", action="store_true", help="one line a tensor, by name")
-    show.add_argument("--histogram", type=Path, metavar="OUT", help="draw how the values are spread, as a PNG")
+    show.add_argument("--histogram", type=Path, metavar="OUT", help="draw a histogram of every tensor, as a PNG")
     show.add_argument("--channels", type=Path, metavar="OUT", help="draw the range of every channel, as a PNG")
     show.set_defaults(act=_show)
-    compare = commands.add_parser("compare", help="two dumps of the same model: where they part")
+    compare = commands.add_parser("compare", help="where two dumps of the same model differ")
     compare.add_argument("first", type=Path)
     compare.add_argument("second", type=Path)
     compare.add_argument(
-        "--tolerance", type=float, default=0.0, help="relative distance that counts (default: any bit)"
+        "--tolerance", type=float, default=0.0, help="largest accepted relative distance (default 0: any bit counts)"
     )
     compare.set_defaults(act=_compare)
     export = commands.add_parser("export", help="one .pt file for each tensor")
@@ -187,7 +187,7 @@ def _show(wanted: argparse.Namespace) -> int:
     chosen = listing.select(rounded=wanted.rounded, module=wanted.module, tensor=wanted.tensor, **step)
     if not chosen:
         raise ConfigError(
-            f"none of {len(listing.records)} records fits",
+            f"none of {len(listing.records)} records matches",
             where=f"--module {wanted.module} --tensor {wanted.tensor} --step {wanted.step}",
             do=f"python -m pipeline.dump show {wanted.folder} --list",
         )
@@ -201,9 +201,9 @@ def _show(wanted: argparse.Namespace) -> int:
 def _draw(
     listing: Listing, chosen: Sequence[TensorRecord], out: Path, draw: Callable[[Sequence[Named], Path], None]
 ) -> None:
-    from instruments.tensor_dump.reader import DumpReader  # noqa: PLC0415 - the table alone needs neither torch nor matplotlib
+    from instruments.tensor_dump.reader import DumpReader  # noqa: PLC0415 - the table needs neither torch nor matplotlib
 
-    # Layers that share an input share the picture.
+    # A tensor that several layers share is drawn once.
     first: dict[tuple[str | None, str | None], TensorRecord] = {}
     for record in chosen:
         if record.status == STORED:
@@ -220,7 +220,7 @@ def _draw(
 
 
 def _compare(wanted: argparse.Namespace) -> int:
-    from instruments.tensor_dump.reader import compare_folders  # noqa: PLC0415 - it reads tensors, with torch
+    from instruments.tensor_dump.reader import compare_folders  # noqa: PLC0415 - imports torch
 
     equal, text = compare_folders(wanted.first, wanted.second, wanted.tolerance)
     say(text)
@@ -228,7 +228,7 @@ def _compare(wanted: argparse.Namespace) -> int:
 
 
 def _export(wanted: argparse.Namespace) -> int:
-    from instruments.tensor_dump.reader import DumpReader  # noqa: PLC0415 - torch, for this command alone
+    from instruments.tensor_dump.reader import DumpReader  # noqa: PLC0415 - imports torch
     from instruments.tensor_dump.tensor_files import export_pt  # noqa: PLC0415
 
     with DumpReader(wanted.folder) as reader:

@@ -1,4 +1,4 @@
-"""What is dumped of a running model, and how; settings also come from environment variables."""
+"""Settings of a tensor dump, also read from environment variables."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -10,9 +10,9 @@ from instruments.json_kinds import check_fields, kinds_of
 
 LINEAR, ATTENTION, EXPERTS = "linear", "attention", "experts"
 CONVOLUTION, EMBEDDING = "convolution", "embedding"
-NORM_LINEAR = "layernorm_linear"  # of TransformerEngine: its input is the norm's, its weight the Linear's
+NORM_LINEAR = "layernorm_linear"  # of TransformerEngine: input of the norm, weight of the Linear
 FORWARD, BACKWARD = "forward", "backward"
-# Of every layer with a weight, and of attention, by default; those of the backward pass begin with grad.
+# Default tensors of layers with a weight, and of attention; those of the backward pass begin with grad.
 _WEIGHTED, _HEADS = (
     ("input", "weight", "grad_output"),
     ("query", "key", "value", "grad_query", "grad_key", "grad_value"),
@@ -20,7 +20,7 @@ _WEIGHTED, _HEADS = (
 DEFAULT_TENSORS = (*_WEIGHTED, *_HEADS, "expert")
 ON_REQUEST = ("output", "grad_weight")
 ALL_TENSORS = (*DEFAULT_TENSORS, *ON_REQUEST)
-# Tensors by the kind of module that has them.
+# Kind of module → its tensors.
 TENSORS = {
     **dict.fromkeys((LINEAR, NORM_LINEAR, CONVOLUTION, EMBEDDING), (*_WEIGHTED, *ON_REQUEST)),
     ATTENTION: (*_HEADS, "output"),
@@ -31,56 +31,56 @@ QUANT_TYPES = ("hifp8", "mxfp8", "mxfp4", "bf16", "fp16")
 
 @dataclass
 class DumpConfig:
-    """Selects tensors by module, step, process and token, and says how they are buffered and stored."""
+    """Selects tensors by module, step, process and token, and sets how they are buffered and stored."""
 
     # Modules, by glob on their names, as in ["*.layers.3.*", "*.q_proj"]; ["*"] takes every Linear, Conv1D,
     # convolution, embedding, attention and experts' layer.
     modules: list[str] = field(default_factory=lambda: ["*"], metadata={"nonempty": True})
-    # What is kept. Of layers with a weight: input, weight, grad_output; of attention, as its kernel gets them: query,
-    # key, value, grad_query, grad_key, grad_value. Of the experts' fused layers also expert: which one each row goes
-    # to. On request: output, and grad_weight, what one backward pass adds to the weight's gradient.
+    # Tensors to keep. Layers with a weight: input, weight, grad_output; attention, as passed to its kernel: query, key,
+    # value, grad_query, grad_key, grad_value; fused experts also expert: the expert of each row. On request: output,
+    # and grad_weight, what one backward pass adds to the weight's gradient.
     tensors: list[str] = field(
         default_factory=lambda: list(DEFAULT_TENSORS), metadata={"choices": ALL_TENSORS, "nonempty": True}
     )
-    # Steps that are dumped: first_step, and every so many after it ...
+    # Steps to dump: the first, then one in every_steps, ...
     first_step: int = field(default=0, metadata={"minimum": 0})
     every_steps: int = field(default=1, metadata={"minimum": 1})
-    # ... but no more than this many; null: no end.
+    # ... at most this many; null: no limit.
     max_steps: int | None = field(default=None, metadata={"minimum": 1})
-    # Processes that dump, by global rank; null: all.
+    # Global ranks of the processes that dump; null: all.
     ranks: list[int] | None = field(default=None, metadata={"minimum": 0})
-    # Token positions that are kept: first_token, and every so many after it ...
+    # Token positions to keep: the first, then one in every_tokens, ...
     first_token: int = field(default=0, metadata={"minimum": 0})
     every_tokens: int = field(default=1, metadata={"minimum": 1})
-    # ... but no more than this many of a sequence; null: all.
+    # ... at most this many of a sequence; null: all.
     max_tokens: int | None = field(default=None, metadata={"minimum": 1})
-    # Also keep what a layer computes again in the backward pass (gradient checkpointing), marked as such. Gradients
-    # are kept once in any case.
+    # Also keep tensors that are recomputed in the backward pass (gradient checkpointing), marked as such. Gradients
+    # are always kept once.
     recomputed: bool = False
-    # tensors: their bytes and statistics; statistics: shape, range, mean and deviation alone.
+    # tensors: bytes and statistics; statistics: only shape, range, mean and deviation.
     keep: str = field(default="tensors", metadata={"choices": ("tensors", "statistics")})
-    # Keep this many last steps in memory and write them only when a loss is not finite; null: write every step.
+    # Keep the last so many steps in memory and write them only when a loss is not finite; null: write every step.
     last_steps: int | None = field(default=None, metadata={"minimum": 1})
-    # MiB of host memory for tensors on their way to the disk; of a GPU, pinned.
+    # MiB of host memory for tensors that wait to be written; pinned where there is a GPU.
     memory_mib: int = field(default=512, metadata={"minimum": 1})
     # When that memory is full: block (training waits), drop (the tensor is counted, not kept), statistics (only its
     # statistics are kept).
     when_full: str = field(default="block", metadata={"choices": ("block", "drop", "statistics")})
-    # MiB after which a file is closed; from then on its content survives a killed process.
+    # MiB after which a file is closed; a closed file survives a kill.
     shard_mib: int = field(default=64, metadata={"minimum": 1})
-    # The number format under study: hifp8, mxfp8, mxfp4, bf16 or fp16. The tensors' real format is recorded as well.
+    # The number format under study: hifp8, mxfp8, mxfp4, bf16 or fp16. The real format is recorded as well.
     quant_type: str | None = field(default=None, metadata={"choices": QUANT_TYPES})
     # Also store every tensor rounded into quant_type, with its error.
     fake_quant: bool = False
 
 
 def contradictions(config: DumpConfig, prefix: str = "") -> Iterator[ConfigError]:
-    """What is wrong; `prefix` is put before every setting's name."""
+    """Errors of settings that exclude each other; `prefix` is prepended to every setting's name."""
     if not config.fake_quant:
         return
     if config.quant_type is None:
         yield ConfigError(
-            f"{prefix}fake_quant=true rounds into {prefix}quant_type, and there is none",
+            f"{prefix}fake_quant=true needs {prefix}quant_type, which is not set",
             where=f"settings {prefix}quant_type and {prefix}fake_quant",
             do=f"{prefix}quant_type=mxfp8, or {prefix}fake_quant=false",
         )
@@ -100,12 +100,12 @@ _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 def read_control(
     folder: Path | None, config: DumpConfig, environment: Mapping[str, str]
 ) -> tuple[bool, Path, DumpConfig]:
-    """Whether to dump, where to and what, after a look at the environment.
+    """Whether to dump, the folder and the settings, from the arguments and the environment.
 
-    An argument that is given is not overruled, except that ENABLED can switch off.
+    Arguments take precedence, but ENABLED can always switch the dump off.
 
     Raises:
-        ConfigError: a variable or a setting has no meaning, or there is no folder.
+        ConfigError: an invalid variable or setting, or no folder.
     """
     word = environment.get(ENABLED, "").strip().lower() or "1"
     if word not in {*_YES, *_NO}:
@@ -132,7 +132,7 @@ def read_control(
 
 
 def read_settings(environment: Mapping[str, str]) -> DumpConfig:
-    """What TENSOR_SAVE_CONFIG says, a JSON object of settings. Raises ConfigError."""
+    """The settings in TENSOR_SAVE_CONFIG, a JSON object. Raises ConfigError."""
     words, known = environment.get(SETTINGS, "") or "{}", asdict(DumpConfig())
     try:
         given = json.loads(words)
@@ -149,7 +149,7 @@ def read_settings(environment: Mapping[str, str]) -> DumpConfig:
 
 
 def _check(config: DumpConfig) -> None:
-    """What the pipeline checks before a stage runs, for those who come without it."""
+    """The checks that the pipeline makes before a stage, for other callers."""
     for spec in fields(config):
         value, rules = getattr(config, spec.name), spec.metadata
         for item in value if isinstance(value, list) else [value]:

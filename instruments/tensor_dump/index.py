@@ -1,4 +1,4 @@
-"""The index of a dump: JSON lines that only grow, one tensor each; and the manifest, expected against captured."""
+"""The index of a dump (append-only JSON lines, one per tensor), and its manifest (expected against captured)."""
 
 import json
 import re
@@ -15,21 +15,21 @@ from instruments.durable import write_json
 from instruments.errors import ContractError, some
 from instruments.json_kinds import check_fields, is_count, kinds_of
 
-# What became of the bytes. statistics: only the numbers of the row were kept; dropped: not even those.
+# Which content was kept: the bytes, only the statistics, or nothing.
 STORED, STATISTICS, DROPPED = "stored", "statistics", "dropped"
 
 
 @dataclass(frozen=True)
 class Source:
-    """The call and the tensor of it that a record is about."""
+    """The call that a record belongs to, and the tensor of that call."""
 
     step: int
-    microbatch: int  # forward passes of the model within the step, from 0; those of evaluation are counted apart
+    microbatch: int  # forward pass of the model within the step, from 0; evaluation has its own count
     call: int  # of the module within the microbatch, from 0
-    evaluation: bool  # of a forward pass without gradients, which is no microbatch of the training
+    evaluation: bool  # in a forward pass without gradients, which is not a microbatch of the training
     direction: str  # forward or backward
-    recompute: bool  # of a forward pass that was run again for the backward pass
-    module: str  # as the model names it
+    recompute: bool  # in a forward pass that was recomputed for the backward pass
+    module: str  # name in the model
     layer: int | None  # of the decoder, from 0; None outside it
     layer_type: str  # linear, attention, embedding ...
     tensor: str  # input, weight, grad_output, query ...
@@ -41,14 +41,14 @@ class Placement:
 
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]  # of the first piece
-    # Axis along which the part is made of so many pieces of the whole, evenly spread over it; None: it is one piece.
+    # (axis, n): along the axis the part is n equal pieces, evenly spaced in the whole; None: one piece.
     pieces: tuple[int, int] | None = None
-    tokens: tuple[int, int, int] | None = None  # first position, distance, number kept; None: all of them
+    tokens: tuple[int, int, int] | None = None  # first position, step, number kept; None: all positions
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """Of the finite values; None where there is none."""
+    """Statistics of the finite values; None if there are none."""
 
     minimum: float | None
     maximum: float | None
@@ -64,10 +64,10 @@ class Statistics:
 
 @dataclass(frozen=True)
 class RoundingError:
-    """What rounding into a number format did to a tensor."""
+    """The error of rounding a tensor to a number format."""
 
     relative_l2: float  # ‖rounded − x‖ ÷ ‖x‖
-    sqnr_db: float | None  # 10·log10(‖x‖² ÷ ‖rounded − x‖²); None where nothing was lost
+    sqnr_db: float | None  # 10·log10(‖x‖² ÷ ‖rounded − x‖²); None unless finite
     max_abs: float
 
 
@@ -83,32 +83,32 @@ class TensorRecord:
     timestamp: str
     rank: int
     source: Source
-    parallel: Mapping[str, tuple[int, int]]  # tp, pp ...: this process's coordinate and how many there are
+    parallel: Mapping[str, tuple[int, int]]  # tp, pp ...: this process's coordinate and the group's size
     placement: Placement
     shape: tuple[int, ...]
     dtype: str
     device: str
     requires_grad: bool
-    quant_type: str  # what the tensor really is: fp32, bf16, nf4 ...; of a rounded copy, what it is rounded into
-    label: str | None  # what it was said to be
-    autocast: str | None  # what kernels computed in, where that is decided by autocast
+    quant_type: str  # real format: fp32, bf16, nf4 ...; of a rounded copy, the format rounded to
+    label: str | None  # the format that the user named
+    autocast: str | None  # format of the computation under autocast
     status: str
     statistics: Statistics | None = None
-    file: str | None = None  # inside the folder of the dump
-    key: str | None = None  # inside the file; several records may share one
+    file: str | None = None  # in the folder of the dump
+    key: str | None = None  # in the file; several records may share one
     checksum: int | None = None  # CRC-32 of the stored bytes
     rounded_from: str | None = None  # name of the record that was rounded
     rounding: RoundingError | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def to_row(self) -> dict[str, Any]:
-        """As JSON holds it."""
+        """The record as JSON values."""
         nested = {name: vars(part) for name in _NESTED if (part := getattr(self, name)) is not None}
         return {**vars(self), **nested}  # asdict copies every value, at ten times the cost
 
     @classmethod
     def from_row(cls, row: Any) -> "TensorRecord":  # noqa: ANN401
-        """What `to_row` made, every field of its type and every name without a folder. Raises ValueError."""
+        """The inverse of `to_row`, checking field types and that names contain no folder. Raises ValueError."""
         check_fields(row, _ROW)
         values = {name: _frozen(row[name]) for name in _ROW if name != "metadata"}
         nested = {name: _make(kind, values[name]) for name, kind in _NESTED.items() if values[name] is not None}
@@ -126,7 +126,7 @@ def _make(kind: Callable[..., Made], values: Mapping[str, Any]) -> Made:
 
 
 def _frozen(value: Any) -> Any:  # noqa: ANN401
-    """Its lists as tuples."""
+    """Replace lists by tuples."""
     if isinstance(value, dict):
         return {name: _frozen(part) for name, part in value.items()}
     return tuple(value) if isinstance(value, list) else value
@@ -137,7 +137,7 @@ def _check_record(record: TensorRecord) -> None:
         if name is not None and not is_bare(name):
             raise ValueError(f"{field_name} {name!r} is no name of a file in the dump's folder")
     if max(_size(record.shape), _size(record.placement.global_shape)) > _MOST:
-        raise ValueError(f"shape {list(record.shape)} is none of a tensor")
+        raise ValueError(f"shape {list(record.shape)} is too large for a tensor")
     if not len(record.shape) == len(record.placement.global_shape) == len(record.placement.offset):
         raise ValueError(f"the placement of shape {list(record.shape)} has other axes")
     if record.status not in {STORED, STATISTICS, DROPPED}:
@@ -147,12 +147,12 @@ def _check_record(record: TensorRecord) -> None:
 
 
 def is_bare(name: str) -> bool:
-    """Whether a name from a file names something in the folder itself, and nothing elsewhere."""
+    """Whether a name read from a file can only name a file in the folder itself."""
     return name not in {"", ".", ".."} and len(name.encode()) <= _LONGEST and not set(name) & set("/\\\0")
 
 
 _MOST = 1 << 62  # values of a tensor
-_LONGEST = 240  # bytes of a file's name, with an ending to come
+_LONGEST = 240  # bytes of a file name, before its suffix
 
 
 def _size(shape: Sequence[int]) -> int:
@@ -162,7 +162,7 @@ def _size(shape: Sequence[int]) -> int:
 def make_name(timestamp: str, counter: int, source: Source, quant_type: str) -> str:
     """`{timestamp}_{counter:04}_{layer_type}_L{layer}_{operation}_{quant_type}_{tensor_name}`.
 
-    The counter alone is unique within a dump, over all its processes.
+    The counter alone is unique over all processes of a dump.
     """
     layer = "none" if source.layer is None else source.layer
     kind = source.layer_type.replace("_", "-")  # readers split names at underscores
@@ -170,25 +170,25 @@ def make_name(timestamp: str, counter: int, source: Source, quant_type: str) -> 
 
 
 def now() -> str:
-    """UTC to the microsecond, without a character that file systems or the name's own parts give a meaning."""
+    """UTC to the microsecond, without characters special in file names and without the separator of record names."""
     return datetime.now(UTC).strftime("%Y%m%dT%H%M%S%f")
 
 
 @dataclass
 class Manifest:
-    """What was to be captured by one process, and what was."""
+    """Expected and captured tensors of one process."""
 
     expected: dict[str, list[str]]  # module → tensors
-    unseen_weights: list[str]  # matrices that no watched kind of module holds
-    steps: int = 0  # that were dumped
-    captured: dict[str, dict[str, int]] = field(default_factory=dict)  # module → tensor → times
-    never_fired: list[str] = field(default_factory=list)  # modules that gave nothing
-    missing: dict[str, list[str]] = field(default_factory=dict)  # module that fired → tensors that it never gave
+    unseen_weights: list[str]  # matrices outside all known kinds of modules
+    steps: int = 0  # dumped steps
+    captured: dict[str, dict[str, int]] = field(default_factory=dict)  # module → tensor → count
+    never_fired: list[str] = field(default_factory=list)  # modules without any tensor
+    missing: dict[str, list[str]] = field(default_factory=dict)  # module that ran → tensors never captured
     zero_gradients: list[str] = field(default_factory=list)  # names of records
     nonfinite: list[str] = field(default_factory=list)
     dropped: int = 0
-    statistics_only: int = 0  # their bytes were asked for
-    lost: int = 0  # to a disk that failed
+    statistics_only: int = 0  # although bytes were requested
+    lost: int = 0  # because writing failed
 
     def add(self, record: TensorRecord, *, bytes_wanted: bool) -> None:
         """Count a capture."""
@@ -203,7 +203,7 @@ class Manifest:
             self.zero_gradients.append(record.name)
 
     def finish(self, steps: int) -> None:
-        """Compare with what was expected, after so many dumped steps."""
+        """Compare captured with expected tensors, after `steps` dumped steps."""
         self.steps = steps
         self.never_fired = [name for name in self.expected if name not in self.captured] if steps else []
         for name, times in self.captured.items():
@@ -211,15 +211,15 @@ class Manifest:
                 self.missing[name] = missing
 
     def write(self, folder: Path, rank: int) -> None:
-        """As `manifest-<rank>.json`."""
+        """Write `manifest-<rank>.json`."""
         write_json(folder / f"manifest-{rank:05}.json", asdict(self))
 
     def complaints(self) -> Iterator[str]:
-        """In words, what must not be overlooked."""
+        """Problems as sentences."""
         if not self.steps:
             yield "no step was dumped: see first_step and every_steps"
         found = {
-            "weights are in no layer known here, and not dumped": self.unseen_weights,
+            "weights are in no known kind of layer and are not dumped": self.unseen_weights,
             "modules never fired": self.never_fired,
             "modules gave no": [f"{name}: {', '.join(tensors)}" for name, tensors in self.missing.items()],
             "gradients are zero everywhere": self.zero_gradients,
@@ -239,7 +239,7 @@ FORMAT, VERSION = "tiny-onn tensor dump", 3
 
 @dataclass(frozen=True)
 class Index:
-    """All that one process has written."""
+    """The index that one process has written."""
 
     rank: int
     records: tuple[TensorRecord, ...]
@@ -247,11 +247,7 @@ class Index:
 
 
 def read_index(path: Path) -> Index:
-    """Every whole line of one process's index.
-
-    Raises:
-        ContractError: no index of a dump, of another version, or damaged.
-    """
+    """All complete lines of one process's index. Raises ContractError: another format or version, or damaged."""
     whole, _, rest = _read_bytes(path).rpartition(b"\n")
     first, *lines = whole.split(b"\n")
     header = _parse(path, first, "line 1: ", lambda content: content)
@@ -266,7 +262,7 @@ def read_index(path: Path) -> Index:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """What one process wrote at the end of its dump. Raises ContractError: damaged."""
+    """The manifest that one process wrote at the end of its dump. Raises ContractError: damaged."""
 
     def read(content: Any) -> Manifest:  # noqa: ANN401
         check_fields(content, kinds_of(Manifest))
@@ -304,7 +300,7 @@ class Listing:
     """The indices of all processes of a dump."""
 
     def __init__(self, folder: Path | str) -> None:
-        """Read them. Raises ContractError: there is none, or one is damaged."""
+        """Read the indices. Raises ContractError: there is none, or one is damaged."""
         self.folder = Path(folder)
         paths = sorted(self.folder.glob("index-*.jsonl"))
         if not paths:
@@ -313,32 +309,32 @@ class Listing:
 
     @cached_property
     def records(self) -> tuple[TensorRecord, ...]:
-        """All, in the order in which they were captured."""
+        """All records, in the order of capture."""
         found = [record for index in self.indices for record in index.records]
         return tuple(sorted(found, key=lambda record: (record.counter, record.rounded_from is not None)))
 
     @cached_property
     def missing_files(self) -> tuple[str, ...]:
-        """Files that the index names and the folder lacks."""
+        """Files that are in the index but not in the folder."""
         named = sorted({record.file for record in self.records if record.file is not None})
         return tuple(name for name in named if not (self.folder / name).is_file())
 
     @property
     def torn(self) -> int:
-        """Bytes at the ends of indices that killed processes left."""
+        """Bytes of incomplete last lines, left by killed processes."""
         return sum(index.torn for index in self.indices)
 
     def manifests(self) -> dict[int, Manifest]:
-        """Expected against captured, by rank; of a process that was killed there is none. Raises ContractError."""
+        """Manifests by rank; a killed process has none. Raises ContractError."""
         paths = sorted(self.folder.glob("manifest-*.json"))
         ranks = {path: re.fullmatch(r"manifest-(\d{5,18})", path.stem, re.ASCII) for path in paths}
         return {int(found[1]): read_manifest(path) for path, found in ranks.items() if found}
 
     def select(self, *, rounded: bool = False, **wanted: object) -> list[TensorRecord]:
-        """Records whose fields have these values; a module or name may be a glob, any value a set of values.
+        """Records whose fields match; texts may be globs, and a collection matches any of its values.
 
         Args:
-            rounded: the copies rounded into another number format, instead of the tensors themselves.
+            rounded: select the copies rounded to another number format instead of the tensors themselves.
             wanted: step, microbatch, call, evaluation, direction, recompute, module, layer, layer_type, tensor, rank,
                 status, quant_type, name.
         """

@@ -1,8 +1,8 @@
-"""megatron-core: parallel Linear layers and embeddings, and DotProductAttention, with what each process holds.
+"""Adapters for megatron-core: parallel Linear layers and embeddings, and DotProductAttention, with each process's part.
 
-Axes are those of Megatron: (tokens, batch, features) and (tokens, batch, heads, head_dim). With sequence parallelism
-the tokens of a column-parallel layer's input and of a row-parallel layer's output are spread over the group; each
-process gives its own part, and `DumpReader.join` puts them together.
+Axes are Megatron's: (tokens, batch, features) and (tokens, batch, heads, head_dim). With sequence parallelism the
+tokens of a column-parallel layer's input and of a row-parallel layer's output are split over the group;
+`DumpReader.join` joins the parts.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from instruments.tensor_dump.modules import hook_attention, hook_layer
 from instruments.tensor_dump.recorder import Recorder
 
 _TOKENS, _HEADS = 0, 2
-# Coordinate → name of its group in the functions of parallel_state.
+# Coordinate → group name in the functions of parallel_state.
 _COORDINATES = {
     "tp": "tensor_model_parallel", "pp": "pipeline_model_parallel", "cp": "context_parallel", "dp": "data_parallel",
     "ep": "expert_model_parallel",
@@ -28,7 +28,7 @@ _COORDINATES = {
 
 
 def find_megatron(root: nn.Module, prefix: str) -> Iterator[Watched]:
-    """Every module of the three kinds, its layer counted over all stages of the pipeline."""
+    """Every module of these kinds, its layer counted over all pipeline stages."""
     numbers: dict[str, int] = {}
     for name, module in root.named_modules(prefix=prefix):
         if isinstance(number := getattr(module, "layer_number", None), int):
@@ -42,7 +42,7 @@ def find_megatron(root: nn.Module, prefix: str) -> Iterator[Watched]:
 
 
 def find_coordinates() -> dict[str, tuple[int, int]]:
-    """This process's place in every kind of parallelism; nothing before Megatron has set them up."""
+    """This process's coordinate in each kind of parallelism; {} before Megatron has initialised them."""
     if not parallel_state.model_parallel_is_initialized():
         return {}
     ask = parallel_state
@@ -53,7 +53,7 @@ def find_coordinates() -> dict[str, tuple[int, int]]:
 
 
 def watch_attention(watched: Watched, recorder: Recorder) -> list[RemovableHandle]:
-    """The heads that a process has; where there are fewer groups than processes, several have the same."""
+    """Heads are split over processes; with fewer groups than processes, several hold the same group."""
     config: Any = watched.module.config
     groups = config.num_query_groups or config.num_attention_heads
     heads = {"query": config.num_attention_heads, "key": groups, "value": groups}
@@ -68,11 +68,11 @@ def watch_attention(watched: Watched, recorder: Recorder) -> list[RemovableHandl
 
 
 def watch_parallel_embedding(watched: Watched, recorder: Recorder) -> list[RemovableHandle]:
-    """Each process has some rows of the table; ids and output, (batch, tokens, features), are whole at each."""
+    """Each process holds some rows of the table; ids and output, (batch, tokens, features), are whole."""
     module: Any = watched.module
 
     def output(result: Tensor) -> tuple[Tensor, Part]:
-        scattered = getattr(module, "reduce_scatter_embeddings", False)  # of sequence parallelism: (tokens, batch, ...)
+        scattered = getattr(module, "reduce_scatter_embeddings", False)  # sequence parallelism: (tokens, batch, ...)
         return result, _cut(result, _TOKENS) if scattered else Part.whole(result, 1)
 
     return hook_layer(
@@ -85,10 +85,10 @@ def watch_parallel_embedding(watched: Watched, recorder: Recorder) -> list[Remov
 
 
 def watch_parallel_linear(watched: Watched, recorder: Recorder) -> list[RemovableHandle]:
-    """Of a column-parallel layer, whose weight is cut along its outputs, or a row-parallel one: along its inputs."""
+    """A weight split along its outputs (column-parallel) or its inputs (row-parallel)."""
     module: Any = watched.module
     by_column = isinstance(module, ColumnParallelLinear)
-    # Gate and up are one layer: each process has its share of both.
+    # Gate and up may be one layer: each process holds its share of both.
     pieces = int(getattr(getattr(module, "weight", None), "partition_stride", 1))
 
     def input_part(inputs: Tensor) -> Part:
@@ -120,7 +120,7 @@ def _group() -> tuple[int, int]:
 
 
 def _layer(name: str, numbers: dict[str, int]) -> int | None:
-    """Of the closest module around it that counts itself; by its name where none does."""
+    """The layer number of the closest enclosing module that has one; else the number in the name."""
     around = name
     while around:
         if around in numbers:

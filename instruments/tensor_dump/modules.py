@@ -1,4 +1,4 @@
-"""Hooks on layers with a weight, on attention, also transformers' kernels, on fused experts and TransformerEngine."""
+"""Hooks on layers with a weight, attention and its kernels, fused experts and TransformerEngine modules."""
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +21,7 @@ TENSOR_PARALLEL = "tp"
 
 
 def find_known(root: nn.Module, prefix: str) -> Iterator[Watched]:
-    """Linear layers (of bitsandbytes and PEFT, too), Conv1D, convolutions, embeddings, attention, fused experts."""
+    """Linear layers (also of bitsandbytes and PEFT), Conv1D, convolutions, embeddings, attention, fused experts."""
     kinds = (
         (nn.Linear, LINEAR),
         (conv1d_kind(), LINEAR),
@@ -41,7 +41,7 @@ def find_known(root: nn.Module, prefix: str) -> Iterator[Watched]:
 
 
 def find_mesh_coordinates(roots: Sequence[nn.Module]) -> dict[str, tuple[int, int]]:
-    """This process's place along every axis of the meshes that weights are spread over; {} where none is."""
+    """Coordinate of this process and size of every mesh axis over which weights are sharded; {} if none are."""
     return {
         name: (mesh.get_local_rank(axis), mesh.size(axis))
         for root in roots
@@ -60,9 +60,10 @@ def hook_layer(
     weight: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Tensor, Part]],
     output: Callable[[Any], tuple[Tensor, Part]],
 ) -> list[RemovableHandle]:
-    """Hooks that give the recorder a layer's input (its first argument), weight, output and gradients.
+    """Hooks that pass a layer's input (its first argument), weight, output and gradients to the recorder.
 
-    Each with what this process holds of it: `weight` finds that in the arguments, `output` in what the layer returns.
+    Each comes with the part that this process holds: `weight` finds it from the arguments, `output` from the returned
+    value.
     """
 
     def begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
@@ -86,8 +87,8 @@ def hook_layer(
 def _hook_calls(
     module: nn.Module, begin: Callable[[tuple[Any, ...], dict[str, Any]], Call | None], end: Callable[[Call, Any], None]
 ) -> list[RemovableHandle]:
-    """Hooks around every call of a module; `end` also gets what it returns."""
-    calls: list[Call] = []  # that is running: one, or none
+    """Hooks around every call of a module; `end` also receives its result."""
+    calls: list[Call] = []  # the running call: one, or none
 
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls[:] = filter(None, [begin(args, kwargs)])
@@ -100,12 +101,12 @@ def _hook_calls(
 
 
 def watch_weighted(watched: Watched, recorder: Recorder) -> list[RemovableHandle]:
-    """Conv1D, whose weight is (inputs, outputs), a convolution or an embedding: one process has all of it."""
+    """A Conv1D, whose weight is (inputs, outputs), a convolution or an embedding; inputs and outputs are whole."""
     module: Any = watched.module
     has_tokens = watched.layer_type != CONVOLUTION
 
     def part(tensor: Tensor, features: int) -> Part:
-        """Tokens are the last axis before that of the features; ids have none of those."""
+        """Tokens are the last axis before the features; ids have no feature axis."""
         axis = tensor.ndim - 1 - features
         return Part.whole(tensor, axis if has_tokens and axis >= 0 else None)
 
@@ -119,12 +120,12 @@ def watch_weighted(watched: Watched, recorder: Recorder) -> list[RemovableHandle
 
 
 def watch_linear(watched: Watched, recorder: Recorder) -> list[RemovableHandle]:
-    """Its input, its weight as this process holds it, and the gradient of its output."""
+    """A Linear, whose weight may be sharded."""
     module: Any = watched.module
 
     def part_of(tensor: Tensor, width: int, axis: int) -> Part:
-        """Of an output (`axis` 0 of the weight) or an input (1): a part of the features, or all of them."""
-        # The axis before the last counts tokens, of (batch, tokens, features) and (tokens, features) alike.
+        """Part of an output (`axis` 0 of the weight) or an input (1), whose features may be sharded."""
+        # The second-last axis counts tokens in (batch, tokens, features) and in (tokens, features).
         token_axis = tensor.ndim - 2 if tensor.ndim >= 2 else None
         if not is_sharded(module.weight) or tensor.shape[-1] == width:
             return Part.whole(tensor, token_axis)
@@ -148,13 +149,13 @@ _original: list[Kernel] = []
 
 
 def watch_attention(watched: Watched, recorder: Recorder) -> list[Any]:
-    """Look at the arguments of its kernel; the interface is as it was, once nothing is watched."""
+    """Capture the arguments of its kernel; AttentionInterface is restored when no module is watched."""
     return [_watching(watched, recorder)]
 
 
 @contextmanager
 def _watching(watched: Watched, recorder: Recorder) -> Iterator[None]:
-    from transformers import AttentionInterface  # noqa: PLC0415 - models that are not of transformers need none
+    from transformers import AttentionInterface  # noqa: PLC0415 - other models need no transformers
 
     if not _watchers:
         _original.append(getattr(AttentionInterface, _LOOK_UP))
@@ -174,7 +175,7 @@ def _run_watched(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *args: Any,  # noqa: ANN401 - what a kernel takes is its own affair
+    *args: Any,  # noqa: ANN401 - depends on the kernel
     **kwargs: Any,  # noqa: ANN401
 ) -> Any:  # noqa: ANN401
     call = None
@@ -220,7 +221,7 @@ def hook_attention(
 
 
 def _part_of_heads(module: nn.Module, name: str, tensor: Tensor, axis: int = 1) -> Part:
-    """Of (batch, heads, tokens, head_dim), or of the output: (batch, tokens, heads, head_dim), `axis` 2."""
+    """Part of (batch, heads, tokens, head_dim); of the output (batch, tokens, heads, head_dim) with `axis` 2."""
     config = getattr(module, "config", None)
     heads = getattr(config, "num_attention_heads" if name == "query" else "num_key_value_heads", None)
     place = find_mesh_coordinates([module]).get(TENSOR_PARALLEL)
@@ -230,9 +231,9 @@ def _part_of_heads(module: nn.Module, name: str, tensor: Tensor, axis: int = 1) 
 
 
 def watch_experts(watched: Watched, recorder: Recorder) -> list[RemovableHandle]:
-    """Hooks that look at the products of one parameter, from the beginning of its module to its end."""
+    """Hooks that find the products of one parameter during each call of its module."""
 
-    def begin(*args: Any, **kwargs: Any) -> Kernel:  # noqa: ANN401 - of the module
+    def begin(*args: Any, **kwargs: Any) -> Kernel:  # noqa: ANN401 - the module's arguments
         chosen: Tensor = args[1] if len(args) > 1 else kwargs["top_k_index"]
         return partial(_run_product, watched, recorder, ProductFinder(watched.module, watched.parameter, chosen))
 
@@ -267,19 +268,19 @@ def _run_product(
     return output
 
 
-# TransformerEngine is found by name and not imported. Megatron's TEColumnParallelLinear, TERowParallelLinear,
-# TELayerNormColumnParallelLinear and TEDotProductAttention are subclasses. The input of a LayerNormLinear is what comes
-# before the norm: the kernel keeps the rest to itself.
+# TransformerEngine classes are found by name, without an import. Megatron's TEColumnParallelLinear,
+# TERowParallelLinear, TELayerNormColumnParallelLinear and TEDotProductAttention are subclasses. The input of a
+# LayerNormLinear is that of its norm: the kernel does not expose the norm's output.
 _TE_KINDS = {"Linear": LINEAR, "LayerNormLinear": NORM_LINEAR, "DotProductAttention": ATTENTION}
 
 
 def find_transformer_engine(root: nn.Module, prefix: str) -> Iterator[Watched]:
-    """Every module that is one of the three, or a subclass."""
+    """Every module of one of the three classes or a subclass."""
     for name, module in root.named_modules(prefix=prefix):
         own = (kind for kind in type(module).__mro__ if kind.__module__.startswith("transformer_engine."))
         layer_type = next((_TE_KINDS[kind.__name__] for kind in own if kind.__name__ in _TE_KINDS), None)
         if layer_type is not None:
-            number = getattr(module, "layer_number", None)  # Megatron's, over all stages of the pipeline
+            number = getattr(module, "layer_number", None)  # Megatron's, counted over all pipeline stages
             layer = number - 1 if isinstance(number, int) else layer_of(name)
             yield Watched(
                 name, module, layer_type, layer, watch_te_attention if layer_type == ATTENTION else watch_te_linear
@@ -287,7 +288,7 @@ def find_transformer_engine(root: nn.Module, prefix: str) -> Iterator[Watched]:
 
 
 def watch_te_linear(watched: Watched, recorder: Recorder) -> list[RemovableHandle]:
-    """A weight cut along its outputs (parallel_mode column) or its inputs (row), or a whole one."""
+    """A weight split along its outputs (parallel_mode column) or inputs (row), or not split."""
     module: Any = watched.module
     mode, size = module.parallel_mode, module.tp_size
     rank = torch.distributed.get_rank(module.tp_group) if size > 1 else 0
@@ -306,7 +307,7 @@ def watch_te_linear(watched: Watched, recorder: Recorder) -> list[RemovableHandl
         return module.weight, whole if axis is None else Part.of_axis(module.weight, axis, rank, size, None)
 
     def output(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, Part]:
-        tensor = result if isinstance(result, Tensor) else result[0]  # with the bias, or the norm's output
+        tensor = result if isinstance(result, Tensor) else result[0]  # a tuple also has the bias or the norm's output
         if mode == "column":
             return tensor, cut(tensor, tensor.ndim - 1)
         return tensor, cut(tensor, 0) if mode == "row" and module.sequence_parallel else Part.whole(
@@ -317,7 +318,7 @@ def watch_te_linear(watched: Watched, recorder: Recorder) -> list[RemovableHandl
 
 
 def watch_te_attention(watched: Watched, recorder: Recorder) -> list[RemovableHandle]:
-    """Heads are the axis before the last, tokens the first of sbhd and thd and the second of bshd."""
+    """Heads are the second-last axis; tokens are the first axis in sbhd and thd, the second in bshd."""
     module: Any = watched.module
     tokens = 1 if getattr(module, "qkv_format", "sbhd") == "bshd" else 0
     size = getattr(module, "tp_size", 1)
@@ -331,5 +332,5 @@ def watch_te_attention(watched: Watched, recorder: Recorder) -> list[RemovableHa
 
 
 def _tokens(tensor: Tensor) -> int | None:
-    """Of (tokens, batch, features)."""
+    """The token axis of (tokens, batch, features)."""
     return 0 if tensor.ndim == 3 else None

@@ -1,4 +1,4 @@
-"""Tensors of a dump: read on demand, joined over processes, compared with those of another dump."""
+"""Read the tensors of a dump, join those of several processes, compare two dumps."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ from instruments.tensor_dump.index import STORED, Listing, Placement, Source, Te
 
 
 class DumpReader(Listing):
-    """A dump that was written, or is being written: what it lists is whole."""
+    """A dump, complete or still being written; all tensors that it lists are complete."""
 
     def __init__(self, folder: Path | str) -> None:
         """Read the indices. Raises ContractError."""
@@ -33,11 +33,7 @@ class DumpReader(Listing):
         self._files.close()
 
     def load(self, record: TensorRecord) -> Tensor:
-        """A private copy of one tensor, on the CPU.
-
-        Raises:
-            ContractError: its bytes were not kept, its file is missing or is not what was written.
-        """
+        """A private copy on the CPU. Raises ContractError: bytes not kept, or a missing or damaged file."""
         if record.status != STORED:
             do = "dump with keep=tensors, when_full=block or more memory_mib"
             raise self._refuse(record, f"has no bytes: its status is {record.status}", do)
@@ -53,7 +49,7 @@ class DumpReader(Listing):
         return tensor
 
     def _entry(self, record: TensorRecord) -> TensorEntry:
-        """Where the bytes are. Raises ContractError."""
+        """Location of the bytes. Raises ContractError."""
         name, key = str(record.file), str(record.key)
         try:
             if name not in self._shards:
@@ -75,7 +71,7 @@ class DumpReader(Listing):
         """The whole tensor, joined from the parts of a tensor-parallel group.
 
         Raises:
-            ContractError: a process's part is not there, or the tokens are spread by context parallelism.
+            ContractError: a process's part is missing, or the tokens are split by context parallelism.
         """
         if record.parallel.get("cp", (0, 1))[1] > 1 and record.source.tensor != "weight":
             raise ContractError(
@@ -85,7 +81,7 @@ class DumpReader(Listing):
             )
         parts, shape = self.parts_of(record), record.placement.global_shape
         first = self.load(record)
-        # What the index claims is not allocated before the files are seen to hold as much.
+        # Check that the files hold enough values before the size in the index is allocated.
         held = sum(prod(self._entry(part).shape) for part in parts if part.status == STORED)
         if held < prod(shape):
             raise self._incomplete(record, parts)
@@ -110,7 +106,7 @@ class DumpReader(Listing):
         )
 
     def parts_of(self, record: TensorRecord) -> list[TensorRecord]:
-        """The records of the same tensor at all processes of its tensor-parallel group."""
+        """The records of the same tensor from all processes of its tensor-parallel group."""
         kind, group = (record.source, record.quant_type), {**record.parallel, "tp": None}
         return [
             other
@@ -122,7 +118,7 @@ class DumpReader(Listing):
 
 
 def _lay_out(tensor: Tensor, placement: Placement) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
-    """Where each piece of a part belongs."""
+    """Every piece of a part, with its place in the whole. Raises ContractError: invalid pieces."""
     axis, count = placement.pieces or (0, 1)
     if not (0 <= axis < max(tensor.ndim, 1) and 1 <= count <= max(*tensor.shape[axis : axis + 1], 1, 1)):
         raise ContractError(f"pieces {[axis, count]} do not cut a tensor of {list(tensor.shape)}", do="dump again")
@@ -135,7 +131,7 @@ def _lay_out(tensor: Tensor, placement: Placement) -> Iterator[tuple[tuple[slice
 
 @dataclass(frozen=True)
 class Difference:
-    """Of one tensor in two dumps, `b` against `a`: it is not the same to the bit."""
+    """One tensor whose bytes differ between two dumps; `b` is measured against `a`."""
 
     source: Source
     relative_l2: float  # ‖b − a‖ ÷ ‖a‖; NaN where shapes differ or a value is not finite
@@ -144,7 +140,7 @@ class Difference:
 
 
 def find_difference(source: Source, a: Tensor, b: Tensor) -> Difference | None:
-    """None where both are equal to the bit, or have no values."""
+    """How `b` differs from `a`; None if both have equal bytes or no values."""
     if a.shape != b.shape:
         return Difference(source, math.nan, math.nan, math.nan)
     if not a.numel() or (a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))):
@@ -158,7 +154,7 @@ def find_difference(source: Source, a: Tensor, b: Tensor) -> Difference | None:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """As bytes: NaN equals itself, and 0 is not −0."""
+    """The bytes: NaN equals itself, and 0 differs from −0."""
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
@@ -167,9 +163,9 @@ _WORST = 10
 
 
 def compare_folders(first: Path, second: Path, tolerance: float) -> tuple[bool, str]:
-    """Whether no stored tensor is farther apart than `tolerance`; and in words, the first that is and the worst ones.
+    """Whether all common tensors agree within `tolerance`, and a text with the first and the largest differences.
 
-    Compared are tensors of the same process, step, microbatch, call, module and name, by relative L2 distance; with
+    Tensors of the same process, step, microbatch, call, module and name are compared by relative L2 distance; with
     tolerance 0 any bit counts. Raises ConfigError: the dumps have no tensor in common.
     """
     with DumpReader(first) as ours, DumpReader(second) as theirs:

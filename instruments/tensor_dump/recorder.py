@@ -1,4 +1,4 @@
-"""What the hooks speak to: which step and microbatch it is, and what is to become of a tensor."""
+"""Receives tensors from the hooks, tracks step, microbatch and call, and decides what is captured."""
 
 import sys
 from collections import Counter, defaultdict, deque
@@ -25,7 +25,7 @@ from instruments.tensor_dump.writer import DumpWriter
 
 
 class Turn(NamedTuple):
-    """A place in the order of calls; fields are those of `Source`."""
+    """Position of a call in a step; fields as in `Source`."""
 
     microbatch: int
     call: int
@@ -38,14 +38,14 @@ class CallOrder:
     def __init__(self) -> None:
         self._order: list[tuple[Turn, TensorWeakRef]] = []
         self._numbers: Counter[tuple[Watched, int, bool]] = Counter()
-        self._open: defaultdict[Watched, list[int]] = defaultdict(list)  # positions that were not run again yet
-        self._latest = -2  # position that was run again last
+        self._open: defaultdict[Watched, list[int]] = defaultdict(list)  # positions not recomputed yet
+        self._latest = -2  # position recomputed last
 
     def __bool__(self) -> bool:
         return bool(self._order)
 
     def begin(self, watched: Watched, microbatch: int, first_input: Tensor, *, evaluation: bool) -> Turn:
-        """A call in a forward pass."""
+        """Register a call in a forward pass."""
         turn = Turn(microbatch, self._numbers[watched, microbatch, evaluation], evaluation)
         self._numbers[watched, microbatch, evaluation] += 1
         self._open[watched].append(len(self._order))
@@ -53,10 +53,11 @@ class CallOrder:
         return turn
 
     def repeat(self, watched: Watched, first_input: Tensor) -> Turn | None:
-        """The first call that this one repeats; None where none is left.
+        """The earlier call that this one recomputes; None if none is left.
 
-        A piece that is run again begins with the very tensor of the first time, and goes on in its old order: after
-        the call repeated last comes the next. Where neither helps, older calls come first.
+        A recomputed segment starts with the identical input tensor and then follows the original order, so the position
+        after the last recomputed one is preferred. If neither identifies the call, the oldest is taken, training before
+        evaluation.
         """
         left = self._open[watched]
         if not left:
@@ -70,7 +71,7 @@ class CallOrder:
 
 
 def _is_same(kept: Tensor | None, tensor: Tensor) -> bool:
-    """Whether both are the same memory; as long as the first lives, nothing else can be there."""
+    """Whether both use the same memory; while `kept` is alive, no other tensor can."""
     return kept is not None and kept.data_ptr() == tensor.data_ptr() and kept.shape == tensor.shape
 
 
@@ -85,25 +86,25 @@ class Call:
 
 
 class Recorder:
-    """Turns what hooks see into captures. Hooks may run in several threads of the autograd engine."""
+    """Turns tensors from hooks into captures. Hooks may run in several threads of the autograd engine."""
 
     def __init__(
         self, config: DumpConfig, writer: DumpWriter, ring: HostRing, rank_info: RankInfo, metadata: Mapping[str, Any]
     ) -> None:
-        """`writer` gets the captures; `ring` is where their bytes wait; every record has the `metadata`."""
+        """`writer` receives the captures, `ring` holds their bytes; all records carry `metadata`."""
         self._config, self._writer, self._ring = config, writer, ring
         self._rank_info, self._metadata = rank_info, metadata
         self._lock = Lock()
         self._captured = 0
-        self.dumped_steps = 0  # that were on the schedule
+        self.dumped_steps = 0  # completed steps selected by the settings
         self._open = True
-        self._kept: deque[list[Capture]] = deque([[]])  # of the last steps; only with last_steps
-        self._evaluating: dict[int, bool] = {}  # chunk → whether its forward pass under way is without gradients
-        self._weights: dict[Watched, tuple[TensorWeakRef, RemovableHandle]] = {}  # whose gradient is kept
+        self._kept: deque[list[Capture]] = deque([[]])  # captures of the last steps; only with last_steps
+        self._evaluating: dict[int, bool] = {}  # chunk → whether its current forward pass is without gradients
+        self._weights: dict[Watched, tuple[TensorWeakRef, RemovableHandle]] = {}  # weights with a gradient hook
         self._begin_step(0)
 
     def begin_microbatch(self, chunk: int) -> None:
-        """The model's forward pass begins. Raises ConfigError: compiled, which hooks would be traced into."""
+        """The model's forward pass begins. Raises ConfigError: the model is compiled, which would trace the hooks."""
         refuse_compiled_call()
         if not in_backward():
             self._evaluating[chunk] = not torch.is_grad_enabled()
@@ -111,11 +112,11 @@ class Recorder:
 
     @property
     def microbatches(self) -> int:
-        """Forward passes with gradients in this step, of all chunks."""
+        """Forward passes with gradients in this step, over all chunks."""
         return sum(count for (_chunk, evaluation), count in self._microbatches.items() if not evaluation)
 
     def begin_call(self, watched: Watched, first_input: Tensor) -> Call | None:
-        """A watched module is called; None where nothing of it is wanted."""
+        """A watched module is called; None if this step is not dumped or the dump has ended."""
         if not (self._active and self._open):
             return None
         evaluation = self._evaluating.get(watched.chunk, False)
@@ -127,7 +128,7 @@ class Recorder:
         return Call(watched, self._step, turn, recompute=False)
 
     def take(self, call: Call, tensor_name: str, tensor: Tensor, part: Part, direction: str = FORWARD) -> None:
-        """Keep a tensor as it is now."""
+        """Capture a tensor in its current state."""
         if tensor_name not in self._config.tensors or not self._open or tensor.is_meta:
             return
         if call.recompute and direction == FORWARD and not self._config.recomputed:
@@ -149,19 +150,19 @@ class Recorder:
                 self._kept[-1].append(captured)
 
     def take_gradient(self, call: Call, tensor_name: str, tensor: Tensor, part: Part) -> None:
-        """Keep the gradient of a tensor, once it is known; a tensor that asks for none has none."""
+        """Capture a tensor's gradient when the backward pass computes it; nothing if it requires none."""
         wanted = self._config.tensors
-        # Which call a weight's gradient belongs to is known by the gradient of its output.
+        # The output's gradient also tells to which call the weight's gradient belongs.
         if tensor.requires_grad and (tensor_name in wanted or "grad_weight" in wanted):
             tensor.register_hook(lambda gradient: self.take_found_gradient(call, tensor_name, gradient, part))
 
     def take_found_gradient(self, call: Call, tensor_name: str, gradient: Tensor, part: Part) -> None:
-        """Keep a gradient that the backward pass has come to."""
+        """Capture a gradient that the backward pass has computed."""
         self._reached[call.watched] = call
         self.take(call, tensor_name, gradient, part, BACKWARD)
 
     def take_weight_gradient(self, call: Call, weight: Tensor, part: Part) -> None:
-        """Keep what each backward pass adds to a weight's gradient: of all calls, and of all layers that share it."""
+        """Capture what each backward pass adds to a weight's gradient, over all calls and all layers that share it."""
         if "grad_weight" not in self._config.tensors or not (weight.is_leaf and weight.requires_grad):
             return
         hooked, handle = self._weights.get(call.watched, (None, None))
@@ -172,7 +173,7 @@ class Recorder:
             self._weights[call.watched] = TensorWeakRef(weight), handle
 
     def end_step(self, *, finite: bool) -> None:
-        """The next step begins; with last_steps, what was kept is written where the loss was not finite."""
+        """Begin the next step; with last_steps, write the kept captures if the loss was not finite."""
         if self._config.last_steps is not None:
             for captures in () if finite else self._kept:
                 for captured in captures:
@@ -185,7 +186,7 @@ class Recorder:
         self._begin_step(self._step + 1)
 
     def close(self) -> None:
-        """Take nothing more; what waits for a loss that is not finite is forgotten."""
+        """Stop capturing; captures kept by last_steps are dropped."""
         self.dumped_steps += self._active and bool(self._calls)
         self._open = False
         for _weight, handle in self._weights.values():
@@ -197,22 +198,22 @@ class Recorder:
         config = self._config
         turn, rest = divmod(number - config.first_step, config.every_steps)
         self._step = number
-        self._microbatches: Counter[tuple[int, bool]] = Counter()  # chunk, evaluation → forward passes so far
+        self._microbatches: Counter[tuple[int, bool]] = Counter()  # (chunk, evaluation) → forward passes so far
         self._active = turn >= 0 and rest == 0 and (config.max_steps is None or turn < config.max_steps)
         self._calls = CallOrder()
-        self._reached: dict[Watched, Call] = {}  # by the backward pass, last
-        # By id, tensors captured in this step: themselves while they live, their version and what was kept of them.
+        self._reached: dict[Watched, Call] = {}  # module → last call reached by the backward pass
+        # id → tensor captured in this step (weak reference), its version, placement and content.
         self._seen: dict[int, tuple[TensorWeakRef, int, Placement, Held]] = {}
 
     def _on_weight_gradient(self, watched: Watched, part: Part, gradient: Tensor) -> None:
-        """Autograd has added up what all uses give; filed under the call that the backward pass reached last."""
+        """Autograd has summed the gradients of all uses; recorded under the call reached last by the backward pass."""
         call = self._reached.get(watched)
         if call is not None and call.step == self._step:
             dense = gradient.to_dense() if gradient.is_sparse else capture.take_local(gradient)[0]
             self.take(call, "grad_weight", dense, part, BACKWARD)
 
     def _recall(self, tensor: Tensor, placement: Placement) -> Held | None:
-        """What was kept of the same tensor, if it has not changed since."""
+        """The content captured of the same tensor, if it has not changed since."""
         if id(tensor) not in self._seen:
             return None
         seen, version, place, held = self._seen[id(tensor)]
@@ -221,7 +222,7 @@ class Recorder:
     def _describe(
         self, source: Source, tensor: Tensor, kept: Tensor, placement: Placement, status: str
     ) -> TensorRecord:
-        """The record, without what the writer finds out of the content."""
+        """The record, without the fields that the writer computes from the content."""
         info, timestamp, quant_type = self._rank_info, now(), capture.quant_type_of(tensor)
         counter = self._captured * info.world + info.rank
         self._captured += 1
@@ -234,7 +235,7 @@ class Recorder:
         )  # fmt: skip
 
     def _hold(self, kept: Tensor) -> Held:
-        """Copy or measure, as the settings and the room ask for."""
+        """Copy the tensor or compute its statistics, depending on settings and free memory."""
         if self._config.keep == "statistics":
             return self._measure(kept)
         if (slot := self._find_room(kept.nbytes)) is not None:
@@ -249,7 +250,7 @@ class Recorder:
         return Held(DROPPED) if slot is None else Held.copy(STATISTICS, moments, slot)
 
     def _find_room(self, size: int) -> Slot | None:
-        """Memory for so many bytes, or None where the settings say not to wait for it."""
+        """Reserve `size` bytes, waiting or dropping old steps as the settings allow; else None."""
         if size > self._ring.capacity:
             return None
         slot = self._ring.reserve(size)
@@ -257,7 +258,7 @@ class Recorder:
             self._forget_oldest()
             slot = self._ring.reserve(size)
         if slot is None and self._config.last_steps is None and self._config.when_full == "block":
-            self._writer.flush()  # or the writer might wait for more, before it frees anything
+            self._writer.flush()  # or the writer might wait for more captures before it frees memory
             return self._ring.reserve(size, wait=True)
         return slot
 
@@ -274,12 +275,12 @@ def _version(tensor: Tensor) -> int | None:
 
 
 def refuse_compiled_call() -> None:
-    """Stop a call that torch.compile makes. Raises ConfigError."""
+    """Raise ConfigError if torch.compile makes this call."""
     if "torch._dynamo" not in sys.modules:
         return
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        # Frames of torch._dynamo also surround calls that it does not compile, such as checkpointing.
+        # Calls that are not compiled, such as checkpointing, also have frames of torch._dynamo.
         if frame.f_globals.get("__name__") == "torch._dynamo.eval_frame" and (
             frame.f_code.co_name == "compile_wrapper" or type(frame.f_locals.get("self")).__name__ == "OptimizedModule"
         ):
@@ -288,19 +289,19 @@ def refuse_compiled_call() -> None:
 
 
 def refuse_compiled(roots: Sequence[nn.Module]) -> None:
-    """Stop before a compiled model runs. Raises ConfigError."""
+    """Raise ConfigError if a model is compiled."""
     dynamo: Any = sys.modules.get("torch._dynamo")
     if dynamo is None:
         return
     for module in (module for root in roots for module in root.modules()):
-        # Switched off, torch.compile gives back what it was given.
+        # A disabled torch.compile returns its argument.
         in_place = hasattr(module._compiled_call_impl, "_torchdynamo_orig_callable")
         if in_place or isinstance(module, dynamo.OptimizedModule):
             raise compiled_error()
 
 
 def compiled_error() -> ConfigError:
-    """What is said of a compiled model."""
+    """The error of a compiled model."""
     return ConfigError(
         "the model is compiled: fused kernels have no inputs and outputs of layers to dump",
         where="TensorDump, torch.compile",

@@ -1,4 +1,4 @@
-"""Range, mean and deviation of a tensor, and copies rounded into number formats."""
+"""Range, mean and deviation of a tensor; copies rounded to number formats."""
 
 import math
 from collections.abc import Callable
@@ -15,18 +15,19 @@ from torch import Tensor
 
 from instruments.tensor_dump.index import RoundingError, Statistics
 
-# Accumulators side by side, which the compiler makes vectors of.
+# Parallel accumulators, which the compiler vectorises.
 _LANES = 64
-# Values that are added up in float32 before they go on in float64: as many for every lane.
+# Values summed in float32 before their sums are added in float64, over all lanes.
 _BLOCK = 4096
-# Values for one thread at least: fewer are done before it has begun.
+# Least values per thread: fewer take less time than starting it.
 _SPAN = 2**20
 
 
 def sum_moments(values_N: Float[Tensor, "N"]) -> tuple[float, float, float, float]:
     """Minimum, maximum, sum and sum of squares of float32 values on the CPU, N ≥ 1.
 
-    Where one is not finite, or a square overflows, the last two are not finite and the first two mean nothing.
+    If a value is not finite or a square overflows, the sum of squares is not finite and the other results may be
+    invalid.
     """
     values = values_N.numpy()
     count = min(torch.get_num_threads(), len(values) // _SPAN)
@@ -64,13 +65,13 @@ def _sum_values(values: NDArray[np.float32]) -> tuple[float, float, float, float
     return low.min(), high.max(), total, square
 
 
-# Without the interpreter's lock, so that threads work side by side. What tests wrap for type checks is unwrapped.
+# Without the interpreter's lock, so that threads run in parallel; unwrapped from the type checks of the tests.
 _sum_span = njit(nogil=True, cache=True)(unwrap(_sum_values))
 
 
-# Below this share of mean², the difference of two sums no longer tells the variance.
+# Below this share of mean², the variance cannot be computed as a difference of two sums.
 _CANCELLATION = 0.01
-# Values that are widened at a time, half a MiB: they are still in the cache when they are read.
+# Values converted to float32 at a time, 512 KiB: they stay in the cache.
 _PIECE = 2**17
 
 
@@ -78,9 +79,9 @@ _PIECE = 2**17
 def measure(tensor: Shaped[Tensor, "..."]) -> Statistics:
     """Statistics of a tensor on the CPU, over its finite values.
 
-    Numerics: sums in float32, their difference in float64; mean within 1e-5 of the root mean square, deviation within
-    1e-3 of itself. Where that could fail (a mean far larger than the deviation, an overflow, values that are not
-    finite) everything is computed in float64 instead.
+    Numerics: sums in float32, their difference in float64; mean within 1e-5 of the root mean square, deviation within a
+        relative 1e-3. Where this could fail (mean far larger than the deviation, overflow, values that are not finite),
+        all is computed in float64.
     """
     if not tensor.numel():
         return Statistics(None, None, None, None, 0)
@@ -95,16 +96,16 @@ def measure(tensor: Shaped[Tensor, "..."]) -> Statistics:
 
 
 def _flatten(tensor: Shaped[Tensor, "..."]) -> Shaped[Tensor, "size"]:
-    """All values in the order of the memory, without a copy where there is no gap; statistics know no order."""
+    """All values in memory order, without a copy if there are no gaps; statistics do not depend on the order."""
     axes = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
     return tensor.permute(axes).reshape(-1)
 
 
 @torch.no_grad()
 def exact_moments(tensor: Shaped[Tensor, "..."]) -> Float[Tensor, "5"]:
-    """Minimum, maximum, mean, deviation and number of finite values, on the tensor's device and without waiting for it.
+    """Minimum, maximum, mean, deviation and count of finite values, on the tensor's device without synchronisation.
 
-    Numerics: float64 on the CPU, float32 elsewhere; the deviation is taken from the mean, in a second pass.
+    Numerics: float64 on the CPU, float32 elsewhere; the deviation is computed from the mean in a second pass.
     """
     values = tensor.double() if tensor.device.type == "cpu" else tensor.float()
     finite = values.isfinite()
@@ -116,7 +117,7 @@ def exact_moments(tensor: Shaped[Tensor, "..."]) -> Float[Tensor, "5"]:
 
 
 def read_moments(moments: Float[Tensor, "5"], size: int) -> Statistics:
-    """What `exact_moments` found in a tensor of so many values."""
+    """Statistics from the moments that `exact_moments` computed of a tensor of `size` values."""
     low, high, mean, deviation, count = moments.tolist()
     if not count:
         return Statistics(None, None, None, None, size)
@@ -124,16 +125,16 @@ def read_moments(moments: Float[Tensor, "5"], size: int) -> Statistics:
 
 
 LEAST, GREATEST = -22, 15
-LARGEST = 2.0**GREATEST  # the next code, 1.5·2^15, is infinity's
+LARGEST = 2.0**GREATEST  # the next code, 1.5·2^15, is infinity
 
 
 def round_to_hifloat8(values: Float[Tensor, "..."]) -> Float32[Tensor, "..."]:
-    """The nearest values of HiFloat8, ties away from zero.
+    """Round to the nearest HiFloat8 value, ties away from zero.
 
-    2^E has 3 mantissa bits up to |E| = 3, 2 up to 7, 1 up to 15, and none from 2^-16 down to 2^-22, the smallest
-    magnitude. From 1.25·2^15 on it is infinite; below 2^-23 it is 0.
+    2^E has 3 mantissa bits for |E| ≤ 3, 2 up to 7, 1 up to 15, and none from 2^-16 to 2^-22, the smallest magnitude.
+    Values from 1.25·2^15 become infinite, values below 2^-23 become 0.
 
-    Numerics: exact but for the rounding.
+    Numerics: exact except for the rounding.
     """
     values = values.float()
     magnitude = values.abs()
@@ -144,18 +145,18 @@ def round_to_hifloat8(values: Float[Tensor, "..."]) -> Float32[Tensor, "..."]:
     step = exponent.clamp(LEAST, GREATEST + 1) - bits
     rounded = torch.ldexp(torch.floor(torch.ldexp(magnitude, -step) + 0.5), step)
     rounded = torch.where(rounded > LARGEST, math.inf, rounded)
-    # There is one zero, and it is positive.
+    # The only zero is positive.
     return torch.where(values.isnan(), values, torch.copysign(rounded, values) + 0.0)
 
 
 BLOCK = 32
-# E8M0: 2^-127 to 2^127; NaN is its only other value.
+# E8M0: 2^-127 to 2^127, and NaN.
 SCALE_MIN, SCALE_MAX = -127, 127
 
 
 @dataclass(frozen=True)
 class Element:
-    """A sign, exponents from `least` to `greatest`, so many mantissa bits, subnormals, no infinity."""
+    """A sign, exponents from `least` to `greatest`, `mantissa` bits, subnormals, no infinity."""
 
     least: int
     greatest: int
@@ -168,13 +169,13 @@ E2M1 = Element(least=0, greatest=2, mantissa=1, largest=6.0)
 
 
 def round_to_blocks(values: Float[Tensor, "*axes K"], element: Element) -> Float32[Tensor, "*axes K"]:
-    """The values that 32 neighbours of the last axis stand for after they were given one scale and rounded.
+    """Round blocks of 32 neighbours along the last axis to elements with one scale; returns their values.
 
-    The scale of a block is 2^(⌊log2(its largest magnitude)⌋ − the element's greatest exponent); elements are rounded to
-    nearest, ties to even, and saturate. A block with a value that is not finite becomes NaN, as its scale does. The
-    last block of an axis that is no multiple of 32 is filled up with zeros, which change nothing.
+    A block's scale is 2^(⌊log2(its largest magnitude)⌋ − the element's greatest exponent); elements are rounded to
+    nearest, ties to even, and saturate. A block with a value that is not finite becomes NaN, like its scale. The last
+    block is padded with zeros, which change nothing.
 
-    Numerics: exact; every step is a power of two or a rounding that the format asks for.
+    Numerics: exact; every step is a scaling by a power of two or a rounding of the format.
     """
     width = values.shape[-1]
     padded = torch.nn.functional.pad(values.float(), (0, -width % BLOCK))
@@ -187,7 +188,7 @@ def round_to_blocks(values: Float[Tensor, "*axes K"], element: Element) -> Float
 
 
 def round_elements(values: Float32[Tensor, "..."], element: Element) -> Float32[Tensor, "..."]:
-    """Each value alone, to the element format: nearest, ties to even, saturating."""
+    """Round each value to the element format: nearest, ties to even, saturating."""
     exponent = _exponent(values).clamp(min=element.least)
     step = exponent - element.mantissa
     rounded = _scale(_scale(values, -step).round(), step)  # torch rounds ties to even
@@ -195,13 +196,13 @@ def round_elements(values: Float32[Tensor, "..."], element: Element) -> Float32[
 
 
 def _exponent(values: Float32[Tensor, "..."]) -> Int32[Tensor, "..."]:
-    """⌊log2|v|⌋, exactly; of 0 the least there is."""
+    """⌊log2|v|⌋, exact; for 0 the smallest exponent."""
     exponent = torch.frexp(values).exponent - 1
     return torch.where(values == 0, SCALE_MIN - 23, exponent)
 
 
 def _scale(values: Float32[Tensor, "..."], exponent: Int32[Tensor, "..."]) -> Float32[Tensor, "..."]:
-    """Multiply by 2^exponent, in two steps because 2^exponent itself may be no float32."""
+    """Multiply by 2^exponent, in two steps because 2^exponent itself may not fit float32."""
     half = exponent // 2
     return torch.ldexp(torch.ldexp(values, half), exponent - half)
 
@@ -217,9 +218,9 @@ _ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @torch.no_grad()
 def round_into(values: Float[Tensor, "..."], quant_type: str) -> tuple[Float[Tensor, "..."], RoundingError]:
-    """The values as the format holds them, float32 where torch has no such format, and their error.
+    """Round to a number format; returns the values, float32 where torch lacks the format, and the error.
 
-    Block formats want at least one axis: their blocks run along the last.
+    Block formats need at least one axis: their blocks follow the last.
     """
     rounded = _ROUNDINGS[quant_type](values)
     exact = values.double()

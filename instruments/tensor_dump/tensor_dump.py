@@ -1,7 +1,7 @@
-"""Dump what attention and layers with a weight compute, around anybody's training loop.
+"""Dump the tensors of attention and of layers with a weight, in any training loop.
 
-Nothing the model computes changes, and no file of transformers or megatron-core does. Weights may be frozen, layers may
-be recomputed, the processes of a job each write their own part into the same folder.
+The model's results do not change, and transformers and megatron-core are not modified. Weights may be frozen and layers
+recomputed; each process of a job writes its own files into the same folder.
 """
 
 import logging
@@ -32,14 +32,14 @@ logger = logging.getLogger(__name__)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside of DistributedDataParallel, torch.compile or Megatron's Float16Module, with its plain names."""
+    """The model inside DistributedDataParallel, torch.compile or Megatron's Float16Module, with its plain names."""
     while len(inner := list(model.named_children())) == 1 and inner[0][0] in WRAPPERS:
         model = inner[0][1]
     return model
 
 
 def find_modules(roots: Sequence[nn.Module]) -> list[Watched]:
-    """All that can be watched, by every adapter that knows a part of the model."""
+    """All modules that can be watched, found by all adapters."""
     found: list[Watched] = []
     for number, root in enumerate(roots):
         prefix = f"chunk{number}" if len(roots) > 1 else ""
@@ -53,11 +53,7 @@ def find_modules(roots: Sequence[nn.Module]) -> list[Watched]:
 
 
 def select(found: Sequence[Watched], config: DumpConfig) -> list[Watched]:
-    """Those that the patterns name and that have one of the tensors asked for.
-
-    Raises:
-        ConfigError: a pattern names none.
-    """
+    """The modules that match a pattern and have a requested tensor. Raises ConfigError: a pattern matches no module."""
     unmatched = [glob for glob in config.modules if not any(fnmatchcase(one.name, glob) for one in found)]
     if unmatched or not config.modules:
         raise _nothing_matched(unmatched, found)
@@ -65,7 +61,7 @@ def select(found: Sequence[Watched], config: DumpConfig) -> list[Watched]:
     if not any(one.expected(config) for one in chosen):
         kinds = ", ".join(sorted({one.layer_type for one in chosen}))
         raise ConfigError(
-            f"tensors={config.tensors}: the modules asked for have none of them",
+            f"tensors={config.tensors}: the selected modules have none of them",
             where=f"setting tensors; modules={config.modules} are {kinds}",
             do=f"tensors={[name for name in TENSORS[chosen[0].layer_type] if name in DEFAULT_TENSORS]}",
         )
@@ -82,7 +78,7 @@ def _nothing_matched(unmatched: Sequence[str], found: Sequence[Watched]) -> Conf
 
 
 def unseen_weights(roots: Sequence[nn.Module], found: Sequence[Watched]) -> Iterator[str]:
-    """Names of weight matrices that no layer known here holds."""
+    """Names of weight matrices outside all known layers."""
     seen = {id(parameter) for one in found for parameter in one.module.parameters()}
     for root in roots:
         for name, parameter in root.named_parameters():
@@ -91,7 +87,7 @@ def unseen_weights(roots: Sequence[nn.Module], found: Sequence[Watched]) -> Iter
 
 
 def warn_of_label(label: str, watched: Sequence[Watched]) -> None:
-    """Say where weights are not what they are said to be; records hold both."""
+    """Warn where the format of weights differs from the label; records hold both."""
     weights = {id(weight): weight for one in watched for weight in one.module.parameters(recurse=False)}
     real = Counter(quant_type_of(weight) for weight in weights.values())
     found = ", ".join(f"{count} in {kind}" for kind, count in sorted(real.items()) if kind != label)
@@ -102,7 +98,7 @@ def warn_of_label(label: str, watched: Sequence[Watched]) -> None:
 
 
 def find_rank_info(roots: Sequence[nn.Module]) -> RankInfo:
-    """This process among those of its job: torch.distributed's rank, and coordinates where there are any."""
+    """Rank and world size in torch.distributed, and coordinates in the parallel groups."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return RankInfo(0, 1, {})
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -118,17 +114,18 @@ _DUMPED: WeakSet[nn.Module] = WeakSet()
 
 
 class TensorDump:
-    """A dump of a running model, from entering to leaving.
+    """A dump of a running model, while the context is open.
 
     Args:
-        model: of transformers, of megatron-core, or any with nn.Linear; several for the chunks of a pipeline.
-        folder: where to; None takes TENSOR_SAVE_DIR. It must not hold a dump of this process yet.
-        config: what; None takes everything.
-        metadata: anything that JSON can hold, for every record.
-        environment: of the process, where TENSOR_SAVE_ENABLED=0 switches the dump off, TENSOR_SAVE_DIR names a folder
-            and CUSTOM_QUANT_TYPE a label where the arguments name none.
+        model: of transformers, of megatron-core, or any with nn.Linear; a list for the chunks of a pipeline.
+        folder: output folder; None takes TENSOR_SAVE_DIR. It must not hold a dump of this process yet.
+        config: settings; None dumps everything.
+        metadata: any JSON values, added to every record.
+        environment: of the process. TENSOR_SAVE_ENABLED=0 disables the dump; TENSOR_SAVE_DIR is the default folder,
+            CUSTOM_QUANT_TYPE the default label.
     Raises:
-        ConfigError: a setting without meaning, a pattern that names no module; (on entering) a compiled model.
+        ConfigError: an invalid setting, or a pattern that matches no module; (on entering) the model is compiled or
+            already being dumped.
         ContractError: (on entering) the folder is in use.
     """
 
@@ -141,11 +138,11 @@ class TensorDump:
         metadata: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] = os.environ,
     ) -> None:
-        """Find what to watch; the model is touched only on entering."""
+        """Find the modules to watch; the model is changed only on entering."""
         named = None if folder is None else Path(folder)
         enabled, self.folder, self.config = read_control(named, config or DumpConfig(), environment)
         self.metadata = dict(metadata or {})
-        self.manifest: Manifest | None = None  # complete when the dump has ended
+        self.manifest: Manifest | None = None  # complete after the dump
         self._given = [model] if isinstance(model, nn.Module) else list(model)
         self._roots = [unwrap(one) for one in self._given]
         self.identity = find_rank_info(self._roots)
@@ -153,7 +150,7 @@ class TensorDump:
         self.enabled = enabled and (ranks is None or self.identity.rank in ranks)
         found = find_modules(self._roots) if self.enabled else []
         self.watched = select(found, self.config) if self.enabled else []
-        # Where only some modules are asked for, nobody misses the others.
+        # If only some modules are requested, weights outside them are not reported.
         self._unseen = list(unseen_weights(self._roots, found)) if self.enabled and "*" in self.config.modules else []
         self._hooks = ExitStack()
         self._running: tuple[Recorder, DumpWriter] | None = None
@@ -190,20 +187,20 @@ class TensorDump:
         return self
 
     def join_pass(self, model: nn.Module) -> None:
-        """Say that `model` entered its forward pass before the dump did: hooks put on it since miss this one."""
+        """Count the forward pass of `model` that began before the dump: newly added hooks miss its start."""
         if self._running is not None and model in self._roots:
             self._running[0].begin_microbatch(self._roots.index(model))
 
     @property
     def microbatches(self) -> int:
-        """Forward passes with gradients in the step under way."""
+        """Forward passes with gradients in the current step."""
         return 0 if self._running is None else self._running[0].microbatches
 
     def step(self, loss: Tensor | float | None = None) -> None:
-        """A training step has ended, the backward pass included; with `last_steps` its `loss` decides what is written.
+        """End a training step, after its backward pass; with `last_steps` a non-finite `loss` writes the kept steps.
 
         Raises:
-            UserError: the disk is full, or forbids writing; what the index lists is whole.
+            UserError: the disk is full or not writable; tensors listed in the index are complete.
         """
         if self._running is None:
             return
@@ -213,14 +210,14 @@ class TensorDump:
         writer.check()
 
     def flush(self) -> None:
-        """Wait until everything captured so far is on the disk. Raises UserError, as `step` does."""
+        """Wait until all captures so far are on the disk. Raises UserError, like `step`."""
         if self._running is not None:
             writer = self._running[1]
             writer.flush().wait()
             writer.check()
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
-        """Take every hook off, write what is left, say what is missing."""
+        """Remove all hooks, write the rest, warn of missing tensors."""
         self._hooks.close()
         if self._running is None or self.manifest is None:
             return

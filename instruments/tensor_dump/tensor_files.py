@@ -1,4 +1,4 @@
-"""One .pt file a tensor, as readers of the Megatron tensor saver expect it; and the functions that such code calls.
+"""One .pt file per tensor, in the format of the Megatron tensor saver; and the functions of its interface.
 
     {"tensor": ..., "tensor_info": {shape, dtype, device, requires_grad, is_leaf, min, max, mean, std},
      "metadata": {layer_type, operation, quant_type, tensor_name, layer_idx, save_time, ...}}
@@ -29,10 +29,10 @@ _SAVED = count()
 
 
 def export_pt(reader: DumpReader, folder: Path) -> int:
-    """Write a file for every stored tensor; returns how many there are.
+    """Write one file per stored tensor; returns the number of files.
 
-    The number format in a name is the dump's label, as CUSTOM_QUANT_TYPE gave it; the real one where there is none, or
-    where copies rounded into the label's format are exported, too.
+    The number format in a file name is the dump's label (CUSTOM_QUANT_TYPE). Without a label, or if rounded copies are
+    exported too, it is the real format.
     """
     folder.mkdir(parents=True, exist_ok=True)
     stored = [record for record in reader.records if record.status == STORED]
@@ -65,7 +65,7 @@ def save_attention_tensors(
     metadata: Mapping[str, Any] | None = None,
     **facts: object,
 ) -> dict[str, str | None]:
-    """Write query, key and value now; the path of each, or None where TENSOR_SAVE_ENABLED=0. As `save_tensor`."""
+    """Write query, key and value at once; returns their paths, or None if TENSOR_SAVE_ENABLED=0. See `save_tensor`."""
     where = (layer_idx, {**(metadata or {}), **facts})
     named = {"query": query, "key": key, "value": value}
     return {name: save_tensor(one, "attention", operation, quant_type, name, *where) for name, one in named.items()}
@@ -80,7 +80,7 @@ def save_linear_tensors(
     metadata: Mapping[str, Any] | None = None,
     **facts: object,
 ) -> dict[str, str | None]:
-    """Write the input and the weight now; the path of each, or None where TENSOR_SAVE_ENABLED=0. As `save_tensor`."""
+    """Write input and weight at once; returns their paths, or None if TENSOR_SAVE_ENABLED=0. See `save_tensor`."""
     where = (layer_idx, {**(metadata or {}), **facts})
     named = {"input": input_tensor, "weight": weight}
     return {name: save_tensor(one, "linear", operation, quant_type, name, *where) for name, one in named.items()}
@@ -96,7 +96,7 @@ def save_tensor(
     metadata: Mapping[str, Any] | None = None,
     **facts: object,
 ) -> str | None:
-    """Write one tensor now, into TENSOR_SAVE_DIR or ./tensor_logs; the training waits for it.
+    """Write one tensor at once, into TENSOR_SAVE_DIR or ./tensor_logs; training waits for it.
 
     Args:
         tensor: any.
@@ -105,10 +105,10 @@ def save_tensor(
         quant_type: a label: hifp8, mxfp8, mxfp4, bf16 or fp16.
         tensor_name: query, input, weight ...
         layer_idx: of the decoder.
-        metadata: goes into the file's own; what torch.load reads safely.
-        **facts: the same, by name: phase=, component= ...
+        metadata: added to the file's own; only types that torch.load reads safely.
+        **facts: further metadata: phase=, component= ...
     Raises:
-        ConfigError: an unknown quant_type, or TENSOR_SAVE_ENABLED is neither yes nor no.
+        ConfigError: an unknown quant_type, or an invalid TENSOR_SAVE_ENABLED.
     """
     environment = {FOLDER: "tensor_logs", **os.environ}
     enabled, folder, _config = read_control(None, DumpConfig(quant_type=quant_type), environment)
@@ -135,7 +135,7 @@ def _facts(layer_type: str, operation: str, quant_type: str, tensor_name: str, l
 
 
 def _describe(found: Statistics | None, shape: Any, dtype: str, device: str) -> dict[str, Any]:  # noqa: ANN401
-    """`tensor_info`; is_leaf is None where a dump did not record it. The values are those of the finite numbers."""
+    """`tensor_info`; is_leaf is None where a dump did not record it. Statistics cover the finite values."""
     numbers = (found.minimum, found.maximum, found.mean, found.std) if found else (None,) * 4
     return {
         "shape": list(shape), "dtype": f"torch.{dtype.removeprefix('torch.')}", "device": device, "is_leaf": None,

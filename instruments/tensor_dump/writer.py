@@ -1,4 +1,4 @@
-"""The thread that measures captures and writes them to the disk, bytes first and then the rows of the index."""
+"""The thread that computes statistics of captures and writes them to disk, bytes before index rows."""
 
 import json
 import os
@@ -26,14 +26,10 @@ from instruments.tensor_dump.statistics import measure, read_moments, round_into
 
 
 class IndexFile:
-    """An index being written, held by one process."""
+    """An index being written, locked by one process."""
 
     def __init__(self, folder: Path, rank: int, header: Mapping[str, Any]) -> None:
-        """Begin the index of `rank`.
-
-        Raises:
-            ContractError: the folder holds a dump of this rank, or another process is writing one.
-        """
+        """Create the index of `rank`. Raises ContractError: the folder has a dump of this rank, finished or running."""
         path = folder / f"index-{rank:05}.jsonl"
         folder.mkdir(parents=True, exist_ok=True)
         self._file = path.open("ab")
@@ -51,39 +47,39 @@ class IndexFile:
             raise ContractError(
                 "the folder holds a dump already",
                 where=str(path),
-                do="another folder, or remove this one if nobody needs it",
+                do="another folder, or remove this one if it is not needed",
             )
         self.add([{"format": FORMAT, "version": VERSION, "rank": rank, **header}])
         sync(folder)
 
     def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Append rows, on the disk when this returns. The bytes that they speak of must be there already."""
+        """Append rows; they are on the disk on return. Their tensors' bytes must already be there."""
         self._file.write(b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows))
         self._file.flush()
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Let go of the file and its lock."""
+        """Close the file and release its lock."""
         self._file.close()
 
 
-# Rows that wait for a file to be closed, at most; those without bytes would wait forever.
+# Most rows that wait for a file to be closed; rows without bytes would otherwise never be written.
 _ROWS = 1000
 
 
 class DumpWriter:
-    """Takes captures in their order; `close` waits until all are on the disk."""
+    """Writes captures in the order of `put`; `close` waits until all are on the disk."""
 
     def __init__(
         self, folder: Path, rank: int, index: IndexFile, ring: HostRing, config: DumpConfig, manifest: Manifest
     ) -> None:
-        """Start the thread; it gives memory back to the `ring` and counts captures in the `manifest`."""
-        self.failure: BaseException | None = None  # of the thread; what comes after it is counted as lost
-        self._told = False  # whether the thread that trains knows of it
+        """Start the thread; it returns memory to the `ring` and counts captures in the `manifest`."""
+        self.failure: BaseException | None = None  # of the thread; later captures count as lost
+        self._told = False  # whether `check` has raised it
         self._folder, self._rank, self._index, self._ring = folder, rank, index, ring
         self._config, self._manifest = config, manifest
         self._queue: SimpleQueue[Capture | Event | None] = SimpleQueue()
-        # Of the file to come: its tensors, their bytes, the rows that wait for it and the memory that it will free.
+        # Of the next file: its tensors, their bytes, the rows that wait for it and the memory that it frees.
         self._tensors: dict[str, Tensor] = {}
         self._bytes = 0
         self._rows: list[TensorRecord] = []
@@ -93,24 +89,24 @@ class DumpWriter:
         self._thread.start()
 
     def put(self, capture: Capture) -> None:
-        """Hand over a capture."""
+        """Queue a capture."""
         self._queue.put(capture)
 
     def flush(self) -> Event:
-        """Close the file after what was put so far; the event is set when that is on the disk."""
+        """Close the current file; the event is set when all captures so far are on the disk."""
         done = Event()
         self._queue.put(done)
         return done
 
     def close(self) -> None:
-        """Write what is left and end the thread."""
+        """Write everything queued and end the thread."""
         self.flush()
         self._queue.put(None)
         self._thread.join()
         self._index.close()
 
     def check(self) -> None:
-        """Raise what the thread met, once. Raises UserError: the disk is full or forbids writing."""
+        """Raise the thread's error, once. Raises UserError: the disk is full or not writable."""
         if self.failure is None or self._told:
             return
         self._told = True
@@ -118,7 +114,7 @@ class DumpWriter:
             raise self.failure
         raise UserError(
             f"the dump ended early, {self._manifest.lost} tensors are lost: {self.failure}",
-            where=f"{self._folder}; what its index lists is whole",
+            where=f"{self._folder}; tensors listed in its index are complete",
             do="free some space or dump into another folder; or dump less: modules=[...], max_steps=, max_tokens=, "
             "keep=statistics",
         ) from self.failure
@@ -131,10 +127,10 @@ class DumpWriter:
                 full = len(self._rows) >= _ROWS or self._bytes >= self._config.shard_mib * 2**20
                 if full or isinstance(item, Event) or self.failure is not None:
                     self._seal()
-            except BaseException as error:  # noqa: BLE001 - raised again in the thread that trains
+            except BaseException as error:  # noqa: BLE001 - raised again by `check`
                 self.failure = error
                 self._manifest.lost += len(self._rows)
-                self._release()  # nobody must wait for memory
+                self._release()  # or training would wait for memory
             if isinstance(item, Event):
                 item.set()
 
@@ -144,7 +140,7 @@ class DumpWriter:
         if self.failure is not None:
             self._manifest.lost += 1
             return
-        if not held.found and held.data is not None:  # once for all records that share it
+        if not held.found and held.data is not None:  # once for all records that share the content
             if held.wait is not None:
                 held.wait()
             if held.status == STORED:
@@ -159,7 +155,7 @@ class DumpWriter:
             self._rows.append(replace(record, name=name, rounded_from=record.name, **held.rounded))
 
     def _keep(self, record: TensorRecord, held: Held, data: Tensor) -> None:
-        """Measure the content and give it a place in the file; also a rounded copy, if that is asked for."""
+        """Compute statistics and add the tensor to the file, with a rounded copy if configured."""
         held.found, wanted = self._place(record.name, data), self._config.quant_type
         if self._config.fake_quant and wanted not in {None, record.quant_type} and data.is_floating_point():
             rounded, error = round_into(data, str(wanted))
@@ -177,7 +173,7 @@ class DumpWriter:
         return f"tensors-{self._rank:05}-{self._shards:05}.safetensors"
 
     def _seal(self) -> None:
-        """Bytes first, then the rows that speak of them."""
+        """Write the bytes, then the rows that refer to them."""
         if self._tensors:
             with whole_file(self._folder / self._shard_name()) as unfinished:
                 save_file(self._tensors, unfinished, metadata={"format": "pt"})

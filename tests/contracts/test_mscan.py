@@ -206,7 +206,7 @@ def test_a_closing_header_that_counts_other_sequences(path):
 @pytest.mark.parametrize(
     ("content", "detail"),
     [
-        ([], "it is no object"),
+        ([], "it is not an object"),
         ({"model": 3, "metadata": []}, "model, metadata missing or of another type"),
         ({"encoding": "f16"}, "encoding is none of f32, log16"),
         ({"block_width": 0}, "block_width is not between 1 and 2147483648"),
@@ -229,7 +229,7 @@ def test_a_header_that_no_scanner_writes(path, content, detail):
     with pytest.raises(ContractError) as error:
         read_mscan(path)
     assert str(error.value) == (
-        f"scan.mscan is damaged: the header is none that a scanner writes: {detail}\n"
+        f"scan.mscan is damaged: the header is invalid: {detail}\n"
         f"  where: {path}\n  do:    copy the file again, or scan again"
     )
 
@@ -490,7 +490,7 @@ def test_what_is_no_norm_is_refused(path, value):
         with pytest.raises(ContractError) as error:
             writer.add(wrong)
         assert str(error.value) == (
-            "in_gradient holds a value that is negative or infinite, which no norm is\n"
+            "in_gradient holds a negative or infinite value, which is not a norm\n"
             f"  where: {path}, sequences text 0, text 1\n"
             "  do:    scan in a wider number format, such as model.dtype=float32"
         )

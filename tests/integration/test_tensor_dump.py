@@ -71,7 +71,7 @@ def test_a_folder_that_fills_up(tmp_path):
     first, where, remedy = said.strip().splitlines()[-3:]
     assert first.startswith("the dump ended early, ")
     assert "File too large" in first
-    assert where == f"  where: {tmp_path / 'dump'}; what its index lists is whole"
+    assert where == f"  where: {tmp_path / 'dump'}; tensors listed in its index are complete"
     assert remedy.startswith("  do:    free some space or dump into another folder")
     assert assert_whole(tmp_path / "dump") == 0
     assert list((tmp_path / "dump").glob("*.partial")) == []
@@ -96,7 +96,7 @@ def test_a_disk_without_space(tmp_path):
     if done.returncode not in {0, 1} or "unshare" in done.stderr:
         pytest.skip(f"a small disk of its own is not allowed here: {done.stderr.strip()}")
     assert "No space left on device" in done.stderr
-    assert f"where: {tmp_path / 'disk' / 'dump'}; what its index lists is whole" in done.stderr
+    assert f"where: {tmp_path / 'disk' / 'dump'}; tensors listed in its index are complete" in done.stderr
     assert assert_whole(tmp_path / "copy") > 0
     assert list((tmp_path / "copy").glob("*.partial")) == []
 
@@ -207,7 +207,7 @@ def test_show(dump, capsys, tmp_path):
         "linear_L1_forward_fp32_weight",
     ]
     assert main(["show", str(dump), "--module", "*.q_proj"]) == 2
-    assert capsys.readouterr().err.startswith("none of 18 records fits\n")
+    assert capsys.readouterr().err.startswith("none of 18 records matches\n")
 
 
 def test_compare_finds_the_first_divergence(dump, tmp_path, capsys):

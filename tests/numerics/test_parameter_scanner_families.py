@@ -22,7 +22,7 @@ CONFIGS = {
     "phi": PhiConfig(**SIZES, max_position_embeddings=32),
     "gemma2": Gemma2Config(**SIZES, num_key_value_heads=2, head_dim=8, max_position_embeddings=32),
 }
-SHARED = "its samples cannot be told apart"
+SHARED = "its samples cannot be separated"
 LEFT_OUT = {
     "gpt2": {"transformer.wpe.weight": SHARED},
     "gpt2, untied": {"transformer.wpe.weight": SHARED},

@@ -48,7 +48,7 @@ def test_the_summary(file, run):
     assert code == 1
     assert err == (
         f"{file.name} was not closed: its end is missing, or its writer is still at work\n"
-        f"  where: {file}, after 4 sequences; 54 bytes of no use follow\n"
+        f"  where: {file}, after 4 sequences; 54 unusable bytes follow\n"
         "  do:    wait for the writer, copy the file again, or go on scanning into it\n"
     )
     facts, table = out.split("\n\n")

@@ -45,7 +45,7 @@ def test_a_name_that_leads_elsewhere_is_refused(dump, field, value, tmp_path, ca
     ("fields", "detail"),
     [
         ({"shape": [-1]}, "shape missing or of another type"),
-        ({"shape": [2**40, 2**40]}, f"shape [{2**40}, {2**40}] is none of a tensor"),
+        ({"shape": [2**40, 2**40]}, f"shape [{2**40}, {2**40}] is too large for a tensor"),
         ({"shape": 3}, "shape missing or of another type"),
         ({"shape": [1]}, "the placement of shape [1] has other axes"),
         ({"status": "kept"}, "status 'kept' is none of stored, statistics, dropped"),

@@ -288,7 +288,7 @@ def test_the_folder_comes_from_the_environment(folder):
         (
             DumpConfig(tensors=["query"]),
             {},
-            "tensors=['query']: the modules asked for have none of them\n"
+            "tensors=['query']: the selected modules have none of them\n"
             "  where: setting tensors; modules=['*'] are linear\n"
             "  do:    tensors=['input', 'weight', 'grad_output']",
         ),
@@ -323,7 +323,7 @@ def test_the_folder_comes_from_the_environment(folder):
         (
             DumpConfig(fake_quant=True),
             {},
-            "fake_quant=true rounds into quant_type, and there is none\n"
+            "fake_quant=true needs quant_type, which is not set\n"
             "  where: settings quant_type and fake_quant\n  do:    quant_type=mxfp8, or fake_quant=false",
         ),
         (

@@ -59,7 +59,7 @@ def test_a_call_without_samples():
     with pytest.raises(ConfigError) as caught:
         read_call({"pixel_values": IDS})
     assert str(caught.value) == (
-        "the model was called with pixel_values; its samples cannot be told\n"
+        "the model was called with pixel_values; its samples are unknown\n"
         "  where: ParameterTensorScanner\n"
         "  do:    call the scanned model with input_ids=... or inputs_embeds=..."
     )
