@@ -25,7 +25,7 @@ from instruments.parameter_scan.inputs import (
     split_samples,
 )
 from instruments.parameter_scan.scan_pass import Measured, ScanPass
-from instruments.parameter_scan.targets import Target, say_left_out
+from instruments.parameter_scan.targets import Target, refusal, say_left_out
 from instruments.precision.calls import find_tensors, in_backward
 from instruments.transformers_layers import ProductFinder, look_inside
 
@@ -216,11 +216,19 @@ class ModuleHooks:
     def _begin_experts(
         self, index: int, _hidden_states: Tensor, top_k_index: Tensor, *_args: object, **_kwargs: object
     ) -> Callable[..., Any] | None:
-        """Fused experts are called; `index` is that of the first expert."""
+        """Fused experts are called; `index` is that of the first expert.
+
+        Raises ConfigError: `strict`, and not all tokens are passed.
+        """
         scan_pass = self._enter(index, self._name(index))
         if scan_pass is None:
             return None
-        if len(top_k_index) != scan_pass.facts.samples * scan_pass.facts.length:
+        facts = scan_pass.facts
+        if len(top_k_index) != facts.samples * facts.length:
+            if self.strict:
+                what = f"{self._name(index)} was given {len(top_k_index)} tokens"
+                expected = f"expected {facts.samples} samples of {facts.length} positions"
+                raise refusal(f"{what}; {expected}", "leave it out: patterns=[...]")
             self._leave_out(index, "its samples cannot be separated")
             return None
         target = self.targets[index]

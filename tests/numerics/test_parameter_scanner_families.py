@@ -157,6 +157,20 @@ def test_every_fused_expert(family, kernel, caplog):
     torch.testing.assert_close(squares, record.activation_BP[0, column])
 
 
+def test_experts_that_get_some_of_the_tokens_are_left_out_or_refused():
+    """As in a layer that passes on what padding leaves; the rest of its output is zero."""
+    model = make_moe("qwen3_moe").eval()
+    experts = model.model.layers[0].mlp.experts
+    experts.register_forward_pre_hook(lambda _module, args: tuple(one[:4] for one in args))
+    experts.register_forward_hook(lambda _module, _args, output: nn.functional.pad(output, (0, 0, 0, B * T - 4)))
+    scanner, record = scan(model, batch())
+    first = {p.name: column for column, p in enumerate(scanner.parameters) if "layers.0.mlp.experts" in p.name}
+    assert list(scanner.left_out.values()).count(SHARED) == 2
+    assert record.gradient_BP[:, list(first.values())].isnan().all()
+    with pytest.raises(ConfigError, match=f"was given 4 tokens; expected {B} samples of {T} positions"):
+        scan(model, batch(), patterns=["model.layers.0.mlp.experts.*"])
+
+
 def test_experts_without_gradients():
     model = make_moe("qwen3_moe").eval()
     _, expected = scan(model, batch())
