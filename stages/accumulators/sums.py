@@ -161,7 +161,7 @@ class LocalStore(SumStore):
         """Load the sums of a killed run from `folder`, or start from zero; `every`: seconds between flushes.
 
         If an earlier run had more workers, worker 0 takes over the sums of the extra ones, unless their batches have
-        been read again since. `fresh` deletes this worker's file; the pipeline cleans the leading worker's machine only.
+        been read again since. `fresh` deletes this worker's file; the pipeline cleans only the leading machine.
         Raises:
             ContractError: the folder holds sums of another identity.
         """
