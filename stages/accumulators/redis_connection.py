@@ -133,7 +133,7 @@ def _check_server(url: str, place: str) -> None:
 
 @cache  # one warning per server
 def _warn_of_loss(place: str) -> None:
-    what = "%s keeps no append-only file: sums since its last snapshot are scanned again should it stop. %s"
+    what = "%s keeps no append-only file: if it stops, batches since its last snapshot are scanned again. %s"
     # The first command lasts until the server restarts, the second writes it to the server's configuration file.
     logger.warning(what, place, "To change that: redis-cli config set appendonly yes; redis-cli config rewrite")
 
@@ -188,7 +188,7 @@ _KINDS = {
 _TAMPERING = ("GONE", "CHANGED")
 _REFUSALS = {
     "NOAUTH": (
-        "the Redis server does not let us in: {}",
+        "the Redis server denies access: {}",
         "the right password in the environment's TINY_ONN_REDIS_PASSWORD, the user's name in store.url",
     ),
     "NOPERM": (

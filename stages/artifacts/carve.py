@@ -51,7 +51,7 @@ class _Layers(TensorFile):
             if len(used) and (used.min() < 0 or used.max() >= self.width):
                 raise ContractError(f"neuron index outside 0..{self.width - 1}", where=where)
             if any(len(row.unique()) != len(row) for row in [*neurons_EN, always_S]):
-                raise ContractError("a neuron stands twice in one expert", where=where)
+                raise ContractError("a neuron is twice in one expert", where=where)
             if torch.isin(neurons_EN, always_S).any():
                 raise ContractError("an always-on neuron is also in an expert", where=where)
 

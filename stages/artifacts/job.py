@@ -56,7 +56,7 @@ class Workers:
         except (RuntimeError, ValueError) as error:
             places = (f"{name}={os.environ.get(name, 'unset')}" for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
             raise UserError(
-                f"the workers of this job cannot meet: {str(error).splitlines()[0]}",
+                f"the workers of this job cannot connect: {str(error).splitlines()[0]}",
                 where=f"environment {', '.join(places)}",
                 do="torchrun --nproc-per-node=2 -m pipeline ..., which sets them; without workers, unset RANK",
             ) from error

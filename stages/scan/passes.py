@@ -58,7 +58,7 @@ def check_gradients(
 
 
 _NO_LABEL = (
-    "leave these samples out: every label is masked, or the only one stands at the first token, which nothing predicts"
+    "leave these samples out: every label is masked, or the only one is at the first token, which nothing predicts"
 )
 _TOO_LARGE = "model.dtype=float32; if it is, the checkpoint's weights are scaled beyond its range"
 _NO_LOSS = "leave these samples out: the model is certain of every supervised token (a single one, perhaps)"

@@ -24,7 +24,7 @@ from stages.text.sources import describe_emptiness, describe_source, read_docume
 
 logger = logging.getLogger(__name__)
 
-NO_PROMPT = "nothing stands before the answer"
+NO_PROMPT = "no text before the answer"
 NO_ROOM = "the prompt leaves data.max_length no room for data.max_new_tokens"
 NOTHING_WRITTEN = "the model ended the text at once"
 

@@ -162,7 +162,7 @@ def open_events(folder: Path) -> Any:  # noqa: ANN401 - a SummaryWriter, which t
     try:
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - optional
     except ImportError:
-        logger.info("no TensorBoard events: pip install tensorboard; train.tensorboard=false stops asking")
+        logger.info("no TensorBoard events: pip install tensorboard, or train.tensorboard=false")
         return None
     return SummaryWriter(str(folder))
 
