@@ -117,7 +117,7 @@ class TensorFile:
 
 Layer = TypeVar("Layer")
 
-_VERSION = 1  # never raised: a scratch folder belongs to one fingerprint, which includes the stage's version
+_VERSION = 1  # never incremented: a scratch folder belongs to one fingerprint, which includes the stage's version
 
 
 def save_layer_checkpoint(scratch: Path, index: int, layer: Any) -> None:  # noqa: ANN401 - any dataclass of tensors and plain values

@@ -66,7 +66,7 @@ def _check_path(path: str, option: str, data: DataConfig) -> list[UserError]:
     return errors
 
 
-# Raised when a change of the readers gives other tokens for the same text.
+# Incremented when a change of the readers gives other tokens for the same text.
 READER_VERSION = 2
 
 

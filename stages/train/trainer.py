@@ -224,7 +224,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
 def explain_not_finite(model: nn.Module, found: list[str], step: int, folder: Path) -> NumericsError:
     """The error for a step whose gradients, in `model`, are not finite; `found` are the monitor's messages."""
     bad = [name for name, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
-    # Backwards, the last layer comes first.
+    # The backward pass starts at the last layer.
     place = f"first seen in the gradient of {bad[-1]}" if bad else "in gradients of another process, or their sum"
     last = find_latest(folder)
     return NumericsError(
