@@ -1,1 +1,1 @@
-"""The stages of the chain; they meet only in `stages.artifacts`."""
+"""The stages of the chain; they exchange only what `stages.artifacts` defines."""

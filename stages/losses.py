@@ -1,4 +1,4 @@
-"""Language-model losses, the teacher-forced forward pass, and how far the predictions of two models are apart."""
+"""Language-model losses, the teacher-forced forward pass, and the distance between two models' predictions."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ from models.loading import input_device, is_offloaded
 from stages.artifacts.job import ALONE, Workers
 from stages.text.sequences import IGNORED, TokenBatch
 
-CHUNK_VALUES = 2**22  # logits whose probabilities are in memory at once, 16 MiB in fp32
+CHUNK_VALUES = 2**22  # logits per softmax chunk, 16 MiB in fp32
 
 
 def cross_entropy(
@@ -28,9 +28,9 @@ def cross_entropy(
 ) -> Float[Tensor, "N"]:
     """−log p(target) in nats, fp32; 0 where the target is ignored (-100).
 
-    Torch's own holds three tensors of the logits' size in the backward pass, most of the memory of a batch. Here it is
-    two, and with `inplace_backward`, where the gradient is written over the logits, one. Only where nobody reads them
-    again; an operation of the model that would, in its own backward pass, fails (autograd counts their versions).
+    PyTorch's cross-entropy holds three tensors of the logits' size in the backward pass, most of a batch's memory. This
+    one holds two. With `inplace_backward` it holds one: the gradient overwrites the logits, so nothing may read them
+    afterwards. Autograd raises an error if another backward operation needs them.
     """
     losses_N: Tensor = _CrossEntropy.apply(logits_NV, targets_N, inplace_backward)  # type: ignore[no-untyped-call]
     return losses_N
@@ -73,7 +73,7 @@ def token_losses(
 ) -> Float[Tensor, "B T-1"]:
     """Cross-entropy in nats of each next token, 0 where the label is ignored (-100); fp32; see `cross_entropy`.
 
-    Labels are moved, not logits: a slice of those would be copied, and its gradient filled up again.
+    Shifts the labels instead of the logits: slicing the logits would copy them and pad their gradient.
     """
     targets_BT = torch.nn.functional.pad(labels_BT[:, 1:], (0, 1), value=IGNORED)
     losses_N = cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), inplace_backward=inplace_backward)
@@ -81,14 +81,14 @@ def token_losses(
 
 
 def supervised_tokens(labels_BT: Int[Tensor, "B T"]) -> Int[Tensor, "B"]:
-    """How many next tokens of each sample count in its loss."""
+    """Number of next tokens of each sample that count in its loss."""
     return (labels_BT[:, 1:] != IGNORED).sum(1)
 
 
 def sample_losses(
     logits_BTV: Float[Tensor, "B T V"], labels_BT: Int[Tensor, "B T"], *, inplace_backward: bool = False
 ) -> Float[Tensor, "B"]:
-    """Mean loss of each sample over its supervised tokens; arguments as of `token_losses`."""
+    """Mean loss of each sample over its supervised tokens; arguments as in `token_losses`."""
     return token_losses(logits_BTV, labels_BT, inplace_backward=inplace_backward).sum(1) / supervised_tokens(labels_BT)
 
 
@@ -106,11 +106,11 @@ class MeanLoss:
 
     @property
     def perplexity(self) -> float:
-        """Exp of the mean."""
+        """exp(nats); the exponent is at most 700, below float64's overflow."""
         return math.exp(min(self.nats, 700.0))
 
 
-CHUNK_TOKENS = 1024  # whose distributions over the vocabulary are in memory at once, in fp32
+CHUNK_TOKENS = 1024  # tokens whose fp32 distributions over the vocabulary are in memory at once
 
 
 def prediction_distance(
@@ -118,7 +118,7 @@ def prediction_distance(
 ) -> Float[Tensor, ""]:
     """Σ KL(teacher ‖ student) of the next-token distributions.
 
-    Memory: distributions of `CHUNK_TOKENS` tokens; they are computed again in the backward pass.
+    Memory: distributions of `CHUNK_TOKENS` tokens; the backward pass computes them again.
     Source: Hinton et al., arXiv:1503.02531, section 2, at temperature 1.
     """
     student_tV, teacher_tV = student_BTV[counts_BT], teacher_BTV[counts_BT]
@@ -138,7 +138,7 @@ def _divergence(student_tV: Tensor, teacher_tV: Tensor) -> Tensor:
 def measure_loss(
     model: PreTrainedModel, batches: Sequence[TokenBatch], name: str | None = None, workers: Workers = ALONE
 ) -> MeanLoss:
-    """Next-token loss over all supervised tokens; with a bar where the model has a name. Workers share the batches."""
+    """Next-token loss over all supervised tokens. Workers share the batches; no progress bar without a `name`."""
     totals_B, device = torch.zeros(len(batches), dtype=torch.float64), input_device(model)
     mine = range(len(batches))[workers.rank :: workers.world]
     hidden = name is None or not workers.leads
@@ -153,10 +153,10 @@ def measure_loss(
 
 
 def forward_losses(model: nn.Module, batch: TokenBatch, *, inplace_backward_logits: bool = False) -> Float[Tensor, "B"]:
-    """Each sample's mean loss over its supervised tokens, of a causal language model with frozen weights.
+    """Each sample's mean loss over its supervised tokens, for a causal language model with frozen weights.
 
-    With gradients enabled only the output of the input embeddings requires one, so that the graph reaches every layer
-    and no weight gets a gradient. `inplace_backward_logits` saves a third of the memory; not where a hook keeps them.
+    With gradients enabled, only the output of the input embeddings requires a gradient: the graph reaches every layer,
+    and no weight gets a gradient. `inplace_backward_logits` saves a third of the memory; no hook may keep the logits.
     """
     device = input_device(model)
     with gradients_from_embeddings(model):
@@ -168,7 +168,7 @@ def forward_losses(model: nn.Module, batch: TokenBatch, *, inplace_backward_logi
 
 @contextmanager
 def gradients_from_embeddings(model: nn.Module) -> Iterator[None]:
-    """With frozen weights nothing leads from the loss to the layers, unless what the embeddings give asks for it."""
+    """Make the output of the input embeddings require a gradient: frozen weights alone would give no graph."""
 
     def require_grad(_module: nn.Module, _args: object, embedded_BTD: Tensor) -> Tensor:
         if embedded_BTD.requires_grad or not torch.is_grad_enabled():
@@ -183,18 +183,18 @@ def gradients_from_embeddings(model: nn.Module) -> Iterator[None]:
 
 
 def save_memory(dense: PreTrainedModel, *, asked: bool) -> None:
-    """Recompute where it is asked for, and where weights do not stay on the device.
+    """Enable gradient checkpointing if `asked`, or if the model is offloaded.
 
-    The graph would keep every offloaded weight until the backward pass; recomputed, one layer's are there at a time.
+    Without it, the graph keeps every offloaded weight on the device until the backward pass; with it, one layer's.
     """
     if asked or is_offloaded(dense):
-        # 8-bit layers keep their inputs alive under the other kind.
+        # Non-reentrant checkpointing of 8-bit layers would keep their inputs in memory.
         enable_gradient_checkpointing(dense, reentrant=getattr(dense, "is_loaded_in_8bit", False))
 
 
 def enable_gradient_checkpointing(dense: PreTrainedModel, *, reentrant: bool = False) -> None:
-    """Recompute layers in the backward pass, without switching dropout on as `train()` would."""
-    # Renamed within transformers 5.
+    """Recompute layers in the backward pass, without the dropout that `train()` would enable."""
+    # transformers 5 renamed it.
     enable = getattr(dense, "activation_checkpointing_enable", None) or dense.gradient_checkpointing_enable
     enable({"use_reentrant": reentrant})
     for layer in dense.get_decoder().layers:

@@ -6,15 +6,15 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from instruments.errors import redact
 
-# Address without its password → the password; in this process alone.
+# Address without its password → the password; only in the memory of this process.
 _PASSWORDS: dict[str, str] = {}
 
 
 def hide_password(url: str) -> str:
-    """The address without its password, which `find_password` still knows."""
+    """The address without its password; `find_password` returns the password."""
     hidden = redact(url)
     if hidden != url:
-        with suppress(ValueError):  # no address: said where it is used
+        with suppress(ValueError):  # not an address: reported when it is used
             parts = urlsplit(url)
             options = parse_qs(parts.query).get("password", [""])
             _PASSWORDS[hidden] = unquote(parts.password or "") or options[0]
@@ -22,17 +22,17 @@ def hide_password(url: str) -> str:
 
 
 def find_password(url: str) -> str | None:
-    """The password that an address was given with."""
+    """The password of an address that `hide_password` returned."""
     return _PASSWORDS.get(url)
 
 
-# The remedy of sums that cannot be gone on from. Without the stage, only the stage that is asked for starts over.
+# The remedy for sums that cannot be resumed. Without stage=scan, fresh=true applies to the requested stage only.
 START_OVER = "the same command with stage=scan fresh=true, which starts the scan over"
 
 
 @dataclass
 class StoreConfig:
-    """Where a running scan keeps its sums; explained in conf/store."""
+    """Storage of the sums of an unfinished scan; explained in conf/store."""
 
     kind: str = field(default="local", metadata={"choices": ("local", "redis"), "fingerprint": False})
     checkpoint_every: float = field(default=30.0, metadata={"minimum": 0, "fingerprint": False})
@@ -40,10 +40,10 @@ class StoreConfig:
     namespace: str | None = field(default=None, metadata={"fingerprint": False})
 
     def __post_init__(self) -> None:
-        """Keep a password out of everything that writes settings."""
+        """Remove the password, so that no output of the settings contains it."""
         if self.url:
             self.url = hide_password(self.url)
 
     def unread(self) -> dict[str, str]:
-        """Settings that nothing reads, and why."""
+        """Settings without effect, each with the setting that disables it."""
         return {} if self.kind == "redis" else dict.fromkeys(("url", "namespace"), f"store.kind={self.kind}")

@@ -1,13 +1,13 @@
--- Adds a committed chunk to the sums and removes it; called again it does nothing.
+-- Adds a committed chunk to the sums and deletes it; a repeated call does nothing.
 -- KEYS: chunk, pending. ARGV: the chunk's name in pending, then for every field of a neuron its projection (1 gate, 2 up,
--- 3 down), name, column in the chunk and whether it is a maximum.
+-- 3 down), name, column in the chunk, and 1 for a maximum.
 -- Returns the number of increments.
 if redis.call('SISMEMBER', KEYS[2], ARGV[1]) == 0 then return 0 end
 local chunk = redis.call('GET', KEYS[1])
 if not chunk then return redis.error_reply('GONE ' .. KEYS[1]) end
 local call, unpack_, TINY, UNIT = redis.pcall, struct.unpack, 2 ^ -24, 2 ^ 128
 
--- A script that fails has written what it has written. The chunk then remembers how many fields are in the sums.
+-- Redis does not roll back a failed script. The chunk stores how many fields are already added; the next call skips them.
 local function give_up(reply, key, passed, skip)
   if passed > skip then redis.call('SETRANGE', KEYS[1], 0, struct.pack('<I4', passed)) end
   local why = string.find(reply.err, 'not a float', 1, true) and 'CHANGED a field is not a number' or reply.err
@@ -41,11 +41,11 @@ else
         local key, field, reply = keys[projections[entry]], fields[entry]
         if greatest[entry] then
           reply = call('HGET', key, field)
-          -- What is no number stays, for readers to find.
+          -- A value that is no number stays, so that readers detect it.
           if not reply or (type(reply) == 'string' and value > (tonumber(reply) or 1 / 0)) then
             reply = call('HSET', key, field, value)
           end
-        -- Redis writes Lua's numbers with 17 digits, so that nothing is lost on the way.
+        -- Redis formats Lua numbers with 17 digits, so that no precision is lost.
         elseif value < TINY then
           reply = call('HINCRBYFLOAT', key, field .. '_tiny', value * UNIT)
         else

@@ -1,6 +1,6 @@
--- Makes a namespace this scan's, or says whose it is.
--- KEYS: identity, then keys that only a scan of this namespace may have made. ARGV: identity.
--- Returns the identity that holds, or a list with the key that is in the way.
+-- Claims a namespace for a scan, unless it is claimed already.
+-- KEYS: identity, then keys that exist only after a scan of this namespace. ARGV: identity.
+-- Returns the identity of the scan that holds the namespace, or a list with the key that prevents the claim.
 local held = redis.call('GET', KEYS[1])
 if held then return held end
 for number = 2, #KEYS do

@@ -1,12 +1,12 @@
--- Decides the fate of a staged flush, all of it at once.
+-- Commits or refuses a staged flush atomically.
 -- KEYS: identity, done, counters, totals, pending, then the staged chunks.
--- ARGV: identity, count of batches, their numbers, then of each count which key it is in, name and increment, after that
+-- ARGV: identity, number of batches, the batches, then for each counter the index of its key, its name and increment, then
 -- the chunks' names.
--- Returns committed (now, or by a call whose answer was lost), refused (one of its batches is done: the chunks are gone),
--- unstaged (chunks are missing), or strange (the namespace is not this scan's).
+-- Returns committed (now, or by a call whose answer was lost), refused (a batch is done already; the chunks are deleted),
+-- unstaged (chunks are missing), or strange (the namespace belongs to another scan).
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 'strange' end
 
--- Nothing may fail once the first write is done.
+-- All checks come before the first write: a failure after it would leave a partial commit.
 for number, kind in pairs({[2] = 'string', [3] = 'hash', [4] = 'hash', [5] = 'set'}) do
   local found = redis.call('TYPE', KEYS[number]).ok
   if found ~= kind and found ~= 'none' then

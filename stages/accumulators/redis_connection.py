@@ -1,4 +1,4 @@
-"""The Redis server that the settings name, and whether it can be trusted with sums."""
+"""Connection to the configured Redis server, and checks that it can hold sums."""
 
 import logging
 import os
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from redis import Redis
 
 URL, PASSWORD = "TINY_ONN_REDIS_URL", "TINY_ONN_REDIS_PASSWORD"
-# Seconds, and tries with growing waits: three seconds for a server that should be there, a minute for one that was.
+# In seconds; the numbers of tries, with growing waits, take three seconds at the start and a minute during a scan.
 ANSWER_WITHIN, LONGEST_WAIT = 30, 2.0
 OPENING_TRIES, RUNNING_TRIES = 5, 33
 
@@ -24,13 +24,13 @@ logger = logging.getLogger(__name__)
 
 
 def connect(store: StoreConfig) -> tuple["Redis", str]:
-    """A client of the server, checked, and how to call the server in messages.
+    """A client of the checked server, and the server's name for messages.
 
-    Every command may be sent twice: after a lost connection the client tries again, for about a minute.
+    After a lost connection the client retries for about a minute, so that the server may execute a command twice.
 
     Raises:
         ConfigError: no server is named, its URL is wrong, its settings lose keys, or the package redis is missing.
-        UserError: it cannot be reached or does not let us in.
+        UserError: the server cannot be reached or denies access.
     """
     url = _find_url(store)
     place = place_of(url)
@@ -42,7 +42,7 @@ def connect(store: StoreConfig) -> tuple["Redis", str]:
         with in_words(place):
             _check_server(url, place)
         return _client(url, RUNNING_TRIES), place
-    except (TypeError, ValueError) as error:  # an option after the question mark
+    except (TypeError, ValueError) as error:  # a query option of the URL
         what = f"store.url has an option that the package redis does not know: {error}"
         raise ConfigError(
             what, where="setting store.url", do="its options as redis.Redis.from_url describes them"
@@ -50,13 +50,13 @@ def connect(store: StoreConfig) -> tuple["Redis", str]:
 
 
 def check_store(store: StoreConfig) -> None:
-    """Whether the store can be used, before any weights are loaded. Raises UserError as `connect`."""
+    """Check that the store is usable, before any weights are loaded. Raises UserError as `connect` does."""
     if store.kind == "redis":
         connect(store)[0].close()
 
 
 def place_of(url: str) -> str:
-    """The server in words, without user and password."""
+    """The server's name for messages, without user and password."""
     parts = urlsplit(url)
     if parts.scheme == "unix":
         return f"Redis at {parts.path}"
@@ -69,7 +69,7 @@ def _find_url(store: StoreConfig) -> str:
         what = "store.kind=redis names no server"
         raise ConfigError(what, where=f"settings store.url and {URL}", do="store.url=redis://localhost:6379/0")
     if not _is_address(url):
-        what = "store.url is no Redis address"  # not repeated: it may hold a password
+        what = "store.url is no Redis address"  # not shown: it may contain a password
         where = "setting store.url" if store.url else f"environment {URL}"
         raise ConfigError(
             what, where=where, do="store.url=redis://localhost:6379/0, or one that begins with rediss:// or unix://"
@@ -79,7 +79,7 @@ def _find_url(store: StoreConfig) -> str:
 
 def _is_address(url: str) -> bool:
     try:
-        # An open bracket raises, and asking for a port that is no number.
+        # An open bracket raises ValueError, and so does a port that is no number.
         parts = urlsplit(url)
         if parts.scheme == "unix":
             return bool(parts.path)
@@ -98,7 +98,7 @@ def _client(url: str, tries: int) -> "Redis":
 
     return Redis.from_url(
         url,
-        password=find_password(url) or os.environ.get(PASSWORD),  # one in the URL of the environment goes before
+        password=find_password(url) or os.environ.get(PASSWORD),  # a password in the URL has precedence
         socket_timeout=ANSWER_WITHIN,
         socket_connect_timeout=5,
         health_check_interval=30,
@@ -110,7 +110,7 @@ def _client(url: str, tries: int) -> "Redis":
 def _check_server(url: str, place: str) -> None:
     from redis import exceptions as refusals  # noqa: PLC0415 - an extra
 
-    # A wrong password is refused at once; only what may pass by itself is tried again.
+    # A wrong password fails at once; only errors that may be temporary are retried.
     try:
         info = _info(url, 0)
     except (refusals.AuthenticationError, refusals.AuthorizationError):
@@ -131,10 +131,10 @@ def _check_server(url: str, place: str) -> None:
         _warn_of_loss(place)
 
 
-@cache  # once for each server
+@cache  # one warning per server
 def _warn_of_loss(place: str) -> None:
-    what = "%s keeps no append-only file: sums since its last snapshot are scanned again should it stop. %s"
-    # The first lasts until the server is started again, the second writes it into the server's file of settings.
+    what = "%s keeps no append-only file: if it stops, batches since its last snapshot are scanned again. %s"
+    # The first command lasts until the server restarts, the second writes it to the server's configuration file.
     logger.warning(what, place, "To change that: redis-cli config set appendonly yes; redis-cli config rewrite")
 
 
@@ -167,15 +167,15 @@ def _explain(error: Exception, place: str) -> UserError:
     names = {base.__name__ for base in type(error).__mro__}
     kind = next((code for name, code in _KINDS.items() if name in names), code)
     text = (rest if kind == code and code in _REFUSALS else line).partition(" script: ")[0]
-    if kind == "WRONGTYPE":  # the scripts' own name the key
+    if kind == "WRONGTYPE":  # errors of the scripts name the key
         text = text.partition(" | key ")[2] or text
     what, do = _REFUSALS.get(kind, _UNKNOWN)
     make = ContractError if kind in _TAMPERING else UserError
     return make(what.format(text.removeprefix("ERR ")), where=place, do=do)
 
 
-# The first that fits: the client derives errors of login from errors of connection.
-# By the exception's name: the package is an extra, and this module is read without it.
+# By class name, because the package is an extra; the first match counts, because authentication errors are subclasses
+# of connection errors.
 _KINDS = {
     "AuthenticationError": "NOAUTH",
     "AuthorizationError": "NOAUTH",
@@ -188,7 +188,7 @@ _KINDS = {
 _TAMPERING = ("GONE", "CHANGED")
 _REFUSALS = {
     "NOAUTH": (
-        "the Redis server does not let us in: {}",
+        "the Redis server denies access: {}",
         "the right password in the environment's TINY_ONN_REDIS_PASSWORD, the user's name in store.url",
     ),
     "NOPERM": (

@@ -1,16 +1,16 @@
-"""Where Redis keeps the sums of a scan: the keys, the fields, and what the texts of numbers can hold.
+"""Layout of a scan's sums in Redis: keys, fields and number formats.
 
-A neuron's sums are three hashes, one for each projection, `{namespace}param:{weight name}:row:{neuron}`: the neuron's
-row of gate_proj and up_proj, its column of down_proj. `sum_act` is the sum of |h| over tokens, `count_act` the tokens
-on which the neuron is active, `sum_grad_norm` the sum of gradient norms over samples. Divided by the counters `tokens`
-(the first two) and `samples` (the third) of `{namespace}scan:counters` they are averages and the frequency.
+Each neuron has three hashes, one per projection, `{namespace}param:{weight name}:row:{neuron}`: for its row of
+gate_proj and up_proj and its column of down_proj. `sum_act` is the sum of |h| over tokens, `count_act` the number of
+tokens for which the neuron is active, `sum_grad_norm` the sum of gradient norms over samples. Divided by the counters
+`tokens` (the first two) and `samples` (the third) of `{namespace}scan:counters`, they are means and the frequency.
 
-HINCRBYFLOAT keeps 17 decimals after the point. An increment below 2^-24 would lose more than 1e-10 of itself, so it
-goes to the field with `_tiny` at its end, counted in units of 2^-128; the sum is field + 2^-128·tiny field.
+HINCRBYFLOAT keeps 17 decimals after the point. An increment below 2^-24 would lose more than 1e-10 of its value, so it
+is added to the field with the suffix `_tiny`, in units of 2^-128; the sum is field + 2^-128·tiny field.
 
-Readers check the sums against the hash `{namespace}scan:totals`: for every sum and layer the total over all neurons,
-copies of the counters, the number of batches and of their marks. A commit adds to it in one step with the marks in
-`scan:done`.
+Readers verify the sums with the hash `{namespace}scan:totals`: for every sum and layer the total over all neurons,
+copies of the counters, the number of batches and the sum of their check numbers. A commit updates it together with the
+marks in `scan:done`.
 """
 
 import json
@@ -28,8 +28,8 @@ from stages.accumulators.sums import ScanSums
 
 LAYOUT_VERSION = 3  # 2: without totals
 PROJECTIONS = ("gate", "up", "down")
-# Sum of the scan → where it stands. The first place counts; the others repeat it for readers of single rows, and are
-# compared with it.
+# Sum of the scan → its fields. Readers take the first field; the others are copies for readers of single rows, and are
+# compared with the first.
 FIELDS = {
     "sum_abs": [("gate", "sum_act"), ("up", "sum_act"), ("down", "sum_act")],
     "active_count": [("gate", "count_act"), ("up", "count_act"), ("down", "count_act")],
@@ -40,23 +40,23 @@ FIELDS = {
     "sum_taylor": [("gate", "sum_taylor")],
     "max_abs": [("gate", "max_abs"), ("up", "max_abs")],
 }
-GREATEST = frozenset({"max_abs"})  # not added up
-BITS = "bits_LRf"  # one string for each layer, rows of tokens one after the other
+GREATEST = frozenset({"max_abs"})  # maxima instead of sums
+BITS = "bits_LRf"  # one string per layer, the rows of all tokens concatenated
 
-# Layers' weight names: gate, up, down → name.
+# For each layer: gate, up, down → name of the weight.
 WeightNames = Sequence[Mapping[str, str]]
 
 
 class Keys:
-    """Names of everything under one namespace.
+    """Names of all keys of one namespace.
 
-    `identity` says as JSON what was scanned and by which code. `done` is a bitmap of the batches that are in the sums
-    or in chunks that wait to be added, `pending` the set of these chunks. `counters` is a hash of tokens, samples and
-    loss_sum, `totals` one of what the sums add up to.
+    `identity` is JSON: the scan's settings, inputs and code. `done` is a bitmap of the committed batches, `pending` the
+    set of committed chunks that are not yet added to the sums. `counters` is a hash of tokens, samples and loss_sum,
+    `totals` a hash of totals over all sums.
     """
 
     def __init__(self, namespace: str) -> None:
-        """Every key begins with `namespace`."""
+        """`namespace` is the prefix of all keys."""
         self.namespace = namespace
         names = ("identity", "done", "counters", "totals", "pending")
         self.ledger = [f"{namespace}scan:{name}" for name in names]
@@ -71,24 +71,24 @@ class Keys:
         return f"{self.namespace}scan:bits:{layer}"
 
     def rows(self, weight: str) -> str:
-        """What the keys of a weight's rows begin with."""
+        """Prefix of the keys of a weight's rows."""
         return f"{self.namespace}param:{weight}:row:"
 
     def layer_rows(self, names: Mapping[str, str]) -> list[str]:
-        """The same for the three weights of a layer, in the order of PROJECTIONS."""
+        """Prefixes for the three weights of a layer, in the order of PROJECTIONS."""
         return [self.rows(names[projection]) for projection in PROJECTIONS]
 
 
 def default_namespace(label: str, fingerprint: str) -> str:
-    """Namespace of a scan that names none."""
+    """Namespace of a scan without store.namespace."""
     return f"tiny_onn:{label}:{fingerprint}:"
 
 
 def columns_of(names: Mapping[str, object] | Sequence[str]) -> list[str]:
-    """The (L, F) sums among the tensors of a scan, in the order of chunks' columns.
+    """Names of the (L, F) sums among a scan's tensors, in the order of the columns of chunks.
 
     Raises:
-        KeyError: one has no place in Redis.
+        KeyError: FIELDS lacks a sum.
     """
     if unknown := set(names) - set(FIELDS) - {BITS}:
         raise KeyError(f"no place in Redis for {', '.join(sorted(unknown))}")
@@ -96,7 +96,7 @@ def columns_of(names: Mapping[str, object] | Sequence[str]) -> list[str]:
 
 
 def entries_to_add(columns: Sequence[str]) -> list[str | int]:
-    """Script arguments: for every field its projection, name, column and whether it is a maximum."""
+    """Script arguments: projection, name, column and maximum flag of every field."""
     return [
         word
         for projection in PROJECTIONS
@@ -108,33 +108,33 @@ def entries_to_add(columns: Sequence[str]) -> list[str | int]:
 
 
 def entries_to_read(columns: Sequence[str]) -> list[str | int]:
-    """Script arguments: projection and name of every column's first field, then of the copies of all columns."""
+    """Script arguments: projection and name of every column's first field, then of all copies."""
     places = [FIELDS[column][0] for column in columns]
     places += [place for column in columns for place in FIELDS[column][1:]]
     return [word for place, field in places for word in (PROJECTIONS.index(place) + 1, field)]
 
 
 def copied_columns(columns: Sequence[str]) -> list[int]:
-    """For every copy, in the order of `entries_to_read`, the number of the column that it repeats."""
+    """For every copy, in the order of `entries_to_read`, the number of its column."""
     return [number for number, column in enumerate(columns) for _copy in FIELDS[column][1:]]
 
 
 def pack_cache_key(facts: Mapping[str, object], shapes: Mapping[str, Sequence[Any]], weights: WeightNames) -> str:
-    """Identity of a scan: its facts, the sizes and number formats of its sums, the names of its weights."""
+    """Identity of a scan as JSON: its facts, shapes and number formats of its sums, names of its weights."""
     layers = [{projection: names[projection] for projection in PROJECTIONS} for names in weights]
     sums = {name: [size, str(kind).removeprefix("torch.")] for name, (size, kind) in shapes.items()}
     content = {"layout": LAYOUT_VERSION, "facts": dict(facts), "sums": sums, "weights": layers}
     return json.dumps(content, sort_keys=True)
 
 
-# As redis_apply.lua: increments below the first go to the field of tiny ones, in units of the second.
+# As in redis_apply.lua: increments below TINY are added to the `_tiny` field in multiples of UNIT.
 TINY, UNIT = 2.0**-24, 2.0**-128
-# Between a total and the sums it is of; every increment keeps ten digits.
+# Relative tolerance between a total and its sums; every increment keeps ten digits.
 TOLERANCE = 1e-9
 
 
 def total_increments(part: ScanSums, columns: Sequence[str]) -> dict[str, float]:
-    """What a part adds to the totals, by field."""
+    """Increments of the totals by a part: field → value."""
     totals = {f"counter:{name}": float(count) for name, count in part.counters.items()}
     totals |= {"batches": float(len(part.done)), "marks": sum_marks(part.done)}
     for name, value in _totals_of(part, columns).items():
@@ -144,7 +144,7 @@ def total_increments(part: ScanSums, columns: Sequence[str]) -> dict[str, float]
 
 
 def sum_marks(batches: Iterable[int]) -> float:
-    """A number by which one set of batches differs from another; exact up to millions of them."""
+    """Checksum of a set of batches: the sum of their CRC-32 values; exact up to millions of batches."""
     return float(sum(crc32(str(batch).encode()) for batch in batches))
 
 
@@ -161,7 +161,7 @@ def _totals_of(part: ScanSums, columns: Sequence[str]) -> dict[str, float]:
 
 
 def find_tampering(sums: ScanSums, columns: Sequence[str], totals: Mapping[str, float]) -> str | None:
-    """What shows that sums from Redis are not those that were committed; None where they are."""
+    """The first evidence that sums from Redis are not those that were committed; None if they are."""
     for column in columns:
         values_LF = sums.tensors[column].double()
         bad = ~(values_LF.isfinite() & (values_LF >= 0))
@@ -185,7 +185,7 @@ def find_tampering(sums: ScanSums, columns: Sequence[str], totals: Mapping[str, 
     return None
 
 
-# At most; the server answers nobody else for 20 to 50 ms.
+# Limits per chunk; adding one blocks the server for 20 to 50 ms.
 UNITS_PER_CHUNK, INCREMENTS_PER_CHUNK = 512, 6144
 BYTES_PER_CHUNK = 2**20
 
@@ -193,9 +193,9 @@ BYTES_PER_CHUNK = 2**20
 def pack_chunks(part: ScanSums, columns: Sequence[str], keys: Keys, weights: WeightNames) -> Iterator[bytes]:
     """The chunks of a part: its neurons layer by layer, then its bits.
 
-    A chunk of neurons is `<I4 passed><I4 first neuron><I4 C>`, three zero-ended prefixes of keys and rows of C doubles;
-    a chunk of bits is `<I4 0><I4 offset><I4 0>`, the zero-ended key and the bytes to put there. `redis_apply.lua` reads
-    them.
+    A chunk of neurons is `<I4 passed><I4 first neuron><I4 C>`, three zero-terminated key prefixes and rows of C
+    doubles; a chunk of bits is `<I4 0><I4 offset><I4 0>`, the zero-terminated key and the bytes. `redis_apply.lua`
+    parses both.
 
     Raises:
         NumericsError: a sum is not finite.
@@ -214,12 +214,12 @@ def pack_chunks(part: ScanSums, columns: Sequence[str], keys: Keys, weights: Wei
 
 
 def unpack_neurons(answer: bytes, columns: int) -> Tensor:
-    """Rows of doubles as `redis_read.lua` gives them, (neurons, columns)."""
+    """Rows of doubles from `redis_read.lua` as a tensor, (neurons, columns)."""
     return torch.from_numpy(np.frombuffer(answer, "<f8").astype(np.float64).reshape(-1, columns))
 
 
 def _pack_bits(bits_LRf: Tensor, keys: Keys) -> Iterator[bytes]:
-    """Only tokens that this part has read: zeros would erase what others found."""
+    """Chunks of the tokens that this part has read; zeros for the others would overwrite other workers' bits."""
     bytes_each = bits_LRf.shape[2]
     step = max(1, BYTES_PER_CHUNK // max(1, bytes_each))
     for begin, end in _runs(bits_LRf.any(2).any(0)):

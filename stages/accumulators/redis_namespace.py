@@ -1,4 +1,4 @@
-"""One scan's keys in Redis and the operations on them; each may be repeated after a lost connection."""
+"""One scan's keys in Redis and operations on them; each operation can be repeated after a lost connection."""
 
 import json
 import math
@@ -17,7 +17,7 @@ from stages.accumulators.config import START_OVER
 from stages.accumulators.redis_layout import BITS, GREATEST, LAYOUT_VERSION, TOLERANCE, Keys, sum_marks
 from stages.accumulators.sums import ScanSums, empty_sums, list_differences
 
-# Seconds after which the server forgets what a dead worker staged but did not commit.
+# Seconds until the server deletes staged chunks that were not committed.
 STAGED_FOR = 900
 BYTES_AT_ONCE = 2**23
 UNITS_READ_AT_ONCE = 2048
@@ -30,7 +30,7 @@ class Namespace:
     """The sums of one scan on one server."""
 
     def __init__(self, client: "Redis", namespace: str, identity: str, place: str) -> None:
-        """Name everything; nothing is sent. `identity` is the scan's, by `pack_cache_key`; `place` names the server."""
+        """Sends nothing to the server. `identity` comes from `pack_cache_key`; `place` names the server in messages."""
         self.client, self.identity, self.keys = client, identity, Keys(namespace)
         self.place = f"{place}, namespace {namespace or '(empty)'}"
         content = json.loads(identity)
@@ -44,10 +44,10 @@ class Namespace:
         )
 
     def claim(self) -> None:
-        """Make the namespace this scan's, or find that it is.
+        """Claim the namespace for this scan; does nothing if it is already claimed for it.
 
         Raises:
-            ContractError: the namespace holds another scan's sums, or keys that no scan made.
+            ContractError: the namespace holds another scan's sums, or keys that no scan wrote.
         """
         firsts = [f"{prefix}0" for names in self.weights for prefix in self.keys.layer_rows(names)]
         held = self._claim(keys=[*self.keys.ledger, *firsts], args=[self.identity])
@@ -68,7 +68,7 @@ class Namespace:
         """Numbers of the batches that are committed.
 
         Raises:
-            ContractError: the marks are not as many as were made.
+            ContractError: the marks do not agree with the totals.
         """
         batches, marks, bitmap = self._done(keys=[self.keys.done, self.keys.totals], args=[MOST_BATCHES // 8])
         done = set(np.flatnonzero(np.unpackbits(np.frombuffer(bitmap or b"", np.uint8))).tolist())
@@ -77,7 +77,7 @@ class Namespace:
         return done
 
     def stage(self, flush: str, part: ScanSums) -> list[str]:
-        """Send a part without adding it; gives the names of its chunks."""
+        """Send a part in chunks without adding it; returns the names of the chunks."""
         names: list[str] = []
         unsent, pipeline = 0, self.client.pipeline(transaction=False)
         for chunk in redis_layout.pack_chunks(part, self.columns, self.keys, self.weights):
@@ -91,7 +91,7 @@ class Namespace:
         return names
 
     def commit(self, names: Sequence[str], part: ScanSums) -> str:
-        """Let the staged part count, or not: `redis_commit.lua` says what it answers."""
+        """Commit a staged part; returns an answer of `redis_commit.lua`."""
         hashes = ((4, redis_layout.total_increments(part, self.columns)), (3, part.counters))  # repr gives all digits
         counts = [word for key, by in hashes for name, count in by.items() for word in (key, name, repr(float(count)))]
         answer = self._commit(
@@ -101,16 +101,16 @@ class Namespace:
         return _text(answer)
 
     def pending(self) -> list[str]:
-        """Names of committed chunks that wait to be added."""
+        """Names of committed chunks that are not yet added."""
         return sorted(_text(name) for name in self.client.smembers(self.keys.pending))
 
     def apply(self, name: str) -> int:
-        """Add a committed chunk to the sums; gives the number of increments, 0 when it has been added."""
+        """Add a committed chunk to the sums; returns the number of increments, 0 if it was already added."""
         keys = [self.keys.chunk(name), self.keys.pending]
         return int(self._apply(keys=keys, args=[name, *redis_layout.entries_to_add(self.columns)]))
 
     def read(self) -> tuple[ScanSums, dict[str, float]]:
-        """All sums and totals, as they are now; what others add meanwhile may be in them by half."""
+        """All current sums and totals; they may include a part of a flush that is added during the read."""
         sums = empty_sums(self.shapes)
         for layer, names in enumerate(self.weights):
             for first in range(0, self.width, UNITS_READ_AT_ONCE):
@@ -129,7 +129,7 @@ class Namespace:
         return sums, totals
 
     def _read_columns(self, names: Mapping[str, str], first: int, count: int) -> Tensor:
-        """Sums of some neurons, (columns, neurons); not a number where a copy differs.
+        """Sums of some neurons, (columns, neurons); NaN where a copy differs.
 
         Raises:
             ContractError: a row has a field that no scan writes.
@@ -143,14 +143,14 @@ class Namespace:
             row = f"{rows[int(values_FC[neuron, -1]) - 1]}{first + neuron}"
             raise self._tampered(f"{row} has a field that no scan writes")
         for again, column in enumerate(copied, start=len(self.columns)):
-            # Workers' increments may come to a copy in another order, which moves the last digit.
+            # A copy may receive the workers' increments in another order, which changes the last digit.
             tolerance = 0.0 if self.columns[column] in GREATEST else TOLERANCE
             same_F = torch.isclose(values_FC[:, again], values_FC[:, column], rtol=tolerance, atol=0.0)
             values_FC[~same_F, column] = torch.nan
         return values_FC[:, : len(self.columns)].T
 
     def _foreign_rows(self) -> Iterator[str]:
-        """Keys that look like rows, and are of no weight or neuron of this scan."""
+        """Keys that look like rows but belong to no weight or neuron of this scan."""
         begin = self.keys.rows("")[: -len(":row:")]
         weights = {name for names in self.weights for name in names.values()}
         pattern = re.sub(r"[][*?\\^]", r"\\\g<0>", begin) + "*:row:*"
@@ -161,10 +161,10 @@ class Namespace:
                 yield key
 
     def require_intact(self, sums: ScanSums, totals: Mapping[str, float]) -> None:
-        """Refuse sums, with nothing pending, that are not what their workers committed.
+        """Verify that sums, read with no chunk pending, are those that the workers committed.
 
         Raises:
-            ContractError: somebody else wrote to them or deleted of them.
+            ContractError: another program changed or deleted some of them.
         """
         if what := redis_layout.find_tampering(sums, self.columns, totals):
             raise self._tampered(what)
@@ -172,7 +172,7 @@ class Namespace:
             raise self._tampered(f"{foreign} is of no weight or neuron of this scan")
 
     def _numbers(self, key: str) -> dict[str, float]:
-        """A hash of numbers; what is none counts as not a number."""
+        """A hash of numbers; other values become NaN."""
         return {_text(name): _number(count) for name, count in self.client.hgetall(key).items()}
 
     def _tampered(self, what: str) -> ContractError:
@@ -180,17 +180,17 @@ class Namespace:
         return ContractError(what, where=self.place, do=START_OVER)
 
     def clear(self) -> int:
-        """Delete all of it, and say how many batches it held.
+        """Delete all keys of the scan; returns the number of batches it held.
 
-        The ledger goes at once and first, so that a deletion cut short leaves nothing believable.
+        The ledger is deleted first and atomically, so that no reader accepts what an interrupted deletion leaves.
         """
-        # Any of them may be of another type by now: to start over is the remedy.
+        # Another program may have changed their types; deletion must still work, since it is the remedy.
         kinds = {key: _text(self.client.type(key)) for key in (self.keys.done, self.keys.pending)}
         batches = int(self.client.bitcount(self.keys.done)) if kinds[self.keys.done] == "string" else 0
         pending = self.pending() if kinds[self.keys.pending] == "set" else []
         bits = (self.keys.bits(layer) for layer in range(len(self.weights)))
         self.client.delete(*self.keys.ledger, *map(self.keys.chunk, pending), *bits)
-        # Neuron 0 goes last: `claim` takes it for a sign that something is left.
+        # Neuron 0 last: `claim` uses it to detect remaining rows.
         prefixes = [prefix for names in self.weights for prefix in self.keys.layer_rows(names)]
         neurons = range(self.width - 1, -1, -1)
         for first in range(0, self.width, KEYS_DELETED_AT_ONCE):
@@ -204,10 +204,10 @@ class Namespace:
 
 
 def find_namespace(client: "Redis", namespace: str, place: str) -> Namespace:
-    """The scan under a namespace.
+    """The scan in a namespace.
 
     Raises:
-        ContractError: none does, or one of another layout.
+        ContractError: the namespace holds no scan, or one of another layout.
     """
     held = client.get(Keys(namespace).identity)
     if held is None:
@@ -238,7 +238,7 @@ def _number(answer: bytes | str) -> float:
 
 
 def _differences(held: str, wanted: str) -> str:
-    """What differs between two identities, in words."""
+    """The differences between two identities, in words."""
     ours = json.loads(wanted)
     try:
         theirs = json.loads(held)

@@ -1,7 +1,6 @@
--- Sums of some neurons of a layer, as rows of little-endian doubles.
--- ARGV: what the keys of the gate's, the up's and the down projection's rows begin with, number of the first neuron, count
--- of neurons, then for every column its projection (1 gate, 2 up, 3 down) and field. A last column is added: 0, or the
--- projection of which the row has a field that is in no column.
+-- Returns the sums of some neurons of a layer, as rows of little-endian doubles.
+-- ARGV: key prefixes of the gate, up and down rows, number of the first neuron, count of neurons, then for every column its
+-- projection (1 gate, 2 up, 3 down) and field. An extra last column is 0, or the projection with an unknown field.
 local fields, columns = {{}, {}, {}}, {}
 for word = 6, #ARGV, 2 do
   local column, list = #columns + 1, fields[tonumber(ARGV[word])]
@@ -23,7 +22,7 @@ for neuron = tonumber(ARGV[4]), ARGV[4] + ARGV[5] - 1 do
   end
   for column, place in ipairs(columns) do
     local values = found[place[1]]
-    -- 0 / 0: what is no number shows in the sum.
+    -- A value that is no number makes the sum NaN (0 / 0).
     row[column] = (tonumber(values[place[2]] or 0) or 0 / 0) + (tonumber(values[place[2] + 1] or 0) or 0 / 0) * 2 ^ -128
   end
   row[#columns + 1] = strange

@@ -1,12 +1,12 @@
-"""Running sums in a Redis server that many workers write to, each batch in them once or not at all.
+"""Running sums in a Redis server that many workers write to; each batch counts once or not at all.
 
-A flush has three steps. Its sums are staged, in chunks that nobody counts yet. One small script commits them: it marks
-the batches as done and the chunks as pending and adds to the totals, or refuses when one of the batches is done. Then
-the chunks are added to the hashes, each by a script that also removes it; a worker that finds pending chunks of a dead
-one adds them. A server that forgets its last second forgets it of marks and sums alike.
+A flush has three steps. (1) The worker stages its sums in chunks that do not count yet. (2) One small script commits
+them: it marks the batches as done and the chunks as pending and adds to the totals; it refuses if a batch is already
+done. (3) One script per chunk adds it to the hashes and deletes it. Workers also add pending chunks of dead workers. If
+the server loses its last second, it loses marks and sums together.
 
-Sums go from Redis to a file and back: the file is what `store=local` keeps of an unfinished scan, which goes on from it
-when it is put in its place as `sums.0.safetensors`. Added to it are the names of the weights, which keys in Redis need.
+Sums can be exported to a file and imported again. The file has the format of `store=local`: an unfinished scan resumes
+from it under the name `sums.0.safetensors`. It also holds the names of the weights, which are part of the Redis keys.
 """
 
 import json
@@ -32,28 +32,28 @@ if TYPE_CHECKING:
 
 COMMIT_TRIES = 5
 READ_TRIES = 5
-# Two, so that the server has the next chunk when it is through with one; not a pipeline, which would keep others out.
+# Two threads, so that the server need not wait for the next chunk; a pipeline would block other clients.
 ADDERS = 2
 
 logger = logging.getLogger(__name__)
 
 
 class RedisStore(SumStore):
-    """The sums of all workers, under one namespace of one server."""
+    """The sums of all workers in one namespace of one server."""
 
     shared = True
 
     def __init__(self, namespace: Namespace, *, every: float) -> None:
-        """Go on with what the namespace, claimed for this scan, holds; `every`: seconds between flushes."""
+        """Resume from the sums of a namespace that this scan has claimed; `every`: seconds between flushes."""
         super().__init__(empty_sums(namespace.shapes), every)
         self.namespace = namespace
-        # Adding takes the server seconds, in which this process scans on.
+        # Adding takes the server seconds; threads do it while this process scans on.
         self.adders = ThreadPoolExecutor(ADDERS, "redis")
         self.adding: list[Future[None]] = []
         self.stop = Event()
 
     def take_up(self) -> None:
-        """Begin to add what dead workers have committed. A live one's is added once all the same."""
+        """Start to add all pending chunks, those of dead workers included; each chunk is added once."""
         with in_words(self.namespace.place):
             self._start_adding(self.namespace.pending())
 
@@ -81,11 +81,10 @@ class RedisStore(SumStore):
         self.last = time.monotonic()
 
     def collect(self) -> ScanSums:
-        """The sums of all workers, dead ones' included.
+        """The sums of all workers, dead ones included.
 
         Raises:
-            ContractError: other workers flush all the while, so that no reading holds whole flushes only; or somebody
-                else changed the sums.
+            ContractError: other workers flush so often that no read is consistent, or another program changed the sums.
         """
         self._wait()
         for _ in range(READ_TRIES):
@@ -95,7 +94,7 @@ class RedisStore(SumStore):
                 before = self.namespace.done()
                 settled = not self.namespace.pending()
                 sums, totals = self.namespace.read()
-            # A flush committed meanwhile would be among the done batches and not, or not wholly, among the sums.
+            # A flush committed during the read would be in the done batches, but not or only partly in the sums.
             if settled and sums.done == before:
                 self.namespace.require_intact(sums, totals)
                 return sums
@@ -106,13 +105,13 @@ class RedisStore(SumStore):
         )
 
     def close(self) -> None:
-        """Let go of the server. Committed sums that are not added yet are left to the next worker."""
+        """Close the connection. Pending chunks are left to the next worker."""
         self.stop.set()
         self.adders.shutdown(wait=True)
         self.namespace.client.close()
 
     def _commit(self, part: ScanSums) -> list[str]:
-        """Stage and commit; gives the chunks that are to be added."""
+        """Stage and commit; returns the names of the chunks to add."""
         flush = uuid.uuid4().hex
         for _ in range(COMMIT_TRIES):
             names = self.namespace.stage(flush, part)
@@ -122,7 +121,7 @@ class RedisStore(SumStore):
             if answer == "refused":
                 logger.info("another worker has some of batches %d to %d", min(part.done), max(part.done))
                 return []
-            # The server has come back without its last seconds, or without anything.
+            # The server has restarted and lost its last seconds or all of its data.
             self.namespace.claim()
         raise UserError(
             f"the Redis server lost what it was sent, {COMMIT_TRIES} times in a row",
@@ -155,14 +154,14 @@ def open_redis_store(
     weights: WeightNames,
     fresh: bool = False,
 ) -> RedisStore:
-    """The store of a scan, alone or with others that scan the same; arguments as of `open_store`.
+    """Open the store of a scan, for one of any number of workers; arguments as in `open_store`.
 
-    With `fresh` all keys of the namespace are deleted first: one worker only may ask for this, before all others.
+    `fresh` first deletes all keys of the namespace; only one worker may set it, before the others open the store.
 
     Raises:
         ConfigError: the settings name no usable server.
-        ContractError: the namespace holds something else.
-        UserError: the server cannot be reached or does not let us in.
+        ContractError: the namespace holds another scan or foreign keys.
+        UserError: the server cannot be reached or denies access.
     """
     client, place = connect(store)
     prefix = default_namespace(label, identity["scan"]) if store.namespace is None else store.namespace
@@ -177,7 +176,7 @@ def open_redis_store(
 
 
 def export_sums(namespace: Namespace, path: Path) -> ScanSums:
-    """Write all sums of a namespace; pending chunks are added first. Replaces the file in one step."""
+    """Write all sums of a namespace to a file, atomically; adds pending chunks first."""
     with closing(RedisStore(namespace, every=0)) as store:
         sums = store.collect()
     facts = json.loads(namespace.identity)["facts"]
@@ -186,12 +185,12 @@ def export_sums(namespace: Namespace, path: Path) -> ScanSums:
 
 
 def import_sums(client: "Redis", place: str, prefix: str, path: Path) -> ScanSums:
-    """Add a file's sums, of `export_sums` or `store=local`, to a namespace; done again it changes nothing.
+    """Add the sums of a file, from `export_sums` or `store=local`, to a namespace; a repetition changes nothing.
 
-    The namespace `prefix` is new, or one of the same scan with other batches; what it then holds is returned.
+    The namespace `prefix` must be new, or of the same scan with other batches. Returns the sums it then holds.
 
     Raises:
-        ContractError: the file is no such file, or the namespace holds another scan or some of the file's batches.
+        ContractError: the file holds no sums, or the namespace holds another scan or a part of the file's batches.
     """
     sums, content = load_sums(path)
     try:
@@ -200,7 +199,7 @@ def import_sums(client: "Redis", place: str, prefix: str, path: Path) -> ScanSum
     except KeyError as error:
         what = f"this file holds no sums of a scan: {error}"
         raise ContractError(what, where=str(path), do="a file that python -m pipeline.store export wrote") from error
-    # Without names in the file, those of transformers' decoders.
+    # Default: the weight names of transformers' decoders.
     weights = content.get("weights") or [
         {part: f"model.layers.{layer}.mlp.{part}_proj.weight" for part in PROJECTIONS} for layer in layers
     ]

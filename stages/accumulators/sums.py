@@ -1,4 +1,4 @@
-"""Running sums of a scan, and the local files that keep them."""
+"""Running sums of a scan, and their storage in local files."""
 
 import json
 import time
@@ -24,17 +24,17 @@ from stages.artifacts.job import Job
 # Shape and number format of each tensor.
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
-# How two parts of a scan become one; every other tensor is added.
+# How to combine a tensor of two parts of a scan; all others are added.
 _COMBINE = {"max_abs": torch.maximum, "bits_LRf": torch.bitwise_or}
 
 
 @dataclass
 class ScanSums:
-    """What a part of the scan has found.
+    """Sums over some batches of a scan.
 
-    `tensors` are (L, F) sums, float64, but for max_abs (a maximum), active_count (int64) and bits_LRf (uint8: packed
-    activation bits of the reservoir's tokens; rows of tokens not read are zero). `counters` are plain sums. `done` are
-    the numbers of the batches that are in it: two parts may be added when they share none.
+    `tensors` are (L, F) float64 sums, except max_abs (a maximum), active_count (int64) and bits_LRf (uint8: packed
+    activation bits of the reservoir's tokens; zero for tokens not read yet). `counters` are scalar sums. `done` holds
+    the numbers of the batches in the sums; only parts with disjoint `done` may be added.
     """
 
     tensors: dict[str, Tensor]
@@ -53,22 +53,22 @@ class ScanSums:
 
 
 def empty_sums(shapes: Shapes) -> ScanSums:
-    """Nothing, in tensors of the given shapes and number formats."""
+    """Sums of zero batches, in tensors of the given shapes and number formats."""
     return ScanSums({name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()})
 
 
 def save_sums(path: Path, sums: ScanSums, facts: Mapping[str, Any]) -> None:
-    """Write sums and further facts, all of it or nothing."""
+    """Write sums and further facts to a file, atomically."""
     content = {**facts, "counters": sums.counters, "done": sorted(sums.done), "digest": _digest(sums)}
     with whole_file(path) as file:
         save_file(sums.tensors, file, metadata={"facts": json.dumps(content)})
 
 
 def load_sums(path: Path) -> tuple[ScanSums, dict[str, Any]]:
-    """What `save_sums` wrote, and its facts.
+    """Read the sums and facts that `save_sums` wrote.
 
     Raises:
-        ContractError: there is no such file, or it is damaged.
+        ContractError: the file is missing or damaged.
     """
     do = "a file that python -m pipeline.store export wrote"
     try:
@@ -94,7 +94,7 @@ def _digest(sums: ScanSums) -> str:
 
 
 def list_differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
-    """One entry for each fact that is not the same."""
+    """One entry for each fact that differs."""
     return [
         f"{name} {theirs.get(name, 'unset')} (here {ours.get(name, 'unset')})"
         for name in sorted(theirs.keys() | ours.keys())
@@ -103,29 +103,29 @@ def list_differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list
 
 
 class SumStore(ABC):
-    """Keeps the parts of a scan; each batch is in it once or not at all, also after a kill.
+    """Stores the sums of a scan; each batch counts once or not at all, also after a kill.
 
-    `sums` is where to add batches; they survive a kill after the next flush.
+    Callers add batches to `sums`; after the next flush they survive a kill.
     """
 
-    # Whether all workers write to one place: then `collect` gives the sums of all of them, else this worker's.
+    # Whether all workers share the storage. If so, `collect` returns the sums of all workers, else of this one.
     shared = False
 
     def __init__(self, sums: ScanSums, every: float) -> None:
-        """Seconds between flushes: `every`."""
+        """`every` is the time between flushes in seconds."""
         self.sums, self.every = sums, every
         self.last = time.monotonic()
 
     @abstractmethod
     def done(self) -> set[int]:
-        """Batches that need not be read again, as far as this process can see."""
+        """Numbers of the stored batches, as far as this process can see."""
 
     @abstractmethod
     def flush(self) -> None:
-        """Make everything added so far survive a kill.
+        """Store everything added so far.
 
-        A store that finds some of these batches done by another worker drops all of them: what is then missing from
-        `done` is read again.
+        If another worker has stored some of these batches, the store drops all of them; batches then missing from
+        `done` are read again.
         """
 
     @abstractmethod
@@ -133,18 +133,18 @@ class SumStore(ABC):
         """The sums of every batch in `done`, after a flush."""
 
     def due(self) -> bool:
-        """Whether the last flush was `every` seconds ago."""
+        """Whether at least `every` seconds have passed since the last flush."""
         return time.monotonic() - self.last >= self.every
 
-    def close(self) -> None:  # noqa: B027 - a file is not held open
-        """Let go of connections; what was not flushed is lost."""
+    def close(self) -> None:  # noqa: B027 - local files are not kept open
+        """Close connections; sums that were not flushed are lost."""
 
 
 class LocalStore(SumStore):
     """The sums of one worker in `folder/sums.<worker>.safetensors`.
 
-    The file is replaced atomically, so a reader finds the old state or the new one, never half of one. The sums and the
-    batches that are in them stand in the same file: nothing is lost or counted twice.
+    Each flush replaces the file atomically. Sums and batch numbers are in the same file, so that no batch is lost or
+    counted twice.
     """
 
     def __init__(
@@ -158,11 +158,10 @@ class LocalStore(SumStore):
         workers: int = 1,
         fresh: bool = False,
     ) -> None:
-        """Go on from what a killed run left in `folder`, or start from nothing; `every`: seconds between flushes.
+        """Load the sums of a killed run from `folder`, or start from zero; `every`: seconds between flushes.
 
-        What higher-numbered workers of an earlier run left is taken over by worker 0, unless its batches have been read
-        again since. `fresh` forgets what this worker left here; of several machines only the leading worker's is
-        cleaned before.
+        If an earlier run had more workers, worker 0 takes over the sums of the extra ones, unless their batches have
+        been read again since. `fresh` deletes this worker's file; the pipeline cleans only the leading machine.
         Raises:
             ContractError: the folder holds sums of another identity.
         """
@@ -178,15 +177,15 @@ class LocalStore(SumStore):
                 self.inherited.append(part)
 
     def forget(self) -> None:
-        """Start from nothing: another worker has these batches."""
+        """Reset the sums to zero."""
         self.sums = empty_sums(self.shapes)
 
     def done(self) -> set[int]:
-        """Batches in this worker's file, and in those it took over."""
+        """Batches in this worker's sums and in those it took over."""
         return self.sums.done.union(*(part.done for part in self.inherited))
 
     def flush(self) -> None:
-        """Replace the file by the state of now."""
+        """Replace the file with the current sums."""
         save_sums(self.path, self.sums, {"identity": self.identity})
         self.last = time.monotonic()
 
@@ -224,12 +223,12 @@ def open_store(
     identity: Mapping[str, str],
     weights: Sequence[Mapping[str, str]],
 ) -> Iterator[SumStore]:
-    """The store of a scan, for all workers of the job, closed afterwards.
+    """Open this worker's store of a scan, and close it at the end.
 
-    `identity` is what must be the same for sums to be added up, `scan` in it the fingerprint; `weights` maps gate, up
-    and down of every layer to the name of the weight.
+    Only sums of equal `identity` are added up; its entry `scan` is the fingerprint. `weights` maps gate, up and down of
+    every layer to the name of the weight.
     Raises:
-        UserError: the store cannot be reached, or holds something else.
+        UserError: the store cannot be reached, or holds sums of another scan.
     """
     workers, every = job.workers, store.checkpoint_every
     keeper: SumStore | None = None
@@ -242,7 +241,7 @@ def open_store(
         from stages.accumulators.redis_store import open_redis_store  # noqa: PLC0415 - an optional extra
 
         claim = partial(open_redis_store, store, shapes, label=label, identity=identity, weights=weights)
-        # The leading worker claims the namespace before the others look.
+        # The leading worker claims the namespace before the others open it.
         keeper = claim(fresh=job.fresh) if workers.leads else None
         workers.follow(None)
         keeper = keeper or claim()

@@ -1,1 +1,1 @@
-"""What passes between stages, and between the processes of one."""
+"""Files that stages exchange, and communication between the processes of a stage."""

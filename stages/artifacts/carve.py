@@ -1,4 +1,4 @@
-"""cluster, assemble → later stages: the neurons of every expert, and the routers that choose among the experts."""
+"""cluster, assemble → later stages: the neurons of every expert, and the routers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from stages.artifacts.tensor_file import TensorFile
 
 
 class _Layers(TensorFile):
-    """What both topologies say of a partition."""
+    """What the partitions of both topologies share."""
 
     width: int  # F
     neurons: Tensor  # int32, sorted within an expert
@@ -24,7 +24,7 @@ class _Layers(TensorFile):
 
     @property
     def layers(self) -> int:
-        """L."""
+        """Number of layers L."""
         return len(self.always_on)
 
     @property
@@ -34,24 +34,24 @@ class _Layers(TensorFile):
         return self.layers, experts, n, self.always_on.shape[1], self.width
 
     def neurons_of(self, layer: int) -> Tensor:
-        """(e, N) neurons of the experts that are cut from the layer."""
+        """(e, N) neurons of the experts cut from the layer."""
         raise NotImplementedError
 
     @property
     def multiplicity(self) -> Tensor:
-        """(L, F) int64: how many experts hold the neuron; 0 for always-on and dropped neurons."""
+        """(L, F) int64: number of experts that hold the neuron; 0 for always-on and dropped neurons."""
         held = (self.neurons_of(layer).flatten().long() for layer in range(self.layers))
         return torch.stack([neurons_P.bincount(minlength=self.width) for neurons_P in held])
 
     def check_layers(self, name: str) -> None:
-        """Refuse experts and always-on neurons that are no partition of a layer. Raises ContractError."""
+        """Raise ContractError if the experts and always-on neurons of a layer are no valid partition."""
         for layer, always_S in enumerate(self.always_on):
             neurons_EN, where = self.neurons_of(layer), f"{name}, layer {layer}"
             used = torch.cat([neurons_EN.flatten(), always_S])
             if len(used) and (used.min() < 0 or used.max() >= self.width):
                 raise ContractError(f"neuron index outside 0..{self.width - 1}", where=where)
             if any(len(row.unique()) != len(row) for row in [*neurons_EN, always_S]):
-                raise ContractError("a neuron stands twice in one expert", where=where)
+                raise ContractError("a neuron is twice in one expert", where=where)
             if torch.isin(neurons_EN, always_S).any():
                 raise ContractError("an always-on neuron is also in an expert", where=where)
 
@@ -83,7 +83,7 @@ class Partition(_Layers):
 
 @dataclass(frozen=True)
 class PoolPartition(_Layers):
-    """The same for experts that all layers share: all neurons of an expert come from one layer."""
+    """The partition of a pool: all layers share the experts; the neurons of one expert come from one layer."""
 
     VERSION: ClassVar[int] = 1
     FILE: ClassVar[str] = "pool_partition.safetensors"
@@ -104,23 +104,23 @@ class PoolPartition(_Layers):
 
     @property
     def given(self) -> list[int]:
-        """Experts that every layer gives to the pool."""
+        """Number of experts in the pool from each layer."""
         counts: list[int] = self.home.long().bincount(minlength=self.layers).tolist()
         return counts
 
     def neurons_of(self, layer: int) -> Tensor:
-        """(e, N) neurons of the experts that the layer gives."""
+        """(e, N) neurons of the pool's experts from this layer."""
         return self.neurons[self.home == layer]
 
 
 def load_partition(folder: Path, shape: MoEShape) -> Partition | PoolPartition:
-    """The partition of a shape's topology. Raises ContractError."""
+    """Read the partition; its class follows from the shape's topology. Raises ContractError."""
     return PoolPartition.load(folder) if shape.pooled else Partition.load(folder)
 
 
 @dataclass(frozen=True)
 class Routers(TensorFile):
-    """One linear router per layer: the K experts of highest x @ rowsᵀ + bias."""
+    """One linear router per layer; it chooses the K experts with the highest x @ rowsᵀ + bias."""
 
     VERSION: ClassVar[int] = 3
     FILE: ClassVar[str] = "routers.safetensors"
@@ -131,7 +131,7 @@ class Routers(TensorFile):
 
     @classmethod
     def of(cls, layers: Sequence[LinearRouter], dtype: torch.dtype, logit_std: float) -> "Routers":
-        """One router per layer, rounded as a checkpoint of that number format rounds them."""
+        """Stack the routers, rounded as a checkpoint in `dtype` rounds them."""
         kept = [rounded(router.to("cpu"), dtype) for router in layers]
         rows_LED, bias_LE = (torch.stack(parts) for parts in zip(*((r.rows_ED, r.bias_E) for r in kept), strict=True))
         return cls(rows_LED, bias_LE, logit_std)

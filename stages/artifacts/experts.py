@@ -1,4 +1,4 @@
-"""The experts of a carve on disk: as cut, one file a layer, and the checkpoint that they become."""
+"""The experts of a carve on disk: as cut, one file per layer; and as a checkpoint."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -43,7 +43,7 @@ def save_layer(
     neurons_EN: Int[Tensor, "E N"],
     always_S: Int[Tensor, "S"],
 ) -> int:
-    """Write one layer, with the dense neurons that its experts are; returns its bytes."""
+    """Write the experts of one layer and their neurons' indices in the dense FFN; returns the file's size in bytes."""
     tensors = _weights(experts) | _named("neurons", neurons_EN, always_S)
     metadata = pack_tag(version=VERSION, experts=len(experts.gate_END))
     path = layer_file(folder, layer)
@@ -52,7 +52,7 @@ def save_layer(
 
 
 def verify_layer(folder: Path, layer: int, experts: ExpertWeights) -> None:
-    """Compare the weights on disk with these, bit for bit. Raises ContractError."""
+    """Compare the weights on disk with `experts`, bit for bit. Raises ContractError."""
     with _opened(folder, layer) as (reader, _tag):
         for name, tensor in _weights(experts).items():
             if not torch.equal(_bits(reader.tensor(name)), _bits(tensor)):
@@ -91,23 +91,23 @@ ROUTED = ("gate_END", "up_END", "down_EDN")
 
 
 def load_pool(folder: Path, layers: int, device: torch.device) -> list[ExpertWeights]:
-    """For every layer all experts of a pool, fp32, and its own always-on neurons. Raises ContractError.
+    """For every layer, all experts of the pool in fp32 and the layer's always-on neurons. Raises ContractError.
 
-    Memory: the whole pool, once for all layers.
+    Memory: the whole pool once; the layers share it.
     """
     return join_pool([load_layer(folder, layer).to(device, torch.float32) for layer in range(layers)])
 
 
 def join_pool(parts: Sequence[ExpertWeights]) -> list[ExpertWeights]:
-    """What the layers give, joined: one tensor for all layers."""
-    giving = [part for part in parts if len(part.gate_END)]  # the empty stacks of the others say no width
+    """Concatenate the layers' experts; all layers share the resulting tensors."""
+    giving = [part for part in parts if len(part.gate_END)]  # empty stacks have no width to concatenate
     pool = {name: torch.cat([getattr(part, name) for part in giving]) for name in ROUTED}
     return [replace(part, **pool) for part in parts]
 
 
 def _stack(reader: ShardReader, experts: int, name: str) -> Tensor:
-    """Experts side by side, filled one at a time so that no second copy is held."""
-    if not experts:  # of a pool to which the layer gives none
+    """Stack experts along a new first axis; read one at a time, so that memory holds no second copy."""
+    if not experts:  # a layer without experts in the pool
         like = reader.tensor(f"always_on.{name}")
         sizes = list(like.shape)
         sizes[1 if name == _DOWN else 0] = 0
@@ -134,7 +134,7 @@ def _opened(folder: Path, layer: int) -> Iterator[tuple[ShardReader, dict[str, A
 
 
 class FormatSettings(Protocol):
-    """Settings of stage=assemble that every later stage goes by."""
+    """Settings of stage=assemble that later stages use."""
 
     target: str
     router: str
@@ -144,12 +144,12 @@ class FormatSettings(Protocol):
     dtype: str
 
     def load_price(self, *, pooled: bool) -> float:
-        """What a router pays for uneven load."""
+        """Weight of uneven load in the router's objective."""
 
 
 @dataclass(frozen=True)
 class CheckpointFormat:
-    """Architecture, number format and shape of the checkpoint that a carve becomes."""
+    """Architecture, number format and shape of the carved checkpoint."""
 
     source: Path  # folder of the dense checkpoint
     shape: MoEShape
@@ -162,28 +162,28 @@ class CheckpointFormat:
     def of(
         cls, source: Path, config: Mapping[str, Any], settings: FormatSettings, shape: MoEShape
     ) -> "CheckpointFormat":
-        """What the settings of stage=assemble ask for; `config` is the source's config.json."""
+        """The format that the settings of stage=assemble select; `config` is the source's config.json."""
         target = select_target(config["model_type"], settings.target, shape.always_on, pooled=shape.pooled)
         return cls(source, shape, target, checkpoint_dtype(source, settings.dtype), settings, activation_of(config))
 
     @property
     def gate(self) -> GateKind:
-        """How the architecture turns logits into gates."""
+        """The architecture's function from logits to gates."""
         return GateKind(gate_kind(self.target, self.shape))
 
     @property
     def down_scale(self) -> float:
-        """What the experts' down projections are multiplied by when they are written."""
+        """Factor on the experts' down projections in the checkpoint."""
         return gate_scale_of(self.target, self.shape).down_scale
 
     @property
     def biased(self) -> bool:
-        """Whether routers choose by a bias, too; it is written for small logits alone."""
+        """Whether routers have a selection bias; only with the small logits of mode=parity."""
         return self.target.selection_bias is not None and self.settings.mode == "parity"
 
     @property
     def load_price(self) -> float:
-        """What routers pay for uneven load."""
+        """Weight of uneven load in the routers' objective."""
         return self.settings.load_price(pooled=self.shape.pooled)
 
     def loop(
@@ -195,7 +195,7 @@ class CheckpointFormat:
         act: Callable[[Tensor], Tensor],
         device: torch.device,
     ) -> ExpertLoop:
-        """One layer in fp32, as the checkpoint will compute it; one over a pool chooses among all its experts."""
+        """The MoE of one layer in fp32, as the checkpoint computes it; with a pool it routes over all experts."""
         neurons_EN = partition.neurons if self.shape.pooled else partition.neurons[layer]
         return ExpertLoop(
             experts.to(device, torch.float32), neurons_EN.to(device), partition.always_on[layer].to(device),
@@ -214,7 +214,7 @@ class CheckpointFormat:
     ) -> None:
         """Write the checkpoint and its model card.
 
-        `experts` and errors are as of `emit_checkpoint`; `projection` says in a sentence what was done.
+        `experts` and errors are those of `emit_checkpoint`; `projection` is a sentence for the card.
         """
         emit_checkpoint(
             self.source,

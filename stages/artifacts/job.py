@@ -1,4 +1,4 @@
-"""What every stage gets from the pipeline, the processes that share its work, and what it gives back."""
+"""The interface between pipeline and stage: the job, the worker processes, and the result table."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,19 +13,19 @@ from instruments.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Longer than any worker waits for the slowest; a worker that died is noticed at once, by its closed connection.
+# Longer than any wait for the slowest worker; a dead worker is noticed at once by its closed connection.
 _LOCK_TIMEOUT = timedelta(days=2)
 
 Result = TypeVar("Result")
 
 
 class LostWorkerError(UserError):
-    """Another process of this job is gone."""
+    """Another worker of this job has ended."""
 
 
 @dataclass(frozen=True)
 class Workers:
-    """This process among its like. For one process alone every method is a no-op."""
+    """The job's processes, seen from this one; with a single process no method communicates."""
 
     rank: int = 0
     world: int = 1
@@ -33,15 +33,15 @@ class Workers:
 
     @property
     def leads(self) -> bool:
-        """Whether this process publishes results and speaks to the user."""
+        """Whether this process publishes results and writes to the console."""
         return self.rank == 0
 
     @contextmanager
     def connected(self) -> Iterator[None]:
-        """Meet the other processes, and take leave of them.
+        """Connect to the other workers, and disconnect at the end.
 
         Raises:
-            UserError: they cannot be met.
+            UserError: the connection fails.
         """
         if self.world == 1:
             yield
@@ -49,14 +49,14 @@ class Workers:
         import torch  # noqa: PLC0415 - settings are checked without torch
         import torch.distributed as dist  # noqa: PLC0415
 
-        # Sums of a scan travel on the CPU, gradients of a training wherever they are.
+        # Sums of a scan are exchanged on the CPU, gradients of training on the model's device.
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         try:
             dist.init_process_group(backend, rank=self.rank, world_size=self.world, timeout=_LOCK_TIMEOUT)
         except (RuntimeError, ValueError) as error:
             places = (f"{name}={os.environ.get(name, 'unset')}" for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
             raise UserError(
-                f"the workers of this job cannot meet: {str(error).splitlines()[0]}",
+                f"the workers of this job cannot connect: {str(error).splitlines()[0]}",
                 where=f"environment {', '.join(places)}",
                 do="torchrun --nproc-per-node=2 -m pipeline ..., which sets them; without workers, unset RANK",
             ) from error
@@ -66,7 +66,7 @@ class Workers:
             dist.destroy_process_group()
 
     def pick_device(self, asked: str) -> str:
-        """The device of this process: where every worker is to have a GPU, its own."""
+        """The requested device; of several workers on GPUs, each takes the one of its local rank."""
         import torch  # noqa: PLC0415 - settings are checked without torch
 
         if self.world == 1 or asked not in {"auto", "cuda"} or not torch.cuda.is_available():
@@ -74,37 +74,37 @@ class Workers:
         return f"cuda:{self.local_rank % torch.cuda.device_count()}"
 
     def share(self, value: Any) -> list[Any]:  # noqa: ANN401 - anything that can be pickled between trusted processes
-        """What every process gave, in the order of their ranks. Raises LostWorkerError."""
+        """The values of all processes, by rank. Raises LostWorkerError."""
         values = [value] * self.world
         self._exchange(lambda dist: dist.all_gather_object(values, value))
         return values
 
     def follow(self, value: Any) -> Any:  # noqa: ANN401 - anything that can be pickled
-        """What the leading process gave. Raises LostWorkerError."""
+        """The value of the leading process. Raises LostWorkerError."""
         return self.share(value)[0]
 
     def lead(self, compute: Callable[[], Result]) -> Result:
-        """What the leading process computes, for all; it holds no tensor on a GPU. Raises LostWorkerError."""
+        """Compute in the leading process only; all get the result, without GPU tensors. Raises LostWorkerError."""
         return cast(Result, self.follow(compute() if self.leads else None))
 
     def reduce_(self, tensor: "Tensor", *, maximum: bool = False, at: int = 0) -> None:
-        """Add up (or take the maximum of) everyone's tensor, in place, at one process; elsewhere it is of no use then.
+        """Sum or maximum of all processes' tensors, in place in process `at`; undefined in the others.
 
         Raises:
-            LostWorkerError: another process is gone.
+            LostWorkerError: another worker has ended.
         """
         self._exchange(lambda dist: dist.reduce(tensor, at, dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM))
 
     def sum_(self, tensor: "Tensor") -> None:
-        """Add up everyone's tensor, in place, at every process. Raises LostWorkerError."""
+        """Sum of all processes' tensors, in place in every process. Raises LostWorkerError."""
         self._exchange(lambda dist: dist.all_reduce(tensor))
 
     def copy_(self, tensor: "Tensor") -> None:
-        """Overwrite everyone's tensor with the leading process's, in place. Raises LostWorkerError."""
+        """Copy the leading process's tensor into those of the others. Raises LostWorkerError."""
         self._exchange(lambda dist: dist.broadcast(tensor, 0))
 
     def _exchange(self, collective: Callable[[Any], object]) -> None:
-        """Call it with torch.distributed, unless this process is alone; a broken connection in words."""
+        """Run a collective if there are other workers; turn its RuntimeError into LostWorkerError."""
         if self.world == 1:
             return
         import torch.distributed as dist  # noqa: PLC0415 - settings are checked without torch
@@ -123,7 +123,7 @@ ALONE = Workers()
 
 
 def find_workers(environment: Mapping[str, str] = os.environ) -> Workers:
-    """The place torchrun gave this process (RANK, WORLD_SIZE, LOCAL_RANK), or alone."""
+    """This process's rank from torchrun's RANK, WORLD_SIZE and LOCAL_RANK; `ALONE` without them."""
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= environment.keys():
         return ALONE
     rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
@@ -134,8 +134,8 @@ def find_workers(environment: Mapping[str, str] = os.environ) -> Workers:
 class Job:
     """One run of one stage.
 
-    `out` is a private folder, published whole when the stage returns; `scratch` belongs to the same fingerprint and
-    survives a kill, for stages that can go on where they stopped.
+    `out` is a private folder, published when the stage returns; `scratch` belongs to the fingerprint and survives a
+    kill, so that a stage can resume.
     """
 
     parents: Mapping[str, Path]
@@ -143,12 +143,12 @@ class Job:
     scratch: Path
     fingerprint: str = ""
     workers: Workers = ALONE
-    fresh: bool = False  # what earlier runs left elsewhere (a store) is to be forgotten
+    fresh: bool = False  # also discard results of earlier runs outside of `scratch` (in a store)
 
 
 @dataclass(frozen=True)
 class Table:
-    """What a stage found, for the console and the run report."""
+    """A stage's results for the console and the run report."""
 
     title: str
     columns: Sequence[str]
@@ -156,4 +156,4 @@ class Table:
     notes: Sequence[str] = field(default=())
 
 
-NOTHING = Table("", (), ())  # from a worker that does not lead
+NOTHING = Table("", (), ())  # returned by workers that do not lead

@@ -1,4 +1,4 @@
-"""A dataclass of tensors and plain values, other dataclasses among them, as one safetensors file."""
+"""Dataclasses of tensors and plain values, possibly nested, each as one safetensors file."""
 
 import json
 import logging
@@ -19,13 +19,13 @@ logger = logging.getLogger(__name__)
 _KEY = "tiny_onn"
 
 
-def pack_tag(**values: Any) -> dict[str, str]:  # noqa: ANN401 - anything JSON can say
-    """Metadata for `save_file`."""
+def pack_tag(**values: Any) -> dict[str, str]:  # noqa: ANN401 - any JSON value
+    """Metadata for `save_file` with these values as JSON."""
     return {_KEY: json.dumps(values, sort_keys=True)}
 
 
 def unpack_tag(metadata: Mapping[str, str] | None) -> dict[str, Any]:
-    """What `pack_tag` was given; empty for a file without one. Raises ValueError: the text is no JSON."""
+    """The values given to `pack_tag`; empty if the metadata has none. Raises ValueError: not JSON."""
     tag: dict[str, Any] = json.loads((metadata or {}).get(_KEY, "{}"))
     return tag
 
@@ -34,7 +34,7 @@ Contract = TypeVar("Contract")
 
 
 def save_contract(contract: Any, path: Path, *, version: int) -> None:  # noqa: ANN401 - any contract dataclass
-    """Write tensor fields as tensors and all other fields as JSON metadata; a part's fields are named `part.field`."""
+    """Write tensor fields as tensors, other fields as JSON metadata; a nested field's name is `outer.inner`."""
     values = dict(_walk(contract))
     tensors = {name: value.contiguous() for name, value in values.items() if isinstance(value, torch.Tensor)}
     plain = {name: value for name, value in values.items() if name not in tensors}
@@ -54,7 +54,7 @@ def load_contract(kind: type[Contract], path: Path, *, version: int) -> Contract
     """Read what `save_contract` wrote.
 
     Raises:
-        ContractError: missing, unreadable, of another kind or version, or with other fields.
+        ContractError: the file is missing, unreadable, of another class or version, or has other fields.
     """
     remedy = "run the stage that writes it again, with fresh=true"
     try:
@@ -76,7 +76,7 @@ def load_contract(kind: type[Contract], path: Path, *, version: int) -> Contract
 
 
 def _parts(kind: type) -> dict[str, type | None]:
-    """Field → its dataclass, None for a plain one."""
+    """Field name → its dataclass, or None if its type is no dataclass."""
     hints = get_type_hints(kind)
     parts = ((spec.name, hints[spec.name]) for spec in fields(kind))
     return {name: hint if is_dataclass(hint) else None for name, hint in parts}  # type: ignore[misc]
@@ -100,7 +100,7 @@ def _build(kind: type[Contract], values: Mapping[str, Any], prefix: str = "") ->
 
 
 class TensorFile:
-    """A dataclass that is a file of its own in the folder of a stage."""
+    """Base of dataclasses that are stored as one file in the folder of a stage."""
 
     VERSION: ClassVar[int]
     FILE: ClassVar[str]
@@ -117,11 +117,11 @@ class TensorFile:
 
 Layer = TypeVar("Layer")
 
-_VERSION = 1  # scratch belongs to one fingerprint, and with it to one version of the stage
+_VERSION = 1  # never incremented: a scratch folder belongs to one fingerprint, which includes the stage's version
 
 
 def save_layer_checkpoint(scratch: Path, index: int, layer: Any) -> None:  # noqa: ANN401 - any dataclass of tensors and plain values
-    """Write what a stage found for a layer, whole or not at all; the hash of the file is part of its name."""
+    """Write a stage's result for a layer atomically; the hash of the file is part of its name."""
     written = scratch / f"layer-{index:05}"
     with whole_file(written) as unfinished:
         save_contract(layer, unfinished, version=_VERSION)
@@ -132,10 +132,10 @@ def save_layer_checkpoint(scratch: Path, index: int, layer: Any) -> None:  # noq
 
 
 def load_layer_checkpoint(scratch: Path, index: int, kind: type[Layer]) -> Layer | None:
-    """What `save_layer_checkpoint` wrote, or None where the layer is still to be computed, or damaged.
+    """Read what `save_layer_checkpoint` wrote; None if there is no file for the layer, or a damaged one.
 
     Raises:
-        ContractError: a whole file of another kind or version.
+        ContractError: an undamaged file of another class or version.
     """
     for path in _find_files(scratch, index):
         if hash_file(path) == path.suffixes[0].removeprefix("."):

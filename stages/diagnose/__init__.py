@@ -1,1 +1,1 @@
-"""Where low precision goes wrong in a model, a tensor or training code."""
+"""Checks for low-precision errors in a model, a tensor or training code."""

@@ -1,4 +1,4 @@
-"""check=analyze_tensor: what tensors of a file, or activations of the model, would lose in low precision."""
+"""check=analyze_tensor: rounding error of a file's tensors, or of a model's activations, in low precision."""
 
 import json
 from collections.abc import Sequence
@@ -20,14 +20,14 @@ from stages.diagnose.subject import Request, load_model, load_sample
 
 
 class _Outputs(ModuleEvents):
-    """Tensors from the modules that are asked for, in the order of execution."""
+    """Collects the outputs of the selected modules, in the order of execution."""
 
     def __init__(self, patterns: Sequence[str]) -> None:
         self.patterns = patterns
         self.found: dict[str, Tensor] = {}
 
     def after(self, call: Call, module: nn.Module, output: Any) -> None:  # noqa: ANN401 - any output of a module
-        """Keep them, as they are now."""
+        """Copy the output tensors to the CPU; the model may change them later."""
         if any(fnmatchcase(call.module, pattern) for pattern in self.patterns):
             kept = {f"{call}{path}": tensor for path, tensor in find_tensors(output).items()}
             self.found |= {name: tensor.to("cpu", copy=True) for name, tensor in kept.items()}
@@ -35,7 +35,7 @@ class _Outputs(ModuleEvents):
 
 @torch.no_grad()
 def read_activations(request: Request, patterns: Sequence[str]) -> dict[str, Tensor]:
-    """Outputs in FP32 of the modules whose names fit a glob. Raises ConfigError: there is none."""
+    """FP32 outputs of the modules whose names match a glob. Raises ConfigError: no module matches."""
     model = load_model(request, torch.float32)
     outputs = _Outputs(patterns)
     with trace_modules(model, outputs):
@@ -51,10 +51,10 @@ def read_activations(request: Request, patterns: Sequence[str]) -> dict[str, Ten
 
 
 def read_tensors(path: Path, patterns: Sequence[str]) -> dict[str, Tensor]:
-    """The tensors of a .safetensors or .pt file whose names fit a glob.
+    """The tensors of a .safetensors or .pt file whose names match a glob.
 
     Raises:
-        DataError: it cannot be read, or holds no such tensor.
+        DataError: the file cannot be read, or no tensor matches.
     """
     found = dict(flatten_tensors(tensor_file.read_tensors(path)))
     chosen = {name: one for name, one in found.items() if any(fnmatchcase(name, glob) for glob in patterns)}

@@ -1,4 +1,4 @@
-"""Settings of the checks of numerical health."""
+"""Settings of stage=diagnose; explained in conf/diagnose."""
 
 from dataclasses import dataclass, field
 
@@ -11,7 +11,7 @@ CHECKS = ("auto_diff", "analyze_tensor", "static_check", "watch")
 
 @dataclass
 class AutoDiffConfig:
-    """FP32 against low precision, module by module."""
+    """Comparison of FP32 and low precision, module by module."""
 
     precision: str = field(default="bfloat16", metadata={"choices": ("bfloat16", "float16", "bf16", "fp16")})
     mode: str = field(default="autocast", metadata={"choices": ("autocast", "cast")})
@@ -22,7 +22,7 @@ class AutoDiffConfig:
 
 @dataclass
 class AnalyzeTensorConfig:
-    """What a tensor would lose."""
+    """Rounding error of tensors in low precision."""
 
     file: str | None = None
     tensors: list[str] = field(default_factory=lambda: ["*"])
@@ -36,7 +36,7 @@ class AnalyzeTensorConfig:
 
 @dataclass
 class StaticCheckConfig:
-    """Training code, read and not run."""
+    """Static check of training code."""
 
     paths: list[str] = field(default_factory=lambda: ["."])
     device: str = "cuda"
@@ -44,7 +44,7 @@ class StaticCheckConfig:
 
 @dataclass
 class WatchStageConfig:
-    """Forward and backward passes, watched; weights stay as they are."""
+    """Monitored forward and backward passes; weights do not change."""
 
     steps: int = field(default=8, metadata={"minimum": 1})
     precision: str = field(
@@ -55,7 +55,7 @@ class WatchStageConfig:
 
 @dataclass
 class DiagnoseConfig:
-    """What is looked at; below it, a node for each check; explained in conf/diagnose."""
+    """The model and text, and settings for each check."""
 
     checkpoint: str | None = None
     tokens: int = field(default=64, metadata={"minimum": 2})

@@ -1,4 +1,4 @@
-"""diagnose: one check of numerical health, on the dense model, a checkpoint, a tensor or training code."""
+"""diagnose: one numerical check of the dense model, a checkpoint, a tensor or training code."""
 
 import json
 from collections import Counter
@@ -29,7 +29,7 @@ from stages.text.sequences import load_sequences
 
 
 def watch_passes(request: Request) -> Table:
-    """Write `watch.jsonl` and `watch.png`; the table has a row for every kind of finding."""
+    """Write `watch.jsonl` and `watch.png`; the table has one row per kind of finding."""
     model = load_model(request, torch.float32).requires_grad_(True).train()
     reports = list(tqdm(run_passes(request, model), total=request.settings.watch.steps, desc="watch", unit="step"))
     log = request.job.out / "watch.jsonl"
@@ -38,9 +38,9 @@ def watch_passes(request: Request) -> Table:
 
 
 def run_passes(request: Request, model: PreTrainedModel) -> Iterator[StepReport]:
-    """A report for each pass."""
+    """Run the passes; yield the report of each."""
     settings, device = request.settings.watch, input_device(model)
-    # It never moves a weight: a scaler takes its gradients through an optimizer.
+    # Only for the scaler, which needs an optimizer; a rate of 0 changes no weight.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     low = None if settings.precision in {"float32", "fp32"} else find_format(settings.precision)
     scaler = GradScaler(device.type, enabled=low is torch.float16)
@@ -59,7 +59,7 @@ def run_passes(request: Request, model: PreTrainedModel) -> Iterator[StepReport]
 
 
 def read_batches(request: Request, model: PreTrainedModel) -> Iterator[torch.Tensor]:
-    """The first sequences, from the start again where they are few. Raises DataError."""
+    """Token ids of the first sequences, (1, T) each, repeated if there are too few. Raises DataError."""
     found = load_sequences(request.data, tokenizer_for(request, model), "calibration")
     usable = [sequence for sequence in found if len(sequence.ids) > 1]
     if not usable:
@@ -70,7 +70,7 @@ def read_batches(request: Request, model: PreTrainedModel) -> Iterator[torch.Ten
 
 
 def summarise(reports: Sequence[StepReport], precision: str) -> Table:
-    """The findings by kind, the ranges of what was measured below."""
+    """One row per kind of finding; ranges of gradient norms in the notes."""
     found = [(report.step, one) for report in reports for one in report.anomalies]
     counts = Counter(one.kind for _step, one in found)
     first = {one.kind: (step, one) for step, one in reversed(found)}
@@ -89,7 +89,7 @@ def summarise(reports: Sequence[StepReport], precision: str) -> Table:
 
 
 def check_code(request: Request) -> Table:
-    """Write `static_check.json`; the table has a row for every finding."""
+    """Write `static_check.json`; the table has one row per finding."""
     settings = request.settings.static_check
     report = static_check(settings.paths, device=settings.device)
     records = [finding.record() for finding in report.findings]
@@ -100,7 +100,7 @@ def check_code(request: Request) -> Table:
 
 
 def diff_model(request: Request) -> Table:
-    """Write `auto_diff.json` and `auto_diff.png`; the table shows the worst."""
+    """Write `auto_diff.json` and `auto_diff.png`; the table shows the worst modules."""
     settings = request.settings.auto_diff
     reference = load_model(request, torch.float32)
     low = load_model(request, find_format(settings.precision)) if settings.mode == CAST else None
@@ -113,7 +113,7 @@ def diff_model(request: Request) -> Table:
     return Table(f"FP32 against {diff.precision} ({diff.mode}): {diff.verdict}", COLUMNS, rows_of(diff), notes_of(diff))
 
 
-# By name of the check, as in stages/diagnose/config.py.
+# Value of `check` → function.
 _CHECKS = {
     "auto_diff": diff_model,
     "analyze_tensor": analyze_tensors,
@@ -123,5 +123,5 @@ _CHECKS = {
 
 
 def run(job: Job, *, model: ModelConfig, data: DataConfig, check: str, diagnose: DiagnoseConfig, seed: int) -> Table:
-    """Write what the check found into `out`, as JSON and pictures; its table is the result."""
+    """Run one check; write its findings into `out` as JSON and pictures."""
     return _CHECKS[check](Request(job, model, data, diagnose, seed))

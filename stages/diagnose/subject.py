@@ -1,4 +1,4 @@
-"""The model that is looked at, and the text it reads."""
+"""The model under diagnosis, and its input text."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,13 +29,13 @@ class Request:
 
 
 def folder_of(request: Request) -> Path:
-    """Of the checkpoint asked for, or of the dense model."""
+    """Folder of `diagnose.checkpoint`, or of the dense model without it."""
     asked = request.settings.checkpoint
     return Path(asked) if asked is not None else resolve_folder(request.model)
 
 
 def load_model(request: Request, dtype: torch.dtype) -> PreTrainedModel:
-    """The model in this number format, as it is loaded for use, in evaluation mode."""
+    """The model in this number format, in evaluation mode."""
     return load_whole(
         folder_of(request),
         dtype=dtype,
@@ -45,7 +45,7 @@ def load_model(request: Request, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def load_sample(request: Request, model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The first so many tokens of the calibration text, as one batch."""
+    """The first `diagnose.tokens` tokens of the calibration text, as one batch."""
     tokens, device = request.settings.tokens, input_device(model)
     tokenizer = tokenizer_for(request, model)
     data = replace(request.data, tokens=tokens, max_length=min(tokens, request.data.max_length))
@@ -54,10 +54,10 @@ def load_sample(request: Request, model: PreTrainedModel) -> dict[str, torch.Ten
 
 
 def tokenizer_for(request: Request, model: PreTrainedModel) -> PreTrainedTokenizerBase:
-    """The checkpoint's own tokenizer; that of the dense model where its folder holds none.
+    """The checkpoint's tokenizer, or the dense model's if the checkpoint has none.
 
     Raises:
-        CheckpointError: there is none, or it knows tokens that the model does not.
+        CheckpointError: there is no tokenizer, or it has more tokens than the model.
     """
     folder = folder_of(request)
     if not any(folder.glob("tokenizer*")):

@@ -1,1 +1,1 @@
-"""Tensors of attention and Linear layers, dumped while the dense model reads text."""
+"""Dump of tensors of attention and Linear layers from the dense model on text."""

@@ -9,7 +9,7 @@ VERSION = 1
 
 @dataclass
 class DumpStageConfig(DumpConfig):
-    """What is dumped of the dense model, and on how much text; explained in conf/dump."""
+    """Selection of tensors, and amount of text; explained in conf/dump."""
 
     steps: int = field(default=1, metadata={"minimum": 1})
     batch_tokens: int = field(default=1024, metadata={"minimum": 1})

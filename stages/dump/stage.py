@@ -1,4 +1,4 @@
-"""dump: the dense model reads some text, and what its attention and layers with a weight compute is written."""
+"""dump: run the dense model on text and write the tensors of attention and of layers with weights."""
 
 import re
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ from stages.text.sequences import TokenBatch, batch_sequences, load_text
 
 
 def summarise(folder: Path, manifest: Manifest, *, seconds: float) -> Table:
-    """The closing table; notes below it name what is missing or suspicious."""
+    """The result table; its notes name missing or suspicious records."""
     listing = Listing(folder)
     stored = {record.key for record in listing.records if record.status == STORED}
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
@@ -50,7 +50,7 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, dump: DumpStageConfig
     if dump.gradients:
         save_memory(dense, asked=dump.gradient_checkpointing)
     started = perf_counter()
-    # First, so that the dump sees embeddings with a gradient.
+    # The embedding hook comes before the dump, so that the dump sees embeddings with a gradient.
     with errors_of_disk(), gradients_from_embeddings(dense), make_dump(dense, job, dump, model.label) as dumped:
         for batch in tqdm(batches, desc="dump", unit="step"):
             dumped.step(read_batch(dense, batch, gradients=dump.gradients))
@@ -59,7 +59,7 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, dump: DumpStageConfig
 
 
 def make_dump(dense: PreTrainedModel, job: Job, dump: DumpStageConfig, label: str) -> TensorDump:
-    """The dump, its errors in the words of this stage's settings, which read the environment. Raises ConfigError."""
+    """Open the dump. Raises ConfigError, with the names of this stage's settings."""
     try:
         return TensorDump(dense, job.out, dump, metadata={"model": label}, environment={})
     except ConfigError as error:
@@ -69,7 +69,7 @@ def make_dump(dense: PreTrainedModel, job: Job, dump: DumpStageConfig, label: st
 
 @contextmanager
 def errors_of_disk() -> Iterator[None]:
-    """Raise those of the system in place of the dump's, whose remedies are for loops of one's own."""
+    """Re-raise the original disk errors: the remedies in the dump's errors are for users' own training loops."""
     try:
         yield
     except UserError as error:
@@ -79,7 +79,7 @@ def errors_of_disk() -> Iterator[None]:
 
 
 def read_batch(dense: PreTrainedModel, batch: TokenBatch, *, gradients: bool) -> float:
-    """One pass; every sample's loss is its own mean, and the sum of all is what gradients are of."""
+    """One pass; gradients are of the sum of the samples' mean losses. Returns this sum."""
     with torch.set_grad_enabled(gradients):
         losses_B = forward_losses(dense, batch)
     if gradients:

@@ -1,1 +1,1 @@
-"""scan → statistics: what every neuron does on text."""
+"""scan: statistics of every neuron on text."""

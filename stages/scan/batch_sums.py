@@ -1,4 +1,4 @@
-"""What one batch adds to the sums of a scan, computed where the layers are."""
+"""The sums of one batch of a scan, computed on the devices of the layers."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,37 +13,37 @@ from stages.accumulators.sums import ScanSums
 from stages.scan.config import ScanConfig
 from stages.scan.token_sums import pack_bits, sum_tokens, sum_tokens_compiled
 
-# Sums of the forward pass, then of the backward pass: one row each in a layer's buffer.
+# Sums of the forward pass and of the backward pass; each is one row of a layer's buffer.
 FORWARD = ("sum_abs", "sum_sq", "max_abs", "active_count")
 BACKWARD = ("sum_taylor", "grad_norm_gate", "grad_norm_up", "grad_norm_down")
 ROWS = {name: row for row, name in enumerate(FORWARD + BACKWARD)}
 
 
 def sum_shapes(layers: int, width: int, reservoir: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and number formats of a scan's sums: float64, so that neither batch size nor length costs precision."""
+    """Shapes and number formats of a scan's sums; float64, so that a long scan loses no precision."""
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         name: ((layers, width), torch.int64 if name == "active_count" else torch.float64) for name in ROWS
     }
-    # Token-major while scanning, so that a batch writes whole rows.
+    # Token-major during the scan, so that a batch writes whole rows.
     shapes["bits_LRf"] = ((layers, reservoir, (width + 7) // 8), torch.uint8)
     return shapes
 
 
 class LayerSums(NamedTuple):
-    """One layer's share of a batch."""
+    """The sums of one layer over one batch."""
 
     rows_8F: Tensor  # float64, in the order of ROWS
     bits_Rf: Tensor  # reservoir rows in token order
-    totals_B: Tensor  # every sample's Σ‖∇‖
+    totals_B: Tensor  # Σ‖∇‖ of each sample
 
 
 class BatchSums:
-    """One batch while it passes the model. Nothing waits for the device before `to_host`."""
+    """Sums of one batch during its pass through the model. Only `to_host` waits for the device."""
 
     def __init__(
         self, layers: int, mask_BT: Bool[Tensor, "B T"], slots_BT: Int[Tensor, "B T"], scan: ScanConfig
     ) -> None:
-        """Prepare on the CPU: tokens that count (`mask_BT`), and tokens that keep their bits (`slots_BT` >= 0)."""
+        """`mask_BT` marks the tokens that count; tokens with `slots_BT` >= 0 go to the reservoir. Both on the CPU."""
         self.scan = scan
         self.layers: list[LayerSums | None] = [None] * layers
         self.rows: dict[torch.device, Tensor] = {}
@@ -53,11 +53,11 @@ class BatchSums:
         self.slots_R = slots_T[self.drawn_R]
 
     def add_hidden(self, layer: int, h_BTF: Float[Tensor, "B T F"]) -> None:
-        """Sums of the forward pass."""
+        """Add one layer's activations: sums of the forward pass."""
         self._add_tokens(layer, h_BTF, None)
 
     def add_gradients(self, layer: int, record: FFNGradients) -> None:
-        """Sums of both passes."""
+        """Add one layer's activations and gradients: sums of both passes."""
         sums = self._add_tokens(layer, record.h_BTF, record.h_grad_BTF)
         for name, norms_BF in neuron_norms(record, self.scan.norm_product).items():
             sums.rows_8F[ROWS[f"grad_norm_{name}"]] = norms_BF.double().sum(0)
@@ -77,7 +77,7 @@ class BatchSums:
         return sums
 
     def to_host(self, losses_B: Float[Tensor, "B"]) -> "HostBatch":
-        """Everything on the CPU, with the batch's losses, by one transfer for each device that holds layers."""
+        """Copy the losses and all sums to the CPU, in one transfer per device."""
         parts = [part for part in self.layers if part is not None]
         assert len(parts) == len(self.layers), "a layer did not run"
         losses_B, *found = to_host([losses_B, *(tensor for part in parts for tensor in part)])
@@ -92,16 +92,16 @@ class BatchSums:
 
 @dataclass(frozen=True)
 class HostBatch:
-    """One batch on the CPU."""
+    """The sums of one batch on the CPU."""
 
     losses_B: Tensor
     rows_L8F: Tensor
     bits_LRf: Tensor
-    totals_B: Tensor  # every sample's Σ‖∇‖ over all layers; zero after a forward-only pass
+    totals_B: Tensor  # Σ‖∇‖ of each sample over all layers; zero after a forward-only pass
     slots_R: Tensor
 
     def add_to(self, sums: ScanSums, *, number: int, counters: dict[str, float], loss_scale: float = 1.0) -> None:
-        """Add the batch to running sums, as batch `number`; gradients are divided by the scale their loss had."""
+        """Add to running sums as batch `number`; gradient sums are divided by `loss_scale`."""
         for name, row in ROWS.items():
             values_LF, total = self.rows_L8F[:, row], sums.tensors[name]
             if name in BACKWARD:

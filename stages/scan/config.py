@@ -4,14 +4,14 @@ from dataclasses import dataclass, field
 
 VERSION = 3
 
-# Tokens per batch where the settings leave it open. Few sequences keep a CPU busy, and its larger tensors are fresh
-# memory every time; writing token by token is faster the more sequences write at once, on any device.
+# Default tokens per batch. Reading on a CPU takes the small one: a few sequences keep it busy, and larger tensors are
+# newly allocated each time. Generation is faster with more sequences at once on any device.
 SMALL_BATCH, LARGE_BATCH = 1024, 2048
 
 
 @dataclass
 class ScanConfig:
-    """How the dense model is read on text; explained in conf/scan."""
+    """Settings of the scan; explained in conf/scan."""
 
     batch_tokens: int | None = field(default=None, metadata={"minimum": 1})
     gradients: bool = True
@@ -27,7 +27,7 @@ class ScanConfig:
     parameter_encoding: str = field(default="log16", metadata={"choices": ("log16", "f32")})
 
     def unread(self) -> dict[str, str]:
-        """Settings that nothing reads, and why."""
+        """Settings without effect, each with the setting that disables it."""
         found: dict[str, str] = {}
         if not (self.gradients or self.parameters):
             found |= dict.fromkeys(("gradient_checkpointing", "norm_product"), "scan.gradients=false")
@@ -39,13 +39,13 @@ class ScanConfig:
         return found
 
     def active_count(self, width: int) -> int:
-        """How many of `width` neurons the active share makes."""
+        """Neurons per token that count as active, of `width`."""
         return max(1, round(self.active_share * width))
 
     def read_batch(self, device_type: str) -> int:
-        """Tokens that are read at once."""
+        """Tokens per batch of the forward and backward pass, padding included."""
         return self.batch_tokens or (SMALL_BATCH if device_type == "cpu" else LARGE_BATCH)
 
     def written_batch(self) -> int:
-        """Tokens that are written at once, their prompts included."""
+        """Tokens per batch of generation, prompts and padding included."""
         return self.batch_tokens or LARGE_BATCH

@@ -1,4 +1,4 @@
-"""The scan's parameter-level record: norms of every Linear weight's input and gradient, in an .mscan file."""
+"""Parameter-level record of a scan: norms of every Linear weight's input and gradient, in an .mscan file."""
 
 import json
 import logging
@@ -27,19 +27,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class ParameterRecorder:
-    """One worker's records, in a lossless part of the file to come. `record_parameters` closes both."""
+    """Writes one worker's records to its lossless part file. `record_parameters` closes scanner and writer."""
 
     scanner: ParameterTensorScanner
     writer: MscanWriter
     source: str
-    records: list[ScanRecord] = field(default_factory=list)  # of the last pass
+    records: list[ScanRecord] = field(default_factory=list)  # of the last pass, not yet written
 
     def expect(self, names: Sequence[str]) -> None:
-        """Name the samples of the pass to come."""
+        """Name the samples of the next pass."""
         self.scanner.name_samples(names, self.source)
 
     def take(self, *, last: bool) -> bool:
-        """Take over the pass just made; whether its numbers can be used. Raises NumericsError at the `last` try."""
+        """Collect the records of the pass; False if they are not finite, NumericsError if this was the `last` try."""
         try:
             self.records = self.scanner.collect()
         except NumericsError:
@@ -49,20 +49,20 @@ class ParameterRecorder:
         return True
 
     def keep(self, first: int, loss_scale: float) -> None:
-        """Write the pass taken over; its samples are number `first` and following of the scan."""
+        """Write the collected records; the scan numbers their samples from `first`."""
         for record in self.records:
             self.writer.add(_unscale(record, loss_scale), range(first, first + len(record.sequences)))
 
 
 @dataclass(frozen=True)
 class PartsPlace:
-    """Where the workers of a scan keep their parts, apart from those of a scan of other code, text or precision."""
+    """The part files of a scan's workers. Scans of another identity (code, text, precision) have other names."""
 
     scratch: Path
-    identity: Mapping[str, str]  # what must be the same for records to stand in one file
+    identity: Mapping[str, str]  # only records of the same identity may be merged
 
     def part(self, worker: int | str) -> Path:
-        """File of one worker; `*` gives the pattern of all."""
+        """File of one worker; `*` gives the pattern for all workers."""
         digest = sha256(json.dumps(dict(self.identity), sort_keys=True).encode()).hexdigest()[:12]
         return self.scratch / f"{FILE}.{digest}.{worker}.part"
 
@@ -75,10 +75,10 @@ class PartsPlace:
 def record_parameters(
     model: nn.Module, scan: ScanConfig, place: PartsPlace, workers: Workers, *, source: str, label: str, fresh: bool
 ) -> Iterator[ParameterRecorder | None]:
-    """Watch the model and go on with this worker's part of the file; None where no record is asked for.
+    """Watch the model and append to this worker's part file; yields None if `scan.parameters` is false.
 
     Raises:
-        ConfigError: no weight matches the patterns, or the workers have no folder in common.
+        ConfigError: no weight matches the patterns, or the workers do not share a folder.
         ContractError: the part of an earlier run is damaged or has other parameters.
     """
     if not scan.parameters:
@@ -86,7 +86,7 @@ def record_parameters(
         return
     require_common_folder(place.scratch, workers)
     path = place.part(workers.rank)
-    if fresh:  # of several machines only the leading worker's is cleaned before
+    if fresh:  # the pipeline has cleaned the scratch folder of the leading worker's machine only
         path.unlink(missing_ok=True)
     try:
         scanner = ParameterTensorScanner(
@@ -97,7 +97,7 @@ def record_parameters(
             gradients=scan.gradients,
             product=scan.norm_product,
         )
-    except ConfigError as error:  # which speaks of the scanner's own arguments
+    except ConfigError as error:  # its message names the scanner's arguments, not the settings
         what, do = (text.replace("patterns=[", "scan.parameter_patterns=[") for text in (error.what, error.do))
         raise ConfigError(what, where="setting scan.parameter_patterns", do=do) from error
     with warnings.catch_warnings(record=True) as caught:
@@ -118,10 +118,7 @@ def record_parameters(
 
 
 def require_common_folder(scratch: Path, workers: Workers) -> None:
-    """Refuse workers on machines without a common folder, before they scan: their parts could not be joined.
-
-    Raises ConfigError at every worker.
-    """
+    """Raise ConfigError in every worker unless all see the same folder: their part files could not be merged."""
     token = scratch / f"{FILE}.common.{workers.follow(uuid4().hex)}"
     if workers.leads:
         token.touch()
@@ -139,7 +136,7 @@ def require_common_folder(scratch: Path, workers: Workers) -> None:
 
 
 def require_recorded(place: PartsPlace, samples: Collection[int]) -> None:
-    """Refuse to go on from sums whose records are not here, before the rest is scanned. Raises ContractError."""
+    """Raise ContractError if some of these samples have no record in the part files here."""
     files = (read_mscan(path, verify=False) for path in place.parts())
     recorded = {sequence.number for file in files for sequence in file.sequences}
     if missing := set(samples) - recorded:
@@ -152,10 +149,10 @@ def require_recorded(place: PartsPlace, samples: Collection[int]) -> None:
 
 
 def publish_parameters(place: PartsPlace, out: Path, samples: int, encoding: str) -> None:
-    """All workers' parts, and those of earlier runs, as `out/parameters.mscan`.
+    """Merge the part files of all workers and earlier runs into `out/parameters.mscan`.
 
-    The same bytes but for the date, however often the scan was interrupted and however many workers it had. Raises
-    ContractError: a sample is in no part.
+    Apart from the date, the bytes do not depend on interruptions or on the number of workers. Raises ContractError if
+    a sample has no record.
     """
     require_recorded(place, range(samples))
     created = min(read_mscan(path, verify=False).header.created for path in place.parts())  # when the scan began

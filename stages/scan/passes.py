@@ -1,4 +1,4 @@
-"""The dense model over all batches: one pass each, its checks, and the share of every worker."""
+"""Passes of the dense model over all batches: measurements, checks, and distribution over workers."""
 
 import random
 from collections.abc import Callable, Collection, Sequence
@@ -22,7 +22,7 @@ from stages.text.sequences import TokenBatch
 
 
 def check_losses(losses_B: Float[Tensor, "B"], batch: TokenBatch, model: nn.Module) -> None:
-    """Refuse losses that are not finite, naming the weights that are to blame, or else the samples."""
+    """Refuse non-finite losses; the error names the non-finite weights, or the samples if all weights are finite."""
     bad_B = ~losses_B.isfinite()
     if not bad_B.any():
         return
@@ -32,7 +32,7 @@ def check_losses(losses_B: Float[Tensor, "B"], batch: TokenBatch, model: nn.Modu
 
 
 def check_weights(model: nn.Module) -> None:
-    """Refuse weights that are not finite, naming the tensors."""
+    """Refuse non-finite weights, naming the tensors."""
     bad = [
         name
         for name, weight in model.named_parameters()
@@ -58,7 +58,7 @@ def check_gradients(
 
 
 _NO_LABEL = (
-    "leave these samples out: every label is masked, or the only one stands at the first token, which nothing predicts"
+    "leave these samples out: every label is masked, or the only one is at the first token, which nothing predicts"
 )
 _TOO_LARGE = "model.dtype=float32; if it is, the checkpoint's weights are scaled beyond its range"
 _NO_LOSS = "leave these samples out: the model is certain of every supervised token (a single one, perhaps)"
@@ -78,29 +78,30 @@ _HALF_LOSS_SCALE = 2.0**12
 
 @dataclass(frozen=True)
 class Scanner:
-    """A model, and how its neurons are measured."""
+    """Measures a model's neurons batch by batch."""
 
     model: nn.Module  # a causal language model, all weights frozen
     mlps: Sequence[GatedFFN]  # its gated FFNs, in layer order
     settings: ScanConfig
-    parameters: ParameterRecorder | None = None  # also record every weight
+    parameters: ParameterRecorder | None = None  # None without scan.parameters
 
     def scan(self, batch: TokenBatch, slots_BT: Tensor, sums: ScanSums, *, number: int, first_sample: int = 0) -> None:
-        """Add batch `number` of the scan to `sums`, or nothing where it fails.
+        """Add batch `number` of the scan to `sums`; on an error `sums` stays unchanged.
 
-        Every sample's loss is its own mean, so a batch of B equals B batches of one. `slots_BT` are its tokens' slots
-        of the reservoir, -1 for none; `first_sample` is the number of its first sequence.
+        Each sample has its own mean loss, so a batch of B equals B batches of one. `slots_BT` holds the reservoir slot
+        of each token, -1 for none; `first_sample` is the number of the batch's first sequence.
 
         Raises:
             CheckpointError: weights are not finite.
             NumericsError: a sample's loss or gradients are not finite, or all its gradients are zero.
         """
-        # 4-bit layers compute in the format of the embeddings, too.
+        # 4-bit layers also compute in the number format of the embeddings.
         dtype = self.model.get_input_embeddings().weight.dtype  # type: ignore[operator]
         loss_scale = _HALF_LOSS_SCALE if self.settings.gradients and dtype == torch.float16 else 1.0
         found = self._measure(batch, slots_BT, loss_scale)
         check_losses(found.losses_B, batch, self.model)
-        # Too large for float16. Every batch begins at the full scale: its sums depend on nothing but itself.
+        # Overflow in float16: try a smaller scale. Every batch starts at the full scale, so that its sums do not depend
+        # on other batches.
         while not self._is_usable(found, last=loss_scale == 1):
             loss_scale /= 16
             found = self._measure(batch, slots_BT, loss_scale)
@@ -116,7 +117,7 @@ class Scanner:
         found.add_to(sums, number=number, counters=counters, loss_scale=loss_scale)
 
     def _is_usable(self, found: HostBatch, *, last: bool) -> bool:
-        """Whether every gradient fitted the number format; the last try is used as it is, and checked afterwards."""
+        """Whether all gradients are finite; the last try is always used, and the caller checks it."""
         recorded = self.parameters is None or self.parameters.take(last=last)
         return last or (recorded and bool(found.totals_B.isfinite().all()))
 
@@ -135,10 +136,9 @@ class Scanner:
 
 
 def draw_reservoir(total_tokens: int, size: int, seed: int) -> Int[Tensor, "M"]:
-    """Slot of each of the stream's M tokens, -1 for those not drawn.
+    """Reservoir slot of each of the stream's M tokens, -1 for tokens not drawn.
 
-    All tokens are known before the scan starts, so the draw is made at once: uniform without replacement, and the same
-    for any batch size and after any interruption of the scan.
+    Uniform without replacement, drawn before the scan: the draw depends on neither batch size nor interruptions.
     """
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randperm(total_tokens, generator=generator)[:size].sort().values
@@ -148,23 +148,23 @@ def draw_reservoir(total_tokens: int, size: int, seed: int) -> Int[Tensor, "M"]:
 
 
 def slots_of_batch(slots_M: Int[Tensor, "M"], first: int, mask_BT: Bool[Tensor, "B T"]) -> Int[Tensor, "B T"]:
-    """Reservoir slots of one batch, whose first real token is number `first` of the stream; -1 on padding."""
+    """Reservoir slots of one batch, -1 on padding; its first unmasked token is number `first` of the stream."""
     slots_BT = torch.full(mask_BT.shape, -1, dtype=torch.int64)
     slots_BT[mask_BT] = slots_M[first : first + int(mask_BT.sum())]
     return slots_BT
 
 
 def token_to_neuron_major(bits_LRf: Tensor, width: int) -> Tensor:
-    """Turn packed rows of tokens, (L, R, ceil(F/8)), into packed rows of neurons, (L, F, ceil(R/8)), layer by layer."""
+    """Transpose packed bits from token rows, (L, R, ceil(F/8)), to neuron rows, (L, F, ceil(R/8)), layer by layer."""
     layers = (np.unpackbits(bits_Rf, axis=1, count=width) for bits_Rf in bits_LRf.numpy())
     return torch.stack([torch.from_numpy(np.packbits(bits_RF.T, axis=1)) for bits_RF in layers])
 
 
 def agree_on_done(store: SumStore, workers: Workers) -> set[int]:
-    """Batches that nobody needs to read again; the same answer for every worker.
+    """Batches already in the sums; the same answer for every worker.
 
-    Where each worker keeps its own sums, one that finds batches of its own with a lower-numbered worker forgets all it
-    has: its sums were made in an earlier run whose other part this run could not see.
+    With local stores, a worker drops all of its sums if a lower-numbered worker also has one of its batches: then they
+    are from an earlier run, and this run could not see all parts of that run.
     """
     parts = workers.share(store.done())
     agreed: set[int] = set()
@@ -177,7 +177,7 @@ def agree_on_done(store: SumStore, workers: Workers) -> set[int]:
 
 
 def number_samples(batches: Sequence[TokenBatch], numbers: Collection[int]) -> list[int]:
-    """Numbers of the samples of some batches, among all of the scan."""
+    """Sample numbers, within the scan, of the given batches."""
     firsts = [0, *accumulate(len(batch.names) for batch in batches)]
     return [sample for number in sorted(numbers) for sample in range(firsts[number], firsts[number + 1])]
 
@@ -191,9 +191,9 @@ def scan_shares(
     *,
     after_batch: Callable[[int], object],
 ) -> None:
-    """Read every batch of the scan that is not yet in the store; each worker takes every world-th of them.
+    """Read the batches that are not yet in the store; each worker takes every world-th of them.
 
-    `slots_M` are the reservoir's slots of all tokens; `after_batch` is called with the number of tokens just read.
+    `slots_M` holds the reservoir slots of all tokens; `after_batch` is called with the token count of each batch.
     """
     first_tokens = [0, *accumulate(batch.tokens for batch in batches)]
     first_samples = [0, *accumulate(len(batch.names) for batch in batches)]
@@ -201,8 +201,8 @@ def scan_shares(
         done: set[int] = set()
         share = missing[workers.rank :: workers.world]
         if store.shared and share:
-            # Other jobs that flush to the same store, on other machines perhaps, have the same list; each begins
-            # somewhere else, so that they meet late. Not seeded: no two are to draw the same.
+            # Other jobs with the same store have the same list. Each starts at a random place, so that they overlap
+            # late; not seeded, so that they start at different places.
             first = random.randrange(len(share))
             share = share[first:] + share[:first]
         for number in share:
@@ -219,25 +219,25 @@ def scan_shares(
 
 
 def _flush(store: SumStore, scanner: Scanner) -> None:
-    # Parameters first: read again they do no harm, missing they do.
+    # Parameters first: after a kill between the two, a record without sums is harmless, sums without a record are not.
     if scanner.parameters:
         scanner.parameters.writer.seal()
     store.flush()
 
 
 def collect_sums(store: SumStore, workers: Workers) -> ScanSums | None:
-    """The sums of all workers, at the leading one; None elsewhere.
+    """The sums of all workers, in the leading worker; None in the others.
 
-    Numerics: integers, maxima and bits do not depend on the number of workers; float64 sums do by their rounding.
+    Numerics: integers, maxima and bits do not depend on the number of workers; float64 sums differ by rounding.
     """
     if store.shared:
-        workers.share(None)  # nobody reads before everybody has flushed
+        workers.share(None)  # wait until all workers have flushed
         return store.collect() if workers.leads else None
     part = store.collect()
     if workers.world > 1:
         part = ScanSums({name: value.clone() for name, value in part.tensors.items()}, part.counters, part.done)
-    for name in sorted(part.tensors):  # everybody in the same order, also one who read them from a file
-        # Each token's bits are with one worker, so that adding them up unites them.
+    for name in sorted(part.tensors):  # every worker in the same order; a file may have another
+        # Each token's bits are set by one worker only, so that their sum is their union.
         workers.reduce_(part.tensors[name], maximum=name == "max_abs")
     others = workers.share((part.counters, part.done))
     if not workers.leads:

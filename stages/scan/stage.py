@@ -1,4 +1,4 @@
-"""scan: load the dense model, read it on the calibration text, write neuron statistics."""
+"""scan: load the dense model, run it on the calibration text, write neuron statistics."""
 
 import hashlib
 import json
@@ -34,7 +34,7 @@ from stages.text.sources import describe_source
 
 
 def make_statistics(sums: ScanSums, mlps: Sequence[GatedFFN], *, gradients: bool) -> NeuronStatistics:
-    """Sums, weight norms and neuron-major bitmaps."""
+    """Statistics from the sums, the weight norms and neuron-major bitmaps."""
     tensors = dict(sums.tensors)
     bits_LRf = tensors.pop("bits_LRf")
     samples = int(sums.counters["samples"])
@@ -70,7 +70,7 @@ def summarise(statistics: NeuronStatistics, notes: Sequence[str]) -> Table:
 
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-# What decides the numbers of a batch.
+# Source files that affect the sums of a batch.
 SOURCES = (
     "stages/scan",
     "stages/losses.py",
@@ -86,8 +86,8 @@ SOURCES = (
 def sums_cache_key(fingerprint: str, batches: Iterable[TokenBatch], dtype: torch.dtype) -> dict[str, str]:
     """Settings (`fingerprint`), inputs and code of a scan.
 
-    The settings alone do not fix the text: a model writes other text on other hardware. Nor do they fix the dtype,
-    which depends on the device where they leave it open.
+    Text and dtype are in it because the settings do not determine them: a model may generate other text on other
+    hardware, and the default dtype depends on the device.
     """
     text = hashlib.sha256()
     for batch in batches:
@@ -104,7 +104,7 @@ def sums_cache_key(fingerprint: str, batches: Iterable[TokenBatch], dtype: torch
 
 @cache
 def hash_code() -> str:
-    """SHA-256 of the source files that decide the numbers."""
+    """First 16 hex digits of the SHA-256 of `SOURCES`."""
     digest = hashlib.sha256()
     for source in SOURCES:
         path = REPOSITORY / source
@@ -114,7 +114,7 @@ def hash_code() -> str:
 
 
 def run(job: Job, *, model: ModelConfig, data: DataConfig, store: StoreConfig, scan: ScanConfig, seed: int) -> Table:
-    """Read the dense model on text; goes on from the last flush of a killed run, alone or with other workers."""
+    """Run the dense model on text and write its statistics; resumes from the last flush of a killed run."""
     folder, workers = resolve_folder(model), job.workers
     tokenizer, generated = load_tokenizer(folder), data.labels == "generated"
     text = load_prompts(data, tokenizer) if generated else load_text(data, tokenizer, "calibration")
@@ -156,7 +156,7 @@ def run(job: Job, *, model: ModelConfig, data: DataConfig, store: StoreConfig, s
 
 
 def show_progress(total: int, done: int, workers: Workers) -> "tqdm[Never]":
-    """A bar over all tokens; with several workers it moves by the leading one's."""
+    """A progress bar over all tokens; with several workers it counts only those of the leading worker."""
     return tqdm(
         total=total,
         initial=done,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stages.scan.config import ScanConfig
 
-# Tokens whose activations are worked on at once.
+# Tokens per step of `sum_tokens`.
 _CHUNK = 4096
 
 
@@ -21,10 +21,10 @@ def sum_tokens(
 ) -> tuple[Float[Tensor, "5 F"], Float[Tensor, "T"]]:
     """Σ|h|, Σh², max|h|, the number of tokens for which a neuron is active, and Σ|h·∂L/∂h|.
 
-    Of M activations, padding included, the rows of `rows_T` count; without gradients the last sums are zeros.
+    `rows_T` selects the tokens that count from the M rows (padding included); without gradients the last sum is 0.
 
     Returns:
-        Float64 sums on the same device, and for every token the |h| from which on a neuron is active.
+        Float64 sums on the same device, and the activity limit of every token (see `activity_limits`).
 
     Numerics: fp32 within 4096 tokens, float64 beyond.
     """
@@ -44,7 +44,7 @@ def sum_tokens(
 
 
 def activity_limits(magnitude_TF: Float[Tensor, "T F"], scan: ScanConfig) -> Float[Tensor, "T 1"]:
-    """The |h| from which on a neuron is active, for every token: ties included, zeros never."""
+    """For every token, the smallest |h| that counts as active: ties included, zeros never."""
     smallest = torch.finfo(torch.float32).tiny
     if scan.active_threshold is not None:
         limit = torch.full((len(magnitude_TF), 1), scan.active_threshold, device=magnitude_TF.device)
@@ -54,25 +54,25 @@ def activity_limits(magnitude_TF: Float[Tensor, "T F"], scan: ScanConfig) -> Flo
 
 
 def pack_bits(active_RF: Bool[Tensor, "R F"]) -> UInt8[Tensor, "R f"]:
-    """Rows of truth values as bits, (R, ceil(F/8)) uint8, most significant first as numpy.packbits does."""
+    """Pack booleans into bits, (R, ceil(F/8)) uint8, most significant bit first as in numpy.packbits."""
     padded = torch.nn.functional.pad(active_RF.to(torch.uint8), (0, -active_RF.shape[1] % 8))
     places = torch.arange(7, -1, -1, dtype=torch.uint8, device=active_RF.device)
     packed: Tensor = (padded.view(len(padded), padded.shape[1] // 8, 8) << places).sum(-1, dtype=torch.uint8)
     return packed
 
 
-# Tokens summed up together. Fixed, so that results do not depend on the number of threads.
+# Tokens per partial sum. Fixed, so that results do not depend on the number of threads.
 _SPAN = 128
-# All bits of a float but its sign: as integers they are ordered as the magnitudes are. The smallest normal float.
+# Mask without the sign bit: as integers, masked floats have the order of their magnitudes. The smallest normal float.
 _MAGNITUDE, _SMALLEST = np.int32(0x7FFFFFFF), np.int32(0x00800000)
-# A sixteenth of an octave: neighbouring tokens' limits often differ by no more.
+# First step of the search, a sixteenth of an octave: limits of neighbouring tokens often differ by less.
 _STEP = np.int32(1 << 19)
 
 
 def sum_tokens_compiled(
     h_MF: Float[Tensor, "M F"], grad_MF: Float[Tensor, "M F"] | None, rows_T: Int[Tensor, "T"], scan: ScanConfig
 ) -> tuple[Float[Tensor, "5 F"], Float[Tensor, "T"]]:
-    """`sum_tokens` for tensors on the CPU; one of any number of values that mean the same limit may be returned.
+    """`sum_tokens` on the CPU. Its limits may be other numbers, but they select the same neurons.
 
     Numerics: float64 over spans of 128 tokens, added in order.
     """
@@ -106,12 +106,12 @@ def _count_from(bits: NDArray[np.int32], limit: np.int32) -> np.int32:
 
 
 def _find_limit(bits: NDArray[np.int32], count: np.int32, top: np.int32, guess: np.int32) -> np.int32:
-    """A value that `count` of the bits reach, or the largest that more reach; `guess` is where to look first.
+    """A value that exactly `count` of the bits reach, or the largest one that more of them reach.
 
-    From there in growing steps until the value is between two looks; then by turns where a straight line between them
-    would have it, and halfway.
+    Starts at `guess` and moves in growing steps until it brackets the value; then alternates interpolation (regula
+    falsi) and bisection.
     """
-    low, high = np.int32(0), top + np.int32(1)  # enough reach low, too few reach high
+    low, high = np.int32(0), top + np.int32(1)  # at least `count` bits reach low, fewer reach high
     reach_low, reach_high = np.int32(len(bits)), np.int32(0)
     limit, step, halfway = guess, _STEP, False
     while high - low > 1:
@@ -136,7 +136,7 @@ def _find_limit(bits: NDArray[np.int32], count: np.int32, top: np.int32, guess: 
 def _sum_rows(
     h: NDArray[np.float32], grad: NDArray[np.float32], rows: NDArray[np.int64], count: np.int32, fixed: np.int32
 ) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
-    """Sums (5, F) over some tokens, and their limits as bits; `fixed` above 0 is everybody's limit."""
+    """Sums (5, F) over some tokens, and their limits as bits; `fixed` above 0 is the limit of all tokens."""
     width = h.shape[1]
     h_bits, bits = h.view(np.int32), np.empty(width, np.int32)
     sums, limits = np.zeros((5, width)), np.empty(len(rows), np.int32)
@@ -160,7 +160,7 @@ def _sum_rows(
     return sums, limits
 
 
-# Without the interpreter's lock, so that threads work side by side. What tests wrap for type checks is unwrapped.
+# nogil: threads run in parallel. Tests wrap functions for type checks, so that they are unwrapped first.
 _compiled = njit(nogil=True, cache=True)
 _count_from = _compiled(unwrap(_count_from))
 _find_limit = _compiled(unwrap(_find_limit))

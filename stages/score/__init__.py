@@ -1,1 +1,1 @@
-"""How much each neuron matters: S_p, and plain measures to compare it with."""
+"""Importance scores of neurons: S_p, and simple measures for comparison."""

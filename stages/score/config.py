@@ -7,9 +7,8 @@ VERSION = 3
 
 @dataclass
 class ScoreConfig:
-    """How neurons are ranked: by S_p, or by a plain measure to compare it with; explained in conf/score."""
+    """The score that ranks neurons: S_p, or a simple measure for comparison; explained in conf/score."""
 
-    # s_p, taylor, wanda, frequency, contribution or random.
     method: str = field(
         default="s_p", metadata={"choices": ("s_p", "taylor", "wanda", "frequency", "contribution", "random")}
     )
@@ -21,12 +20,12 @@ class ScoreConfig:
 
     @property
     def needs_gradients(self) -> bool:
-        """Whether nothing is left of the score after a forward-only scan."""
+        """Whether the score has no term without gradients."""
         alone = self.method == "s_p" and not (self.activation_weight or self.frequency_weight)
         return self.method == "taylor" or alone
 
     def unread(self) -> dict[str, str]:
-        """Settings that nothing reads, and why."""
+        """Settings without effect, each with the setting that disables it."""
         if self.method == "s_p":
             return {}
         return {spec.name: f"score.method={self.method}" for spec in fields(self) if spec.name != "method"}

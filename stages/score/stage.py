@@ -1,4 +1,4 @@
-"""score: read neuron statistics, write the measure that neurons are ranked by: S_p, or a plain one."""
+"""score: read neuron statistics, write the score that ranks neurons: S_p, or a simple measure."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ Normalisation = Literal["zscore", "rank", "minmax"]
 
 
 def normalise(values_LF: Shaped[Tensor, "L F"], method: Normalisation) -> Float[Tensor, "L F"]:
-    """Rescale every layer's finite figures.
+    """Rescale the finite values of each layer.
 
     zscore: mean 0, standard deviation 1; rank: 0 lowest to 1 highest, ties share the mean of their ranks; minmax: 0
     lowest to 1 highest.
     Returns:
-        ``(L, F)`` fp64; 0 throughout a layer without spread.
+        ``(L, F)`` fp64; 0 in a layer whose values are all equal.
     """
     values_LF = values_LF.double()
     match method:
@@ -44,7 +44,7 @@ def varies(values_LF: Shaped[Tensor, "L F"]) -> Shaped[Tensor, "L 1"]:
 
 
 def _ranks(values_F: Float[Tensor, "F"]) -> Float[Tensor, "F"]:
-    """0 for the lowest; ties share the mean of their ranks."""
+    """Ranks from 0, the lowest; ties share the mean of their ranks."""
     _values, group_F, size_G = np.unique(values_F.numpy(), return_inverse=True, return_counts=True)
     return torch.from_numpy((size_G.cumsum() - (size_G + 1) / 2)[group_F])
 
@@ -54,7 +54,7 @@ Form = Literal["weighted", "product", "inverse_gradient"]
 
 @dataclass(frozen=True)
 class SynergyWeights:
-    """How much each term of S_p counts; none is negative."""
+    """Weights of the terms of S_p, >= 0."""
 
     activation: float
     gradient: float
@@ -70,12 +70,12 @@ def score_synergy(
     form: Form,
     normalisation: Normalisation,
 ) -> Float[Tensor, "L F"]:
-    """Join activation A, gradient G and frequency F into S_p, each term normalised within its layer.
+    """Combine activation A, gradient G and frequency F into S_p, each term normalised within its layer.
 
-    weighted: a·A − g·G + f·F; product: Aᵃ·(1−G)ᵍ·Fᶠ; inverse_gradient: (a·A + f·F) / (1 + g·G). The last two stretch
-    every term to 0..1 first. A term without spread leaves the order of the others as it is. A is mean |h|·‖d‖, F the
-    share of tokens where the neuron is among the most active. G is of each kind (gate, up, down) the `gradient_rate`;
-    kinds are normalised apart, so that the kind of largest gradients does not speak for all.
+    weighted: a·A − g·G + f·F; product: Aᵃ·(1−G)ᵍ·Fᶠ; inverse_gradient: (a·A + f·F) / (1 + g·G). The last two first
+    rescale every term to 0..1. A term that is constant within a layer does not affect the order.
+    A is mean |h|·‖d‖; F is the share of tokens where the neuron is among the most active; G is the mean normalised
+    `gradient_rate` of gate, up and down weights, normalised separately so that the largest gradients do not dominate.
     Returns:
         ``(L, F)`` fp32, finite; comparable within a layer only.
     """
@@ -93,10 +93,10 @@ def score_synergy(
 
 
 def gradient_rate(norms_LF: Float[Tensor, "L F"], activation_LF: Float[Tensor, "L F"]) -> Float[Tensor, "L F"]:
-    """log(‖∇W‖ / activation): how strongly the loss pulls at a neuron for what it adds.
+    """log(‖∇W‖ / activation): the gradient relative to the neuron's contribution.
 
-    A neuron that is highly active has large weight gradients for that alone; what is left is how far from settled it
-    is. Neurons that are never active come out near the layer's mean; a layer without gradients is 0 throughout.
+    High activation alone makes weight gradients large; the ratio removes this effect. Neurons that are never active get
+    about the layer's mean; a layer without gradients gets 0.
     """
     norms_LF, activation_LF = (values + 1e-6 * values.mean(1, keepdim=True) for values in (norms_LF, activation_LF))
     tiny = torch.finfo(norms_LF.dtype).tiny
@@ -105,9 +105,9 @@ def gradient_rate(norms_LF: Float[Tensor, "L F"], activation_LF: Float[Tensor, "
 
 
 def score_taylor(sum_taylor_LF: Float[Tensor, "L F"], tokens: int) -> Float[Tensor, "L F"]:
-    """First-order loss change when a neuron is removed, mean |h·∂loss/∂h| per token.
+    """First-order loss change when a neuron is removed: mean |h·∂loss/∂h| over tokens.
 
-    Source: arXiv:1611.06440 eq. 5, absolute value inside the mean.
+    Source: arXiv:1611.06440 eq. 5; differs: absolute value inside the mean.
     """
     return (sum_taylor_LF / tokens).float()
 
@@ -115,21 +115,21 @@ def score_taylor(sum_taylor_LF: Float[Tensor, "L F"], tokens: int) -> Float[Tens
 def score_wanda(
     sum_sq_LF: Float[Tensor, "L F"], down_norm_LF: Float[Tensor, "L F"], tokens: int
 ) -> Float[Tensor, "L F"]:
-    """‖d_j‖·rms(h_j): weight times the size of its input.
+    """‖d_j‖·rms(h_j): weight norm times input norm.
 
-    Source: arXiv:2306.11695 eq. 1; differs: one figure for the whole column d_j instead of one per weight.
+    Source: arXiv:2306.11695 eq. 1; differs: one score for the whole column d_j instead of one per weight.
     """
     return ((sum_sq_LF / tokens).sqrt() * down_norm_LF).float()
 
 
 def score_random(layers: int, width: int, seed: int) -> Float[Tensor, "L F"]:
-    """Seeded noise in 0..1; every layer has its own stream, so that no layer's draw depends on another's."""
+    """Seeded uniform noise in 0..1; every layer has its own random stream."""
     rows = [np.random.default_rng((seed, layer)).random(width, dtype=np.float32) for layer in range(layers)]
     return torch.from_numpy(np.stack(rows))
 
 
 def rank_correlation(first_LF: Float[Tensor, "L F"], second_LF: Float[Tensor, "L F"]) -> list[float | None]:
-    """Spearman's rank correlation of two measures in every layer; None where one of them has no spread."""
+    """Spearman's rank correlation of two measures in every layer; None where one of them is constant."""
     ranks = (normalise(normalise(values_LF, "rank"), "zscore") for values_LF in (first_LF, second_LF))
     correlation_L = (next(ranks) * next(ranks)).mean(1)
     defined_L1 = varies(first_LF) & varies(second_LF)
@@ -154,7 +154,7 @@ def run(job: Job, *, score: ScoreConfig, seed: int) -> Table:
 
 
 def score_neurons(statistics: NeuronStatistics, score: ScoreConfig, seed: int) -> Scores:
-    """The score that `score.method` names."""
+    """Scores by the measure `score.method`."""
     return Scores(score.method, describe(score, statistics), MEASURES[score.method](statistics, score, seed))
 
 
@@ -169,12 +169,12 @@ def measure_synergy(statistics: NeuronStatistics, score: ScoreConfig, _seed: int
         gradients_LF,
         statistics.frequency,
         weights=SynergyWeights(score.activation_weight, score.gradient_weight, score.frequency_weight),
-        form=score.form,  # type: ignore[arg-type] # checked against the choices beside the field
+        form=score.form,  # type: ignore[arg-type] # checked against the field's choices
         normalisation=score.normalisation,  # type: ignore[arg-type]
     )
 
 
-# (L, F) fp32 by the name of the method.
+# Method name → function that returns (L, F) fp32.
 MEASURES: dict[str, Callable[[NeuronStatistics, ScoreConfig, int], Tensor]] = {
     "s_p": measure_synergy,
     "taylor": lambda statistics, *_: score_taylor(statistics.sum_taylor, statistics.tokens),
@@ -186,13 +186,13 @@ MEASURES: dict[str, Callable[[NeuronStatistics, ScoreConfig, int], Tensor]] = {
 
 
 def describe(score: ScoreConfig, statistics: NeuronStatistics) -> str:
-    """The score in words, with what it lacks."""
+    """The score in words; says so if the gradient term is missing."""
     lacks = score.method == "s_p" and score.gradient_weight > 0 and not statistics.samples_with_gradient
     return WITHOUT_GRADIENT if lacks else score.method
 
 
 def summarise(scores: Scores, statistics: NeuronStatistics) -> Table:
-    """One row per layer: how the score spreads, and how far it agrees with contribution and Taylor."""
+    """One row per layer: quantiles of the score, and its rank correlation with contribution and Taylor."""
     spread_L3 = scores.chosen.quantile(torch.tensor([0.05, 0.5, 0.95]), dim=1).T
     silent_L = (statistics.active_count == 0).float().mean(1)
     with_contribution = rank_correlation(scores.chosen, statistics.contribution)

@@ -1,1 +1,1 @@
-"""Text: read, tokenized, batched, generated."""
+"""Text: reading, tokenization, batching, generation."""

@@ -1,4 +1,4 @@
-"""What the text is, and whether it can be read: known before any model is loaded."""
+"""Checks and cache key of the text, before any model is loaded."""
 
 import hashlib
 import importlib.util
@@ -16,14 +16,14 @@ from stages.text.mixture import list_sources, mixture_errors
 from stages.text.python_stdlib import list_modules
 from stages.text.sources import describe_emptiness, list_files, read_documents, read_file, require_conversations
 
-# Documents of each file that are looked at.
+# Documents of each file that are checked.
 FIRST_DOCUMENTS = 20
 
 
 def check_first_records(data: DataConfig, *, heldout: bool = True) -> list[UserError]:
-    """Every fault of the paths, of each local file's first records, and of what is installed. Settings are valid.
+    """Faults of the paths, of each local file's first records, and of the installation. Settings must be valid.
 
-    That no document falls to the held-out text is a fault where that is read (`heldout`).
+    An empty held-out split is a fault only with `heldout`.
     """
     if data.kind == "mixture":
         parts = list_sources(data)
@@ -66,15 +66,15 @@ def _check_path(path: str, option: str, data: DataConfig) -> list[UserError]:
     return errors
 
 
-# Counts changes of the readers that give other tokens for the same text.
+# Incremented when a change of the readers gives other tokens for the same text.
 READER_VERSION = 2
 
 
 def data_cache_key(data: DataConfig, hash_of: Callable[[Path], str] = hash_file) -> dict[str, object]:
-    """What the token sequences depend on in addition to the settings: plain JSON, equal where the text is equal.
+    """What the token sequences depend on in addition to the settings, as JSON; equal for equal text.
 
-    Local files count by content, the standard library by Python version and module sizes, a dataset of the hub by
-    name and commit; `hash_of` gives a file's SHA-256. Raises DataError: a path cannot be read.
+    Contains the hash of each local file, the Python version and module sizes of the standard library, or the name and
+    commit of a dataset of the hub; `hash_of` gives a file's SHA-256. Raises DataError: a path cannot be read.
     """
     if data.kind == "mixture":
         parts = {source.name: data_cache_key(source.data, hash_of) for source in list_sources(data)}
@@ -97,8 +97,8 @@ def data_cache_key(data: DataConfig, hash_of: Callable[[Path], str] = hash_file)
 
 
 def check_data(data: DataConfig, *, heldout: bool = True) -> list[UserError]:
-    """Every fault of the settings, or else of the paths and the first records. Reads little, loads no library."""
-    if data.kind not in KINDS or data.max_length < 2:  # said by the fields' own rules
+    """Faults of the settings; if there are none, faults of the paths and the first records. Reads little."""
+    if data.kind not in KINDS or data.max_length < 2:  # the fields' own checks report these
         return []
     errors = check_settings(data) or (list(mixture_errors(data)) if data.kind == "mixture" else [])
     return errors or check_first_records(data, heldout=heldout)

@@ -1,4 +1,4 @@
-"""Conversations to token ids, through the tokenizer's chat template."""
+"""Tokenization of conversations with the tokenizer's chat template."""
 
 import re
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from instruments.errors import DataError
 from stages.text.documents import Document, Message
 
-# A template marks the assistant's turns with {% generation %} ... {% endgeneration %}, or not at all.
+# Some templates mark the assistant's turns with {% generation %} ... {% endgeneration %}.
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Span = tuple[int, int]
 
@@ -20,12 +20,12 @@ def encode_conversation(
     """Render a conversation with the chat template and tokenize it.
 
     Returns:
-        Token ids, and for each whether it counts in the loss: with `completion` those of the assistant's turns and
-        their ends, otherwise all.
+        Token ids, and for each whether it counts in the loss: with `completion` only the assistant's turns, including
+        their end tokens; otherwise all.
 
     Raises:
-        DataError: the tokenizer has no chat template, the template refuses the conversation, or its rendering does not
-            show where the assistant's turns are.
+        DataError: the tokenizer has no chat template, the template refuses the conversation, or the assistant's turns
+            cannot be located.
     """
     template = find_template(tokenizer)
     messages = list(document.messages)
@@ -49,7 +49,7 @@ def encode_conversation(
 
 
 def encode_prompt(document: Document, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Token ids of a conversation with the assistant's turn opened in place of its last answer; none without a prompt.
+    """Token ids of a conversation without its last answer, up to the start of the assistant's turn; [] if none is left.
 
     Raises:
         DataError: the tokenizer has no chat template, or the template refuses the conversation.
@@ -68,7 +68,7 @@ def encode_prompt(document: Document, tokenizer: PreTrainedTokenizerBase) -> lis
 
 
 def find_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The chat template. Raises DataError where the tokenizer has none."""
+    """The chat template. Raises DataError: the tokenizer has none."""
     if not tokenizer.chat_template:
         raise DataError(
             "the text is conversations, and the tokenizer has no chat template to render them with",
@@ -89,14 +89,14 @@ def _refused(document: Document, tokenizer: PreTrainedTokenizerBase, error: Temp
 def find_assistant_spans(
     messages: Sequence[Message], text: str, tokenizer: PreTrainedTokenizerBase
 ) -> list[Span] | None:
-    """Find the assistant's turns, their ends included, in a rendered conversation.
+    """Find the assistant's turns, including their end tokens, in a rendered conversation.
 
-    A turn begins where the conversation before it ends, once the template has opened the assistant's turn. It ends with
-    what the template puts after its content; the conversation is rendered up to there to learn that. A template may put
-    something before the content of the last turn only (Qwen3: an empty thought), but must keep the content itself.
+    A turn begins where the rendering of the messages before it, with generation prompt, ends. It ends with what the
+    template appends to its content, found in the rendering up to this turn. A template may add text before the content
+    of the last turn only (Qwen3: an empty thought), but must keep the content itself.
 
     Returns:
-        Character spans of `text`, the rendering; None where a turn cannot be found.
+        Character spans in `text`, the rendered conversation; None if a turn cannot be found.
     """
     spans = []
     for index, message in enumerate(messages):
@@ -109,7 +109,7 @@ def find_assistant_spans(
         place = closed.find(message["content"].strip(), len(opening))
         turn = _drop_layout(closed[place:], tokenizer)
         start = text.find(turn, len(opening))
-        # Further on than where it was alone, it would be another turn of the same content.
+        # A match after `place` would be another turn with the same content.
         if place < 0 or not 0 <= start <= place:
             return None
         spans.append((len(opening), start + len(turn)))
@@ -117,7 +117,7 @@ def find_assistant_spans(
 
 
 def _drop_layout(turn: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Leave out the white space after an end-of-turn token: the model stops before it."""
+    """Remove the white space after an end-of-turn token: the model stops before it."""
     bare = turn.rstrip()
     return bare if bare.endswith(tuple(tokenizer.all_special_tokens)) else turn
 
@@ -129,7 +129,7 @@ def _render(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, **o
 def _tokenize(text: str, spans: Sequence[Span], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:
     # The template has already written the special tokens.
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    # A token across a border counts: it holds the turn's first or last character.
+    # A token across a turn's border counts: it holds the turn's first or last character.
     supervised = [
         any(start < last and first < end for first, last in spans) for start, end in encoded["offset_mapping"]
     ]

@@ -8,22 +8,22 @@ from typing import Any
 from instruments.errors import ConfigError, UserError
 
 KINDS = ("python_stdlib", "text", "hub", "mixture")
-# Settings of one source that mean nothing to another.
+# Settings that have no effect for a kind of source.
 FOREIGN_FIELDS = {
     "python_stdlib": ("path", "heldout_path", "name", "subset", "revision", "heldout_split"),
     "text": ("name", "subset", "revision", "heldout_split"),
     "hub": ("path", "heldout_path"),
     "mixture": ("path", "name", "subset", "revision", "heldout_split"),
 }
-# Settings that mean something to data.labels=generated alone.
+# Settings of data.labels=generated only.
 GENERATION_FIELDS = ("max_new_tokens", "temperature", "prompt_tokens")
 
 
 @dataclass
 class SourceConfig:
-    """One source of a mixture: what it says of its own; all else is as in `data`."""
+    """One source of a mixture; fields that are None take the value from `data`."""
 
-    # Its part of the tokens.
+    # Share of the tokens.
     share: float = field(default=1.0, metadata={"above": 0, "maximum": 1})
     path: str | None = None
     name: str | None = None
@@ -41,7 +41,7 @@ class SourceConfig:
 
 @dataclass
 class DataConfig:
-    """Where the text comes from, and how it becomes token sequences; explained in conf/data."""
+    """Sources of the text, and its tokenization; explained in conf/data."""
 
     kind: str = field(default="python_stdlib", metadata={"choices": KINDS})
     path: str | None = None
@@ -67,7 +67,7 @@ class DataConfig:
     heldout_share: float = 0.1
 
     def unread(self) -> dict[str, str]:
-        """Settings that nothing reads, and why."""
+        """Settings without effect, each with the setting that disables it."""
         found = dict.fromkeys(FOREIGN_FIELDS.get(self.kind, ()), f"data.kind={self.kind}")
         if self.labels != "generated":
             found |= dict.fromkeys(GENERATION_FIELDS, f"data.labels={self.labels}")
@@ -75,14 +75,14 @@ class DataConfig:
 
 
 def sampled(data: DataConfig) -> DataConfig:
-    """The settings for the stages that read the first `sample_tokens` of the text alone."""
+    """The settings for stages that read only the first `sample_tokens` of the text."""
     return replace(data, tokens=min(data.tokens, data.sample_tokens or data.tokens), sample_tokens=None)
 
 
 def calibration_only(data: DataConfig) -> DataConfig:
-    """The settings as far as the calibration text of a stage goes.
+    """The settings that affect the calibration text; all others are reset.
 
-    How much held-out text is read has no part in it; a local file that holds it has: its documents are left out.
+    The number of held-out tokens does not affect it. A local held-out file does: its documents are excluded.
     """
     own = {"text": data.heldout_path, "hub": data.heldout_split, "mixture": data.heldout_path}
     named = own.get(data.kind) is not None
@@ -91,12 +91,12 @@ def calibration_only(data: DataConfig) -> DataConfig:
 
 
 def check_settings(data: DataConfig) -> list[UserError]:
-    """Every setting that contradicts another. The field of each says what it may be alone."""
+    """Settings that contradict each other; the fields' metadata check single values."""
     return [ConfigError(what, do=do) for what, do in _list_contradictions(data)]
 
 
 def _list_contradictions(data: DataConfig) -> Iterator[tuple[str, str]]:
-    """What is wrong, and the remedy."""
+    """Fault and remedy of each contradiction."""
     for name in ("tokens", "sample_tokens", "heldout_tokens"):
         tokens, least = getattr(data, name), max(2, data.max_length)
         if tokens is not None and tokens < least:
@@ -123,7 +123,7 @@ def _list_contradictions(data: DataConfig) -> Iterator[tuple[str, str]]:
 
 
 def check_length(data: DataConfig, source: Mapping[str, Any]) -> list[UserError]:
-    """Sequences longer than the source model can read; `source` is its config.json."""
+    """An error if sequences are longer than the model allows; `source` is its config.json."""
     longest = longest_sequence(source)
     if longest is None or data.max_length <= longest:
         return []
@@ -137,7 +137,7 @@ def check_length(data: DataConfig, source: Mapping[str, Any]) -> list[UserError]
 
 
 def longest_sequence(source: Mapping[str, Any]) -> int | None:
-    """Tokens a model can read at once by its config.json, stretched rotary positions included; None: unknown."""
+    """Longest sequence of a model in tokens by its config.json, with RoPE scaling; None: unknown."""
     positions = _read_size(source, "max_position_embeddings")
     if positions is None:
         return None
@@ -148,6 +148,6 @@ def longest_sequence(source: Mapping[str, Any]) -> int | None:
 
 
 def _read_size(source: Mapping[str, Any], name: str) -> float | None:
-    """A number above 0 of somebody else's config.json; None for anything else."""
+    """A positive number of a config.json, which is not trusted; None for other values."""
     value = source.get(name)
     return value if isinstance(value, int | float) and 0 < value < 2**63 else None

@@ -1,4 +1,4 @@
-"""Documents before tokenization: records, passages, turns between sources, held-out ones apart."""
+"""Documents before tokenization: records, passages, interleaved sources, the held-out split."""
 
 import json
 import logging
@@ -14,7 +14,7 @@ from stages.text.config import DataConfig
 
 logger = logging.getLogger(__name__)
 
-# Text is not trusted: what one document may take. A tokenizer needs seconds and hundreds of MiB for a few million
+# Limits of one document, since text is not trusted: a tokenizer needs seconds and hundreds of MiB for a few million
 # characters, and the chat template is rendered twice for each answer.
 MAX_CHARACTERS = 2**18
 MAX_MESSAGES = 512
@@ -25,7 +25,7 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Document:
-    """Plain text, or a conversation (`messages`, then `text` is empty). `name` says where it came from."""
+    """Plain text, or a conversation (`messages`, then `text` is empty). `name` is its place in the source."""
 
     name: str
     text: str = ""
@@ -33,21 +33,21 @@ class Document:
 
     @property
     def characters(self) -> int:
-        """Of the text, or of all messages."""
+        """Number of characters in the text or in all messages."""
         return len(self.text) + sum(len(message["content"]) for message in self.messages)
 
     @property
     def digest(self) -> bytes:
-        """8 bytes that depend on the content alone: a copy elsewhere has the same."""
+        """8-byte hash of the content; copies of a document have the same."""
         content = json.dumps(self.messages, sort_keys=True) if self.messages else self.text
         return blake2b(content.encode(), digest_size=8).digest()
 
 
 def read_record(record: object, where: str, data: DataConfig) -> Document | None:
-    """Read the conversation or the text of one record, named `where`; None where it is empty or null.
+    """Read the conversation or the text of one record; None if it is empty or null. `where` is the record's place.
 
     Raises:
-        DataError: neither column is there, or what it holds is no text and no conversation.
+        DataError: neither column exists, or its value is no text and no conversation.
     """
     if not isinstance(record, Mapping):
         what = f"a record is {_kind(record)}, not an object"
@@ -71,10 +71,10 @@ def read_record(record: object, where: str, data: DataConfig) -> Document | None
 
 
 def bound_documents(documents: Iterable[Document]) -> Iterator[Document]:
-    """Documents of at most MAX_CHARACTERS: longer text is cut into several, of a conversation the first turns stay.
+    """Cut longer text into documents of at most MAX_CHARACTERS; shorten longer conversations to their first messages.
 
     Raises:
-        DataError: the first message of a conversation is longer.
+        DataError: the first message of a conversation exceeds the limit.
     """
     for document in documents:
         if document.messages:
@@ -87,7 +87,7 @@ def bound_documents(documents: Iterable[Document]) -> Iterator[Document]:
 
 
 def cut_text(text: str, longest: int) -> Iterator[tuple[int, str]]:
-    """Numbered parts of at most `longest` characters that are not blank, cut at a space where there is one."""
+    """Non-blank, numbered parts of at most `longest` characters, cut at white space if possible."""
     first = number = 0
     while first < len(text):
         last = first + longest
@@ -131,21 +131,21 @@ def _read_message(message: object, where: str) -> Message:
 
 
 def _mend_surrogates(text: str) -> str:
-    """JSON can hold half a surrogate pair, which is no text to a tokenizer: a question mark takes its place."""
+    """Replace unpaired surrogates, which JSON allows and tokenizers reject, by question marks."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _kind(value: object) -> str:
-    """What a JSON value is, in words."""
+    """The type of a JSON value in words."""
     names = {dict: "an object", list: "a list", str: "text", bool: "a truth value", int: "a number", float: "a number"}
     return "null" if value is None else names.get(type(value), type(value).__name__)
 
 
 def cut_passages(lines: Iterable[str], shortest: int, longest: int) -> Iterator[tuple[int, str]]:
-    """Cut at the first blank line after `shortest` characters, or at the first line's end after `longest`.
+    """Cut text at the first blank line after `shortest` characters, or at the first line end after `longest`.
 
-    Gives the number of each passage's first line, counted from 1, and its text, without blank lines before it and white
-    space after it.
+    Yields the number of each passage's first line, counted from 1, and its text without leading blank lines and
+    trailing white space.
     """
     passage: list[str] = []
     length = first = 0
@@ -167,7 +167,7 @@ Item = TypeVar("Item")
 
 
 def interleave(sources: Iterable[Iterable[Item]]) -> Iterator[Item]:
-    """One item of each source in turn, until all are empty. A source is first touched when its turn comes."""
+    """One item of each source in turn, until all are empty. A source is not read before its first turn."""
     waiting = deque(iter(source) for source in sources)
     while waiting:
         source = waiting.popleft()
@@ -178,12 +178,12 @@ def interleave(sources: Iterable[Iterable[Item]]) -> Iterator[Item]:
 
 
 def is_heldout(digest: bytes, share: float) -> bool:
-    """Whether the thing with this 8-byte digest is among the held-out `share`; the same on every machine."""
+    """Whether an 8-byte digest falls into the held-out `share`; the same on every machine."""
     return int.from_bytes(digest, "big") < share * 2**64
 
 
 def take_share(documents: Iterable[Document], split: Split, share: float) -> Iterator[Document]:
-    """The documents of one split, chosen by content, so that copies of a document fall on the same side."""
+    """The documents of one split, chosen by content, so that copies of a document are in the same split."""
     for document in documents:
         if is_heldout(document.digest, share) == (split == "heldout"):
             yield document

@@ -1,4 +1,4 @@
-"""Text that the model writes itself: prompts, and each with its continuation, labels on what was written."""
+"""Text that the model generates: prompts with their continuations; only the continuations have labels."""
 
 import logging
 from collections import defaultdict
@@ -24,22 +24,22 @@ from stages.text.sources import describe_emptiness, describe_source, read_docume
 
 logger = logging.getLogger(__name__)
 
-NO_PROMPT = "nothing stands before the answer"
+NO_PROMPT = "no text before the answer"
 NO_ROOM = "the prompt leaves data.max_length no room for data.max_new_tokens"
 NOTHING_WRITTEN = "the model ended the text at once"
 
 
 def load_prompts(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> LoadedText:
-    """Read the calibration text as prompts, one per document, always the same ones for the same settings and text.
+    """Read the calibration text as prompts, one per document; deterministic.
 
-    The prompt of a conversation is all before its last answer, the assistant's turn opened; that of plain text is its
-    first `data.prompt_tokens`. A conversation too long to be answered within `data.max_length` is skipped, not cut.
+    The prompt of a conversation is all before its last answer, with the assistant's turn opened; that of plain text is
+    its first `data.prompt_tokens`. Conversations that leave no room for an answer within `data.max_length` are skipped.
 
     Returns:
-        Prompts without labels, as many as could fill `data.tokens` alone: `continue_prompts` uses those it needs.
+        Prompts without labels, enough to fill `data.tokens` by themselves; `continue_prompts` uses those it needs.
 
     Raises:
-        DataError: the text cannot be read, or no document makes a prompt.
+        DataError: the text cannot be read, or no document gives a prompt.
     """
     skipped: dict[str, list[str]] = defaultdict(list)
     prompts: list[TokenSequence] = []
@@ -66,7 +66,7 @@ def _encode(document: Document, tokenizer: PreTrainedTokenizerBase, data: DataCo
     if document.messages:
         return encode_prompt(document, tokenizer)
     ids = sequences.encode_text(document.text, tokenizer, data.separator)
-    # A text that fits whole is continued, not ended.
+    # Without the end-of-text token, so that the model continues a short text.
     if data.separator == "eos" and ids[-1:] == [tokenizer.eos_token_id]:
         ids.pop()
     return ids[: data.prompt_tokens]
@@ -94,17 +94,17 @@ def continue_prompts(
     batch_tokens: int,
     workers: Workers = ALONE,
 ) -> LoadedText:
-    """Let the model continue prompts until `data.tokens` tokens, prompts included, are reached.
+    """Let the model continue prompts until there are `data.tokens` tokens, prompts included.
 
-    Batches of `batch_tokens`, padding and what is to be written included, are fixed and taken in order, each with a
-    seed of its own: the same sequences for any number of workers.
+    Batches hold at most `batch_tokens`, padding and new tokens included. They are fixed, ordered and seeded one by one,
+    so that the number of workers does not change the sequences.
 
     Returns:
-        Sequences of at most `data.max_length` tokens, the last cut to fit, whose labels are the written tokens, the one
-        that ends the text included. Skipped are also the prompts after which nothing was written.
+        Sequences of at most `data.max_length` tokens, the last cut to fit. Labels are on the generated tokens,
+        including the end token. Prompts with an empty continuation count as skipped.
 
     Raises:
-        DataError: nothing was written after any prompt.
+        DataError: all continuations are empty.
     """
     ends, pad_id = find_ends(model, tokenizer), tokenizer.pad_token_id or 0
     ids = [prompt.ids for prompt in prompts.sequences]
@@ -135,12 +135,12 @@ def write_continuations(
     *,
     seed: int,
 ) -> list[list[int]]:
-    """What the model writes after each prompt of a batch: at least one token, up to and with one of `ends`.
+    """Generate a continuation of each prompt of a batch: at least one token, up to and including one of `ends`.
 
-    The model is in evaluation mode meanwhile, and nothing of it is changed. None of its own generation settings is
-    used: no penalty or ban comes between the model and what it would write. Torch's random state stays as it is.
+    Runs in evaluation mode; model and torch's random state are restored. The checkpoint's generation settings are not
+    used, so that no penalty or ban changes the model's distribution.
 
-    Numerics: greedy choices depend on the other prompts of the batch by rounding alone.
+    Numerics: the other prompts of the batch affect greedy choices by rounding only.
     """
     ids_BT, mask_BT = pad_left(prompts, pad_id)
     drawing = {"do_sample": True, "temperature": data.temperature, "top_k": 0} if data.temperature else {}
@@ -157,14 +157,14 @@ def write_continuations(
 
 
 def find_ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """The tokens that end a text: those of the checkpoint's generation settings, and the tokenizer's own."""
+    """End tokens of the checkpoint's generation settings and of the tokenizer."""
     stated = getattr(model.generation_config, "eos_token_id", None)
     stated = stated if isinstance(stated, list) else [stated]
     return frozenset(token for token in (*stated, tokenizer.eos_token_id) if token is not None)
 
 
 def pad_left(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Int64[Tensor, "B T"], Int64[Tensor, "B T"]]:
-    """Token ids that all end in the last column, and their mask: 1 = token, 0 = padding."""
+    """Token ids padded on the left, and their mask: 1 = token, 0 = padding."""
     length = max(len(row) for row in rows)
     ids = [[pad_id] * (length - len(row)) + list(row) for row in rows]
     mask = [[0] * (length - len(row)) + [1] * len(row) for row in rows]
@@ -172,16 +172,17 @@ def pad_left(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Int64[Tensor, 
 
 
 def cut_at_end(ids: list[int], ends: Collection[int]) -> list[int]:
-    """The tokens up to and with the first that ends a text; all where none does."""
+    """The tokens up to and including the first end token; all if there is none."""
     last = next((place for place, id_ in enumerate(ids) if id_ in ends), len(ids))
     return ids[: last + 1]
 
 
 @contextmanager
 def _for_writing(model: PreTrainedModel, settings: GenerationConfig) -> Iterator[None]:
-    """Evaluation mode, and no generation settings of the checkpoint: what a call leaves open is taken from there.
+    """Evaluation mode with these generation settings; restores the model's own.
 
-    Layers set to recompute activations, by their training flag, would do without the cache.
+    `generate` fills open settings from the model's own, so that they are replaced. In training mode, layers with
+    gradient checkpointing would not use the cache.
     """
     own, training = model.generation_config, [module for module in model.modules() if module.training]
     model.generation_config = settings
@@ -199,7 +200,7 @@ def _is_silent(tokens: Sequence[int], ends: Collection[int]) -> bool:
 
 
 def _label(prompts: LoadedText, written: Sequence[Sequence[int]], ends: Collection[int], wanted: int) -> LoadedText:
-    """Prompts and continuations joined, in the prompts' order, until `wanted` tokens."""
+    """Join prompts and continuations in order, until `wanted` tokens."""
     silent: list[str] = []
 
     def join() -> Iterator[TokenSequence]:

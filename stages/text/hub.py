@@ -1,4 +1,4 @@
-"""Datasets of the Hugging Face hub, streamed: no more is fetched than is read."""
+"""Datasets of the Hugging Face hub, streamed."""
 
 import resource
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from stages.text.config import DataConfig
 from stages.text.documents import Document, Split, read_record, take_share
 from stages.text.mixture import list_sources
 
-# A file of kilobytes can unpack to gigabytes.
+# Limits on rows per block and on memory growth in bytes: a file of kilobytes can unpack to gigabytes.
 ROWS_AT_ONCE = 64
 MAX_GROWTH = 2**29
 
@@ -24,8 +24,8 @@ MAX_GROWTH = 2**29
 def read_hub(data: DataConfig, split: Split) -> Iterator[Document]:
     """The documents of one split of a dataset, lazily.
 
-    With a held-out split the two are those the dataset's publisher made. Without one, `heldout_share` of the documents
-    is held out, chosen by content.
+    With `heldout_split`, both splits are the publisher's. Without it, `heldout_share` of the documents is held out,
+    chosen by content.
 
     Raises:
         DataError: `datasets` is not installed, the dataset cannot be reached or read, or a record has no text.
@@ -36,7 +36,7 @@ def read_hub(data: DataConfig, split: Split) -> Iterator[Document]:
 
 
 def describe_missing_package() -> DataError:
-    """The error of an installation without the optional extra."""
+    """The error for a missing package `datasets`."""
     return DataError(
         "reading a dataset needs the package datasets", where="data.kind=hub", do="pip install 'tiny-onn[hub]'"
     )
@@ -49,7 +49,7 @@ def _read_split(data: DataConfig, split: str) -> Iterator[Document]:
 
 
 def _stream_rows(data: DataConfig, split: str) -> Iterator[object]:
-    # Imported here: both take a while to import, and datasets is an optional extra.
+    # Imported here: both packages are slow to import, and datasets is an optional extra.
     try:
         from datasets import load_dataset_builder  # noqa: PLC0415
         from datasets.exceptions import DatasetsError  # noqa: PLC0415
@@ -58,9 +58,9 @@ def _stream_rows(data: DataConfig, split: str) -> Iterator[object]:
         raise describe_missing_package() from error
     require_hub(data)
     try:
-        with bounded_memory(MAX_GROWTH):  # types are guessed from the first rows
+        with bounded_memory(MAX_GROWTH):  # the builder reads the first rows to infer types
             builder = load_dataset_builder(data.name, data.subset, revision=data.revision)
-            if hasattr(builder.config, "batch_size"):  # of Parquet, where it would be as many rows as the file says
+            if hasattr(builder.config, "batch_size"):  # Parquet; the default is the row count that the file states
                 builder.config.batch_size = ROWS_AT_ONCE
             splits = builder.as_streaming_dataset()
         _require_splits(list(splits), data)
@@ -77,7 +77,7 @@ def _stream_rows(data: DataConfig, split: str) -> Iterator[object]:
             where=_name_dataset(data),
             do="a dataset of smaller records; or data=text data.path= of its text in .jsonl or .txt files",
         ) from error
-    # The last five: what readers of damaged or hostile files raise, and of a folder that wants to run its own program.
+    # The last five come from readers of damaged or hostile files, and from a folder that requires its own code.
     except (DatasetsError, OSError, ValueError, ArrowException, TypeError, EOFError, RuntimeError, zlib_error) as error:
         raise DataError(
             f"cannot read the dataset: {error}",
@@ -88,7 +88,7 @@ def _stream_rows(data: DataConfig, split: str) -> Iterator[object]:
 
 @contextmanager
 def bounded_memory(growth: int) -> Iterator[None]:
-    """Let this process take at most so many bytes more, meanwhile; beyond that, MemoryError. On Linux only."""
+    """Limit the growth of this process's data segment to `growth` bytes, else MemoryError. Linux only."""
     status = Path("/proc/self/status")
     if not status.exists():
         yield
@@ -108,9 +108,9 @@ def bounded_memory(growth: int) -> Iterator[None]:
 
 
 def require_hub(data: DataConfig) -> None:
-    """Fail soon where a dataset would be streamed and the hub does not answer; `datasets` tries for half a minute.
+    """Fail early if the hub does not answer: `datasets` itself retries for half a minute.
 
-    Offline mode reads what is in the cache, and a local folder needs no hub.
+    Does nothing in offline mode (cache) and for local folders.
 
     Raises:
         DataError: the hub cannot be reached.
@@ -127,22 +127,22 @@ def require_hub(data: DataConfig) -> None:
 
 
 def find_commit(data: DataConfig) -> str | None:
-    """The commit that the dataset's revision means now, by the cache where no hub answers; None: unknown."""
+    """Current commit of the dataset's revision, from the cache if the hub does not answer; None: unknown."""
     offline, name = not hub_answers(), str(data.name)
     with suppress(HfHubHTTPError, HFValidationError, OSError):
-        # Most repositories have this file; the hub keeps it in a folder named by its commit.
+        # Most repositories have this file; the cache stores it in a folder named after the commit.
         cached = hf_hub_download(
             name, ".gitattributes", repo_type="dataset", revision=data.revision, local_files_only=offline
         )
         return Path(cached).parent.name
-    # The answer that there is no such file names the commit, too, and the cache keeps it.
+    # The hub's answer for a missing file also names the commit, and the cache stores it.
     folder = repo_folder_name(repo_id=name, repo_type="dataset")
     kept = Path(constants.HF_HUB_CACHE, folder, "refs", data.revision or constants.DEFAULT_REVISION)
     return kept.read_text(encoding="utf-8") if kept.is_file() else None
 
 
 def _require_splits(splits: list[str], data: DataConfig) -> None:
-    """Look for both splits when the first is read: a wrong held-out split must not show up only in evaluation."""
+    """Check both splits when the first is read: evaluation is too late to report a wrong held-out split."""
     missing = [wanted for wanted in (data.split, data.heldout_split) if wanted is not None and wanted not in splits]
     if missing:
         raise DataError(

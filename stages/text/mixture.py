@@ -1,4 +1,4 @@
-"""Several sources in one text, each with its share of the tokens."""
+"""Mixtures: text of several sources, each with its share of the tokens."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -16,11 +16,11 @@ class Source:
 
     name: str
     share: float
-    data: DataConfig  # with its part of the tokens, one sequence at least
+    data: DataConfig  # with its number of tokens, at least one sequence
 
 
 def list_sources(data: DataConfig) -> list[Source]:
-    """The sources of a mixture, none of other kinds; one that names a path reads local files, the others the hub."""
+    """The sources of a mixture; [] for other kinds. Sources with a path read local files, the others the hub."""
     found = []
     for settings in data.sources:
         said = {key: value for key, value in asdict(settings).items() if value is not None and key != "share"}
@@ -35,7 +35,7 @@ def list_sources(data: DataConfig) -> list[Source]:
 
 
 def mixture_errors(data: DataConfig) -> Iterator[ConfigError]:
-    """What is wrong with the sources by themselves."""
+    """Faults of the settings of the sources."""
     if not data.sources:
         yield ConfigError("data.kind=mixture reads several sources, and none is named", do=EXAMPLE)
     if data.labels == "generated":
@@ -52,7 +52,7 @@ def mixture_errors(data: DataConfig) -> Iterator[ConfigError]:
                 f"{place} names both a path and a dataset", where=f"setting {place}", do=f"{place}.name=null"
             )
     total = sum(source.share for source in data.sources)
-    if data.sources and not abs(total - 1) <= 1e-6:  # nor where it is no number
+    if data.sources and not abs(total - 1) <= 1e-6:  # also true for NaN
         shares = ", ".join(f"{source.share:g}" for source in data.sources)
         what = f"the shares of data.sources are {shares}: their sum is {total:.6g}, not 1"
         parts = [source.share / total if 0 < total < math.inf else 1 / len(data.sources) for source in data.sources]
@@ -61,12 +61,15 @@ def mixture_errors(data: DataConfig) -> Iterator[ConfigError]:
 
 
 def interleave_shares(sizes: Sequence[Sequence[int]], shares: Sequence[float]) -> list[tuple[int, int]]:
-    """The order in which sequences of several sources follow each other, so that every beginning is a fair sample.
+    """Order the sequences of several sources so that every prefix holds the sources by their shares.
 
-    Of tokens of every sequence by source, and the sources' shares, to source and number of every sequence; the numbers
-    of each source ascend.
+    Args:
+        sizes: tokens of each sequence, by source.
+        shares: of the sources.
+    Returns:
+        Source and number of each sequence; the numbers of one source ascend.
     """
-    # A sequence's place is where its middle would be, were its source alone and stretched by its share.
+    # Sort by the position of a sequence's middle within its source, divided by the share.
     places = []
     for source, (lengths, share) in enumerate(zip(sizes, shares, strict=True)):
         end = 0

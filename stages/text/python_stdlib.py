@@ -1,4 +1,4 @@
-"""The running interpreter's own standard library as text: needs no network and no third-party data."""
+"""The running interpreter's standard library as text; needs no network and no third-party data."""
 
 import ast
 import sys
@@ -12,10 +12,10 @@ from pathlib import Path
 from instruments.errors import DataError
 from stages.text.documents import Document, Split, cut_passages, interleave, is_heldout
 
-# Tables rather than text, parts that installations leave out, and tests.
+# Tables instead of text, parts that some installations omit, and tests.
 EXCLUDED_MODULES = frozenset({"encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "tkinter", "turtledemo"})
 EXCLUDED_FOLDERS = frozenset({"__pycache__", "test", "tests", "site-packages", "dist-packages"})
-# A document is at least this long, in characters, and ends at a blank line, or at a line's end after twice as many.
+# A document ends at the first blank line after this many characters, or at the first line end after twice as many.
 DOCUMENT_CHARACTERS = 1_000
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -23,7 +23,7 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 @dataclass(frozen=True)
 class Module:
-    """One source file of the library. `digest` (8 bytes, of the name) decides its split and its place."""
+    """One source file of the library. The digest of its name determines its split and its place in the order."""
 
     name: str
     path: Path
@@ -37,8 +37,8 @@ class Module:
 def read_stdlib(heldout_share: float, split: Split) -> Iterator[Document]:
     """The documents of one split, one of each module in turn.
 
-    Modules alternate in beginning with their docstrings or with their source (without the docstrings), so that any
-    stretch holds about as much of both.
+    Every second module begins with its docstrings, the others with their source (without docstrings), so that every
+    part of the text holds about as much of both.
 
     Raises:
         DataError: the library was installed without its source.
@@ -48,13 +48,13 @@ def read_stdlib(heldout_share: float, split: Split) -> Iterator[Document]:
 
 
 def choose_modules(heldout_share: float, split: Split) -> list[Module]:
-    """The modules of one split, well mixed, the same ones in the same order on every machine. Raises DataError."""
+    """The modules of one split, in an order by hash that is the same on every machine. Raises DataError."""
     modules = sorted(list_modules(), key=lambda module: module.digest)
     return [module for module in modules if is_heldout(module.digest, heldout_share) == (split == "heldout")]
 
 
 def list_modules() -> list[Module]:
-    """The library's modules that are read, in no particular order. Raises DataError where there are none."""
+    """The library's modules without the excluded ones, in no particular order. Raises DataError: there are none."""
     root = Path(sysconfig.get_path("stdlib"))
     modules = []
     for name in sys.stdlib_module_names - EXCLUDED_MODULES:
@@ -72,7 +72,7 @@ def list_modules() -> list[Module]:
 
 
 def read_module(module: Module, *, docstrings_first: bool) -> Iterator[Document]:
-    """The documents of one module, read when the first is asked for: docstrings and source in turn."""
+    """The documents of one module, lazily: docstrings and source in turn."""
     with tokenize.open(module.path) as file:
         source = file.read()
     docstrings, code = split_docstrings(source, module.name)
@@ -81,7 +81,7 @@ def read_module(module: Module, *, docstrings_first: bool) -> Iterator[Document]
 
 
 def split_docstrings(source: str, module: str) -> tuple[str, str]:
-    """The docstrings of a source, each under the signature of what it describes, and the source without them."""
+    """The docstrings of a source, each below its signature, and the source without docstrings."""
     lines = source.splitlines(keepends=True)
     described: list[str] = []
     for node in _find_definitions(ast.parse(source)):
@@ -97,7 +97,7 @@ def split_docstrings(source: str, module: str) -> tuple[str, str]:
 
 
 def _find_definitions(node: ast.Module | Definition) -> Iterator[ast.Module | Definition]:
-    """A module, class or function and those in its body, in order. Expressions are not searched: that takes longest."""
+    """A node and the classes and functions nested in its body, in order. Searches no expressions, which is slow."""
     yield node
     for child in node.body:
         if isinstance(child, Definition):

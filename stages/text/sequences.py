@@ -1,4 +1,4 @@
-"""Documents to token sequences, and those to padded batches."""
+"""Token sequences of documents, and padded batches of sequences."""
 
 import logging
 from collections import defaultdict
@@ -17,24 +17,24 @@ from stages.text.documents import Document, Split
 from stages.text.mixture import interleave_shares, list_sources
 from stages.text.sources import describe_emptiness, describe_source, read_documents
 
-# The label the loss leaves out, as in torch.nn.functional.cross_entropy.
+# Label of tokens that do not count in the loss, as in torch.nn.functional.cross_entropy.
 IGNORED = -100
-# Values of data.labels under which only the assistant's turns of a conversation count.
+# Values of data.labels with which only the assistant's turns of a conversation count.
 ANSWERS_COUNT = ("completion", "generated")
 
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """What the model reads at once.
+    """One sequence of tokens.
 
-    `labels[t]` is `ids[t]` where the token counts in the loss and -100 elsewhere. Not shifted: position t is predicted
-    from the tokens before it, so the label of position 0 is never used.
+    `labels[t]` is `ids[t]` if the token counts in the loss, else -100. Labels are not shifted: position t is predicted
+    from the tokens before it, so that the label of position 0 is never used.
     """
 
     name: str
     ids: list[int]
     labels: list[int]
-    source: str = ""  # of a mixture
+    source: str = ""  # name of the source in a mixture
 
     def cut(self, length: int) -> "TokenSequence":
         """The first `length` tokens."""
@@ -42,7 +42,7 @@ class TokenSequence:
 
 
 def encode_document(document: Document, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> TokenSequence:
-    """Tokenize one document, its end included. Raises DataError: a conversation cannot be rendered or labelled."""
+    """Tokenize one document with its end token. Raises DataError: a conversation cannot be rendered or labelled."""
     if document.messages:
         ids, supervised = encode_conversation(document, tokenizer, completion=data.labels in ANSWERS_COUNT)
         labels = [id_ if counts else IGNORED for id_, counts in zip(ids, supervised, strict=True)]
@@ -52,10 +52,10 @@ def encode_document(document: Document, tokenizer: PreTrainedTokenizerBase, data
 
 
 def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, separator: str) -> list[int]:
-    """Tokenize plain text and end it.
+    """Tokenize plain text with its separator.
 
-    A document of its own gets what the tokenizer puts around one (Llama: a beginning token) and the end-of-text token;
-    a paragraph of a running text gets a blank line.
+    eos: with the tokenizer's special tokens (Llama: a begin token) and the end-of-text token; blank_line: only a blank
+    line after the text.
     """
     if separator == "blank_line":
         return list(tokenizer(text + "\n\n", add_special_tokens=False, verbose=False)["input_ids"])
@@ -65,7 +65,7 @@ def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, separator: str) -
     return ids
 
 
-# Names of skipped sequences, by what is wrong with them.
+# Fault → names of the sequences skipped for it.
 Skipped = Mapping[str, Sequence[str]]
 
 TOO_SHORT = "fewer than 2 tokens"
@@ -74,7 +74,7 @@ FIRST_ONLY = "the only label is at the first token, which nothing predicts"
 
 
 def find_fault(labels: Sequence[int]) -> str | None:
-    """Why nothing can be learned from a sequence with these labels (not shifted); None where something can."""
+    """Why a sequence with these labels (not shifted) has no loss; None if it has one."""
     if len(labels) < 2:
         return TOO_SHORT
     if any(label != IGNORED for label in labels[1:]):
@@ -83,7 +83,7 @@ def find_fault(labels: Sequence[int]) -> str | None:
 
 
 def describe_skipped(skipped: Skipped) -> list[str]:
-    """A sentence per fault, for tables and logs: how many sequences were skipped for it, and the first names."""
+    """One sentence per fault, for tables and logs: number and first names of the skipped sequences."""
     return [
         f"skipped {len(names)} sequence{'' if len(names) == 1 else 's'} ({fault}: {some(names, separator=', ')})"
         for fault, names in skipped.items()
@@ -92,7 +92,7 @@ def describe_skipped(skipped: Skipped) -> list[str]:
 
 
 def describe_nothing_left(data: DataConfig, split: Split, skipped: Skipped) -> DataError:
-    """The error of text without a usable sequence."""
+    """The error for text without a usable sequence."""
     where = f"{split} text of {describe_source(data, split)}"
     masked, shifted, short = (len(skipped.get(fault, ())) for fault in (ALL_MASKED, FIRST_ONLY, TOO_SHORT))
     if masked or shifted:
@@ -115,10 +115,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LoadedText:
-    """What can be learned from, and what was skipped on the way to it."""
+    """Usable sequences, and the names of the skipped ones."""
 
     sequences: list[TokenSequence]
-    skipped: Skipped  # names of sequences by what was wrong with them
+    skipped: Skipped
 
     @property
     def tokens(self) -> int:
@@ -127,26 +127,26 @@ class LoadedText:
 
 
 def load_sequences(data: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Split) -> list[TokenSequence]:
-    """The sequences of `load_text`, for those who need not know what was skipped."""
+    """The sequences of `load_text`."""
     return load_text(data, tokenizer, split).sequences
 
 
-# The stages of a run share one DataConfig, and tokenize its calibration split once.
+# Cache of one entry: the stages of a run share one DataConfig, so that its calibration split is tokenized once.
 _last_calibration: list[tuple[DataConfig, str, LoadedText]] = []
 
 
 def load_text(data: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Split) -> LoadedText:
-    """Read one split of the text as token sequences, always the same ones for the same settings and text.
+    """Read one split of the text as token sequences; deterministic. The splits share no document.
 
-    With `data.labels=generated` this is the text as it stands: conversations with their own answers as labels, plain
-    text in full. What a model makes of it: `load_prompts` and `continue_prompts`. The splits share no document.
+    With `data.labels=generated` the text is read unchanged: the answers of conversations have labels, and all plain
+    text. `load_prompts` and `continue_prompts` read the generated text.
 
     Returns:
-        Sequences of 2 to `data.max_length` tokens, each with a label to learn from, at most `data.tokens` or
-        `data.heldout_tokens` in all; the last may be cut to fit. Also the names of those skipped before that.
+        Sequences of 2 to `data.max_length` tokens, each with a label that counts; at most `data.tokens` or
+        `data.heldout_tokens` in all, the last cut to fit. Also the names of skipped sequences.
 
     Raises:
-        DataError: the text cannot be read, or nothing is left of it.
+        DataError: the text cannot be read, or has no usable sequence.
     """
     key = f"{tokenizer.name_or_path} {data}"
     for last_data, last_key, text in _last_calibration:
@@ -186,10 +186,10 @@ def _load_source(data: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Sp
 
 
 def mix_sources(data: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Split) -> LoadedText:
-    """The sequences of every source of a mixture, in an order whose every beginning holds the sources by their shares.
+    """The sequences of all sources of a mixture, ordered by `interleave_shares`.
 
     Raises:
-        DataError: a source cannot be read, or nothing is left of it.
+        DataError: a source cannot be read, or has no usable sequence.
     """
     sources = list_sources(data)
     parts = [_load_source(source.data, tokenizer, split) for source in sources]
@@ -209,9 +209,9 @@ def mix_sources(data: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Spl
 
 
 def pack_documents(documents: Iterable[TokenSequence], max_length: int) -> Iterator[TokenSequence]:
-    """Join documents and cut every `max_length` tokens; the rest at the end is a shorter sequence.
+    """Concatenate documents and cut every `max_length` tokens; the last sequence may be shorter.
 
-    A sequence is named after its number and the document it begins in.
+    A sequence's name is its number and the name of its first document.
     """
     ids: list[int] = []
     labels: list[int] = []
@@ -237,9 +237,9 @@ def truncate_documents(documents: Iterable[TokenSequence], max_length: int) -> I
 
 
 def select_usable(sequences: Iterable[TokenSequence], wanted: int) -> LoadedText:
-    """Sequences with a label to learn from until `wanted` tokens are reached, and those skipped before that.
+    """Take sequences with a label that counts until there are `wanted` tokens; the others are skipped.
 
-    The last is cut to fit, or left out where that leaves nothing.
+    The last is cut to fit, and dropped if no label remains.
     """
     taken: list[TokenSequence] = []
     skipped: dict[str, list[str]] = defaultdict(list)
@@ -264,23 +264,23 @@ class TokenBatch:
     attention_mask: Int64[Tensor, "B T"]  # 1 = token, 0 = padding
     labels: Int64[Tensor, "B T"]  # not shifted; -100 where the token does not count in the loss
     names: list[str]
-    is_text: bool = True  # False: drawn at random
-    layers: int | None = None  # it passes, from the first on; None: all
+    is_text: bool = True  # False: random tokens
+    layers: int | None = None  # number of first layers that read it; None: all
 
     @property
     def tokens(self) -> int:
-        """Tokens, padding left out."""
+        """Tokens without padding."""
         return int(self.attention_mask.sum())
 
 
 def batch_sequences(sequences: Sequence[TokenSequence], batch_tokens: int, pad_id: int) -> list[TokenBatch]:
-    """Batch sequences in their order, B·T <= batch_tokens, padding included; a longer one is a batch of its own."""
+    """Batch sequences in order with B·T <= batch_tokens; a longer sequence is a batch of its own."""
     groups = group_lengths([len(sequence.ids) for sequence in sequences], batch_tokens)
     return [_pad(sequences[group.start : group.stop], pad_id) for group in groups]
 
 
 def split_batch(batch: TokenBatch, batch_tokens: int) -> list[TokenBatch]:
-    """The same sequences in batches of B·T <= batch_tokens, of one sequence at least."""
+    """Split into batches of B·T <= batch_tokens, with at least one sequence each."""
     rows = max(1, batch_tokens // batch.input_ids.shape[1])
     fields = ("input_ids", "attention_mask", "labels", "names")
     return [
@@ -290,7 +290,7 @@ def split_batch(batch: TokenBatch, batch_tokens: int) -> list[TokenBatch]:
 
 
 def group_lengths(lengths: Sequence[int], batch_tokens: int) -> list[range]:
-    """Neighbours that share a batch: number times the longest <= `batch_tokens`, or one alone."""
+    """Ranges of sequences that share a batch: count times greatest length <= `batch_tokens`, or one sequence."""
     groups: list[range] = []
     start = longest = 0
     for number, length in enumerate(lengths):

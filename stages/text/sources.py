@@ -1,4 +1,4 @@
-"""Text of local files, of the hub or of the standard library, as documents."""
+"""Documents of local files, of the hub or of the standard library."""
 
 import json
 import unicodedata
@@ -23,22 +23,22 @@ from stages.text.hub import read_hub
 from stages.text.python_stdlib import read_stdlib
 
 SUFFIXES = (".jsonl", ".txt")
-# A .txt document is at least this long, in characters, and ends at a blank line ...
+# A .txt document ends at the first blank line after this many characters ...
 SHORTEST_PASSAGE = 2_000
-# ... or, where no blank line comes, at a line's end after this many.
+# ... or at the first line end after this many.
 LONGEST_PASSAGE = 8_000
-# Files of a folder that take turns; bounds the number of open files.
+# Files of a folder that are interleaved; limits the number of open files.
 FILES_AT_ONCE = 64
-# Bytes of a record: 8 MiB of JSON can take 200 MiB.
+# Maximum bytes of a record: 8 MiB of JSON can take 200 MiB of memory.
 MAX_RECORD = 2**23
-# Bytes of a .txt line before it is cut.
+# Maximum bytes of a .txt line; longer lines are cut.
 MAX_LINE = 2**16
 
 
 def read_text(data: DataConfig, split: Split) -> Iterator[Document]:
     """The documents of one split of local files, lazily.
 
-    With a held-out path the splits are the two paths, less the calibration documents that also occur in the held-out
+    With a held-out path, the splits are the two paths; calibration excludes documents that are also in the held-out
     text. Without one, `heldout_share` of the documents is held out, chosen by content.
 
     Raises:
@@ -51,10 +51,10 @@ def read_text(data: DataConfig, split: Split) -> Iterator[Document]:
 
 
 def list_files(path: str, option: str) -> list[Path]:
-    """The files a path names: itself, or the .jsonl and .txt files of the folder and the folders in it, sorted.
+    """The file itself, or the sorted .jsonl and .txt files of a folder and its subfolders.
 
     Raises:
-        DataError: nothing is there, the file has another suffix, or the folder holds no such file.
+        DataError: the path does not exist, the file has another suffix, or the folder holds no such file.
     """
     found = expand_user(path)
     if found.is_dir():
@@ -82,7 +82,7 @@ def list_files(path: str, option: str) -> list[Path]:
 
 
 def _require_readable_names(files: Iterable[Path], option: str) -> None:
-    """Names stand in tables, reports and records, which are UTF-8."""
+    """Refuse names that tables, reports and records, which are UTF-8, cannot hold."""
     for file in files:
         if any(unicodedata.category(character) in {"Cc", "Cs"} for character in str(file)):
             raise DataError(
@@ -93,7 +93,7 @@ def _require_readable_names(files: Iterable[Path], option: str) -> None:
 
 
 def read_files(path: str, option: str, data: DataConfig) -> Iterator[Document]:
-    """The documents of a file, or of a folder's files in turn. Raises DataError, for the path at once."""
+    """The documents of a file, or of a folder's files in turn. Raises DataError; for a wrong path immediately."""
     files = list_files(path, option)
     groups = (files[start : start + FILES_AT_ONCE] for start in range(0, len(files), FILES_AT_ONCE))
     return (document for group in groups for document in interleave(read_file(file, data) for file in group))
@@ -126,7 +126,7 @@ def _read_records(file: Path, data: DataConfig) -> Iterator[Document]:
 
 
 def _read_lines(file: Path, longest: int, *, whole: bool = False) -> Iterator[str]:
-    """The lines of a file; one of more bytes than `longest` is cut, or refused where it has to be `whole`."""
+    """The lines of a file; a line of more than `longest` bytes is cut, or refused if `whole`."""
     rest = b""
     try:
         with file.open("rb") as lines:
@@ -155,7 +155,7 @@ def _too_long(where: str) -> DataError:
 
 
 def _cut_line(line: bytes) -> tuple[bytes, bytes]:
-    """A part of a line and the rest: after a space near the end, else between two characters."""
+    """Split a line into a part and the rest: after a space near the end, else between two characters."""
     last = line.rfind(b" ", len(line) - 1024) + 1
     if not last:
         last = len(line)
@@ -182,7 +182,7 @@ def read_documents(data: DataConfig, split: Split) -> Iterator[Document]:
     Raises:
         DataError: the text cannot be read, or the labels need conversations and the calibration text is plain.
     """
-    if data.kind in ("text", "mixture"):  # of a mixture the held-out text that is named
+    if data.kind in ("text", "mixture"):  # mixture: only for its data.heldout_path
         documents = read_text(data, split)
     elif data.kind == "hub":
         documents = read_hub(data, split)
@@ -215,7 +215,7 @@ def describe_source(data: DataConfig, split: Split) -> str:
 
 
 def describe_emptiness(data: DataConfig, split: Split) -> DataError:
-    """The error of a split without a document."""
+    """The error for a split without documents."""
     where = f"{split} text of {describe_source(data, split)}"
     own_option = "heldout_split" if data.kind == "hub" else "heldout_path"
     if getattr(data, own_option) is None:

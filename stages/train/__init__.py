@@ -1,1 +1,1 @@
-"""train: continued pretraining, in which the routers learn to schedule the experts."""
+"""train: continued pretraining of the carved model."""

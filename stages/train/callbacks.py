@@ -1,4 +1,4 @@
-"""What Trainer calls between steps: even load, held-out text, the record, the mark of a whole checkpoint."""
+"""Trainer's callbacks between steps: load balancing, held-out evaluation, metrics, marking of checkpoints."""
 
 import math
 import time
@@ -14,28 +14,28 @@ from stages.train.config import TrainConfig
 if TYPE_CHECKING:
     from stages.train.trainer import MoETrainer
 
-# Of Trainer's own figures.
+# Trainer's figures → names in the record.
 _KEPT = {"loss": "loss", "grad_norm": "gradient_norm"}
 
 
 def whole_logs(steps: int, settings: TrainConfig) -> int:
-    """Up to a log line: figures are sums between two of them, and none is to be counted by halves."""
+    """Round up to a multiple of `log_steps`: figures are sums between log lines, and a kill must not split one."""
     return math.ceil(steps / settings.log_steps) * settings.log_steps
 
 
 class PhaseCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
-    """One phase as it runs; arguments as Trainer passes them."""
+    """Callbacks of one phase; arguments as Trainer passes them."""
 
     bar: "tqdm[Any]"  # over all phases
-    logged: float  # when the last line was written
+    logged: float  # time of the last line, in seconds
 
     def __init__(self, trainer: "MoETrainer") -> None:
-        """Follow this trainer."""
+        """Callbacks for this trainer."""
         self.trainer, self.phase, self.context = trainer, trainer.phase, trainer.context
         self.record = self.context.record
 
     def on_train_begin(self, _args: Any, state: Any, *_: Any, **__: Any) -> None:  # noqa: ANN401
-        """Go on from the steps that were done before."""
+        """Start the monitor, and a progress bar at the steps done before."""
         self.trainer.start_monitor()
         self.bar = tqdm(
             total=self.context.total, initial=self.phase.first + state.global_step, desc=f"train {self.phase.name}",
@@ -44,22 +44,22 @@ class PhaseCallback(TrainerCallback):  # type: ignore[misc]  # transformers is n
         self.logged = time.perf_counter()
 
     def on_step_end(self, _args: Any, state: Any, control: Any, **__: Any) -> None:  # noqa: ANN401
-        """Even out the load before anything is saved; evaluate held-out text; log the last step in any case."""
+        """Balance the load before a save; evaluate held-out text; always log the last step."""
         self.trainer.after_step()
         self.bar.update()
         over = state.global_step == self.phase.steps
         control.should_log |= over
         every = whole_logs(self.context.settings.heldout_steps, self.context.settings)
         if over or (every and state.global_step % every == 0):
-            # All processes measure, one writes.
+            # All processes evaluate, the leading one writes.
             nats = self.context.heldout_loss(self.trainer.model)
             if self.record is not None:
                 self.record.write(self.phase.first + state.global_step, self.phase.name, {"heldout_loss": nats})
 
     def on_log(self, _args: Any, state: Any, _control: Any, logs: Mapping[str, float], **__: Any) -> None:  # noqa: ANN401
-        """Write Trainer's figures and ours."""
+        """Write a line with the figures of Trainer and of the objective."""
         if self.record is None or "tokens" not in logs:
-            return  # Trainer's summary at the end has none
+            return  # Trainer's summary at the end has no tokens
         ours = {name: value for name, value in logs.items() if name not in {*_KEPT, "learning_rate", "epoch", "tokens"}}
         self.record.tokens += int(logs["tokens"])
         step, now = self.phase.first + state.global_step, time.perf_counter()
@@ -78,10 +78,10 @@ class PhaseCallback(TrainerCallback):  # type: ignore[misc]  # transformers is n
         )
 
     def on_save(self, args: Any, state: Any, *_: Any, **__: Any) -> None:  # noqa: ANN401
-        """Mark the checkpoint."""
+        """Mark the checkpoint as complete."""
         self.trainer.mark_saved(Path(args.output_dir) / f"checkpoint-{state.global_step}")
 
     def on_train_end(self, *_: Any, **__: Any) -> None:  # noqa: ANN401
-        """Take everything off the model."""
+        """Remove all hooks from the model."""
         self.bar.close()
         self.trainer.stop_watching()

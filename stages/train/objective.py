@@ -1,4 +1,4 @@
-"""One forward pass of training: the loss it adds to the optimizer step, and the figures of the log."""
+"""The training loss of one forward pass, and the logged figures."""
 
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -18,15 +18,15 @@ from stages.train.routers import Balance, add_up, balance_loss, count_load, entr
 
 
 def predicts(labels_BT: Int[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
-    """Positions whose next token counts."""
+    """Positions whose next token counts in the loss."""
     return pad(labels_BT[:, 1:], (0, 1), value=IGNORED) != IGNORED
 
 
 @dataclass
 class RunningMetrics:
-    """Sums since the last log line of this process; on the device, so that nothing waits for them.
+    """Sums of this process since the last log line; on the device, so that nothing waits for them.
 
-    Where experts are `pooled`, their load is that of all layers together.
+    `pooled`: an expert's load is the sum over all layers.
     """
 
     pooled: bool = False
@@ -41,9 +41,9 @@ class RunningMetrics:
         self.load_LE = load_LE if self.load_LE is None else self.load_LE + load_LE
 
     def collect(self) -> dict[str, float]:
-        """Means over all processes; the sums start again. Empty where nothing was added.
+        """Means over all processes; resets the sums. Empty if nothing was added.
 
-        `load_max_over_mean` is of the layer where it is highest, `dead_experts` counts those that no token chose.
+        `load_max_over_mean` is the highest of all layers; `dead_experts` counts experts that no token chose.
         """
         if self.load_LE is None:
             return {}
@@ -71,7 +71,7 @@ class Objective:
     def __init__(
         self, settings: TrainConfig, watch: RouterWatch, teacher: PreTrainedModel | None, balance: Balance, pooled: bool
     ) -> None:
-        """`watch` is of the model that will be passed to `loss`; `teacher` the frozen dense model, if it teaches."""
+        """`watch` observes the model that is passed to `loss`; `teacher` is the frozen dense model for distillation."""
         self.settings, self.watch, self.teacher = settings, watch, teacher
         self.balance, self.pooled = balance, pooled
         self.metrics = RunningMetrics(pooled)
@@ -83,9 +83,9 @@ class Objective:
         Args:
             model: the MoE, wrapped or not.
             inputs: `input_ids`, `attention_mask` and `labels` of ``(B, T)``.
-            items: supervised tokens of the whole optimizer step, all processes together.
+            items: supervised tokens of the whole optimizer step, in all processes.
             parts: micro-batches of this process in the step.
-            world: processes; their gradients will be averaged.
+            world: number of processes, over which gradients are averaged.
         """
         labels_BT, mask_BT = inputs["labels"], inputs["attention_mask"]
         mask_T = mask_BT.flatten().bool()
@@ -117,7 +117,7 @@ class Objective:
     def _router_means(
         self, routings: list[Routing], load_LE: Tensor, mask_T: Tensor
     ) -> dict[str, tuple[float, Tensor]]:
-        """Means over tokens, with the weight of each."""
+        """Auxiliary losses as means over tokens: name → (weight, value)."""
         settings, means = self.settings, {}
         if self.balance.kind == "loss" and settings.balance_weight:
             even = balance_loss(routings, add_up(load_LE), mask_T, pooled=self.pooled)
@@ -127,7 +127,7 @@ class Objective:
         return means
 
     def take_load(self) -> Tensor:
-        """``(L, E)`` tokens that chose each expert since this was last asked, all processes together."""
+        """``(L, E)`` tokens that chose each expert since the last call, summed over all processes."""
         assert self.load_LE is not None, "asked before the first forward pass"
         load_LE, self.load_LE = self.load_LE, None
         return add_up(load_LE)

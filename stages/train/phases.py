@@ -1,4 +1,4 @@
-"""Which parts learn when, and how fast."""
+"""Phases of training: the parts that learn, and their learning rates."""
 
 import math
 from dataclasses import dataclass
@@ -9,16 +9,16 @@ from stages.train.config import TrainConfig
 
 @dataclass(frozen=True)
 class Phase:
-    """A run of optimizer steps in which the same parts learn."""
+    """Consecutive optimizer steps in which the same parts learn."""
 
     name: str
-    first: int  # steps of earlier phases
+    first: int  # number of steps of earlier phases
     steps: int
     learns: frozenset[Part]
 
     @property
     def last(self) -> int:
-        """Steps when it has ended."""
+        """Number of steps at its end, earlier phases included."""
         return self.first + self.steps
 
 
@@ -31,7 +31,7 @@ _RATES = {"router_rate": Part.ROUTER, "expert_rate": Part.EXPERTS, "rest_rate": 
 
 
 def make_phases(settings: TrainConfig, step_tokens: float) -> list[Phase]:
-    """The phases that have a share, each of at least one step of `step_tokens` tokens."""
+    """The phases with a share above 0, each of at least one step of `step_tokens` tokens."""
     phases: list[Phase] = []
     for name, learns in _LEARNS.items():
         share = getattr(settings, f"{name}_share")
@@ -51,5 +51,5 @@ def rate_factor(step: int, phase: Phase, settings: TrainConfig) -> float:
 
 
 def rates_of(phase: Phase, settings: TrainConfig) -> dict[str, float]:
-    """Peak rates as `parameter_groups` takes them; 0 for what does not learn."""
+    """Peak rates as arguments of `parameter_groups`; 0 for parts that do not learn."""
     return {name: getattr(settings, name) if part in phase.learns else 0.0 for name, part in _RATES.items()}

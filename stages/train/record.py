@@ -1,4 +1,4 @@
-"""What survives a kill: whole checkpoints, and metrics.jsonl, in which every step stands once."""
+"""Files for resuming after a kill: complete checkpoints, and metrics.jsonl with each step once."""
 
 import json
 import logging
@@ -18,14 +18,14 @@ from stages.train.phases import Phase
 
 logger = logging.getLogger(__name__)
 
-WHOLE = "whole"  # marks a folder in which nothing is missing; holds the hashes of its files
+WHOLE = "whole"  # file that marks a complete checkpoint folder; holds the hashes of its files
 FILE = "metrics.jsonl"
-CHECKS = "metrics.crc"  # a CRC-32 for each line of it, written before the line
+CHECKS = "metrics.crc"  # a CRC-32 for each line of FILE, written before the line
 EVENTS = "tensorboard"
 
 
 def mark_whole(folder: Path) -> None:
-    """Write the hashes of all files in the folder, once they are on the disk."""
+    """Sync the folder to the disk, then write the hashes of its files."""
     sync_tree(folder)
     hashes = _hashes(folder)
     with whole_file(folder / WHOLE) as unfinished:
@@ -33,7 +33,7 @@ def mark_whole(folder: Path) -> None:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether it was marked."""
+    """Whether the folder was marked by `mark_whole`."""
     return (folder / WHOLE).exists()
 
 
@@ -43,7 +43,7 @@ def _hashes(folder: Path) -> dict[str, str]:
 
 
 def drop_unfinished(folder: Path) -> None:
-    """Remove checkpoints of a phase that a kill left half written, and those that have changed since."""
+    """Remove incomplete and damaged checkpoints of a phase."""
     for path in folder.glob("*"):
         if path.is_dir() and is_whole(path):
             if (path / WHOLE).read_bytes() == json.dumps(_hashes(path)).encode():
@@ -54,7 +54,7 @@ def drop_unfinished(folder: Path) -> None:
 
 
 def find_latest(folder: Path) -> tuple[Path, int] | None:
-    """The last whole checkpoint of a phase, and its step within the phase."""
+    """The last complete checkpoint of a phase, and its step within the phase; None if there is none."""
     found = [(int(path.name.partition("-")[2]), path) for path in folder.glob("checkpoint-*") if is_whole(path)]
     if not found:
         return None
@@ -64,18 +64,18 @@ def find_latest(folder: Path) -> tuple[Path, int] | None:
 
 @dataclass
 class Record:
-    """The file, and TensorBoard events where they are wanted."""
+    """Writes metrics.jsonl and, on request, TensorBoard events."""
 
     folder: Path
     events: Any  # a SummaryWriter, or None
-    tokens: int  # trained on so far
+    tokens: int  # training tokens so far
 
     @classmethod
     def open(cls, folder: Path, *, done: int, tensorboard: bool) -> "Record":
-        """Go on after `done` steps; lines about later ones, which a kill undid, are removed.
+        """Open the record after `done` steps; removes lines of later steps, which are repeated after a kill.
 
         Raises:
-            ContractError: lines were changed or lost since; a checkpoint is saved after the line about its step.
+            ContractError: lines were changed or lost. The line of a step is always written before its checkpoint.
         """
         kept = [line for line in read_record(folder) if line["step"] <= done] if done else []
         if done and not any(line["step"] == done and "tokens" in line for line in kept):
@@ -85,7 +85,7 @@ class Record:
             with whole_file(folder / name) as unfinished:
                 unfinished.write_text("".join(texts), encoding="utf-8")
         tokens = max((line["tokens"] for line in kept if "tokens" in line), default=0)
-        # Nothing tells whether events are damaged: they are written again from the lines.
+        # Damaged events cannot be detected, so that all are written again from the lines.
         shutil.rmtree(folder / EVENTS, ignore_errors=True)
         record = cls(folder, open_events(folder / EVENTS) if tensorboard else None, tokens)
         for line in kept:
@@ -93,17 +93,17 @@ class Record:
         return record
 
     def write(self, step: int, phase: str, figures: Mapping[str, float]) -> None:
-        """Add a line."""
+        """Add a line of figures."""
         line = {"step": step, "phase": phase, **figures}
         self._append(line)
         self._show(line)
 
     def warn(self, step: int, phase: str, warnings: Sequence[str]) -> None:
-        """Add a line of words, of what is wrong with a step."""
+        """Add a line with the warnings of a step."""
         self._append({"step": step, "phase": phase, "warnings": list(warnings)})
 
     def _show(self, line: Mapping[str, Any]) -> None:
-        """Give the figures of a line to TensorBoard."""
+        """Write the figures of a line to TensorBoard."""
         for name, value in line.items() if self.events is not None else ():
             if name not in {"step", "phase", "warnings"}:
                 self.events.add_scalar(name, value, line["step"])
@@ -115,12 +115,12 @@ class Record:
                 file.write(content)
 
     def sync(self) -> None:
-        """Flush the lines to the disk, before a checkpoint relies on them."""
+        """Sync the lines to the disk; needed before a checkpoint of their step is marked."""
         for name in (CHECKS, FILE):
             sync(self.folder / name)
 
     def close(self) -> None:
-        """Let TensorBoard finish."""
+        """Close the TensorBoard writer."""
         if self.events is not None:
             self.events.close()
 
@@ -130,10 +130,10 @@ def _check(line: str) -> str:
 
 
 def read_record(folder: Path) -> list[dict[str, Any]]:
-    """All lines; last ones that a kill cut short are left out. Raises ContractError: some were changed since."""
+    """All complete lines; a kill may leave incomplete last ones. Raises ContractError: lines were changed."""
     lines, checks = _split(folder / FILE), _split(folder / CHECKS)
     pairs = [*zip(lines, checks, strict=False)]
-    # A line is written after its check. A last one that only lacks its end was not cut short.
+    # An incomplete line is allowed, unless only its line break is missing: that is a change, not an interrupted write.
     changed = [
         line for line, check in pairs if (line[-1] == "\n") != (check == _check(line)) or _ends_like(line, check)
     ]
@@ -148,7 +148,7 @@ def _changed(folder: Path, how: str) -> ContractError:
 
 
 def _split(path: Path) -> list[str]:
-    """Lines with their ends; str.splitlines takes other characters for ends, too."""
+    """Lines with their line breaks; str.splitlines would also split at other characters."""
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     return re.findall(r"[^\n]*\n|[^\n]+", text)
 
@@ -158,11 +158,11 @@ def _ends_like(line: str, check: str) -> bool:
 
 
 def open_events(folder: Path) -> Any:  # noqa: ANN401 - a SummaryWriter, which torch does not type
-    """TensorBoard's writer, or None where it is not installed."""
+    """TensorBoard's writer, or None if TensorBoard is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - optional
     except ImportError:
-        logger.info("no TensorBoard events: pip install tensorboard; train.tensorboard=false stops asking")
+        logger.info("no TensorBoard events: pip install tensorboard, or train.tensorboard=false")
         return None
     return SummaryWriter(str(folder))
 
@@ -175,7 +175,7 @@ _COLUMNS = (
 
 
 def summarise(lines: Lines, phases: Sequence[Phase], text_tokens: int) -> Table:
-    """A row for the start and one for the end of every phase, of a training on a text of so many tokens."""
+    """One row for the start and one for the end of every phase; `text_tokens` is the length of the text."""
     dense = float(lines[0]["dense_heldout_loss"])
     parts = [("start", 0), *((phase.name, phase.steps) for phase in phases)]
     rows = [_row(name, steps, [line for line in lines if line["phase"] == name], dense) for name, steps in parts]

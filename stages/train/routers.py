@@ -1,4 +1,4 @@
-"""How routers change in training: even load, and logits that grow."""
+"""Routers in training: load balancing, and growth of the logits."""
 
 from dataclasses import dataclass
 
@@ -12,14 +12,14 @@ from models.training import Routing, selection_bias
 
 @dataclass(frozen=True)
 class Balance:
-    """How load is evened out."""
+    """Method of load balancing."""
 
     kind: str  # loss, selection_bias or none
-    bias_step: float  # of a selection bias, per step, where the logits' standard deviation is 1; in the bias's unit
+    bias_step: float  # change of a selection bias per step, in the bias's unit, at logits of standard deviation 1
 
 
 def count_load(routings: list[Routing], mask_T: Tensor) -> Int[Tensor, "L E"]:
-    """Tokens that chose each expert, padding left out."""
+    """Number of tokens that chose each expert, without padding."""
     loads = [routing.chosen_TK[mask_T].flatten().bincount(minlength=routing.logits_TE.shape[1]) for routing in routings]
     return torch.stack(loads)
 
@@ -27,9 +27,9 @@ def count_load(routings: list[Routing], mask_T: Tensor) -> Int[Tensor, "L E"]:
 def balance_loss(
     routings: list[Routing], load_LE: Int[Tensor, "L E"], mask_T: Tensor, *, pooled: bool = False
 ) -> Float[Tensor, ""]:
-    """Mean over layers of E · Σ_e (share of choices for e) · (mean probability of e): 1 when all is even.
+    """Mean over layers of E · Σ_e (share of choices for e) · (mean probability of e); 1 for even load.
 
-    `load_LE` is of this process or summed over all; `pooled`: all layers share the experts, and so their load.
+    `load_LE` is of this process or summed over all; `pooled`: all layers share the experts, and loads are averaged.
     Source: Switch Transformers, arXiv:2101.03961 eq. 4, per choice.
     """
     probability_LE = torch.stack([routing.logits_TE[mask_T].float().softmax(1).mean(0) for routing in routings])
@@ -57,7 +57,7 @@ def entropy(routings: list[Routing], mask_T: Tensor) -> Float[Tensor, ""]:
 
 
 def add_up(tensor: Tensor) -> Tensor:
-    """The sum over all processes; `tensor` stays this process's own."""
+    """The sum of `tensor` over all processes, as a new tensor if there are several."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return tensor
     total = tensor.clone()
@@ -67,11 +67,11 @@ def add_up(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def move_biases(routers: list[nn.Module], load_LE: Int[Tensor, "L E"], step: float, *, pooled: bool = False) -> None:
-    """Raise the selection bias of experts with less than the mean load by `step`, lower that of the others.
+    """Raise the selection bias of experts below the mean load by `step`, lower that of experts above; mean change 0.
 
-    `load_LE` counts the tokens of all processes since the last move; `pooled`: that of all layers together decides.
+    `load_LE` counts the tokens of all processes since the last call; `pooled`: the load is that of all layers together.
     `step` is in the unit of the router's scores.
-    Source: auxiliary-loss-free load balancing, arXiv:2408.15664 eq. 2.
+    Source: auxiliary-loss-free load balancing, arXiv:2408.15664 eq. 2; differs: the changes are centred.
     """
     load_LE = load_LE.double()
     if pooled:
@@ -85,29 +85,29 @@ def move_biases(routers: list[nn.Module], load_LE: Int[Tensor, "L E"], step: flo
 
 @dataclass(frozen=True)
 class LogitSchedule:
-    """Standard deviation of a token's router logits by optimizer step, if nothing but `stretch` changed it."""
+    """Scheduled standard deviation of a token's router logits; ignores changes by training."""
 
     start: float
     end: float
-    steps: int  # over which it grows
+    steps: int  # number of optimizer steps from start to end
 
     def at(self, step: int) -> float:
         """The standard deviation after `step` steps."""
         return self.start + (self.end - self.start) * min(1.0, step / self.steps)
 
     def factor(self, step: int) -> float:
-        """What the routers are multiplied by after step `step`."""
+        """Factor on the routers after step `step`."""
         return self.at(step) / self.at(step - 1)
 
 
 def make_schedule(start: float, end: float, steps: int) -> LogitSchedule:
-    """From `start`; never shrinking: an `end` that is smaller, or 0, changes nothing."""
+    """A schedule that never shrinks: if `end` is below `start`, it stays at `start`."""
     return LogitSchedule(start, max(start, end), max(1, steps))
 
 
 @torch.no_grad()
 def stretch(routers: list[nn.Module], factor: float) -> None:
-    """Multiply all rows and selection biases, in place."""
+    """Multiply all router rows and selection biases by `factor`, in place."""
     if factor == 1.0:
         return
     for router in routers:

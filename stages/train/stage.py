@@ -43,7 +43,7 @@ def run(
 ) -> Table:
     """Write `checkpoint/`, the routers, `metrics.jsonl` and TensorBoard events.
 
-    A killed run goes on from its last checkpoint; every process of torchrun takes part.
+    Resumes from the last checkpoint of a killed run; all processes of torchrun take part.
     """
     model = replace(model, device=job.workers.pick_device(model.device), quantization="none")
     source, checkpoint = resolve_folder(model), job.parents["project"] / "checkpoint"
@@ -52,7 +52,7 @@ def run(
     text = read_text(data, train, load_tokenizer(source))
     phases = make_phases(train, train.batch * (text.tokens / len(text.sequences)))
     total, done = phases[-1].last, steps_done(job, phases)
-    # A teacher is needed to the end; else the dense model is only measured at the start.
+    # Without distillation the dense model is needed only for the first line of the record.
     dense = load_dense(model, source) if train.logits or not done else None
     lines = record.Record.open(job.scratch, done=done, tensorboard=train.tensorboard) if job.workers.leads else None
     context = TrainContext(
@@ -73,20 +73,20 @@ def run(
     del dense
     for phase in phases:
         start, checkpoint = checkpoint, job.scratch / phase.name / "final"
-        # The last step may be done, and its result not yet written; after later steps nothing reads the result.
+        # `<=`: the last step may be done before `final` is written. Later phases do not need `final` of this one.
         if done <= phase.last and not record.is_whole(checkpoint):
             run_phase(start, phase, context, job.scratch / phase.name)
     if lines is not None:
         lines.close()
         keep_result(job, checkpoint, form, context.schedule.at(total))
-    job.workers.follow(None)  # nobody leaves before the result is kept
+    job.workers.follow(None)  # all wait until the result is written
     if lines is None:
         return NOTHING
     return record.summarise(record.read_record(job.scratch), phases, text.tokens)
 
 
 def steps_done(job: Job, phases: list[Phase]) -> int:
-    """Steps that a killed run left; what it left half written is removed."""
+    """Number of steps that a killed run has saved; removes incomplete checkpoints."""
     done = 0
     for phase in reversed(phases):
         folder = job.scratch / phase.name
@@ -103,7 +103,7 @@ def steps_done(job: Job, phases: list[Phase]) -> int:
 
 
 def balance_of(train: TrainConfig, target: MoETarget, shape: MoEShape) -> Balance:
-    """What `auto` stands for: the selection bias where the architecture has one."""
+    """The method of `train.balance`; `auto`: selection_bias if the architecture has one, else loss."""
     asked = train.balance
     if asked == "auto":
         asked = "loss" if target.selection_bias is None else "selection_bias"
@@ -111,13 +111,13 @@ def balance_of(train: TrainConfig, target: MoETarget, shape: MoEShape) -> Balanc
 
 
 def load_trainable(folder: Path, *, straight_through: bool = False) -> PreTrainedModel:
-    """The MoE in float32, with the kernels whose backward pass does not grow with the square of E."""
+    """Load the MoE in float32, with kernels whose backward cost does not grow with the square of E."""
     kernels = IMPLEMENTATION if straight_through else "grouped_mm"
     return load_whole(folder, dtype=torch.float32, experts_implementation=kernels)
 
 
 def measure_start(context: TrainContext, dense: PreTrainedModel, checkpoint: Path) -> None:
-    """The first line of the record: the dense model's loss, and the carved one's before training."""
+    """Write the first line of the record: held-out losses of the dense and of the carved model before training."""
     losses = {"dense_heldout_loss": context.heldout_loss(dense)}
     losses["heldout_loss"] = context.heldout_loss(load_trainable(checkpoint).to(context.device))
     if context.record is not None:
@@ -125,13 +125,13 @@ def measure_start(context: TrainContext, dense: PreTrainedModel, checkpoint: Pat
 
 
 def run_phase(start: Path, phase: Phase, context: TrainContext, folder: Path) -> None:
-    """Train from the checkpoint `start` to a native one in `folder/final`; resume an earlier run's last in `folder`."""
+    """Train from the checkpoint `start`, or resume from the last one in `folder`; write `folder/final`."""
     found, _ = record.find_latest(folder) or (None, 0)
-    # Shards are read by Trainer, everything else here (see `MoETrainer._load_from_checkpoint`).
+    # With FSDP Trainer loads the checkpoint, otherwise it is loaded here (see `MoETrainer._load_from_checkpoint`).
     start = start if found is None or context.settings.fsdp else found
     model = load_trainable(start, straight_through=context.settings.straight_through)
     if context.settings.gradient_checkpointing:
-        # Reentrant, it would hide the routers from their own losses.
+        # Not reentrant: that would cut the routers' losses off from their gradients.
         enable_gradient_checkpointing(model)
     trainer = MoETrainer(model, phase, context, folder)
     remedy = "lower train.micro_batch= or data.max_length=, or set train.gradient_checkpointing=true"
@@ -145,7 +145,7 @@ def run_phase(start: Path, phase: Phase, context: TrainContext, folder: Path) ->
 
 
 def keep_result(job: Job, trained: Path, form: CheckpointFormat, logit_std: float) -> None:
-    """Publish the last phase's checkpoint `trained`, its routers with the scheduled `logit_std`, and the record."""
+    """Publish the checkpoint `trained`, its routers with the scheduled `logit_std`, and the record."""
     start, model = job.parents["project"] / "checkpoint", load_trainable(trained)
     write_native(model, start, job.out / "checkpoint", form.dtype)
     copy_card(start, job.out / "checkpoint", record.describe(record.read_record(job.scratch)))
@@ -162,9 +162,9 @@ def keep_result(job: Job, trained: Path, form: CheckpointFormat, logit_std: floa
 
 
 def write_native(model: PreTrainedModel, like: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Weights in `dtype` and in the names of `like`, with its config.json, tokenizer and code.
+    """Write the weights in `dtype`, with config.json, tokenizer and code of the checkpoint `like`.
 
-    transformers writes a config.json that version 4 of it misreads; that of `like` says the same to both.
+    The config.json that transformers 5 writes is misread by version 4; that of `like` is valid for both.
     """
     model.to(dtype).save_pretrained(folder)
     for path in like.iterdir():
@@ -174,7 +174,7 @@ def write_native(model: PreTrainedModel, like: Path, folder: Path, dtype: torch.
 
 
 def read_router(router: nn.Module, bias_scale: float) -> LinearRouter:
-    """Rows and bias of a router, the bias in the unit of its logits."""
+    """Rows and selection bias of a router; the bias in the unit of the logits."""
     bias_E = selection_bias(router)
     weight: Tensor = router.weight  # type: ignore[assignment]
     rows_ED = weight.detach().float()

@@ -28,7 +28,7 @@ class TrainingText:
 
 
 def read_text(data: DataConfig, train: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> TrainingText:
-    """As much of the calibration split as training wants, and the first sequences of the held-out one."""
+    """Read up to `train.tokens` of the calibration split, and the first sequences of the held-out split."""
     sequences = load_sequences(replace(data, tokens=train.tokens), tokenizer, "calibration")
     heldout = load_sequences(data, tokenizer, "heldout")[: train.heldout_sequences]
     pad_id = tokenizer.pad_token_id or 0
@@ -36,9 +36,9 @@ def read_text(data: DataConfig, train: TrainConfig, tokenizer: PreTrainedTokeniz
 
 
 def order_sequences(sequences: Sequence[TokenSequence], first: int, length: int, seed: int) -> list[TokenSequence]:
-    """`length` sequences from the `first` on of an endless order: one shuffled pass over the text after another.
+    """`length` sequences, starting at number `first`, of an endless order: repeated passes, each shuffled differently.
 
-    The order follows from the seed alone, so that a run can be resumed anywhere.
+    The order depends on the seed only, so that a run can be resumed at any step.
     """
     ordered: list[TokenSequence] = []
     for number in range(first // len(sequences), -(-(first + length) // len(sequences))):

@@ -1,4 +1,4 @@
-"""transformers' Trainer with the parts an MoE needs: rates by part, its own loss, growing router logits, even load."""
+"""transformers' Trainer for a MoE: learning rates per part, own loss, growing router logits, load balancing."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -31,28 +31,28 @@ from stages.train.text import TrainingText, collate, order_sequences
 
 logger = logging.getLogger(__name__)
 
-# Second moments that forget in some twenty steps, as language models are trained.
+# Usual for language models: second moments average over about twenty steps.
 BETAS = (0.9, 0.95)
 
 
 @dataclass(frozen=True)
 class TrainContext:
-    """What all phases share."""
+    """State that all phases share."""
 
     settings: TrainConfig
     text: TrainingText
     schedule: LogitSchedule
-    total: int  # steps
+    total: int  # optimizer steps of all phases
     balance: Balance
     pooled: bool
     teacher: PreTrainedModel | None
-    record: Record | None  # None in processes that do not lead
+    record: Record | None  # None except in the leading process
     seed: int
     workers: Workers
     device: torch.device
 
     def heldout_loss(self, model: PreTrainedModel) -> float:
-        """Mean nats per supervised token of the held-out text, of which every process reads its share."""
+        """Mean nats per supervised token of the held-out text; the processes share its batches."""
         batches, device = self.text.heldout, next(model.parameters()).device
         half = torch.autocast(device.type, torch.bfloat16) if self.settings.precision == "bfloat16" else nullcontext()
         was_training = model.training
@@ -65,7 +65,7 @@ class TrainContext:
 
 
 def training_arguments(context: TrainContext, phase: Phase, folder: Path) -> TrainingArguments:
-    """Trainer's own settings."""
+    """Settings of transformers' Trainer."""
     settings = context.settings
     arguments = TrainingArguments(
         output_dir=str(folder),
@@ -97,7 +97,7 @@ def training_arguments(context: TrainContext, phase: Phase, folder: Path) -> Tra
 
 
 def place(arguments: TrainingArguments, device: torch.device) -> None:
-    """Train on this device: by itself Trainer takes the first GPU, and copies the model to all others there are."""
+    """Train on this device only: by default Trainer takes the first GPU and copies the model to all others."""
     arguments.distributed_state.device = device
     vars(arguments)["_setup_devices"] = device  # a cached property
     arguments._n_gpu = int(device.type != "cpu")
@@ -110,7 +110,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
     loss_is_scaled_for_ga = True
 
     def __init__(self, model: PreTrainedModel, phase: Phase, context: TrainContext, folder: Path) -> None:
-        """Parameters that do not learn are frozen at once: DistributedDataParallel asks no second time."""
+        """Freezes parameters that do not learn here: DistributedDataParallel reads `requires_grad` only once."""
         self.phase, self.context = phase, context
         settings, batch = context.settings, context.settings.batch
         watch = RouterWatch(model)
@@ -130,7 +130,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
             self.remove_callback(spoken)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> LRScheduler:
-        """Each phase rises and falls by itself; routers learn as fast as their logits are large."""
+        """Each phase has its own warmup and decay; the routers' rate is proportional to the scheduled logit_std."""
         if self.lr_scheduler is None:  # type: ignore[has-type]
             optimizer = self.optimizer if optimizer is None else optimizer
             factors: list[Callable[[int], float]] = [
@@ -147,7 +147,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor]:
-        """The micro-batches of a step, and the supervised tokens of all processes in it."""
+        """The micro-batches of a step, and the number of supervised tokens in all processes."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         items = torch.stack([supervised_tokens(batch["labels"]).sum() for batch in batches]).sum()
         return batches, add_up(items.to(device))
@@ -159,14 +159,14 @@ class MoETrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
         return_outputs: bool = False,
         num_items_in_batch: Tensor | None = None,
     ) -> Tensor:
-        """The objective's loss."""
+        """The loss of the `Objective`."""
         assert not return_outputs, "held-out text is evaluated elsewhere"
         assert num_items_in_batch is not None, "get_batch_samples counts them"
         parts = self.current_gradient_accumulation_steps
         return self.objective.loss(model, inputs, num_items_in_batch, parts, self.args.world_size)
 
     def start_monitor(self) -> None:
-        """Watch the model as it is wrapped for its processes."""
+        """Monitor the wrapped model (DistributedDataParallel, FSDP)."""
         if self.context.settings.watch:
             try:
                 self.monitor = watch_model(self.model_wrapped)
@@ -174,7 +174,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
                 logger.warning("training goes on unwatched: %s; train.watch=false says so", error.what)
 
     def stop_watching(self) -> None:
-        """Take all hooks off the model."""
+        """Remove all hooks from the model."""
         self.objective.watch.remove()
         for handle in self.shown:
             handle.remove()
@@ -194,7 +194,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
         return norm
 
     def after_step(self) -> None:
-        """Even out the load, and let the routers' logits grow; what is saved afterwards has both."""
+        """Move selection biases and stretch the routers; runs before a checkpoint of the step is saved."""
         step, schedule = self.phase.first + self.state.global_step, self.context.schedule
         load_LE, routers = self.objective.take_load(), self.objective.watch.routers
         if self.context.balance.kind == "selection_bias":
@@ -203,11 +203,11 @@ class MoETrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
         stretch(routers, schedule.factor(step))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Trainer's figures and ours."""
+        """Log Trainer's figures together with those of the objective."""
         super().log(logs | self.objective.metrics.collect(), start_time)
 
     def mark_saved(self, folder: Path) -> None:
-        """Mark a checkpoint once every process has written its part."""
+        """Mark a checkpoint as complete once every process has written its part."""
         self.accelerator.wait_for_everyone()
         if self.context.record is not None:
             self.context.record.sync()
@@ -215,16 +215,16 @@ class MoETrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
         self.accelerator.wait_for_everyone()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        # Without shards the model was made from the checkpoint already (see `run_phase`). Trainer reads the file as it
-        # is: experts are stored one by one, and in memory they are one tensor, so that it would leave them out.
+        # Without FSDP, `run_phase` has already loaded the checkpoint. Trainer would skip its experts: the file stores
+        # them one by one, the model in one tensor.
         if self.is_fsdp_enabled:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
 
 def explain_not_finite(model: nn.Module, found: list[str], step: int, folder: Path) -> NumericsError:
-    """The error for a step with the gradients that `model` holds, of which the monitor `found` something or nothing."""
+    """The error for a step whose gradients, in `model`, are not finite; `found` are the monitor's messages."""
     bad = [name for name, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
-    # Backwards, the last layer comes first.
+    # The backward pass starts at the last layer.
     place = f"first seen in the gradient of {bad[-1]}" if bad else "in gradients of another process, or their sum"
     last = find_latest(folder)
     return NumericsError(

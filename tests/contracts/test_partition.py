@@ -37,12 +37,12 @@ def test_multiplicity_counts_the_experts_of_each_neuron():
     [
         (changed(1, 0, 2, 20), ALWAYS_ON, "neuron index outside 0..19\n  where: partition, layer 1"),
         (changed(0, 0, 2, -1), ALWAYS_ON, "neuron index outside 0..19\n  where: partition, layer 0"),
-        (changed(1, 0, 0, 2), ALWAYS_ON, "a neuron stands twice in one expert\n  where: partition, layer 1"),
+        (changed(1, 0, 0, 2), ALWAYS_ON, "a neuron is twice in one expert\n  where: partition, layer 1"),
         (changed(0, 1, 3, 14), ALWAYS_ON, "an always-on neuron is also in an expert\n  where: partition, layer 0"),
         (
             UNITS,
             torch.tensor([[12, 13, 14, 15, 15], [0, 14, 15, 16, 19]], dtype=torch.int32),
-            "a neuron stands twice in one expert\n  where: partition, layer 0",
+            "a neuron is twice in one expert\n  where: partition, layer 0",
         ),
         (UNITS, ALWAYS_ON[:1], "partition shapes (2, 3, 4) and (1, 5)"),
         (UNITS[0], ALWAYS_ON, "partition shapes (3, 4) and (2, 5)"),

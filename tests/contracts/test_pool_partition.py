@@ -66,7 +66,7 @@ def changed(tensor, index, value):
             changed(UNITS, (3, 1), 3),
             HOME,
             ALWAYS_ON,
-            "a neuron stands twice in one expert\n  where: pool partition, layer 2",
+            "a neuron is twice in one expert\n  where: pool partition, layer 2",
         ),
     ],
 )

@@ -125,7 +125,7 @@ def test_no_password_or_a_wrong_one(locked_server, login, reason, monkeypatch):
     monkeypatch.delenv("TINY_ONN_REDIS_PASSWORD", raising=False)
     text = str(refusal(f"redis://{login}127.0.0.1:{locked_server.port}").value)
     assert text == (
-        f"the Redis server does not let us in: {reason}\n"
+        f"the Redis server denies access: {reason}\n"
         f"  where: Redis at 127.0.0.1:{locked_server.port}, database 0\n"
         "  do:    the right password in the environment's TINY_ONN_REDIS_PASSWORD, the user's name in store.url"
     )
@@ -211,8 +211,8 @@ def test_a_server_that_keeps_nothing_is_used_with_a_warning(tmp_path, caplog):
         for _ in range(2):
             check_store(StoreConfig("redis", url=server.url))
     assert caplog.messages == [
-        f"Redis at 127.0.0.1:{server.port}, database 0 keeps no append-only file: sums since its last snapshot are "
-        "scanned again should it stop. To change that: redis-cli config set appendonly yes; redis-cli config rewrite"
+        f"Redis at 127.0.0.1:{server.port}, database 0 keeps no append-only file: if it stops, batches since its "
+        "last snapshot are scanned again. To change that: redis-cli config set appendonly yes; redis-cli config rewrite"
     ]
 
 

@@ -188,7 +188,7 @@ def test_a_sample_without_a_usable_label_is_named(folder):
     assert str(caught.value) == (
         "no token counts in the loss in 1 of 3 samples\n"
         "  where: sample 2\n"
-        "  do:    leave these samples out: every label is masked, or the only one stands at the first token, which "
+        "  do:    leave these samples out: every label is masked, or the only one is at the first token, which "
         "nothing predicts"
     )
 

@@ -25,7 +25,7 @@ def test_workers_that_cannot_meet_are_told_how_to_start(monkeypatch):
     with pytest.raises(UserError) as caught, Workers(1, 2, 1).connected():
         pass
     what, where, do = str(caught.value).splitlines()
-    assert what.startswith("the workers of this job cannot meet: Error initializing torch.distributed")
+    assert what.startswith("the workers of this job cannot connect: Error initializing torch.distributed")
     assert where == "  where: environment RANK=unset, MASTER_ADDR=unset, MASTER_PORT=unset"
     assert do == "  do:    torchrun --nproc-per-node=2 -m pipeline ..., which sets them; without workers, unset RANK"
 

@@ -60,11 +60,11 @@ def test_what_makes_no_prompt_is_counted_and_named(write_jsonl, tokenizer, caplo
         text = load_prompts(config_of(path), tokenizer)
     assert [prompt.name for prompt in text.sequences] == [f"{path}:3"]
     assert text.skipped == {
-        "nothing stands before the answer": [f"{path}:1", f"{path}:4"],
+        "no text before the answer": [f"{path}:1", f"{path}:4"],
         "the prompt leaves data.max_length no room for data.max_new_tokens": [f"{path}:2"],
     }
     assert caplog.messages == [
-        f"prompts: skipped 2 sequences (nothing stands before the answer: {path}:1, {path}:4)",
+        f"prompts: skipped 2 sequences (no text before the answer: {path}:1, {path}:4)",
         f"prompts: skipped 1 sequence (the prompt leaves data.max_length no room for data.max_new_tokens: {path}:2)",
     ]
 
