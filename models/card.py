@@ -51,7 +51,7 @@ def render_card(facts: CarveFacts) -> str:
     source = facts.source if _REPOSITORY.fullmatch(facts.source) else Path(facts.source).name
     share = f"{facts.shape.active_share(facts.width, facts.layers):.0%}"
     shape, name = facts.shape, re.sub(r"[^\w .+/-]", "_", source).strip() or "dense"
-    remote_code = ", trust_remote_code=True" if facts.target.own else ""
+    remote_code = ", trust_remote_code=True" if facts.target.is_tiny_onn else ""
     runtimes = "\n".join(f"- {line}" for line in suitable_runtimes(facts.target, shape, facts.pad_to, facts.activation))
     return f"""---
 library_name: transformers
@@ -109,7 +109,7 @@ def suitable_runtimes(
     """Advice in lines of text: which runtimes load this target, and how well their kernels suit its E and N."""
     width, shared = expert_width(shape, pad_to), shared_width(target, shape, pad_to)
     served = target.served_by(shape, activation)
-    lines = [_OWN_CLASS if target.own else _KNOWN_CLASS]
+    lines = [_OWN_CLASS if target.is_tiny_onn else _KNOWN_CLASS]
     if shape.top_k == 1 < shape.experts and gate_kind(target, shape) == "softmax_of_chosen":
         lines.append(
             "Training: the gate of one chosen expert is always 1; routers learn from the load balancing loss alone."
@@ -125,7 +125,7 @@ def suitable_runtimes(
     if "llama.cpp" in served:
         where = ", where there are as many key heads as query heads" if target.llama_cpp_equal_heads else ""
         lines.append(f"llama.cpp: `python -m pipeline.gguf` converts it{where}; {_blocks(width)}")
-    if not target.own:
+    if not target.is_tiny_onn:
         lines.append(_nf4(target))
     if absent := [name for name in ("vLLM", "SGLang", "llama.cpp") if name not in served]:
         lines.append(f"{', '.join(absent)}: {'do' if len(absent) > 1 else 'does'} not know this architecture.")

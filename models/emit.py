@@ -105,7 +105,7 @@ def emit_checkpoint(
         for layer in tqdm(range(config["num_hidden_layers"]), desc="write checkpoint", unit="layer"):
             dense = layer in shape.dense_layers
             kept = [*family.kept(layer, config), *(family.ffn(layer) if dense else ())]
-            for name in family.stored(kept) if target.own else kept:
+            for name in family.stored(kept) if target.is_tiny_onn else kept:
                 emission.copy(name)
             if dense:
                 continue
@@ -114,11 +114,11 @@ def emit_checkpoint(
         if shape.pooled:
             emission.add_pool()
         emission.copy(family.final_norm)
-        if not (target.own and keeps_tied(config)):
+        if not (target.is_tiny_onn and keeps_tied(config)):
             # Some runtimes do not tie embeddings, even if config.json says so.
             emission.copy(family.head if family.head in reader.names else family.embedding, family.head)
     copy_tokenizer_files(source_folder, out_folder)
-    if target.own:
+    if target.is_tiny_onn:
         copy_code(out_folder)
     moe_config = emit_config(config, target, shape, str(main_dtype).removeprefix("torch."), pad_to)
     (out_folder / "config.json").write_text(json.dumps(moe_config, indent=2) + "\n", encoding="utf-8")

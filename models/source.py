@@ -36,13 +36,13 @@ from models.dense import check_features, check_tensors, check_values, dense_fami
 _FILES = ["model*.safetensors", "*.json", *TOKENIZER_PATTERNS, "LICENSE*", "NOTICE*"]
 
 # Files that affect the result, apart from the weights; generation_config.json is copied into the carved checkpoint.
-_DECIDING = [pattern for pattern in _FILES if not pattern.startswith(("model*", "LICENSE", "NOTICE"))]
+_RESULT_FILES = [pattern for pattern in _FILES if not pattern.startswith(("model*", "LICENSE", "NOTICE"))]
 
 # Remedy when the hub does not answer.
 CONNECT = "connect once, or HF_ENDPOINT=https://<mirror> before the command"
 # Seconds to wait for the hub; its own client would retry for half a minute.
 HUB_TIMEOUT = 2.5
-_SILENT: set[str] = set()  # hubs that did not answer
+_UNREACHABLE_HUBS: set[str] = set()  # hubs that did not answer
 
 
 def hub_answers() -> bool:
@@ -50,7 +50,7 @@ def hub_answers() -> bool:
     if constants.HF_HUB_OFFLINE:
         return False
     if not _answers(constants.ENDPOINT):
-        _SILENT.add(constants.ENDPOINT)
+        _UNREACHABLE_HUBS.add(constants.ENDPOINT)
         constants.HF_HUB_OFFLINE = True  # otherwise its client would try again by itself and wait 5 s
     return not constants.HF_HUB_OFFLINE
 
@@ -79,7 +79,7 @@ def _ask(address: str) -> bool:
 
 def offline_by_choice() -> bool:
     """Whether the user set offline mode, and not `hub_answers` because the hub did not answer."""
-    return bool(constants.HF_HUB_OFFLINE) and constants.ENDPOINT not in _SILENT
+    return bool(constants.HF_HUB_OFFLINE) and constants.ENDPOINT not in _UNREACHABLE_HUBS
 
 
 def _repository(model: ModelConfig) -> str:
@@ -219,6 +219,6 @@ def source_cache_key(model: ModelConfig, hash_of: Callable[[Path], str] = hash_f
     if model.kind == "hub":
         # The hub's cache keeps each revision in a folder named by its commit.
         return {"name": model.name, "commit": folder.name}
-    patterns = [*_DECIDING, "*.py"] if model.trust_remote_code else _DECIDING
+    patterns = [*_RESULT_FILES, "*.py"] if model.trust_remote_code else _RESULT_FILES
     files = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
     return {"files": {path.name: hash_of(path) for path in sorted(files | {*list_shards(folder)})}}

@@ -9,7 +9,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from instruments.errors import CheckpointError, ConfigError, exit_code
-from stages.evaluate.harness import Answers, Share, answer_choices, compare_answers
+from stages.evaluate.harness import Answers, MeanWithError, answer_choices, compare_answers
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -55,10 +55,10 @@ def show_answers(answers: Mapping[str, Answers]) -> str:
     kinds = list(dict.fromkeys(first.kinds.values()))
     rows, by_kind = [], []
     for name, found in answers.items():
-        right, by_length = Share.of(found.right.values()), Share.of(found.right_by_length.values())
+        right, by_length = MeanWithError.of(found.right.values()), MeanWithError.of(found.right_by_length.values())
         above = "" if found is first else _percent(compare_answers(first, found), "+.1f")
         rows.append([name, _percent(right), _percent(by_length), above])
-        by_kind.append([name, *(f"{100 * Share.of(found.of_kind(kind)).mean:.1f}" for kind in kinds)])
+        by_kind.append([name, *(f"{100 * MeanWithError.of(found.of_kind(kind)).mean:.1f}" for kind in kinds)])
     overall = ["checkpoint", "accuracy, %", "by length, %", "above the first, points"]
     headers = ["accuracy, %", *(f"{kind} ({len(first.of_kind(kind))})" for kind in kinds)]
     return (
@@ -67,7 +67,7 @@ def show_answers(answers: Mapping[str, Answers]) -> str:
     )
 
 
-def _percent(share: Share, form: str = ".1f") -> str:
+def _percent(share: MeanWithError, form: str = ".1f") -> str:
     return f"{100 * share.mean:{form}} ± {100 * share.error:.1f}"
 
 

@@ -157,7 +157,7 @@ class Runner:
         with open_staging(step.folder, fresh=step.fresh, wait=self.wait) as staging:
             kept = is_complete(step.folder) and not step.fresh  # published by another run since the plan was made
             if step.stage.shared:
-                self.workers.follow(not kept)
+                self.workers.broadcast(not kept)
             if kept:
                 self.keep(step)
                 return
@@ -229,7 +229,7 @@ def run_shared_steps(steps: Sequence[Step], workers: Workers, overrides: Sequenc
         UserError: the stage failed, or another worker is gone.
     """
     for step in steps:
-        if not (step.due and step.stage.shared and workers.follow(None)):
+        if not (step.due and step.stage.shared and workers.broadcast(None)):
             continue
         require_parents(step, workers)
         scratch = StagingDir(step.folder).scratch
@@ -289,7 +289,7 @@ def agree_on_plan(steps: Sequence[Step], workers: Workers) -> list[Step]:
     """
     code = hash_code() if workers.world > 1 else ""
     plan = [(step.stage.name, step.fingerprint, step.due) for step in steps]
-    codes, plans = zip(*workers.share((code, plan)), strict=True)
+    codes, plans = zip(*workers.gather((code, plan)), strict=True)
     if others := [rank for rank, theirs in enumerate(codes) if theirs != code]:
         raise ConfigError(
             f"workers {workers.rank} and {others[0]} run different code",

@@ -142,7 +142,7 @@ class _Check:
         rounds = wanted.rounds if wanted.dense else 0
         request = {"ids": ids, "text": text, "rounds": rounds, "sizes": list(wanted.sizes)}
         found = {python: run_client(python, "probe", {}) for python in clients.pythons}
-        own = MOE_TARGETS[read_config(wanted.checkpoint)["model_type"]].own
+        own = MOE_TARGETS[read_config(wanted.checkpoint)["model_type"]].is_tiny_onn
         return cls(wanted.checkpoint, clients, wanted.dense, request, wanted.threads, own, found)
 
     def rows(self, types: Sequence[str]) -> list[Row]:

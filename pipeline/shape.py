@@ -287,7 +287,7 @@ def describe_shape(request: ShapeRequest, shape: MoEShape) -> list[str]:
         f"{in_millions(dense.total)}), {in_millions(carved.active)} active per token "
         f"({carved.active / dense.total:.2f} x)",
     ]
-    if keeps_tied(request.source) and not request.target(shape).own:
+    if keeps_tied(request.source) and not request.target(shape).is_tiny_onn:
         head = in_millions(int(request.source["vocab_size"]) * int(request.source["hidden_size"]))
         lines.append(f"            {head} of both are the output embedding, in the dense model the input's")
     size = expected_bytes("assemble", request.source, shape, request.assemble)

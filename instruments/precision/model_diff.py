@@ -38,8 +38,8 @@ from instruments.precision.findings import ChoiceDiff, Diff, OutputDiff
 from instruments.precision.session import (
     AUTOCAST,
     FAILURES,
-    AlikeRows,
     Choices,
+    EqualChoiceRows,
     Key,
     LowPrecision,
     Perturbation,
@@ -68,7 +68,7 @@ class ReferencePass(ModuleEvents):
         self._window = {call for call, _ in session.waiting}
         if session.windows == 1:  # modules whose only outputs are choices
             self._window |= {call for call, _ in session.low_choices if call.module in session.wanted}
-        self._alike = AlikeRows()
+        self._alike = EqualChoiceRows()
         self._trials: dict[Call, tuple[_Trial, _Trial]] = {}
         self._arguments: dict[Call, Arguments] = {}  # of modules that are running
         self._running: list[Call] = []
@@ -142,7 +142,7 @@ class ReferencePass(ModuleEvents):
         if key in session.low_choices:
             found = ChoiceDiff(*key, chosen.numel() // chosen.shape[-1])
             found.propagated = self._alike.update(chosen, session.low_choices[key])
-            found.own = None if own is None else AlikeRows().update(chosen, own)
+            found.own = None if own is None else EqualChoiceRows().update(chosen, own)
             session.choices.setdefault(key, found)
 
     def _compare(
@@ -158,7 +158,7 @@ class ReferencePass(ModuleEvents):
         if found.propagated is not None:
             found.unaligned = measure_distance(exact, arrived.to(exact.device)).normalised_l2
         found.own, floor = (
-            AlikeRows(self.session.reference_choices, trial.choices).distance(exact, trial.outputs.get(path))
+            EqualChoiceRows(self.session.reference_choices, trial.choices).distance(exact, trial.outputs.get(path))
             for trial in (own, perturbed)
         )
         found.own_floor = None if floor is None else self.session.floor(floor, chained=found.parts > 0)
@@ -231,7 +231,7 @@ def arguments_of(
     return placed
 
 
-class LowPass(ModuleEvents):
+class LowPrecisionPass(ModuleEvents):
     """Low-precision pass: stores the outputs of this window and the number formats of all arguments."""
 
     def __init__(self, session: Session) -> None:
@@ -285,7 +285,7 @@ class PerturbedPass(ModuleEvents):
     def __init__(self, session: Session, draw: int) -> None:
         """`draw`: number of the series of coin tosses."""
         self.session, self.draw = session, draw
-        self._alike = AlikeRows()
+        self._alike = EqualChoiceRows()
 
     def run(self, arguments: Arguments) -> None:
         """One forward pass."""
@@ -362,7 +362,7 @@ def auto_diff(
             memory_mib * 2**20, Diff(dtype_name(target), mode, limits or DiffLimits()),
         )  # fmt: skip
         while session.begin_window():
-            LowPass(session).run(arguments)
+            LowPrecisionPass(session).run(arguments)
             ReferencePass(session).run(arguments)
             for draw in range(DRAWS):
                 PerturbedPass(session, draw).run(arguments)

@@ -154,7 +154,7 @@ class Choices(ModuleEvents):
         self.made |= {(call, path): one.clone() for path, one in find_tensors(output).items() if is_choice(one)}
 
 
-class AlikeRows:
+class EqualChoiceRows:
     """Tracks the tokens with equal discrete choices in two runs; errors are measured on these tokens only."""
 
     def __init__(self, reference: Mapping[Key, Tensor] = EMPTY, low: Mapping[Key, Tensor] = EMPTY) -> None:

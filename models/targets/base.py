@@ -89,7 +89,7 @@ class MoETarget:
     head_dim: bool = True  # heads may be wider or narrower than hidden_size / heads
     partial_rotation: bool = False  # part of each head may be rotated
     # TinyONN, the project's own class: the dense family's decoder, weight names, and tied or untied head.
-    own: bool = False
+    is_tiny_onn: bool = False
 
     @property
     def has_shared(self) -> bool:
@@ -102,7 +102,7 @@ class MoETarget:
         Only transformers runs a global pool. vLLM 0.32 computes TinyONN's experts with SiLU, even if the model's
         activation is another. llama.cpp has dense layers only in architectures that put them before all others.
         """
-        if shape.pooled or (self.own and activation != "silu"):
+        if shape.pooled or (self.is_tiny_onn and activation != "silu"):
             return ()
         without = {"llama.cpp"} if shape.dense_layers and self.dense_layers == "any" else set()
         return tuple(runtime for runtime in self.runtimes if runtime not in without)

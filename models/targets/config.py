@@ -132,7 +132,7 @@ def emit_config(
     gate_scale = gate_scale_of(target, shape)
     width, shared = expert_width(shape, pad_to), shared_width(target, shape, pad_to)
     given = ConfigInput(source, shape, width, shared, gate_scale, dtype)
-    if target.own:
+    if target.is_tiny_onn:
         return target.config_keys(given)
     dense = {"hidden_act": "silu", **DENSE_FAMILIES[str(source["model_type"])].defaults, **source}
     rope = _rope(dense)
@@ -184,18 +184,18 @@ def _rope(dense: Mapping[str, Any]) -> dict[str, Any]:
     kind = stored.pop("type", "default")
     # "su" is the name in early Phi-3 checkpoints.
     scaling = {"rope_type": "longrope" if kind == "su" else kind, **stored}
-    beside = {}
+    top_level = {}
     if scaling["rope_type"] == "longrope":
         original = stored.get("original_max_position_embeddings") or dense["original_max_position_embeddings"]
         # transformers 4 reads it outside of the scaling, transformers 5 inside.
-        beside = {"original_max_position_embeddings": original}
+        top_level = {"original_max_position_embeddings": original}
         # Phi3's own class computes the factor from the two lengths; the others warn if it is missing.
-        scaling = {"factor": dense["max_position_embeddings"] / original, **scaling, **beside}
+        scaling = {"factor": dense["max_position_embeddings"] / original, **scaling, **top_level}
     return {
         "rope_theta": theta,
         "rope_scaling": None if scaling["rope_type"] == "default" else scaling,
         "rope_parameters": {"rope_theta": theta, **scaling},
-        **beside,
+        **top_level,
     }
 
 
@@ -227,7 +227,7 @@ def count_carved(
     router = hidden * (shape.experts + bool(target.shared_router))
     layer = router + 3 * hidden * shared_width(target, shape, pad_to)
     dense, carved = len(shape.dense_layers), layers - len(shape.dense_layers)
-    others = _count_kept(source, tied=target.own and keeps_tied(source)) + carved * layer
+    others = _count_kept(source, tied=target.is_tiny_onn and keeps_tied(source)) + carved * layer
     others += dense * 3 * hidden * int(source["intermediate_size"])
     experts = shape.experts * expert * (1 if shape.pooled else carved)
     return ParameterCount(others + experts, others + shape.top_k * expert * carved)

@@ -48,7 +48,7 @@ def _config_keys(given: ConfigInput) -> dict[str, Any]:
     }
 
 
-_BESIDE_SCALING = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+_TOP_LEVEL_ROPE_KEYS = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
 
 
 def _legacy_rope(dense: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def _legacy_rope(dense: Mapping[str, Any]) -> dict[str, Any]:
     if dense["model_type"] != "phi3" or not stored:
         return dict(dense)
     rest = {key: value for key, value in dense.items() if key != "rope_parameters"}
-    apart = {key: stored[key] for key in _BESIDE_SCALING if key in stored}
+    apart = {key: stored[key] for key in _TOP_LEVEL_ROPE_KEYS if key in stored}
     if stored.get("rope_type") != "longrope":
         return rest | apart | {"rope_scaling": None}
     factors = {key: stored[key] for key in ("short_factor", "long_factor")}
@@ -96,6 +96,6 @@ TARGETS = (
         layer_windows=True,
         partial_rotation=True,
         runtimes=("vLLM",),
-        own=True,
+        is_tiny_onn=True,
     ),
 )

@@ -186,7 +186,7 @@ def find_tampering(sums: ScanSums, columns: Sequence[str], totals: Mapping[str, 
 
 
 # Limits per chunk; adding one blocks the server for 20 to 50 ms.
-UNITS_PER_CHUNK, INCREMENTS_PER_CHUNK = 512, 6144
+NEURONS_PER_CHUNK, INCREMENTS_PER_CHUNK = 512, 6144
 BYTES_PER_CHUNK = 2**20
 
 
@@ -202,7 +202,7 @@ def pack_chunks(part: ScanSums, columns: Sequence[str], keys: Keys, weights: Wei
     """
     _check_finite(part, columns)
     increments = sum(len(FIELDS[name]) for name in columns)
-    step = min(UNITS_PER_CHUNK, max(1, INCREMENTS_PER_CHUNK // increments))
+    step = min(NEURONS_PER_CHUNK, max(1, INCREMENTS_PER_CHUNK // increments))
     for layer, names in enumerate(weights):
         rows_FC = np.stack([part.tensors[name][layer].double().numpy() for name in columns], axis=1, dtype="<f8")
         prefixes = b"".join(prefix.encode() + b"\0" for prefix in keys.layer_rows(names))

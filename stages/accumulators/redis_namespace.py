@@ -20,7 +20,7 @@ from stages.accumulators.sums import ScanSums, empty_sums, list_differences
 # Seconds until the server deletes staged chunks that were not committed.
 STAGED_FOR = 900
 BYTES_AT_ONCE = 2**23
-UNITS_READ_AT_ONCE = 2048
+NEURONS_READ_AT_ONCE = 2048
 KEYS_DELETED_AT_ONCE, KEYS_LISTED_AT_ONCE = 1000, 5000
 MOST_BATCHES = 2**24
 MOST_ELEMENTS = 2**34
@@ -113,8 +113,8 @@ class Namespace:
         """All current sums and totals; they may include a part of a flush that is added during the read."""
         sums = empty_sums(self.shapes)
         for layer, names in enumerate(self.weights):
-            for first in range(0, self.width, UNITS_READ_AT_ONCE):
-                count = min(UNITS_READ_AT_ONCE, self.width - first)
+            for first in range(0, self.width, NEURONS_READ_AT_ONCE):
+                count = min(NEURONS_READ_AT_ONCE, self.width - first)
                 values_CF = self._read_columns(names, first, count)
                 for name, values_F in zip(self.columns, values_CF, strict=True):
                     sums.tensors[name][layer, first : first + count] = values_F

@@ -243,7 +243,7 @@ def open_store(
         claim = partial(open_redis_store, store, shapes, label=label, identity=identity, weights=weights)
         # The leading worker claims the namespace before the others open it.
         keeper = claim(fresh=job.fresh) if workers.leads else None
-        workers.follow(None)
+        workers.broadcast(None)
         keeper = keeper or claim()
     with closing(keeper):
         yield keeper

@@ -143,7 +143,7 @@ class FormatSettings(Protocol):
     pad_to: int | None
     dtype: str
 
-    def load_price(self, *, pooled: bool) -> float:
+    def balance_weight(self, *, pooled: bool) -> float:
         """Weight of uneven load in the router's objective."""
 
 
@@ -182,9 +182,9 @@ class CheckpointFormat:
         return self.target.selection_bias is not None and self.settings.mode == "parity"
 
     @property
-    def load_price(self) -> float:
+    def balance_weight(self) -> float:
         """Weight of uneven load in the routers' objective."""
-        return self.settings.load_price(pooled=self.shape.pooled)
+        return self.settings.balance_weight(pooled=self.shape.pooled)
 
     def loop(
         self,

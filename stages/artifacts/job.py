@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # Longer than any wait for the slowest worker; a dead worker is noticed at once by its closed connection.
-_LOCK_TIMEOUT = timedelta(days=2)
+_COLLECTIVE_TIMEOUT = timedelta(days=2)
 
 Result = TypeVar("Result")
 
@@ -52,7 +52,7 @@ class Workers:
         # Sums of a scan are exchanged on the CPU, gradients of training on the model's device.
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         try:
-            dist.init_process_group(backend, rank=self.rank, world_size=self.world, timeout=_LOCK_TIMEOUT)
+            dist.init_process_group(backend, rank=self.rank, world_size=self.world, timeout=_COLLECTIVE_TIMEOUT)
         except (RuntimeError, ValueError) as error:
             places = (f"{name}={os.environ.get(name, 'unset')}" for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
             raise UserError(
@@ -73,19 +73,19 @@ class Workers:
             return asked
         return f"cuda:{self.local_rank % torch.cuda.device_count()}"
 
-    def share(self, value: Any) -> list[Any]:  # noqa: ANN401 - anything that can be pickled between trusted processes
+    def gather(self, value: Any) -> list[Any]:  # noqa: ANN401 - anything that can be pickled between trusted processes
         """The values of all processes, by rank. Raises LostWorkerError."""
         values = [value] * self.world
         self._exchange(lambda dist: dist.all_gather_object(values, value))
         return values
 
-    def follow(self, value: Any) -> Any:  # noqa: ANN401 - anything that can be pickled
+    def broadcast(self, value: Any) -> Any:  # noqa: ANN401 - anything that can be pickled
         """The value of the leading process. Raises LostWorkerError."""
-        return self.share(value)[0]
+        return self.gather(value)[0]
 
     def lead(self, compute: Callable[[], Result]) -> Result:
         """Compute in the leading process only; all get the result, without GPU tensors. Raises LostWorkerError."""
-        return cast(Result, self.follow(compute() if self.leads else None))
+        return cast(Result, self.broadcast(compute() if self.leads else None))
 
     def reduce_(self, tensor: "Tensor", *, maximum: bool = False, at: int = 0) -> None:
         """Sum or maximum of all processes' tensors, in place in process `at`; undefined in the others.

@@ -28,7 +28,7 @@ class AssembleConfig:
     batch_tokens: int = field(default=4096, metadata={"minimum": 1})
     dtype: str = field(default="source", metadata={"choices": ("source", "float32", "bfloat16", "float16")})
 
-    def load_price(self, *, pooled: bool) -> float:
+    def balance_weight(self, *, pooled: bool) -> float:
         """Weight of uneven load in the objective of the routers, here and in stage=project."""
         return self.balance if is_priced(self.router, pooled=pooled) else 0.0
 

@@ -64,7 +64,7 @@ def load_advice(assemble: AssembleConfig) -> str:
     """Settings that give even load more weight in the routers of this stage."""
     words = [] if is_priced(assemble.router, pooled=False) else ["assemble.router=error"]
     words += [] if assemble.router_steps else [f"assemble.router_steps={STEPS}"]
-    price = 10 * assemble.load_price(pooled=False) or PRICE
+    price = 10 * assemble.balance_weight(pooled=False) or PRICE
     return " ".join([*words, f"assemble.balance={price:g}"])
 
 

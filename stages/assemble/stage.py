@@ -138,7 +138,7 @@ def fit_all(
 
     def fit(layer: DealtLayer) -> RouterReport:
         index, seed = layer.index, context.layer_seed(layer.index)
-        descent = DescentSettings(assemble.router_steps, assemble.router_rate, checkpoint.load_price, seed)
+        descent = DescentSettings(assemble.router_steps, assemble.router_rate, checkpoint.balance_weight, seed)
         settings = RouterSettings(assemble.router, assemble.ridge_penalty, descent, assemble.router_tokens)
         neurons_EN = (partition.neurons[index] if pool is None else partition.neurons).to(device)
         always_S, experts = partition.always_on[index].to(device), None if pool is None else pool[index]
@@ -153,7 +153,7 @@ def fit_all(
     layers = deal_layers(stream, context.batches, workers, context.memory)
     for layer in tqdm(layers, total=turns, desc="assemble", unit="layer"):
         mine = (done[layer.index] or fit(layer)) if layer else None
-        for report in filter(None, workers.share(mine)):
+        for report in filter(None, workers.gather(mine)):
             if workers.leads and done[len(reports)] is None:
                 save_layer_checkpoint(scratch, len(reports), report)
             reports.append(report)

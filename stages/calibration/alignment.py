@@ -14,8 +14,8 @@ from models.routing import has_copies, membership, relative_gates
 from stages.artifacts.job import Workers
 from stages.calibration.batches import Share
 
-LARGE = 2048  # least number of inputs for fp32
-SOUND = 1e5  # greatest condition number for fp32
+FP32_MIN_INPUTS = 2048  # least number of inputs for fp32
+FP32_MAX_CONDITION = 1e5  # greatest condition number for fp32
 PANEL = 512  # rows of the upper triangle added at a time
 
 
@@ -78,7 +78,7 @@ class NormalEquations:
         """Sum the moments of all workers at the leading one. Raises LostWorkerError."""
         if workers.world == 1:
             return
-        parts = workers.share((self.rows, self.order_A.cpu()))
+        parts = workers.gather((self.rows, self.order_A.cpu()))
         # A worker that added no rows does not know the order.
         self.order_A = next((order_A for rows, order_A in parts if rows), self.order_A).to(self.order_A.device)
         self.rows = sum(rows for rows, _ in parts)
@@ -140,7 +140,7 @@ def solving_dtype(inputs: int, penalty: float) -> torch.dtype:
     The largest eigenvalue is at most the trace, so the condition number is at most inputs / penalty + 1. At 10⁵, fp32
     keeps two digits, enough for an estimate.
     """
-    return torch.float32 if inputs >= LARGE and inputs / penalty <= SOUND else torch.float64
+    return torch.float32 if inputs >= FP32_MIN_INPUTS and inputs / penalty <= FP32_MAX_CONDITION else torch.float64
 
 
 def split_validation(batches: int, share: float) -> tuple[list[int], list[int]]:

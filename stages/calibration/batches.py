@@ -77,7 +77,7 @@ def calibration_batches(
     return [*batches, *marked]
 
 
-def count_tokens(batches: Sequence[TokenBatch]) -> int:
+def count_positions(batches: Sequence[TokenBatch]) -> int:
     """Tokens of the batches, padding included."""
     return sum(batch.input_ids.numel() for batch in batches)
 
@@ -283,7 +283,7 @@ class TokenStream:
         keep: Keep = as_it_is
         if memory and stream.device.type == "cpu":
             # With several processes, this one may also receive the others' inputs and outputs.
-            tokens = KEPT * count_tokens(mine) + 2 * (count_tokens(batches) if workers.world > 1 else 0)
+            tokens = KEPT * count_positions(mine) + 2 * (count_positions(batches) if workers.world > 1 else 0)
             keep = memory.reserve(tokens * like.shape[1] * like.element_size())
         self.hidden = [keep(hidden_BTD) for hidden_BTD in stream.embed([batch.input_ids for batch in mine])]
         self._layers = [batch.layers for batch in batches]  # number of layers each batch passes; None: all

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from models.config import MoEShape
 from stages.cluster.evidence import LayerEvidence
-from stages.cluster.methods import Method, RoutedNeurons, fill_experts, group_neurons
+from stages.cluster.methods import Method, NeuronsToGroup, fill_experts, group_neurons
 from stages.cluster.router_aware import TokenEnergy, measure_energy
 
 
@@ -139,7 +139,7 @@ def partition_layer(
         assert evidence is not None, "the layer's evidence is needed"
         return measure_energy(evidence.activity, roles.routed_U, roles.always_on_S, top_k=shape.top_k, tokens=tokens)
 
-    neurons = RoutedNeurons(
+    neurons = NeuronsToGroup(
         scores_F[roles.routed_U],
         lambda: features()[roles.routed_U],
         energy,

@@ -105,7 +105,7 @@ class Grouping(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RoutedNeurons:
+class NeuronsToGroup:
     """The neurons to group; features and energy are computed only for the methods that need them."""
 
     scores_U: Float[Tensor, "U"]
@@ -114,7 +114,7 @@ class RoutedNeurons:
     size: int = 0  # N, for the copies of router_aware
 
 
-def group_neurons(method: Method, neurons: RoutedNeurons, experts: int, *, rng: np.random.Generator) -> Grouping:
+def group_neurons(method: Method, neurons: NeuronsToGroup, experts: int, *, rng: np.random.Generator) -> Grouping:
     """Group the routed neurons of a layer."""
     match method:
         case "router_aware":
@@ -138,7 +138,7 @@ def group_by_similarity(features_UC: Float[Tensor, "U C"], experts: int, *, rng:
     return Grouping(labels_U, directions_UC @ mean_directions(directions_UC, labels_U, experts).T)
 
 
-def group_router_aware(neurons: RoutedNeurons, experts: int, *, rng: np.random.Generator) -> Grouping:
+def group_router_aware(neurons: NeuronsToGroup, experts: int, *, rng: np.random.Generator) -> Grouping:
     """Balanced k-means, then improve partition and router alternately; copy neurons where tokens would miss them."""
     start_U = group_by_similarity(neurons.features_UC(), experts, rng=rng).labels_U
     assert neurons.energy is not None, "router_aware needs a pass, see needs_pass in config.py"

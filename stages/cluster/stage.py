@@ -62,7 +62,7 @@ def run(
         if layer < layers:
             evidence = LayerEvidence(layer, model, statistics, scores, seed, activity)
             mine = group_layer(cluster, evidence, shapes[layer], done[layer], job.out if layer in drawn else None)
-        for grouped in filter(None, workers.share(mine)):
+        for grouped in filter(None, workers.gather(mine)):
             if workers.leads:
                 grouped.keep(job, new=done[len(found)] is None)
             found.append(grouped)

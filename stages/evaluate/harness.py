@@ -27,14 +27,14 @@ class Answers:
 
 
 @dataclass(frozen=True)
-class Share:
+class MeanWithError:
     """A mean over items and its standard error."""
 
     mean: float
     error: float
 
     @classmethod
-    def of(cls, values: Iterable[float]) -> "Share":
+    def of(cls, values: Iterable[float]) -> "MeanWithError":
         """Mean and standard error of values that count as independent."""
         drawn = list(values)
         error = stdev(drawn) / math.sqrt(len(drawn)) if len(drawn) > 1 else math.nan
@@ -64,7 +64,7 @@ def answer_choices(folder: Path, *, device: str, dtype: str, batch_size: int, li
         device=device,
         batch_size=batch_size,
         limit=limit,
-        # `Share` computes the errors; the harness would draw 100,000 resamples.
+        # `MeanWithError` computes the errors; the harness would draw 100,000 resamples.
         bootstrap_iters=0,
     )
     return collect_answers(found["samples"][TASK])
@@ -79,10 +79,10 @@ def collect_answers(samples: Sequence[Mapping[str, Any]]) -> Answers:
     )
 
 
-def compare_answers(first: Answers, second: Answers) -> Share:
+def compare_answers(first: Answers, second: Answers) -> MeanWithError:
     """Accuracy of the second model minus that of the first.
 
     The items are the same, so the error is that of the differences per item. It is far smaller than the errors of the
     two accuracies if both models are mostly right or wrong together.
     """
-    return Share.of(second.right[name] - first.right[name] for name in first.right)
+    return MeanWithError.of(second.right[name] - first.right[name] for name in first.right)

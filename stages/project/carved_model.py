@@ -174,7 +174,7 @@ class CarvedModel:
         """Mean KL(dense ‖ carved) of the next-token distributions, nats per token; equal at every worker."""
         with self._as_carved():
             total = sum(float(self._distance(batch)) for batch in batches)
-        return float(self._workers.follow(total / count_tokens(batches)))
+        return float(self._workers.broadcast(total / count_tokens(batches)))
 
     def gradients(self, batches: Sequence[TaughtBatch], names: Sequence[str], *, clipped: bool = False) -> list[Tensor]:
         """∂(mean KL) / ∂W of these fields of `ExpertWeights`, in the order of `weights`, through the emitted routing.
@@ -241,7 +241,7 @@ def gather_parts(loops: Sequence[ExpertLoop], workers: Workers) -> list[ExpertLo
 
 
 def _gather_part(loop: ExpertLoop, workers: Workers) -> ExpertLoop:
-    counts = workers.share((len(loop.neurons_EN), len(loop.always_S)))
+    counts = workers.gather((len(loop.neurons_EN), len(loop.always_S)))
     experts, always = (sum(each) for each in zip(*counts, strict=True))
     whole: dict[str, Tensor] = {}
     held = vars(loop.experts) | {"neurons": loop.neurons_EN, "always": loop.always_S}

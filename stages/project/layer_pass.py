@@ -258,7 +258,7 @@ def project_all(
             continue
         done = load_layer_checkpoint(scratch, index, ProjectedLayer) if workers.leads else None
         # The leading worker, which removes damaged layers, decides whether an earlier run finished this one.
-        if workers.follow(done is not None):
+        if workers.broadcast(done is not None):
             done = done or find_done(scratch, index)
         else:
             seed = context.layer_seed(index)
@@ -289,7 +289,7 @@ def find_done(scratch: Path, layer: int) -> ProjectedLayer:
 
 def refit_settings(checkpoint: CheckpointFormat, project: ProjectConfig, logit_std: float, seed: int) -> RouterSettings:
     """Settings of a router refit: the method of stage=assemble, with this stage's steps and tokens."""
-    descent = DescentSettings(project.router_steps, project.router_rate, checkpoint.load_price, seed)
+    descent = DescentSettings(project.router_steps, project.router_rate, checkpoint.balance_weight, seed)
     return RouterSettings(
         checkpoint.settings.router,
         checkpoint.settings.ridge_penalty,

@@ -83,7 +83,7 @@ def regress_residual_norms(task: RouterTask, batches: Sequence[int], tokens: int
 
 
 @dataclass(frozen=True)
-class RoutedNeurons:
+class DistinctNeurons:
     """The R neurons of all experts; a neuron with copies in several experts is stored once."""
 
     gate_RD: Float[Tensor, "R D"]
@@ -100,7 +100,7 @@ class RoutedNeurons:
         return torch.stack([(hidden_tR[:, row_N] * weight_N).norm(dim=1) for row_N, weight_N in experts], dim=1)
 
 
-def distinct_neurons(loop: ExpertLoop) -> RoutedNeurons:
+def distinct_neurons(loop: ExpertLoop) -> DistinctNeurons:
     """The neurons of all experts; copies are stored once only if all copies agree in their gate and up rows."""
     gate_PD, up_PD = loop.experts.gate_END.flatten(0, 1), loop.experts.up_END.flatten(0, 1)
     neurons_R, row_EN = torch.unique(loop.neurons_EN, return_inverse=True)
@@ -108,7 +108,7 @@ def distinct_neurons(loop: ExpertLoop) -> RoutedNeurons:
     copy_R = every_P.new_empty(len(neurons_R)).index_copy_(0, row_EN.flatten(), every_P)
     if not all(torch.equal(rows_PD[copy_R][row_EN.flatten()], rows_PD) for rows_PD in (gate_PD, up_PD)):
         copy_R, row_EN = every_P, every_P.view_as(row_EN)
-    return RoutedNeurons(gate_PD[copy_R], up_PD[copy_R], row_EN, loop.experts.down_EDN.norm(dim=1))
+    return DistinctNeurons(gate_PD[copy_R], up_PD[copy_R], row_EN, loop.experts.down_EDN.norm(dim=1))
 
 
 class Activations:
@@ -117,7 +117,7 @@ class Activations:
     If all tokens fit into one piece, activations are computed once, else at every iteration.
     """
 
-    def __init__(self, loop: ExpertLoop, routed: RoutedNeurons, x_TD: Float[Tensor, "T D"]) -> None:
+    def __init__(self, loop: ExpertLoop, routed: DistinctNeurons, x_TD: Float[Tensor, "T D"]) -> None:
         self.loop, self.routed = loop, routed
         self._pieces = torch.split(x_TD, max(1, MAX_ELEMENTS // max(1, len(routed.gate_RD))))
         self._only: tuple[Tensor, Tensor, Tensor] | None = None

@@ -119,11 +119,11 @@ def record_parameters(
 
 def require_common_folder(scratch: Path, workers: Workers) -> None:
     """Raise ConfigError in every worker unless all see the same folder: their part files could not be merged."""
-    token = scratch / f"{FILE}.common.{workers.follow(uuid4().hex)}"
+    token = scratch / f"{FILE}.common.{workers.broadcast(uuid4().hex)}"
     if workers.leads:
         token.touch()
-    workers.follow(None)
-    blind = [rank for rank, sees in enumerate(workers.share(token.exists())) if not sees]
+    workers.broadcast(None)
+    blind = [rank for rank, sees in enumerate(workers.gather(token.exists())) if not sees]
     if workers.leads:
         token.unlink()
     if blind:

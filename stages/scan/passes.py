@@ -166,7 +166,7 @@ def agree_on_done(store: SumStore, workers: Workers) -> set[int]:
     With local stores, a worker drops all of its sums if a lower-numbered worker also has one of its batches: then they
     are from an earlier run, and this run could not see all parts of that run.
     """
-    parts = workers.share(store.done())
+    parts = workers.gather(store.done())
     agreed: set[int] = set()
     for rank, part in enumerate(parts):
         if store.shared or not part & agreed:
@@ -231,7 +231,7 @@ def collect_sums(store: SumStore, workers: Workers) -> ScanSums | None:
     Numerics: integers, maxima and bits do not depend on the number of workers; float64 sums differ by rounding.
     """
     if store.shared:
-        workers.share(None)  # wait until all workers have flushed
+        workers.gather(None)  # wait until all workers have flushed
         return store.collect() if workers.leads else None
     part = store.collect()
     if workers.world > 1:
@@ -239,7 +239,7 @@ def collect_sums(store: SumStore, workers: Workers) -> ScanSums | None:
     for name in sorted(part.tensors):  # every worker in the same order; a file may have another
         # Each token's bits are set by one worker only, so that their sum is their union.
         workers.reduce_(part.tensors[name], maximum=name == "max_abs")
-    others = workers.share((part.counters, part.done))
+    others = workers.gather((part.counters, part.done))
     if not workers.leads:
         return None
     counters = {name: sum(counts.get(name, 0) for counts, _ in others) for name in part.counters}

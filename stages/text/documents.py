@@ -67,7 +67,7 @@ def read_record(record: object, where: str, data: DataConfig) -> Document | None
     if not isinstance(text, str):
         what = f"column {data.text_column!r} holds {_kind(text)}, not text"
         raise DataError(what, where=where, do="name a column of text: data.text_column=")
-    return Document(where, _mend_surrogates(text)) if text.strip() else None
+    return Document(where, _replace_surrogates(text)) if text.strip() else None
 
 
 def bound_documents(documents: Iterable[Document]) -> Iterator[Document]:
@@ -127,10 +127,10 @@ def _read_message(message: object, where: str) -> Message:
     if not isinstance(role, str) or not isinstance(content, str):
         what = "a message needs a role and a content, both text"
         raise DataError(what, where=where, do='{"role": "user", "content": "..."}')
-    return {"role": role, "content": _mend_surrogates(content)}
+    return {"role": role, "content": _replace_surrogates(content)}
 
 
-def _mend_surrogates(text: str) -> str:
+def _replace_surrogates(text: str) -> str:
     """Replace unpaired surrogates, which JSON allows and tokenizers reject, by question marks."""
     return text.encode("utf-8", "replace").decode("utf-8")
 

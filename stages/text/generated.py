@@ -118,7 +118,7 @@ def continue_prompts(
             mine = groups[first + workers.rank] if first + workers.rank < len(groups) else range(0)
             batch = ids[mine.start : mine.stop]
             found = write_continuations(model, batch, data, ends, pad_id, seed=seed + mine.start) if batch else []
-            news = [row for part in workers.share(found) for row in part]
+            news = [row for part in workers.gather(found) for row in part]
             pairs = zip(ids[len(written) :], news, strict=False)
             tokens += sum(len(prompt) + len(row) for prompt, row in pairs if not _is_silent(row, ends))
             written += news

@@ -68,7 +68,7 @@ class PhaseCallback(TrainerCallback):  # type: ignore[misc]  # transformers is n
             "perplexity": math.exp(min(700.0, logs["language_model"])),
             "tokens": self.record.tokens,
             "tokens_per_second": logs["tokens"] / (now - self.logged),
-            "router_spread": self.context.schedule.at(step),
+            "logit_std": self.context.schedule.at(step),
         }
         self.logged = now
         self.record.write(step, self.phase.name, figures)

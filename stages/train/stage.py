@@ -79,7 +79,7 @@ def run(
     if lines is not None:
         lines.close()
         keep_result(job, checkpoint, form, context.schedule.at(total))
-    job.workers.follow(None)  # all wait until the result is written
+    job.workers.broadcast(None)  # all wait until the result is written
     if lines is None:
         return NOTHING
     return record.summarise(record.read_record(job.scratch), phases, text.tokens)
@@ -98,7 +98,7 @@ def steps_done(job: Job, phases: list[Phase]) -> int:
             done = phase.first + found[1]
         if done:
             break
-    agreed: int = job.workers.follow(done)
+    agreed: int = job.workers.broadcast(done)
     return agreed
 
 

@@ -22,7 +22,7 @@ PAGES = [Path("README.md"), *(Path(name) / "README.md" for name in PACKAGES), *I
 ADDED = ("a score", "a router", "a MoE target", "a text source", "a baseline")
 
 
-def map_of_the_house():
+def readme_folders():
     """The folders of the README's map, nested ones with their parent."""
     block = re.search(r"## Folders\n\n```\n(.*?)```", README, re.S).group(1)
     folders, parent = [], Path()
@@ -39,7 +39,7 @@ def tracked_folders():
 
 
 def test_every_folder_of_the_map_exists():
-    assert set(map_of_the_house()) <= tracked_folders()
+    assert set(readme_folders()) <= tracked_folders()
 
 
 def test_the_map_leaves_nothing_out():
@@ -49,7 +49,7 @@ def test_the_map_leaves_nothing_out():
     depth |= {
         folder for folder in tracked_folders() if folder.parent in {Path("stages"), Path("models"), Path("instruments")}
     } - stages
-    assert depth == set(map_of_the_house())
+    assert depth == set(readme_folders())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)

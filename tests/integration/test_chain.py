@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 TOLERANCE = 1e-5
 
 # Computed by hand: the scale of the experts' down, with which the chosen gates sum to K; and that of the shared expert.
-FOLDS = {
+GATE_SCALES = {
     "embedded": (1, 1),  # glm4_moe: in config.json
     "embedded-routed": (8, None),  # qwen3_moe: K
     "qwen2-chain": (4, 2),  # qwen2_moe: E, for gates that are not renormalised; and σ(0) = ½
@@ -59,10 +59,10 @@ def test_checkpoints_load_speak_and_learn(reopened, carves, name):
         assert after < before
 
 
-@pytest.mark.parametrize("name", FOLDS)
+@pytest.mark.parametrize("name", GATE_SCALES)
 def test_experts_are_the_dense_slices_bit_for_bit(carves, name):
     """Fitted down columns are multiples of the slice's columns; without copies, by one factor per expert."""
-    carve, (gate_scale, shared_fold) = carves[name], FOLDS[name]
+    carve, (gate_scale, shared_scale) = carves[name], GATE_SCALES[name]
     dense, moe = tensors_in(carve.dense), tensors_in(carve.checkpoints["assemble"])
     expert, shared = NAMES[read_config(carve.checkpoints["assemble"])["model_type"]]
     partition = load_file(carve.stage("cluster") / "partition.safetensors")
@@ -79,7 +79,7 @@ def test_experts_are_the_dense_slices_bit_for_bit(carves, name):
                 assert_slice(written, weight, neurons_N, part, gate_scale)
                 compared += 1
             if shared:
-                assert_slice(moe[prefix + shared.format(part)], weight, always_S, part, shared_fold)
+                assert_slice(moe[prefix + shared.format(part)], weight, always_S, part, shared_scale)
     assert compared == 3 * partition["neurons"].shape[:2].numel()
 
 

@@ -276,7 +276,7 @@ class Pair(Workers):
     theirs: ClassVar[list] = []
     code: ClassVar[str | None] = None  # as here
 
-    def share(self, value):
+    def gather(self, value):
         return [value, (self.code or value[0], self.theirs)]
 
 

@@ -42,6 +42,6 @@ def test_alone_everything_is_its_own():
     total = torch.tensor([3.0])
     with ALONE.connected():
         ALONE.reduce_(total)
-    assert ALONE.share("word") == ["word"]
-    assert ALONE.follow("word") == "word"
+    assert ALONE.gather("word") == ["word"]
+    assert ALONE.broadcast("word") == "word"
     assert total.tolist() == [3.0]

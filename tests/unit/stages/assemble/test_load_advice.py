@@ -23,6 +23,6 @@ def test_the_advice_names_what_is_missing(settings, advice):
 @pytest.mark.parametrize("router", ROUTERS)
 def test_only_trained_routers_of_layers_pay_for_uneven_load(router):
     config = AssembleConfig(router=router, balance=0.5)
-    assert config.load_price(pooled=False) == (0.5 if router in TRAINED_ROUTERS else 0.0)
-    assert config.load_price(pooled=True) == 0.0
+    assert config.balance_weight(pooled=False) == (0.5 if router in TRAINED_ROUTERS else 0.0)
+    assert config.balance_weight(pooled=True) == 0.0
     assert ("balance" in config.unread(pooled=False)) == (router not in TRAINED_ROUTERS)

@@ -89,7 +89,7 @@ def test_large_sound_systems_are_solved_in_fp32_and_agree(monkeypatch):
     moments = NormalEquations(40, 3)
     moments.add(a_TA, torch.randn(300, 3, generator=generator))
     exact = moments.solve(0.1)
-    monkeypatch.setattr(normal_equations, "LARGE", 40)
+    monkeypatch.setattr(normal_equations, "FP32_MIN_INPUTS", 40)
     assert normal_equations.solving_dtype(40, 0.1) == torch.float32
     assert normal_equations.solving_dtype(40, 1e-4) == normal_equations.solving_dtype(39, 0.1) == torch.float64
     torch.testing.assert_close(moments.solve(0.1), exact, rtol=1e-3, atol=1e-6)

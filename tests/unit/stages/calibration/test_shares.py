@@ -99,7 +99,7 @@ def test_each_layer_is_dealt_to_one_worker_with_all_tokens(tmp_path):
             for layer in stream.layers():
                 tokens.enter(layer)
                 tokens.leave(map(layer.ffn, tokens.inputs))
-            losses = workers.share(tokens.loss(stream, batches))
+            losses = workers.gather(tokens.loss(stream, batches))
             assert losses[0] == losses[1]
             assert losses[0].tokens == 4 * 8
 

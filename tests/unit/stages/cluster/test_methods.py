@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from stages.cluster.methods import RoutedNeurons, fill_experts, group_neurons
+from stages.cluster.methods import NeuronsToGroup, fill_experts, group_neurons
 
 UNITS, E = 14, 4
 SCORES = torch.tensor([0.3, 0.9, 0.1, 0.8, 0.2, 0.7, 0.6, 0.5, 0.4, 1.0, 1.1, 1.2, 1.3, 1.4])
@@ -12,7 +12,7 @@ def group(method, *, seed=0, features=None):
     def unwanted():
         raise AssertionError("features of a method that compares none")
 
-    neurons = RoutedNeurons(SCORES, unwanted if features is None else lambda: features)
+    neurons = NeuronsToGroup(SCORES, unwanted if features is None else lambda: features)
     return group_neurons(method, neurons, E, rng=np.random.default_rng(seed))
 
 

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from models.source import EMBEDDED
-from stages.evaluate.harness import TASK, TASKS, Answers, Share, collect_answers, compare_answers
+from stages.evaluate.harness import TASK, TASKS, Answers, MeanWithError, collect_answers, compare_answers
 
 ITEMS = [json.loads(line) for line in (TASKS / f"{TASK}.jsonl").read_text(encoding="utf-8").splitlines()]
 
@@ -21,10 +21,10 @@ def answers(*right):
 
 
 def test_a_share_has_the_error_of_its_mean():
-    share = Share.of([1, 0, 0, 1, 1])
+    share = MeanWithError.of([1, 0, 0, 1, 1])
     assert share.mean == pytest.approx(0.6)
     assert share.error == pytest.approx(math.sqrt(0.6 * 0.4 / 4))
-    assert math.isnan(Share.of([1.0]).error)
+    assert math.isnan(MeanWithError.of([1.0]).error)
 
 
 def test_the_difference_is_taken_item_by_item():

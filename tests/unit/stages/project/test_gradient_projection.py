@@ -5,7 +5,7 @@ from models.ffn import DenseFFN
 from stages.project.gradient_projection import neuron_dim, project_neurons, projected_fields
 
 D, F, E, N = 6, 12, 3, 2
-UNITS_EN, ALWAYS_S = torch.tensor([[0, 5], [5, 7], [2, 3]]), torch.tensor([11])
+NEURONS_EN, ALWAYS_S = torch.tensor([[0, 5], [5, 7], [2, 3]]), torch.tensor([11])
 
 
 def draw(*sizes, seed):
@@ -16,7 +16,7 @@ def cut_experts(seed=1):
     ffn = DenseFFN(
         draw(F, D, seed=seed), draw(F, D, seed=seed + 1), draw(D, F, seed=seed + 2), torch.nn.functional.silu
     )
-    return slice_ffn(ffn, UNITS_EN, ALWAYS_S)
+    return slice_ffn(ffn, NEURONS_EN, ALWAYS_S)
 
 
 def test_every_neuron_moves_by_the_asked_length_along_its_own_gradient():

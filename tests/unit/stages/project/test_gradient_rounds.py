@@ -119,7 +119,7 @@ def test_workers_that_hold_some_experts_each_move_them_as_one_process_does(carve
 
     def work(workers):
         parts = [loop.part(workers.rank, workers.world) for loop in whole]
-        assert sum(workers.share(sum(len(part.neurons_EN) for part in parts))) == len(whole) * E
+        assert sum(workers.gather(sum(len(part.neurons_EN) for part in parts))) == len(whole) * E
         shared = CarvedModel(dense, parts, workers)
         outcome = GradientRounds(shared, text, settings, seed=0).run()
         gathered = gather_parts(shared.loops, workers)

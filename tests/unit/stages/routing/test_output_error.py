@@ -14,7 +14,7 @@ from stages.routing.descent import load_variance, relaxed_mask
 from stages.routing.task import make_loop, output_error, set_logit_std
 
 D, F, K, T = 6, 13, 2, 29
-UNITS_EN, ALWAYS_S = torch.tensor([[0, 1, 2], [2, 3, 4], [5, 6, 7], [8, 9, 10]]), torch.tensor([11, 12])
+NEURONS_EN, ALWAYS_S = torch.tensor([[0, 1, 2], [2, 3, 4], [5, 6, 7], [8, 9, 10]]), torch.tensor([11, 12])
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def loop():
     generator = torch.Generator().manual_seed(3)
     draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
     ffn = DenseFFN(draw(F, D), draw(F, D), draw(D, F), torch.nn.functional.silu)
-    return make_loop(ffn, UNITS_EN, ALWAYS_S, LinearRouter(draw(4, D), draw(4)), K), ffn, draw(T, D)
+    return make_loop(ffn, NEURONS_EN, ALWAYS_S, LinearRouter(draw(4, D), draw(4)), K), ffn, draw(T, D)
 
 
 @pytest.mark.parametrize("numbers", [2**26, 100])
