@@ -127,7 +127,7 @@ def forecast(checked: Checked, steps: Sequence[Step]) -> Table:
         sums = [in_mib(size) for size in (cost.read, cost.written, cost.device, peak)]
         rows.append([step.stage.name, f"{cost.tokens:,}", f"{flops:,.3f}", *sums, in_time(seconds)])
     columns = ("stage", "tokens", "TFLOP", "read", "written", "memory of tensors", "of the process", "time")
-    notes = [f"all stages: {in_time(total)}, including loading libraries: {in_time(loading)}", *describe_spilling(costs)]
+    notes = [f"all stages {in_time(total)}, including library loading {in_time(loading)}", *describe_spilling(costs)]
     return Table("plan", columns, rows, [*describe_rates(rates), *notes])
 
 
