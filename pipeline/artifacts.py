@@ -111,10 +111,7 @@ def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 class FileHashes:
-    """Hashes of large files, kept in a JSON file and valid while size, mtime, ctime and inode are unchanged.
-
-    Every write changes the ctime, which no program can set.
-    """
+    """Hashes of large files, kept in a JSON file. Every write changes a file's ctime, which no program can set back."""
 
     def __init__(self, path: Path) -> None:
         """Read the JSON file at `path`; if it is missing or damaged, files are hashed again."""

@@ -17,9 +17,8 @@ from stages.artifacts.job import LostWorkerError, find_workers
 
 logger = logging.getLogger(__name__)
 
-# Seconds that the other workers wait before they report wrong settings. Usually all workers find the same errors, and
-# torchrun stops all workers when the first one exits, so the leading worker prints them. If torchrun has not stopped a
-# worker by then, the error concerns that worker's machine only.
+# Seconds that the other workers wait before they report wrong settings. Usually all workers find the same errors, the
+# leading worker prints them, and torchrun then stops the others. Otherwise only this worker's machine has the error.
 HEAD_START = 3
 
 
@@ -46,7 +45,7 @@ def run_command(words: Sequence[str]) -> int:
 def stop_in_words(_signal: int, _frame: object) -> None:
     """Exit at once with a message: waiting for a lost worker would never end, and all sums are flushed."""
     error = LostWorkerError(
-        "told to stop: another worker is gone, or the job was ended",
+        "stopped by torchrun: another worker is gone, or the job was ended",
         where="signal SIGTERM",
         do="see the other workers' messages, then the same command again: it goes on from what was flushed",
     )
@@ -56,10 +55,7 @@ def stop_in_words(_signal: int, _frame: object) -> None:
 
 
 def refuse_flags(flags: Set[str]) -> None:
-    """Raises ConfigError: with this flag Hydra would run code from a file, or end in a traceback.
-
-    Flags may be abbreviated, so their beginnings are compared.
-    """
+    """Raises ConfigError: Hydra would run code from a file, or end in a traceback. Users may abbreviate flags."""
     if any(flag.startswith("--e") for flag in flags):
         what = "--experimental-rerun opens a pickle, which can run any code"
         raise ConfigError(what, where="command line", do="the command at the head of the run's report.md")
@@ -74,8 +70,8 @@ def start(words: Sequence[str]) -> None:
     typed, words = words, hide_passwords(words)
     if words != typed and find_workers().leads:
         logger.warning(
-            "the password in store.url is written nowhere, but other users of this machine see command lines; "
-            "TINY_ONN_REDIS_PASSWORD in the environment is safer"
+            "the password in store.url is not written to any file, but other users of this machine can read command "
+            "lines; TINY_ONN_REDIS_PASSWORD in the environment is safer"
         )
     flags = {word for word in words if word.startswith("-")}
     refuse_flags(flags)

@@ -42,9 +42,8 @@ def probe() -> dict[str, str]:
 def convert(llama_cpp: str, checkpoint: str, out: str, outtype: str) -> dict[str, str]:
     """Run llama.cpp's converter, with two corrections to its tokenizer code.
 
-    The converter recognises a pre-tokenizer by a hash that depends on the vocabulary, so it does not know plain
-    byte-level ones with another vocabulary: they are converted as GPT-2's. It also assumes that every Glm4Moe model
-    has GLM's special tokens.
+    The converter recognises pre-tokenizers by a hash that depends on the vocabulary, so plain byte-level ones with
+    another vocabulary are set to GPT-2's. It also assumes that every Glm4Moe model has GLM's special tokens.
     """
     sys.path[:0] = [llama_cpp, f"{llama_cpp}/gguf-py"]
     import convert_hf_to_gguf  # type: ignore[import-not-found]  # noqa: PLC0415 - of llama.cpp

@@ -104,7 +104,7 @@ def contradictions(settings: Settings) -> Iterator[ConfigError]:
         yield from _missing_files(settings.diagnose)
     router, pooled = settings.assemble.router, settings.topology == GLOBAL_POOL and involves(settings, "assemble")
     if pooled and router in {*ROUTERS} - POOL_ROUTERS:
-        what = f"assemble.router={router} does not ask what an expert does for the layer that borrows it"
+        what = f"assemble.router={router} does not support a pool of experts"
         where = "settings assemble.router and topology=global_pool"
         yield ConfigError(what, where=where, do="assemble.router=error, or random")
     if involves(settings, "train"):
@@ -143,7 +143,7 @@ def _dump_contradictions(dump: DumpStageConfig) -> Iterator[ConfigError]:
         where, do = "setting dump.enabled, environment variable TENSOR_SAVE_ENABLED", "dump.enabled=true"
         yield ConfigError(what, where=where, do=do)
     if dump.folder is not None and Path(dump.folder).exists() and not Path(dump.folder).is_symlink():
-        what = f"dump.folder={dump.folder} is there already, and is no link that this run could replace"
+        what = f"dump.folder={dump.folder} exists already and is not a link, so this run cannot replace it"
         where, do = "setting dump.folder, environment variable TENSOR_SAVE_DIR", f"dump.folder={dump.folder}-2"
         yield ConfigError(what, where=where, do=do)
     if dump.first_step >= dump.steps:
@@ -154,7 +154,7 @@ def _dump_contradictions(dump: DumpStageConfig) -> Iterator[ConfigError]:
         what = f"dump.ranks={dump.ranks} dumps nothing: the stage is run by process 0 alone"
         yield ConfigError(what, where="setting dump.ranks", do="dump.ranks=null")
     if not dump.gradients and all(tensor.startswith("grad_") for tensor in dump.tensors):
-        what = "dump.gradients=false computes no gradient, and dump.tensors asks for nothing else"
+        what = "dump.gradients=false computes no gradients, and dump.tensors has nothing else"
         do = "dump.gradients=true, or dump.tensors=[input,weight]"
         yield ConfigError(what, where="settings dump.gradients and dump.tensors", do=do)
 
@@ -185,7 +185,7 @@ def _training_contradictions(train: TrainConfig, workers: int) -> Iterator[Confi
         yield ConfigError(what, where=where, do="train.language_model=1")
     yield from _batch_contradictions(train, workers)
     if train.fsdp and workers == 1:
-        what = "train.fsdp=true shares the model out over processes, and there is one"
+        what = "train.fsdp=true shards the model over processes, but there is only one"
         do = "train.fsdp=false, or torchrun --nproc-per-node=2 -m pipeline"
         yield ConfigError(what, where="setting train.fsdp", do=do)
     if train.fsdp_config is not None and (fault := _json_fault(Path(train.fsdp_config))):

@@ -182,10 +182,7 @@ def layer_pass(s: Sizes, tokens: float, width: int | None = None) -> Cost:
 
 
 def kept_bytes(s: Sizes, tokens: float) -> int:
-    """Bytes per process of the hidden states of a layer pass.
-
-    Three (T, D) tensors of the process's own tokens; with several processes also inputs and outputs of all tokens.
-    """
+    """Bytes per process: three (T, D) tensors of its own tokens; with several processes also two of all tokens."""
     shared = 2 if s.processes > 1 else 0
     return int(4 * tokens * s.hidden * (KEPT / s.processes + shared))
 

@@ -42,11 +42,8 @@ def nearest_existing(path: Path) -> Path:
 def explain_os_error(error: Exception, *, where: str, folder: Path, expected: int = 0) -> UserError | None:
     """The UserError for a full disk or denied access; None for any other error.
 
-    Args:
-        error: an OSError, or an error of safetensors or torch.save, which name the system's error only in their text.
-        where: the stage or setting, for the message.
-        folder: on the disk concerned.
-        expected: bytes to write; 0 if unknown.
+    `error` is an OSError, or an error of safetensors or torch.save, which give the cause only in their text; `expected`
+    are the bytes to write, 0 if unknown.
     """
     hidden = re.search(r"\(os error (\d+)\)", str(error))
     number = error.errno if isinstance(error, OSError) else hidden and int(hidden[1])

@@ -168,9 +168,7 @@ def _alternative(config: Mapping[str, Any]) -> str:
 def write_gguf(checkpoint: Path, out: Path, outtype: str, clients: Clients) -> None:
     """Convert a dense or carved checkpoint; `out` appears only when it is complete.
 
-    Raises:
-        ConfigError: a part of llama.cpp is missing or too old.
-        UserError: no room on the disk, or llama.cpp fails.
+    Raises ConfigError: a part of llama.cpp is missing or too old; UserError: the disk is full, or llama.cpp fails.
     """
     steps = [outtype] if outtype in CONVERTED else ["bf16", outtype]
     weights = sum(shard.stat().st_size for shard in list_shards(checkpoint)) / 2

@@ -127,10 +127,7 @@ def _option_errors(key: str, value: object, known: list[str]) -> Iterator[Config
 
 
 def _accepts(key: str, kind: Any, value: object) -> bool:  # noqa: ANN401 - an annotation
-    """Whether the schema accepts the value.
-
-    Stricter than OmegaConf, which would also convert numbers to bool and text to a list.
-    """
+    """Whether the schema accepts the value; numbers other than 0 and 1 for bool and text for lists are refused."""
     if kind is bool and isinstance(value, int | float) and value not in {0, 1}:
         return False
     if list in {get_origin(part) for part in (kind, *get_args(kind))} and isinstance(value, str) and "${" not in value:

@@ -38,12 +38,7 @@ def make_recipe(
 ) -> dict[str, Any]:
     """All inputs that affect the result of a stage, as JSON values.
 
-    Args:
-        stage: the stage.
-        nodes: settings by node name.
-        identities: cache keys of the content of `model` and `data`.
-        parents: fingerprints of the parent stages.
-        unread: settings that have no effect in this run; they are left out.
+    `identities` are cache keys of the content of model and data, `parents` fingerprints; `unread` is left out.
     """
     looked_at = [name for name in stage.nodes if name not in stage.unread]
     return {

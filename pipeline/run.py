@@ -111,14 +111,7 @@ class Runner:
     def __init__(
         self, run_folder: RunFolder, overrides: Sequence[str], workers: Workers = ALONE, *, wait: bool = False
     ) -> None:
-        """Keep the arguments.
-
-        Args:
-            run_folder: the record of this run.
-            overrides: words of the command line, for remedies that can be pasted.
-            workers: the processes of this job.
-            wait: wait for a result that another run is computing, and use it, instead of raising LockedError.
-        """
+        """`overrides`: words of the command line, for remedies; `wait` for results that another run is computing."""
         self.run_folder = run_folder
         self.overrides = overrides
         self.workers = workers

@@ -232,10 +232,7 @@ class _Check:
 
 
 def _respell(checkpoint: Path, folder: Path) -> None:
-    """Link the checkpoint into `folder`, with tokenizer settings that transformers 4.57 also reads.
-
-    A dense model's tokenizer settings may be readable by transformers 5 only.
-    """
+    """Link the checkpoint into `folder`, with tokenizer settings rewritten so that transformers 4.57 reads them."""
     folder.mkdir()
     for file in checkpoint.iterdir():
         if file.is_file() and file.name != "tokenizer_config.json":
@@ -283,8 +280,7 @@ def _ratio(rounds: Sequence[Sequence[float]]) -> float | None:
 def ceilings(checkpoint: Path, dense: Path) -> dict[str, float]:
     """Upper bounds of the speed ratios: weights used per token, the dense model's over the carve's.
 
-    Neither part uses the embeddings. Reading a prompt uses the output head only once, which is neglected; writing uses
-    it for each token.
+    Embeddings are not counted; the output head is counted for decode only, since a prompt needs it once.
     """
     ours, theirs = (dict(_active(folder)) for folder in (checkpoint, dense))
     return {part: theirs[part] / ours[part] for part in ("prompt", "decode")}

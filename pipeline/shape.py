@@ -16,7 +16,6 @@ from stages.assemble.config import AssembleConfig
 ALWAYS_ON_SHARE, ALWAYS_ON_SHARE_OF_ACTIVE = 0.24, 0.48
 # Neurons of an expert: kernels need at least 64, and larger experts lose more quality. Widths are multiples of 8.
 EXPERT_WIDTH, WIDTH_STEP = 64, 8
-# Defaults of a pool.
 POOL_EXPERTS, POOL_EXPERT_WIDTH = 100, 256
 # Smallest routed share of a token's active neurons without a warning.
 LEAST_ROUTED = 0.25
