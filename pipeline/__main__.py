@@ -11,15 +11,15 @@ from stages.artifacts.job import find_workers
 
 
 def main() -> int:
-    """Show the help page, or run the command; returns the exit code."""
+    """Show the help page or run the command; returns the exit code."""
     words = sys.argv[1:]
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):  # what the terminal's encoding lacks is spelled out
+        if isinstance(stream, TextIOWrapper):  # a terminal may be unable to encode every character
             stream.reconfigure(errors="backslashreplace")
     try:
         code = _do(words)
         sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has seen enough
+    except BrokenPipeError:  # the reader, such as `| head`, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return code
@@ -30,17 +30,17 @@ def _do(words: list[str]) -> int:
         sys.stdout.write(help_page())
         return 0
     if not find_workers().leads:
-        os.environ["TQDM_DISABLE"] = "1"  # read when tqdm is imported: the leading worker alone shows bars
-    from pipeline.cli import run_command  # noqa: PLC0415 - the help page needs none of what this imports
+        os.environ["TQDM_DISABLE"] = "1"  # read when tqdm is imported; only the leading worker shows progress bars
+    from pipeline.cli import run_command  # noqa: PLC0415 - slow, and the help page does not need it
 
     return run_command(words)
 
 
 def leave(code: int) -> NoReturn:
-    """End the process; one of several workers ends it at once.
+    """End the process; a worker of torchrun skips Python's shutdown.
 
-    Its process group outlives its own destruction, since DistributedDataParallel keeps hold of it: a thread of gloo
-    that lets go of a tensor while Python shuts down aborts the process, and torchrun then calls a whole job failed.
+    DistributedDataParallel keeps the process group alive after it is destroyed. A gloo thread that frees a tensor
+    during Python's shutdown then aborts the process, and torchrun reports the whole job as failed.
     """
     if find_workers().world > 1:
         logging.shutdown()

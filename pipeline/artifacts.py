@@ -1,4 +1,4 @@
-"""Published results: private work, one rename, a manifest of every file, one writer at a time."""
+"""Published results: each is written in a private folder by one process, gets a manifest, and is renamed as a whole."""
 
 import json
 import logging
@@ -22,32 +22,32 @@ from stages.artifacts.job import Table
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-SHORT = 16  # letters of a fingerprint in the name of its folder
+SHORT = 16  # characters of a fingerprint in the name of its folder
 LOCK_TIMEOUT = 0.3  # seconds; enough for another process that only cleans up
 # Smaller files are hashed every time.
 REMEMBERED_BYTES = 2**20
 MOST_FILES = 6  # named in a message
 LONG_READ = 2**31  # bytes; takes seconds
-LARGEST = 2**63  # size of a file, and of any count
-# What reading JSON raises that somebody may have changed.
+LARGEST = 2**63  # bound of file sizes and counts
+# Errors from reading JSON that may have been changed by hand.
 UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
-# Nanoseconds: a file that changed just now may change again within one tick of its file system's clock.
+# Nanoseconds. A file that changed more recently may change again without a new timestamp, so its hash is not kept.
 SETTLED = 2 * 10**9
 
 
 def artifact_folder(output_dir: Path, label: str, stage: str, fingerprint: str) -> Path:
-    """Folder of the published result of one stage: `artifacts/<model>/<stage>/<fingerprint>`."""
+    """Folder of a published result: `artifacts/<model>/<stage>/<fingerprint>`."""
     return output_dir / "artifacts" / label / stage / fingerprint[:SHORT]
 
 
 def hashes_file(output_dir: Path) -> Path:
-    """Where the hashes of large files are remembered."""
+    """File that holds the hashes of large files."""
     return output_dir / "artifacts" / "hashes.json"
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Contents and origin of a published folder; sealed with its own hash, and without any time."""
+    """Contents and origin of a published folder; the file also holds a hash of itself, and no timestamps."""
 
     fingerprint: str
     recipe: Mapping[str, Any]
@@ -63,10 +63,10 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path, *, remedy: str) -> "Manifest":
-        """Read what `write` wrote.
+        """Read `folder/manifest.json`; `remedy` is the command that errors suggest.
 
         Raises:
-            ContractError: missing, damaged, or naming files outside the folder; `remedy` is its way out.
+            ContractError: missing, damaged, or naming files outside the folder.
         """
         path = folder / MANIFEST
         try:
@@ -98,12 +98,12 @@ def _seal(values: Mapping[str, Any]) -> str:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether the folder was published: publishing is one rename of a folder that holds its manifest."""
+    """Whether the folder was published: it contains its manifest when it is renamed to its final name."""
     return (folder / MANIFEST).is_file()
 
 
 def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
-    """Size and SHA-256 of every file below the folder, by relative path."""
+    """Relative path → size and SHA-256, for every file below the folder."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     return {
         path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": hash_file(path)} for path in paths
@@ -111,17 +111,17 @@ def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 class FileHashes:
-    """Hashes kept in a JSON file. Every write changes a file's ctime, which no program can set back."""
+    """Hashes of large files, kept in a JSON file. Every write changes a file's ctime, which no program can set back."""
 
     def __init__(self, path: Path) -> None:
-        """Read what `path` holds; a missing or damaged file only costs time."""
+        """Read the JSON file at `path`; if it is missing or damaged, files are hashed again."""
         self._path = path
         self._known: dict[str, list[object]] = {}
         with suppress(*UNREADABLE):
             self._known = dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
     def __call__(self, file: Path) -> str:
-        """SHA-256 of a file's bytes, read again only where the file may have changed. Raises OSError."""
+        """SHA-256 of a file's bytes, which are read again only if the file may have changed. Raises OSError."""
         status, start = file.stat(), time.time_ns()
         if status.st_size < REMEMBERED_BYTES:
             return hash_file(file)
@@ -140,7 +140,7 @@ class FileHashes:
 
     def _save(self) -> None:
         present = {key: value for key, value in self._known.items() if Path(key).exists()}
-        with suppress(OSError):  # a full disk, or another process at the same moment: hashed again next time
+        with suppress(OSError):  # a full disk, or another process writes too: the file is hashed again next time
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with whole_file(self._path) as unfinished:
                 unfinished.write_text(json.dumps(present, indent=0), encoding="utf-8")
@@ -150,8 +150,8 @@ def verify(folder: Path, *, remedy: str, hash_of: Callable[[Path], str] = hash_f
     """Check every file of a published result against its manifest; `remedy` is the command that computes it again.
 
     Raises:
-        ContractError: naming every file that is missing or was changed; or files that were added. Loaders find files
-            by their names (an adapter, a second tokenizer, shards), so such a folder is another model.
+        ContractError: files are missing, were changed or were added; all of them are named. Loaders find files by name
+            (an adapter, a second tokenizer, shards), so an added file may make the folder another model.
     """
     manifest = Manifest.read(folder, remedy=remedy)
     faults = []
@@ -175,7 +175,7 @@ def verify(folder: Path, *, remedy: str, hash_of: Callable[[Path], str] = hash_f
 
 
 def _added_files(folder: Path, manifest: Manifest) -> list[Path]:
-    """Files and links that were not published; hidden ones and GGUF files, which no loader takes by itself, aside."""
+    """Files and links that were not published, except hidden and GGUF files, which loaders ignore."""
     added = []
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
@@ -189,20 +189,20 @@ def _added_files(folder: Path, manifest: Manifest) -> list[Path]:
 def _is_present(path: Path) -> bool:
     try:
         return path.is_file()
-    except OSError:  # a name that no file can have
+    except OSError:  # the name is invalid for a file
         return False
 
 
 class LockedError(UserError):
-    """Another process computes the same result."""
+    """Another process is computing the same result."""
 
 
 @contextmanager
 def hold_lock(path: Path, *, wait: bool = False) -> Iterator[None]:
-    """Hold `path` as an exclusive lock, with this process's number in it; removed afterwards.
+    """Hold the lock file `path`, which contains this process's id; the file is removed afterwards.
 
     Raises:
-        LockedError: another process holds it, and this one is not to `wait` until it ends.
+        LockedError: another process holds it, and `wait` is False.
     """
     lock = FileLock(path, timeout=LOCK_TIMEOUT)
     try:
@@ -223,14 +223,14 @@ def hold_lock(path: Path, *, wait: bool = False) -> Iterator[None]:
         path.write_text(str(os.getpid()))
         yield
     finally:
-        path.unlink(missing_ok=True)  # while still held: another process that has just opened it opens the next one
+        path.unlink(missing_ok=True)  # while still held: a process that has just opened this file then opens a new one
         lock.release()
 
 
 class StagingDir:
-    """Where a stage works before its result is published: a hidden folder next to it, so that one rename publishes.
+    """Private folder of a stage until its result is published: hidden, next to the result, so a rename publishes it.
 
-    The process that holds the lock owns it.
+    It belongs to the process that holds the lock.
     """
 
     def __init__(self, final: Path) -> None:
@@ -238,26 +238,26 @@ class StagingDir:
         self.final = final
         self.root = final.with_name(f".{final.name}")
         self.out = self.root / "out"  # files to publish; empty at the start of every run
-        self.scratch = self.root / "scratch"  # files that a later run continues from, also after a kill
-        self.replaced = self.root / "replaced"  # the old result, for the moment between two renames
+        self.scratch = self.root / "scratch"  # files from which a later run resumes, also after a kill
+        self.replaced = self.root / "replaced"  # the old result, between the two renames of `publish`
         self.lock = self.root.with_suffix(".lock")
 
     def recover(self) -> None:
-        """Clean up after a killed run: half-written files go; scratch stays until its result is published."""
+        """Clean up after a killed run: remove half-written files, keep scratch until its result is published."""
         if self.replaced.exists() and not self.final.exists():
             self.replaced.rename(self.final)
         rmtree(self.root if self.final.exists() else self.out, ignore_errors=True)
         for folder in (self.scratch, self.root):
-            with suppress(OSError):  # something is in it, or it is gone already
+            with suppress(OSError):  # not empty, or already removed
                 folder.rmdir()
 
 
 @contextmanager
 def open_staging(final: Path, *, fresh: bool, wait: bool = False) -> Iterator[StagingDir]:
-    """Lock the fingerprint and make its staging folder; `fresh` also forgets unfinished work of earlier runs.
+    """Lock the fingerprint and make its staging folder; `fresh` also removes unfinished work of earlier runs.
 
     Raises:
-        LockedError: another process is computing this fingerprint, and this one is not to `wait` until it ends.
+        LockedError: another process is computing this fingerprint, and `wait` is False.
     """
     staging = StagingDir(final)
     final.parent.mkdir(parents=True, exist_ok=True)
@@ -277,14 +277,14 @@ def remove_leftovers(stage_folder: Path) -> None:
     """Clean up after all killed runs of a stage."""
     for name in {path.name.removesuffix(".lock") for path in stage_folder.glob(".*")}:
         staging = StagingDir(stage_folder / name.removeprefix("."))
-        with suppress(LockedError), hold_lock(staging.lock):  # locked: its run is alive
+        with suppress(LockedError), hold_lock(staging.lock):  # LockedError: the run is still active
             staging.recover()
 
 
 def publish(staging: StagingDir, *, fingerprint: str, recipe: Mapping[str, Any], table: Table) -> Manifest:
-    """Make the staging's `out` the published result; scratch is removed.
+    """Publish the staging folder's `out` and remove its scratch.
 
-    A kill at any moment leaves the old result or the new one, never a part of one.
+    After a kill at any moment, the old or the new result is complete (`recover` undoes a replacement cut short).
     """
     manifest = Manifest(fingerprint, recipe, describe_files(staging.out), table)
     manifest.write(staging.out)

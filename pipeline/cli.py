@@ -1,4 +1,4 @@
-"""The command `python -m pipeline`: from words to a run, and from errors to exit codes."""
+"""The command `python -m pipeline`: command-line words to a run, errors to exit codes."""
 
 import logging
 import os
@@ -17,8 +17,8 @@ from stages.artifacts.job import LostWorkerError, find_workers
 
 logger = logging.getLogger(__name__)
 
-# Seconds. Most faults in the settings are found by all workers, and torchrun ends all when the first one leaves: the
-# leading worker gets time to print them. A worker that still runs after that found a fault of its own machine.
+# Seconds that the other workers wait before they report wrong settings. Usually all workers find the same errors, the
+# leading worker prints them, and torchrun then stops the others. Otherwise only this worker's machine has the error.
 HEAD_START = 3
 
 
@@ -26,7 +26,7 @@ def run_command(words: Sequence[str]) -> int:
     """Exit code: 0 done, 1 a stage failed, 2 the settings are wrong (nothing was started), 130 interrupted."""
     workers = find_workers()
     if workers.world > 1:
-        signal(SIGTERM, stop_in_words)  # torchrun ends everybody when one is lost
+        signal(SIGTERM, stop_in_words)  # torchrun sends it to all workers when one is lost
     try:
         start(words)
     except KeyboardInterrupt:
@@ -43,9 +43,9 @@ def run_command(words: Sequence[str]) -> int:
 
 
 def stop_in_words(_signal: int, _frame: object) -> None:
-    """Leave at once, saying what to do: a lost worker would be waited for in vain, and all sums are flushed."""
+    """Exit at once with a message: waiting for a lost worker would never end, and all sums are flushed."""
     error = LostWorkerError(
-        "told to stop: another worker is gone, or the job was ended",
+        "stopped by torchrun: another worker is gone, or the job was ended",
         where="signal SIGTERM",
         do="see the other workers' messages, then the same command again: it goes on from what was flushed",
     )
@@ -55,7 +55,7 @@ def stop_in_words(_signal: int, _frame: object) -> None:
 
 
 def refuse_flags(flags: Set[str]) -> None:
-    """Raises ConfigError: Hydra would run code of a file, or end in a traceback. Flags may be abbreviated."""
+    """Raises ConfigError: Hydra would run code from a file, or end in a traceback. Users may abbreviate flags."""
     if any(flag.startswith("--e") for flag in flags):
         what = "--experimental-rerun opens a pickle, which can run any code"
         raise ConfigError(what, where="command line", do="the command at the head of the run's report.md")
@@ -65,25 +65,25 @@ def refuse_flags(flags: Set[str]) -> None:
 
 
 def start(words: Sequence[str]) -> None:
-    """Check the words, then compose and carve; words with a flag such as `--multirun` go through Hydra's own front."""
+    """Check the words, then compose the settings and carve; with a flag such as `--multirun` Hydra reads the words."""
     register_schema()
     typed, words = words, hide_passwords(words)
     if words != typed and find_workers().leads:
         logger.warning(
-            "the password in store.url is written nowhere, but other users of this machine see command lines; "
-            "TINY_ONN_REDIS_PASSWORD in the environment is safer"
+            "the password in store.url is not written to any file, but other users of this machine can read command "
+            "lines; TINY_ONN_REDIS_PASSWORD in the environment is safer"
         )
     flags = {word for word in words if word.startswith("-")}
     refuse_flags(flags)
     settings = [word for word in words if "=" in word and word not in flags] if flags else words
     if faults := override_errors(settings, sweep=bool({"-m", "--multirun"} & flags)):
         errors: list[UserError] = [error for found in faults.values() for error in found]
-        if not flags:  # further ones, with the faulty words left out
+        if not flags:  # also report the errors of the other words
             sound, _folder = compose([word for word in words if word not in faults])
             errors += find_errors(sound, doubtful={first_word(word) for word in faults})
         raise InvalidSettingsError(errors)
     if flags:
-        # Hydra wants all settings next to each other.
+        # Hydra requires all settings next to each other.
         sys.argv[1:] = [*(word for word in words if word not in settings), *settings]
         run_hydra(partial(carve, wait=True))
     else:

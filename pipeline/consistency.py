@@ -1,4 +1,4 @@
-"""Settings that are sound alone and contradict each other, the source model, or the way the command was started."""
+"""Errors of valid settings that contradict each other, the source model or the number of workers."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -21,12 +21,12 @@ from stages.train.config import TrainConfig
 
 logger = logging.getLogger(__name__)
 
-# Group → setting → why it is not read, as `unread` of each group's config.py says.
+# Group → setting → the reason why it is not read, from `unread` of the group's config class.
 Unread = Mapping[str, Mapping[str, str]]
 
 
 def find_uses(settings: Settings, shape: MoEShape | None = None, width: int = 0) -> Uses:
-    """Which results the stages read; without a shape, all that they may read."""
+    """Which results of other stages the stages read; without a shape, all that they may read."""
     evaluated = settings.evaluate.checkpoint
     if shape is None:
         return Uses(evaluated)
@@ -35,13 +35,13 @@ def find_uses(settings: Settings, shape: MoEShape | None = None, width: int = 0)
 
 
 def involves(settings: Settings, stage: str) -> bool:
-    """Whether `stage` is run, or a result of it used; False where the setting stage is unknown."""
+    """Whether this run uses `stage` or its result; False if the setting `stage` is unknown."""
     known = settings.stage in {ALL, *STAGES}
     return known and any(other.name == stage for other in with_ancestors(settings.stage, find_uses(settings)))
 
 
 def find_unread(settings: Settings, shape: MoEShape | None = None, width: int = 0) -> Unread:
-    """Every setting that is not read; without a shape (nothing is carved, or it is unknown) those that need none."""
+    """Settings that are not read; without a shape (none is carved, or it is unknown) only of groups that need none."""
     found = {
         "scan": settings.scan.unread(),
         "data": settings.data.unread(),
@@ -60,14 +60,14 @@ def find_unread(settings: Settings, shape: MoEShape | None = None, width: int = 
 
 
 def warn_of_unread(settings: Settings, shape: MoEShape | None = None, width: int = 0, *, clusters: bool = True) -> None:
-    """Say in the log which settings have no effect; `clusters`: neurons are grouped in this run."""
+    """Log a warning for each setting without effect; `clusters`: this run uses stage cluster."""
     found = dict(find_unread(settings, shape, width))
     if clusters and shape is not None and not settings.cluster.reads_score(shape, width):
         ranked = settings.cluster.ranks(shape, width)
         reason = f"cluster.always_on_by={settings.cluster.always_on_by}" if ranked else NOTHING_RANKED
         found["score"] = {spec.name: reason for spec in fields(settings.score)}
     _warn_of_sampling(settings)
-    # vocabulary=none says what a pool does.
+    # vocabulary=none agrees with a pool, which uses no random tokens.
     quiet = {"vocabulary"} if shape is not None and shape.pooled and not settings.vocabulary.tokens else set()
     for group, reasons in found.items():
         if group not in quiet:
@@ -75,7 +75,7 @@ def warn_of_unread(settings: Settings, shape: MoEShape | None = None, width: int
 
 
 def _warn_of_sampling(settings: Settings) -> None:
-    """Say where a run that asks for more text than usual ends before a stage that reads all of it."""
+    """Warn if data.tokens is set, but all stages of the run read only the first data.sample_tokens."""
     tokens, sample = settings.data.tokens, settings.data.sample_tokens
     asked = any(spec.name == "tokens" and spec.default != tokens for spec in fields(settings.data))
     reading = [stage for stage in with_ancestors(settings.stage, find_uses(settings)) if "data" in stage.nodes]
@@ -94,7 +94,7 @@ def _warn_where_set(group: str, node: Any, reasons: Mapping[str, str]) -> None: 
 
 
 def contradictions(settings: Settings) -> Iterator[ConfigError]:
-    """Every contradiction that can be found without the source."""
+    """Errors that do not depend on the source model."""
     workers = find_workers().world
     if involves(settings, "score"):
         yield from _score_contradictions(settings.score, gradients=settings.scan.gradients)
@@ -104,7 +104,7 @@ def contradictions(settings: Settings) -> Iterator[ConfigError]:
         yield from _missing_files(settings.diagnose)
     router, pooled = settings.assemble.router, settings.topology == GLOBAL_POOL and involves(settings, "assemble")
     if pooled and router in {*ROUTERS} - POOL_ROUTERS:
-        what = f"assemble.router={router} does not ask what an expert does for the layer that borrows it"
+        what = f"assemble.router={router} does not support a pool of experts"
         where = "settings assemble.router and topology=global_pool"
         yield ConfigError(what, where=where, do="assemble.router=error, or random")
     if involves(settings, "train"):
@@ -123,7 +123,7 @@ def contradictions(settings: Settings) -> Iterator[ConfigError]:
 
 
 def _score_contradictions(score: ScoreConfig, *, gradients: bool) -> Iterator[ConfigError]:
-    """A score without terms (all weights 0), or one that needs gradients that the scan does not compute."""
+    """Errors: all weights of the score are 0, or it needs gradients that the scan does not compute."""
     if score.method == "s_p" and not any((score.activation_weight, score.gradient_weight, score.frequency_weight)):
         what = "score.method=s_p ranks by nothing: the weights of all three terms are 0"
         where = "settings score.activation_weight, score.gradient_weight and score.frequency_weight"
@@ -136,14 +136,14 @@ def _score_contradictions(score: ScoreConfig, *, gradients: bool) -> Iterator[Co
 
 
 def _dump_contradictions(dump: DumpStageConfig) -> Iterator[ConfigError]:
-    """Settings of the dump that exclude each other, or leave nothing to dump."""
+    """Errors: settings of the dump exclude each other, or leave nothing to dump."""
     yield from of_dump(dump, "dump.")
     if not dump.enabled:
         what = "the dump is switched off, and stage=dump does nothing else"
         where, do = "setting dump.enabled, environment variable TENSOR_SAVE_ENABLED", "dump.enabled=true"
         yield ConfigError(what, where=where, do=do)
     if dump.folder is not None and Path(dump.folder).exists() and not Path(dump.folder).is_symlink():
-        what = f"dump.folder={dump.folder} is there already, and is no link that this run could replace"
+        what = f"dump.folder={dump.folder} exists already and is not a link, so this run cannot replace it"
         where, do = "setting dump.folder, environment variable TENSOR_SAVE_DIR", f"dump.folder={dump.folder}-2"
         yield ConfigError(what, where=where, do=do)
     if dump.first_step >= dump.steps:
@@ -154,13 +154,13 @@ def _dump_contradictions(dump: DumpStageConfig) -> Iterator[ConfigError]:
         what = f"dump.ranks={dump.ranks} dumps nothing: the stage is run by process 0 alone"
         yield ConfigError(what, where="setting dump.ranks", do="dump.ranks=null")
     if not dump.gradients and all(tensor.startswith("grad_") for tensor in dump.tensors):
-        what = "dump.gradients=false computes no gradient, and dump.tensors asks for nothing else"
+        what = "dump.gradients=false computes no gradients, and dump.tensors has nothing else"
         do = "dump.gradients=true, or dump.tensors=[input,weight]"
         yield ConfigError(what, where="settings dump.gradients and dump.tensors", do=do)
 
 
 def _missing_files(diagnose: DiagnoseConfig) -> Iterator[ConfigError]:
-    """Files to diagnose that do not exist."""
+    """Errors: files to diagnose do not exist."""
     checkpoint, file = diagnose.checkpoint, diagnose.analyze_tensor.file
     if checkpoint is not None and not (Path(checkpoint) / "config.json").is_file():
         what, where = f"{checkpoint} holds no config.json, so no checkpoint", "setting diagnose.checkpoint"
@@ -172,7 +172,7 @@ def _missing_files(diagnose: DiagnoseConfig) -> Iterator[ConfigError]:
 
 
 def _training_contradictions(train: TrainConfig, workers: int) -> Iterator[ConfigError]:
-    """Phases that do not add up to 1, a loss without terms, processes that have nothing to share."""
+    """Errors: shares that do not add up to 1, no loss, an indivisible batch, or bad FSDP settings."""
     shares = train.router_share + train.experts_share + train.all_share
     if abs(shares - 1) > 1e-6:
         what = f"the phases' shares add up to {shares:g}, not 1"
@@ -185,7 +185,7 @@ def _training_contradictions(train: TrainConfig, workers: int) -> Iterator[Confi
         yield ConfigError(what, where=where, do="train.language_model=1")
     yield from _batch_contradictions(train, workers)
     if train.fsdp and workers == 1:
-        what = "train.fsdp=true shares the model out over processes, and there is one"
+        what = "train.fsdp=true shards the model over processes, but there is only one"
         do = "train.fsdp=false, or torchrun --nproc-per-node=2 -m pipeline"
         yield ConfigError(what, where="setting train.fsdp", do=do)
     if train.fsdp_config is not None and (fault := _json_fault(Path(train.fsdp_config))):
@@ -194,7 +194,7 @@ def _training_contradictions(train: TrainConfig, workers: int) -> Iterator[Confi
 
 
 def _batch_contradictions(train: TrainConfig, workers: int) -> Iterator[ConfigError]:
-    """A batch that cannot be divided among the processes."""
+    """Errors: the batch cannot be divided among the processes."""
     at_once, where = train.micro_batch * workers, "settings train.batch and train.micro_batch"
     if at_once > train.batch > 0:
         most = max(1, train.batch // workers)
@@ -207,7 +207,7 @@ def _batch_contradictions(train: TrainConfig, workers: int) -> Iterator[ConfigEr
 
 
 def _json_fault(path: Path) -> str | None:
-    """Why this is no file with one JSON object, or None."""
+    """Why the file does not hold one JSON object; None if it does."""
     try:
         held = read_json(path)
     except OSError as error:
@@ -218,7 +218,7 @@ def _json_fault(path: Path) -> str | None:
 
 
 def map_errors(settings: Settings, source: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Layers to draw that the source does not have, by its config.json."""
+    """Errors: layers to draw that the source does not have; `source` is its config.json."""
     if not involves(settings, "cluster") or settings.cluster.map == "none":
         return
     layers = int(source["num_hidden_layers"])

@@ -1,9 +1,9 @@
-"""What every stage costs: arithmetic, traffic and memory, as plain functions of sizes and settings.
+"""The cost of each stage: arithmetic, memory traffic and peak memory, as functions of sizes and settings.
 
-Letters as everywhere: T tokens, D hidden, F neurons of an FFN, L layers, V vocabulary, E experts of N neurons, K chosen
-for a token, S always on, A = S + K·N active. A product of (T, D) and (D, F) is 2·T·D·F FLOPs. Left out is what no
-formula of these sizes gives: starting the program, reading text. Formulas follow the default methods; a pool is counted
-as layers with experts of their own.
+T tokens, D hidden, F neurons of an FFN, L layers, V vocabulary, E experts of N neurons, K chosen for a token, S
+always-on neurons, A = S + K·N active. A product of (T, D) and (D, F) takes 2·T·D·F FLOPs. Starting the program and
+reading text are not included. Formulas follow the default methods; a pool is counted as if each layer had its own
+experts.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,37 +19,37 @@ from pipeline.validate import Checked
 from stages.artifacts.job import find_workers
 from stages.calibration.token_memory import KEPT, memory_limit
 
-PROGRAM = 560 * 2**20  # host memory of an idle process: torch, transformers and what they load
-DRAWING = 220 * 2**20  # more of it once a map was drawn
-VALIDATION = 1 / 8  # share of the calibration batches that nothing is fitted on
-PENALTIES = 4  # ridge penalties that are tried before the error rises, of the five by default
+PROGRAM = 560 * 2**20  # bytes of host memory of an idle process with torch and transformers
+DRAWING = 220 * 2**20  # additional bytes once a map was drawn
+VALIDATION = 1 / 8  # share of the calibration batches in the validation split
+PENALTIES = 4  # of the five default ridge penalties, tried before the error rises
 REGROUPINGS = 12  # rounds of partition and router, of at most 20
-MEANS_ROUNDS = 12  # of balanced k-means before them
+MEANS_ROUNDS = 12  # rounds of balanced k-means before them
 DIRECTIONS = 64  # features of a neuron
-STEP = 2048  # tokens of a step of a router's descent
-BATCH = 4096  # tokens of a batch of the layer passes
+STEP = 2048  # tokens per step of router training
+BATCH = 4096  # tokens per batch of a layer pass
 MEMO = 2**30  # bytes of features that an aligned baseline keeps
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The dense model and the shape it is carved into."""
+    """Sizes of the dense model and of the carved shape."""
 
     layers: int  # L
     hidden: int  # D
     width: int  # F
     vocabulary: int  # V
-    attention: int  # numbers in the attention matrices of a layer
+    attention: int  # weights of the attention matrices of a layer
     heads: int  # width of all heads together
-    length: int  # of a sequence
+    length: int  # tokens of a sequence
     parameters: int
-    stored: int  # bytes of a number on disk
+    stored: int  # bytes of a weight on disk
     experts: int = 0  # E
     n: int = 0
     top_k: int = 0
     always_on: int = 0  # S
     processes: int = 1
-    room: float = inf  # bytes of each for what is kept of all tokens; more of it goes to disk
+    room: float = inf  # bytes of memory for hidden states, per process; the excess is stored on disk
 
     @property
     def active(self) -> int:
@@ -58,13 +58,13 @@ class Sizes:
 
     @property
     def layer_bytes(self) -> int:
-        """Of one dense layer in fp32."""
+        """Bytes of one dense layer in fp32."""
         return 4 * (self.attention + 3 * self.hidden * self.width)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a stage. Peaks are of one process; on a CPU `device` is host memory, too, and `host` comes to it."""
+    """The cost of a stage. Peaks are per process; on a CPU, `device` is host memory in addition to `host`."""
 
     tokens: int = 0
     products: float = 0.0  # FLOPs of matrix products
@@ -72,30 +72,30 @@ class Cost:
     touched: float = 0.0  # bytes read and written by everything else
     cells: float = 0.0  # neurons × experts of all assignment problems, on the host
     points: int = 0  # neurons of the maps
-    read: int = 0
-    written: int = 0
-    spilled: int = 0  # hidden states on disk at the stage's peak, of all processes
-    device: int = 0
-    host: int = PROGRAM
+    read: int = 0  # bytes
+    written: int = 0  # bytes
+    spilled: int = 0  # bytes of hidden states on disk at the stage's peak, of all processes
+    device: int = 0  # peak bytes of tensors
+    host: int = PROGRAM  # peak bytes of the process without tensors
 
     def __add__(self, other: "Cost") -> "Cost":
-        """One after the other: sums, and the larger of the peaks."""
+        """Two costs in sequence: the sum of the work, the maximum of the peaks."""
         peaks = {"tokens", "spilled", "device", "host"}
         pairs = {spec.name: (getattr(self, spec.name), getattr(other, spec.name)) for spec in fields(self)}
         return Cost(**{name: max(pair) if name in peaks else sum(pair) for name, pair in pairs.items()})
 
     def beside(self, size: float) -> "Cost":
-        """The same with so many bytes more at its peak."""
+        """The same cost with `size` more bytes of tensors at its peak."""
         return replace(self, device=int(self.device + size))
 
     def __mul__(self, times: float) -> "Cost":
-        """The same work so many times; peaks stay."""
+        """The work repeated; peaks do not change."""
         kept = {"tokens": self.tokens, "spilled": self.spilled, "device": self.device, "host": self.host}
         return Cost(**{spec.name: getattr(self, spec.name) * times for spec in fields(self)} | kept)
 
 
 def sizes_of(source: Mapping[str, Any], shape: MoEShape | None, length: int) -> Sizes:
-    """Sizes from config.json; attention is Q, K, V and output projection."""
+    """Sizes from config.json; attention has Q, K, V and output projections."""
     hidden, heads = int(source["hidden_size"]), int(source["num_attention_heads"])
     head = int(source.get("head_dim") or hidden // heads)
     keys = int(source.get("num_key_value_heads") or heads)
@@ -108,7 +108,7 @@ def sizes_of(source: Mapping[str, Any], shape: MoEShape | None, length: int) -> 
 
 
 def sizes_of_run(checked: Checked, *, on_host: bool) -> Sizes:
-    """Of a run as it is started here and now; `on_host`: it computes in host memory, of which some is free."""
+    """Sizes of this run, with its number of processes; `on_host`: tensors are in host memory, which limits `room`."""
     settings, processes = checked.settings, find_workers().world
     sizes = sizes_of(checked.source, checked.shape, settings.data.max_length)
     room = memory_limit(settings.model, processes) if on_host else inf
@@ -118,37 +118,37 @@ def sizes_of_run(checked: Checked, *, on_host: bool) -> Sizes:
 def is_on_host(settings: Settings) -> bool:
     """Whether the stages compute in host memory."""
     if settings.model.device == "auto":
-        import torch  # noqa: PLC0415 - only where it decides
+        import torch  # noqa: PLC0415 - slow to import, and needed for `auto` only
 
         return not torch.cuda.is_available()
     return settings.model.device == "cpu"
 
 
 def attend(s: Sizes, tokens: float) -> Cost:
-    """2·T·attention FLOPs, and 2·T·length·heads under the causal mask; some 20 passes over (T, D)."""
+    """2·T·attention FLOPs, and 2·T·length·heads under the causal mask; about 20 passes over (T, D)."""
     return Cost(products=2 * tokens * (s.attention + s.length * s.heads), touched=4 * tokens * 20 * s.hidden)
 
 
 def ffn(s: Sizes, tokens: float, width: int) -> Cost:
-    """6·T·D·width FLOPs; activation and product touch (T, width) five times."""
+    """6·T·D·width FLOPs; activation and product make five passes over (T, width)."""
     return Cost(products=6 * tokens * s.hidden * width, touched=4 * tokens * 5 * width)
 
 
 def head(s: Sizes, tokens: float) -> Cost:
-    """2·T·D·V FLOPs; the loss passes the logits some four times."""
+    """2·T·D·V FLOPs; the loss makes about four passes over the logits."""
     return Cost(products=2 * tokens * s.hidden * s.vocabulary, touched=4 * tokens * 4 * s.vocabulary)
 
 
 def forward(s: Sizes, tokens: float, width: int | None = None) -> Cost:
-    """All layers, with FFNs of F or of `width` active neurons, and the head."""
+    """All layers, with FFNs of `width` active neurons (default F), and the head."""
     return (attend(s, tokens) + ffn(s, tokens, width or s.width)) * s.layers + head(s, tokens)
 
 
 def scan(s: Sizes, settings: Settings) -> Cost:
-    """A forward and, without weight gradients, an equal backward pass; norms of each sample's gradients.
+    """Forward pass, a backward pass of equal cost (no weight gradients), and norms of each sample's gradients.
 
-    Norms cost min(2·length·(2D + 3F), 6·D·F) FLOPs a token and layer. Memory: the model, and for a batch what a layer
-    keeps for its backward pass, (T, 16·D + 8·F), and the logits three times.
+    Norms take min(2·length·(2D + 3F), 6·D·F) FLOPs per token and layer. Memory: the model, and per batch the tensors
+    that layers save for the backward pass, (T, 16·D + 8·F) per layer, and three times the logits.
     """
     kind = "cpu" if settings.model.device in {"auto", "cpu"} else "cuda"
     tokens, batch = calibration_tokens(settings, sampled=True), settings.scan.read_batch(kind)
@@ -156,7 +156,7 @@ def scan(s: Sizes, settings: Settings) -> Cost:
     cost = forward(s, tokens)
     if settings.scan.gradients:
         norms = tokens * min(2 * s.length * (2 * s.hidden + 3 * s.width), 6 * s.hidden * s.width)
-        # Top shares of every token's neurons, bitmaps and sums.
+        # The top share of every token's neurons, bitmaps and sums.
         cost = cost * 2 + Cost(products=norms, touched=4 * tokens * 25 * s.width) * s.layers
     memory = loaded_bytes(s, settings) + kept + 12 * batch * s.vocabulary
     bits = s.layers * s.width * (settings.scan.reservoir_tokens // 8)
@@ -165,14 +165,14 @@ def scan(s: Sizes, settings: Settings) -> Cost:
 
 
 def score(s: Sizes, _settings: Settings) -> Cost:
-    """Sorting F figures a layer."""
+    """Sorting F numbers per layer."""
     return Cost(touched=4000 * s.layers * s.width, read=64 * s.layers * s.width, written=32 * s.layers * s.width)
 
 
 def layer_pass(s: Sizes, tokens: float, width: int | None = None) -> Cost:
-    """Tokens through all layers from the shards.
+    """Tokens through all layers, whose weights are read from the shards one layer at a time.
 
-    Memory: two layers in fp32, a batch's activations, (4096, F) six times, and, if not on disk, what is kept of tokens.
+    Memory: two layers in fp32, a batch's activations (six times (4096, F)), and hidden states unless they are on disk.
     """
     memory = 2 * s.layer_bytes + 24 * min(BATCH, int(tokens)) * s.width
     work = (attend(s, tokens) + ffn(s, tokens, width or s.width)) * s.layers
@@ -182,13 +182,13 @@ def layer_pass(s: Sizes, tokens: float, width: int | None = None) -> Cost:
 
 
 def kept_bytes(s: Sizes, tokens: float) -> int:
-    """Of a pass, each process's: three tensors of its tokens; among several, inputs and outputs of all tokens."""
+    """Bytes per process: three (T, D) tensors of its own tokens; with several processes also two of all tokens."""
     shared = 2 if s.processes > 1 else 0
     return int(4 * tokens * s.hidden * (KEPT / s.processes + shared))
 
 
 def ridge(s: Sizes, tokens: float, inputs: int, outputs: int) -> Cost:
-    """T·(2·inputs² + 2·inputs·outputs) FLOPs of moments, then inputs³/3 + 2·inputs²·outputs in fp64."""
+    """T·(2·inputs² + 2·inputs·outputs) FLOPs for moments, inputs³/3 + 2·inputs²·outputs in fp64 for the solve."""
     solves = inputs**3 / 3 + 2 * inputs**2 * outputs
     return Cost(
         products=2 * tokens * inputs * (inputs + outputs), solves=solves, device=8 * inputs * (2 * inputs + 2 * outputs)
@@ -198,7 +198,7 @@ def ridge(s: Sizes, tokens: float, inputs: int, outputs: int) -> Cost:
 def cluster(s: Sizes, settings: Settings) -> Cost:
     """A pass of the dense model; features; the energy of U = F − S neurons on t tokens; rounds of partition and router.
 
-    A round: 4·t·U·E + 4·t·D·E FLOPs and an assignment of U to E. Memory: t·(3·F + 2·U) beside the pass.
+    A round: 4·t·U·E + 4·t·D·E FLOPs and an assignment of U neurons to E experts. Memory: the pass, and t·(3·F + 2·U).
     """
     config, routed = settings.cluster, s.width - s.always_on
     tokens = with_vocabulary(calibration_tokens(settings, sampled=True), settings, s)
@@ -221,14 +221,14 @@ def cluster(s: Sizes, settings: Settings) -> Cost:
 
 
 def extract(s: Sizes, _settings: Settings) -> Cost:
-    """Bytes: every FFN read, experts and always-on neurons written."""
+    """Reading every FFN; writing experts and always-on neurons."""
     neuron = 3 * s.hidden * s.stored
     written = s.layers * neuron * (s.always_on + s.experts * s.n)
     return Cost(read=s.layers * neuron * s.width, written=written, device=2 * s.width * neuron)
 
 
 def regression(s: Sizes, tokens: float) -> Cost:
-    """A router by ridge: the routed neurons on the always-on ones, then what is left of each expert on the input."""
+    """A router by ridge regression: of routed on always-on neurons, then of each expert's residual on the input."""
     routed = min(s.experts * s.n, s.width - s.always_on)
     hidden = 4 * s.hidden * (s.always_on + routed) + 2 * s.always_on * routed
     work = Cost(products=tokens * hidden, touched=36 * tokens * routed)
@@ -236,9 +236,9 @@ def regression(s: Sizes, tokens: float) -> Cost:
 
 
 def descent(s: Sizes, tokens: float, steps: int) -> Cost:
-    """A trained router: the outputs of all experts and their products once, 2·t·E²·D; then `steps` on 2,048 tokens.
+    """A trained router: all experts' outputs and their products once, 2·t·E²·D FLOPs; then `steps` on 2,048 tokens.
 
-    Memory: t·E² products.
+    Memory: the t·E² products.
     """
     if not steps:
         return Cost()
@@ -253,15 +253,15 @@ def descent(s: Sizes, tokens: float, steps: int) -> Cost:
 
 
 def checkpoint(s: Sizes) -> Cost:
-    """Reading everything, writing the MoE."""
+    """Reading the dense checkpoint and writing the MoE."""
     grown = s.layers * 3 * s.hidden * (s.always_on + s.experts * s.n - s.width)
     return Cost(read=s.parameters * s.stored, written=int((s.parameters + max(0, grown)) * s.stored))
 
 
 def assemble(s: Sizes, settings: Settings) -> Cost:
-    """A pass of the dense model with every expert's contribution, 2·T·F·E; a router per layer.
+    """A pass of the dense model with every expert's contribution, 2·T·F·E FLOPs; a router per layer.
 
-    Memory: the activations a router is fitted on, (t, F) three times, beside the pass.
+    Memory: the pass, and three times the activations (t, F) that a router is fitted on.
     """
     config = settings.assemble
     tokens = with_vocabulary(calibration_tokens(settings, sampled=True), settings, s)
@@ -275,9 +275,9 @@ def assemble(s: Sizes, settings: Settings) -> Cost:
 
 
 def align(s: Sizes, tokens: float, penalties: float) -> Cost:
-    """Down columns by ridge on the A active of F neurons: moments by blocks, a solve and a check for each penalty.
+    """Down columns by ridge on the A active neurons: moments by blocks, a solve and a validation for each penalty.
 
-    T·(S·(S + E·N) + K·E·N² + 2·A·D) FLOPs of moments, F³/3 + 2·F²·D of each solve.
+    T·(2·S·(S + E·N) + K·E·N² + 2·A·D) FLOPs for moments, F³/3 + 2·F²·D for each solve.
     """
     fitted, held_out = tokens * (1 - VALIDATION), tokens * VALIDATION
     routed = s.experts * s.n
@@ -290,10 +290,11 @@ def align(s: Sizes, tokens: float, penalties: float) -> Cost:
 
 
 def project(s: Sizes, settings: Settings) -> Cost:
-    """A pass of the carved model that meets the dense FFN at each layer; alignment, routers again; gradient projection.
+    """A pass of the carved model with the dense FFN's output at each layer; alignment, routers, gradient projection.
 
-    A round of gradient projection on r tokens: both models forward, the carved one back, where experts need gradients,
-    too. Memory: the pass and the tokens of the rounds, or the dense model, five times the experts and a round's logits.
+    A round of gradient projection: both models forward, and the carved model backward with the experts' gradients.
+    Memory, whichever is more: the pass and the tokens of the rounds, or the dense model, five times the experts and a
+    round's logits.
     """
     config = settings.project
     tokens = with_vocabulary(calibration_tokens(settings, sampled=False), settings, s)
@@ -320,14 +321,14 @@ def project(s: Sizes, settings: Settings) -> Cost:
 
 
 def rounds(s: Sizes, settings: Settings, text: int) -> Cost:
-    """Gradient projection, see `project`; validation tokens pass the carved model after every eighth of the rounds."""
+    """Gradient projection, see `project`; the carved model is validated after every eighth of the rounds."""
     config = settings.project
     tokens = min(config.gradient_tokens, (1 - VALIDATION) * text)
-    tried = tokens * 9 / 8  # the first eighth is tried with two lengths, on average
+    tried = tokens * 9 / 8  # the first eighth is tried with two step lengths, on average
     experts = s.layers * 3 * s.hidden * (s.always_on + s.experts * s.n)
     carved = forward(s, tried, s.active)
     work = forward(s, tokens) + head(s, tried) + carved + carved * 1.6
-    work += Cost(touched=4 * tried * 16 * s.vocabulary)  # distributions of both, computed again on the way back
+    work += Cost(touched=4 * tried * 16 * s.vocabulary)  # both distributions, computed again in the backward pass
     work += Cost(touched=4 * 12 * experts * tried / config.round_tokens)
     checked = forward(s, min(4096, text * VALIDATION), s.active) + head(s, min(4096, text * VALIDATION))
     logits = 4 * 8 * min(1024, config.round_tokens) * s.vocabulary
@@ -335,9 +336,9 @@ def rounds(s: Sizes, settings: Settings, text: int) -> Cost:
 
 
 def evaluate(s: Sizes, settings: Settings) -> Cost:
-    """Both models and every baseline on held-out text; aligned baselines fit on the calibration text, too.
+    """Both models and every baseline on held-out text; aligned baselines are also fitted on the calibration text.
 
-    Memory: both models, then what is kept of tokens for every baseline, as far as there is room, and features.
+    Memory, whichever is more: both models, or the hidden states of all baselines that fit in `room`, and features.
     """
     heldout, config = settings.data.heldout_tokens, settings.evaluate
     tokens = with_vocabulary(calibration_tokens(settings, sampled=False), settings, s)
@@ -368,9 +369,9 @@ def evaluate(s: Sizes, settings: Settings) -> Cost:
 
 
 def train(s: Sizes, settings: Settings) -> Cost:
-    """Forward and twice that back, on A active neurons or all; a teacher's forward pass with `train.logits`.
+    """Forward pass and a backward pass of twice its cost, on the active or all neurons; `train.logits`: a teacher.
 
-    Memory: weights, gradients and two moments in fp32, and what the layers keep of a micro-batch.
+    Memory: weights, gradients and two moments in fp32, and a micro-batch's activations.
     """
     config = settings.train
     numbers = s.parameters + s.layers * 3 * s.hidden * (s.always_on + s.experts * s.n - s.width)
@@ -388,7 +389,7 @@ def train(s: Sizes, settings: Settings) -> Cost:
 
 
 def dump(s: Sizes, settings: Settings) -> Cost:
-    """A few steps forward and back; inputs, weights and gradients are written."""
+    """A few forward and backward passes; writing inputs, weights and gradients."""
     tokens = settings.dump.steps * settings.dump.batch_tokens
     written = 4 * s.parameters + 4 * tokens * s.layers * (12 * s.hidden + 4 * s.width)
     cost = forward(s, tokens) * (2 if settings.dump.gradients else 1)
@@ -402,20 +403,20 @@ COSTS: Mapping[str, Callable[[Sizes, Settings], Cost]] = {
 
 
 def calibration_tokens(settings: Settings, *, sampled: bool) -> int:
-    """Tokens of the text, or of the part of it that scan, cluster and assemble read."""
+    """Calibration tokens; `sampled`: of the part that scan, cluster and assemble read."""
     data = settings.data
     return min(data.tokens, data.sample_tokens or data.tokens) if sampled else data.tokens
 
 
 def with_vocabulary(tokens: int, settings: Settings, s: Sizes) -> int:
-    """And random tokens, by the share of the layers that they pass."""
+    """Calibration tokens plus random tokens, weighted by the share of the layers that random tokens pass."""
     vocabulary = settings.vocabulary
     layers = min(vocabulary.layers or s.layers, s.layers)
     return tokens + round(min(vocabulary.tokens, tokens, s.vocabulary) * layers / s.layers)
 
 
 def loaded_bytes(s: Sizes, settings: Settings) -> int:
-    """Of the dense model as transformers loads it: on a CPU in fp32, if nothing else is asked for."""
+    """Bytes of the dense model as transformers loads it; with dtype=auto in fp32 on a CPU."""
     dtype = settings.model.dtype
     if settings.model.quantization in {"nf4", "fp4"}:
         return s.parameters * 5 // 8

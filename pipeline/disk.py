@@ -1,4 +1,4 @@
-"""Room on the disk: how much a stage will need, and what to say when it runs out."""
+"""Disk space: expected bytes of a stage, free bytes, and messages for a full or read-only disk."""
 
 import errno
 import re
@@ -18,7 +18,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def expected_bytes(stage: str, source: Mapping[str, Any], shape: MoEShape | None, assemble: AssembleConfig) -> int:
-    """About how many bytes a stage publishes, to within a hundredth or so; 0 for stages that write little."""
+    """Bytes that a stage publishes, to within about 1 %; 0 for stages that write little."""
     if shape is None or stage not in {"extract", "assemble", "project", "train"}:
         return 0
     width = BYTES.get(source_dtype(source) or "", 2)
@@ -29,7 +29,7 @@ def expected_bytes(stage: str, source: Mapping[str, Any], shape: MoEShape | None
 
 
 def free_bytes(folder: Path) -> int:
-    """Free bytes on the disk that holds `folder`, or will hold it."""
+    """Free bytes on the disk of `folder`, which need not exist."""
     return shutil.disk_usage(nearest_existing(folder)).free
 
 
@@ -40,14 +40,14 @@ def nearest_existing(path: Path) -> Path:
 
 
 def explain_os_error(error: Exception, *, where: str, folder: Path, expected: int = 0) -> UserError | None:
-    """A full or forbidding disk in words; None when the error is about something else.
+    """The UserError for a full disk or denied access; None for any other error.
 
-    `error` is the system's, or one of safetensors, which hides the number of the system's in its own text; `expected`
-    are the bytes to be written, 0 where that is unknown.
+    `error` is an OSError, or an error of safetensors or torch.save, which give the cause only in their text; `expected`
+    are the bytes to write, 0 if unknown.
     """
     hidden = re.search(r"\(os error (\d+)\)", str(error))
     number = error.errno if isinstance(error, OSError) else hidden and int(hidden[1])
-    if "inline_container.cc" in str(error):  # torch.save gives no number; its writer fails where the disk is full
+    if "inline_container.cc" in str(error):  # torch.save gives no number when the disk is full
         number = errno.ENOSPC
     if number in FULL:
         wanted = f"about {in_mib(expected)} wanted, " if expected else ""
@@ -63,5 +63,5 @@ def explain_os_error(error: Exception, *, where: str, folder: Path, expected: in
 
 
 def in_mib(size: int) -> str:
-    """A size for reading."""
+    """A size as text."""
     return f"{size / 2**20:,.1f} MiB"

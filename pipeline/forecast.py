@@ -1,4 +1,4 @@
-"""What a run will cost before it starts: a table for `plan=true`, and a warning where memory does not suffice."""
+"""Estimates the cost of a run before it starts: the table of `plan=true`, and warnings of too little memory."""
 
 import logging
 import time
@@ -15,16 +15,16 @@ from stages.artifacts.job import Table
 
 log = logging.getLogger(__name__)
 
-SECONDS = 0.6  # for each of the machine's figures: six of them take less than 5 s
-ROWS = 4096  # tokens of a batch: its tensors are fresh memory each time
-STARTING = 0.4  # seconds of a stage that no formula gives: text, files, publishing
-DRAWING = 5.0  # until the first map: UMAP's kernels are compiled
-POINTS = 800.0  # neurons of a map a second
+SECONDS = 0.6  # to measure each rate; all rates together take less than 5 s
+ROWS = 4096  # tokens of a batch, large enough that its tensors are newly allocated each time
+STARTING = 0.4  # seconds of a stage that no formula covers: text, files, publishing
+DRAWING = 5.0  # seconds to compile UMAP's kernels before the first map
+POINTS = 800.0  # neurons of a map per second
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What this machine does a second: FLOPs, bytes, cells of an assignment problem."""
+    """Work per second of this machine: FLOPs, bytes, cells of an assignment problem."""
 
     products: float
     solves: float
@@ -33,7 +33,7 @@ class Rates:
     disk: float
 
     def seconds(self, cost: Cost) -> float:
-        """Of the work, nothing in parallel with anything else."""
+        """Seconds of the work without any overlap."""
         parts = [
             cost.products / self.products, cost.solves / self.solves, cost.touched / self.touched,
             cost.cells / self.cells, (cost.read + cost.written) / self.disk,
@@ -42,11 +42,11 @@ class Rates:
 
 
 def measure_rates(sizes: Sizes, device_name: str, folder: Path) -> Rates:
-    """The machine's rates in operations of the model's sizes, at most 2,048 wide: the best of some tries, in 4 seconds.
+    """Measure the machine's rates on operations of the model's sizes, at most 2,048 wide, in about 4 seconds.
 
-    On a CPU in processor time for each thread: what other programs take meanwhile is not counted.
+    The fastest try counts. On a CPU, time is processor time per thread, which excludes other programs.
     """
-    import numpy as np  # noqa: PLC0415 - the command line starts without these
+    import numpy as np  # noqa: PLC0415 - slow to import, and needed only here
     import ot  # noqa: PLC0415
     import torch  # noqa: PLC0415
 
@@ -83,7 +83,7 @@ def measure_rates(sizes: Sizes, device_name: str, folder: Path) -> Rates:
 
 
 def best_of(work: Callable[[], object], clock: Callable[[], float]) -> float:
-    """Seconds of the fastest of the tries that fit in `SECONDS`, the first left out."""
+    """Seconds of the fastest try within `SECONDS`; the first try is a warm-up."""
     work()
     end, best = time.perf_counter() + SECONDS, float("inf")
     while time.perf_counter() < end or best == float("inf"):
@@ -94,7 +94,7 @@ def best_of(work: Callable[[], object], clock: Callable[[], float]) -> float:
 
 
 def costs_of(steps: Sequence[Step], checked: Checked) -> dict[str, Cost]:
-    """Of every due stage that something is known of (not diagnose); libraries stay loaded for those after it."""
+    """Due stage → cost, for stages with a formula (not diagnose). Libraries loaded by a stage stay in memory."""
     sizes, found, host = sizes_of_run(checked, on_host=is_on_host(checked.settings)), {}, 0
     for step in steps:
         if step.due and step.stage.name in COSTS:
@@ -105,7 +105,7 @@ def costs_of(steps: Sequence[Step], checked: Checked) -> dict[str, Cost]:
 
 
 def forecast(checked: Checked, steps: Sequence[Step]) -> Table:
-    """A row for each stage; what is kept from earlier runs costs nothing."""
+    """The table of `plan=true`, a row for each stage; kept results cost nothing."""
     settings = checked.settings
     due = [step for step in steps if step.due]
     start = time.process_time()
@@ -127,35 +127,35 @@ def forecast(checked: Checked, steps: Sequence[Step]) -> Table:
         sums = [in_mib(size) for size in (cost.read, cost.written, cost.device, peak)]
         rows.append([step.stage.name, f"{cost.tokens:,}", f"{flops:,.3f}", *sums, in_time(seconds)])
     columns = ("stage", "tokens", "TFLOP", "read", "written", "memory of tensors", "of the process", "time")
-    notes = [f"in all {in_time(total)}, loading {in_time(loading)}", *describe_spilling(costs)]
+    notes = [f"all stages {in_time(total)}, including library loading {in_time(loading)}", *describe_spilling(costs)]
     return Table("plan", columns, rows, [*describe_rates(rates), *notes])
 
 
 def describe_spilling(costs: Mapping[str, Cost]) -> Iterator[str]:
-    """Which stages keep hidden states on disk."""
+    """A note on the stages that keep hidden states on disk."""
     if found := [f"{in_mib(cost.spilled)} in stage={name}" for name, cost in costs.items() if cost.spilled]:
-        yield f"above model.hidden_memory, in files on the disk of output_dir while it runs: {', '.join(found)}"
+        yield f"hidden states above model.hidden_memory, temporarily on the disk of output_dir: {', '.join(found)}"
 
 
 def describe_rates(rates: Rates | None) -> Iterator[str]:
-    """What was measured of the machine."""
+    """Notes on the measured rates."""
     if rates is not None:
         yield (
             f"measured here: products {rates.products / 1e9:,.0f} GFLOP/s, fp64 solves {rates.solves / 1e9:,.0f} "
             f"GFLOP/s, other operations {rates.touched / 1e9:,.1f} GB/s, disk {rates.disk / 1e9:,.1f} GB/s"
         )
-        yield "an estimate: arithmetic and traffic at these rates, one process; text is read besides"
+        yield "an estimate: arithmetic and memory traffic at these rates, one process, without reading text"
 
 
 def in_time(seconds: float) -> str:
-    """A duration for reading."""
+    """A duration as text."""
     if seconds < 90:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:,.1f} h"
 
 
 def memory_warnings(checked: Checked, steps: Sequence[Step], free: int | None) -> list[str]:
-    """For each due stage that will not fit in `free` bytes, what it needs, and settings with which it would fit."""
+    """A warning for each due stage that needs more than `free` bytes, with settings that would fit."""
     if free is None:
         return []
     found = []
@@ -170,13 +170,13 @@ def memory_warnings(checked: Checked, steps: Sequence[Step], free: int | None) -
 
 
 def needs(step: Step, checked: Checked, steps: Sequence[Step]) -> int:
-    """Bytes of the process and its tensors at the stage's peak; 0 where nothing is known."""
+    """Bytes of the process and its tensors at the stage's peak; 0 if unknown."""
     cost = costs_of(steps, checked).get(step.stage.name)
     return int(cost.host + cost.device) if cost else 0
 
 
 def smaller(stage: str, checked: Checked) -> Iterator[tuple[str, Checked]]:
-    """Settings that need less memory, in words and as settings, the least change first."""
+    """Settings that need less memory, as text and as settings, the smallest change first."""
     settings = checked.settings
     least = settings.data.max_length
     if stage == "scan":

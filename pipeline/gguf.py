@@ -1,4 +1,4 @@
-"""`python -m pipeline.gguf CHECKPOINT OUT.gguf`: a carve as a GGUF file, by llama.cpp's own converter and quantiser."""
+"""`python -m pipeline.gguf CHECKPOINT OUT.gguf`: writes a carve as GGUF with llama.cpp's converter and quantiser."""
 
 import argparse
 import json
@@ -19,10 +19,10 @@ from models.source import read_config
 from models.targets.config import MOE_TARGETS, check_target, targets_of
 from pipeline.disk import explain_os_error, free_bytes, in_mib
 
-# Written by the converter itself; all others by the quantiser.
-CONVERTED = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 1.07}  # bytes a weight
+# Types that the converter writes, with bytes per weight; the quantiser writes all others.
+CONVERTED = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 1.07}
 QUANTISED = ("q4_0", "q4_k_m", "q5_k_m", "q6_k")
-# Numbers of a row that share a scale, and what llama.cpp writes where a row is no multiple of it.
+# Weights of a row that share a scale, and the type that llama.cpp uses if the row length is no multiple of it.
 BLOCKS = {"q8_0": 32, "q4_0": 32, "q4_k_m": 256, "q5_k_m": 256, "q6_k": 256}
 FALLBACKS = {"q4_k_m": "q5_0 or q8_0", "q5_k_m": "q5_1 or q8_0", "q6_k": "q8_0"}
 INSTALL = {
@@ -35,30 +35,30 @@ INSTALL = {
 
 @dataclass(frozen=True)
 class Clients:
-    """Where llama.cpp's parts are: its source, and interpreters that may hold its Python package."""
+    """Paths of llama.cpp's source and of Python interpreters that may have client packages installed."""
 
     llama_cpp: Path | None
     pythons: tuple[Path, ...]
 
     def holding(self, module: str) -> Path | None:
-        """The first interpreter that has a module."""
+        """The first interpreter that has the module."""
         script = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
         held = (python for python in self.pythons if not subprocess.run([python, "-c", script], check=False).returncode)
         return next(held, None)
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
-        """Options that say where clients are."""
+        """Add the options with the paths of clients."""
         parser.add_argument(
             "--llama-cpp", type=Path, metavar="FOLDER", help="llama.cpp's source, for its converter (or LLAMA_CPP)"
         )
         parser.add_argument(
-            "--python", type=Path, action="append", default=[], metavar="PATH", help="one more interpreter with clients"
+            "--python", type=Path, action="append", default=[], metavar="PATH", help="another interpreter with clients"
         )
 
     @classmethod
     def of(cls, wanted: argparse.Namespace) -> "Clients":
-        """This interpreter and those named. Raises ConfigError: there is none at a path."""
+        """This interpreter and those of --python. Raises ConfigError: a path is no interpreter."""
         folder = wanted.llama_cpp or os.environ.get("LLAMA_CPP")
         if missing := [str(path) for path in wanted.python if not os.access(path, os.X_OK) or path.is_dir()]:
             do = "--python FOLDER_OF_ENVIRONMENT/bin/python"
@@ -67,9 +67,9 @@ class Clients:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 1 the checkpoint or llama.cpp fails, 2 wrong words or parts that are missing."""
+    """Exit code: 0 done, 1 the checkpoint or llama.cpp fails, 2 wrong command line or missing programs."""
     parser = argparse.ArgumentParser(
-        prog="python -m pipeline.gguf", description="Write a carve as a GGUF file, by llama.cpp's own programs."
+        prog="python -m pipeline.gguf", description="Write a carve as a GGUF file with llama.cpp's own programs."
     )
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="folder of a carve")
     parser.add_argument("out", type=Path, metavar="OUT.gguf")
@@ -93,7 +93,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def check_carve(folder: Path) -> None:
-    """Raises CheckpointError: no checkpoint, or none of an architecture that a carve becomes."""
+    """Raises CheckpointError: no checkpoint, or its architecture is none of the MoE targets."""
     if not (folder / "config.json").is_file():
         do = "python -m pipeline, which leaves one in outputs/latest/checkpoint"
         raise CheckpointError("no config.json, so no checkpoint", where=str(folder), do=do)
@@ -105,7 +105,7 @@ def check_carve(folder: Path) -> None:
 
 
 def check_convertible(config: Mapping[str, Any]) -> list[str]:
-    """Notes about what llama.cpp computes otherwise. Raises ConfigError: it does not know the architecture."""
+    """Notes on differences between llama.cpp and the carve. Raises ConfigError: llama.cpp cannot run the carve."""
     target = MOE_TARGETS[config["model_type"]]
     if fault := llama_cpp_fault(config):
         raise ConfigError(fault, where=f"architecture {target.architecture}", do=_alternative(config))
@@ -116,7 +116,7 @@ def check_convertible(config: Mapping[str, Any]) -> list[str]:
 
 
 def describe_fallbacks(checkpoint: Path, outtype: str) -> list[str]:
-    """Notes about weights that llama.cpp cannot write in this type, and writes in a larger one without a word."""
+    """Notes on weights that llama.cpp silently writes in a larger type because their rows do not fit this type."""
     block = BLOCKS.get(outtype, 1)
     shapes = [entry.shape for entry in read_checkpoint(checkpoint).values() if len(entry.shape) > 1]
     odd = [shape for shape in shapes if shape[-1] % block]
@@ -124,7 +124,7 @@ def describe_fallbacks(checkpoint: Path, outtype: str) -> list[str]:
         return []
     share, lengths = sum(map(prod, odd)) / sum(map(prod, shapes)), {shape[-1] for shape in odd}
     larger = {FALLBACKS.get(outtype, "16 bits") if length % 32 == 0 else "16 bits" for length in lengths}
-    # Experts can be filled up with zero neurons, the model's own width cannot.
+    # Experts can be padded with zero neurons, the hidden size cannot.
     remedy = f"carve with assemble.pad_to={block}"
     if read_config(checkpoint)["hidden_size"] in lengths:
         remedy = "--type q8_0" if block > BLOCKS["q8_0"] else "--type bf16"
@@ -136,7 +136,7 @@ def describe_fallbacks(checkpoint: Path, outtype: str) -> list[str]:
 
 
 def llama_cpp_fault(config: Mapping[str, Any]) -> str:
-    """Why llama.cpp cannot run a carve with this config.json; empty where it can."""
+    """Why llama.cpp cannot run a carve with this config.json; empty if it can."""
     target = MOE_TARGETS[config["model_type"]]
     if "llama.cpp" not in target.runtimes:
         return f"llama.cpp knows no {target.architecture}"
@@ -148,7 +148,7 @@ def llama_cpp_fault(config: Mapping[str, Any]) -> str:
 
 
 def _alternative(config: Mapping[str, Any]) -> str:
-    """What to do instead: another target that llama.cpp runs, of the dense family that this carve came from, if any."""
+    """The remedy: another target of the same dense family that llama.cpp runs, or another runtime."""
     if config.get("mlp_only_layers"):
         return "carve with dense_layers=[]"
     dense = config.get("dense") or {"flex_olmo": {"model_type": "olmo2"}, "dots1": {"model_type": "qwen3"}}.get(
@@ -166,9 +166,9 @@ def _alternative(config: Mapping[str, Any]) -> str:
 
 
 def write_gguf(checkpoint: Path, out: Path, outtype: str, clients: Clients) -> None:
-    """Convert a checkpoint, dense or carved; the file appears when it is whole.
+    """Convert a dense or carved checkpoint; `out` appears only when it is complete.
 
-    Raises ConfigError: a part of llama.cpp is missing or too old; UserError: no room, or llama.cpp fails.
+    Raises ConfigError: a part of llama.cpp is missing or too old; UserError: the disk is full, or llama.cpp fails.
     """
     steps = [outtype] if outtype in CONVERTED else ["bf16", outtype]
     weights = sum(shard.stat().st_size for shard in list_shards(checkpoint)) / 2
@@ -216,12 +216,12 @@ def _find(clients: Clients, module: str) -> Path:
 
 
 def run_client(python: Path, step: str, request: Mapping[str, Any], **environment: str) -> dict[str, Any]:
-    """One step of `client_process.py` in an interpreter. Raises UserError: it fails; its last words are in the text."""
+    """Run a step of `client_process.py` in an interpreter. Raises UserError with the last line of its output."""
     script = Path(__file__).with_name("client_process.py")
     with TemporaryDirectory() as folder:
         asked, answered = Path(folder) / "request.json", Path(folder) / "result.json"
         asked.write_text(json.dumps(request), encoding="utf-8")
-        # Packages of this project's own environment are not the client's.
+        # The client must not import packages of this project's environment.
         inherited = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         done = subprocess.run(
             [python, script, step, asked, answered],
@@ -229,7 +229,7 @@ def run_client(python: Path, step: str, request: Mapping[str, Any], **environmen
         )  # fmt: skip
         if done.returncode or not answered.exists():
             said = [line for line in (done.stderr.strip() or done.stdout.strip()).splitlines() if line.strip()]
-            raise UserError(f"{step} failed: {said[-1] if said else 'it said nothing'}", where=str(python))
+            raise UserError(f"{step} failed: {said[-1] if said else 'it printed nothing'}", where=str(python))
         result: dict[str, Any] = json.loads(answered.read_text(encoding="utf-8"))
         return result
 

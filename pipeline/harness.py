@@ -1,4 +1,4 @@
-"""`python -m pipeline.harness CHECKPOINT ...`: multiple-choice accuracy of checkpoints, side by side."""
+"""`python -m pipeline.harness CHECKPOINT ...`: compares the multiple-choice accuracy of checkpoints."""
 
 import argparse
 import os
@@ -13,9 +13,9 @@ from stages.evaluate.harness import Answers, MeanWithError, answer_choices, comp
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 1 a checkpoint cannot be read, 2 wrong words or no harness installed, 130 interrupted."""
+    """Exit code: 0 done, 1 unreadable checkpoint, 2 wrong command line or no harness installed, 130 interrupted."""
     wanted = _parser().parse_args(words)
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the checkpoints are on this machine
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the checkpoints are local folders
 
     def work() -> None:
         if missing := [str(folder) for folder in wanted.checkpoints if not (folder / "config.json").is_file()]:
@@ -30,13 +30,13 @@ def main(words: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m pipeline.harness",
-        description="Ask checkpoints the multiple-choice set of this project through lm-evaluation-harness.",
+        description="Run this project's multiple-choice set on checkpoints with lm-evaluation-harness.",
     )
     parser.add_argument("checkpoints", nargs="+", type=Path, metavar="CHECKPOINT", help="folders, the dense one first")
     parser.add_argument("--device", default="cpu", help="cpu (default), cuda ...")
     parser.add_argument("--dtype", default="float32", help="float32 (default), bfloat16 ...")
-    parser.add_argument("--batch-size", type=int, default=16, help="answers a forward pass")
-    parser.add_argument("--limit", type=int, help="only the first so many items")
+    parser.add_argument("--batch-size", type=int, default=16, help="answers per forward pass (default 16)")
+    parser.add_argument("--limit", type=int, help="number of items to use, from the first (default: all)")
     return parser
 
 
@@ -45,12 +45,12 @@ def _answer(folder: Path, wanted: argparse.Namespace) -> Answers:
         return answer_choices(
             folder, device=wanted.device, dtype=wanted.dtype, batch_size=wanted.batch_size, limit=wanted.limit
         )
-    except (OSError, ValueError) as error:  # what transformers raises for a checkpoint it cannot load
+    except (OSError, ValueError) as error:  # transformers cannot load the checkpoint
         raise CheckpointError(f"the harness cannot use this checkpoint: {error}", where=str(folder)) from error
 
 
 def show_answers(answers: Mapping[str, Answers]) -> str:
-    """The table of all items, and that of every kind; differences are taken from the first of the answers."""
+    """Two tables, overall and by kind of item; differences are to the first checkpoint."""
     first = next(iter(answers.values()))
     kinds = list(dict.fromkeys(first.kinds.values()))
     rows, by_kind = [], []

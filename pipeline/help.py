@@ -8,7 +8,7 @@ import yaml
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 CONF = REPOSITORY / "conf"
-# Groups whose options touch any setting.
+# Groups whose options can change any setting.
 OVERLAYS = ("experiment", "debug")
 
 
@@ -25,24 +25,24 @@ PAGE = """Carve a sparse Mixture-of-Experts out of a pretrained dense language m
 
 Examples
   python -m pipeline                                    the whole chain on the small model in the repository
-  python -m pipeline stage=scan                         one stage, and first what it needs and nobody has run yet
+  python -m pipeline stage=scan                         one stage, after the earlier stages that have no result yet
   python -m pipeline stage=assemble experts=100 n=256   another shape; scan and score are used again
   python -m pipeline model=qwen2_5_0_5b data=ultrachat  a model and a dataset of the Hugging Face hub
   python -m pipeline model=local model.path=/my/qwen data=text data.path=/my/texts
   python -m pipeline -m active=0.25,0.5 score=s_p,wanda a sweep: every combination, below outputs/sweeps/
-  torchrun --nproc-per-node=8 -m pipeline               the same by eight processes, a GPU each where there are some
+  torchrun --nproc-per-node=8 -m pipeline               the whole chain in eight processes, one per GPU if available
 
 Stages
-  scan      read the dense model on text: activations, frequency, gradients of every FFN neuron
-  score     rank the neurons
-  cluster   group them into experts
+  scan      run the dense model on text: activations, frequency and gradients of every FFN neuron
+  score     score the neurons
+  cluster   group the neurons into experts
   extract   slice the experts out of the weights
-  assemble  put them behind a router, as a checkpoint that transformers loads
-  project   bend the experts towards the dense model's behaviour
-  train     continued pretraining: the routers learn to schedule the experts
-  evaluate  compare with the dense model and plain baselines on held-out text
-  dump      write what attention and layers with weights of the dense model compute, to study number formats
-  diagnose  find where low precision goes wrong; check= says how
+  assemble  fit the routers and write a checkpoint that transformers loads
+  project   fit the experts to the dense model: closed form, layer-wise descent, gradient projection
+  train     continued pretraining: routers first, then routers and experts
+  evaluate  compare with the dense model and baselines on held-out text
+  dump      write inputs, weights and gradients of the dense model's layers, to study number formats
+  diagnose  find where low precision goes wrong; check= chooses how
 
 Dials
 {dials}
@@ -50,14 +50,14 @@ Dials
 Groups (group=option; * is the default)
 {groups}
 
-Settings inside a group: group.setting=value, such as data.tokens=16384. The files under conf/ explain each.
+Settings inside a group: group.setting=value, such as data.tokens=16384. The files under conf/ explain each setting.
   python -m pipeline --cfg job      print all settings and their values
   python -m pipeline --hydra-help   Hydra's own flags
-  python -m pipeline.mscan FILE     what a parameter-level scan found
-  python -m pipeline.dump --help    what a tensor dump holds, its pictures, two dumps compared
-  python -m pipeline.report latest  a run's report.html, made again
+  python -m pipeline.mscan FILE     show the results of a parameter-level scan
+  python -m pipeline.dump --help    show, plot or compare tensor dumps
+  python -m pipeline.report latest  write a run's report.html again
   python -m pipeline.harness A B    multiple-choice accuracy of checkpoints, by lm-evaluation-harness
-  python -m pipeline.store --help   sums of a scan, between Redis and files
+  python -m pipeline.store --help   copy the sums of a scan between Redis and files
 """
 
 
@@ -80,7 +80,7 @@ def dial_lines() -> Iterator[str]:
 
 
 def group_lines() -> Iterator[str]:
-    """Every group with its options, each with the first line of its file; in the order of the defaults list."""
+    """Every group and its options with the first line of each file, in the order of the defaults list."""
     options = groups()
     for group, default in default_options().items():
         yield f"  {group}"
@@ -90,13 +90,13 @@ def group_lines() -> Iterator[str]:
 
 
 def default_options() -> dict[str, str | None]:
-    """The option that conf/config.yaml takes from each group."""
+    """Group → its default option in conf/config.yaml."""
     chosen = yaml.safe_load((CONF / "config.yaml").read_text(encoding="utf-8"))["defaults"]
     entries = [entry for entry in chosen if isinstance(entry, dict)]
     return {group: option for entry in entries for group, option in entry.items() if " " not in group}
 
 
 def summary(path: Path) -> str:
-    """The first comment of a file that says something; of an experiment, what it asks."""
+    """The first comment of a file, without `@package`; for an experiment, its question."""
     lines = (line[2:] for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("# "))
     return next(line for line in lines if not line.startswith("@")).removeprefix("Question: ")

@@ -1,4 +1,4 @@
-"""The command line word by word: checked before Hydra sees it, so that all mistakes are reported at once."""
+"""Checks each word of the command line before Hydra reads it, so that all mistakes are reported at once."""
 
 import re
 import shlex
@@ -22,10 +22,10 @@ from stages.accumulators.config import hide_password
 from stages.text.config import SourceConfig
 
 WHERE = "command line"
-FOLDERS = {"output_dir", "hydra.run.dir", "hydra.sweep.dir"}  # that are written to
+FOLDERS = {"output_dir", "hydra.run.dir", "hydra.sweep.dir"}  # the run writes to these
 _NEXT_ADDRESS = re.compile(r",(?=\w+://)")  # between the addresses of a sweep
 
-# Types of single settings: as people say them, and an example.
+# Type of a setting → its name in messages, and an example.
 ONE: dict[Any, tuple[str, str]] = {
     int: ("a whole number", "16"),
     float: ("a number", "0.5"),
@@ -37,14 +37,14 @@ ONE: dict[Any, tuple[str, str]] = {
 
 
 def command_line(overrides: Sequence[str], **changes: object) -> str:
-    """The command that was typed, with some settings changed, to paste; without passwords."""
+    """The typed command with some settings changed, ready to paste; without passwords."""
     kept = [word for word in overrides if word.partition("=")[0] not in changes]
     changed = [f"{key}={value}" for key, value in changes.items()]
     return redact(shlex.join(["python", "-m", "pipeline", *kept, *changed]))
 
 
 def hide_passwords(words: Sequence[str]) -> list[str]:
-    """The words without the password of the store, which this process remembers. Everything else is kept."""
+    """Remove the password from `store.url=`; this process remembers it for the connection."""
     return [_hide_password(word) if word.lstrip("+").startswith("store.url=") else word for word in words]
 
 
@@ -56,26 +56,26 @@ def _hide_password(word: str) -> str:
 
 
 def override_errors(words: Iterable[str], *, sweep: bool) -> dict[str, list[ConfigError]]:
-    """Faulty words of a command line without flags, and their errors; `sweep`: a key may have several values."""
+    """Word → its errors, for faulty words only. `words` excludes flags; `sweep`: a key may have several values."""
     options = groups()
     found = {word: list(_word_errors(word, options, sweep=sweep)) for word in words}
     return {word: errors for word, errors in found.items() if errors}
 
 
 def first_word(word: str) -> str:
-    """`data` of `+data.path=x`: the group or dial that an override is about."""
+    """The group or dial that an override changes: `data` for `+data.path=x`."""
     return word.partition("=")[0].lstrip("+~").partition(".")[0]
 
 
 def _word_errors(word: str, options: dict[str, list[str]], *, sweep: bool) -> Iterator[ConfigError]:
     try:
         override = OverridesParser.create().parse_override(word)
-    except (HydraException, ValueError, RecursionError):  # ValueError: a number of more digits than Python reads
+    except (HydraException, ValueError, RecursionError):  # ValueError: a number with more digits than Python reads
         yield _unreadable_word(word, options)
         return
     key = override.key_or_group
     empty = key in FOLDERS and not override.is_sweep_override() and not str(override.value() or "").strip()
-    if empty:  # Hydra would write to it before any check
+    if empty:  # Hydra would write to this folder before any check
         yield EMPTY_OUTPUT if key == "output_dir" else _empty_folder(key)
         return
     if override.is_hydra_override() or override.is_delete():
@@ -95,14 +95,14 @@ def _word_errors(word: str, options: dict[str, list[str]], *, sweep: bool) -> It
 
 
 def _unreadable_word(word: str, options: Mapping[str, list[str]]) -> ConfigError:
-    """The error for what is no key=value, or whose value needs quotes."""
+    """The error for a word that is not key=value, or whose value needs quotes."""
     key, equals, value = word.partition("=")
     if not equals or key not in {*TYPES, *options}:
         return ConfigError(f"{word[:200]} is no setting", where=WHERE, do="stage=scan, or another key=value")
     if len(word) > LONGEST:
         do = _example(key, TYPES[key]) if key in TYPES else f"{key}={options[key][0]}"
         return ConfigError(f"{key} has a value of {len(value):,} characters", where=WHERE, do=do)
-    if value.startswith("~"):  # in quotes it would be a folder of that name
+    if value.startswith("~"):  # the shell does not expand it inside quotes
         value = str(expand_user(value))
     escaped = value.replace("\\'", "'").replace("'", "\\'")
     return ConfigError(
@@ -113,21 +113,21 @@ def _unreadable_word(word: str, options: Mapping[str, list[str]]) -> ConfigError
 
 
 def _empty_folder(key: str) -> ConfigError:
-    """The error for an empty folder of Hydra's own settings."""
+    """The error for an empty folder in Hydra's own settings."""
     return ConfigError(
         f"{key} is empty: is a variable of the shell not set?", where=WHERE, do=f"{key}=outputs/runs/now"
     )
 
 
 def _option_errors(key: str, value: object, known: list[str]) -> Iterator[ConfigError]:
-    """Options asked of a group that it does not have; of overlays there may be several, or none."""
+    """Errors for options that the group does not have; overlays also accept null."""
     for option in value if isinstance(value, list) else [value]:
         if option not in known and not (option is None and key in OVERLAYS):
             yield unknown_choice(key, option, known)
 
 
 def _accepts(key: str, kind: Any, value: object) -> bool:  # noqa: ANN401 - an annotation
-    """Whether the schema takes the value; of what OmegaConf converts, not a number for a truth or a text for a list."""
+    """Whether the schema accepts the value; numbers other than 0 and 1 for bool and text for lists are refused."""
     if kind is bool and isinstance(value, int | float) and value not in {0, 1}:
         return False
     if list in {get_origin(part) for part in (kind, *get_args(kind))} and isinstance(value, str) and "${" not in value:
@@ -143,7 +143,7 @@ def _accepts(key: str, kind: Any, value: object) -> bool:  # noqa: ANN401 - an a
 
 
 def _unknown_key(word: str, options: Mapping[str, list[str]]) -> ConfigError:
-    """The error for a setting that does not exist, with the closest one that does."""
+    """The error for a setting that does not exist, with the closest existing one as the remedy."""
     key, _equals, value = word.lstrip("+").partition("=")
     known = [*TYPES, *options]
     by_last_word = {name.rpartition(".")[2]: name for name in known}
@@ -164,26 +164,26 @@ def _find_types(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 TYPES: Mapping[str, Any] = dict(_find_types(Settings))
-_TRIED = OmegaConf.structured(Settings)  # takes a value of the right type; nobody reads what it holds
+_TRIED = OmegaConf.structured(Settings)  # values are assigned here to test their type, and never read
 _ITEM = re.compile(r"(.+)\.\d+\.(\w+)")  # data.sources.0.share: a setting of an item of a list
 
 
 def find_type(key: str) -> Any:  # noqa: ANN401 - an annotation
-    """The annotation of a setting, of an item in a list as well; None: there is none."""
+    """The annotation of a setting, also of one inside a list item; None: no such setting."""
     if (item := _ITEM.fullmatch(key)) and get_origin(kind := TYPES.get(item[1])) is list:
         return get_type_hints(get_args(kind)[0]).get(item[2])
     return TYPES.get(key)
 
 
 def _in_words(kind: Any) -> str:  # noqa: ANN401 - an annotation
-    """A type as people say it."""
+    """A type's name in messages."""
     if get_origin(kind) is list:
         return f"a list of {ONE[get_args(kind)[0]][0].partition(' ')[2]}s"
     return " or ".join(ONE[part][0] if part in ONE else _in_words(part) for part in get_args(kind) or (kind,))
 
 
 def _example(key: str, kind: Any) -> str:  # noqa: ANN401 - an annotation
-    """A value that would do, to paste."""
+    """The setting with an example of a valid value, ready to paste."""
     if get_origin(kind) is list:
         return f"{key}=[{ONE[get_args(kind)[0]][1]}]"
     return f"{key}={ONE[kind][1]}" if kind in ONE else _example(key, get_args(kind)[0])

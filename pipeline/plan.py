@@ -1,4 +1,4 @@
-"""Which stages have to run: those asked for and not yet published, and what they start from."""
+"""Plans a run: which stages have to run, and which published results they use."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -23,9 +23,9 @@ from stages.text.cache_key import data_cache_key
 from stages.text.config import calibration_only, sampled
 from stages.text.hub import require_hub
 
-# What a manifest says of pictures; it is no part of the fingerprint.
+# Key of the recipe for settings of pictures; they are not in the fingerprint.
 DRAWN = "drawn"
-# Nodes that point outside the repository: what they point at counts too, not only their words.
+# Nodes that name files or datasets, whose content enters the recipe as well.
 IDENTIFIED = ("model", "data")
 
 
@@ -36,10 +36,9 @@ def make_recipe(
     parents: Mapping[str, str],
     unread: Unread = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Everything that decides the result of a stage, as plain JSON.
+    """All inputs that affect the result of a stage, as JSON values.
 
-    From the nodes that it looks at, without what is `unread`; the identities, that is the content, of `model` and
-    `data`; and the fingerprints of the stages it starts from.
+    `identities` are cache keys of the content of model and data, `parents` fingerprints; `unread` is left out.
     """
     looked_at = [name for name in stage.nodes if name not in stage.unread]
     return {
@@ -52,9 +51,9 @@ def make_recipe(
 
 
 def plain_settings(node: object, unread: Collection[str] = ()) -> object:
-    """A node as JSON values, without what is unread and the fields marked `metadata={"fingerprint": False}`.
+    """A node as JSON values, without unread settings and fields with `metadata={"fingerprint": False}`.
 
-    Such a field changes where, how fast or how safely a stage works, never what comes out.
+    Such a field changes where, how fast or how safely a stage runs, never its result.
     """
     if isinstance(node, list):
         return [plain_settings(item) for item in node]
@@ -71,31 +70,31 @@ def fingerprint(recipe: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Step:
-    """One stage under one fingerprint."""
+    """One stage with one fingerprint."""
 
     stage: Stage
     fingerprint: str
     recipe: Mapping[str, Any]
-    folder: Path  # where its result is, or will be, published
-    inputs: Mapping[str, object]  # the keyword arguments of its run
-    parents: Mapping[str, Path]
+    folder: Path  # of its published result, which may not exist yet
+    inputs: Mapping[str, object]  # keyword arguments of its run
+    parents: Mapping[str, Path]  # stage → folder
     expected_bytes: int
     due: bool = False  # has to run
-    fresh: bool = False  # runs although its result may be there
+    fresh: bool = False  # runs even if its result exists
 
 
 def make_plan(checked: Checked) -> list[Step]:
-    """Steps for the asked stages and all that those use, in the order of the chain.
+    """Steps for the requested stages and the stages they use, in the order of the chain.
 
     Raises:
-        ConfigError: the disk has no room for what the due steps will publish, or the device is not here.
+        ConfigError: the disk has no room for the results of the due steps, or the device does not exist.
         DataError: a due step reads text from a hub that does not answer.
     """
     settings = checked.settings
     chain, asked = with_ancestors(settings.stage, checked.uses), asked_stages(settings.stage, checked.uses)
     wanted = {stage.name for stage in asked}
     fresh = {stage.name for stage in asked if settings.fresh or not stage.kept}
-    # To hash a large model takes a while: what is due under any fingerprint is looked at first.
+    # Hashing a large model takes long, so stages that are due with any fingerprint are checked before.
     published = {stage.name for stage in chain if has_results(stage, settings)} - fresh
     surely_due = select_stages(wanted, published, chain)[1]
     require_means(checked, surely_due)
@@ -109,7 +108,7 @@ def make_plan(checked: Checked) -> list[Step]:
 
 
 def make_steps(checked: Checked) -> dict[str, Step]:
-    """A step for each asked stage and each of their ancestors, in the order of the chain."""
+    """Stage → step, for the requested stages and all their ancestors, in the order of the chain."""
     settings, shape = checked.settings, checked.shape
     nodes = {**vars(settings), "shape": shape}
     if shape is not None and shape.pooled:
@@ -117,10 +116,10 @@ def make_steps(checked: Checked) -> dict[str, Step]:
     output_dir = Path(settings.output_dir).absolute()
     hash_of = FileHashes(hashes_file(output_dir))
     identities = {"model": source_cache_key(settings.model, hash_of), "data": data_cache_key(settings.data, hash_of)}
-    undrawn = replace(settings, cluster=replace(settings.cluster, map="none"))  # no stage reads the map
+    undrawn = replace(settings, cluster=replace(settings.cluster, map="none"))  # the map affects no result
     unread = find_unread(undrawn, shape, checked.request.width)
     counted = nodes | {"cluster": undrawn.cluster}
-    sample = sampled(settings.data)  # one object: the stages of a run tokenize it once
+    sample = sampled(settings.data)  # one object for all stages, so that its text is tokenized once
     steps: dict[str, Step] = {}
     for stage in with_ancestors(settings.stage, checked.uses):
         parents = {name: steps[name].fingerprint for name in stage.parents}
@@ -143,19 +142,16 @@ def make_steps(checked: Checked) -> dict[str, Step]:
 
 
 def lacks_pictures(step: Step) -> bool:
-    """Whether the result is there with other pictures than those asked for: it is computed again, nothing below it."""
+    """Whether the result exists, but with other pictures than requested; then only this stage runs again."""
     if DRAWN not in step.recipe or not is_complete(step.folder):
         return False
-    with suppress(ContractError):  # said before the result is used
+    with suppress(ContractError):  # reported when the result is verified
         return bool(Manifest.read(step.folder, remedy="").recipe.get(DRAWN) != step.recipe[DRAWN])
     return False
 
 
 def select_stages(asked: set[str], complete: set[str], stages: Sequence[Stage] = CHAIN) -> tuple[set[str], set[str]]:
-    """Which stages are used, and which of them are due.
-
-    Used are the asked stages and the parents of due ones; due are the used ones that are not complete.
-    """
+    """The used stages (requested ones and parents of due ones), and the due stages (used ones without a result)."""
     used, due = set(asked), set()
     for stage in reversed(stages):
         if stage.name in used and stage.name not in complete:
@@ -165,13 +161,13 @@ def select_stages(asked: set[str], complete: set[str], stages: Sequence[Stage] =
 
 
 def has_results(stage: Stage, settings: Settings) -> bool:
-    """Whether a result of this stage and model is published, under any fingerprint."""
+    """Whether a result of this stage and model is published, with any fingerprint."""
     folder = artifact_folder(Path(settings.output_dir), settings.model.label, stage.name, "")
     return any(folder.glob(f"[!.]*/{MANIFEST}"))
 
 
 def require_means(checked: Checked, due: Collection[str]) -> None:
-    """Raises ConfigError or DataError: the room, the device or the hub that due stages need is not there."""
+    """Raises ConfigError or DataError: due stages lack disk space, their device or the hub."""
     settings, stages = checked.settings, [stage for stage in CHAIN if stage.name in due]
     require_room(
         {stage.name: expected_bytes(stage.name, checked.source, checked.shape, settings.assemble) for stage in stages},
@@ -185,26 +181,26 @@ def require_means(checked: Checked, due: Collection[str]) -> None:
 
 
 def require_device(model: ModelConfig) -> None:
-    """Raises ConfigError: the device asked for is not here."""
+    """Raises ConfigError: this machine does not have the requested device."""
     if model.device not in {"auto", "cpu"}:
-        from models.loading import resolve_device  # noqa: PLC0415 - torch, which the others are checked without
+        from models.loading import resolve_device  # noqa: PLC0415 - loads torch
 
         resolve_device(model)
 
 
 def spilled_bytes(checked: Checked, due: Collection[str]) -> dict[str, int]:
-    """Hidden states that will be on disk while a due stage runs, by its name; those without any are left out."""
+    """Due stage → bytes of hidden states on disk while it runs; stages without any are left out."""
     known = [name for name in COSTS if name in due]
     sizes = sizes_of_run(checked, on_host=True) if known else None
     found = {name: COSTS[name](sizes, checked.settings).spilled for name in known if sizes}
     found = {name: size for name, size in found.items() if size}
-    return found if found and is_on_host(checked.settings) else {}  # asked last: it may load torch
+    return found if found and is_on_host(checked.settings) else {}  # is_on_host last, since it may load torch
 
 
 def require_room(
     expected: Mapping[str, int], output_dir: Path, spilled: Mapping[str, int] = MappingProxyType({})
 ) -> None:
-    """Raises ConfigError: more bytes will be written, or `spilled` by one stage at a time, than are free."""
+    """Raises ConfigError: the expected results and the largest `spilled` need more bytes than are free."""
     written, most, free = sum(expected.values()), max(spilled.values(), default=0), free_bytes(output_dir)
     if written + most > free:
         what = f"about {in_mib(written + most)} will be written, {in_mib(free)} are free"

@@ -1,4 +1,4 @@
-"""One carve, from settings to a report."""
+"""Runs one carve: validates the settings, runs the due stages, writes the report."""
 
 import ctypes
 import gc
@@ -42,13 +42,13 @@ from stages.calibration.token_memory import free_memory
 log = logging.getLogger(__name__)
 
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-NEW_LINE = "\n" + " " * 11  # under the first word after a heading
+NEW_LINE = "\n" + " " * 11  # aligned with the first word after a heading
 CHECKPOINT_STAGES = ("assemble", "project", "train")
-# The packages whose code decides a result, beside this one.
+# The packages whose code affects results.
 FLOORS = tuple(Path(__file__).parents[1] / name for name in ("pipeline", "stages", "models", "instruments"))
 
-# After a stage that was asked for alone: what goes on from it, and the settings of those commands. A run ends for good
-# after an evaluation, and after a look into a model.
+# Stage → how to continue after a run of `stage=<that stage>`: a sentence, and the changed settings of each command.
+# evaluate, dump and diagnose have no next step.
 NEXT: dict[str, tuple[str, list[dict[str, str]]]] = {
     "scan": ("score ranks the neurons; project runs all that is missing up to the checkpoint to use",
              [{"stage": "score"}, {"stage": "project"}]),
@@ -65,14 +65,14 @@ NEXT: dict[str, tuple[str, list[dict[str, str]]]] = {
 
 
 def next_commands(stage: str, overrides: Sequence[str]) -> tuple[str, list[str]]:
-    """The words after a stage, and the commands: the typed settings again, with another stage."""
+    """The sentence on how to continue, and the commands: the typed settings with another stage."""
     words, changes = NEXT.get(stage, ("", []))
     kept = [word for word in overrides if word.partition("=")[0] != "fresh"]
     return words, [command_line(kept, **change) for change in changes]
 
 
 def written_files(folder: Path, manifest: Manifest) -> list[str]:
-    """The files of a published result with their sizes, the largest first; the manifest itself is not among them."""
+    """The largest files of a published result with their sizes; the manifest is not listed."""
     files = sorted(manifest.files.items(), key=lambda item: (-item[1].get("size", 0), item[0]))
     lines = [f"{folder / name} ({in_mib(facts.get('size', 0))})" for name, facts in files[:MOST_FILES]]
     left = len(files) - len(lines)
@@ -80,17 +80,17 @@ def written_files(folder: Path, manifest: Manifest) -> list[str]:
 
 
 def shown(path: Path) -> str:
-    """A path as short as it can be pasted in the working folder."""
+    """The path, relative to the working folder if it is inside it."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def start_measuring() -> None:
-    """Free the memory of earlier stages, and reset the peak.
+    """Free the memory of earlier stages and reset the peak.
 
-    Where the system cannot (macOS), the peak stays that of the whole process.
+    A system that cannot reset it (macOS) reports the peak of the whole process.
     """
     gc.collect()
-    with suppress(AttributeError):  # glibc keeps freed memory for itself until asked
+    with suppress(AttributeError):  # glibc returns freed memory to the system only on request
         ctypes.CDLL(None).malloc_trim(0)
     with suppress(OSError):
         CLEAR_REFS.write_text("5")
@@ -111,10 +111,7 @@ class Runner:
     def __init__(
         self, run_folder: RunFolder, overrides: Sequence[str], workers: Workers = ALONE, *, wait: bool = False
     ) -> None:
-        """`overrides` are the words of the command line, for remedies that can be pasted.
-
-        With `wait`, a result that another run is computing is waited for, and used.
-        """
+        """`overrides`: words of the command line, for remedies; `wait` for results that another run is computing."""
         self.run_folder = run_folder
         self.overrides = overrides
         self.workers = workers
@@ -122,10 +119,10 @@ class Runner:
         self.hash_of = FileHashes(hashes_file(run_folder.output_dir))
 
     def run(self, steps: Sequence[Step], *, alone: bool = False) -> None:
-        """Run what is due; keep the rest. At the end of a stage that was asked for `alone` say how to go on.
+        """Run the due steps and verify the others; `alone`: a single stage was requested, so log the next commands.
 
         Raises:
-            UserError: a stage failed, or its inputs are damaged. What was published before stays.
+            UserError: a stage failed, or its inputs are damaged. Results published before stay.
         """
         for step in steps:
             if not step.due:
@@ -147,13 +144,13 @@ class Runner:
         self.close(steps, alone=alone)
 
     def keep(self, step: Step) -> None:
-        """Say that a published result is used again, and clean up next to it."""
+        """Record that a published result is used again, and clean up after killed runs of its stage."""
         remove_leftovers(step.folder.parent)
         self.run_folder.record_stage(step.stage.name, step.fingerprint)
         log.info("%-9s kept from an earlier run: %s", step.stage.name, shown(step.folder))
 
     def run_step(self, step: Step) -> None:
-        """Run one stage in its staging and publish the result."""
+        """Run one stage in its staging folder and publish the result."""
         with open_staging(step.folder, fresh=step.fresh, wait=self.wait) as staging:
             kept = is_complete(step.folder) and not step.fresh  # published by another run since the plan was made
             if step.stage.shared:
@@ -176,7 +173,7 @@ class Runner:
         verify(folder, remedy=command_line(self.overrides, stage=stage, fresh="true"), hash_of=self.hash_of)
 
     def tell(self, step: Step, table: Table, seconds: float) -> None:
-        """Print the table of a stage, and add it to the report."""
+        """Log the table of a stage and add it to the report."""
         peak = peak_bytes()
         headline = f"{seconds:.1f} s, peak memory {in_mib(peak)}, {shown(step.folder)}"
         log.info("\n%s\n\n%-9s done in %s\n", render(table, "simple"), step.stage.name, headline)
@@ -184,7 +181,7 @@ class Runner:
         self.run_folder.record_stage(step.stage.name, step.fingerprint, seconds, peak)
 
     def close(self, steps: Sequence[Step], *, alone: bool) -> None:
-        """Repeat the table of a last stage that was kept, point at files, checkpoint, report and the next command."""
+        """Log the last stage's table if it was kept, then files, checkpoint, report and the next commands."""
         last = steps[-1]
         remedy = command_line(self.overrides, stage=last.stage.name, fresh="true")
         manifest = Manifest.read(last.folder, remedy=remedy)
@@ -208,14 +205,14 @@ class Runner:
             log.info("next       %s", NEW_LINE.join([words, *commands]))
 
     def leave_page(self, done: Sequence[Step]) -> None:
-        """Write the page of a run that ends early, about the stages it finished."""
+        """Write report.html for a run that ends early, about the stages it finished."""
         if done:
             self.run_folder.write_page(done[-1].folder)
 
 
 def run_stage(step: Step, job: Job, overrides: Sequence[str]) -> Table:
-    """Run one stage. Raises UserError: among others, memory did not suffice."""
-    from models.loading import explained_memory  # noqa: PLC0415 - torch, which the stage takes as well
+    """Run one stage. Raises UserError: the stage failed, or memory did not suffice."""
+    from models.loading import explained_memory  # noqa: PLC0415 - loads torch
 
     where = f"stage={step.stage.name}; plan=true shows what it needs, and settings that need less"
     with explained_memory(where, command_line(overrides, plan="true")):
@@ -223,7 +220,7 @@ def run_stage(step: Step, job: Job, overrides: Sequence[str]) -> Table:
 
 
 def run_shared_steps(steps: Sequence[Step], workers: Workers, overrides: Sequence[str]) -> None:
-    """Run this worker's share of every shared step that is due, when the leading process begins it.
+    """Run this worker's share of every due shared step, as soon as the leading worker begins the step.
 
     Raises:
         UserError: the stage failed, or another worker is gone.
@@ -233,14 +230,14 @@ def run_shared_steps(steps: Sequence[Step], workers: Workers, overrides: Sequenc
             continue
         require_parents(step, workers)
         scratch = StagingDir(step.folder).scratch
-        scratch.mkdir(parents=True, exist_ok=True)  # another machine's disk does not have it
+        scratch.mkdir(parents=True, exist_ok=True)  # missing on another machine's disk
         with TemporaryDirectory() as out:
             job = Job(step.parents, Path(out), scratch, step.fingerprint, workers, step.fresh)
             run_stage(step, job, overrides)
 
 
 def require_parents(step: Step, workers: Workers) -> None:
-    """Raises ConfigError: this worker does not see what the leading one has published, on a disk of its own perhaps."""
+    """Raises ConfigError: this worker does not find the leading worker's results, so its disk may be another one."""
     if missing := [folder for folder in step.parents.values() if not is_complete(folder)]:
         raise ConfigError(
             f"worker {workers.rank} does not find the results that stage={step.stage.name} starts from",
@@ -250,9 +247,9 @@ def require_parents(step: Step, workers: Workers) -> None:
 
 
 def carve(settings: Settings, folder: Path, overrides: Sequence[str], *, wait: bool = False) -> None:
-    """Validate everything, then run what is due, keeping the record in `folder`.
+    """Validate all settings, then run the due stages, with the record of the run in `folder`.
 
-    With `wait`, what another run is computing is waited for: the jobs of a sweep begin with the same stages.
+    With `wait`, wait for results that another run is computing: the jobs of a sweep begin with the same stages.
 
     Raises:
         UserError: the settings are wrong, or a stage failed.
@@ -272,20 +269,20 @@ def carve(settings: Settings, folder: Path, overrides: Sequence[str], *, wait: b
             run_folder = RunFolder(folder, settings, overrides)
             with run_folder.logging():
                 introduce(checked)
-                # Before the first stage starts; of the memory of a GPU nothing is known.
+                # The free memory of a GPU is not known here.
                 if any(step.due for step in steps) and is_on_host(checked.settings):
                     for warning in memory_warnings(checked, steps, free_memory()):
                         log.warning("%s\n", warning)
                 Runner(run_folder, overrides, workers, wait=wait).run(steps, alone=settings.stage != ALL)
-        except OSError as error:  # those of a stage are explained already
+        except OSError as error:  # from writing the record; errors of stages are already UserErrors
             raise explain_os_error(error, where="the record of the run", folder=folder) or error from error
 
 
 def agree_on_plan(steps: Sequence[Step], workers: Workers) -> list[Step]:
-    """The leading worker's plan, for all: another process may publish a result while the workers plan.
+    """Replace every worker's plan by the leading worker's: another process may publish a result during planning.
 
     Raises:
-        ConfigError: another worker runs other code, was started with other settings, or reads another model or text.
+        ConfigError: another worker runs different code, has different settings, or reads a different model or text.
     """
     code = hash_code() if workers.world > 1 else ""
     plan = [(step.stage.name, step.fingerprint, step.due) for step in steps]
@@ -309,7 +306,7 @@ def agree_on_plan(steps: Sequence[Step], workers: Workers) -> list[Step]:
 
 
 def hash_code() -> str:
-    """SHA-256 of the project's own source files, their names included."""
+    """SHA-256 of the project's source files and their names."""
     digest = hashlib.sha256()
     for file in sorted(file for floor in FLOORS for file in floor.rglob("*") if file.suffix in {".py", ".lua"}):
         digest.update(f"{file.relative_to(FLOORS[0].parent)}\0{file.stat().st_size}\0".encode())
@@ -318,7 +315,7 @@ def hash_code() -> str:
 
 
 def introduce(checked: Checked) -> None:
-    """Log the source, the shape and its costs, and warn of a poor shape."""
+    """Log the source, the shape and its costs, and warn of the shape's weaknesses."""
     shape, request = checked.shape, checked.request
     source = f"{checked.settings.model.label}: {request.layers} layers of {request.width} neurons"
     if shape is None:

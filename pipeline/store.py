@@ -1,4 +1,4 @@
-"""`python -m pipeline.store`: sums of a scan between Redis and files."""
+"""`python -m pipeline.store`: copies the sums of a scan between Redis and files."""
 
 import argparse
 import sys
@@ -13,32 +13,32 @@ from stages.accumulators.config import StoreConfig
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 1 the server or a file refuses, 2 the settings are wrong, 130 interrupted."""
+    """Exit code: 0 done, 1 the server or a file fails, 2 the settings are wrong, 130 interrupted."""
     wanted = _parser().parse_args(words)
     return exit_code(lambda: say(_run(wanted)))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m pipeline.store", description="Carry the sums of a scan between Redis and files."
+        prog="python -m pipeline.store", description="Copy the sums of a scan between Redis and files."
     )
     commands = parser.add_subparsers(dest="command", required=True)
     explanations = {
-        "export": "write the sums of a namespace to FILE, from which store=local goes on",
-        "import": "add FILE to a namespace, from which store=redis goes on",
+        "export": "write the sums of a namespace to FILE, for a scan with store=local to continue",
+        "import": "add FILE to a namespace, for a scan with store=redis to continue",
         "drop": "delete a namespace",
     }
     for name, explanation in explanations.items():
         command = commands.add_parser(name, help=explanation, description=explanation)
         if name != "drop":
             command.add_argument("file", type=Path, help="a .safetensors file")
-        command.add_argument("--namespace", required=True, help="what its keys begin with; may be empty")
-        command.add_argument("--url", help="redis://host:6379/0; without it TINY_ONN_REDIS_URL")
+        command.add_argument("--namespace", required=True, help="prefix of its keys; may be empty")
+        command.add_argument("--url", help="redis://host:6379/0; default: TINY_ONN_REDIS_URL in the environment")
     return parser
 
 
 def _run(wanted: argparse.Namespace) -> str:
-    """Do what was asked for; returns the text to print."""
+    """Run the command; returns the text to print."""
     if wanted.command == "export" and not wanted.file.absolute().parent.is_dir():
         what = f"there is no folder {wanted.file.absolute().parent}"
         raise ConfigError(what, where="command line", do="a FILE in a folder that exists")

@@ -1,4 +1,4 @@
-"""Every error in the settings, reported at once and before any weights are loaded."""
+"""Finds all errors in the settings before any weights are loaded, and reports them together."""
 
 import re
 import textwrap
@@ -34,7 +34,7 @@ DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 EMPTY_OUTPUT = ConfigError(
     "output_dir is empty: is a variable of the shell not set?", where="setting output_dir", do="output_dir=outputs"
 )
-# The most of a whole number that states none of its own, by the last word of its name: more is a slip of the finger.
+# Default maximum of an integer setting, by the last word of its name; a larger value is a typing error.
 MOST = {"steps": 10**6, "rounds": 1000, "tokens": 10**12}
 LIMITS = {"minimum": (lt, "at least"), "above": (le, "above"), "maximum": (gt, "at most")}
 
@@ -63,7 +63,7 @@ def field_errors(node: Any, prefix: str = "") -> Iterator[ConfigError]:  # noqa:
 
 
 def text_errors(settings: Settings) -> Iterator[ConfigError]:
-    """Texts that no file can be called: nothing can be asked of the disk about them."""
+    """Errors for texts that cannot be a file name; the system refuses to look them up."""
     for name, value, spec in find_fields(settings):
         for text in value if isinstance(value, list) else [value]:
             if not isinstance(text, str):
@@ -78,7 +78,7 @@ def text_errors(settings: Settings) -> Iterator[ConfigError]:
 
 
 def value_errors(name: str, value: Any, spec: Field[Any]) -> Iterator[ConfigError]:  # noqa: ANN401 - any value
-    """Errors of one value; numbers are finite, and whole ones fit in 64 bits."""
+    """Errors of one value; numbers must be finite, integers must fit in 64 bits."""
     choices = spec.metadata.get("choices", ())
     if choices and value not in choices:
         yield unknown_choice(name, value, choices, listed=callable(spec.default_factory))
@@ -97,7 +97,7 @@ def value_errors(name: str, value: Any, spec: Field[Any]) -> Iterator[ConfigErro
 
 
 def sound_value(spec: Field[Any]) -> str:
-    """The default of a setting, as it is pasted."""
+    """The default of a setting as command-line text."""
     if callable(spec.default_factory):
         return f"[{','.join(f'{item:g}' if isinstance(item, float) else str(item) for item in spec.default_factory())}]"
     if spec.default in (None, MISSING):
@@ -106,7 +106,7 @@ def sound_value(spec: Field[Any]) -> str:
 
 
 def unknown_choice(name: str, value: object, choices: Iterable[object], *, listed: bool = False) -> ConfigError:
-    """The error for a name outside a closed list, with the closest name as the remedy; `listed`: a list is wanted."""
+    """The error for a name outside the choices, with the closest one as the remedy; `listed`: the setting is a list."""
     known = [str(choice) for choice in choices]
     close = (get_close_matches(str(value), known, n=1, cutoff=0.4) or known)[0]
     do = f"{name}=[{close}]" if listed else f"{name}={close}"
@@ -126,20 +126,20 @@ class InvalidSettingsError(ConfigError):
 
 @dataclass(frozen=True)
 class Checked:
-    """Settings in which no fault was found."""
+    """Settings that passed validation."""
 
     settings: Settings
-    shape: MoEShape | None  # None when no asked stage depends on it
+    shape: MoEShape | None  # None if no requested stage depends on it
     source: Mapping[str, Any]  # its config.json
 
     @property
     def request(self) -> ShapeRequest:
-        """The shape as it was asked for."""
+        """The shape as requested."""
         return request_shape(self.settings, self.source)
 
     @property
     def uses(self) -> Uses:
-        """The results that the stages read of each other."""
+        """Which results of other stages the stages read."""
         return find_uses(self.settings, self.shape, self.request.width)
 
 
@@ -147,7 +147,7 @@ def validate(settings: Settings) -> Checked:
     """Check the settings against each other, the source model, the data and the disk.
 
     Raises:
-        InvalidSettingsError: with every error found.
+        InvalidSettingsError: with all errors found.
     """
     if errors := find_errors(settings):
         raise InvalidSettingsError(errors)
@@ -159,8 +159,8 @@ def validate(settings: Settings) -> Checked:
 def find_errors(settings: Settings, doubtful: Set[str] = frozenset()) -> list[UserError]:
     """Every error in the settings.
 
-    `doubtful` are the first words of settings that could not be read and are still at their defaults. Checks that
-    depend on them are left out, since their errors would be about defaults that the user did not choose.
+    `doubtful`: groups and dials whose words could not be read, so that they keep their defaults. Checks that depend on
+    them are left out: their errors would concern values that the user did not choose.
     """
     if unusable := [*text_errors(settings)]:
         return [*unusable]
@@ -217,7 +217,7 @@ def _raised_by(check: Callable[[], object]) -> list[UserError]:
 
 
 def _name_errors(model: ModelConfig) -> Iterator[ConfigError]:
-    """A label that is no plain folder name, and an unknown device."""
+    """Errors: a label that is no plain folder name, an unknown device."""
     label = model.label
     if not LABEL.fullmatch(label):
         shown = textwrap.shorten(label if label.isprintable() else repr(label), 100, placeholder=" ...")
@@ -230,7 +230,7 @@ def _name_errors(model: ModelConfig) -> Iterator[ConfigError]:
 
 
 def _output_errors(output_dir: str) -> Iterator[ConfigError]:
-    """A place where nothing can be written."""
+    """Errors: an output folder that is empty, begins with ~, or cannot be written to."""
     if not output_dir.strip():
         yield EMPTY_OUTPUT
         return
@@ -245,7 +245,7 @@ def _output_errors(output_dir: str) -> Iterator[ConfigError]:
         fault = f"{place} is a file, not a folder"
     else:
         try:
-            # Really writing tells more than the permission bits: root, read-only mounts, kernel file systems.
+            # Permission bits do not suffice: root, read-only mounts, kernel file systems.
             with TemporaryFile(dir=place):
                 pass
         except OSError as error:

@@ -1,4 +1,4 @@
-"""`python -m pipeline.report RUN_FOLDER|latest`: the page of a run that was made earlier."""
+"""`python -m pipeline.report RUN_FOLDER|latest`: writes report.html of an earlier run."""
 
 import argparse
 import sys
@@ -14,16 +14,16 @@ OUTPUTS = REPOSITORY / "outputs"
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 1 something cannot be read or written, 2 the command line is wrong, 130 interrupted."""
+    """Exit code: 0 done, 1 reading or writing failed, 2 the command line is wrong, 130 interrupted."""
     parser = argparse.ArgumentParser(prog="python -m pipeline.report", description="Write the report of a run.")
     parser.add_argument("run", type=Path, metavar="RUN_FOLDER|latest", help="a folder under outputs/runs, or latest")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where to; report.html in the run's folder")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="output file (default: report.html in the folder)")
     wanted = parser.parse_args(words)
     return exit_code(lambda: _write(wanted.run, wanted.out))
 
 
 def _write(run: Path, out: Path | None) -> None:
-    """Write the page. Raises UserError: what the command line names cannot be read or written."""
+    """Write the page. Raises UserError: the run cannot be read, or the file cannot be written."""
     folder = run if str(run) != "latest" or run.is_dir() else find_latest(OUTPUTS)
     if folder is None:
         raise ConfigError(f"no run is on record under {OUTPUTS}", where="command line", do="python -m pipeline")
@@ -34,7 +34,7 @@ def _write(run: Path, out: Path | None) -> None:
         raise ConfigError(f"there is no folder {out.parent}", where="--out", do=f"mkdir -p {out.parent}")
     if out.is_dir():
         raise ConfigError(f"{out} is a folder", where="--out", do="name a file")
-    from pipeline.report.page import find_source, write_page  # noqa: PLC0415 - loads matplotlib, which errors do without
+    from pipeline.report.page import find_source, write_page  # noqa: PLC0415 - loads matplotlib
 
     try:
         write_page(find_source(folder), out)

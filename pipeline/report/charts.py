@@ -1,6 +1,6 @@
-"""Charts of the report: SVG by matplotlib, inline, in colours of the page's style sheet; points say their values.
+"""Charts of the report: inline SVG by matplotlib, in colours of the page's style sheet, with values as tooltips.
 
-A chart is drawn for a width in CSS pixels (matplotlib's points: 72 a inch).
+Widths are in CSS pixels, drawn as matplotlib's points (72 per inch).
 """
 
 import re
@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 from pipeline.report.evaluations import Point
 from pipeline.report.words import Method, nats, percent
 
-NARROW, HALF, WIDE = 340, 440, 860  # a telephone, half of the page, all of it
+NARROW, HALF, WIDE = 340, 440, 860  # a phone, half of the page, the whole page
 LETTER = 6.8  # pixels of a letter, on average
-COLOURS = {  # name in the style sheet → on light and on dark paper
+COLOURS = {  # name in the style sheet → colour on a light and on a dark page
     "paper": ("#fcfcfb", "#15171b"), "card": ("#ffffff", "#1c1f24"), "ink": ("#1b1f24", "#e7e9ec"),
     "muted": ("#59636e", "#9ba5b0"), "rule": ("#e2e5e9", "#30353c"), "axis": ("#8b95a1", "#6b7580"),
     "moe": ("#0b5fb5", "#62b0ff"), "mask": ("#b84a0b", "#ff9d61"), "random": ("#6a717b", "#a7afb9"),
@@ -50,16 +50,16 @@ STYLE: dict[Any, Any] = {
 LOAD_BOUNDS = (0.25, 0.5, 0.75, 0.9, 1.1, 4 / 3, 2.0, 4.0)  # a load of 1 is an even share
 LOADS = ("none", "below ¼", "from ¼", "from ½", "from ¾", "from 0.9", "from 1.1", "from 1⅓", "from 2", "4 and more")
 BINS = 60
-SHOWN = (0.002, 0.998)  # quantiles of all scores between which the axis of ridges extends; the end bins hold the rest
+SHOWN = (0.002, 0.998)  # quantiles of all scores at the ends of the ridges' axis; the end bins hold the other scores
 
 Curves = Mapping[Method, Sequence[Point]]
-Line = Sequence[tuple[float, float, str]]  # x, y, words for the pointer
-Reference = tuple[float, str]  # y, its name
+Line = Sequence[tuple[float, float, str]]  # x, y, tooltip
+Reference = tuple[float, str]  # y, its label
 
 
 @rc_context(STYLE)
 def draw_bars(title: str, gaps: Sequence[tuple[Method, float]], width: int) -> Markup:
-    """Horizontal bars from zero, each with its name and its value."""
+    """Horizontal bars from zero with name and value."""
     room = min(max((LETTER * len(method.name) for method, _gap in gaps), default=0), 0.42 * width)
     axes = _axes(width, 30 * len(gaps) + 8, left=room + 10, right=10, top=4, bottom=4)
     names = ["\n".join(wrap(method.name, int(room / LETTER) + 1, max_lines=2, placeholder="…")) for method, _ in gaps]
@@ -84,7 +84,7 @@ def draw_bars(title: str, gaps: Sequence[tuple[Method, float]], width: int) -> M
 def draw_curves(
     title: str, y_name: str, curves: Curves, width: int, *, strays: Sequence[Point] = (), dense: bool = False
 ) -> Markup:
-    """A value against the share of active neurons, widest first; a whisker spans the seeds; strays are on no curve."""
+    """Curves over the share of active neurons, widest first; whiskers span the seeds; `strays` are single points."""
     aside, room = width > NARROW, 32 if width > NARROW else 42
     axes = _axes(width, 350 if aside else 300 + 18 * len(curves), right=260 if aside else 14,
                  bottom=46 if aside else 56 + 18 * len(curves))  # fmt: skip
@@ -119,7 +119,7 @@ def _describe(point: Point) -> str:
 def draw_lines(
     title: str, y_name: str, lines: Mapping[str, Line], *, x_name: str = "layer", reference: Reference | None = None
 ) -> Markup:
-    """One or two named lines of (x, y, hint); with a reference, the value to compare with, y is a share."""
+    """One or two named lines; with a `reference`, a horizontal line to compare with, y is a share from 0 to 1."""
     axes = _axes(HALF, 240)
     for (name, points), ink, weight in zip(lines.items(), ("moe", "mask"), (2.5, 1.5), strict=False):
         x, y = [point[0] for point in points], [point[1] for point in points]
@@ -145,7 +145,7 @@ def draw_lines(
 
 @rc_context(STYLE)
 def draw_loads(title: str, loads: Sequence[Sequence[float]], width: int) -> Markup:
-    """A row for each layer, its experts from the most to the least loaded in classes of load, with a legend."""
+    """A row for each layer with its experts from the most to the least loaded, coloured by class of load."""
     row, columns = 24 if len(loads) <= 12 else 14, 5 if width > NARROW else 3
     below = 40 + 18 * -(-len(LOADS) // columns)
     axes = _axes(width, row * len(loads) + below + 8, top=8, bottom=below)
@@ -175,17 +175,17 @@ def draw_loads(title: str, loads: Sequence[Sequence[float]], width: int) -> Mark
 
 
 def load_class(load: float) -> int:
-    """Place in LOADS: 0 no load at all, 5 about even, 9 four times the even share and more."""
+    """Index in LOADS: 0 no load, 5 about the even share, 9 at least four times the even share."""
     return int(np.digitize(load, LOAD_BOUNDS)) + 1 if load > 0 else 0
 
 
 @rc_context(STYLE)
 def draw_ridges(title: str, x_name: str, scores_LF: NDArray[np.float64], width: int) -> Markup:
-    """The distribution of every layer's scores on one axis, layer 0 on top: middle half as a line, median as a tick."""
+    """The distribution of each layer's scores, layer 0 on top; a line marks the middle half, a tick the median."""
     low, high = np.quantile(scores_LF, SHOWN)
     edges = np.linspace(low, high, BINS + 1) if high - low > 1e-9 else np.linspace(low - 0.5, low + 0.5, BINS + 1)
     counts_LB = [np.histogram(np.clip(row_F, edges[0], edges[-1]), edges)[0] for row_F in scores_LF]
-    heights_LB = np.array(counts_LB) * 2.1 / np.max(counts_LB)  # of the distance between rows
+    heights_LB = np.array(counts_LB) * 2.1 / np.max(counts_LB)  # in units of the distance between rows
     row = 46 if len(scores_LF) <= 6 else 30 if len(scores_LF) <= 12 else 17
     axes = _axes(width, row * (len(scores_LF) + 1.4) + 74)
     quartiles_L3 = np.quantile(scores_LF, (0.25, 0.5, 0.75), axis=1).T
@@ -203,7 +203,7 @@ def draw_ridges(title: str, x_name: str, scores_LF: NDArray[np.float64], width: 
 
 
 def _rows(layers: int) -> range:
-    """The layers that get a number: at most 16, evenly spaced."""
+    """The layers with a tick label: at most 16, evenly spaced."""
     return range(0, layers, -(-layers // 16))
 
 
@@ -222,30 +222,30 @@ def _axes(
 
 
 def _hint(artist: Artist, words: str) -> None:
-    """Show the words where the pointer rests on the artist; `_svg` makes a title of this group's name."""
+    """Give the artist a tooltip: `_svg` turns the name of its group into a title element."""
     artist.set_gid(f"hint {words.replace('-', '−')}")
 
 
 def _hint_at(axes: Axes, points: Line) -> None:
-    """Invisible targets for the pointer, larger than the points."""
+    """Tooltips on invisible markers that are larger than the points."""
     for x, y, words in points[:: len(points) // 400 + 1]:
         _hint(axes.plot([x], [y], "o", markersize=10, color=INK["card"], alpha=0)[0], words)
 
 
 def _svg(axes: Axes, title: str) -> Markup:
-    """The figure as an element to put into a page; `title` is read out where it cannot be seen."""
+    """The figure as an inline SVG element; `title` is the label for screen readers."""
     figure = axes.get_figure(root=True)
     assert figure is not None
     out = StringIO()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # of axes from a damaged file, near the largest float
+        warnings.simplefilter("ignore", RuntimeWarning)  # values near the largest float, from a damaged file
         figure.savefig(out, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     width, height = figure.get_size_inches() * 72
-    body = out.getvalue().partition("<defs>")[2].partition("</defs>")[2]  # after matplotlib's style for all elements
-    body = re.sub(r' clip-path="[^"]*"|<clipPath.*?</clipPath>', "", body, flags=re.DOTALL)  # all is inside
+    body = out.getvalue().partition("<defs>")[2].partition("</defs>")[2]  # without matplotlib's global style
+    body = re.sub(r' clip-path="[^"]*"|<clipPath.*?</clipPath>', "", body, flags=re.DOTALL)  # nothing needs clipping
     body = re.sub(r'<g id="hint ([^"]*)">', r"<g><title>\1</title>", body)
     body = re.sub(r'<g id="[^"]*"', "<g", body).replace("xlink:href", "href")
-    mark = sha256(body.encode()).hexdigest()[:8]  # one page holds many charts
+    mark = sha256(body.encode()).hexdigest()[:8]  # makes ids unique among the charts of a page
     body = re.sub(r'( id="|href="#)', rf"\g<1>mark-{mark}-", body)
     for name, colour in INK.items():
         body = body.replace(colour, f"var(--{name})")

@@ -1,4 +1,4 @@
-"""Published results, the chain each was made from, and which evaluations can be compared."""
+"""Reads published results with their ancestors, and finds comparable evaluations."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,11 +13,11 @@ from models.config import TOPOLOGIES, MoEShape
 from pipeline.artifacts import LARGEST, SHORT, UNREADABLE, Manifest, is_complete
 from pipeline.settings import STAGES
 
-TINY = 1e-6  # nats; a smaller gap is no denominator
+TINY = 1e-6  # nats; smaller gaps are not divided by
 REMEDY = "run the stage again, with fresh=true"
-# Settings that change no figure of an evaluation (pictures, speed), or that are compared separately.
+# Settings that change no number of an evaluation (pictures, speed), or that are compared separately.
 IRRELEVANT = ("cluster.map", "evaluate.", "store.", "seed", "shape.", "data.")
-# The source's place and name: its content is compared instead.
+# Location and name of the source; its content is compared instead.
 IRRELEVANT_OF_MODEL = tuple(f"model.{key}" for key in ("label", "path", "name", "revision", "experts", "n", "kind"))
 
 
@@ -27,8 +27,8 @@ class Published:
 
     folder: Path
     manifest: Manifest
-    stage: str  # that made it
-    settings: Mapping[str, Any]  # node → settings, as they entered the fingerprint
+    stage: str  # that computed it
+    settings: Mapping[str, Any]  # node → settings in the fingerprint
     parents: Mapping[str, str]  # stage → fingerprint
 
     @property
@@ -39,7 +39,7 @@ class Published:
 
 
 def read_published(folder: Path) -> Published:
-    """A published folder. Raises ContractError."""
+    """Read a published folder. Raises ContractError: the manifest is missing, damaged or of an unknown stage."""
     manifest = Manifest.read(folder, remedy=REMEDY)
     try:
         stage, settings, parents = (manifest.recipe[key] for key in ("stage", "settings", "parents"))
@@ -47,12 +47,12 @@ def read_published(folder: Path) -> Published:
             raise ValueError("unknown stages")
         return Published(folder, manifest, stage, {**settings}, parents)
     except UNREADABLE as error:
-        what = f"the manifest says nothing sound of how this was made: {error}"
+        what = f"the manifest has no valid stage, settings and parents: {error}"
         raise ContractError(what, where=str(folder), do=REMEDY) from error
 
 
 def read_chain(last: Published) -> dict[str, Published]:
-    """Stage → published result, for `last` and all its ancestors that still exist, in the order of the chain."""
+    """Stage → published result, for `last` and its ancestors that still exist, in the order of the chain."""
     found: dict[str, Published] = {}
     waiting = [last]
     while waiting:
@@ -67,29 +67,29 @@ def read_chain(last: Published) -> dict[str, Published]:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One published evaluation: `evaluation.json`, and the results it was made from."""
+    """One published evaluation: `evaluation.json`, and the results it depends on."""
 
     published: Published
     shape: MoEShape
     width: int
     seed: int
-    text: tuple[object, ...]  # the source and the held-out tokens: losses are comparable only where these are equal
+    text: tuple[object, ...]  # source and held-out tokens: losses are comparable only if these are equal
     models: Mapping[str, Mapping[str, float]]
     layers: Sequence[Mapping[str, Any]]
 
     @property
     def share(self) -> float:
-        """Part of the dense FFN's neurons that serve a token; above 1 where copies outnumber neurons."""
+        """Share of the dense FFN's neurons that serve a token; above 1 if experts copy neurons often enough."""
         return self.shape.active_share(self.width, len(self.layers))
 
     @cached_property
     def chain(self) -> Mapping[str, Published]:
-        """All results it was made from; it is the last."""
+        """Stage → result, for all results it depends on and itself, the last."""
         return read_chain(self.published)
 
     @cached_property
     def settings(self) -> Mapping[str, object]:
-        """The settings that decided the carve, without source, shape, seed and held-out text: dotted name → value."""
+        """Dotted name → value of the settings that affect the carve, without source, shape, seed and held-out text."""
         flat: dict[str, object] = {}
         for name, published in self.chain.items():
             flat |= _flatten(published.settings)
@@ -99,16 +99,16 @@ class Evaluation:
         return kept | {key: flat[key] for key in ("data.tokens",) if key in flat}
 
     def gap(self, name: str) -> float | None:
-        """Loss above the dense model's, nats per token; None where that model was not measured."""
+        """Loss above the dense model's, nats per token; None if the model was not measured."""
         return self.models[name]["gap"] if name in self.models else None
 
     def is_same_method(self, other: "Evaluation") -> bool:
-        """Whether the other is this carve at some width: the same settings, topology, number and size of experts."""
+        """Whether the other has equal settings, topology, number and width of experts; the active width may differ."""
         mine, theirs = ((shape.experts, shape.n, shape.topology) for shape in (self.shape, other.shape))
         return mine == theirs and self.settings == other.settings
 
     def find_comparable(self) -> list["Evaluation"]:
-        """Every readable evaluation of the same source on the same held-out text, this included, newest first."""
+        """All readable evaluations of the same source on the same held-out text, including this, newest first."""
         manifests = self.published.folder.parents[2].glob("*/evaluate/*/manifest.json")
         found = []
         for manifest in sorted(manifests, key=lambda path: (-path.stat().st_mtime_ns, path)):
@@ -127,7 +127,7 @@ def _flatten(node: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
 
 
 def read_evaluation(folder: Path) -> Evaluation:
-    """A published evaluation. Raises ContractError: damaged or of another version."""
+    """Read a published evaluation. Raises ContractError: damaged or of another version."""
     published = read_published(folder)
     path = folder / "evaluation.json"
     try:
@@ -157,7 +157,7 @@ def _read_layer(error: float, agreement: float, load: Sequence[float] = (), **mo
 
 
 def _describe_text(recipe: Mapping[str, Any], heldout_tokens: object) -> tuple[object, ...]:
-    elsewhere = {"tokens", "path", "heldout_path"}  # calibration only, or compared by content
+    elsewhere = {"tokens", "path", "heldout_path"}  # affect calibration only, or are compared by content
     data = {key: value for key, value in recipe["settings"]["data"].items() if key not in elsewhere}
     source, texts = dict(recipe["identity"]["model"]), dict(recipe["identity"]["data"])
     if "heldout_files" in texts:
@@ -167,24 +167,24 @@ def _describe_text(recipe: Mapping[str, Any], heldout_tokens: object) -> tuple[o
 
 @dataclass(frozen=True)
 class Point:
-    """A gap at one active width: the mean over `count` seeds, the lowest and the highest."""
+    """A gap at one active width: mean, lowest and highest over `count` seeds."""
 
-    x: float
+    x: float  # active share
     mean: float
     low: float
     high: float
     count: int = 1
 
     def __truediv__(self, by: float) -> "Point":
-        """The point as parts of another gap."""
+        """The point as a share of another gap."""
         return Point(self.x, self.mean / by, self.low / by, self.high / by, self.count)
 
 
-Group = Sequence[Evaluation]  # that differ in nothing but the seed
+Group = Sequence[Evaluation]  # that differ only in the seed
 
 
 def point_of(group: Group, name: str) -> Point | None:
-    """The gap of a model over the seeds; None where it was not measured."""
+    """The gap of a model over the seeds; None if it was not measured."""
     gaps = [gap for member in group if (gap := member.gap(name)) is not None]
     return Point(group[0].share, sum(gaps) / len(gaps), min(gaps), max(gaps), len(gaps)) if gaps else None
 
@@ -195,7 +195,7 @@ def seeds_of(group: Group) -> list[int]:
 
 
 def group_by_seed(evaluations: Iterable[Evaluation]) -> list[list[Evaluation]]:
-    """Groups, from the widest carve to the narrowest; of several evaluations with the same seed the first counts."""
+    """Groups from the widest carve to the narrowest; of several evaluations with the same seed, the first is used."""
     groups: list[list[Evaluation]] = []
     for found in evaluations:
         same = [group for group in groups if (group[0].shape, group[0].settings) == (found.shape, found.settings)]
@@ -207,7 +207,7 @@ def group_by_seed(evaluations: Iterable[Evaluation]) -> list[list[Evaluation]]:
 
 
 def curves_of(groups: Sequence[Group], names: Sequence[str], reference: str = "") -> dict[str, list[Point]]:
-    """Model → its gap at every width, widest first; with a `reference`, as parts of that model's gap at that width."""
+    """Model → its gap at every width, widest first; with a `reference`, divided by that model's gap at that width."""
     curves: dict[str, list[Point]] = {}
     for name in [name for name in names if name != "dense"]:
         for group in groups:

@@ -1,4 +1,4 @@
-"""The page of a run: one file without scripts that asks nothing of any network."""
+"""The page of a run: one HTML file without scripts and without network access."""
 
 import time
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class Source:
 
 
 def write_page(source: Source, out: Path) -> Path:
-    """Write the page of a run. Raises ContractError: the last stage's result cannot be read; and OSError."""
+    """Write the page of a run. Raises ContractError: the last stage's result cannot be read; OSError: no writing."""
     page = draw_page(source)
     with whole_file(out) as unfinished:
         unfinished.write_text(page, encoding="utf-8", errors="backslashreplace")
@@ -43,7 +43,7 @@ def write_page(source: Source, out: Path) -> Path:
 
 
 def draw_page(source: Source) -> str:
-    """The page; text from anywhere is escaped. Raises ContractError: the last stage's result cannot be read."""
+    """The page as HTML with all text escaped. Raises ContractError: the last stage's result cannot be read."""
     last = read_published(source.last)
     chain = read_chain(last)
     folder = FileSystemLoader(Path(__file__).parent)
@@ -81,13 +81,13 @@ def _judge(evaluation: Evaluation) -> dict[str, Any]:
 
 
 def _describe(last: Published) -> dict[str, Any]:
-    """The same parts for a run that ends before an evaluation."""
+    """The same parts for a run without an evaluation."""
     absent = dict.fromkeys(("verdict", "tiles", "quality", "widths", "layers"))
     return {**absent, "heading": last.stage, "found": sections.found(last)}
 
 
 def find_source(folder: Path) -> Source:
-    """Input of the page of a run. Raises UserError: its record or last result is missing, or no stage was finished."""
+    """Input of a run's page. Raises UserError: its record or last result is missing, or the run finished no stage."""
     folder = folder.resolve()
     run = read_run_record(folder)
     label, output_dir, config = _read_config(folder / "config.yaml")
@@ -109,7 +109,7 @@ def _read_config(path: Path) -> tuple[str, Path, str]:
 
 
 def _find_result(folder: Path, output_dir: Path, label: str, stage: StageRun) -> tuple[Path, Path]:
-    """Output folder and published folder: where the settings say, or around the run's folder if that was moved."""
+    """Output folder and published folder of a stage: as in the settings, or above the run's folder if it was moved."""
     for place in (output_dir, *folder.parents):
         found = artifact_folder(place, label, stage.stage, stage.fingerprint)
         if is_complete(found):

@@ -1,4 +1,4 @@
-"""The stages of a run, for programs to read: `stages.json` in its folder."""
+"""The stages of a run in machine-readable form: `stages.json` in the run folder."""
 
 import json
 import platform
@@ -17,7 +17,7 @@ PACKAGES = ("torch", "transformers", "safetensors", "numpy", "scikit-learn", "um
 
 @dataclass(frozen=True)
 class StageRun:
-    """One stage in one run; one that was kept from an earlier run has no figures."""
+    """One stage in one run; a stage kept from an earlier run has no figures."""
 
     stage: str
     fingerprint: str
@@ -35,17 +35,17 @@ class RunRecord:
 
     @classmethod
     def start(cls, overrides: Sequence[str]) -> "RunRecord":
-        """A run that has finished no stage."""
+        """The record of a run that has finished no stage yet."""
         return cls(list(overrides), installed_versions())
 
     def write(self, folder: Path) -> None:
-        """Write `stages.json`; a concurrent reader sees the old file or the new one, never a part."""
+        """Write `stages.json` atomically."""
         with whole_file(folder / FILE) as unfinished:
             unfinished.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
 
 def read_run_record(folder: Path) -> RunRecord:
-    """Read what `write` wrote. Raises ContractError: missing or damaged."""
+    """Read `stages.json`. Raises ContractError: missing or damaged."""
     try:
         values = json.loads((folder / FILE).read_text(encoding="utf-8"))
         stages = [_read_stage_run(**run) for run in values.pop("stages")]
@@ -74,7 +74,7 @@ def read_all_records(output_dir: Path) -> Iterator[RunRecord]:
 
 
 def find_latest(output_dir: Path) -> Path | None:
-    """The folder of the run that finished a stage last; None where no run has."""
+    """The folder of the run that finished a stage last; None if no run has."""
     newest = sorted(_records(output_dir), key=lambda path: path.stat().st_mtime_ns, reverse=True)
     return next((path.parent for path in newest if read_run_record(path.parent).stages), None)
 
@@ -84,7 +84,7 @@ def _records(output_dir: Path) -> list[Path]:
 
 
 def installed_versions() -> dict[str, str]:
-    """Python and the packages that decide results."""
+    """Versions of Python and the packages that affect results."""
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         try:

@@ -1,4 +1,4 @@
-"""Tables and charts of the page's sections, named as page.html.j2 reads them."""
+"""Tables and charts of the page's sections; page.html.j2 reads their keys."""
 
 import json
 from base64 import b64encode
@@ -21,14 +21,14 @@ from stages.artifacts.job import Table
 from stages.artifacts.tensor_file import unpack_tag
 
 Section = dict[str, Any]
-MASK, MOST = "static_mask", 1.6  # the reference of the second chart of widths, and where its axis ends
+MASK, MOST = "static_mask", 1.6  # reference and largest value of the second chart of widths
 Y_NAME = "loss gap, nats per token"
 MOST_OTHERS = MOST_FILES = 40
 LARGEST_PICTURE = 8 << 20  # bytes; a larger one would make the page unwieldy
 
 
 def quality(evaluation: Evaluation) -> Section:
-    """The table of evaluate, and its gaps as bars."""
+    """The table of evaluate, and the gaps as bars."""
     names, table = list(evaluation.models), evaluation.published.manifest.table
     gaps = [(method_of(name, names), evaluation.gap(name) or 0.0) for name in names if name != "dense"]
     gaps.sort(key=lambda bar: bar[1])
@@ -40,7 +40,7 @@ def quality(evaluation: Evaluation) -> Section:
 
 
 def widths(evaluation: Evaluation) -> Section:
-    """Curves over the active width of this carve, and other carves of the same source for comparison."""
+    """Curves of this carve over the active width, and other carves of the same source for comparison."""
     groups = group_by_seed([evaluation, *evaluation.find_comparable()])
     mine = [group for group in groups if evaluation.is_same_method(group[0])]
     others = [group for group in groups if group not in mine]
@@ -100,7 +100,7 @@ def _difference(settings: Mapping[str, object], wanted: Mapping[str, object]) ->
 
 
 def training(published: Published | None) -> Section | None:
-    """The gap over the dense model and the experts' load by tokens seen; None where there is no readable record."""
+    """Gap over the dense model and load of the experts by tokens seen; None without a readable record."""
     if published is None:
         return None
     keys = ["tokens", "loss", "heldout_loss", "load_max_over_mean", "dead_experts", "router_entropy", "gradient_norm"]
@@ -122,14 +122,14 @@ def training(published: Published | None) -> Section | None:
 
 
 def _over_tokens(lines: Sequence[Mapping[str, Any]], name: str, base: float = 0.0) -> list[tuple[float, float, str]]:
-    """Tokens seen, value above `base` and both in words, for every step whose record has both."""
+    """Tokens seen, value minus `base`, and both as text, for every step whose record has both."""
     tokens = {0: 0.0} | {line["step"]: float(line["tokens"]) for line in lines if "tokens" in line}
     found = [(tokens[line["step"]], line[name] - base) for line in lines if name in line and line["step"] in tokens]
     return [(x, float(y), f"{x:,.0f} tokens: {y:.4f}") for x, y in found]
 
 
 def layers(evaluation: Evaluation) -> Section | None:
-    """How closely each carved FFN follows the dense one, and how its router works."""
+    """Reconstruction error of each carved FFN, its router's agreement with the oracle, and the experts' load."""
     found, shape = evaluation.layers, evaluation.shape
     if not found:
         return None
@@ -152,13 +152,13 @@ def layers(evaluation: Evaluation) -> Section | None:
 
 
 def neurons(chain: Mapping[str, Published]) -> Section | None:
-    """How the neurons score, and the maps that the cluster stage drew of them."""
+    """Distributions of the neurons' scores, and the maps that stage cluster drew."""
     section: Section = {"maps": pictures(chain.get("cluster")), "scores": [], "name": ""}
     if "score" in chain:
         try:
             name, scores_LF = _read_scores(chain["score"].folder / "scores.safetensors")
         except (*UNREADABLE, SafetensorError):
-            pass  # removed, damaged or of another version: the page shows what is there
+            pass  # removed, damaged or of another version: the page leaves the scores out
         else:
             title, section["name"] = f"Distribution of {name} in every layer", name
             section["scores"] = _fitting(lambda width: draw_ridges(title, name, scores_LF, width))
@@ -166,7 +166,7 @@ def neurons(chain: Mapping[str, Published]) -> Section | None:
 
 
 def _read_scores(path: Path) -> tuple[str, NDArray[np.float64]]:
-    """What was scored by, and (L, F) scores. Raises what reading damaged files does."""
+    """Name of the score, and (L, F) scores. Raises one of UNREADABLE or SafetensorError: the file is damaged."""
     with safe_open(path, framework="numpy") as file:
         name = str(unpack_tag(file.metadata())["plain"]["description"]).replace("s_p", "S_p")
         scores_LF: NDArray[np.float64] = file.get_tensor("chosen").astype(np.float64)
@@ -190,17 +190,17 @@ def pictures(published: Published | None) -> list[dict[str, str]]:
 
 @dataclass(frozen=True)
 class Cost:
-    """One stage; `here` where this run computed it, no figures where no run on record did."""
+    """Cost of one stage; None where no recorded run computed it."""
 
     stage: str
     tokens: int | None  # calibration tokens it may read
     seconds: float | None
     peak_bytes: int | None
-    here: bool
+    here: bool  # this run computed it
 
 
 def costs_of(chain: Mapping[str, Published], run: RunRecord, output_dir: Path) -> list[Cost]:
-    """The stages in the order of the chain; one that this run kept costs what it cost the run that computed it."""
+    """The stages in the order of the chain; a kept stage has the cost of the run that computed it."""
     records, costs = [run, *read_all_records(output_dir)], []
     for name, published in chain.items():
         address, tokens = published.manifest.fingerprint[:SHORT], published.tokens
@@ -228,7 +228,7 @@ def cost(costs: Sequence[Cost]) -> Section:
 
 
 def found(last: Published) -> Section:
-    """Results and files of a last stage that measured no carve."""
+    """Results and files of a last stage other than evaluate."""
     files = list(last.manifest.files.items())
     rows = [[name, size(facts.get("size"))] for name, facts in files[:MOST_FILES]]
     if len(files) > MOST_FILES:
@@ -236,7 +236,7 @@ def found(last: Published) -> Section:
     return {
         "stage": last.stage,
         "table": filled(last.manifest.table),
-        "pictures": [] if last.stage == "cluster" else pictures(last),  # the maps of cluster have their own section
+        "pictures": [] if last.stage == "cluster" else pictures(last),  # section neurons shows the maps of cluster
         "folder": str(last.folder),
         "count": len(files),
         "files": Table("", ["file", "size"], rows),
@@ -244,12 +244,12 @@ def found(last: Published) -> Section:
 
 
 def filled(table: Table) -> Table:
-    """A stage's table without the columns that no row fills."""
+    """A stage's table without empty columns."""
     places = [place for place in range(len(table.columns)) if any(row[place] != "" for row in table.rows)]
     rows = [[row[place] for place in places] for row in table.rows]
     return replace(table, columns=[table.columns[place] for place in places], rows=rows)
 
 
 def _fitting(draw: Callable[[int], Markup]) -> list[Markup]:
-    """The chart for a telephone and for wider pages; the style sheet shows one of them."""
+    """The chart for narrow and for wide pages; the style sheet shows one of them."""
     return [draw(NARROW), draw(WIDE)]

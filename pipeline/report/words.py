@@ -18,12 +18,12 @@ RIVALS = {
 
 @dataclass(frozen=True)
 class Method:
-    """How a model of an evaluation is named and drawn; `before` alignment its lines are dashed and its bars pale."""
+    """Name and drawing style of a model in an evaluation."""
 
     name: str
-    ink: str  # one of the colours of charts.py
+    ink: str  # a colour name of charts.py
     marker: str  # matplotlib's letter
-    before: bool = False
+    before: bool = False  # before alignment: dashed lines, pale bars
 
 
 KNOWN = {
@@ -42,7 +42,7 @@ ALIGNED = "_aligned"
 
 
 def method_of(name: str, names: Sequence[str]) -> Method:
-    """The looks of a model; an unknown one gets a colour of its own among `names`."""
+    """The style of a model; unknown models among `names` get three colours in turn."""
     if name in KNOWN:
         return KNOWN[name]
     base = name.removesuffix(ALIGNED)
@@ -53,12 +53,12 @@ def method_of(name: str, names: Sequence[str]) -> Method:
 
 
 def nats(value: float) -> str:
-    """A difference of losses: four decimals, always signed."""
+    """A difference of losses: four decimals, with sign."""
     return f"{value:+.4f}".replace("-", "−")
 
 
 def percent(share: float) -> str:
-    """Whole percents, one decimal below ten; the space does not break."""
+    """Percent with no decimals, below ten with one; the space does not break."""
     value = 100 * share
     return f"{value:.{0 if abs(value) >= 9.95 or not value else 1}f}\N{NO-BREAK SPACE}%".replace("-", "−")
 
@@ -80,7 +80,7 @@ def size(count: int | None) -> str:
 
 
 def plain(value: object) -> str:
-    """A cell of a table: whole numbers with separators, others with four digits."""
+    """A cell of a table: integers with separators, floats with four digits."""
     if isinstance(value, float):
         return f"{value:.4g}".replace("-", "−")
     if isinstance(value, int) and not isinstance(value, bool):
@@ -89,12 +89,12 @@ def plain(value: object) -> str:
 
 
 def without_secrets(words: str) -> str:
-    """The words with users and passwords of addresses left out."""
+    """The text without users and passwords of addresses."""
     return SECRET.sub("…@", words)
 
 
 def shape_words(shape: MoEShape) -> str:
-    """The carved shape in words."""
+    """The carved shape as text."""
     always = f" and {plain(shape.always_on)} always-on neurons" if shape.always_on else ""
     pooled = " in one pool for all layers" if shape.pooled else ""
     return f"{shape.experts} experts of {shape.n}{pooled}, {shape.top_k} per token{always}"
@@ -121,7 +121,7 @@ def _compare(gap: float, other: float, rival: str) -> str:
 
 
 def key_figures(evaluation: Evaluation) -> list[tuple[str, str]]:
-    """Figure and what it is, for the head of the page."""
+    """Figures and their explanations for the head of the page."""
     gap, mask = evaluation.gap("carved") or 0.0, evaluation.gap("static_mask")
     models, shape = evaluation.models, evaluation.shape
     figures = [

@@ -436,7 +436,7 @@ def test_the_stage_reads_the_same_environment(words, monkeypatch, tmp_path, caps
     link.unlink()
     link.mkdir()
     assert run_command([*words, "dump.keep=statistics"]) == INVALID
-    assert "is there already, and is no link that this run could replace" in capsys.readouterr().err
+    assert "exists already and is not a link, so this run cannot replace it" in capsys.readouterr().err
     monkeypatch.setenv("TENSOR_SAVE_ENABLED", "0")
     assert run_command(words) == INVALID
     said = capsys.readouterr().err

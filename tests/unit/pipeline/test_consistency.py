@@ -133,7 +133,7 @@ def test_all_that_is_wrong_with_a_pool_is_said_at_once(texts):
     words = ["top_k=17", "n=1025", "assemble.router=residual_ridge", "assemble.target=glm4_moe"]
     better = "experts=32 n=64 top_k=8 always_on=0 assemble.target=auto"
     assert texts(POOL, *words) == [
-        "assemble.router=residual_ridge does not ask what an expert does for the layer that borrows it\n"
+        "assemble.router=residual_ridge does not support a pool of experts\n"
         "  where: settings assemble.router and topology=global_pool\n"
         "  do:    assemble.router=error, or random",
         "top_k=17 is more than experts=16\n"
