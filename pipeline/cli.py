@@ -10,7 +10,7 @@ from time import sleep
 
 from instruments.errors import FAILED, INTERRUPTED, INVALID, ConfigError, UserError, printable
 from pipeline.overrides import first_word, hide_passwords, override_errors
-from pipeline.run import carve
+from pipeline.run import run_pipeline
 from pipeline.settings import compose, register_schema, run_hydra
 from pipeline.validate import InvalidSettingsError, find_errors
 from stages.artifacts.job import LostWorkerError, find_workers
@@ -80,11 +80,11 @@ def start(words: Sequence[str]) -> None:
         errors: list[UserError] = [error for found in faults.values() for error in found]
         if not flags:  # also report the errors of the other words
             sound, _folder = compose([word for word in words if word not in faults])
-            errors += find_errors(sound, doubtful={first_word(word) for word in faults})
+            errors += find_errors(sound, unreadable_groups={first_word(word) for word in faults})
         raise InvalidSettingsError(errors)
     if flags:
         # Hydra requires all settings next to each other.
         sys.argv[1:] = [*(word for word in words if word not in settings), *settings]
-        run_hydra(partial(carve, wait=True))
+        run_hydra(partial(run_pipeline, wait=True))
     else:
-        carve(*compose(words), words)
+        run_pipeline(*compose(words), words)

@@ -84,7 +84,7 @@ class Cost:
         pairs = {spec.name: (getattr(self, spec.name), getattr(other, spec.name)) for spec in fields(self)}
         return Cost(**{name: max(pair) if name in peaks else sum(pair) for name, pair in pairs.items()})
 
-    def beside(self, size: float) -> "Cost":
+    def add_memory(self, size: float) -> "Cost":
         """The same cost with `size` more bytes of tensors at its peak."""
         return replace(self, device=int(self.device + size))
 
@@ -178,7 +178,7 @@ def layer_pass(s: Sizes, tokens: float, width: int | None = None) -> Cost:
     work = (attend(s, tokens) + ffn(s, tokens, width or s.width)) * s.layers
     passed = work + Cost(tokens=int(tokens), read=s.parameters * s.stored, device=memory)
     kept = kept_bytes(s, tokens)
-    return passed + Cost(spilled=kept * s.processes) if kept > s.room else passed.beside(kept)
+    return passed + Cost(spilled=kept * s.processes) if kept > s.room else passed.add_memory(kept)
 
 
 def kept_bytes(s: Sizes, tokens: float) -> int:
@@ -208,7 +208,7 @@ def cluster(s: Sizes, settings: Settings) -> Cost:
     if config.method == "router_aware":
         each += ffn(s, few, s.width) + ridge(s, few, s.always_on, routed) + ridge(s, few, s.hidden, 0)
         each += Cost(products=2 * few * s.always_on * routed)
-        cost = cost.beside(4 * few * (3 * s.width + 2 * routed))
+        cost = cost.add_memory(4 * few * (3 * s.width + 2 * routed))
         round_ = Cost(products=4 * few * s.experts * (routed + s.hidden), touched=24 * few * s.experts)
         each += round_ * REGROUPINGS
     if config.method in {"router_aware", "balanced_kmeans"}:
@@ -271,7 +271,7 @@ def assemble(s: Sizes, settings: Settings) -> Cost:
         each += regression(s, few)
     if config.router == "error":
         each += descent(s, few, config.router_steps)
-    return (layer_pass(s, tokens) + each * s.layers).beside(12 * few * s.width) + checkpoint(s)
+    return (layer_pass(s, tokens) + each * s.layers).add_memory(12 * few * s.width) + checkpoint(s)
 
 
 def align(s: Sizes, tokens: float, penalties: float) -> Cost:
@@ -299,7 +299,7 @@ def project(s: Sizes, settings: Settings) -> Cost:
     config = settings.project
     tokens = with_vocabulary(calibration_tokens(settings, sampled=False), settings, s)
     seen = min(config.refit_tokens, tokens) if config.rounds else tokens
-    cost = layer_pass(s, tokens).beside(8 * min(config.refit_tokens, tokens) * s.hidden + 3 * s.layer_bytes)
+    cost = layer_pass(s, tokens).add_memory(8 * min(config.refit_tokens, tokens) * s.hidden + 3 * s.layer_bytes)
     if config.alignment == "ridge":
         each = align(s, seen, min(PENALTIES, len(config.penalties))) + ffn(s, tokens, s.active) * 2
         router = settings.assemble.router

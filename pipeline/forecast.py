@@ -160,22 +160,26 @@ def memory_warnings(checked: Checked, steps: Sequence[Step], free: int | None) -
         return []
     found = []
     for step in steps:
-        needed = needs(step, checked, steps)
+        needed = peak_bytes_of(step, checked, steps)
         if needed > free:
-            fitting = (words for words, other in smaller(step.stage.name, checked) if needs(step, other, steps) <= free)
+            fitting = (
+                words
+                for words, other in smaller_settings(step.stage.name, checked)
+                if peak_bytes_of(step, other, steps) <= free
+            )
             do = next(fitting, None) or f"a machine with {in_mib(needed)} of memory, or a smaller model"
             what = f"stage={step.stage.name} needs about {in_mib(needed)} of memory, {in_mib(free)} are free"
             found.append(f"{what}\n  do:    {do}")
     return found
 
 
-def needs(step: Step, checked: Checked, steps: Sequence[Step]) -> int:
+def peak_bytes_of(step: Step, checked: Checked, steps: Sequence[Step]) -> int:
     """Bytes of the process and its tensors at the stage's peak; 0 if unknown."""
     cost = costs_of(steps, checked).get(step.stage.name)
     return int(cost.host + cost.device) if cost else 0
 
 
-def smaller(stage: str, checked: Checked) -> Iterator[tuple[str, Checked]]:
+def smaller_settings(stage: str, checked: Checked) -> Iterator[tuple[str, Checked]]:
     """Settings that need less memory, as text and as settings, the smallest change first."""
     settings = checked.settings
     least = settings.data.max_length

@@ -18,7 +18,7 @@ def groups() -> dict[str, list[str]]:
     return {folder.name: sorted(option.stem for option in folder.glob("*.yaml")) for folder in folders}
 
 
-NEXT_LINE = "\n" + 14 * " "
+NEXT_LINE = "\n" + 15 * " "
 PAGE = """Carve a sparse Mixture-of-Experts out of a pretrained dense language model.
 
   python -m pipeline [setting=value ...]
@@ -75,7 +75,7 @@ def dial_lines() -> Iterator[str]:
             comment.append(line[2:])
         elif dial:
             name, default = dial.groups()
-            yield f"  {name:12}{NEXT_LINE.join(comment)} [{default}]"
+            yield f"  {name:13}{NEXT_LINE.join(comment)} [{default}]"
             comment = []
 
 

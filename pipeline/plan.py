@@ -26,26 +26,26 @@ from stages.text.hub import require_hub
 # Key of the recipe for settings of pictures; they are not in the fingerprint.
 DRAWN = "drawn"
 # Nodes that name files or datasets, whose content enters the recipe as well.
-IDENTIFIED = ("model", "data")
+NODES_WITH_CONTENT = ("model", "data")
 
 
 def make_recipe(
     stage: Stage,
     nodes: Mapping[str, object],
-    identities: Mapping[str, Mapping[str, Any]],
+    cache_keys: Mapping[str, Mapping[str, Any]],
     parents: Mapping[str, str],
     unread: Unread = MappingProxyType({}),
 ) -> dict[str, Any]:
     """All inputs that affect the result of a stage, as JSON values.
 
-    `identities` are cache keys of the content of model and data, `parents` fingerprints; `unread` is left out.
+    `cache_keys` are cache keys of the content of model and data, `parents` fingerprints; `unread` is left out.
     """
     looked_at = [name for name in stage.nodes if name not in stage.unread]
     return {
         "stage": stage.name,
         "version": stage.version,
         "settings": {name: plain_settings(nodes[name], unread.get(name, ())) for name in looked_at},
-        "identity": {name: dict(identities[name]) for name in looked_at if name in IDENTIFIED},
+        "identity": {name: dict(cache_keys[name]) for name in looked_at if name in NODES_WITH_CONTENT},
         "parents": {name: parents[name] for name in stage.parents},
     }
 
@@ -115,7 +115,7 @@ def make_steps(checked: Checked) -> dict[str, Step]:
         nodes["vocabulary"] = without_random_tokens()
     output_dir = Path(settings.output_dir).absolute()
     hash_of = FileHashes(hashes_file(output_dir))
-    identities = {"model": source_cache_key(settings.model, hash_of), "data": data_cache_key(settings.data, hash_of)}
+    cache_keys = {"model": source_cache_key(settings.model, hash_of), "data": data_cache_key(settings.data, hash_of)}
     undrawn = replace(settings, cluster=replace(settings.cluster, map="none"))  # the map affects no result
     unread = find_unread(undrawn, shape, checked.request.width)
     counted = nodes | {"cluster": undrawn.cluster}
@@ -125,7 +125,7 @@ def make_steps(checked: Checked) -> dict[str, Step]:
         parents = {name: steps[name].fingerprint for name in stage.parents}
         data = sample if stage.samples else settings.data
         read = data if stage.reads_heldout else calibration_only(data)
-        recipe = make_recipe(stage, counted | {"data": read}, identities, parents, unread)
+        recipe = make_recipe(stage, counted | {"data": read}, cache_keys, parents, unread)
         address = fingerprint(recipe)
         if stage.name == "cluster" and settings.cluster.map != "none":
             recipe[DRAWN] = {name: getattr(settings.cluster, name) for name in ("map", "map_layers", "features")}

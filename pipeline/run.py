@@ -45,7 +45,7 @@ STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 NEW_LINE = "\n" + " " * 11  # aligned with the first word after a heading
 CHECKPOINT_STAGES = ("assemble", "project", "train")
 # The packages whose code affects results.
-FLOORS = tuple(Path(__file__).parents[1] / name for name in ("pipeline", "stages", "models", "instruments"))
+SOURCE_PACKAGES = tuple(Path(__file__).parents[1] / name for name in ("pipeline", "stages", "models", "instruments"))
 
 # Stage → how to continue after a run of `stage=<that stage>`: a sentence, and the changed settings of each command.
 # evaluate, dump and diagnose have no next step.
@@ -166,13 +166,13 @@ class Runner:
             job = Job(step.parents, staging.out, staging.scratch, step.fingerprint, self.workers, step.fresh)
             table = run_stage(step, job, self.overrides)
             publish(staging, fingerprint=step.fingerprint, recipe=step.recipe, table=table)
-        self.tell(step, table, time.perf_counter() - start)
+        self.report_stage(step, table, time.perf_counter() - start)
 
     def verify(self, stage: str, folder: Path) -> None:
         """Check a kept result, or an input, against its manifest. Raises ContractError."""
         verify(folder, remedy=command_line(self.overrides, stage=stage, fresh="true"), hash_of=self.hash_of)
 
-    def tell(self, step: Step, table: Table, seconds: float) -> None:
+    def report_stage(self, step: Step, table: Table, seconds: float) -> None:
         """Log the table of a stage and add it to the report."""
         peak = peak_bytes()
         headline = f"{seconds:.1f} s, peak memory {in_mib(peak)}, {shown(step.folder)}"
@@ -246,7 +246,7 @@ def require_parents(step: Step, workers: Workers) -> None:
         )
 
 
-def carve(settings: Settings, folder: Path, overrides: Sequence[str], *, wait: bool = False) -> None:
+def run_pipeline(settings: Settings, folder: Path, overrides: Sequence[str], *, wait: bool = False) -> None:
     """Validate all settings, then run the due stages, with the record of the run in `folder`.
 
     With `wait`, wait for results that another run is computing: the jobs of a sweep begin with the same stages.
@@ -268,7 +268,7 @@ def carve(settings: Settings, folder: Path, overrides: Sequence[str], *, wait: b
         try:
             run_folder = RunFolder(folder, settings, overrides)
             with run_folder.logging():
-                introduce(checked)
+                log_shape(checked)
                 # The free memory of a GPU is not known here.
                 if any(step.due for step in steps) and is_on_host(checked.settings):
                     for warning in memory_warnings(checked, steps, free_memory()):
@@ -290,7 +290,7 @@ def agree_on_plan(steps: Sequence[Step], workers: Workers) -> list[Step]:
     if others := [rank for rank, theirs in enumerate(codes) if theirs != code]:
         raise ConfigError(
             f"workers {workers.rank} and {others[0]} run different code",
-            where=f"the checkout of this worker, {FLOORS[0].parent}, and that of worker {others[0]}",
+            where=f"the checkout of this worker, {SOURCE_PACKAGES[0].parent}, and that of worker {others[0]}",
             do="one checkout, or the same commit on every machine",
         )
     for rank, plan in enumerate(plans):
@@ -308,13 +308,15 @@ def agree_on_plan(steps: Sequence[Step], workers: Workers) -> list[Step]:
 def hash_code() -> str:
     """SHA-256 of the project's source files and their names."""
     digest = hashlib.sha256()
-    for file in sorted(file for floor in FLOORS for file in floor.rglob("*") if file.suffix in {".py", ".lua"}):
-        digest.update(f"{file.relative_to(FLOORS[0].parent)}\0{file.stat().st_size}\0".encode())
+    for file in sorted(
+        file for floor in SOURCE_PACKAGES for file in floor.rglob("*") if file.suffix in {".py", ".lua"}
+    ):
+        digest.update(f"{file.relative_to(SOURCE_PACKAGES[0].parent)}\0{file.stat().st_size}\0".encode())
         digest.update(file.read_bytes())
     return digest.hexdigest()
 
 
-def introduce(checked: Checked) -> None:
+def log_shape(checked: Checked) -> None:
     """Log the source, the shape and its costs, and warn of the shape's weaknesses."""
     shape, request = checked.shape, checked.request
     source = f"{checked.settings.model.label}: {request.layers} layers of {request.width} neurons"

@@ -35,7 +35,7 @@ EMPTY_OUTPUT = ConfigError(
     "output_dir is empty: is a variable of the shell not set?", where="setting output_dir", do="output_dir=outputs"
 )
 # Default maximum of an integer setting, by the last word of its name; a larger value is a typing error.
-MOST = {"steps": 10**6, "rounds": 1000, "tokens": 10**12}
+MAX_COUNTS = {"steps": 10**6, "rounds": 1000, "tokens": 10**12}
 LIMITS = {"minimum": (lt, "at least"), "above": (le, "above"), "maximum": (gt, "at most")}
 
 
@@ -56,7 +56,7 @@ def field_errors(node: Any, prefix: str = "") -> Iterator[ConfigError]:  # noqa:
     """Every setting, at any depth, that breaks the rule in its field's metadata."""
     for name, value, spec in find_fields(node, prefix):
         if value == [] and spec.metadata.get("nonempty"):
-            yield ConfigError(f"{name} is an empty list", where=f"setting {name}", do=f"{name}={sound_value(spec)}")
+            yield ConfigError(f"{name} is an empty list", where=f"setting {name}", do=f"{name}={default_text(spec)}")
         elif value is not None:
             for item in value if isinstance(value, list) else [value]:
                 yield from value_errors(name, item, spec)
@@ -73,7 +73,7 @@ def text_errors(settings: Settings) -> Iterator[ConfigError]:
                 yield ConfigError(
                     f"{name}={text[:60]!r} ... is no name: {len(text):,} characters, or characters that no name has",
                     where=f"setting {name}",
-                    do=f"{name}={sound_value(spec)}",
+                    do=f"{name}={default_text(spec)}",
                 )
 
 
@@ -88,15 +88,15 @@ def value_errors(name: str, value: Any, spec: Field[Any]) -> Iterator[ConfigErro
     elif isinstance(value, int) and abs(value) > LARGEST:
         faults.append(f"between -{LARGEST} and {LARGEST}")
     else:
-        most = MOST.get(spec.name.rpartition("_")[2]) if isinstance(value, int) else None
+        most = MAX_COUNTS.get(spec.name.rpartition("_")[2]) if isinstance(value, int) else None
         rules = {"maximum": most, **spec.metadata}
         bounds = {rule: rules[rule] for rule in LIMITS if rules.get(rule) is not None}
         faults += [f"{LIMITS[rule][1]} {bound}" for rule, bound in bounds.items() if LIMITS[rule][0](value, bound)]
     for fault in faults:
-        yield ConfigError(f"{name}={value} must be {fault}", where=f"setting {name}", do=f"{name}={sound_value(spec)}")
+        yield ConfigError(f"{name}={value} must be {fault}", where=f"setting {name}", do=f"{name}={default_text(spec)}")
 
 
-def sound_value(spec: Field[Any]) -> str:
+def default_text(spec: Field[Any]) -> str:
     """The default of a setting as command-line text."""
     if callable(spec.default_factory):
         return f"[{','.join(f'{item:g}' if isinstance(item, float) else str(item) for item in spec.default_factory())}]"
@@ -156,30 +156,30 @@ def validate(settings: Settings) -> Checked:
     return Checked(settings, resolve_shape(request, request.width) if carves(settings) else None, source)
 
 
-def find_errors(settings: Settings, doubtful: Set[str] = frozenset()) -> list[UserError]:
+def find_errors(settings: Settings, unreadable_groups: Set[str] = frozenset()) -> list[UserError]:
     """Every error in the settings.
 
-    `doubtful`: groups and dials whose words could not be read, so that they keep their defaults. Checks that depend on
-    them are left out: their errors would concern values that the user did not choose.
+    `unreadable_groups`: groups and dials whose words could not be read, so that they keep their defaults. Checks that
+    depend on them are left out: their errors would concern values that the user did not choose.
     """
     if unusable := [*text_errors(settings)]:
         return [*unusable]
     errors: list[UserError] = [*field_errors(settings), *_name_errors(settings.model)]
     errors += _output_errors(settings.output_dir)
-    sound = not errors and doubtful <= groups().keys() - {"model", "assemble", *OVERLAYS}
+    sound = not errors and unreadable_groups <= groups().keys() - {"model", "assemble", *OVERLAYS}
     errors += contradictions(settings)
-    if "data" not in doubtful:
+    if "data" not in unreadable_groups:
         stages = with_ancestors(settings.stage, find_uses(settings))
         errors += check_data(settings.data, heldout=any(stage.reads_heldout for stage in stages))
-    if "store" not in doubtful:
+    if "store" not in unreadable_groups:
         errors += _raised_by(lambda: check_store(settings.store))
-    source_faults = [] if "model" in doubtful else check_source(settings.model)
+    source_faults = [] if "model" in unreadable_groups else check_source(settings.model)
     errors += source_faults
-    if "model" in doubtful or source_faults:
+    if "model" in unreadable_groups or source_faults:
         warn_of_unread(settings)
         return errors
     source = read_source_config(settings.model)
-    if "data" not in doubtful:
+    if "data" not in unreadable_groups:
         errors += check_length(settings.data, source)
     errors += map_errors(settings, source)
     if sound and carves(settings):

@@ -54,7 +54,7 @@ def draw_page(source: Source) -> str:
     return environment.get_template("page.html.j2").render(
         colours=COLOURS,
         label=source.label,
-        **(_judge(read_evaluation(source.last)) if last.stage == "evaluate" else _describe(last)),
+        **(_evaluation_parts(read_evaluation(source.last)) if last.stage == "evaluate" else _describe(last)),
         training=sections.training(chain.get("train")),
         neurons=sections.neurons(chain),
         cost=sections.cost(sections.costs_of(chain, source.run, source.output_dir)),
@@ -67,7 +67,7 @@ def draw_page(source: Source) -> str:
     )
 
 
-def _judge(evaluation: Evaluation) -> dict[str, Any]:
+def _evaluation_parts(evaluation: Evaluation) -> dict[str, Any]:
     """The parts of a page that show an evaluation."""
     return {
         "heading": shape_words(evaluation.shape),

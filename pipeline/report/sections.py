@@ -21,7 +21,7 @@ from stages.artifacts.job import Table
 from stages.artifacts.tensor_file import unpack_tag
 
 Section = dict[str, Any]
-MASK, MOST = "static_mask", 1.6  # reference and largest value of the second chart of widths
+MASK, AXIS_LIMIT = "static_mask", 1.6  # reference and largest value of the second chart of widths
 Y_NAME = "loss gap, nats per token"
 MOST_OTHERS = MOST_FILES = 40
 LARGEST_PICTURE = 8 << 20  # bytes; a larger one would make the page unwieldy
@@ -48,7 +48,7 @@ def widths(evaluation: Evaluation) -> Section:
     strays = [point for group in others if (point := point_of(group, "carved"))]
     curves = {method_of(name, names): points for name, points in curves_of(mine, names).items()}
     compared = curves_of(mine, names, MASK) if len(mine) > 1 else {}
-    shown = {name: points for name, points in compared.items() if max(point.mean for point in points) <= MOST}
+    shown = {name: points for name, points in compared.items() if max(point.mean for point in points) <= AXIS_LIMIT}
     parts = {method_of(name, names): points for name, points in shown.items()}
     title = "Loss gap against the share of active FFN neurons, one curve per method"
     part_title = "Loss gap as a part of the static mask's, one curve per method"
@@ -56,7 +56,7 @@ def widths(evaluation: Evaluation) -> Section:
         "curves": _fitting(lambda width: draw_curves(title, Y_NAME, curves, width, strays=strays, dense=True)),
         "parts": parts
         and _fitting(lambda width: draw_curves(part_title, "gap ÷ gap of the static mask", parts, width)),
-        "most": MOST,
+        "most": AXIS_LIMIT,
         "widths": len(mine),
         "seeds": max(len(seeds_of(group)) for group in mine),
         "numbers": _numbers_of_widths(mine, names),

@@ -62,7 +62,7 @@ def test_wrong_command_lines(tmp_path, monkeypatch, count, caplog):
     place.mkdir()
     monkeypatch.chdir(place)
     monkeypatch.setattr(models.source, "hub_answers", lambda: False)
-    monkeypatch.setattr(pipeline.cli, "carve", lambda settings, _folder, _words: make_plan(validate(settings)))
+    monkeypatch.setattr(pipeline.cli, "run_pipeline", lambda settings, _folder, _words: make_plan(validate(settings)))
     kept = {}
     for _ in range(count):
         words = [*make_words(random), "output_dir=outputs"]

@@ -263,7 +263,7 @@ def test_a_kill_within_gradient_projection_costs_no_layer_and_changes_nothing(ou
         pytest.param("pipeline.run:publish", 1, id="before publishing"),
         pytest.param("pipeline.artifacts:sync_tree", 1, id="before the rename"),
         pytest.param("pathlib:Path.rename", 2, id="between the renames of a fresh result"),
-        pytest.param("pipeline.run:Runner.tell", 1, id="after publishing"),
+        pytest.param("pipeline.run:Runner.report_stage", 1, id="after publishing"),
     ],
 )
 def test_a_kill_while_publishing_leaves_all_or_nothing(outputs, words, moment, calls):

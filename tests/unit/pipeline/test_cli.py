@@ -136,7 +136,7 @@ def test_exit_codes(command, monkeypatch, raised, code):
         if raised:
             raise raised
 
-    monkeypatch.setattr(cli, "carve", carve)
+    monkeypatch.setattr(cli, "run_pipeline", carve)
     assert command()[0] == code
 
 

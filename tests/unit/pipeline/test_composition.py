@@ -18,7 +18,7 @@ def test_a_sweep_carves_every_combination(tmp_path, monkeypatch):
         assert wait  # for what another job of the sweep is computing
         carved.append((settings, folder, words))
 
-    monkeypatch.setattr(cli, "carve", carve)
+    monkeypatch.setattr(cli, "run_pipeline", carve)
     words = ["-m", "experts=2,4", "score=s_p,wanda", f"output_dir={tmp_path}"]
     monkeypatch.setattr(sys, "argv", ["pipeline", *words])
     assert cli.run_command(words) == 0

@@ -200,8 +200,8 @@ def test_sequences_fit_into_the_model(texts):
 
 def test_what_stands_at_its_default_for_a_slip_is_not_held_against_the_model(texts):
     words = ["data.max_length=1025", "cluster.map_layers=[4,-5]"]
-    assert texts(*words, doubtful={"data"}) == [NO_LAYER]
-    assert texts(*words, doubtful={"model"}) == []
+    assert texts(*words, unreadable_groups={"data"}) == [NO_LAYER]
+    assert texts(*words, unreadable_groups={"model"}) == []
 
 
 def test_all_of_it_is_told_at_once_with_a_shape_that_does_not_fit(texts):

@@ -20,9 +20,9 @@ class Outer:
     inner: Inner = field(default_factory=Inner)
 
 
-def recipe(stage="scan", *, parents=None, identities=IDENTITIES, unread=None, **changes):
+def recipe(stage="scan", *, parents=None, cache_keys=IDENTITIES, unread=None, **changes):
     nodes = {"model": Outer(), "data": 5, "store": 6, "scan": Inner(), "score": 7, "seed": 0} | changes
-    return make_recipe(STAGES[stage], nodes, identities, parents or {}, unread or {})
+    return make_recipe(STAGES[stage], nodes, cache_keys, parents or {}, unread or {})
 
 
 def test_a_recipe_names_everything_that_decides_the_result():
@@ -51,7 +51,7 @@ def test_only_what_the_stage_reads_enters():
 
 def test_a_changed_source_changes_the_fingerprint():
     changed = IDENTITIES | {"model": {"config": "decaf"}}
-    assert fingerprint(recipe()) != fingerprint(recipe(identities=changed))
+    assert fingerprint(recipe()) != fingerprint(recipe(cache_keys=changed))
 
 
 def test_parents_reach_down():

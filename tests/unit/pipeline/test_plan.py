@@ -11,7 +11,7 @@ import pytest
 from instruments.errors import ConfigError, DataError
 from pipeline.artifacts import open_staging, publish
 from pipeline.plan import make_plan, select_stages
-from pipeline.run import FLOORS, agree_on_plan, hash_code, require_parents
+from pipeline.run import SOURCE_PACKAGES, agree_on_plan, hash_code, require_parents
 from pipeline.settings import CHAIN, STAGES, Uses, asked_stages, compose, register_schema, with_ancestors
 from pipeline.validate import validate
 from stages.artifacts.job import Table, Workers
@@ -298,9 +298,9 @@ def test_workers_that_were_started_with_other_settings_are_refused(steps, monkey
 def test_workers_of_another_commit_are_refused(steps, monkeypatch, tmp_path):
     ours = list(steps().values())
     monkeypatch.setattr(Pair, "theirs", [(step.stage.name, step.fingerprint, step.due) for step in ours])
-    shutil.copytree(FLOORS[0], tmp_path / "pipeline", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(SOURCE_PACKAGES[0], tmp_path / "pipeline", ignore=shutil.ignore_patterns("__pycache__"))
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr("pipeline.run.FLOORS", (tmp_path / "pipeline",))
+        elsewhere.setattr("pipeline.run.SOURCE_PACKAGES", (tmp_path / "pipeline",))
         same = hash_code()
         (tmp_path / "pipeline" / "run.py").write_text("# another run\n")
         assert hash_code() != same

@@ -10,7 +10,7 @@ import pytest
 from instruments.errors import ConfigError
 from pipeline.overrides import first_word, override_errors
 from pipeline.settings import STAGES, compose, register_schema
-from pipeline.validate import MOST, field_errors, find_errors, find_fields, value_errors
+from pipeline.validate import MAX_COUNTS, field_errors, find_errors, find_fields, value_errors
 
 WRONG = [
     *(f"{name}={value}" for name in ("active", "project.beta", "train.router_rate") for value in ("nan", "inf")),
@@ -65,7 +65,7 @@ def find_faults(words):
     faults = override_errors(words, sweep=False)
     found = [error for errors in faults.values() for error in errors]
     settings, _folder = compose([word for word in words if word not in faults])
-    return [*found, *find_errors(settings, doubtful={first_word(word) for word in faults})]
+    return [*found, *find_errors(settings, unreadable_groups={first_word(word) for word in faults})]
 
 
 @pytest.mark.parametrize("typed", WRONG)
@@ -123,7 +123,7 @@ def test_a_rule_of_every_number_at_any_depth():
 
 
 def test_every_number_of_steps_rounds_and_tokens_has_a_maximum():
-    found = {name: spec for name, _value, spec in find_fields(compose([])[0]) if name.endswith(tuple(MOST))}
+    found = {name: spec for name, _value, spec in find_fields(compose([])[0]) if name.endswith(tuple(MAX_COUNTS))}
     assert len(found) > 20
     assert [name for name, spec in found.items() if not any(value_errors(name, 10**13, spec))] == []
 
