@@ -5,6 +5,7 @@ from dataclasses import fields, is_dataclass
 from functools import partial
 from random import Random
 
+import jaxtyping
 import pytest
 from fuzz.mutants import Trials
 
@@ -56,6 +57,15 @@ def test_keys_are_known():
     assert fields(Settings)
 
 
+@pytest.fixture
+def unchecked():
+    """Without type checks at run time, which only tests have: validation has to find the wrong types."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("count", COUNTS)
 def test_wrong_command_lines(tmp_path, monkeypatch, count, caplog):
     random, trials, place = Random(10), Trials(), tmp_path / "inner"
