@@ -1,4 +1,4 @@
-"""An output folder as runs leave it, made of what the report reads: manifests, evaluations, scores, a picture."""
+"""An output folder with the files that the report reads: manifests, evaluations, scores, a picture."""
 
 import json
 from hashlib import sha256
@@ -45,7 +45,7 @@ class Outputs:
         trained=False,
         **settings,
     ):
-        """Publish every stage of one carve; returns the folder of its evaluation."""
+        """Publish every stage of one carve; returns the evaluation's folder."""
         shape = {"experts": 5, "n": 8, "top_k": top_k, "always_on": always_on} | settings.pop("shape", {})
         nodes = {
             "model": {"label": label, "path": f"/models/{label}"},
@@ -73,7 +73,7 @@ class Outputs:
         return folder
 
     def fill(self, name, folder, shape, gaps, *, load):
-        """Write what the report reads of a stage; returns the names."""
+        """Write the files of a stage that the report reads; returns their names."""
         rng = np.random.default_rng(0)
         if name == "score":
             chosen_LF = torch.from_numpy(rng.normal(size=(LAYERS, WIDTH)).astype(np.float32))
@@ -108,7 +108,7 @@ class Outputs:
         return Table("evaluate", ["model", "loss gap (nats)", "tokens/s"], rows, ["290 held-out tokens"])
 
     def run(self, evaluation, *, name="2026-01-02", label="pico", overrides=("stage=all",), kept=("scan",)):
-        """A run's folder with its settings and stages.json, in which the stages `kept` were not computed."""
+        """A run's folder with settings and stages.json; the stages in `kept` were reused, not computed."""
         folder = self.folder / "runs" / name
         folder.mkdir(parents=True)
         config = {"model": {"label": label}, "output_dir": str(self.folder), "seed": 0}
@@ -121,7 +121,7 @@ class Outputs:
 
 
 def stage_runs(evaluation, kept):
-    """One record for each stage of the chain that ends in an evaluation."""
+    """One record for each stage of the chain of this evaluation."""
     from pipeline.report.evaluations import read_evaluation
     from pipeline.report.run_record import StageRun
 

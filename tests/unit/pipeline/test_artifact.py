@@ -1,4 +1,4 @@
-"""Damage to published results is found and named."""
+"""Damage to published results is detected and named."""
 
 import json
 
@@ -49,7 +49,7 @@ def manifest_of(folder):
 
 
 def test_no_changed_byte_of_a_manifest_goes_unnoticed(folder):
-    """But for the spaces between its words, which say nothing."""
+    """Except changes after which the JSON value is the same."""
     whole = manifest_of(folder).read_bytes()
     for position, byte in enumerate(whole):
         changed = bytearray(whole)

@@ -1,4 +1,4 @@
-"""The command as its user meets it: exit codes, whole messages, nothing left behind by a mistake."""
+"""The command as users meet it: exit codes, whole messages; a mistake writes nothing."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from pipeline.validate import InvalidSettingsError
 
 @pytest.fixture
 def command(tmp_path, monkeypatch, capsys):
-    """Run the command in an empty folder; gives the exit code and what stood on the error output."""
+    """Function that runs the command in an empty folder; returns the exit code and stderr."""
     monkeypatch.chdir(tmp_path)
 
     def run(*words):
@@ -111,7 +111,7 @@ def test_a_disk_too_small_for_the_checkpoints(command, monkeypatch):
 
 
 def test_a_disk_too_small_for_hidden_states(command, monkeypatch):
-    """Of 32,768 tokens with random ones, 256 numbers each, three times: 96 MiB."""
+    """32,768 tokens, random ones included, of 256 fp32 values, three times: 96 MiB."""
     monkeypatch.setattr("pipeline.plan.free_bytes", lambda folder: 90 * 2**20)
     monkeypatch.setattr("pipeline.run.Runner.run", lambda *_args, **_more: None)
     assert command("data.tokens=16384", "model.device=cpu")[0] == 0
@@ -141,7 +141,7 @@ def test_exit_codes(command, monkeypatch, raised, code):
 
 
 def test_a_fault_of_one_workers_machine_is_said_by_that_worker(command, monkeypatch):
-    """A package or a model that only its machine lacks: the leading worker has nothing to tell."""
+    """Only this worker's machine lacks a package or a model, so the leading worker has nothing to report."""
     slept = []
     monkeypatch.setattr(cli, "sleep", slept.append)
     monkeypatch.setattr(cli, "signal", lambda *_: None)

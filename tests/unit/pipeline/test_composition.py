@@ -1,4 +1,4 @@
-"""Hydra's own front and the files under conf/."""
+"""Sweeps by Hydra, and the files under conf/."""
 
 import logging
 import sys
@@ -15,14 +15,14 @@ def test_a_sweep_carves_every_combination(tmp_path, monkeypatch):
     carved = []
 
     def carve(settings, folder, words, *, wait):
-        assert wait  # for what another job of the sweep is computing
+        assert wait  # for another job of the sweep that computes the same result
         carved.append((settings, folder, words))
 
     monkeypatch.setattr(cli, "run_pipeline", carve)
     words = ["-m", "experts=2,4", "score=s_p,wanda", f"output_dir={tmp_path}"]
     monkeypatch.setattr(sys, "argv", ["pipeline", *words])
     assert cli.run_command(words) == 0
-    assert not logging.getLogger("stages.scan").disabled  # Hydra's own logging would silence the jobs
+    assert not logging.getLogger("stages.scan").disabled  # Hydra's own logging would disable the jobs' loggers
     assert [(settings.experts, settings.score.method) for settings, _, _ in carved] == [
         (2, "s_p"),
         (2, "wanda"),

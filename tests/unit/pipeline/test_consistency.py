@@ -1,4 +1,4 @@
-"""Settings that contradict each other, the source model, or the way the command was started."""
+"""Settings that contradict each other, the source model or the way the command was started."""
 
 from dataclasses import fields
 
@@ -13,7 +13,7 @@ from stages.calibration.config import ROUTERS
 
 @pytest.fixture
 def texts(tmp_path):
-    """The errors of a command line for the model in the repository, with 4 layers."""
+    """Function that returns the errors of a command line; the embedded model has 4 layers."""
     register_schema()
 
     def find(*words, **more):
@@ -25,7 +25,7 @@ def texts(tmp_path):
 
 @pytest.fixture
 def torchrun(monkeypatch):
-    """As torchrun starts its second worker of three."""
+    """The environment of the second of three workers under torchrun."""
     for name, value in {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost"}.items():
         monkeypatch.setenv(name, value)
 

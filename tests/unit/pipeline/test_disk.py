@@ -1,4 +1,4 @@
-"""A full or forbidding disk, in words."""
+"""Messages about a full disk and about denied access."""
 
 import errno
 import subprocess
@@ -29,7 +29,7 @@ CONFIG = {
     "dtype": "float32",
 }
 
-# A limit on the size of files is the one full disk that needs no root.
+# A limit on file sizes imitates a full disk and needs no root rights.
 FILL = """
 import resource, sys
 from pathlib import Path
@@ -120,7 +120,7 @@ def test_room_is_measured_where_the_folder_will_be(tmp_path):
 
 
 def test_a_full_disk_under_torch_save(tmp_path):
-    """Its writer raises a RuntimeError without a number."""
+    """torch.save raises a RuntimeError without an error number."""
     error = RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0")
     explained = explain_os_error(error, where="stage=train", folder=tmp_path)
     assert explained is not None

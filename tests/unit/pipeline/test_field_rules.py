@@ -1,4 +1,4 @@
-"""Rules beside a setting are enforced, all at once."""
+"""Rules in a setting's metadata are enforced; all errors are reported at once."""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,4 @@
-"""Hashes of large files are remembered, and no change is overlooked."""
+"""Hashes of large files are remembered until the file changes."""
 
 import os
 
@@ -18,7 +18,7 @@ def file(tmp_path, monkeypatch):
 
 @pytest.fixture
 def read(monkeypatch):
-    """The files whose bytes are read."""
+    """Names of the files that were hashed."""
     found = []
     monkeypatch.setattr("pipeline.artifacts.hash_file", lambda path: found.append(path.name) or hash_file(path))
     return found

@@ -1,4 +1,4 @@
-"""Fingerprints: equal exactly when the result would be."""
+"""Fingerprints are equal exactly when the results would be."""
 
 from dataclasses import dataclass, field, replace
 

@@ -1,4 +1,4 @@
-"""What a run will cost: formulas against the arithmetic that torch counts, and memory that does not suffice."""
+"""Predicted costs of a run: formulas against torch's FLOP counter, and warnings about too little memory."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ CHAIN = ("scan", "score", "cluster", "extract", "assemble", "project", "evaluate
 
 @pytest.fixture
 def planned(tmp_path):
-    """The checked settings of a command line, and its steps."""
+    """Function that returns the checked settings and the steps of a command line."""
     register_schema()
 
     def plan(*words):
@@ -36,7 +36,7 @@ def costs(planned, *words):
 def test_more_of_the_text_costs_more_where_it_is_read(planned):
     few, many = (costs(planned, f"data.tokens={count}") for count in (65536, 131072))
     assert few.keys() == many.keys() == set(CHAIN)
-    for stage in ("scan", "cluster", "assemble", "extract", "score"):  # they read the first 16,384
+    for stage in ("scan", "cluster", "assemble", "extract", "score"):  # these read the first 16,384 only
         assert many[stage] == few[stage], stage
     for stage in ("project", "evaluate"):
         assert many[stage].products > 1.1 * few[stage].products
@@ -98,7 +98,7 @@ def test_a_plan_runs_and_writes_nothing(tmp_path, capsys, monkeypatch):
 
 
 def test_hidden_states_above_the_limit_are_on_disk(planned):
-    """What memory has no room for is counted there; and the plan says it."""
+    """Hidden states above the limit count as disk space instead of memory, and the plan says so."""
     words = ("cluster.map=none", "data.tokens=131072", "vocabulary=none", "project=align")
     inside, outside = (costs(planned, *words, f"model.hidden_memory={room}GB") for room in (100, 0))
     for stage, tokens in (("cluster", 16384), ("assemble", 16384), ("project", 131072)):

@@ -1,4 +1,4 @@
-"""The comparison of checkpoints as a table, and what it says where something is missing."""
+"""The table that compares checkpoints, and messages about a missing checkpoint or harness."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""One writer at a time, also where it is killed."""
+"""One writer at a time; the lock of a killed writer is free."""
 
 import os
 import signal

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[3]
-# Threads of other libraries that abort while Python shuts down, stood in for by one that surely does.
+# Threads of other libraries may abort during Python's shutdown; this exit handler always aborts.
 ABORTING = "import atexit, os, sys; atexit.register(os.abort); from pipeline.__main__ import leave; "
 
 

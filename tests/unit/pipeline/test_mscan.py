@@ -1,4 +1,4 @@
-"""`python -m pipeline.mscan` as its user meets it."""
+"""`python -m pipeline.mscan` as users meet it."""
 
 import os
 import subprocess

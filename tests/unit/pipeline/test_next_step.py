@@ -1,4 +1,4 @@
-"""What is said at the end of a stage that was run alone."""
+"""Suggested commands and written files at the end of a stage that ran alone."""
 
 import shlex
 

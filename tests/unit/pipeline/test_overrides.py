@@ -1,4 +1,4 @@
-"""Slips on the command line, each with its whole message, and commands that can be pasted."""
+"""Typing errors on the command line, with whole messages; commands that can be pasted."""
 
 import pytest
 

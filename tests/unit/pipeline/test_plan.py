@@ -28,7 +28,7 @@ def composed(*words):
 
 @pytest.fixture
 def steps(tmp_path):
-    """Plan a command line; gives the steps by stage."""
+    """Function that plans a command line; returns the steps by stage."""
 
     def plan(*words):
         settings = replace(deepcopy(composed(*words)), output_dir=str(tmp_path))
@@ -139,10 +139,10 @@ def test_what_changes_no_result_changes_no_fingerprint(steps, word):
     [
         ("seed=1", set()),
         ("data.tokens=1000", set()),
-        ("data.tokens=70000", {"scan", "score", "cluster", "extract", "assemble"}),  # they read the first of them
+        ("data.tokens=70000", {"scan", "score", "cluster", "extract", "assemble"}),  # these read the first tokens only
         ("data.sample_tokens=1000", set()),
         ("score=taylor", {"scan"}),
-        ("cluster.always_on_by=alignment", {"scan"}),  # nobody reads the score
+        ("cluster.always_on_by=alignment", {"scan"}),  # no stage uses the score
         ("cluster=rank", {"scan", "score"}),
         ("assemble=residual_ridge", {"scan", "score", "cluster", "extract"}),
         ("project=none", {"scan", "score", "cluster", "extract", "assemble"}),
@@ -271,10 +271,10 @@ def test_a_hub_that_does_not_answer_stops_a_run_only_where_text_is_still_to_be_r
 
 
 class Pair(Workers):
-    """Two workers, of which the other one has planned `theirs`."""
+    """Two workers; the other one planned `theirs` and runs `code`."""
 
     theirs: ClassVar[list] = []
-    code: ClassVar[str | None] = None  # as here
+    code: ClassVar[str | None] = None  # None: the same code as here
 
     def gather(self, value):
         return [value, (self.code or value[0], self.theirs)]
@@ -284,7 +284,7 @@ def test_workers_that_were_started_with_other_settings_are_refused(steps, monkey
     ours, theirs = list(steps().values()), list(steps("cluster.sample_tokens=99").values())
     pair = Pair(0, 2, 0)
     monkeypatch.setattr(Pair, "theirs", [(step.stage.name, step.fingerprint, False) for step in ours])
-    assert agree_on_plan(ours, pair) == ours  # what is due at the leading one counts
+    assert agree_on_plan(ours, pair) == ours  # the leading worker's `due` counts
     monkeypatch.setattr(Pair, "theirs", [(step.stage.name, step.fingerprint, True) for step in theirs])
     with pytest.raises(ConfigError) as caught:
         agree_on_plan(ours, pair)

@@ -1,4 +1,4 @@
-"""Staging and publishing: whole or not at all."""
+"""Staging and publishing: a result is published whole or not at all."""
 
 import subprocess
 from contextlib import suppress

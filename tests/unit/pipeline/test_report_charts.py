@@ -1,4 +1,4 @@
-"""What the charts of the report show, read back from their SVG."""
+"""The charts of the report, read back from their SVG."""
 
 import re
 from xml.etree import ElementTree
@@ -32,7 +32,7 @@ WIDTHS = [NARROW, WIDE]
 
 
 def read(svg, width):
-    """The tree, after checking what holds for every chart: well-formed, named, of that width, without foreign parts."""
+    """The tree, after checks for every chart: well-formed, labelled, of this width, no external references."""
     tree = ElementTree.fromstring(svg)
     assert (tree.tag, tree.get("role"), tree.get("width")) == ("svg", "img", str(width))
     assert tree.get("aria-label") == "title <1>"
@@ -60,7 +60,7 @@ def test_curves_are_named_and_their_points_say_what_they_are(width):
     assert {OURS.name, MASK.name, "dense", "gap", "FFN neurons active per token"} <= set(words(tree))
     assert f"{OURS.name}, 50\N{NO-BREAK SPACE}%: +0.2000, +0.1500 to +0.2500 over 3" in hints(tree)
     assert len(hints(tree)) == 3
-    assert words(tree).index(MASK.name) < words(tree).index(OURS.name)  # the legend is in the order of the ends
+    assert words(tree).index(MASK.name) < words(tree).index(OURS.name)  # the legend is in the order of the last points
     places = {"".join(piece.itertext()): float(piece.get("x")) for piece in tree.iter("text") if piece.get("x")}
     assert places["100\N{NO-BREAK SPACE}%"] < places["60\N{NO-BREAK SPACE}%"]
 
@@ -146,5 +146,5 @@ def test_the_same_values_give_the_same_text():
 
 
 def test_colours_can_be_told_apart_by_the_program():
-    """They are replaced by the variables of the style sheet, in which each has two values."""
+    """Each colour is replaced by a variable of the style sheet, so no two may be equal."""
     assert len(set(INK.values())) == len(COLOURS)

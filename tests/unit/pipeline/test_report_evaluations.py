@@ -1,4 +1,4 @@
-"""Which evaluations are held against each other, and how they become curves."""
+"""Which evaluations are comparable, and how they become curves."""
 
 import json
 
@@ -67,7 +67,7 @@ def test_only_the_same_source_on_the_same_text_is_comparable(outputs):
 def test_seeds_become_one_point_and_widths_a_curve(outputs):
     wanted = read_evaluation(outputs.carve(gaps=gaps(0.05)))
     outputs.carve(seed=1, gaps=gaps(0.07))
-    outputs.carve(seed=1, map="umap", gaps=gaps(9.0))  # the same carve with a picture: counted once
+    outputs.carve(seed=1, map="umap", gaps=gaps(9.0))  # the same carve, plus a picture: counted once
     outputs.carve(top_k=3, gaps=gaps(0.01))
     outputs.carve(router="random", gaps=gaps(0.3))
     groups = group_by_seed([wanted, *wanted.find_comparable()])
@@ -89,7 +89,7 @@ def test_gaps_as_parts_of_the_static_masks(outputs):
     groups = group_by_seed(wanted.find_comparable())
     curves = curves_of(groups, list(gaps), "static_mask")
     assert list(curves) == ["carved", "static_mask", "random_router"]
-    (point,) = curves["carved"]  # where the mask costs nothing there is no ratio
+    (point,) = curves["carved"]  # a static mask without a gap gives no ratio
     assert (point.x, point.mean, point.low, point.high) == pytest.approx((0.5, 0.3, 0.25, 0.35))
     assert curves_of(groups, list(gaps), "published") == {}
 

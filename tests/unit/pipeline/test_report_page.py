@@ -1,4 +1,4 @@
-"""The page: whole, harmless, and honest about what is not there."""
+"""The page: complete, safe to open, and clear about missing parts."""
 
 import os
 import re
@@ -23,7 +23,7 @@ OPEN_ENDED = {"meta", "img", "input"}
 
 
 class Nesting(HTMLParser):
-    """Fails where elements are not closed in order; gathers names, ids and words."""
+    """Fails if elements do not close in order; collects names, ids and words."""
 
     def __init__(self):
         super().__init__()
@@ -68,7 +68,7 @@ def test_a_page_has_all_its_sections_and_asks_for_nothing(outputs):
     assert not re.search(r"""(?:src|href)=["'](?!data:|#)|url\(|@import|https?:""", page)
     for words in ("pico", "+0.0500", "Expert load", "Score by layer: S_p", "Map of layer 2", "busiest expert"):
         assert words in page
-    assert "tokens/s" not in page  # no row fills that column
+    assert "tokens/s" not in page  # a column without values is left out
 
 
 def test_what_is_not_there_is_left_out(outputs):
@@ -172,7 +172,7 @@ def test_the_command_finds_the_run_that_finished_a_stage_last(outputs, monkeypat
     runs = [outputs.run(evaluation, name=name) for name in ("2", "1", "3")]
     record = read_run_record(runs[2])
     record.stages = []
-    record.write(runs[2])  # the last to begin, with nothing done yet
+    record.write(runs[2])  # the last to begin; it has finished no stage
     for age, run in enumerate(reversed(runs)):
         os.utime(run / "stages.json", ns=(10**18 - age, 10**18 - age))
     monkeypatch.setattr("pipeline.report.__main__.OUTPUTS", tmp_path)
@@ -199,7 +199,7 @@ def test_outputs_that_were_moved_are_found(outputs, tmp_path):
 
 
 def stop_after(outputs, run, stage):
-    """The run's record as it would be had it ended with that stage."""
+    """Cut the run's record after this stage."""
     record = read_run_record(run)
     names = [done.stage for done in record.stages]
     record.stages = record.stages[: names.index(stage) + 1]

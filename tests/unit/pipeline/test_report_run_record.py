@@ -1,4 +1,4 @@
-"""What a run did, as programs read it."""
+"""The record of a run that programs read."""
 
 import pytest
 

@@ -96,7 +96,7 @@ def test_the_log_goes_to_console_and_file_with_warnings_and_errors(run, capsys):
 
 
 def test_nobody_reads_the_console(run, capfd, monkeypatch):
-    """As behind `| head -1`: the run goes on, its log is whole, and nothing is said about the pipe."""
+    """As behind `| head -1`: the run continues, its log is complete, and stderr is empty."""
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w", buffering=1) as pipe:

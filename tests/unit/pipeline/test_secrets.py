@@ -1,4 +1,4 @@
-"""Passwords are used and written nowhere."""
+"""Passwords are used but never written."""
 
 import logging
 import os

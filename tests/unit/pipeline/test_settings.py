@@ -1,4 +1,4 @@
-"""The table of stages agrees with the stages."""
+"""The table of stages matches the stages."""
 
 import ast
 from pathlib import Path

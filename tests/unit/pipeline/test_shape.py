@@ -1,4 +1,4 @@
-"""From the dials to a shape, and what is wrong with shapes."""
+"""From the dials to a shape; faults of shapes."""
 
 import pytest
 
@@ -38,31 +38,31 @@ def test_dense_layers_that_cannot_be(request_, said):
 @pytest.mark.parametrize(
     ("dials", "width", "expected"),
     [
-        # Experts that are just the FFN do half of the active width.
+        # Experts cover the FFN exactly: they get half of the active width.
         (ShapeRequest(16, 64, None, None, 0.5), 1024, MoEShape(16, 64, 4, 256)),
         (ShapeRequest(16, 64, None, None, 0.25), 1024, MoEShape(16, 64, 2, 128)),
         (ShapeRequest(16, 64, None, None, 0.05), 1024, MoEShape(16, 64, 1, 0)),
         (ShapeRequest(16, 304, None, None, 0.5), QWEN, MoEShape(16, 304, 4, 1216)),
         (ShapeRequest(2, 512, None, None, 0.5), 1024, MoEShape(2, 512, 1, 0)),
-        # What they leave over is always on, and as many as fit are chosen.
+        # E·N < F: the other neurons are always on, and top_k is the largest that fits.
         (ShapeRequest(58, 64, None, None, 0.5), QWEN, MoEShape(58, 64, 20, 1152)),
         (ShapeRequest(58, 64, None, None, 0.75), QWEN, MoEShape(58, 64, 39, 1152)),
         (ShapeRequest(67, 64, None, None, 0.25), QWEN, MoEShape(67, 64, 10, 576)),
         (ShapeRequest(15, 68, None, None, 0.5), 1024, MoEShape(15, 68, 7, 4)),
         (ShapeRequest(40, 64, None, None, 0.5), QWEN, MoEShape(40, 64, 2, 2304)),
-        # They leave over too much.
+        # With all other neurons always on, fewer than 2 experts would fit; with active=1, all 16 fit.
         (ShapeRequest(39, 64, None, None, 0.5), QWEN, MoEShape(39, 64, 16, 1408)),
         (ShapeRequest(16, 64, None, None, 0.5), QWEN, MoEShape(16, 64, 8, 1920)),
         (ShapeRequest(16, 64, None, None, 1.0), QWEN, MoEShape(16, 64, 16, 3840)),
         (ShapeRequest(3, 64, None, None, 0.5), 1024, MoEShape(3, 64, 1, 448)),
         (ShapeRequest(1, 64, None, None, 0.5), 1024, MoEShape(1, 64, 1, 448)),
-        # Of experts that overlap one is chosen, unless always-on neurons leave room for more.
+        # E·N > F: top_k is 1, unless a given always_on leaves room for more.
         (ShapeRequest(100, 256, None, None, 0.5), 1024, MoEShape(100, 256, 1, 256)),
         (ShapeRequest(100, 256, None, None, 0.25), 1024, MoEShape(100, 256, 1, 0)),
         (ShapeRequest(100, 256, None, None, 0.5), QWEN, MoEShape(100, 256, 1, 2176)),
         (ShapeRequest(17, 64, None, None, 0.5), 1024, MoEShape(17, 64, 1, 448)),
         (ShapeRequest(100, 256, None, 0, 0.5), 1024, MoEShape(100, 256, 2, 0)),
-        # One of the two is given.
+        # Either top_k or always_on is given.
         (ShapeRequest(16, 64, 3, None, 0.5), 1024, MoEShape(16, 64, 3, 320)),
         (ShapeRequest(58, 64, 39, None, 0.5), QWEN, MoEShape(58, 64, 39, 0)),
         (ShapeRequest(16, 64, None, 0, 0.5), 1024, MoEShape(16, 64, 8, 0)),
@@ -70,16 +70,16 @@ def test_dense_layers_that_cannot_be(request_, said):
         (ShapeRequest(58, 64, None, 1152, 0.5), QWEN, MoEShape(58, 64, 20, 1152)),
         (ShapeRequest(16, 64, None, 1000, 0.5), QWEN, MoEShape(16, 64, 8, 1000)),
         (ShapeRequest(1, 64, None, 0, 0.5), 1024, MoEShape(1, 64, 1, 0)),
-        # As typed, sensible or not.
+        # Given dials are kept, valid or not.
         (ShapeRequest(16, 64, 16, 0, 0.5), 1024, MoEShape(16, 64, 16, 0)),
         (ShapeRequest(16, 64, 17, None, 0.5), 1024, MoEShape(16, 64, 17, 0)),
         (ShapeRequest(16, 64, None, 2000, 0.5), 1024, MoEShape(16, 64, 1, 2000)),
-        # Of a pool all active neurons are routed, but for those asked to be always on.
+        # A pool has no always-on neurons unless they are given.
         (ShapeRequest(16, 64, None, None, 0.5, POOL), 1024, MoEShape(16, 64, 8, 0, POOL)),
         (ShapeRequest(100, 256, None, None, 0.5, POOL), QWEN, MoEShape(100, 256, 8, 0, POOL)),
         (ShapeRequest(16, 64, None, 200, 0.5, POOL), 1024, MoEShape(16, 64, 4, 200, POOL)),
         (ShapeRequest(3, 64, 2, None, 0.5, POOL), 1024, MoEShape(3, 64, 2, 0, POOL)),
-        # Carved layers pay for the dense ones: (0.5 x 24 - 1) / 23 of 4864 are 2326, 1152 of them always on.
+        # The dense layer counts: carved layers have (0.5·24 − 1) / 23 of 4864 = 2326 active neurons, 1152 always on.
         (dense(58, 64, 0.5, (23,)), QWEN, MoEShape(58, 64, 18, 1152, dense_layers=(23,))),
         (dense(58, 64, 0.75, (0, 23)), QWEN, MoEShape(58, 64, 37, 1152, dense_layers=(0, 23))),
     ],

@@ -1,4 +1,4 @@
-"""What is said of a shape before anything starts, and that each advice does what it says."""
+"""Reports and warnings about a shape before anything starts; each advice has the promised effect."""
 
 import logging
 import re
@@ -21,13 +21,13 @@ DO = re.compile(r"^  do:    (.+)$", re.MULTILINE)
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
-    """One layer as wide as those of Qwen2.5-0.5B."""
+    """A model of one layer, with the FFN width of Qwen2.5-0.5B."""
     return write_pico(tmp_path_factory.mktemp("wide"), "qwen2", layers=1, intermediate=4864)
 
 
 @pytest.fixture
 def said(tmp_path, caplog, wide):
-    """What a command line is answered with before anything starts: its lines, its warning (None: nothing is wrong)."""
+    """Function that returns the lines that a command line logs before it starts, and its warning or None."""
     register_schema()
     caplog.set_level(logging.INFO)
 

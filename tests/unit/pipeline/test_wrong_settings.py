@@ -1,4 +1,4 @@
-"""Wrong settings, each refused before anything is loaded; every remedy, pasted behind the same command, helps."""
+"""Wrong settings are refused before anything is loaded; each remedy, added to the same command, removes its error."""
 
 import os
 import re
@@ -60,7 +60,7 @@ def stage_of(word):
 
 
 def find_faults(words):
-    """What the command says of these words: (message, remedy)."""
+    """Errors that the command reports for these words."""
     register_schema()
     faults = override_errors(words, sweep=False)
     found = [error for errors in faults.values() for error in errors]
