@@ -1,4 +1,4 @@
-"""Damaged and hostile variants of files, from fixed seeds; and what a reader may do with them."""
+"""Damaged and hostile variants of files, from fixed seeds; limits for the programs that read them."""
 
 import copy
 import time
@@ -7,9 +7,9 @@ from pathlib import Path
 
 from instruments.errors import UserError
 
-SECONDS = 5  # of the processor: others may keep it busy
-WAITED = 60  # seconds of the clock
-BYTES = 2**30  # that a reader may take, above what the process held before
+SECONDS = 5  # processor time, so that other programs do not count
+WAITED = 60  # wall-clock seconds
+BYTES = 2**30  # memory that a reader may add to the process
 HOSTILE = (
     None, True, False, 0, -1, 1, 2**31, 2**63, 10**30, 0.5, 1e308, float("nan"), float("inf"), float("-inf"), "", "x",
     ".", "..", "../x", "/tmp/x", "a/b", "a\0b", "\ud800", "\x1b[2J", "-1", "1e9", "a" * 300, [], [[]], [None], [0, 0],
@@ -18,7 +18,7 @@ HOSTILE = (
 
 
 def mutate_bytes(random, data):
-    """One to three of: bits flipped, bytes overwritten, cut off, taken out, doubled or put in."""
+    """Apply one to three of: flip a bit, overwrite, truncate, delete, repeat or insert bytes."""
     data = bytearray(data)
     for _ in range(random.randint(1, 3)):
         at = random.randrange(max(len(data), 1))
@@ -40,7 +40,7 @@ def mutate_bytes(random, data):
 
 
 def mutate_json(random, value):
-    """A copy with one to three places replaced, taken out, doubled or joined by a foreign one."""
+    """A copy with one to three values replaced, deleted or duplicated; rarely a hostile value alone."""
     value = copy.deepcopy(value)
     for _ in range(random.randint(1, 3)):
         places = list(_places(value))
@@ -67,14 +67,14 @@ def _places(value):
 
 
 class Trials:
-    """Counts what a reader did with each mutant: `failures` holds everything but a result or an error for the user."""
+    """Counts the outcomes of reading mutants; `failures` counts everything except a result and a UserError."""
 
     def __init__(self):
         self.tried, self.refused, self.failures = 0, 0, Counter()
         self.slowest, self.largest = 0.0, 0  # seconds, bytes
 
     def run(self, read):
-        """Call; what it returns, or None where it refused or failed."""
+        """Call `read`; returns its result, or None if it refused or failed."""
         self.tried += 1
         held, began, busy = reset_peak(), time.monotonic(), time.process_time()
         found = None
@@ -103,14 +103,14 @@ class Trials:
 
 
 def reset_peak():
-    """Let the peak of this process's memory begin here; gives what is held now, in bytes. Linux alone counts it."""
+    """Reset this process's peak memory to the memory held now; returns that in bytes. Linux only."""
     if (peak := Path("/proc/self/clear_refs")).exists():
         peak.write_text("5")
     return resident("VmRSS")
 
 
 def resident(name):
-    """`VmRSS`, memory of this process now, or `VmHWM`, its peak, in bytes; 0 where the system does not say."""
+    """Bytes of `VmRSS` (memory now) or `VmHWM` (peak memory) of this process; 0 if there is no /proc."""
     if not (status := Path("/proc/self/status")).exists():
         return 0
     return next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith(name))

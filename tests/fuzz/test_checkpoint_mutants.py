@@ -1,4 +1,4 @@
-"""Mutated checkpoints: config, index, headers and tokenizer. Refused with a message, or usable from end to end."""
+"""Mutated checkpoints (config, index, headers, tokenizer) are refused with a message or fully usable."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ from models.source import check_source, read_source_config, source_cache_key
 from models.stream import LayerStream
 from models.targets.config import check_target, count_carved, count_dense, emit_config, select_target
 
-# transformers warns of every odd token or dropout before it uses it, or says why it does not.
+# transformers warns about odd tokens and dropouts of the mutants.
 pytestmark = pytest.mark.filterwarnings("ignore")
 COUNTS = [pytest.param(25, id="quick"), pytest.param(800, id="long", marks=pytest.mark.slow)]
 TARGETS = {
@@ -51,7 +51,7 @@ def mutate(random, kind, data):
 
 
 def carve_plan(folder):
-    """All that is computed before weights are loaded, then the layers and a copy of the tokenizer."""
+    """All checks before weights are loaded, then every tensor and the layer stream; returns the tensors by name."""
     model = ModelConfig(kind="local", path=str(folder), device="cpu")
     if faults := check_source(model):
         raise faults[0]
@@ -70,7 +70,7 @@ def carve_plan(folder):
 
 
 def diagnose(folder):
-    """What `diagnose.checkpoint=` does: no check of the source comes first."""
+    """Load and run the checkpoint as `diagnose.checkpoint=` does, without checking the source first."""
     model = ModelConfig(kind="local", path=str(folder), device="cpu")
     dense = load_dense(model, folder)
     load_tokenizer(folder)

@@ -1,4 +1,4 @@
-"""Mutated tensor dumps: indices, manifests and shards. Refused with a message, or read as they were written."""
+"""Mutated tensor dumps (indices, manifests, shards) are refused with a message or read as they were written."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ def original(tmp_path_factory):
 
 
 def mutate(random, kind, data):
-    """Bytes at random; or JSON in its place, so that everything around it stays right."""
+    """Mutate bytes, or JSON in a file that stays consistent otherwise."""
     if kind.endswith("bytes"):
         return mutate_bytes(random, data)
     if kind == "manifest JSON":
@@ -48,7 +48,7 @@ def mutate(random, kind, data):
 
 
 def use_everything(folder, original, out):
-    """Every command, every tensor. Gives the tensors by name."""
+    """Run every command and load every tensor; returns the tensors by name."""
     with DumpReader(folder) as reader:
         if reader.records:
             summarise(reader, reader.records)

@@ -1,4 +1,4 @@
-"""Mutated .mscan files: read in full as they were written, refused with a message, or said to be incomplete."""
+"""Mutated .mscan files are read as they were written, refused with a message, or reported as incomplete."""
 
 import json
 import struct
@@ -16,7 +16,7 @@ from instruments.mscan.reader import read_mscan
 from instruments.mscan.segments import HEADER
 from instruments.mscan.writer import MscanWriter
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # arithmetic on values that no scan gives
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # arithmetic on values that no scan produces
 COUNTS = [pytest.param(150, id="quick"), pytest.param(3_000, id="long", marks=pytest.mark.slow)]
 
 
@@ -29,7 +29,7 @@ def write(path, encoding, per_token=False):
 
 
 def look_at_everything(path):
-    """What the command shows and every array; gives (sequences, activations), and whether the file is whole."""
+    """Read all arrays and the command's summary; returns (sequences, activations), and whether the file is complete."""
     scan = read_mscan(path)
     summarise(scan)
     for name in scan.parameters.names:
@@ -42,7 +42,7 @@ def look_at_everything(path):
 
 
 def with_header(data, content):
-    """The file with another header, whose checksum matches."""
+    """The file with another header and a checksum that matches."""
     length = PREAMBLE.unpack_from(data)[3]
     text = json.dumps(content).encode()
     text += b" " * (-(PREAMBLE.size + len(text)) % 8)
@@ -51,7 +51,7 @@ def with_header(data, content):
 
 
 def with_segment(data, at, fields=None, table=None):
-    """The file with another header or sequence table of the segment at this byte, whose checksums match."""
+    """The file with another header or sequence table of the segment at byte `at`, and checksums that match."""
     _magic, kind, zero, index, sequences, tokens, length, _checksum, _own = HEADER.unpack_from(data, at)
     payload = data[at + HEADER.size : at + HEADER.size + length]
     if table is not None:
@@ -77,7 +77,7 @@ def test_damaged_bytes(tmp_path, encoding, count):
         mutant = mutate_bytes(random, data)
         path.write_bytes(mutant)
         found = trials.run(lambda: look_at_everything(path))
-        if found is not None and found[1] and mutant != data:  # said to be whole: then it must be
+        if found is not None and found[1] and mutant != data:  # a complete file must hold the original values
             same = found[0][0] == sequences and np.array_equal(found[0][1], activation)
             trials.failures["lost without a word"] += not same
     assert not +trials.failures, trials

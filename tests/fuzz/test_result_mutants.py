@@ -1,4 +1,4 @@
-"""Mutated results: manifests (sealed again), evaluations and records of runs. Refused, or a page is drawn."""
+"""Mutated results (manifests with a valid seal, evaluations, records of runs) are refused or drawn as a page."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ def outputs(tmp_path):
 
 
 def mutate(random, name, data):
-    """Half of the mutants by bytes; the others by their JSON, a manifest with a seal that fits."""
+    """Mutate the JSON of manifests (and seal them) and of most other JSON files; otherwise mutate bytes."""
     if not name.endswith((".json", ".jsonl")) or (name != MANIFEST and random.random() < 0.3):
         return mutate_bytes(random, data)
     if name.endswith(".jsonl"):
@@ -71,7 +71,7 @@ def test_the_report_of_damaged_results(tmp_path, outputs, piece, count):
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_published_results(tmp_path, count):
-    """Every damage to a file is noticed, and no manifest leads out of its folder or to a traceback."""
+    """All damage to files is detected; no manifest leads out of its folder or causes a traceback."""
     random, trials = Random(9), Trials()
     folder = tmp_path / "cluster" / "0123456789abcdef"
     (folder / "part").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Random wrong command lines: refused before anything is written, or a plan of what would be run."""
+"""Random wrong command lines are refused before anything is written, or planned."""
 
 import shlex
 from dataclasses import fields, is_dataclass
@@ -27,12 +27,12 @@ VALUES = (
     "${seed}", "${nope}", "${oc.env:HOME}", "???", "~", "*", "a,b", "[", "]", "\\", "\\x", "\\u0000", "\udcff",
     "0x10", "1_000", "1,000", "9" * 5000, "[" * 200, "(" * 50,
 )  # fmt: skip
-# They would ask a network, or a model of a user's.
+# These settings would open a network connection.
 ELSEWHERE = ("store.url", "store.host")
 
 
 def make_words(random):
-    """A stage, a place, and one to three settings or groups with a value that fits by chance only."""
+    """A stage and one to three settings or groups with random values, in random order."""
     keys = [key for key in [*TYPES, *groups()] if key not in ELSEWHERE]
     words = [f"stage={random.choice([*STAGES, 'all'])}"]
     for _ in range(random.randint(1, 3)):
@@ -59,7 +59,7 @@ def test_keys_are_known():
 
 @pytest.fixture
 def unchecked():
-    """Without type checks at run time, which only tests have: validation has to find the wrong types."""
+    """Disable the run-time type checks, which only tests have: validation has to find wrong types."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
