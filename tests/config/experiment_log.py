@@ -1,11 +1,11 @@
-"""The experiments of conf/experiment/: the header of each file, and the entries of LOG.md."""
+"""Reads conf/experiment/: the header of each file, and the entries of LOG.md."""
 
 import re
 from dataclasses import dataclass
 from itertools import product
 
 HEADER = "# @package _global_"
-# What may repeat a figure; the head of LOG.md explains each.
+# How far commands reproduce a figure; the head of LOG.md explains each.
 STATES = ("today", "then", "removed", "study")
 COMMAND = re.compile(r"python -m pipeline .*")
 
@@ -24,7 +24,7 @@ class Entry:
 
 
 def read_header(text):
-    """Question and commands of an experiment's file; every command after the first is indented by two."""
+    """Question and commands of an experiment's file; commands after the first are indented by two."""
     first, question, *lines = text.splitlines()
     assert first == HEADER
     asked = re.fullmatch(r"# Question: (.+\?)", question)
@@ -41,7 +41,7 @@ def read_header(text):
 
 
 def read_log(text):
-    """The entries in their order. Every one has a stamp, a table and a verdict."""
+    """The entries in file order. Each must have a stamp and a verdict."""
     return [read_entry(section) for section in re.split(r"^## ", text, flags=re.M)[1:]]
 
 
@@ -63,7 +63,7 @@ def read_entry(section):
 
 
 def expand_sweep(words):
-    """Every combination that a command with `-m` runs: commas outside of brackets part the values of a key."""
+    """All combinations that a command with `-m` runs; commas outside brackets separate the values of a key."""
     if "-m" not in words:
         return [words]
     choices = []

@@ -1,4 +1,4 @@
-"""Every experiment is a question, a command and settings; LOG.md holds the results of each."""
+"""Every experiment has a question, a command and settings; LOG.md holds its results."""
 
 import shlex
 from itertools import pairwise
@@ -14,9 +14,9 @@ FOLDER = CONF / "experiment"
 EXPERIMENTS = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 LOG = read_log((FOLDER / "LOG.md").read_text(encoding="utf-8"))
 COMMANDS = sorted({command for entry in LOG for command in entry.commands})
-# Entries on more than one experiment, and results of settings that are gone.
+# Entries about several experiments or about removed settings.
 WITHOUT_FILE = {"baseline", "gates"}
-# A line of the help page is 120 columns; the option's name takes 26 of them.
+# Columns of the help page (120) that the option's name (26) leaves.
 LONGEST = 94
 MOST_LINES = 12
 
@@ -41,7 +41,7 @@ def test_a_command_of_the_log_runs(command):
 
 
 def check_command(command):
-    """It composes, a sweep at both ends of its values."""
+    """The command composes; of a sweep, the first and the last combination do."""
     register_schema()
     program, words = shlex.split(command)[:3], shlex.split(command)[3:]
     assert program == ["python", "-m", "pipeline"]
@@ -63,9 +63,9 @@ def test_the_log_is_newest_first():
 def test_entries_are_complete():
     for entry in LOG:
         assert entry.state in STATES, entry
-        assert entry.rows >= 3, entry  # head, rule, and something below them
+        assert entry.rows >= 3, entry  # header, rule and at least one line of figures
         assert entry.verdict, entry
-        # What a command is said to repeat names it.
+        # Figures that a command reproduces need that command.
         assert entry.commands or entry.state in ("study", "removed"), entry
         assert all(f"experiment={entry.experiment}" in command or entry.experiment == "baseline"
                    for command in entry.commands), entry  # fmt: skip

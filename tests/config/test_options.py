@@ -1,4 +1,4 @@
-"""Every file under conf/ composes, is documented, and spells the schema out."""
+"""Every file under conf/ composes and is documented; the base options list the whole schema."""
 
 import re
 from dataclasses import fields, is_dataclass
@@ -51,7 +51,7 @@ def test_the_shape_of_a_real_model_follows_from_its_width(preset):
 
 @pytest.mark.parametrize("preset", ["qwen1_5_4b", "qwen2_5_0_5b", "qwen3_1_7b", "llama3_2_1b"])
 def test_the_shape_that_a_preset_names_is_the_one_it_gets(preset):
-    """In its first line: layers, F, E, N, K, S; of E·N + S = F about a quarter always on."""
+    """The preset's first line names layers, F, E, N, K, S: E·N + S = F, with about a quarter always on."""
     line = (CONF / "model" / f"{preset}.yaml").read_text().splitlines()[0]
     width, experts, n, top_k, always_on = map(int, re.findall(r" (\d+)(?= neurons| experts|, | per| always)", line))
     shape = resolve_shape(request_shape(to_settings(compose(f"model={preset}")), {}), width)
@@ -63,20 +63,20 @@ def test_the_shape_that_a_preset_names_is_the_one_it_gets(preset):
 
 @pytest.mark.parametrize("group", sorted(NODES))
 def test_the_first_option_of_a_group_spells_every_setting_with_its_default(group):
-    """The one option that inherits nothing lists all of the dataclass, so that the files alone are a reference."""
+    """The only option without `defaults` lists every field, so that the files alone are a reference."""
     files = {path.stem: yaml.safe_load(path.read_text()) for path in (CONF / group).glob("*.yaml")}
     (base,) = (name for name, content in files.items() if "defaults" not in content)
     assert files[base].keys() == {spec.name for spec in fields(NODES[group])}
-    if group != "model":  # whose base is any hub model
+    if group != "model":  # its base option is any hub model
         defaults = OmegaConf.to_container(OmegaConf.structured(NODES[group]))
-        # Some settings of the dump come from the environment, where it names them.
+        # Some settings of the dump are read from environment variables.
         filled = OmegaConf.merge(OmegaConf.structured(NODES[group]), OmegaConf.create(files[base]))
         assert OmegaConf.to_container(filled, resolve=True) == defaults
 
 
 @pytest.mark.parametrize("path", sorted(CONF.rglob("*.yaml")), ids=lambda path: str(path.relative_to(CONF)))
 def test_every_key_is_explained(path):
-    """Above every setting and every file; an experiment's settings, explained elsewhere, have one for their block."""
+    """Every file begins with a comment, and every setting has one above it, except in experiments."""
     lines = path.read_text().splitlines()
     assert lines[0].startswith("# ")
     if path.parent.name == "experiment":

@@ -1,8 +1,8 @@
-"""Every remedy in the source: the settings, programs, options and extras that it names are there, and take its values.
+"""Every remedy in the source names settings, programs, options and extras that exist, with values that they accept.
 
-Read from the source and not run, so that a remedy nobody ever sees is checked, too; those that settings lead to are run
-by `tests/unit/pipeline/test_wrong_settings.py`. Notes, cards and warnings are held to the same where they name a
-setting of a group or a program.
+Remedies are read from the source, not run, so that rare ones are checked too; those for wrong settings are run by
+`tests/unit/pipeline/test_wrong_settings.py`. In notes, cards and warnings, settings with a group, programs and extras
+are checked the same way.
 """
 
 import ast
@@ -26,8 +26,8 @@ PACKAGES = ("pipeline", "stages", "models", "instruments")
 INSTRUMENTS = REPOSITORY / "instruments"
 GROUPS = groups()
 SLOTS = {"do", "remedy"}
-HOLE = "\0"  # what only a run knows
-# Words before = that are no setting of ours: of the environment, of a model's call, of a sentence about settings.
+HOLE = "\0"  # a part known only at run time
+# Words before = that are not our settings: environment variables, arguments of a call, placeholders.
 FOREIGN = {"HF_HUB_OFFLINE", "HF_ENDPOINT", "TORCHDYNAMO_DISABLE", "input_ids", "inputs_embeds", "key"}
 PLACEHOLDER = re.compile(r"^$|[\0<%]|\.\.\.|^\[$|^[A-Z_]+$")
 SETTING = re.compile(r"(?<![\w.\-/\0?&{])([A-Za-z_]\w*(?:\.[\w\0]+)*)=('[^']*'|\[[^]]*\]|[^\s,;)`]*)")
@@ -39,7 +39,7 @@ EXTRA = re.compile(r"(?:'\.|tiny-onn)\[([a-z]+)\]")
 
 @dataclass(frozen=True)
 class Text:
-    """A text in the source, with holes where only a run knows the word."""
+    """A text in the source; HOLE marks the parts known only at run time."""
 
     path: Path
     line: int
@@ -47,19 +47,19 @@ class Text:
     remedy: bool
 
     def __str__(self) -> str:
-        """Its place, and itself."""
+        """Its place and the text."""
         return f"{self.path.relative_to(REPOSITORY)}:{self.line}: {self.text}"
 
 
 @cache
 def tree_of(path: Path) -> ast.Module:
-    """The source of a module, read once."""
+    """The parsed module."""
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
 @cache
 def constants(path: Path) -> Mapping[str, ast.expr]:
-    """The constants of a module by name, those that it imports from our packages included."""
+    """The constants of a module by name, including those imported from our packages."""
     found: dict[str, ast.expr] = {}
     for node in tree_of(path).body:
         match node:
@@ -74,7 +74,7 @@ def constants(path: Path) -> Mapping[str, ast.expr]:
     return found
 
 
-# Expressions that are one of their parts; of the rows of a table the last column is the remedy.
+# Sub-expressions that may be the text; in a table's row, the last column is the remedy.
 PARTS = {
     ast.IfExp: lambda node: (node.body, node.orelse),
     ast.BoolOp: lambda node: node.values,
@@ -89,7 +89,7 @@ PARTS = {
 
 
 def texts(node: ast.AST, known: Mapping[str, ast.expr], depth: int = 0) -> Iterator[str]:
-    """The texts that an expression can be."""
+    """The texts that an expression can evaluate to."""
     match node:
         case ast.Constant(value=str(text)):
             yield text
@@ -121,7 +121,7 @@ def find_slots(tree: ast.Module) -> Iterator[ast.expr]:
 
 
 def find_texts() -> list[Text]:
-    """All remedies, then all other texts, each once a file; docstrings are none."""
+    """All remedies, then all other texts except docstrings, each once per file."""
     found: dict[tuple[Path, str], Text] = {}
     for path in (path for package in PACKAGES for path in sorted((REPOSITORY / package).rglob("*.py"))):
         tree, known = tree_of(path), constants(path)
@@ -139,7 +139,7 @@ def find_texts() -> list[Text]:
 
 @cache
 def parameters() -> frozenset[str]:
-    """Names of all arguments and fields of the instruments, which are called from other people's programs."""
+    """Names of all arguments and fields of the instruments, which users call from their own programs."""
     names = set()
     for path in INSTRUMENTS.rglob("*.py"):
         for node in ast.walk(tree_of(path)):
@@ -150,7 +150,7 @@ def parameters() -> frozenset[str]:
 
 
 def find_setting_faults(text: Text) -> Iterator[str]:
-    """Settings that are none, or that do not take the value."""
+    """Settings that do not exist or do not accept the value."""
     for key, value in SETTING.findall(text.text):
         group, dot, _name = key.partition(".")
         if not (text.remedy or (dot and group in GROUPS)) or key in FOREIGN or key.isupper():
@@ -170,7 +170,7 @@ def find_setting_faults(text: Text) -> Iterator[str]:
 
 @cache
 def find_value_faults(key: str, value: str) -> list[str]:
-    """What the command line and the rules of the settings say of a value."""
+    """Errors of the command line and of the setting's rules for this value."""
     faults = override_errors([f"{key}={value}"], sweep=False)
     if faults or key not in specs():
         return [error.what for errors in faults.values() for error in errors]
@@ -181,13 +181,13 @@ def find_value_faults(key: str, value: str) -> list[str]:
 
 @cache
 def specs() -> Mapping[str, object]:
-    """The field of every setting."""
+    """The field of every setting by name."""
     register_schema()
     return {name: spec for name, _value, spec in find_fields(compose([])[0])}
 
 
 def find_command_faults(text: Text) -> Iterator[str]:
-    """Programs, subcommands, options and extras that are not there."""
+    """Programs, subcommands, options and extras that do not exist."""
     sources = [text.path]
     for module, rest in COMMAND.findall(text.text):
         if module.partition(".")[0] not in PACKAGES:
@@ -216,16 +216,16 @@ def list_extras() -> list[str]:
 
 @cache
 def read(*paths: Path) -> str:
-    """The files one after the other."""
+    """The texts of the files, concatenated."""
     return "".join(path.read_text(encoding="utf-8") for path in paths)
 
 
-# Hydra's, torchrun's and argparse's own.
+# Options of Hydra, torchrun and argparse.
 FLAGS = {"--cfg", "--resolve", "--nproc-per-node", "--help"}
 
 
 def program_files(module: str) -> list[Path]:
-    """Where the words of a program's command line are."""
+    """Files that define a program's command line."""
     path = Path(find_spec(module).origin)
     command = {"pipeline.dump": "tensor_dump", "pipeline.mscan": "mscan", "pipeline.auto_diff": "precision"}.get(module)
     return [path, *([INSTRUMENTS / command / "command.py"] if command else [])]
