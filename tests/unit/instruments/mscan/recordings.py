@@ -1,4 +1,4 @@
-"""Small scans to write: four weights with all block counts different, norms drawn from a seed."""
+"""Small scans to write: four weights, norms drawn from a seed."""
 
 import torch
 
@@ -27,7 +27,7 @@ def sequences(numbers):
 
 
 def record(numbers, *, per_token=False, decades=3.0):
-    """What a scan of the sequences with these numbers would hand over; the same for a number whoever asks."""
+    """A scan's record of these sequences; the norms of a sequence depend on its number alone."""
     widths = (P, P, INPUTS, INPUTS, OUTPUTS)
     drawn = [_norms(number, sum(widths), decades).split(widths) for number in numbers]
     arrays = [torch.stack(rows) for rows in zip(*drawn, strict=True)] or [torch.empty(0, width) for width in widths]

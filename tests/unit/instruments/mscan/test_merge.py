@@ -24,7 +24,7 @@ def write(path, groups, **settings):
 
 @pytest.fixture
 def whole(tmp_path):
-    """What one worker writes without interruption, merged."""
+    """One worker's scan without interruption, merged."""
     part = write(tmp_path / "whole.part", [range(23)])
     merge_mscan([part], tmp_path / "whole.mscan", created=CREATED, segment_sequences=5)
     return tmp_path / "whole.mscan"
@@ -32,7 +32,7 @@ def whole(tmp_path):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_any_history_gives_the_same_bytes(tmp_path, whole, seed):
-    """Workers, interruptions, batches done twice and in any order."""
+    """Several workers, interruptions, batches done twice and in any order."""
     random = np.random.default_rng(seed)
     numbers = [*random.permutation(23), *random.integers(0, 23, 9), 99]
     groups = [list(map(int, some)) for some in np.array_split(numbers, random.integers(1, 12))]

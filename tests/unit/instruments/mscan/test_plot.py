@@ -4,7 +4,7 @@ import pytest
 
 from instruments.mscan.command import Grid, draw_delta_sc
 
-RED, BLUE, GREY = "#67001f", "#053061", "#dddddd"  # both ends of the scale, and no value
+RED, BLUE, GREY = "#67001f", "#053061", "#dddddd"  # both ends of the colour scale, and missing values
 
 
 def grid_of(values_LM, outside=None, modules=("self_attn.q_proj", "mlp.up_proj")):
@@ -12,7 +12,7 @@ def grid_of(values_LM, outside=None, modules=("self_attn.q_proj", "mlp.up_proj")
 
 
 def shares(path):
-    """How much of the picture has each colour."""
+    """Share of the picture's pixels by colour."""
     pixels = (matplotlib.image.imread(path)[:, :, :3] * 255).round().astype(int) @ [65536, 256, 1]
     colours, counts = np.unique(pixels, return_counts=True)
     return {f"#{colour:06x}": count / pixels.size for colour, count in zip(colours, counts, strict=True)}

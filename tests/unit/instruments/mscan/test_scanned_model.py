@@ -1,4 +1,4 @@
-"""A real scan of a small model, through the file and back."""
+"""A real scan of a small model, written to a file and read back."""
 
 import numpy as np
 import pytest

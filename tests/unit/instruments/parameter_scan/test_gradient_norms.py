@@ -28,7 +28,7 @@ def test_columns_and_rows_equal_the_explicit_gradient(operands, gram, wide):
 
 def test_products_larger_than_the_budget_are_done_in_chunks(operands, monkeypatch):
     x, grad = operands
-    monkeypatch.setattr("instruments.gradients._CACHE_FLOATS", 3 * INPUTS)  # 13 rows: 3, 3, 3, 3, 1
+    monkeypatch.setattr("instruments.gradients._CACHE_FLOATS", 3 * INPUTS)  # 13 rows in chunks of 3, 3, 3, 3, 1
     for found, truth in zip(weight_squares(x, grad, gram=False), explicit(x, grad), strict=True):
         torch.testing.assert_close(found.double(), truth, rtol=1e-5, atol=0)
 

@@ -1,4 +1,4 @@
-"""auto_diff on models that nobody prepared for it: each case with its healthy twin."""
+"""auto_diff on models that were not prepared for it; each case has a healthy twin."""
 
 import json
 import sys
@@ -21,7 +21,7 @@ def sample(seed=1):
 
 
 class Residual(nn.Module):
-    """Blocks behind an embedding of this mean, which LayerNorm takes away again."""
+    """Residual blocks after an embedding with this mean, which LayerNorm removes."""
 
     def __init__(self, mean):
         super().__init__()
@@ -45,7 +45,7 @@ def test_an_output_that_is_lost_is_severe_however_much_the_model_amplifies(preci
     assert diff.precision == "bfloat16"
     end = diff.outputs[-1]
     assert end.propagated.normalised_l2 > 0.3
-    assert end.propagated.normalised_l2 < 2 * end.propagated_floor  # by the floor alone it would be ok
+    assert end.propagated.normalised_l2 < 2 * end.propagated_floor  # relative to the error floor alone it would be ok
     assert diff.verdict is end.bound_verdict is Verdict.SEVERE
     assert diff.jump.name == diff.first.name == "norms.0"
     assert "above 0.1, and no module errs by itself: the error floor jumps at norms.0 (LayerNorm)" in notes_of(diff)[0]
@@ -55,18 +55,18 @@ def test_an_output_that_is_lost_is_severe_however_much_the_model_amplifies(preci
 
 
 def test_limits_of_the_output_can_be_set():
-    model = Residual(30.0)  # a few percent
+    model = Residual(30.0)  # an output error of a few percent
     assert auto_diff(model, sample()).verdict is Verdict.WARNING
     assert auto_diff(model, sample(), limits=DiffLimits(output_warning=0.3, output_severe=0.5)).verdict is Verdict.OK
     diff = auto_diff(Residual(0.0), sample(), limits=DiffLimits(output_warning=1e-4))
     assert diff.verdict is Verdict.WARNING
     assert "the roundings of its 9 modules add up" in notes_of(diff)[0]
-    # The output counts where other modules alone are asked for.
+    # The model's output is judged even if only other modules are selected.
     assert auto_diff(Residual(1000.0), sample(), modules=["embed"]).verdict is Verdict.SEVERE
 
 
 class InPlace(nn.Module):
-    """Writes into its input, into the list it is given, and into buffers."""
+    """Writes into its input, into a list argument and into buffers."""
 
     def __init__(self):
         super().__init__()
@@ -146,7 +146,7 @@ def test_dataclasses_are_looked_into(mode):
 
 
 class Functional(nn.Module):
-    """A functional call between two Linears that overflows in fp16, or not."""
+    """A functional call between two Linear layers; with a large `factor` it overflows in fp16."""
 
     def __init__(self, factor, *, squash=False):
         super().__init__()

@@ -1,4 +1,4 @@
-"""FP32 against low precision: faults are found and named, and healthy models are left alone."""
+"""FP32 against low precision: faults are found and named, and healthy models pass."""
 
 import json
 
@@ -38,7 +38,7 @@ class Stack(nn.Module):
 
 
 class Sequential(nn.Linear):
-    """Adds products up one by one, in the number format of its input."""
+    """Adds products one by one, in the dtype of its input."""
 
     def forward(self, x):
         weight = self.weight.to(x.dtype)
@@ -64,7 +64,7 @@ def test_a_healthy_model_is_left_alone(precision, mode, seed):
     diff = auto_diff(stack(seed), sample(), precision=precision, mode=mode, seed=seed)
     assert diff.verdict is Verdict.OK, notes_of(diff)
     assert diff.first is None
-    # Rounding to the nearest is a uniform half unit: 1/sqrt(12) of what whole units make.
+    # The floor counts whole units; rounding to nearest errs uniformly by up to half a unit, 1/sqrt(12) RMS.
     down = next(output for output in diff.outputs if output.name == "blocks.1.down")
     assert 0.2 < down.own.normalised_l2 / down.own_floor < 0.45
     assert 0.15 < down.propagated.normalised_l2 / down.propagated_floor < 0.45
@@ -75,7 +75,7 @@ def test_a_healthy_model_is_left_alone(precision, mode, seed):
 def test_a_layer_that_overflows_in_fp16_is_named(mode):
     model = stack()
     with torch.no_grad():
-        model.blocks[1].up.bias[3] = 7e4  # fp32 knows larger ones
+        model.blocks[1].up.bias[3] = 7e4  # finite in fp32, infinite in fp16
         model.blocks[1].down.weight[:, 3] = 0
     assert auto_diff(model, sample(), precision="bfloat16", mode=mode).verdict is Verdict.OK
     diff = auto_diff(model, sample(), precision="float16", mode=mode)
@@ -101,7 +101,7 @@ def test_a_layer_that_sums_in_bf16_is_named():
 
 
 class Distance(nn.Module):
-    """Mean squared distance of points, a sum over coordinates and points."""
+    """Mean squared distance of points: a sum over coordinates and points."""
 
     def forward(self, found, wanted):
         return (found - wanted).square().mean()
@@ -121,7 +121,7 @@ def test_a_coordinate_drowned_beside_another_one_is_named():
     diff = auto_diff(Tracker(), (found, torch.zeros(11, 2)), mode="cast")
     assert diff.first.name == "distance"
     assert diff.first.own_verdict is Verdict.WARNING
-    assert diff.first.own.normalised_l2 < 0.01  # the error of the sum itself says nothing
+    assert diff.first.own.normalised_l2 < 0.01  # the error of the sum alone does not show the fault
     assert "in bfloat16 the sum no longer sees the small ones" in reason(diff.first)
     assert "at 0 and no more than" in reason(diff.first)
     alike = found / torch.tensor([1000.0, 1.0])
@@ -130,7 +130,7 @@ def test_a_coordinate_drowned_beside_another_one_is_named():
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma2"])
 def test_rotary_frequencies_cast_with_the_model(model_type):
-    """`model.to(bfloat16)` rounds the rotary frequencies, which `from_pretrained(dtype=)` leaves in fp32."""
+    """`model.to(bfloat16)` rounds the rotary frequencies; `from_pretrained(dtype=)` keeps them in fp32."""
     sizes = {
         "num_hidden_layers": 2, "hidden_size": 24, "intermediate_size": 40, "vocab_size": 61, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 32, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
@@ -144,7 +144,7 @@ def test_rotary_frequencies_cast_with_the_model(model_type):
 
 
 class Odd(nn.Module):
-    """Gives every kind of output that modules give."""
+    """Its modules return every kind of output."""
 
     def __init__(self):
         super().__init__()
@@ -236,7 +236,7 @@ class Router(nn.Linear):
 
 
 class Choosing(nn.Module):
-    """Two experts of nine for each token, by a router whose logits lie close together."""
+    """Two of nine experts for each token; the router's logits are close together."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""RULES.md: every example says what its row says, and its healthy twin nothing."""
+"""RULES.md: every example reports what its row says, and its healthy twin reports nothing."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ ROWS = re.findall(r"^\| `([^`]+)` \| (.*?) \| `([^`]+)` \| `([^`]+)` \|$", PAGE,
 
 
 def read(result):
-    """In words, and whether anything was found."""
+    """The report as text, and whether it contains a finding."""
     if isinstance(result, Diff):
         return str(result), result.verdict != "ok"
     if isinstance(result, TensorAnalysis):

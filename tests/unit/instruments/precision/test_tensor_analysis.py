@@ -1,4 +1,4 @@
-"""What a tensor loses in number formats: shares that can be counted by hand, sums against loops, odd tensors."""
+"""Errors of a tensor in number formats: shares counted by hand, sums against loops, odd tensors."""
 
 import json
 
@@ -27,7 +27,7 @@ def test_a_healthy_tensor():
     assert loss(found, "float16").sqnr_db == pytest.approx(loss(found, "bfloat16").sqnr_db + 18.06, abs=0.5)
     assert found.nonfinite == found.zeros == 0
     assert sum(found.octaves) == 2100
-    # fp8 unscaled: below 2^-6 digits are lost, P(|x| < 2^-6) = 1.2 %; below 2^-9 all of them.
+    # fp8 without scaling loses digits below 2^-6, P(|x| < 2^-6) = 1.2 %, and all of them below 2^-9.
     assert 0.005 < loss(found, "float8_e4m3fn").flushed < 0.02
     assert loss(found, "float8_e4m3fn").underflow < 0.005
     assert found.verdict("float8_e4m3fn") is Verdict.OK
@@ -36,8 +36,8 @@ def test_a_healthy_tensor():
 @pytest.mark.parametrize(("small", "verdict"), [(0, Verdict.OK), (3, Verdict.WARNING), (30, Verdict.SEVERE)])
 def test_underflow_is_counted_among_values_above_zero(small, verdict):
     values = torch.ones(240)
-    values[200:] = 0  # no part of any share
-    values[: 2 * small] = 2.0**-20  # subnormal in fp16: kept, but flushed by some devices
+    values[200:] = 0  # zeros count in no share
+    values[: 2 * small] = 2.0**-20  # subnormal in fp16: kept here, but some devices flush it to 0
     values[:small] = 2.0**-26  # becomes 0
     found = loss(analyze_tensor(values), "float16")
     assert found.verdict is verdict
@@ -49,8 +49,8 @@ def test_underflow_is_counted_among_values_above_zero(small, verdict):
 def test_a_verdict_says_what_is_really_lost():
     subnormal = torch.full((300,), 2.0**-20)
     assert loss(analyze_tensor(subnormal), "float16").flushed == 1.0
-    assert analyze_tensor(subnormal).verdict("fp16") is Verdict.OK  # exact: nothing is lost
-    coarse = torch.full((300,), 1.4 * 2.0**-24)  # becomes 2^-24: nothing underflows, but 29 % of the norm is lost
+    assert analyze_tensor(subnormal).verdict("fp16") is Verdict.OK  # exact, so nothing is lost
+    coarse = torch.full((300,), 1.4 * 2.0**-24)  # rounds to 2^-24: nothing underflows, but 29 % of the norm is lost
     assert loss(analyze_tensor(coarse), "float16").underflow == 0
     assert analyze_tensor(coarse).verdict("fp16") is Verdict.SEVERE
 
@@ -129,7 +129,7 @@ def test_sums_are_those_of_a_loop():
 def test_a_running_sum_that_stands_still():
     values = torch.ones(11, 1000)
     (sums, _) = analyze_tensor(values, ["bfloat16"]).reductions
-    assert sums.stagnant == pytest.approx((1000 - 256) / 1000)  # 256 + 1 = 256
+    assert sums.stagnant == pytest.approx((1000 - 256) / 1000)  # 256 + 1 = 256 in bfloat16
     assert sums.one_by_one == pytest.approx(1 - 0.256)
     assert sums.advice == (
         "sum over dim -1 in fp32: error 0.7 → 0 (bfloat16 one by one, 74% of the addends lost; in pairs 0); "
@@ -149,7 +149,7 @@ def test_a_coordinate_beside_one_a_thousand_times_larger():
     dims = found.ranges[0]
     assert (dims.axis, dims.largest_at, dims.smallest_at) == (-1, 0, 1)
     (advice,) = [line for line in found.advice if "swallow" in line]
-    assert "added up in bfloat16, the large ones swallow the small ones" in advice  # fp16 has 2 048 to 1
+    assert "added up in bfloat16, the large ones swallow the small ones" in advice  # float16 holds ratios up to 2,048
     assert advice.startswith("dim -1 holds up to ")
 
 

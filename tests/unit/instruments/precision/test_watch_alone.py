@@ -1,4 +1,4 @@
-"""`watch_model(model)` in somebody's own loop, and nothing else: faults, each with its healthy twin."""
+"""`watch_model(model)` in a user's own loop, without further calls: faults, each with a healthy twin."""
 
 import gc
 import math
@@ -37,7 +37,7 @@ def batch(step):
 
 
 def train(model, steps=6, *, lossy=functional.cross_entropy, rate=0.05, clip=None, change=None, make=torch.optim.SGD):
-    """A loop that knows nothing of any watch."""
+    """A training loop without any call of the watch."""
     optimizer = make(model.parameters(), lr=rate)
     for step in range(steps):
         if change is not None:
@@ -84,9 +84,9 @@ def test_nothing_grows_without_steps_and_a_forgotten_watch_dies_with_its_model()
     watch = weakref.ref(watch_model(model))
     for step in range(150):
         model(batch(step)[0])
-        model.first(batch(step)[0])  # not through the model
+        model.first(batch(step)[0])  # does not pass through the model
     assert len(watch().measurement.peaks) < 2 * 64 + 4
-    gc.collect()  # the models of other tests
+    gc.collect()  # frees the models of other tests
     unscale = GradScaler.unscale_
     watch().remove()
     assert GradScaler.unscale_ is not unscale
@@ -158,7 +158,7 @@ def test_the_scaler_is_found(fused):
 
 
 class Deaf(Net):
-    """`lost` runs, but its outputs are detached; `never` is not called."""
+    """Unless healthy: `lost` runs, but its outputs are detached; `never` is not called."""
 
     def __init__(self, *, healthy=False):
         super().__init__()
@@ -191,11 +191,11 @@ def test_parameters_that_never_get_a_gradient_are_named_once(tmp_path, caplog):
     short = Deaf()
     with watch_model(short):
         train(short, 1)
-    assert [message[:7] for message in caplog.messages] == ["step 0:"]  # at the end, where there were fewer steps
+    assert [message[:7] for message in caplog.messages] == ["step 0:"]  # a shorter run is judged at its end
 
 
 class Experts(nn.Module):
-    """Two experts of which each step needs one, and one that no step needs."""
+    """Each step uses one of two experts; the third is never used."""
 
     def __init__(self):
         super().__init__()
@@ -241,7 +241,7 @@ def test_where_clipping_hides_the_norms_it_says_so(caplog):
     (message,) = caplog.messages
     assert message.startswith("step 2: the gradient norm is 0.001 in 3 steps, while the layers' change: gradients are ")
     caplog.clear()
-    with watch_model(model) as watch:  # the same batch each time, not clipped
+    with watch_model(model) as watch:  # the same batch in every step, not clipped
         for _ in range(6):
             model.zero_grad()
             functional.cross_entropy(model(batch(0)[0]), batch(0)[1]).backward()
@@ -297,7 +297,7 @@ def test_a_dead_layer_is_named_after_some_steps(caplog):
     assert message.startswith("step 2: no gradient to speak of in middle: at most 1e-06 of the median layer's ")
     caplog.clear()
     stuck = Lora()
-    stuck.up.requires_grad_(False)  # its zeros never move
+    stuck.up.requires_grad_(False)  # its weights stay zero
     with watch_model(stuck):
         train(stuck, 6, make=lambda _parameters, lr: torch.optim.SGD([*stuck.down.parameters()], lr=lr))
     assert "the gradient vanishes" in caplog.messages[0]
@@ -340,7 +340,7 @@ def test_a_summed_loss_does_not_explode_but_growth_does(caplog):
     assert "times the usual" in caplog.messages[0]
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own, while it traces
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # raised by torch itself during tracing
 @pytest.mark.parametrize("how", ["wrapped", "in place", "before", "part"])
 def test_under_torch_compile_it_says_that_outputs_are_unseen(how, caplog):
     model = Net()
@@ -383,7 +383,7 @@ def test_in_transformers_trainer_norms_are_those_before_clipping(tmp_path):
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert [line["gradient_norm"] for line in lines] == pytest.approx(logged, rel=1e-4)  # Trainer's are unclipped, too
     assert min(logged) > 0.1
-    assert all(1 < line["loss"] < 4 for line in lines)  # of the last part of a step
+    assert all(1 < line["loss"] < 4 for line in lines)  # loss of the step's last micro-batch
     assert [line["anomalies"] for line in lines] == [[], [], []]
     assert not any(module._forward_hooks for module in model.modules())
 

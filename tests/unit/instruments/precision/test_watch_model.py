@@ -1,4 +1,4 @@
-"""The monitor: planted faults are found and named, healthy trainings are left in peace; real autocast and scaling."""
+"""The monitor: planted faults are found and named, healthy trainings report nothing; real autocast and loss scaling."""
 
 import json
 import logging
@@ -20,7 +20,7 @@ T, D, H, V = 7, 6, 11, 5
 
 
 class Net(nn.Module):
-    """Three layers by name."""
+    """Three Linear layers and a LayerNorm."""
 
     def __init__(self):
         super().__init__()
@@ -118,7 +118,7 @@ def test_planted_faults_are_named(fault, kind, where, words, caplog):
 
 
 def test_a_loss_outside_autocast_that_overflows_is_caught_in_both_ways(tmp_path):
-    """The incident: a loss in float16, although the forward pass is right."""
+    """The loss is computed in float16 after a correct forward pass."""
     code = (
         "import torch\n"
         "from torch.nn import functional as F\n"
@@ -137,7 +137,7 @@ def test_a_loss_outside_autocast_that_overflows_is_caught_in_both_ways(tmp_path)
         (7, "LP302"),
     ]
     model = Net()
-    model.head.weight.data *= 50  # values near 20: well within float16, their exponentials are not
+    model.head.weight.data *= 50  # logits near 20: they fit well into float16, their exponentials do not
     x, y = batch()
     space = {"model": model, "x": x, "y": y}
     with watch_model(model) as watch:
@@ -205,9 +205,9 @@ def test_a_scaler_in_search_of_its_scale_is_no_fault_but_one_that_finds_none_is(
             kinds.append({(anomaly.kind, anomaly.severity) for anomaly in watch.last.anomalies})
     assert (watch.last.scale_rises, watch.last.scale_falls) == (0, 9)
     assert kinds[0] == {("skipped", "note")}
-    assert kinds[3] == {("skipped", "note"), ("loss_scale", "warning")}  # 64
+    assert kinds[3] == {("skipped", "note"), ("loss_scale", "warning")}  # loss scale 64
     assert ("falling_scale", "warning") in kinds[5]
-    assert ("loss_scale", "severe") in kinds[9]  # 1
+    assert ("loss_scale", "severe") in kinds[9]  # loss scale 1
 
 
 def test_check_loss_scale_alone():

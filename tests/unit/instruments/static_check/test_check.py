@@ -39,7 +39,7 @@ for x, y in batches:
 
 @pytest.fixture
 def check(tmp_path):
-    """(line within the code, rule) of every finding."""
+    """Function that returns (line within the code, rule) of every finding."""
 
     def run(code, *, head=HEAD, **options):
         path = tmp_path / "train.py"
@@ -234,7 +234,7 @@ def test_paths_and_devices_that_are_not_there(tmp_path, check):
     with pytest.raises(ConfigError, match="has no autocast for 'abacus'"):
         check("with autocast(device):\n    x.sum()", device="abacus")
     assert main([str(tmp_path / "nowhere")]) == 2
-    assert check("with autocast('npu'):\n    F.softmax(x @ y, -1)") == []  # as on cuda
+    assert check("with autocast('npu'):\n    F.softmax(x @ y, -1)") == []  # as on CUDA
 
 
 def test_code_without_autocast_needs_no_torch(tmp_path):
@@ -284,12 +284,12 @@ def test_files_too_long_or_too_deep_to_be_checked(tmp_path):
 
 
 def test_twice_the_code_takes_twice_the_time(tmp_path):
-    """What is looked up for every statement must not depend on how many there are."""
+    """The cost per statement must not depend on the number of statements."""
     file = tmp_path / "many.py"
     file.write_text("import torch\n" + "".join(f"x{i} = torch.sum(torch.randn(3).half())\n" for i in range(4000)))
     began = time.process_time()
     assert len(static_check(file).findings) == 4000
-    assert time.process_time() - began < 5  # where it was quadratic, five minutes
+    assert time.process_time() - began < 5  # a quadratic search takes five minutes
 
 
 def test_functions_that_call_each_other_many_times(tmp_path):
@@ -332,7 +332,7 @@ def test_notebooks_that_cannot_be_read_are_not_clean(tmp_path):
 
 
 def test_grades_can_be_asked_for_and_files_left_out(tmp_path):
-    """A note, a warning and a severe finding."""
+    """The code has a note, a warning and a severe finding."""
     code = "import torch\np = torch.log(torch.softmax(x, -1))\nq = x.half().sum()\nr = x.half() + 1e-9\n"
     for name in ("train.py", "tests/train.py", "old/deep/train.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

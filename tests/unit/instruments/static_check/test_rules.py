@@ -1,4 +1,4 @@
-"""RULES.md: every rule finds its example, at the line that is marked, and nothing in the healthy twin."""
+"""RULES.md: every rule finds its example at the marked lines, and nothing in the healthy twin."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A model small enough to dump in no time, and passes through it."""
+"""A small model, and dumps of its training steps."""
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ def inputs(step, rows=T, features=D):
 
 
 def run(folder, config=None, *, steps=4, model=None, losses=None, rows=T, **arguments):
-    """Dump some training steps; gives the dump, which has ended."""
+    """Dump some training steps; returns the closed dump."""
     model = model or Small()
     arguments.setdefault("environment", {})
     with TensorDump(model, folder, config, **arguments) as dump:

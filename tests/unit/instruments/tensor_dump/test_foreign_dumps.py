@@ -1,4 +1,4 @@
-"""Dumps from elsewhere: what a row, a manifest or a shard says is checked before it is used."""
+"""Dumps from elsewhere: rows, manifests and shards are checked before use."""
 
 import json
 import os
@@ -22,7 +22,7 @@ def dump(tmp_path):
 
 
 def edit_row(dump, **fields):
-    """Other fields in the index's second line, the first tensor."""
+    """Change fields in the second line of the index, the first tensor's row; returns the index's path."""
     path = dump / "index-00000.jsonl"
     header, row, *rest = path.read_text().splitlines()
     path.write_text("\n".join([header, json.dumps(json.loads(row) | fields), *rest]) + "\n")

@@ -1,4 +1,4 @@
-"""Pictures of a dump's tensors: what is drawn is what numpy counts."""
+"""Pictures of a dump's tensors show what numpy counts."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""A module that is called more than once, in layers that are run again."""
+"""Modules that are called several times, in layers that are recomputed (activation checkpointing)."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ T, D = 7, 6
 
 
 class Shared(nn.Module):
-    """Layers that have two Linear layers in common, with one of their own before them."""
+    """Layers with one Linear of their own and two shared ones."""
 
     def __init__(self, layers, run):
         super().__init__()

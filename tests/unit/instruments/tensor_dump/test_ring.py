@@ -1,4 +1,4 @@
-"""Host memory of a fixed size."""
+"""The ring buffer in host memory has a fixed size."""
 
 import threading
 import time
@@ -30,7 +30,7 @@ def test_room_is_used_again_in_turn(ring):
     third = ring.reserve(200)
     assert third.begin == 0
     assert ring.reserve(57) is None
-    ring.release(third)  # newer than the one still in use
+    ring.release(third)  # newer than a slot that is still in use
     assert ring.reserve(100) is None
     ring.release(second)
     assert ring.used == 0

@@ -1,4 +1,4 @@
-"""What is captured, when, and what becomes of it when memory is short."""
+"""What is captured, when, and what happens when memory is short."""
 
 import math
 
@@ -79,7 +79,7 @@ def test_statistics_alone(folder):
         reader.load(record)
 
 
-WIDE = {"features": 512, "hidden": 300}  # 1 MiB of input for 512 rows
+WIDE = {"features": 512, "hidden": 300}  # the input of 512 rows takes 1 MiB
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def test_steps_that_do_not_fit_are_given_up_oldest_first(folder):
     losses = [1.0] * 5 + [math.inf]
     config = DumpConfig(last_steps=4, memory_mib=2, tensors=["input"])
     run(folder, config, steps=6, losses=losses, model=Small(**WIDE), rows=300)
-    # One step is 0.93 MiB.
+    # One step takes 0.93 MiB.
     found = [(record.source.step, record.source.module, record.status) for record in Listing(folder).records]
     assert found == [(step, f"layers.{layer}", "stored") for step in (4, 5) for layer in (0, 1)]
 

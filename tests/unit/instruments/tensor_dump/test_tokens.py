@@ -1,4 +1,4 @@
-"""Token positions that are kept, of a whole sequence and of its parts."""
+"""Token positions that are kept, from a whole sequence and from its parts."""
 
 import pytest
 import torch
@@ -48,6 +48,6 @@ def test_weights_have_no_tokens():
 
 
 def test_parts_made_of_pieces():
-    """Gate and up, one after the other, and a share of each for every process."""
+    """Gate and up are concatenated, and each process holds a slice of both."""
     part = Part.of_axis(torch.randn(6, D), 0, index=1, parts=2, token_axis=None, pieces=2)
     assert (part.global_shape, part.offset, part.pieces) == ((12, D), (3, 0), (0, 2))

@@ -20,8 +20,8 @@ def test_blocks_cover_every_column_once(width, blocks):
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(70, 35), (35, 70)])
-@pytest.mark.parametrize("length", [9, 130, 131])  # whole, in equal and in unequal halves
-@pytest.mark.parametrize("widths", [(16, 24), (64, 16), (7, 64)])  # the last goes another way
+@pytest.mark.parametrize("length", [9, 130, 131])  # one piece, equal halves, unequal halves
+@pytest.mark.parametrize("widths", [(16, 24), (64, 16), (7, 64)])  # 7 is too narrow for the product by blocks
 def test_blocks_of_a_weight_gradient(inputs, outputs, length, widths):
     generator = torch.Generator().manual_seed(0)
     x, grad = (torch.randn(B, length, n, generator=generator, dtype=torch.float64) for n in (inputs, outputs))

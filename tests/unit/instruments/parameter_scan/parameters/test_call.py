@@ -17,12 +17,12 @@ def test_positional_arguments_get_their_names():
 
 
 def test_padding_and_supervised_tokens():
-    mask = torch.tensor([[1, 1, 1, 1, 1, 1, 0], [0, 0, 0, 1, 1, 1, 1]])  # two positions were read before
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1, 0], [0, 0, 0, 1, 1, 1, 1]])  # the KV cache holds two earlier positions
     labels = torch.tensor([[7, -100, -100, -100, -100], [7, 7, -100, 7, -100]])
     facts = read_call({"input_ids": IDS, "attention_mask": mask, "labels": labels})
     assert (facts.samples, facts.length) == (2, 5)
     assert facts.mask_BT.tolist() == [[True, True, True, True, False], [False, True, True, True, True]]
-    assert facts.supervised_B.tolist() == [0, 2]  # the first label is shifted away
+    assert facts.supervised_B.tolist() == [0, 2]  # shifting removes the first label
 
 
 def test_labels_shifted_by_the_caller():
@@ -32,7 +32,7 @@ def test_labels_shifted_by_the_caller():
 
 
 def test_unknown_labels_and_no_mask():
-    facts = read_call({"input_ids": IDS, "labels": torch.tensor([0, 1])})  # of a classifier
+    facts = read_call({"input_ids": IDS, "labels": torch.tensor([0, 1])})  # labels of a classifier
     assert facts.mask_BT is None
     assert facts.supervised_B is None
 

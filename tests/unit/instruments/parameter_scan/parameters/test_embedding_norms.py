@@ -39,7 +39,7 @@ def test_a_tied_weight_gets_the_sum_of_both_uses(operands, gram):
 
 
 def test_what_one_position_contributes(operands):
-    """The output embedding saw the last S positions."""
+    """The output embedding reads the last S positions only."""
     ids, delta, x, grad = operands
     found = embedding_token_squares(delta, head_part(x, grad, ids, gram=True, per_token=True))
     for sample, position in ((sample, position) for sample in range(B) for position in range(T)):

@@ -20,7 +20,7 @@ def decode(code):
     prefix = next(prefix for prefix in _DOT if bits.startswith(prefix))
     width, rest = _DOT[prefix], bits[len(prefix) :]
     exponent = 0
-    if width:  # sign and magnitude, whose first bit is 1 and not stored
+    if width:  # sign and magnitude; the magnitude's first bit, 1, is not stored
         magnitude = int("1" + rest[1:width], 2)
         exponent = -magnitude if rest[0] == "1" else magnitude
     mantissa = rest[width:]
@@ -50,13 +50,13 @@ def test_every_code_stays_what_it_is():
 
 
 def test_values_go_to_the_nearest_code_and_ties_away_from_zero():
-    steps = [*GRID[:-1], 1.5 * 2.0**15]  # infinity's place
+    steps = [*GRID[:-1], 1.5 * 2.0**15]  # the next step, in place of infinity
     for low, high in itertools.pairwise(steps):
         middle = (low + high) / 2
         below, above = math.nextafter(middle, 0), middle
         upper = math.inf if high == steps[-1] else high
         found = round_to_hifloat8(torch.tensor([below, above, -below, -above], dtype=torch.float64).float())
-        # The neighbour below the middle may be no float32.
+        # In float32, `below` may be rounded up to the middle.
         lower = low if float(torch.tensor(below).float()) < middle else upper
         assert found.tolist() == [lower, upper, -lower, -upper], (low, high)
 

@@ -10,7 +10,7 @@ from instruments.tensor_dump.statistics import BLOCK, E2M1, E4M3, SCALE_MIN, rou
 
 
 def values_of(exponent_bits, mantissa_bits, bias, codes):
-    """Every non-negative value of an element format, by the rule of section 5.3: (−1)^S · 2^(E−bias) · (1 + 2^−m·M)."""
+    """Every non-negative value of an element format, by section 5.3: (−1)^S · 2^(E−bias) · (1 + 2^−m·M)."""
     found = []
     for exponent, mantissa in itertools.product(range(2**exponent_bits), range(2**mantissa_bits)):
         fraction = mantissa / 2**mantissa_bits
@@ -23,7 +23,7 @@ GRIDS = {"E4M3": (E4M3, values_of(4, 3, 7, 127)), "E2M1": (E2M1, values_of(2, 1,
 
 
 def nearest(value, grid):
-    """Of the grid, the nearest; of two, the one with an even code."""
+    """The grid's nearest value; ties go to the even code."""
     code = min(range(len(grid)), key=lambda one: (abs(grid[one] - abs(value)), one % 2))
     return math.copysign(grid[code], value)
 
@@ -52,7 +52,7 @@ def test_e4m3_is_what_torch_rounds_to():
 
 
 def reference(block, element, grid):
-    """Section 6.3, one block in plain Python."""
+    """Section 6.3 for one block, in plain Python."""
     largest = max(abs(value) for value in block)
     if largest == 0:
         return [0.0] * len(block)
