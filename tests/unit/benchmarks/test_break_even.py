@@ -5,7 +5,7 @@ LENGTHS = [64, 128, 256]
 
 
 def test_it_lies_where_the_ratio_passes_one():
-    # The ratio grows as T²: it is 1 at 128·√2.
+    # The ratio grows as T², so it is 1 at 128·√2.
     assert break_even(LENGTHS, [1 / 8, 1 / 2, 2]) == pytest.approx(128 * 2**0.5)
     assert break_even(LENGTHS, [0.5, 1, 2]) == pytest.approx(128)
 
