@@ -33,7 +33,7 @@ from instruments.errors import UserError
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """0, or 1 where the model cannot be loaded."""
+    """Returns 0, or 1 if the model cannot be loaded."""
     words = list(sys.argv[1:] if words is None else words)
     options = read_options(words)
     try:
@@ -55,7 +55,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _measurements(bench: Workbench, options: Namespace, words: Sequence[str]) -> dict[str, Callable[[], list[Row]]]:
-    """The groups asked for, as far as this machine can measure them."""
+    """The requested groups that this machine can measure."""
     rounds = options.repetitions
     groups: dict[str, Callable[[], list[Row]]] = {
         "scan": lambda: measure_scan(bench, rounds),

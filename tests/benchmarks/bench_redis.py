@@ -1,4 +1,4 @@
-"""Adding a flush to Redis, against what redis-benchmark reaches for the same pipelined command on the same server.
+"""Speed of flushes to Redis, against redis-benchmark with the same pipelined command on the same server.
 
 python tests/benchmarks/bench_redis.py
 """
@@ -33,13 +33,13 @@ SPREAD = {"sum_abs": 1e2, "sum_sq": 1e3, "max_abs": 5.0, "sum_taylor": 1e-3}
 
 
 def measure(rounds: int = 5) -> list[list[str]]:
-    """Rows of name, median and target; the two rates alternate, so that both meet the same load."""
+    """Rows of name, median and target; flushes and redis-benchmark alternate, so that both meet the same load."""
     with tempfile.TemporaryDirectory() as folder:
         found = {}
         for kept in (False, True):
             with running(Path(folder) / str(kept), append_only=False) as server:
                 if kept:
-                    server.client().config_set("appendonly", "yes")  # fsync once a second, as is the default
+                    server.client().config_set("appendonly", "yes")  # with fsync once a second, the default
                 found[kept] = [_one_round(server, number) for number in range(rounds)]
     rows = []
     for kept, rates in found.items():
@@ -62,7 +62,7 @@ def _one_round(server: RedisServer, number: int) -> tuple[float, float, float]:
 
 
 def _flush(server: RedisServer, number: int) -> tuple[float, float]:
-    """Increments per second of one flush, until the last is added, and seconds of its longest script."""
+    """Increments per second until one flush is complete, and seconds of its longest script."""
     shapes = sum_shapes(LAYERS, WIDTH, RESERVOIR)
     weights = [
         {part: f"model.layers.{layer}.mlp.{part}_proj.weight" for part in ("gate", "up", "down")}

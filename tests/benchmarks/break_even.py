@@ -1,4 +1,4 @@
-"""From which sequence length on the direct product is faster than the Gram product, measured."""
+"""Measures the sequence length from which the direct product is faster than the Gram product."""
 
 import math
 from bisect import bisect_left
@@ -17,25 +17,25 @@ from instruments import gradients as gradient_norms
 from instruments.ffn_probe import FFNGradients, neuron_norms, neurons_prefer_gram
 
 SHORTEST = 64
-# Where the code's own changeover is looked for.
+# Where the code's own break-even length is searched.
 _ANY_LENGTH = range(1, 2**20)
 
 
 @dataclass(frozen=True)
 class Products:
-    """Two ways to the same norms, and the code's choice between them."""
+    """Two products that give the same norms, and the code's choice between them."""
 
     name: str
     tasks: Callable[[int], dict[str, Task]]  # length → "gram" and "direct"
     prefers_gram: Callable[[int], bool]  # length → choice
 
     def code_length(self) -> int:
-        """The first length at which the code takes the direct product."""
+        """The first length for which the code chooses the direct product."""
         return _ANY_LENGTH[bisect_left(_ANY_LENGTH, True, key=lambda length: not self.prefers_gram(length))]
 
 
 def measure_products(bench: Workbench, repetitions: int, longest: int) -> list[Row]:
-    """Gram ÷ direct by length, where they break even, and what the code's own choice costs."""
+    """Gram ÷ direct by length, the break-even length, and the cost of the code's own choice."""
     lengths = [SHORTEST * 2**step for step in range(1 + int(math.log2(longest / SHORTEST)))]
     rows: list[Row] = []
     for products in _all_products(bench):
@@ -65,7 +65,7 @@ def _summarise(products: Products, lengths: Sequence[int], ratios: Sequence[list
 
 
 def break_even(lengths: Sequence[int], ratios: Sequence[float]) -> float:
-    """The length at which Gram ÷ direct passes 1 for the last time, by interpolation in log-log; else an end."""
+    """The last length at which Gram ÷ direct rises above 1, interpolated in log-log; else the first or last length."""
     slower = [ratio > 1 for ratio in ratios]
     if all(slower):
         return float(lengths[0])
@@ -77,7 +77,7 @@ def break_even(lengths: Sequence[int], ratios: Sequence[float]) -> float:
 
 
 def _all_products(bench: Workbench) -> list[Products]:
-    """Of the scan's neurons, and of the parameter-level scanner's up projection."""
+    """Products for the scan's neurons and for the parameter-level scanner's up projection."""
     sizes = bench.model.config.hidden_size, bench.width
     return [
         Products(
@@ -107,7 +107,7 @@ def _weight_tasks(bench: Workbench, hidden_size: int, width: int, length: int) -
 
 
 def _draw(bench: Workbench, length: int, sizes: Sequence[int]) -> list[Tensor]:
-    """(B, T, size) each: as many tokens as the batch has, or one sequence."""
+    """(B, T, size) each, with as many tokens as the batch has, or one sequence."""
     samples = max(1, bench.batch.input_ids.numel() // length)
     dtype = bench.model.get_input_embeddings().weight.dtype
     generator = torch.Generator(bench.device).manual_seed(0)

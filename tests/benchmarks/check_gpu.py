@@ -1,6 +1,6 @@
-"""`make check-gpu`: everything that needs a GPU, on one, in one table that can be pasted into an issue.
+"""`make check-gpu`: all checks that need a GPU, in one table that can be pasted into an issue.
 
-The tests marked gpu; the chain on the embedded model, on the GPU and on the CPU, in fp32; the benchmarks on that model
+The tests marked gpu; the chain on the embedded model in fp32, on the GPU and on the CPU; the benchmarks on that model
 and on a 1.7B shape with random weights.
 """
 
@@ -22,13 +22,13 @@ from models.config import ModelConfig
 from models.loading import resolve_device
 
 REPOSITORY = Path(__file__).parents[2]
-LOSSES = 2e-3  # nats: other kernels add in another order, and a few routed tokens go elsewhere
+LOSSES = 2e-3  # nats: kernels sum in different orders, and a few tokens are routed to other experts
 GROUPS = ("scan", "forward", "scanner", "memory", "moe", "dump", "watch")
 Cells = tuple[str, str, str, str]
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """0: everything as it should be; 1: something is not; 2: no GPU."""
+    """Returns 0 if all results are as they should be, 1 if one is not, 2 without a GPU."""
     options = read_options(words)
     try:
         device = resolve_device(ModelConfig(device=options.device))
@@ -51,7 +51,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def read_options(words: Sequence[str] | None) -> Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = ArgumentParser("check_gpu", description="Everything that needs a GPU, in one table.")
     parser.add_argument("--device", default="cuda", help="cuda (default), cuda:1 ...")
     parser.add_argument("--shapes", nargs="*", default=[*SHAPES], help="timed with random weights (default: all)")
@@ -61,7 +61,7 @@ def read_options(words: Sequence[str] | None) -> Namespace:
 
 
 def run_tests() -> Iterator[Cells]:
-    """The tests marked gpu; none that ran counts as a failure."""
+    """The tests marked gpu. If none ran, they count as failed."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     sys.stderr.write(done.stdout[-4000:] if done.returncode else "")
@@ -70,7 +70,7 @@ def run_tests() -> Iterator[Cells]:
 
 
 def compare_chains(device: str, settings: Sequence[str]) -> Iterator[Cells]:
-    """The chain on the device and on the CPU: time of every stage, losses of every model."""
+    """Time of every stage and loss of every model, on the device and on the CPU."""
     with TemporaryDirectory() as folder:
         here, cpu = (
             run_chain(place, Path(folder) / part, settings) for part, place in (("here", device), ("cpu", "cpu"))
@@ -87,7 +87,7 @@ def compare_chains(device: str, settings: Sequence[str]) -> Iterator[Cells]:
 
 
 def run_chain(device: str, outputs: Path, settings: Sequence[str]) -> tuple[dict[str, float], dict[str, float]] | None:
-    """Seconds by stage and losses by model; None: the command failed."""
+    """Seconds by stage and losses by model; None if the command failed."""
     words = ["model.device=" + device, "model.dtype=float32", "cluster.map=none", *settings, f"output_dir={outputs}"]
     done = subprocess.run(
         [sys.executable, "-m", "pipeline", *words], cwd=REPOSITORY, stdout=subprocess.DEVNULL, check=False

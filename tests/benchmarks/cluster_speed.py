@@ -1,4 +1,4 @@
-"""Balanced k-means of one layer: seconds, where they go, and how close to the exact assignment it comes."""
+"""Balanced k-means of one layer: seconds in all and by part, and the gap to the exact assignment."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ from stages.cluster.router_aware import assign_balanced
 CPU = torch.device("cpu")
 TOKENS = 8192
 TOPICS = 256
-EXACT_WIDTH = 2048  # the exact solver needs (neurons × neurons) doubles, and seconds
+EXACT_WIDTH = 2048  # the exact solver needs F² doubles, and seconds
 
 
 @dataclass(frozen=True)
 class Layer:
-    """FFN width, experts and the seconds that they may take."""
+    """FFN width, number of experts and the target in seconds."""
 
     width: int
     experts: int
@@ -31,7 +31,7 @@ class Layer:
 
     @property
     def name(self) -> str:
-        """Of its rows."""
+        """The name in its rows."""
         return f"F = {self.width}, E = {self.experts}"
 
 
@@ -39,7 +39,7 @@ LAYERS = (Layer(4864, 16), Layer(9728, 100), Layer(18944, 128, at_most=60))
 
 
 def measure_cluster(repetitions: int) -> list[Row]:
-    """Seconds of k-means for layers of known models, the widest in parts, and the optimality gap."""
+    """Seconds of k-means at the FFN widths of known models, by part for the widest, and the optimality gap."""
     rows = []
     for layer in LAYERS:
         features_FC = draw_features(layer.width)
@@ -49,7 +49,7 @@ def measure_cluster(repetitions: int) -> list[Row]:
 
 
 def group(features_FC: Tensor, layer: Layer) -> Tensor:
-    """k-means as the settings have it by default."""
+    """k-means with its default settings."""
     sizes_E, rng = group_sizes(layer.width, layer.experts), np.random.default_rng(0)
     return fit_balanced_kmeans(features_FC, sizes_E, rng=rng)
 
@@ -71,7 +71,7 @@ def _measure_parts(layer: Layer, repetitions: int) -> list[Row]:
 
 
 def measure_gap() -> Row:
-    """1 − our total ÷ that of a solver of the full assignment problem."""
+    """1 − our total ÷ the total of an exact solver of the assignment problem."""
     features_FC, experts = normalize(draw_features(EXACT_WIDTH), dim=1), 16
     sizes_E = group_sizes(EXACT_WIDTH, experts)
     centroids_EC = mean_directions(features_FC, torch.arange(EXACT_WIDTH) % experts, experts)
@@ -84,7 +84,7 @@ def measure_gap() -> Row:
 
 
 def draw_features(width: int, dims: int = FEATURE_DIMS) -> Tensor:
-    """Neurons of topics of very different sizes, with much in common and noise of their own."""
+    """Features of neurons: topics of very different sizes, a large common part, and noise."""
     generator = torch.Generator().manual_seed(0)
     topics_TC = torch.randn(TOPICS, dims, generator=generator)
     topic_F = torch.multinomial(1 / torch.arange(1.0, TOPICS + 1), width, replacement=True, generator=generator)
@@ -93,7 +93,7 @@ def draw_features(width: int, dims: int = FEATURE_DIMS) -> Tensor:
 
 
 def draw_bits(width: int) -> Tensor:
-    """Packed activation bits: one in ten set, more often on the tokens of the neuron's topic."""
+    """Packed activation bits: 80 % are set on tokens of the neuron's topic, 10 % on others."""
     rng = np.random.default_rng(0)
     topic_F, topic_R = rng.integers(TOPICS, size=width), rng.integers(TOPICS, size=TOKENS)
     bits_Fr = np.empty((width, TOKENS // 8), dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""The tensor dump: what it costs a training step, and its files against plain copying and one `.pt` a tensor."""
+"""The tensor dump: its cost per training step, and its files against raw bytes and one `.pt` per tensor."""
 
 import os
 import tempfile
@@ -21,7 +21,7 @@ MEMORY_MIB = 512
 
 
 def measure_dump(bench: Workbench, repetitions: int) -> list[Row]:
-    """Slowdown of training, bounded memory, throughput of writing and reading."""
+    """Slowdown of training, largest memory, throughput of writing and reading."""
     with tempfile.TemporaryDirectory() as folder:
         return [
             *_measure_steps(bench, repetitions, Path(folder)),
@@ -77,7 +77,7 @@ def _measure_steps(bench: Workbench, repetitions: int, folder: Path) -> list[Row
 
 
 def _measure_files(bench: Workbench, repetitions: int, folder: Path) -> list[Row]:
-    """The same tensors through the dump, as one file of plain bytes, and as one `.pt` each; all of them on the disk."""
+    """The same tensors as a dump, as one file of raw bytes and as one `.pt` each, all synced to the disk."""
     tensors = _tensors_of(bench, folder / "tensors")
     size = sum(tensor.nbytes for tensor in tensors)
     model, numbers = _Consumer(len(tensors)), count()
@@ -109,7 +109,7 @@ def _measure_files(bench: Workbench, repetitions: int, folder: Path) -> list[Row
 
 
 class _Consumer(torch.nn.Module):
-    """Linear layers that are called with given tensors and compute nothing."""
+    """Linear layers that receive given tensors and compute nothing."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class _Silent(torch.nn.Linear):
 
 
 def _tensors_of(bench: Workbench, folder: Path) -> list[Tensor]:
-    """What one training step gives, logits' gradient included."""
+    """The tensors of one training step, including the logits' gradient."""
     bench.thaw()
     with TensorDump(bench.model, folder, DumpConfig(memory_mib=MEMORY_MIB), environment={}) as dump:
         bench.train_step()

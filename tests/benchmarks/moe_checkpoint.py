@@ -1,4 +1,4 @@
-"""An MoE of a given shape, for its speed alone: real slices, and a router that spreads the tokens."""
+"""An MoE of a given shape for timing: slices of the real FFN, and a router that spreads the tokens."""
 
 from pathlib import Path
 
@@ -15,15 +15,15 @@ from pipeline.shape import ShapeRequest, resolve_shape
 
 
 def shape_of(width: int, experts: int, active: float) -> MoEShape:
-    """E experts of F / E neurons, with always-on neurons and experts per token as a carve would choose them."""
+    """E experts of F // E neurons; always-on neurons and experts per token are resolved as for a carve."""
     return resolve_shape(ShapeRequest(experts, max(1, width // experts), None, None, active), width)
 
 
 def write_moe(dense: Path, out: Path, shape: MoEShape, dtype: str) -> Path:
     """Emit the checkpoint.
 
-    Which neuron lies in which expert costs no time, so they are dealt in order, and again from the first one where
-    there are more slots than neurons. Random router rows load the experts as evenly as tokens allow.
+    The partition does not affect speed, so experts get the neurons in order, again from the first if E·n exceeds their
+    number. Random router rows load the experts about evenly.
     """
     config = read_config(dense)
     family = dense_family(config)

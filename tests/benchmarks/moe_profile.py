@@ -10,7 +10,7 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
-# The first kind whose word the name of an operator, or of one that called it, holds.
+# An operator has the first kind with a word that its name, or the name of a caller, contains.
 KINDS = {
     "experts' matrix products": ("grouped_mm", "bmm"),
     "attention": ("scaled_dot_product", "flash", "attention"),
@@ -33,7 +33,7 @@ KINDS = {
 
 
 class Phases(Protocol):
-    """What is profiled."""
+    """The phases to profile."""
 
     def prefill(self) -> None:
         """Many tokens at once."""
@@ -43,12 +43,12 @@ class Phases(Protocol):
 
 
 def profile_shares(name: str, runner: Phases, device: torch.device) -> list[Row]:
-    """Each kind's share of the operators' time, and the time outside operators where the CPU does all.
+    """Rows with each kind's share of the operators' time, for prefill and decode.
 
     Args:
-        name: of the model, for the rows.
+        name: the model's name in the rows.
         runner: warmed up.
-        device: whose time counts.
+        device: the device whose time counts.
     """
     rows = []
     for phase in ("prefill", "decode"):
@@ -69,14 +69,14 @@ def measure_shares(runner: Phases, phase: str, device: torch.device) -> dict[str
             torch.cuda.synchronize(device)
     spent: dict[str, float] = defaultdict(float)
     for event in found.events():
-        if event.device_type == DeviceType.CPU:  # which carries the time of the kernels it started
+        if event.device_type == DeviceType.CPU:  # includes the time of the kernels that it started
             spent[kind_of(callers(event))] += event.self_device_time_total if cuda else event.self_cpu_time_total
     total = sum(spent.values())
     return {kind: spent[kind] / total for kind in (*KINDS, "the rest")}
 
 
 def callers(event: FunctionEvent) -> list[str]:
-    """Names of an operator and of those that called it: a grouped product may be a row of plain ones."""
+    """Names of an operator and its callers: a grouped product may run as several plain ones."""
     names = []
     while event is not None:
         names.append(event.name)
@@ -85,7 +85,7 @@ def callers(event: FunctionEvent) -> list[str]:
 
 
 def kind_of(operators: Sequence[str]) -> str:
-    """Of an operator and those that called it."""
+    """The kind of an operator, from its name and its callers' names."""
     return next(
         (kind for kind, words in KINDS.items() if any(word in name for word in words for name in operators)),
         "the rest",

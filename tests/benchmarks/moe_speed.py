@@ -1,4 +1,4 @@
-"""Tokens per second of the MoE against the dense model it came from: prefill, and decoding with a KV cache."""
+"""Tokens per second of the MoE against its dense source: prefill, and decoding with a KV cache."""
 
 import tempfile
 from argparse import Namespace
@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from models.config import MoEShape
 from models.source import EMBEDDED
 
-# Gathers each token's own experts: meant for the few tokens of a decoding step; a prefill would fill the memory.
+# batched_mm gathers the experts of each token: made for decoding, it would fill the memory in a prefill.
 PREFILL, DECODE = ("grouped_mm", "eager"), ("grouped_mm", "batched_mm", "eager")
 DENSE = "dense"
 
@@ -32,34 +32,34 @@ class Runner:
     model: PreTrainedModel
     ids_BT: Tensor
     steps: int
-    implementation: str | None = None  # of the experts; None for a dense model
+    implementation: str | None = None  # of the experts; None: a dense model
     state: dict[str, Any] = field(default_factory=dict)
 
     def choose(self) -> None:
-        """One model serves all its implementations in turn."""
+        """Select this runner's implementation of the experts; runners share the model."""
         if self.implementation:
             self.model.set_experts_implementation(self.implementation)
 
     @torch.no_grad()
     def prefill(self) -> None:
-        """The whole batch into a new cache, and the next token."""
+        """Run the whole batch into a new cache, and choose the next token."""
         found = self.model(input_ids=self.ids_BT, use_cache=True, logits_to_keep=1)
         self.state = {"cache": found.past_key_values, "ids": found.logits[:, -1:].argmax(-1)}
 
     @torch.no_grad()
     def decode(self) -> None:
-        """`steps` tokens a sequence, one by one."""
+        """Decode `steps` tokens per sequence, one by one."""
         ids_B1 = self.state["ids"]
         for _ in range(self.steps):
             found = self.model(input_ids=ids_B1, past_key_values=self.state["cache"], use_cache=True)
             ids_B1 = found.logits[:, -1:].argmax(-1)
 
     def prefill_task(self) -> Task:
-        """The cache is dropped untimed."""
+        """Time a prefill; dropping the cache is not timed."""
         return Task(self.prefill, self.choose, self.state.clear)
 
     def decode_task(self) -> Task:
-        """The cache is filled untimed, in the way that is fast for many tokens."""
+        """Time decoding; filling the cache, by the fastest implementation for many tokens, is not timed."""
 
         def fill() -> None:
             if self.implementation:
@@ -71,9 +71,9 @@ class Runner:
 
 
 def measure_moe(bench: Workbench, options: Namespace) -> list[Row]:
-    """The dense model's tokens/s, and what the MoE's are of it at every share of active neurons.
+    """Tokens/s of the dense model, and of the MoE relative to it for every share of active neurons.
 
-    The models take turns; their checkpoints are written and read as a user's would be.
+    The models take turns. Checkpoints are written and read in the same way as for users.
     """
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder, dense_folder(bench, options, Path(folder)) as dense:
@@ -98,7 +98,7 @@ def compare_speed(
     shapes: Mapping[float, MoEShape],
     options: Namespace,
 ) -> list[Row]:
-    """Rows of prefill or decode."""
+    """Rows of one phase, prefill or decode."""
     ids_BT = ids_of(bench)
     runners = {DENSE: Runner(bench.model, ids_BT, options.steps)}
     for share, model in carved.items():
@@ -120,7 +120,7 @@ def compare_speed(
 
 @contextmanager
 def dense_folder(bench: Workbench, options: Namespace, scratch: Path) -> Iterator[Path]:
-    """The dense checkpoint; weights that were drawn are saved first."""
+    """Folder of the dense checkpoint; weights that were drawn are saved first."""
     if not (options.shape or options.random):
         yield options.model or EMBEDDED
         return
@@ -129,7 +129,7 @@ def dense_folder(bench: Workbench, options: Namespace, scratch: Path) -> Iterato
 
 
 def load_moe(folder: Path, bench: Workbench) -> PreTrainedModel:
-    """As a user loads it."""
+    """Load the MoE as users do."""
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=bench.model.dtype, experts_implementation="grouped_mm", attn_implementation="sdpa"
     )
@@ -137,15 +137,15 @@ def load_moe(folder: Path, bench: Workbench) -> PreTrainedModel:
 
 
 def ids_of(bench: Workbench) -> Tensor:
-    """The batch, where the model is."""
+    """The batch on the model's device."""
     return bench.batch.input_ids.to(bench.device)
 
 
 def share_name(share: float) -> str:
-    """As in a row."""
+    """The name of the share in rows."""
     return f"{100 * share:g} % active"
 
 
 def describe(shape: MoEShape) -> str:
-    """In a row's note."""
+    """The shape in a row's note."""
     return f"{shape.top_k} of {shape.experts} × {shape.n} + {shape.always_on}"

@@ -1,4 +1,4 @@
-"""Writing the parameter-level record against making it."""
+"""Time to write the parameter-level record, relative to the scan that produces it."""
 
 import tempfile
 from pathlib import Path
@@ -13,7 +13,7 @@ from instruments.parameter_scan.scanner import ParameterTensorScanner
 
 
 def measure_mscan(bench: Workbench, repetitions: int) -> list[Row]:
-    """Seconds to write a sequence's record and bring it to the disk ÷ seconds to scan the sequence."""
+    """Seconds to write a batch's record to the disk ÷ seconds to scan the batch."""
     with ParameterTensorScanner(bench.model) as scanner:
         bench.train_step()
         record = scanner.collect()[0]

@@ -1,17 +1,17 @@
-"""What the benchmarks are run on."""
+"""Command line of the benchmarks."""
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-# Rows are measured by group; redis wants a redis-server on the PATH.
+# Rows are measured by group; redis needs redis-server and redis-benchmark on the PATH.
 GROUPS = (
     "scan", "forward", "scanner", "memory", "products", "mscan", "startup", "redis", "moe", "cluster", "dump", "watch",
 )  # fmt: skip
 
 
 def read_options(words: Sequence[str] | None = None) -> Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = ArgumentParser("benchmarks", description="Speed and memory, as ratios measured in one run.")
     parser.add_argument("--model", type=Path, help="folder of a dense checkpoint (default: the embedded model)")
     parser.add_argument("--shape", choices=("qwen3-1.7b",), help="random weights in a known shape, instead of a folder")

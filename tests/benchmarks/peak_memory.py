@@ -1,8 +1,8 @@
-"""Peak memory of the scan's pass above that of a frozen backward pass, against one layer's activations.
+"""Peak memory of the scan above that of a frozen backward pass, relative to one layer's activations.
 
-On a GPU by torch.cuda.max_memory_allocated. On a CPU by the largest resident set (VmHWM, Linux) of a process of its own
-whose every tensor is a memory mapping of its own (MALLOC_MMAP_THRESHOLD_): what is freed goes back to the system at
-once, so that the resident set is what is alive, numpy's temporaries included.
+On a GPU: torch.cuda.max_memory_allocated. On a CPU: the largest resident set (VmHWM, Linux) of a new process, in which
+every tensor above 64 KiB has its own memory mapping (MALLOC_MMAP_THRESHOLD_). Freed memory returns to the system at
+once, so that the resident set is the live memory, including numpy's temporaries.
 """
 
 import ctypes
@@ -25,12 +25,12 @@ from benchmarks.workbench import Workbench, make_workbench
 from torch import Tensor
 
 REPOSITORY = Path(__file__).parents[2]
-# Above it glibc maps each block by itself.
+# glibc gives larger blocks a mapping of their own.
 _MAPPED_BYTES = 64 * 1024
 
 
 def measure_memory(bench: Workbench, options: Namespace, words: Sequence[str]) -> list[Row]:
-    """The row of this device, and the layer's activations it is measured by."""
+    """The row of this device and the figures behind it."""
     found = peaks(bench, options.repetitions) if bench.device.type == "cuda" else _peaks_of_new_process(words)
     layer = found["layer"][0]
     above = [(scan - frozen) / layer for scan, frozen in zip(found["scan"], found["frozen"], strict=True)]
@@ -43,7 +43,7 @@ def measure_memory(bench: Workbench, options: Namespace, words: Sequence[str]) -
 
 
 def peaks(bench: Workbench, repetitions: int) -> dict[str, list[int]]:
-    """Bytes above what was there before: of the scan and the frozen pass in turns, and of one layer's activations."""
+    """Bytes above the memory before: peaks of the scan and the frozen pass, in turns, and one layer's activations."""
     tasks = {"scan": scan_task(bench, gradients=True), "frozen": Task(bench.frozen_step)}
     found: dict[str, list[int]] = {name: [] for name in tasks}
     peak = _peak_of_gpu if bench.device.type == "cuda" else peak_of_process
@@ -58,7 +58,7 @@ def peaks(bench: Workbench, repetitions: int) -> dict[str, list[int]]:
 
 
 def layer_activations(bench: Workbench) -> int:
-    """Bytes that the middle decoder layer keeps for a frozen backward pass, weights left out."""
+    """Bytes that the middle decoder layer saves for a frozen backward pass, without weights."""
     layers = bench.model.get_decoder().layers
     layer = layers[len(layers) // 2]
     weights = {tensor.untyped_storage().data_ptr() for tensor in bench.model.state_dict().values()}
@@ -93,10 +93,10 @@ def _peak_of_gpu(run: Callable[[], object]) -> int:
 
 
 def peak_of_process(run: Callable[[], object]) -> int:
-    """Bytes of the largest resident set while it runs, above that before."""
+    """Bytes of the largest resident set during the run, above the resident set before."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again at VmRSS
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to VmRSS
     before = _status("VmRSS")
     run()
     return _status("VmHWM") - before

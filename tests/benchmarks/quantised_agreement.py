@@ -1,4 +1,4 @@
-"""How far the ranking of neurons by a quantised scan agrees with that of a plain one, layer by layer.
+"""Agreement of neuron rankings between a quantised scan and a plain one, layer by layer.
 
     python tests/benchmarks/quantised_agreement.py REFERENCE QUANTISED [--method s_p] [--normalisation zscore] ...
 
@@ -31,17 +31,17 @@ SUMS = {
 
 @dataclass(frozen=True)
 class Agreement:
-    """One figure a layer each; correlations are None where a measure has no spread."""
+    """One figure per layer each; a correlation is None if a measure is constant."""
 
     score: list[float | None]  # Spearman of the score
-    terms: dict[str, list[float | None]]  # Spearman of what it is made of
-    overlap: dict[float, list[float]]  # share of the best neurons → how many of them are the same
+    terms: dict[str, list[float | None]]  # Spearman of the score's terms
+    overlap: dict[float, list[float]]  # share of the best neurons → fraction of them in both
 
 
 def compare_scans(
     reference: NeuronStatistics, quantised: NeuronStatistics, score: ScoreConfig, shares: Sequence[float] = SHARES
 ) -> Agreement:
-    """Score both scans alike and compare the ranks. Raises ContractError: they are not of the same model and text."""
+    """Score both scans alike and compare the ranks. Raises ContractError: their shapes or token counts differ."""
     sizes = [(tuple(scan.sum_abs.shape), scan.tokens) for scan in (reference, quantised)]
     if sizes[0] != sizes[1]:
         raise ContractError(
@@ -57,7 +57,7 @@ def compare_scans(
 
 
 def top_overlap(first_LF: Tensor, second_LF: Tensor, share: float) -> list[float]:
-    """Which part of the best `share` of neurons is the same in both, in every layer; chance gives `share`."""
+    """Fraction of the best `share` of neurons that is the same in both, by layer; chance gives `share`."""
     count = max(1, round(share * first_LF.shape[1]))
     pairs = zip(first_LF, second_LF, strict=True)
     tops = [[set(scores_F.topk(count).indices.tolist()) for scores_F in pair] for pair in pairs]
@@ -69,7 +69,7 @@ def _total(scan: NeuronStatistics, fields: Sequence[str]) -> Tensor:
 
 
 def report(agreement: Agreement) -> str:
-    """A row a layer, and the mean over all."""
+    """A table with one row per layer, and the mean."""
     correlations = [agreement.score, *agreement.terms.values()]
     columns = [*correlations, *agreement.overlap.values()]
     rows = [[layer, *(_shown(column[layer]) for column in columns)] for layer in range(len(agreement.score))]
@@ -85,7 +85,7 @@ def _shown(value: float | None) -> str:
 
 
 def read_words(words: Sequence[str] | None = None) -> Namespace:
-    """The command line; settings of the score are those of stages/score/config.py."""
+    """Parse the command line; settings of the score are those of stages/score/config.py."""
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("reference", type=Path)
     parser.add_argument("quantised", type=Path)
@@ -98,7 +98,7 @@ def read_words(words: Sequence[str] | None = None) -> Namespace:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """0, or 1 where a folder holds no scan."""
+    """Returns 0, or 1 if the scans cannot be read or compared."""
     wanted = vars(read_words(words))
     reference, quantised = wanted.pop("reference"), wanted.pop("quantised")
     try:

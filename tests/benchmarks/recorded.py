@@ -1,4 +1,4 @@
-"""The parts of the scan's work, each by itself, on the tensors of one layer."""
+"""The parts of the scan's work, one by one, on the tensors of one layer."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +17,7 @@ from stages.scan.config import ScanConfig
 
 
 def record_layer(bench: Workbench, layer: int) -> FFNGradients:
-    """Copies of what the scan is given of one layer."""
+    """Copies of the tensors that the scan receives from one layer."""
     kept: list[FFNGradients] = []
 
     def keep(_layer: int, record: FFNGradients) -> None:
@@ -29,9 +29,9 @@ def record_layer(bench: Workbench, layer: int) -> FFNGradients:
 
 
 def record_tasks(record: FFNGradients, layers: int, bench: Workbench) -> dict[str, Task]:
-    """Tasks of one layer that differ by one part of the work; "to host" is of all layers."""
+    """Tasks of one layer that differ by one part of the work; "to host" covers all layers."""
     rule = ScanConfig()
-    # A threshold takes one comparison; finding the top share of a row takes the time that is asked for.
+    # A threshold needs one comparison; the difference is the time to find the top share of a row.
     by_threshold, none_drawn = replace(rule, active_threshold=1.0), torch.full_like(bench.slots_BT, -1)
 
     def on_fresh_sums(work: Callable[[BatchSums], object], rule: ScanConfig, slots_BT: torch.Tensor) -> Task:

@@ -1,4 +1,4 @@
-"""The store in Redis, on a server of its own."""
+"""Rows of the Redis store, measured on its own server."""
 
 import re
 
@@ -6,7 +6,7 @@ from benchmarks.rows import Row
 
 
 def measure_redis(rounds: int) -> list[Row]:
-    """Rows of bench_redis.py, whose text begins with the figure; it is loaded only here, as redis may be missing."""
+    """Rows of bench_redis.py, whose text begins with the figure; the import is here because redis may be missing."""
     from benchmarks.bench_redis import measure
 
     rows = []

@@ -1,4 +1,4 @@
-"""A measured figure, its spread and what it should be."""
+"""A measured figure, its spread and its target."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -10,10 +10,10 @@ from tabulate import tabulate
 
 @dataclass(frozen=True)
 class Row:
-    """One figure: a ratio, unless its unit is named."""
+    """One figure; a ratio if it has no unit."""
 
     what: str
-    values: list[float]  # one for every repetition
+    values: list[float]  # one per repetition
     at_most: float | None = None  # the target
     at_least: float | None = None
     unit: str = ""
@@ -21,12 +21,12 @@ class Row:
 
     @property
     def measured(self) -> float:
-        """The median."""
+        """The median of the values."""
         return median(self.values)
 
     @property
     def met(self) -> bool | None:
-        """Whether the median keeps the target; None without one."""
+        """Whether the median meets the target; None without one."""
         if self.at_most is None and self.at_least is None:
             return None
         return (self.at_most is None or self.measured <= self.at_most) and (
@@ -34,7 +34,7 @@ class Row:
         )
 
     def cells(self) -> list[str]:
-        """Of the table."""
+        """The cells of its row in the table."""
         targets = {"≤": self.at_most, "≥": self.at_least}
         bounds = [f"{sign} {bound:g}" for sign, bound in targets.items() if bound is not None]
         spread = f"{self._show(min(self.values))} … {self._show(max(self.values))}" if len(self.values) > 1 else ""
@@ -42,7 +42,7 @@ class Row:
         return [self.what, measured, spread, " ".join(bounds), _MET[self.met], self.note]
 
     def record(self) -> dict[str, Any]:
-        """Everything, for JSON."""
+        """All fields, for JSON."""
         return asdict(self) | {"measured": self.measured, "met": self.met}
 
     def _show(self, value: float) -> str:
@@ -53,6 +53,6 @@ _MET = {None: "", True: "yes", False: "no"}
 
 
 def show_rows(rows: Sequence[Row]) -> str:
-    """The table."""
+    """The table of all rows."""
     headers = ["what", "measured", "spread", "target", "met", "note"]
     return tabulate([row.cells() for row in rows], headers, disable_numparse=True, preserve_whitespace=True)

@@ -1,4 +1,4 @@
-"""The scan against one step of training on the same batch, and where its time goes."""
+"""The scan against a training step on the same batch, and the time of its parts."""
 
 from functools import partial
 
@@ -18,7 +18,7 @@ from stages.scan.passes import Scanner
 
 
 def measure_scan(bench: Workbench, repetitions: int) -> list[Row]:
-    """All gradient statistics ÷ a training step, and the parts of what they cost above a frozen pass."""
+    """All gradient statistics ÷ a training step, and the parts of their cost above a frozen pass."""
     layers = len(ffn_modules(bench.model))
     tasks = {
         "training": Task(bench.train_step, bench.thaw, bench.freeze),
@@ -55,7 +55,7 @@ def measure_forward(bench: Workbench, repetitions: int) -> list[Row]:
 
 
 def scan_task(bench: Workbench, *, gradients: bool) -> Task:
-    """One batch into fresh sums."""
+    """Scan one batch into empty sums."""
     scan, mlps = ScanConfig(gradients=gradients), ffn_modules(bench.model)
     scanner = Scanner(bench.model, mlps, scan)
     shapes = sum_shapes(len(mlps), bench.width, int(bench.slots_BT.max()) + 1)
@@ -68,7 +68,7 @@ def scan_task(bench: Workbench, *, gradients: bool) -> Task:
 
 
 def _probed_step(bench: Workbench) -> None:
-    """A frozen pass with the scan's probes, which do nothing with what they are given."""
+    """A frozen pass with the scan's probes; their records are ignored."""
     with probe_gradients(ffn_modules(bench.model), _ignore):
         bench.frozen_step()
 
@@ -78,7 +78,7 @@ def _ignore(_layer: int, _record: FFNGradients) -> None:
 
 
 def _parts(found: dict[str, list[float]], layers: int) -> dict[str, list[float]]:
-    """Seconds of all layers, from those of one; differences of tasks that differ by one part."""
+    """Seconds of all layers, from one layer; each part is the difference of tasks that differ by it."""
 
     def of_layers(first: str, *others: str) -> list[float]:
         seconds = found[first]

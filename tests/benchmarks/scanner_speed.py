@@ -1,4 +1,4 @@
-"""The parameter-level scanner, around frozen weights and in training, against training without it."""
+"""The parameter-level scanner on frozen weights and in training, against training without it."""
 
 from contextlib import ExitStack
 
@@ -10,7 +10,7 @@ from instruments.parameter_scan.scanner import ParameterTensorScanner
 
 
 def measure_scanner(bench: Workbench, repetitions: int) -> list[Row]:
-    """Scanner on frozen weights ÷ training step, and training with it ÷ without, at the batch and at one sequence."""
+    """Scanner on frozen weights ÷ training step, and training with it ÷ without, for the batch and for one sequence."""
     rows = []
     for part in [bench, bench.first_sequence()]:
         tasks = {
@@ -22,7 +22,7 @@ def measure_scanner(bench: Workbench, repetitions: int) -> list[Row]:
         size = f"batch {len(part.batch.names)}"
         frozen = divide(found["scanner, frozen"], found["training"])
         training = divide(found["scanner, training"], found["training"])
-        # The target is stated for the batch.
+        # The target is for the batch.
         bound = 1.05 if part is bench else None
         rows.append(Row(f"parameter scanner, weights frozen ÷ training step, {size}", frozen, at_most=bound))
         rows.append(Row(f"training with the parameter scanner ÷ without, {size}", training))
@@ -30,7 +30,7 @@ def measure_scanner(bench: Workbench, repetitions: int) -> list[Row]:
 
 
 def scanner_task(bench: Workbench, *, training: bool) -> Task:
-    """Forward, backward and the record, in an entered scanner."""
+    """Forward, backward and the record, with the scanner already entered."""
     entered = ExitStack()
     scanners: list[ParameterTensorScanner] = []
 

@@ -1,4 +1,4 @@
-"""How long the command line takes to answer."""
+"""Response time of the command line."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def measure_start_up(repetitions: int) -> list[Row]:
-    """Seconds until the help page is there."""
+    """Seconds until the help page is printed."""
     command = [sys.executable, "-m", "pipeline", "--help"]
     seconds = []
     for _ in range(repetitions + 1):

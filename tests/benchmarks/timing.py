@@ -1,4 +1,4 @@
-"""Seconds of several tasks that take turns, so that a busy moment of the machine meets them all."""
+"""Seconds of several tasks that take turns, so that other load on the machine affects all of them."""
 
 import gc
 import time
@@ -15,7 +15,7 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Task:
-    """What is timed; what comes before and after is not."""
+    """A task: `run` is timed, `before` and `after` are not."""
 
     run: Callable[[], object]
     before: Callable[[], object] = _nothing
@@ -23,7 +23,7 @@ class Task:
 
 
 def take_turns(tasks: Mapping[str, Task], repetitions: int, device: torch.device) -> dict[str, list[float]]:
-    """Seconds of every task, A B C A B C ...; a first round that warms up does not count."""
+    """Seconds of every task, in the order A B C A B C ...; the first round is a warm-up and does not count."""
     seconds: dict[str, list[float]] = {name: [] for name in tasks}
     for number in tqdm(range(repetitions + 1), desc=", ".join(tasks)[:60], leave=False, disable=None):
         gc.collect()
@@ -52,10 +52,10 @@ def _wait(device: torch.device) -> None:
 
 
 def divide(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
-    """Ratios, each of one round."""
+    """Ratios by round."""
     return [above / below for above, below in zip(numerators, denominators, strict=True)]
 
 
 def subtract(first: Sequence[float], second: Sequence[float]) -> list[float]:
-    """Differences, each of one round."""
+    """Differences by round."""
     return [left - right for left, right in zip(first, second, strict=True)]

@@ -1,4 +1,4 @@
-"""The monitor: what it costs a training step."""
+"""The monitor's cost per training step."""
 
 from contextlib import ExitStack
 
@@ -47,7 +47,7 @@ def _watched(bench: Workbench, *, activations: bool) -> Task:
 
 
 def _step(bench: Workbench, watch: ModelWatch | None) -> None:
-    """Without the optimizer, whose time would hide a part of the cost."""
+    """A step without the optimizer, whose time would hide part of the cost."""
     loss = bench.forward_labels()
     torch.autograd.backward(loss)
     if watch is not None:

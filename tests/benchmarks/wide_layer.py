@@ -1,8 +1,8 @@
-"""One layer of Qwen2.5-7B's shape, with random weights, through cluster, assemble and project: what grows how.
+"""How cluster, assemble and project scale: one layer of Qwen2.5-7B's shape, with random weights.
 
     PYTHONPATH=.:tests python -m benchmarks.wide_layer --parts 4 2 1 --tokens 2048 4096
 
-Processor seconds, so that other programs do not count, and the peak of memory above weights and inputs.
+Processor seconds, so that other programs do not count, and peak memory above weights and inputs.
 """
 
 import math
@@ -33,12 +33,12 @@ from stages.routing.fit import RouterSettings
 from stages.routing.task import set_logit_std
 
 HIDDEN, WIDTH = 3584, 18944  # D, F
-BATCHES = 16  # as calibration text has at least
-PENALTY = 1.0  # one of those that stage=project tries
+BATCHES = 16  # calibration text has at least this many
+PENALTY = 1.0  # one of the penalties that stage=project tries
 
 
 def draw_layer(width: int, tokens: int) -> tuple[DenseFFN, list[Tensor]]:
-    """An FFN, and inputs of the norm that a layer norm gives."""
+    """An FFN, and inputs with the norm of a layer norm's output."""
     generator = torch.Generator().manual_seed(0)
     gate_FD, up_FD, down_FD = torch.randn(3, width, HIDDEN, generator=generator) / math.sqrt(HIDDEN)
     inputs = torch.randn(tokens, HIDDEN, generator=generator).chunk(BATCHES)
@@ -46,13 +46,13 @@ def draw_layer(width: int, tokens: int) -> tuple[DenseFFN, list[Tensor]]:
 
 
 def shape_of(width: int) -> MoEShape:
-    """Experts of 64, a quarter of the FFN always on, half of it active: the defaults."""
+    """The default shape: experts of 64, a quarter of the FFN always on, half of it active."""
     experts = 3 * width // 4 // 64
     return MoEShape(experts=experts, n=64, top_k=width // 4 // 64, always_on=width - 64 * experts)
 
 
 def measure(name: str, width: int, tokens: int, work: Callable[[], object]) -> list[object]:
-    """A row of the table."""
+    """Run `work`; returns a row of the table."""
     start = time.process_time()
     peak = peak_of_process(work)
     return [name, width, tokens, f"{time.process_time() - start:.1f}", f"{peak / 2**30:.2f}"]
@@ -60,7 +60,7 @@ def measure(name: str, width: int, tokens: int, work: Callable[[], object]) -> l
 
 @torch.no_grad()
 def measure_layer(width: int, tokens: int) -> Iterator[list[object]]:
-    """The stages in turn, each on what the one before found."""
+    """Rows of the stages in turn; each stage uses the previous one's result."""
     (ffn, inputs), shape, found = draw_layer(width, tokens), shape_of(width), SimpleNamespace()
     bits_Fr = draw_bits(width)
     scores_F = torch.rand(width, generator=torch.Generator().manual_seed(1))

@@ -1,4 +1,4 @@
-"""The model, the batch, and the passes over it that are compared."""
+"""The model, the batch and the passes that the benchmarks compare."""
 
 from argparse import Namespace
 from dataclasses import dataclass, replace
@@ -39,47 +39,47 @@ class Workbench:
     name: str
     model: PreTrainedModel
     batch: TokenBatch
-    slots_BT: Tensor  # as many tokens keep their bits as in a scan with the default settings
+    slots_BT: Tensor  # the default settings' share of tokens keeps its bits
     device: torch.device
 
     @property
     def width(self) -> int:
-        """F."""
+        """FFN width F."""
         return self.model.config.intermediate_size
 
     def first_sequence(self) -> "Workbench":
-        """The same with a batch of one."""
+        """The same model with the batch's first sequence."""
         batch = self.batch
         one = TokenBatch(batch.input_ids[:1], batch.attention_mask[:1], batch.labels[:1], batch.names[:1])
         return replace(self, batch=one, slots_BT=self.slots_BT[:1])
 
     def forward_labels(self) -> Tensor:
-        """The loss of a plain forward pass with labels."""
+        """Loss of a plain forward pass with labels."""
         inputs = {"input_ids": self.batch.input_ids, "attention_mask": self.batch.attention_mask}
         inputs |= {"labels": self.batch.labels}
         moved = {name: tensor.to(self.device) for name, tensor in inputs.items()}
         return self.model(**moved, use_cache=False).loss
 
     def train_step(self) -> None:
-        """What one step of training computes before the optimizer."""
+        """A training step without the optimizer."""
         self.forward_labels().backward()
 
     def frozen_step(self) -> None:
-        """Forward and backward with a gradient for the embeddings alone, as below a scan."""
+        """Forward and backward with a gradient for the embeddings only, as in the scan."""
         forward_losses(self.model, self.batch, inplace_backward_logits=True).sum().backward()
 
     def thaw(self) -> None:
-        """Weights ask for gradients and have none yet."""
+        """All weights require gradients and have none yet."""
         self.model.requires_grad_(True).zero_grad(set_to_none=True)
 
     def freeze(self) -> None:
-        """No weight asks for a gradient, and none is kept."""
+        """No weight requires or keeps a gradient."""
         self.model.zero_grad(set_to_none=True)
         self.model.requires_grad_(False)
 
 
 def make_workbench(options: Namespace) -> Workbench:
-    """Load or draw the model, and draw the tokens. Raises UserError."""
+    """Load or draw the model, and draw the tokens. Raises UserError: the device or the model cannot be used."""
     device = resolve_device(ModelConfig(device=options.device))
     dtype = options.dtype
     if dtype == "auto":
